@@ -1,0 +1,148 @@
+"""manifest.json: the record of one run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path, PurePosixPath
+from typing import Any, Self, TypedDict
+
+from mens_exp.artifacts.record import read_record, write_record
+from mens_exp.errors import DataError
+
+__all__ = ["Attempt", "Failure", "Manifest", "Status", "utc_now"]
+
+_UTC = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class Status(StrEnum):
+    """How far a run got."""
+
+    STARTED = "started"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Attempt(TypedDict):
+    """One process that worked on the run; a resumed run has several."""
+
+    started_utc: str
+    ended_utc: str | None
+    status: Status
+    resumed_from_step: int | None
+
+
+class Failure(TypedDict):
+    """The error that ended a run: its class, message, next step and exit code."""
+
+    type: str
+    message: str
+    remedy: str | None
+    exit_code: int
+
+
+@dataclass(kw_only=True, slots=True)
+class Manifest:
+    """What ran, on what, and what came of it.
+
+    Attributes:
+        format: always ``mens_exp_run``.
+        version: of this layout.
+        run_id: the run's name, unique among runs.
+        task: the task that ran.
+        experiment: the experiment's name, or None for an ad hoc run.
+        status: how far it got.
+        started_utc: as `utc_now` gives it; of the first attempt.
+        ended_utc: None while it runs, and after a kill.
+        attempts: every process that worked on it, in order.
+        overrides: the command line's, as given.
+        choices: the option chosen in each config group.
+        config_digest: SHA-256 of the resolved configuration.
+        seed: the run's seed.
+        provenance: code, packages and machine.
+        inputs: content hashes and counts of what was read.
+        facts: the resolved settings, read back from the first batch and the model.
+        results: the numbers it ended with.
+        unknown: dotted field that is null -> why it is.
+        outputs: path relative to the run directory -> SHA-256.
+        error: what ended it, when it failed.
+        notes: what a reader should know besides.
+    """
+
+    format: str = "mens_exp_run"
+    version: int = 1
+    run_id: str
+    task: str
+    experiment: str | None = None
+    status: Status = Status.STARTED
+    started_utc: str
+    ended_utc: str | None = None
+    attempts: list[Attempt] = field(default_factory=list)
+    overrides: list[str] = field(default_factory=list)
+    choices: dict[str, str | None] = field(default_factory=dict)
+    config_digest: str
+    seed: int
+    provenance: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=dict)
+    unknown: dict[str, str] = field(default_factory=dict)
+    outputs: dict[str, str] = field(default_factory=dict)
+    error: Failure | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def write(self, path: Path) -> None:
+        """Write the record atomically.
+
+        Raises:
+            MensError: a field is of the wrong type or not finite; nothing is written.
+        """
+        write_record(self, path)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a record strictly.
+
+        Raises:
+            DataError: the file is missing, of another format or a newer version, or holds
+                an unknown key or a wrong value.
+            Problems: several of these.
+        """
+        return read_record(cls, path)
+
+    def problems(self, where: str) -> list[DataError]:
+        """Return the times, digests and paths that are not written as they should be."""
+        times = {"started_utc": self.started_utc, "ended_utc": self.ended_utc}
+        for number, attempt in enumerate(self.attempts):
+            times[f"attempts[{number}].started_utc"] = attempt["started_utc"]
+            times[f"attempts[{number}].ended_utc"] = attempt["ended_utc"]
+        found = [
+            _wrong(f"{where}: {name}", text, "a UTC time like 2026-11-20T05:58:01.123Z")
+            for name, text in times.items()
+            if text is not None and not _UTC.fullmatch(text)
+        ]
+        for name, digest in self.outputs.items():
+            place = f"{where}: outputs.{name}"
+            if not _is_inside(name):
+                found.append(_wrong(place, name, "a relative path with forward slashes"))
+            if not _SHA256.fullmatch(digest):
+                found.append(_wrong(place, digest, "a SHA-256, 64 hexadecimal digits"))
+        return found
+
+
+def utc_now() -> str:
+    """Return the time in UTC to the millisecond, ``2026-11-20T05:58:01.123Z``."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and "\\" not in name
+
+
+def _wrong(where: str, found: str, expected: str) -> DataError:
+    return DataError("wrong value", where=where, found=found, expected=expected)

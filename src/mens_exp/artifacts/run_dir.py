@@ -1,0 +1,171 @@
+"""The names inside a run directory, spelled here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mens_exp.artifacts.nearest import nearest
+from mens_exp.artifacts.record import read_bytes
+from mens_exp.artifacts.typed_json import parse_json
+from mens_exp.errors import DataError, RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["RunDir", "resolve"]
+
+_CHECKPOINT = re.compile(r"step_(\d{8,})\.ckpt")
+_MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """One run's directory; nothing is made or read until asked for.
+
+    Attributes:
+        path: the directory.
+    """
+
+    path: Path
+
+    @property
+    def manifest(self) -> Path:
+        """The record of the run."""
+        return self.path / _MANIFEST
+
+    @property
+    def config(self) -> Path:
+        """The composed configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """What was predicted, and measured values beside it."""
+        return self.path / "plan.json"
+
+    @property
+    def telemetry(self) -> Path:
+        """One event a line."""
+        return self.path / "telemetry.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The directory of training states."""
+        return self.path / "checkpoints"
+
+    @property
+    def adapter(self) -> Path:
+        """The directory of the adapter in schema v3."""
+        return self.path / "adapter"
+
+    @property
+    def peft(self) -> Path:
+        """The directory of the same adapter as PEFT loads it."""
+        return self.adapter / "peft"
+
+    @property
+    def scorecard(self) -> Path:
+        """The KPIs."""
+        return self.path / "scorecard.json"
+
+    @property
+    def events(self) -> Path:
+        """One line per evaluated item and condition."""
+        return self.path / "events.jsonl"
+
+    @property
+    def report(self) -> Path:
+        """The rendered report."""
+        return self.path / "report.html"
+
+    @property
+    def model_card(self) -> Path:
+        """The rendered model card."""
+        return self.path / "MODEL_CARD.md"
+
+    @property
+    def wandb(self) -> Path:
+        """The directory of the offline mirror."""
+        return self.path / "wandb"
+
+    def checkpoint(self, step: int) -> Path:
+        """Return the path of the training state after optimizer step `step`."""
+        return self.checkpoints / f"step_{step:08d}.ckpt"
+
+    def last_checkpoint(self) -> Path | None:
+        """Return the training state of the highest step, or None where there is none."""
+        if not self.checkpoints.is_dir():
+            return None
+        found = [(_CHECKPOINT.fullmatch(path.name), path) for path in self.checkpoints.iterdir()]
+        steps = [(int(match[1]), path) for match, path in found if match]
+        return max(steps)[1] if steps else None
+
+
+def resolve(text: str, outputs: Path = Path("outputs"), *, task: str | None = None) -> RunDir:
+    """Find the run that `text` names.
+
+    Args:
+        text: ``latest``, the run that started last, or a run directory. A task that opens a
+            run of its own must resolve ``latest`` before it does.
+        outputs: where runs lie, at any depth.
+        task: let ``latest`` mean the latest run of this task alone.
+
+    Raises:
+        RequestError: there is no such run; the message names the nearest that exists.
+    """
+    if text == "latest":
+        return _latest(outputs, task)
+    run = RunDir(Path(text).expanduser())
+    if run.manifest.is_file():
+        return run
+    what = "no manifest.json in this directory" if run.path.is_dir() else "no such run directory"
+    raise RequestError(
+        what,
+        where="path",
+        found=text,
+        expected=f"latest or a run directory; the nearest is {_nearest(run.path, outputs)}",
+        remedy="name a directory that holds a manifest.json",
+    )
+
+
+def _latest(outputs: Path, task: str | None) -> RunDir:
+    started = [(_started_utc(run, task), str(run.path), run) for run in _runs(outputs)]
+    dated = [entry for entry in started if entry[0]]
+    if not dated:
+        raise RequestError(
+            "there is no run yet",
+            where="path",
+            found="latest",
+            expected=f"a {task or ''}{' ' if task else ''}run under {outputs}",
+            remedy="train one first, or name a run directory",
+        )
+    return max(dated, key=lambda entry: entry[:2])[2]
+
+
+def _runs(outputs: Path) -> Iterator[RunDir]:
+    for directory, names, files in os.walk(outputs):
+        if _MANIFEST in files:
+            names.clear()  # a run holds no runs, and its checkpoints are many
+            yield RunDir(Path(directory))
+
+
+def _started_utc(run: RunDir, task: str | None) -> str:
+    # Read loosely: a damaged or newer manifest must not hide the other runs.
+    try:
+        manifest = parse_json(read_bytes(run.manifest), str(run.manifest))
+    except DataError:
+        return ""
+    if not isinstance(manifest, dict) or (task is not None and manifest.get("task") != task):
+        return ""
+    started = manifest.get("started_utc")
+    return started if isinstance(started, str) else ""
+
+
+def _nearest(path: Path, outputs: Path) -> str:
+    runs = [run.path.as_posix() for run in _runs(outputs)]
+    existing = next((parent for parent in (path, *path.parents) if parent.exists()), Path())
+    return nearest(path.as_posix(), runs) or existing.as_posix()

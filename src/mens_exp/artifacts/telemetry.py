@@ -1,0 +1,200 @@
+"""telemetry.jsonl: what happened in a run, one event a line, as it happened."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Self, TypedDict
+
+from mens_exp.artifacts.atomic import json_line, write_bytes
+from mens_exp.artifacts.metrics import METRICS, metric
+from mens_exp.artifacts.nearest import expected_name
+from mens_exp.artifacts.record import read_lines
+from mens_exp.artifacts.typed_json import check
+from mens_exp.errors import MensError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+__all__ = ["EVENTS", "Event", "Telemetry", "read_events", "rewind"]
+
+EVENTS = frozenset(
+    {
+        "run_started",
+        "plan",
+        "facts",
+        "train_start",
+        "step",
+        "validation",
+        "checkpoint_saved",
+        "train_complete",
+        "scorecard",
+        "sink_failed",
+        "resumed",
+        "device_fallback",
+        "run_finished",
+        "warning",
+    }
+)
+_ENDS = frozenset({"run_finished", "train_complete"})
+
+
+class Event(TypedDict):
+    """One line: milliseconds since 1970 in UTC, a name from EVENTS, and what belongs to it."""
+
+    ts_ms: int
+    event: str
+    payload: dict[str, Any]
+
+
+Subscriber = Callable[[Event], object]
+
+
+class Telemetry:
+    """Appends events to a file and hands them to sinks that may fail without harm."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        """Open the file for appending; a torn last line of a killed writer is cut off.
+
+        Args:
+            path: the file; made with its parents when missing.
+            clock: seconds since 1970.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_torn_end(path)
+        self._path = path
+        self._clock = clock
+        self._subscribers: dict[Subscriber, str] = {}
+        # Unbuffered: a line is one write, so a kill loses at most the line in flight.
+        self._file = path.open("ab", buffering=0)
+
+    def emit(self, event: str, payload: Mapping[str, Any]) -> None:
+        """Append one event, then hand it to every subscriber.
+
+        Args:
+            event: a name from EVENTS.
+            payload: JSON values; a key with a slash is a metric's name.
+
+        Raises:
+            MensError: an unknown event or metric, a value that is not JSON or not finite,
+                or a closed file; nothing is written then.
+        """
+        if self._file.closed:
+            raise MensError("the telemetry is closed", where=str(self._path), found=event)
+        record: Event = {
+            "ts_ms": int(self._clock() * 1000),
+            "event": event,
+            "payload": dict(payload),
+        }
+        _refuse(record)
+        self._file.write(json_line(record, str(self._path)))
+        self._hand_out(record)
+
+    def subscribe(self, fn: Subscriber, name: str | None = None) -> None:
+        """Hand every later event to `fn`, which must not change it.
+
+        A subscriber that raises is dropped and a ``sink_failed`` event says so.
+
+        Args:
+            fn: called with each record after it is written.
+            name: what to call it in that event; its own name by default.
+        """
+        self._subscribers[fn] = name or _name_of(fn)
+
+    def close(self) -> None:
+        """Close the file; closing twice is no error."""
+        self._subscribers.clear()
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _hand_out(self, record: Event) -> None:
+        failed = []
+        for fn, name in list(self._subscribers.items()):
+            try:
+                fn(record)
+            except Exception as error:  # noqa: BLE001 - a sink that fails never stops training
+                self._subscribers.pop(fn, None)
+                failed.append({"sink": name, "error": f"{type(error).__name__}: {error}"})
+        for payload in failed:
+            self.emit("sink_failed", payload)
+
+
+def read_events(path: Path) -> list[Event]:
+    """Read a telemetry file; a last line without its newline was torn, and is left out.
+
+    Raises:
+        DataError: the file is missing, or another line is no event (``file:line``).
+        Problems: several are.
+    """
+    events: list[Event] = read_lines(path, Event, torn_end=True)
+    return events
+
+
+def rewind(path: Path, step: int) -> None:
+    """Forget, atomically, what a stopped attempt did after the step it is resumed from.
+
+    Kept is everything up to the ``checkpoint_saved`` event of that step. Without one, kept
+    are the events of steps up to it and those that belong to no step, ends left out.
+
+    Args:
+        path: the file; when it is missing there is nothing to forget.
+        step: the optimizer step of the checkpoint.
+
+    Raises:
+        DataError: as `read_events`.
+    """
+    if not path.exists():
+        return
+    events = read_events(path)
+    saved = [i for i, record in enumerate(events) if _is_checkpoint(record, step)]
+    if saved:
+        kept = events[: saved[-1] + 1]
+    else:
+        kept = [record for record in events if _is_kept(record, step)]
+    write_bytes(path, b"".join(json_line(record, str(path)) for record in kept))
+
+
+def _refuse(record: Event) -> None:
+    event, payload = record["event"], record["payload"]
+    if event not in EVENTS:
+        raise MensError("unknown event", found=event, expected=expected_name(event, EVENTS))
+    problems = check(payload, dict[str, Any], f"telemetry: {event}")
+    if problems:
+        raise MensError(str(problems[0]), remedy="record null and the reason instead")
+    for key in payload:
+        if "/" in key and key not in METRICS:
+            metric(key)
+
+
+def _name_of(fn: Subscriber) -> str:
+    owner = getattr(fn, "__self__", fn)
+    return str(getattr(owner, "__qualname__", type(owner).__name__))
+
+
+def _is_checkpoint(record: Event, step: int) -> bool:
+    return record["event"] == "checkpoint_saved" and record["payload"].get("step") == step
+
+
+def _is_kept(record: Event, step: int) -> bool:
+    return record["event"] not in _ENDS and record["payload"].get("step", step) <= step
+
+
+def _cut_torn_end(path: Path) -> None:
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        with path.open("rb+") as file:
+            file.truncate(whole)

@@ -1,0 +1,1 @@
+"""Trained graphs behind one protocol."""

@@ -1,0 +1,61 @@
+"""What training, evaluation and export ask of a backend.
+
+Shapes: M supervised positions, D hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    import numpy as np
+
+    from mens_exp.artifacts.adapter_v3 import AdapterManifest
+    from mens_exp.config.root import RunConfig
+    from mens_exp.data.batch import Batch
+
+__all__ = ["Backend"]
+
+
+class Backend(Protocol):
+    """A trained graph: base model, quantizer and adapter. Also a ``torch.nn.Module``."""
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        """Return hidden states at the batch's supervised positions, ``[M, D]``."""
+
+    def head(self, hidden_MD: torch.Tensor) -> torch.Tensor:
+        """Return logits ``[M, V]``."""
+
+    def begin(self, micro_batch: int) -> None:
+        """Say which micro-batch of the stream comes next; dropout masks depend on it."""
+
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        """Return every trained parameter by name; nothing else has a gradient."""
+
+    def base_only(self) -> AbstractContextManager[None]:
+        """Switch the adapter off inside the block."""
+
+    def generate(self, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
+        """Continue prompts greedily; see the backend for the options."""
+
+    def adapter(self, config: RunConfig) -> tuple[AdapterManifest, dict[str, np.ndarray]]:
+        """Return the adapter under logical names, with its manifest."""
+
+    def load_adapter(self, tensors: dict[str, np.ndarray]) -> None:
+        """Put an adapter's tensors, under logical names, into the graph."""
+
+    def write_peft(self, directory: Path) -> None:
+        """Write the adapter as a PEFT directory."""
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence the model was made for, in tokens."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what was really built, read back from the graph."""

@@ -1,0 +1,269 @@
+"""QLoRA: the full causal model on a frozen 4-bit base, LoRA trained in f32 (arXiv:2305.14314).
+
+Shapes: B sequences, T tokens, D hidden width, M supervised positions, V vocabulary,
+R rank, I inputs and O outputs of a projection.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from mens_exp.artifacts import atomic
+from mens_exp.artifacts.adapter_v3 import AdapterManifest
+from mens_exp.errors import ConfigError, SetupError
+from mens_exp.layout.names import base_key, logical_name
+from mens_exp.lora.keyed import initialise, share_dropout
+from mens_exp.model import attention
+from mens_exp.model.quiet import quiet
+from mens_exp.quant.bnb import compute_dtype, keep_trainable, quantization_config, quantized_linears
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from mens_exp.config.root import RunConfig
+    from mens_exp.data.batch import Batch
+    from mens_exp.model.resolve import BaseModel
+
+__all__ = ["QloraBackend"]
+
+_ADAPTER = "default"  # PEFT's own name for a single adapter
+
+
+class QloraBackend(torch.nn.Module):
+    """A transformers model loaded in 4 bits with PEFT's LoRA layers on it."""
+
+    def __init__(self, config: RunConfig, base: BaseModel, device: torch.device) -> None:
+        """Load and quantize the base model, and put a fresh adapter on it.
+
+        Raises:
+            ConfigError: a LoRA target names no module of the model.
+            SetupError: the device cannot hold or compute the model.
+        """
+        super().__init__()
+        self.base = base
+        self.compute_dtype = compute_dtype(config.quant)
+        self.model = _adapted(_load_base(config, base, device), config)
+        self.causal_lm = self.model.get_base_model()
+        layers = list(_lora_layers(self.model))
+        self.paths = {logical_name(path): path for path, _ in layers}
+        self.layers = {logical_name(path): module for path, module in layers}
+        for logical, module in self.layers.items():
+            a, b = _matrices(module)
+            initialise(a, b, seed=config.seed, layer=logical)
+        self.dropouts = share_dropout(
+            layers, p=config.lora.dropout, seed=config.seed, adapter=_ADAPTER
+        )
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Return hidden states at the supervised positions, ``[M, D]``."""
+        packed = batch.documents is not None
+        ids_BT = batch.input_ids_BT
+        with self._compute():
+            output = self.causal_lm.model(
+                input_ids=ids_BT,
+                position_ids=batch.position_ids_BT,
+                attention_mask=attention.no_mask(ids_BT) if packed else batch.attention_mask_BT,
+                use_cache=False,
+                **({"documents": batch.documents} if packed else {}),
+            )
+        hidden_BTD = output.last_hidden_state
+        return hidden_BTD.flatten(0, 1).index_select(0, batch.predict_M)
+
+    def head(self, hidden_MD: torch.Tensor) -> torch.Tensor:
+        """Return logits ``[M, V]`` in the compute format."""
+        with self._compute():
+            logits: torch.Tensor = self.causal_lm.lm_head(hidden_MD)
+        return logits
+
+    def begin(self, micro_batch: int) -> None:
+        """Move every dropout stream to a micro-batch."""
+        for dropout in self.dropouts:
+            dropout.begin(micro_batch)
+
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        """Return the adapter's parameters, f32, by logical name."""
+        return {
+            f"{logical}.lora_{which}": parameter
+            for logical, module in self.layers.items()
+            for which, parameter in zip("ab", _matrices(module), strict=True)
+        }
+
+    @contextmanager
+    def base_only(self) -> Iterator[None]:
+        """Switch the adapter off inside the block."""
+        with self.model.disable_adapter():
+            yield
+
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        *,
+        max_new_tokens: int,
+        end_ids: set[int],
+        pad_id: int,
+    ) -> list[list[int]]:
+        """Continue prompts greedily, padded on the left, until an end id or the limit.
+
+        Returns:
+            The new ids of each prompt, its end id included where it ended.
+        """
+        width = max(map(len, prompts))
+        device = next(self.model.parameters()).device
+        ids_BT = torch.full((len(prompts), width), pad_id, dtype=torch.long)
+        mask_BT = torch.zeros_like(ids_BT)
+        for row, prompt in enumerate(prompts):
+            ids_BT[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask_BT[row, width - len(prompt) :] = 1
+        with torch.inference_mode(), self._compute(), quiet():
+            output = self.causal_lm.generate(
+                input_ids=ids_BT.to(device),
+                attention_mask=mask_BT.to(device),
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                eos_token_id=sorted(end_ids),
+                pad_token_id=pad_id,
+            )
+        return [_until(row, end_ids) for row in output[:, width:].tolist()]
+
+    def adapter(self, config: RunConfig) -> tuple[AdapterManifest, dict[str, np.ndarray]]:
+        """Return the adapter's manifest and its f32 tensors under logical names."""
+        tensors = {
+            name: parameter.detach().to("cpu", torch.float32).numpy()
+            for name, parameter in self.trainable().items()
+        }
+        manifest = AdapterManifest(
+            adapter_method="qlora",
+            quant={
+                "base_quant": config.quant.quant_type.value,
+                "double_quant": config.quant.double_quant,
+            },
+            base_key_map={logical: base_key(path) for logical, path in self.paths.items()},
+            layer_order=list(self.layers),
+            vocab=int(self.causal_lm.config.vocab_size),
+            d_model=int(self.causal_lm.config.hidden_size),
+            rank=config.lora.r,
+            alpha=config.lora.alpha,
+            base_model=self.base.name,
+            mens_exp={"base_weights_sha256": self.base.weights_sha256},
+        )
+        return manifest, tensors
+
+    def load_adapter(self, tensors: dict[str, np.ndarray]) -> None:
+        """Copy an adapter's tensors into the graph.
+
+        Raises:
+            ConfigError: the tensors are not those of this graph.
+        """
+        parameters = self.trainable()
+        if tensors.keys() != parameters.keys():
+            odd = sorted(tensors.keys() ^ parameters.keys())
+            raise ConfigError(
+                "the adapter's layers are not the graph's",
+                where="adapter",
+                found=", ".join(odd[:8]),
+                expected="the layers of the run's own configuration",
+            )
+        with torch.no_grad():
+            for name, values in tensors.items():
+                parameters[name].copy_(torch.from_numpy(values))
+
+    def write_peft(self, directory: Path) -> None:
+        """Write the adapter as a PEFT directory; it appears whole or not at all."""
+        with atomic.directory(directory) as temporary, quiet():
+            self.model.save_pretrained(temporary)
+            (temporary / "README.md").unlink(missing_ok=True)  # MODEL_CARD.md says it better
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence the model was made for, in tokens."""
+        return int(self.causal_lm.config.max_position_embeddings)
+
+    def facts(self) -> dict[str, Any]:
+        """Read back what was built."""
+        quantized = quantized_linears(self.model)
+        state = next(iter(quantized.values())).weight.quant_state
+        parameters = self.trainable().values()
+        return {
+            "trainable_parameters": sum(p.numel() for p in parameters),
+            "trainable_matrices": len(self.trainable()),
+            "total_parameters": int(self.causal_lm.num_parameters()),
+            "quantized_linears": len(quantized),
+            "quant": str(state.quant_type),
+            "block_size": int(state.blocksize),
+            "double_quant": bool(state.nested),
+            "compute_dtype": str(self.compute_dtype).removeprefix("torch."),
+            "attention": str(self.causal_lm.config._attn_implementation),  # noqa: SLF001
+        }
+
+    def _compute(self) -> torch.autocast:
+        """Compute under bf16 autocast; adapters stay f32 so that gradients accumulate there."""
+        device = next(self.model.parameters()).device.type
+        return torch.autocast(
+            device, dtype=torch.bfloat16, enabled=self.compute_dtype == torch.bfloat16
+        )
+
+
+def _load_base(config: RunConfig, base: BaseModel, device: torch.device) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    attention.register()
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(
+            base.directory,
+            dtype=compute_dtype(config.quant),
+            quantization_config=quantization_config(config.quant),
+            attn_implementation=attention.IMPLEMENTATION,
+            device_map={"": device} if device.type == "cuda" else None,
+            use_safetensors=True,
+        )
+    if not quantized_linears(model):
+        raise SetupError(
+            "no linear layer was quantized",
+            found=f"bitsandbytes on {device}",
+            expected="4-bit linear layers",
+            remedy="reinstall bitsandbytes for this machine",
+        )
+    keep_trainable(model)
+    return model.requires_grad_(requires_grad=False)
+
+
+def _adapted(model: Any, config: RunConfig) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(
+        r=config.lora.r,
+        lora_alpha=config.lora.alpha,
+        lora_dropout=config.lora.dropout,
+        target_modules=list(config.lora.targets),
+        task_type="CAUSAL_LM",
+    )
+    with quiet():
+        adapted = get_peft_model(model, lora, adapter_name=_ADAPTER)
+    matched = {path.rpartition(".")[2] for path, _ in _lora_layers(adapted)}
+    missing = sorted(set(config.lora.targets) - matched)
+    if missing:
+        raise ConfigError("matches no module", where="lora.targets", found=", ".join(missing))
+    return adapted
+
+
+def _lora_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    from peft.tuners.lora import LoraLayer
+
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            yield path, module
+
+
+def _matrices(module: Any) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
+    """Return A ``[R, I]`` and B ``[O, R]``."""
+    return module.lora_A[_ADAPTER].weight, module.lora_B[_ADAPTER].weight
+
+
+def _until(ids: list[int], end_ids: set[int]) -> list[int]:
+    end = next((i for i, token in enumerate(ids) if token in end_ids), len(ids) - 1)
+    return ids[: end + 1]

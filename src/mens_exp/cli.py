@@ -1,0 +1,230 @@
+"""The command line: check everything, then let Hydra run one task, or one for each cell.
+
+Exit codes: 0 done, 2 the request, 3 the environment, 4 a gate said no, 1 a bug, 130 cancelled.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mens_exp.config.overrides import Cell
+    from mens_exp.errors import MensError
+
+__all__ = ["entry_point", "main"]
+
+_CANCELLED = 130  # 128 + SIGINT, what a shell reports for Ctrl-C
+
+
+def entry_point() -> None:
+    """Run the command of ``sys.argv`` and exit with its code."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command.
+
+    Args:
+        arguments: what follows ``python -m mens_exp``.
+
+    Returns:
+        The exit code.
+    """
+    from mens_exp.errors import MensError, Problems
+
+    try:
+        return _dispatch(list(arguments))
+    except Problems as several:
+        _complain(several.problems)
+        return max(problem.exit_code for problem in several.problems)
+    except MensError as error:
+        _complain([error])
+        return error.exit_code
+
+
+def _dispatch(arguments: list[str]) -> int:
+    from hydra._internal.utils import get_args_parser
+
+    parsed, rest = get_args_parser().parse_known_args(arguments)
+    if rest:
+        return _refuse_flags(rest)
+    informs = (
+        parsed.help, parsed.hydra_help, parsed.info, parsed.shell_completion
+    )  # fmt: skip
+    if any(informs) or parsed.resolve and parsed.cfg is None:
+        return _hydra(arguments, [])
+    resume = [text for text in parsed.overrides if text.lstrip("+").startswith("resume=")]
+    if resume and resume[-1] != "resume=null":
+        return _resume(parsed.overrides, multirun=parsed.multirun)
+    cells = _checked_cells(parsed.overrides, multirun=parsed.multirun)
+    return _hydra(arguments, [] if parsed.cfg else cells, show_only=bool(parsed.cfg))
+
+
+def _refuse_flags(flags: list[str]) -> int:
+    from mens_exp.errors import ConfigError
+
+    _complain(
+        [
+            ConfigError("unknown flag", found=" ".join(flags), expected="a flag that --help shows"),
+        ]
+    )
+    return ConfigError.exit_code
+
+
+def _checked_cells(overrides: Sequence[str], *, multirun: bool) -> list[Cell]:
+    """Compose every cell, and raise all problems of the command together."""
+    from mens_exp.config.overrides import check
+    from mens_exp.errors import Problems
+    from mens_exp.plan.preflight import preflight
+
+    checked = check(overrides, multirun=multirun)
+    problems = list(checked.problems)
+    for cell in checked.cells:
+        if cell.config.task.name == "evaluate":
+            problems += _settle_subject(cell)
+        else:
+            problems += preflight(cell.config)
+    Problems.raise_if(list({str(problem): problem for problem in problems}.values()))
+    return list(checked.cells)
+
+
+def _settle_subject(cell: Cell) -> list[MensError]:
+    """Replace ``latest`` by the run it means now, before a run of our own becomes the latest."""
+    from mens_exp.errors import MensError
+    from mens_exp.tasks.evaluate import subject_of
+
+    if cell.config.path is None:
+        return []
+    try:
+        cell.config.path = str(subject_of(cell.config.path).path)
+    except MensError as error:
+        return [error]
+    cell.composed.values.path = cell.config.path
+    return []
+
+
+def _hydra(arguments: list[str], cells: list[Cell], *, show_only: bool = False) -> int:
+    """Hand the command to Hydra, which makes the run directory and calls back for each cell."""
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+
+    from mens_exp.config.compose import CONFIG_NAME, VERSION_BASE, config_directory, prepare_hydra
+
+    codes: list[int] = []
+
+    def one(_config: Any) -> int:
+        settings = HydraConfig.get()
+        number = settings.job.num if len(cells) > 1 else 0
+        code = _run_task(Path(settings.runtime.output_dir), cells[number])
+        codes.append(code)
+        if code == _CANCELLED:
+            raise SystemExit(code)
+        return code
+
+    prepare_hydra()
+    before, sys.argv = sys.argv, [sys.argv[0], *arguments]
+    try:
+        application = hydra.main(
+            version_base=VERSION_BASE, config_path=str(config_directory()), config_name=CONFIG_NAME
+        )(one)
+        application()
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 1
+    finally:
+        sys.argv = before
+    return max(codes, default=0 if show_only or not cells else 1)
+
+
+def _run_task(directory: Path, cell: Cell) -> int:
+    """Run one task in its directory and say how it ended."""
+    from mens_exp.tasks.run import open_run
+
+    def work() -> None:
+        with open_run(directory, cell) as run:
+            _task(cell)(cell.config, run)
+
+    return _ended(work, directory)
+
+
+def _task(cell: Cell) -> Any:
+    name = cell.config.task.name
+    if name == "plan":
+        from mens_exp.tasks.plan import plan
+
+        return plan
+    if name == "evaluate":
+        from mens_exp.tasks.evaluate import evaluate
+
+        return evaluate
+    from mens_exp.tasks.train import train
+
+    return train
+
+
+def _resume(overrides: Sequence[str], *, multirun: bool) -> int:
+    from mens_exp.errors import ConfigError
+    from mens_exp.tasks.resume import go_on, prepare
+
+    if multirun:
+        raise ConfigError("one run at a time goes on", where="resume", remedy="drop -m")
+    pairs = dict(text.lstrip("+").split("=", 1) for text in overrides if "=" in text)
+    resumption = prepare(pairs.pop("resume"), pairs)
+    for note in resumption.notes:
+        print(note, file=sys.stderr)  # noqa: T201  # said before the plan table
+    return _ended(lambda: go_on(resumption), resumption.directory.path)
+
+
+def _ended(work: Any, directory: Path) -> int:
+    """Do the work, and show its result or its error."""
+    import traceback
+
+    from mens_exp.errors import MensError
+    from mens_exp.tasks.run import Cancelled
+
+    try:
+        work()
+    except MensError as error:
+        _complain(getattr(error, "problems", [error]))
+        print(f"The record: {directory}", file=sys.stderr)  # noqa: T201
+        return error.exit_code
+    except (Cancelled, KeyboardInterrupt):
+        print(  # noqa: T201
+            f"Cancelled. Go on with: python -m mens_exp resume={directory}", file=sys.stderr
+        )
+        return _CANCELLED
+    except Exception:  # noqa: BLE001  # the outermost place: a bug, shown whole
+        traceback.print_exc()
+        print(f"A bug in mens_exp; the record: {directory}", file=sys.stderr)  # noqa: T201
+        return 1
+    _show(directory)
+    return 0
+
+
+def _show(directory: Path) -> None:
+    """Print what came of a run."""
+    from rich.console import Console
+
+    from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.report import records, terminal
+
+    run = RunDir(directory)
+    found = records.load(run)
+    console = Console()
+    if found.manifest.task == "plan":
+        return
+    if found.items:
+        console.print(terminal.completions(found.items, n=3))
+    console.print(terminal.result_table(found))
+    console.print(f"Report: {run.report}", soft_wrap=True)
+
+
+def _complain(problems: Sequence[MensError]) -> None:
+    from rich.console import Console
+
+    from mens_exp.report import terminal
+
+    Console(stderr=True).print(terminal.problems(problems), soft_wrap=True)

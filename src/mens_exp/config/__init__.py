@@ -1,0 +1,1 @@
+"""Typed configuration: one schema module per group, validation, and composition by Hydra."""

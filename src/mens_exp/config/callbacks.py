@@ -1,0 +1,42 @@
+"""What listens to training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from omegaconf import MISSING
+
+from mens_exp.config.fields import setting
+
+__all__ = ["CallbackConfig", "CheckpointConfig", "FiniteGuardConfig", "ProgressConfig"]
+
+
+@dataclass(kw_only=True, slots=True)
+class CallbackConfig:
+    """A callback without settings."""
+
+    _target_: str = setting(MISSING, "Class of the callback; set by the option.")
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig(CallbackConfig):
+    """When the training state is saved."""
+
+    every_n_steps: int = setting(20, "Optimizer steps between checkpoints.", ge=1)
+    keep: int = setting(2, "Newest checkpoints kept.", ge=1)
+
+
+@dataclass(kw_only=True, slots=True)
+class FiniteGuardConfig(CallbackConfig):
+    """When a loss or gradient that is not finite stops the run."""
+
+    check_every_n_steps: int = setting(1, "Optimizer steps between checks.", ge=1)
+
+
+@dataclass(kw_only=True, slots=True)
+class ProgressConfig(CallbackConfig):
+    """What the terminal shows while training runs."""
+
+    plain_every_n_steps: int = setting(
+        10, "Optimizer steps between lines where the output is no terminal.", ge=1
+    )

@@ -1,0 +1,184 @@
+"""From override strings to a frozen, typed configuration, through Hydra's compose API."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf
+
+from mens_exp.artifacts.digest import digest
+from mens_exp.config.root import RunConfig
+from mens_exp.config.store import register, schema_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = [
+    "Composed",
+    "compose",
+    "config_digest",
+    "config_directory",
+    "from_yaml",
+    "group_options",
+    "prepare_hydra",
+    "to_yaml",
+    "typed",
+    "without_hydra",
+]
+
+VERSION_BASE = "1.3"
+CONFIG_NAME = "config"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Composed:
+    """One composed cell: the values, and which option each group took."""
+
+    overrides: tuple[str, ...]
+    values: DictConfig
+    choices: dict[str, str | None]
+
+
+def config_directory() -> Path:
+    """Return the directory of the config groups, in an installed wheel or in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "conf"
+    return installed if installed.is_dir() else package.parents[1] / "conf"
+
+
+@functools.cache
+def group_options() -> dict[str, tuple[str, ...]]:
+    """List every config group with the options it has, from the files that are there."""
+    root = config_directory()
+    groups: dict[str, list[str]] = {}
+    for file in sorted(root.rglob("*.yaml")):
+        group = file.parent.relative_to(root).as_posix()
+        if group not in {".", "hydra"} and not group.startswith("hydra/"):
+            groups.setdefault(group, []).append(file.stem)
+    return {group: tuple(options) for group, options in sorted(groups.items())}
+
+
+def without_hydra(config: DictConfig) -> DictConfig:
+    """Copy the configuration without Hydra's own node, interpolations resolved."""
+    ours = _visible(config)
+    OmegaConf.resolve(ours)
+    return ours
+
+
+def config_digest(config: DictConfig) -> str:
+    """Hash the composed values: SHA-256 over canonical JSON, 64 hexadecimal digits."""
+    return digest(_plain(without_hydra(config)))
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    plain = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+@functools.cache
+def _start_utc() -> str:
+    """Return the moment this process first named a directory, to the millisecond."""
+    return datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")[:-3] + "Z"
+
+
+def prepare_hydra() -> None:
+    """Register the schemas and the resolvers that conf/config.yaml uses."""
+    register()
+    resolvers: dict[str, Any] = {
+        "mens.utc": _start_utc,
+        "mens.digest8": lambda *, _root_: config_digest(_root_)[:8],
+        "mens.experiment": _experiment_directory,
+    }
+    for name, resolver in resolvers.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
+
+
+def _experiment_directory(*, _root_: DictConfig) -> str:
+    choice = OmegaConf.select(_root_, "hydra.runtime.choices.experiment")
+    return str(choice) if choice else "default"
+
+
+@contextmanager
+def _hydra() -> Iterator[None]:
+    prepare_hydra()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(config_directory()), version_base=VERSION_BASE):
+        yield
+
+
+def compose(cells: Sequence[Sequence[str]]) -> list[Composed]:
+    """Compose one configuration for each list of overrides.
+
+    Raises:
+        hydra.errors.HydraException: an override that Hydra itself refuses.
+        omegaconf.errors.OmegaConfBaseException: a value that its schema refuses.
+    """
+    composed = []
+    with _hydra():
+        for overrides in cells:
+            config = hydra_compose(CONFIG_NAME, list(overrides), return_hydra_config=True)
+            choices = OmegaConf.to_container(config.hydra.runtime.choices)
+            assert isinstance(choices, dict)
+            ours = {
+                str(group): option
+                for group, option in choices.items()
+                if not str(group).startswith(("hydra/", "schema/", "/schema", "callbacks/"))
+                and "@" not in str(group)
+            }
+            composed.append(
+                Composed(overrides=tuple(overrides), values=_visible(config), choices=ours)
+            )
+    return composed
+
+
+def _visible(config: DictConfig) -> DictConfig:
+    """Copy without Hydra's node, under the root schema, keeping missing values missing."""
+    ours = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+    visible = OmegaConf.merge(OmegaConf.structured(RunConfig), ours)
+    assert isinstance(visible, DictConfig)
+    return visible
+
+
+def typed(values: DictConfig) -> RunConfig:
+    """Turn composed values into typed objects; nothing after this sees a DictConfig."""
+    run = OmegaConf.to_object(values)
+    assert isinstance(run, RunConfig)
+    return run
+
+
+def to_yaml(values: DictConfig) -> str:
+    """Write composed values as YAML, interpolations resolved."""
+    return OmegaConf.to_yaml(values, resolve=True)
+
+
+def from_yaml(path: Path) -> DictConfig:
+    """Read a run's own config.yaml back into the schemas.
+
+    Raises:
+        omegaconf.errors.OmegaConfBaseException: a stored value the schemas no longer accept.
+        KeyError: a stored group that belongs to no known schema.
+    """
+    stored = OmegaConf.load(path)
+    assert isinstance(stored, DictConfig)
+    root = OmegaConf.structured(RunConfig)
+    for group in stored:
+        node = stored[group]
+        if group == "callbacks":
+            root[group] = {
+                name: OmegaConf.merge(schema_of("callbacks", {}, name=str(name)), values)
+                for name, values in node.items()
+            }
+        elif isinstance(node, DictConfig):
+            root[group] = OmegaConf.merge(schema_of(str(group), _plain(node)), node)
+        else:
+            root[group] = node
+    return root

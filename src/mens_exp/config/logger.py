@@ -1,0 +1,48 @@
+"""Where the JSON record is mirrored to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from omegaconf import MISSING
+
+from mens_exp.config.fields import setting
+
+__all__ = ["LoggerConfig", "NoLogger", "WandbLogger", "WandbMode"]
+
+
+class WandbMode(Enum):
+    """Whether the W&B client talks to a server."""
+
+    offline = "offline"
+    online = "online"
+
+
+@dataclass(kw_only=True, slots=True)
+class LoggerConfig:
+    """What every sink has."""
+
+    sink: str = setting(MISSING, "Name of the sink; set by the option.")
+
+
+@dataclass(kw_only=True, slots=True)
+class NoLogger(LoggerConfig):
+    """The JSON record only."""
+
+    sink: str = "none"
+
+
+@dataclass(kw_only=True, slots=True)
+class WandbLogger(LoggerConfig):
+    """Weights & Biases, offline unless told otherwise."""
+
+    sink: str = "wandb"
+    mode: WandbMode = setting(
+        WandbMode.offline, "offline writes into the run directory; online uploads as it runs."
+    )
+    project: str = setting("mens_exp", "W&B project.")
+    entity: str | None = setting(None, "W&B entity; null is the account's default.")
+    group: str | None = setting(None, "W&B group; null is the experiment, or the sweep.")
+    name: str | None = setting(None, "W&B run name; null is made from model and overrides.")
+    tags: list[str] = setting([], "Tags beside those made from the overrides.")

@@ -1,0 +1,71 @@
+"""The base model: where its frozen weights come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from omegaconf import MISSING
+
+from mens_exp.config.fields import setting
+
+__all__ = ["BundledModel", "DirectoryModel", "ModelConfig", "RandomModel", "ShapedModel"]
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """What every source of a base model has."""
+
+    source: str = setting(MISSING, "Where weights come from; set by the option.")
+    name: str = setting(MISSING, "Name shown in records; set by the option.")
+
+
+@dataclass(kw_only=True, slots=True)
+class ShapedModel(ModelConfig):
+    """A Llama-shaped model whose dimensions the configuration states; the head is tied."""
+
+    hidden_size: int = setting(MISSING, "Width of the residual stream.", ge=64)
+    intermediate_size: int = setting(MISSING, "Width of the MLP.", ge=64)
+    num_hidden_layers: int = setting(MISSING, "Decoder layers.", ge=1)
+    num_attention_heads: int = setting(MISSING, "Query heads.", ge=1)
+    num_key_value_heads: int = setting(MISSING, "Key and value heads.", ge=1)
+    vocab_size: int = setting(MISSING, "Rows of the embedding table.", ge=1)
+    max_position_embeddings: int = setting(MISSING, "Longest sequence, in tokens.", ge=1)
+
+
+@dataclass(kw_only=True, slots=True)
+class BundledModel(ShapedModel):
+    """Weights that an installed Python package carries as a GGUF file."""
+
+    source: str = "bundled"
+    distribution: str = setting(MISSING, "Distribution on the package index.")
+    version: str = setting(MISSING, "Its version.")
+    file: str = setting(MISSING, "Path of the GGUF file inside the distribution.")
+    sha256: str = setting(MISSING, "Hash of that file; anything else is refused.")
+    file_type: str = setting(MISSING, "GGUF quantization of the file, for the model card.")
+    license: str = setting(MISSING, "SPDX identifier of the weights' licence.")
+
+
+@dataclass(kw_only=True, slots=True)
+class RandomModel(ShapedModel):
+    """A Llama-shaped model with random weights and a byte-level tokenizer."""
+
+    source: str = "random"
+    hidden_size: int = setting(64, "Width of the residual stream.", ge=64)
+    intermediate_size: int = setting(128, "Width of the MLP.", ge=64)
+    num_hidden_layers: int = setting(2, "Decoder layers.", ge=1)
+    num_attention_heads: int = setting(4, "Query heads.", ge=1)
+    num_key_value_heads: int = setting(2, "Key and value heads.", ge=1)
+    vocab_size: int = setting(320, "Rows of the embedding table; the tokenizer uses 259.", ge=259)
+    max_position_embeddings: int = setting(2048, "Longest sequence, in tokens.", ge=1)
+    init_seed: int = setting(
+        0, "Seed of the weights; apart from `seed`, so that arms share their base.", ge=0
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class DirectoryModel(ModelConfig):
+    """A Hugging Face model directory: config.json, safetensors and tokenizer.json."""
+
+    source: str = "directory"
+    name: str = "hf"
+    id: str = setting(MISSING, "Path of the directory.")

@@ -1,0 +1,1 @@
+"""Where training pairs come from: extraction, deduplication and the split."""

@@ -1,0 +1,169 @@
+"""Train, validation and held-out sides, decided by a row's group alone.
+
+Where a group goes is read off the SHA-256 of its name: no seed and no order of rows
+can move it, so runs with different seeds are validated on the same rows, and rows
+added later move none of the old ones. The exception is a corpus of few groups, see
+`split`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from mens_exp.corpus.dedupe import normalised
+from mens_exp.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from mens_exp.rows.schema import TrainingPair
+
+__all__ = ["Side", "assert_disjoint", "group_of", "side_of", "split"]
+
+
+class Side(StrEnum):
+    """What a row is used for."""
+
+    TRAIN = "train"
+    VAL = "val"
+    HELDOUT = "heldout"
+
+
+def group_of(pair: TrainingPair) -> str:
+    """Return what must stay together with the row.
+
+    Args:
+        pair: the row.
+
+    Returns:
+        Its group; where it has none, its prompt up to white space, so that two
+        answers to one question are never on two sides.
+    """
+    return pair.group or f"prompt:{normalised(pair.prompt)}"
+
+
+def side_of(group: str, val_frac: float, heldout_frac: float) -> Side:
+    """Return the side of one group.
+
+    Held-out takes the low end of the hash's range and validation the high end: changing
+    one of the two fractions moves groups to or from train only.
+
+    Args:
+        group: the group's name.
+        val_frac: share of the groups for validation, in [0, 1).
+        heldout_frac: share of the groups to hold out, in [0, 1).
+
+    Returns:
+        The side, a function of the arguments only.
+
+    Raises:
+        ConfigError: a fraction is outside [0, 1), or nothing is left to train on.
+    """
+    _check_fractions(val_frac, heldout_frac)
+    position = _position(group)
+    if position < heldout_frac:
+        return Side.HELDOUT
+    return Side.VAL if position >= 1 - val_frac else Side.TRAIN
+
+
+def split(
+    pairs: Sequence[TrainingPair], val_frac: float, heldout_frac: float
+) -> dict[Side, list[TrainingPair]]:
+    """Divide rows into the three sides, whole groups at a time.
+
+    Hashing leaves the shares to chance, and with few groups a side can come out empty
+    although its fraction is above zero. Then the groups are ranked by their hash instead:
+    the first ranks are held out, the last ones validate, each side with its share rounded
+    and at least one group. With fewer groups than sides asked for, train is served first,
+    then validation, and what is left stays empty. This is deterministic and as seed-free as
+    `side_of`, but a group added to such a small corpus may move another one.
+
+    Args:
+        pairs: the rows.
+        val_frac: share of the groups for validation, in [0, 1).
+        heldout_frac: share of the groups to hold out, in [0, 1).
+
+    Returns:
+        All three sides, each with its rows in the order of `pairs`.
+
+    Raises:
+        ConfigError: a fraction is outside [0, 1), or nothing is left to train on.
+    """
+    _check_fractions(val_frac, heldout_frac)
+    groups = {group_of(pair) for pair in pairs}
+    side = {group: side_of(group, val_frac, heldout_frac) for group in groups}
+    if not _wanted(val_frac, heldout_frac) <= set(side.values()):
+        side = _by_rank(groups, val_frac, heldout_frac)
+    sides: dict[Side, list[TrainingPair]] = {name: [] for name in Side}
+    for pair in pairs:
+        sides[side[group_of(pair)]].append(pair)
+    return sides
+
+
+def assert_disjoint(sides: Mapping[Side, Iterable[TrainingPair]]) -> None:
+    """Check that no group is on two sides.
+
+    Args:
+        sides: the rows of each side.
+
+    Raises:
+        DataError: a group is on two sides; both are named.
+    """
+    seen: dict[str, Side] = {}
+    for side, pairs in sides.items():
+        for pair in pairs:
+            group = group_of(pair)
+            first = seen.setdefault(group, side)
+            if first is not side:
+                raise DataError(
+                    "a group is on two sides of the split",
+                    where=group,
+                    found=f"{first} and {side}",
+                    expected="every group on one side",
+                )
+
+
+def _check_fractions(val_frac: float, heldout_frac: float) -> None:
+    for name, value in (("val_frac", val_frac), ("heldout_frac", heldout_frac)):
+        if not 0 <= value < 1:  # false for NaN too
+            raise ConfigError(
+                "not a share", where=f"data.{name}", found=value, expected="0 ≤ share < 1"
+            )
+    if val_frac + heldout_frac >= 1:
+        raise ConfigError(
+            "nothing is left to train on",
+            where="data.val_frac",
+            found=f"val_frac {val_frac} + heldout_frac {heldout_frac}",
+            expected="a sum below 1",
+        )
+
+
+def _wanted(val_frac: float, heldout_frac: float) -> set[Side]:
+    shares = {Side.TRAIN: 1.0, Side.VAL: val_frac, Side.HELDOUT: heldout_frac}
+    return {side for side, share in shares.items() if share > 0}
+
+
+def _position(group: str) -> float:
+    """Map a group's name to [0, 1), evenly."""
+    head = hashlib.sha256(group.encode("utf-8")).digest()[:8]
+    # 53 bits, what a float holds exactly: more could round up to 1.0
+    return math.ldexp(int.from_bytes(head, "big") >> 11, -53)
+
+
+def _by_rank(groups: Iterable[str], val_frac: float, heldout_frac: float) -> dict[str, Side]:
+    ranked = sorted(groups, key=lambda group: (_position(group), group))
+    total = len(ranked)
+
+    def share(frac: float, most: int) -> int:
+        return min(max(1, round(frac * total)), most) if frac > 0 else 0
+
+    spare = max(total - 1, 0)  # one group is train's before any other side gets one
+    val = share(val_frac, spare - 1 if heldout_frac > 0 and spare > 1 else spare)
+    heldout = share(heldout_frac, spare - val)
+    sides = dict.fromkeys(ranked, Side.TRAIN)
+    sides.update(dict.fromkeys(ranked[:heldout], Side.HELDOUT))
+    sides.update(dict.fromkeys(ranked[total - val :], Side.VAL))
+    return sides

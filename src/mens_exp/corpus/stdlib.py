@@ -1,0 +1,229 @@
+"""``data=stdlib``: documented functions of the running interpreter's standard library.
+
+Real code that every Python carries: nothing to download. Tests, bundled packages and
+generated caches are left out. Extraction takes seconds, so its result is cached under a
+name that holds the hash of the files read: another interpreter, another cache file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sysconfig
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from mens_exp.artifacts import atomic, digest
+from mens_exp.corpus.dedupe import dedupe
+from mens_exp.corpus.functions import pairs_of
+from mens_exp.corpus.python_source import decode
+from mens_exp.errors import DataError, Problems, SetupError
+from mens_exp.rows.schema import TrainingPair, parse_row, to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Extraction", "extract", "is_cached", "load", "source_bytes", "stdlib_digest"]
+
+CATEGORY: Final = "stdlib"
+CACHE_FORMAT: Final = "mens_exp_stdlib"
+# Raise it with every change to what is extracted: an older cache is then not found.
+CACHE_VERSION: Final = 1
+SKIPPED_DIRECTORIES: Final = frozenset(
+    {
+        "__pycache__",
+        "_bundled",  # ensurepip's wheels, other people's code
+        "dist-packages",
+        "idle_test",
+        "site-packages",
+        "test",
+        "tests",
+        "turtledemo",
+    }
+)
+# Written by whoever set up the machine, not part of the library.
+SKIPPED_FILES: Final = frozenset({"sitecustomize.py", "usercustomize.py"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Extraction:
+    """What was taken from a library.
+
+    Attributes:
+        pairs: the rows, by file and position, free of exact duplicates.
+        content_sha256: hash of the files read, as `stdlib_digest` gives it.
+        files: number of files read.
+        dropped: what was not taken, counted by reason.
+    """
+
+    pairs: list[TrainingPair]
+    content_sha256: str
+    files: int
+    dropped: dict[str, int]
+
+
+def extract(root: Path | None = None) -> Extraction:
+    """Read a library and make a pair of each of its documented functions.
+
+    Args:
+        root: the library's directory; None means the running interpreter's.
+
+    Returns:
+        The pairs; each one's group is its file, relative to the root.
+
+    Raises:
+        SetupError: there are no source files.
+    """
+    dropped: Counter[str] = Counter()
+    hashes: list[tuple[str, str]] = []
+    pairs: list[TrainingPair] = []
+    for name, data in _files(_root(root)):
+        hashes.append((name, digest.sha256_bytes(data)))
+        text = decode(data)
+        if text is None:
+            dropped["file_does_not_decode"] += 1
+            continue
+        pairs += pairs_of(
+            text, module=_module(name), group=name, category=CATEGORY, dropped=dropped
+        )
+    kept, duplicates = dedupe(pairs)
+    dropped["duplicate"] = duplicates
+    return Extraction(
+        pairs=kept,
+        content_sha256=digest.digest(hashes),
+        files=len(hashes),
+        dropped={reason: count for reason, count in sorted(dropped.items()) if count},
+    )
+
+
+def stdlib_digest(root: Path | None = None) -> str:
+    """Hash the files that `extract` would read, without parsing them.
+
+    Args:
+        root: the library's directory; None means the running interpreter's.
+
+    Returns:
+        The SHA-256, in hex, over each file's relative path and content.
+
+    Raises:
+        SetupError: there are no source files.
+    """
+    return digest.digest([(name, digest.sha256_bytes(data)) for name, data in _files(_root(root))])
+
+
+def load(cache: Path, root: Path | None = None) -> Extraction:
+    """Return what `extract` does, from the cache where it is there and whole.
+
+    Args:
+        cache: the cache directory; made where it is missing.
+        root: the library's directory; None means the running interpreter's.
+
+    Returns:
+        The extraction. A damaged cache file is made anew.
+
+    Raises:
+        SetupError: there are no source files, or the cache cannot be written.
+    """
+    content = stdlib_digest(root)
+    path = _cache_path(cache, content)
+    cached = _read(path, content)
+    if cached is not None:
+        return cached
+    extraction = extract(root)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        atomic.write_bytes(path, _cache_bytes(extraction))
+    except OSError as error:
+        raise SetupError(
+            f"the cache cannot be written: {error.strerror or error}",
+            where=str(path),
+            remedy="name a cache directory that can be written",
+        ) from error
+    return extraction
+
+
+def is_cached(cache: Path, root: Path | None = None) -> bool:
+    """Tell whether `load` would find its cache file, without reading it."""
+    return _cache_path(cache, stdlib_digest(root)).is_file()
+
+
+def source_bytes(root: Path | None = None) -> int:
+    """Return the size, in bytes, of the files that `extract` would read."""
+    return sum(len(data) for _, data in _files(_root(root)))
+
+
+def _cache_path(cache: Path, content: str) -> Path:
+    return cache / f"stdlib-{content[:12]}-v{CACHE_VERSION}.jsonl"
+
+
+def _root(root: Path | None) -> Path:
+    return Path(sysconfig.get_path("stdlib")) if root is None else root
+
+
+def _module(name: str) -> str:
+    """Turn ``json/decoder.py`` into ``json.decoder`` and ``json/__init__.py`` into ``json``."""
+    parts = name.removesuffix(".py").split("/")
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def _files(root: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the relative path, with slashes, and content of each file, sorted by path."""
+    found = sorted((path.relative_to(root).as_posix(), path) for path in _walk(root))
+    if not found:
+        raise SetupError(
+            "this Python has no standard library in source form",
+            where="data=stdlib",
+            found=str(root),
+            expected="a directory of .py files",
+            remedy="use a Python installed with its sources, or data=jsonl data.path=…",
+        )
+    for name, path in found:
+        yield name, path.read_bytes()
+
+
+def _walk(directory: Path) -> Iterator[Path]:
+    if not directory.is_dir():
+        return
+    for entry in directory.iterdir():
+        if entry.is_dir():
+            # A link to a directory could lead out of the library, or in a circle.
+            if entry.name not in SKIPPED_DIRECTORIES and not entry.is_symlink():
+                yield from _walk(entry)
+        elif entry.suffix == ".py" and entry.name not in SKIPPED_FILES and entry.is_file():
+            yield entry
+
+
+def _cache_bytes(extraction: Extraction) -> bytes:
+    """Write one header line, then the rows; the header holds the hash of the rows' bytes."""
+    rows = b"".join(digest.canonical_json(to_json(pair)) + b"\n" for pair in extraction.pairs)
+    header = {
+        "format": CACHE_FORMAT,
+        "version": CACHE_VERSION,
+        "content_sha256": extraction.content_sha256,
+        "rows_sha256": digest.sha256_bytes(rows),
+        "files": extraction.files,
+        "dropped": extraction.dropped,
+    }
+    return digest.canonical_json(header) + b"\n" + rows
+
+
+def _read(path: Path, content: str) -> Extraction | None:
+    """Read a cache file; None where there is none, or none that can be trusted."""
+    try:
+        head, _, rows = path.read_bytes().partition(b"\n")
+        header = json.loads(head)
+        if (
+            header["content_sha256"] != content
+            or header["rows_sha256"] != hashlib.sha256(rows).hexdigest()
+        ):
+            return None
+        return Extraction(
+            pairs=[parse_row(json.loads(line), str(path)) for line in rows.splitlines()],
+            content_sha256=content,
+            files=int(header["files"]),
+            dropped={str(reason): int(count) for reason, count in header["dropped"].items()},
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, DataError, Problems):
+        return None

@@ -1,0 +1,1 @@
+"""Encoded documents to batches: packing, order, the datamodule."""

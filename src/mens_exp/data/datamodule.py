@@ -1,0 +1,117 @@
+"""The LightningDataModule: encoded rows, packed, in the stream's order."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from lightning import LightningDataModule
+
+from mens_exp.corpus.source import cache_key
+from mens_exp.corpus.split import Side
+from mens_exp.data.packing import pack
+from mens_exp.data.stream import MicroBatches
+from mens_exp.errors import DataError
+from mens_exp.rows.cache import TokenCounts, encoded
+from mens_exp.rows.encode import Encoded, encode
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mens_exp.config.root import RunConfig
+    from mens_exp.corpus.source import Rows
+    from mens_exp.tokenizer.hf import HfTokenizer
+
+__all__ = ["RowsDataModule"]
+
+
+class RowsDataModule(LightningDataModule):
+    """Train and validation streams over one set of rows."""
+
+    def __init__(
+        self, config: RunConfig, rows: Rows, tokenizer: HfTokenizer, cache: Path
+    ) -> None:
+        """Encode both sides, or open them in the cache.
+
+        Raises:
+            DataError: a side has no supervised token at all.
+        """
+        super().__init__()
+        self.config = config
+        self.rows = rows
+        self.tokenizer = tokenizer
+        self.train_documents, self.train_counts = self._encoded(Side.TRAIN, cache)
+        self.val_documents, self.val_counts = self._encoded(Side.VAL, cache)
+        self._train = self._stream(self.train_documents, seed=config.seed, total=0)
+        self._train.total = self.max_steps * config.trainer.accumulate_grad_batches
+        self._validation: MicroBatches | None = None
+
+    def _encoded(self, side: Side, cache: Path) -> tuple[Encoded, TokenCounts]:
+        pairs = getattr(self.rows, side.value)
+        key = cache_key(self.config, self.rows, side, self.tokenizer)
+
+        def build() -> Encoded:
+            return encode(
+                pairs, self.tokenizer, objective=key.objective, seq_len=key.seq_len
+            )
+
+        documents, counts = encoded(cache, key, build)
+        if not len(documents):
+            raise DataError(
+                "no row keeps a supervised token",
+                where=f"data ({side.value})",
+                found=f"{counts.dropped} rows dropped, {counts.truncated} over the limit",
+                expected=f"answers that begin within data.seq_len={key.seq_len} tokens",
+                remedy="raise data.seq_len",
+            )
+        return documents, counts
+
+    def _stream(self, documents: Encoded, *, seed: int | None, total: int) -> MicroBatches:
+        data = self.config.data
+        lengths = documents.lengths.tolist()
+        blocks = pack(lengths, data.seq_len) if data.packing else [[i] for i in range(len(lengths))]
+        return MicroBatches(
+            documents,
+            blocks,
+            micro_batch_size=data.micro_batch_size,
+            total=total,
+            seed=seed,
+            packing=data.packing,
+            pad_id=self.tokenizer.pad_id,
+        )
+
+    @property
+    def max_steps(self) -> int:
+        """Optimizer steps of the run: max_steps, or as many as max_epochs asks for."""
+        trainer, data = self.config.trainer, self.config.data
+        limits = [trainer.max_steps] if trainer.max_steps > 0 else []
+        if trainer.max_epochs > 0:
+            per_step = data.micro_batch_size * trainer.accumulate_grad_batches
+            limits.append(math.ceil(trainer.max_epochs * len(self._train.blocks) / per_step))
+        return min(limits)
+
+    @property
+    def packing_efficiency_frac(self) -> float:
+        """Share of the blocks' room that training tokens fill."""
+        room = len(self._train.blocks) * self.config.data.seq_len
+        return float(self.train_counts.tokens / room)
+
+    def train_dataloader(self) -> MicroBatches:
+        """Return the training stream."""
+        return self._train
+
+    def val_dataloader(self) -> MicroBatches:
+        """Return validation blocks in order, cut at ``data.val_max_tokens``."""
+        if self._validation is None:
+            stream = self._stream(self.val_documents, seed=None, total=0)
+            lengths = self.val_documents.lengths
+            tokens, count = 0, 0
+            for block in stream.blocks:
+                if count and tokens >= self.config.data.val_max_tokens:
+                    break
+                tokens += int(sum(lengths[i] for i in block))
+                count += 1
+            stream.blocks = stream.blocks[:count]
+            stream.total = math.ceil(count / stream.micro_batch_size)
+            self._validation = stream
+        return self._validation

@@ -1,0 +1,97 @@
+"""The order of micro-batches: a pure function of seed and position.
+
+Training sees one endless stream: a permutation of all blocks for each epoch, drawn from the
+seed and the epoch's number, cut into micro-batches. A position in the stream is therefore all
+the state there is, and a run resumes by asking for the next position.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mens_exp.data.batch import Batch, packed_batch, padded_batch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from mens_exp.rows.encode import Encoded
+
+__all__ = ["MicroBatches"]
+
+
+class MicroBatches:
+    """Iterate over micro-batches from a position; stateful, as Lightning wants it for resuming."""
+
+    def __init__(
+        self,
+        documents: Encoded,
+        blocks: Sequence[Sequence[int]],
+        *,
+        micro_batch_size: int,
+        total: int,
+        seed: int | None,
+        packing: bool,
+        pad_id: int,
+    ) -> None:
+        """Lay out a stream.
+
+        Args:
+            documents: the encoded documents.
+            blocks: document indices of each block.
+            micro_batch_size: blocks in a micro-batch.
+            total: micro-batches in the stream.
+            seed: seed of the order; None keeps the blocks' own order.
+            packing: join documents into one sequence, or pad each.
+            pad_id: id that fills padding.
+        """
+        self.documents = documents
+        self.blocks = blocks
+        self.micro_batch_size = micro_batch_size
+        self.total = total
+        self.seed = seed
+        self.packing = packing
+        self.pad_id = pad_id
+        self.position = 0
+
+    def __len__(self) -> int:
+        """Count the micro-batches of the whole stream, those already taken included."""
+        return self.total
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield micro-batches from the current position on."""
+        for index in range(self.position, self.total):
+            yield self.batch(index)
+
+    def batch(self, index: int) -> Batch:
+        """Build micro-batch ``index`` of the stream."""
+        first = index * self.micro_batch_size
+        last = first + self.micro_batch_size
+        if self.seed is None:
+            last = min(last, len(self.blocks))  # a pass in order ends with what is left
+        blocks = [self.blocks[self._block_at(place)] for place in range(first, last)]
+        if self.packing:
+            return packed_batch(self.documents, blocks, index)
+        return padded_batch(self.documents, blocks, index, pad_id=self.pad_id)
+
+    def _block_at(self, place: int) -> int:
+        if self.seed is None:
+            return place
+        epoch, offset = divmod(place, len(self.blocks))
+        return int(_permutation(self.seed, epoch, len(self.blocks))[offset])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position that iteration starts from."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Start the next iteration from a saved position."""
+        self.position = int(state["position"])
+
+
+@functools.lru_cache(maxsize=4)
+def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
+    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch])))
+    return generator.permutation(size)

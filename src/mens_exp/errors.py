@@ -1,0 +1,136 @@
+"""Every error a user can meet.
+
+::
+
+    MensError              1  a bug, or a subclass below
+    ├── RequestError       2  what was asked for cannot be done as asked
+    │   ├── ConfigError    2  an override or a value of the configuration
+    │   ├── DataError      2  a data file or a row in it
+    │   ├── ModelFileError 2  a base model's files
+    │   └── Problems       2  several of the above, reported together
+    ├── SetupError         3  this machine lacks something
+    │   └── MissingExtra   3  an optional package
+    ├── TrainingError      1  training cannot go on (a loss that is not finite, say)
+    └── GateError          4  a gate said no
+
+The number is the process's exit code. A message says what is wrong, the value found,
+what was expected and what to do next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+__all__ = [
+    "ConfigError",
+    "DataError",
+    "GateError",
+    "MensError",
+    "MissingExtra",
+    "ModelFileError",
+    "Problems",
+    "RequestError",
+    "SetupError",
+    "TrainingError",
+]
+
+
+class MensError(Exception):
+    """Root of the tree; carries the four parts of a message."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        found: object = None,
+        expected: str | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        """Compose the message.
+
+        Args:
+            what: what is wrong, in one clause.
+            where: the dotted config path, or ``file:line``.
+            found: the offending value, shown with ``repr`` unless it is a string.
+            expected: what is accepted, the nearest valid name included.
+            remedy: what to do next.
+        """
+        self.what = what
+        self.where = where
+        self.found = found
+        self.expected = expected
+        self.remedy = remedy
+        parts = [what if where is None else f"{where}: {what}"]
+        if found is not None:
+            parts.append(f"found {found if isinstance(found, str) else repr(found)}")
+        if expected is not None:
+            parts.append(f"expected {expected}")
+        if remedy is not None:
+            parts.append(f"Next: {remedy}")
+        super().__init__(" · ".join(parts))
+
+
+class RequestError(MensError):
+    """What was asked for cannot be done as asked."""
+
+    exit_code = 2
+
+
+class ConfigError(RequestError):
+    """An override or a value of the configuration is wrong."""
+
+
+class DataError(RequestError):
+    """A data file or a row in it is wrong."""
+
+
+class ModelFileError(RequestError):
+    """A base model's files are missing, incomplete or contradictory."""
+
+
+class Problems(RequestError):
+    """Several problems of one command, reported together."""
+
+    def __init__(self, problems: Sequence[MensError]) -> None:
+        """Join the messages, one a line.
+
+        Args:
+            problems: at least one error.
+        """
+        assert problems, "Problems needs at least one problem"
+        self.problems = tuple(problems)
+        Exception.__init__(self, "\n".join(str(problem) for problem in problems))
+        self.what = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+        self.where = self.found = self.expected = self.remedy = None
+
+    @classmethod
+    def raise_if(cls, problems: Sequence[MensError]) -> None:
+        """Raise nothing, the one problem, or all of them together."""
+        if len(problems) == 1:
+            raise problems[0]
+        if problems:
+            raise cls(problems)
+
+
+class SetupError(MensError):
+    """This machine lacks something the request needs."""
+
+    exit_code = 3
+
+
+class MissingExtra(SetupError):
+    """An optional package is not installed."""
+
+
+class TrainingError(MensError):
+    """Training cannot go on."""
+
+
+class GateError(MensError):
+    """A gate said no."""
+
+    exit_code = 4

@@ -1,0 +1,1 @@
+"""Suites, generation and the KPIs of a scorecard."""

@@ -1,0 +1,1 @@
+"""Adapters' initialisation and dropout, keyed by layer name."""

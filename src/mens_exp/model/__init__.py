@@ -1,0 +1,1 @@
+"""Where base weights come from, and how a model directory is made of them."""

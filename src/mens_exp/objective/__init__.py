@@ -1,0 +1,1 @@
+"""Losses: pure functions from hidden states to (loss sum, token count)."""

@@ -1,0 +1,1 @@
+"""What a run would do and cost, and what is wrong with it; torch-free."""

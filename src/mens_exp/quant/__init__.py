@@ -1,0 +1,1 @@
+"""Four-bit base weights through bitsandbytes."""

@@ -1,0 +1,50 @@
+"""Binding to bitsandbytes: its configuration, and what its CPU kernels need to stay right."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from mens_exp.config.quant import ComputeDtype, QuantConfig
+
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig
+
+__all__ = ["compute_dtype", "keep_trainable", "quantization_config", "quantized_linears"]
+
+
+def compute_dtype(config: QuantConfig) -> torch.dtype:
+    """Return torch's name of the compute format."""
+    return {ComputeDtype.bf16: torch.bfloat16, ComputeDtype.f32: torch.float32}[
+        config.compute_dtype
+    ]
+
+
+def quantization_config(config: QuantConfig) -> BitsAndBytesConfig:
+    """Translate the `quant` group for transformers' loader."""
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=config.quant_type.value,
+        bnb_4bit_use_double_quant=config.double_quant,
+        bnb_4bit_compute_dtype=compute_dtype(config),
+    )
+
+
+def quantized_linears(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the 4-bit linear modules by path."""
+    from bitsandbytes.nn import Linear4bit
+
+    return {name: m for name, m in model.named_modules() if isinstance(m, Linear4bit)}
+
+
+def keep_trainable(model: torch.nn.Module) -> None:
+    """Keep 4-bit modules in the layout that has a backward pass.
+
+    With AVX512-BF16, one evaluation forward repacks a module's weight for inference; from then
+    on its backward returns no input gradient and every adapter below stops learning in silence.
+    """
+    for module in quantized_linears(model).values():
+        module.support_avx512bf16_for_cpu = False

@@ -1,0 +1,182 @@
+"""A run as one self-contained HTML page.
+
+The page asks for nothing from anywhere: styles and plots are inside it and it runs no
+script. All text is escaped, since completions are whatever a model wrote.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+import mens_exp
+from mens_exp.report import plots, sections, summary, wording
+
+if TYPE_CHECKING:
+    from mens_exp.artifacts.scorecard import ItemEvent
+    from mens_exp.report.records import Records
+
+__all__ = ["render"]
+
+_CONDITIONS = ("base", "tuned")
+_OPEN_ITEMS = 3  # completions unfolded at first sight
+_MOST_ITEMS = 100  # more would make a page of megabytes; the rest stays in events.jsonl
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Completion:
+    condition: str
+    text: str
+    parses: bool | None
+    finished: bool
+    error: str
+    tokens: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shown:
+    item: summary.Item
+    first_line: str
+    completions: list[_Completion]
+
+
+def render(records: Records) -> str:
+    """Render the report of one run.
+
+    Args:
+        records: the run; whatever it never reached is shown as absent, with the reason.
+
+    Returns:
+        An HTML document; the same records give the same text.
+    """
+    environment = Environment(
+        loader=PackageLoader("mens_exp.report"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    template = environment.get_template("report.html.j2")
+    return template.render(
+        title=_title(records),
+        version=mens_exp.__version__,
+        m=records.manifest,
+        status=records.status,
+        say=wording,
+        headline=summary.headline(records),
+        command=summary.command(records),
+        commit=_commit(records.manifest.provenance),
+        error=_error(records),
+        pairs=[summary.val_loss(records), summary.parse_rate(records)],
+        costs=summary.cost(records),
+        plots=[(plot, Markup(plot.svg)) for plot in plots.draw(records)],  # noqa: S704 - drawn here
+        items=_shown(records),
+        open_items=_OPEN_ITEMS,
+        unseen_items=_unseen(records),
+        crossed=_crossed(records),
+        no_items=_no_items(records),
+        scorecard=records.scorecard,
+        scores=sections.scores(records),
+        compared=sections.compared(records),
+        components=_components(records),
+        facts=sections.facts(records),
+        inputs=sections.inputs(records),
+        outputs=sections.outputs(records),
+        attempts=sections.attempts(records),
+        environment=sections.environment(records),
+        unknown=_unknown(records),
+        config=None if records.config is None else wording.visible(records.config),
+    )
+
+
+def _title(records: Records) -> str:
+    manifest = records.manifest
+    if manifest.experiment:
+        return wording.visible(manifest.experiment)
+    model = str(manifest.inputs.get("base_model") or "").rsplit("/", 1)[-1]
+    return wording.visible(f"{manifest.task} · {model}" if model else manifest.run_id)
+
+
+def _commit(provenance: dict[str, Any]) -> dict[str, Any] | None:
+    commit = provenance.get("commit")
+    if commit is None:
+        return None
+    return {"hash": wording.visible(str(commit)), "dirty": bool(provenance.get("dirty"))}
+
+
+def _error(records: Records) -> dict[str, str] | None:
+    error = records.manifest.error
+    if error is None:
+        return None
+    return {
+        key: wording.visible(str(error.get(key) or "")) for key in ("type", "message", "remedy")
+    }
+
+
+def _shown(records: Records) -> list[_Shown]:
+    return [
+        _Shown(
+            item=item,
+            first_line=next((line for line in item.prompt.splitlines() if line.strip()), ""),
+            completions=[_completion(name, item.completions.get(name)) for name in _CONDITIONS],
+        )
+        for item in summary.by_item(records.items)[:_MOST_ITEMS]
+    ]
+
+
+def _unseen(records: Records) -> int:
+    return max(0, len(summary.by_item(records.items)) - _MOST_ITEMS)
+
+
+def _completion(condition: str, event: ItemEvent | None) -> _Completion:
+    if event is None:
+        return _Completion(
+            condition=condition, text="", parses=None, finished=True, error="", tokens=""
+        )
+    return _Completion(
+        condition=condition,
+        text=wording.visible(event["completion"]),
+        parses=event["parses"],
+        finished=event["finished"],
+        error=wording.visible(event["error"] or ""),
+        tokens=f"{wording.count(event['tokens_out'])} tokens",
+    )
+
+
+def _crossed(records: Records) -> list[tuple[str, str, int]]:
+    """Cross the outcomes of the items completed by both: (class, words, items)."""
+    outcomes = [
+        (item.completions["base"]["parses"], item.completions["tuned"]["parses"])
+        for item in summary.by_item(records.items)
+        if item.completions.keys() >= set(_CONDITIONS)
+    ]
+    if not outcomes:
+        return []
+    return [
+        ("both", "both parse", outcomes.count((True, True))),
+        ("tuned", "only tuned parses", outcomes.count((False, True))),
+        ("base", "only base parses", outcomes.count((True, False))),
+        ("neither", "neither parses", outcomes.count((False, False))),
+    ]
+
+
+def _no_items(records: Records) -> str:
+    if records.status == "succeeded":
+        return "This run evaluated no held-out items."
+    return "The run ended before any held-out item was completed."
+
+
+def _components(records: Records) -> list[tuple[str, str]]:
+    memory = (records.plan or {}).get("memory_bytes") or {}
+    return [(wording.label(name), wording.size(part)) for name, part in sections.components(memory)]
+
+
+def _unknown(records: Records) -> list[tuple[str, str]]:
+    merged = {
+        **records.manifest.unknown,
+        **(records.scorecard.unknown if records.scorecard else {}),
+    }
+    return [(wording.visible(name), wording.visible(why)) for name, why in sorted(merged.items())]

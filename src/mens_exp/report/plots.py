@@ -1,0 +1,299 @@
+"""Line plots of a run's telemetry as inline SVG.
+
+The same records give the same bytes: identifiers are salted by the plot's name, no date is
+written, and the reader's own matplotlib settings are set aside. Every colour is written as a
+CSS variable with a neutral fallback, so that a page can follow its reader's light or dark
+theme and the picture still reads where no such variable is defined.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from mens_exp.report import wording
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from matplotlib.axes import Axes
+
+    from mens_exp.report.records import Records
+
+__all__ = ["Plot", "draw", "smooth", "thin"]
+
+# One unmistakable colour each while drawing; the SVG carries the CSS variable instead.
+_INK, _MUTED, _GRID, _BASE, _TUNED = "#010101", "#020202", "#030303", "#040404", "#050505"
+_CSS = {
+    _INK: "var(--plot-ink, #777777)",
+    _MUTED: "var(--plot-muted, #808080)",
+    _GRID: "var(--plot-grid, #80808040)",
+    _BASE: "var(--plot-base, #8a8a84)",
+    _TUNED: "var(--plot-tuned, #1f8f7d)",
+}
+_FONT_SIZE = 9.5
+_MOST_POINTS = 1500  # a plot is about 900 pixels wide; more points only make the page heavy
+_LABEL_GAP = 0.075  # of the axes' height, between two labels in the margin
+
+_Series = tuple[list[int], list[float]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plot:
+    """One drawing, or the reason why there is none.
+
+    Attributes:
+        name: its identifier.
+        title: what it shows.
+        caption: how to read it; also its text alternative.
+        svg: an ``<svg>`` element, empty when there is nothing to draw.
+        absent: why there is nothing to draw, empty when there is.
+    """
+
+    name: str
+    title: str
+    caption: str
+    svg: str = ""
+    absent: str = ""
+
+
+def draw(records: Records) -> list[Plot]:
+    """Draw the loss (wide), then learning rate, gradient norm and throughput.
+
+    Args:
+        records: the run; ``step`` and ``validation`` events of its telemetry are drawn.
+    """
+    return [
+        _loss(records),
+        _single(records, "lr", "Learning rate", "optim/lr", "learning rate", _scientific),
+        _single(records, "grad_norm", "Gradient norm", "train/grad_norm", "norm, before clipping"),
+        _throughput(records),
+    ]
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Exponential moving average over about a tenth of the run, corrected for its start.
+
+    Args:
+        values: one value a step.
+
+    Returns:
+        As many values; the first equals the first of `values`.
+    """
+    keep = 1 - 2 / (_span(len(values)) + 1)
+    total = weight = 0.0
+    means = []
+    for value in values:
+        total, weight = keep * total + value, keep * weight + 1
+        means.append(total / weight)
+    return means
+
+
+def thin(steps: list[int], values: list[float], most: int = _MOST_POINTS) -> _Series:
+    """Keep the lowest and the highest point of each stretch, so that no spike is lost.
+
+    Args:
+        steps: ascending step numbers.
+        values: as many values.
+        most: the most points to keep, at least 2.
+    """
+    if len(steps) <= most:
+        return steps, values
+    stretch = -(-len(steps) // (most // 2))
+    kept: list[int] = []
+    for start in range(0, len(steps), stretch):
+        within = range(start, min(start + stretch, len(steps)))
+        ends = {min(within, key=values.__getitem__), max(within, key=values.__getitem__)}
+        kept.extend(sorted(ends))
+    return [steps[i] for i in kept], [values[i] for i in kept]
+
+
+def _span(length: int) -> int:
+    return max(5, length // 10)
+
+
+def _series(records: Records, metric: str) -> _Series:
+    seen = [p for p in records.payloads("step") if p.get(metric) is not None]
+    return [p["step"] for p in seen], [p[metric] for p in seen]
+
+
+def _validation(records: Records, condition: str) -> _Series:
+    seen = [
+        p
+        for p in records.payloads("validation")
+        if p.get("condition") == condition and p.get("val/loss") is not None
+    ]
+    return [p["step"] for p in seen], [p["val/loss"] for p in seen]
+
+
+def _loss(records: Records) -> Plot:
+    title = "Loss"
+    steps, values = _series(records, "train/loss")
+    if not steps:
+        return Plot(name="loss", title=title, caption="", absent=_no_steps(records))
+    caption = (
+        "Training loss of each optimizer step, thin, and its moving average over about "
+        f"{_span(len(values))} steps; validation loss of base and tuned model, dashed."
+    )
+
+    def paint(axes: Axes) -> None:
+        axes.plot(*thin(steps, values), color=_INK, alpha=0.35, linewidth=0.9, label="each step")
+        axes.plot(*thin(steps, smooth(values)), color=_INK, linewidth=1.9, label="moving average")
+        _paint_validation(axes, records)
+        _paint_resumes(axes, records)
+        axes.set_ylabel("loss (nats per token)")
+        axes.legend(
+            loc="lower left",
+            bbox_to_anchor=(0, 1.0),
+            ncols=2,
+            frameon=False,
+            labelcolor=_MUTED,
+            borderaxespad=0.2,
+            handlelength=1.6,
+            title=None,
+        )
+
+    return Plot(
+        name="loss", title=title, caption=caption, svg=_svg("loss", title, (10.4, 3.9), paint)
+    )
+
+
+def _paint_validation(axes: Axes, records: Records) -> None:
+    ends = []
+    for condition, color in (("base", _BASE), ("tuned", _TUNED)):
+        steps, values = _validation(records, condition)
+        if not values:
+            continue
+        axes.axhline(values[-1], color=color, linewidth=1.3, linestyle=(0, (5, 3)))
+        if condition == "tuned":
+            axes.plot(steps, values, color=color, linestyle="", marker="D", markersize=5.5)
+        ends.append((values[-1], f"{condition} {wording.loss(values[-1])}", color))
+    _label_margin(axes, ends)
+
+
+def _label_margin(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
+    """Write each label beside its line, pushed apart where two would overlap."""
+    low, high = axes.get_ylim()
+    lowest = -1.0
+    for value, text, color in sorted(ends):
+        height = max((value - low) / (high - low), lowest + _LABEL_GAP)
+        lowest = height
+        axes.text(
+            1.008, height, text, color=color, transform=axes.transAxes, va="center", weight="bold"
+        )
+
+
+def _paint_resumes(axes: Axes, records: Records) -> None:
+    for payload in records.payloads("resumed"):
+        if payload.get("step") is not None:
+            axes.axvline(payload["step"], color=_MUTED, linewidth=0.8, linestyle=":")
+
+
+def _single(
+    records: Records,
+    name: str,
+    title: str,
+    metric: str,
+    ylabel: str,
+    spell: Callable[[float, int | None], str] | None = None,
+) -> Plot:
+    steps, values = _series(records, metric)
+    if not steps:
+        return Plot(name=name, title=title, caption="", absent=_no_steps(records))
+
+    def paint(axes: Axes) -> None:
+        axes.plot(*thin(steps, values), color=_INK, linewidth=1.4)
+        axes.set_ylabel(ylabel)
+        axes.set_ylim(bottom=0)
+        if spell is not None:
+            axes.yaxis.set_major_formatter(FuncFormatter(spell))
+
+    high, last = (f"{value:.3g}" for value in (max(values), values[-1]))
+    caption = f"Highest {high}, at the end {last}."
+    return Plot(name=name, title=title, caption=caption, svg=_svg(name, title, (3.5, 2.2), paint))
+
+
+def _throughput(records: Records) -> Plot:
+    name, title = "throughput", "Throughput"
+    every = _series(records, "perf/tokens_per_s")
+    supervised = _series(records, "perf/supervised_tokens_per_s")
+    if not every[0] and not supervised[0]:
+        return Plot(name=name, title=title, caption="", absent=_no_steps(records))
+
+    def paint(axes: Axes) -> None:
+        axes.plot(*thin(*every), color=_INK, linewidth=1.1, alpha=0.55, label="all")
+        axes.plot(*thin(*supervised), color=_TUNED, linewidth=1.6, label="supervised")
+        axes.set_ylabel("tokens per second")
+        axes.set_ylim(bottom=0)
+        axes.legend(frameon=False, labelcolor=_MUTED, loc="lower right", handlelength=1.4)
+
+    caption = "Padding is not counted."
+    return Plot(name=name, title=title, caption=caption, svg=_svg(name, title, (3.5, 2.2), paint))
+
+
+def _no_steps(records: Records) -> str:
+    if records.status == "succeeded":
+        return "the telemetry holds no training steps"
+    return "no training step was recorded before the run ended"
+
+
+def _scientific(value: float, _position: int | None) -> str:
+    if value == 0:
+        return "0"
+    mantissa, exponent = f"{value:.2e}".split("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def _svg(name: str, title: str, inches: tuple[float, float], paint: Callable[[Axes], None]) -> str:
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.rcParams["svg.hashsalt"] = f"mens_exp/{name}"
+        mpl.rcParams["svg.fonttype"] = "none"  # text stays text: selectable, in the page's font
+        mpl.rcParams["text.parse_math"] = False
+        mpl.rcParams["font.size"] = _FONT_SIZE
+        figure = Figure(figsize=inches, layout="constrained")
+        axes = figure.add_subplot()
+        _furnish(axes)
+        paint(axes)
+        buffer = io.StringIO()
+        bare = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(buffer, format="svg", transparent=True, metadata=bare)
+    return _inline(buffer.getvalue(), title)
+
+
+def _furnish(axes: Axes) -> None:
+    """Leave a frame of one line and faint horizontal rules."""
+    axes.set_xlabel("optimizer step")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.margins(x=0.012)
+    axes.tick_params(colors=_MUTED, length=0, pad=5)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.label.set_color(_MUTED)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(_GRID)
+
+
+def _inline(document: str, title: str) -> str:
+    """Reduce an SVG file to an element of HTML: no prologue, fixed size or unused names."""
+    svg = document[document.index("<svg") :].rstrip()
+    svg = re.sub(r"\s*<defs>\s*<style.*?</style>\s*</defs>", "", svg, count=1, flags=re.DOTALL)
+    svg = re.sub(r"(<svg[^>]*?) width=\"[^\"]*\" height=\"[^\"]*\"", r"\1", svg, count=1)
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
+    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg).replace("xlink:href", "href")
+    used = set(re.findall(r"#([\w.-]+)[\")]", svg))
+    svg = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", svg)
+    for drawn, css in _CSS.items():
+        svg = svg.replace(drawn, css)
+    head = f'<svg role="img" aria-label="{title}" stroke-linejoin="round" fill="currentColor"'
+    return svg.replace("<svg", head, 1)

@@ -1,0 +1,244 @@
+"""The headline readings of a run: base beside tuned, and what the run cost.
+
+Every renderer takes its numbers from here, so that a report, a card and a terminal can
+never disagree.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from mens_exp.report import wording
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mens_exp.artifacts.scorecard import ItemEvent
+    from mens_exp.report.records import Records
+
+__all__ = [
+    "Cell",
+    "Item",
+    "Pair",
+    "Verdict",
+    "by_item",
+    "command",
+    "cost",
+    "headline",
+    "parse_rate",
+    "val_loss",
+]
+
+Verdict: TypeAlias = Literal["better", "worse", "same", "unknown"]
+_CONDITIONS = ("base", "tuned")
+_UNKNOWN: Verdict = "unknown"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One value as text, or the reason why there is none.
+
+    Attributes:
+        label: what it is, in words.
+        text: the value; empty when there is none.
+        absent: why there is no value; empty when there is one.
+        detail: a second, quieter line.
+        code: the text is a digest, a path or a version, better in monospace.
+    """
+
+    label: str
+    text: str = ""
+    absent: str = ""
+    detail: str = ""
+    code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """One KPI, base beside tuned.
+
+    Attributes:
+        label: the KPI's name.
+        unit: its unit, empty for a share.
+        base: the base model's value.
+        tuned: the tuned model's value.
+        change: the difference in words, empty unless both values are known.
+        verdict: whether the tuned value is better in the metric's direction.
+        note: what the reader has to know to weigh it.
+    """
+
+    label: str
+    unit: str
+    base: Cell
+    tuned: Cell
+    change: str = ""
+    verdict: Verdict = "unknown"
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Item:
+    """One evaluated prompt with its completions.
+
+    Attributes:
+        item_id: the suite's name for it.
+        prompt: what both models were given.
+        reference: the data's own answer.
+        completions: the item event of each condition that completed it.
+    """
+
+    item_id: str
+    prompt: str
+    reference: str
+    completions: dict[str, ItemEvent]
+
+
+def val_loss(records: Records) -> Pair:
+    """Validation loss in nats per token; lower is better.
+
+    A run that ended before its results were written is read from telemetry.
+    """
+    base, tuned = (_val_loss(records, name) for name in _CONDITIONS)
+    change, verdict = "", _UNKNOWN
+    if base is not None and tuned is not None and base > 0:
+        change, verdict = wording.percent(tuned / base - 1, signed=True), _verdict(base - tuned)
+    return Pair(
+        label="Validation loss",
+        unit="nats per token",
+        base=_loss_cell(records, "base", base),
+        tuned=_loss_cell(records, "tuned", tuned),
+        change=change,
+        verdict=verdict,
+        note="lower is better",
+    )
+
+
+def parse_rate(records: Records) -> Pair:
+    """Share of held-out completions that parse; higher is better."""
+    card = records.scorecard
+    rates = [
+        card.conditions.get(name, {}).get("parse_rate") if card else None for name in _CONDITIONS
+    ]
+    base, tuned = rates
+    change, verdict = "", _UNKNOWN
+    if base is not None and tuned is not None:
+        change, verdict = wording.points(tuned - base), _verdict(tuned - base)
+    return Pair(
+        label="Held-out completions that parse",
+        unit="",
+        base=_parse_cell(records, "base", base),
+        tuned=_parse_cell(records, "tuned", tuned),
+        change=change,
+        verdict=verdict,
+        note=f"{card.items} items: each is worth {100 / card.items:.3g} points"
+        if card and card.items
+        else "",
+    )
+
+
+def cost(records: Records) -> list[Cell]:
+    """Throughput, peak memory, peak GPU memory and time, in this order."""
+    results = records.manifest.results
+    every = results.get("tokens_per_s")
+    train_s = results.get("train_s")
+    return [
+        _result(
+            records,
+            "supervised_tokens_per_s",
+            "Supervised tokens per second",
+            f"{wording.rate(every)} counting every token" if every is not None else "",
+        ),
+        _result(records, "peak_rss_bytes", "Peak memory", "resident, the whole process"),
+        _result(records, "peak_cuda_bytes", "Peak GPU memory", "allocated"),
+        _result(
+            records,
+            "wall_s",
+            "Wall time",
+            f"{wording.duration(train_s)} of it training" if train_s is not None else "",
+        ),
+    ]
+
+
+def headline(records: Records) -> str:
+    """One sentence that says what came of the run."""
+    loss = val_loss(records)
+    if loss.base.text and loss.tuned.text and records.status == "succeeded":
+        steps = records.manifest.results.get("steps")
+        after = f"After {wording.count(steps)} steps the" if steps is not None else "The"
+        return (
+            f"{after} validation loss is {loss.tuned.text} {loss.unit}; "
+            f"the base model's is {loss.base.text} ({loss.change})."
+        )
+    return {
+        "succeeded": "The run succeeded; it measured no validation loss.",
+        "failed": "The run failed; what follows is what it recorded until then.",
+        "cancelled": "The run was cancelled; what follows is what it recorded until then.",
+    }.get(
+        records.status,
+        "The run has not ended, or was killed; what follows is what it recorded so far.",
+    )
+
+
+def command(records: Records) -> str:
+    """The command that starts this run again, quoted for a shell."""
+    words = [wording.visible(word) for word in records.manifest.overrides]
+    return shlex.join(["python", "-m", "mens_exp", *words])
+
+
+def by_item(events: Sequence[ItemEvent]) -> list[Item]:
+    """Put the conditions of each item side by side, in the order of first appearance."""
+    items: dict[str, Item] = {}
+    for event in events:
+        item = items.setdefault(
+            event["item_id"],
+            Item(
+                item_id=wording.visible(event["item_id"]),
+                prompt=wording.visible(event["prompt"]),
+                reference=wording.visible(event["reference"] or ""),
+                completions={},
+            ),
+        )
+        item.completions[event["condition"]] = event
+    return list(items.values())
+
+
+def _verdict(gain: float) -> Verdict:
+    if gain == 0:
+        return "same"
+    return "better" if gain > 0 else "worse"
+
+
+def _val_loss(records: Records, condition: str) -> float | None:
+    recorded: float | None = records.manifest.results.get(f"{condition}_val_loss")
+    if recorded is not None:
+        return recorded
+    seen = [p for p in records.payloads("validation") if p.get("condition") == condition]
+    return seen[-1].get("val/loss") if seen else None
+
+
+def _loss_cell(records: Records, condition: str, value: float | None) -> Cell:
+    if value is None:
+        return Cell(label=condition, absent=records.why_absent(f"results.{condition}_val_loss"))
+    return Cell(label=condition, text=wording.loss(value))
+
+
+def _parse_cell(records: Records, condition: str, value: float | None) -> Cell:
+    card = records.scorecard
+    if card is None:
+        ended = records.status == "succeeded"
+        why = "the run has no scorecard" if ended else records.why_absent("scorecard")
+        return Cell(label=condition, absent=why)
+    if value is None:
+        return Cell(label=condition, absent=records.why_absent(f"{condition}.parse_rate"))
+    parsed = card.conditions[condition].get("parsed")
+    detail = f"{parsed} of {card.items}" if parsed is not None else ""
+    return Cell(label=condition, text=wording.percent(value), detail=detail)
+
+
+def _result(records: Records, key: str, label: str, detail: str) -> Cell:
+    value = records.manifest.results.get(key)
+    if value is None:
+        return Cell(label=label, absent=records.why_absent(f"results.{key}"))
+    return Cell(label=label, text=wording.as_text(value, key), detail=detail)

@@ -1,0 +1,245 @@
+"""What the terminal shows: the plan before a run, the results after it, and problems.
+
+Nothing here reads a model's text as markup, and control characters are shown, not obeyed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from mens_exp.errors import MensError, Problems
+from mens_exp.report import sections, summary, wording
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from mens_exp.artifacts.scorecard import ItemEvent
+    from mens_exp.report.records import Records
+    from mens_exp.report.summary import Cell, Pair
+
+__all__ = ["completions", "plan_table", "problems", "result_table"]
+
+_MOST_LINES = 16  # of a completion; the rest is in events.jsonl and the report
+_MOST_PROMPT_LINES = 8
+_CONDITIONS = ("base", "tuned")
+_STYLES = {"better": "bold green", "worse": "bold red", "same": "dim", "unknown": "dim"}
+
+
+def plan_table(plan: Mapping[str, Any]) -> Table:
+    """Say what will run, and what it is expected to take.
+
+    Args:
+        plan: the contents of ``plan.json``. A number that is no exact count carries "≈" and
+            is followed by what it rests on.
+    """
+    table = Table(
+        box=None,
+        show_header=False,
+        title="Plan",
+        title_justify="left",
+        pad_edge=False,
+        padding=(0, 2),
+    )
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in _plan_rows(plan):
+        table.add_row(name, value)
+    return table
+
+
+def result_table(records: Records) -> RenderableType:
+    """Put base beside tuned, and under it what the run cost."""
+    table = Table(box=box.SIMPLE_HEAD, title_justify="left", show_edge=False, pad_edge=False)
+    table.title = "Result"
+    table.add_column("")
+    for name in _CONDITIONS:
+        table.add_column(name, justify="right")
+    table.add_column("change", justify="right")
+    for pair in (summary.val_loss(records), summary.parse_rate(records)):
+        table.add_row(*_pair_row(pair))
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for cell in summary.cost(records):
+        grid.add_row(cell.label, _cell(cell, between="  "))
+    lead = [] if records.status == "succeeded" else [Text(summary.headline(records)), Text()]
+    return Group(*lead, table, Text(), grid)
+
+
+def completions(item_events: Sequence[ItemEvent], n: int = 3) -> RenderableType:
+    """Show the first `n` items: the prompt, then base beside tuned.
+
+    Args:
+        item_events: one mapping per item and condition.
+        n: how many items to show.
+    """
+    shown = [_item(item) for item in summary.by_item(item_events)[:n]]
+    return Group(*shown) if shown else Text("No held-out item was completed.", style="dim")
+
+
+def problems(errors: Sequence[MensError]) -> Text:
+    """Spell out problems, each in lines of its own.
+
+    Print it with ``soft_wrap=True``, so that a path stays one copyable word.
+
+    Args:
+        errors: the problems; a :class:`Problems` counts as those that it holds.
+    """
+    flat = [one for error in errors for one in _flatten(error)]
+    return Text("\n").join(_problem(error) for error in flat)
+
+
+def _plan_rows(plan: Mapping[str, Any]) -> Iterable[tuple[str, Text]]:
+    yield "model", _text(plan.get("model"))
+    yield "backend", _text(plan.get("backend"))
+    yield "quantization", _text(plan.get("quant"))
+    yield "LoRA", _lora(plan)
+    yield "objective", _text(plan.get("objective"))
+    yield "data", _data(plan.get("data") or {})
+    yield "steps", _steps(plan)
+    time, memory = (plan.get(key) or {} for key in ("time_s", "memory_bytes"))
+    yield "time", _estimate(time, wording.duration)
+    yield "memory", _memory(memory)
+    if plan.get("measured"):
+        yield "measured", _measured(plan["measured"])
+
+
+def _text(value: Any) -> Text:
+    return Text(wording.as_text(value)) if value is not None else Text("none", style="dim")
+
+
+def _lora(plan: Mapping[str, Any]) -> Text:
+    text = _text(plan.get("lora"))
+    trainable = plan.get("trainable_parameters")
+    if trainable is not None:
+        text.append(f"\n{wording.count(trainable)} trainable parameters")
+    return text
+
+
+def _data(data: Mapping[str, Any]) -> Text:
+    about = "" if data.get("exact") else "≈ "
+    text = _text(data.get("source"))
+    for key, words in (
+        ("train_rows", "rows to train on"),
+        ("train_tokens", "tokens in them"),
+        ("val_tokens", "tokens to validate on"),
+    ):
+        if data.get(key) is not None:
+            text.append(f"\n{about}{wording.count(data[key])} {words}")
+    return text if not about else _with_basis(text, data.get("basis"))
+
+
+def _steps(plan: Mapping[str, Any]) -> Text:
+    steps, tokens, total = (plan.get(k) for k in ("steps", "tokens_per_step", "tokens_total"))
+    parts = [] if steps is None else [wording.count(steps)]
+    if tokens is not None:
+        parts.append(f"of {wording.count(tokens)} tokens")
+    if total is not None:
+        parts.append(f"= {wording.count(total)} tokens")
+    return Text(" ".join(parts)) if parts else Text("unknown", style="dim")
+
+
+def _estimate(values: Mapping[str, Any], spell: Callable[[float], str]) -> Text:
+    estimate = values.get("estimate")
+    text = Text("unknown" if estimate is None else f"≈ {spell(estimate)}")
+    return _with_basis(text, values.get("basis"))
+
+
+def _memory(values: Mapping[str, Any]) -> Text:
+    text = _estimate(values, wording.size)
+    for name, part in sections.components(values):
+        text.append(f"\n{wording.size(part):>10}  {wording.label(name)}", style="dim")
+    return text
+
+
+def _measured(values: Mapping[str, Any]) -> Text:
+    parts = []
+    if values.get("time_s") is not None:
+        parts.append(wording.duration(values["time_s"]))
+    if values.get("peak_bytes") is not None:
+        parts.append(f"{wording.size(values['peak_bytes'])} at the peak")
+    return Text(", ".join(parts) or "nothing")
+
+
+def _with_basis(text: Text, basis: Any) -> Text:
+    if basis:
+        text.append(f"\n{wording.visible(str(basis))}", style="dim italic")
+    return text
+
+
+def _pair_row(pair: Pair) -> tuple[Text, Text, Text, Text]:
+    label = Text(pair.label)
+    if pair.unit:
+        label.append(f"\n{pair.unit}", style="dim")
+    change = Text(pair.change or "unknown", style=_STYLES[pair.verdict])
+    return label, _cell(pair.base), _cell(pair.tuned), change
+
+
+def _cell(cell: Cell, between: str = "\n") -> Text:
+    if cell.absent:
+        return Text(wording.visible(cell.absent), style="dim italic")
+    text = Text(cell.text)
+    if cell.detail:
+        text.append(f"{between}{cell.detail}", style="dim")
+    return text
+
+
+def _item(item: summary.Item) -> RenderableType:
+    prompt = Text(_clip(item.prompt, _MOST_PROMPT_LINES))
+    beside = Table.grid(expand=True)
+    for _ in _CONDITIONS:
+        beside.add_column(ratio=1)
+    beside.add_row(*(_completion(name, item.completions.get(name)) for name in _CONDITIONS))
+    title = Text(item.item_id, style="bold")
+    return Group(title, prompt, beside, Text())
+
+
+def _completion(condition: str, event: ItemEvent | None) -> Panel:
+    title = Text(condition)
+    if event is None:
+        return Panel(Text("not completed", style="dim italic"), title=title, title_align="left")
+    parses = event["parses"]
+    title.append(" · parses" if parses else " · does not parse", style="green" if parses else "red")
+    if not event["finished"]:
+        title.append(" · cut off", style="yellow")
+    body = _clip(wording.visible(event["completion"]), _MOST_LINES)
+    return Panel(
+        Text(body) if body else Text("empty", style="dim italic"),
+        title=title,
+        title_align="left",
+        box=box.ROUNDED,
+        border_style="dim",
+    )
+
+
+def _clip(text: str, most: int) -> str:
+    lines = text.expandtabs(4).strip("\n").splitlines()
+    if len(lines) <= most:
+        return "\n".join(lines)
+    left = len(lines) - most + 1
+    return "\n".join([*lines[: most - 1], f"… {left} more lines"])
+
+
+def _flatten(error: MensError) -> list[MensError]:
+    return list(error.problems) if isinstance(error, Problems) else [error]
+
+
+def _problem(error: MensError) -> Text:
+    where = f"{error.where}: " if error.where else ""
+    text = Text()
+    text.append(wording.visible(where), style="bold")
+    text.append(wording.visible(error.what))
+    if error.found is not None:
+        found = error.found if isinstance(error.found, str) else repr(error.found)
+        text.append(f"\n  found     {wording.visible(found)}")
+    if error.expected is not None:
+        text.append(f"\n  expected  {wording.visible(error.expected)}")
+    if error.remedy is not None:
+        text.append(f"\n  next      {wording.visible(error.remedy)}")
+    return text

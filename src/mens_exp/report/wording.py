@@ -1,0 +1,164 @@
+"""Numbers and texts as a reader sees them: one spelling for every rendering.
+
+A text that comes from a model, a data file or an exception passes through :func:`visible`
+before it is shown, so that it can neither steer a terminal nor break a file's encoding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+__all__ = [
+    "as_text",
+    "count",
+    "duration",
+    "label",
+    "loss",
+    "moment",
+    "percent",
+    "points",
+    "rate",
+    "size",
+    "visible",
+]
+
+MINUS = "\N{MINUS SIGN}"
+_KEPT_CONTROLS = "\n\t"
+_MINUTE_S, _HOUR_S = 60, 3600
+_DECIMALS_UNDER = 100  # a rate or a size of two digits still says something with one decimal
+
+_LABELS = {
+    "accumulate_grad_batches": "gradient accumulation",
+    "base_weights_sha256": "base weights SHA-256",
+    "chat_template_sha256": "chat template SHA-256",
+    "completed": "ended with the end marker",
+    "cpu": "CPU",
+    "diff_sha256": "uncommitted diff SHA-256",
+    "dirty": "uncommitted changes",
+    "double_quant": "double quantization",
+    "heldout_rows": "held-out rows",
+    "lr": "learning rate",
+    "memory_bytes": "memory",
+    "micro_batch_size": "micro-batch size",
+    "peak_cuda_bytes": "peak GPU memory",
+    "peak_rss_bytes": "peak resident memory",
+    "python": "Python",
+    "quant": "quantization",
+    "rows_sha256": "rows SHA-256",
+    "seq_len": "sequence length",
+    "tokenizer_sha256": "tokenizer SHA-256",
+    "tokens_out_mean": "tokens per completion",
+    "train_rows": "training rows",
+    "train_sha256": "training tokens SHA-256",
+    "val_rows": "validation rows",
+    "val_sha256": "validation tokens SHA-256",
+}
+
+
+def visible(text: str) -> str:
+    r"""Return `text` with control characters shown instead of obeyed.
+
+    Newlines and tabs stay; any other control character becomes its escape (``\x1b``), and a
+    lone surrogate becomes U+FFFD, since neither UTF-8 nor a browser can carry it.
+    """
+    whole = text.replace("\r\n", "\n").encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+    return "".join(
+        char if char in _KEPT_CONTROLS or not _is_control(char) else f"\\x{ord(char):02x}"
+        for char in whole
+    )
+
+
+def _is_control(char: str) -> bool:
+    return char < " " or "\x7f" <= char <= "\x9f"
+
+
+def label(key: str) -> str:
+    """Spell a record's key as words: ``seq_len`` is ``sequence length``."""
+    return _LABELS.get(key, visible(key).replace("_", " "))
+
+
+def count(value: float) -> str:
+    """Spell a number of things: ``122,880``."""
+    return f"{round(value):,}".replace("-", MINUS)
+
+
+def loss(value: float) -> str:
+    """Spell a loss in nats per token, to four decimals."""
+    return f"{value:.4f}".replace("-", MINUS)
+
+
+def rate(value: float) -> str:
+    """Spell a rate per second; small ones keep a decimal."""
+    return f"{value:.1f}" if abs(value) < _DECIMALS_UNDER else count(value)
+
+
+def percent(frac: float, *, signed: bool = False) -> str:
+    """Spell a fraction in percent, to one decimal: 0.875 is ``87.5%``."""
+    return f"{frac * 100:{'+' if signed else ''}.1f}%".replace("-", MINUS)
+
+
+def points(frac: float) -> str:
+    """Spell a difference of two rates in percentage points: 0.25 is ``+25.0 points``."""
+    return f"{frac * 100:+.1f} points".replace("-", MINUS)
+
+
+def size(value_bytes: float) -> str:
+    """Spell a number of bytes in binary units: ``2.08 GiB``."""
+    scaled, unit = float(value_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(scaled) < 1024:  # noqa: PLR2004 - the step between binary units
+            break
+        scaled, unit = scaled / 1024, larger
+    if unit == "B":
+        return f"{scaled:.0f} B"
+    return f"{scaled:.{2 if unit in ('GiB', 'TiB') else 0}f} {unit}"
+
+
+def duration(value_s: float) -> str:
+    """Spell a number of seconds: ``42.1 s``, ``3 min 52 s``, ``2 h 05 min``."""
+    if value_s < _MINUTE_S:
+        shown = f"{value_s:.1f} s"
+        return shown if shown != "60.0 s" else "1 min 00 s"
+    whole = round(value_s)
+    if whole < _HOUR_S:
+        return f"{whole // _MINUTE_S} min {whole % _MINUTE_S:02d} s"
+    minutes = round(value_s / _MINUTE_S)
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def moment(utc: str) -> str:
+    """Spell a UTC time stamp to the second: ``2026-11-20 05:58:01 UTC``."""
+    return f"{visible(utc)[:19].replace('T', ' ')} UTC"
+
+
+def as_text(value: object, key: str = "") -> str:
+    """Spell any JSON value in one line; `key` tells bytes and seconds from mere numbers.
+
+    Nested mappings read as ``name value · name value``; null reads as the empty string.
+    """
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return _number(value, key)
+    if isinstance(value, Mapping):
+        return " · ".join(f"{label(str(k))} {as_text(v, str(k))}".strip() for k, v in value.items())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(as_text(item) for item in value)
+    return visible(str(value))
+
+
+def _number(value: float, key: str) -> str:
+    if not math.isfinite(value):
+        return str(value)
+    if key == "bytes" or key.endswith("_bytes"):
+        return size(value)
+    if key.endswith("_per_s"):
+        return rate(value)
+    if key.endswith("_s"):
+        return duration(value)
+    if key.endswith(("_rate", "_frac")):
+        return percent(value)
+    return count(value) if isinstance(value, int) else f"{value:.6g}".replace("-", MINUS)

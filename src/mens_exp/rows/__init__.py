@@ -1,0 +1,1 @@
+"""Training rows: the schema of one row, and the readers of files of them."""

@@ -1,0 +1,1 @@
+"""One short recipe a task, and the run that each opens."""

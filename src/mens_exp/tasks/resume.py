@@ -1,0 +1,141 @@
+"""resume=<run>: go on with a stopped or killed run, in its own directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.run_dir import RunDir, resolve
+from mens_exp.artifacts.telemetry import rewind
+from mens_exp.config.compose import Composed, from_yaml, typed
+from mens_exp.config.overrides import Cell
+from mens_exp.config.schedule import ScheduleKind
+from mens_exp.config.validate import problems_of
+from mens_exp.errors import ConfigError, Problems, RequestError
+from mens_exp.plan.preflight import preflight
+from mens_exp.tasks.run import reopen_run
+from mens_exp.tasks.train import train
+from mens_exp.training.schedule import multiplier
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mens_exp.config.root import RunConfig
+
+__all__ = ["Resumption", "go_on", "prepare"]
+
+_MAX_STEPS = "trainer.max_steps"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumption:
+    """What going on with a run means, checked."""
+
+    directory: RunDir
+    cell: Cell
+    step: int
+    checkpoint: Path | None
+    notes: list[str]
+
+
+def prepare(path: str, overrides: dict[str, str]) -> Resumption:
+    """Check that a run can go on.
+
+    Args:
+        path: the run directory, or ``latest``.
+        overrides: what else the command sets, by key.
+
+    Raises:
+        RequestError: there is no such run, it has ended, or something other than a longer
+            ``trainer.max_steps`` is to be changed.
+    """
+    directory = resolve(path, task="train")
+    manifest = Manifest.read(directory.manifest)
+    try:
+        values = from_yaml(directory.config)
+    except (OmegaConfBaseException, KeyError, OSError) as error:
+        raise RequestError(
+            "the run's configuration cannot be read", where=str(directory.config), found=str(error)
+        ) from error
+    before = typed(values)
+    steps = _checked(overrides, before)
+    if steps is not None:
+        OmegaConf.update(values, _MAX_STEPS, steps)
+    config = typed(values)
+    Problems.raise_if([*problems_of(config), *preflight(config)])
+    checkpoint = directory.last_checkpoint()
+    step = int(checkpoint.stem.removeprefix("step_")) if checkpoint is not None else 0
+    if manifest.status is Status.SUCCEEDED and steps is None:
+        raise RequestError(
+            "the run has ended already",
+            where="resume",
+            found=str(directory.path),
+            remedy=f"give it more steps, {_MAX_STEPS}=<more than {before.trainer.max_steps}>",
+        )
+    composed = Composed(
+        overrides=(*manifest.overrides, *(f"{k}={v}" for k, v in overrides.items())),
+        values=values,
+        choices=manifest.choices,
+    )
+    return Resumption(
+        directory=directory,
+        cell=Cell(composed=composed, config=config),
+        step=step,
+        checkpoint=checkpoint,
+        notes=_notes(before, config, step),
+    )
+
+
+def _checked(overrides: dict[str, str], before: RunConfig) -> int | None:
+    others = sorted(overrides.keys() - {_MAX_STEPS})
+    Problems.raise_if(
+        [
+            ConfigError(
+                "cannot change when a run goes on",
+                where=key,
+                found=overrides[key],
+                expected=f"nothing but a longer {_MAX_STEPS}",
+                remedy="start a new run for other settings",
+            )
+            for key in others
+        ]
+    )
+    if _MAX_STEPS not in overrides:
+        return None
+    text, now = overrides[_MAX_STEPS], before.trainer.max_steps
+    if not text.isdecimal() or int(text) <= now:
+        raise ConfigError(
+            "a run can only get longer", where=_MAX_STEPS, found=text, expected=f"more than {now}"
+        )
+    return int(text)
+
+
+def _notes(before: RunConfig, after: RunConfig, step: int) -> list[str]:
+    """Say what a longer run does to the schedule."""
+    old, new = before.trainer.max_steps, after.trainer.max_steps
+    if old == new:
+        return []
+    kind, warmup = after.schedule.kind, after.schedule.warmup_steps
+    if kind is ScheduleKind.constant:
+        return [f"{_MAX_STEPS} went from {old} to {new}; the constant schedule is unchanged"]
+    was, now = (
+        after.optim.lr * multiplier(kind, step, warmup_steps=warmup, total_steps=total)
+        for total in (old, new)
+    )
+    return [
+        f"{_MAX_STEPS} went from {old} to {new}: the {kind.value} schedule is laid over {new} "
+        f"steps from here on, so the rate of step {step + 1} is {now:.3g} instead of {was:.3g}"
+    ]
+
+
+def go_on(resumption: Resumption) -> None:
+    """Put the record back to the checkpoint and train on."""
+    rewind(resumption.directory.telemetry, resumption.step)
+    with reopen_run(
+        resumption.directory, resumption.cell, step=resumption.step, notes=resumption.notes
+    ) as run:
+        train(resumption.cell.config, run, checkpoint=resumption.checkpoint)

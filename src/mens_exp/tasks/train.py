@@ -1,0 +1,152 @@
+"""task=train: fine-tune an adapter, score base and tuned, and leave the evidence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from mens_exp.artifacts import atomic
+from mens_exp.corpus.source import load_rows
+from mens_exp.plan.estimate import make_plan
+from mens_exp.plan.preflight import writable_cache
+from mens_exp.report import terminal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from lightning import Trainer
+
+    from mens_exp.config.root import RunConfig
+    from mens_exp.corpus.source import Rows
+    from mens_exp.data.datamodule import RowsDataModule
+    from mens_exp.model.resolve import BaseModel
+    from mens_exp.tasks.run import Run
+    from mens_exp.tokenizer.hf import HfTokenizer
+    from mens_exp.training.module import TrainingModule
+
+__all__ = ["train"]
+
+
+def train(config: RunConfig, run: Run, *, checkpoint: Path | None = None) -> None:
+    """Run the recipe from plan to scorecard.
+
+    Args:
+        config: the whole configuration.
+        run: the open run.
+        checkpoint: training state to go on from.
+
+    Raises:
+        MensError: something of the request cannot be done; the run closes as failed.
+    """
+    console = Console(stderr=True)
+    cache = writable_cache()
+    plan = make_plan(config, cache)
+    atomic.write_json(run.dir.plan, plan)
+    run.telemetry.emit("plan", plan)
+    console.print(terminal.plan_table(plan))
+
+    from mens_exp.training import memory_probe
+
+    memory_probe.reset_peak()
+    base, tokenizer, rows, data = _inputs(config, run, cache)
+    from mens_exp.training.build import (
+        build_backend,
+        build_module,
+        build_trainer,
+        lightning_quiet,
+    )
+
+    with lightning_quiet():
+        module = build_module(config, build_backend(config, base), data)
+        trainer = build_trainer(config, run, max_steps=data.max_steps)
+        if "base_val_loss" not in run.manifest.results:
+            with module.as_base():
+                run.manifest.results["base_val_loss"] = _validate(trainer, module, data)
+            run.save()
+        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
+        run.manifest.results["tuned_val_loss"] = _validate(trainer, module, data)
+    _score(config, run, module, rows, tokenizer)
+    _results(run, trainer, module, plan)
+
+
+def _inputs(
+    config: RunConfig, run: Run, cache: Path
+) -> tuple[BaseModel, HfTokenizer, Rows, RowsDataModule]:
+    """Make base model, tokenizer and encoded rows, and record what they are."""
+    from mens_exp.data.datamodule import RowsDataModule
+    from mens_exp.model.resolve import resolve
+    from mens_exp.tokenizer.hf import HfTokenizer
+
+    base = resolve(config.model, cache)
+    tokenizer = HfTokenizer.from_directory(base.directory)
+    rows = load_rows(config.data, cache)
+    data = RowsDataModule(config, rows, tokenizer, cache)
+    run.manifest.inputs.update(
+        base_model=base.name,
+        base_source=base.source,
+        base_weights_sha256=base.weights_sha256,
+        license=base.license,
+        tokenizer_sha256=tokenizer.sha256,
+        chat_template_sha256=tokenizer.template_sha256,
+        chat_template="the tokenizer's own" if tokenizer.template_is_own else "ChatML",
+        data={
+            "source": rows.source,
+            "rows_sha256": rows.sha256,
+            "train_rows": data.train_counts.documents,
+            "val_rows": data.val_counts.documents,
+            "heldout_rows": len(rows.heldout),
+            "train_sha256": data.train_counts.sha256,
+            "val_sha256": data.val_counts.sha256,
+            "train_truncated": data.train_counts.truncated,
+            "train_dropped": data.train_counts.dropped,
+        },
+    )
+    run.manifest.facts.update(
+        seq_len=config.data.seq_len,
+        micro_batch_size=config.data.micro_batch_size,
+        packing_efficiency_frac=round(data.packing_efficiency_frac, 4),
+    )
+    run.save()
+    return base, tokenizer, rows, data
+
+
+def _validate(trainer: Trainer, module: TrainingModule, data: RowsDataModule) -> float:
+    trainer.validate(module, data, verbose=False)
+    return module.validation["val/loss"]
+
+
+def _score(
+    config: RunConfig, run: Run, module: TrainingModule, rows: Rows, tokenizer: HfTokenizer
+) -> None:
+    from mens_exp.tasks.scoring import score
+
+    score(config.suite, run, module.backend, rows.heldout, tokenizer)
+
+
+def _results(run: Run, trainer: Trainer, module: TrainingModule, plan: dict[str, Any]) -> None:
+    """Write the figures of the run, measured beside predicted."""
+    from mens_exp.training import memory_probe
+
+    results = run.manifest.results
+    results.update(
+        val_loss_change_frac=results["tuned_val_loss"] / results["base_val_loss"] - 1,
+        steps=trainer.global_step,
+        tokens=module.tokens,
+        supervised_tokens=module.supervised_tokens,
+        peak_rss_bytes=memory_probe.peak_rss_bytes(),
+        peak_cuda_bytes=memory_probe.peak_cuda_bytes(),
+    )
+    checkpoint = run.dir.last_checkpoint()
+    results["checkpoint"] = (
+        checkpoint.relative_to(run.dir.path).as_posix() if checkpoint is not None else None
+    )
+    for name, reason in (
+        ("peak_rss_bytes", "this system does not tell"),
+        ("peak_cuda_bytes", "no GPU was used"),
+        ("checkpoint", "no checkpoint callback was configured"),
+    ):
+        if results[name] is None:
+            run.unknown(f"results.{name}", reason)
+    measured = {"time_s": results.get("train_s"), "peak_bytes": results["peak_rss_bytes"]}
+    atomic.write_json(run.dir.plan, {**plan, "measured": measured})

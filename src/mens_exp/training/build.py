@@ -1,0 +1,125 @@
+"""From a typed configuration to Lightning's objects, in dependency order."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from hydra.utils import get_class, instantiate
+from lightning import Trainer
+
+from mens_exp.config.logger import WandbLogger
+from mens_exp.errors import SetupError
+from mens_exp.training.atomic_checkpoint import AtomicCheckpointIO
+from mens_exp.training.module import TrainingModule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lightning import Callback
+
+    from mens_exp.backends.protocol import Backend
+    from mens_exp.config.root import RunConfig
+    from mens_exp.data.datamodule import RowsDataModule
+    from mens_exp.model.resolve import BaseModel
+    from mens_exp.training.record import RunRecord
+
+__all__ = ["build_backend", "build_module", "build_trainer", "device_of", "lightning_quiet"]
+
+
+def device_of(accelerator: str) -> torch.device:
+    """Choose the device.
+
+    Raises:
+        SetupError: a GPU was asked for and there is none.
+    """
+    has_gpu = torch.cuda.is_available()
+    if accelerator == "gpu" and not has_gpu:
+        raise SetupError(
+            "no CUDA device is usable",
+            where="trainer",
+            found=f"torch {torch.__version__}",
+            expected="a GPU, its driver, and a CUDA build of torch",
+            remedy="use trainer=auto or trainer=cpu, or see README, CUDA machines",
+        )
+    return torch.device("cuda", 0) if has_gpu and accelerator != "cpu" else torch.device("cpu")
+
+
+def build_backend(config: RunConfig, base: BaseModel) -> Backend:
+    """Load the base model and put the adapter on it."""
+    cls: Any = get_class(config.backend._target_)  # noqa: SLF001  # Hydra's own spelling
+    backend: Backend = cls(config, base, device_of(config.trainer.accelerator))
+    return backend
+
+
+def build_module(config: RunConfig, backend: Backend, data: RowsDataModule) -> TrainingModule:
+    """Put backend and objective together, in training mode."""
+    module = TrainingModule(
+        config, backend, instantiate(config.objective), total_steps=data.max_steps
+    )
+    module.train()  # from_pretrained leaves evaluation mode on, and Lightning keeps what it finds
+    return module
+
+
+def build_trainer(config: RunConfig, run: RunRecord, *, max_steps: int) -> Trainer:
+    """Build the Lightning Trainer with the callbacks that the configuration names."""
+    trainer = config.trainer
+    device = device_of(trainer.accelerator)
+    on_cpu = device.type == "cpu"
+    deterministic = on_cpu if trainer.deterministic is None else trainer.deterministic
+    return Trainer(
+        accelerator="cpu" if on_cpu else "gpu",
+        devices=1,
+        max_steps=max_steps,
+        max_epochs=-1,
+        accumulate_grad_batches=trainer.accumulate_grad_batches,
+        gradient_clip_val=trainer.gradient_clip_val,
+        val_check_interval=_validation_interval(config, max_steps),
+        check_val_every_n_epoch=None,
+        deterministic=deterministic,
+        callbacks=_callbacks(config, run),
+        plugins=[AtomicCheckpointIO()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        default_root_dir=run.dir.path,
+    )
+
+
+def _validation_interval(config: RunConfig, max_steps: int) -> int:
+    """Return micro-batches between validations; one more than there are means none."""
+    interval = config.trainer.val_check_interval
+    return interval or max_steps * config.trainer.accumulate_grad_batches + 1
+
+
+def _callbacks(config: RunConfig, run: RunRecord) -> list[Callback]:
+    callbacks: list[Callback] = [instantiate(c, run=run) for c in config.callbacks.values()]
+    if isinstance(config.logger, WandbLogger):
+        from mens_exp.training.callbacks.wandb_mirror import WandbMirror
+
+        callbacks.append(WandbMirror(logger=config.logger, run=run))
+    return callbacks
+
+
+@contextmanager
+def lightning_quiet() -> Iterator[None]:
+    """Keep Lightning's notices off the terminal; each is answered by our own record."""
+    names = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
+    before = {name: logging.getLogger(name).level for name in names}
+    for name in names:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            # Modules in evaluation mode are the frozen base's; torch's notice is Lightning's own.
+            warnings.filterwarnings("ignore", message="Found .* module.s. in eval mode")
+            warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")
+            yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)

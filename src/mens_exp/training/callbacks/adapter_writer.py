@@ -1,0 +1,32 @@
+"""The adapter on disk."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning import Callback
+
+from mens_exp.artifacts.adapter_v3 import write_adapter
+
+if TYPE_CHECKING:
+    from lightning import Trainer
+
+    from mens_exp.training.module import TrainingModule
+    from mens_exp.training.record import RunRecord
+
+__all__ = ["AdapterWriter"]
+
+
+class AdapterWriter(Callback):
+    """Writes the trained adapter, schema v3 with its PEFT view, when training has ended."""
+
+    def __init__(self, run: RunRecord) -> None:
+        """Listen for ``run``."""
+        self.run = run
+
+    def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Write both forms of the same tensors."""
+        del trainer
+        manifest, tensors = pl_module.backend.adapter(pl_module.config)
+        write_adapter(self.run.dir.adapter, manifest, tensors)
+        pl_module.backend.write_peft(self.run.dir.peft)

@@ -1,0 +1,82 @@
+"""The training state on disk."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from lightning import Callback
+
+if TYPE_CHECKING:
+    from lightning import Trainer
+
+    from mens_exp.training.module import TrainingModule
+    from mens_exp.training.record import RunRecord
+
+__all__ = ["Checkpoint"]
+
+
+class Checkpoint(Callback):
+    """Saves adapter, optimizer, schedule, random states and data position at step ends."""
+
+    def __init__(self, run: RunRecord, every_n_steps: int = 20, keep: int = 2) -> None:
+        """Save every ``every_n_steps`` optimizer steps and at the end; keep the newest."""
+        self.run = run
+        self.every_n_steps = every_n_steps
+        self.keep = keep
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save when an optimizer step of the right number has just been taken."""
+        del outputs, batch, batch_idx
+        step = trainer.global_step
+        last = step == trainer.max_steps
+        if pl_module.at_step_boundary and (last or step % self.every_n_steps == 0):
+            self._save(trainer, step)
+
+    def _save(self, trainer: Trainer, step: int) -> None:
+        path = self.run.dir.checkpoint(step)
+        trainer.save_checkpoint(path)
+        self.run.telemetry.emit(
+            "checkpoint_saved",
+            {
+                "step": step,
+                "path": path.relative_to(self.run.dir.path).as_posix(),
+                "bytes": path.stat().st_size,
+            },
+        )
+        for old in sorted(self.run.dir.checkpoints.glob("step_*.ckpt"))[: -self.keep]:
+            old.unlink()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the global generators."""
+        kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002  # the global one
+        return {
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            "numpy": {
+                "kind": str(kind),
+                "keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+                "position": int(position),
+                "has_gauss": int(has_gauss),
+                "gauss": float(gauss),
+            },
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put the global generators back."""
+        torch.set_rng_state(state_dict["torch"])
+        if state_dict["cuda"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(state_dict["cuda"])
+        numpy = state_dict["numpy"]
+        np.random.set_state(  # noqa: NPY002  # the global one is what libraries draw from
+            (
+                numpy["kind"],
+                numpy["keys"].numpy().astype(np.uint32),
+                numpy["position"],
+                numpy["has_gauss"],
+                numpy["gauss"],
+            )
+        )

@@ -1,0 +1,63 @@
+"""What the run really used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning import Callback
+
+if TYPE_CHECKING:
+    from lightning import Trainer
+
+    from mens_exp.data.batch import Batch
+    from mens_exp.training.module import TrainingModule
+    from mens_exp.training.record import RunRecord
+
+__all__ = ["ManifestFacts"]
+
+
+class ManifestFacts(Callback):
+    """Writes into the manifest what the first batch and the built model are, once."""
+
+    def __init__(self, run: RunRecord) -> None:
+        """Listen for ``run``."""
+        self.run = run
+        self._done = False
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int
+    ) -> None:
+        """Read the facts back before the first step of this process."""
+        del batch_idx
+        if self._done:
+            return
+        self._done = True
+        facts = {
+            **_batch_facts(batch),
+            **pl_module.backend.facts(),
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "device": str(pl_module.device),
+            "deterministic": _deterministic(),
+        }
+        self.run.manifest.facts.update(facts)
+        self.run.save()
+        self.run.telemetry.emit("facts", facts)
+
+
+def _batch_facts(batch: Batch) -> dict[str, Any]:
+    packed = batch.documents is not None
+    documents = len(batch.documents or ()) if packed else batch.input_ids_BT.shape[0]
+    return {
+        "packing": packed,
+        "micro_batch_shape": list(batch.input_ids_BT.shape),
+        "documents_in_first_batch": documents,
+        "longest_document_in_first_batch": int(batch.position_ids_BT.max()) + 1,
+        "tokens_in_first_batch": batch.tokens,
+        "supervised_tokens_in_first_batch": int(batch.targets_M.numel()),
+    }
+
+
+def _deterministic() -> bool:
+    import torch
+
+    return torch.are_deterministic_algorithms_enabled()

@@ -1,0 +1,61 @@
+"""One line an event."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning import Callback
+
+if TYPE_CHECKING:
+    from lightning import Trainer
+
+    from mens_exp.training.module import TrainingModule
+    from mens_exp.training.record import RunRecord
+
+__all__ = ["TelemetryWriter"]
+
+
+class TelemetryWriter(Callback):
+    """Writes the metrics of every step and validation into telemetry.jsonl."""
+
+    def __init__(self, run: RunRecord) -> None:
+        """Listen for ``run``."""
+        self.run = run
+
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Say that training begins."""
+        self.run.telemetry.emit(
+            "train_start",
+            {
+                "step": trainer.global_step,
+                "max_steps": trainer.max_steps,
+                "device": str(pl_module.device),
+            },
+        )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write the metrics of a finished step."""
+        del outputs, batch, batch_idx
+        if pl_module.at_step_boundary:
+            payload = {"step": trainer.global_step, **pl_module.step_metrics}
+            self.run.telemetry.emit("step", payload)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Write the validation loss."""
+        self.run.telemetry.emit(
+            "validation",
+            {"step": trainer.global_step, "condition": pl_module.condition, **pl_module.validation},
+        )
+
+    def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Say that training is over."""
+        self.run.telemetry.emit(
+            "train_complete",
+            {
+                "step": trainer.global_step,
+                "data/tokens": pl_module.tokens,
+                "data/supervised_tokens": pl_module.supervised_tokens,
+            },
+        )

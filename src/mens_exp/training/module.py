@@ -1,0 +1,179 @@
+"""The LightningModule: one loss over the whole optimizer step, whatever its micro-batches."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from hydra.utils import instantiate
+from lightning import LightningModule
+from torch.optim.lr_scheduler import LambdaLR
+
+from mens_exp.artifacts.metrics import metric
+from mens_exp.errors import DataError
+from mens_exp.training.schedule import multiplier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mens_exp.backends.protocol import Backend
+    from mens_exp.config.root import RunConfig
+    from mens_exp.data.batch import Batch
+    from mens_exp.objective.causal import Objective
+
+__all__ = ["TrainingModule"]
+
+
+class TrainingModule(LightningModule):
+    """Train a backend's adapter under an objective.
+
+    The loss of an optimizer step is the sum of token losses over all its micro-batches, divided
+    by their supervised tokens: gradients are summed, and scaled once before clipping.
+    ``step_metrics`` holds the declared metrics of the current step; callbacks add to it with
+    :meth:`record` and the telemetry callback writes it.
+    """
+
+    strict_loading = False  # a checkpoint holds the adapter alone; the frozen base is rebuilt
+
+    def __init__(
+        self, config: RunConfig, backend: Backend, objective: Objective, *, total_steps: int
+    ) -> None:
+        """Put the pieces together; ``total_steps`` is what the schedule runs over."""
+        super().__init__()
+        self.config = config
+        self.backend = backend
+        self.objective = objective
+        self.total_steps = total_steps
+        self.step_metrics: dict[str, float] = {}
+        self.tokens = 0
+        self.supervised_tokens = 0
+        self.condition = "tuned"
+        self.validation: dict[str, float] = {}
+        self._step_loss = 0.0
+        self._step_count = 0
+
+    def record(self, name: str, value: float) -> None:
+        """Set a declared metric of the current step."""
+        self.step_metrics[metric(name).name] = float(value)
+
+    def on_train_start(self) -> None:
+        """Set the rate of the step to come; after a resume to more steps it is another one."""
+        optimizer, scheduler = self.trainer.optimizers[0], self.lr_schedulers()
+        assert isinstance(scheduler, LambdaLR)
+        rate = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](self.trainer.global_step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+
+    def training_step(self, batch: Batch, _batch_idx: int) -> torch.Tensor:
+        """Return the micro-batch's loss sum, undone from Lightning's division."""
+        self.backend.begin(batch.index)
+        loss = self.objective(self.backend(batch), batch.targets_M, self.backend.head)
+        self._step_loss += float(loss.total.detach())
+        self._step_count += loss.count
+        self.tokens += batch.tokens
+        self.supervised_tokens += loss.count
+        self.trainer.train_dataloader.position = batch.index + 1  # what a checkpoint resumes from
+        return loss.total * self.trainer.accumulate_grad_batches
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Turn gradient sums into the gradient of the mean, before clipping.
+
+        Raises:
+            DataError: the step held no supervised token.
+        """
+        if self._step_count == 0:
+            raise DataError(
+                "an optimizer step held no supervised token",
+                where="data",
+                found=f"step {self.global_step}",
+                expected="at least one learned token",
+                remedy="look at data.seq_len and at what objective learns",
+            )
+        gradients = [p.grad for p in self.backend.trainable().values() if p.grad is not None]
+        for gradient in gradients:
+            gradient.div_(self._step_count)
+        norms = torch._foreach_norm(gradients)  # noqa: SLF001  # the fused form clipping uses
+        self.record("train/loss", self._step_loss / self._step_count)
+        self.record("train/grad_norm", float(torch.linalg.vector_norm(torch.stack(norms))))
+        self.record("optim/lr", optimizer.param_groups[0]["lr"])
+        self.record("data/tokens", self.tokens)
+        self.record("data/supervised_tokens", self.supervised_tokens)
+        self._step_loss, self._step_count = 0.0, 0
+
+    @property
+    def pending_loss(self) -> float:
+        """Loss sum of the optimizer step under way."""
+        return self._step_loss
+
+    @property
+    def at_step_boundary(self) -> bool:
+        """Whether the last micro-batch ended an optimizer step."""
+        return self._step_count == 0
+
+    def on_validation_epoch_start(self) -> None:
+        """Start a fresh sum."""
+        self._val_loss, self._val_count = 0.0, 0
+
+    def validation_step(self, batch: Batch, _batch_idx: int) -> None:
+        """Add a batch to the validation sum."""
+        self.backend.begin(batch.index)
+        loss = self.objective(self.backend(batch), batch.targets_M, self.backend.head)
+        self._val_loss += float(loss.total)
+        self._val_count += loss.count
+
+    def on_validation_epoch_end(self) -> None:
+        """Set the validation loss: the mean over all supervised tokens, in nats."""
+        self.validation = {
+            "val/loss": self._val_loss / self._val_count,
+            "val/supervised_tokens": self._val_count,
+        }
+        self.log("val/loss", self.validation["val/loss"])
+
+    @contextmanager
+    def as_base(self) -> Iterator[None]:
+        """Validate the base model inside the block: the adapter is off."""
+        self.condition = "base"
+        try:
+            with self.backend.base_only():
+                yield
+        finally:
+            self.condition = "tuned"
+
+    def configure_optimizers(self) -> Any:
+        """Build the optimizer over the adapter, and its schedule by optimizer step."""
+        parameters = list(self.backend.trainable().values())
+        optimizer = instantiate(self.config.optim, params=parameters)
+        schedule = self.config.schedule
+        scheduler = LambdaLR(
+            optimizer,
+            lambda step: multiplier(
+                schedule.kind,
+                step,
+                warmup_steps=schedule.warmup_steps,
+                total_steps=self.total_steps,
+            ),
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the adapter and the counters; leave the frozen base out."""
+        adapter = {name: p.detach() for name, p in self.backend.trainable().items()}
+        checkpoint["state_dict"] = {}
+        checkpoint["adapter"] = adapter
+        checkpoint["counters"] = {
+            "tokens": self.tokens,
+            "supervised_tokens": self.supervised_tokens,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put adapter and counters back."""
+        parameters = self.backend.trainable()
+        with torch.no_grad():
+            for name, value in checkpoint["adapter"].items():
+                parameters[name].copy_(value)
+        self.tokens = checkpoint["counters"]["tokens"]
+        self.supervised_tokens = checkpoint["counters"]["supervised_tokens"]

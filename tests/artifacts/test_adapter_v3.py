@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from mens_exp.artifacts.adapter_v3 import AdapterManifest, read_adapter, write_adapter
+from mens_exp.errors import DataError, MensError, Problems
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Tensors = dict[str, np.ndarray]
+
+
+def copied(golden: Path, target: Path, **changes: Any) -> Path:
+    shutil.copytree(golden / "adapter_v3", target)
+    path = target / "adapter_manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changes))
+    return target
+
+
+def test_the_committed_adapter_is_read(
+    golden: Path, adapter: AdapterManifest, tensors: Tensors
+) -> None:
+    """Manifest and every matrix come back as they were meant."""
+    manifest, read = read_adapter(golden / "adapter_v3")
+    assert manifest == adapter
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(read[name], tensor, strict=True)
+
+
+def test_an_adapter_is_written_as_committed(
+    golden: Path, adapter: AdapterManifest, tensors: Tensors, tmp_path: Path
+) -> None:
+    """Byte for byte, in whatever order and memory layout the matrices come."""
+    for order in (sorted(tensors), sorted(tensors, reverse=True)):
+        shuffled = {name: np.asfortranarray(tensors[name]) for name in order}
+        write_adapter(tmp_path, adapter, shuffled)
+        for name in ("adapter_manifest.json", "adapter.safetensors"):
+            assert (tmp_path / name).read_bytes() == (golden / "adapter_v3" / name).read_bytes()
+
+
+def test_optional_keys_are_absent_when_there_is_nothing_to_say(golden: Path) -> None:
+    """The schema has no null in their place."""
+    value = json.loads((golden / "adapter_v3" / "adapter_manifest.json").read_text("utf-8"))
+    assert "base_model" not in value
+    assert "provenance" not in value
+
+
+def test_writing_leaves_other_files_alone(
+    adapter: AdapterManifest, tensors: Tensors, tmp_path: Path
+) -> None:
+    """The PEFT view lies in the same directory."""
+    (tmp_path / "peft").mkdir()
+    write_adapter(tmp_path, adapter, tensors)
+    assert (tmp_path / "peft").is_dir()
+
+
+def test_the_older_format_and_file_name_are_read_as_todays(
+    golden: Path, adapter: AdapterManifest, tmp_path: Path
+) -> None:
+    """vox_populi_adapter in populi_adapter_manifest_v3.json."""
+    directory = copied(golden, tmp_path / "a", format="vox_populi_adapter")
+    old = directory / "populi_adapter_manifest_v3.json"
+    (directory / "adapter_manifest.json").rename(old)
+    assert read_adapter(directory)[0] == adapter
+
+
+def test_a_manifest_with_the_base_models_provenance_is_read(golden: Path, tmp_path: Path) -> None:
+    """The licence may be left out, as in the schema."""
+    origin = {"base_family": "llama", "upstream_model_id": "x/y", "attribution_required": True}
+    directory = copied(golden, tmp_path / "a", base_model="x/y", provenance=origin)
+    assert read_adapter(directory)[0].provenance == origin
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "peft"}, "not this format.*expected vox_mens_adapter"),
+        ({"version": 4}, "newer version"),
+        ({"version": 2}, "expected 3; no reader for older"),
+        ({"ranks": 2}, "ranks: unknown key.*the nearest is rank"),
+        ({"rank": 2.0}, "rank: wrong value.*expected an integer"),
+        ({"alpha": 0}, "alpha: wrong value.*expected 1 or more"),
+        ({"quant": {"base_quant": "nf4"}}, r"quant\.double_quant: missing key"),
+        ({"base_key_map": {"l0.q": "k"}}, "a layer without a base key.*found l0.v"),
+        ({"layer_order": ["l0.q", "l0.q", "l0.v"]}, "layer_order: repeated.*l0.q"),
+        ({"layer_order": ["l0.q"], "mens_exp": None}, "a tensor of no layer.*found l0.v.lora_a"),
+        ({"rank": 3}, r"l0\.q\.lora_a: wrong shape.*found \[2, 3\].*expected \[3, in\]"),
+        ({"mens_exp": None}, r"l0\.v\.lora_b: wrong shape.*found \[2, 1\].*expected \[out, 2\]"),
+        ({"mens_exp": {"rank_pattern": {"l0.k": 1}}}, "unknown layer.*found l0.k"),
+        ({"mens_exp": {"rank_pattern": {"l0.v": "1"}}}, "wrong rank"),
+        ({"mens_exp": {"rank_pattern": [1]}}, "rank_pattern: wrong value"),
+        ({"provenance": {"base_family": "llama"}}, r"provenance\.upstream_model_id: missing"),
+    ],
+)
+def test_an_adapter_manifest_is_refused(
+    golden: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    """Each wrong thing is named with its place."""
+    with pytest.raises((DataError, Problems), match=message):
+        read_adapter(copied(golden, tmp_path / "a", **changes))
+
+
+@pytest.mark.parametrize("keep", [0, 4, 20, -1])
+def test_a_truncated_tensor_file_is_refused(golden: Path, tmp_path: Path, keep: int) -> None:
+    """Wherever it was cut, the message names the file."""
+    directory = copied(golden, tmp_path / "a")
+    path = directory / "adapter.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(DataError, match=r"adapter\.safetensors: not a whole safetensors file"):
+        read_adapter(directory)
+
+
+def test_a_missing_tensor_file_is_refused(golden: Path, tmp_path: Path) -> None:
+    """The manifest alone is no adapter."""
+    directory = copied(golden, tmp_path / "a")
+    (directory / "adapter.safetensors").unlink()
+    with pytest.raises(DataError, match=r"adapter\.safetensors"):
+        read_adapter(directory)
+
+
+def test_a_missing_manifest_is_refused(golden: Path, tmp_path: Path) -> None:
+    """The tensors alone are no adapter."""
+    directory = copied(golden, tmp_path / "a")
+    (directory / "adapter_manifest.json").unlink()
+    with pytest.raises(DataError, match=r"adapter_manifest\.json: the file cannot be read"):
+        read_adapter(directory)
+
+
+def test_tensors_of_another_type_are_refused_when_read(
+    golden: Path, tmp_path: Path, tensors: Tensors
+) -> None:
+    """bfloat16, which numpy has no type for, is named like any other."""
+    directory = copied(golden, tmp_path / "a")
+    whole = save({name: tensor.astype(np.float16) for name, tensor in tensors.items()})
+    size = struct.unpack("<Q", whole[:8])[0]
+    header = whole[8 : 8 + size].replace(b'"F16"', b'"BF16"')
+    content = struct.pack("<Q", len(header)) + header + whole[8 + size :]
+    (directory / "adapter.safetensors").write_bytes(content)
+    with pytest.raises(Problems, match=r"l0\.q\.lora_a: wrong type.*found BF16.*expected F32"):
+        read_adapter(directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("l0.q.lora_b", None, "a tensor is missing.*expected l0.q.lora_b"),
+        ("l0.k.lora_a", np.zeros((2, 3), np.float32), "a tensor of no layer"),
+        ("l0.q.lora_a", np.zeros((2, 3), np.float64), "found float64.*expected F32"),
+        ("l0.q.lora_a", np.zeros((3, 2), np.float32), r"found \[3, 2\].*expected \[2, in\]"),
+        ("l0.q.lora_b", np.zeros((2,), np.float32), r"found \[2\].*expected \[out, 2\]"),
+    ],
+)
+def test_tensors_that_disagree_are_not_written(
+    adapter: AdapterManifest,
+    tensors: Tensors,
+    tmp_path: Path,
+    name: str,
+    tensor: np.ndarray | None,
+    message: str,
+) -> None:
+    """The directory stays empty."""
+    tensors.pop(name, None)
+    if tensor is not None:
+        tensors[name] = tensor
+    with pytest.raises(MensError, match=message):
+        write_adapter(tmp_path, adapter, tensors)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_rank_of_a_layer_is_its_own_or_the_adapters(adapter: AdapterManifest) -> None:
+    """The pattern names l0.v only."""
+    assert (adapter.rank_of("l0.q"), adapter.rank_of("l0.v")) == (2, 1)

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mens_exp.artifacts import atomic
+from mens_exp.errors import MensError
+
+WRITER = """
+import sys
+from pathlib import Path
+from mens_exp.artifacts.atomic import write_bytes
+path, size = Path(sys.argv[1]), int(sys.argv[2])
+print("ready", flush=True)
+while True:
+    for letter in (b"n", b"o"):
+        write_bytes(path, letter * size)
+"""
+DIRECTORY_WRITER = """
+import sys
+from pathlib import Path
+from mens_exp.artifacts.atomic import directory
+print("ready", flush=True)
+while True:
+    for letter in "no":
+        with directory(Path(sys.argv[1])) as new:
+            for name in "xyz":
+                (new / name).write_text(letter)
+"""
+
+
+def names_in(path: Path) -> list[str]:
+    return sorted(child.name for child in path.iterdir())
+
+
+def kill_a_writer(source: str, *arguments: str, after_s: float) -> int:
+    with subprocess.Popen(
+        [sys.executable, "-c", source, *arguments], stdout=subprocess.PIPE
+    ) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline().strip() == b"ready"
+        time.sleep(after_s)
+        writer.kill()
+    return writer.pid
+
+
+def dead_pid() -> int:
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        gone.wait()
+    return gone.pid
+
+
+def test_a_killed_writer_leaves_the_file_whole_old_or_whole_new(tmp_path: Path) -> None:
+    """Twelve kills at different moments of a 4 MiB write never show a mixture or a part."""
+    path, size = tmp_path / "file", 4 << 20
+    path.write_bytes(b"o" * size)
+    for attempt in range(12):
+        kill_a_writer(WRITER, str(path), str(size), after_s=0.003 * attempt)
+        assert path.read_bytes() in (b"o" * size, b"n" * size)
+    atomic.remove_stale(tmp_path)
+    assert names_in(tmp_path) == ["file"]
+
+
+def test_a_killed_writer_leaves_a_whole_directory_once_the_stale_is_cleared(
+    tmp_path: Path,
+) -> None:
+    """A directory caught between its two moves is moved back; its files are all of one kind."""
+    path = tmp_path / "adapter"
+    with atomic.directory(path) as new:
+        for name in "xyz":
+            (new / name).write_text("o")
+    for attempt in range(8):
+        kill_a_writer(DIRECTORY_WRITER, str(path), after_s=0.004 * attempt)
+        atomic.remove_stale(tmp_path)
+        assert names_in(tmp_path) == ["adapter"]
+        letters = [(path / name).read_text() for name in "xyz"]
+        assert letters in (["o"] * 3, ["n"] * 3)
+
+
+def test_a_write_makes_missing_parents_and_leaves_no_temporary(tmp_path: Path) -> None:
+    """One file is all there is afterwards."""
+    atomic.write_text(tmp_path / "a" / "b.txt", "é\n")
+    assert (tmp_path / "a" / "b.txt").read_bytes() == b"\xc3\xa9\n"
+    assert names_in(tmp_path / "a") == ["b.txt"]
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An fsync that fails leaves neither new content nor a temporary."""
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    atomic.write_bytes(tmp_path / "file", b"old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        atomic.write_bytes(tmp_path / "file", b"new")
+    assert (tmp_path / "file").read_bytes() == b"old"
+    assert names_in(tmp_path) == ["file"]
+
+
+def test_a_written_file_gets_the_permissions_of_any_new_file(tmp_path: Path) -> None:
+    """The temporary is not private, or the result would be."""
+    (tmp_path / "plain").write_bytes(b"")
+    atomic.write_bytes(tmp_path / "atomic", b"")
+    assert (tmp_path / "atomic").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_json_is_sorted_indented_and_ends_with_a_newline(tmp_path: Path) -> None:
+    """The bytes are these, letters beyond ASCII as themselves."""
+    atomic.write_json(tmp_path / "x.json", {"b": [1], "a": "é"})
+    assert (tmp_path / "x.json").read_text("utf-8") == ('{\n  "a": "é",\n  "b": [\n    1\n  ]\n}\n')
+
+
+def test_json_keeps_a_lone_surrogate(tmp_path: Path) -> None:
+    """An undecodable argument survives the round trip."""
+    atomic.write_json(tmp_path / "x.json", ["\udc80"])
+    assert json.loads((tmp_path / "x.json").read_bytes()) == ["\udc80"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), object()])
+def test_json_refuses_what_it_cannot_say(tmp_path: Path, value: object) -> None:
+    """The target is never made."""
+    with pytest.raises(MensError, match="cannot be written as JSON"):
+        atomic.write_json(tmp_path / "x.json", {"a": value})
+    assert names_in(tmp_path) == []
+
+
+def test_a_directory_replaces_the_earlier_one_whole(tmp_path: Path) -> None:
+    """A file that only the earlier one had is gone."""
+    path = tmp_path / "adapter"
+    for name in ("old", "new"):
+        with atomic.directory(path) as temporary:
+            (temporary / name).write_text(name)
+    assert names_in(path) == ["new"]
+    assert names_in(tmp_path) == ["adapter"]
+
+
+def test_a_directory_block_that_raises_changes_nothing(tmp_path: Path) -> None:
+    """The earlier directory stays and the temporary goes."""
+    path = tmp_path / "adapter"
+    with atomic.directory(path) as temporary:
+        (temporary / "old").write_text("")
+    with pytest.raises(ZeroDivisionError), atomic.directory(path) as temporary:
+        (temporary / "new").write_text(str(1 // 0))
+    assert names_in(path) == ["old"]
+    assert names_in(tmp_path) == ["adapter"]
+
+
+def test_a_directory_that_cannot_be_moved_in_puts_the_earlier_one_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of the two moves fails once; the first is undone."""
+    path = tmp_path / "adapter"
+    path.mkdir()
+    (path / "old").write_text("")
+    moves: list[Path] = []
+    replace = Path.replace
+
+    def second_fails(self: Path, target: Path) -> Path:
+        moves.append(self)
+        if len(moves) == 2:
+            raise PermissionError
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", second_fails)
+    with pytest.raises(PermissionError), atomic.directory(path):
+        pass
+    assert names_in(tmp_path) == ["adapter"]
+    assert names_in(path) == ["old"]
+
+
+def test_stale_temporaries_of_dead_writers_go_and_those_of_live_ones_stay(tmp_path: Path) -> None:
+    """This process lives; the other has ended."""
+    machine = atomic._machine()
+    dead = tmp_path / f".m.json.{machine}-{dead_pid()}-00000000.tmp"
+    live = tmp_path / f".m.json.{machine}-{os.getpid()}-00000000.tmp"
+    other = tmp_path / ".m.json.tmp"
+    for path in (dead, live, other):
+        path.write_text("")
+    assert atomic.remove_stale(tmp_path) == [dead]
+    assert sorted(tmp_path.iterdir()) == sorted([live, other])
+
+
+def test_a_temporary_older_than_the_process_of_its_number_is_stale(tmp_path: Path) -> None:
+    """The number was given out again since: the file is from 1970, this process is not."""
+    path = tmp_path / f".m.json.{atomic._machine()}-{os.getpid()}-00000000.tmp"
+    path.write_text("")
+    os.utime(path, (0, 0))
+    assert atomic.remove_stale(tmp_path) == [path]
+
+
+def test_another_machines_temporary_is_stale_after_a_day(tmp_path: Path) -> None:
+    """Its processes cannot be asked, so age decides."""
+    young, old = (tmp_path / f".{name}.00000000-1-00000000.tmp" for name in ("young", "old"))
+    young.write_text("")
+    old.write_text("")
+    os.utime(old, (time.time() - 90_000, time.time() - 90_000))
+    assert atomic.remove_stale(tmp_path) == [old]
+    assert young.exists()
+
+
+def test_a_directory_left_between_its_two_moves_is_restored(tmp_path: Path) -> None:
+    """The earlier directory was moved aside and its writer died before the next move."""
+    aside = tmp_path / f".adapter.{atomic._machine()}-{dead_pid()}-00000000.old"
+    aside.mkdir()
+    (aside / "file").write_text("")
+    atomic.remove_stale(tmp_path)
+    assert names_in(tmp_path / "adapter") == ["file"]
+    assert not aside.exists()
+
+
+def test_nothing_is_stale_where_there_is_no_directory(tmp_path: Path) -> None:
+    """A missing parent is no error."""
+    assert atomic.remove_stale(tmp_path / "missing") == []

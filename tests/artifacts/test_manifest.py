@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.artifacts.manifest import Manifest, Status, utc_now
+from mens_exp.errors import DataError, MensError, Problems
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def damaged(golden: Path, target: Path, **changes: Any) -> Path:
+    value = json.loads((golden / "manifest_v1.json").read_text("utf-8"))
+    target.write_text(json.dumps(value | changes))
+    return target
+
+
+def test_the_committed_manifest_of_version_1_is_read(golden: Path, manifest: Manifest) -> None:
+    """Every field comes back as it was meant."""
+    read = Manifest.read(golden / "manifest_v1.json")
+    assert read == manifest
+    assert read.status is Status.SUCCEEDED
+
+
+def test_a_manifest_is_written_as_committed(
+    golden: Path, manifest: Manifest, tmp_path: Path
+) -> None:
+    """Byte for byte."""
+    manifest.write(tmp_path / "manifest.json")
+    assert (tmp_path / "manifest.json").read_bytes() == (golden / "manifest_v1.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "mens_exp_plan"}, "format: not this format.*expected mens_exp_run"),
+        ({"version": 2}, "newer version.*expected at most 1.*Next: upgrade"),
+        ({"version": 0}, "version: wrong value"),
+        ({"version": True}, "version: wrong value"),
+        ({"sedd": 1}, "sedd: unknown key.*the nearest is seed"),
+        ({"seed": "7"}, r"seed: wrong value · found '7' \(str\) · expected an integer"),
+        ({"seed": True}, "seed: wrong value"),
+        ({"status": "done"}, "status: wrong value.*expected one of cancelled, failed, started"),
+        ({"experiment": 3}, "experiment: wrong value.*expected a string"),
+        ({"overrides": ["a", 1]}, r"overrides\[1\]: wrong value"),
+        ({"choices": {"lora": 1}}, r"choices\.lora: wrong value"),
+        ({"attempts": [{}]}, r"attempts\[0\]\.started_utc: missing key"),
+        ({"error": {"type": "E"}}, r"error\.message: missing key"),
+        ({"facts": []}, "facts: wrong value.*expected an object"),
+        ({"started_utc": "2026-11-20 05:58"}, "started_utc: wrong value.*expected a UTC time"),
+        ({"outputs": {"../x": "ab" * 32}}, "expected a relative path"),
+        ({"outputs": {"x": "ab"}}, "expected a SHA-256"),
+    ],
+)
+def test_a_manifest_is_refused(
+    golden: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    """Each wrong thing is named with the file and the dotted place."""
+    path = damaged(golden, tmp_path / "manifest.json", **changes)
+    with pytest.raises((DataError, Problems), match=message) as caught:
+        Manifest.read(path)
+    assert str(path) in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_all_problems_of_a_manifest_are_reported_together(golden: Path, tmp_path: Path) -> None:
+    """Two wrong values, two lines."""
+    path = damaged(golden, tmp_path / "manifest.json", seed=None, task=1)
+    with pytest.raises(Problems) as caught:
+        Manifest.read(path)
+    assert len(caught.value.problems) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not JSON"),
+        (b"[]", "expected an object"),
+        (b"{}", "not this format"),
+        (b'{"format": "mens_exp_run"}', "version: wrong value"),
+        (b'{"format": "mens_exp_run", "version": 1}', "seed: missing key"),
+        (b'{"seed": 1, "seed": 2}', "the key 'seed' twice"),
+        (b'{"seed": NaN}', "NaN"),
+        (b"\xff", "not JSON"),
+    ],
+)
+def test_a_file_that_is_no_manifest_is_refused(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    """It never becomes a record of defaults."""
+    (tmp_path / "m.json").write_bytes(content)
+    with pytest.raises((DataError, Problems), match=message):
+        Manifest.read(tmp_path / "m.json")
+
+
+def test_a_missing_manifest_is_refused(tmp_path: Path) -> None:
+    """The message names it."""
+    with pytest.raises(DataError, match=r"m\.json: the file cannot be read"):
+        Manifest.read(tmp_path / "m.json")
+
+
+def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, manifest: Manifest) -> None:
+    """A result that is not finite; the file stays absent."""
+    manifest.results["steps"] = float("nan")
+    with pytest.raises(MensError, match=r"results\.steps") as caught:
+        manifest.write(tmp_path / "manifest.json")
+    assert caught.value.exit_code == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_time_is_written_in_utc_to_the_millisecond() -> None:
+    """The documented form."""
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", utc_now())

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.artifacts.scorecard import (
+    Condition,
+    ItemEvent,
+    Scorecard,
+    read_item_events,
+    write_item_events,
+)
+from mens_exp.errors import DataError, MensError, Problems
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+EVENT: ItemEvent = {
+    "item_id": "bisect.insort",
+    "condition": Condition.BASE,
+    "prompt": "Write it.",
+    "reference": "def f(): ...",
+    "completion": "def f(:\u2028",
+    "parses": False,
+    "finished": True,
+    "error": "invalid syntax",
+    "tokens_in": 3,
+    "tokens_out": 5,
+}
+
+
+def test_the_committed_scorecard_of_version_1_is_read(golden: Path, scorecard: Scorecard) -> None:
+    """Every field comes back as it was meant."""
+    assert Scorecard.read(golden / "scorecard_v1.json") == scorecard
+
+
+def test_a_scorecard_is_written_as_committed(
+    golden: Path, scorecard: Scorecard, tmp_path: Path
+) -> None:
+    """Byte for byte."""
+    scorecard.write(tmp_path / "s.json")
+    assert (tmp_path / "s.json").read_bytes() == (golden / "scorecard_v1.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "mens_exp_run"}, "not this format"),
+        ({"version": 2}, "newer version"),
+        ({"item": 3}, "item: unknown key.*the nearest is items"),
+        ({"items": 3.0}, "items: wrong value.*expected an integer"),
+        ({"items": -1}, "items: wrong value.*expected 0 or more"),
+        ({"conditions": {"base": {"parse_rate": "1"}}}, r"conditions\.base\.parse_rate"),
+        ({"conditions": {"base": {"parse_rate": True}}}, "expected a finite number or an integer"),
+    ],
+)
+def test_a_scorecard_is_refused(
+    golden: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    """Each wrong thing is named with its place."""
+    value = json.loads((golden / "scorecard_v1.json").read_text("utf-8"))
+    (tmp_path / "s.json").write_text(json.dumps(value | changes))
+    with pytest.raises((DataError, Problems), match=message):
+        Scorecard.read(tmp_path / "s.json")
+
+
+def test_a_scorecard_with_a_rate_that_is_not_finite_is_not_written(
+    tmp_path: Path, scorecard: Scorecard
+) -> None:
+    """A mean over no items is unknown, not NaN."""
+    scorecard.conditions["base"]["parse_rate"] = float("nan")
+    with pytest.raises(MensError, match=r"conditions\.base\.parse_rate"):
+        scorecard.write(tmp_path / "s.json")
+
+
+def test_item_events_come_back_as_written(tmp_path: Path) -> None:
+    """One line each, though the completion holds a line separator."""
+    path = tmp_path / "events.jsonl"
+    tuned: ItemEvent = {**EVENT, "condition": Condition.TUNED, "error": None}
+    write_item_events(path, [EVENT, tuned])
+    assert path.read_bytes().count(b"\n") == 2
+    assert read_item_events(path) == [EVENT, tuned]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (json.dumps({**EVENT, "parses": 1}), "parses: wrong value.*expected true or false"),
+        (json.dumps({**EVENT, "condition": "tunes"}), "condition: wrong.*the nearest is tuned"),
+        (json.dumps({**EVENT, "token_in": 1}), "token_in: unknown key.*nearest is tokens_in"),
+        ('{"item_id":', "not JSON"),
+    ],
+)
+def test_an_item_event_is_refused_with_its_line(tmp_path: Path, line: str, message: str) -> None:
+    """A torn last line is no exception: this file is written whole."""
+    path = tmp_path / "events.jsonl"
+    path.write_text(json.dumps(EVENT) + "\n" + line)
+    with pytest.raises((DataError, Problems), match=message) as caught:
+        read_item_events(path)
+    assert f"{path}:2" in str(caught.value)
+
+
+def test_a_wrong_item_event_is_not_written(tmp_path: Path) -> None:
+    """The file stays absent."""
+    wrong: Any = {**EVENT, "tokens_in": None}
+    with pytest.raises(MensError, match="tokens_in"):
+        write_item_events(tmp_path / "events.jsonl", [wrong])
+    assert list(tmp_path.iterdir()) == []

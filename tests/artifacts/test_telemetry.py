@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.artifacts.telemetry import Event, Telemetry, read_events, rewind
+from mens_exp.errors import DataError, MensError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "telemetry.jsonl"
+
+
+def emit_all(path: Path, *events: tuple[str, dict[str, Any]]) -> None:
+    with Telemetry(path, clock=lambda: 0.0) as telemetry:
+        for name, payload in events:
+            telemetry.emit(name, payload)
+
+
+def summary(path: Path) -> list[tuple[str, Any]]:
+    return [(record["event"], record["payload"].get("step")) for record in read_events(path)]
+
+
+def test_an_event_is_one_line_with_milliseconds(path: Path) -> None:
+    """The bytes are on disk before the file is closed."""
+    telemetry = Telemetry(path, clock=lambda: 1.2345)
+    telemetry.emit("step", {"step": 1, "train/loss": 0.5})
+    assert path.read_bytes() == (
+        b'{"event":"step","payload":{"step":1,"train/loss":0.5},"ts_ms":1234}\n'
+    )
+    telemetry.close()
+
+
+@pytest.mark.parametrize(
+    ("event", "payload", "message"),
+    [
+        ("stpe", {}, "unknown event.*the nearest is step"),
+        ("step", {"train/los": 1.0}, "unknown metric.*the nearest is train/loss"),
+        ("step", {"train/loss": float("nan")}, r"telemetry: step\.train/loss.*finite"),
+        ("scorecard", {"conditions": {"base": [float("inf")]}}, r"conditions\.base\[0\].*finite"),
+        ("step", {"step": object()}, "JSON value"),
+    ],
+)
+def test_an_event_is_refused(path: Path, event: str, payload: dict[str, Any], message: str) -> None:
+    """Nothing of it is written."""
+    with Telemetry(path) as telemetry, pytest.raises(MensError, match=message):
+        telemetry.emit(event, payload)
+    assert path.read_bytes() == b""
+
+
+def test_closing_twice_is_no_error_and_emitting_afterwards_is(path: Path) -> None:
+    """A double teardown passes; a late event does not vanish silently."""
+    telemetry = Telemetry(path)
+    telemetry.close()
+    telemetry.close()
+    with pytest.raises(MensError, match="closed"):
+        telemetry.emit("step", {"step": 1})
+
+
+def test_a_subscriber_gets_every_later_event(path: Path) -> None:
+    """The one before it came is not replayed."""
+    seen: list[Event] = []
+    with Telemetry(path, clock=lambda: 2.0) as telemetry:
+        telemetry.emit("plan", {})
+        telemetry.subscribe(seen.append)
+        telemetry.emit("step", {"step": 1})
+    assert seen == [{"ts_ms": 2000, "event": "step", "payload": {"step": 1}}]
+
+
+def test_a_subscriber_that_raises_is_dropped_and_recorded(path: Path) -> None:
+    """The other one gets the event and the news of the failure, and training goes on."""
+    seen: list[str] = []
+    calls: list[str] = []
+
+    def broken(record: Event) -> None:
+        calls.append(record["event"])
+        raise OSError("network down")
+
+    with Telemetry(path) as telemetry:
+        telemetry.subscribe(broken, name="wandb")
+        telemetry.subscribe(lambda record: seen.append(record["event"]))
+        telemetry.emit("plan", {})
+        telemetry.emit("facts", {})
+    assert calls == ["plan"]
+    assert seen == ["plan", "sink_failed", "facts"]
+    assert read_events(path)[1]["payload"] == {"sink": "wandb", "error": "OSError: network down"}
+
+
+def test_a_torn_last_line_is_left_out(path: Path) -> None:
+    """A killed writer leaves half an event; the rest is read."""
+    emit_all(path, ("step", {"step": 1}))
+    with path.open("ab") as file:
+        file.write(b'{"event":"st')
+    assert summary(path) == [("step", 1)]
+
+
+def test_reopening_cuts_a_torn_last_line_off(path: Path) -> None:
+    """The next event does not continue the half one."""
+    emit_all(path, ("step", {"step": 1}))
+    with path.open("ab") as file:
+        file.write(b'{"event":"st')
+    emit_all(path, ("step", {"step": 2}))
+    assert summary(path) == [("step", 1), ("step", 2)]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"event":"st', "not JSON"),
+        (b'{"event":"step","payload":{},"ts_ms":0,"extra":1}', "extra: unknown key"),
+        (b'{"event":"step","payload":{}}', "ts_ms: missing key"),
+        (b'{"event":"step","payload":{"a":NaN},"ts_ms":0}', "NaN"),
+        (b'{"event":"step","payload":{},"payload":{},"ts_ms":0}', "'payload' twice"),
+        (b"", "not JSON"),
+    ],
+)
+def test_a_broken_line_elsewhere_is_refused_with_its_number(
+    path: Path, line: bytes, message: str
+) -> None:
+    """The second of three lines is named."""
+    emit_all(path, ("step", {"step": 1}))
+    whole = path.read_bytes()
+    path.write_bytes(whole + line + b"\n" + whole)
+    with pytest.raises(DataError, match=message) as caught:
+        read_events(path)
+    assert f"{path}:2:" in str(caught.value)
+
+
+def test_a_missing_file_is_refused(path: Path) -> None:
+    """Reading says which."""
+    with pytest.raises(DataError, match=r"telemetry\.jsonl: the file cannot be read"):
+        read_events(path)
+
+
+def test_rewinding_keeps_what_came_up_to_the_checkpoint(path: Path) -> None:
+    """Later steps, and the end of an attempt that is continued, are forgotten."""
+    emit_all(
+        path,
+        ("plan", {}),
+        ("step", {"step": 1}),
+        ("step", {"step": 2}),
+        ("checkpoint_saved", {"step": 2}),
+        ("step", {"step": 3}),
+        ("train_complete", {"step": 3}),
+        ("run_finished", {}),
+    )
+    rewind(path, 2)
+    assert summary(path) == [("plan", None), ("step", 1), ("step", 2), ("checkpoint_saved", 2)]
+
+
+def test_rewinding_without_the_checkpoints_event_goes_by_step(path: Path) -> None:
+    """Events of no step stay, ends do not."""
+    emit_all(
+        path,
+        ("plan", {}),
+        ("step", {"step": 1}),
+        ("step", {"step": 2}),
+        ("warning", {"text": "slow"}),
+        ("train_complete", {"step": 1}),
+        ("run_finished", {}),
+    )
+    rewind(path, 1)
+    assert summary(path) == [("plan", None), ("step", 1), ("warning", None)]
+
+
+def test_rewinding_what_is_not_there_does_nothing(path: Path) -> None:
+    """A run killed before its first event has no file."""
+    rewind(path, 1)
+    assert not path.exists()

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mens_exp.artifacts.nearest import expected_name, nearest
+from mens_exp.artifacts.typed_json import check, parse_json
+from mens_exp.errors import DataError
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        (1, int),
+        (1, float),
+        (1.5, float),
+        (True, bool),
+        (None, str | None),
+        ("a", str | None),
+        ([1, 2], list[int]),
+        ({"a": [None, 1, 1.5, "x", True, {}]}, dict[str, Any]),
+    ],
+)
+def test_a_value_of_the_declared_type_has_no_problem(value: object, hint: Any) -> None:
+    """An integer is a number too."""
+    assert check(value, hint, "f") == []
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        (True, int),
+        (True, float),
+        (1.0, int),
+        (1, bool),
+        (None, str),
+        (float("nan"), float),
+        ({1: 2}, dict[str, int]),
+        ([1, "a"], list[int]),
+        ("ab", list[str]),
+        ({"a": {1, 2}}, dict[str, Any]),
+    ],
+)
+def test_a_value_of_another_type_has_one_problem(value: object, hint: Any) -> None:
+    """True is no number, whatever Python says."""
+    assert len(check(value, hint, "f")) == 1
+
+
+def test_json_nested_without_end_is_refused() -> None:
+    """A hostile file is an error, not a crash."""
+    with pytest.raises(DataError, match="not JSON"):
+        parse_json(b"[" * 200_000, "f")
+
+
+def test_the_nearest_name_is_the_one_most_alike() -> None:
+    """And none when nothing is alike."""
+    assert nearest("alhpa", ["alpha", "rank"]) == "alpha"
+    assert nearest("zzz", ["alpha", "rank"]) is None
+
+
+def test_all_names_are_offered_when_none_is_alike() -> None:
+    """In alphabetical order."""
+    assert expected_name("zzz", ["rank", "alpha"]) == "one of alpha, rank"
+    assert expected_name("zzz", []) == "no name at all here"

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from mens_exp.corpus.dedupe import dedupe, response_key
+from mens_exp.rows.schema import TrainingPair
+
+
+def pair(prompt: str, response: str) -> TrainingPair:
+    return TrainingPair(prompt=prompt, response=response)
+
+
+def test_first_of_equal_responses_is_kept() -> None:
+    """Order is that of the input, the count that of what is gone."""
+    rows = [pair("a", "x = 1"), pair("b", "x = 2"), pair("c", "x = 1"), pair("d", "x = 1")]
+    assert dedupe(rows) == ([rows[0], rows[1]], 2)
+
+
+def test_no_rows_have_no_duplicates() -> None:
+    """Nothing in, nothing out."""
+    assert dedupe([]) == ([], 0)
+
+
+def test_row_given_twice_is_counted() -> None:
+    """Also when it is the same object."""
+    row = pair("a", "x = 1")
+    assert dedupe([row, row]) == ([row], 1)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("def f(a,b):\n  return a+b", "def f(a, b):\n    # adds\n    return (a + b)\n"),
+        ("x = 'a'", 'x = "a"'),
+        ("some  words, no code\n", "some words, no code"),
+    ],
+    ids=["layout and comments", "quotes", "white space of prose"],
+)
+def test_responses_that_say_the_same_are_equal(one: str, other: str) -> None:
+    """How it is written does not count."""
+    assert response_key(one) == response_key(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("def f(a):\n    return a", "def g(a):\n    return a"),
+        ("x = 'a  b'", "x = 'a b'"),
+        ("if a:\n    b()\nc()", "if a:\n    b()\n    c()"),
+        ("some words, no code", "other words, no code"),
+        ("# one comment", "# another comment"),
+        ("x = '\ud800'", "x = '\ud801'"),
+    ],
+    ids=["name", "text in a string", "indentation", "words", "only comments", "no UTF-8"],
+)
+def test_responses_that_differ_are_not_equal(one: str, other: str) -> None:
+    """What is said counts, down to the spaces in a string."""
+    assert response_key(one) != response_key(other)
+
+
+def test_warnings_of_the_code_are_not_the_users() -> None:
+    """An invalid escape in a response is silent, and stays a difference."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert response_key("x = '\\d'") != response_key("x = '\\w'")

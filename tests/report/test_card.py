@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import ast
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from mens_exp.report import card
+from mens_exp.report.records import load
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mens_exp.artifacts.run_dir import RunDir
+
+
+def _front_matter(text: str) -> dict[str, Any]:
+    opening, head, _ = text.split("---\n", 2)
+    assert opening == ""
+    parsed: dict[str, Any] = yaml.safe_load(head)
+    return parsed
+
+
+def test_front_matter_is_what_hubs_read(write_run: Callable[..., RunDir]) -> None:
+    """The bundled base is SmolLM2, which is under Apache 2.0."""
+    assert _front_matter(card.render(load(write_run()))) == {
+        "base_model": "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "license": "apache-2.0",
+        "tags": ["mens_exp", "qlora", "bundled-base"],
+    }
+
+
+def test_front_matter_survives_hostile_names(write_run: Callable[..., RunDir]) -> None:
+    """A model's name cannot add a key or close the block."""
+    name = 'x: "y"\n---\nevil: 1 # \x00'
+    head = _front_matter(card.render(load(write_run(inputs={"base_model": name}))))
+    assert head["base_model"] == 'x: "y" --- evil: 1 # \\x00'
+    assert "license" not in head
+    assert "evil" not in head
+
+
+def test_random_base_is_not_named_to_hubs(write_run: Callable[..., RunDir]) -> None:
+    """No hub has it, and the card says what it is good for."""
+    text = card.render(
+        load(write_run(inputs={"base_model": "tiny_llama", "base_source": "random"}))
+    )
+    assert "base_model" not in _front_matter(text)
+    assert "random weights" in text
+
+
+def test_bundled_base_is_called_four_bit(write_run: Callable[..., RunDir]) -> None:
+    """The GGUF file is itself quantized; a hub's base is not said to be."""
+    assert "4-bit (Q4_1)" in card.render(load(write_run()))
+    hub = {"base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "base_source": "hub"}
+    assert "Q4_1" not in card.render(load(write_run(inputs=hub)))
+
+
+@pytest.mark.parametrize(
+    ("quant", "present", "missing"),
+    [
+        ("nf4", 'bnb_4bit_quant_type="nf4"', "load_in_8bit"),
+        ("int8", "load_in_8bit=True", "bnb_4bit"),
+        ("none", "dtype=torch.bfloat16", "BitsAndBytesConfig"),
+    ],
+)
+def test_loading_code_quantizes_as_the_run_did(
+    write_run: Callable[..., RunDir], quant: str, present: str, missing: str
+) -> None:
+    """The code parses, and names the run's own quantization."""
+    text = card.render(load(write_run(facts={"quant": quant, "double_quant": True})))
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    ast.parse(code)
+    assert present in code
+    assert missing not in code
+
+
+def test_card_has_results_and_how_to_repeat_them(write_run: Callable[..., RunDir]) -> None:
+    """One row a KPI, the command, and the digests."""
+    text = card.render(load(write_run()))
+    assert "| Validation loss (nats per token) | 2.0000 | 1.5000 | \N{MINUS SIGN}25.0% |" in text
+    assert "python -m mens_exp optim.lr=2e-4 'data.path=my rows.jsonl'" in text
+    assert f"| config digest | `{'ab' * 32}` |" in text
+
+
+def test_card_of_a_failed_run_offers_nothing_to_load(failed_run: RunDir) -> None:
+    """It says that it is no result, and why."""
+    text = card.render(load(failed_run))
+    assert "This run is not a result." in text
+    assert "rows.jsonl:3: not JSON" in text
+    assert "```python" not in text
+
+
+def test_hostile_text_adds_no_markup(write_run: Callable[..., RunDir]) -> None:
+    """Neither a heading, a table cell nor a tag."""
+    hostile = "a | b\n# c <script> [x](y)"
+    text = card.render(load(write_run(experiment=hostile, facts={"attention": hostile})))
+    assert "<script>" not in text.replace("\\<script\\>", "")
+    assert "\n# c" not in text
+    assert "| attention | a \\| b \\# c " in text
+
+
+def test_rendering_twice_gives_the_same_bytes(write_run: Callable[..., RunDir]) -> None:
+    """The card is a pure function of the records."""
+    run = write_run()
+    assert card.render(load(run)) == card.render(load(run))

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.report import html
+from mens_exp.report.records import load
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.artifacts.scorecard import ItemEvent
+
+_VOID = {"meta", "link", "img", "br", "input", "hr"}
+_HOSTILE = "<script>alert(1)</script> & </pre> \x1b[2J {{ 7 * 7 }}"
+
+
+class _Page(HTMLParser):
+    """Collects the tags and checks that they nest."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_report_shows_base_beside_tuned(write_run: Callable[..., RunDir]) -> None:
+    """Losses, parse rates with their counts, and both completions."""
+    page = html.render(load(write_run()))
+    shown = ("2.0000", "1.5000", "62.5%", "14 of 16", "def f(:", "def f(): pass", "this run used")
+    assert [text for text in shown if text not in page] == []
+
+
+def test_rendering_twice_gives_the_same_bytes(write_run: Callable[..., RunDir]) -> None:
+    """The page is a pure function of the records."""
+    run = write_run()
+    assert html.render(load(run)) == html.render(load(run))
+
+
+@pytest.mark.parametrize("kind", ["finished", "failed"])
+def test_page_nests_and_asks_for_nothing(
+    write_run: Callable[..., RunDir], failed_run: RunDir, kind: str
+) -> None:
+    """No script, no style sheet, no picture, no link but into the page."""
+    page = html.render(load(write_run() if kind == "finished" else failed_run))
+    seen = _Page(page).seen
+    links = [v or "" for _, attrs in seen for k, v in attrs.items() if k.endswith(("href", "src"))]
+    assert not {tag for tag, _ in seen} & {"script", "link", "img", "iframe", "object"}
+    assert all(link.startswith("#") for link in links)
+    assert re.search(r"url\(|@import|https?:", page.replace("url(#", "")) is None
+
+
+def test_hostile_text_is_shown_not_obeyed(
+    write_run: Callable[..., RunDir], item: Callable[..., ItemEvent]
+) -> None:
+    """A completion, a prompt, a file name, an override and a note are all only text."""
+    hostile = item("tuned", _HOSTILE, prompt=_HOSTILE, reference=_HOSTILE, item_id=_HOSTILE)
+    run = write_run(
+        [hostile, item("base", "", item_id=_HOSTILE)],
+        overrides=[_HOSTILE],
+        notes=[_HOSTILE],
+        experiment=_HOSTILE,
+        choices={_HOSTILE: _HOSTILE},
+        facts={_HOSTILE: _HOSTILE},
+        provenance={"packages": {_HOSTILE: _HOSTILE}},
+    )
+    page = html.render(load(run))
+    assert "<script" not in page
+    assert "\x1b" not in page
+    assert "{{ 7 * 7 }}" in page
+    assert "&lt;script&gt;" in page
+    _Page(page)
+
+
+def test_failed_run_opens_with_its_error(failed_run: RunDir) -> None:
+    """Type, message and what to do next; every missing part says that it is missing."""
+    page = html.render(load(failed_run))
+    shown = (
+        "DataError",
+        "rows.jsonl:3: not JSON",
+        "fix the line",
+        "not reached: the run failed",
+        "There is no plan beside this run.",
+        "no training step was recorded",
+        "The run ended before any held-out item was completed.",
+        "config.yaml is not in the run directory",
+    )
+    assert [text for text in shown if text not in page] == []
+
+
+def test_a_run_without_a_scorecard_says_so(write_run: Callable[..., RunDir]) -> None:
+    """`suite=none` is no failure."""
+    run = write_run()
+    run.scorecard.unlink()
+    run.events.unlink()
+    page = html.render(load(run))
+    assert "the run has no scorecard" in page
+    assert "This run evaluated no held-out items." in page
+
+
+def test_an_item_of_one_condition_is_shown_alone(
+    write_run: Callable[..., RunDir], item: Callable[..., ItemEvent]
+) -> None:
+    """The other side says that it was not run."""
+    page = html.render(load(write_run([item("base", "x")])))
+    assert "not completed under this condition" in page
+
+
+def test_items_beyond_a_hundred_are_counted(
+    write_run: Callable[..., RunDir], item: Callable[..., ItemEvent]
+) -> None:
+    """The page stays light; the record holds them all."""
+    page = html.render(load(write_run([item("base", "x", item_id=str(n)) for n in range(103)])))
+    assert page.count('<details class="item"') == 100
+    assert "3 more items are in events.jsonl." in page

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.report import summary
+from mens_exp.report.records import load
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.artifacts.scorecard import ItemEvent
+
+
+@pytest.mark.parametrize(
+    ("tuned", "change", "verdict"),
+    [
+        (1.5, "\N{MINUS SIGN}25.0%", "better"),
+        (2.2, "+10.0%", "worse"),
+        (2.0, "+0.0%", "same"),
+    ],
+)
+def test_val_loss_is_better_when_lower(
+    write_run: Callable[..., RunDir], tuned: float, change: str, verdict: str
+) -> None:
+    """The base model's loss is 2."""
+    results = {"base_val_loss": 2.0, "tuned_val_loss": tuned}
+    pair = summary.val_loss(load(write_run(results=results)))
+    assert (pair.base.text, pair.change, pair.verdict) == ("2.0000", change, verdict)
+
+
+def test_val_loss_falls_back_on_telemetry(write_run: Callable[..., RunDir]) -> None:
+    """A killed run has no results, but it did validate."""
+    pair = summary.val_loss(load(write_run(results={})))
+    assert (pair.base.text, pair.tuned.text) == ("2.0000", "1.5000")
+
+
+def test_parse_rate_carries_its_counts(write_run: Callable[..., RunDir]) -> None:
+    """10 and 14 of 16; one of 16 items is 6.25 points."""
+    pair = summary.parse_rate(load(write_run()))
+    assert (pair.base.text, pair.base.detail) == ("62.5%", "10 of 16")
+    assert (pair.change, pair.verdict) == ("+25.0 points", "better")
+    assert pair.note == "16 items: each is worth 6.25 points"
+
+
+def test_a_failed_run_has_reasons_for_every_reading(failed_run: RunDir) -> None:
+    """No number is made up."""
+    records = load(failed_run)
+    pairs = (summary.val_loss(records), summary.parse_rate(records))
+    cells = [*summary.cost(records), *(side for p in pairs for side in (p.base, p.tuned))]
+    assert {(cell.text, cell.absent) for cell in cells} == {("", "not reached: the run failed")}
+    assert all(pair.change == "" and pair.verdict == "unknown" for pair in pairs)
+
+
+def test_headline_says_what_changed(write_run: Callable[..., RunDir]) -> None:
+    """One sentence with both losses."""
+    assert summary.headline(load(write_run())) == (
+        "After 3 steps the validation loss is 1.5000 nats per token; "
+        "the base model's is 2.0000 (\N{MINUS SIGN}25.0%)."
+    )
+
+
+def test_headline_of_a_failed_run_claims_nothing(failed_run: RunDir) -> None:
+    """It says that the run failed."""
+    assert summary.headline(load(failed_run)).startswith("The run failed")
+
+
+def test_command_survives_a_shell(write_run: Callable[..., RunDir]) -> None:
+    """An override with a space is one word again."""
+    words = shlex.split(summary.command(load(write_run())))
+    assert words == ["python", "-m", "mens_exp", "optim.lr=2e-4", "data.path=my rows.jsonl"]
+
+
+def test_by_item_puts_conditions_together(item: Callable[..., ItemEvent]) -> None:
+    """Two items, one of them completed by the base model only."""
+    events = [item("base", "a", item_id="x"), item("base", "b"), item("tuned", "c", item_id="x")]
+    first, second = summary.by_item(events)
+    assert set(first.completions) == {"base", "tuned"}
+    assert set(second.completions) == {"base"}

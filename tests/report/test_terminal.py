@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from rich.console import Console, RenderableType
+
+from mens_exp.errors import ConfigError, DataError, Problems
+from mens_exp.report import terminal
+from mens_exp.report.records import load
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.artifacts.scorecard import ItemEvent
+
+
+def _shown(what: RenderableType, width: int = 80, *, soft_wrap: bool = False) -> str:
+    console = Console(width=width, force_terminal=False, color_system=None)
+    with console.capture() as capture:
+        console.print(what, soft_wrap=soft_wrap)
+    return capture.get()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_plan_table_keeps_every_number_whole(plan: dict[str, Any], width: int) -> None:
+    """Estimates carry "≈" and what they rest on."""
+    text = _shown(terminal.plan_table(plan), width)
+    shown = (
+        "r 16 · alpha 16",
+        "4,884,480 trainable parameters",
+        "≈ 402,000",
+        "estimated from file sizes",
+        "3 of 2,048 tokens = 6,144 tokens",
+        "≈ 4 min 22 s",
+        "467 tokens per second",
+        "≈ 2.00 GiB",
+    )
+    assert [part for part in shown if part not in text] == []
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_plan_table_marks_only_estimates(plan: dict[str, Any]) -> None:
+    """Counts from a warm cache are exact."""
+    plan["data"]["exact"] = True
+    text = _shown(terminal.plan_table(plan))
+    assert "≈ 402,000" not in text
+    assert "402,000" in text
+    assert "estimated from file sizes" not in text
+
+
+def test_plan_table_says_unknown_where_there_is_no_estimate(plan: dict[str, Any]) -> None:
+    """Null is shown with its basis, not as a number."""
+    plan["time_s"] = {"estimate": None, "basis": "this machine was never measured"}
+    plan["trainable_parameters"] = None
+    text = _shown(terminal.plan_table(plan))
+    assert "unknown" in text
+    assert "this machine was never measured" in text
+    assert "trainable" not in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_result_table_keeps_every_number_whole(
+    write_run: Callable[..., RunDir], width: int
+) -> None:
+    """Base beside tuned, and what it cost."""
+    text = _shown(terminal.result_table(load(write_run())), width)
+    shown = ("2.0000", "1.5000", "\N{MINUS SIGN}25.0%", "62.5%", "87.5%", "+25.0 points")
+    costs = ("10 of 16", "332", "2.11 GiB", "6 min 40 s", "this run used no GPU")
+    assert [part for part in shown + costs if part not in text] == []
+    assert "…" not in text
+
+
+def test_result_table_of_a_failed_run_has_reasons(failed_run: RunDir) -> None:
+    """It opens with the failure and leaves no cell empty."""
+    text = _shown(terminal.result_table(load(failed_run)), 120)
+    assert text.startswith("The run failed")
+    assert "not reached: the run failed" in text
+
+
+def test_completions_stand_side_by_side(item: Callable[..., ItemEvent]) -> None:
+    """Both on one line of the terminal, each with its outcome."""
+    events = [item("base", "left", parses=False, finished=False), item("tuned", "right")]
+    lines = _shown(terminal.completions(events)).splitlines()
+    assert any("left" in line and "right" in line for line in lines)
+    assert any("base · does not parse · cut off" in line for line in lines)
+    assert any("tuned · parses" in line for line in lines)
+
+
+def test_completions_shows_the_first_n(item: Callable[..., ItemEvent]) -> None:
+    """The report has the others."""
+    events = [item("base", f"text {n}", item_id=str(n)) for n in range(4)]
+    text = _shown(terminal.completions(events, n=2))
+    assert "text 1" in text
+    assert "text 2" not in text
+
+
+def test_completions_clips_what_is_long(item: Callable[..., ItemEvent]) -> None:
+    """15 of 100 lines, and how many are left."""
+    long = "\n".join(str(n) for n in range(100))
+    text = _shown(terminal.completions([item("base", long)]))
+    assert "… 85 more lines" in text
+    assert "15 " not in text
+
+
+def test_completions_neither_obeys_escapes_nor_markup(item: Callable[..., ItemEvent]) -> None:
+    """A model's text cannot clear the screen, nor end in an error of markup."""
+    text = _shown(terminal.completions([item("base", "\x1b[2J [/red] [bold]x[/bold]")]))
+    assert "\x1b" not in text
+    assert "\\x1b[2J [/red] [bold]x[/bold]" in text
+
+
+def test_no_completions_is_said(item: Callable[..., ItemEvent]) -> None:
+    """An empty list is not an empty screen."""
+    assert "No held-out item" in _shown(terminal.completions([]))
+
+
+def test_problems_are_each_spelled_out() -> None:
+    """Where, what, found, expected and next; a bundle is taken apart."""
+    errors = [
+        ConfigError("must be at least 1", where="lora.r", found=0, expected="1 or more"),
+        Problems([DataError("not JSON", where="rows.jsonl:3", found="[red]", remedy="fix it")]),
+    ]
+    assert _shown(terminal.problems(errors)) == (
+        "lora.r: must be at least 1\n"
+        "  found     0\n"
+        "  expected  1 or more\n"
+        "rows.jsonl:3: not JSON\n"
+        "  found     [red]\n"
+        "  next      fix it\n"
+    )
+
+
+def test_a_long_path_in_a_problem_stays_one_word() -> None:
+    """It can be copied from a terminal of any width."""
+    path = "/data/" + "x" * 200
+    text = _shown(terminal.problems([DataError("no such file", where=path)]), soft_wrap=True)
+    assert f"{path}: no such file\n" == text

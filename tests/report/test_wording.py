@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+
+from mens_exp.report import wording
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0.04, "0.0 s"),
+        (42.13, "42.1 s"),
+        (59.96, "1 min 00 s"),
+        (232, "3 min 52 s"),
+        (3599.7, "1 h 00 min"),
+        (7500, "2 h 05 min"),
+    ],
+)
+def test_duration_uses_the_two_largest_units(seconds: float, shown: str) -> None:
+    """A carry moves to the next unit; 60 seconds are never shown."""
+    assert wording.duration(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [(512, "512 B"), (78 * 1024**2, "78 MiB"), (2268000000, "2.11 GiB"), (3 * 1024**4, "3.00 TiB")],
+)
+def test_size_is_in_binary_units(size: int, shown: str) -> None:
+    """2,268,000,000 / 1,073,741,824 is 2.11."""
+    assert wording.size(size) == shown
+
+
+def test_differences_carry_their_sign() -> None:
+    """A fall is written with a minus sign, a rise with a plus sign."""
+    assert wording.percent(-0.208, signed=True) == "\N{MINUS SIGN}20.8%"
+    assert wording.percent(0.875) == "87.5%"
+    assert wording.points(0.25) == "+25.0 points"
+
+
+def test_visible_shows_controls_instead_of_obeying_them() -> None:
+    """An escape sequence of a terminal becomes text; line breaks and tabs stay."""
+    assert wording.visible("a\x1b[31mb\r\n\tc\x00") == "a\\x1b[31mb\n\tc\\x00"
+
+
+def test_visible_replaces_a_lone_surrogate() -> None:
+    """JSON can carry a lone surrogate and UTF-8 cannot."""
+    wording.visible("\ud800").encode("utf-8")
+
+
+def test_as_text_tells_units_by_the_key() -> None:
+    """The record's own names carry the units."""
+    assert wording.as_text(2268000000, "peak_rss_bytes") == "2.11 GiB"
+    assert wording.as_text(274.4, "train_s") == "4 min 34 s"
+    assert wording.as_text(441.2, "tokens_per_s") == "441"
+    assert wording.as_text(0.875, "parse_rate") == "87.5%"
+    assert wording.as_text({"r": 16, "targets": ["q", "v"]}) == "r 16 · targets q, v"
+    assert wording.as_text(True) == "yes"
+    assert wording.as_text(None) == ""

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.errors import MensError
+from mens_exp.report.write import write_report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def test_write_report_writes_both_files_and_nothing_else(
+    write_run: Callable[..., RunDir],
+) -> None:
+    """No temporary file stays behind, and a second time gives the same bytes."""
+    run = write_run()
+    before = set(run.path.iterdir())
+    write_report(run)
+    first = run.report.read_bytes(), run.model_card.read_bytes()
+    assert set(run.path.iterdir()) - before == {run.report, run.model_card}
+    write_report(run)
+    assert (run.report.read_bytes(), run.model_card.read_bytes()) == first
+
+
+def test_write_report_of_a_failed_run(failed_run: RunDir) -> None:
+    """A failure has a report as well."""
+    write_report(failed_run)
+    assert failed_run.report.is_file()
+
+
+def test_write_report_of_no_run_writes_nothing(tmp_path: Path) -> None:
+    """Without a manifest there is nothing to report."""
+    with pytest.raises(MensError):
+        write_report(RunDir(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_templates_are_part_of_the_package() -> None:
+    """They are found through the package, from a checkout and from a wheel."""
+    names = {entry.name for entry in files("mens_exp.report").joinpath("templates").iterdir()}
+    assert names == {"model_card.md.j2", "report.css", "report.html.j2"}

@@ -1,0 +1,490 @@
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.scorecard import Scorecard, write_item_events
+from mens_exp.artifacts.telemetry import Telemetry, read_events, rewind
+from mens_exp.config.logger import WandbLogger, WandbMode
+from mens_exp.errors import MensError, SetupError
+from mens_exp.training.callbacks.wandb_mirror import WandbMirror
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+RUN_ID = "20261120T055801_abcd1234"
+SHA = "ab" * 32
+CONFIG = {"seed": 42, "model": {"name": "tiny_llama"}, "lora": {"r": 8}}
+PLAN = {"steps": 2, "tokens_total": 200}
+FIRST, OTHERS = SimpleNamespace(is_global_zero=True), SimpleNamespace(is_global_zero=False)
+
+
+class FakeRun:
+    """The real directory, telemetry and manifest, without a task around them."""
+
+    def __init__(self, path: Path) -> None:
+        self.dir = RunDir(path)
+        self.telemetry = Telemetry(self.dir.telemetry)
+        self.manifest = Manifest(
+            run_id=RUN_ID,
+            task="train",
+            started_utc="2026-11-20T05:58:01.123Z",
+            overrides=["lora.r=8"],
+            choices={"model": "tiny_llama", "backend": "qlora"},
+            config_digest=SHA,
+            seed=42,
+        )
+        self.manifest.write(self.dir.manifest)
+        self.after: list[Callable[[Manifest], None]] = []
+
+    def after_close(self, fn: Callable[[Manifest], None]) -> None:
+        self.after.append(fn)
+
+    def emit_start(self) -> None:
+        payload = {"run_id": RUN_ID, "task": "train", "config": CONFIG, "overrides": []}
+        self.telemetry.emit("run_started", payload)
+        self.telemetry.emit("plan", PLAN)
+        self.emit_validation(0, "base", 2.0)
+
+    def emit_step(self, step: int) -> None:
+        self.telemetry.emit(
+            "step",
+            {
+                "step": step,
+                "train/loss": 2.0 - step / 4,
+                "perf/step_s": float(step),
+                "perf/eta_s": None,
+                "data/supervised_tokens": 100 * step,
+            },
+        )
+
+    def emit_validation(self, step: int, condition: str, loss: float) -> None:
+        payload = {"step": step, "condition": condition, "val/loss": loss}
+        self.telemetry.emit("validation", payload)
+
+    def close(self, status: Status = Status.SUCCEEDED, **results: float | None) -> None:
+        self.manifest.status = status
+        self.manifest.results = dict(results)
+        self.telemetry.close()
+        self.manifest.write(self.dir.manifest)
+        after, self.after = self.after, []
+        for fn in after:
+            fn(self.manifest)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty home directory without an account, and none of the caller's W&B variables."""
+    path = tmp_path / "home"
+    path.mkdir()
+    monkeypatch.setenv("HOME", str(path))
+    monkeypatch.setenv("USERPROFILE", str(path))
+    for name in [*os.environ]:
+        if name.startswith(("WANDB", "XDG_", "NETRC")):
+            monkeypatch.delenv(name)
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[FakeRun]:
+    """A run in the middle; closed whatever the test does with it."""
+    fake = FakeRun(tmp_path / "run")
+    yield fake
+    fake.close(Status.CANCELLED)
+
+
+def mirror_of(run: FakeRun, **logger: Any) -> WandbMirror:
+    return WandbMirror(logger=WandbLogger(**logger), run=run)
+
+
+def started(run: FakeRun, **logger: Any) -> WandbMirror:
+    mirror = mirror_of(run, **logger)
+    mirror.setup(FIRST, None, "fit")
+    return mirror
+
+
+def offline_runs(run: FakeRun) -> list[Path]:
+    return sorted(run.dir.wandb.glob("offline-run-*"))
+
+
+def leet(path: Path, *options: str) -> str:
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", *options, str(path)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def records(path: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in leet(path).splitlines()]
+    return [line[kind] for line in lines if line["type"] == kind]
+
+
+def history(path: Path) -> list[dict[str, Any]]:
+    return [record["item"] for record in records(path, "history")]
+
+
+def summary(run: FakeRun) -> dict[str, Any]:
+    return json.loads(leet(run.dir.wandb, "--summary"))
+
+
+def write_scorecard(run: FakeRun) -> None:
+    conditions = {"base": {"parse_rate": None}, "tuned": {"parse_rate": 1.0}}
+    card = Scorecard(suite="heldout_syntax", suite_digest=SHA, items=1, conditions=conditions)
+    card.write(run.dir.scorecard)
+    item = {"item_id": "i0", "prompt": "Write f.", "reference": "def f(): pass"}
+    counts = {"finished": True, "error": None, "tokens_in": 3, "tokens_out": 4}
+    base = {**item, **counts, "condition": "base", "completion": "def f(", "parses": False}
+    tuned = {**item, **counts, "condition": "tuned", "completion": "f = 1", "parses": True}
+    write_item_events(run.dir.events, [base, tuned])
+
+
+def write_adapter(run: FakeRun) -> None:
+    run.dir.peft.mkdir(parents=True)
+    (run.dir.adapter / "adapter.safetensors").write_bytes(b"matrices")
+    (run.dir.peft / "adapter_config.json").write_text("{}", encoding="utf-8")
+    (run.dir.adapter / ".adapter.safetensors.0-0.tmp").write_bytes(b"half")
+
+
+def test_leet_shows_the_resolved_configuration_and_the_plan(run: FakeRun) -> None:
+    """Both were on record before the mirror started, and neither is lost."""
+    run.emit_start()
+    started(run)
+    run.telemetry.emit("facts", {"seq_len": 512})
+    run.close()
+    shown = summary(run)
+    assert shown["config"] == {**CONFIG, "plan": PLAN, "facts": {"seq_len": 512}}
+
+
+def test_configuration_falls_back_to_config_yaml(run: FakeRun) -> None:
+    """A record without a run_started event still has its composed configuration."""
+    run.dir.config.write_text("seed: 42\nlora:\n  r: 8\n", encoding="utf-8")
+    started(run)
+    run.close()
+    assert summary(run)["config"] == {"seed": 42, "lora": {"r": 8}}
+
+
+def test_leet_shows_each_step_with_both_axes(run: FakeRun) -> None:
+    """A row has the optimizer step and the supervised tokens seen by then."""
+    run.emit_start()
+    started(run)
+    for step in (1, 2):
+        run.emit_step(step)
+    run.emit_validation(2, "tuned", 1.25)
+    run.close()
+    axes = ("step", "data/supervised_tokens", "train/loss", "val/loss")
+    shown = [tuple(row.get(name) for name in axes) for row in history(run.dir.wandb)]
+    assert shown == [(0, 0, None, 2.0), (1, 100, 1.75, None), (2, 200, 1.5, 1.25)]
+
+
+def test_metrics_are_drawn_against_the_step_and_tokens_are_an_axis(run: FakeRun) -> None:
+    """The metric table decides axis and summary."""
+    started(run)
+    run.close()
+    defined = {record["name"]: record for record in records(run.dir.wandb, "metric")}
+    assert defined["train/loss"]["step_metric"] == "step"
+    assert defined["perf/step_s"]["summary"] == {"mean": True}
+    assert "step_metric" not in defined["data/supervised_tokens"]
+
+
+def test_base_validation_after_training_is_no_point_of_the_curve(run: FakeRun) -> None:
+    """It would pass for the tuned model's loss at that step."""
+    started(run)
+    run.emit_step(1)
+    run.emit_validation(1, "base", 2.0)
+    run.close()
+    assert "val/loss" not in history(run.dir.wandb)[-1]
+    assert summary(run)["summary"]["base_val_loss"] == 2.0
+
+
+def test_leet_shows_the_results_as_summary(run: FakeRun) -> None:
+    """What is unknown is null there, as it is in the manifest."""
+    started(run)
+    write_scorecard(run)
+    run.close(tuned_val_loss=1.25, peak_cuda_bytes=None)
+    shown = summary(run)["summary"]
+    assert shown["tuned_val_loss"] == 1.25
+    written: dict[str, Any] = {}  # --summary leaves a null out, the log has it
+    for record in records(run.dir.wandb, "summary"):
+        written |= record["update"]
+    assert written["peak_cuda_bytes"] is None
+    assert shown["tuned_parse_rate"] == 1.0
+    assert shown["status"] == "succeeded"
+
+
+def test_leet_shows_scorecard_and_predictions_as_tables(run: FakeRun) -> None:
+    """Condition × KPI, and base beside tuned for each item."""
+    started(run)
+    run.emit_step(1)
+    write_scorecard(run)
+    run.close()
+    row = history(run.dir.wandb)[-1]
+    assert row["step"] == 1
+    files = offline_runs(run)[0] / "files"
+    card = json.loads((files / row["scorecard.path"]).read_text(encoding="utf-8"))
+    assert card["columns"] == ["condition", "parse_rate"]
+    assert card["data"] == [["base", None], ["tuned", 1.0]]
+    items = json.loads((files / row["predictions.path"]).read_text(encoding="utf-8"))
+    assert items["data"] == [
+        ["i0", "Write f.", "def f(): pass", "def f(", "f = 1", False, True],
+    ]
+
+
+def test_leet_shows_adapter_and_manifest_as_artifacts(run: FakeRun) -> None:
+    """Each is staged whole, with its files' hashes, and without half-written leftovers."""
+    started(run)
+    write_adapter(run)
+    run.close()
+    shown = {record["type"]: record for record in records(run.dir.wandb, "artifact")}
+    assert sorted(shown) == ["adapter", "manifest"]
+    files = {entry["path"]: entry for entry in shown["adapter"]["manifest"]["contents"]}
+    assert sorted(files) == ["adapter.safetensors", "peft/adapter_config.json"]
+    assert Path(files["adapter.safetensors"]["local_path"]).read_bytes() == b"matrices"
+    assert Path(files["adapter.safetensors"]["local_path"]).is_relative_to(run.dir.wandb)
+    metadata = json.loads(shown["manifest"]["metadata"])
+    assert metadata["sha256"] == {"manifest.json": sha256_file(run.dir.manifest)}
+
+
+def test_leet_shows_project_group_name_tags_and_job_type(run: FakeRun) -> None:
+    """They come from the logger's settings first, then from the manifest."""
+    run.emit_start()
+    run.manifest.experiment = "double_quant"
+    started(run, project="lab", tags=["mine"])
+    run.close()
+    shown = records(run.dir.wandb, "run")[0]
+    assert shown["project"] == "lab"
+    assert shown["run_group"] == "double_quant"
+    assert shown["display_name"] == "tiny_llama qlora r=8 seed42"
+    assert shown["tags"] == ["lora.r=8", "mine"]
+    assert shown["job_type"] == "train"
+
+
+@pytest.mark.parametrize(
+    ("status", "exit_code"),
+    [(Status.SUCCEEDED, 0), (Status.FAILED, 1), (Status.CANCELLED, 1)],
+)
+def test_exit_code_tells_success(run: FakeRun, status: Status, exit_code: int) -> None:
+    """Whatever ended the run, the mirror is finished and says how."""
+    started(run)
+    run.emit_step(1)
+    run.close(status)
+    assert records(run.dir.wandb, "exit") == [{"exit_code": exit_code}]
+
+
+def test_failing_fit_and_double_teardown_still_finish_the_mirror(run: FakeRun) -> None:
+    """Lightning's own hooks neither end the mirror nor break it."""
+    mirror = started(run)
+    mirror.on_exception(FIRST, None, RuntimeError("loss is not finite"))
+    for _ in range(2):
+        mirror.teardown(FIRST, None, "fit")
+    run.close(Status.FAILED)
+    assert summary(run)["state"] == "failed"
+
+
+def test_several_setups_make_one_mirror(run: FakeRun) -> None:
+    """Fit, validate and predict each call setup."""
+    mirror = started(run)
+    mirror.setup(FIRST, None, "validate")
+    run.emit_step(1)
+    run.close()
+    mirror.setup(FIRST, None, "predict")
+    assert len(offline_runs(run)) == 1
+    assert len(history(run.dir.wandb)) == 1
+
+
+def test_only_the_first_process_mirrors(run: FakeRun) -> None:
+    """The other ranks of a distributed run write nothing."""
+    mirror_of(run).setup(OTHERS, None, "fit")
+    run.close()
+    assert not run.dir.wandb.exists()
+
+
+def test_resumed_run_continues_the_same_wandb_run(run: FakeRun, tmp_path: Path) -> None:
+    """The second attempt replays what the first one's record kept, under the same id."""
+    run.emit_start()
+    started(run)
+    for step in (1, 2):
+        run.emit_step(step)
+    run.close(Status.FAILED)
+    rewind(run.dir.telemetry, 1)
+    again = FakeRun(tmp_path / "run")
+    started(again)
+    again.emit_step(2)
+    again.close()
+    first, second = offline_runs(run)
+    assert [record["run_id"] for record in records(second, "run")] == [RUN_ID]
+    assert records(first, "run")[0]["run_id"] == RUN_ID
+    assert records(second, "run")[0]["resume"] is True
+    assert [row["step"] for row in history(second)] == [0, 1, 2]
+
+
+def test_state_round_trip_keeps_the_wandb_id(run: FakeRun) -> None:
+    """Before anything is written, a restored state decides."""
+    mirror = mirror_of(run)
+    assert mirror.state_dict() == {"wandb_run_id": RUN_ID}
+    mirror.load_state_dict({"wandb_run_id": "other"})
+    assert mirror.state_dict() == {"wandb_run_id": "other"}
+
+
+def test_state_does_not_rename_a_running_mirror(run: FakeRun) -> None:
+    """What is being written keeps its id."""
+    mirror = started(run)
+    mirror.load_state_dict({"wandb_run_id": "other"})
+    assert mirror.state_dict() == {"wandb_run_id": RUN_ID}
+
+
+def test_mirror_is_silent_and_stays_inside_the_run_directory(
+    run: FakeRun, home: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing on the console, nothing in the home directory, nothing beside the run."""
+    run.emit_start()
+    started(run)
+    run.emit_step(1)
+    write_scorecard(run)
+    write_adapter(run)
+    run.close()
+    assert capfd.readouterr() == ("", "")
+    assert list(home.iterdir()) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "run"]
+
+
+def test_mirror_collects_nothing_about_the_machine(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither host, nor working directory, nor program, nor credentials are in its files."""
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
+    started(run)
+    run.close()
+    found = b"".join(path.read_bytes() for path in run.dir.wandb.rglob("*") if path.is_file())
+    secrets = [socket.gethostname(), str(Path.cwd()), sys.argv[0], "0123456789"]
+    assert [text for text in secrets if text.encode() in found] == []
+
+
+def test_process_is_left_as_it_was(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment and the exit hooks are the caller's again, during the run and after."""
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    before = dict(os.environ), sys.exit, sys.excepthook
+    started(run)
+    assert (dict(os.environ), sys.exit, sys.excepthook) == before
+    run.close()
+    assert (dict(os.environ), sys.exit, sys.excepthook) == before
+
+
+def test_configuration_wins_over_the_environment(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stray WANDB_ variable does not change what was configured."""
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setenv("WANDB_RUN_ID", "stray")
+    monkeypatch.setenv("WANDB_SWEEP_ID", "stray")
+    started(run)
+    run.close()
+    assert records(run.dir.wandb, "run")[0]["run_id"] == RUN_ID
+
+
+def test_online_without_an_account_is_refused_without_a_prompt(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even at a terminal the answer is an error that names the way out."""
+    terminal = SimpleNamespace(isatty=lambda: True, write=len, flush=list)
+    monkeypatch.setattr(sys, "stdin", terminal)  # has no readline: a prompt would break on it
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with pytest.raises(SetupError, match="logger=none") as caught:
+        started(run, mode=WandbMode.online)
+    assert "No API key configured" in str(caught.value)
+    assert run.after == []
+
+
+def test_tag_that_wandb_refuses_is_refused_at_the_start(run: FakeRun) -> None:
+    """A user's own tag is not cut behind their back."""
+    with pytest.raises(SetupError, match="65 characters"):
+        started(run, tags=["x" * 65])
+
+
+def test_sink_that_fails_later_is_recorded_and_still_finishes(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training goes on, and the mirror has what came before."""
+    mirror = started(run)
+    run.emit_step(1)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(mirror._sink, "log", refuse)
+    run.emit_step(2)
+    run.emit_step(3)
+    run.close()
+    names = [record["event"] for record in read_events(run.dir.telemetry)]
+    assert names == ["step", "step", "sink_failed", "step"]
+    assert [row["step"] for row in history(run.dir.wandb)] == [1]
+
+
+def test_unreadable_scorecard_still_finishes_the_mirror(run: FakeRun) -> None:
+    """The error is the run's to record."""
+    started(run)
+    run.dir.scorecard.write_text("{", encoding="utf-8")
+    with pytest.raises(MensError, match=r"scorecard\.json"):
+        run.close()
+    assert records(run.dir.wandb, "exit") == [{"exit_code": 0}]
+
+
+def test_crash_of_wandbs_process_does_not_end_ours(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W&B answers it with SystemExit, which nobody would isolate."""
+    import wandb
+
+    teardown = wandb.teardown
+
+    def crash(exit_code: int) -> None:
+        teardown(exit_code=exit_code)
+        raise SystemExit(2)
+
+    monkeypatch.setattr(wandb, "teardown", crash)
+    started(run)
+    with pytest.raises(MensError, match="exit code 2"):
+        run.close()
+
+
+def test_run_of_somebody_else_in_the_process_survives(run: FakeRun, tmp_path: Path) -> None:
+    """A notebook's own W&B run is neither taken over nor ended."""
+    import wandb
+
+    options = {"mode": "offline", "dir": tmp_path, "id": "theirs"}
+    settings = wandb.Settings(silent=True, console="off", x_disable_stats=True)
+    hooks = {"exit": sys.exit, "excepthook": sys.excepthook}
+    theirs = wandb.init(**options, settings=settings)
+    try:
+        started(run)
+        run.emit_step(1)
+        run.close()
+        theirs.log({"x": 1})
+        assert wandb.run is theirs
+        assert len(history(run.dir.wandb)) == 1
+    finally:
+        theirs.finish()
+        wandb.teardown()
+        vars(sys).update(hooks)
+
+
+def test_wandb_is_not_imported_before_the_mirror_starts() -> None:
+    """Neither importing nor constructing the callback loads it."""
+    code = (
+        "import sys; from pathlib import Path; from types import SimpleNamespace as N\n"
+        "from mens_exp.training.callbacks.wandb_mirror import WandbMirror\n"
+        "WandbMirror(logger=None, run=N(manifest=N(run_id='r')))\n"
+        "sys.exit('wandb' in sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    assert (
+        subprocess.run([sys.executable, "-c", code], check=False, env=environment).returncode == 0
+    )
