@@ -18,7 +18,7 @@ class ObjectiveConfig:
     _target_: str = setting(MISSING, "Class of the objective; set by the option.")
     name: str = setting(MISSING, "Name of the labelling rule; set by the option.")
     chunk_tokens: int = setting(
-        128,
+        64,
         "Supervised positions whose logits exist at one time (memory: chunk × vocabulary × 4 B).",
         ge=1,
     )
