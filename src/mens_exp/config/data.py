@@ -31,7 +31,7 @@ class DataConfig:
     val_frac: float = setting(0.05, "Share of the groups kept for validation.", gt=0, lt=1)
     heldout_frac: float = setting(0.05, "Share of the groups kept for the suite.", gt=0, lt=1)
     val_max_tokens: int = setting(
-        16384, "Validation stops after about so many tokens (about 8 s on two cores).", ge=1
+        8192, "Validation stops after about so many tokens (about 7 s on two cores).", ge=1
     )
 
 

