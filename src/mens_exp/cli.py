@@ -5,12 +5,15 @@ Exit codes: 0 done, 2 the request, 3 the environment, 4 a gate said no, 1 a bug,
 
 from __future__ import annotations
 
+import shutil
 import sys
+import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from mens_exp.config.overrides import Cell
     from mens_exp.errors import MensError
@@ -44,38 +47,59 @@ def main(arguments: Sequence[str]) -> int:
     except MensError as error:
         _complain([error])
         return error.exit_code
+    except KeyboardInterrupt:
+        print("Cancelled.", file=sys.stderr)  # noqa: T201  # outside of any run
+        return _CANCELLED
 
 
 def _dispatch(arguments: list[str]) -> int:
     from hydra._internal.utils import get_args_parser
 
+    if "--version" in arguments:
+        from mens_exp import __version__
+
+        print(f"mens_exp {__version__}")  # noqa: T201  # what was asked for
+        return 0
     parsed, rest = get_args_parser().parse_known_args(arguments)
-    if rest:
-        return _refuse_flags(rest)
-    informs = (
-        parsed.help, parsed.hydra_help, parsed.info, parsed.shell_completion
-    )  # fmt: skip
-    if any(informs) or parsed.resolve and parsed.cfg is None:
+    _refuse_flags(parsed, rest)
+    if parsed.help or parsed.hydra_help or parsed.info or parsed.shell_completion:
+        return _hydra(arguments, [])
+    if parsed.cfg:
+        _checked_cells(parsed.overrides, multirun=parsed.multirun, with_files=False)
         return _hydra(arguments, [])
     resume = [text for text in parsed.overrides if text.lstrip("+").startswith("resume=")]
     if resume and resume[-1] != "resume=null":
         return _resume(parsed.overrides, multirun=parsed.multirun)
-    cells = _checked_cells(parsed.overrides, multirun=parsed.multirun)
-    return _hydra(arguments, [] if parsed.cfg else cells, show_only=bool(parsed.cfg))
+    return _hydra(arguments, _checked_cells(parsed.overrides, multirun=parsed.multirun))
 
 
-def _refuse_flags(flags: list[str]) -> int:
-    from mens_exp.errors import ConfigError
+def _refuse_flags(parsed: Any, unknown: list[str]) -> None:
+    """Refuse flags that nobody knows, and Hydra's own that would bypass what is checked here.
 
-    _complain(
-        [
-            ConfigError("unknown flag", found=" ".join(flags), expected="a flag that --help shows"),
-        ]
-    )
-    return ConfigError.exit_code
+    Raises:
+        MensError: there are such flags.
+    """
+    from mens_exp.errors import ConfigError, Problems
+
+    problems = [
+        ConfigError(
+            "has no effect here",
+            where=f"--{name.replace('_', '-')}",
+            found=str(getattr(parsed, name)),
+            expected="overrides of the configuration that --cfg job shows",
+        )
+        for name in ("config_path", "config_name", "config_dir", "experimental_rerun")
+        if getattr(parsed, name) is not None
+    ]
+    if unknown:
+        expected = "a flag that --hydra-help shows"
+        problems.append(ConfigError("unknown flag", found=" ".join(unknown), expected=expected))
+    Problems.raise_if(problems)
 
 
-def _checked_cells(overrides: Sequence[str], *, multirun: bool) -> list[Cell]:
+def _checked_cells(
+    overrides: Sequence[str], *, multirun: bool, with_files: bool = True
+) -> list[Cell]:
     """Compose every cell, and raise all problems of the command together."""
     from mens_exp.config.overrides import check
     from mens_exp.errors import Problems
@@ -83,7 +107,7 @@ def _checked_cells(overrides: Sequence[str], *, multirun: bool) -> list[Cell]:
 
     checked = check(overrides, multirun=multirun)
     problems = list(checked.problems)
-    for cell in checked.cells:
+    for cell in checked.cells if with_files else ():
         if cell.config.task.name == "evaluate":
             problems += _settle_subject(cell)
         else:
@@ -107,12 +131,13 @@ def _settle_subject(cell: Cell) -> list[MensError]:
     return []
 
 
-def _hydra(arguments: list[str], cells: list[Cell], *, show_only: bool = False) -> int:
+def _hydra(arguments: list[str], cells: list[Cell]) -> int:
     """Hand the command to Hydra, which makes the run directory and calls back for each cell."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
 
     from mens_exp.config.compose import CONFIG_NAME, VERSION_BASE, config_directory, prepare_hydra
+    from mens_exp.errors import ConfigError
 
     codes: list[int] = []
 
@@ -128,15 +153,28 @@ def _hydra(arguments: list[str], cells: list[Cell], *, show_only: bool = False) 
     prepare_hydra()
     before, sys.argv = sys.argv, [sys.argv[0], *arguments]
     try:
-        application = hydra.main(
-            version_base=VERSION_BASE, config_path=str(config_directory()), config_name=CONFIG_NAME
-        )(one)
-        application()
+        with _frozen(config_directory(), is_sweep=len(cells) > 1) as groups:
+            application = hydra.main(
+                version_base=VERSION_BASE, config_path=str(groups), config_name=CONFIG_NAME
+            )(one)
+            application()
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1
+    except ValueError as error:  # how Hydra refuses flags that do not go together
+        raise ConfigError("the flags do not go together", found=str(error)) from error
     finally:
         sys.argv = before
-    return max(codes, default=0 if show_only or not cells else 1)
+    return max(codes, default=1 if cells else 0)
+
+
+@contextmanager
+def _frozen(groups: Path, *, is_sweep: bool) -> Iterator[Path]:
+    """Copy the config groups for a sweep, where Hydra reads them again for each job."""
+    if not is_sweep:
+        yield groups
+        return
+    with tempfile.TemporaryDirectory(prefix="mens_exp_conf_") as copy:
+        yield shutil.copytree(groups, Path(copy) / groups.name)
 
 
 def _run_task(directory: Path, cell: Cell) -> int:
@@ -171,7 +209,7 @@ def _resume(overrides: Sequence[str], *, multirun: bool) -> int:
 
     if multirun:
         raise ConfigError("one run at a time goes on", where="resume", remedy="drop -m")
-    pairs = dict(text.lstrip("+").split("=", 1) for text in overrides if "=" in text)
+    pairs = dict(text.lstrip("+").partition("=")[::2] for text in overrides)
     resumption = prepare(pairs.pop("resume"), pairs)
     for note in resumption.notes:
         print(note, file=sys.stderr)  # noqa: T201  # said before the plan table
@@ -183,7 +221,7 @@ def _ended(work: Any, directory: Path) -> int:
     import traceback
 
     from mens_exp.errors import MensError
-    from mens_exp.tasks.run import Cancelled
+    from mens_exp.tasks.cancellation import Cancelled
 
     try:
         work()
@@ -196,7 +234,7 @@ def _ended(work: Any, directory: Path) -> int:
             f"Cancelled. Go on with: python -m mens_exp resume={directory}", file=sys.stderr
         )
         return _CANCELLED
-    except Exception:  # noqa: BLE001  # the outermost place: a bug, shown whole
+    except (Exception, SystemExit):  # noqa: BLE001  # the outermost place: a bug, shown whole
         traceback.print_exc()
         print(f"A bug in mens_exp; the record: {directory}", file=sys.stderr)  # noqa: T201
         return 1

@@ -19,8 +19,10 @@ what was expected and what to do next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = [
     "ConfigError",
@@ -92,7 +94,7 @@ class ModelFileError(RequestError):
     """A base model's files are missing, incomplete or contradictory."""
 
 
-class Problems(RequestError):
+class Problems(RequestError):  # noqa: N818  # it holds errors, and is none of them
     """Several problems of one command, reported together."""
 
     def __init__(self, problems: Sequence[MensError]) -> None:
@@ -122,7 +124,7 @@ class SetupError(MensError):
     exit_code = 3
 
 
-class MissingExtra(SetupError):
+class MissingExtra(SetupError):  # noqa: N818  # named for what is missing
     """An optional package is not installed."""
 
 

@@ -38,6 +38,11 @@ class RunDir:
         return self.path / _MANIFEST
 
     @property
+    def lock(self) -> Path:
+        """Held by the process that works on the run, as long as it lives."""
+        return self.path / "run.lock"
+
+    @property
     def config(self) -> Path:
         """The composed configuration."""
         return self.path / "config.yaml"

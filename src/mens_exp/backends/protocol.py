@@ -3,11 +3,11 @@
 Shapes: M supervised positions, D hidden width, V vocabulary.
 """
 
+# ruff: noqa: N803 # names carry their shapes (the legend above)
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
-
-import torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import numpy as np
+    import torch
 
     from mens_exp.artifacts.adapter_v3 import AdapterManifest
     from mens_exp.config.root import RunConfig

@@ -4,17 +4,20 @@ Shapes: B sequences, T tokens, D hidden width, M supervised positions, V vocabul
 R rank, I inputs and O outputs of a projection.
 """
 
+# ruff: noqa: N803, N806 # names carry their shapes (the legend above)
+
 from __future__ import annotations
 
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.adapter_v3 import AdapterManifest
-from mens_exp.errors import ConfigError, SetupError
+from mens_exp.artifacts.nearest import expected_name
+from mens_exp.backends.greedy import greedy
+from mens_exp.errors import ConfigError, Problems, SetupError
 from mens_exp.layout.names import base_key, logical_name
 from mens_exp.lora.keyed import initialise, share_dropout
 from mens_exp.model import attention
@@ -24,6 +27,8 @@ from mens_exp.quant.bnb import compute_dtype, keep_trainable, quantization_confi
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+    import numpy as np
 
     from mens_exp.config.root import RunConfig
     from mens_exp.data.batch import Batch
@@ -55,6 +60,9 @@ class QloraBackend(torch.nn.Module):
         for logical, module in self.layers.items():
             a, b = _matrices(module)
             initialise(a, b, seed=config.seed, layer=logical)
+            # PEFT asks whether CUDA's autocast is on; on CPU it would give each projection an
+            # f32 copy of the input, and each copy would draw its mask again.
+            module.cast_input_dtype_enabled = False
         self.dropouts = share_dropout(
             layers, p=config.lora.dropout, seed=config.seed, adapter=_ADAPTER
         )
@@ -71,7 +79,7 @@ class QloraBackend(torch.nn.Module):
                 use_cache=False,
                 **({"documents": batch.documents} if packed else {}),
             )
-        hidden_BTD = output.last_hidden_state
+        hidden_BTD: torch.Tensor = output.last_hidden_state
         return hidden_BTD.flatten(0, 1).index_select(0, batch.predict_M)
 
     def head(self, hidden_MD: torch.Tensor) -> torch.Tensor:
@@ -107,33 +115,20 @@ class QloraBackend(torch.nn.Module):
         end_ids: set[int],
         pad_id: int,
     ) -> list[list[int]]:
-        """Continue prompts greedily, padded on the left, until an end id or the limit.
-
-        Returns:
-            The new ids of each prompt, its end id included where it ended.
-        """
-        width = max(map(len, prompts))
-        device = next(self.model.parameters()).device
-        ids_BT = torch.full((len(prompts), width), pad_id, dtype=torch.long)
-        mask_BT = torch.zeros_like(ids_BT)
-        for row, prompt in enumerate(prompts):
-            ids_BT[row, width - len(prompt) :] = torch.tensor(prompt)
-            mask_BT[row, width - len(prompt) :] = 1
-        with torch.inference_mode(), self._compute(), quiet():
-            output = self.causal_lm.generate(
-                input_ids=ids_BT.to(device),
-                attention_mask=mask_BT.to(device),
+        """Continue prompts greedily until an end id or the limit; see :func:`greedy`."""
+        with self._compute():
+            return greedy(
+                self.causal_lm,
+                prompts,
                 max_new_tokens=max_new_tokens,
-                do_sample=False,
-                eos_token_id=sorted(end_ids),
-                pad_token_id=pad_id,
+                end_ids=end_ids,
+                pad_id=pad_id,
             )
-        return [_until(row, end_ids) for row in output[:, width:].tolist()]
 
     def adapter(self, config: RunConfig) -> tuple[AdapterManifest, dict[str, np.ndarray]]:
         """Return the adapter's manifest and its f32 tensors under logical names."""
         tensors = {
-            name: parameter.detach().to("cpu", torch.float32).numpy()
+            name: parameter.detach().to("cpu", torch.float32, copy=True).numpy()
             for name, parameter in self.trainable().items()
         }
         manifest = AdapterManifest(
@@ -160,13 +155,15 @@ class QloraBackend(torch.nn.Module):
             ConfigError: the tensors are not those of this graph.
         """
         parameters = self.trainable()
-        if tensors.keys() != parameters.keys():
-            odd = sorted(tensors.keys() ^ parameters.keys())
+        theirs = {(name, tuple(values.shape)) for name, values in tensors.items()}
+        ours = {(name, tuple(values.shape)) for name, values in parameters.items()}
+        if theirs != ours:  # copying would stretch a matrix of rank 1 to any rank, in silence
+            odd = [f"{name} {list(shape)}" for name, shape in sorted(theirs ^ ours)]
             raise ConfigError(
-                "the adapter's layers are not the graph's",
+                "the adapter's matrices are not the graph's",
                 where="adapter",
                 found=", ".join(odd[:8]),
-                expected="the layers of the run's own configuration",
+                expected="the layers and the rank of the run's own configuration",
             )
         with torch.no_grad():
             for name, values in tensors.items():
@@ -175,7 +172,7 @@ class QloraBackend(torch.nn.Module):
     def write_peft(self, directory: Path) -> None:
         """Write the adapter as a PEFT directory; it appears whole or not at all."""
         with atomic.directory(directory) as temporary, quiet():
-            self.model.save_pretrained(temporary)
+            self.model.save_pretrained(temporary, save_embedding_layers=False)
             (temporary / "README.md").unlink(missing_ok=True)  # MODEL_CARD.md says it better
 
     @property
@@ -218,7 +215,7 @@ def _load_base(config: RunConfig, base: BaseModel, device: torch.device) -> Any:
             dtype=compute_dtype(config.quant),
             quantization_config=quantization_config(config.quant),
             attn_implementation=attention.IMPLEMENTATION,
-            device_map={"": device} if device.type == "cuda" else None,
+            device_map={"": device},  # left open, bitsandbytes takes a GPU wherever there is one
             use_safetensors=True,
         )
     if not quantized_linears(model):
@@ -235,6 +232,7 @@ def _load_base(config: RunConfig, base: BaseModel, device: torch.device) -> Any:
 def _adapted(model: Any, config: RunConfig) -> Any:
     from peft import LoraConfig, get_peft_model
 
+    _check_targets(model, config.lora.targets)
     lora = LoraConfig(
         r=config.lora.r,
         lora_alpha=config.lora.alpha,
@@ -243,15 +241,25 @@ def _adapted(model: Any, config: RunConfig) -> Any:
         task_type="CAUSAL_LM",
     )
     with quiet():
-        adapted = get_peft_model(model, lora, adapter_name=_ADAPTER)
-    matched = {path.rpartition(".")[2] for path, _ in _lora_layers(adapted)}
-    missing = sorted(set(config.lora.targets) - matched)
-    if missing:
-        raise ConfigError("matches no module", where="lora.targets", found=", ".join(missing))
-    return adapted
+        return get_peft_model(model, lora, adapter_name=_ADAPTER)
 
 
-def _lora_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def _check_targets(model: torch.nn.Module, targets: Sequence[str]) -> None:
+    known = {path.rpartition(".")[2] for path in quantized_linears(model)}
+    Problems.raise_if(
+        [
+            ConfigError(
+                "matches no 4-bit linear module",
+                where="lora.targets",
+                found=target,
+                expected=expected_name(target, known),
+            )
+            for target in sorted(set(targets) - known)
+        ]
+    )
+
+
+def _lora_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     from peft.tuners.lora import LoraLayer
 
     for path, module in model.named_modules():
@@ -262,8 +270,3 @@ def _lora_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]
 def _matrices(module: Any) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
     """Return A ``[R, I]`` and B ``[O, R]``."""
     return module.lora_A[_ADAPTER].weight, module.lora_B[_ADAPTER].weight
-
-
-def _until(ids: list[int], end_ids: set[int]) -> list[int]:
-    end = next((i for i, token in enumerate(ids) if token in end_ids), len(ids) - 1)
-    return ids[: end + 1]

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from mens_exp.artifacts.digest import digest
 from mens_exp.config.root import RunConfig
 from mens_exp.config.store import register, schema_of
+from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -129,7 +132,7 @@ def compose(cells: Sequence[Sequence[str]]) -> list[Composed]:
             choices = OmegaConf.to_container(config.hydra.runtime.choices)
             assert isinstance(choices, dict)
             ours = {
-                str(group): option
+                str(group): None if option is None else str(option)
                 for group, option in choices.items()
                 if not str(group).startswith(("hydra/", "schema/", "/schema", "callbacks/"))
                 and "@" not in str(group)
@@ -142,7 +145,7 @@ def compose(cells: Sequence[Sequence[str]]) -> list[Composed]:
 
 def _visible(config: DictConfig) -> DictConfig:
     """Copy without Hydra's node, under the root schema, keeping missing values missing."""
-    ours = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+    ours = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     visible = OmegaConf.merge(OmegaConf.structured(RunConfig), ours)
     assert isinstance(visible, DictConfig)
     return visible
@@ -164,12 +167,23 @@ def from_yaml(path: Path) -> DictConfig:
     """Read a run's own config.yaml back into the schemas.
 
     Raises:
-        omegaconf.errors.OmegaConfBaseException: a stored value the schemas no longer accept.
-        KeyError: a stored group that belongs to no known schema.
+        ConfigError: the file cannot be read, or holds what the schemas do not accept.
     """
-    stored = OmegaConf.load(path)
-    assert isinstance(stored, DictConfig)
+    try:
+        return _under_schemas(OmegaConf.load(path))
+    except (OmegaConfBaseException, YAMLError, KeyError, OSError, TypeError, ValueError) as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise ConfigError(
+            "the stored configuration cannot be read", where=str(path), found=lines[0]
+        ) from error
+
+
+def _under_schemas(stored: DictConfig | ListConfig) -> DictConfig:
+    """Put stored values under the schemas that their groups' discriminators name."""
+    if not isinstance(stored, DictConfig):
+        raise TypeError("the file holds no mapping")
     root = OmegaConf.structured(RunConfig)
+    assert isinstance(root, DictConfig)
     for group in stored:
         node = stored[group]
         if group == "callbacks":

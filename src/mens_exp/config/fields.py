@@ -7,6 +7,7 @@ documentation reads the rest.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ __all__ = ["Range", "range_of", "setting"]
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Accepted interval of a number; a missing bound is open to infinity."""
+    """Accepted interval of a finite number."""
 
     ge: float | None = None
     gt: float | None = None
@@ -23,9 +24,9 @@ class Range:
     lt: float | None = None
 
     def accepts(self, value: float) -> bool:
-        """Tell whether ``value`` lies inside (NaN never does)."""
+        """Tell whether ``value`` lies inside (NaN and infinity never do)."""
         return (
-            value == value  # noqa: PLR0124  # NaN is the one value that differs from itself
+            math.isfinite(value)
             and (self.ge is None or value >= self.ge)
             and (self.gt is None or value > self.gt)
             and (self.le is None or value <= self.le)

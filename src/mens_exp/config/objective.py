@@ -8,7 +8,9 @@ from omegaconf import MISSING
 
 from mens_exp.config.fields import setting
 
-__all__ = ["ObjectiveConfig"]
+__all__ = ["LABELLINGS", "ObjectiveConfig"]
+
+LABELLINGS = ("assistant", "causal")  # what rows/encode knows how to label
 
 
 @dataclass(kw_only=True, slots=True)

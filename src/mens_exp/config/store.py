@@ -28,7 +28,7 @@ from mens_exp.config import (
     trainer,
 )
 
-__all__ = ["DISCRIMINATORS", "SCHEMAS", "register", "schema_of"]
+__all__ = ["DISCRIMINATORS", "SCHEMAS", "SET_BY_OPTION", "register", "schema_of"]
 
 SCHEMAS: dict[str, dict[str, type]] = {
     "task": {"task": task.TaskConfig},
@@ -52,11 +52,19 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "callback": callbacks.CallbackConfig,
         "checkpoint": callbacks.CheckpointConfig,
         "finite_guard": callbacks.FiniteGuardConfig,
+        "memory": callbacks.MemoryConfig,
         "progress": callbacks.ProgressConfig,
     },
 }
 
 DISCRIMINATORS = {"model": "source", "data": "source", "logger": "sink", "suite": "name"}
+
+# Fields that say which option is in force: to set one apart from its option would make the
+# record say one thing and the run do another.
+SET_BY_OPTION = frozenset(
+    {"task.name", "tokenizer.name", "objective.name"}
+    | {f"{group}.{field}" for group, field in DISCRIMINATORS.items()}
+)
 
 
 def register() -> None:

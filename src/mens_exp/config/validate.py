@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.artifacts.nearest import expected_name
 from mens_exp.config.data import JsonlData
 from mens_exp.config.fields import range_of
 from mens_exp.config.model import RandomModel
+from mens_exp.config.objective import LABELLINGS
 from mens_exp.errors import ConfigError, MensError
 
 if TYPE_CHECKING:
@@ -15,8 +18,9 @@ if TYPE_CHECKING:
 
     from mens_exp.config.root import RunConfig
 
-__all__ = ["BLOCK_SIZE", "TASK_READS", "problems_of", "unread_overrides"]
+__all__ = ["BLOCK_SIZE", "TASK_READS", "problems_of", "range_problems", "unread_overrides"]
 
+ACCELERATORS = ("auto", "cpu", "gpu")
 BLOCK_SIZE = 64  # bitsandbytes' default block of one scale; asserted in tests/backends
 
 _EVERYTHING = frozenset(
@@ -48,34 +52,43 @@ TASK_READS: dict[str, frozenset[str]] = {
 
 def problems_of(config: RunConfig) -> list[MensError]:
     """List everything wrong with typed values that can be told without looking at files."""
-    problems: list[MensError] = [*_range_problems(config, "")]
-    if not problems:
-        problems += _training_problems(config)
-        problems += _data_problems(config)
+    problems: list[MensError] = [*range_problems(config)]
+    problems += _trainer_problems(config)
+    problems += _optim_problems(config)
+    problems += _data_problems(config)
+    problems += _learning_problems(config)
+    if not any(range_problems(config.model, "model.")):  # its rules divide by its values
         problems += _model_problems(config)
-        problems += _task_problems(config)
+    problems += _task_problems(config)
     return problems
 
 
-def _range_problems(node: Any, prefix: str) -> Iterator[ConfigError]:
+def range_problems(node: Any, prefix: str = "") -> Iterator[ConfigError]:
+    """Yield every value of a typed configuration that lies outside its declared interval.
+
+    Args:
+        node: the root, or one group.
+        prefix: dotted path of the node, with a final dot, for the messages.
+    """
     for field in dataclasses.fields(node):
         value = getattr(node, field.name)
         path = f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
-            yield from _range_problems(value, f"{path}.")
+            yield from range_problems(value, f"{path}.")
         elif isinstance(value, dict):
             for name, entry in value.items():
-                yield from _range_problems(entry, f"{path}.{name}.")
+                yield from range_problems(entry, f"{path}.{name}.")
         else:
             bounds = range_of(field)
             if bounds is not None and value is not None and not bounds.accepts(value):
+                kind = "a value" if math.isfinite(value) else "a finite value"
                 yield ConfigError(
-                    "out of range", where=path, found=value, expected=f"a value {bounds}"
+                    "out of range", where=path, found=value, expected=f"{kind} {bounds}"
                 )
 
 
-def _training_problems(config: RunConfig) -> Iterator[ConfigError]:
-    trainer, optim = config.trainer, config.optim
+def _trainer_problems(config: RunConfig) -> Iterator[ConfigError]:
+    trainer = config.trainer
     if trainer.max_steps <= 0 and trainer.max_epochs <= 0:
         yield ConfigError(
             "nothing bounds the run",
@@ -83,7 +96,7 @@ def _training_problems(config: RunConfig) -> Iterator[ConfigError]:
             found=trainer.max_steps,
             expected="at least 1 step, or max_steps=-1 with max_epochs of at least 1",
         )
-    if trainer.max_steps == 0 or trainer.max_epochs == 0:
+    elif trainer.max_steps == 0 or trainer.max_epochs == 0:
         name = "max_steps" if trainer.max_steps == 0 else "max_epochs"
         yield ConfigError(
             "zero trains nothing", where=f"trainer.{name}", found=0, expected="-1 or at least 1"
@@ -95,19 +108,23 @@ def _training_problems(config: RunConfig) -> Iterator[ConfigError]:
             found=config.schedule.warmup_steps,
             expected=f"less than trainer.max_steps ({trainer.max_steps})",
         )
+    if trainer.accelerator not in ACCELERATORS:
+        yield ConfigError(
+            "unknown accelerator",
+            where="trainer.accelerator",
+            found=trainer.accelerator,
+            expected=expected_name(trainer.accelerator, ACCELERATORS),
+        )
+
+
+def _optim_problems(config: RunConfig) -> Iterator[ConfigError]:
+    optim = config.optim
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):  # noqa: PLR2004
         yield ConfigError(
             "two decay rates are needed",
             where="optim.betas",
             found=optim.betas,
             expected="two numbers >= 0 and < 1",
-        )
-    if trainer.accelerator not in {"auto", "cpu", "gpu"}:
-        yield ConfigError(
-            "unknown accelerator",
-            where="trainer.accelerator",
-            found=trainer.accelerator,
-            expected="auto, cpu or gpu",
         )
 
 
@@ -122,12 +139,30 @@ def _data_problems(config: RunConfig) -> Iterator[ConfigError]:
         )
     if isinstance(data, JsonlData) and not data.path:
         yield ConfigError("no file named", where="data.path", expected="the path of a JSONL file")
-    if not config.lora.targets:
+
+
+def _learning_problems(config: RunConfig) -> Iterator[ConfigError]:
+    targets = config.lora.targets
+    if not targets:
         yield ConfigError(
             "no module gets an adapter",
             where="lora.targets",
             found=[],
             expected="at least one module name, such as q_proj",
+        )
+    if len(set(targets)) < len(targets):
+        yield ConfigError(
+            "a module is named twice",
+            where="lora.targets",
+            found=", ".join(targets),
+            expected="each module once",
+        )
+    if config.objective.name not in LABELLINGS:
+        yield ConfigError(
+            "unknown labelling rule",
+            where="objective.name",
+            found=config.objective.name,
+            expected=expected_name(config.objective.name, LABELLINGS),
         )
 
 
@@ -188,7 +223,8 @@ def unread_overrides(task: str, keys: Iterable[str]) -> list[MensError]:
     problems: list[MensError] = []
     for key in keys:
         group = key.split(".", 1)[0]
-        if group not in {"task", "hydra"} and not {key, group} & reads:
+        whole_group = key == group and any(read.startswith(f"{group}.") for read in reads)
+        if group not in {"task", "hydra"} and not whole_group and not {key, group} & reads:
             problems.append(
                 ConfigError(
                     f"has no effect with task={task}",

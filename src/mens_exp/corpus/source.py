@@ -1,4 +1,4 @@
-"""The rows of a run: read or extracted, deduplicated, and split by group."""
+"""The rows of a run: read or extracted, and split by group."""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 Shapes: B sequences, T tokens in each, M supervised tokens in all of them.
 """
 
+# ruff: noqa: N806, N815 # names carry their shapes (the legend above)
+
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
@@ -39,7 +41,7 @@ class Batch:
 
     def to(self, device: torch.device | str, **_: Any) -> Batch:
         """Move the tensors to a device."""
-        moved = {
+        moved: dict[str, Any] = {
             field.name: value.to(device)
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), torch.Tensor)
@@ -91,9 +93,7 @@ def padded_batch(
     )
 
 
-def _gather(
-    documents: Encoded, chosen: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _gather(documents: Encoded, chosen: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     bounds = [(documents.offsets[i], documents.offsets[i + 1]) for i in chosen]
     ids = np.concatenate([documents.ids[s:e] for s, e in bounds]).astype(np.int64)
     supervised = np.concatenate([documents.supervised[s:e] for s, e in bounds])

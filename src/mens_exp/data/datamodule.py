@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
 from lightning import LightningDataModule
 
 from mens_exp.corpus.source import cache_key
@@ -16,6 +17,7 @@ from mens_exp.rows.cache import TokenCounts, encoded
 from mens_exp.rows.encode import Encoded, encode
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from mens_exp.config.root import RunConfig
@@ -28,9 +30,7 @@ __all__ = ["RowsDataModule"]
 class RowsDataModule(LightningDataModule):
     """Train and validation streams over one set of rows."""
 
-    def __init__(
-        self, config: RunConfig, rows: Rows, tokenizer: HfTokenizer, cache: Path
-    ) -> None:
+    def __init__(self, config: RunConfig, rows: Rows, tokenizer: HfTokenizer, cache: Path) -> None:
         """Encode both sides, or open them in the cache.
 
         Raises:
@@ -42,7 +42,8 @@ class RowsDataModule(LightningDataModule):
         self.tokenizer = tokenizer
         self.train_documents, self.train_counts = self._encoded(Side.TRAIN, cache)
         self.val_documents, self.val_counts = self._encoded(Side.VAL, cache)
-        self._train = self._stream(self.train_documents, seed=config.seed, total=0)
+        everything = range(len(self.train_documents))
+        self._train = self._stream(self.train_documents, everything, seed=config.seed)
         self._train.total = self.max_steps * config.trainer.accumulate_grad_batches
         self._validation: MicroBatches | None = None
 
@@ -51,9 +52,7 @@ class RowsDataModule(LightningDataModule):
         key = cache_key(self.config, self.rows, side, self.tokenizer)
 
         def build() -> Encoded:
-            return encode(
-                pairs, self.tokenizer, objective=key.objective, seq_len=key.seq_len
-            )
+            return encode(pairs, self.tokenizer, objective=key.objective, seq_len=key.seq_len)
 
         documents, counts = encoded(cache, key, build)
         if not len(documents):
@@ -66,15 +65,18 @@ class RowsDataModule(LightningDataModule):
             )
         return documents, counts
 
-    def _stream(self, documents: Encoded, *, seed: int | None, total: int) -> MicroBatches:
+    def _stream(
+        self, documents: Encoded, chosen: Sequence[int], *, seed: int | None
+    ) -> MicroBatches:
+        """Lay out a stream over the chosen documents, without its length."""
         data = self.config.data
-        lengths = documents.lengths.tolist()
-        blocks = pack(lengths, data.seq_len) if data.packing else [[i] for i in range(len(lengths))]
+        lengths = documents.lengths[list(chosen)].tolist()
+        blocks = pack(lengths, data.seq_len) if data.packing else [[i] for i in range(len(chosen))]
         return MicroBatches(
             documents,
-            blocks,
+            [[chosen[i] for i in block] for block in blocks],
             micro_batch_size=data.micro_batch_size,
-            total=total,
+            total=0,
             seed=seed,
             packing=data.packing,
             pad_id=self.tokenizer.pad_id,
@@ -101,17 +103,21 @@ class RowsDataModule(LightningDataModule):
         return self._train
 
     def val_dataloader(self) -> MicroBatches:
-        """Return validation blocks in order, cut at ``data.val_max_tokens``."""
+        """Return the validation documents, of which ``data.val_max_tokens`` says how many."""
         if self._validation is None:
-            stream = self._stream(self.val_documents, seed=None, total=0)
-            lengths = self.val_documents.lengths
-            tokens, count = 0, 0
-            for block in stream.blocks:
-                if count and tokens >= self.config.data.val_max_tokens:
-                    break
-                tokens += int(sum(lengths[i] for i in block))
-                count += 1
-            stream.blocks = stream.blocks[:count]
-            stream.total = math.ceil(count / stream.micro_batch_size)
+            chosen = _sample(self.val_documents.lengths, self.config.data.val_max_tokens)
+            stream = self._stream(self.val_documents, chosen, seed=None)
+            stream.total = math.ceil(len(stream.blocks) / stream.micro_batch_size)
             self._validation = stream
         return self._validation
+
+
+def _sample(lengths: np.ndarray, limit: int) -> list[int]:
+    """Choose documents until they hold ``limit`` tokens, in ascending order.
+
+    The choice depends on neither the run's seed nor packing, so that arms validate on the same
+    documents, and it is a fair sample: the first packed blocks would be the longest documents.
+    """
+    order = np.random.Generator(np.random.Philox(0)).permutation(len(lengths))
+    count = int(np.searchsorted(np.cumsum(lengths[order]), limit)) + 1
+    return sorted(int(i) for i in order[:count])

@@ -85,9 +85,7 @@ def evaluate(
     return events
 
 
-def _judge(
-    item: Item, ids: list[int], tokenizer: HfTokenizer, condition: Condition
-) -> ItemEvent:
+def _judge(item: Item, ids: list[int], tokenizer: HfTokenizer, condition: Condition) -> ItemEvent:
     completion = tokenizer.decode(ids)
     error = syntax_error(code_of(completion))
     return {

@@ -61,5 +61,5 @@ def is_whole(directory: Path) -> bool:
         return all(
             (directory / name).stat().st_size == size for name, size in record["sizes"].items()
         )
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False

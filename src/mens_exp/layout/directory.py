@@ -27,19 +27,6 @@ class ModelDirectory:
     shards: tuple[Path, ...]
     tensors: dict[str, TensorInfo]
 
-    @property
-    def max_position_embeddings(self) -> int | None:
-        """Longest sequence the model was made for, in tokens, where the config says."""
-        value = self.config.get("max_position_embeddings")
-        return int(value) if value is not None else None
-
-    def linear_names(self) -> set[str]:
-        """Return the last names of the modules inside the layers that hold a weight matrix."""
-        matrices = (n for n, t in self.tensors.items() if len(t.shape) == 2)  # noqa: PLR2004
-        return {
-            name.split(".")[-2] for name in matrices if ".layers." in name and "norm" not in name
-        }
-
 
 def read_directory(path: Path) -> ModelDirectory:
     """Read config.json and every shard's header.
@@ -55,13 +42,14 @@ def read_directory(path: Path) -> ModelDirectory:
             expected="a directory with config.json, safetensors and tokenizer.json",
         )
     config = _read_json(path / "config.json")
-    for needed in ("tokenizer.json",):
-        if not (path / needed).is_file():
-            raise ModelFileError("is missing", where=str(path / needed))
-    shards = _shards(path)
+    if not (path / "tokenizer.json").is_file():
+        raise ModelFileError("is missing", where=str(path / "tokenizer.json"))
+    places = _places(path)
+    shards = tuple(sorted(set(places.values()))) if places else (path / _SINGLE,)
     tensors: dict[str, TensorInfo] = {}
     for shard in shards:
         tensors |= read_header(shard)
+    _check_index(path, places, tensors)
     return ModelDirectory(path=path, config=config, shards=shards, tensors=tensors)
 
 
@@ -77,22 +65,39 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _shards(path: Path) -> tuple[Path, ...]:
-    if (path / _INDEX).is_file():
-        listed = set(_read_json(path / _INDEX).get("weight_map", {}).values())
-        missing = sorted(name for name in listed if not (path / name).is_file())
-        if missing:
-            raise ModelFileError(
-                "shards listed in the index are absent",
-                where=str(path / _INDEX),
-                found=", ".join(missing),
-                remedy="download the model again",
-            )
-        return tuple(path / name for name in sorted(listed))
+def _places(path: Path) -> dict[str, Path]:
+    """Return the shard of each tensor as the index lists it; nothing where one file holds all."""
     if (path / _SINGLE).is_file():
-        return (path / _SINGLE,)
-    raise ModelFileError(
-        "holds no safetensors weights",
-        where=str(path),
-        expected=f"{_SINGLE} or {_INDEX}",
-    )
+        return {}  # beside an index too: transformers loads the single file then
+    if not (path / _INDEX).is_file():
+        raise ModelFileError(
+            "holds no safetensors weights",
+            where=str(path),
+            expected=f"{_SINGLE} or {_INDEX}",
+        )
+    weight_map = _read_json(path / _INDEX).get("weight_map")
+    if not weight_map or not isinstance(weight_map, dict):
+        raise ModelFileError(
+            "lists no tensors", where=str(path / _INDEX), expected="a weight_map of names to files"
+        )
+    listed = {str(shard) for shard in weight_map.values()}
+    missing = sorted(shard for shard in listed if not (path / shard).is_file())
+    if missing:
+        raise ModelFileError(
+            "shards listed in the index are absent",
+            where=str(path / _INDEX),
+            found=", ".join(missing),
+            remedy="download the model again",
+        )
+    return {str(tensor): path / str(shard) for tensor, shard in weight_map.items()}
+
+
+def _check_index(path: Path, places: dict[str, Path], tensors: dict[str, TensorInfo]) -> None:
+    absent = sorted(places.keys() - tensors.keys())
+    if absent:
+        raise ModelFileError(
+            "tensors listed in the index are in no shard",
+            where=str(path / _INDEX),
+            found=f"{absent[0]}, {len(absent)} in all",
+            remedy="download the model again",
+        )

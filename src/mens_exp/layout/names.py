@@ -10,7 +10,7 @@ import re
 from mens_exp.artifacts.nearest import expected_name
 from mens_exp.errors import ModelFileError
 
-__all__ = ["LLAMA_SHAPED", "PROJECTIONS", "base_key", "check_family", "logical_name"]
+__all__ = ["LLAMA_SHAPED", "MLP", "PROJECTIONS", "base_key", "check_family", "logical_name"]
 
 PROJECTIONS = {
     "q_proj": "q",
@@ -21,6 +21,7 @@ PROJECTIONS = {
     "up_proj": "up",
     "down_proj": "down",
 }
+MLP = ("gate_proj", "up_proj", "down_proj")
 LLAMA_SHAPED = ("llama", "mistral", "qwen2", "qwen3")
 _PATH = re.compile(r"model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)$")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,7 @@ def _parse(path: Path, raw: bytes) -> dict[str, TensorInfo]:
         header: Any = json.loads(raw)
         entries = {k: v for k, v in header.items() if k != "__metadata__"}
         return {name: _entry(path, name, value) for name, value in entries.items()}
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ModelFileError(
             "the header is no safetensors header",
             where=str(path),
@@ -90,8 +91,9 @@ def _parse(path: Path, raw: bytes) -> dict[str, TensorInfo]:
 
 
 def _entry(path: Path, name: str, value: dict[str, Any]) -> TensorInfo:
-    start, end = (int(offset) for offset in value["data_offsets"])
-    info = TensorInfo(value["dtype"], tuple(int(n) for n in value["shape"]), start, end)
+    start, end = (operator.index(offset) for offset in value["data_offsets"])
+    shape = tuple(operator.index(n) for n in value["shape"])
+    info = TensorInfo(value["dtype"], shape, start, end)
     if info.dtype not in _BYTES:
         raise ModelFileError("unknown dtype", where=f"{path}: {name}", found=info.dtype)
     needed = math.prod(info.shape) * _BYTES[info.dtype]
@@ -108,7 +110,7 @@ def _entry(path: Path, name: str, value: dict[str, Any]) -> TensorInfo:
 
 def _check_extent(path: Path, tensors: dict[str, TensorInfo], data_bytes: int) -> None:
     expected = 0
-    for name, info in sorted(tensors.items(), key=lambda item: item[1].start):
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if info.start != expected:
             raise ModelFileError(
                 "tensors overlap or leave a hole",

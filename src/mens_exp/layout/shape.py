@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.model import DirectoryModel, ModelConfig, ShapedModel
 from mens_exp.errors import ModelFileError
-from mens_exp.layout.directory import read_directory
-from mens_exp.layout.names import PROJECTIONS, check_family
+from mens_exp.layout.directory import ModelDirectory, read_directory
+from mens_exp.layout.names import MLP, PROJECTIONS, check_family
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Shape", "shape_of"]
+__all__ = ["Shape", "check_weights", "shape_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,8 @@ def shape_of(model: ModelConfig) -> Shape:
         ModelFileError: a directory's files are missing, truncated, or of an unknown family.
     """
     if isinstance(model, DirectoryModel):
-        return _from_config(read_directory(Path(model.id).expanduser()).config)
+        directory = read_directory(Path(model.id).expanduser())
+        return _from_config(directory.config, directory.path / "config.json")
     assert isinstance(model, ShapedModel)
     return Shape(
         hidden_size=model.hidden_size,
@@ -77,7 +78,7 @@ def shape_of(model: ModelConfig) -> Shape:
     )
 
 
-def _from_config(config: dict[str, Any]) -> Shape:
+def _from_config(config: dict[str, Any], path: Path) -> Shape:
     check_family(config.get("model_type"))
     try:
         heads = int(config["num_attention_heads"])
@@ -92,7 +93,33 @@ def _from_config(config: dict[str, Any]) -> Shape:
             max_position_embeddings=int(config["max_position_embeddings"]),
             tied=bool(config.get("tie_word_embeddings", False)),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except KeyError as error:
+        raise ModelFileError(f"has no {error.args[0]}", where=str(path)) from error
+    except (TypeError, ValueError, ZeroDivisionError) as error:
         raise ModelFileError(
-            "lacks a dimension", where="config.json", found=str(error)
+            "has an unusable dimension", where=str(path), found=str(error)
         ) from error
+
+
+def check_weights(directory: ModelDirectory) -> None:
+    """Compare the projections of every layer with the dimensions in config.json.
+
+    Loading would fill a matrix that is absent with random numbers and say so in a log line.
+
+    Raises:
+        ModelFileError: naming the first projection that is absent or of another shape.
+    """
+    shape = _from_config(directory.config, directory.path / "config.json")
+    # Saved without its head, a model's keys lack the leading `model.`.
+    found = {name[name.find("layers.") :]: info.shape for name, info in directory.tensors.items()}
+    for layer in range(shape.num_hidden_layers):
+        for name, expected in shape.projections().items():
+            block = "mlp" if name in MLP else "self_attn"
+            key = f"layers.{layer}.{block}.{name}.weight"
+            if found.get(key) != expected:
+                raise ModelFileError(
+                    "weights disagree with config.json",
+                    where=f"{directory.path}: {key}",
+                    found=str(list(found[key])) if key in found else "no such tensor",
+                    expected=str(list(expected)),
+                )

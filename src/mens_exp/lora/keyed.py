@@ -3,6 +3,8 @@
 Nothing here touches a global generator, so there is no generator state to save either.
 """
 
+# ruff: noqa: N803 # names carry their shapes (the legend above)
+
 from __future__ import annotations
 
 import hashlib
@@ -130,13 +132,14 @@ class KeyedDropout(torch.nn.Module):
             return self._last[1]
         key = key_of(self.seed, "dropout", self.layer, self.micro_batch)
         scale = _LEVELS / (_LEVELS - self.threshold)
-        kept: torch.Tensor = _Drop.apply(x, _keep(key, self.threshold, x), scale)
+        keep = _keep(key, self.threshold, x)
+        kept: torch.Tensor = _Drop.apply(x, keep, scale)  # type: ignore[no-untyped-call]
         self._last = (x, kept)
         return kept
 
 
 def share_dropout(
-    adapted: Iterable[tuple[str, torch.nn.Module]], *, p: float, seed: int, adapter: str
+    adapted: Iterable[tuple[str, Any]], *, p: float, seed: int, adapter: str
 ) -> list[KeyedDropout]:
     """Replace PEFT's dropout modules; projections of one input get one instance.
 
@@ -159,5 +162,5 @@ def share_dropout(
         stream = f"{parent}.{inputs.get(leaf, leaf)}"
         if stream not in shared:
             shared[stream] = KeyedDropout(p, seed=seed, layer=stream)
-        module.lora_dropout[adapter] = shared[stream]  # type: ignore[index,operator]
+        module.lora_dropout[adapter] = shared[stream]
     return list(shared.values())

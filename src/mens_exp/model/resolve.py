@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BaseModel", "resolve"]
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseModel:
     """A base model on disk."""

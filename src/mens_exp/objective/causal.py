@@ -3,6 +3,8 @@
 Shapes: M supervised positions, D hidden width, V vocabulary, C positions in a chunk.
 """
 
+# ruff: noqa: N803, N806 # names carry their shapes (the legend above)
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -51,7 +53,10 @@ class CrossEntropy:
         head: Callable[[torch.Tensor], torch.Tensor],
     ) -> LossSum:
         """Sum the losses; the head runs on ``chunk_tokens`` positions at a time."""
-        total = _ChunkedLoss.apply(hidden_MD, targets_M, head, self.chunk_tokens)
+        train = torch.is_grad_enabled() and hidden_MD.requires_grad
+        total = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+            hidden_MD, targets_M, head, self.chunk_tokens, train
+        )
         return LossSum(total=total, count=targets_M.numel())
 
 
@@ -69,15 +74,15 @@ class _ChunkedLoss(torch.autograd.Function):
         targets_M: torch.Tensor,
         head: Callable[[torch.Tensor], torch.Tensor],
         chunk: int,
+        train: bool,
     ) -> torch.Tensor:
         """Return the loss sum, keeping its gradient ``[M, D]`` for the backward pass."""
         total = torch.zeros((), dtype=torch.float32, device=hidden_MD.device)
-        needs_gradient = ctx.needs_input_grad[0]
-        gradient_MD = torch.empty_like(hidden_MD) if needs_gradient else None
+        gradient_MD = torch.empty_like(hidden_MD) if train else None
         for start in range(0, len(targets_M), chunk):
             piece = slice(start, start + chunk)
-            with torch.set_grad_enabled(needs_gradient):
-                hidden_CD = hidden_MD[piece].detach().requires_grad_(needs_gradient)
+            with torch.set_grad_enabled(train):
+                hidden_CD = hidden_MD[piece].detach().requires_grad_(train)
                 loss = functional.cross_entropy(
                     head(hidden_CD).float(), targets_M[piece], reduction="sum"
                 )
@@ -90,4 +95,4 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
         """Scale the kept gradient."""
-        return ctx.gradient_MD * upstream[0], None, None, None
+        return ctx.gradient_MD * upstream[0], None, None, None, None

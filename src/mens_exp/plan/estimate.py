@@ -6,6 +6,7 @@ figure nothing is known about is null with the reason.
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -37,7 +38,7 @@ _STDLIB_SHARE = 0.33  # measured: characters of rows over bytes of source read
 
 
 def steps_of(config: RunConfig, blocks: int | None) -> int | None:
-    """Return optimizer steps, or None when only max_epochs bounds the run and blocks are unknown."""
+    """Return optimizer steps, or None when only max_epochs bounds them and blocks are unknown."""
     trainer = config.trainer
     limits = [trainer.max_steps] if trainer.max_steps > 0 else []
     if trainer.max_epochs > 0 and blocks is not None:
@@ -53,8 +54,7 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
     tokens_per_step = (
         config.data.seq_len * config.data.micro_batch_size * config.trainer.accumulate_grad_batches
     )
-    blocks = -(-data["train_tokens"] // config.data.seq_len)
-    steps = steps_of(config, blocks)
+    steps = steps_of(config, _blocks(config, data))
     total = steps * tokens_per_step if steps is not None else None
     return {
         "format": "mens_exp_plan",
@@ -76,6 +76,14 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         "memory_bytes": _memory(config, shape),
         "measured": None,
     }
+
+
+def _blocks(config: RunConfig, data: dict[str, Any]) -> int | None:
+    """Count training sequences: what packing cannot go below, or the rows where each is padded."""
+    if config.data.packing:
+        return int(-(-data["train_tokens"] // config.data.seq_len))
+    rows: int | None = data["train_rows"]
+    return rows
 
 
 def _data(config: RunConfig, cache: Path) -> dict[str, Any]:
@@ -133,7 +141,7 @@ def _estimate_tokens(rows: Rows, side: Side, seq_len: int) -> int:
 def _time(
     config: RunConfig, shape: Shape, tokens: int | None, data: dict[str, Any]
 ) -> dict[str, Any]:
-    if config.trainer.accelerator == "gpu":
+    if _may_use_gpu(config.trainer.accelerator):
         return {"estimate": None, "basis": "unknown: no rate has been measured for a GPU"}
     if tokens is None:
         return {"estimate": None, "basis": "unknown: max_epochs over data not counted yet"}
@@ -151,11 +159,19 @@ def _time(
     }
 
 
+def _may_use_gpu(accelerator: str) -> bool:
+    """Tell whether a GPU may do the work; asking torch itself would take seconds."""
+    if accelerator == "auto":
+        return shutil.which("nvidia-smi") is not None
+    return accelerator == "gpu"
+
+
 def _memory(config: RunConfig, shape: Shape) -> dict[str, Any]:
     width = 2 if config.quant.compute_dtype is ComputeDtype.bf16 else 4
     tokens = config.data.seq_len * config.data.micro_batch_size
     layer = 12 * shape.hidden_size + 6 * shape.intermediate_size
-    scores = shape.num_attention_heads * config.data.seq_len  # f32 weights and a copy, halved by packing
+    # f32 weights and a copy, halved by packing
+    scores = shape.num_attention_heads * config.data.seq_len
     components = {
         "base weights": round(shape.linear_parameters * _BITS[config.quant.double_quant] / 8),
         "embedding and head": shape.embedding_parameters * width,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,8 +33,8 @@ def quantization_config(config: QuantConfig) -> BitsAndBytesConfig:
     )
 
 
-def quantized_linears(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return the 4-bit linear modules by path."""
+def quantized_linears(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the 4-bit linear modules (bitsandbytes' untyped ``Linear4bit``) by path."""
     from bitsandbytes.nn import Linear4bit
 
     return {name: m for name, m in model.named_modules() if isinstance(m, Linear4bit)}

@@ -68,9 +68,7 @@ def peek(root: Path, key: CacheKey) -> TokenCounts | None:
         return None
 
 
-def encoded(
-    root: Path, key: CacheKey, build: Callable[[], Encoded]
-) -> tuple[Encoded, TokenCounts]:
+def encoded(root: Path, key: CacheKey, build: Callable[[], Encoded]) -> tuple[Encoded, TokenCounts]:
     """Open the cached documents of a key; build and store them when absent or damaged."""
     directory = key.directory(root)
     found = _open(directory, peek(root, key))
@@ -91,7 +89,7 @@ def _open(directory: Path, counts: TokenCounts | None) -> tuple[Encoded, TokenCo
         return None
     try:
         arrays = {name: np.load(directory / f"{name}.npy") for name in _ARRAYS}
-    except (OSError, ValueError):
+    except (OSError, ValueError, EOFError):
         return None
     documents = Encoded(**arrays, truncated=counts.truncated, dropped=counts.dropped)
     return (documents, counts) if _content(documents) == counts.sha256 else None

@@ -1,8 +1,9 @@
 """Rows to ids and supervision: the one place where masks are made.
 
 Each row is rendered twice under the chat template, without and with its answer; the answer's
-text is what the second adds. Prompt, answer and closing are tokenized apart, because that is
-how generation meets them: the prompt is encoded alone and the answer follows.
+text is what the second adds. Generation encodes the prompt alone and the answer follows it, so
+the ids must begin with those of the prompt alone: the whole text is tokenized where that keeps
+the seams, and the parts apart where a token would straddle one.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from mens_exp.errors import DataError
+from mens_exp.artifacts.nearest import expected_name
+from mens_exp.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from mens_exp.rows.schema import TrainingPair
 
 __all__ = ["ENCODING_VERSION", "Encoded", "TextEncoder", "encode", "messages_of", "prompt_text"]
 
-ENCODING_VERSION = 1  # raise it when the ids or masks of the same row change
+ENCODING_VERSION = 2  # raise it when the ids or masks of the same row change
+_OBJECTIVES = ("assistant", "causal")
 
 
 class TextEncoder(Protocol):
@@ -30,6 +33,10 @@ class TextEncoder(Protocol):
     @property
     def special_ids(self) -> set[int]:
         """Ids of control tokens."""
+
+    @property
+    def eos_id(self) -> int | None:
+        """Id of the end-of-sequence token, where there is one."""
 
     def render(self, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
         """Render a conversation under the chat template."""
@@ -86,28 +93,46 @@ def encode(
             token is dropped and counted.
 
     Raises:
-        DataError: the template changes the prompt once an answer follows, or drops the answer.
+        DataError: the template changes the prompt once an answer follows, or drops the answer,
+            or nothing would mark the answer's end.
+        ConfigError: an unknown objective.
     """
-    prompts = [prompt_text(pair, encoder) for pair in pairs]
-    closings = [_closing(pair, prompt, encoder) for pair, prompt in zip(pairs, prompts, strict=True)]
-    prompt_ids = encoder.encode_all(prompts)
-    answer_ids = encoder.encode_all([answer for answer, _ in closings])
-    closing_ids = encoder.encode_all([closing for _, closing in closings])
+    if objective not in _OBJECTIVES:
+        raise ConfigError(
+            "unknown labelling rule",
+            where="objective.name",
+            found=objective,
+            expected=expected_name(objective, _OBJECTIVES),
+        )
+    texts = [_parts(pair, encoder) for pair in pairs]
     special = encoder.special_ids
-    documents = [
-        _document(prompt, answer, closing, special, everything=objective == "causal")
-        for prompt, answer, closing in zip(prompt_ids, answer_ids, closing_ids, strict=True)
-    ]
+    documents = []
+    for pair, ids in zip(pairs, _ids(texts, encoder), strict=True):
+        document = _document(*ids, special, encoder.eos_id)
+        if document is None:
+            raise DataError(
+                "nothing marks the end of an answer, so its end could not be learned",
+                where=f"row {pair.id}",
+                expected="a chat template with an end marker, or a tokenizer with an eos_token",
+            )
+        tokens, learned = document
+        documents.append((tokens, [True] * len(tokens) if objective == "causal" else learned))
     return _flatten(documents, seq_len)
 
 
-def _closing(pair: TrainingPair, prompt: str, encoder: TextEncoder) -> tuple[str, str]:
-    """Split what the answer adds to the prompt into the answer and what closes it."""
+def _parts(pair: TrainingPair, encoder: TextEncoder) -> tuple[str, str, str]:
+    """Render a row, and split it into prompt, answer and what closes the answer.
+
+    White space that the template puts before the answer belongs to it: it is generated too.
+    """
+    prompt = prompt_text(pair, encoder)
     answered = [*messages_of(pair), {"role": "assistant", "content": pair.response}]
     full = encoder.render(answered, add_generation_prompt=False)
+    rest = full.removeprefix(prompt) if full.startswith(prompt) else ""
     for answer in (pair.response, pair.response.strip()):
-        if full.startswith(prompt + answer):
-            return answer, full[len(prompt) + len(answer) :]
+        lead, found, closing = rest.partition(answer)
+        if found and not lead.strip():
+            return prompt, lead + answer, closing
     raise DataError(
         "the chat template does not keep prompt and answer as they are",
         where=f"row {pair.id}",
@@ -116,16 +141,44 @@ def _closing(pair: TrainingPair, prompt: str, encoder: TextEncoder) -> tuple[str
     )
 
 
+def _ids(
+    texts: Sequence[tuple[str, str, str]], encoder: TextEncoder
+) -> Iterator[tuple[list[int], list[int], list[int]]]:
+    """Tokenize parts: as one text where no token straddles a seam, else apart."""
+    prompts = encoder.encode_all([prompt for prompt, _, _ in texts])
+    answered = encoder.encode_all([prompt + answer for prompt, answer, _ in texts])
+    whole = encoder.encode_all(["".join(parts) for parts in texts])
+    for (_, answer, closing), before, until, ids in zip(
+        texts, prompts, answered, whole, strict=True
+    ):
+        start, end = len(before), len(until)
+        if ids[:start] == before and ids[:end] == until:
+            yield before, ids[start:end], ids[end:]
+        else:
+            answer_ids, closing_ids = encoder.encode_all([answer, closing])
+            yield before, answer_ids, closing_ids
+
+
 def _document(
-    prompt: list[int], answer: list[int], closing: list[int], special: set[int], *, everything: bool
-) -> tuple[list[int], list[bool]]:
-    """Join the parts; the end marker is the first control token of the closing."""
-    end = next((i + 1 for i, token in enumerate(closing) if token in special), 0)
-    ids = prompt + answer + closing
-    if everything:
-        return ids, [True] * len(ids)
+    prompt: list[int],
+    answer: list[int],
+    closing: list[int],
+    special: set[int],
+    eos_id: int | None,
+) -> tuple[list[int], list[bool]] | None:
+    """Join the parts; learned are the answer and what closes it, to the first control token.
+
+    A closing without one ends with the end-of-sequence token, or generation would never stop.
+    """
+    end = next((i + 1 for i, token in enumerate(closing) if token in special), None)
+    if end is None:
+        if eos_id is None:
+            return None
+        closing = [*closing, eos_id]
+        end = len(closing)
     learned = len(answer) + end
-    return ids, [False] * len(prompt) + [True] * learned + [False] * (len(closing) - end)
+    mask = [False] * len(prompt) + [True] * learned + [False] * (len(closing) - end)
+    return prompt + answer + closing, mask
 
 
 def _flatten(documents: list[tuple[list[int], list[bool]]], seq_len: int) -> Encoded:

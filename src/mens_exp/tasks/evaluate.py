@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.adapter_v3 import read_adapter
 from mens_exp.artifacts.manifest import Manifest
-from mens_exp.artifacts.run_dir import RunDir, resolve as resolve_run
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.run_dir import resolve as resolve_run
 from mens_exp.config.compose import from_yaml, typed
 from mens_exp.corpus.source import load_rows
 from mens_exp.errors import RequestError
 from mens_exp.plan.preflight import writable_cache
+from mens_exp.tasks.inputs import describe, refuse_changed
 from mens_exp.tasks.scoring import score
 
 if TYPE_CHECKING:
@@ -27,12 +29,20 @@ def subject_of(path: str) -> RunDir:
         RequestError: there is no such run, or it has no adapter.
     """
     subject = resolve_run(path, task="train")
+    manifest = Manifest.read(subject.manifest)
+    if manifest.task != "train":
+        raise RequestError(
+            "the run trained nothing",
+            where="path",
+            found=f"{subject.path} ({manifest.task})",
+            expected="a training run",
+            remedy="name one, or path=latest",
+        )
     if not (subject.adapter / "adapter_manifest.json").is_file():
-        status = Manifest.read(subject.manifest).status
         raise RequestError(
             "the run has no adapter",
             where="path",
-            found=f"{subject.path} ({status})",
+            found=f"{subject.path} ({manifest.status})",
             expected="a training run that has ended",
             remedy=f"finish it with resume={subject.path}",
         )
@@ -51,24 +61,13 @@ def evaluate(config: RunConfig, run: Run) -> None:
     theirs.trainer.accelerator = config.trainer.accelerator
     cache = writable_cache()
     base = resolve(theirs.model, cache)
-    recorded = Manifest.read(subject.manifest).inputs["base_weights_sha256"]
-    if base.weights_sha256 != recorded:
-        raise RequestError(
-            "the base model is not the one the adapter was trained on",
-            where=str(base.directory),
-            found=base.weights_sha256,
-            expected=str(recorded),
-        )
+    tokenizer = HfTokenizer.from_directory(base.directory)
+    rows = load_rows(theirs.data, cache)
+    inputs = describe(base, tokenizer, rows)
+    refuse_changed(Manifest.read(subject.manifest).inputs, inputs)
+    run.manifest.inputs.update(inputs, subject=str(subject.path))
     _, tensors = read_adapter(subject.adapter)
     with lightning_quiet():
         backend = build_backend(theirs, base)
     backend.load_adapter(tensors)
-    run.manifest.inputs.update(
-        subject=str(subject.path),
-        base_model=base.name,
-        base_source=base.source,
-        base_weights_sha256=base.weights_sha256,
-    )
-    rows = load_rows(theirs.data, cache)
-    tokenizer = HfTokenizer.from_directory(base.directory)
     score(config.suite, run, backend, rows.heldout, tokenizer)

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir, resolve
-from mens_exp.artifacts.telemetry import rewind
 from mens_exp.config.compose import Composed, from_yaml, typed
 from mens_exp.config.overrides import Cell
 from mens_exp.config.schedule import ScheduleKind
@@ -50,17 +48,20 @@ def prepare(path: str, overrides: dict[str, str]) -> Resumption:
         overrides: what else the command sets, by key.
 
     Raises:
-        RequestError: there is no such run, it has ended, or something other than a longer
-            ``trainer.max_steps`` is to be changed.
+        RequestError: there is no such run, it is no training, it has ended, or something other
+            than a longer ``trainer.max_steps`` is to be changed.
     """
-    directory = resolve(path, task="train")
+    directory = _found(path)
     manifest = Manifest.read(directory.manifest)
-    try:
-        values = from_yaml(directory.config)
-    except (OmegaConfBaseException, KeyError, OSError) as error:
+    if manifest.task != "train":
         raise RequestError(
-            "the run's configuration cannot be read", where=str(directory.config), found=str(error)
-        ) from error
+            "only training goes on",
+            where="resume",
+            found=f"{directory.path} ({manifest.task})",
+            expected="a training run",
+            remedy=f"start task={manifest.task} again",
+        )
+    values = from_yaml(directory.config)
     before = typed(values)
     steps = _checked(overrides, before)
     if steps is not None:
@@ -90,6 +91,19 @@ def prepare(path: str, overrides: dict[str, str]) -> Resumption:
     )
 
 
+def _found(path: str) -> RunDir:
+    try:
+        return resolve(path, task="train")
+    except RequestError as error:
+        raise RequestError(
+            error.what,
+            where="resume",
+            found=error.found,
+            expected=error.expected,
+            remedy=error.remedy,
+        ) from error
+
+
 def _checked(overrides: dict[str, str], before: RunConfig) -> int | None:
     others = sorted(overrides.keys() - {_MAX_STEPS})
     Problems.raise_if(
@@ -107,6 +121,13 @@ def _checked(overrides: dict[str, str], before: RunConfig) -> int | None:
     if _MAX_STEPS not in overrides:
         return None
     text, now = overrides[_MAX_STEPS], before.trainer.max_steps
+    if now <= 0:
+        raise ConfigError(
+            "epochs bound this run, and steps cannot make it longer",
+            where=_MAX_STEPS,
+            found=text,
+            expected=f"nothing; trainer.max_epochs is {before.trainer.max_epochs}",
+        )
     if not text.isdecimal() or int(text) <= now:
         raise ConfigError(
             "a run can only get longer", where=_MAX_STEPS, found=text, expected=f"more than {now}"
@@ -126,15 +147,13 @@ def _notes(before: RunConfig, after: RunConfig, step: int) -> list[str]:
         after.optim.lr * multiplier(kind, step, warmup_steps=warmup, total_steps=total)
         for total in (old, new)
     )
-    return [
-        f"{_MAX_STEPS} went from {old} to {new}: the {kind.value} schedule is laid over {new} "
-        f"steps from here on, so the rate of step {step + 1} is {now:.3g} instead of {was:.3g}"
-    ]
+    laid = f"the {kind.value} schedule is laid over {new} steps from here on"
+    rate = f"the rate of step {step + 1} is {now:.3g} instead of {was:.3g}"
+    return [f"{_MAX_STEPS} went from {old} to {new}: {laid}, so {rate}"]
 
 
 def go_on(resumption: Resumption) -> None:
-    """Put the record back to the checkpoint and train on."""
-    rewind(resumption.directory.telemetry, resumption.step)
+    """Train on from the checkpoint."""
     with reopen_run(
         resumption.directory, resumption.cell, step=resumption.step, notes=resumption.notes
     ) as run:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import threading
+import math
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,21 +14,21 @@ from mens_exp.artifacts import atomic, provenance
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Attempt, Failure, Manifest, Status, utc_now
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.telemetry import Telemetry
+from mens_exp.artifacts.run_lock import held
+from mens_exp.artifacts.telemetry import Telemetry, rewind
 from mens_exp.config.compose import config_digest, to_yaml
 from mens_exp.errors import MensError, RequestError
+from mens_exp.tasks.cancellation import Cancelled, cancellable, end_at_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import FrameType
 
     from mens_exp.config.overrides import Cell
 
-__all__ = ["Cancelled", "Run", "open_run", "reopen_run"]
+__all__ = ["Run", "open_run", "reopen_run"]
 
-
-class Cancelled(BaseException):
-    """The user or the system asked the run to stop; not an error, so nothing may catch it."""
+# The part of provenance that may change a result.
+_CONDITIONS = ("commit", "diff_sha256", "packages", "python", "cpu", "environment")
 
 
 class Run:
@@ -40,8 +39,10 @@ class Run:
         self.dir = directory
         self.manifest = manifest
         self.telemetry = Telemetry(directory.telemetry)
+        self.is_closing = False
         self._after_close: list[Callable[[Manifest], None]] = []
         self._began = time.monotonic()
+        self._earlier_s = manifest.results.get("wall_s") or 0.0  # of attempts that were closed
 
     def save(self) -> None:
         """Write the manifest."""
@@ -57,21 +58,30 @@ class Run:
 
     def close(self, status: Status, error: BaseException | None = None) -> None:
         """Close manifest and event log, render the report, and hand over to the sinks."""
+        self.is_closing = True
         manifest = self.manifest
         manifest.status = status
         manifest.ended_utc = utc_now()
-        manifest.attempts[-1].update(ended_utc=manifest.ended_utc, status=status)
-        manifest.results["wall_s"] = time.monotonic() - self._began
+        attempt = manifest.attempts[-1]
+        attempt["ended_utc"], attempt["status"] = manifest.ended_utc, status
+        manifest.results["wall_s"] = self._earlier_s + time.monotonic() - self._began
         manifest.error = _failure(error) if status is Status.FAILED and error else None
-        self.telemetry.emit(
-            "run_finished", {"status": str(status), "results": dict(manifest.results)}
-        )
+        self._without_infinities()
+        end = {"status": str(status), "results": dict(manifest.results)}
+        self._isolated("telemetry", lambda: self.telemetry.emit("run_finished", end))
         self.telemetry.close()
         manifest.outputs = _hash_outputs(self.dir)
         self.save()
         self._isolated("report", self._render)
         for fn in self._after_close:
             self._isolated("sink", lambda fn=fn: fn(manifest))  # type: ignore[misc]
+
+    def _without_infinities(self) -> None:
+        """Make results that are not finite null with a reason; JSON has no other way."""
+        for name, value in self.manifest.results.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                self.manifest.results[name] = None
+                self.unknown(f"results.{name}", f"not finite: {value}")
 
     def _render(self) -> None:
         from mens_exp.report.write import write_report
@@ -88,24 +98,23 @@ class Run:
 
 
 def _failure(error: BaseException) -> Failure:
-    known = isinstance(error, MensError)
+    ours = error if isinstance(error, MensError) else None
     return {
         "type": type(error).__name__,
         "message": str(error) or type(error).__name__,
-        "remedy": error.remedy if isinstance(error, MensError) else None,
-        "exit_code": error.exit_code if known and isinstance(error, MensError) else 1,
+        "remedy": ours.remedy if ours else None,
+        "exit_code": ours.exit_code if ours else MensError.exit_code,
     }
 
 
 def _hash_outputs(run: RunDir) -> dict[str, str]:
     """Hash every finished file of the run; checkpoints and sinks' own files are not outputs."""
     files = [run.config, run.plan, run.telemetry, run.scorecard, run.events]
-    files += sorted(path for path in run.adapter.rglob("*") if path.is_file())
-    return {
-        path.relative_to(run.path).as_posix(): sha256_file(path)
-        for path in files
-        if path.is_file()
-    }
+    files += sorted(run.adapter.rglob("*"))
+    paths = {path.relative_to(run.path): path for path in files if path.is_file()}
+    # A dot begins the name of what a dead writer left half-written.
+    whole = {name for name in paths if not any(part.startswith(".") for part in name.parts)}
+    return {name.as_posix(): sha256_file(paths[name]) for name in sorted(whole)}
 
 
 @contextmanager
@@ -116,50 +125,75 @@ def open_run(directory: Path, cell: Cell) -> Iterator[Run]:
         RequestError: a run is there already.
     """
     run_dir = RunDir(directory)
-    if run_dir.manifest.exists():
-        raise RequestError(
-            "a run is there already",
-            where=str(directory),
-            remedy=f"continue it with resume={directory}, or choose another hydra.run.dir",
-        )
-    values, now = cell.composed.values, utc_now()
     directory.mkdir(parents=True, exist_ok=True)
-    atomic.write_text(run_dir.config, to_yaml(values))
-    manifest = Manifest(
-        run_id=directory.name,
+    with held(run_dir.lock):
+        if run_dir.manifest.exists():
+            raise RequestError(
+                "a run is there already",
+                where=str(directory),
+                remedy=f"continue it with resume={directory}, or choose another hydra.run.dir",
+            )
+        atomic.write_text(run_dir.config, to_yaml(cell.composed.values))
+        run = Run(run_dir, _manifest(directory.name, cell))
+        run.save()
+        with _closing(run):
+            run.telemetry.emit("run_started", _started(run.manifest, cell.composed.values))
+            yield run
+
+
+@contextmanager
+def reopen_run(directory: RunDir, cell: Cell, *, step: int, notes: list[str]) -> Iterator[Run]:
+    """Put a stopped run's record back to an optimizer step and open it again from there.
+
+    Raises:
+        RequestError: a process is still working on it.
+    """
+    with held(directory.lock):
+        for parent in (directory.path, directory.checkpoints, directory.adapter):
+            atomic.remove_stale(parent)
+        rewind(directory.telemetry, step)
+        manifest = Manifest.read(directory.manifest)
+        now = utc_now()
+        manifest.status, manifest.error, manifest.ended_utc = Status.STARTED, None, None
+        manifest.attempts.append(_attempt(now, step))
+        here = provenance.collect(Path.cwd())
+        notes = [*notes, *_condition_notes(manifest, here)]
+        manifest.provenance = here
+        manifest.config_digest = config_digest(cell.composed.values)
+        manifest.unknown = {}  # what is null at the end of this attempt says so again
+        manifest.notes += notes
+        atomic.write_text(directory.config, to_yaml(cell.composed.values))
+        run = Run(directory, manifest)
+        run.save()
+        with _closing(run):
+            run.telemetry.emit("resumed", {"step": step, "notes": notes})
+            yield run
+
+
+def _manifest(run_id: str, cell: Cell) -> Manifest:
+    now = utc_now()
+    return Manifest(
+        run_id=run_id,
         task=cell.config.task.name,
         experiment=cell.composed.choices.get("experiment"),
         started_utc=now,
         attempts=[_attempt(now, None)],
         overrides=list(cell.composed.overrides),
         choices=cell.composed.choices,
-        config_digest=config_digest(values),
+        config_digest=config_digest(cell.composed.values),
         seed=cell.config.seed,
         provenance=provenance.collect(Path.cwd()),
     )
-    run = Run(run_dir, manifest)
-    run.save()
-    run.telemetry.emit("run_started", _started(manifest, values))
-    with _closing(run):
-        yield run
 
 
-@contextmanager
-def reopen_run(directory: RunDir, cell: Cell, *, step: int, notes: list[str]) -> Iterator[Run]:
-    """Open a stopped run again, to go on from an optimizer step in the same directory."""
-    manifest = Manifest.read(directory.manifest)
-    now = utc_now()
-    manifest.status, manifest.error, manifest.ended_utc = Status.STARTED, None, None
-    manifest.attempts.append(_attempt(now, step))
-    manifest.provenance = provenance.collect(Path.cwd())
-    manifest.config_digest = config_digest(cell.composed.values)
-    manifest.notes += notes
-    atomic.write_text(directory.config, to_yaml(cell.composed.values))
-    run = Run(directory, manifest)
-    run.save()
-    run.telemetry.emit("resumed", {"step": step, "notes": notes})
-    with _closing(run):
-        yield run
+def _condition_notes(manifest: Manifest, here: dict[str, Any]) -> list[str]:
+    changed = [name for name in _CONDITIONS if manifest.provenance.get(name) != here.get(name)]
+    if not changed:
+        return []
+    number = len(manifest.attempts)
+    return [
+        f"attempt {number} ran under other conditions than the one before: {', '.join(changed)}"
+    ]
 
 
 def _attempt(now: str, step: int | None) -> Attempt:
@@ -182,35 +216,14 @@ def _started(manifest: Manifest, values: Any) -> dict[str, Any]:
 
 @contextmanager
 def _closing(run: Run) -> Iterator[None]:
-    with _cancellable():
+    with cancellable(lambda: run.is_closing):
         try:
             yield
         except (Cancelled, KeyboardInterrupt) as error:
+            end_at_once()
             run.close(Status.CANCELLED, error)
             raise
         except BaseException as error:
             run.close(Status.FAILED, error)
             raise
         run.close(Status.SUCCEEDED)
-
-
-@contextmanager
-def _cancellable() -> Iterator[None]:
-    """Turn the first Ctrl-C or SIGTERM into :class:`Cancelled`; a second ends at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        del frame
-        for each in signals:
-            signal.signal(each, signal.SIG_DFL)
-        raise Cancelled(signal.Signals(number).name)
-
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = {each: signal.signal(each, stop) for each in signals}
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)

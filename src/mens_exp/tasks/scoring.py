@@ -30,11 +30,14 @@ def score(
     if not isinstance(suite, HeldoutSyntaxSuite):
         run.unknown("scorecard", "suite=none")
         return
+    if not heldout:
+        run.unknown("scorecard", "no row is held out; see data.heldout_frac")
+        return
     items = choose_items(heldout, tokenizer, suite, max_positions=backend.max_positions)
     if not items:
         run.unknown(
             "scorecard",
-            f"no held-out row has an answer under suite.max_new_tokens={suite.max_new_tokens}",
+            f"no held-out answer is under suite.max_new_tokens={suite.max_new_tokens}",
         )
         return
     with backend.base_only():

@@ -11,6 +11,8 @@ from mens_exp.corpus.source import load_rows
 from mens_exp.plan.estimate import make_plan
 from mens_exp.plan.preflight import writable_cache
 from mens_exp.report import terminal
+from mens_exp.tasks.inputs import describe, refuse_changed
+from mens_exp.tasks.scoring import score
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,7 +68,7 @@ def train(config: RunConfig, run: Run, *, checkpoint: Path | None = None) -> Non
             run.save()
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
         run.manifest.results["tuned_val_loss"] = _validate(trainer, module, data)
-    _score(config, run, module, rows, tokenizer)
+    score(config.suite, run, module.backend, rows.heldout, tokenizer)
     _results(run, trainer, module, plan)
 
 
@@ -82,26 +84,9 @@ def _inputs(
     tokenizer = HfTokenizer.from_directory(base.directory)
     rows = load_rows(config.data, cache)
     data = RowsDataModule(config, rows, tokenizer, cache)
-    run.manifest.inputs.update(
-        base_model=base.name,
-        base_source=base.source,
-        base_weights_sha256=base.weights_sha256,
-        license=base.license,
-        tokenizer_sha256=tokenizer.sha256,
-        chat_template_sha256=tokenizer.template_sha256,
-        chat_template="the tokenizer's own" if tokenizer.template_is_own else "ChatML",
-        data={
-            "source": rows.source,
-            "rows_sha256": rows.sha256,
-            "train_rows": data.train_counts.documents,
-            "val_rows": data.val_counts.documents,
-            "heldout_rows": len(rows.heldout),
-            "train_sha256": data.train_counts.sha256,
-            "val_sha256": data.val_counts.sha256,
-            "train_truncated": data.train_counts.truncated,
-            "train_dropped": data.train_counts.dropped,
-        },
-    )
+    inputs = describe(base, tokenizer, rows, data)
+    refuse_changed(run.manifest.inputs, inputs)  # empty, unless this goes on with a run
+    run.manifest.inputs.update(inputs)
     run.manifest.facts.update(
         seq_len=config.data.seq_len,
         micro_batch_size=config.data.micro_batch_size,
@@ -114,14 +99,6 @@ def _inputs(
 def _validate(trainer: Trainer, module: TrainingModule, data: RowsDataModule) -> float:
     trainer.validate(module, data, verbose=False)
     return module.validation["val/loss"]
-
-
-def _score(
-    config: RunConfig, run: Run, module: TrainingModule, rows: Rows, tokenizer: HfTokenizer
-) -> None:
-    from mens_exp.tasks.scoring import score
-
-    score(config.suite, run, module.backend, rows.heldout, tokenizer)
 
 
 def _results(run: Run, trainer: Trainer, module: TrainingModule, plan: dict[str, Any]) -> None:

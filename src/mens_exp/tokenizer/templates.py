@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from jinja2 import TemplateError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Scope
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mens_exp.errors import DataError
@@ -41,14 +42,36 @@ class _GenerationMarkers(Extension):
 
     tags = {"generation"}  # noqa: RUF012  # Jinja's own contract
 
-    def parse(self, parser: Parser) -> list[Node]:
-        """Return the body of the block as if the markers were not there."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> Node:
+        """Return the body of the block; what it sets stays inside, as under transformers."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return Scope(body, lineno=line)
 
 
 def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Write JSON; Jinja's own filter would escape HTML characters."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)  # noqa: DTZ005  # local time, as transformers has it
 
 
 @functools.lru_cache(maxsize=8)
@@ -58,9 +81,9 @@ def _compiled(template: str) -> Template:
         lstrip_blocks=True,
         extensions=[loopcontrols, _GenerationMarkers],
     )
-    environment.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
+    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
+    environment.globals["strftime_now"] = _now
     return environment.from_string(template)
 
 
@@ -80,9 +103,13 @@ def render(
     """
     try:
         return _compiled(template).render(
-            messages=messages, add_generation_prompt=add_generation_prompt, **tokens
+            messages=messages,
+            tools=None,  # defined, because templates ask `tools is not none`
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+            **tokens,
         )
-    except TemplateError as error:
+    except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
         raise DataError(
             "the chat template refuses a conversation",
             found=str(error),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from hydra.utils import get_class, instantiate
 from lightning import Trainer
+from lightning.pytorch.callbacks import Checkpoint
 
 from mens_exp.config.logger import WandbLogger
 from mens_exp.errors import SetupError
@@ -50,7 +51,7 @@ def device_of(accelerator: str) -> torch.device:
 
 def build_backend(config: RunConfig, base: BaseModel) -> Backend:
     """Load the base model and put the adapter on it."""
-    cls: Any = get_class(config.backend._target_)  # noqa: SLF001  # Hydra's own spelling
+    cls: Any = get_class(config.backend._target_)  # Hydra's own spelling
     backend: Backend = cls(config, base, device_of(config.trainer.accelerator))
     return backend
 
@@ -70,6 +71,7 @@ def build_trainer(config: RunConfig, run: RunRecord, *, max_steps: int) -> Train
     device = device_of(trainer.accelerator)
     on_cpu = device.type == "cpu"
     deterministic = on_cpu if trainer.deterministic is None else trainer.deterministic
+    callbacks = _callbacks(config, run)
     return Trainer(
         accelerator="cpu" if on_cpu else "gpu",
         devices=1,
@@ -80,10 +82,10 @@ def build_trainer(config: RunConfig, run: RunRecord, *, max_steps: int) -> Train
         val_check_interval=_validation_interval(config, max_steps),
         check_val_every_n_epoch=None,
         deterministic=deterministic,
-        callbacks=_callbacks(config, run),
+        callbacks=callbacks,
         plugins=[AtomicCheckpointIO()],
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=any(isinstance(one, Checkpoint) for one in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,

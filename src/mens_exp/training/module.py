@@ -73,7 +73,9 @@ class TrainingModule(LightningModule):
         self._step_count += loss.count
         self.tokens += batch.tokens
         self.supervised_tokens += loss.count
-        self.trainer.train_dataloader.position = batch.index + 1  # what a checkpoint resumes from
+        stream = self.trainer.train_dataloader
+        assert stream is not None, "Lightning is training from it"
+        stream.position = batch.index + 1  # what a checkpoint resumes from
         return loss.total * self.trainer.accumulate_grad_batches
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lightning import Callback
 
@@ -28,17 +28,18 @@ from mens_exp.training.wandb_rendering import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     import wandb
     from lightning import LightningModule, Trainer
 
     from mens_exp.artifacts.manifest import Manifest
     from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.artifacts.telemetry import Event, Telemetry
+    from mens_exp.artifacts.telemetry import Event
     from mens_exp.config.logger import WandbLogger
+    from mens_exp.training.record import RunRecord
 
-__all__ = ["MirroredRun", "WandbMirror"]
+__all__ = ["WandbMirror"]
 
 _TOKENS = "data/supervised_tokens"
 # Who the user is and where the server stands. Every other WANDB_ variable would change what
@@ -58,36 +59,10 @@ _ACCOUNT = frozenset(
 )
 
 
-class MirroredRun(Protocol):
-    """What the mirror needs of a run."""
-
-    @property
-    def dir(self) -> RunDir:
-        """The run's directory."""
-        ...
-
-    @property
-    def telemetry(self) -> Telemetry:
-        """The open telemetry."""
-        ...
-
-    @property
-    def manifest(self) -> Manifest:
-        """The record so far."""
-        ...
-
-    def after_close(self, fn: Callable[[Manifest], None]) -> None:
-        """Call `fn` with the closed manifest once manifest.json is written.
-
-        What `fn` raises must not reach the task.
-        """
-        ...
-
-
 class WandbMirror(Callback):
     """Shows in W&B what the run's JSON record says, and nothing else."""
 
-    def __init__(self, *, logger: WandbLogger, run: MirroredRun) -> None:
+    def __init__(self, *, logger: WandbLogger, run: RunRecord) -> None:
         """Remember what to mirror; nothing is imported or started yet.
 
         Args:

@@ -1,0 +1,75 @@
+"""Greedy continuation of many prompts at once.
+
+Shapes: B prompts, T tokens of the longest.
+"""
+# ruff: noqa: N806 # names carry their shapes (the legend above)
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mens_exp.model.quiet import quiet
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["evaluating", "greedy"]
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Put a model in evaluation mode inside the block, then each module back into its own."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def greedy(
+    model: Any,
+    prompts: Sequence[list[int]],
+    *,
+    max_new_tokens: int,
+    end_ids: set[int],
+    pad_id: int,
+) -> list[list[int]]:
+    """Continue prompts greedily, padded on the left, until an end id or the limit.
+
+    Dropout is off whatever mode the model is in, and the sampling settings that its files may
+    carry (a repetition penalty, say) play no part.
+
+    Returns:
+        The new ids of each prompt, its end id included where it ended.
+    """
+    from transformers import GenerationConfig
+
+    width = max(map(len, prompts))
+    ids_BT = torch.full((len(prompts), width), pad_id, dtype=torch.long)
+    mask_BT = torch.zeros_like(ids_BT)
+    for row, prompt in enumerate(prompts):
+        ids_BT[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask_BT[row, width - len(prompt) :] = 1
+    model.generation_config = GenerationConfig()  # what it holds would fill in what we leave open
+    with torch.inference_mode(), evaluating(model), quiet():
+        output = model.generate(
+            input_ids=ids_BT.to(model.device),
+            attention_mask=mask_BT.to(model.device),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=sorted(end_ids),
+            pad_token_id=pad_id,
+            cache_implementation="static",  # a growing one left gigabytes of holes
+            disable_compile=True,  # which a static cache would start on a GPU, for minutes
+        )
+    return [_until(row, end_ids) for row in output[:, width:].tolist()]
+
+
+def _until(ids: list[int], end_ids: set[int]) -> list[int]:
+    end = next((i for i, token in enumerate(ids) if token in end_ids), len(ids) - 1)
+    return ids[: end + 1]

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from mens_exp.artifacts.run_lock import held
+from mens_exp.errors import RequestError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_lock_is_there_inside_the_block_and_gone_after(tmp_path: Path) -> None:
+    """The file lives exactly as long as the block."""
+    path = tmp_path / "run.lock"
+    with held(path):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+    assert not path.exists()
+
+
+def test_second_holder_is_refused_and_named(tmp_path: Path) -> None:
+    """A living holder keeps everybody else out, and keeps its lock."""
+    path = tmp_path / "run.lock"
+    with held(path), pytest.raises(RequestError, match=f"process {os.getpid()}"), held(path):
+        pass
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"pid": 1, "st',
+        json.dumps({"pid": os.getpid(), "started": 1.0}).encode(),
+        json.dumps({"pid": 2**22 + 1, "started": psutil.Process().create_time()}).encode(),
+    ],
+    ids=["torn", "pid-reused", "dead"],
+)
+def test_lock_of_a_dead_process_is_taken_over(tmp_path: Path, content: bytes) -> None:
+    """A kill leaves a lock behind, and it stops nobody."""
+    path = tmp_path / "run.lock"
+    path.write_bytes(content)
+    with held(path):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+
+
+def test_lock_is_released_when_the_block_fails(tmp_path: Path) -> None:
+    """A failure inside the block leaves no lock."""
+    path = tmp_path / "run.lock"
+    with pytest.raises(ValueError, match="inside"), held(path):
+        raise ValueError("inside")
+    assert not path.exists()

@@ -1,0 +1,270 @@
+"""What every backend promises, on tiny_llama under each quantization, format and target group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from mens_exp.artifacts.adapter_v3 import read_adapter, write_adapter
+from mens_exp.data.batch import packed_batch, padded_batch
+from mens_exp.errors import ConfigError
+from mens_exp.objective.causal import CrossEntropy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.backends.protocol import Backend
+    from mens_exp.config.root import RunConfig
+    from mens_exp.data.batch import Batch
+    from mens_exp.rows.encode import Encoded
+
+F32 = "quant.compute_dtype=f32"
+STILL = "lora.dropout=0"
+ARMS = {
+    "bf16": [],
+    "f32": [F32],
+    "fp4": ["quant=fp4", F32],
+    "single quantization": ["quant.double_quant=false", F32],
+    "query and value": ["lora=qv", F32],
+}
+arms = pytest.mark.parametrize("overrides", ARMS.values(), ids=ARMS.keys())
+LENGTHS, SUPERVISED = [11, 6, 17, 9], [3, 1, 12, 0]
+
+
+@pytest.fixture
+def documents(random_documents: Callable[..., Encoded]) -> Encoded:
+    return random_documents(LENGTHS, SUPERVISED)
+
+
+@pytest.fixture
+def batch(documents: Encoded) -> Batch:
+    return packed_batch(documents, [[0, 1, 2, 3]], index=0)
+
+
+def logits_of(backend: Backend, batch: Batch) -> torch.Tensor:
+    """Return logits in evaluation mode, without gradients."""
+    backend.eval()
+    with torch.no_grad():
+        return backend.head(backend(batch))
+
+
+def loss_of(backend: Backend, batch: Batch) -> torch.Tensor:
+    backend.begin(batch.index)
+    return CrossEntropy("causal", 4)(backend(batch), batch.targets_M, backend.head).total
+
+
+def gradients_of(backend: Backend, batch: Batch) -> dict[str, torch.Tensor]:
+    """Take the gradients of one micro-batch in training mode."""
+    backend.train()
+    backend.zero_grad()
+    loss_of(backend, batch).backward()
+    found = {name: p.grad for name, p in backend.trainable().items()}
+    assert all(gradient is not None for gradient in found.values())
+    return {name: gradient.clone() for name, gradient in found.items() if gradient is not None}
+
+
+@arms
+def test_a_fresh_adapter_leaves_the_logits_as_they_are(
+    tiny_backend: Callable[..., Backend], batch: Batch, overrides: list[str]
+) -> None:
+    """B = 0: at step 0, switching the adapter off changes no bit of the logits."""
+    backend = tiny_backend(*overrides)
+    tuned = logits_of(backend, batch)
+    with backend.base_only():
+        base = logits_of(backend, batch)
+    assert tuned.abs().sum() > 0
+    assert torch.equal(tuned, base)
+
+
+@arms
+def test_a_live_adapter_changes_the_logits_until_it_is_switched_off(
+    tiny_backend: Callable[..., Backend], batch: Batch, overrides: list[str]
+) -> None:
+    """With B filled, off is the base again and on is the adapter again."""
+    base = logits_of(tiny_backend(*overrides), batch)
+    backend = tiny_backend(*overrides, live=True)
+    tuned = logits_of(backend, batch)
+    assert not torch.equal(tuned, base)
+    with backend.base_only():
+        assert torch.equal(logits_of(backend, batch), base)
+    assert torch.equal(logits_of(backend, batch), tuned)
+    assert all(p.requires_grad for p in backend.trainable().values())
+
+
+@arms
+def test_every_adapter_matrix_learns_and_nothing_else_does(
+    tiny_backend: Callable[..., Backend], batch: Batch, overrides: list[str]
+) -> None:
+    """After one backward pass with B filled, each matrix has a gradient; the base has none."""
+    backend = tiny_backend(*overrides, live=True)
+    gradients = gradients_of(backend, batch)
+    assert all(bool(gradient.abs().sum() > 0) for gradient in gradients.values())
+    ours = {id(parameter) for parameter in backend.trainable().values()}
+    others = [p for p in backend.parameters() if id(p) not in ours]
+    assert others
+    assert all(p.grad is None and not p.requires_grad for p in others)
+
+
+@arms
+def test_adapters_are_f32_whatever_computes(
+    tiny_backend: Callable[..., Backend], batch: Batch, overrides: list[str]
+) -> None:
+    """Parameters and their gradients are f32, so that small steps are not rounded away."""
+    backend = tiny_backend(*overrides, live=True)
+    assert {p.dtype for p in backend.trainable().values()} == {torch.float32}
+    assert {g.dtype for g in gradients_of(backend, batch).values()} == {torch.float32}
+
+
+@arms
+def test_train_validate_train_gives_the_same_gradients(
+    tiny_backend: Callable[..., Backend], batch: Batch, overrides: list[str]
+) -> None:
+    """A validation pass in between changes no bit of any matrix's gradient."""
+    backend = tiny_backend(*overrides, live=True)
+    before = gradients_of(backend, batch)
+    backend.eval()
+    with torch.inference_mode():
+        backend.head(backend(batch))
+    after = gradients_of(backend, batch)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@arms
+def test_dropout_follows_the_micro_batch_and_nothing_else(
+    tiny_backend: Callable[..., Backend], batch: Batch, overrides: list[str]
+) -> None:
+    """The same index gives the same hidden states in training, another one others."""
+    backend = tiny_backend(*overrides, "lora.dropout=0.3", live=True).train()
+
+    def hidden(index: int) -> torch.Tensor:
+        backend.begin(index)
+        with torch.no_grad():
+            return backend(batch)
+
+    first = hidden(4)
+    torch.rand(7)
+    assert not torch.equal(hidden(5), first)
+    assert torch.equal(hidden(4), first)
+    backend.eval()
+    assert torch.equal(hidden(4), hidden(5))
+
+
+@arms
+def test_an_adapter_on_disk_gives_the_same_logits_in_a_fresh_graph(
+    tiny_backend: Callable[..., Backend],
+    tiny_config: Callable[..., RunConfig],
+    batch: Batch,
+    overrides: list[str],
+    tmp_path: Path,
+) -> None:
+    """Written as schema v3, read and loaded, no bit of the logits differs."""
+    backend = tiny_backend(*overrides, live=True)
+    manifest, tensors = backend.adapter(tiny_config(*overrides))
+    write_adapter(tmp_path, manifest, tensors)
+    fresh = tiny_backend(*overrides)
+    _, read = read_adapter(tmp_path)
+    fresh.load_adapter(read)
+    assert torch.equal(logits_of(fresh, batch), logits_of(backend, batch))
+
+
+def test_an_exported_adapter_is_a_copy(
+    tiny_backend: Callable[..., Backend], tiny_config: Callable[..., RunConfig]
+) -> None:
+    """Training on does not change what was taken out before."""
+    backend = tiny_backend(live=True)
+    _, tensors = backend.adapter(tiny_config())
+    before = {name: values.copy() for name, values in tensors.items()}
+    with torch.no_grad():
+        for parameter in backend.trainable().values():
+            parameter.add_(1)
+    assert all(np.array_equal(tensors[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("change", ["missing", "extra", "rank", "transposed"])
+def test_an_adapter_of_another_graph_is_refused(
+    tiny_backend: Callable[..., Backend], tiny_config: Callable[..., RunConfig], change: str
+) -> None:
+    """The message names the matrix; a lower rank is not stretched to fit."""
+    backend = tiny_backend(live=True)
+    _, tensors = backend.adapter(tiny_config())
+    before = {name: p.detach().clone() for name, p in backend.trainable().items()}
+    if change == "missing":
+        del tensors["l1.up.lora_a"]
+    elif change == "extra":
+        tensors["l9.up.lora_a"] = tensors["l1.up.lora_a"]
+    elif change == "rank":
+        tensors["l1.up.lora_a"] = tensors["l1.up.lora_a"][:1]
+    else:
+        tensors["l1.up.lora_a"] = tensors["l1.up.lora_a"].T
+    with pytest.raises(ConfigError, match=r"l[19]\.up\.lora_a"):
+        backend.load_adapter(tensors)
+    assert all(torch.equal(before[name], p) for name, p in backend.trainable().items())
+
+
+def test_initialisation_is_shared_by_arms_that_differ_in_something_else(
+    tiny_backend: Callable[..., Backend],
+) -> None:
+    """Other quantization, format or targets: a layer that both have starts with the same A."""
+    reference = tiny_backend().trainable()
+    for overrides in ARMS.values():
+        for name, parameter in tiny_backend(*overrides).trainable().items():
+            assert torch.equal(parameter, reference[name]), name
+
+
+def test_initialisation_follows_the_seed(tiny_backend: Callable[..., Backend]) -> None:
+    """Another seed draws every A anew and leaves every B at zero."""
+    first, second = tiny_backend("seed=1").trainable(), tiny_backend("seed=2").trainable()
+    for name in first:
+        assert torch.equal(first[name], second[name]) is name.endswith("lora_b"), name
+
+
+@pytest.mark.parametrize("overrides", [[F32], [F32, "quant=fp4"], [F32, "lora=qv"]])
+def test_a_document_has_the_same_logits_packed_and_alone(
+    tiny_backend: Callable[..., Backend], documents: Encoded, overrides: list[str]
+) -> None:
+    """In f32, through base and adapter, to 1e-5."""
+    backend = tiny_backend(*overrides, live=True)
+    together = logits_of(backend, packed_batch(documents, [[0, 1, 2, 3]], index=0))
+    alone = [logits_of(backend, packed_batch(documents, [[i]], index=0)) for i in range(3)]
+    assert (together - torch.cat(alone)).abs().max() <= 1e-5
+
+
+def test_padded_and_packed_give_the_same_loss_and_gradients(
+    tiny_backend: Callable[..., Backend], documents: Encoded
+) -> None:
+    """In f32, whatever the pad id is."""
+    backend = tiny_backend(F32, STILL, live=True)
+    packed = packed_batch(documents, [[0, 1, 2, 3]], index=0)
+    expected, gradients = loss_of(backend.train(), packed), gradients_of(backend, packed)
+    for pad_id in (0, 2, 77):
+        padded = padded_batch(documents, [[0], [1], [2], [3]], index=0, pad_id=pad_id)
+        assert torch.allclose(loss_of(backend, padded), expected, rtol=1e-6)
+        for name, gradient in gradients_of(backend, padded).items():
+            assert torch.allclose(gradient, gradients[name], rtol=1e-4, atol=1e-5), name
+
+
+def test_changing_a_document_changes_nothing_in_the_others(
+    tiny_backend: Callable[..., Backend], documents: Encoded
+) -> None:
+    """Bit for bit, through base and adapter in bf16."""
+    backend = tiny_backend(live=True)
+    before = logits_of(backend, packed_batch(documents, [[0, 1, 2, 3]], index=0))
+    documents.ids[LENGTHS[0] : LENGTHS[0] + LENGTHS[1]] = 5  # document 1, whose target is one
+    after = logits_of(backend, packed_batch(documents, [[0, 1, 2, 3]], index=0))
+    assert torch.equal(before[:3], after[:3])
+    assert not torch.equal(before[3], after[3])
+    assert torch.equal(before[4:], after[4:])
+
+
+def test_hidden_states_are_those_of_supervised_positions_alone(
+    tiny_backend: Callable[..., Backend], batch: Batch
+) -> None:
+    """16 supervised tokens: 16 rows of 64, and 16 of 320 logits."""
+    backend = tiny_backend()
+    hidden = backend(batch)
+    assert hidden.shape == (16, 64)
+    assert backend.head(hidden).shape == (16, 320)

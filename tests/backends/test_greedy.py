@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from mens_exp.backends.greedy import evaluating, greedy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mens_exp.backends.qlora import QloraBackend
+    from mens_exp.rows.encode import Encoded
+
+F32 = "quant.compute_dtype=f32"
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15], [16]]
+NO_END = {319}  # an id the tests make sure does not come up
+
+
+@pytest.fixture
+def backend(tiny_backend: Callable[..., QloraBackend]) -> QloraBackend:
+    return tiny_backend(F32, "lora.dropout=0.4", live=True)
+
+
+def complete(
+    backend: QloraBackend, prompts: list[list[int]], *, limit: int = 12, end_ids: set[int] = NO_END
+) -> list[list[int]]:
+    return backend.generate(prompts, max_new_tokens=limit, end_ids=end_ids, pad_id=0)
+
+
+def test_each_prompt_is_continued_as_if_it_were_alone(backend: QloraBackend) -> None:
+    """Left padding changes no id in f32."""
+    together = complete(backend, PROMPTS)
+    assert together == [complete(backend, [prompt])[0] for prompt in PROMPTS]
+    assert [len(ids) for ids in together] == [12, 12, 12]
+
+
+def test_every_id_is_the_most_likely_next_one(
+    backend: QloraBackend, documents_of: Callable[..., Encoded]
+) -> None:
+    """Checked by feeding the completion back through the training forward pass."""
+    from mens_exp.data.batch import packed_batch
+
+    (completion,) = complete(backend, [PROMPTS[0]])
+    ids = PROMPTS[0] + completion
+    encoded = documents_of([ids], [[0] * 4 + [1] * 12])
+    backend.eval()
+    with torch.no_grad():
+        logits = backend.head(backend(packed_batch(encoded, [[0]], index=0)))
+    assert logits.argmax(-1).tolist() == completion
+
+
+def test_a_completion_stops_at_the_first_end_id_and_keeps_it(backend: QloraBackend) -> None:
+    """Of two end ids the first to come ends it; the others go on to the limit or their own."""
+    free = complete(backend, PROMPTS)
+    ends = {free[0][4], free[1][7]}
+
+    def cut(ids: list[int]) -> list[int]:
+        return ids[: next((i for i, token in enumerate(ids) if token in ends), 11) + 1]
+
+    stopped = complete(backend, PROMPTS, end_ids=ends)
+    assert stopped == [cut(ids) for ids in free]
+    assert len(stopped[0]) < 12
+
+
+def test_nothing_is_dropped_while_generating(backend: QloraBackend) -> None:
+    """In training mode and at any micro-batch, completions are those of evaluation mode."""
+    expected = complete(backend.eval(), PROMPTS)
+    backend.train()
+    for index in (0, 1):
+        backend.begin(index)
+        assert complete(backend, PROMPTS) == expected
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_mode_is_as_before_afterwards(backend: QloraBackend, training: bool) -> None:
+    """Module by module, also where they differ."""
+    backend.train(training)
+    odd = backend.causal_lm.model.layers[0]
+    odd.train(not training)
+    before = [module.training for module in backend.modules()]
+    complete(backend, PROMPTS, limit=2)
+    assert [module.training for module in backend.modules()] == before
+
+
+def test_the_mode_is_as_before_after_an_error(backend: QloraBackend) -> None:
+    """A failing block does not leave the model in evaluation mode."""
+    backend.train()
+    seen = []
+
+    def fail() -> None:
+        with evaluating(backend):
+            seen.append(backend.training)
+            raise OSError("lost")
+
+    with pytest.raises(OSError, match="lost"):
+        fail()
+    assert seen == [False]
+    assert all(module.training for module in backend.modules())
+
+
+def test_sampling_settings_of_the_checkpoint_play_no_part(backend: QloraBackend) -> None:
+    """A repetition penalty in generation_config.json would change what greedy means."""
+    expected = complete(backend, PROMPTS)
+    loaded = backend.causal_lm.generation_config
+    loaded.repetition_penalty, loaded.no_repeat_ngram_size = 9.0, 1
+    loaded.do_sample, loaded.temperature, loaded.max_length = True, 3.0, 5
+    assert complete(backend, PROMPTS) == expected
+
+
+def test_the_base_is_what_completes_while_the_adapter_is_off(
+    backend: QloraBackend, tiny_backend: Callable[..., QloraBackend]
+) -> None:
+    """Off, the completions are a fresh graph's; on, they are not."""
+    fresh = complete(tiny_backend(F32), PROMPTS)
+    assert complete(backend, PROMPTS) != fresh
+    with backend.base_only():
+        assert complete(backend, PROMPTS) == fresh
+
+
+def test_generating_leaves_the_gradients_of_the_next_step_as_they_were(
+    backend: QloraBackend, random_documents: Callable[..., Encoded]
+) -> None:
+    """No inference tensor or repacked weight stays behind."""
+    from mens_exp.data.batch import packed_batch
+
+    batch = packed_batch(random_documents([20]), [[0]], index=0)
+
+    def gradient() -> torch.Tensor:
+        backend.train().zero_grad()
+        backend.begin(0)
+        backend(batch).square().sum().backward()
+        found = backend.trainable()["l0.q.lora_a"].grad
+        assert found is not None
+        return found.clone()
+
+    before = gradient()
+    complete(backend, PROMPTS)
+    assert torch.equal(gradient(), before)
+
+
+def test_a_limit_of_one_token_gives_one(backend: QloraBackend) -> None:
+    """The shortest completion there is."""
+    ids = greedy(backend.causal_lm, [PROMPTS[0]], max_new_tokens=1, end_ids=NO_END, pad_id=0)
+    assert [len(row) for row in ids] == [1]

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.config.compose import Composed, compose
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NEEDS = {
+    "model=hf": ["model.id=somewhere"],
+    "data=jsonl": ["data.path=rows.jsonl"],
+    "task=evaluate": ["path=latest"],
+}
+
+
+@pytest.fixture(scope="session")
+def option() -> Callable[[str], Composed]:
+    """Compose one option with the values it requires; once for all tests, so do not change it."""
+
+    @functools.cache
+    def composed(override: str) -> Composed:
+        return compose([[override, *NEEDS.get(override, [])]])[0]
+
+    return composed

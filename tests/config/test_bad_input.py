@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.cli import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, str]:
+    """Run a refused command; return each problem's lines by its first one's place."""
+    assert main(arguments) == 2
+    blocks: dict[str, str] = {}
+    for line in capsys.readouterr().err.splitlines():
+        if not line.startswith(" "):
+            place = line.partition(": ")[0]
+        blocks[place] = f"{blocks.get(place, '')}{line}\n"
+    return blocks
+
+
+def test_every_fault_of_a_command_is_told_at_once(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Keys, options, values and files: place, finding, what is accepted, the nearest name."""
+    (here / "misnamed.jsonl").write_text('{"prompt": "p", "response": "r"}\n', "utf-8")
+    said = refusal(
+        capsys,
+        "quant.duble_quant=true",
+        "+lora.foo=1",
+        "backend=qlra",
+        "lora.r=0",
+        "data=jsonl",
+        "data.path=misnamd.jsonl",
+        "model=tiny_llama",
+        "data.seq_len=4096",
+    )
+    expectations = {
+        "quant.duble_quant": ["quant.duble_quant=true", "the nearest is quant.double_quant"],
+        "lora.foo": ["+lora.foo=1", "one of lora.name, ", "the nearest is lora.r"],
+        "backend": ["qlra", "the nearest is qlora"],
+        "lora.r": ["0", "a value >= 1"],
+        "data.path": ["misnamd.jsonl", "the nearest there is misnamed.jsonl"],
+        "data.seq_len": ["4096", "at most 2048 for tiny_llama"],
+    }
+    assert said.keys() == expectations.keys()
+    for place, parts in expectations.items():
+        assert all(part in said[place] for part in parts)
+    assert list(here.iterdir()) == [here / "misnamed.jsonl"]
+
+
+def test_faulty_rows_are_told_with_the_faulty_override(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line that is no JSON and a row without a response, each by file and line."""
+    rows = here / "rows.jsonl"
+    rows.write_text('{"prompt": "p", "response": "r"}\nnot JSON\n{"prompt": "p"}\n', "utf-8")
+    said = refusal(capsys, "model=tiny_llama", "data=jsonl", f"data.path={rows}", "lora.r=0")
+    assert said.keys() == {f"{rows}:2", f"{rows}:3", "lora.r"}
+    assert "not JSON" in said[f"{rows}:2"]
+    assert "'response' (alias 'output')" in said[f"{rows}:3"]
+    assert list(here.iterdir()) == [rows]
+
+
+def test_truncated_base_model_is_told_before_anything_runs(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The safetensors file is named; no run directory is left."""
+    base = here / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps({"model_type": "llama"}), "utf-8")
+    (base / "tokenizer.json").write_text("{}", "utf-8")
+    (base / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
+    said = refusal(capsys, "model=hf", f"model.id={base}")
+    assert list(said) == [str(base / "model.safetensors")]
+    assert "truncated" in said[str(base / "model.safetensors")]
+    assert list(here.iterdir()) == [base]
+
+
+def test_sweep_with_one_faulty_cell_starts_none(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What can be told beforehand is not found out in the second run."""
+    said = refusal(capsys, "-m", "model=tiny_llama", "lora.r=4,0", "seed=1,2")
+    assert list(said) == ["lora.r"]
+    assert list(here.iterdir()) == []
+
+
+def test_unknown_flag_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is shown, and where to look."""
+    said = refusal(capsys, "--bogus")
+    assert "--bogus" in "".join(said.values())
+    assert "--help" in "".join(said.values())

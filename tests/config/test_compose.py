@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import dataclasses
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from mens_exp.config.compose import (
+    compose,
+    config_digest,
+    from_yaml,
+    group_options,
+    to_yaml,
+    typed,
+)
+from mens_exp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.config.compose import Composed
+
+OPTIONS = [f"{group}={option}" for group, options in group_options().items() for option in options]
+
+
+def values(*overrides: str) -> DictConfig:
+    return compose([list(overrides)])[0].values
+
+
+def stored(path: Path, text: str) -> Path:
+    file = path / "config.yaml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def leaves(config: Any, prefix: str = "") -> list[str]:
+    if not isinstance(config, DictConfig):
+        return [prefix.removesuffix(".")]
+    return [leaf for name in config for leaf in leaves(config[name], f"{prefix}{name}.")]
+
+
+def changed(value: Any) -> Any:
+    """Return another value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, Enum):
+        return next(other for other in type(value) if other is not value)
+    if isinstance(value, int | float):
+        return value + 1
+    if isinstance(value, str):
+        return f"{value}x"
+    return [*value, 0.5] if value and isinstance(value[0], float) else [*value, "x"]
+
+
+@pytest.mark.parametrize("override", OPTIONS)
+def test_stored_configuration_reads_back_the_same(
+    override: str, option: Callable[[str], Composed], tmp_path: Path
+) -> None:
+    """Values, types and digest survive the run's own config.yaml, for every option."""
+    before = option(override).values
+    after = from_yaml(stored(tmp_path, to_yaml(before)))
+    assert typed(after) == typed(before)
+    assert config_digest(after) == config_digest(before)
+
+
+def test_changed_values_read_back_too(tmp_path: Path) -> None:
+    """Enums, lists, nulls and numbers that are not the default."""
+    before = values(
+        "quant.compute_dtype=f32",
+        "optim.betas=[0.8,0.9]",
+        "trainer.deterministic=false",
+        "logger.tags=[a,'1']",
+        "optim.lr=3e-5",
+        "callbacks.checkpoint.keep=7",
+    )
+    after = typed(from_yaml(stored(tmp_path, to_yaml(before))))
+    assert after == typed(before)
+    assert after.logger.tags == ["a", "1"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("lora: {rank: 3}\ndata: {source: stdlib}", "rank"),
+        ("data: {source: parquet}", "parquet"),
+        ("data: {}", "source"),
+        ("lora: {r: many}", "many"),
+        ("flavour: {sweet: true}", "flavour"),
+        ("flavour: 1", "flavour"),
+        ("- a list", "no mapping"),
+        ("lora: [", "flow node"),
+    ],
+)
+def test_stored_configuration_of_other_schemas_is_refused(
+    tmp_path: Path, text: str, reason: str
+) -> None:
+    """The file is named, and what was found in it."""
+    file = stored(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        from_yaml(file)
+    assert caught.value.where == str(file)
+    assert reason in str(caught.value.found)
+
+
+def test_absent_configuration_is_refused(tmp_path: Path) -> None:
+    """A run directory without config.yaml is named, not a traceback."""
+    with pytest.raises(ConfigError, match=r"config\.yaml: .* cannot be read"):
+        from_yaml(tmp_path / "config.yaml")
+
+
+def test_every_value_enters_the_digest() -> None:
+    """To change any one leaf changes it, each in its own way."""
+    base = values("trainer.deterministic=true", "trainer.val_check_interval=3", "path=p")
+    base.resume, base.logger.entity, base.logger.group, base.logger.name = "r", "e", "g", "n"
+    digests = {config_digest(base)}
+    paths = leaves(base)
+    for path in paths:
+        other = base.copy()
+        OmegaConf.update(other, path, changed(OmegaConf.select(base, path)))
+        digests.add(config_digest(other))
+    assert len(paths) > 50
+    assert len(digests) == len(paths) + 1
+
+
+def test_null_and_absent_callback_enter_the_digest() -> None:
+    """A value that becomes null, or a callback that is gone, is another configuration."""
+    texts = ["trainer.val_check_interval=3", "~callbacks.memory", "seed=42"]
+    digests = [config_digest(values(text)) for text in texts]
+    assert len(set(digests)) == 3
+    assert digests[2] == config_digest(values())
+
+
+def test_order_does_not_enter_the_digest() -> None:
+    """Neither that of the overrides nor that of the keys."""
+    one = values("lora.r=8", "seed=3", "callbacks=[facts,telemetry]")
+    two = values("callbacks=[telemetry,facts]", "seed=3", "lora.r=8")
+    assert list(one.callbacks) != list(two.callbacks)
+    assert config_digest(one) == config_digest(two)
+
+
+def test_interpolation_is_resolved_in_digest_and_file() -> None:
+    """A value stored by reference is the value."""
+    config = values("model=tiny_llama", "data.seq_len=${model.max_position_embeddings}")
+    same = values("model=tiny_llama", "data.seq_len=2048")
+    assert config_digest(config) == config_digest(same)
+    assert "seq_len: 2048" in to_yaml(config)
+
+
+def test_typed_configuration_holds_no_omegaconf_container() -> None:
+    """Groups are their schemas' dataclasses, lists and mappings Python's own."""
+    config = typed(values("model=tiny_llama"))
+    assert type(config.model).__name__ == "RandomModel"
+    assert type(config.lora.targets) is list
+    assert type(config.callbacks) is dict
+    assert all(dataclasses.is_dataclass(callback) for callback in config.callbacks.values())
+
+
+def test_choices_name_the_option_of_each_group() -> None:
+    """What an experiment chooses counts, and no experiment is None."""
+    smoke, none = compose([["experiment=smoke", "lora=qv"], []])
+    assert (smoke.choices["model"], smoke.choices["lora"]) == ("tiny_llama", "qv")
+    assert (smoke.choices["experiment"], none.choices["experiment"]) == ("smoke", None)
+
+
+def test_command_beats_experiment_beats_defaults() -> None:
+    """An experiment changes the defaults and the command changes the experiment."""
+    smoke = values("experiment=smoke", "trainer.max_steps=7")
+    assert (smoke.trainer.max_steps, smoke.data.seq_len, smoke.lora.r) == (7, 256, 16)

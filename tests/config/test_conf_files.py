@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+from omegaconf import OmegaConf
+
+from mens_exp.config.compose import compose, config_directory, group_options, typed
+from mens_exp.config.root import RunConfig
+from mens_exp.config.store import DISCRIMINATORS, SCHEMAS, SET_BY_OPTION
+from mens_exp.config.validate import TASK_READS, problems_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from mens_exp.config.compose import Composed
+
+ROOT = config_directory()
+FILES = sorted(ROOT.rglob("*.yaml"))
+OPTIONS = [f"{group}={option}" for group, options in group_options().items() for option in options]
+
+
+def name(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
+def header(file: Path) -> list[str]:
+    """Return the comment lines at the top, Hydra's own directive left out."""
+    lines = file.read_text("utf-8").splitlines()
+    end = next(i for i, line in enumerate(lines) if not line.startswith("#"))
+    return [line for line in lines[:end] if not line.startswith("# @package")]
+
+
+def schemas() -> Iterator[type]:
+    yield RunConfig
+    for group in SCHEMAS.values():
+        yield from group.values()
+
+
+@pytest.mark.parametrize("file", FILES, ids=name)
+def test_file_opens_with_one_line_that_says_what_it_is_for(file: Path) -> None:
+    """A sentence of its own; only experiments go on, with command and expectation."""
+    first, *others = header(file)
+    assert re.fullmatch(r"# \S.{10,97}[.?]", first)
+    assert bool(others) == (file.parent.name == "experiment")
+
+
+@pytest.mark.parametrize("experiment", group_options()["experiment"])
+def test_experiment_states_question_command_and_expectation(experiment: str) -> None:
+    """Its comment asks, shows the exact command, and says what to expect of it."""
+    question, command, expected = header(ROOT / "experiment" / f"{experiment}.yaml")
+    assert "?" in question
+    assert command.startswith("# Command:  python -m mens_exp ")
+    assert f"experiment={experiment}" in command.split()
+    assert re.match(r"# Expected: about .*(s|minutes).* GB.*; metric: ", expected)
+
+
+@pytest.mark.parametrize("override", OPTIONS)
+def test_option_composes_and_is_valid(override: str, option: Callable[[str], Composed]) -> None:
+    """Each option of each group makes a whole, typed configuration without a known problem."""
+    composed = option(override)
+    group, _, name = override.partition("=")
+    assert problems_of(typed(composed.values)) == []
+    assert composed.choices[group] == name
+
+
+def test_root_chooses_an_option_of_every_group() -> None:
+    """The defaults list names each group that there is, and nothing else."""
+    composed = compose([[]])[0]
+    assert composed.choices.keys() == group_options().keys()
+    assert composed.choices.pop("experiment") is None
+    assert all(option in group_options()[group] for group, option in composed.choices.items())
+
+
+def test_every_group_has_a_schema() -> None:
+    """A group without one would take any key; experiments set keys of the others."""
+    assert SCHEMAS.keys() == group_options().keys() - {"experiment"}
+
+
+def test_every_setting_is_documented() -> None:
+    """A field says what it decides, itself or in the class that declares it first."""
+    silent = []
+    for schema in schemas():
+        for field in dataclasses.fields(schema):
+            declared = [
+                parent.__dataclass_fields__[field.name].metadata.get("doc")
+                for parent in schema.__mro__
+                if field.name in getattr(parent, "__dataclass_fields__", {})
+            ]
+            is_group = field.name in SCHEMAS
+            if not (is_group and schema is RunConfig) and not any(declared):
+                silent.append(f"{schema.__name__}.{field.name}")
+    assert silent == []
+
+
+def test_numbers_have_a_range() -> None:
+    """Every whole or real number says what is accepted."""
+    open_ended = [
+        f"{schema.__name__}.{field.name}"
+        for schema in schemas()
+        for field in dataclasses.fields(schema)
+        if re.match(r"(int|float)\b", str(field.type)) and field.metadata.get("range") is None
+    ]
+    assert open_ended == []
+
+
+def test_discriminators_are_fields_that_tell_options_apart() -> None:
+    """Each schema of such a group has its own value there, so that stored values find it."""
+    for group, field in DISCRIMINATORS.items():
+        values = [getattr(schema(), field) for schema in SCHEMAS[group].values()]
+        assert values == list(SCHEMAS[group])
+
+
+def test_fields_set_by_the_option_exist() -> None:
+    """Every such key names a field of its group."""
+    values = compose([[]])[0].values
+    assert all(OmegaConf.select(values, key) is not None for key in SET_BY_OPTION)
+
+
+def test_every_task_says_what_it_reads() -> None:
+    """The table of what a task reads has a line for each task."""
+    assert TASK_READS.keys() == set(group_options()["task"])
+
+
+def test_callbacks_are_named_after_their_files(option: Callable[[str], Composed]) -> None:
+    """`callbacks.<file>` is where a callback's settings lie."""
+    collections = {"default", "minimal"}
+    blocks = set(group_options()["callbacks"]) - collections
+    assert all(set(option(f"callbacks={name}").values.callbacks) <= blocks for name in collections)
+    assert all(list(option(f"callbacks={name}").values.callbacks) == [name] for name in blocks)

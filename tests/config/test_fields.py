@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mens_exp.config.fields import Range, range_of, setting
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Example:
+    share: float = setting(0.5, "A share.", ge=0, lt=1)
+    tags: list[str] = setting(["a"], "Tags.")  # noqa: RUF009  # `setting` returns a field
+
+
+@pytest.mark.parametrize(
+    ("bounds", "inside", "outside"),
+    [
+        (Range(ge=1), [1, 1.5, 10**9], [0, 0.999, -1]),
+        (Range(gt=0), [1e-12], [0, -1]),
+        (Range(le=1), [1, -5], [1.001]),
+        (Range(lt=1), [0.999], [1]),
+        (Range(ge=0, lt=1), [0, 0.5], [-0.1, 1]),
+    ],
+)
+def test_range_accepts_its_interval_only(
+    bounds: Range, inside: list[float], outside: list[float]
+) -> None:
+    """`ge` and `le` include the bound, `gt` and `lt` leave it out."""
+    assert all(bounds.accepts(value) for value in inside)
+    assert not any(bounds.accepts(value) for value in outside)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_range_refuses_what_is_not_finite(value: float) -> None:
+    """Not even where no bound is on that side."""
+    assert not Range().accepts(value)
+
+
+def test_range_is_written_as_a_message_shows_it() -> None:
+    """Both bounds, in the order lower, upper."""
+    assert str(Range(ge=0, lt=1)) == ">= 0 and < 1"
+
+
+def test_setting_keeps_doc_and_range() -> None:
+    """The metadata is where validation and documentation find them."""
+    share, tags = dataclasses.fields(Example)
+    assert share.metadata["doc"] == "A share."
+    assert range_of(share) == Range(ge=0, lt=1)
+    assert range_of(tags) is None
+
+
+def test_list_default_is_a_copy_for_each_instance() -> None:
+    """Two configurations never share a list."""
+    first, second = Example(), Example()
+    first.tags.append("b")
+    assert second.tags == ["a"]

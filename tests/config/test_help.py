@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import yaml
+
+import mens_exp
+from mens_exp.config.compose import compose, config_directory, group_options
+from mens_exp.config.overrides import check
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mens_exp.config.compose import Composed
+
+HELP = yaml.safe_load((config_directory() / "hydra/help/mens_exp.yaml").read_text("utf-8"))
+TEXT: str = HELP["template"]
+HEAVY = ["torch", "transformers", "lightning", "wandb", "peft", "bitsandbytes"]
+MAIN_TASKS = 6  # what help shows first
+
+
+def section(title: str) -> list[str]:
+    """Return the indented lines under a heading."""
+    lines = TEXT.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(title)) + 1
+    end = next((i for i in range(start, len(lines)) if not lines[i].startswith("  ")), len(lines))
+    return [line.strip() for line in lines[start:end]]
+
+
+def listed_groups() -> dict[str, list[str]]:
+    """Read the options of each group off their column."""
+    columns = (
+        re.match(r"(\w+)\s+(\S+(?: \S+)*)\s{2,}\S|(\w+) (\S+(?: \S+)*)  ", line)
+        for line in section("Config groups")
+    )
+    found = {}
+    for column in columns:
+        assert column is not None, "a line of help is group, options, what it decides"
+        found[column[1] or column[3]] = (column[2] or column[4]).split()
+    return found
+
+
+def test_help_lists_every_group_with_every_option() -> None:
+    """The default first, as composed; callbacks by their collections, the blocks being many."""
+    defaults = compose([[]])[0].choices
+    expected = {group: set(options) for group, options in group_options().items()}
+    expected["callbacks"] = {"default", "minimal"}
+    del expected["task"]
+    found = listed_groups()
+    assert {group: set(options) for group, options in found.items()} == expected
+    assert all(o[0] == defaults[g] for g, o in found.items() if g != "experiment")
+
+
+def test_help_lists_the_tasks() -> None:
+    """Each one that exists, up to the six main ones, in the words of its YAML."""
+    tasks = {line.split()[0] for line in section("Tasks")}
+    existing = set(group_options()["task"])
+    assert tasks <= existing
+    assert len(tasks) == min(len(existing), MAIN_TASKS)
+
+
+def test_settings_that_help_names_exist(option: Callable[[str], Composed]) -> None:
+    """What stands behind the options of a group are keys of its options."""
+    for line in section("Config groups"):
+        group, rest = line.split(maxsplit=1)
+        names = re.findall(r"\b[a-z]+(?:_[a-z]+)+\b|\b(?:r|lr|eps|path)\b", rest)
+        keys = {
+            key
+            for name in group_options()[group]
+            for key in option(f"{group}={name}").values.get(group, {})
+        }
+        options = set(group_options()[group])
+        assert set(names) <= keys | options, group
+
+
+@pytest.mark.parametrize("line", section("Examples"))
+def test_example_of_help_composes(line: str) -> None:
+    """Each example is a command whose overrides are right."""
+    command = shlex.split(re.split(r"\s{3,}", line)[0])
+    assert command[:3] == ["python", "-m", "mens_exp"]
+    arguments = command[3:]
+    multirun = arguments[:1] == ["-m"]
+    checked = check(arguments[multirun:], multirun=multirun)
+    assert checked.problems == ()
+    assert len(checked.cells) == (4 if multirun else 1)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["--help"],
+        ["--cfg", "job"],
+        ["lora.r=0", "quant.duble_quant=true"],
+        ["task=plan", "experiment=smoke", "hydra.run.dir=out"],
+    ],
+    ids=" ".join,
+)
+def test_quick_answer_imports_nothing_heavy(command: list[str], tmp_path: Path) -> None:
+    """Help, the composed configuration, errors and a whole plan, in a fresh interpreter."""
+    code = (
+        "import json, sys\n"
+        "from mens_exp.cli import main\n"
+        f"code = main({command!r})\n"
+        f"loaded = [name for name in {HEAVY!r} if name in sys.modules]\n"
+        "print(json.dumps([code, loaded]), file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(mens_exp.__file__ or "").parents[1])},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    expected = 2 if "lora.r=0" in command else 0
+    assert json.loads(done.stderr.splitlines()[-1]) == [expected, []]

@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.utils import create_config_search_path
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from mens_exp.config.compose import config_directory
+from mens_exp.config.overrides import Checked, check
+from mens_exp.config.schedule import ScheduleKind
+
+if TYPE_CHECKING:
+    from mens_exp.config.root import RunConfig
+    from mens_exp.errors import MensError
+
+# Override, the place its message names, and what the message holds besides.
+REFUSED = [
+    (
+        "quant.duble_quant=true",
+        "quant.duble_quant",
+        ["unknown key", "found quant.duble_quant=true", "the nearest is quant.double_quant"],
+    ),
+    ("+lora.foo=1", "lora.foo", ["unknown key", "found +lora.foo=1", "one of lora.name, "]),
+    ("++lora.rr=1", "lora.rr", ["unknown key", "the nearest is lora.r"]),
+    ("backend=qlra", "backend", ["unknown option", "found qlra", "the nearest is qlora"]),
+    ("quant=null", "quant", ["unknown option", "found null", "one of fp4, nf4"]),
+    (
+        "data.path=missing.jsonl",
+        "data.path",
+        ["is no key of the chosen data", "data=jsonl, which has it", "add data=jsonl"],
+    ),
+    ("model.id=here", "model.id", ["is no key of the chosen model", "model=hf"]),
+    ("lr=1e-4", "lr", ["unknown key", "the whole path, optim.lr"]),
+    ("sede=1", "sede", ["unknown key", "the nearest is seed"]),
+    ("lora.x.y=1", "lora.x.y", ["unknown key", "one of lora.name, "]),
+    (
+        "callbacks.progres.plain_every_n_steps=1",
+        "callbacks.progres.plain_every_n_steps",
+        ["the nearest is callbacks.progress.plain_every_n_steps"],
+    ),
+    ("lora.alpha=many", "lora.alpha", ["wrong type", "found many", "a whole number"]),
+    ("trainer.max_steps=8.5", "trainer.max_steps", ["found 8.5", "a whole number"]),
+    ("data.seq_len=true", "data.seq_len", ["found true", "a whole number"]),
+    ("data.micro_batch_size=", "data.micro_batch_size", ["found ''", "a whole number"]),
+    ("suite.items='a: b'", "suite.items", ["found a: b", "a whole number"]),
+    ("optim.lr=[1]", "optim.lr", ["found [1]", "a number"]),
+    ("lora.dropout=null", "lora.dropout", ["found null", "a number"]),
+    ("data.packing=perhaps", "data.packing", ["found perhaps", "true or false"]),
+    ("trainer.deterministic=7.5", "trainer.deterministic", ["true or false, or null"]),
+    ("quant.compute_dtype=bf17", "quant.compute_dtype", ["bf16, f32; the nearest is bf16"]),
+    ("optim.betas=[0.9,x]", "optim.betas", ["found [0.9, 'x']", "a list of numbers"]),
+    ("logger.tags=one", "logger.tags", ["found one", "a list of texts"]),
+    ("logger.project=[a]", "logger.project", ["found ['a']", "text"]),
+    ("callbacks.progress=3", "callbacks.progress", ["a mapping with _target_, plain_every"]),
+    ("trainer={max_stps:3}", "trainer.max_stps", ["unknown key", "trainer.max_steps"]),
+    ("trainer={max_epochs:x}", "trainer.max_epochs", ["wrong type", "found x"]),
+    ("+optim.eps=1", "optim.eps", ["is there already", "write optim.eps="]),
+    ("+trainer=cpu", "trainer", ["is there already", "write trainer="]),
+    ("++tokenizer=hf", "tokenizer", ["is there already", "write tokenizer="]),
+    ("optim@here=adamw", "optim", ["is there already", "write optim="]),
+    ("~objective", "objective", ["every run needs this group", "found ~objective"]),
+    ("~seed", "seed", ["cannot be removed"]),
+    ("~callbacks.checkpoint.keep", "callbacks.checkpoint.keep", ["cannot be removed"]),
+    ("task.name=plan", "task.name", ["is set by the option", "task=<evaluate|plan|train>"]),
+    ("suite.name=none", "suite.name", ["is set by the option", "suite=<"]),
+    ("schedule.warmup_steps=1,2", "schedule.warmup_steps", ["several values need", "add -m"]),
+    ("no equals sign", None, ["not an override", "found no equals sign", "key=value"]),
+    ("hydra.runn.dir=x", None, ["Key 'runn' not in"]),
+]
+
+
+@functools.cache
+def checked(*texts: str, multirun: bool = False) -> Checked:
+    return check(texts, multirun=multirun)
+
+
+def config(*texts: str) -> RunConfig:
+    result = checked(*texts)
+    assert result.problems == ()
+    (cell,) = result.cells
+    return cell.config
+
+
+def problem(*texts: str, multirun: bool = False) -> MensError:
+    (only,) = checked(*texts, multirun=multirun).problems
+    return only
+
+
+@pytest.mark.parametrize(("text", "where", "parts"), REFUSED)
+def test_refused_override_is_told_among_all_others(
+    text: str, where: str | None, parts: list[str]
+) -> None:
+    """One command with every fault tells each: the place, what was found, what is accepted."""
+    problems = checked(*(text for text, _, _ in REFUSED)).problems
+    assert len(problems) == len(REFUSED)
+    mine = problems[[other for other, _, _ in REFUSED].index(text)]
+    assert mine.where == where
+    assert all(part in str(mine) for part in parts)
+    assert mine.exit_code == 2
+
+
+def test_refused_overrides_leave_the_others_in_force() -> None:
+    """What is left composes, so that its values and files can be judged too."""
+    result = checked("seed=7", "lora.rr=1", "lora.r=0")
+    assert [problem.where for problem in result.problems] == ["lora.rr", "lora.r"]
+    assert (result.cells[0].config.seed, result.cells[0].config.lora.r) == (7, 0)
+
+
+ACCEPTED = [
+    "optim.lr=1e-4",
+    "++lora.r=8",
+    "lora={alpha:4}",
+    "data.seq_len='256'",
+    "model=tiny_llama",
+    "suite.items=${lora.r}",
+    "trainer.deterministic=null",
+    "schedule=linear",
+    "quant.compute_dtype=f32",
+    "~callbacks.progress",
+    "callbacks.checkpoint.keep=3",
+    "logger.tags=[a,1]",
+    "~experiment",
+    "hydra.job.name=other",
+]
+
+
+def test_accepted_overrides_take_effect() -> None:
+    """Each kind that Hydra offers and that means something here."""
+    run = config(*ACCEPTED)
+    assert (run.optim.lr, run.lora.r, run.lora.alpha) == (1e-4, 8, 4)
+    assert (run.data.seq_len, run.model.name, run.suite.items) == (256, "tiny_llama", 8)  # type: ignore[attr-defined]
+    assert (run.trainer.deterministic, run.schedule.kind) == (None, ScheduleKind.linear)
+    assert (run.quant.compute_dtype.value, run.logger.tags) == ("f32", ["a", "1"])  # type: ignore[attr-defined]
+    assert "progress" not in run.callbacks
+    assert run.callbacks["checkpoint"].keep == 3  # type: ignore[attr-defined]
+
+
+def test_overrides_are_recorded_as_typed() -> None:
+    """The record repeats the command."""
+    assert checked(*ACCEPTED).cells[0].composed.overrides == tuple(ACCEPTED)
+
+
+def test_no_override_is_the_default_run() -> None:
+    """Nothing is wrong with the defaults."""
+    assert config().task.name == "train"
+
+
+def test_list_of_callbacks_composes_them() -> None:
+    """Hydra lets a group take several options; an unknown one among them is named."""
+    assert list(config("callbacks=[facts,telemetry]").callbacks) == ["facts", "telemetry"]
+    refused = problem("callbacks=[facts,telemetri]")
+    assert (refused.where, refused.found) == ("callbacks", "telemetri")
+
+
+def test_last_of_two_values_wins() -> None:
+    """As in Hydra."""
+    assert config("seed=1", "seed=2").seed == 2
+
+
+def test_key_of_a_misspelt_option_is_let_be() -> None:
+    """Only the option is wrong: its key would be right with the option that was meant."""
+    assert problem("data=jsnl", "data.path=rows.jsonl").where == "data"
+
+
+def test_wrong_key_of_a_misspelt_option_is_told() -> None:
+    """No option of the group has it."""
+    problems = checked("data=jsnl", "data.pth=rows.jsonl").problems
+    assert [problem.where for problem in problems] == ["data", "data.pth"]
+
+
+def test_required_value_is_asked_for() -> None:
+    """The key is named, with how to give it."""
+    asked = problem("data=jsonl")
+    assert (asked.where, asked.remedy) == ("data.path", "add data.path=…")
+    assert checked("data=jsonl").cells == ()
+
+
+def test_required_value_given_wrongly_is_not_asked_for_again() -> None:
+    """One fault, one message."""
+    assert "several values" in str(problem("data=jsonl", "data.path=a.jsonl,b.jsonl"))
+
+
+def test_value_that_does_not_resolve_is_told() -> None:
+    """An interpolation is judged when it is resolved."""
+    assert "nowhere" in str(problem("seed=${nowhere}"))
+
+
+def test_task_tells_what_it_does_not_read() -> None:
+    """Every explicit override without effect."""
+    problems = checked("task=evaluate", "path=latest", "seed=3", "lora=qv").problems
+    assert [problem.where for problem in problems] == ["seed", "lora"]
+    assert config("task=evaluate", "path=latest", "trainer=cpu").trainer.accelerator == "cpu"
+
+
+SWEEPS = [
+    ("seed=1,2", "lora=qv,mlp"),
+    ("quant.double_quant=true,false", "lora.r=choice(4,8)", "seed=range(1,3)"),
+    ("~callbacks.progress", "lora=glob(*v*)", "optim.betas=[0.9,0.99]"),
+    ("data.path='a,b'", "data=jsonl", "seed=2,1"),
+    ("seed=1,2", "seed=3"),
+]
+
+
+@pytest.mark.parametrize("texts", SWEEPS, ids=" ".join)
+def test_sweep_makes_the_cells_that_hydra_runs(texts: tuple[str, ...]) -> None:
+    """The same ones in the same order, as a cell is found by the number of Hydra's job."""
+    loader = ConfigLoaderImpl(create_config_search_path(str(config_directory())))
+    parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(texts))
+    hydras = BasicSweeper.split_arguments(parsed, None)[0]
+    result = checked(*texts, multirun=True)
+    assert result.problems == ()
+    ours = [list(cell.composed.overrides) for cell in result.cells]
+    # Hydra's sweeper writes ~key=null for ~key, which means the same.
+    assert ours == [[text.replace("progress=null", "progress") for text in cell] for cell in hydras]
+
+
+def test_cells_of_a_sweep_hold_its_values() -> None:
+    """Two factors with two values each are four runs."""
+    cells = checked("seed=1,2", "lora=qv,mlp", multirun=True).cells
+    assert [(cell.config.seed, cell.config.lora.name) for cell in cells] == [
+        (1, "qv"),
+        (1, "mlp"),
+        (2, "qv"),
+        (2, "mlp"),
+    ]
+
+
+def test_sweep_tells_the_one_wrong_value() -> None:
+    """Of a key, of an option, and out of range."""
+    texts = ("lora.r=8,abc", "lora=qv,qvv", "trainer.max_steps=4,60")
+    problems = checked(*texts, multirun=True).problems
+    assert [(p.where, p.found) for p in problems] == [("lora.r", "abc"), ("lora", "qvv")]
+    low = problem("lora.r=8,0", multirun=True)
+    assert (low.where, low.found) == ("lora.r", 0)
+
+
+def test_key_must_fit_every_option_of_a_sweep() -> None:
+    """`data.path` would have no effect in half of the runs."""
+    refused = problem("data=jsonl,stdlib", "data.path=rows.jsonl", multirun=True)
+    assert (refused.where, "data=jsonl" in str(refused)) == ("data.path", True)
+
+
+@pytest.mark.parametrize("text", ["lora.r=interval(1,8)", "seed=shuffle(1,2,3)"])
+def test_sweep_without_a_fixed_list_is_refused(text: str) -> None:
+    """Cells that are not known beforehand cannot be checked."""
+    assert "must list its values, in order" in str(problem(text, multirun=True))

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.config.compose import compose, group_options, typed
+from mens_exp.config.validate import TASK_READS, problems_of, range_problems, unread_overrides
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mens_exp.config.root import RunConfig
+
+Changed = dict[str, Any]
+
+
+@pytest.fixture(scope="session")
+def make() -> Callable[[Changed], RunConfig]:
+    """Return a valid tiny_llama configuration with some values changed, by dotted path."""
+    valid = typed(compose([["model=tiny_llama", "data=jsonl", "data.path=rows.jsonl"]])[0].values)
+
+    def changed(values: Changed) -> RunConfig:
+        config = copy.deepcopy(valid)
+        for path, value in values.items():
+            *groups, name = path.split(".")
+            node: Any = config
+            for group in groups:
+                node = node[group] if isinstance(node, dict) else getattr(node, group)
+            setattr(node, name, value)
+        return config
+
+    return changed
+
+
+def places(config: RunConfig) -> list[str | None]:
+    return [problem.where for problem in problems_of(config)]
+
+
+GOOD: list[Changed] = [
+    {},
+    {"lora.r": 1, "lora.dropout": 0.0},
+    {"trainer.max_steps": -1, "trainer.max_epochs": 2},
+    {"trainer.max_steps": 4, "schedule.warmup_steps": 3},
+    {"trainer.max_steps": -1, "trainer.max_epochs": 1, "schedule.warmup_steps": 9},
+    {"optim.betas": [0.0, 0.999]},
+    {"trainer.accelerator": "gpu"},
+    {"data.val_frac": 0.4, "data.heldout_frac": 0.5},
+    {"lora.targets": ["q_proj"]},
+    {"model.hidden_size": 128, "model.num_attention_heads": 64, "model.num_key_value_heads": 32},
+    {"task.name": "evaluate", "path": "latest"},
+]
+
+BAD: list[tuple[Changed, str, str, str]] = [
+    ({"lora.r": 0}, "lora.r", "found 0", "a value >= 1"),
+    ({"lora.dropout": 1.0}, "lora.dropout", "found 1.0", ">= 0 and < 1"),
+    ({"optim.lr": float("nan")}, "optim.lr", "found nan", "a finite value > 0"),
+    ({"optim.lr": float("inf")}, "optim.lr", "found inf", "a finite value > 0"),
+    ({"seed": -1}, "seed", "found -1", ">= 0"),
+    (
+        {"callbacks.checkpoint.every_n_steps": 0},
+        "callbacks.checkpoint.every_n_steps",
+        "found 0",
+        "a value >= 1",
+    ),
+    ({"trainer.val_check_interval": 0}, "trainer.val_check_interval", "found 0", ">= 1"),
+    ({"trainer.max_steps": -1}, "trainer.max_steps", "nothing bounds", "at least 1 step"),
+    ({"trainer.max_steps": 0}, "trainer.max_steps", "nothing bounds", "at least 1 step"),
+    ({"trainer.max_epochs": 0}, "trainer.max_epochs", "zero trains nothing", "-1 or at least 1"),
+    (
+        {"trainer.max_steps": 3, "schedule.warmup_steps": 3},
+        "schedule.warmup_steps",
+        "found 3",
+        "less than trainer.max_steps (3)",
+    ),
+    ({"optim.betas": [0.9]}, "optim.betas", "found [0.9]", "two numbers"),
+    ({"optim.betas": [0.9, 1.0]}, "optim.betas", "found [0.9, 1.0]", "< 1"),
+    ({"optim.betas": [float("nan"), 0.9]}, "optim.betas", "nan", "two numbers"),
+    ({"trainer.accelerator": "cpuu"}, "trainer.accelerator", "cpuu", "the nearest is cpu"),
+    (
+        {"data.val_frac": 0.5, "data.heldout_frac": 0.5},
+        "data.val_frac",
+        "0.5 + heldout_frac 0.5",
+        "a sum under 1",
+    ),
+    ({"data.path": ""}, "data.path", "no file named", "the path of a JSONL file"),
+    ({"lora.targets": []}, "lora.targets", "found []", "at least one module name"),
+    (
+        {"lora.targets": ["q_proj", "q_proj"]},
+        "lora.targets",
+        "found q_proj, q_proj",
+        "each module once",
+    ),
+    ({"objective.name": "casual"}, "objective.name", "casual", "the nearest is causal"),
+    ({"model.hidden_size": 96}, "model.hidden_size", "found 96", "a multiple of 64"),
+    ({"model.intermediate_size": 65}, "model.intermediate_size", "found 65", "a multiple of 64"),
+    (
+        {"model.num_attention_heads": 64, "model.num_key_value_heads": 2},
+        "model.num_attention_heads",
+        "64 heads for a width of 64",
+        "divisible by twice the heads",
+    ),
+    (
+        {"model.num_key_value_heads": 3},
+        "model.num_key_value_heads",
+        "3 for 4 query heads",
+        "a divisor",
+    ),
+    ({"task.name": "evaluate"}, "path", "no run to evaluate", "latest"),
+]
+
+
+@pytest.mark.parametrize("values", GOOD, ids=str)
+def test_sound_values_raise_no_problem(
+    make: Callable[[Changed], RunConfig], values: Changed
+) -> None:
+    """The limits themselves are accepted."""
+    assert problems_of(make(values)) == []
+
+
+@pytest.mark.parametrize(("values", "where", "found", "expected"), BAD)
+def test_wrong_value_is_named_with_what_is_accepted(
+    make: Callable[[Changed], RunConfig], values: Changed, where: str, found: str, expected: str
+) -> None:
+    """One problem, at its dotted path."""
+    (problem,) = problems_of(make(values))
+    assert problem.where == where
+    assert found in str(problem)
+    assert expected in (problem.expected or "")
+    assert problem.exit_code == 2
+
+
+def test_all_problems_come_together(make: Callable[[Changed], RunConfig]) -> None:
+    """A number out of range hides neither another one nor a rule between values."""
+    config = make(
+        {
+            "lora.r": 0,
+            "optim.lr": -1.0,
+            "data.val_frac": 1.5,
+            "lora.targets": [],
+            "model.num_attention_heads": 0,
+            "trainer.max_steps": 2,
+        }
+    )
+    assert places(config) == [
+        "model.num_attention_heads",
+        "lora.r",
+        "data.val_frac",
+        "optim.lr",
+        "schedule.warmup_steps",
+        "data.val_frac",
+        "lora.targets",
+    ]
+
+
+def test_evaluating_with_no_suite_is_refused(make: Callable[[Changed], RunConfig]) -> None:
+    """There would be nothing to do."""
+    config = make({"task.name": "evaluate", "path": "latest", "suite.name": "none"})
+    assert places(config) == ["suite"]
+
+
+def test_ranges_of_one_group_can_be_asked_for(make: Callable[[Changed], RunConfig]) -> None:
+    """The prefix makes the dotted path; other groups do not count."""
+    config = make({"model.vocab_size": 0, "lora.r": 0})
+    assert [p.where for p in range_problems(config.model, "model.")] == ["model.vocab_size"]
+
+
+@pytest.mark.parametrize(
+    ("task", "key"),
+    [
+        ("train", "path"),
+        ("plan", "path"),
+        ("plan", "resume"),
+        ("evaluate", "seed"),
+        ("evaluate", "lora.r"),
+        ("evaluate", "model"),
+        ("evaluate", "experiment"),
+        ("evaluate", "trainer.max_steps"),
+        ("evaluate", "logger.mode"),
+    ],
+)
+def test_override_that_the_task_never_reads_is_refused(task: str, key: str) -> None:
+    """It would have no effect, and the message names the combination."""
+    (problem,) = unread_overrides(task, [key])
+    assert problem.where == key
+    assert f"has no effect with task={task}" in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("task", "key"),
+    [
+        ("train", "lora.r"),
+        ("train", "experiment"),
+        ("train", "task"),
+        ("train", "hydra.run.dir"),
+        ("plan", "logger.mode"),
+        ("evaluate", "path"),
+        ("evaluate", "suite"),
+        ("evaluate", "suite.items"),
+        ("evaluate", "trainer"),
+        ("evaluate", "trainer.accelerator"),
+        ("evaluate", "hydra"),
+    ],
+)
+def test_override_that_the_task_reads_is_accepted(task: str, key: str) -> None:
+    """A plan reads all that the run it plans would; `trainer=cpu` chooses where to evaluate."""
+    assert unread_overrides(task, [key]) == []
+
+
+def test_what_tasks_read_exists(make: Callable[[Changed], RunConfig]) -> None:
+    """Every name in the table is a field of the configuration, or a group."""
+    config = make({})
+    for path in set().union(*TASK_READS.values()):
+        group, _, field = path.partition(".")
+        assert group in {*group_options(), *type(config).__dataclass_fields__}
+        if field:
+            assert field in {f.name for f in dataclasses.fields(getattr(config, group))}

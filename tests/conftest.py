@@ -1,0 +1,166 @@
+"""Fixtures that the tests of several packages lean on."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+# One thread: tiny models gain nothing from more, and threads that wait for each other on a busy
+# machine take a hundred times as long. Before torch is imported, and for subprocesses too.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import numpy as np
+import pytest
+
+from mens_exp.config.compose import compose, typed
+from mens_exp.rows.encode import Encoded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.backends.qlora import QloraBackend
+    from mens_exp.config.root import RunConfig
+    from mens_exp.model.resolve import BaseModel
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Keep the tests out of the user's own cache; one for the whole session."""
+    root = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MENS_EXP_CACHE", str(root))
+        yield root
+
+
+@pytest.fixture(scope="session")
+def tiny_config() -> Callable[..., RunConfig]:
+    """Compose a configuration of tiny_llama on CPU from overrides."""
+
+    @functools.cache  # Hydra takes a third of a second each time
+    def composed(*overrides: str) -> RunConfig:
+        ours = ["model=tiny_llama", "logger=none", "trainer=cpu", "suite=none", *overrides]
+        return typed(compose([ours])[0].values)
+
+    return lambda *overrides: copy.deepcopy(composed(*overrides))
+
+
+@pytest.fixture(scope="session")
+def tiny_base(cache: Path, tiny_config: Callable[..., RunConfig]) -> BaseModel:
+    """Two random Llama layers on disk."""
+    from mens_exp.model.resolve import resolve
+
+    return resolve(tiny_config().model, cache)
+
+
+@pytest.fixture(scope="session")
+def tiny_backend(
+    tiny_base: BaseModel, tiny_config: Callable[..., RunConfig]
+) -> Callable[..., QloraBackend]:
+    """Build a fresh QLoRA graph on tiny_llama; `live` fills B, which starts at zero."""
+    import torch
+
+    from mens_exp.backends.qlora import QloraBackend
+
+    def build(*overrides: str, live: bool = False) -> QloraBackend:
+        backend = QloraBackend(tiny_config(*overrides), tiny_base, torch.device("cpu"))
+        if live:
+            generator = torch.Generator().manual_seed(0)
+            for name, parameter in backend.trainable().items():
+                if name.endswith("lora_b"):
+                    parameter.data.normal_(std=0.1, generator=generator)
+        return backend
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def documents_of() -> Callable[..., Encoded]:
+    """Make encoded documents from lists of ids and of what is supervised."""
+
+    def made(ids: Sequence[Sequence[int]], supervised: Sequence[Sequence[int]]) -> Encoded:
+        return Encoded(
+            ids=np.array([token for document in ids for token in document], np.int32),
+            supervised=np.array([x for document in supervised for x in document], bool),
+            offsets=np.cumsum([0, *map(len, ids)], dtype=np.int64),
+            truncated=0,
+            dropped=0,
+        )
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def random_documents(documents_of: Callable[..., Encoded]) -> Callable[..., Encoded]:
+    """Draw documents of given lengths; the last `supervised[i]` tokens of each are learned."""
+
+    def drawn(
+        lengths: Sequence[int], supervised: Sequence[int] | None = None, *, seed: int = 0
+    ) -> Encoded:
+        generator = np.random.default_rng(seed)
+        learned = supervised if supervised is not None else [length // 2 for length in lengths]
+        return documents_of(
+            [generator.integers(3, 259, length).tolist() for length in lengths],
+            [[0] * (n - k) + [1] * k for n, k in zip(lengths, learned, strict=True)],
+        )
+
+    return drawn
+
+
+@pytest.fixture(scope="session")
+def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixty rows of small functions: about 45 to train on, the rest shared by the other sides."""
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    rows = [
+        {"prompt": f"Add {n}.", "response": f"def add_{n}(x):\n    return x + {n}\n"}
+        for n in range(60)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_run(rows_file: Path) -> list[str]:
+    """Overrides of a training run that takes about a second: four steps of four micro-batches."""
+    return [
+        "model=tiny_llama",
+        "trainer=cpu",
+        "logger=none",
+        "suite=none",
+        "schedule=constant",
+        "schedule.warmup_steps=0",
+        "data=jsonl",
+        f"data.path={rows_file}",
+        "data.seq_len=192",
+        "data.val_frac=0.1",
+        "data.heldout_frac=0.1",
+        "trainer.max_steps=4",
+        "callbacks.checkpoint.every_n_steps=2",
+    ]
+
+
+@pytest.fixture(scope="session")
+def train_in(tiny_run: list[str]) -> Callable[..., RunDir]:
+    """Run the command line in this process, its run in a given directory."""
+    from mens_exp import cli
+    from mens_exp.artifacts.run_dir import RunDir
+
+    def trained(
+        directory: Path, *overrides: str, code: int = 0, without: str | None = None
+    ) -> RunDir:
+        by_key = {text.partition("=")[0]: text for text in [*tiny_run, *overrides]}
+        by_key.pop(without, None)
+        assert cli.main([*by_key.values(), f"hydra.run.dir={directory}"]) == code
+        return RunDir(Path(directory))
+
+    return trained
+
+
+@pytest.fixture(scope="session")
+def finished(train_in: Callable[..., RunDir], tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run of `tiny_run` from start to end; only to be read."""
+    return train_in(tmp_path_factory.mktemp("finished") / "run")

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.config.data import DataConfig, JsonlData, StdlibData
+from mens_exp.corpus import stdlib
+from mens_exp.corpus.source import Rows, cache_key, load_rows
+from mens_exp.corpus.split import Side
+from mens_exp.errors import DataError, Problems
+from mens_exp.rows.readers import rows_digest
+from mens_exp.tokenizer import byte_level
+from mens_exp.tokenizer.hf import HfTokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.config.root import RunConfig
+
+FUNCTION = 'def {0}(a):\n    """Do {0}."""\n    b = a + "{0}"\n    return b\n'
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Callable[..., JsonlData]:
+    """Write rows of ten groups, two rows each, and configure them."""
+
+    def written(groups: int = 10, **values: float) -> JsonlData:
+        rows = [
+            {"prompt": f"p{group}-{row}", "response": "r", "group": f"g{group}"}
+            for group in range(groups)
+            for row in range(2)
+        ]
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+        return JsonlData(path=str(path), **{"val_frac": 0.2, "heldout_frac": 0.2} | values)
+
+    return written
+
+
+def groups(rows: Rows, side: Side) -> set[str]:
+    return {pair.group for pair in getattr(rows, side.value)}
+
+
+def test_rows_of_a_file_are_split_by_group(jsonl: Callable[..., JsonlData], tmp_path: Path) -> None:
+    """All rows, each group on one side, in the file's order."""
+    rows = load_rows(jsonl(), tmp_path)
+    assert (rows.source, len(rows.train) + len(rows.val) + len(rows.heldout)) == ("jsonl", 20)
+    sides = [groups(rows, side) for side in Side]
+    assert sum(map(len, sides)) == len(set().union(*sides)) == 10
+    assert all(sides)
+    assert [pair.prompt for pair in rows.val] == sorted(pair.prompt for pair in rows.val)
+
+
+def test_file_under_the_home_directory_is_found(
+    jsonl: Callable[..., JsonlData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tilde is the user's home, in a configuration as in a shell."""
+    jsonl()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    config = JsonlData(path="~/rows.jsonl", val_frac=0.2, heldout_frac=0.2)
+    assert load_rows(config, tmp_path).train
+
+
+def test_standard_library_is_extracted_and_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files are the groups; a second call reads the cache."""
+    library = tmp_path / "lib"
+    library.mkdir()
+    for name in "abcdefgh":
+        (library / f"{name}.py").write_text(FUNCTION.format(name))
+    monkeypatch.setattr(stdlib, "_root", lambda _root: library)
+    config = StdlibData(val_frac=0.2, heldout_frac=0.2)
+    rows = load_rows(config, tmp_path / "cache")
+    assert rows.source == "stdlib"
+    assert set().union(*(groups(rows, side) for side in Side)) == {f"{n}.py" for n in "abcdefgh"}
+    monkeypatch.setattr(stdlib, "extract", None)
+    assert load_rows(config, tmp_path / "cache") == rows
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_too_few_groups_to_validate_on_are_refused(
+    jsonl: Callable[..., JsonlData], tmp_path: Path, count: int
+) -> None:
+    """One group can be trained on or validated on, not both; two can serve both."""
+    if count == 1:
+        with pytest.raises(DataError, match="no row is left for val") as caught:
+            load_rows(jsonl(count), tmp_path)
+        assert caught.value.found == "2 rows"
+        assert "group" in str(caught.value.remedy)
+    else:
+        rows = load_rows(jsonl(count), tmp_path)
+        assert (bool(rows.train), bool(rows.val), bool(rows.heldout)) == (True, True, count > 2)
+
+
+def test_faults_of_the_file_are_passed_on(tmp_path: Path) -> None:
+    """All of them, by line."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("{}\n[]\n", "utf-8")
+    with pytest.raises(Problems) as caught:
+        load_rows(JsonlData(path=str(path)), tmp_path)
+    assert {str(p.where) for p in caught.value.problems} == {f"{path}:1", f"{path}:2"}
+
+
+def test_hashes_are_those_of_the_rows(jsonl: Callable[..., JsonlData], tmp_path: Path) -> None:
+    """Of each side and of all; a changed share moves rows, not what they are."""
+    rows = load_rows(jsonl(), tmp_path)
+    assert rows.side_sha256(Side.TRAIN) == rows_digest(rows.train)
+    assert len({rows.sha256, *(rows.side_sha256(side) for side in Side)}) == 4
+    other = load_rows(jsonl(val_frac=0.4), tmp_path)
+    assert other.sha256 == rows.sha256
+    assert other.side_sha256(Side.VAL) != rows.side_sha256(Side.VAL)
+
+
+def test_cache_key_follows_all_that_shapes_ids(
+    jsonl: Callable[..., JsonlData], tmp_path: Path, tiny_config: Callable[..., RunConfig]
+) -> None:
+    """Rows, tokenizer, template, objective and length; not the seed or the batch."""
+    byte_level.write_files(tmp_path)
+    tokenizer = HfTokenizer.from_directory(tmp_path)
+    rows = load_rows(jsonl(), tmp_path)
+    key = cache_key(tiny_config(), rows, Side.TRAIN, tokenizer)
+    assert key.rows_sha256 == rows.side_sha256(Side.TRAIN)
+    assert (key.tokenizer_sha256, key.template_sha256) == (
+        tokenizer.sha256,
+        tokenizer.template_sha256,
+    )
+    unmoved = tiny_config("seed=7", "data.micro_batch_size=2", "data.packing=false", "lora.r=4")
+    assert cache_key(unmoved, rows, Side.TRAIN, tokenizer) == key
+    moved = [
+        cache_key(tiny_config("objective=causal"), rows, Side.TRAIN, tokenizer),
+        cache_key(tiny_config("data.seq_len=64"), rows, Side.TRAIN, tokenizer),
+        cache_key(tiny_config(), rows, Side.VAL, tokenizer),
+        cache_key(
+            tiny_config(),
+            rows,
+            Side.TRAIN,
+            dataclasses.replace(tokenizer, chat_template="{{ messages }}"),
+        ),
+    ]
+    assert len({key, *moved}) == 5
+
+
+def test_every_source_has_its_own_fields() -> None:
+    """Only rows from a file have a path."""
+    assert isinstance(JsonlData(path="x"), DataConfig)
+    assert not hasattr(StdlibData(), "path")

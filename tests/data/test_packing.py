@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mens_exp.data.packing import pack
+
+
+def first_fit(lengths: list[int], capacity: int) -> int:
+    """Count the blocks of the plainest packer: each document into the first that has room."""
+    room: list[int] = []
+    for length in lengths:
+        place = next((i for i, left in enumerate(room) if length <= left), None)
+        if place is None:
+            room.append(capacity - length)
+        else:
+            room[place] -= length
+    return len(room)
+
+
+@st.composite
+def corpora(draw: st.DrawFn) -> tuple[list[int], int]:
+    capacity = draw(st.integers(1, 64))
+    return draw(st.lists(st.integers(1, capacity), max_size=60)), capacity
+
+
+@given(corpora())
+def test_every_document_is_in_exactly_one_block(corpus: tuple[list[int], int]) -> None:
+    """Nothing is lost and nothing is learned twice."""
+    lengths, capacity = corpus
+    placed = [document for block in pack(lengths, capacity) for document in block]
+    assert sorted(placed) == list(range(len(lengths)))
+
+
+@given(corpora())
+def test_no_block_holds_more_than_its_capacity(corpus: tuple[list[int], int]) -> None:
+    """A block's tokens fit, and no block is empty."""
+    lengths, capacity = corpus
+    for block in pack(lengths, capacity):
+        assert 1 <= sum(lengths[i] for i in block) <= capacity
+
+
+@given(corpora())
+def test_blocks_keep_the_order_of_their_documents(corpus: tuple[list[int], int]) -> None:
+    """Inside a block, documents stand as they came."""
+    assert all(block == sorted(block) for block in pack(*corpus))
+
+
+@given(corpora())
+def test_the_same_lengths_pack_the_same(corpus: tuple[list[int], int]) -> None:
+    """The result is a function of the lengths."""
+    lengths, capacity = corpus
+    assert pack(lengths, capacity) == pack(list(lengths), capacity)
+
+
+@given(corpora())
+def test_never_worse_than_the_proven_bound_over_first_fit(corpus: tuple[list[int], int]) -> None:
+    """Best-fit-decreasing needs at most 11/9 OPT + 6/9 blocks, and OPT is at most first-fit's."""
+    lengths, capacity = corpus
+    blocks = len(pack(lengths, capacity))
+    assert math.ceil(sum(lengths) / capacity) <= blocks
+    assert blocks <= (11 * first_fit(lengths, capacity) + 6) // 9
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_packs_document_like_lengths_tighter_than_first_fit(seed: int) -> None:
+    """On log-normal lengths it fills over 99 % of the room and first-fit needs no fewer blocks."""
+    draw = random.Random(seed)  # noqa: S311  # lengths, no secret
+    lengths = [min(512, max(8, int(draw.lognormvariate(5, 0.8)))) for _ in range(2000)]
+    blocks = len(pack(lengths, 512))
+    assert blocks <= first_fit(lengths, 512)
+    assert sum(lengths) / (blocks * 512) > 0.99
+
+
+def test_each_document_goes_into_the_fullest_block_it_fits() -> None:
+    """6, 5, 4, 3, 2 in 10: 6+4 fills a block, 5+3+2 the other."""
+    assert pack([6, 5, 4, 3, 2], 10) == [[0, 2], [1, 3, 4]]
+
+
+def test_equal_lengths_pack_in_their_own_order() -> None:
+    """Ties go by index, whatever a sort does with them."""
+    assert pack([5, 5, 5, 5], 10) == [[0, 1], [2, 3]]
+
+
+def test_nothing_packs_into_no_block() -> None:
+    """No documents, no blocks."""
+    assert pack([], 16) == []
+
+
+def test_a_document_over_the_capacity_is_no_packing_problem() -> None:
+    """Encoding cuts documents; one that is too long is a bug, never a silent truncation."""
+    with pytest.raises(AssertionError, match="sequence length"):
+        pack([17], 16)

@@ -1,0 +1,68 @@
+"""The same command gives the same bytes on CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def adapter(run: RunDir) -> bytes:
+    return (run.adapter / "adapter.safetensors").read_bytes()
+
+
+def test_the_same_command_twice_gives_the_same_adapter(
+    finished: RunDir, train_in: Callable[..., RunDir], tmp_path: Path
+) -> None:
+    """Also the same losses, to the last bit."""
+    again = train_in(tmp_path / "run")
+    assert adapter(again) == adapter(finished)
+    first, second = (Manifest.read(run.manifest).results for run in (finished, again))
+    assert first["tuned_val_loss"] == second["tuned_val_loss"]
+
+
+@pytest.mark.slow
+def test_another_process_gives_the_same_adapter_and_no_logger_means_no_wandb(
+    finished: RunDir, tiny_run: list[str], tmp_path: Path
+) -> None:
+    """Nothing of a process gets into the result, and what is not asked for is not imported."""
+    run = RunDir(tmp_path / "run")
+    code = (
+        f"import json, sys; sys.path[:0] = {[entry for entry in sys.path if entry]!r}\n"
+        "from mens_exp.cli import main\n"
+        f"code = main({[*tiny_run, f'hydra.run.dir={run.path}']!r})\n"
+        "print(json.dumps('wandb' in sys.modules))\nsys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) is False
+    assert adapter(run) == adapter(finished)
+
+
+def test_a_sink_changes_nothing(
+    finished: RunDir, train_in: Callable[..., RunDir], tmp_path: Path
+) -> None:
+    """Two arms that differ in their logger alone have the same adapter."""
+    mirrored = train_in(tmp_path / "run", "logger=wandb")
+    assert list(mirrored.wandb.glob("offline-run-*"))
+    assert adapter(mirrored) == adapter(finished)
+
+
+@pytest.mark.parametrize("override", ["seed=43", "lora.dropout=0.2", "optim.lr=2e-3", "lora.r=8"])
+def test_every_factor_reaches_the_adapter(
+    finished: RunDir, train_in: Callable[..., RunDir], tmp_path: Path, override: str
+) -> None:
+    """A determinism test would pass on an adapter that nothing changes."""
+    assert adapter(train_in(tmp_path / "run", override)) != adapter(finished)

@@ -1,0 +1,146 @@
+"""The smoke experiment with its W&B mirror, read back with W&B's own reader."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.scorecard import Scorecard
+from mens_exp.artifacts.telemetry import read_events
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home directory without an account."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def run(cache: Path, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunDir]:
+    """`python -m mens_exp experiment=smoke logger=wandb` for a user without an account."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "XDG_", "NETRC"))}
+    source = os.pathsep.join(filter(None, sys.path))
+    here = tmp_path_factory.mktemp("here")
+    done = subprocess.run(
+        [sys.executable, "-m", "mens_exp", "experiment=smoke", "logger=wandb", "lora.r=8"],
+        check=False,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        cwd=here,
+        env={**kept, "PYTHONPATH": source, "MENS_EXP_CACHE": str(cache), "HOME": str(home)},
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    (manifest,) = here.glob("outputs/train/smoke/*/manifest.json")
+    return RunDir(manifest.parent)
+
+
+@pytest.fixture(scope="module")
+def records(run: RunDir) -> dict[str, list[dict[str, Any]]]:
+    """What `wandb leet inspect` reads, by kind."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run.wandb)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in text.splitlines():
+        record = json.loads(line)
+        found.setdefault(record["type"], []).append(record.get(record["type"]) or record)
+    return found
+
+
+def summary(run: RunDir) -> dict[str, Any]:
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", "--summary"]
+    text = subprocess.run([*command, str(run.wandb)], check=True, capture_output=True, text=True)
+    return json.loads(text.stdout)
+
+
+def test_the_run_is_there_under_its_names(records: dict[str, list[Any]], run: RunDir) -> None:
+    """Group, job type and tags tell runs apart without opening them."""
+    shown = records["run"][0]
+    assert shown["run_id"] == run.path.name
+    assert shown["run_group"] == "smoke"
+    assert shown["job_type"] == "train"
+    assert "lora.r=8" in shown["tags"]
+    assert "tiny_llama" in shown["display_name"]
+
+
+def test_configuration_plan_and_facts_are_there(run: RunDir) -> None:
+    """The resolved values, not the overrides."""
+    config = summary(run)["config"]
+    assert config["lora"]["r"] == 8
+    assert config["model"]["name"] == "tiny_llama"
+    assert config["plan"]["steps"] == 4
+    assert config["facts"]["trainable_parameters"] == 16_384
+
+
+def test_history_has_every_step_on_both_axes(
+    records: dict[str, list[Any]], run: RunDir
+) -> None:
+    """Losses and cumulative supervised tokens are those of telemetry.jsonl."""
+    rows = [record["item"] for record in records["history"]]
+    shown = [
+        (row["step"], row["train/loss"], row["data/supervised_tokens"])
+        for row in rows
+        if "train/loss" in row
+    ]
+    read = [e["payload"] for e in read_events(run.telemetry) if e["event"] == "step"]
+    assert shown == [(p["step"], p["train/loss"], p["data/supervised_tokens"]) for p in read]
+    assert [row["val/loss"] for row in rows if "val/loss" in row] == [
+        e["payload"]["val/loss"] for e in read_events(run.telemetry) if e["event"] == "validation"
+    ]
+
+
+def test_summary_has_the_results(run: RunDir) -> None:
+    """Base and tuned validation loss, and the scorecard's KPIs."""
+    shown = summary(run)["summary"]
+    results = Manifest.read(run.manifest).results
+    assert shown["base_val_loss"] == results["base_val_loss"]
+    assert shown["tuned_val_loss"] == results["tuned_val_loss"]
+    tuned = Scorecard.read(run.scorecard).conditions["tuned"]["parse_rate"]
+    assert shown["tuned_parse_rate"] == tuned
+    assert shown["status"] == "succeeded"
+
+
+def test_scorecard_and_predictions_are_tables(
+    records: dict[str, list[Any]], run: RunDir
+) -> None:
+    """Their rows are those of scorecard.json and events.jsonl."""
+    (row,) = [r["item"] for r in records["history"] if "scorecard.path" in r["item"]]
+    (offline,) = run.wandb.glob("offline-run-*")
+    table = json.loads((offline / "files" / row["scorecard.path"]).read_text(encoding="utf-8"))
+    assert [line[0] for line in table["data"]] == ["base", "tuned"]
+    items = json.loads((offline / "files" / row["predictions.path"]).read_text(encoding="utf-8"))
+    assert len(items["data"]) == Scorecard.read(run.scorecard).items
+
+
+def test_adapter_and_manifest_are_artifacts_inside_the_run(
+    records: dict[str, list[Any]], run: RunDir
+) -> None:
+    """The run directory is self-contained: what would be uploaded lies in it."""
+    shown = {record["type"]: record for record in records["artifact"]}
+    assert {"adapter", "manifest"} <= shown.keys()  # and W&B's own for the tables
+    files = {entry["path"]: entry for entry in shown["adapter"]["manifest"]["contents"]}
+    assert {"adapter.safetensors", "peft/adapter_model.safetensors"} <= files.keys()
+    staged = Path(files["adapter.safetensors"]["local_path"])
+    assert staged.is_relative_to(run.wandb.resolve())
+    assert staged.read_bytes() == (run.adapter / "adapter.safetensors").read_bytes()
+
+
+def test_nothing_is_left_outside_of_the_run(run: RunDir, home: Path) -> None:
+    """No account, no prompt, no file in the home directory."""
+    assert [p for p in home.rglob("*") if "wandb" in p.name] == []
+    assert [e for e in read_events(run.telemetry) if e["event"] == "sink_failed"] == []
+    assert Manifest.read(run.manifest).notes == []

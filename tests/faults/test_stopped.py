@@ -1,0 +1,164 @@
+"""Runs that a signal stopped, and what becomes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from mens_exp import cli
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.telemetry import read_events
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.artifacts.run_dir import RunDir
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals and fork; run it on Linux"),
+]
+
+LONGER = "trainer.max_steps=6"
+
+
+def adapter(run: RunDir) -> bytes:
+    return (run.adapter / "adapter.safetensors").read_bytes()
+
+
+def steps(run: RunDir) -> list[int]:
+    return [e["payload"]["step"] for e in read_events(run.telemetry) if e["event"] == "step"]
+
+
+def losses(run: RunDir, event: str, metric: str) -> list[tuple[int, float]]:
+    read = [e["payload"] for e in read_events(run.telemetry) if e["event"] == event]
+    return [(payload["step"], payload[metric]) for payload in read]
+
+
+@pytest.fixture(scope="session")
+def longer(train_in: Callable[..., RunDir], tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """Six steps without an interruption."""
+    return train_in(tmp_path_factory.mktemp("longer") / "run", LONGER)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "resumed_from"),
+    [
+        ("in mid-accumulation", 4),
+        ("before the first checkpoint", 0),
+        ("while a checkpoint is written", 2),
+        ("before the adapter is written", 6),
+        ("twice", 4),
+    ],
+)
+def test_a_killed_run_ends_as_if_it_had_never_stopped(
+    stopped: Callable[[str], Any], longer: RunDir, scenario: str, resumed_from: int
+) -> None:
+    """The adapter has the same bytes, and telemetry has every step once, with the same loss."""
+    killed = stopped(scenario)
+    assert set(killed.ends) == {-signal.SIGKILL}
+    assert cli.main([f"resume={killed.run.path}"]) == 0
+    assert adapter(killed.run) == adapter(longer)
+    assert losses(killed.run, "step", "train/loss") == losses(longer, "step", "train/loss")
+    manifest = Manifest.read(killed.run.manifest)
+    assert manifest.status is Status.SUCCEEDED
+    assert manifest.attempts[-1]["resumed_from_step"] == resumed_from
+    assert [a["status"] for a in manifest.attempts[:-1]] == ["started"] * len(killed.ends)
+    one_by_one = Manifest.read(longer.manifest)
+    for name in ("tuned_val_loss", "base_val_loss", "tokens", "supervised_tokens", "steps"):
+        assert manifest.results[name] == one_by_one.results[name], name
+    assert manifest.facts == one_by_one.facts
+    assert manifest.inputs == one_by_one.inputs
+
+
+def test_python_m_mens_exp_resumes_a_run_killed_in_mid_epoch(
+    stopped: Callable[[str], Any], longer: RunDir, cache: Path
+) -> None:
+    """The command as a user types it, in a process of its own."""
+    killed = stopped("in mid-epoch")
+    source = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, "-m", "mens_exp", f"resume={killed.run.path}"],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": source, "MENS_EXP_CACHE": str(cache)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert adapter(killed.run) == adapter(longer)
+    assert steps(killed.run) == [1, 2, 3, 4, 5, 6]
+
+
+def test_validations_fall_where_they_would_have(
+    stopped: Callable[[str], Any], train_in: Callable[..., RunDir], tmp_path: Path
+) -> None:
+    """Each on the step it belongs to and once, checkpoint steps included."""
+    through = train_in(tmp_path / "run", LONGER, "trainer.val_check_interval=4")
+    killed = stopped("with validation")
+    assert cli.main([f"resume={killed.run.path}"]) == 0
+    assert adapter(killed.run) == adapter(through)
+    assert losses(killed.run, "validation", "val/loss") == losses(
+        through, "validation", "val/loss"
+    )
+
+
+def test_kill_leaves_the_record_started_and_every_file_whole(stopped: Callable[[str], Any]) -> None:
+    """The checkpoint in flight is a hidden temporary file, which resuming clears away."""
+    killed = stopped("while a checkpoint is written, left alone")
+    assert killed.ends == [-signal.SIGKILL]
+    manifest = Manifest.read(killed.run.manifest)
+    assert (manifest.status, manifest.ended_utc) == (Status.STARTED, None)
+    assert sorted(p.name for p in killed.run.checkpoints.glob("*.ckpt")) == ["step_00000002.ckpt"]
+    torch.load(killed.run.checkpoint(2), weights_only=True)
+    json.loads(killed.run.plan.read_bytes())
+    assert steps(killed.run) == [1, 2, 3, 4]
+    assert len(list(killed.run.checkpoints.glob(".step_00000004.ckpt.*.tmp"))) == 1
+    assert cli.main([f"resume={killed.run.path}"]) == 0
+    assert [p for p in killed.run.path.rglob(".*") if p.name != ".hydra"] == []
+    assert not killed.run.lock.exists()
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_cancels_the_run_and_keeps_its_last_checkpoint(
+    stopped: Callable[[str], Any], finished: RunDir, name: str
+) -> None:
+    """The record is closed, the way on is named, and going on ends as if nothing had happened."""
+    asked = stopped(name)
+    assert asked.ends == [130]
+    assert f"resume={asked.run.path}" in asked.log
+    manifest = Manifest.read(asked.run.manifest)
+    assert manifest.status is Status.CANCELLED
+    assert manifest.error is None
+    assert manifest.ended_utc == manifest.attempts[0]["ended_utc"] is not None
+    assert read_events(asked.run.telemetry)[-1]["payload"]["status"] == "cancelled"
+    assert asked.run.last_checkpoint() == asked.run.checkpoint(2)
+    assert asked.run.report.is_file()
+    assert cli.main([f"resume={asked.run.path}"]) == 0
+    assert adapter(asked.run) == adapter(finished)
+    again = Manifest.read(asked.run.manifest)
+    assert [a["status"] for a in again.attempts] == [Status.CANCELLED, Status.SUCCEEDED]
+    assert steps(asked.run) == [1, 2, 3, 4]
+
+
+def test_a_second_signal_ends_at_once(stopped: Callable[[str], Any]) -> None:
+    """Even while the report is rendered; the status was on disk before that."""
+    asked = stopped("SIGINT twice")
+    assert asked.ends == [-signal.SIGINT]
+    assert Manifest.read(asked.run.manifest).status is Status.CANCELLED
+    assert not asked.run.report.exists()
+
+
+def test_a_signal_while_closing_changes_nothing(stopped: Callable[[str], Any]) -> None:
+    """The run has succeeded by then, and its report is still rendered."""
+    asked = stopped("SIGINT while closing")
+    assert asked.ends == [0]
+    assert Manifest.read(asked.run.manifest).status is Status.SUCCEEDED
+    assert asked.run.report.is_file()

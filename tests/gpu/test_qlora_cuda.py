@@ -1,0 +1,193 @@
+"""What a CUDA machine does differently: kernels, dropout's generator, where weights are loaded."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from mens_exp.artifacts.adapter_v3 import read_adapter
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.backends.qlora import QloraBackend
+from mens_exp.data.batch import packed_batch, padded_batch
+from mens_exp.lora.keyed import KeyedDropout
+from mens_exp.objective.causal import CrossEntropy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.config.root import RunConfig
+    from mens_exp.data.batch import Batch
+    from mens_exp.model.resolve import BaseModel
+    from mens_exp.rows.encode import Encoded
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason="needs a CUDA device; on one, install a CUDA build of torch (README, 'A CUDA "
+        "machine') and run: pytest -m gpu",
+    ),
+]
+CUDA = torch.device("cuda", 0)
+F32 = "quant.compute_dtype=f32"
+STILL = "lora.dropout=0"
+
+
+@pytest.fixture
+def cuda_backend(
+    tiny_base: BaseModel, tiny_config: Callable[..., RunConfig]
+) -> Callable[..., QloraBackend]:
+    """Build tiny_llama on the GPU with B filled."""
+
+    def build(*overrides: str) -> QloraBackend:
+        backend = QloraBackend(tiny_config(*overrides), tiny_base, CUDA)
+        generator = torch.Generator().manual_seed(0)
+        for name, parameter in backend.trainable().items():
+            if name.endswith("lora_b"):
+                draws = torch.empty(parameter.shape).normal_(std=0.1, generator=generator)
+                parameter.data.copy_(draws)
+        return backend
+
+    return build
+
+
+@pytest.fixture
+def documents(random_documents: Callable[..., Encoded]) -> Encoded:
+    return random_documents([11, 6, 17, 9], [3, 1, 12, 4])
+
+
+def gradients_of(backend: QloraBackend, batch: Batch) -> dict[str, torch.Tensor]:
+    backend.train()
+    backend.zero_grad()
+    backend.begin(batch.index)
+    CrossEntropy("causal", 4)(backend(batch), batch.targets_M, backend.head).total.backward()
+    return {name: p.grad.clone() for name, p in backend.trainable().items() if p.grad is not None}
+
+
+def mask(*, micro_batch: int = 0, p: float = 0.3) -> torch.Tensor:
+    dropout = KeyedDropout(p, seed=1, layer="l0.qkv")
+    dropout.begin(micro_batch)
+    return dropout(torch.ones(512, 512, device=CUDA)) != 0
+
+
+@pytest.mark.slow
+def test_the_main_path_runs_on_the_gpu(train_in: Callable[..., RunDir], tmp_path: Path) -> None:
+    """A whole run succeeds there, says so in its facts, and knows its peak of GPU memory."""
+    directory = train_in(tmp_path / "run", "trainer=gpu")
+    manifest = Manifest.read(directory.manifest)
+    assert manifest.status is Status.SUCCEEDED
+    assert manifest.facts["device"].startswith("cuda")
+    assert manifest.results["peak_cuda_bytes"] > 0
+
+
+@pytest.mark.slow
+def test_two_runs_on_the_gpu_end_with_the_same_adapter(
+    train_in: Callable[..., RunDir], tmp_path: Path
+) -> None:
+    """Not bit for bit, as atomic sums are unordered there, but to a hundredth of its norm."""
+    (_, first), (_, second) = (
+        read_adapter(train_in(tmp_path / name, "trainer=gpu").adapter) for name in "ab"
+    )
+    for name, values in first.items():
+        distance = torch.from_numpy(values - second[name]).norm()
+        assert float(distance) <= 0.01 * float(torch.from_numpy(values).norm()), name
+
+
+def test_weights_are_loaded_where_they_were_asked_for(
+    cuda_backend: Callable[..., QloraBackend],
+    tiny_base: BaseModel,
+    tiny_config: Callable[..., RunConfig],
+) -> None:
+    """On the GPU for one, on the CPU for the other, though there is a GPU."""
+    assert {p.device.type for p in cuda_backend().parameters()} == {"cuda"}
+    on_cpu = QloraBackend(tiny_config(), tiny_base, torch.device("cpu"))
+    assert {p.device.type for p in on_cpu.parameters()} == {"cpu"}
+
+
+def test_initialisation_is_that_of_the_cpu(
+    cuda_backend: Callable[..., QloraBackend], tiny_backend: Callable[..., QloraBackend]
+) -> None:
+    """A is drawn on the CPU, so that arms on either machine start alike."""
+    there, here = cuda_backend().trainable(), tiny_backend().trainable()
+    assert all(
+        torch.equal(there[name].cpu(), here[name]) for name in here if name.endswith("lora_a")
+    )
+
+
+def test_dropout_masks_are_a_function_of_their_key() -> None:
+    """Equal keys give equal masks, with other draws in between; another micro-batch another."""
+    first = mask()
+    torch.rand(100, device=CUDA)
+    assert torch.equal(mask(), first)
+    assert not torch.equal(mask(micro_batch=1), first)
+
+
+@pytest.mark.parametrize("p", [0.05, 0.3])
+def test_the_share_that_is_dropped_is_the_probability(p: float) -> None:
+    """Over a quarter of a million elements, within six standard deviations."""
+    dropped = 1 - float(mask(p=p).float().mean())
+    assert abs(dropped - p) < 6 * math.sqrt(p * (1 - p)) / 512
+
+
+@pytest.mark.parametrize("overrides", [[], [F32], ["quant=fp4"], ["quant.double_quant=false"]])
+def test_every_adapter_matrix_learns_before_and_after_a_validation(
+    cuda_backend: Callable[..., QloraBackend], documents: Encoded, overrides: list[str]
+) -> None:
+    """No gradient is zero or missing."""
+    backend = cuda_backend(*overrides)
+    batch = packed_batch(documents, [[0, 1, 2, 3]], index=0).to(CUDA)
+    for _ in range(2):
+        gradients = gradients_of(backend, batch)
+        assert len(gradients) == 28
+        assert all(bool(gradient.any()) for gradient in gradients.values())
+        backend.eval()
+        with torch.inference_mode():
+            backend.head(backend(batch))
+
+
+def test_packed_and_padded_give_the_same_gradients(
+    cuda_backend: Callable[..., QloraBackend], documents: Encoded
+) -> None:
+    """In f32, by two kernels that share nothing but the mathematics."""
+    backend = cuda_backend(F32, STILL)
+    packed = packed_batch(documents, [[0, 1, 2, 3]], index=0).to(CUDA)
+    padded = padded_batch(documents, [[0], [1], [2], [3]], index=0, pad_id=0).to(CUDA)
+    expected = gradients_of(backend, packed)
+    for name, gradient in gradients_of(backend, padded).items():
+        assert (gradient - expected[name]).norm() <= 1e-3 * expected[name].norm(), name
+
+
+def test_changing_a_document_changes_nothing_in_the_others(
+    cuda_backend: Callable[..., QloraBackend], documents: Encoded
+) -> None:
+    """Packed, in f32: the logits of the other three stay within 1e-5."""
+    backend = cuda_backend(F32).eval()
+
+    def logits() -> torch.Tensor:
+        batch = packed_batch(documents, [[0, 1, 2, 3]], index=0).to(CUDA)
+        with torch.no_grad():
+            return backend.head(backend(batch))
+
+    before = logits()
+    documents.ids[11:17] = 5
+    after = logits()
+    assert (before[:3] - after[:3]).abs().max() <= 1e-5
+    assert (before[4:] - after[4:]).abs().max() <= 1e-5
+    assert (before[3] - after[3]).abs().max() > 1e-3
+
+
+def test_prompts_are_continued_on_the_gpu_as_alone(
+    cuda_backend: Callable[..., QloraBackend],
+) -> None:
+    """Left padding changes no id in f32."""
+    backend, prompts = cuda_backend(F32), [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14], [16]]
+
+    def complete(some: list[list[int]]) -> list[list[int]]:
+        return backend.generate(some, max_new_tokens=8, end_ids={319}, pad_id=0)
+
+    assert complete(prompts) == [complete([prompt])[0] for prompt in prompts]

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.config.compose import compose, typed
+from mens_exp.config.model import BundledModel, DirectoryModel, RandomModel
+from mens_exp.layout.cached import (
+    hash_weights,
+    is_whole,
+    mark,
+    marked_weights,
+    place_of,
+    ready,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+MARK = "mens_exp_base.json"
+
+
+@pytest.fixture(scope="session")
+def bundled() -> BundledModel:
+    model = typed(compose([[]])[0].values).model
+    assert isinstance(model, BundledModel)
+    return model
+
+
+def random_model(**values: Any) -> RandomModel:
+    return RandomModel(name="tiny", **values)
+
+
+def test_marked_directory_is_whole(base: Path) -> None:
+    """The mark holds the hash of the weights."""
+    mark(base)
+    assert is_whole(base)
+    assert marked_weights(base) == hash_weights(base)
+
+
+def _shorten(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda base: (base / MARK).unlink(),
+        lambda base: (base / MARK).write_text("{", "utf-8"),
+        lambda base: (base / MARK).write_text("[]", "utf-8"),
+        lambda base: (base / MARK).write_text('{"sizes": []}', "utf-8"),
+        lambda base: (base / MARK).write_text("{}", "utf-8"),
+        lambda base: (base / "shard-1.safetensors").unlink(),
+        lambda base: _shorten(base / "shard-1.safetensors"),
+        lambda base: _shorten(base / "tokenizer.json"),
+    ],
+    ids=["unmarked", "cut", "list", "sizes", "empty", "gone", "short shard", "short tokenizer"],
+)
+def test_damaged_directory_is_not_whole(base: Path, damage: Callable[[Path], object]) -> None:
+    """It is made again, never trusted."""
+    mark(base)
+    damage(base)
+    assert not is_whole(base)
+
+
+def test_weights_hash_sees_every_byte_and_name(base: Path) -> None:
+    """It changes with the last byte of a shard and with a shard's name; not with the tokenizer."""
+    hashes = [hash_weights(base)]
+    (base / "tokenizer.json").write_text("{}", "utf-8")
+    assert hash_weights(base) == hashes[0]
+    shard = base / "shard-0.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x01")
+    hashes.append(hash_weights(base))
+    shard.rename(base / "other.safetensors")
+    index = base / "model.safetensors.index.json"
+    index.write_text(index.read_text("utf-8").replace("shard-0", "other"), "utf-8")
+    hashes.append(hash_weights(base))
+    assert len(set(hashes)) == 3
+
+
+@pytest.mark.parametrize("change", [{"init_seed": 1}, {"hidden_size": 128}, {"vocab_size": 384}])
+def test_random_model_of_other_values_lies_elsewhere(
+    tmp_path: Path, change: dict[str, int]
+) -> None:
+    """Every value shapes its weights."""
+    assert place_of(random_model(**change), tmp_path) != place_of(random_model(), tmp_path)
+    assert place_of(random_model(), tmp_path).parent == tmp_path / "models"
+
+
+def test_bundled_model_lies_by_its_content(tmp_path: Path, bundled: BundledModel) -> None:
+    """Another file is another place; a stated size that is corrected is not."""
+    place = place_of(bundled, tmp_path)
+    values = {name: getattr(bundled, name) for name in bundled.__dataclass_fields__}
+    assert place_of(BundledModel(**values | {"hidden_size": 1}), tmp_path) == place
+    assert place_of(BundledModel(**values | {"sha256": "00"}), tmp_path) != place
+
+
+def test_model_is_ready_when_it_is_made_and_whole(base: Path, tmp_path: Path) -> None:
+    """A user's own directory always is; one in the cache when it is marked."""
+    assert ready(DirectoryModel(id=str(base)), tmp_path) == base
+    model = random_model()
+    place = place_of(model, tmp_path)
+    assert ready(model, tmp_path) is None
+    place.parent.mkdir()
+    base.rename(place)
+    assert ready(model, tmp_path) is None
+    mark(place)
+    assert ready(model, tmp_path) == place
+
+
+def test_mark_is_plain_json(base: Path) -> None:
+    """Sizes by name, the mark itself not among them."""
+    mark(base)
+    record = json.loads((base / MARK).read_text("utf-8"))
+    assert record["sizes"]["shard-0.safetensors"] == (base / "shard-0.safetensors").stat().st_size
+    assert MARK not in record["sizes"]

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from mens_exp.errors import ModelFileError
+from mens_exp.layout.directory import read_directory
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+INDEX = "model.safetensors.index.json"
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ModelFileError) as caught:
+        read_directory(path)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def single(base: Path) -> Path:
+    """Replace the shards by one file."""
+    for file in [*base.glob("shard-*"), base / INDEX]:
+        file.unlink()
+    save_file({"a": np.zeros(2, np.float16)}, base / "model.safetensors")
+    return base
+
+
+def reindex(base: Path, index: Any) -> Path:
+    (base / INDEX).write_text(json.dumps(index), "utf-8")
+    return base
+
+
+def test_shards_are_read_by_their_index(base: Path) -> None:
+    """All tensors of both shards, in the shards' order."""
+    found = read_directory(base)
+    assert [shard.name for shard in found.shards] == ["shard-0.safetensors", "shard-1.safetensors"]
+    assert len(found.tensors) == 14
+    assert found.tensors["model.layers.1.mlp.down_proj.weight"].shape == (64, 128)
+    assert found.config["hidden_size"] == 64
+
+
+def test_single_file_needs_no_index(base: Path) -> None:
+    """`model.safetensors` by itself."""
+    found = read_directory(single(base))
+    assert found.shards == (base / "model.safetensors",)
+    assert list(found.tensors) == ["a"]
+
+
+def test_single_file_wins_over_an_index(base: Path) -> None:
+    """What is described and hashed is what transformers would load."""
+    save_file({"a": np.zeros(2, np.float16)}, base / "model.safetensors")
+    assert list(read_directory(base).tensors) == ["a"]
+
+
+def test_absent_shard_is_refused(base: Path) -> None:
+    """The index names it, so it is named."""
+    (base / "shard-1.safetensors").unlink()
+    message = refusal(base)
+    assert str(base / INDEX) in message
+    assert "found shard-1.safetensors" in message
+
+
+def test_truncated_shard_is_refused(base: Path) -> None:
+    """The shard itself is named."""
+    shard = base / "shard-1.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    message = refusal(base)
+    assert "truncated" in message
+    assert str(shard) in message
+
+
+def test_tensor_that_no_shard_holds_is_refused(base: Path) -> None:
+    """Loading would fill it with random numbers."""
+    weight_map = json.loads((base / INDEX).read_text("utf-8"))["weight_map"]
+    message = refusal(
+        reindex(base, {"weight_map": weight_map | {"lm_head.weight": "shard-0.safetensors"}})
+    )
+    assert "found lm_head.weight, 1 in all" in message
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": ["a"]}])
+def test_index_that_lists_nothing_is_refused(base: Path, index: Any) -> None:
+    """It would make a model without weights."""
+    assert "lists no tensors" in refusal(reindex(base, index))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("config.json", "{", "is not JSON"),
+        ("config.json", "[]", "is no JSON object"),
+        ("config.json", None, "is missing or unreadable"),
+        ("tokenizer.json", None, "is missing"),
+        (INDEX, "{", "is not JSON"),
+    ],
+)
+def test_damaged_file_is_named(base: Path, name: str, content: str | None, reason: str) -> None:
+    """Each of the files that a directory needs."""
+    if content is None:
+        (base / name).unlink()
+    else:
+        (base / name).write_text(content, "utf-8")
+    message = refusal(base)
+    assert str(base / name) in message
+    assert reason in message
+
+
+def test_directory_without_weights_is_refused(base: Path) -> None:
+    """Only safetensors count."""
+    (single(base) / "model.safetensors").unlink()
+    (base / "pytorch_model.bin").write_bytes(b"x")
+    assert "holds no safetensors weights" in refusal(base)
+
+
+def test_path_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+    """The message says what a model directory holds."""
+    message = refusal(tmp_path / "nowhere")
+    assert message.startswith("model.id: is no directory")
+    assert "config.json, safetensors and tokenizer.json" in message

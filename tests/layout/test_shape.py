@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from mens_exp.config.model import DirectoryModel, RandomModel
+from mens_exp.errors import ModelFileError
+from mens_exp.layout.directory import read_directory
+from mens_exp.layout.shape import Shape, check_weights, shape_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.config.root import RunConfig
+    from mens_exp.model.resolve import BaseModel
+
+# 3 query heads and 1 key-value head of width 4, two layers.
+SHAPE = Shape(
+    hidden_size=12,
+    intermediate_size=20,
+    num_hidden_layers=2,
+    num_attention_heads=3,
+    num_key_value_heads=1,
+    head_dim=4,
+    vocab_size=100,
+    max_position_embeddings=64,
+    tied=True,
+)
+
+
+def configure(base: Path, **changes: Any) -> DirectoryModel:
+    """Change config.json; a value of None removes its key."""
+    path = base / "config.json"
+    config = json.loads(path.read_text("utf-8")) | changes
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}), "utf-8")
+    return DirectoryModel(id=str(base))
+
+
+def test_projections_have_their_shapes() -> None:
+    """[out, in] by hand, for grouped queries."""
+    assert SHAPE.projections() == {
+        "q_proj": (12, 12),
+        "k_proj": (4, 12),
+        "v_proj": (4, 12),
+        "o_proj": (12, 12),
+        "gate_proj": (20, 12),
+        "up_proj": (20, 12),
+        "down_proj": (12, 20),
+    }
+
+
+def test_parameters_are_counted() -> None:
+    """Two layers of 144+48+48+144+3·240 weights; a table of 1,200, twice where it is not tied."""
+    assert SHAPE.linear_parameters == 2 * 1104
+    assert SHAPE.embedding_parameters == 1200
+    untied = Shape(**{name: getattr(SHAPE, name) for name in SHAPE.__slots__} | {"tied": False})
+    assert untied.embedding_parameters == 2400
+
+
+@pytest.mark.parametrize(
+    ("targets", "r", "count"),
+    [(["q_proj"], 1, 48), (["q_proj", "k_proj"], 2, 160), (["down_proj"], 4, 256), (["x"], 8, 0)],
+)
+def test_adapter_parameters_are_r_times_in_plus_out(targets: list[str], r: int, count: int) -> None:
+    """For each target in each of the two layers; an unknown one has none."""
+    assert SHAPE.adapter_parameters(targets, r) == count
+
+
+def test_llama_8b_has_the_adapter_that_its_users_know() -> None:
+    """Llama-3.1-8B at r 16 on the seven projections: 41,943,040 parameters."""
+    llama = Shape(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+        tied=False,
+    )
+    assert llama.adapter_parameters(list(llama.projections()), 16) == 41_943_040
+
+
+def test_written_model_has_the_configured_shape(
+    tiny_config: Callable[..., RunConfig], tiny_base: BaseModel
+) -> None:
+    """What tiny_llama's config.json says is what its YAML says."""
+    configured = tiny_config().model
+    assert isinstance(configured, RandomModel)
+    assert shape_of(DirectoryModel(id=str(tiny_base.directory))) == shape_of(configured)
+
+
+def test_written_model_has_the_weights_of_its_shape(tiny_base: BaseModel) -> None:
+    """Every projection that is expected is there."""
+    check_weights(read_directory(tiny_base.directory))
+
+
+def test_directory_states_its_shape(base: Path) -> None:
+    """Sizes from config.json; the head's width follows from them."""
+    shape = shape_of(DirectoryModel(id=str(base)))
+    assert (shape.hidden_size, shape.head_dim, shape.num_key_value_heads) == (64, 32, 1)
+    assert shape.tied
+
+
+def test_optional_dimensions_have_transformers_defaults(base: Path) -> None:
+    """Without them, every query head has its own keys and the head is not tied."""
+    model = configure(base, num_key_value_heads=None, tie_word_embeddings=None)
+    shape = shape_of(model)
+    assert (shape.num_key_value_heads, shape.tied) == (2, False)
+
+
+def test_width_of_a_head_may_be_stated(base: Path) -> None:
+    """Some families' heads are not hidden_size over heads."""
+    assert shape_of(configure(base, head_dim=48)).projections()["q_proj"] == (96, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_size": None}, "config.json: has no hidden_size"),
+        ({"max_position_embeddings": None}, "config.json: has no max_position_embeddings"),
+        ({"vocab_size": "many"}, "unusable dimension"),
+        ({"num_hidden_layers": [2]}, "unusable dimension"),
+        ({"num_attention_heads": 0}, "unusable dimension"),
+        ({"model_type": "gpt2"}, "unknown model_type"),
+    ],
+)
+def test_directory_without_its_shape_is_refused(
+    base: Path, changes: dict[str, Any], reason: str
+) -> None:
+    """The missing or unusable dimension is named."""
+    with pytest.raises(ModelFileError, match=reason):
+        shape_of(configure(base, **changes))
+
+
+def test_weights_of_the_stated_shape_are_accepted(base: Path) -> None:
+    """With and without the prefix that a model saved without its head lacks."""
+    check_weights(read_directory(base))
+    for shard in base.glob("*.safetensors"):
+        bare = {name.removeprefix("model."): t for name, t in load_file(shard).items()}
+        save_file(bare, shard)
+    index = json.loads((base / "model.safetensors.index.json").read_text("utf-8"))
+    index["weight_map"] = {k.removeprefix("model."): v for k, v in index["weight_map"].items()}
+    (base / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
+    check_weights(read_directory(base))
+
+
+def test_layer_without_weights_is_refused(base: Path) -> None:
+    """Three layers are promised and two are there."""
+    configure(base, num_hidden_layers=3)
+    with pytest.raises(ModelFileError, match="weights disagree with") as caught:
+        check_weights(read_directory(base))
+    assert str(caught.value.where).endswith("layers.2.self_attn.q_proj.weight")
+    assert caught.value.found == "no such tensor"
+
+
+def test_weights_of_another_shape_are_refused(base: Path) -> None:
+    """Shapes found and expected are shown."""
+    tensors = load_file(base / "shard-1.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"] = np.zeros((128, 64), np.float16)
+    save_file(tensors, base / "shard-1.safetensors")
+    with pytest.raises(ModelFileError) as caught:
+        check_weights(read_directory(base))
+    assert str(caught.value.where).endswith("layers.1.mlp.down_proj.weight")
+    assert (caught.value.found, caught.value.expected) == ("[128, 64]", "[64, 128]")

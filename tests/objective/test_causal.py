@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from mens_exp.objective.causal import CrossEntropy
+
+M, D, V = 37, 16, 53
+
+
+class Head:
+    """A frozen head that remembers what it was called with."""
+
+    def __init__(self) -> None:
+        self.weight = torch.randn(V, D, generator=torch.Generator().manual_seed(1))
+        self.sizes: list[int] = []
+        self.with_gradient: list[bool] = []
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = hidden @ self.weight.to(hidden.dtype).T
+        self.sizes.append(logits.shape[0])
+        self.with_gradient.append(logits.requires_grad)
+        return logits
+
+
+@pytest.fixture
+def head() -> Head:
+    return Head()
+
+
+def drawn(count: int = M, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(count, D, generator=generator).to(dtype)
+    return hidden.requires_grad_(), torch.randint(V, (count,), generator=generator)
+
+
+def test_sum_and_gradient_are_those_of_cross_entropy_on_full_logits(head: Head) -> None:
+    """Against torch's own, with all logits at once, to 1e-6 in f32."""
+    hidden, targets = drawn()
+    loss = CrossEntropy("causal", 8)(hidden, targets, head)
+    loss.total.backward()
+    reference = hidden.detach().clone().requires_grad_()
+    expected = functional.cross_entropy(reference @ head.weight.T, targets, reduction="sum")
+    expected.backward()
+    assert loss.count == M
+    assert torch.allclose(loss.total, expected, rtol=1e-6, atol=0)
+    assert hidden.grad is not None
+    assert reference.grad is not None
+    assert torch.allclose(hidden.grad, reference.grad, rtol=1e-6, atol=1e-6)
+
+
+def test_one_token_by_hand() -> None:
+    """Logits (0, ln 3) and target 0 give ln 4 nats and the gradient (-3/4, 3/4) on the logits."""
+    hidden = torch.tensor([[0.0, 3.0]]).log().nan_to_num(neginf=0.0).requires_grad_()
+    loss = CrossEntropy("causal", 4)(hidden, torch.tensor([0]), lambda h: h)
+    loss.total.backward()
+    assert loss.total.item() == pytest.approx(1.3862944, abs=1e-6)
+    assert hidden.grad is not None
+    assert hidden.grad.tolist() == [pytest.approx([-0.75, 0.75], abs=1e-6)]
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 36, 37, 38, 1000])
+def test_the_chunk_changes_nothing_but_memory(head: Head, chunk: int) -> None:
+    """Any chunk gives the loss and gradient of one."""
+    results = []
+    for size in (M, chunk):
+        hidden, targets = drawn()
+        loss = CrossEntropy("causal", size)(hidden, targets, head)
+        loss.total.backward()
+        assert hidden.grad is not None
+        results.append((loss.total.detach(), hidden.grad))
+    assert torch.allclose(results[0][0], results[1][0], rtol=1e-6, atol=0)
+    assert torch.allclose(results[0][1], results[1][1], rtol=1e-5, atol=1e-6)
+
+
+def test_no_more_logits_than_a_chunk_exist_at_one_time(head: Head) -> None:
+    """37 positions in chunks of 8: the head sees 8, 8, 8, 8 and 5, once each."""
+    hidden, targets = drawn()
+    loss = CrossEntropy("causal", 8)(hidden, targets, head)
+    loss.total.backward()
+    assert head.sizes == [8, 8, 8, 8, 5]
+
+
+def test_the_gradient_scales_with_what_comes_from_above(head: Head) -> None:
+    """Lightning divides by the accumulation and the module multiplies by it; both reach here."""
+    plain, targets = drawn()
+    scaled, _ = drawn()
+    objective = CrossEntropy("causal", 8)
+    objective(plain, targets, head).total.backward()
+    (objective(scaled, targets, head).total * 4).backward()
+    assert plain.grad is not None
+    assert scaled.grad is not None
+    assert torch.equal(scaled.grad, plain.grad * 4)
+
+
+def test_bf16_hidden_states_get_a_bf16_gradient_and_an_f32_loss(head: Head) -> None:
+    """The loss is summed in f32 whatever the format of the hidden states."""
+    hidden, targets = drawn(dtype=torch.bfloat16)
+    loss = CrossEntropy("causal", 8)(hidden, targets, head)
+    loss.total.backward()
+    logits = hidden.detach() @ head.weight.bfloat16().T
+    expected = functional.cross_entropy(logits.float(), targets, reduction="sum")
+    assert loss.total.dtype == torch.float32
+    assert torch.allclose(loss.total, expected, rtol=1e-5)
+    assert hidden.grad is not None
+    assert hidden.grad.dtype == torch.bfloat16
+
+
+def test_no_supervised_token_is_a_loss_of_zero(head: Head) -> None:
+    """The sum and the count are 0, and the backward pass runs."""
+    hidden, targets = drawn(0)
+    loss = CrossEntropy("causal", 8)(hidden, targets, head)
+    loss.total.backward()
+    assert (loss.total.item(), loss.count, head.sizes) == (0.0, 0, [])
+    assert hidden.grad is not None
+    assert hidden.grad.shape == (0, D)
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_none_are_computed(head: Head, guard: type) -> None:
+    """Validation pays for no backward pass, and the loss is the same."""
+    hidden, targets = drawn()
+    expected = CrossEntropy("causal", 8)(hidden, targets, head)
+    head.with_gradient.clear()
+    with guard():
+        loss = CrossEntropy("causal", 8)(hidden, targets, head)
+    assert not loss.total.requires_grad
+    assert head.with_gradient == [False] * 5
+    assert torch.equal(loss.total, expected.total.detach())
+
+
+def test_the_frozen_head_gets_no_gradient(head: Head) -> None:
+    """Only the hidden states learn."""
+    head.weight.requires_grad_(requires_grad=False)
+    hidden, targets = drawn()
+    CrossEntropy("causal", 8)(hidden, targets, head).total.backward()
+    assert head.weight.grad is None
+    assert hidden.grad is not None
+    assert bool(hidden.grad.abs().sum() > 0)

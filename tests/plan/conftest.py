@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """Ten rows, each a group of its own: `p0` … `p9`, answered by a hundred letters."""
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"prompt": f"p{n}", "response": "x" * 100}) for n in range(10)]
+    path.write_text("\n".join(lines), "utf-8")
+    return path

@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+import mens_exp
+from mens_exp.config.compose import compose, typed
+from mens_exp.corpus.source import cache_key, load_rows
+from mens_exp.corpus.split import Side
+from mens_exp.plan.estimate import make_plan, steps_of
+from mens_exp.rows.cache import encoded
+from mens_exp.rows.encode import encode
+from mens_exp.tokenizer.hf import HfTokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mens_exp.config.root import RunConfig
+    from mens_exp.model.resolve import BaseModel
+
+# Each marker of ChatML is one token, here written x; then a hundred letters and the end marker.
+ROW_TOKENS = len("xuser\npNx\nxassistant\n") + 101
+
+
+@pytest.fixture
+def on_rows(tiny_config: Callable[..., RunConfig], rows: Path) -> Callable[..., RunConfig]:
+    """Configure a run on the ten rows."""
+
+    def made(*overrides: str) -> RunConfig:
+        shares = ["data.val_frac=0.2", "data.heldout_frac=0.2"]
+        return tiny_config("data=jsonl", f"data.path={rows}", *shares, *overrides)
+
+    return made
+
+
+def warm(config: RunConfig, base: BaseModel, cache: Path) -> dict[Side, int]:
+    """Encode train and validation as a run does; return the documents of each."""
+    tokenizer = HfTokenizer.from_directory(base.directory)
+    rows = load_rows(config.data, cache)
+    documents = {}
+    for side in (Side.TRAIN, Side.VAL):
+        key = cache_key(config, rows, side, tokenizer)
+        pairs = getattr(rows, side.value)
+        made, _ = encoded(
+            cache,
+            key,
+            lambda pairs=pairs, key=key: encode(  # type: ignore[misc]
+                pairs, tokenizer, objective=key.objective, seq_len=key.seq_len
+            ),
+        )
+        documents[side] = len(made)
+    return documents
+
+
+def test_warm_plan_counts_exactly(
+    on_rows: Callable[..., RunConfig], tiny_base: BaseModel, cache: Path
+) -> None:
+    """Documents and tokens are those that the run will read."""
+    config = on_rows()
+    documents = warm(config, tiny_base, cache)
+    data = make_plan(config, cache)["data"]
+    assert data == {
+        "source": "jsonl",
+        "train_rows": documents[Side.TRAIN],
+        "train_tokens": documents[Side.TRAIN] * ROW_TOKENS,
+        "val_tokens": documents[Side.VAL] * ROW_TOKENS,
+        "exact": True,
+        "basis": "counted, from the cache",
+    }
+
+
+def test_cold_plan_of_a_file_estimates_and_says_so(
+    on_rows: Callable[..., RunConfig], cache: Path
+) -> None:
+    """Rows are counted; tokens come from their characters, none over the limit."""
+    config = on_rows("data.seq_len=64", "objective=causal")
+    data = make_plan(config, cache)["data"]
+    assert not data["exact"]
+    assert "estimated from the rows' characters" in data["basis"]
+    # 102 characters at 3.4 a token and 40 for the template are 70, more than the limit of 64.
+    assert data["train_tokens"] == data["train_rows"] * 64
+
+
+def test_other_length_than_the_cached_one_is_cold(
+    on_rows: Callable[..., RunConfig], tiny_base: BaseModel, cache: Path
+) -> None:
+    """What was encoded for another limit is not taken for this one."""
+    warm(on_rows(), tiny_base, cache)
+    assert not make_plan(on_rows("data.seq_len=500"), cache)["data"]["exact"]
+
+
+def test_half_warm_cache_is_cold(
+    on_rows: Callable[..., RunConfig], tiny_base: BaseModel, cache: Path
+) -> None:
+    """Training rows alone are not all that the run will read."""
+    config = on_rows("data.seq_len=300")
+    warm(config, tiny_base, cache)
+    rows, tokenizer = load_rows(config.data, cache), HfTokenizer.from_directory(tiny_base.directory)
+    shutil.rmtree(cache_key(config, rows, Side.VAL, tokenizer).directory(cache))
+    assert not make_plan(config, cache)["data"]["exact"]
+
+
+def test_model_that_is_not_made_yet_is_cold(
+    on_rows: Callable[..., RunConfig], tiny_base: BaseModel, cache: Path
+) -> None:
+    """Without its tokenizer nothing can be counted."""
+    warm(on_rows(), tiny_base, cache)
+    other = on_rows("model.init_seed=12345")
+    assert not make_plan(other, cache)["data"]["exact"]
+
+
+def test_cold_plan_of_the_library_reads_file_sizes(
+    tiny_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """No extraction for a plan: rows are unknown, tokens marked as an estimate."""
+    data = make_plan(tiny_config(), tmp_path)["data"]
+    assert data["train_rows"] is None
+    assert (data["exact"], data["basis"]) == (
+        False,
+        "estimated from file sizes; nothing is cached yet",
+    )
+    assert data["train_tokens"] > 10 * data["val_tokens"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plan_states_steps_and_tokens(on_rows: Callable[..., RunConfig], cache: Path) -> None:
+    """512 tokens × 2 sequences × 3 micro-batches, seven times."""
+    config = on_rows(
+        "data.micro_batch_size=2", "trainer.accumulate_grad_batches=3", "trainer.max_steps=7"
+    )
+    plan = make_plan(config, cache)
+    assert (plan["tokens_per_step"], plan["steps"], plan["tokens_total"]) == (3072, 7, 21504)
+    assert plan["measured"] is None
+    assert (plan["format"], plan["version"]) == ("mens_exp_plan", 1)
+
+
+def test_epochs_are_counted_in_sequences(
+    on_rows: Callable[..., RunConfig], tiny_base: BaseModel, cache: Path
+) -> None:
+    """Packed by tokens, padded by rows; a started step counts whole."""
+    overrides = ["trainer.max_steps=-1", "trainer.max_epochs=3", "data.seq_len=256"]
+    config = on_rows(*overrides)
+    rows = warm(config, tiny_base, cache)[Side.TRAIN]
+    blocks = -(-rows * ROW_TOKENS // 256)
+    assert make_plan(config, cache)["steps"] == -(-3 * blocks // 4)
+    padded = on_rows(*overrides, "data.packing=false")
+    assert make_plan(padded, cache)["steps"] == -(-3 * rows // 4)
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "max_epochs", "blocks", "steps"),
+    [(5, -1, None, 5), (5, 1, 100, 5), (50, 1, 10, 3), (-1, 2, 10, 5), (-1, 2, None, None)],
+)
+def test_the_nearer_limit_bounds_the_steps(
+    on_rows: Callable[..., RunConfig],
+    max_steps: int,
+    max_epochs: int,
+    blocks: int | None,
+    steps: int | None,
+) -> None:
+    """Two by two blocks a step; unknown blocks leave max_epochs without a meaning."""
+    config = on_rows(
+        f"trainer.max_steps={max_steps}",
+        f"trainer.max_epochs={max_epochs}",
+        "data.micro_batch_size=2",
+        "trainer.accumulate_grad_batches=2",
+    )
+    assert steps_of(config, blocks) == steps
+
+
+def test_unknown_steps_make_time_unknown(
+    tiny_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """Null with the reason, not a guess."""
+    config = tiny_config(
+        "trainer.max_steps=-1", "trainer.max_epochs=1", "data.packing=false", "trainer=cpu"
+    )
+    plan = make_plan(config, tmp_path)
+    assert (plan["steps"], plan["tokens_total"], plan["time_s"]["estimate"]) == (None, None, None)
+    assert "not counted yet" in plan["time_s"]["basis"]
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "driver", "known"),
+    [
+        ("cpu", "/usr/bin/nvidia-smi", True),
+        ("auto", None, True),
+        ("auto", "/usr/bin/nvidia-smi", False),
+        ("gpu", None, False),
+    ],
+)
+def test_time_on_a_gpu_is_unknown_and_says_why(
+    on_rows: Callable[..., RunConfig],
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    accelerator: str,
+    driver: str | None,
+    known: bool,
+) -> None:
+    """No rate has been measured there; where a GPU may be used, the CPU's is no answer."""
+    monkeypatch.setattr(shutil, "which", lambda _: driver)
+    time = make_plan(on_rows(f"trainer={accelerator}"), cache)["time_s"]
+    assert (time["estimate"] is not None) == known
+    assert ("CPU cores" in time["basis"]) == known
+    assert ("no rate has been measured for a GPU" in time["basis"]) != known
+
+
+def test_estimates_move_with_what_they_depend_on(
+    tiny_config: Callable[..., RunConfig], cache: Path
+) -> None:
+    """More steps take longer; f32 takes longer and more memory; half the rank trains half."""
+
+    def plan(*overrides: str) -> dict[str, Any]:
+        values = compose([["trainer=cpu", *overrides]])[0].values
+        return make_plan(typed(values), cache)
+
+    base, longer = plan(), plan("trainer.max_steps=600")
+    f32, small = plan("quant.compute_dtype=f32"), plan("lora.r=8")
+    assert longer["time_s"]["estimate"] > 5 * base["time_s"]["estimate"]
+    assert f32["time_s"]["estimate"] > base["time_s"]["estimate"]
+    assert f32["memory_bytes"]["estimate"] > base["memory_bytes"]["estimate"]
+    assert 2 * small["trainable_parameters"] == base["trainable_parameters"] == 4_884_480
+
+
+def test_memory_is_the_sum_of_its_components(
+    on_rows: Callable[..., RunConfig], cache: Path
+) -> None:
+    """Each named; weights by bits, adapter by sixteen bytes a parameter."""
+    plan = make_plan(on_rows(), cache)
+    memory = plan["memory_bytes"]
+    assert memory["estimate"] == sum(memory["components"].values())
+    # Per layer 64·64·2 + 2·32·64 + 3·128·64 weights, two layers, 4.127 bits each.
+    assert memory["components"]["base weights"] == round(2 * 36864 * 4.127 / 8)
+    adapter = 16 * plan["trainable_parameters"]
+    assert memory["components"]["adapter, gradients, moments"] == adapter
+
+
+def test_machine_without_a_core_count_is_planned_for(
+    on_rows: Callable[..., RunConfig], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some containers do not tell; one core is assumed, and said."""
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: None)
+    assert "on 1 CPU cores" in make_plan(on_rows(), cache)["time_s"]["basis"]
+
+
+def test_plan_is_plain_json(on_rows: Callable[..., RunConfig], cache: Path) -> None:
+    """It is written as it is."""
+    plan = make_plan(on_rows(), cache)
+    assert json.loads(json.dumps(plan, allow_nan=False)) == plan
+
+
+def test_planning_imports_nothing_heavy(rows: Path) -> None:
+    """In a fresh interpreter, from composing to the plan."""
+    code = (
+        "import sys\n"
+        "from mens_exp.config.compose import compose, typed\n"
+        "from mens_exp.plan.estimate import make_plan\n"
+        "from mens_exp.plan.preflight import preflight, writable_cache\n"
+        f"config = typed(compose([['data=jsonl', {f'data.path={rows}'!r}]])[0].values)\n"
+        "preflight(config)\n"
+        "make_plan(config, writable_cache())\n"
+        "print([n for n in ('torch', 'transformers', 'lightning', 'wandb') if n in sys.modules])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(mens_exp.__file__ or "").parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert done.stdout.strip() == "[]"

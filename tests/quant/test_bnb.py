@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import bitsandbytes
+import pytest
+import torch
+from bitsandbytes.nn import Linear4bit
+
+from mens_exp.config.quant import ComputeDtype, QuantConfig, QuantType
+from mens_exp.quant.bnb import (
+    compute_dtype,
+    keep_trainable,
+    quantization_config,
+    quantized_linears,
+)
+
+needs_the_repacking_kernel = pytest.mark.skipif(
+    not getattr(bitsandbytes.functional, "has_avx512bf16", lambda: False)(),
+    reason="needs a CPU with avx512_bf16 and a bitsandbytes that repacks weights for it (0.50)",
+)
+
+
+def two_layers(quant_type: str = "nf4") -> torch.nn.Sequential:
+    """Quantize two square layers, seeded."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = [
+            Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, quant_type=quant_type)
+            for _ in range(2)
+        ]
+        return torch.nn.Sequential(*layers).to("cpu")
+
+
+def input_gradient(model: torch.nn.Module) -> torch.Tensor | None:
+    """Return the gradient of a sum of squares to the input, or None where there is none."""
+    x = torch.ones(3, 64, requires_grad=True)
+    model.train()(x).square().sum().backward()
+    return x.grad
+
+
+def validate(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        model.eval()(torch.ones(3, 64))
+
+
+@pytest.mark.parametrize("double_quant", [True, False])
+@pytest.mark.parametrize("kind", QuantType)
+def test_every_quant_setting_reaches_bitsandbytes(kind: QuantType, double_quant: bool) -> None:
+    """Type, double quantization and compute format, under the loader's own names."""
+    config = quantization_config(
+        QuantConfig(quant_type=kind, double_quant=double_quant, compute_dtype=ComputeDtype.f32)
+    )
+    assert config.load_in_4bit is True
+    assert config.bnb_4bit_quant_type == kind.value
+    assert config.bnb_4bit_use_double_quant is double_quant
+    assert config.bnb_4bit_compute_dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"), [(ComputeDtype.bf16, torch.bfloat16), (ComputeDtype.f32, torch.float32)]
+)
+def test_compute_formats_have_torch_s_names(named: ComputeDtype, expected: torch.dtype) -> None:
+    """Every member of the enum has one."""
+    assert compute_dtype(QuantConfig(compute_dtype=named)) == expected
+    assert len(ComputeDtype) == 2
+
+
+def test_four_bit_modules_are_found_by_path() -> None:
+    """Other linear layers are not among them."""
+    model = torch.nn.ModuleDict({"four": two_layers(), "plain": torch.nn.Linear(4, 4)})
+    assert list(quantized_linears(model)) == ["four.0", "four.1"]
+
+
+def test_gradients_are_the_same_after_a_validation_pass() -> None:
+    """Train, validate, train: the input's gradient is bit for bit what it was."""
+    model = two_layers()
+    keep_trainable(model)
+    before = input_gradient(model)
+    validate(model)
+    after = input_gradient(model)
+    assert before is not None
+    assert after is not None
+    assert torch.equal(before, after)
+
+
+@needs_the_repacking_kernel
+@pytest.mark.filterwarnings("ignore:bitsandbytes..gemv_4bit. an autograd kernel was not registered")
+def test_without_the_guard_a_validation_pass_ends_learning() -> None:
+    """The trap that the guard is for: no gradient comes back any more, and no error is raised."""
+    model = two_layers()
+    assert input_gradient(model) is not None
+    validate(model)
+    assert input_gradient(model) is None
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("nf4", 0.10), ("fp4", 0.13)])
+def test_four_bits_hold_a_normal_weight_to_a_tenth(kind: str, limit: float) -> None:
+    """The relative error of dequantized normal weights is that of the QLoRA paper's types."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        weight = torch.randn(64, 256)
+    layer = Linear4bit(256, 64, bias=False, compute_dtype=torch.float32, quant_type=kind)
+    layer.load_state_dict({"weight": weight})
+    layer.to("cpu")
+    seen = layer(torch.eye(256)).T
+    error = float((seen - weight).norm() / weight.norm())
+    assert 0.05 < error < limit

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from mens_exp.rows import cache as rows_cache
+from mens_exp.rows.cache import CacheKey, TokenCounts, cache_root, encoded, peek
+from mens_exp.rows.encode import Encoded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+KEY = CacheKey(
+    rows_sha256="r",
+    tokenizer_sha256="t",
+    template_sha256="c",
+    objective="assistant",
+    seq_len=8,
+)
+FILES = ["ids.npy", "supervised.npy", "offsets.npy", "meta.json"]
+
+
+class Builder:
+    """Counts how often documents are built."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> Encoded:
+        self.calls += 1
+        return Encoded(
+            ids=np.array([5, 6, 7, 8, 9], np.int32),
+            supervised=np.array([0, 1, 1, 0, 1], bool),
+            offsets=np.array([0, 3, 5], np.int64),
+            truncated=2,
+            dropped=1,
+        )
+
+
+def same(first: Encoded, second: Encoded) -> bool:
+    arrays = ("ids", "supervised", "offsets")
+    return all(
+        np.array_equal(getattr(first, name), getattr(second, name))
+        and getattr(first, name).dtype == getattr(second, name).dtype
+        for name in arrays
+    ) and (first.truncated, first.dropped) == (second.truncated, second.dropped)
+
+
+def test_second_call_reads_what_the_first_wrote(tmp_path: Path) -> None:
+    """The same arrays, types and counts, without building them again."""
+    build = Builder()
+    first, counts = encoded(tmp_path, KEY, build)
+    second, again = encoded(tmp_path, KEY, build)
+    assert build.calls == 1
+    assert same(first, second)
+    assert counts == again
+
+
+def test_counts_are_those_of_the_documents(tmp_path: Path) -> None:
+    """Two documents, five tokens, three of them learned; also without opening the arrays."""
+    _, counts = encoded(tmp_path, KEY, Builder())
+    numbers = (counts.documents, counts.tokens, counts.supervised_tokens)
+    assert (numbers, counts.truncated, counts.dropped) == ((2, 5, 3), 2, 1)
+    assert peek(tmp_path, KEY) == counts
+
+
+def test_nothing_is_known_of_what_was_never_built(tmp_path: Path) -> None:
+    """A cold cache has no counts."""
+    assert peek(tmp_path, KEY) is None
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(CacheKey)])
+def test_every_part_of_the_key_makes_another_place(tmp_path: Path, field: str) -> None:
+    """Ids and masks depend on all of them."""
+    value = KEY.seq_len + 1 if field == "seq_len" else "other"
+    other = dataclasses.replace(KEY, **{field: value})
+    encoded(tmp_path, KEY, Builder())
+    assert other.directory(tmp_path) != KEY.directory(tmp_path)
+    assert peek(tmp_path, other) is None
+
+
+def test_another_version_of_encoding_makes_another_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an older release encoded is not read."""
+    before = KEY.directory(tmp_path)
+    monkeypatch.setattr(rows_cache, "ENCODING_VERSION", -1)
+    assert KEY.directory(tmp_path) != before
+
+
+def _flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def _empty_array(file: Path) -> None:
+    np.save(file, np.array([], np.int32))
+
+
+def _pickle(file: Path) -> None:
+    np.save(file, np.array([print]), allow_pickle=True)
+
+
+@pytest.mark.parametrize("name", FILES[:3])
+@pytest.mark.parametrize(
+    "damage",
+    [_flip, Path.unlink, _empty_array, _pickle, lambda file: file.write_bytes(b"")],
+    ids=["flipped bit", "gone", "other array", "pickle", "empty"],
+)
+def test_damaged_array_is_built_again(
+    tmp_path: Path, damage: Callable[[Path], object], name: str
+) -> None:
+    """And is whole afterwards."""
+    build = Builder()
+    encoded(tmp_path, KEY, build)
+    damage(KEY.directory(tmp_path) / name)
+    documents, _ = encoded(tmp_path, KEY, build)
+    assert build.calls == 2
+    assert same(documents, build())
+    calls = build.calls
+    encoded(tmp_path, KEY, build)
+    assert build.calls == calls
+
+
+@pytest.mark.parametrize("meta", ["", "{", "[]", "{}", '{"counts": {}}', '{"counts": {"x": 1}}'])
+def test_damaged_counts_are_no_counts(tmp_path: Path, meta: str) -> None:
+    """The documents are built again."""
+    build = Builder()
+    encoded(tmp_path, KEY, build)
+    (KEY.directory(tmp_path) / "meta.json").write_text(meta, "utf-8")
+    assert peek(tmp_path, KEY) is None
+    encoded(tmp_path, KEY, build)
+    assert build.calls == 2
+
+
+def test_half_written_directory_is_ignored_and_replaced(tmp_path: Path) -> None:
+    """A writer that died before the last file leaves nothing that is believed."""
+    directory = KEY.directory(tmp_path)
+    directory.mkdir(parents=True)
+    np.save(directory / "ids.npy", np.array([1], np.int32))
+    build = Builder()
+    encoded(tmp_path, KEY, build)
+    assert build.calls == 1
+    assert sorted(file.name for file in directory.iterdir()) == sorted(FILES)
+
+
+def test_failing_build_leaves_nothing(tmp_path: Path) -> None:
+    """Not even an empty folder that looks like a cached one."""
+
+    def fail() -> Encoded:
+        raise RuntimeError("no documents")
+
+    with pytest.raises(RuntimeError):
+        encoded(tmp_path, KEY, fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_key_is_stored_beside_the_arrays(tmp_path: Path) -> None:
+    """So that a person can tell what a folder is."""
+    encoded(tmp_path, KEY, Builder())
+    meta = json.loads((KEY.directory(tmp_path) / "meta.json").read_text("utf-8"))
+    assert meta["key"] == dataclasses.asdict(KEY)
+    assert TokenCounts(**meta["counts"]) == peek(tmp_path, KEY)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"MENS_EXP_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, Path("/a")),
+        ({"XDG_CACHE_HOME": "/b"}, Path("/b/mens_exp")),
+        ({}, Path("/home/me/.cache/mens_exp")),
+        ({"MENS_EXP_CACHE": "", "XDG_CACHE_HOME": ""}, Path("/home/me/.cache/mens_exp")),
+    ],
+)
+def test_cache_folder_is_named_by_the_environment(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: Path
+) -> None:
+    """Ours first, then the desktop's, then the home directory."""
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
+    for name in ("MENS_EXP_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert cache_root() == expected

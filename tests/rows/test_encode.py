@@ -1,0 +1,306 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from mens_exp.config.objective import LABELLINGS
+from mens_exp.errors import ConfigError, DataError
+from mens_exp.rows.encode import Encoded, encode, messages_of, prompt_text
+from mens_exp.rows.schema import TrainingPair
+from mens_exp.tokenizer import byte_level
+from mens_exp.tokenizer.hf import HfTokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+PAIR = TrainingPair(prompt="Say hi.", response="hi")
+LONG = TrainingPair(prompt="Say it.", response="x" * 100)
+PROMPT = "<|im_start|>user\nSay hi.<|im_end|>\n<|im_start|>assistant\n"
+PROMPT_TOKENS = len("xuser\nSay hi.x\nxassistant\n")  # each marker is one token
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., HfTokenizer]:
+    """Read the byte-level tokenizer with a chat template and a tokenizer_config of its own."""
+
+    def made(template: str | None = None, config: str | None = None) -> HfTokenizer:
+        directory: Path = tmp_path_factory.mktemp("tokenizer")
+        byte_level.write_files(directory)
+        if template is not None:
+            (directory / "chat_template.jinja").write_text(template, "utf-8")
+        if config is not None:
+            (directory / "tokenizer_config.json").write_text(config, "utf-8")
+        return HfTokenizer.from_directory(directory)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_of: Callable[..., HfTokenizer]) -> HfTokenizer:
+    return tokenizer_of()
+
+
+def encoded(
+    tokenizer: HfTokenizer,
+    *pairs: TrainingPair,
+    objective: str = "assistant",
+    seq_len: int = 10_000,
+) -> Encoded:
+    return encode(pairs or [PAIR], tokenizer, objective=objective, seq_len=seq_len)
+
+
+def whole(tokenizer: HfTokenizer, documents: Encoded) -> str:
+    return str(tokenizer.core.decode(documents.ids.tolist(), skip_special_tokens=False))
+
+
+def supervised(tokenizer: HfTokenizer, documents: Encoded) -> str:
+    ids = documents.ids[documents.supervised].tolist()
+    return str(tokenizer.core.decode(ids, skip_special_tokens=False))
+
+
+def test_answer_and_its_end_marker_are_learned(tokenizer: HfTokenizer) -> None:
+    """Nothing before and nothing behind them."""
+    documents = encoded(tokenizer)
+    assert whole(tokenizer, documents) == f"{PROMPT}hi<|im_end|>"
+    assert documents.supervised.tolist() == [False] * PROMPT_TOKENS + [True] * 3
+    assert supervised(tokenizer, documents) == "hi<|im_end|>"
+
+
+@given(prompt=TEXTS, response=TEXTS, system=st.none() | TEXTS)
+def test_learned_text_is_exactly_the_answer(
+    tokenizer: HfTokenizer, prompt: str, response: str, system: str | None
+) -> None:
+    """Whatever the texts are; the rest of the document is exactly the prompt."""
+    pair = TrainingPair(prompt=prompt, response=response, system=system)
+    documents = encoded(tokenizer, pair)
+    assert supervised(tokenizer, documents) == f"{response}<|im_end|>"
+    assert whole(tokenizer, documents) == prompt_text(pair, tokenizer) + f"{response}<|im_end|>"
+
+
+@given(texts=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=5), limit=st.integers(8, 80))
+def test_first_token_is_never_learned(
+    tokenizer: HfTokenizer, texts: list[tuple[str, str]], limit: int
+) -> None:
+    """Nothing stands before it to predict it from, under either objective."""
+    pairs = [TrainingPair(prompt=prompt, response=response) for prompt, response in texts]
+    for objective in LABELLINGS:
+        documents = encoded(tokenizer, *pairs, objective=objective, seq_len=limit)
+        assert not documents.supervised[documents.offsets[:-1]].any()
+        assert (documents.lengths <= limit).all()
+        assert len(documents) + documents.dropped == len(pairs)
+        each = np.split(documents.supervised, documents.offsets[1:-1])
+        assert all(mask.any() for mask in each) or not len(documents)
+
+
+def test_causal_learns_every_token_but_the_first(tokenizer: HfTokenizer) -> None:
+    """The prompt included; the ids are those of `assistant`."""
+    causal, assistant = encoded(tokenizer, objective="causal"), encoded(tokenizer)
+    assert causal.supervised.tolist() == [False] + [True] * (len(causal.ids) - 1)
+    assert causal.ids.tolist() == assistant.ids.tolist()
+
+
+def test_unknown_objective_is_refused(tokenizer: HfTokenizer) -> None:
+    """Not taken for one of the known ones."""
+    with pytest.raises(ConfigError, match="the nearest is causal"):
+        encoded(tokenizer, objective="casual")
+
+
+@pytest.mark.parametrize("objective", LABELLINGS)
+def test_objectives_of_the_configuration_are_known(tokenizer: HfTokenizer, objective: str) -> None:
+    """What validation accepts, encoding does."""
+    assert len(encoded(tokenizer, objective=objective)) == 1
+
+
+def test_long_document_is_cut_on_the_right(tokenizer: HfTokenizer) -> None:
+    """The prompt stays whole and the answer keeps its beginning; its end is not invented."""
+    documents = encoded(tokenizer, LONG, seq_len=PROMPT_TOKENS + 10)
+    assert documents.lengths.tolist() == [PROMPT_TOKENS + 10]
+    assert supervised(tokenizer, documents) == "x" * 10
+    assert (documents.truncated, documents.dropped) == (1, 0)
+
+
+@pytest.mark.parametrize(("over", "truncated"), [(0, 0), (-1, 1)])
+def test_document_of_the_limits_length_is_whole(
+    tokenizer: HfTokenizer, over: int, truncated: int
+) -> None:
+    """Only a token more is too many."""
+    documents = encoded(tokenizer, seq_len=PROMPT_TOKENS + 3 + over)
+    assert documents.truncated == truncated
+
+
+def test_document_that_keeps_no_answer_is_dropped_and_counted(tokenizer: HfTokenizer) -> None:
+    """Its prompt alone fills the limit; the rows around it stay."""
+    wordy = TrainingPair(prompt="p" * 200, response="hi")
+    documents = encoded(tokenizer, PAIR, wordy, PAIR, seq_len=100)
+    assert (len(documents), documents.truncated, documents.dropped) == (2, 1, 1)
+    assert supervised(tokenizer, documents) == "hi<|im_end|>" * 2
+    assert len(encoded(tokenizer, wordy, objective="causal", seq_len=100)) == 1
+
+
+def test_document_cut_to_its_first_token_is_dropped(tokenizer: HfTokenizer) -> None:
+    """It has nothing left to predict."""
+    assert encoded(tokenizer, objective="causal", seq_len=1).dropped == 1
+    assert encoded(tokenizer, objective="causal", seq_len=2).dropped == 0
+
+
+def test_nothing_kept_is_no_document(tokenizer: HfTokenizer) -> None:
+    """Empty arrays, one offset."""
+    documents = encoded(tokenizer, seq_len=8)
+    assert (len(documents), documents.offsets.tolist(), documents.dropped) == (0, [0], 1)
+    assert documents.ids.dtype == np.int32
+
+
+def test_documents_lie_one_after_the_other(tokenizer: HfTokenizer) -> None:
+    """Offsets mark them, lengths follow."""
+    documents = encoded(tokenizer, PAIR, LONG)
+    lengths = [PROMPT_TOKENS + 3, PROMPT_TOKENS + 101]
+    assert documents.offsets.tolist() == [0, lengths[0], sum(lengths)]
+    assert documents.lengths.tolist() == lengths
+
+
+def test_end_marker_that_is_also_padding_is_learned(
+    tokenizer_of: Callable[..., HfTokenizer],
+) -> None:
+    """Masks are made by place: pad = eos = end marker changes nothing."""
+    tokenizer = tokenizer_of(config='{"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}')
+    assert tokenizer.pad_id == tokenizer.eos_id == 2
+    assert supervised(tokenizer, encoded(tokenizer)) == "hi<|im_end|>"
+
+
+def test_newline_behind_the_end_marker_is_not_learned(
+    tokenizer_of: Callable[..., HfTokenizer],
+) -> None:
+    """SmolLM2's template writes one; generation has ended before it."""
+    tokenizer = tokenizer_of(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{{ '\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    documents = encoded(tokenizer)
+    assert whole(tokenizer, documents).endswith("hi<|im_end|>\n")
+    assert supervised(tokenizer, documents) == "hi<|im_end|>"
+
+
+def test_space_that_the_template_puts_before_the_answer_is_learned(
+    tokenizer_of: Callable[..., HfTokenizer],
+) -> None:
+    """Mistral's way: the prompt ends before it, so generation has to write it."""
+    tokenizer = tokenizer_of(
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
+        "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    documents = encoded(tokenizer)
+    assert whole(tokenizer, documents) == "[INST] Say hi.[/INST] hi<|im_end|>"
+    assert supervised(tokenizer, documents) == " hi<|im_end|>"
+
+
+def test_template_that_trims_the_answer_is_followed(
+    tokenizer_of: Callable[..., HfTokenizer],
+) -> None:
+    """White space around an answer is the template's to keep or drop."""
+    tokenizer = tokenizer_of(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    padded = TrainingPair(prompt="p", response="\n  hi \n")
+    assert supervised(tokenizer, encoded(tokenizer, padded)) == "hi<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("config", "end"),
+    [
+        ('{"eos_token": "<|endoftext|>"}', "<|endoftext|>"),
+        ('{"eos_token": "<|im_end|>"}', "<|im_end|>"),
+    ],
+)
+def test_template_without_end_marker_is_closed_by_the_end_of_sequence(
+    tokenizer_of: Callable[..., HfTokenizer], config: str, end: str
+) -> None:
+    """Or the model would never learn to stop."""
+    plain = (
+        "{% for m in messages %}### {{ m.role }}\n{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}### assistant\n{% endif %}"
+    )
+    tokenizer = tokenizer_of(plain, config)
+    assert supervised(tokenizer, encoded(tokenizer)) == f"hi\n{end}"
+
+
+def test_answer_that_nothing_ends_is_refused(tokenizer_of: Callable[..., HfTokenizer]) -> None:
+    """Neither a marker in the template nor an end-of-sequence token."""
+    tokenizer = tokenizer_of("{% for m in messages %}{{ m.content }}|{% endfor %}", "{}")
+    with pytest.raises(DataError, match="nothing marks the end") as caught:
+        encoded(tokenizer)
+    assert caught.value.where == f"row {PAIR.id}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.role }}: {{ m.content | upper }}<|im_end|>{% endfor %}",
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}",
+        "{% for m in messages %}{{ m.content }}{% endfor %}{{ 'x:' if add_generation_prompt }}",
+        "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+    ],
+    ids=["alters the answer", "drops the answer", "alters the opening", "alters the prompt"],
+)
+def test_template_that_alters_a_row_is_refused(
+    tokenizer_of: Callable[..., HfTokenizer], template: str
+) -> None:
+    """Training would be on other text than generation meets; the row is named."""
+    with pytest.raises(DataError, match="does not keep prompt and answer") as caught:
+        encoded(tokenizer_of(template))
+    assert caught.value.where == f"row {PAIR.id}"
+    assert caught.value.exit_code == 2
+
+
+def test_system_prompt_is_a_turn_of_its_own(tokenizer: HfTokenizer) -> None:
+    """Without one, the template's own stays in force."""
+    told = TrainingPair(prompt="p", response="r", system="s")
+    assert [turn["role"] for turn in messages_of(told)] == ["system", "user"]
+    assert [turn["role"] for turn in messages_of(PAIR)] == ["user"]
+    assert prompt_text(PAIR, tokenizer) == PROMPT
+
+
+def test_ids_begin_with_those_of_the_prompt_alone(tmp_path: Path) -> None:
+    """A token across the seam would never be met in generation: the parts are taken apart."""
+    vocab = {token: i for i, token in enumerate(["<e>", "u", ":", "x", "\n", "\n\n", "a"])}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[("\n", "\n")]))
+    core.add_special_tokens([AddedToken("<e>", special=True)])
+    core.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}u:\n{{ m.content }}{% if m.role != 'user' %}<e>{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}u:\n{{ '' }}{% endif %}",
+        "utf-8",
+    )
+    tokenizer = HfTokenizer.from_directory(tmp_path)
+    pair = TrainingPair(prompt="x", response="\na")
+    documents = encoded(tokenizer, pair)
+    (prompt,) = tokenizer.encode_all([prompt_text(pair, tokenizer)])
+    assert documents.ids.tolist() == [*prompt, vocab["\n"], vocab["a"], vocab["<e>"]]
+    assert documents.supervised.tolist() == [False] * len(prompt) + [True] * 3
+
+
+def test_answer_is_tokenized_as_a_continuation(tmp_path: Path) -> None:
+    """A tokenizer that marks the beginning of a text puts no such mark on an answer."""
+    vocab = {token: i for i, token in enumerate(["<e>", "▁", "u", ":", "x", "a"])}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    core.decoder = decoders.Metaspace(prepend_scheme="first")
+    core.add_special_tokens([AddedToken("<e>", special=True)])
+    core.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'user' %}u:{{ m.content }}:"
+        "{% else %}{{ m.content }}<e>{% endif %}{% endfor %}",
+        "utf-8",
+    )
+    tokenizer = HfTokenizer.from_directory(tmp_path)
+    documents = encoded(tokenizer, TrainingPair(prompt="x", response="a"))
+    tokens = [core.id_to_token(token) for token in documents.ids.tolist()]
+    assert tokens == ["▁", "u", ":", "x", ":", "a", "<e>"]
+    assert documents.supervised.tolist() == [False] * 5 + [True] * 2

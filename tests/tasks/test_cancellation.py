@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from mens_exp.tasks.cancellation import Cancelled, cancellable, end_at_once
+
+HANDLED = [signal.SIGINT, signal.SIGTERM]
+
+
+@pytest.mark.parametrize("number", HANDLED)
+def test_the_first_signal_cancels(number: signal.Signals) -> None:
+    """It raises in the block, named after the signal, and the handlers are put back."""
+    before = [signal.getsignal(each) for each in HANDLED]
+    with pytest.raises(Cancelled, match=number.name), cancellable(lambda: False):
+        signal.raise_signal(number)
+    assert [signal.getsignal(each) for each in HANDLED] == before
+
+
+def test_after_the_first_signal_the_system_ends_the_process() -> None:
+    """Whatever Python code runs then cannot hold up the second one."""
+    with cancellable(lambda: False):
+        with pytest.raises(Cancelled):
+            signal.raise_signal(signal.SIGINT)
+        assert [signal.getsignal(each) for each in HANDLED] == [signal.SIG_DFL] * 2
+
+
+def test_a_handler_that_was_put_back_still_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lightning restores handlers on its way out; the second signal is then raised anew."""
+    raised: list[int] = []
+    with cancellable(lambda: False):
+        ours = signal.getsignal(signal.SIGTERM)
+        with pytest.raises(Cancelled):
+            signal.raise_signal(signal.SIGTERM)
+        monkeypatch.setattr(signal, "raise_signal", raised.append)
+        assert callable(ours)
+        with pytest.raises(Cancelled):
+            ours(signal.SIGTERM, None)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert raised == [signal.SIGTERM]
+
+
+def test_a_closing_run_is_not_cancelled() -> None:
+    """Its status stands already; the second signal ends it like any other."""
+    with cancellable(lambda: True):
+        signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+
+
+def test_outside_of_the_main_thread_nothing_is_installed() -> None:
+    """Python refuses handlers there, and the block runs all the same."""
+    seen: list[object] = []
+    before = signal.getsignal(signal.SIGINT)
+
+    def work() -> None:
+        with cancellable(lambda: False):
+            seen.append(signal.getsignal(signal.SIGINT))
+        end_at_once()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+    assert signal.getsignal(signal.SIGINT) is before

@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp import cli
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.run_lock import held
+from mens_exp.artifacts.telemetry import read_events
+from mens_exp.errors import Problems, RequestError
+from mens_exp.tasks.resume import prepare
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.artifacts.run_dir import RunDir
+
+    Broken = Callable[..., RunDir]
+    TrainIn = Callable[..., RunDir]
+
+
+def adapter(run: RunDir) -> bytes:
+    return (run.adapter / "adapter.safetensors").read_bytes()
+
+
+def step_values(run: RunDir, metric: str) -> list[tuple[int, float]]:
+    read = [e["payload"] for e in read_events(run.telemetry) if e["event"] == "step"]
+    return [(payload["step"], payload[metric]) for payload in read]
+
+
+def files(run: RunDir) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in run.path.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def template(
+    train_in: TrainIn, tmp_path_factory: pytest.TempPathFactory
+) -> RunDir:
+    """A cancelled run under the cosine schedule; only to be read."""
+    from mens_exp.tasks.cancellation import Cancelled
+    from mens_exp.training.module import TrainingModule
+
+    original = TrainingModule.training_step
+
+    def step(self: Any, batch: Any, index: int) -> Any:
+        if batch.index == 10:
+            raise Cancelled("SIGINT")
+        return original(self, batch, index)
+
+    directory = tmp_path_factory.mktemp("template") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingModule, "training_step", step)
+        return train_in(directory, "schedule=cosine", code=130)
+
+
+def test_a_failed_run_goes_on_from_its_last_checkpoint(
+    broken: Broken, finished: RunDir, tmp_path: Path
+) -> None:
+    """What failed is redone, and the end is that of a run without the failure."""
+    run = broken(tmp_path / "run", 13, error=OSError("disk full"))
+    assert Manifest.read(run.manifest).status is Status.FAILED
+    assert cli.main([f"resume={run.path}"]) == 0
+    assert adapter(run) == adapter(finished)
+    manifest = Manifest.read(run.manifest)
+    assert (manifest.status, manifest.error) == (Status.SUCCEEDED, None)
+    assert manifest.attempts[-1]["resumed_from_step"] == 2
+
+
+def test_resumed_figures_cover_the_whole_run(
+    broken: Broken, finished: RunDir, tmp_path: Path
+) -> None:
+    """Losses, rates of learning and counters are those of one process, step by step."""
+    run = broken(tmp_path / "run", 13)
+    assert cli.main([f"resume={run.path}"]) == 0
+    for metric in ("train/loss", "train/grad_norm", "optim/lr", "data/tokens"):
+        assert step_values(run, metric) == step_values(finished, metric), metric
+    tokens = [Manifest.read(one.manifest).results["tokens"] for one in (run, finished)]
+    assert tokens[0] == tokens[1]
+
+
+def test_padded_batches_resume_too(
+    broken: Broken, train_in: TrainIn, tmp_path: Path
+) -> None:
+    """Without packing the stream has another order of documents, and the same rule."""
+    through = train_in(tmp_path / "through", "data.packing=false", "data.micro_batch_size=2")
+    run = broken(tmp_path / "run", 13, "data.packing=false", "data.micro_batch_size=2")
+    assert cli.main([f"resume={run.path}"]) == 0
+    assert adapter(run) == adapter(through)
+
+
+def test_latest_is_the_newest_training_run(
+    broken: Broken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later plan is none."""
+    monkeypatch.chdir(tmp_path)
+    broken("outputs/train/default/a", 5)
+    run = broken("outputs/train/default/b", 5)
+    assert cli.main(["task=plan", "model=tiny_llama", "hydra.run.dir=outputs/plan/c"]) == 0
+    assert cli.main(["resume=latest"]) == 0
+    assert Manifest.read(run.manifest).status is Status.SUCCEEDED
+    assert len(Manifest.read(run.manifest).attempts) == 2
+
+
+def test_eight_steps_in_two_runs_are_eight_steps(
+    train_in: TrainIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under the constant schedule a finished run of four goes on to eight, byte for byte."""
+    through = train_in(tmp_path / "through", "trainer.max_steps=8")
+    run = train_in(tmp_path / "run")
+    capsys.readouterr()
+    assert cli.main([f"resume={run.path}", "trainer.max_steps=8"]) == 0
+    note = "trainer.max_steps went from 4 to 8; the constant schedule is unchanged"
+    assert note in capsys.readouterr().err
+    assert adapter(run) == adapter(through)
+    assert step_values(run, "train/loss") == step_values(through, "train/loss")
+    manifest = Manifest.read(run.manifest)
+    assert manifest.notes == [note]
+    assert manifest.results["steps"] == 8
+    assert "max_steps: 8" in run.config.read_text(encoding="utf-8")
+    expected = Manifest.read(through.manifest).config_digest
+    assert manifest.config_digest == expected
+
+
+def test_longer_cosine_says_what_becomes_of_the_rate(template: RunDir) -> None:
+    """Half of four steps is half the peak; two of eight are cos²(π/8) of it, 0.854."""
+    resumption = prepare(str(template.path), {"trainer.max_steps": "8"})
+    assert resumption.notes == [
+        "trainer.max_steps went from 4 to 8: the cosine schedule is laid over 8 steps from here "
+        "on, so the rate of step 3 is 0.000854 instead of 0.0005"
+    ]
+
+
+def test_longer_cosine_takes_the_rate_that_was_said(
+    broken: Broken, tmp_path: Path
+) -> None:
+    """Step 3 trains at the new schedule's rate, and no step is left out."""
+    run = broken(tmp_path / "run", 10, "schedule=cosine")
+    assert cli.main([f"resume={run.path}", "trainer.max_steps=8"]) == 0
+    rates = step_values(run, "optim/lr")
+    assert [step for step, _ in rates] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert rates[2][1] == pytest.approx(1e-3 * 0.8535534)
+    assert rates[7][1] == pytest.approx(1e-3 * 0.0380602)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaints"),
+    [
+        (["seed=1"], ["seed"]),
+        (["lora.r=8", "optim.lr=1e-4", "trainer.max_steps=8"], ["lora.r", "optim.lr"]),
+        (["~callbacks.progress"], ["~callbacks.progress"]),
+        (["hydra.run.dir=elsewhere"], ["hydra.run.dir"]),
+        (["trainer.max_steps=4"], ["trainer.max_steps"]),
+        (["trainer.max_steps=3"], ["trainer.max_steps"]),
+        (["trainer.max_steps=8,9"], ["trainer.max_steps"]),
+        (["trainer.max_steps=-1"], ["trainer.max_steps"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_nothing_but_a_longer_run_is_accepted(
+    template: RunDir,
+    overrides: list[str],
+    complaints: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Every refused key is named, the exit code is 2, and the run is as it was."""
+    before = files(template)
+    assert cli.main([f"resume={template.path}", *overrides]) == 2
+    said = capsys.readouterr().err
+    assert all(f"{key}:" in said for key in complaints)
+    assert files(template) == before
+
+
+def test_a_finished_run_is_refused_with_the_way_on(
+    finished: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is nothing left to do, short of more steps."""
+    before = files(finished)
+    assert cli.main([f"resume={finished.path}"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the run has ended already" in said
+    assert "trainer.max_steps=<more than 4>" in said
+    assert files(finished) == before
+
+
+def test_a_run_bounded_by_epochs_cannot_get_longer(
+    broken: Broken, tmp_path: Path
+) -> None:
+    """More steps would not be more than its epochs."""
+    run = broken(tmp_path / "run", 5, "trainer.max_steps=-1", "trainer.max_epochs=1")
+    with pytest.raises(RequestError, match="epochs bound this run"):
+        prepare(str(run.path), {"trainer.max_steps": "8"})
+
+
+def test_only_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan is made again, not resumed."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["task=plan", "model=tiny_llama", "hydra.run.dir=plan"]) == 0
+    with pytest.raises(RequestError, match=r"only training goes on.*\(plan\)"):
+        prepare("plan", {})
+
+
+def test_a_missing_run_is_refused(tmp_path: Path) -> None:
+    """The message names what was asked for."""
+    with pytest.raises(RequestError, match="no such run directory"):
+        prepare(str(tmp_path / "nowhere"), {})
+
+
+def test_one_run_at_a_time_goes_on(template: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """A sweep of resumptions means nothing."""
+    assert cli.main(["-m", f"resume={template.path}"]) == 2
+    assert "drop -m" in capsys.readouterr().err
+
+
+def test_a_damaged_configuration_is_refused(broken: Broken, tmp_path: Path) -> None:
+    """The file is named, and the record is not touched."""
+    run = broken(tmp_path / "run", 5)
+    run.config.write_text("seed: [", encoding="utf-8")
+    before = files(run)
+    with pytest.raises(RequestError, match=r"config\.yaml"):
+        prepare(str(run.path), {})
+    assert files(run) == before
+
+
+def test_a_run_at_work_is_left_alone(
+    template: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two processes in one directory would tear its record."""
+    with held(template.lock):
+        before = files(template)
+        assert cli.main([f"resume={template.path}"]) == 2
+        assert files(template) == before
+    assert "still working on this run" in capsys.readouterr().err
+
+
+def test_other_rows_than_before_are_refused(
+    broken: Broken, rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run must not go on with data it did not begin with."""
+    mine = tmp_path / "rows.jsonl"
+    mine.write_bytes(rows_file.read_bytes())
+    run = broken(tmp_path / "run", 10, f"data.path={mine}")
+    mine.write_bytes(mine.read_bytes().replace(b"return x + 59", b"return 59 + x"))
+    assert cli.main([f"resume={run.path}"]) == 2
+    assert "inputs.data.rows_sha256: is not what the run was trained on" in capsys.readouterr().err
+    assert Manifest.read(run.manifest).status is Status.FAILED
+    mine.write_bytes(rows_file.read_bytes())
+    assert cli.main([f"resume={run.path}"]) == 0
+
+
+def test_a_file_that_has_gone_is_told_before_the_run_is_reopened(
+    broken: Broken, rows_file: Path, tmp_path: Path
+) -> None:
+    """The record stays closed as it was."""
+    mine = tmp_path / "rows.jsonl"
+    mine.write_bytes(rows_file.read_bytes())
+    run = broken(tmp_path / "run", 10, f"data.path={mine}")
+    mine.unlink()
+    before = files(run)
+    with pytest.raises((RequestError, Problems), match=r"rows\.jsonl"):
+        prepare(str(run.path), {})
+    assert files(run) == before

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.artifacts import atomic, provenance
+from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.telemetry import read_events
+from mens_exp.config.compose import config_digest, from_yaml
+from mens_exp.errors import ConfigError, DataError, Problems, RequestError
+from mens_exp.report import write
+from mens_exp.tasks.cancellation import Cancelled
+from mens_exp.tasks.run import open_run, reopen_run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mens_exp.config.overrides import Cell
+
+
+def closed(run: Any) -> Manifest:
+    return Manifest.read(run.dir.manifest)
+
+
+def test_a_run_is_on_record_as_started_before_anything_is_done(cell: Cell, tmp_path: Path) -> None:
+    """Identity, seed, choices, provenance and the frozen configuration are there at once."""
+    with open_run(tmp_path / "run", cell) as run:
+        manifest = closed(run)
+        assert manifest.status is Status.STARTED
+        assert (manifest.run_id, manifest.task, manifest.seed) == ("run", "train", 42)
+        assert manifest.choices["model"] == "tiny_llama"
+        assert manifest.provenance["packages"]["torch"]
+        assert config_digest(from_yaml(run.dir.config)) == manifest.config_digest
+        assert manifest.attempts[0]["status"] == Status.STARTED
+        started = read_events(run.dir.telemetry)[0]
+    assert started["event"] == "run_started"
+    assert started["payload"]["config"]["data"]["seq_len"] == 192
+
+
+def test_a_block_that_ends_well_is_a_success(cell: Cell, tmp_path: Path) -> None:
+    """Status, end, attempt and results agree, and both renderings are there."""
+    with open_run(tmp_path / "run", cell) as run:
+        run.manifest.results["steps"] = 4
+    manifest = closed(run)
+    assert manifest.status == manifest.attempts[0]["status"] == Status.SUCCEEDED
+    assert manifest.ended_utc == manifest.attempts[0]["ended_utc"]
+    assert manifest.error is None
+    assert manifest.results["steps"] == 4
+    assert manifest.results["wall_s"] > 0
+    assert run.dir.report.is_file()
+    assert run.dir.model_card.is_file()
+    last = read_events(run.dir.telemetry)[-1]
+    assert (last["event"], last["payload"]["status"]) == ("run_finished", "succeeded")
+
+
+@pytest.mark.parametrize(
+    ("error", "recorded"),
+    [
+        (
+            DataError("is empty", where="rows.jsonl", remedy="add rows"),
+            {
+                "type": "DataError",
+                "message": "rows.jsonl: is empty · Next: add rows",
+                "remedy": "add rows",
+                "exit_code": 2,
+            },
+        ),
+        (
+            Problems([ConfigError("one"), ConfigError("two")]),
+            {"type": "Problems", "message": "one\ntwo", "remedy": None, "exit_code": 2},
+        ),
+        (
+            ZeroDivisionError(),
+            {
+                "type": "ZeroDivisionError",
+                "message": "ZeroDivisionError",
+                "remedy": None,
+                "exit_code": 1,
+            },
+        ),
+    ],
+    ids=["ours", "several", "a bug"],
+)
+def test_an_error_in_the_block_is_a_failure_on_record(
+    cell: Cell, tmp_path: Path, error: Exception, recorded: dict[str, Any]
+) -> None:
+    """Type, message, remedy and exit code are kept, and the error goes on."""
+    with pytest.raises(type(error)), open_run(tmp_path / "run", cell) as run:
+        raise error
+    manifest = closed(run)
+    assert manifest.status is Status.FAILED
+    assert manifest.error == recorded
+
+
+@pytest.mark.parametrize("error", [Cancelled("SIGINT"), KeyboardInterrupt()])
+def test_a_cancelled_run_is_no_failure(
+    cell: Cell, tmp_path: Path, error: BaseException
+) -> None:
+    """Nothing went wrong, so nothing is recorded as an error."""
+    with pytest.raises(type(error)), open_run(tmp_path / "run", cell) as run:
+        raise error
+    assert closed(run).status is Status.CANCELLED
+    assert closed(run).error is None
+
+
+def test_every_finished_file_is_hashed(cell: Cell, tmp_path: Path) -> None:
+    """Checkpoints and half-written files are no outputs; the hashes are those on disk."""
+    with open_run(tmp_path / "run", cell) as run:
+        atomic.write_text(run.dir.adapter / "adapter.safetensors", "weights")
+        atomic.write_text(run.dir.peft / "adapter_config.json", "{}")
+        atomic.write_text(run.dir.adapter / ".peft.0-0.tmp" / "half.json", "{")
+        atomic.write_text(run.dir.checkpoint(2), "state")
+    outputs = closed(run).outputs
+    assert sorted(outputs) == [
+        "adapter/adapter.safetensors",
+        "adapter/peft/adapter_config.json",
+        "config.yaml",
+        "telemetry.jsonl",
+    ]
+    assert all(sha256_file(run.dir.path / name) == value for name, value in outputs.items())
+
+
+def test_a_second_run_in_the_same_directory_is_refused(cell: Cell, tmp_path: Path) -> None:
+    """The first one's record is not touched."""
+    with open_run(tmp_path / "run", cell):
+        pass
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    refused = pytest.raises(RequestError, match="a run is there already.*resume=")
+    with refused, open_run(tmp_path / "run", cell):
+        pytest.fail("the block must not begin")
+    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
+
+
+def test_a_run_at_work_keeps_others_out(cell: Cell, tmp_path: Path) -> None:
+    """Neither a new run nor a resumed one may write beside it."""
+    with open_run(tmp_path / "run", cell) as run:
+        atomic.write_text(run.dir.path / "mark", "")
+        with pytest.raises(RequestError, match="still working"), open_run(run.dir.path, cell):
+            pytest.fail("the block must not begin")
+        again = reopen_run(run.dir, cell, step=0, notes=[])
+        with pytest.raises(RequestError, match="still working"), again:
+            pytest.fail("the block must not begin")
+    assert len(closed(run).attempts) == 1
+    assert not run.dir.lock.exists()
+
+
+def test_a_report_that_fails_is_a_note(
+    cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run has succeeded whatever its picture looks like."""
+
+    def refuse(_run: RunDir) -> None:
+        raise OSError("no ink")
+
+    monkeypatch.setattr(write, "write_report", refuse)
+    with open_run(tmp_path / "run", cell) as run:
+        pass
+    assert closed(run).status is Status.SUCCEEDED
+    assert closed(run).notes == ["report failed: OSError: no ink"]
+
+
+def test_a_sink_that_fails_after_the_close_is_a_note_and_the_next_one_runs(
+    cell: Cell, tmp_path: Path
+) -> None:
+    """Each sink sees the closed manifest on disk, in order."""
+    seen: list[Status] = []
+
+    def refuse(_manifest: Manifest) -> None:
+        raise ConnectionError("no network")
+
+    with open_run(tmp_path / "run", cell) as run:
+        run.after_close(refuse)
+        run.after_close(lambda manifest: seen.append(manifest.status))
+        run.after_close(lambda _: seen.append(closed(run).status))
+    assert seen == [Status.SUCCEEDED, Status.SUCCEEDED]
+    assert closed(run).status is Status.SUCCEEDED
+    assert closed(run).notes == ["sink failed: ConnectionError: no network"]
+
+
+def test_a_failure_stays_one_when_its_report_fails_too(
+    cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first error is the one that is recorded and raised."""
+    monkeypatch.setattr(write, "write_report", lambda _run: 1 / 0)
+    with pytest.raises(DataError), open_run(tmp_path / "run", cell) as run:
+        raise DataError("is empty")
+    assert closed(run).error is not None
+    assert closed(run).error["type"] == "DataError"  # type: ignore[index]
+    assert closed(run).notes == ["report failed: ZeroDivisionError: division by zero"]
+
+
+def test_a_result_that_is_not_finite_is_null_with_a_reason(cell: Cell, tmp_path: Path) -> None:
+    """JSON has no NaN, and a run must close all the same."""
+    with open_run(tmp_path / "run", cell) as run:
+        run.manifest.results.update(tuned_val_loss=math.nan, base_val_loss=2.0)
+    manifest = closed(run)
+    assert manifest.status is Status.SUCCEEDED
+    assert manifest.results["tuned_val_loss"] is None
+    assert manifest.results["base_val_loss"] == 2.0
+    assert manifest.unknown == {"results.tuned_val_loss": "not finite: nan"}
+
+
+def test_a_reopened_run_goes_back_to_its_step(cell: Cell, tmp_path: Path) -> None:
+    """Later events, stale files and old reasons are gone; attempts and wall time add up."""
+    with pytest.raises(DataError), open_run(tmp_path / "run", cell) as run:
+        for step in (1, 2, 3):
+            run.telemetry.emit("step", {"step": step})
+        run.telemetry.emit("checkpoint_saved", {"step": 2, "path": "x", "bytes": 1})
+        run.unknown("results.tokens_per_s", "one step is all warm-up")
+        raise DataError("is empty")
+    first = closed(run).results["wall_s"]
+    with reopen_run(run.dir, cell, step=1, notes=["a note"]) as again:
+        assert closed(again).status is Status.STARTED
+        assert closed(again).error is None
+        events = [(e["event"], e["payload"].get("step")) for e in read_events(run.dir.telemetry)]
+        assert events == [("run_started", None), ("step", 1), ("resumed", 1)]
+    manifest = closed(again)
+    assert [a["status"] for a in manifest.attempts] == [Status.FAILED, Status.SUCCEEDED]
+    assert [a["resumed_from_step"] for a in manifest.attempts] == [None, 1]
+    assert manifest.notes == ["a note"]
+    assert manifest.unknown == {}
+    assert manifest.results["wall_s"] > first
+
+
+def test_other_conditions_than_before_are_noted(
+    cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code or machine that changed in between may change the result, so it is said."""
+    with pytest.raises(DataError), open_run(tmp_path / "run", cell) as run:
+        raise DataError("is empty")
+    here = provenance.collect(tmp_path)
+    moved = {**here, "commit": "f" * 40, "cpu": {"model": "another"}}
+    monkeypatch.setattr(provenance, "collect", lambda _cwd: moved)
+    with reopen_run(run.dir, cell, step=0, notes=[]):
+        pass
+    assert closed(run).notes == [
+        "attempt 2 ran under other conditions than the one before: commit, cpu"
+    ]
+    assert closed(run).provenance["commit"] == "f" * 40

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.artifacts.scorecard import Scorecard, read_item_events
+from mens_exp.artifacts.telemetry import read_events
+from mens_exp.config.suite import HeldoutSyntaxSuite, NoSuite
+from mens_exp.rows.schema import TrainingPair
+from mens_exp.tasks.run import Run, open_run
+from mens_exp.tasks.scoring import score
+from mens_exp.tokenizer.hf import HfTokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from mens_exp.backends.qlora import QloraBackend
+    from mens_exp.config.overrides import Cell
+    from mens_exp.model.resolve import BaseModel
+
+ROW = TrainingPair(prompt="Write f.", response="def f(): pass")
+
+
+@pytest.fixture
+def run(cell: Cell, tmp_path: Path) -> Iterator[Run]:
+    with open_run(tmp_path / "run", cell) as opened:
+        yield opened
+
+
+@pytest.fixture
+def tokenizer(tiny_base: BaseModel) -> HfTokenizer:
+    return HfTokenizer.from_directory(tiny_base.directory)
+
+
+class Answers:
+    """A backend that has one answer while the adapter is off, and another one else."""
+
+    max_positions = 2048
+
+    def __init__(self, tokenizer: HfTokenizer, *, base: str, tuned: str) -> None:
+        self._ids = {True: tokenizer.encode_all([base])[0], False: tokenizer.encode_all([tuned])[0]}
+        self._is_base = False
+
+    def base_only(self) -> Answers:
+        return self
+
+    def __enter__(self) -> None:
+        self._is_base = True
+
+    def __exit__(self, *_: object) -> None:
+        self._is_base = False
+
+    def generate(self, prompts: list[list[int]], **_: Any) -> list[list[int]]:
+        return [self._ids[self._is_base] for _ in prompts]
+
+
+def test_base_and_tuned_are_told_apart(run: Run, tokenizer: HfTokenizer) -> None:
+    """The base answers with the adapter off; each item has one event for each condition."""
+    backend: Any = Answers(tokenizer, base="def f(", tuned="def f(): pass<|im_end|>")
+    score(HeldoutSyntaxSuite(items=4), run, backend, [ROW], tokenizer)
+    card = Scorecard.read(run.dir.scorecard)
+    assert card.items == 1
+    assert {name: kpis["parsed"] for name, kpis in card.conditions.items()} == {
+        "base": 0,
+        "tuned": 1,
+    }
+    events = read_item_events(run.dir.events)
+    assert [(e["condition"], e["completion"], e["parses"], e["finished"]) for e in events] == [
+        ("base", "def f(", False, False),
+        ("tuned", "def f(): pass", True, True),
+    ]
+    last = read_events(run.dir.telemetry)[-1]
+    assert (last["event"], last["payload"]["conditions"]) == ("scorecard", card.conditions)
+
+
+def test_a_real_graph_answers_as_base_and_as_tuned(
+    run: Run, tokenizer: HfTokenizer, tiny_backend: Callable[..., QloraBackend]
+) -> None:
+    """The base's answer is that of a graph without an adapter; a large B gives another one."""
+    backend = tiny_backend(live=True)
+    for name, parameter in backend.trainable().items():
+        parameter.data.mul_(50 if name.endswith("lora_b") else 1)
+    score(HeldoutSyntaxSuite(items=1, max_new_tokens=16), run, backend, [ROW], tokenizer)
+    base, tuned = (e["completion"] for e in read_item_events(run.dir.events))
+    plain = tiny_backend()
+    prompt = tokenizer.encode_all([tokenizer.render(
+        [{"role": "user", "content": ROW.prompt}], add_generation_prompt=True
+    )])
+    ids = plain.generate(
+        prompt, max_new_tokens=16, end_ids=tokenizer.end_ids, pad_id=tokenizer.pad_id
+    )
+    assert base == tokenizer.decode(ids[0])
+    assert tuned != base
+
+
+@pytest.mark.parametrize(
+    ("suite", "heldout", "reason"),
+    [
+        (NoSuite(), [ROW], "suite=none"),
+        (HeldoutSyntaxSuite(), [], "no row is held out; see data.heldout_frac"),
+        (
+            HeldoutSyntaxSuite(max_new_tokens=3),
+            [ROW],
+            "no held-out answer is under suite.max_new_tokens=3",
+        ),
+    ],
+    ids=["suite=none", "no rows", "no short answer"],
+)
+def test_no_scorecard_has_a_reason(
+    run: Run, tokenizer: HfTokenizer, suite: Any, heldout: list[TrainingPair], reason: str
+) -> None:
+    """Nothing is generated and nothing is written."""
+    backend: Any = Answers(tokenizer, base="", tuned="")
+    score(suite, run, backend, heldout, tokenizer)
+    assert run.manifest.unknown["scorecard"] == reason
+    assert not run.dir.scorecard.exists()
+    assert not run.dir.events.exists()

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.artifacts.adapter_v3 import read_adapter
+from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.telemetry import read_events
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.artifacts.run_dir import RunDir
+
+
+def test_a_run_leaves_every_file_that_a_run_directory_has(finished: RunDir) -> None:
+    """Nothing hidden, no lock, nothing half-written."""
+    names = {p.relative_to(finished.path).as_posix() for p in finished.path.rglob("*")}
+    names = {name for name in names if not name.startswith((".hydra", "mens_exp.log"))}
+    assert names == {
+        "MODEL_CARD.md",
+        "adapter",
+        "adapter/adapter.safetensors",
+        "adapter/adapter_manifest.json",
+        "adapter/peft",
+        "adapter/peft/adapter_config.json",
+        "adapter/peft/adapter_model.safetensors",
+        "checkpoints",
+        "checkpoints/step_00000002.ckpt",
+        "checkpoints/step_00000004.ckpt",
+        "config.yaml",
+        "manifest.json",
+        "plan.json",
+        "report.html",
+        "telemetry.jsonl",
+    }
+
+
+def test_results_put_base_and_tuned_side_by_side(finished: RunDir) -> None:
+    """The change is their ratio less one, and both are the validation events' own."""
+    manifest = Manifest.read(finished.manifest)
+    results = manifest.results
+    assert manifest.status is Status.SUCCEEDED
+    events = read_events(finished.telemetry)
+    read = [e["payload"] for e in events if e["event"] == "validation"]
+    assert [(p["step"], p["condition"]) for p in read] == [(0, "base"), (4, "tuned")]
+    assert (read[0]["val/loss"], read[1]["val/loss"]) == (
+        results["base_val_loss"],
+        results["tuned_val_loss"],
+    )
+    assert results["tuned_val_loss"] < results["base_val_loss"]
+    change = results["tuned_val_loss"] / results["base_val_loss"] - 1
+    assert results["val_loss_change_frac"] == pytest.approx(change)
+    assert results["steps"] == 4
+    assert results["checkpoint"] == "checkpoints/step_00000004.ckpt"
+    assert results["tokens_per_s"] > results["supervised_tokens_per_s"] > 0
+
+
+def test_what_is_unknown_says_why(finished: RunDir) -> None:
+    """Every null among the results has a reason, and nothing else has one."""
+    manifest = Manifest.read(finished.manifest)
+    null = {f"results.{name}" for name, value in manifest.results.items() if value is None}
+    assert null == {"results.peak_cuda_bytes"}
+    assert manifest.unknown == {
+        "results.peak_cuda_bytes": "no GPU was used",
+        "scorecard": "suite=none",
+    }
+
+
+def test_inputs_are_on_record_by_content(finished: RunDir, rows_file: Path) -> None:
+    """Weights, tokenizer, template and tokenized rows each have a hash; sides are counted."""
+    inputs = Manifest.read(finished.manifest).inputs
+    hashes = [name for name in inputs if name.endswith("_sha256")]
+    assert sorted(hashes) == ["base_weights_sha256", "chat_template_sha256", "tokenizer_sha256"]
+    data = inputs["data"]
+    assert {"rows_sha256", "train_sha256", "val_sha256"} <= data.keys()
+    lines = len(rows_file.read_text(encoding="utf-8").splitlines())
+    assert data["train_rows"] + data["val_rows"] + data["heldout_rows"] == lines
+
+
+def test_measured_stands_beside_predicted(finished: RunDir) -> None:
+    """The plan made at the start has the figures of the end."""
+    plan = json.loads(finished.plan.read_text(encoding="utf-8"))
+    results = Manifest.read(finished.manifest).results
+    assert plan["measured"] == {
+        "time_s": results["train_s"],
+        "peak_bytes": results["peak_rss_bytes"],
+    }
+
+
+def test_the_adapter_is_the_trained_graph(finished: RunDir) -> None:
+    """Seven projections in two layers; B has moved away from zero everywhere."""
+    manifest, tensors = read_adapter(finished.adapter)
+    assert len(manifest.layer_order) == 14
+    assert all(tensors[f"{name}.lora_b"].any() for name in manifest.layer_order)
+    recorded = Manifest.read(finished.manifest)
+    name = "adapter/adapter.safetensors"
+    assert recorded.outputs[name] == sha256_file(finished.path / name)
+    assert manifest.mens_exp == {
+        "base_weights_sha256": recorded.inputs["base_weights_sha256"]
+    }
+
+
+def test_minimal_callbacks_leave_no_checkpoint_and_say_so(
+    train_in: Callable[..., RunDir], tmp_path: Path
+) -> None:
+    """The adapter is there all the same."""
+    unread = "callbacks.checkpoint.every_n_steps"
+    run = train_in(tmp_path / "run", "callbacks=minimal", without=unread)
+    manifest = Manifest.read(run.manifest)
+    assert manifest.results["checkpoint"] is None
+    assert manifest.unknown["results.checkpoint"] == "no checkpoint callback was configured"
+    assert (run.adapter / "adapter.safetensors").is_file()
+
+
+def test_epochs_bound_a_run_too(
+    train_in: Callable[..., RunDir], finished: RunDir, tmp_path: Path
+) -> None:
+    """One pass over all documents; the last step is filled up from the next pass."""
+    run = train_in(tmp_path / "run", "trainer.max_steps=-1", "trainer.max_epochs=1")
+    assert finished.manifest.is_file()  # the rows are encoded, so that the plan's count is exact
+    results = Manifest.read(run.manifest).results
+    data = Manifest.read(run.manifest).inputs["data"]
+    every = json.loads(run.plan.read_text(encoding="utf-8"))["data"]
+    assert every["train_rows"] == data["train_rows"]
+    assert every["train_tokens"] <= results["tokens"] <= every["train_tokens"] + 3 * 192

@@ -1,0 +1,334 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp import __version__, cli
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.model.resolve import BaseModel
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
+    place = tmp_path / "here"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    return place
+
+
+@pytest.fixture
+def refused(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Run a command that must exit with 2 and leave nothing behind; returns what it said."""
+
+    def said(*arguments: str, code: int = 2) -> str:
+        before = sorted(here.rglob("*"))
+        assert cli.main(list(arguments)) == code
+        assert sorted(here.rglob("*")) == before
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return " ".join(captured.err.split())
+
+    return said
+
+
+def subprocess_of(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m mens_exp`, and report the heavy modules it imported on the last line."""
+    heavy = {"torch", "transformers", "lightning", "peft", "wandb", "matplotlib", "bitsandbytes"}
+    code = (
+        f"import sys; sys.path[:0] = {[entry for entry in sys.path if entry]!r}\n"
+        "from mens_exp.cli import main\n"
+        f"code = main({list(arguments)!r})\n"
+        f"print(sorted({heavy!r} & sys.modules.keys()))\nsys.exit(code)"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_help_shows_tasks_groups_and_examples_and_loads_nothing_heavy() -> None:
+    """It is what a new user reads first, and must answer at once."""
+    done = subprocess_of("--help")
+    assert done.returncode == 0
+    for word in ("train", "plan", "evaluate", "smollm2_135m", "lora", "Examples", "--cfg job"):
+        assert word in done.stdout
+    assert done.stdout.rstrip().endswith("[]")
+
+
+def test_a_configuration_error_loads_nothing_heavy() -> None:
+    """A typing mistake is told before torch would be half imported."""
+    done = subprocess_of("lora.r=0", "backend=qlra")
+    assert done.returncode == 2
+    assert done.stdout.strip() == "[]"
+
+
+def test_cfg_shows_the_composed_configuration(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the overrides, and without a run."""
+    assert cli.main(["--cfg", "job", "lora.r=8", "model=tiny_llama"]) == 0
+    shown = capsys.readouterr().out
+    assert "r: 8" in shown
+    assert "name: tiny_llama" in shown
+    assert list(here.iterdir()) == []
+
+
+def test_cfg_checks_like_a_run_does(refused: Callable[..., str]) -> None:
+    """A typing mistake is none the better for being shown."""
+    assert "quant.duble_quant" in refused("--cfg", "job", "quant.duble_quant=true")
+
+
+def test_cfg_with_resume_resumes_nothing(
+    finished: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To look at a configuration never begins to train."""
+    assert cli.main(["--cfg", "job", f"resume={finished.path}"]) == 0
+    assert f"resume: {finished.path}" in capsys.readouterr().out
+
+
+def test_shell_completion_is_hydras(capsys: pytest.CaptureFixture[str]) -> None:
+    """The line that --hydra-help tells to evaluate defines a completion function."""
+    assert cli.main(["-sc", "install=bash"]) == 0
+    assert "hydra_bash_completion()" in capsys.readouterr().out
+
+
+def test_hydra_help_shows_hydras_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a user knows of Hydra holds."""
+    assert cli.main(["--hydra-help"]) == 0
+    assert "--multirun,-m" in capsys.readouterr().out
+
+
+def test_version_is_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    """Hydra would tell its own."""
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"mens_exp {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--frobnicate"], "unknown flag found --frobnicate"),
+        (["--config-name", "mine"], "--config-name: has no effect here found mine"),
+        (["--config-dir", "mine"], "--config-dir: has no effect here"),
+        (["--config-path", "mine"], "--config-path: has no effect here"),
+        (["--resolve", "model=tiny_llama"], "the flags do not go together"),
+        (["--run", "--multirun", "model=tiny_llama"], "the flags do not go together"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_flags_that_would_do_nothing_are_refused(
+    refused: Callable[..., str], flags: list[str], said: str
+) -> None:
+    """Silence would mean that they were heeded."""
+    assert said in refused(*flags)
+
+
+# Each is what the issue names: the dotted path or the file, what was found, what is accepted.
+BAD = {
+    "quant.duble_quant=true": ["quant.duble_quant: unknown key", "nearest is quant.double_quant"],
+    "+lora.foo=1": ["lora.foo: unknown key", "found +lora.foo=1"],
+    "backend=qlra": ["backend: unknown option", "found qlra", "nearest is qlora"],
+    "lora.r=0": ["lora.r: out of range", "found 0", ">= 1"],
+    "lora.r=many": ["lora.r: wrong type", "found many", "a whole number"],
+    "data.seq_len=4096": ["data.seq_len:", "found 4096", "at most 2048"],
+}
+
+
+@pytest.mark.parametrize("override", BAD)
+def test_one_mistake_is_told_with_what_is_accepted(
+    refused: Callable[..., str], override: str
+) -> None:
+    """The command exits with 2 before a directory is made."""
+    said = refused("model=tiny_llama", override)
+    assert all(part in said for part in BAD[override]), said
+
+
+def test_all_mistakes_of_a_command_are_told_together(refused: Callable[..., str]) -> None:
+    """Overrides, values and files in one answer."""
+    said = refused("model=tiny_llama", "data=jsonl", "data.path=missing.jsonl", *BAD)
+    for parts in ({name: parts[:2] for name, parts in BAD.items() if name != "lora.r=0"}).values():
+        assert all(part in said for part in parts), said
+    assert "data.path: no such file" in said
+    assert "missing.jsonl" in said
+
+
+def test_several_values_need_a_sweep(refused: Callable[..., str]) -> None:
+    """The way to mean it is named."""
+    assert "add -m" in refused("seed=1,2")
+
+
+def test_a_row_that_is_no_json_is_told_by_file_and_line(
+    refused: Callable[..., str], here: Path
+) -> None:
+    """With every other bad row of the file."""
+    rows = here / "rows.jsonl"
+    good = json.dumps({"prompt": "p", "response": "r"})
+    missing = json.dumps({"prompt": "p"})
+    rows.write_text(f"{good}\n{{not json\n{missing}\n", encoding="utf-8")
+    said = refused("model=tiny_llama", "data=jsonl", f"data.path={rows}")
+    assert f"{rows}:2" in said
+    assert f"{rows}:3" in said
+    assert "response" in said
+
+
+def test_a_truncated_base_model_is_told_by_its_file(
+    refused: Callable[..., str], tiny_base: BaseModel, here: Path
+) -> None:
+    """Weights that end too early would otherwise be noticed in the middle of a run."""
+    copy = here / "model"
+    shutil.copytree(tiny_base.directory, copy)
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "model.safetensors" in refused("model=hf", f"model.id={copy}", "data.seq_len=64")
+
+
+def test_a_whole_base_model_directory_is_accepted(
+    tiny_base: BaseModel, train_in: Callable[..., RunDir], tmp_path: Path
+) -> None:
+    """The same directory, untouched, trains."""
+    run = train_in(tmp_path / "run", "model=hf", f"model.id={tiny_base.directory}")
+    inputs = Manifest.read(run.manifest).inputs
+    assert inputs["base_source"] == "directory"
+    assert inputs["base_weights_sha256"] == tiny_base.weights_sha256
+
+
+def test_no_supervised_token_is_told_when_the_rows_are_encoded(
+    train_in: Callable[..., RunDir], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sixteen tokens end inside every prompt; the run is on record as failed."""
+    run = train_in(tmp_path / "run", "data.seq_len=16", code=2)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "no row keeps a supervised token" in said
+    assert "raise data.seq_len" in said
+    manifest = Manifest.read(run.manifest)
+    assert manifest.status is Status.FAILED
+    assert manifest.error is not None
+    assert manifest.error["type"] == "DataError"
+    assert manifest.error["remedy"] == "raise data.seq_len"
+    assert manifest.error["exit_code"] == 2
+    assert not run.adapter.exists()
+
+
+def test_a_missing_gpu_is_the_environments_fault(
+    train_in: Callable[..., RunDir],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Exit code 3, and the way to do without."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    train_in(tmp_path / "run", "trainer=gpu", code=3)
+    assert "no CUDA device is usable" in capsys.readouterr().err
+
+
+def test_a_bug_exits_with_1_and_keeps_its_record(
+    train_in: Callable[..., RunDir],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The traceback is shown whole, and where the record lies."""
+    from mens_exp.training.module import TrainingModule
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("by our own fault")
+
+    monkeypatch.setattr(TrainingModule, "training_step", broken)
+    run = train_in(tmp_path / "run", code=1)
+    said = capsys.readouterr().err
+    assert "ZeroDivisionError: by our own fault" in said
+    assert f"A bug in mens_exp; the record: {run.path}" in said
+    assert Manifest.read(run.manifest).status is Status.FAILED
+
+
+def test_a_library_that_exits_ends_no_more_than_its_run(
+    train_in: Callable[..., RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exiting is no way to fail; the run is failed, and a sweep would go on."""
+    from mens_exp.training.module import TrainingModule
+
+    def leaving(*_: object) -> None:
+        sys.exit(7)
+
+    monkeypatch.setattr(TrainingModule, "training_step", leaving)
+    run = train_in(tmp_path / "run", code=1)
+    error = Manifest.read(run.manifest).error
+    assert error is not None
+    assert error["type"] == "SystemExit"
+
+
+def test_ctrl_c_before_a_run_is_open_exits_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a traceback."""
+    from mens_exp.plan import preflight
+
+    def interrupted(_config: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(preflight, "preflight", interrupted)
+    assert cli.main(["model=tiny_llama"]) == 130
+    assert capsys.readouterr().err == "Cancelled.\n"
+
+
+def test_a_second_run_in_the_same_directory_is_refused(
+    train_in: Callable[..., RunDir], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first one's adapter and record stay."""
+    run = train_in(tmp_path / "run", "trainer.max_steps=1")
+    manifest, adapter = run.manifest.read_bytes(), run.adapter / "adapter.safetensors"
+    before = adapter.read_bytes()
+    train_in(run.path, "seed=7", code=2)
+    assert "a run is there already" in capsys.readouterr().err
+    assert (run.manifest.read_bytes(), adapter.read_bytes()) == (manifest, before)
+
+
+def test_the_result_names_the_report(
+    train_in: Callable[..., RunDir], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Base and tuned stand side by side above it."""
+    run = train_in(tmp_path / "run", "trainer.max_steps=1")
+    said = capsys.readouterr().out
+    assert f"Report: {run.report}" in said
+    assert "Validation loss" in said
+
+
+def test_runs_lie_under_outputs_by_task_and_experiment(tiny_run: list[str], here: Path) -> None:
+    """outputs/<task>/<experiment>/<utc>_<digest8>, as Hydra's own run directory."""
+    assert cli.main([*tiny_run, "task=plan"]) == 0
+    (manifest,) = here.glob("outputs/plan/default/*_*/manifest.json")
+    record = Manifest.read(manifest)
+    assert manifest.parent.name.endswith(f"_{record.config_digest[:8]}")
+    assert (manifest.parent / ".hydra" / "overrides.yaml").is_file()
+
+
+@pytest.mark.slow
+def test_python_m_mens_exp_exits_with_the_code_of_the_command(here: Path) -> None:
+    """The entry point hands the code to the shell, and errors go to standard error."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    for arguments, code in (["lora.r=0"], 2), (["--version"], 0), (["task=plan"], 0):
+        done = subprocess.run(
+            [sys.executable, "-m", "mens_exp", *arguments, "model=tiny_llama"],
+            check=False,
+            capture_output=True,
+            text=True,
+            env=environment,
+        )
+        assert done.returncode == code, done.stderr
+        assert bool(done.stdout) == (code == 0)

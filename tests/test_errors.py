@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+from mens_exp import errors
+from mens_exp.errors import ConfigError, DataError, MensError, MissingExtra, Problems
+
+TREE_LINE = re.compile(r"^(?P<bars>[\s│├└─]*)(?P<name>[A-Z]\w+)\s+(?P<code>\d)  \S")
+
+
+def classes() -> dict[str, type[MensError]]:
+    return {
+        name: found
+        for name, found in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(found, MensError)
+    }
+
+
+def drawn_tree() -> list[tuple[str, int, str | None]]:
+    """Read name, exit code and parent of each line of the drawing in the module's docstring."""
+    tree: list[tuple[str, int, str | None]] = []
+    path: list[str] = []
+    for line in (errors.__doc__ or "").splitlines():
+        if match := TREE_LINE.match(line):
+            depth = len(match["bars"]) // 4 - 1
+            path = [*path[:depth], match["name"]]
+            tree.append((match["name"], int(match["code"]), path[-2] if depth else None))
+    return tree
+
+
+def test_drawing_shows_every_error_with_its_exit_code_and_parent() -> None:
+    """The module's docstring is the tree that the classes make."""
+    drawn = {name: (code, parent) for name, code, parent in drawn_tree()}
+    real = {
+        name: (cls.exit_code, None if cls is MensError else cls.__bases__[0].__name__)
+        for name, cls in classes().items()
+    }
+    assert drawn == real
+
+
+def test_every_error_is_exported() -> None:
+    """The tree and `__all__` name the same classes."""
+    assert sorted(errors.__all__) == sorted(classes())
+
+
+def test_message_has_place_finding_expectation_and_remedy() -> None:
+    """The four parts stand in this order, in one line."""
+    error = ConfigError(
+        "out of range", where="lora.r", found=0, expected="a value >= 1", remedy="raise it"
+    )
+    assert str(error) == "lora.r: out of range · found 0 · expected a value >= 1 · Next: raise it"
+
+
+def test_parts_that_are_not_given_leave_no_trace() -> None:
+    """A bare error is its one clause."""
+    assert str(MensError("it broke")) == "it broke"
+
+
+@pytest.mark.parametrize(
+    ("found", "text"), [("as it is", "as it is"), (["a"], "['a']"), (0, "0"), ("", "")]
+)
+def test_found_strings_stand_without_quotes(found: object, text: str) -> None:
+    """Anything else is shown the way Python writes it; zero and nothing are findings too."""
+    assert str(MensError("wrong", found=found)) == f"wrong · found {text}"
+
+
+def test_no_problem_raises_nothing() -> None:
+    """An empty list of problems is no error."""
+    Problems.raise_if([])
+
+
+def test_one_problem_is_raised_as_itself() -> None:
+    """A single problem keeps its type."""
+    problem = DataError("bad row")
+    with pytest.raises(DataError) as caught:
+        Problems.raise_if([problem])
+    assert caught.value is problem
+
+
+def test_several_problems_are_raised_together() -> None:
+    """All are kept, each on a line of its own, and the exit code is the request's."""
+    problems = [DataError("bad row"), MissingExtra("no wheel")]
+    with pytest.raises(Problems) as caught:
+        Problems.raise_if(problems)
+    assert caught.value.problems == tuple(problems)
+    assert str(caught.value) == "bad row\nno wheel"
+    assert (caught.value.what, caught.value.exit_code) == ("2 problems", 2)

@@ -1,0 +1,205 @@
+"""Imports go one way, and what answers at once imports nothing heavy."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SOURCE = Path(__file__).parents[1] / "src" / "mens_exp"
+
+# Each line may import the lines above it, and nothing beside it. `plan` stands under `corpus`,
+# because it counts the rows that a run would read.
+LAYERS = (
+    ("", "errors"),
+    ("artifacts",),
+    ("config",),
+    ("layout", "rows", "tokenizer"),
+    ("corpus",),
+    ("plan",),
+    ("model", "data", "objective"),
+    ("quant", "lora"),
+    ("backends",),
+    ("evals", "report"),
+    ("training",),
+    ("tasks",),
+    ("cli",),
+    ("__main__",),
+)
+HEIGHT = {package: height for height, packages in enumerate(LAYERS) for package in packages}
+
+LIGHT = ("errors", "artifacts", "config", "layout", "rows", "tokenizer", "corpus", "plan", "report")
+HEAVY = {
+    "accelerate",
+    "bitsandbytes",
+    "datasets",
+    "lightning",
+    "peft",
+    "torch",
+    "transformers",
+    "wandb",
+}
+
+# Who may know how a configuration is composed and written; everyone else gets typed objects.
+KNOWS_OMEGACONF = (
+    "cli.py",
+    "config/",
+    "tasks/run.py",  # writes the composed configuration into the record
+    "tasks/resume.py",  # lengthens a stored one
+    "training/build.py",  # instantiates what the configuration names
+    "training/module.py",  # instantiates the optimizer
+)
+
+
+def modules(root: Path) -> dict[str, ast.Module]:
+    """Parse each file, by its path under the root."""
+    return {
+        path.relative_to(root).as_posix(): ast.parse(path.read_text("utf-8"))
+        for path in sorted(root.rglob("*.py"))
+    }
+
+
+def package_of(file: str) -> str:
+    first = file.split("/", maxsplit=1)[0].removesuffix(".py")
+    return "" if first == "__init__" else first
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """Yield every dotted name a file imports, wherever in it the statement stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own_packages(tree: ast.Module) -> set[str]:
+    """Return the packages of mens_exp that a file imports."""
+    found = set()
+    for name in imported(tree):
+        parts = name.split(".")
+        if parts[0] == "mens_exp":
+            found.add(parts[1] if len(parts) > 1 and parts[1] in HEIGHT else "")
+    return found
+
+
+def violations(root: Path) -> list[str]:
+    wrong = []
+    for file, tree in modules(root).items():
+        here = package_of(file)
+        wrong += [
+            f"{file} imports {there}"
+            for there in sorted(own_packages(tree))
+            if there != here and HEIGHT[there] >= HEIGHT[here]
+        ]
+    return wrong
+
+
+def foreign(tree: ast.Module) -> set[str]:
+    return {name.split(".")[0] for name in imported(tree)}
+
+
+def test_every_package_has_its_layer() -> None:
+    """A new package is placed before it is used; a gone one is taken off the list."""
+    assert {package_of(file) for file in modules(SOURCE)} == HEIGHT.keys()
+
+
+def test_packages_import_only_what_lies_above_them() -> None:
+    """Function-level imports and those for type checking count like any other."""
+    assert violations(SOURCE) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("config/up.py", "import mens_exp.plan.estimate"),
+        ("artifacts/up.py", "def f():\n    from mens_exp.config.root import RunConfig\n"),
+        (
+            "rows/beside.py",
+            "if TYPE_CHECKING:\n    from mens_exp.tokenizer.hf import HfTokenizer\n",
+        ),
+        ("errors.py", "from mens_exp import artifacts"),
+        ("corpus/down.py", "from mens_exp.plan import preflight"),
+    ],
+)
+def test_import_against_the_order_is_found(tmp_path: Path, file: str, source: str) -> None:
+    """The check sees plain, nested, type-checking, package and sideways imports."""
+    path = tmp_path / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source, "utf-8")
+    assert len(violations(tmp_path)) == 1
+
+
+def test_light_packages_name_no_heavy_library() -> None:
+    """Not even inside a function: what they do must never wait for torch."""
+    guilty = {
+        file: sorted(foreign(tree) & HEAVY)
+        for file, tree in modules(SOURCE).items()
+        if package_of(file) in LIGHT and foreign(tree) & HEAVY
+    }
+    assert guilty == {}
+
+
+def test_light_packages_load_nothing_heavy() -> None:
+    """Imported whole in a fresh interpreter, they bring in no heavy library, however indirectly."""
+    names = [
+        "mens_exp." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for file in modules(SOURCE)
+        if package_of(file) in LIGHT
+    ]
+    code = (
+        "import importlib, json, sys\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
+        "print(json.dumps(sorted(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    loaded = set(json.loads(done.stdout))
+    ours = {name.split(".")[1] for name in loaded if name.startswith("mens_exp.")}
+    assert loaded & HEAVY == set()
+    assert ours == set(LIGHT)
+
+
+def test_importing_the_package_loads_none_of_its_modules() -> None:
+    """`import mens_exp` is instant."""
+    code = "import sys, mens_exp; print([n for n in sys.modules if n.startswith('mens_exp.')])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_few_modules_know_omegaconf_and_hydra() -> None:
+    """DictConfig stops at the door; a module that no longer needs it is taken off the list."""
+    knowing = [f for f, tree in modules(SOURCE).items() if foreign(tree) & {"hydra", "omegaconf"}]
+    outside = [f for f in knowing if not f.startswith(KNOWS_OMEGACONF)]
+    unused = [place for place in KNOWS_OMEGACONF if not any(f.startswith(place) for f in knowing)]
+    assert outside == []
+    assert unused == []
+
+
+def test_packages_hold_only_a_docstring() -> None:
+    """Nothing is re-exported, so importing a module loads only what it names."""
+    full = [
+        file
+        for file, tree in modules(SOURCE).items()
+        if file.endswith("/__init__.py") and (len(tree.body) != 1 or not ast.get_docstring(tree))
+    ]
+    assert full == []
+
+
+def test_modules_are_named_by_their_concept() -> None:
+    """No drawer for odds and ends."""
+    vague = {"utils", "util", "common", "helpers", "misc"}
+    parts = {part for file in modules(SOURCE) for part in file.removesuffix(".py").split("/")}
+    assert {part for part in parts if part in vague or part.startswith("base_")} == set()

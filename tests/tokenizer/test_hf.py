@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from mens_exp.errors import ModelFileError
+from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.tokenizer.templates import CHATML
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+TURN = [{"role": "user", "content": "U"}]
+BRACKETS = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+
+
+def test_own_template_wins(configured: Callable[..., HfTokenizer]) -> None:
+    """Even where it is not ChatML."""
+    tokenizer = configured(chat_template=BRACKETS)
+    assert tokenizer.template_is_own
+    assert tokenizer.render(TURN, add_generation_prompt=True) == "[U]"
+    assert tokenizer.template_sha256 == hashlib.sha256(BRACKETS.encode()).hexdigest()
+
+
+def test_chatml_serves_where_there_is_no_template(configured: Callable[..., HfTokenizer]) -> None:
+    """And the record can tell that it is not the model's."""
+    tokenizer = configured()
+    assert not tokenizer.template_is_own
+    assert tokenizer.chat_template == CHATML
+
+
+def test_template_file_wins_over_the_config(
+    written: Path, configured: Callable[..., HfTokenizer]
+) -> None:
+    """As in transformers."""
+    (written / "chat_template.jinja").write_text("file", "utf-8")
+    assert configured(chat_template="config").chat_template == "file"
+
+
+def test_default_of_several_templates_is_taken(configured: Callable[..., HfTokenizer]) -> None:
+    """A list of named templates, as some models have it."""
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": BRACKETS}]
+    assert configured(chat_template=named).chat_template == BRACKETS
+
+
+def test_several_templates_without_a_default_are_refused(
+    configured: Callable[..., HfTokenizer],
+) -> None:
+    """ChatML in their place would be a guess."""
+    with pytest.raises(ModelFileError, match="none called default"):
+        configured(chat_template=[{"name": "tool_use", "template": "T"}])
+
+
+def test_special_tokens_reach_the_template(configured: Callable[..., HfTokenizer]) -> None:
+    """Written as text or as objects; one that is null is not there."""
+    tokenizer = configured(
+        bos_token={"content": "<B>", "lstrip": False},
+        sep_token="<S>",  # noqa: S106  # no password
+        chat_template="{{ bos_token }}{{ sep_token }}{{ eos_token }}{{ cls_token }}",
+    )
+    assert tokenizer.render(TURN, add_generation_prompt=False) == "<B><S><|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("decoder", "expected"), [(None, "<|endoftext|>"), ({"0": {"content": "a"}}, "<|im_end|>")]
+)
+def test_older_token_file_counts_where_the_config_is_older(
+    written: Path, configured: Callable[..., HfTokenizer], decoder: Any, expected: str
+) -> None:
+    """special_tokens_map.json is read unless the config lists its added tokens, as there."""
+    (written / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}', "utf-8")
+    assert configured(added_tokens_decoder=decoder).special_tokens["eos_token"] == expected
+
+
+def test_answer_ends_with_end_of_sequence_or_the_templates_marker(
+    configured: Callable[..., HfTokenizer],
+) -> None:
+    """The marker is the first control token behind an answer, whatever it is called."""
+    closing = "{% for m in messages %}{{ m.content }} <|im_start|>\n{% endfor %}"
+    assert configured().end_ids == {2}
+    assert configured(eos_token="<|endoftext|>").end_ids == {0, 2}  # noqa: S106  # no password
+    assert configured(chat_template=closing, eos_token=None).end_ids == {1}
+    assert configured(chat_template=BRACKETS, eos_token=None).end_ids == set()
+
+
+def test_template_that_refuses_small_talk_is_read(configured: Callable[..., HfTokenizer]) -> None:
+    """It is refused, with the row, when rows are encoded."""
+    assert configured(chat_template="{{ raise_exception('no') }}").end_ids == {2}
+
+
+def test_padding_falls_back_to_the_end_of_sequence(configured: Callable[..., HfTokenizer]) -> None:
+    """Then to 0: padding is masked by its place, never by its id."""
+    assert configured().pad_id == 0
+    assert configured(pad_token=None).pad_id == 2
+    assert configured(pad_token="<absent>").pad_id == 2  # noqa: S106  # no password
+    assert configured(pad_token=None, eos_token=None).pad_id == 0
+
+
+def test_nothing_is_added_cut_or_padded(written: Path) -> None:
+    """Whatever the file asks for, encoding is of the text alone."""
+    core = Tokenizer.from_file(str(written / "tokenizer.json"))
+    core.enable_padding(length=8)
+    core.enable_truncation(max_length=2)
+    from tokenizers.processors import TemplateProcessing
+
+    core.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+    )
+    core.save(str(written / "tokenizer.json"))
+    ids = HfTokenizer.from_directory(written).encode_all(["abc", "a"])
+    assert [len(each) for each in ids] == [3, 1]
+
+
+def test_tokens_that_are_added_but_no_controls_are_text(written: Path) -> None:
+    """Only tokens marked special are control tokens."""
+    core = Tokenizer.from_file(str(written / "tokenizer.json"))
+    core.add_tokens([AddedToken("plain", special=False)])
+    core.save(str(written / "tokenizer.json"))
+    tokenizer = HfTokenizer.from_directory(written)
+    (ids,) = tokenizer.encode_all(["plain"])
+    assert ids == [tokenizer.last_id]
+    assert tokenizer.last_id not in tokenizer.special_ids
+
+
+def test_identity_is_the_content_of_the_file(written: Path) -> None:
+    """SHA-256 of tokenizer.json."""
+    content = (written / "tokenizer.json").read_bytes()
+    assert HfTokenizer.from_directory(written).sha256 == hashlib.sha256(content).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("tokenizer.json", None, "is no tokenizer"),
+        ("tokenizer.json", "{}", "is no tokenizer"),
+        ("tokenizer_config.json", "{", "cannot be read"),
+        ("tokenizer_config.json", json.dumps(["a"]), "is no JSON object"),
+    ],
+)
+def test_damaged_file_is_named(written: Path, name: str, content: str | None, reason: str) -> None:
+    """Exit code 2, before anything is built on it."""
+    if content is None:
+        (written / name).unlink()
+    else:
+        (written / name).write_text(content, "utf-8")
+    with pytest.raises(ModelFileError, match=reason) as caught:
+        HfTokenizer.from_directory(written)
+    assert caught.value.where == str(written / name)
+
+
+def test_tokenizer_without_config_is_read(written: Path) -> None:
+    """tokenizer.json by itself: ChatML, and no end of sequence."""
+    (written / "tokenizer_config.json").unlink()
+    tokenizer = HfTokenizer.from_directory(written)
+    assert (tokenizer.special_tokens, tokenizer.eos_id) == ({}, None)
+    assert tokenizer.end_ids == {2}

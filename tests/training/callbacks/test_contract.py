@@ -1,0 +1,169 @@
+"""What every callback keeps to, found by looking into the package."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import io
+import os
+import pkgutil
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from lightning import Callback
+
+from mens_exp.artifacts.telemetry import read_events
+from mens_exp.config.logger import WandbLogger
+from mens_exp.training import callbacks as package
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from mens_exp.training.record import RunRecord
+
+
+def discovered() -> list[type[Callback]]:
+    """Return every callback class that a module of the package defines."""
+    found = []
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        loaded = importlib.import_module(module.name)
+        found += [
+            value
+            for value in vars(loaded).values()
+            if inspect.isclass(value)
+            and issubclass(value, Callback)
+            and value.__module__ == module.name
+        ]
+    return found
+
+
+EVERY = pytest.mark.parametrize("kind", discovered(), ids=lambda kind: kind.__name__)
+
+
+class Failure(Exception):
+    """What the failing fit fails with."""
+
+
+class FailsAfterOneStep(Callback):
+    """Raises in the middle of the second optimizer step."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == 2:
+            raise Failure
+
+
+def made(kind: type[Callback], record: RunRecord) -> Callback:
+    extra = {"logger": WandbLogger()} if "logger" in inspect.signature(kind).parameters else {}
+    return kind(run=record, **extra)
+
+
+def fit_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name != "MainThread"}
+
+
+def bytes_of(state: Any) -> bytes:
+    """Serialize as a checkpoint does, and prove that a checkpoint can be read without pickle."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    torch.load(buffer, weights_only=True)
+    return buffer.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def _no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in [name for name in os.environ if name.startswith("WANDB")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _same_random_state() -> Iterator[None]:
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()  # noqa: NPY002
+    yield
+    torch.set_rng_state(torch_state)
+    np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+def test_every_module_of_the_package_holds_one_callback() -> None:
+    """One callback, one file."""
+    modules = [module.name for module in pkgutil.iter_modules(package.__path__)]
+    assert sorted(kind.__module__.rpartition(".")[2] for kind in discovered()) == sorted(modules)
+
+
+@EVERY
+def test_two_step_fit_ends_and_leaves_a_readable_record(kind: type[Callback], fit: Any) -> None:
+    """Alone, without any other callback, it neither breaks training nor the record."""
+    before = fit_threads()
+    trainer = fit.trainer(made(kind, fit.record))
+    fit.run(trainer)
+    fit.record.close()
+    assert trainer.global_step == 2
+    assert fit_threads() <= before
+    assert "sink_failed" not in [e["event"] for e in read_events(fit.record.dir.telemetry)]
+
+
+@EVERY
+def test_fit_is_the_same_with_and_without_it(
+    kind: type[Callback], fit: Any, reference: dict[str, torch.Tensor]
+) -> None:
+    """It listens: no random number is drawn and no weight is touched on its account."""
+    fit.run(fit.trainer(made(kind, fit.record)))
+    after = fit.module.backend.trainable()
+    assert all(torch.equal(after[name], value) for name, value in reference.items())
+
+
+@EVERY
+def test_failing_fit_passes_the_error_on_and_writes_no_result(
+    kind: type[Callback], fit: Any
+) -> None:
+    """The error is the one that was raised, the record is still open, no adapter is there."""
+    before = fit_threads()
+    with pytest.raises(Failure):
+        fit.run(fit.trainer(made(kind, fit.record), FailsAfterOneStep()))
+    fit.record.telemetry.emit("warning", {"text": "still open"})
+    assert not fit.record.dir.adapter.exists()
+    assert "tokens_per_s" not in fit.record.manifest.results
+    fit.record.close()
+    assert fit_threads() <= before
+
+
+@EVERY
+def test_teardown_may_come_twice_and_without_a_fit(kind: type[Callback], fit: Any) -> None:
+    """Lightning tears down after fit, after validate, and after an error in either."""
+    callback = made(kind, fit.record)
+    trainer = fit.trainer(callback)
+    for _ in range(2):
+        callback.teardown(trainer, fit.module, "fit")
+    fit.run(trainer)
+    for _ in range(2):
+        callback.on_exception(trainer, fit.module, Failure())
+        callback.teardown(trainer, fit.module, "fit")
+
+
+@EVERY
+def test_state_survives_a_checkpoint(kind: type[Callback], fit: Any) -> None:
+    """What one instance says of its state, another one that was given it says too."""
+    callback = made(kind, fit.record)
+    fit.run(fit.trainer(callback))
+    state = callback.state_dict()
+    stored = torch.load(io.BytesIO(bytes_of(state)), weights_only=True)
+    other = made(kind, fit.record)
+    other.load_state_dict(stored)
+    assert bytes_of(other.state_dict()) == bytes_of(state)
+
+
+@pytest.fixture
+def reference(fit: Any, tiny_backend: Callable[..., Any]) -> dict[str, torch.Tensor]:
+    """The adapter after the two-step fit without any callback; the graph is then as new."""
+    from mens_exp.training.build import build_module
+
+    fit.run(fit.trainer())
+    trained = {n: p.detach().clone() for n, p in fit.module.backend.trainable().items()}
+    fit.module = build_module(fit.config, tiny_backend(), fit.data)
+    fit.data.train_dataloader().position = 0
+    return trained

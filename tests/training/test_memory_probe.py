@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mens_exp.training import memory_probe
+
+MIB = 1 << 20
+linux = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="only Linux can reset a process's peak"
+)
+
+
+def test_resident_memory_grows_with_what_is_written() -> None:
+    """64 MiB of ones show as at least 60."""
+    before = memory_probe.rss_bytes()
+    block = np.ones(64 * MIB, np.uint8)
+    assert memory_probe.rss_bytes() - before > 60 * MIB
+    assert block.any()
+
+
+@linux
+def test_the_peak_remembers_what_is_gone() -> None:
+    """A block that was freed again still counts."""
+    assert memory_probe.reset_peak()
+    before = memory_probe.rss_bytes()
+    block = np.ones(64 * MIB, np.uint8)
+    del block
+    peak = memory_probe.peak_rss_bytes()
+    assert peak is not None
+    assert peak - before > 60 * MIB
+
+
+@linux
+def test_a_reset_forgets_earlier_peaks() -> None:
+    """After it the peak is what is resident now, to within a few MiB."""
+    block = np.ones(128 * MIB, np.uint8)
+    del block
+    assert memory_probe.reset_peak()
+    peak = memory_probe.peak_rss_bytes()
+    assert peak is not None
+    assert abs(peak - memory_probe.rss_bytes()) < 16 * MIB
+
+
+def test_a_system_that_cannot_reset_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """False, never an error."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    assert memory_probe.reset_peak() is False
+
+
+@pytest.mark.parametrize(("own", "expected"), [({"peak_wset": 123}, 123), ({}, None)])
+def test_without_proc_the_peak_is_windows_own_or_unknown(
+    monkeypatch: pytest.MonkeyPatch, own: dict[str, int], expected: int | None
+) -> None:
+    """None where nobody knows, never a guess."""
+
+    def absent(*_: object, **__: object) -> str:
+        raise FileNotFoundError
+
+    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(**own))
+    monkeypatch.setattr(Path, "read_text", absent)
+    monkeypatch.setattr(memory_probe.psutil, "Process", lambda: process)
+    assert memory_probe.peak_rss_bytes() == expected
+
+
+def test_without_torch_there_is_no_gpu_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe imports nothing to find out."""
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert memory_probe.peak_cuda_bytes() is None
+    assert "torch" not in sys.modules
+
+
+@pytest.mark.parametrize(("available", "expected"), [(True, 4096), (False, None)])
+def test_the_gpu_peak_is_the_allocator_s(
+    monkeypatch: pytest.MonkeyPatch, available: bool, expected: int | None
+) -> None:
+    """None where no GPU is in use; reset along with the host's."""
+    peaks = [4096]
+    cuda = SimpleNamespace(
+        is_available=lambda: available,
+        max_memory_allocated=lambda: peaks[-1],
+        reset_peak_memory_stats=lambda: peaks.append(0),
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert memory_probe.peak_cuda_bytes() == expected
+    memory_probe.reset_peak()
+    assert memory_probe.peak_cuda_bytes() == (0 if available else None)

@@ -1,0 +1,415 @@
+"""The optimizer step through a real Trainer, against sums made by hand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from lightning import Callback, Trainer
+from torch.nn import functional
+
+from mens_exp.data.batch import packed_batch
+from mens_exp.data.stream import MicroBatches
+from mens_exp.errors import DataError, MensError
+from mens_exp.objective.causal import CrossEntropy
+from mens_exp.training.atomic_checkpoint import AtomicCheckpointIO
+from mens_exp.training.build import lightning_quiet
+from mens_exp.training.module import TrainingModule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from mens_exp.backends.qlora import QloraBackend
+    from mens_exp.config.root import RunConfig
+    from mens_exp.data.batch import Batch
+    from mens_exp.rows.encode import Encoded
+
+EXACT = (
+    "quant.compute_dtype=f32",
+    "lora.dropout=0",
+    "schedule=constant",
+    "schedule.warmup_steps=0",
+)
+LENGTHS, SUPERVISED = [9, 21, 12, 16, 7, 14, 25, 10], [1, 14, 3, 8, 2, 0, 20, 5]
+PEAK = 1e-3
+
+
+@pytest.fixture(autouse=True)
+def own_determinism() -> Iterator[None]:
+    """Trainer(deterministic=True) sets a global switch; put it back."""
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def documents(random_documents: Callable[..., Encoded]) -> Encoded:
+    return random_documents(LENGTHS, SUPERVISED)
+
+
+class Watch(Callback):
+    """Keeps the metrics of every step, and the gradients that the optimizer steps with."""
+
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, float]] = []
+        self.gradients: list[dict[str, torch.Tensor]] = []
+        self.validations: list[dict[str, float]] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        def keep(*_: object) -> None:
+            parameters = pl_module.backend.trainable().items()
+            self.gradients.append({name: p.grad.clone() for name, p in parameters})
+
+        trainer.optimizers[0].register_step_post_hook(
+            keep
+        )  # the pre-hook runs before the backward pass
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        if pl_module.at_step_boundary:
+            self.metrics.append(dict(pl_module.step_metrics))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.validations.append(dict(pl_module.validation))
+
+
+@pytest.fixture
+def fit(
+    tiny_backend: Callable[..., QloraBackend],
+    tiny_config: Callable[..., RunConfig],
+    documents: Encoded,
+    tmp_path: Path,
+) -> Callable[..., tuple[TrainingModule, Watch, Trainer]]:
+    """Train tiny_llama on eight ragged documents.
+
+    Of the `other` options, `total_steps` is what the schedule runs over, `resume` a checkpoint,
+    `encoded` other documents, and `live` whether B starts filled.
+    """
+
+    def fitted(
+        *overrides: str,
+        steps: int = 1,
+        accumulate: int = 4,
+        size: int = 1,
+        clip: float = 1e9,
+        validate_every: int | None = None,
+        **other: Any,
+    ) -> tuple[TrainingModule, Watch, Trainer]:
+        config, watch = tiny_config(*EXACT, *overrides), Watch()
+        backend = tiny_backend(*EXACT, *overrides, live=other.get("live", True))
+        module = TrainingModule(
+            config, backend, CrossEntropy("causal", 8), total_steps=other.get("total_steps", steps)
+        ).train()
+        trainer = Trainer(
+            accelerator="cpu",
+            max_steps=steps,
+            max_epochs=-1,
+            accumulate_grad_batches=accumulate,
+            gradient_clip_val=clip,
+            val_check_interval=validate_every or steps * accumulate + 1,
+            check_val_every_n_epoch=None,
+            deterministic=True,
+            callbacks=[watch],
+            plugins=[AtomicCheckpointIO()],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            default_root_dir=tmp_path,
+        )
+        encoded, resume = other.get("encoded", documents), other.get("resume")
+        train = stream(encoded, size=size, total=steps * accumulate, seed=0)
+        validation = stream(encoded, size=3, total=3, seed=None)
+        with lightning_quiet():
+            trainer.fit(module, train, validation, ckpt_path=resume, weights_only=bool(resume))
+        return module, watch, trainer
+
+    return fitted
+
+
+def stream(encoded: Encoded, *, size: int, total: int, seed: int | None) -> MicroBatches:
+    return MicroBatches(
+        encoded,
+        [[i] for i in range(len(encoded))],
+        micro_batch_size=size,
+        total=total,
+        seed=seed,
+        packing=True,
+        pad_id=0,
+    )
+
+
+def mean_loss(backend: QloraBackend, batch: Batch) -> torch.Tensor:
+    """Take the mean over a batch's supervised tokens the plain way, all logits at once."""
+    return functional.cross_entropy(backend.head(backend(batch)), batch.targets_M)
+
+
+def tensors_of(module: TrainingModule) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in module.backend.trainable().items()}
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
+
+
+Fit = "Callable[..., tuple[TrainingModule, Watch, Trainer]]"
+
+
+# the loss of a step
+
+
+def test_a_step_s_loss_and_gradient_are_those_of_the_mean_over_its_tokens(
+    fit: Fit, tiny_backend: Callable[..., QloraBackend], documents: Encoded
+) -> None:
+    """Four ragged micro-batches against one plain mean over all their tokens, in f32."""
+    _, watch, _ = fit()
+    order = [stream(documents, size=1, total=4, seed=0)._block_at(i) for i in range(4)]
+    reference = tiny_backend(*EXACT, live=True).train()
+    loss = mean_loss(reference, packed_batch(documents, [order], index=0))
+    loss.backward()
+    assert len({SUPERVISED[i] for i in order}) > 2, "ragged, or a mean of means would do"
+    assert watch.metrics[0]["train/loss"] == pytest.approx(loss.item(), rel=1e-6)
+    for name, parameter in reference.trainable().items():
+        assert torch.allclose(watch.gradients[0][name], parameter.grad, rtol=1e-4, atol=1e-7), name
+    norm = torch.linalg.vector_norm(
+        torch.stack([p.grad.norm() for p in reference.trainable().values()])
+    )
+    assert watch.metrics[0]["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("accumulate", "size"), [(2, 2), (1, 4)])
+def test_four_micro_batches_of_one_are_one_of_four(fit: Fit, accumulate: int, size: int) -> None:
+    """Two steps on ragged documents: equal losses and gradients to f32 tolerance."""
+    _, apart, _ = fit(steps=2, accumulate=4, size=1)
+    _, together, _ = fit(steps=2, accumulate=accumulate, size=size)
+    for step in (0, 1):
+        first, second = apart.metrics[step], together.metrics[step]
+        assert first["train/loss"] == pytest.approx(second["train/loss"], rel=1e-6)
+        assert first["data/supervised_tokens"] == second["data/supervised_tokens"]
+        for name, gradient in apart.gradients[step].items():
+            other = together.gradients[step][name]
+            assert torch.allclose(gradient, other, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("accumulate", [3, 7])
+def test_an_accumulation_that_no_float_divides_by_changes_nothing(
+    fit: Fit, accumulate: int
+) -> None:
+    """Lightning's division and the module's multiplication cancel."""
+    _, apart, _ = fit(accumulate=accumulate, size=1)
+    _, together, _ = fit(accumulate=1, size=accumulate)
+    for name, gradient in apart.gradients[0].items():
+        assert torch.allclose(gradient, together.gradients[0][name], rtol=1e-4, atol=1e-6), name
+
+
+def test_a_micro_batch_without_supervision_adds_nothing(fit: Fit) -> None:
+    """Two epochs of eight documents, one of them unsupervised, count 53 tokens each."""
+    module, watch, _ = fit(steps=4)
+    assert watch.metrics[1]["data/supervised_tokens"] == sum(SUPERVISED) == 53
+    assert watch.metrics[3]["data/supervised_tokens"] == 106
+    assert watch.metrics[3]["data/tokens"] == 2 * sum(LENGTHS)
+    assert (module.tokens, module.supervised_tokens) == (2 * sum(LENGTHS), 106)
+
+
+def test_a_step_without_supervision_is_refused(
+    fit: Fit, random_documents: Callable[..., Encoded]
+) -> None:
+    """Dividing by no tokens is an error of the data that names the step."""
+    with pytest.raises(DataError, match=r"no supervised token.*step 0"):
+        fit(encoded=random_documents([5, 6, 7], [0, 0, 0]))
+
+
+# clipping
+
+
+def test_clipping_comes_after_the_division(fit: Fit) -> None:
+    """A limit between the norm of the mean and that of the sum clips nothing."""
+    _, free, _ = fit()
+    norm, count = free.metrics[0]["train/grad_norm"], free.metrics[0]["data/supervised_tokens"]
+    assert count > 4
+    _, loose, _ = fit(clip=norm * 2)
+    assert same(loose.gradients[0], free.gradients[0])
+
+
+def test_clipping_scales_the_whole_gradient_down_to_its_limit(fit: Fit) -> None:
+    """Half the norm: the optimizer sees that norm, the record the norm before."""
+    _, free, _ = fit()
+    norm = free.metrics[0]["train/grad_norm"]
+    _, tight, _ = fit(clip=norm / 2)
+    flat = torch.cat([gradient.flatten() for gradient in tight.gradients[0].values()])
+    assert float(flat.norm()) == pytest.approx(norm / 2, rel=1e-4)
+    assert tight.metrics[0]["train/grad_norm"] == pytest.approx(norm, rel=1e-6)
+
+
+# the rate
+
+
+def test_the_first_step_of_a_warm_up_moves(fit: Fit) -> None:
+    """It has a quarter of the peak rate, and AdamW's first step is as large as its rate."""
+    module, watch, _ = fit("schedule.warmup_steps=4", live=False)
+    assert watch.metrics[0]["optim/lr"] == pytest.approx(PEAK / 4, abs=1e-15)
+    moved = max(
+        float(p.detach().abs().max())
+        for n, p in module.backend.trainable().items()
+        if n.endswith("b")
+    )
+    assert moved == pytest.approx(PEAK / 4, rel=1e-3)
+
+
+def test_every_step_has_the_rate_of_the_schedule(fit: Fit) -> None:
+    """Two of warm-up, then four cosine steps, to 1e-12; micro-batches do not advance it."""
+    _, watch, _ = fit("schedule=cosine", "schedule.warmup_steps=2", steps=6, accumulate=2)
+    root = 2**0.5 / 2
+    table = [0.5, 1, 1, (1 + root) / 2, 0.5, (1 - root) / 2]
+    assert [m["optim/lr"] / PEAK for m in watch.metrics] == pytest.approx(table, abs=1e-12)
+
+
+# validation
+
+
+def test_training_goes_on_after_a_validation_as_if_there_had_been_none(fit: Fit) -> None:
+    """In bf16 with dropout, validated in mid-step too: the same adapter, bit for bit."""
+    real = ("quant.compute_dtype=bf16", "lora.dropout=0.1")
+    plain, _, _ = fit(*real, steps=3)
+    checked, watch, _ = fit(*real, steps=3, validate_every=2)
+    assert len(watch.validations) == 6
+    assert same(tensors_of(plain), tensors_of(checked))
+
+
+def test_every_matrix_gets_gradients_before_and_after_a_validation(fit: Fit) -> None:
+    """Three steps with validations in between: no gradient is zero."""
+    _, watch, _ = fit("quant.compute_dtype=bf16", steps=3, validate_every=4)
+    assert len(watch.gradients) == 3
+    for gradients in watch.gradients:
+        assert len(gradients) == 28
+        assert all(bool(gradient.any()) for gradient in gradients.values())
+
+
+def test_validation_loss_is_the_mean_over_all_supervised_tokens(
+    fit: Fit, tiny_backend: Callable[..., QloraBackend], documents: Encoded
+) -> None:
+    """Over three ragged batches, against one plain mean."""
+    _, _, trainer = fit()
+    module = trainer.lightning_module
+    with lightning_quiet():
+        trainer.validate(module, stream(documents, size=3, total=3, seed=None), verbose=False)
+    batch = packed_batch(documents, [list(range(8))], index=0)
+    module.eval()
+    with torch.no_grad():
+        expected = mean_loss(module.backend, batch)
+    assert module.validation["val/loss"] == pytest.approx(expected.item(), rel=1e-6)
+    assert module.validation["val/supervised_tokens"] == 53
+
+
+def test_as_base_validates_without_the_adapter(
+    fit: Fit, tiny_backend: Callable[..., QloraBackend], documents: Encoded
+) -> None:
+    """Inside the block the loss is a fresh graph's; outside it is the adapter's again."""
+    _, _, trainer = fit()
+    module: Any = trainer.lightning_module
+
+    def validated() -> float:
+        with lightning_quiet():
+            trainer.validate(module, stream(documents, size=8, total=1, seed=None), verbose=False)
+        return module.validation["val/loss"]
+
+    fresh = tiny_backend(*EXACT).eval()
+    with torch.no_grad():
+        base = mean_loss(fresh, packed_batch(documents, [list(range(8))], index=0)).item()
+    tuned = validated()
+    with module.as_base():
+        assert module.condition == "base"
+        assert validated() == pytest.approx(base, rel=1e-6)
+    assert module.condition == "tuned"
+    assert validated() == tuned != pytest.approx(base, rel=1e-3)
+
+
+def test_as_base_ends_with_an_error_too(
+    tiny_backend: Callable[..., QloraBackend], tiny_config: Callable[..., RunConfig]
+) -> None:
+    """A failed validation does not leave the run labelled as the base."""
+    module = TrainingModule(
+        tiny_config(*EXACT), tiny_backend(*EXACT), CrossEntropy("causal", 8), total_steps=1
+    )
+
+    def fail() -> None:
+        with module.as_base():
+            raise OSError("lost")
+
+    with pytest.raises(OSError, match="lost"):
+        fail()
+    assert module.condition == "tuned"
+
+
+# checkpoints
+
+
+def test_a_checkpoint_holds_the_adapter_and_its_state_and_no_base_weight(
+    fit: Fit, tmp_path: Path
+) -> None:
+    """In size, three times the adapter (itself and two moments) and under 64 KiB more."""
+    module, _, trainer = fit(steps=2)
+    path = tmp_path / "step.ckpt"
+    trainer.save_checkpoint(path)
+    saved = torch.load(path, weights_only=True)
+    adapter = tensors_of(module)
+    assert saved["state_dict"] == {}
+    assert same(saved["adapter"], adapter)
+    assert len(saved["optimizer_states"][0]["state"]) == len(adapter)
+    size = sum(values.numel() * 4 for values in adapter.values())
+    assert 3 * size < path.stat().st_size < 3 * size + (64 << 10)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "constant"])
+def test_a_run_resumed_from_a_checkpoint_is_the_run_never_stopped(
+    fit: Fit, tmp_path: Path, kind: str
+) -> None:
+    """In mid-epoch, in bf16 with dropout: adapter, counters and metrics agree bit for bit."""
+    real = ("quant.compute_dtype=bf16", "lora.dropout=0.1", f"schedule={kind}")
+    whole, watch, _ = fit(*real, steps=5, accumulate=3)
+    _, _, trainer = fit(*real, steps=2, accumulate=3, total_steps=5)
+    trainer.save_checkpoint(tmp_path / "step.ckpt")
+    resumed, again, _ = fit(*real, steps=5, accumulate=3, resume=tmp_path / "step.ckpt")
+    assert same(tensors_of(resumed), tensors_of(whole))
+    assert again.metrics == watch.metrics[2:]
+    assert resumed.tokens == whole.tokens
+
+
+def test_a_longer_schedule_takes_hold_at_the_first_resumed_step(fit: Fit, tmp_path: Path) -> None:
+    """Linear over 8 steps instead of 4: step 2 has the rate 1 - 2/8, not 1 - 2/4."""
+    _, _, trainer = fit("schedule=linear", steps=2, total_steps=4)
+    trainer.save_checkpoint(tmp_path / "step.ckpt")
+    _, watch, _ = fit("schedule=linear", steps=4, total_steps=8, resume=tmp_path / "step.ckpt")
+    found = [m["optim/lr"] / PEAK for m in watch.metrics]
+    assert found == pytest.approx([1 - 2 / 8, 1 - 3 / 8], abs=1e-12)
+
+
+def test_the_stream_stands_where_a_resumed_run_goes_on(fit: Fit) -> None:
+    """After 2 steps of 3 micro-batches, the next one is number 6."""
+    _, _, trainer = fit(steps=2, accumulate=3)
+    assert trainer.train_dataloader.state_dict() == {"position": 6}
+
+
+# metrics
+
+
+def test_an_undeclared_metric_is_refused(
+    tiny_backend: Callable[..., QloraBackend], tiny_config: Callable[..., RunConfig]
+) -> None:
+    """The nearest declared name is given."""
+    module = TrainingModule(
+        tiny_config(*EXACT), tiny_backend(*EXACT), CrossEntropy("causal", 8), total_steps=1
+    )
+    module.record("train/loss", 1.5)
+    assert module.step_metrics == {"train/loss": 1.5}
+    with pytest.raises(MensError, match="train/loss"):
+        module.record("train/los", 1.5)
+
+
+def test_a_step_is_pending_until_its_last_micro_batch(fit: Fit) -> None:
+    """Between steps nothing is summed up; the loss of the step is reset with it."""
+    module, _, _ = fit(steps=2)
+    assert module.at_step_boundary
+    assert module.pending_loss == 0.0
