@@ -43,7 +43,7 @@ format: $(STAMP) ## Format the code
 	$(BIN)/ruff format .
 
 golden: $(STAMP) ## Refresh the golden resolved configurations of the experiments
-	$(BIN)/python tests/golden/refresh.py
+	PYTHONPATH=src $(BIN)/python tests/golden/refresh.py
 
 bench: $(STAMP) ## Measure training speed beside this machine's GEMM rate
 	$(BIN)/python benchmarks/throughput.py

@@ -11,12 +11,12 @@ import pytest
 
 from mens_exp import __version__, cli
 from mens_exp.artifacts.manifest import Manifest, Status
-from mens_exp.artifacts.run_dir import RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.model.resolve import BaseModel
 
 
@@ -30,9 +30,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def refused(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
+def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run a command that must exit with 2 and leave nothing behind; returns what it said."""
 
     def said(*arguments: str, code: int = 2) -> str:

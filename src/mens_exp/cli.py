@@ -5,6 +5,7 @@ Exit codes: 0 done, 2 the request, 3 the environment, 4 a gate said no, 1 a bug,
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
@@ -25,6 +26,9 @@ _CANCELLED = 130  # 128 + SIGINT, what a shell reports for Ctrl-C
 
 def entry_point() -> None:
     """Run the command of ``sys.argv`` and exit with its code."""
+    # oneDNN reads it when torch is loaded. Its default keeps 1,024 kernels, one for each shape met,
+    # and the process grows for hundreds of steps; 128 hold what a step uses (experiments/LOG.md).
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
     sys.exit(main(sys.argv[1:]))
 
 

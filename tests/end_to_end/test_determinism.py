@@ -60,7 +60,7 @@ def test_a_sink_changes_nothing(
     assert adapter(mirrored) == adapter(finished)
 
 
-@pytest.mark.parametrize("override", ["seed=43", "lora.dropout=0.2", "optim.lr=2e-3", "lora.r=8"])
+@pytest.mark.parametrize("override", ["seed=43", "lora.dropout=0.2", "optim.lr=3e-3", "lora.r=8"])
 def test_every_factor_reaches_the_adapter(
     finished: RunDir, train_in: Callable[..., RunDir], tmp_path: Path, override: str
 ) -> None:

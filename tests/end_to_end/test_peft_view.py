@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.config.compose import from_yaml, typed
+from mens_exp.corpus import stdlib
 from mens_exp.corpus.source import load_rows
 from mens_exp.model.quiet import quiet
 from mens_exp.model.resolve import resolve
 from mens_exp.rows.encode import messages_of
+from mens_exp.rows.schema import to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,26 +102,39 @@ def test_peft_reproduces_the_tuned_validation_loss(
     assert results["tuned_val_loss"] < 0.95 * results["base_val_loss"]
     base = base_of(run, cache)
     loss = loss_of(peft_model(run, base), run, base, cache)
+    print("REL", loss, results["tuned_val_loss"], loss / results["tuned_val_loss"] - 1)
     assert loss == pytest.approx(results["tuned_val_loss"], rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def real_code(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documented functions, enough of them that bf16's rounding averages out."""
+    rows = [to_json(pair) for pair in stdlib.load(cache).pairs[::30]]
+    path = tmp_path_factory.mktemp("real") / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
 
 
 @pytest.mark.slow
 def test_peft_reproduces_the_loss_of_a_real_model(
-    train_in: Callable[..., RunDir], tmp_path: Path, cache: Path
+    train_in: Callable[..., RunDir], real_code: Path, tmp_path: Path, cache: Path
 ) -> None:
-    """SmolLM2 with its own chat template, a few steps."""
+    """SmolLM2 with its own chat template, a few steps on real code."""
     pytest.importorskip("gguf", reason="needs mens-exp[gguf]: pip install 'mens-exp[gguf]'")
     run = train_in(
         tmp_path / "run",
         "model=smollm2_135m",
         "optim.lr=1e-3",
         "trainer.max_steps=3",
+        f"data.path={real_code}",
+        "data.seq_len=512",
         "data.val_max_tokens=100000",
     )
     results = Manifest.read(run.manifest).results
-    assert results["tuned_val_loss"] < 0.8 * results["base_val_loss"]
+    assert results["tuned_val_loss"] < 0.97 * results["base_val_loss"]
     base = base_of(run, cache)
     loss = loss_of(peft_model(run, base), run, base, cache)
+    print("REL", loss, results["tuned_val_loss"], loss / results["tuned_val_loss"] - 1)
     assert loss == pytest.approx(results["tuned_val_loss"], rel=1e-3)
 
 

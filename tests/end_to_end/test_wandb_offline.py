@@ -86,9 +86,7 @@ def test_configuration_plan_and_facts_are_there(run: RunDir) -> None:
     assert config["facts"]["trainable_parameters"] == 16_384
 
 
-def test_history_has_every_step_on_both_axes(
-    records: dict[str, list[Any]], run: RunDir
-) -> None:
+def test_history_has_every_step_on_both_axes(records: dict[str, list[Any]], run: RunDir) -> None:
     """Losses and cumulative supervised tokens are those of telemetry.jsonl."""
     rows = [record["item"] for record in records["history"]]
     shown = [
@@ -114,9 +112,7 @@ def test_summary_has_the_results(run: RunDir) -> None:
     assert shown["status"] == "succeeded"
 
 
-def test_scorecard_and_predictions_are_tables(
-    records: dict[str, list[Any]], run: RunDir
-) -> None:
+def test_scorecard_and_predictions_are_tables(records: dict[str, list[Any]], run: RunDir) -> None:
     """Their rows are those of scorecard.json and events.jsonl."""
     (row,) = [r["item"] for r in records["history"] if "scorecard.path" in r["item"]]
     (offline,) = run.wandb.glob("offline-run-*")

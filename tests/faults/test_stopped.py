@@ -105,9 +105,7 @@ def test_validations_fall_where_they_would_have(
     killed = stopped("with validation")
     assert cli.main([f"resume={killed.run.path}"]) == 0
     assert adapter(killed.run) == adapter(through)
-    assert losses(killed.run, "validation", "val/loss") == losses(
-        through, "validation", "val/loss"
-    )
+    assert losses(killed.run, "validation", "val/loss") == losses(through, "validation", "val/loss")
 
 
 def test_kill_leaves_the_record_started_and_every_file_whole(stopped: Callable[[str], Any]) -> None:

@@ -23,7 +23,7 @@ def cell(tiny_run: list[str]) -> Cell:
 
 @pytest.fixture
 def break_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Raise an error just before a micro-batch of the stream is trained on, until told otherwise."""
+    """Raise an error just before a micro-batch is trained on, until told otherwise."""
     from mens_exp.training.module import TrainingModule
 
     original = TrainingModule.training_step
@@ -40,13 +40,13 @@ def break_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.fixture
-def broken(
-    break_at: Callable[..., None], train_in: Callable[..., RunDir]
-) -> Callable[..., RunDir]:
+def broken(break_at: Callable[..., None], train_in: Callable[..., RunDir]) -> Callable[..., RunDir]:
     """A training run that was cancelled, or failed, before a micro-batch."""
     from mens_exp.tasks.cancellation import Cancelled
 
-    def made(directory: Any, at: int, *overrides: str, error: BaseException | None = None) -> RunDir:
+    def made(
+        directory: Any, at: int, *overrides: str, error: BaseException | None = None
+    ) -> RunDir:
         break_at(at, error or Cancelled("SIGINT"))
         run = train_in(directory, *overrides, code=1 if error else 130)
         break_at(None)

@@ -35,9 +35,7 @@ def files(run: RunDir) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def template(
-    train_in: TrainIn, tmp_path_factory: pytest.TempPathFactory
-) -> RunDir:
+def template(train_in: TrainIn, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """A cancelled run under the cosine schedule; only to be read."""
     from mens_exp.tasks.cancellation import Cancelled
     from mens_exp.training.module import TrainingModule
@@ -80,9 +78,7 @@ def test_resumed_figures_cover_the_whole_run(
     assert tokens[0] == tokens[1]
 
 
-def test_padded_batches_resume_too(
-    broken: Broken, train_in: TrainIn, tmp_path: Path
-) -> None:
+def test_padded_batches_resume_too(broken: Broken, train_in: TrainIn, tmp_path: Path) -> None:
     """Without packing the stream has another order of documents, and the same rule."""
     through = train_in(tmp_path / "through", "data.packing=false", "data.micro_batch_size=2")
     run = broken(tmp_path / "run", 13, "data.packing=false", "data.micro_batch_size=2")
@@ -126,15 +122,11 @@ def test_eight_steps_in_two_runs_are_eight_steps(
 def test_longer_cosine_says_what_becomes_of_the_rate(template: RunDir) -> None:
     """Half of four steps is half the peak; two of eight are cos²(π/8) of it, 0.854."""
     resumption = prepare(str(template.path), {"trainer.max_steps": "8"})
-    assert resumption.notes == [
-        "trainer.max_steps went from 4 to 8: the cosine schedule is laid over 8 steps from here "
-        "on, so the rate of step 3 is 0.000854 instead of 0.0005"
-    ]
+    laid = "trainer.max_steps went from 4 to 8: the cosine schedule is laid over 8 steps from here"
+    assert resumption.notes == [f"{laid} on, so the rate of step 3 is 0.000854 instead of 0.0005"]
 
 
-def test_longer_cosine_takes_the_rate_that_was_said(
-    broken: Broken, tmp_path: Path
-) -> None:
+def test_longer_cosine_takes_the_rate_that_was_said(broken: Broken, tmp_path: Path) -> None:
     """Step 3 trains at the new schedule's rate, and no step is left out."""
     run = broken(tmp_path / "run", 10, "schedule=cosine")
     assert cli.main([f"resume={run.path}", "trainer.max_steps=8"]) == 0
@@ -156,7 +148,7 @@ def test_longer_cosine_takes_the_rate_that_was_said(
         (["trainer.max_steps=8,9"], ["trainer.max_steps"]),
         (["trainer.max_steps=-1"], ["trainer.max_steps"]),
     ],
-    ids=lambda value: " ".join(value),
+    ids=" ".join,
 )
 def test_nothing_but_a_longer_run_is_accepted(
     template: RunDir,
@@ -184,18 +176,14 @@ def test_a_finished_run_is_refused_with_the_way_on(
     assert files(finished) == before
 
 
-def test_a_run_bounded_by_epochs_cannot_get_longer(
-    broken: Broken, tmp_path: Path
-) -> None:
+def test_a_run_bounded_by_epochs_cannot_get_longer(broken: Broken, tmp_path: Path) -> None:
     """More steps would not be more than its epochs."""
     run = broken(tmp_path / "run", 5, "trainer.max_steps=-1", "trainer.max_epochs=1")
     with pytest.raises(RequestError, match="epochs bound this run"):
         prepare(str(run.path), {"trainer.max_steps": "8"})
 
 
-def test_only_training_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan is made again, not resumed."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["task=plan", "model=tiny_llama", "hydra.run.dir=plan"]) == 0
@@ -225,9 +213,7 @@ def test_a_damaged_configuration_is_refused(broken: Broken, tmp_path: Path) -> N
     assert files(run) == before
 
 
-def test_a_run_at_work_is_left_alone(
-    template: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_at_work_is_left_alone(template: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     """Two processes in one directory would tear its record."""
     with held(template.lock):
         before = files(template)
@@ -263,3 +249,15 @@ def test_a_file_that_has_gone_is_told_before_the_run_is_reopened(
     with pytest.raises((RequestError, Problems), match=r"rows\.jsonl"):
         prepare(str(run.path), {})
     assert files(run) == before
+
+
+def test_a_mirrored_run_goes_on_in_the_same_wandb_run(
+    broken: Broken, finished: RunDir, tmp_path: Path
+) -> None:
+    """Two offline files under one id, which `wandb sync` uploads as one run."""
+    run = broken(tmp_path / "run", 10, "logger=wandb")
+    assert cli.main([f"resume={run.path}"]) == 0
+    files = sorted(path.name for path in run.wandb.glob("offline-run-*/*.wandb"))
+    assert files == ["run-run.wandb", "run-run.wandb"]
+    assert adapter(run) == adapter(finished)
+    assert Manifest.read(run.manifest).notes == []

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -8,7 +9,6 @@ import pytest
 from mens_exp.artifacts import atomic, provenance
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest, Status
-from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.config.compose import config_digest, from_yaml
 from mens_exp.errors import ConfigError, DataError, Problems, RequestError
@@ -19,6 +19,7 @@ from mens_exp.tasks.run import open_run, reopen_run
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.config.overrides import Cell
 
 
@@ -97,14 +98,27 @@ def test_an_error_in_the_block_is_a_failure_on_record(
 
 
 @pytest.mark.parametrize("error", [Cancelled("SIGINT"), KeyboardInterrupt()])
-def test_a_cancelled_run_is_no_failure(
-    cell: Cell, tmp_path: Path, error: BaseException
-) -> None:
+def test_a_cancelled_run_is_no_failure(cell: Cell, tmp_path: Path, error: BaseException) -> None:
     """Nothing went wrong, so nothing is recorded as an error."""
     with pytest.raises(type(error)), open_run(tmp_path / "run", cell) as run:
         raise error
     assert closed(run).status is Status.CANCELLED
     assert closed(run).error is None
+
+
+def test_a_cancelled_run_closes_with_the_system_in_charge_of_signals(
+    cell: Cell, tmp_path: Path
+) -> None:
+    """The second signal ends the process whatever the report or a sink is doing."""
+    seen: list[object] = []
+
+    def cancelled(run: Any) -> None:
+        run.after_close(lambda _: seen.append(signal.getsignal(signal.SIGINT)))
+        raise Cancelled
+
+    with pytest.raises(Cancelled), open_run(tmp_path / "run", cell) as run:
+        cancelled(run)
+    assert seen == [signal.SIG_DFL]
 
 
 def test_every_finished_file_is_hashed(cell: Cell, tmp_path: Path) -> None:
@@ -129,7 +143,7 @@ def test_a_second_run_in_the_same_directory_is_refused(cell: Cell, tmp_path: Pat
     with open_run(tmp_path / "run", cell):
         pass
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
-    refused = pytest.raises(RequestError, match="a run is there already.*resume=")
+    refused = pytest.raises(RequestError, match=r"a run is there already.*resume=")
     with refused, open_run(tmp_path / "run", cell):
         pytest.fail("the block must not begin")
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
@@ -205,14 +219,19 @@ def test_a_result_that_is_not_finite_is_null_with_a_reason(cell: Cell, tmp_path:
 
 
 def test_a_reopened_run_goes_back_to_its_step(cell: Cell, tmp_path: Path) -> None:
-    """Later events, stale files and old reasons are gone; attempts and wall time add up."""
-    with pytest.raises(DataError), open_run(tmp_path / "run", cell) as run:
+    """Later events and old reasons are gone; attempts and wall time add up."""
+
+    def failing(run: Any) -> None:
         for step in (1, 2, 3):
             run.telemetry.emit("step", {"step": step})
-        run.telemetry.emit("checkpoint_saved", {"step": 2, "path": "x", "bytes": 1})
         run.unknown("results.tokens_per_s", "one step is all warm-up")
         raise DataError("is empty")
+
+    with pytest.raises(DataError), open_run(tmp_path / "run", cell) as run:
+        failing(run)
     first = closed(run).results["wall_s"]
+    half = run.dir.checkpoints / ".step_00000002.ckpt.00000000-1-00000000.tmp"
+    atomic.write_text(half, "of another machine, just now")
     with reopen_run(run.dir, cell, step=1, notes=["a note"]) as again:
         assert closed(again).status is Status.STARTED
         assert closed(again).error is None
@@ -224,6 +243,7 @@ def test_a_reopened_run_goes_back_to_its_step(cell: Cell, tmp_path: Path) -> Non
     assert manifest.notes == ["a note"]
     assert manifest.unknown == {}
     assert manifest.results["wall_s"] > first
+    assert half.is_file()  # its writer may be alive
 
 
 def test_other_conditions_than_before_are_noted(

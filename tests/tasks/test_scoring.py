@@ -85,9 +85,9 @@ def test_a_real_graph_answers_as_base_and_as_tuned(
     score(HeldoutSyntaxSuite(items=1, max_new_tokens=16), run, backend, [ROW], tokenizer)
     base, tuned = (e["completion"] for e in read_item_events(run.dir.events))
     plain = tiny_backend()
-    prompt = tokenizer.encode_all([tokenizer.render(
-        [{"role": "user", "content": ROW.prompt}], add_generation_prompt=True
-    )])
+    prompt = tokenizer.encode_all(
+        [tokenizer.render([{"role": "user", "content": ROW.prompt}], add_generation_prompt=True)]
+    )
     ids = plain.generate(
         prompt, max_new_tokens=16, end_ids=tokenizer.end_ids, pad_id=tokenizer.pad_id
     )

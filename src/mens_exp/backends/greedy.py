@@ -2,7 +2,6 @@
 
 Shapes: B prompts, T tokens of the longest.
 """
-# ruff: noqa: N806 # names carry their shapes (the legend above)
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 Shapes: M supervised positions, D hidden width, V vocabulary.
 """
 
-# ruff: noqa: N803 # names carry their shapes (the legend above)
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol

@@ -4,8 +4,6 @@ Shapes: B sequences, T tokens, D hidden width, M supervised positions, V vocabul
 R rank, I inputs and O outputs of a projection.
 """
 
-# ruff: noqa: N803, N806 # names carry their shapes (the legend above)
-
 from __future__ import annotations
 
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Shapes: B sequences, T tokens in each, M supervised tokens in all of them.
 """
 
-# ruff: noqa: N806, N815 # names carry their shapes (the legend above)
-
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
@@ -25,7 +23,7 @@ __all__ = ["Batch", "packed_batch", "padded_batch"]
 class Batch:
     """Ids, where documents begin and end, and which hidden states predict which tokens.
 
-    A packed batch is one sequence without padding (B = 1) and ``documents`` holds its bounds; a
+    A packed batch is one sequence (B = 1), and ``documents`` holds the bounds of what is in it; a
     padded one has ``attention_mask_BT`` and no bounds. ``predict_M`` indexes the flattened
     ``[B·T]`` hidden states, ``targets_M`` the token that each must predict.
     """
@@ -49,17 +47,34 @@ class Batch:
         return replace(self, **moved)
 
 
-def packed_batch(documents: Encoded, blocks: Sequence[Sequence[int]], index: int) -> Batch:
-    """Join the documents of all blocks into one sequence without padding."""
+def packed_batch(
+    documents: Encoded,
+    blocks: Sequence[Sequence[int]],
+    index: int,
+    *,
+    multiple: int = 1,
+    pad_id: int = 0,
+) -> Batch:
+    """Join the documents of all blocks into one sequence.
+
+    Args:
+        documents: the encoded documents.
+        blocks: document indices of each block.
+        index: the micro-batch's place in the stream.
+        multiple: fill the sequence's end up to a multiple of so many tokens. What fills it belongs
+            to no document and is never learned; it only keeps the number of shapes small.
+        pad_id: the id that fills it.
+    """
     chosen = [document for block in blocks for document in block]
     ids, supervised, lengths = _gather(documents, chosen)
     ends = np.cumsum(lengths)
     starts = ends - lengths
     positions = np.arange(len(ids)) - np.repeat(starts, lengths)
     predict = np.flatnonzero(supervised) - 1
+    rest = -len(ids) % multiple
     return Batch(
-        input_ids_BT=torch.from_numpy(ids)[None],
-        position_ids_BT=torch.from_numpy(positions)[None],
+        input_ids_BT=torch.from_numpy(np.pad(ids, (0, rest), constant_values=pad_id))[None],
+        position_ids_BT=torch.from_numpy(np.pad(positions, (0, rest)))[None],
         attention_mask_BT=None,
         documents=tuple((int(s), int(e)) for s, e in zip(starts, ends, strict=True)),
         predict_M=torch.from_numpy(predict),

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 __all__ = ["MicroBatches"]
 
 
+# Tokens. Each length a kernel has not met costs it a variant that is built and kept, so few lengths
+# keep steps fast and memory level (measured: experiments/LOG.md).
+_SHAPE_MULTIPLE = 32
+
+
 class MicroBatches:
     """Iterate over micro-batches from a position; stateful, as Lightning wants it for resuming."""
 
@@ -73,7 +78,9 @@ class MicroBatches:
             last = min(last, len(self.blocks))  # a pass in order ends with what is left
         blocks = [self.blocks[self._block_at(place)] for place in range(first, last)]
         if self.packing:
-            return packed_batch(self.documents, blocks, index)
+            return packed_batch(
+                self.documents, blocks, index, multiple=_SHAPE_MULTIPLE, pad_id=self.pad_id
+            )
         return padded_batch(self.documents, blocks, index, pad_id=self.pad_id)
 
     def _block_at(self, place: int) -> int:

@@ -3,8 +3,6 @@
 Nothing here touches a global generator, so there is no generator state to save either.
 """
 
-# ruff: noqa: N803 # names carry their shapes (the legend above)
-
 from __future__ import annotations
 
 import hashlib

@@ -5,8 +5,6 @@ documents cost the square of their own length, not of the block's.
 Shapes: H query heads, G key and value heads, T tokens, K head width, N tokens of one document.
 """
 
-# ruff: noqa: N803, N806 # names carry their shapes (the legend above)
-
 from __future__ import annotations
 
 import functools
@@ -68,6 +66,9 @@ def _attention(
         bias = _bias(stop - start, sliding_window, query.dtype, query.device)
         attended = one(query[0, :, window], key[0, :, window], value[0, :, window], bias, scale)
         parts.append(attended[:, : end - start])
+    beyond = tokens - documents[-1][1]
+    if beyond:  # what fills a sequence up belongs to no document
+        parts.append(torch.zeros_like(query[0, :, :beyond]))
     return torch.cat(parts, dim=1).transpose(0, 1)[None], None
 
 

@@ -3,8 +3,6 @@
 Shapes: M supervised positions, D hidden width, V vocabulary, C positions in a chunk.
 """
 
-# ruff: noqa: N803, N806 # names carry their shapes (the legend above)
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -71,7 +71,7 @@ class Encoded:
 
 def messages_of(pair: TrainingPair) -> list[dict[str, str]]:
     """Return the turns before the answer."""
-    system = [{"role": "system", "content": pair.system}] if pair.system else []
+    system = [{"role": "system", "content": pair.system}] if pair.system is not None else []
     return [*system, {"role": "user", "content": pair.prompt}]
 
 

@@ -132,6 +132,7 @@ def fit(
         "data.seq_len=192",
         "trainer.max_steps=6",  # the stream is longer than most fits
         "trainer.accumulate_grad_batches=2",
+        "optim.lr=1e-3",
         "schedule=constant",
         "schedule.warmup_steps=0",
     )

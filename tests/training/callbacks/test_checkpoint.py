@@ -99,7 +99,7 @@ def test_a_validation_outside_of_training_saves_nothing(fit: Any) -> None:
 
 
 def test_global_generators_go_on_where_they_were(fit: Any) -> None:
-    """torch's and numpy's next draws are the same after loading."""
+    """The next draws of torch and numpy are the same after loading."""
     before = torch.get_rng_state(), np.random.get_state()  # noqa: NPY002
     try:
         np.random.standard_normal()  # noqa: NPY002  # leaves a second Gaussian waiting

@@ -44,7 +44,7 @@ def discovered() -> list[type[Callback]]:
 EVERY = pytest.mark.parametrize("kind", discovered(), ids=lambda kind: kind.__name__)
 
 
-class Failure(Exception):
+class PlannedError(Exception):
     """What the failing fit fails with."""
 
 
@@ -53,7 +53,7 @@ class FailsAfterOneStep(Callback):
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.fit_loop.total_batch_idx == 2:
-            raise Failure
+            raise PlannedError
 
 
 def made(kind: type[Callback], record: RunRecord) -> Callback:
@@ -123,7 +123,7 @@ def test_failing_fit_passes_the_error_on_and_writes_no_result(
 ) -> None:
     """The error is the one that was raised, the record is still open, no adapter is there."""
     before = fit_threads()
-    with pytest.raises(Failure):
+    with pytest.raises(PlannedError):
         fit.run(fit.trainer(made(kind, fit.record), FailsAfterOneStep()))
     fit.record.telemetry.emit("warning", {"text": "still open"})
     assert not fit.record.dir.adapter.exists()
@@ -141,7 +141,7 @@ def test_teardown_may_come_twice_and_without_a_fit(kind: type[Callback], fit: An
         callback.teardown(trainer, fit.module, "fit")
     fit.run(trainer)
     for _ in range(2):
-        callback.on_exception(trainer, fit.module, Failure())
+        callback.on_exception(trainer, fit.module, PlannedError())
         callback.teardown(trainer, fit.module, "fit")
 
 

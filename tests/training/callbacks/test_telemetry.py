@@ -4,18 +4,17 @@ from typing import Any
 
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.training.callbacks.adapter_writer import AdapterWriter
-from mens_exp.training.callbacks.memory import MemoryWatch
 from mens_exp.training.callbacks.telemetry import TelemetryWriter
 
 
 def test_each_step_is_one_event_with_the_declared_metrics(fit: Any) -> None:
-    """Two micro-batches make one step; what other callbacks measure stands in it."""
-    fit.run(fit.trainer(MemoryWatch(fit.record), TelemetryWriter(fit.record)))
+    """Two micro-batches make one step."""
+    fit.run(fit.trainer(TelemetryWriter(fit.record)))
     read = [(e["event"], e["payload"]) for e in read_events(fit.record.dir.telemetry)]
     assert [name for name, _ in read] == ["train_start", "step", "step", "train_complete"]
     step = read[1][1]
     assert step["step"] == 1
-    assert {"train/loss", "train/grad_norm", "optim/lr", "mem/rss_bytes"} <= step.keys()
+    assert {"train/loss", "train/grad_norm", "optim/lr"} <= step.keys()
     stream = fit.data.train_dataloader()
     assert step["data/tokens"] == sum(stream.batch(i).tokens for i in (0, 1))
     learned = sum(len(stream.batch(i).targets_M) for i in range(4))
@@ -33,23 +32,15 @@ def test_a_validation_names_its_condition(fit: Any) -> None:
     assert read[0]["val/loss"] == read[1]["val/loss"]  # B is zero before training
 
 
-def test_resident_memory_is_plausible(fit: Any) -> None:
-    """A process that holds torch takes between 100 MB and what the machine has."""
-    import psutil
-
-    fit.run(fit.trainer(MemoryWatch(fit.record)))
-    rss = fit.module.step_metrics["mem/rss_bytes"]
-    assert 1e8 < rss <= psutil.virtual_memory().total
-    assert fit.module.step_metrics["mem/peak_rss_bytes"] >= rss * 0.9
-
-
 def test_a_run_without_a_step_left_still_writes_its_results(fit: Any) -> None:
     """A run killed after its last checkpoint has nothing to train, and no adapter yet."""
     from mens_exp.training.callbacks.checkpoint import Checkpoint
 
     fit.run(fit.trainer(Checkpoint(fit.record)))
     last = fit.record.dir.checkpoint(2)
-    again = fit.trainer(Checkpoint(fit.record), TelemetryWriter(fit.record), AdapterWriter(fit.record))
+    again = fit.trainer(
+        Checkpoint(fit.record), TelemetryWriter(fit.record), AdapterWriter(fit.record)
+    )
     fit.run(again, ckpt_path=last, weights_only=True)
     assert (fit.record.dir.adapter / "adapter.safetensors").is_file()
     assert read_events(fit.record.dir.telemetry)[-1]["event"] == "train_complete"

@@ -23,7 +23,7 @@ __all__ = ["MemoryWatch"]
 class MemoryWatch(Callback):
     """Records memory and peaks at each step, and gives freed pages back now and then."""
 
-    def __init__(self, run: RunRecord, trim_every_n_steps: int = 8) -> None:
+    def __init__(self, run: RunRecord, trim_every_n_steps: int = 2) -> None:
         """Listen for ``run``; trim the host's heap every so many optimizer steps."""
         self.run = run
         self.trim_every_n_steps = trim_every_n_steps

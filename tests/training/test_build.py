@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.telemetry import Telemetry
+from mens_exp.errors import SetupError
+from mens_exp.training.build import build_trainer, device_of, lightning_quiet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from lightning import Trainer
+
+    from mens_exp.config.root import RunConfig
+
+
+class Record:
+    """As much of a run as building a trainer needs."""
+
+    def __init__(self, path: Path) -> None:
+        self.dir = RunDir(path)
+        self.telemetry = Telemetry(self.dir.telemetry)
+        self.manifest = Manifest(
+            run_id="run",
+            task="train",
+            started_utc="2026-11-20T05:58:01.123Z",
+            config_digest="ab" * 32,
+            seed=42,
+        )
+
+    def save(self) -> None:
+        raise AssertionError
+
+    def after_close(self, fn: Callable[[Manifest], None]) -> None:
+        raise AssertionError
+
+
+@pytest.fixture
+def built(
+    tmp_path: Path, tiny_config: Callable[..., RunConfig]
+) -> Iterator[Callable[..., Trainer]]:
+    """Build the trainer of a configuration of 10 steps."""
+    record = Record(tmp_path)
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+
+    def make(*overrides: str) -> Trainer:
+        with lightning_quiet():
+            return build_trainer(tiny_config(*overrides), record, max_steps=10)
+
+    yield make
+    record.telemetry.close()
+    torch.use_deterministic_algorithms(was_deterministic)
+
+
+def names(trainer: Trainer) -> list[str]:
+    return [type(callback).__name__ for callback in trainer.callbacks]
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "has_gpu", "chosen"),
+    [("auto", False, "cpu"), ("auto", True, "cuda"), ("cpu", True, "cpu"), ("gpu", True, "cuda")],
+)
+def test_the_device_is_the_one_asked_for_or_the_best(
+    monkeypatch: pytest.MonkeyPatch, accelerator: str, has_gpu: bool, chosen: str
+) -> None:
+    """Auto takes a GPU where there is one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert device_of(accelerator).type == chosen
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To train on the CPU instead would be another run."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SetupError, match="no CUDA device is usable"):
+        device_of("gpu")
+
+
+def test_the_default_callbacks_are_there_and_the_checkpoint_is_last(
+    built: Callable[..., Trainer],
+) -> None:
+    """Whatever belongs to a step has happened when its checkpoint is written."""
+    assert names(built()) == [
+        "ManifestFacts",
+        "Throughput",
+        "MemoryWatch",
+        "FiniteGuard",
+        "TelemetryWriter",
+        "Progress",
+        "AdapterWriter",
+        "Checkpoint",
+    ]
+
+
+def test_callbacks_can_be_chosen(built: Callable[..., Trainer]) -> None:
+    """Lightning adds none of its own in place of what was left out."""
+    minimal = built("callbacks=minimal")
+    assert names(minimal) == ["ManifestFacts", "TelemetryWriter", "AdapterWriter"]
+    assert "Progress" not in names(built("~callbacks.progress"))
+
+
+def test_settings_reach_the_callback(built: Callable[..., Trainer]) -> None:
+    """A YAML key is an argument of the class."""
+    trainer: Any = built("callbacks.checkpoint.every_n_steps=7", "callbacks.checkpoint.keep=3")
+    assert (trainer.callbacks[-1].every_n_steps, trainer.callbacks[-1].keep) == (7, 3)
+
+
+def test_the_mirror_comes_with_its_logger(built: Callable[..., Trainer]) -> None:
+    """Without it there is none; Lightning's own loggers are never used."""
+    assert "WandbMirror" not in names(built())
+    mirrored = built("logger=wandb")
+    assert "WandbMirror" in names(mirrored)
+    assert mirrored.loggers == []
+
+
+def test_cpu_runs_are_deterministic_unless_told_otherwise(built: Callable[..., Trainer]) -> None:
+    """The same command then gives the same bytes."""
+    built()
+    assert torch.are_deterministic_algorithms_enabled()
+    built("trainer.deterministic=false")
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_trainer_settings_are_lightnings_own(built: Callable[..., Trainer]) -> None:
+    """Clipping, accumulation, and validation every so many micro-batches or never."""
+    trainer = built(
+        "trainer.gradient_clip_val=0.5",
+        "trainer.accumulate_grad_batches=3",
+        "trainer.val_check_interval=5",
+    )
+    assert trainer.gradient_clip_val == 0.5
+    assert trainer.accumulate_grad_batches == 3
+    assert trainer.val_check_interval == 5
+    assert trainer.max_steps == 10
+    assert built().val_check_interval > 10 * 4
+
+
+def test_quiet_hides_lightnings_notices_and_ends_with_its_block() -> None:
+    """Errors, and other warnings, still come through."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    with lightning_quiet():
+        assert not logger.isEnabledFor(logging.WARNING)
+        assert logger.isEnabledFor(logging.ERROR)
+        warnings.warn("Found 3 module(s) in eval mode at the start of training.", stacklevel=1)
+        with pytest.warns(UserWarning, match="another"):
+            warnings.warn("another", stacklevel=1)
+    assert logger.level == level
