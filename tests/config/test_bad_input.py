@@ -99,4 +99,4 @@ def test_unknown_flag_is_refused(here: Path, capsys: pytest.CaptureFixture[str])
     """It is shown, and where to look."""
     said = refusal(capsys, "--bogus")
     assert "--bogus" in "".join(said.values())
-    assert "--help" in "".join(said.values())
+    assert "--hydra-help" in "".join(said.values())

@@ -102,7 +102,6 @@ def test_peft_reproduces_the_tuned_validation_loss(
     assert results["tuned_val_loss"] < 0.95 * results["base_val_loss"]
     base = base_of(run, cache)
     loss = loss_of(peft_model(run, base), run, base, cache)
-    print("REL", loss, results["tuned_val_loss"], loss / results["tuned_val_loss"] - 1)
     assert loss == pytest.approx(results["tuned_val_loss"], rel=1e-3)
 
 
@@ -134,7 +133,6 @@ def test_peft_reproduces_the_loss_of_a_real_model(
     assert results["tuned_val_loss"] < 0.97 * results["base_val_loss"]
     base = base_of(run, cache)
     loss = loss_of(peft_model(run, base), run, base, cache)
-    print("REL", loss, results["tuned_val_loss"], loss / results["tuned_val_loss"] - 1)
     assert loss == pytest.approx(results["tuned_val_loss"], rel=1e-3)
 
 

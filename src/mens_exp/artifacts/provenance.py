@@ -30,6 +30,7 @@ PACKAGES = (
     "omegaconf",
     "peft",
     "psutil",
+    "pyyaml",
     "rich",
     "safetensors",
     "tokenizers",

@@ -57,7 +57,8 @@ def _attention(
         )
         return output, None
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    one = _matmul_document if query.device.type == "cpu" else _sdpa_document
+    training_on_cpu = query.device.type == "cpu" and torch.is_grad_enabled()
+    one = _matmul_document if training_on_cpu else _sdpa_document
     tokens = query.shape[2]
     parts = []
     for start, end in documents:
@@ -131,7 +132,11 @@ def _sdpa_document(
     bias_NN: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Attend with torch's fused kernel, the choice on accelerators."""
+    """Attend with torch's fused kernel: on accelerators, and wherever nothing is learned.
+
+    It keeps scores in f32, so that a validation loss is that of any other program's forward pass
+    (measured: bf16 scores raised SmolLM2's by 0.1 %).
+    """
     output = torch.nn.functional.scaled_dot_product_attention(
         query_HNK[None],
         key_GNK[None],
