@@ -136,6 +136,7 @@ def test_peft_reproduces_the_loss_of_a_real_model(
         f"data.path={real_code}",
         "data.seq_len=512",
         "data.val_max_tokens=100000",
+        "data.val_frac=0.4",  # bf16 rounding is noise: it averages out over tokens
     )
     results = Manifest.read(run.manifest).results
     assert results["tuned_val_loss"] < 0.97 * results["base_val_loss"]
