@@ -203,7 +203,14 @@ def _split(overrides: Sequence[Override]) -> list[list[str]]:
 
 def _references(groups: Sequence[Override]) -> list[DictConfig]:
     """Compose each combination of options, to judge the values of the command against."""
-    return [one.values for one in compose(_split([o for o in groups if not _is_hydra(o)]))]
+    try:
+        return [one.values for one in compose(_split([o for o in groups if not _is_hydra(o)]))]
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(
+            "the chosen options do not go together",
+            found=str(error.__cause__ or error).splitlines()[0],
+            remedy="choose other options, or change the experiment's YAML",
+        ) from error
 
 
 def _without_refused_hydra(overrides: list[Override], problems: list[MensError]) -> list[Override]:
