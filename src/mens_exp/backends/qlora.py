@@ -13,14 +13,15 @@ import torch
 
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.adapter_v3 import AdapterManifest
-from mens_exp.artifacts.nearest import expected_name
+from mens_exp.backends.adapting import ADAPTER, adapted, lora_layers, matrices
+from mens_exp.backends.frozen_base import load_base
 from mens_exp.backends.greedy import greedy
-from mens_exp.errors import ConfigError, Problems, SetupError
+from mens_exp.errors import ConfigError
 from mens_exp.layout.names import base_key, logical_name
 from mens_exp.lora.keyed import initialise, share_dropout
 from mens_exp.model import attention
 from mens_exp.model.quiet import quiet
-from mens_exp.quant.bnb import compute_dtype, keep_trainable, quantization_config, quantized_linears
+from mens_exp.quant.bnb import compute_dtype, quantized_linears
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from mens_exp.model.resolve import BaseModel
 
 __all__ = ["QloraBackend"]
-
-_ADAPTER = "default"  # PEFT's own name for a single adapter
 
 
 class QloraBackend(torch.nn.Module):
@@ -50,16 +49,16 @@ class QloraBackend(torch.nn.Module):
         super().__init__()
         self.base = base
         self.compute_dtype = compute_dtype(config.quant)
-        self.model = _adapted(_load_base(config, base, device), config)
+        self.model = adapted(load_base(config, base, device), config)
         self.causal_lm = self.model.get_base_model()
-        layers = list(_lora_layers(self.model))
+        layers = list(lora_layers(self.model))
         self.paths = {logical_name(path): path for path, _ in layers}
         self.layers = {logical_name(path): module for path, module in layers}
         for logical, module in self.layers.items():
-            a, b = _matrices(module)
+            a, b = matrices(module)
             initialise(a, b, seed=config.seed, layer=logical)
         self.dropouts = share_dropout(
-            layers, p=config.lora.dropout, seed=config.seed, adapter=_ADAPTER
+            layers, p=config.lora.dropout, seed=config.seed, adapter=ADAPTER
         )
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -93,7 +92,7 @@ class QloraBackend(torch.nn.Module):
         return {
             f"{logical}.lora_{which}": parameter
             for logical, module in self.layers.items()
-            for which, parameter in zip("ab", _matrices(module), strict=True)
+            for which, parameter in zip("ab", matrices(module), strict=True)
         }
 
     @contextmanager
@@ -209,70 +208,3 @@ class QloraBackend(torch.nn.Module):
         in_bf16 = learns and self.compute_dtype == torch.bfloat16
         with torch.autocast(device, dtype=torch.bfloat16, enabled=in_bf16):
             yield
-
-
-def _load_base(config: RunConfig, base: BaseModel, device: torch.device) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    attention.register()
-    with quiet():
-        model = AutoModelForCausalLM.from_pretrained(
-            base.directory,
-            dtype=compute_dtype(config.quant),
-            quantization_config=quantization_config(config.quant),
-            attn_implementation=attention.IMPLEMENTATION,
-            device_map={"": device},  # left open, bitsandbytes takes a GPU wherever there is one
-            use_safetensors=True,
-        )
-    if not quantized_linears(model):
-        raise SetupError(
-            "no linear layer was quantized",
-            found=f"bitsandbytes on {device}",
-            expected="4-bit linear layers",
-            remedy="reinstall bitsandbytes for this machine",
-        )
-    keep_trainable(model)
-    return model.requires_grad_(requires_grad=False)
-
-
-def _adapted(model: Any, config: RunConfig) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    _check_targets(model, config.lora.targets)
-    lora = LoraConfig(
-        r=config.lora.r,
-        lora_alpha=config.lora.alpha,
-        lora_dropout=config.lora.dropout,
-        target_modules=list(config.lora.targets),
-        task_type="CAUSAL_LM",
-    )
-    with quiet():
-        return get_peft_model(model, lora, adapter_name=_ADAPTER)
-
-
-def _check_targets(model: torch.nn.Module, targets: Sequence[str]) -> None:
-    known = {path.rpartition(".")[2] for path in quantized_linears(model)}
-    Problems.raise_if(
-        [
-            ConfigError(
-                "matches no 4-bit linear module",
-                where="lora.targets",
-                found=target,
-                expected=expected_name(target, known),
-            )
-            for target in sorted(set(targets) - known)
-        ]
-    )
-
-
-def _lora_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    from peft.tuners.lora import LoraLayer
-
-    for path, module in model.named_modules():
-        if isinstance(module, LoraLayer):
-            yield path, module
-
-
-def _matrices(module: Any) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
-    """Return A ``[R, I]`` and B ``[O, R]``."""
-    return module.lora_A[_ADAPTER].weight, module.lora_B[_ADAPTER].weight

@@ -1,0 +1,47 @@
+"""The frozen base: loaded by transformers, quantized by bitsandbytes, prepared by us."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.errors import SetupError
+from mens_exp.model import attention
+from mens_exp.model.quiet import quiet
+from mens_exp.quant.bnb import compute_dtype, keep_trainable, quantization_config, quantized_linears
+
+if TYPE_CHECKING:
+    import torch
+
+    from mens_exp.config.root import RunConfig
+    from mens_exp.model.resolve import BaseModel
+
+__all__ = ["load_base"]
+
+
+def load_base(config: RunConfig, base: BaseModel, device: torch.device) -> Any:
+    """Return the causal model in 4 bits on its device, every parameter frozen.
+
+    Raises:
+        SetupError: nothing was quantized.
+    """
+    from transformers import AutoModelForCausalLM
+
+    attention.register()
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(
+            base.directory,
+            dtype=compute_dtype(config.quant),
+            quantization_config=quantization_config(config.quant),
+            attn_implementation=attention.IMPLEMENTATION,
+            device_map={"": device},  # left open, bitsandbytes takes a GPU wherever there is one
+            use_safetensors=True,
+        )
+    if not quantized_linears(model):
+        raise SetupError(
+            "no linear layer was quantized",
+            found=f"bitsandbytes on {device}",
+            expected="4-bit linear layers",
+            remedy="reinstall bitsandbytes for this machine",
+        )
+    keep_trainable(model)
+    return model.requires_grad_(requires_grad=False)

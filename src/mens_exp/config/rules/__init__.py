@@ -1,0 +1,1 @@
+"""Rules over the typed values of one group each; `validate` runs them all."""

@@ -1,0 +1,47 @@
+"""Dimensions that a configuration states."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mens_exp.config.model import RandomModel
+from mens_exp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mens_exp.config.root import RunConfig
+
+__all__ = ["BLOCK_SIZE", "problems"]
+
+BLOCK_SIZE = 64  # bitsandbytes' default block of one scale; asserted in tests/backends
+
+
+def problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what is wrong with the dimensions of `model`, all of them in their intervals."""
+    model = config.model
+    if not isinstance(model, RandomModel):
+        return
+    for name in ("hidden_size", "intermediate_size"):
+        width = getattr(model, name)
+        if width % BLOCK_SIZE:
+            yield ConfigError(
+                "4-bit blocks would straddle rows, which bitsandbytes gets wrong in silence",
+                where=f"model.{name}",
+                found=width,
+                expected=f"a multiple of {BLOCK_SIZE}",
+            )
+    if model.hidden_size % (2 * model.num_attention_heads):
+        yield ConfigError(
+            "heads must have an even, whole width",
+            where="model.num_attention_heads",
+            found=f"{model.num_attention_heads} heads for a width of {model.hidden_size}",
+            expected="hidden_size divisible by twice the heads",
+        )
+    if model.num_attention_heads % model.num_key_value_heads:
+        yield ConfigError(
+            "query heads must divide evenly over key and value heads",
+            where="model.num_key_value_heads",
+            found=f"{model.num_key_value_heads} for {model.num_attention_heads} query heads",
+            expected="a divisor of num_attention_heads",
+        )

@@ -1,0 +1,27 @@
+"""Which tokens learn."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mens_exp.artifacts.nearest import expected_name
+from mens_exp.config.objective import LABELLINGS
+from mens_exp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mens_exp.config.root import RunConfig
+
+__all__ = ["problems"]
+
+
+def problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what is wrong with `objective`."""
+    if config.objective.name not in LABELLINGS:
+        yield ConfigError(
+            "unknown labelling rule",
+            where="objective.name",
+            found=config.objective.name,
+            expected=expected_name(config.objective.name, LABELLINGS),
+        )

@@ -1,0 +1,48 @@
+"""How long a run lasts, and where."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mens_exp.artifacts.nearest import expected_name
+from mens_exp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mens_exp.config.root import RunConfig
+
+__all__ = ["problems"]
+
+ACCELERATORS = ("auto", "cpu", "gpu")
+
+
+def problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what is wrong with `trainer`, and with `schedule` against it."""
+    trainer = config.trainer
+    if trainer.max_steps <= 0 and trainer.max_epochs <= 0:
+        yield ConfigError(
+            "nothing bounds the run",
+            where="trainer.max_steps",
+            found=trainer.max_steps,
+            expected="at least 1 step, or max_steps=-1 with max_epochs of at least 1",
+        )
+    elif trainer.max_steps == 0 or trainer.max_epochs == 0:
+        name = "max_steps" if trainer.max_steps == 0 else "max_epochs"
+        yield ConfigError(
+            "zero trains nothing", where=f"trainer.{name}", found=0, expected="-1 or at least 1"
+        )
+    if 0 < trainer.max_steps <= config.schedule.warmup_steps:
+        yield ConfigError(
+            "warm-up lasts as long as the run",
+            where="schedule.warmup_steps",
+            found=config.schedule.warmup_steps,
+            expected=f"less than trainer.max_steps ({trainer.max_steps})",
+        )
+    if trainer.accelerator not in ACCELERATORS:
+        yield ConfigError(
+            "unknown accelerator",
+            where="trainer.accelerator",
+            found=trainer.accelerator,
+            expected=expected_name(trainer.accelerator, ACCELERATORS),
+        )

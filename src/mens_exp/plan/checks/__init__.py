@@ -1,0 +1,1 @@
+"""What preflight asks of the files of one group each."""
