@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 from mens_exp.config.model import DirectoryModel, RandomModel
 from mens_exp.errors import ModelFileError
 from mens_exp.layout.directory import read_directory
+from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.shape import Shape, check_weights, shape_of
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 # 3 query heads and 1 key-value head of width 4, two layers.
 SHAPE = Shape(
+    family=FAMILIES["llama"],
     hidden_size=12,
     intermediate_size=20,
     num_hidden_layers=2,
@@ -44,13 +46,13 @@ def configure(base: Path, **changes: Any) -> DirectoryModel:
 def test_projections_have_their_shapes() -> None:
     """[out, in] by hand, for grouped queries."""
     assert SHAPE.projections() == {
-        "q_proj": (12, 12),
-        "k_proj": (4, 12),
-        "v_proj": (4, 12),
-        "o_proj": (12, 12),
-        "gate_proj": (20, 12),
-        "up_proj": (20, 12),
-        "down_proj": (12, 20),
+        "self_attn.q_proj": (12, 12),
+        "self_attn.k_proj": (4, 12),
+        "self_attn.v_proj": (4, 12),
+        "self_attn.o_proj": (12, 12),
+        "mlp.gate_proj": (20, 12),
+        "mlp.up_proj": (20, 12),
+        "mlp.down_proj": (12, 20),
     }
 
 
@@ -74,6 +76,7 @@ def test_adapter_parameters_are_r_times_in_plus_out(targets: list[str], r: int, 
 def test_llama_8b_has_the_adapter_that_its_users_know() -> None:
     """Llama-3.1-8B at r 16 on the seven projections: 41,943,040 parameters."""
     llama = Shape(
+        family=FAMILIES["llama"],
         hidden_size=4096,
         intermediate_size=14336,
         num_hidden_layers=32,
@@ -117,7 +120,7 @@ def test_optional_dimensions_have_transformers_defaults(base: Path) -> None:
 
 def test_width_of_a_head_may_be_stated(base: Path) -> None:
     """Some families' heads are not hidden_size over heads."""
-    assert shape_of(configure(base, head_dim=48)).projections()["q_proj"] == (96, 64)
+    assert shape_of(configure(base, head_dim=48)).projections()["self_attn.q_proj"] == (96, 64)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +131,7 @@ def test_width_of_a_head_may_be_stated(base: Path) -> None:
         ({"vocab_size": "many"}, "unusable dimension"),
         ({"num_hidden_layers": [2]}, "unusable dimension"),
         ({"num_attention_heads": 0}, "unusable dimension"),
-        ({"model_type": "gpt2"}, "unknown model_type"),
+        ({"model_type": "mamba"}, "unknown model_type"),
     ],
 )
 def test_directory_without_its_shape_is_refused(
@@ -169,3 +172,62 @@ def test_weights_of_another_shape_are_refused(base: Path) -> None:
         check_weights(read_directory(base))
     assert str(caught.value.where).endswith("layers.1.mlp.down_proj.weight")
     assert (caught.value.found, caught.value.expected) == ("[128, 64]", "[64, 128]")
+
+
+def _config_json(directory: Path, **values: Any) -> DirectoryModel:
+    """A directory with the two files that a shape is read from, and no weights of use."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(values), "utf-8")
+    (directory / "tokenizer.json").write_text("{}", "utf-8")
+    save_file({"x": np.zeros(1, np.float32)}, directory / "model.safetensors")
+    return DirectoryModel(id=str(directory))
+
+
+def test_gpt2_names_its_dimensions_its_own_way(tmp_path: Path) -> None:
+    """n_inner left open is four times the width; the head is tied unless told otherwise."""
+    shape = shape_of(
+        _config_json(
+            tmp_path / "gpt2",
+            model_type="gpt2",
+            n_embd=768,
+            n_head=12,
+            n_layer=12,
+            n_positions=1024,
+            n_inner=None,
+            vocab_size=50257,
+        )
+    )
+    assert shape.tied
+    assert shape.max_position_embeddings == 1024
+    assert shape.projections() == {
+        "attn.c_attn": (2304, 768),
+        "attn.c_proj": (768, 768),
+        "mlp.c_fc": (3072, 768),
+        "mlp.c_proj": (768, 3072),
+    }
+    # Published: 124,439,808 parameters, of which 1024 positions, biases and norms are not counted.
+    assert shape.linear_parameters + shape.embedding_parameters == 84_934_656 + 38_597_376
+
+
+def test_phi3_fuses_projections(tmp_path: Path) -> None:
+    """Queries, keys and values are one matrix, gate and up another; Phi-3-mini's sizes."""
+    shape = shape_of(
+        _config_json(
+            tmp_path / "phi3",
+            model_type="phi3",
+            hidden_size=3072,
+            intermediate_size=8192,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=32,
+            vocab_size=32064,
+            max_position_embeddings=4096,
+        )
+    )
+    assert shape.projections() == {
+        "self_attn.qkv_proj": (9216, 3072),
+        "self_attn.o_proj": (3072, 3072),
+        "mlp.gate_up_proj": (16384, 3072),
+        "mlp.down_proj": (3072, 8192),
+    }
+    assert not shape.tied

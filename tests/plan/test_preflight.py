@@ -163,7 +163,7 @@ def test_limit_and_absent_layer_are_told_together(on_directory: RunConfig, base:
 
 def test_unknown_family_is_refused(on_directory: RunConfig, base: Path) -> None:
     """Its layers have other names."""
-    configure(base, model_type="gpt2")
+    configure(base, model_type="mamba")
     assert "unknown model_type" in str(only(on_directory))
 
 
@@ -185,7 +185,7 @@ def test_width_that_blocks_do_not_divide_is_refused(on_directory: RunConfig, bas
             tensors[f"model.layers.{layer}.mlp.{name}.weight"] = np.zeros(shape, np.float32)
     save_file(tensors, base / "model.safetensors")
     problem = only(on_directory)
-    assert problem.where == f"{base}: down_proj"
+    assert problem.where == f"{base}: mlp.down_proj"
     assert (problem.found, problem.expected) == ("width 96", "a multiple of 64")
 
 

@@ -17,6 +17,8 @@ from mens_exp.backends.adapting import ADAPTER, adapted, lora_layers, matrices
 from mens_exp.backends.frozen_base import load_base
 from mens_exp.backends.greedy import greedy
 from mens_exp.errors import ConfigError
+from mens_exp.layout.directory import read_directory
+from mens_exp.layout.families import family_of
 from mens_exp.layout.names import base_key, logical_name
 from mens_exp.lora.keyed import initialise, share_dropout
 from mens_exp.model import attention
@@ -52,8 +54,10 @@ class QloraBackend(torch.nn.Module):
         self.model = adapted(load_base(config, base, device), config)
         self.causal_lm = self.model.get_base_model()
         layers = list(lora_layers(self.model))
-        self.paths = {logical_name(path): path for path, _ in layers}
-        self.layers = {logical_name(path): module for path, module in layers}
+        self.family = family_of(self.causal_lm.config.model_type)
+        names = [logical_name(path, self.family) for path, _ in layers]
+        self.paths = {name: path for name, (path, _) in zip(names, layers, strict=True)}
+        self.layers = {name: module for name, (_, module) in zip(names, layers, strict=True)}
         for logical, module in self.layers.items():
             a, b = matrices(module)
             initialise(a, b, seed=config.seed, layer=logical)
@@ -125,13 +129,16 @@ class QloraBackend(torch.nn.Module):
             name: parameter.detach().to("cpu", torch.float32, copy=True).numpy()
             for name, parameter in self.trainable().items()
         }
+        keys = read_directory(self.base.directory).tensors
         manifest = AdapterManifest(
             adapter_method="qlora",
             quant={
                 "base_quant": config.quant.quant_type.value,
                 "double_quant": config.quant.double_quant,
             },
-            base_key_map={logical: base_key(path) for logical, path in self.paths.items()},
+            base_key_map={
+                logical: base_key(path, self.family, keys) for logical, path in self.paths.items()
+            },
             layer_order=list(self.layers),
             vocab=int(self.causal_lm.config.vocab_size),
             d_model=int(self.causal_lm.config.hidden_size),

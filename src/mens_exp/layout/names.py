@@ -1,60 +1,59 @@
-"""Logical layer names: the adapter's own names for projections of Llama-shaped models.
+"""Logical layer names: the adapter's own names for projections, and their checkpoint keys.
 
-``model.layers.3.self_attn.q_proj`` is ``l3.q`` (REFERENCE, adapter schema).
+``model.layers.3.self_attn.q_proj`` is ``l3.q``, ``transformer.h.3.attn.c_attn`` is ``l3.qkv``, and
+the head is ``lm_head`` (REFERENCE, adapter schema).
 """
 
 from __future__ import annotations
 
-import re
+from typing import TYPE_CHECKING
 
-from mens_exp.artifacts.nearest import expected_name
 from mens_exp.errors import ModelFileError
 
-__all__ = ["LLAMA_SHAPED", "MLP", "PROJECTIONS", "base_key", "check_family", "logical_name"]
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
-PROJECTIONS = {
-    "q_proj": "q",
-    "k_proj": "k",
-    "v_proj": "v",
-    "o_proj": "o",
-    "gate_proj": "gate",
-    "up_proj": "up",
-    "down_proj": "down",
-}
-MLP = ("gate_proj", "up_proj", "down_proj")
-LLAMA_SHAPED = ("llama", "mistral", "qwen2", "qwen3")
-_PATH = re.compile(r"model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)$")
+    from mens_exp.layout.families import Family
+
+__all__ = ["HEAD", "base_key", "logical_name"]
+
+HEAD = "lm_head"
+_PEFT_PREFIX = "base_model.model."
 
 
-def check_family(model_type: object) -> None:
-    """Refuse a model family whose layer names are not known.
+def logical_name(module_path: str, family: Family) -> str:
+    """Name a module the adapter's way: ``model.layers.3.mlp.up_proj`` is ``l3.up``.
 
     Raises:
-        ModelFileError: naming the known families.
+        ModelFileError: the path is no projection of the family.
     """
-    if model_type not in LLAMA_SHAPED:
-        raise ModelFileError(
-            "unknown model_type",
-            where="config.json: model_type",
-            found=str(model_type),
-            expected=expected_name(str(model_type), LLAMA_SHAPED),
-        )
+    path = module_path.removeprefix(_PEFT_PREFIX)
+    if path == HEAD:
+        return HEAD
+    layer, _, inside = path.removeprefix(f"{family.layers}.").partition(".")
+    for projection in family.projections:
+        if projection.path == inside and layer.isdigit():
+            return f"l{layer}.{projection.logical}"
+    raise ModelFileError("is no projection with a logical name", where=module_path)
 
 
-def logical_name(module_path: str) -> str:
-    """Name a projection the adapter's way: ``model.layers.3.mlp.up_proj`` is ``l3.up``.
+def base_key(module_path: str, family: Family, keys: Collection[str]) -> str:
+    """Return the key of a module's weight in the base checkpoint.
+
+    Args:
+        module_path: path of the module; PEFT's prefix may stand before it.
+        family: the model's family.
+        keys: the keys that the checkpoint has. Some are saved without the head, and then lack the
+            first part of every name; a tied head is the embedding table.
 
     Raises:
-        ModelFileError: the path is no projection of a Llama-shaped model.
+        ModelFileError: the checkpoint has no such weight.
     """
-    match = _PATH.search(module_path)
-    if match is None or match[2] not in PROJECTIONS:
-        raise ModelFileError("is no projection with a logical name", where=module_path)
-    return f"l{match[1]}.{PROJECTIONS[match[2]]}"
-
-
-def base_key(module_path: str) -> str:
-    """Return the checkpoint key of a projection's weight."""
-    match = _PATH.search(module_path)
-    assert match is not None, "logical_name has accepted this path"
-    return f"{match[0]}.weight"
+    path = module_path.removeprefix(_PEFT_PREFIX)
+    paths = [path, path.partition(".")[2]]
+    if path == HEAD:
+        paths = [path, family.embedding, family.embedding.partition(".")[2]]
+    for candidate in paths:
+        if f"{candidate}.weight" in keys:
+            return f"{candidate}.weight"
+    raise ModelFileError("the checkpoint has no weight of this module", where=path)

@@ -1,4 +1,4 @@
-"""Dimensions of a Llama-shaped model, and what follows from them."""
+"""Dimensions of a model, and what follows from them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.config.model import DirectoryModel, ModelConfig, ShapedModel
 from mens_exp.errors import ModelFileError
 from mens_exp.layout.directory import ModelDirectory, read_directory
-from mens_exp.layout.names import MLP, PROJECTIONS, check_family
+from mens_exp.layout.families import FAMILIES, Family, family_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Shape", "check_weights", "shape_of"]
+__all__ = ["Shape", "check_weights", "family_for", "shape_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """Dimensions of a Llama-shaped model."""
+    """Dimensions of a model of a known family."""
 
+    family: Family
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
@@ -32,11 +33,17 @@ class Shape:
     tied: bool
 
     def projections(self) -> dict[str, tuple[int, int]]:
-        """Return ``[out, in]`` of each projection of one layer by module name."""
-        d, f = self.hidden_size, self.intermediate_size
-        q, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        shapes = [(q, d), (kv, d), (kv, d), (d, q), (f, d), (f, d), (d, f)]
-        return dict(zip(PROJECTIONS, shapes, strict=True))
+        """Return ``(out, in)`` of each projection by its path inside a decoder layer."""
+        sizes = {
+            "d": self.hidden_size,
+            "f": self.intermediate_size,
+            "q": self.num_attention_heads * self.head_dim,
+            "kv": self.num_key_value_heads * self.head_dim,
+        }
+        return {
+            one.path: (sum(sizes[name] for name in one.out), sizes[one.width])
+            for one in self.family.projections
+        }
 
     @property
     def linear_parameters(self) -> int:
@@ -51,8 +58,23 @@ class Shape:
     def adapter_parameters(self, targets: Sequence[str], r: int) -> int:
         """Count LoRA parameters: ``r · (in + out)`` for each target of each layer."""
         shapes = self.projections()
-        each = sum(r * sum(shapes[target]) for target in targets if target in shapes)
+        each = sum(
+            r * sum(shape)
+            for path, shape in shapes.items()
+            if any(f".{path}".endswith(f".{target}") for target in targets)
+        )
         return self.num_hidden_layers * each
+
+
+def family_for(model: ModelConfig) -> Family:
+    """Return a model's family; its dimensions may be wrong or unknown.
+
+    Raises:
+        ModelFileError: a directory's files are missing, truncated, or of an unknown family.
+    """
+    if isinstance(model, DirectoryModel):
+        return family_of(read_directory(Path(model.id).expanduser()).config.get("model_type"))
+    return FAMILIES["llama"]
 
 
 def shape_of(model: ModelConfig) -> Shape:
@@ -66,6 +88,7 @@ def shape_of(model: ModelConfig) -> Shape:
         return _from_config(directory.config, directory.path / "config.json")
     assert isinstance(model, ShapedModel)
     return Shape(
+        family=family_for(model),
         hidden_size=model.hidden_size,
         intermediate_size=model.intermediate_size,
         num_hidden_layers=model.num_hidden_layers,
@@ -79,19 +102,24 @@ def shape_of(model: ModelConfig) -> Shape:
 
 
 def _from_config(config: dict[str, Any], path: Path) -> Shape:
-    check_family(config.get("model_type"))
+    family = family_of(config.get("model_type"))
+    keys = family.keys
     try:
-        heads = int(config["num_attention_heads"])
+        hidden, heads = int(config[keys["hidden_size"]]), int(config[keys["num_attention_heads"]])
+        width = config.get(keys["intermediate_size"])
+        if width is None and family.transposed:
+            width = 4 * hidden  # GPT-2 leaves its usual width open
         return Shape(
-            hidden_size=int(config["hidden_size"]),
-            intermediate_size=int(config["intermediate_size"]),
-            num_hidden_layers=int(config["num_hidden_layers"]),
+            family=family,
+            hidden_size=hidden,
+            intermediate_size=int(config[keys["intermediate_size"]] if width is None else width),
+            num_hidden_layers=int(config[keys["num_hidden_layers"]]),
             num_attention_heads=heads,
             num_key_value_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
-            vocab_size=int(config["vocab_size"]),
-            max_position_embeddings=int(config["max_position_embeddings"]),
-            tied=bool(config.get("tie_word_embeddings", False)),
+            head_dim=int(config.get("head_dim") or family.head_dim or hidden // heads),
+            vocab_size=int(config[keys["vocab_size"]]),
+            max_position_embeddings=int(config[keys["max_position_embeddings"]]),
+            tied=bool(config.get("tie_word_embeddings", family.tied)),
         )
     except KeyError as error:
         raise ModelFileError(f"has no {error.args[0]}", where=str(path)) from error
@@ -110,12 +138,15 @@ def check_weights(directory: ModelDirectory) -> None:
         ModelFileError: naming the first projection that is absent or of another shape.
     """
     shape = _from_config(directory.config, directory.path / "config.json")
-    # Saved without its head, a model's keys lack the leading `model.`.
-    found = {name[name.find("layers.") :]: info.shape for name, info in directory.tensors.items()}
+    layers = shape.family.layers.partition(".")[2]
+    # Saved without its head, a model's keys lack the first part of each name.
+    found = {
+        name[name.find(f"{layers}.") :]: info.shape for name, info in directory.tensors.items()
+    }
     for layer in range(shape.num_hidden_layers):
-        for name, expected in shape.projections().items():
-            block = "mlp" if name in MLP else "self_attn"
-            key = f"layers.{layer}.{block}.{name}.weight"
+        for path, (out, width) in shape.projections().items():
+            expected = (width, out) if shape.family.transposed else (out, width)
+            key = f"{layers}.{layer}.{path}.weight"
             if found.get(key) != expected:
                 raise ModelFileError(
                     "weights disagree with config.json",

@@ -1,0 +1,182 @@
+"""Model families: what linear modules a decoder layer of each is made of.
+
+Sizes are sums of four dimensions: ``d`` the residual stream, ``f`` the MLP, ``q`` all query heads,
+``kv`` all key (or value) heads. Read off transformers' modelling code, one entry a family.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mens_exp.artifacts.nearest import expected_name
+from mens_exp.errors import ModelFileError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["FAMILIES", "Family", "Projection", "family_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Projection:
+    """One linear module of a decoder layer.
+
+    Attributes:
+        path: inside the layer, such as ``self_attn.q_proj``.
+        logical: the adapter's name for it, such as ``q`` in ``l3.q``.
+        reads: a name of its input inside the layer; modules of one input share it.
+        out: dimensions whose sum is the number of outputs.
+        width: dimension of the input.
+    """
+
+    path: str
+    logical: str
+    reads: str
+    out: tuple[str, ...]
+    width: str
+
+
+_LLAMA = (
+    Projection(path="self_attn.q_proj", logical="q", reads="self_attn.qkv", out=("q",), width="d"),
+    Projection(path="self_attn.k_proj", logical="k", reads="self_attn.qkv", out=("kv",), width="d"),
+    Projection(path="self_attn.v_proj", logical="v", reads="self_attn.qkv", out=("kv",), width="d"),
+    Projection(
+        path="self_attn.o_proj", logical="o", reads="self_attn.o_proj", out=("d",), width="q"
+    ),
+    Projection(path="mlp.gate_proj", logical="gate", reads="mlp.gate_up", out=("f",), width="d"),
+    Projection(path="mlp.up_proj", logical="up", reads="mlp.gate_up", out=("f",), width="d"),
+    Projection(path="mlp.down_proj", logical="down", reads="mlp.down_proj", out=("d",), width="f"),
+)
+_PHI3 = (
+    Projection(
+        path="self_attn.qkv_proj",
+        logical="qkv",
+        reads="self_attn.qkv",
+        out=("q", "kv", "kv"),
+        width="d",
+    ),
+    _LLAMA[3],
+    Projection(
+        path="mlp.gate_up_proj", logical="gate_up", reads="mlp.gate_up", out=("f", "f"), width="d"
+    ),
+    _LLAMA[6],
+)
+_GPT2 = (
+    Projection(
+        path="attn.c_attn", logical="qkv", reads="attn.c_attn", out=("q", "kv", "kv"), width="d"
+    ),
+    Projection(path="attn.c_proj", logical="o", reads="attn.c_proj", out=("d",), width="q"),
+    Projection(path="mlp.c_fc", logical="fc", reads="mlp.c_fc", out=("f",), width="d"),
+    Projection(path="mlp.c_proj", logical="proj", reads="mlp.c_proj", out=("d",), width="f"),
+)
+
+# What names a dimension in config.json.
+_KEYS = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_hidden_layers": "num_hidden_layers",
+    "num_attention_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+}
+_GPT2_KEYS = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "n_positions",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """What every model of one ``model_type`` has in common.
+
+    Attributes:
+        model_type: as config.json has it.
+        layers: module path of the list of decoder layers.
+        embedding: module path of the embedding table.
+        projections: the linear modules of a layer, in the adapter's order.
+        groups: target group to the logical names in it; a group that the family's fused modules
+            cannot tell apart (``qv``) is absent.
+        keys: dimension to its name in config.json.
+        tied: whether the head is the embedding where config.json does not say.
+        head_dim: width of a head where config.json does not say; None is hidden_size / heads.
+        transposed: whether checkpoints store these weights ``[in, out]`` (transformers' Conv1D).
+    """
+
+    model_type: str
+    layers: str = "model.layers"
+    embedding: str = "model.embed_tokens"
+    projections: tuple[Projection, ...] = _LLAMA
+    groups: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: {
+            "all_linear": ("q", "k", "v", "o", "gate", "up", "down"),
+            "attention": ("q", "k", "v", "o"),
+            "qkv": ("q", "k", "v"),
+            "qv": ("q", "v"),
+            "o_proj": ("o",),
+            "mlp": ("gate", "up", "down"),
+        }
+    )
+    keys: Mapping[str, str] = field(default_factory=lambda: _KEYS)
+    tied: bool = False
+    head_dim: int | None = None
+    transposed: bool = False
+
+
+_ALL = (
+    Family(model_type="llama"),
+    Family(model_type="mistral"),
+    Family(model_type="qwen2"),
+    Family(model_type="qwen3", head_dim=128),
+    Family(model_type="gemma2", tied=True, head_dim=256),
+    Family(model_type="olmo2"),
+    Family(
+        model_type="phi3",
+        projections=_PHI3,
+        groups={
+            "all_linear": ("qkv", "o", "gate_up", "down"),
+            "attention": ("qkv", "o"),
+            "qkv": ("qkv",),
+            "o_proj": ("o",),
+            "mlp": ("gate_up", "down"),
+        },
+    ),
+    Family(
+        model_type="gpt2",
+        layers="transformer.h",
+        embedding="transformer.wte",
+        projections=_GPT2,
+        groups={
+            "all_linear": ("qkv", "o", "fc", "proj"),
+            "attention": ("qkv", "o"),
+            "qkv": ("qkv",),
+            "o_proj": ("o",),
+            "mlp": ("fc", "proj"),
+        },
+        keys=_GPT2_KEYS,
+        tied=True,
+        transposed=True,
+    ),
+)
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
+
+
+def family_of(model_type: object) -> Family:
+    """Return the family of a ``model_type``.
+
+    Raises:
+        ModelFileError: its layers are not known; the known families are named.
+    """
+    family = FAMILIES.get(str(model_type))
+    if family is None:
+        raise ModelFileError(
+            "unknown model_type",
+            where="config.json: model_type",
+            found=str(model_type),
+            expected=expected_name(str(model_type), FAMILIES),
+        )
+    return family

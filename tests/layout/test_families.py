@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import pytest
+
+from mens_exp.errors import ModelFileError
+from mens_exp.layout.families import FAMILIES, family_of
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logical_names_are_one_to_one(name: str) -> None:
+    """Two modules of a layer never share a name, nor two names a module."""
+    projections = FAMILIES[name].projections
+    assert len({one.logical for one in projections}) == len(projections)
+    assert len({one.path for one in projections}) == len(projections)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_groups_hold_projections_and_all_linear_holds_all(name: str) -> None:
+    """A group names nothing that the family lacks."""
+    family = FAMILIES[name]
+    logical = {one.logical for one in family.projections}
+    assert set(family.groups["all_linear"]) == logical
+    assert set(family.groups["attention"]) | set(family.groups["mlp"]) == logical
+    assert all(set(members) <= logical for members in family.groups.values())
+
+
+@pytest.mark.parametrize(("model_type", "hint"), [("lama", "nearest is llama"), (None, "one of")])
+def test_unknown_family_is_refused(model_type: object, hint: str) -> None:
+    """The nearest known one is named, or all."""
+    with pytest.raises(ModelFileError, match=hint):
+        family_of(model_type)
