@@ -114,7 +114,7 @@ def _checked_cells(
     for cell in checked.cells if with_files else ():
         if cell.config.task.name == "evaluate":
             problems += _settle_subject(cell)
-        else:
+        elif cell.config.task.name != "doctor":
             problems += preflight(cell.config)
     Problems.raise_if(list({str(problem): problem for problem in problems}.values()))
     return list(checked.cells)
@@ -202,6 +202,10 @@ def _task(cell: Cell) -> Any:
         from mens_exp.tasks.evaluate import evaluate
 
         return evaluate
+    if name == "doctor":
+        from mens_exp.tasks.doctor import doctor
+
+        return doctor
     from mens_exp.tasks.train import train
 
     return train
@@ -256,7 +260,7 @@ def _show(directory: Path) -> None:
     run = RunDir(directory)
     found = records.load(run)
     console = Console()
-    if found.manifest.task == "plan":
+    if found.manifest.task in {"plan", "doctor"}:
         return
     if found.items:
         console.print(terminal.completions(found.items, n=3))

@@ -41,6 +41,7 @@ TASK_READS: dict[str, frozenset[str]] = {
     "train": _EVERYTHING,
     "plan": _EVERYTHING - {"resume"},
     "evaluate": frozenset({"path", "suite", "trainer.accelerator"}),
+    "doctor": frozenset(),
 }
 
 
