@@ -115,9 +115,31 @@ def _checked_cells(
         if cell.config.task.name == "evaluate":
             problems += _settle_subject(cell)
         elif cell.config.task.name != "doctor":
+            _settle_model(cell)
             problems += preflight(cell.config)
     Problems.raise_if(list({str(problem): problem for problem in problems}.values()))
     return list(checked.cells)
+
+
+def _settle_model(cell: Cell) -> None:
+    """Replace a branch of the hub by the commit it means now, and a relative path by a whole one.
+
+    What cannot be settled stays as it is; preflight says why.
+    """
+    from mens_exp.config.model import HfModel
+    from mens_exp.errors import MensError
+    from mens_exp.layout.hub import pinned
+
+    model = cell.config.model
+    if not isinstance(model, HfModel):
+        return
+    try:
+        settled = pinned(model)
+    except MensError:
+        return
+    cell.config.model = settled
+    cell.composed.values.model.id = settled.id
+    cell.composed.values.model.revision = settled.revision
 
 
 def _settle_subject(cell: Cell) -> list[MensError]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from mens_exp.config.model import DirectoryModel, RandomModel
+from mens_exp.config.model import HfModel, RandomModel
 from mens_exp.errors import ModelFileError
 from mens_exp.layout.directory import read_directory
 from mens_exp.layout.families import FAMILIES
@@ -35,12 +35,12 @@ SHAPE = Shape(
 )
 
 
-def configure(base: Path, **changes: Any) -> DirectoryModel:
+def configure(base: Path, **changes: Any) -> HfModel:
     """Change config.json; a value of None removes its key."""
     path = base / "config.json"
     config = json.loads(path.read_text("utf-8")) | changes
     path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}), "utf-8")
-    return DirectoryModel(id=str(base))
+    return HfModel(id=str(base))
 
 
 def test_projections_have_their_shapes() -> None:
@@ -96,7 +96,7 @@ def test_written_model_has_the_configured_shape(
     """What tiny_llama's config.json says is what its YAML says."""
     configured = tiny_config().model
     assert isinstance(configured, RandomModel)
-    assert shape_of(DirectoryModel(id=str(tiny_base.directory))) == shape_of(configured)
+    assert shape_of(HfModel(id=str(tiny_base.directory))) == shape_of(configured)
 
 
 def test_written_model_has_the_weights_of_its_shape(tiny_base: BaseModel) -> None:
@@ -106,7 +106,7 @@ def test_written_model_has_the_weights_of_its_shape(tiny_base: BaseModel) -> Non
 
 def test_directory_states_its_shape(base: Path) -> None:
     """Sizes from config.json; the head's width follows from them."""
-    shape = shape_of(DirectoryModel(id=str(base)))
+    shape = shape_of(HfModel(id=str(base)))
     assert (shape.hidden_size, shape.head_dim, shape.num_key_value_heads) == (64, 32, 1)
     assert shape.tied
 
@@ -174,13 +174,13 @@ def test_weights_of_another_shape_are_refused(base: Path) -> None:
     assert (caught.value.found, caught.value.expected) == ("[128, 64]", "[64, 128]")
 
 
-def _config_json(directory: Path, **values: Any) -> DirectoryModel:
+def _config_json(directory: Path, **values: Any) -> HfModel:
     """A directory with the two files that a shape is read from, and no weights of use."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(values), "utf-8")
     (directory / "tokenizer.json").write_text("{}", "utf-8")
     save_file({"x": np.zeros(1, np.float32)}, directory / "model.safetensors")
-    return DirectoryModel(id=str(directory))
+    return HfModel(id=str(directory))
 
 
 def test_gpt2_names_its_dimensions_its_own_way(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ class QloraBackend(torch.nn.Module):
         packed = batch.documents is not None
         ids_BT = batch.input_ids_BT
         with self._compute():
-            output = self.causal_lm.model(
+            output = self.causal_lm.base_model(
                 input_ids=ids_BT,
                 position_ids=batch.position_ids_BT,
                 attention_mask=attention.no_mask(ids_BT) if packed else batch.attention_mask_BT,
@@ -81,10 +81,11 @@ class QloraBackend(torch.nn.Module):
         return hidden_BTD.flatten(0, 1).index_select(0, batch.predict_M)
 
     def head(self, hidden_MD: torch.Tensor) -> torch.Tensor:
-        """Return logits ``[M, V]`` in the compute format."""
+        """Return logits ``[M, V]`` in the compute format, squeezed where the model does so."""
         with self._compute():
-            logits: torch.Tensor = self.causal_lm.lm_head(hidden_MD)
-        return logits
+            logits: torch.Tensor = self.causal_lm.get_output_embeddings()(hidden_MD)
+            cap = getattr(self.causal_lm.config, "final_logit_softcapping", None)
+            return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def begin(self, micro_batch: int) -> None:
         """Move every dropout stream to a micro-batch."""

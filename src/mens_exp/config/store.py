@@ -35,7 +35,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "model": {
         "bundled": model.BundledModel,
         "random": model.RandomModel,
-        "directory": model.DirectoryModel,
+        "hf": model.HfModel,
     },
     "tokenizer": {"tokenizer": tokenizer.TokenizerConfig},
     "quant": {"quant": quant.QuantConfig},

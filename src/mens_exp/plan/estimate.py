@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.config.model import HfModel
+from mens_exp.layout import hub
 from mens_exp.layout.shape import shape_of
 from mens_exp.plan import cost
 from mens_exp.plan.tokens import count_tokens
@@ -15,6 +17,7 @@ from mens_exp.plan.tokens import count_tokens
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from mens_exp.config.model import ModelConfig
     from mens_exp.config.root import RunConfig
 
 __all__ = ["make_plan", "steps_of"]
@@ -42,7 +45,8 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
     return {
         "format": "mens_exp_plan",
         "version": 1,
-        "model": config.model.name,
+        "model": _name(config.model),
+        "download_bytes": _download(config.model),
         "backend": config.backend.name,
         "quant": f"{config.quant.quant_type.value}"
         f"{', double quantization' if config.quant.double_quant else ''}"
@@ -67,3 +71,15 @@ def _blocks(config: RunConfig, data: dict[str, Any]) -> int | None:
         return int(-(-data["train_tokens"] // config.data.seq_len))
     rows: int | None = data["train_rows"]
     return rows
+
+
+def _name(model: ModelConfig) -> str:
+    """Name what is trained; of the hub, the commit as well."""
+    if not isinstance(model, HfModel) or hub.local(model.id) is not None:
+        return model.name
+    return f"{model.id} at {hub.commit_of(model.id, model.revision)}"
+
+
+def _download(model: ModelConfig) -> int:
+    """Count the bytes of weights that have to come from the hub first."""
+    return hub.bytes_to_download(model) if isinstance(model, HfModel) else 0

@@ -97,6 +97,8 @@ def problems(errors: Sequence[MensError]) -> Text:
 
 def _plan_rows(plan: Mapping[str, Any]) -> Iterable[tuple[str, Text]]:
     yield "model", _text(plan.get("model"))
+    if plan.get("download_bytes"):
+        yield "download", Text(f"{wording.size(plan['download_bytes'])} of weights, first")
     yield "backend", _text(plan.get("backend"))
     yield "quantization", _text(plan.get("quant"))
     yield "LoRA", _lora(plan)

@@ -26,12 +26,19 @@ def describe(
         "base_model": base.name,
         "base_source": base.source,
         "base_weights_sha256": base.weights_sha256,
+        **_from_hub(base),
         "license": base.license,
         "tokenizer_sha256": tokenizer.sha256,
         "chat_template_sha256": tokenizer.template_sha256,
         "chat_template": "the tokenizer's own" if tokenizer.template_is_own else "ChatML",
         "data": rows_of if data is None else {**rows_of, **_encoded(data)},
     }
+
+
+def _from_hub(base: BaseModel) -> dict[str, Any]:
+    """Say which commit of the hub was meant, and that its code was run where that was asked for."""
+    pinned = {} if base.revision is None else {"base_id": base.name, "base_revision": base.revision}
+    return pinned | ({"trust_remote_code": True} if base.trust_remote_code else {})
 
 
 def _encoded(data: RowsDataModule) -> dict[str, Any]:

@@ -1,0 +1,286 @@
+"""Models on the Hugging Face Hub: which commit is meant, what it holds, and its files.
+
+Everything goes through huggingface_hub and its own cache, so that what other programs have
+downloaded serves here and the other way round. Without a network, what is cached whole is used.
+Only safetensors are ever fetched, and code only where it is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import json
+import logging
+import shutil
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mens_exp.errors import MensError, ModelFileError, SetupError
+from mens_exp.layout.directory import (
+    INDEX,
+    SINGLE,
+    ModelDirectory,
+    read_description,
+    read_directory,
+)
+from mens_exp.layout.hub_errors import translated
+from mens_exp.layout.safetensors_header import TensorInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from mens_exp.config.model import HfModel
+
+__all__ = ["HubFiles", "bytes_to_download", "commit_of", "describe", "download", "local", "pinned"]
+
+_SMALL = (
+    "config.json",
+    "generation_config.json",
+    INDEX,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.*",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+_CODE = ("*.py",)
+_AT_ONCE = 8  # shards whose headers are read side by side; huggingface_hub's own number
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HubFiles:
+    """One commit of a model: where its files lie, its shards' bytes, and those not there yet."""
+
+    directory: Path
+    weights: dict[str, int]
+    missing: dict[str, int]
+
+
+def local(model_id: str) -> Path | None:
+    """Return the directory that an id names, or None where it is an id of the hub.
+
+    Raises:
+        ModelFileError: it is written as a path, and no directory is there.
+    """
+    path = Path(model_id).expanduser()
+    if path.is_dir():
+        return path
+    if model_id.startswith((".", "/", "~")) or model_id.count("/") > 1 or path.exists():
+        raise ModelFileError(
+            "is no directory",
+            where="model.id",
+            found=model_id,
+            expected="a directory with config.json, safetensors and tokenizer.json, "
+            "or an id of the hub",
+        )
+    return None
+
+
+def pinned(model: HfModel) -> HfModel:
+    """Return the model with its place settled: a whole path, or the commit meant right now.
+
+    Raises:
+        MensError: there is no such model or revision, or the hub cannot be reached.
+    """
+    from dataclasses import replace
+
+    directory = local(model.id)
+    if directory is not None:
+        return replace(model, id=str(directory.absolute()))
+    return replace(model, revision=commit_of(model.id, model.revision))
+
+
+def commit_of(model_id: str, revision: str | None) -> str:
+    """Return the commit that a branch, a tag or nothing at all (main) stands for.
+
+    A process asks once: every cell of a sweep gets the same answer.
+
+    Raises:
+        MensError: there is no such model or revision, or the hub cannot be reached.
+    """
+    outcome = _outcome(model_id, revision)
+    if isinstance(outcome, MensError):
+        raise outcome
+    return outcome
+
+
+@functools.cache
+def _outcome(model_id: str, revision: str | None) -> str | MensError:
+    from huggingface_hub import HfApi
+
+    try:
+        with translated(model_id, revision), _silent():
+            return str(HfApi().resolve_revision(model_id, revision=revision).resolved)
+    except MensError as error:
+        return error
+
+
+def describe(model: HfModel) -> ModelDirectory:
+    """Return what the model is made of; weights that are not here are known by their headers.
+
+    Raises:
+        ModelFileError: files are missing, truncated or contradictory.
+        SetupError: the hub cannot be reached.
+    """
+    directory = local(model.id)
+    if directory is not None:
+        return read_directory(directory)
+    commit = commit_of(model.id, model.revision)
+    files = _files(model.id, commit, code=model.trust_remote_code)
+    if not files.missing:
+        return read_directory(files.directory)
+    return ModelDirectory(
+        path=files.directory,
+        config=read_description(files.directory),
+        shards=tuple(files.directory / name for name in sorted(files.weights)),
+        tensors=_headers(model.id, commit, tuple(sorted(files.weights))),
+    )
+
+
+def bytes_to_download(model: HfModel) -> int:
+    """Count the bytes of weights that a run would fetch first; 0 for a directory."""
+    if local(model.id) is not None:
+        return 0
+    commit = commit_of(model.id, model.revision)
+    return sum(_files(model.id, commit, code=model.trust_remote_code).missing.values())
+
+
+def download(model: HfModel) -> Path:
+    """Fetch what is missing of a model and return its directory in huggingface_hub's cache.
+
+    Raises:
+        SetupError: the disk has no room, or the hub cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+
+    commit = commit_of(model.id, model.revision)
+    files = _files(model.id, commit, code=model.trust_remote_code)
+    if files.missing:
+        needed, free = sum(files.missing.values()), shutil.disk_usage(files.directory).free
+        if needed > free:
+            raise SetupError(
+                "the disk has no room for the weights",
+                where=str(files.directory),
+                found=f"{free:,} bytes free",
+                expected=f"{needed:,} bytes",
+                remedy="free space, or set HF_HOME to a folder on another disk",
+            )
+        with translated(model.id, commit):
+            snapshot_download(
+                model.id, revision=commit, allow_patterns=[glob.escape(n) for n in files.missing]
+            )
+        _files.cache_clear()
+    return files.directory
+
+
+@functools.cache
+def _files(model_id: str, commit: str, *, code: bool) -> HubFiles:
+    """Fetch the small files of a commit, and find its shards."""
+    from huggingface_hub import snapshot_download
+
+    patterns = [*_SMALL, *(_CODE if code else ())]
+    with translated(model_id, commit), _silent():
+        directory = Path(snapshot_download(model_id, revision=commit, allow_patterns=patterns))
+    known = _weights(model_id, commit, directory)
+    names = _shards(model_id, directory, known)
+    return HubFiles(
+        directory=directory,
+        weights={name: known.get(name, 0) for name in names},
+        missing={name: known.get(name, 0) for name in names if not (directory / name).is_file()},
+    )
+
+
+def _weights(model_id: str, commit: str, directory: Path) -> dict[str, int]:
+    """List files of weights with their bytes, as the hub or, without it, the cache has them."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import DryRunError
+
+    try:
+        with _silent():
+            listed = snapshot_download(
+                model_id,
+                revision=commit,
+                allow_patterns=["*.safetensors", "*.bin", "*.gguf"],
+                dry_run=True,
+            )
+    except DryRunError:  # out of reach, and the cache was filled by a version that kept no list
+        return {
+            file.relative_to(directory).as_posix(): file.stat().st_size
+            for file in directory.rglob("*.safetensors")
+        }
+    return {file.filename: file.file_size or 0 for file in listed}
+
+
+def _shards(model_id: str, directory: Path, known: Iterable[str]) -> list[str]:
+    """Name the files that hold the weights: copies in other formats or folders are left alone."""
+    if SINGLE in known:
+        return [SINGLE]
+    index = directory / INDEX
+    if index.is_file():
+        weight_map = json.loads(index.read_text("utf-8")).get("weight_map")
+        if isinstance(weight_map, dict) and weight_map:
+            return sorted({str(name) for name in weight_map.values()})
+    raise ModelFileError(
+        "holds no safetensors weights",
+        where=f"model.id={model_id}",
+        found=", ".join(sorted(known)[:4]) or "no weights at all",
+        expected=f"{SINGLE} or {INDEX}; other formats can carry code and are never loaded",
+        remedy="choose a revision that has them, or convert the model into a directory",
+    )
+
+
+@functools.cache
+def _headers(model_id: str, commit: str, names: tuple[str, ...]) -> dict[str, TensorInfo]:
+    """Read the headers of shards on the hub, a few kilobytes of each."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+
+    def one(name: str) -> dict[str, TensorInfo]:
+        header = api.parse_safetensors_file_metadata(model_id, name, revision=commit)
+        return {
+            tensor: TensorInfo(info.dtype, tuple(info.shape), *info.data_offsets)
+            for tensor, info in header.tensors.items()
+        }
+
+    from huggingface_hub.errors import SafetensorsParsingError
+
+    try:
+        with translated(model_id, commit), ThreadPoolExecutor(_AT_ONCE) as pool:
+            return {k: v for tensors in pool.map(one, names) for k, v in tensors.items()}
+    except SafetensorsParsingError as error:
+        raise ModelFileError(
+            "the header of a shard is no safetensors header",
+            where=f"model.id={model_id}",
+            found=str(error),
+        ) from error
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Show no progress of small files; those of weights keep theirs."""
+    from huggingface_hub.utils.tqdm import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    logger, shown = logging.getLogger("huggingface_hub"), not are_progress_bars_disabled()
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # bars that the environment fixes
+            disable_progress_bars()
+            yield
+    finally:
+        logger.setLevel(level)
+        if shown:
+            enable_progress_bars()
