@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import os
+import runpy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,6 +142,28 @@ def family_targets() -> Callable[[str], str]:
         return f"lora.targets=[{','.join(sorted(leaves))}]"
 
     return every
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Put a stand-in hub in the place of the real one, its cache an empty folder."""
+    from huggingface_hub import constants
+
+    from mens_exp.layout import hub as ours
+
+    stand_in = runpy.run_path(str(Path(__file__).with_name("stand_in_hub.py")))
+    with stand_in["serving"]() as server:
+        server.new = stand_in["Repository"]
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        for variable in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+            monkeypatch.delenv(variable, raising=False)
+        ours.forget()
+        yield server
+        ours.forget()
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from mens_exp.artifacts.telemetry import read_events
 from mens_exp.config.compose import from_yaml, typed
 from mens_exp.corpus import stdlib
 from mens_exp.corpus.source import load_rows
+from mens_exp.layout.families import FAMILIES
 from mens_exp.model.quiet import quiet
 from mens_exp.model.resolve import resolve
 from mens_exp.rows.encode import messages_of
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.model.resolve import BaseModel
 
 
 CHATML = (
@@ -137,6 +139,34 @@ def test_peft_reproduces_the_loss_of_a_real_model(
         "data.seq_len=512",
         "data.val_max_tokens=100000",
         "data.val_frac=0.4",  # bf16 rounding is noise: it averages out over tokens
+    )
+    results = Manifest.read(run.manifest).results
+    assert results["tuned_val_loss"] < 0.97 * results["base_val_loss"]
+    base = base_of(run, cache)
+    loss = loss_of(peft_model(run, base), run, base, cache)
+    assert loss == pytest.approx(results["tuned_val_loss"], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_peft_reproduces_the_loss_of_every_family(
+    name: str,
+    train_in: Callable[..., RunDir],
+    family_base: Callable[[str], BaseModel],
+    family_targets: Callable[[str], str],
+    tmp_path: Path,
+    cache: Path,
+) -> None:
+    """A user's own model directory of each family: trained, saved, loaded by PEFT on NF4."""
+    run = train_in(
+        tmp_path / "run",
+        "model=hf",
+        f"model.id={family_base(name).directory}",
+        family_targets(name),
+        "quant.compute_dtype=f32",
+        "optim.lr=5e-3",
+        "trainer.max_steps=8",
+        "data.val_max_tokens=100000",
     )
     results = Manifest.read(run.manifest).results
     assert results["tuned_val_loss"] < 0.97 * results["base_val_loss"]

@@ -52,6 +52,7 @@ class QloraBackend(torch.nn.Module):
         self.base = base
         self.compute_dtype = compute_dtype(config.quant)
         self.model = adapted(load_base(config, base, device), config)
+        self.model.peft_config[ADAPTER].revision = base.revision
         self.causal_lm = self.model.get_base_model()
         layers = list(lora_layers(self.model))
         self.family = family_of(self.causal_lm.config.model_type)

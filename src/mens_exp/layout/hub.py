@@ -35,7 +35,16 @@ if TYPE_CHECKING:
 
     from mens_exp.config.model import HfModel
 
-__all__ = ["HubFiles", "bytes_to_download", "commit_of", "describe", "download", "local", "pinned"]
+__all__ = [
+    "HubFiles",
+    "bytes_to_download",
+    "commit_of",
+    "describe",
+    "download",
+    "forget",
+    "local",
+    "pinned",
+]
 
 _SMALL = (
     "config.json",
@@ -180,6 +189,12 @@ def download(model: HfModel) -> Path:
     return files.directory
 
 
+def forget() -> None:
+    """Ask again from here on; a process otherwise keeps the first answer."""
+    for remembered in (_outcome, _files, _headers):
+        remembered.cache_clear()
+
+
 @functools.cache
 def _files(model_id: str, commit: str, *, code: bool) -> HubFiles:
     """Fetch the small files of a commit, and find its shards."""
@@ -188,52 +203,54 @@ def _files(model_id: str, commit: str, *, code: bool) -> HubFiles:
     patterns = [*_SMALL, *(_CODE if code else ())]
     with translated(model_id, commit), _silent():
         directory = Path(snapshot_download(model_id, revision=commit, allow_patterns=patterns))
-    known = _weights(model_id, commit, directory)
-    names = _shards(model_id, directory, known)
-    return HubFiles(
-        directory=directory,
-        weights={name: known.get(name, 0) for name in names},
-        missing={name: known.get(name, 0) for name in names if not (directory / name).is_file()},
-    )
+    names = _whole(directory)
+    if names is not None:
+        sizes = {name: (directory / name).stat().st_size for name in names}
+        return HubFiles(directory=directory, weights=sizes, missing={})
+    listed = _listed(model_id, commit)
+    sizes = {name: listed.get(name, 0) for name in _shards(model_id, directory, listed)}
+    absent = {name: size for name, size in sizes.items() if not (directory / name).is_file()}
+    return HubFiles(directory=directory, weights=sizes, missing=absent)
 
 
-def _weights(model_id: str, commit: str, directory: Path) -> dict[str, int]:
-    """List files of weights with their bytes, as the hub or, without it, the cache has them."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import DryRunError
-
-    try:
-        with _silent():
-            listed = snapshot_download(
-                model_id,
-                revision=commit,
-                allow_patterns=["*.safetensors", "*.bin", "*.gguf"],
-                dry_run=True,
-            )
-    except DryRunError:  # out of reach, and the cache was filled by a version that kept no list
-        return {
-            file.relative_to(directory).as_posix(): file.stat().st_size
-            for file in directory.rglob("*.safetensors")
-        }
-    return {file.filename: file.file_size or 0 for file in listed}
+def _whole(directory: Path) -> list[str] | None:
+    """Name the shards of a snapshot where all of them are here, so that nobody need be asked."""
+    names = [SINGLE] if (directory / SINGLE).is_file() else _indexed(directory)
+    return names if names and all((directory / name).is_file() for name in names) else None
 
 
-def _shards(model_id: str, directory: Path, known: Iterable[str]) -> list[str]:
-    """Name the files that hold the weights: copies in other formats or folders are left alone."""
-    if SINGLE in known:
-        return [SINGLE]
+def _indexed(directory: Path) -> list[str]:
+    """Name the shards that the index lists; none where there is no index of use."""
     index = directory / INDEX
-    if index.is_file():
-        weight_map = json.loads(index.read_text("utf-8")).get("weight_map")
-        if isinstance(weight_map, dict) and weight_map:
-            return sorted({str(name) for name in weight_map.values()})
-    raise ModelFileError(
-        "holds no safetensors weights",
-        where=f"model.id={model_id}",
-        found=", ".join(sorted(known)[:4]) or "no weights at all",
-        expected=f"{SINGLE} or {INDEX}; other formats can carry code and are never loaded",
-        remedy="choose a revision that has them, or convert the model into a directory",
-    )
+    try:
+        weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
+        return sorted({str(name) for name in weight_map.values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
+def _listed(model_id: str, commit: str) -> dict[str, int]:
+    """List the files of a commit with their bytes."""
+    from huggingface_hub import HfApi, RepoFile
+
+    with translated(model_id, commit), _silent():
+        tree = HfApi().list_repo_tree(model_id, recursive=True, revision=commit)
+        return {file.path: file.size for file in tree if isinstance(file, RepoFile)}
+
+
+def _shards(model_id: str, directory: Path, listed: Iterable[str]) -> list[str]:
+    """Name the files that hold the weights: copies in other formats or folders are left alone."""
+    names = [SINGLE] if SINGLE in listed else _indexed(directory)
+    if not names:
+        weights = (".bin", ".gguf", ".h5", ".msgpack", ".pt", ".pth", ".safetensors")
+        raise ModelFileError(
+            "holds no safetensors weights",
+            where=f"model.id={model_id}",
+            found=", ".join(sorted(n for n in listed if n.endswith(weights))[:4]) or "no weights",
+            expected=f"{SINGLE} or {INDEX}; other formats can carry code and are never loaded",
+            remedy="choose a revision that has them, or convert the model into a directory",
+        )
+    return names
 
 
 @functools.cache
