@@ -6,6 +6,7 @@ and quantized by itself.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -97,7 +98,7 @@ def one_by_one(model: Any, documents: Encoded) -> torch.Tensor:
     return torch.cat(
         [
             model(input_ids=ids[None, start:end], use_cache=False).logits[0, :-1]
-            for start, end in zip(bounds, bounds[1:], strict=False)
+            for start, end in pairwise(bounds)
         ]
     )
 

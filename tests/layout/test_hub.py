@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +10,9 @@ from mens_exp.errors import ConfigError, MensError, ModelFileError, SetupError
 from mens_exp.layout import hub as ours
 from mens_exp.layout.directory import read_directory
 from mens_exp.layout.shape import check_weights, shape_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 NAME = "lab/tiny-model"
 
