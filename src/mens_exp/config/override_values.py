@@ -200,7 +200,10 @@ def _options_with(group: str, field: str) -> list[str]:
     if not any(field in schema.__dataclass_fields__ for schema in schemas.values()):  # type: ignore[attr-defined]
         return []
     cells = compose([[f"{group}={option}"] for option in group_options()[group]])
-    return [c.choices[group] or "" for c in cells if field in c.values[group].keys()]  # noqa: SIM118
+    owners = [c for c in cells if field in c.values[group].keys()]  # noqa: SIM118
+    # First the options that leave the key to the user, then those that are a choice of it.
+    owners.sort(key=lambda cell: not OmegaConf.is_missing(cell.values[group], field))
+    return [owner.choices[group] or "" for owner in owners]
 
 
 def shown(value: object) -> str:
