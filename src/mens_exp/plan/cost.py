@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from mens_exp.config.quant import ComputeDtype
+from mens_exp.layout.targets import adapter_parameters
 
 if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
@@ -29,7 +30,7 @@ def time(
         return {"estimate": None, "basis": "unknown: no rate has been measured for a GPU"}
     if tokens is None:
         return {"estimate": None, "basis": "unknown: max_epochs over data not counted yet"}
-    adapter = shape.adapter_parameters(config.lora.targets, config.lora.r)
+    adapter = adapter_parameters(config.lora, shape)
     head = shape.vocab_size * shape.hidden_size
     # Forward and the gradient of the inputs for frozen weights, all three products for LoRA's;
     # the head runs on about half of the tokens.
@@ -60,8 +61,7 @@ def memory(config: RunConfig, shape: Shape) -> dict[str, Any]:
     components = {
         "base weights": round(shape.linear_parameters * _BITS[config.quant.double_quant] / 8),
         "embedding and head": shape.embedding_parameters * width,
-        "adapter, gradients, moments": 16
-        * shape.adapter_parameters(config.lora.targets, config.lora.r),
+        "adapter, gradients, moments": 16 * adapter_parameters(config.lora, shape),
         "activations": tokens * shape.num_hidden_layers * (layer + scores) * width,
         "head chunk": config.objective.chunk_tokens * shape.vocab_size * 14,
         "framework": _FRAMEWORK_BYTES,

@@ -1,12 +1,12 @@
-"""The modules that get an adapter."""
+"""The modules that get an adapter, matched against the model's shape."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mens_exp.artifacts.nearest import expected_name
-from mens_exp.errors import ConfigError
-from mens_exp.layout.shape import family_for
+from mens_exp.config.validate import range_problems
+from mens_exp.layout.shape import shape_of
+from mens_exp.layout.targets import target_problems
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,12 +19,6 @@ __all__ = ["check"]
 
 def check(config: RunConfig) -> Iterator[MensError]:
     """Yield what is wrong with the modules that get an adapter."""
-    paths = [one.path for one in family_for(config.model).projections]
-    for target in config.lora.targets:
-        if not any(f".{path}".endswith(f".{target}") for path in paths):
-            yield ConfigError(
-                "matches no module of the model",
-                where="lora.targets",
-                found=target,
-                expected=expected_name(target, [path.rpartition(".")[2] for path in paths]),
-            )
+    if any(range_problems(config.model)):
+        return  # told already, and the model has no shape then
+    yield from target_problems(config.lora, shape_of(config.model))
