@@ -51,7 +51,8 @@ def setting(
     """Declare one schema field.
 
     Args:
-        default: the value when nothing else is said; a list or a mapping is copied for each instance.
+        default: the value when nothing else is said; lists and mappings are copied for each
+            instance.
         doc: what the field decides, its unit, and where the default comes from.
         ge: smallest accepted number.
         gt: exclusive lower bound.

@@ -41,7 +41,9 @@ class LoraConfig:
     )
     r: int = setting(16, "Rank of the update (SigilDERG's value).", ge=1)
     alpha: int = setting(
-        16, "Numerator of the scale: alpha / r, alpha / sqrt(r) in rslora (SigilDERG's value).", ge=1
+        16,
+        "Numerator of the scale: alpha / r, alpha / sqrt(r) in rslora (SigilDERG's value).",
+        ge=1,
     )
     dropout: float = setting(
         0.05, "Probability of dropping an input element of A (the QLoRA paper's).", ge=0, lt=1

@@ -91,8 +91,8 @@ class _Gradients:
         found = list(torch.autograd.grad(loss, [*inputs, *self.parameters]))
         if self.hidden_MD is not None:
             self.hidden_MD[piece] = found.pop(0)
-        for total, gradient in zip(self.sums, found, strict=True):
-            total += gradient
+        for so_far, gradient in zip(self.sums, found, strict=True):
+            so_far.add_(gradient)
 
     def attached_to(self, total: torch.Tensor) -> torch.Tensor:
         """Return the loss sum with these gradients behind it."""
