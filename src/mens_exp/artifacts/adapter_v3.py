@@ -121,9 +121,7 @@ class AdapterManifest:
                 )
         if self.variant not in _VARIANTS:
             place, expected = f"{where}: mens_exp.variant", expected_name(self.variant, _VARIANTS)
-            found.append(
-                DataError("wrong value", where=place, found=self.variant, expected=expected)
-            )
+            found.append(DataError("unknown", where=place, found=self.variant, expected=expected))
         for name in ("rank", "alpha"):
             found += self._pattern_problems(where, name)
         return found

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from mens_exp.artifacts.adapter_v3 import AdapterManifest
-    from mens_exp.backends.starting import QuantizationError
     from mens_exp.config.root import RunConfig
     from mens_exp.data.batch import Batch
     from mens_exp.model.resolve import BaseModel
@@ -239,9 +238,9 @@ class QloraBackend(torch.nn.Module):
             **start_facts(self.lora, self.errors, self.start_s),
         }
 
-    def by_layer(self) -> dict[str, QuantizationError]:
-        """Return the quantization error of each layer, where the start depends on it."""
-        return self.errors
+    def quantization_errors(self) -> dict[str, tuple[float, float]]:
+        """Return each layer's quantization error before and after its start, where it matters."""
+        return {name: (error.before, error.after) for name, error in self.errors.items()}
 
     @contextmanager
     def _compute(self) -> Iterator[None]:
