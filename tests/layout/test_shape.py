@@ -64,32 +64,6 @@ def test_parameters_are_counted() -> None:
     assert untied.embedding_parameters == 2400
 
 
-@pytest.mark.parametrize(
-    ("targets", "r", "count"),
-    [(["q_proj"], 1, 48), (["q_proj", "k_proj"], 2, 160), (["down_proj"], 4, 256), (["x"], 8, 0)],
-)
-def test_adapter_parameters_are_r_times_in_plus_out(targets: list[str], r: int, count: int) -> None:
-    """For each target in each of the two layers; an unknown one has none."""
-    assert SHAPE.adapter_parameters(targets, r) == count
-
-
-def test_llama_8b_has_the_adapter_that_its_users_know() -> None:
-    """Llama-3.1-8B at r 16 on the seven projections: 41,943,040 parameters."""
-    llama = Shape(
-        family=FAMILIES["llama"],
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=128256,
-        max_position_embeddings=131072,
-        tied=False,
-    )
-    assert llama.adapter_parameters(list(llama.projections()), 16) == 41_943_040
-
-
 def test_written_model_has_the_configured_shape(
     tiny_config: Callable[..., RunConfig], tiny_base: BaseModel
 ) -> None:

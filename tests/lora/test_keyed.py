@@ -6,8 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mens_exp.lora.keyed import KeyedDropout, initialise, key_of, share_dropout
+from mens_exp.config.model import RandomModel
+from mens_exp.layout.shape import shape_of
+from mens_exp.layout.targets import linear_modules
+from mens_exp.lora.keyed import HeadDropout, KeyedDropout, initialise, key_of, share_dropout
 
+MODULES = linear_modules(shape_of(RandomModel(name="tiny")))  # two Llama layers and the head
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -271,18 +275,9 @@ def test_the_bits_that_accelerators_draw_are_in_range() -> None:
 
 def test_projections_of_one_input_share_an_instance() -> None:
     """Query, key, value; gate, up; output and down stand alone; layers do not mix."""
-    leaves = {
-        "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
-        "mlp": ("gate_proj", "up_proj", "down_proj"),
-    }
-    adapted = {
-        f"model.layers.{layer}.{block}.{leaf}": SimpleNamespace(lora_dropout={})
-        for layer in (0, 1)
-        for block, names in leaves.items()
-        for leaf in names
-    }
-    streams = share_dropout(adapted.items(), p=0.1, seed=3, adapter="default")
-    of = {path: module.lora_dropout["default"] for path, module in adapted.items()}
+    adapted = [(one, SimpleNamespace(lora_dropout={})) for one in MODULES[:-1]]
+    streams = share_dropout(adapted, p=0.1, seed=3, adapter="default")
+    of = {one.path: module.lora_dropout["default"] for one, module in adapted}
     first = "model.layers.0."
     assert of[f"{first}self_attn.q_proj"] is of[f"{first}self_attn.k_proj"]
     assert of[f"{first}self_attn.q_proj"] is of[f"{first}self_attn.v_proj"]
@@ -293,10 +288,49 @@ def test_projections_of_one_input_share_an_instance() -> None:
 
 def test_fewer_targets_leave_the_masks_of_the_others_as_they_are() -> None:
     """An arm that adapts query and value alone drops what the arm of all four drops there."""
-    paths = [f"model.layers.0.self_attn.{leaf}_proj" for leaf in "qkvo"]
     masks = []
-    for chosen in (paths, [paths[0], paths[2]]):
-        adapted = [(path, SimpleNamespace(lora_dropout={})) for path in chosen]
+    for chosen in (MODULES[:4], (MODULES[0], MODULES[2])):
+        adapted = [(one, SimpleNamespace(lora_dropout={})) for one in chosen]
         share_dropout(adapted, p=0.3, seed=3, adapter="default")
         masks.append(mask_of(adapted[0][1].lora_dropout["default"]))
     assert torch.equal(*masks)
+
+
+def test_the_stream_names_are_those_of_earlier_releases() -> None:
+    """Another name would draw other masks, and an old run could not be gone on with."""
+    adapted = [(one, SimpleNamespace(lora_dropout={})) for one in MODULES]
+    streams = share_dropout(adapted, p=0.1, seed=3, adapter="default")
+    names = [stream.layer for stream in streams]
+    assert names[0] == "base_model.model.model.layers.0.self_attn.qkv"
+    assert names[3] == "base_model.model.model.layers.0.mlp.down_proj"
+    assert names[-1] == "base_model.model.lm_head"
+
+
+def test_a_model_that_drops_nothing_keeps_peft_s_own_modules() -> None:
+    """DoRA leaves a whole matrix product out then."""
+    adapted = [(one, SimpleNamespace(lora_dropout={})) for one in MODULES]
+    assert share_dropout(adapted, p=0.0, seed=3, adapter="default") == []
+    assert not adapted[0][1].lora_dropout
+
+
+def test_chunks_before_a_head_have_masks_of_their_own() -> None:
+    """They are rows of one micro-batch; beginning it again repeats them."""
+    module = HeadDropout(0.3, seed=1, layer="lm_head")
+    runs = []
+    for _ in range(2):
+        module.begin(7)
+        runs.append([mask_of(module, (8, 64)) for _ in range(3)])
+    first, again = runs
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(first[1], first[2])
+    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+
+
+def test_measuring_moves_no_mask_of_the_head() -> None:
+    """Rows count in training alone."""
+    module = HeadDropout(0.3, seed=1, layer="lm_head")
+    module.begin(7)
+    expected = mask_of(module, (8, 64))
+    module.begin(7)
+    module.eval()(torch.ones(5, 64))
+    assert torch.equal(mask_of(module.train(), (8, 64)), expected)

@@ -116,10 +116,10 @@ def test_dimensions_out_of_range_are_left_to_validation(
     tiny_config: Callable[..., RunConfig],
 ) -> None:
     """Nothing can be computed from them, and the rest is still judged."""
-    config = tiny_config("lora.targets=[q_prj]")
+    config = tiny_config("lora.targets=[q_prj]", "data=jsonl", "data.path=absent.jsonl")
     assert isinstance(config.model, RandomModel)
     config.model.num_attention_heads = 0
-    assert only(config).where == "lora.targets"
+    assert only(config).where == "data.path"
 
 
 def test_absent_bundle_is_named_with_its_command() -> None:

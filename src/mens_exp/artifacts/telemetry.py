@@ -24,6 +24,7 @@ EVENTS = frozenset(
         "run_started",
         "plan",
         "facts",
+        "initialisation",
         "train_start",
         "step",
         "validation",

@@ -70,7 +70,8 @@ def range_problems(node: Any, prefix: str = "") -> Iterator[ConfigError]:
             yield from range_problems(value, f"{path}.")
         elif isinstance(value, dict):
             for name, entry in value.items():
-                yield from range_problems(entry, f"{path}.{name}.")
+                if dataclasses.is_dataclass(entry):
+                    yield from range_problems(entry, f"{path}.{name}.")
         else:
             bounds = range_of(field)
             if bounds is not None and value is not None and not bounds.accepts(value):

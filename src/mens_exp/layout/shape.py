@@ -12,8 +12,6 @@ from mens_exp.layout.families import FAMILIES, Family, family_of
 from mens_exp.layout.random_config import config_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from mens_exp.layout.directory import ModelDirectory
 
 __all__ = ["Shape", "check_weights", "family_for", "shape_of"]
@@ -56,16 +54,6 @@ class Shape:
     def embedding_parameters(self) -> int:
         """Weights of the embedding table and, where it is not tied, of the head."""
         return self.vocab_size * self.hidden_size * (1 if self.tied else 2)
-
-    def adapter_parameters(self, targets: Sequence[str], r: int) -> int:
-        """Count LoRA parameters: ``r · (in + out)`` for each target of each layer."""
-        shapes = self.projections()
-        each = sum(
-            r * sum(shape)
-            for path, shape in shapes.items()
-            if any(f".{path}".endswith(f".{target}") for target in targets)
-        )
-        return self.num_hidden_layers * each
 
 
 def family_for(model: ModelConfig) -> Family:

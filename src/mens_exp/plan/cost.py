@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from mens_exp.config.lora import LoraInit
 from mens_exp.config.quant import ComputeDtype
+from mens_exp.layout.targets import adapter_parameters, chosen
 
 if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
@@ -29,7 +31,7 @@ def time(
         return {"estimate": None, "basis": "unknown: no rate has been measured for a GPU"}
     if tokens is None:
         return {"estimate": None, "basis": "unknown: max_epochs over data not counted yet"}
-    adapter = shape.adapter_parameters(config.lora.targets, config.lora.r)
+    adapter = adapter_parameters(config.lora, shape)
     head = shape.vocab_size * shape.hidden_size
     # Forward and the gradient of the inputs for frozen weights, all three products for LoRA's;
     # the head runs on about half of the tokens.
@@ -59,9 +61,9 @@ def memory(config: RunConfig, shape: Shape) -> dict[str, Any]:
     scores = shape.num_attention_heads * config.data.seq_len
     components = {
         "base weights": round(shape.linear_parameters * _BITS[config.quant.double_quant] / 8),
+        **_plain_beside_residual(config, shape),
         "embedding and head": shape.embedding_parameters * width,
-        "adapter, gradients, moments": 16
-        * shape.adapter_parameters(config.lora.targets, config.lora.r),
+        "adapter, gradients, moments": 16 * adapter_parameters(config.lora, shape),
         "activations": tokens * shape.num_hidden_layers * (layer + scores) * width,
         "head chunk": config.objective.chunk_tokens * shape.vocab_size * 14,
         "framework": _FRAMEWORK_BYTES,
@@ -71,3 +73,15 @@ def memory(config: RunConfig, shape: Shape) -> dict[str, Any]:
         "components": components,
         "basis": "by formula, one CPU process",
     }
+
+
+def _plain_beside_residual(config: RunConfig, shape: Shape) -> dict[str, int]:
+    """Return what the plain weights take that are kept beside those of a residual."""
+    lora = config.lora
+    changes = lora.init is LoraInit.pissa or (
+        lora.init is LoraInit.loftq and lora.loftq_iters > 1
+    )
+    if not changes:
+        return {}
+    weights = sum(one.out * one.width for one in chosen(lora, shape))
+    return {"plain weights, for the base": round(weights * _BITS[config.quant.double_quant] / 8)}

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.config.lora import LoraInit, LoraVariant
 from mens_exp.config.model import HfModel
 from mens_exp.layout import hub
 from mens_exp.layout.shape import shape_of
+from mens_exp.layout.targets import adapter_parameters, chosen, described
 from mens_exp.plan import cost
 from mens_exp.plan.tokens import count_tokens
 
@@ -51,10 +53,10 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         "quant": f"{config.quant.quant_type.value}"
         f"{', double quantization' if config.quant.double_quant else ''}"
         f", {config.quant.compute_dtype.value} compute",
-        "lora": f"{config.lora.name}, r {config.lora.r}, alpha {config.lora.alpha}, "
-        f"dropout {config.lora.dropout:g}",
+        "lora": _lora(config),
+        "lora_modules": described(chosen(config.lora, shape), shape.num_hidden_layers),
         "objective": config.objective.name,
-        "trainable_parameters": shape.adapter_parameters(config.lora.targets, config.lora.r),
+        "trainable_parameters": adapter_parameters(config.lora, shape),
         "data": data,
         "tokens_per_step": tokens_per_step,
         "steps": steps,
@@ -63,6 +65,16 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         "memory_bytes": cost.memory(config, shape),
         "measured": None,
     }
+
+
+def _lora(config: RunConfig) -> str:
+    """Say what the adapter is, in one line; what is as usual is left out."""
+    lora = config.lora
+    kind = [] if lora.variant is LoraVariant.lora else [lora.variant.value]
+    start = [] if lora.init is LoraInit.default else [f"starts from {lora.init.value}"]
+    ranks = f"r {lora.r}{' and others' if lora.rank_pattern else ''}"
+    alphas = f"alpha {lora.alpha}{' and others' if lora.alpha_pattern else ''}"
+    return ", ".join([lora.name, *kind, ranks, alphas, f"dropout {lora.dropout:g}", *start])
 
 
 def _blocks(config: RunConfig, data: dict[str, Any]) -> int | None:

@@ -118,6 +118,8 @@ def _text(value: Any) -> Text:
 
 def _lora(plan: Mapping[str, Any]) -> Text:
     text = _text(plan.get("lora"))
+    if plan.get("lora_modules"):
+        text.append(f"\n{wording.visible(str(plan['lora_modules']))}")
     trainable = plan.get("trainable_parameters")
     if trainable is not None:
         text.append(f"\n{wording.count(trainable)} trainable parameters")

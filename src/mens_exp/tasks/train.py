@@ -11,6 +11,7 @@ from mens_exp.corpus.source import load_rows
 from mens_exp.plan.estimate import make_plan
 from mens_exp.plan.preflight import writable_cache
 from mens_exp.report import terminal
+from mens_exp.tasks.initialisation import note_peft_view, report_start
 from mens_exp.tasks.inputs import describe, refuse_changed
 from mens_exp.tasks.scoring import score
 
@@ -60,7 +61,9 @@ def train(config: RunConfig, run: Run, *, checkpoint: Path | None = None) -> Non
     )
 
     with lightning_quiet():
-        module = build_module(config, build_backend(config, base), data)
+        backend = build_backend(config, base)
+        report_start(run, backend, console)
+        module = build_module(config, backend, data)
         trainer = build_trainer(config, run, max_steps=data.max_steps)
         if "base_val_loss" not in run.manifest.results:
             with module.as_base():
@@ -68,6 +71,10 @@ def train(config: RunConfig, run: Run, *, checkpoint: Path | None = None) -> Non
             run.save()
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
         run.manifest.results["tuned_val_loss"] = _validate(trainer, module, data)
+        if not backend.peft_view_is_exact:
+            with module.as_peft_view():
+                run.manifest.results["peft_view_val_loss"] = _validate(trainer, module, data)
+            note_peft_view(run)
     score(config.suite, run, module.backend, rows.heldout, tokenizer)
     _results(run, trainer, module, plan)
 

@@ -142,6 +142,16 @@ class TrainingModule(LightningModule):
         finally:
             self.condition = "tuned"
 
+    @contextmanager
+    def as_peft_view(self) -> Iterator[None]:
+        """Validate, inside the block, what loading the PEFT directory on the base gives."""
+        self.condition = "peft_view"
+        try:
+            with self.backend.as_peft_view():
+                yield
+        finally:
+            self.condition = "tuned"
+
     def configure_optimizers(self) -> Any:
         """Build the optimizer over the adapter, and its schedule by optimizer step."""
         parameters = list(self.backend.trainable().values())
@@ -166,6 +176,7 @@ class TrainingModule(LightningModule):
         adapter = {name: p.detach() for name, p in self.backend.trainable().items()}
         checkpoint["state_dict"] = {}
         checkpoint["adapter"] = adapter
+        checkpoint["start"] = self.backend.start_state()
         checkpoint["counters"] = {
             "tokens": self.tokens,
             "supervised_tokens": self.supervised_tokens,
@@ -173,6 +184,7 @@ class TrainingModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Put adapter and counters back."""
+        self.backend.load_start_state(checkpoint["start"])
         parameters = self.backend.trainable()
         with torch.no_grad():
             for name, value in checkpoint["adapter"].items():
