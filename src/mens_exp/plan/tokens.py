@@ -55,7 +55,7 @@ def _cached_counts(config: RunConfig, rows: Rows, cache: Path) -> dict[str, int]
     directory = ready(config.model, cache)
     if directory is None:
         return None
-    tokenizer = HfTokenizer.from_directory(directory)
+    tokenizer = HfTokenizer.from_directory(directory, config.tokenizer)
     train, val = (
         peek(cache, cache_key(config, rows, side, tokenizer)) for side in (Side.TRAIN, Side.VAL)
     )
@@ -70,7 +70,8 @@ def _cached_counts(config: RunConfig, rows: Rows, cache: Path) -> dict[str, int]
 
 def _estimate_tokens(rows: Rows, side: Side, seq_len: int) -> int:
     lengths = (
-        (len(pair.prompt) + len(pair.response)) / _CHARS_PER_TOKEN + 40  # 40: a chat template's own
+        sum(len(user) + len(said) for user, said in pair.exchanges) / _CHARS_PER_TOKEN
+        + 40 * len(pair.exchanges)  # 40: a chat template's own
         for pair in getattr(rows, side.value)
     )
     return round(sum(min(length, seq_len) for length in lengths))

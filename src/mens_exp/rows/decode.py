@@ -6,8 +6,9 @@ import codecs
 import json
 from typing import TYPE_CHECKING, Final
 
+from mens_exp.artifacts.nearest import nearest_file
 from mens_exp.errors import DataError
-from mens_exp.rows.files import nearest_file
+from mens_exp.rows.files import ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,7 +72,7 @@ def _bytes(path: Path, field: str) -> bytes:
                 "this is a directory, not a file of rows",
                 where=field,
                 found=str(path),
-                expected=f"a file of rows{nearest_file(path, path.name)}",
+                expected=f"a file of rows{nearest_file(path, path.name, ROWS)}",
                 remedy=f"for all files in it: {field}='{path}/*.jsonl'",
             )
         return path.read_bytes()
@@ -80,7 +81,7 @@ def _bytes(path: Path, field: str) -> bytes:
             "no such file",
             where=field,
             found=str(path),
-            expected=f"an existing file of rows{nearest_file(path.parent, path.name)}",
+            expected=f"an existing file of rows{nearest_file(path.parent, path.name, ROWS)}",
         ) from error
     except OSError as error:
         reason = error.strerror or type(error).__name__

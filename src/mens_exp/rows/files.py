@@ -5,10 +5,10 @@ from __future__ import annotations
 import glob
 from pathlib import Path
 
-from mens_exp.artifacts.nearest import nearest
+from mens_exp.artifacts.nearest import nearest_file
 from mens_exp.errors import DataError, MensError, Problems
 
-__all__ = ["nearest_file", "resolve_files"]
+__all__ = ["ROWS", "resolve_files"]
 
 ROWS = (".jsonl", ".json")
 
@@ -52,21 +52,9 @@ def _matches(name: str, field: str, problems: list[MensError]) -> list[Path]:
                 "no file matches",
                 where=field,
                 found=name,
-                expected=f"a glob of files of rows{nearest_file(path.parent, path.name)}",
+                expected=f"a glob of files of rows{nearest_file(path.parent, path.name, ROWS)}",
                 remedy="in a shell, quote the glob so that it arrives as written",
             )
         )
     return files
 
-
-def nearest_file(directory: Path, name: str) -> str:
-    """Return a clause with the file of `directory` whose name is nearest to `name`."""
-    if not directory.is_dir():
-        return f"; the directory {directory} does not exist either"
-    try:
-        names = sorted(entry.name for entry in directory.iterdir() if entry.is_file())
-    except OSError:  # a directory that may not be listed has nothing to offer
-        return ""
-    rows = [other for other in names if other.endswith(ROWS)]
-    near = nearest(name, rows) or nearest(name, names) or next(iter(rows), None)
-    return f"; the nearest there is {near}" if near else f"; there is none in {directory}"
