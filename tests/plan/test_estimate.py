@@ -52,9 +52,7 @@ def warm(config: RunConfig, base: BaseModel, cache: Path) -> dict[Side, int]:
         made, _ = encoded(
             cache,
             key,
-            lambda pairs=pairs, key=key: encode(  # type: ignore[misc]
-                pairs, tokenizer, objective=key.objective, seq_len=key.seq_len
-            ),
+            lambda pairs=pairs, key=key: encode(pairs, tokenizer, key.labelling),  # type: ignore[misc]
         )
         documents[side] = len(made)
     return documents

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mens_exp.config.objective import LABELLINGS
 from mens_exp.errors import ConfigError, DataError
-from mens_exp.rows.encode import Encoded, encode, messages_of, prompt_text
+from mens_exp.rows.encode import Encoded, Labelling, encode, messages_of, prompt_text
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.tokenizer import byte_level
 from mens_exp.tokenizer.hf import HfTokenizer
@@ -53,7 +53,8 @@ def encoded(
     objective: str = "assistant",
     seq_len: int = 10_000,
 ) -> Encoded:
-    return encode(pairs or [PAIR], tokenizer, objective=objective, seq_len=seq_len)
+    labelling = Labelling(objective=objective, seq_len=seq_len)
+    return encode(pairs or [PAIR], tokenizer, labelling)
 
 
 def whole(tokenizer: HfTokenizer, documents: Encoded) -> str:

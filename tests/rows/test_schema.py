@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mens_exp.errors import DataError, Problems
-from mens_exp.rows.schema import TrainingPair, parse_row, to_json
+from mens_exp.rows.parse import parse_row
+from mens_exp.rows.schema import TrainingPair, to_json
 
 FULL = {
     "prompt": "Add two numbers.",

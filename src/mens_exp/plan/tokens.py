@@ -38,11 +38,14 @@ def count_tokens(config: RunConfig, cache: Path) -> dict[str, Any]:
             "basis": "estimated from file sizes; nothing is cached yet",
         }
     rows = load_rows(config.data, cache)
+    files = {"files": [file.as_record() for file in rows.files]} if rows.files else {}
     exact = _cached_counts(config, rows, cache)
     if exact is not None:
-        return {"source": rows.source, **exact, "exact": True, "basis": "counted, from the cache"}
+        basis = "counted, from the cache"
+        return {"source": rows.source, **files, **exact, "exact": True, "basis": basis}
     return {
         "source": rows.source,
+        **files,
         "train_rows": len(rows.train),
         "train_tokens": _estimate_tokens(rows, Side.TRAIN, config.data.seq_len),
         "val_tokens": _estimate_tokens(rows, Side.VAL, config.data.seq_len),
