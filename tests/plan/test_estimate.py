@@ -65,6 +65,8 @@ def test_warm_plan_counts_exactly(
     config = on_rows()
     documents = warm(config, tiny_base, cache)
     data = make_plan(config, cache)["data"]
+    (file,) = data.pop("files")
+    assert (file["role"], file["form"], file["rows"]) == ("rows", "pair", 10)
     assert data == {
         "source": "jsonl",
         "train_rows": documents[Side.TRAIN],

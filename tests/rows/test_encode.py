@@ -246,9 +246,8 @@ def test_answer_that_nothing_ends_is_refused(tokenizer_of: Callable[..., HfToken
         "{% for m in messages %}{{ m.role }}: {{ m.content | upper }}<|im_end|>{% endfor %}",
         "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}",
         "{% for m in messages %}{{ m.content }}{% endfor %}{{ 'x:' if add_generation_prompt }}",
-        "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
     ],
-    ids=["alters the answer", "drops the answer", "alters the opening", "alters the prompt"],
+    ids=["alters the answer", "drops the answer", "alters the opening"],
 )
 def test_template_that_alters_a_row_is_refused(
     tokenizer_of: Callable[..., HfTokenizer], template: str

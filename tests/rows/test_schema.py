@@ -152,17 +152,6 @@ def test_row_of_plain_text_gets_one_clear_message() -> None:
     assert "split the text into 'prompt' and 'response'" in message
 
 
-def test_alpaca_input_is_refused() -> None:
-    """A dropped input column would change what every row means."""
-    message = refusal({"instruction": "p", "input": "i", "output": "r"})
-    assert "append the input to 'prompt'" in message
-
-
-def test_chat_row_is_refused_with_what_to_write() -> None:
-    """Rows of turns are told which turn is which key."""
-    assert "the user's turn as 'prompt'" in refusal({"messages": [{"role": "user"}]})
-
-
 @pytest.mark.parametrize("row", [["a", "b"], "text", 3, None, True])
 def test_row_that_is_no_object_is_refused(row: object) -> None:
     """Only a JSON object is a row."""

@@ -73,7 +73,7 @@ def _files(where: str, value: Any) -> Iterator[ConfigError]:
     if not names or "" in names:
         yield ConfigError("no file named", where=where, expected=f"the path of {_FILES}")
     elif not all(isinstance(name, str) for name in names):
-        yield ConfigError("wrong type", where=where, found=value, expected=_FILES)
+        yield ConfigError("wrong type", where=where, found=value, expected=f"the path of {_FILES}")
 
 
 def _columns(data: JsonlData) -> Iterator[ConfigError]:
@@ -89,7 +89,8 @@ def _columns(data: JsonlData) -> Iterator[ConfigError]:
     for column in sorted({one for one in given.values() if list(given.values()).count(one) > 1}):
         twice = ", ".join(name for name, one in given.items() if one == column)
         yield ConfigError(
-            "a column is named twice", where="data.columns", found=f"{column} for {twice}"
+            "a column is named twice", where="data.columns", found=f"{column} for {twice}",
+            expected="each column for one field",
         )
     ways = [needed for way, needed in _NEEDED.items() if data.format in {way, RowFormat.auto}]
     if given and not any(set(needed) <= given.keys() for needed in ways):
