@@ -115,6 +115,7 @@ def test_every_value_enters_the_digest() -> None:
     """To change any one leaf changes it, each in its own way."""
     base = values("trainer.deterministic=true", "trainer.val_check_interval=3", "path=p")
     base.resume, base.logger.entity, base.logger.group, base.logger.name = "r", "e", "g", "n"
+    base.tokenizer.chat_template = "c"
     digests = {config_digest(base)}
     paths = leaves(base)
     for path in paths:

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mens_exp.config.compose import compose, group_options, typed
-from mens_exp.config.validate import TASK_READS, problems_of, range_problems, unread_overrides
+from mens_exp.config.validate import (
+    TASK_READS,
+    ineffective_overrides,
+    problems_of,
+    range_problems,
+    unread_overrides,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,6 +54,9 @@ GOOD: list[Changed] = [
     {"optim.betas": [0.0, 0.999]},
     {"trainer.accelerator": "gpu"},
     {"data.val_frac": 0.4, "data.heldout_frac": 0.5},
+    {"data.path": ["a.jsonl", "b.jsonl"], "data.val_path": "val/*.jsonl"},
+    {"data.columns.prompt": "q", "data.columns.response": "a"},
+    {"data.columns.messages": "dialog", "data.group_column": "source"},
     {"lora.targets": ["q_proj"]},
     {"model.hidden_size": 128, "model.num_attention_heads": 64, "model.num_key_value_heads": 32},
     {"task.name": "evaluate", "path": "latest"},
@@ -85,7 +94,28 @@ BAD: list[tuple[Changed, str, str, str]] = [
         "0.5 + heldout_frac 0.5",
         "a sum under 1",
     ),
-    ({"data.path": ""}, "data.path", "no file named", "the path of a JSONL file"),
+    ({"data.path": ""}, "data.path", "no file named", "a list such as [a.jsonl,b.jsonl]"),
+    ({"data.path": []}, "data.path", "no file named", "a glob such as rows/*.jsonl"),
+    ({"data.path": [3]}, "data.path", "found [3]", "the path"),
+    ({"data.val_path": ["a", ""]}, "data.val_path", "no file named", "the path of a file"),
+    (
+        {"data.columns.prompt": "q"},
+        "data.columns",
+        "found prompt:q",
+        "prompt and response or messages or conversations",
+    ),
+    (
+        {"data.columns.prompt": "q", "data.columns.response": "q"},
+        "data.columns",
+        "q for prompt, response",
+        "each column for one field",
+    ),
+    (
+        {"data.columns.messages": "m", "data.columns.group": "g", "data.group_column": "g"},
+        "data.group_column",
+        "g and data.columns.group=g",
+        "one of the two",
+    ),
     ({"lora.targets": []}, "lora.targets", "found []", "at least one module name"),
     (
         {"lora.targets": ["q_proj", "q_proj"]},
@@ -217,3 +247,29 @@ def test_what_tasks_read_exists(make: Callable[[Changed], RunConfig]) -> None:
         assert group in {*group_options(), *type(config).__dataclass_fields__}
         if field:
             assert field in {f.name for f in dataclasses.fields(getattr(config, group))}
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "told"),
+    [
+        ({}, "data.show", "has no effect with task=train"),
+        ({"data.val_path": "v.jsonl"}, "data.val_frac", "has no effect with data.val_path"),
+    ],
+)
+def test_override_that_other_values_undo_is_refused(
+    make: Callable[[Changed], RunConfig], values: Changed, key: str, told: str
+) -> None:
+    """Set by hand it would do nothing; the message says what undoes it."""
+    (problem,) = ineffective_overrides(make(values), [key, "seed"])
+    assert (problem.where, told in str(problem)) == (key, True)
+    assert ineffective_overrides(make(values), ["seed"]) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "key"), [({"task.name": "plan"}, "data.show"), ({}, "data.val_frac")]
+)
+def test_override_that_has_its_effect_is_accepted(
+    make: Callable[[Changed], RunConfig], values: Changed, key: str
+) -> None:
+    """A plan shows rows, and without files of its own validation takes its share."""
+    assert ineffective_overrides(make(values), [key]) == []

@@ -52,9 +52,7 @@ def warm(config: RunConfig, base: BaseModel, cache: Path) -> dict[Side, int]:
         made, _ = encoded(
             cache,
             key,
-            lambda pairs=pairs, key=key: encode(  # type: ignore[misc]
-                pairs, tokenizer, objective=key.objective, seq_len=key.seq_len
-            ),
+            lambda pairs=pairs, key=key: encode(pairs, tokenizer, key.labelling),  # type: ignore[misc]
         )
         documents[side] = len(made)
     return documents
@@ -67,6 +65,8 @@ def test_warm_plan_counts_exactly(
     config = on_rows()
     documents = warm(config, tiny_base, cache)
     data = make_plan(config, cache)["data"]
+    (file,) = data.pop("files")
+    assert (file["role"], file["form"], file["rows"]) == ("rows", "pair", 10)
     assert data == {
         "source": "jsonl",
         "train_rows": documents[Side.TRAIN],

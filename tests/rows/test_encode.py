@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mens_exp.config.objective import LABELLINGS
 from mens_exp.errors import ConfigError, DataError
-from mens_exp.rows.encode import Encoded, encode, messages_of, prompt_text
+from mens_exp.rows.encode import Encoded, Labelling, encode, messages_of, prompt_text
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.tokenizer import byte_level
 from mens_exp.tokenizer.hf import HfTokenizer
@@ -53,7 +53,8 @@ def encoded(
     objective: str = "assistant",
     seq_len: int = 10_000,
 ) -> Encoded:
-    return encode(pairs or [PAIR], tokenizer, objective=objective, seq_len=seq_len)
+    labelling = Labelling(objective=objective, seq_len=seq_len)
+    return encode(pairs or [PAIR], tokenizer, labelling)
 
 
 def whole(tokenizer: HfTokenizer, documents: Encoded) -> str:
@@ -245,9 +246,8 @@ def test_answer_that_nothing_ends_is_refused(tokenizer_of: Callable[..., HfToken
         "{% for m in messages %}{{ m.role }}: {{ m.content | upper }}<|im_end|>{% endfor %}",
         "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}",
         "{% for m in messages %}{{ m.content }}{% endfor %}{{ 'x:' if add_generation_prompt }}",
-        "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
     ],
-    ids=["alters the answer", "drops the answer", "alters the opening", "alters the prompt"],
+    ids=["alters the answer", "drops the answer", "alters the opening"],
 )
 def test_template_that_alters_a_row_is_refused(
     tokenizer_of: Callable[..., HfTokenizer], template: str

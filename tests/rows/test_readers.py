@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mens_exp.errors import DataError, Problems, RequestError
-from mens_exp.rows.readers import read_jsonl, rows_digest
+from mens_exp.rows.readers import read_rows, rows_digest
 from mens_exp.rows.schema import TrainingPair
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def rows(tmp_path: Path) -> Path:
 def refusal(path: Path, data: bytes) -> str:
     path.write_bytes(data)
     with pytest.raises(DataError) as caught:
-        read_jsonl(path)
+        read_rows(path)
     assert caught.value.exit_code == 2
     return str(caught.value)
 
@@ -43,13 +43,13 @@ def refusal(path: Path, data: bytes) -> str:
 def test_rows_are_read_in_file_order(rows: Path, data: bytes) -> None:
     """Line ends, the last newline and a byte order mark do not matter."""
     rows.write_bytes(data)
-    assert read_jsonl(rows) == [PAIR, PAIR]
+    assert read_rows(rows).pairs == [PAIR, PAIR]
 
 
 def test_unicode_line_separator_does_not_end_a_row(rows: Path) -> None:
     """JSON strings may hold U+2028 as it is; only a newline ends a row."""
     rows.write_text('{"prompt": "a\u2028b", "response": "é"}\n', encoding="utf-8")
-    assert read_jsonl(rows) == [TrainingPair(prompt="a\u2028b", response="é")]
+    assert read_rows(rows).pairs == [TrainingPair(prompt="a\u2028b", response="é")]
 
 
 def test_line_that_is_not_json_is_refused(rows: Path) -> None:
@@ -108,7 +108,7 @@ def test_missing_file_is_refused_with_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_bytes(b"")
     missing = tmp_path / "trainig.jsonl"
     with pytest.raises(DataError) as caught:
-        read_jsonl(missing)
+        read_rows(missing)
     assert (caught.value.where, caught.value.found) == ("data.path", str(missing))
     assert "the nearest there is training.jsonl" in str(caught.value)
 
@@ -116,20 +116,20 @@ def test_missing_file_is_refused_with_the_nearest(tmp_path: Path) -> None:
 def test_missing_file_in_a_directory_without_files_says_so(tmp_path: Path) -> None:
     """There is nothing to offer, and that is told."""
     with pytest.raises(DataError, match="there is none in"):
-        read_jsonl(tmp_path / "rows.jsonl")
+        read_rows(tmp_path / "rows.jsonl")
 
 
 def test_missing_directory_is_named(tmp_path: Path) -> None:
     """A wrong directory is the first thing to correct."""
     with pytest.raises(DataError, match="does not exist either"):
-        read_jsonl(tmp_path / "nowhere" / "rows.jsonl")
+        read_rows(tmp_path / "nowhere" / "rows.jsonl")
 
 
 def test_directory_is_refused_with_a_file_in_it(tmp_path: Path, rows: Path) -> None:
     """Whoever names the directory is told the file."""
     rows.write_bytes(GOOD)
     with pytest.raises(DataError, match="this is a directory") as caught:
-        read_jsonl(tmp_path)
+        read_rows(tmp_path)
     assert caught.value.where == "data.path"
     assert "the nearest there is rows.jsonl" in str(caught.value)
 
@@ -137,14 +137,14 @@ def test_directory_is_refused_with_a_file_in_it(tmp_path: Path, rows: Path) -> N
 def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     """What the operating system says is passed on, as a problem of the request."""
     with pytest.raises(DataError, match=r"data.path: the file cannot be read: .*[Nn]ame too long"):
-        read_jsonl(tmp_path / ("x" * 5_000))
+        read_rows(tmp_path / ("x" * 5_000))
 
 
 def test_problems_of_all_lines_are_told_together(rows: Path) -> None:
     """Three bad lines make three messages, in order."""
     rows.write_bytes(b'{"prompt": "p"}\n' + GOOD + b"\n\nno\n")
     with pytest.raises(Problems) as caught:
-        read_jsonl(rows)
+        read_rows(rows)
     assert [problem.where for problem in caught.value.problems] == [
         f"{rows}:1",
         f"{rows}:3",
@@ -156,7 +156,7 @@ def test_problems_beyond_the_limit_are_counted(rows: Path) -> None:
     """Ten bad lines with a limit of four: four messages and "6 more"."""
     rows.write_bytes(b"\n".join([b"no"] * 10))
     with pytest.raises(Problems) as caught:
-        read_jsonl(rows, max_problems=4)
+        read_rows(rows, max_problems=4)
     told = caught.value.problems
     assert len(told) == 5
     assert str(told[-1]) == f"{rows}: 6 more problems in this file"
@@ -166,7 +166,7 @@ def test_problems_at_the_limit_are_told_without_a_count(rows: Path) -> None:
     """Nothing is left to count."""
     rows.write_bytes(b"\n".join([b"no"] * 4))
     with pytest.raises(RequestError) as caught:
-        read_jsonl(rows, max_problems=4)
+        read_rows(rows, max_problems=4)
     assert "more problems" not in str(caught.value)
 
 
@@ -186,4 +186,4 @@ def test_digest_depends_on_the_order() -> None:
 def test_digest_does_not_depend_on_the_spelling_of_the_file(rows: Path) -> None:
     """Aliases and key order are the file's, not the rows'."""
     rows.write_text(json.dumps({"output": "r", "instruction": "p"}))
-    assert rows_digest(read_jsonl(rows)) == rows_digest([PAIR])
+    assert rows_digest(read_rows(rows).pairs) == rows_digest([PAIR])

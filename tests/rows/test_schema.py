@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mens_exp.errors import DataError, Problems
-from mens_exp.rows.schema import TrainingPair, parse_row, to_json
+from mens_exp.rows.parse import parse_row
+from mens_exp.rows.schema import TrainingPair, to_json
 
 FULL = {
     "prompt": "Add two numbers.",
@@ -149,17 +150,6 @@ def test_row_of_plain_text_gets_one_clear_message() -> None:
     message = refusal({"text": "def f(): ..."})
     assert "unknown key 'text'" in message
     assert "split the text into 'prompt' and 'response'" in message
-
-
-def test_alpaca_input_is_refused() -> None:
-    """A dropped input column would change what every row means."""
-    message = refusal({"instruction": "p", "input": "i", "output": "r"})
-    assert "append the input to 'prompt'" in message
-
-
-def test_chat_row_is_refused_with_what_to_write() -> None:
-    """Rows of turns are told which turn is which key."""
-    assert "the user's turn as 'prompt'" in refusal({"messages": [{"role": "user"}]})
 
 
 @pytest.mark.parametrize("row", [["a", "b"], "text", 3, None, True])

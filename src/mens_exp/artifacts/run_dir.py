@@ -48,6 +48,11 @@ class RunDir:
         return self.path / "config.yaml"
 
     @property
+    def chat_template(self) -> Path:
+        """The chat template that was in force, whichever file it came from."""
+        return self.path / "chat_template.jinja"
+
+    @property
     def plan(self) -> Path:
         """What was predicted, and measured values beside it."""
         return self.path / "plan.json"

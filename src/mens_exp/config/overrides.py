@@ -21,7 +21,7 @@ from mens_exp.artifacts.nearest import nearest
 from mens_exp.config.compose import Composed, compose, group_options, typed
 from mens_exp.config.override_values import exists, shown, value_problems
 from mens_exp.config.root import RunConfig
-from mens_exp.config.validate import problems_of, unread_overrides
+from mens_exp.config.validate import ineffective_overrides, problems_of, unread_overrides
 from mens_exp.errors import ConfigError, MensError
 
 if TYPE_CHECKING:
@@ -239,6 +239,7 @@ def _cells(overrides: list[Override], problems: list[MensError], named: set[str]
             config = typed(one.values)
             problems += problems_of(config)
             problems += unread_overrides(config.task.name, keys)
+            problems += ineffective_overrides(config, keys)
             cells.append(Cell(composed=one, config=config))
     except (HydraException, OmegaConfBaseException) as error:
         problems.append(_refused_by_hydra(error))

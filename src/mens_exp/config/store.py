@@ -40,7 +40,10 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "tokenizer": {"tokenizer": tokenizer.TokenizerConfig},
     "quant": {"quant": quant.QuantConfig},
     "lora": {"lora": lora.LoraConfig},
-    "objective": {"objective": objective.ObjectiveConfig},
+    "objective": {
+        "causal": objective.CausalObjective,
+        "assistant": objective.AssistantObjective,
+    },
     "backend": {"backend": backend.BackendConfig},
     "data": {"stdlib": data.StdlibData, "jsonl": data.JsonlData},
     "optim": {"optim": optim.OptimConfig},
@@ -57,12 +60,18 @@ SCHEMAS: dict[str, dict[str, type]] = {
     },
 }
 
-DISCRIMINATORS = {"model": "source", "data": "source", "logger": "sink", "suite": "name"}
+DISCRIMINATORS = {
+    "model": "source",
+    "objective": "name",
+    "data": "source",
+    "logger": "sink",
+    "suite": "name",
+}
 
 # Fields that say which option is in force: to set one apart from its option would make the
 # record say one thing and the run do another.
 SET_BY_OPTION = frozenset(
-    {"task.name", "tokenizer.name", "objective.name"}
+    {"task.name", "tokenizer.name"}
     | {f"{group}.{field}" for group, field in DISCRIMINATORS.items()}
 )
 

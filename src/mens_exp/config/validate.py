@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from mens_exp.config.root import RunConfig
 
-__all__ = ["TASK_READS", "problems_of", "range_problems", "unread_overrides"]
+__all__ = ["TASK_READS", "ineffective_overrides", "problems_of", "range_problems", "unread_overrides"]
 
 _EVERYTHING = frozenset(
     [
@@ -103,3 +103,13 @@ def unread_overrides(name: str, keys: Iterable[str]) -> list[MensError]:
                 )
             )
     return problems
+
+
+def ineffective_overrides(config: RunConfig, keys: Iterable[str]) -> list[MensError]:
+    """List explicit overrides that other values of the configuration leave without effect.
+
+    Args:
+        config: the whole configuration.
+        keys: override keys as given.
+    """
+    return [*data.unread(config, keys)]

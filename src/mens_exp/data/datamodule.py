@@ -52,7 +52,7 @@ class RowsDataModule(LightningDataModule):
         key = cache_key(self.config, self.rows, side, self.tokenizer)
 
         def build() -> Encoded:
-            return encode(pairs, self.tokenizer, objective=key.objective, seq_len=key.seq_len)
+            return encode(pairs, self.tokenizer, key.labelling)
 
         documents, counts = encoded(cache, key, build)
         if not len(documents):
@@ -60,7 +60,7 @@ class RowsDataModule(LightningDataModule):
                 "no row keeps a supervised token",
                 where=f"data ({side.value})",
                 found=f"{counts.dropped} rows dropped, {counts.truncated} over the limit",
-                expected=f"answers that begin within data.seq_len={key.seq_len} tokens",
+                expected=f"answers that begin within data.seq_len={key.labelling.seq_len} tokens",
                 remedy="raise data.seq_len",
             )
         return documents, counts

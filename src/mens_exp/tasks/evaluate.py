@@ -12,7 +12,7 @@ from mens_exp.config.compose import from_yaml, typed
 from mens_exp.corpus.source import load_rows
 from mens_exp.errors import RequestError
 from mens_exp.plan.preflight import writable_cache
-from mens_exp.tasks.inputs import describe, refuse_changed
+from mens_exp.tasks.inputs import describe, refuse_changed, tokenizer_of
 from mens_exp.tasks.scoring import score
 
 if TYPE_CHECKING:
@@ -52,7 +52,6 @@ def subject_of(path: str) -> RunDir:
 def evaluate(config: RunConfig, run: Run) -> None:
     """Load the run's own model and adapter and score both conditions."""
     from mens_exp.model.resolve import resolve
-    from mens_exp.tokenizer.hf import HfTokenizer
     from mens_exp.training.build import build_backend, lightning_quiet
 
     assert config.path is not None, "validation has asked for it"
@@ -61,7 +60,7 @@ def evaluate(config: RunConfig, run: Run) -> None:
     theirs.trainer.accelerator = config.trainer.accelerator
     cache = writable_cache()
     base = resolve(theirs.model, cache)
-    tokenizer = HfTokenizer.from_directory(base.directory)
+    tokenizer = tokenizer_of(theirs.tokenizer, base, subject)
     rows = load_rows(theirs.data, cache)
     inputs = describe(base, tokenizer, rows)
     refuse_changed(Manifest.read(subject.manifest).inputs, inputs)

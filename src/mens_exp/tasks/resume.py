@@ -67,6 +67,8 @@ def prepare(path: str, overrides: dict[str, str]) -> Resumption:
     if steps is not None:
         OmegaConf.update(values, _MAX_STEPS, steps)
     config = typed(values)
+    if config.tokenizer.chat_template is not None and directory.chat_template.is_file():
+        config.tokenizer.chat_template = str(directory.chat_template)  # the run's own copy
     Problems.raise_if([*problems_of(config), *preflight(config)])
     checkpoint = directory.last_checkpoint()
     step = int(checkpoint.stem.removeprefix("step_")) if checkpoint is not None else 0

@@ -12,7 +12,7 @@ from mens_exp.plan.estimate import make_plan
 from mens_exp.plan.preflight import writable_cache
 from mens_exp.report import terminal
 from mens_exp.tasks.initialisation import note_peft_view, report_start
-from mens_exp.tasks.inputs import describe, refuse_changed
+from mens_exp.tasks.inputs import describe, refuse_changed, tokenizer_of
 from mens_exp.tasks.scoring import score
 
 if TYPE_CHECKING:
@@ -85,15 +85,15 @@ def _inputs(
     """Make base model, tokenizer and encoded rows, and record what they are."""
     from mens_exp.data.datamodule import RowsDataModule
     from mens_exp.model.resolve import resolve
-    from mens_exp.tokenizer.hf import HfTokenizer
 
     base = resolve(config.model, cache)
-    tokenizer = HfTokenizer.from_directory(base.directory)
+    tokenizer = tokenizer_of(config.tokenizer, base, run.dir)
     rows = load_rows(config.data, cache)
     data = RowsDataModule(config, rows, tokenizer, cache)
     inputs = describe(base, tokenizer, rows, data)
     refuse_changed(run.manifest.inputs, inputs)  # empty, unless this goes on with a run
     run.manifest.inputs.update(inputs)
+    atomic.write_text(run.dir.chat_template, tokenizer.chat_template)
     run.manifest.facts.update(
         seq_len=config.data.seq_len,
         micro_batch_size=config.data.micro_batch_size,

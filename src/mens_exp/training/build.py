@@ -13,6 +13,7 @@ from lightning import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from mens_exp.config.logger import WandbLogger
+from mens_exp.config.objective import loss_settings
 from mens_exp.errors import SetupError
 from mens_exp.training.atomic_checkpoint import AtomicCheckpointIO
 from mens_exp.training.module import TrainingModule
@@ -59,7 +60,7 @@ def build_backend(config: RunConfig, base: BaseModel) -> Backend:
 def build_module(config: RunConfig, backend: Backend, data: RowsDataModule) -> TrainingModule:
     """Put backend and objective together, in training mode."""
     module = TrainingModule(
-        config, backend, instantiate(config.objective), total_steps=data.max_steps
+        config, backend, instantiate(loss_settings(config.objective)), total_steps=data.max_steps
     )
     module.train()  # from_pretrained leaves evaluation mode on, and Lightning keeps what it finds
     return module
