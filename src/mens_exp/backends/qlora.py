@@ -19,7 +19,7 @@ from mens_exp.backends.greedy import greedy
 from mens_exp.errors import ConfigError
 from mens_exp.layout.names import base_key, logical_name
 from mens_exp.lora.keyed import initialise, share_dropout
-from mens_exp.model import attention
+from mens_exp.model import attention, checkpointing
 from mens_exp.model.quiet import quiet
 from mens_exp.quant.bnb import compute_dtype, quantized_linears
 
@@ -51,6 +51,12 @@ class QloraBackend(torch.nn.Module):
         self.compute_dtype = compute_dtype(config.quant)
         self.model = adapted(load_base(config, base, device), config)
         self.causal_lm = self.model.get_base_model()
+        if checkpointing.is_wanted(
+            config.model.gradient_checkpointing,
+            parameters=int(self.causal_lm.num_parameters()),
+            device_type=device.type,
+        ):
+            checkpointing.enable(self.causal_lm)
         layers = list(lora_layers(self.model))
         self.paths = {logical_name(path): path for path, _ in layers}
         self.layers = {logical_name(path): module for path, module in layers}
@@ -188,6 +194,7 @@ class QloraBackend(torch.nn.Module):
             "block_size": int(state.blocksize),
             "double_quant": bool(state.nested),
             "compute_dtype": str(self.compute_dtype).removeprefix("torch."),
+            "gradient_checkpointing": bool(self.causal_lm.is_activation_checkpointing),
             "attention": str(self.causal_lm.config._attn_implementation),  # noqa: SLF001
         }
 

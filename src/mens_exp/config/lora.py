@@ -24,3 +24,8 @@ class LoraConfig:
     dropout: float = setting(
         0.05, "Probability of dropping an input element of A (the QLoRA paper's).", ge=0, lt=1
     )
+    init_from: str | None = setting(
+        None,
+        "A run, `latest`, or an adapter directory (schema v3 or PEFT) whose adapter this run "
+        "starts from, with a fresh optimizer; null: a new adapter.",
+    )

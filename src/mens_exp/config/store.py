@@ -43,21 +43,32 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "objective": {"objective": objective.ObjectiveConfig},
     "backend": {"backend": backend.BackendConfig},
     "data": {"stdlib": data.StdlibData, "jsonl": data.JsonlData},
-    "optim": {"optim": optim.OptimConfig},
+    "optim": {
+        "adamw": optim.AdamwConfig,
+        "adamw_8bit": optim.Adamw8bitConfig,
+        "paged_adamw_8bit": optim.PagedAdamw8bitConfig,
+        "lion": optim.LionConfig,
+    },
     "schedule": {"schedule": schedule.ScheduleConfig},
     "trainer": {"trainer": trainer.TrainerConfig},
     "logger": {"wandb": logger.WandbLogger, "none": logger.NoLogger},
     "suite": {"heldout_syntax": suite.HeldoutSyntaxSuite, "none": suite.NoSuite},
     "callbacks": {
         "callback": callbacks.CallbackConfig,
-        "checkpoint": callbacks.CheckpointConfig,
+        "early_stopping": callbacks.EarlyStoppingConfig,
         "finite_guard": callbacks.FiniteGuardConfig,
         "memory": callbacks.MemoryConfig,
         "progress": callbacks.ProgressConfig,
     },
 }
 
-DISCRIMINATORS = {"model": "source", "data": "source", "logger": "sink", "suite": "name"}
+DISCRIMINATORS = {
+    "model": "source",
+    "data": "source",
+    "optim": "name",
+    "logger": "sink",
+    "suite": "name",
+}
 
 # Fields that say which option is in force: to set one apart from its option would make the
 # record say one thing and the run do another.

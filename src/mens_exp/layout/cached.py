@@ -23,7 +23,8 @@ def place_of(model: BundledModel | RandomModel, cache: Path) -> Path:
     if isinstance(model, BundledModel):
         identity = digest({"version": _VERSION, "sha256": model.sha256})
     else:
-        identity = digest({"version": _VERSION, **asdict(model)})
+        weights = {k: v for k, v in asdict(model).items() if k != "gradient_checkpointing"}
+        identity = digest({"version": _VERSION, **weights})
     return cache / "models" / f"{model.name}-{identity[:12]}"
 
 
