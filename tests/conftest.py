@@ -228,7 +228,7 @@ def tiny_run(rows_file: Path) -> list[str]:
         "data.heldout_frac=0.1",
         "trainer.max_steps=4",
         "optim.lr=1e-3",
-        "callbacks.checkpoint.every_n_steps=2",
+        "checkpoint.every_n_steps=2",
     ]
 
 

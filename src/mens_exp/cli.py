@@ -116,7 +116,7 @@ def _checked_cells(
             problems += _settle_subject(cell)
         elif cell.config.task.name != "doctor":
             _settle_model(cell)
-            problems += preflight(cell.config)
+            problems += _settle_start(cell) or preflight(cell.config)
     Problems.raise_if(list({str(problem): problem for problem in problems}.values()))
     return list(checked.cells)
 
@@ -154,6 +154,21 @@ def _settle_subject(cell: Cell) -> list[MensError]:
     except MensError as error:
         return [error]
     cell.composed.values.path = cell.config.path
+    return []
+
+
+def _settle_start(cell: Cell) -> list[MensError]:
+    """Replace what ``lora.init_from`` names by the adapter directory that it means now."""
+    from mens_exp.errors import MensError
+    from mens_exp.layout.starting_adapter import find
+
+    if cell.config.lora.init_from is None:
+        return []
+    try:
+        cell.config.lora.init_from = str(find(cell.config.lora.init_from))
+    except MensError:
+        return []  # preflight says so, beside everything else
+    cell.composed.values.lora.init_from = cell.config.lora.init_from
     return []
 
 

@@ -14,6 +14,7 @@ NEEDS = {
     "model=hf": ["model.id=somewhere"],
     "data=jsonl": ["data.path=rows.jsonl"],
     "task=evaluate": ["path=latest"],
+    "callbacks=early_stopping": ["trainer.val_check_interval=4"],
 }
 
 

@@ -64,7 +64,7 @@ REFUSED = [
     ("optim@here=adamw", "optim", ["is there already", "write optim="]),
     ("~objective", "objective", ["every run needs this group", "found ~objective"]),
     ("~seed", "seed", ["cannot be removed"]),
-    ("~callbacks.checkpoint.keep", "callbacks.checkpoint.keep", ["cannot be removed"]),
+    ("~checkpoint.keep", "checkpoint.keep", ["cannot be removed"]),
     ("task.name=plan", "task.name", ["is set by the option", "task=<evaluate|plan|train>"]),
     ("suite.name=none", "suite.name", ["is set by the option", "suite=<"]),
     ("schedule.warmup_steps=1,2", "schedule.warmup_steps", ["several values need", "add -m"]),
@@ -121,7 +121,7 @@ ACCEPTED = [
     "schedule=linear",
     "quant.compute_dtype=f32",
     "~callbacks.progress",
-    "callbacks.checkpoint.keep=3",
+    "checkpoint.keep=3",
     "logger.tags=[a,1]",
     "~experiment",
     "hydra.job.name=other",
@@ -136,7 +136,7 @@ def test_accepted_overrides_take_effect() -> None:
     assert (run.trainer.deterministic, run.schedule.kind) == (None, ScheduleKind.linear)
     assert (run.quant.compute_dtype.value, run.logger.tags) == ("f32", ["a", "1"])  # type: ignore[attr-defined]
     assert "progress" not in run.callbacks
-    assert run.callbacks["checkpoint"].keep == 3  # type: ignore[attr-defined]
+    assert run.checkpoint.keep == 3
 
 
 def test_overrides_are_recorded_as_typed() -> None:

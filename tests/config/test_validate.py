@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mens_exp.config.adapter import Selection
+from mens_exp.config.callbacks import EarlyStoppingConfig
 from mens_exp.config.compose import compose, group_options, typed
 from mens_exp.config.validate import (
     TASK_READS,
@@ -45,6 +47,7 @@ def places(config: RunConfig) -> list[str | None]:
     return [problem.where for problem in problems_of(config)]
 
 
+STOPPING = {"early_stopping": EarlyStoppingConfig(_target_="x")}
 GOOD: list[Changed] = [
     {},
     {"lora.r": 1, "lora.dropout": 0.0},
@@ -60,6 +63,16 @@ GOOD: list[Changed] = [
     {"lora.targets": ["q_proj"]},
     {"model.hidden_size": 128, "model.num_attention_heads": 64, "model.num_key_value_heads": 32},
     {"task.name": "evaluate", "path": "latest"},
+    {"schedule.warmup_frac": 0.5},
+    {"schedule.warmup_frac": 0.9, "trainer.max_steps": 2},
+    {"trainer.gradient_clip_val": None},
+    {"trainer.gradient_clip_val": 0.0},
+    {"model.gradient_checkpointing": "on"},
+    {"model.gradient_checkpointing": "False"},
+    {"adapter.select": Selection.best, "trainer.val_check_interval": 8},
+    {"adapter.select": Selection.best, "trainer.val_check_interval": 4},
+    {"callbacks": STOPPING, "trainer.val_check_interval": 4},
+    {"callbacks": {}},
 ]
 
 BAD: list[tuple[Changed, str, str, str]] = [
@@ -69,8 +82,8 @@ BAD: list[tuple[Changed, str, str, str]] = [
     ({"optim.lr": float("inf")}, "optim.lr", "found inf", "a finite value > 0"),
     ({"seed": -1}, "seed", "found -1", ">= 0"),
     (
-        {"callbacks.checkpoint.every_n_steps": 0},
-        "callbacks.checkpoint.every_n_steps",
+        {"checkpoint.every_n_steps": 0},
+        "checkpoint.every_n_steps",
         "found 0",
         "a value >= 1",
     ),
@@ -138,6 +151,34 @@ BAD: list[tuple[Changed, str, str, str]] = [
         "3 for 4 query heads",
         "a divisor",
     ),
+    (
+        {"schedule.warmup_steps": 2, "schedule.warmup_frac": 0.1},
+        "schedule.warmup_frac",
+        "0.1 beside warmup_steps 2",
+        "one of the two",
+    ),
+    ({"schedule.warmup_frac": 1.0}, "schedule.warmup_frac", "found 1.0", "< 1"),
+    ({"trainer.gradient_clip_val": -1.0}, "trainer.gradient_clip_val", "found -1.0", ">= 0"),
+    (
+        {"model.gradient_checkpointing": "onn"},
+        "model.gradient_checkpointing",
+        "found onn",
+        "the nearest is on",
+    ),
+    ({"adapter.select": Selection.best}, "adapter.select", "best", "trainer.val_check_interval"),
+    (
+        {"adapter.select": Selection.best, "trainer.val_check_interval": 6},
+        "trainer.val_check_interval",
+        "found 6",
+        "a multiple of trainer.accumulate_grad_batches (4), which adapter.select",
+    ),
+    ({"callbacks": STOPPING}, "callbacks.early_stopping", "validations while", "to be set"),
+    (
+        {"callbacks": {}, "checkpoint.keep": 7},
+        "checkpoint.keep",
+        "no effect without the checkpoint callback",
+        "callbacks=default",
+    ),
     ({"task.name": "evaluate"}, "path", "no run to evaluate", "latest"),
 ]
 
@@ -172,6 +213,7 @@ def test_all_problems_come_together(make: Callable[[Changed], RunConfig]) -> Non
             "lora.targets": [],
             "model.num_attention_heads": 0,
             "trainer.max_steps": 2,
+            "schedule.warmup_steps": 3,
         }
     )
     assert places(config) == [

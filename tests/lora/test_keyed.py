@@ -220,7 +220,32 @@ def test_neighbours_in_a_mask_are_uncorrelated() -> None:
 def test_equal_inputs_get_the_very_same_result() -> None:
     """Query, key and value read one tensor: one mask, drawn once, one object."""
     module, x = dropout(), torch.ones(16, 16)
-    assert module(x) is module(x)
+    module.sharers = 3
+    first = module(x)
+    assert module(x) is first
+    assert module(x) is first
+
+
+def test_a_result_is_let_go_of_once_all_have_had_it() -> None:
+    """Checkpointing frees activations after a layer's forward pass; nothing here may hold them."""
+    module, x = dropout(), torch.ones(16, 16)
+    for sharers in (1, 3):
+        module.sharers = sharers
+        first = module(x)
+        assert [module._last is None for _ in range(sharers - 1) if module(x) is first] == (
+            [False, True] if sharers == 3 else []
+        )
+        assert module._last is None
+
+
+def test_computing_again_draws_the_same_mask() -> None:
+    """As the backward pass does under checkpointing: the same values in a new tensor."""
+    module, x = dropout(), torch.ones(16, 16)
+    module.sharers = 3
+    first, _, _ = (module(x) for _ in range(3))
+    again = module(x.clone())
+    assert again is not first
+    assert torch.equal(again, first)
 
 
 def test_another_tensor_is_not_mistaken_for_the_last_one() -> None:
@@ -233,6 +258,7 @@ def test_another_tensor_is_not_mistaken_for_the_last_one() -> None:
 def test_a_new_micro_batch_forgets_the_last_result() -> None:
     """The same tensor gets a new mask, and nothing of the old step is kept alive."""
     module, x = dropout(), torch.ones(64, 64)
+    module.sharers = 2
     first = module(x)
     module.begin(1)
     assert module._last is None
@@ -284,6 +310,7 @@ def test_projections_of_one_input_share_an_instance() -> None:
     assert of[f"{first}mlp.gate_proj"] is of[f"{first}mlp.up_proj"]
     assert len({id(stream) for stream in of.values()}) == len(streams) == 8
     assert len({stream.layer for stream in streams}) == 8
+    assert sorted(stream.sharers for stream in streams) == [1, 1, 1, 1, 2, 2, 3, 3]
 
 
 def test_fewer_targets_leave_the_masks_of_the_others_as_they_are() -> None:

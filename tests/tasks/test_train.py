@@ -107,7 +107,7 @@ def test_minimal_callbacks_leave_no_checkpoint_and_say_so(
     train_in: Callable[..., RunDir], tmp_path: Path
 ) -> None:
     """The adapter is there all the same."""
-    unread = "callbacks.checkpoint.every_n_steps"
+    unread = "checkpoint.every_n_steps"
     run = train_in(tmp_path / "run", "callbacks=minimal", without=unread)
     manifest = Manifest.read(run.manifest)
     assert manifest.results["checkpoint"] is None

@@ -29,6 +29,7 @@ EVENTS = frozenset(
         "step",
         "validation",
         "checkpoint_saved",
+        "early_stop",
         "train_complete",
         "scorecard",
         "sink_failed",

@@ -26,7 +26,7 @@ from mens_exp.errors import ConfigError
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import chosen, described
 from mens_exp.lora.keyed import share_dropout
-from mens_exp.model import attention
+from mens_exp.model import attention, checkpointing
 from mens_exp.model.base_weights import BaseWeights
 from mens_exp.model.quiet import quiet
 from mens_exp.quant.bnb import compute_dtype, quantized_linears
@@ -66,6 +66,12 @@ class QloraBackend(torch.nn.Module):
         )
         self.model.peft_config[ADAPTER].revision = base.revision
         self.causal_lm = self.model.get_base_model()
+        if checkpointing.is_wanted(
+            config.model.gradient_checkpointing,
+            parameters=int(self.causal_lm.num_parameters()),
+            device_type=device.type,
+        ):
+            checkpointing.enable(self.causal_lm)
         weights = BaseWeights(base.directory, self.shape.family)
         self.residuals, self.errors, self.start_s = start_all(
             config, self.modules_chosen, self.layers, weights
@@ -234,6 +240,7 @@ class QloraBackend(torch.nn.Module):
             "block_size": int(state.blocksize),
             "double_quant": bool(state.nested),
             "compute_dtype": str(self.compute_dtype).removeprefix("torch."),
+            "gradient_checkpointing": bool(self.causal_lm.is_activation_checkpointing),
             "attention": str(self.causal_lm.config._attn_implementation),  # noqa: SLF001
             "lora_modules": described(self.modules_chosen, self.shape.num_hidden_layers),
             "lora_variant": self.lora.variant.value,

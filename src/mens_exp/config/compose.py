@@ -18,7 +18,7 @@ from yaml import YAMLError
 
 from mens_exp.artifacts.digest import digest
 from mens_exp.config.root import RunConfig
-from mens_exp.config.store import register, schema_of
+from mens_exp.config.store import SCHEMAS, register, schema_of
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -192,7 +192,8 @@ def _under_schemas(stored: DictConfig | ListConfig) -> DictConfig:
                 for name, values in node.items()
             }
         elif isinstance(node, DictConfig):
-            root[group] = OmegaConf.merge(schema_of(str(group), _plain(node)), node)
+            schema = schema_of(str(group), _plain(node)) if group in SCHEMAS else root[group]
+            root[group] = OmegaConf.merge(schema, node)
         else:
             root[group] = node
     return root

@@ -70,3 +70,8 @@ class LoraConfig:
         "Rounds of quantizing and decomposing in loftq; from the second on the base changes too.",
         ge=1,
     )
+    init_from: str | None = setting(
+        None,
+        "A run, `latest`, or an adapter directory (schema v3 or PEFT) whose adapter this run "
+        "starts from, with a fresh optimizer; null: a new adapter.",
+    )

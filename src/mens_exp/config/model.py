@@ -46,6 +46,11 @@ class ModelConfig:
 
     source: str = setting(MISSING, "Where weights come from; set by the option.")
     name: str = setting(MISSING, "Name shown in records; set by the option.")
+    gradient_checkpointing: str = setting(
+        "auto",
+        "auto, on or off: compute a layer's activations again in the backward pass instead of "
+        "keeping them. auto: on for a GPU and a base of at least a billion parameters.",
+    )
 
 
 @dataclass(kw_only=True, slots=True)

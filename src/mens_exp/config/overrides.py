@@ -169,7 +169,8 @@ def _group_problems(override: Override) -> list[ConfigError]:
             expected=_expected_option(shown(value), options),
         )
         for value in _options_given(override)
-        if value not in options and not (group == "experiment" and value in {None, "null"})
+        if value not in options
+        and not (group in {"preset", "experiment"} and value in {None, "null"})
     ]
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import MISSING
 
+from mens_exp.config.adapter import AdapterConfig
 from mens_exp.config.backend import BackendConfig
 from mens_exp.config.callbacks import CallbackConfig
+from mens_exp.config.checkpoint import CheckpointConfig
 from mens_exp.config.data import DataConfig
 from mens_exp.config.fields import setting
 from mens_exp.config.logger import LoggerConfig
@@ -28,6 +31,11 @@ __all__ = ["RunConfig"]
 
 def _group() -> Any:
     return setting(MISSING, "A config group; see its options.")
+
+
+def _section(kind: type) -> Any:
+    """Declare a node that is no group: there is one way to fill it, by its keys."""
+    return dataclasses.field(default_factory=kind, metadata={"doc": kind.__doc__, "range": None})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,6 +60,8 @@ class RunConfig:
     optim: OptimConfig = _group()
     schedule: ScheduleConfig = _group()
     trainer: TrainerConfig = _group()
+    checkpoint: CheckpointConfig = _section(CheckpointConfig)
+    adapter: AdapterConfig = _section(AdapterConfig)
     logger: LoggerConfig = _group()
     callbacks: dict[str, CallbackConfig] = _group()
     suite: SuiteConfig = _group()

@@ -7,7 +7,18 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.fields import range_of
-from mens_exp.config.rules import data, lora, model, objective, optim, task, trainer
+from mens_exp.config.rules import (
+    adapter,
+    checkpoint,
+    data,
+    lora,
+    model,
+    objective,
+    optim,
+    schedule,
+    task,
+    trainer,
+)
 from mens_exp.errors import ConfigError, MensError
 
 if TYPE_CHECKING:
@@ -30,9 +41,12 @@ _EVERYTHING = frozenset(
         "optim",
         "schedule",
         "trainer",
+        "checkpoint",
+        "adapter",
         "logger",
         "callbacks",
         "suite",
+        "preset",
         "experiment",
         "resume",
     ]
@@ -48,7 +62,7 @@ TASK_READS: dict[str, frozenset[str]] = {
 def problems_of(config: RunConfig) -> list[MensError]:
     """List everything wrong with typed values that can be told without looking at files."""
     problems: list[MensError] = [*range_problems(config)]
-    for rules in (trainer, optim, data, lora, objective):
+    for rules in (trainer, schedule, optim, checkpoint, adapter, data, lora, objective):
         problems += rules.problems(config)
     if not any(range_problems(config.model, "model.")):  # its rules divide by its values
         problems += model.problems(config)

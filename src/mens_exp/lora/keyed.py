@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -118,7 +118,9 @@ class KeyedDropout(torch.nn.Module):
         self.seed = seed
         self.layer = layer
         self.micro_batch = 0
+        self.sharers = 1  # projections that call it with the same tensor, one after the other
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._calls_left = 0
 
     def begin(self, micro_batch: int) -> None:
         """Move to a micro-batch and forget the last mask."""
@@ -134,11 +136,16 @@ class KeyedDropout(torch.nn.Module):
         if not self.training or self.threshold == 0:
             return x
         if self._last is not None and self._last[0] is x:
-            return self._last[1]
+            kept = self._last[1]
+            self._calls_left -= 1
+            if not self._calls_left:
+                self._last = None  # held on to, it would keep what checkpointing means to free
+            return kept
         scale = _LEVELS / (_LEVELS - self.threshold)
         keep = _keep(self.key(), self.threshold, x)
-        kept: torch.Tensor = _Drop.apply(x, keep, scale)  # type: ignore[no-untyped-call]
-        self._last = (x, kept)
+        kept = cast("torch.Tensor", _Drop.apply(x, keep, scale))  # type: ignore[no-untyped-call]
+        self._calls_left = self.sharers - 1
+        self._last = (x, kept) if self._calls_left else None
         return kept
 
 
@@ -193,5 +200,7 @@ def share_dropout(
         if stream not in shared:
             kind = HeadDropout if target.layer is None else KeyedDropout
             shared[stream] = kind(p, seed=seed, layer=stream)
+            shared[stream].sharers = 0
+        shared[stream].sharers += 1
         module.lora_dropout[adapter] = shared[stream]
     return list(shared.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -10,6 +9,7 @@ import psutil
 from mens_exp.config.lora import LoraInit
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.layout.targets import adapter_parameters, chosen
+from mens_exp.plan.device import may_use_gpu
 
 if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
@@ -27,7 +27,7 @@ def time(
     config: RunConfig, shape: Shape, tokens: int | None, data: dict[str, Any]
 ) -> dict[str, Any]:
     """Estimate seconds of training and validation; null where no rate was measured."""
-    if _may_use_gpu(config.trainer.accelerator):
+    if may_use_gpu(config.trainer.accelerator):
         return {"estimate": None, "basis": "unknown: no rate has been measured for a GPU"}
     if tokens is None:
         return {"estimate": None, "basis": "unknown: max_epochs over data not counted yet"}
@@ -43,13 +43,6 @@ def time(
         "estimate": round((tokens + validated) * per_token / rate, 1),
         "basis": f"training and validation on {cores} CPU cores at a rate measured on AVX512-BF16",
     }
-
-
-def _may_use_gpu(accelerator: str) -> bool:
-    """Tell whether a GPU may do the work; asking torch itself would take seconds."""
-    if accelerator == "auto":
-        return shutil.which("nvidia-smi") is not None
-    return accelerator == "gpu"
 
 
 def memory(config: RunConfig, shape: Shape) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from hydra.utils import get_class, instantiate
 from lightning import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
+from mens_exp.config.adapter import Selection
 from mens_exp.config.logger import WandbLogger
 from mens_exp.config.objective import loss_settings
 from mens_exp.errors import SetupError
@@ -79,7 +80,7 @@ def build_trainer(config: RunConfig, run: RunRecord, *, max_steps: int) -> Train
         max_steps=max_steps,
         max_epochs=-1,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
-        gradient_clip_val=trainer.gradient_clip_val,
+        gradient_clip_val=trainer.gradient_clip_val or None,
         val_check_interval=_validation_interval(config, max_steps),
         check_val_every_n_epoch=None,
         deterministic=deterministic,
@@ -103,6 +104,10 @@ def _validation_interval(config: RunConfig, max_steps: int) -> int:
 
 def _callbacks(config: RunConfig, run: RunRecord) -> list[Callback]:
     callbacks: list[Callback] = [instantiate(c, run=run) for c in config.callbacks.values()]
+    if config.adapter.select is Selection.best:
+        from mens_exp.training.callbacks.best_adapter import BestAdapter
+
+        callbacks.insert(0, BestAdapter(run))  # what writes the adapter must come after it
     if isinstance(config.logger, WandbLogger):
         from mens_exp.training.callbacks.wandb_mirror import WandbMirror
 

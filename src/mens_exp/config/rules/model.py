@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mens_exp.artifacts.nearest import expected_name
+from mens_exp.config.checkpointing import Checkpointing
 from mens_exp.config.model import ModelFamily, RandomModel
 from mens_exp.errors import ConfigError
 
@@ -28,8 +30,15 @@ _HAVE_WINDOWS = (
 
 
 def problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what is wrong with the dimensions of `model`, all of them in their intervals."""
+    """Yield what is wrong with `model`, its dimensions all in their intervals."""
     model = config.model
+    if Checkpointing.read(model.gradient_checkpointing) is None:
+        yield ConfigError(
+            "unknown setting",
+            where="model.gradient_checkpointing",
+            found=model.gradient_checkpointing,
+            expected=expected_name(model.gradient_checkpointing, Checkpointing.__members__),
+        )
     if isinstance(model, RandomModel):
         yield from _widths(model)
         yield from _heads(model)
