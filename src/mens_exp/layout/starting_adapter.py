@@ -20,6 +20,7 @@ from mens_exp.layout.safetensors_header import read_header
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from mens_exp.layout.families import Family
     from mens_exp.layout.safetensors_header import TensorInfo
 
 __all__ = ["StartingAdapter", "find", "read"]
@@ -54,8 +55,11 @@ class StartingAdapter:
         sha256: of the file of tensors.
         rank: r of every layer.
         alpha: numerator of its scale.
+        alphas: that of each layer where it is another.
+        variant: ``lora``, ``rslora`` or ``dora``.
         base_weights_sha256: of the base it was trained on; None where the form does not tell.
-        tensors: ``{logical}.lora_a`` [r, in] and ``{logical}.lora_b`` [out, r], f32.
+        tensors: ``{logical}.lora_a`` [r, in], ``{logical}.lora_b`` [out, r] and, in dora,
+            ``{logical}.lora_magnitude`` [out], f32.
     """
 
     directory: Path
@@ -63,6 +67,8 @@ class StartingAdapter:
     sha256: str
     rank: int
     alpha: int
+    alphas: dict[str, int]
+    variant: str
     base_weights_sha256: str | None
     tensors: dict[str, npt.NDArray[np.float32]]
 
@@ -99,23 +105,37 @@ def find(text: str) -> Path:
     return run.adapter.resolve()
 
 
-def read(directory: Path) -> StartingAdapter:
+def read(directory: Path, family: Family) -> StartingAdapter:
     """Read an adapter that :func:`find` has found.
+
+    Args:
+        directory: holds the adapter.
+        family: of the model that it is for; a PEFT directory names modules by their paths.
 
     Raises:
         DataError: a file is missing, damaged, or breaks a rule of its form.
         ModelFileError: a tensor belongs to no projection with a logical name.
     """
     if _form(directory) == "peft":
-        return _read_peft(directory)
+        return _read_peft(directory, family)
     manifest, tensors = read_adapter(directory)
     ours = manifest.mens_exp or {}
+    if manifest.variant == "rslora" and ours.get("init", {}).get("doubled_rank"):
+        raise DataError(
+            "the adapter's scale is no alpha over a root of its rank",
+            where=_WHERE,
+            found="rslora whose start took a part out of the base",
+            expected="an adapter without one of the two",
+            remedy=f"start from its PEFT form, {directory / 'peft'}",
+        )
     return StartingAdapter(
         directory=directory,
         form="v3",
         sha256=sha256_file(directory / TENSORS_NAME),
         rank=manifest.rank,
         alpha=manifest.alpha,
+        alphas=dict(ours.get("alpha_pattern") or {}),
+        variant=manifest.variant,
         base_weights_sha256=ours.get("base_weights_sha256"),
         tensors=tensors,
     )
@@ -127,7 +147,7 @@ def _form(directory: Path) -> str | None:
     return "peft" if (directory / _PEFT_CONFIG).is_file() else None
 
 
-def _read_peft(directory: Path) -> StartingAdapter:
+def _read_peft(directory: Path, family: Family) -> StartingAdapter:
     place = directory / _PEFT_CONFIG
     config = parse_json(read_bytes(place), str(place))
     if not isinstance(config, dict):
@@ -151,8 +171,10 @@ def _read_peft(directory: Path) -> StartingAdapter:
         sha256=sha256_file(path) if path.is_file() else "",
         rank=rank,
         alpha=alpha,
+        alphas={},
+        variant="lora",
         base_weights_sha256=_recorded_base(directory),
-        tensors=_peft_tensors(path),
+        tensors=_peft_tensors(path, family),
     )
 
 
@@ -165,7 +187,7 @@ def _recorded_base(directory: Path) -> str | None:
     return str(found) if found else None
 
 
-def _peft_tensors(path: Path) -> dict[str, npt.NDArray[np.float32]]:
+def _peft_tensors(path: Path, family: Family) -> dict[str, npt.NDArray[np.float32]]:
     header = read_header(path)
     raw = path.read_bytes()
     data = raw[len(raw) - max((info.end for info in header.values()), default=0) :]
@@ -179,7 +201,7 @@ def _peft_tensors(path: Path) -> dict[str, npt.NDArray[np.float32]]:
                 found=info.dtype,
                 expected="….lora_A.weight or ….lora_B.weight in F32, F16 or BF16",
             )
-        logical = logical_name(name.removesuffix(suffix))
+        logical = logical_name(name.removesuffix(suffix), family)
         tensors[f"{logical}.{_HALVES[suffix]}"] = _as_f32(data, info)
     return tensors
 

@@ -10,6 +10,7 @@ from mens_exp.artifacts import atomic
 from mens_exp.config.rules.schedule import too_long
 from mens_exp.corpus.source import load_rows
 from mens_exp.errors import Problems
+from mens_exp.layout.shape import family_for
 from mens_exp.layout.starting_adapter import find, read
 from mens_exp.plan.checks.adapter import other_base
 from mens_exp.plan.estimate import make_plan
@@ -116,7 +117,7 @@ def _starting_adapter(config: RunConfig, run: Run, base: BaseModel) -> StartingA
     """Read the adapter that training starts from, and record what it is."""
     if config.lora.init_from is None:
         return None
-    start = read(find(config.lora.init_from))
+    start = read(find(config.lora.init_from), family_for(config.model))
     Problems.raise_if(list(other_base(start, base.weights_sha256, base.name)))
     described = {
         "path": str(start.directory),

@@ -28,6 +28,14 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
             found=lora.loftq_iters,
             expected="1, or lora.init=loftq",
         )
+    if lora.init_from is not None and lora.init is not LoraInit.default:
+        yield ConfigError(
+            "an adapter starts from one place",
+            where="lora.init",
+            found=f"{lora.init.value} beside lora.init_from={lora.init_from}",
+            expected="lora.init=default, or lora.init_from=null",
+            remedy="drop one of the two",
+        )
 
 
 def _target_problems(targets: list[str]) -> Iterator[ConfigError]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mens_exp.config.model import DirectoryModel
+from mens_exp.config.lora import LoraVariant
+from mens_exp.config.model import HfModel
 from mens_exp.config.validate import range_problems
 from mens_exp.errors import ConfigError
 from mens_exp.layout.cached import marked_weights, ready
-from mens_exp.layout.names import PROJECTIONS
-from mens_exp.layout.shape import shape_of
+from mens_exp.layout.shape import family_for, shape_of
 from mens_exp.layout.starting_adapter import StartingAdapter, find, read
+from mens_exp.layout.targets import chosen, pattern_values, target_problems
 from mens_exp.rows.cache import cache_root
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from mens_exp.config.root import RunConfig
     from mens_exp.errors import MensError
+    from mens_exp.layout.shape import Shape
 
 __all__ = ["check", "other_base"]
 
@@ -28,7 +30,15 @@ def check(config: RunConfig) -> Iterator[MensError]:
     """Yield what keeps `lora.init_from` from being what this run starts from."""
     if config.lora.init_from is None:
         return
-    adapter = read(find(config.lora.init_from))
+    adapter = read(find(config.lora.init_from), family_for(config.model))
+    if adapter.variant != config.lora.variant.value:
+        yield ConfigError(
+            "is not that of the adapter to start from",
+            where="lora.variant",
+            found=config.lora.variant.value,
+            expected=f"{adapter.variant}, as {adapter.directory} has",
+            remedy=f"add lora.variant={adapter.variant}, or start from another adapter",
+        )
     for name, theirs in (("r", adapter.rank), ("alpha", adapter.alpha)):
         ours = getattr(config.lora, name)
         if ours != theirs:
@@ -39,17 +49,21 @@ def check(config: RunConfig) -> Iterator[MensError]:
                 expected=f"{theirs}, as {adapter.directory} has",
                 remedy=f"add lora.{name}={theirs}, or start from another adapter",
             )
-    if adapter.rank == config.lora.r and not any(range_problems(config.model)):
+    same = adapter.rank == config.lora.r and adapter.variant == config.lora.variant.value
+    if same and not any(range_problems(config.model)):
         yield from _layers(config, adapter)
     # A directory's weights are hashed when the run opens; that may take a minute for a large one.
     model = config.model
-    place = None if isinstance(model, DirectoryModel) else ready(model, cache_root())
+    place = None if isinstance(model, HfModel) else ready(model, cache_root())
     if place is not None:
         yield from other_base(adapter, marked_weights(place), model.name)
 
 
 def _layers(config: RunConfig, adapter: StartingAdapter) -> Iterator[MensError]:
-    expected = _expected_shapes(config)
+    shape = shape_of(config.model)
+    if target_problems(config.lora, shape):
+        return  # told already
+    expected = _expected_shapes(config, shape)
     found = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
     for what, names in (
         ("the adapter lacks layers that this run trains", expected.keys() - found.keys()),
@@ -71,17 +85,32 @@ def _layers(config: RunConfig, adapter: StartingAdapter) -> Iterator[MensError]:
             found=_listed({f"{name} {list(found[name])}" for name in other}),
             expected=f"{other[0]} {list(expected[other[0]])}, as {config.model.name} has it",
         )
+    if (ours := _alphas(config, shape)) != adapter.alphas:
+        yield ConfigError(
+            "is not that of the adapter to start from",
+            where="lora.alpha_pattern",
+            found=ours,
+            expected=f"{adapter.alphas}, by layer, as {adapter.directory} has",
+        )
 
 
-def _expected_shapes(config: RunConfig) -> dict[str, tuple[int, int]]:
-    shape, r = shape_of(config.model), config.lora.r
-    shapes: dict[str, tuple[int, int]] = {}
-    for target, (out, into) in shape.projections().items():
-        if target in config.lora.targets:
-            for layer in range(shape.num_hidden_layers):
-                logical = f"l{layer}.{PROJECTIONS[target]}"
-                shapes[f"{logical}.lora_a"], shapes[f"{logical}.lora_b"] = (r, into), (out, r)
+def _expected_shapes(config: RunConfig, shape: Shape) -> dict[str, tuple[int, ...]]:
+    modules = chosen(config.lora, shape)
+    ranks = pattern_values(config.lora.rank_pattern, modules, shape.family, config.lora.r)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for one in modules:
+        shapes[f"{one.logical}.lora_a"] = (ranks[one.path], one.width)
+        shapes[f"{one.logical}.lora_b"] = (one.out, ranks[one.path])
+        if config.lora.variant is LoraVariant.dora:
+            shapes[f"{one.logical}.lora_magnitude"] = (one.out,)
     return shapes
+
+
+def _alphas(config: RunConfig, shape: Shape) -> dict[str, int]:
+    """Return the alphas of layers that have another one than the rest."""
+    modules, usual = chosen(config.lora, shape), config.lora.alpha
+    values = pattern_values(config.lora.alpha_pattern, modules, shape.family, usual)
+    return {one.logical: values[one.path] for one in modules if values[one.path] != usual}
 
 
 def _listed(names: set[str]) -> str:
