@@ -149,7 +149,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Put a stand-in hub in the place of the real one, its cache an empty folder."""
     from huggingface_hub import constants
 
-    from mens_exp.layout import hub as ours
+    from mens_exp.layout import hub_snapshot
 
     stand_in = runpy.run_path(str(Path(__file__).with_name("stand_in_hub.py")))
     with stand_in["serving"]() as server:
@@ -161,9 +161,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         for variable in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
             monkeypatch.delenv(variable, raising=False)
-        ours.forget()
+        hub_snapshot.forget()
         yield server
-        ours.forget()
+        hub_snapshot.forget()
 
 
 @pytest.fixture(scope="session")

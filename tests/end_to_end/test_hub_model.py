@@ -13,7 +13,7 @@ from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.config.compose import from_yaml, typed
 from mens_exp.config.model import HfModel
-from mens_exp.layout import hub as ours
+from mens_exp.layout import hub_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,7 +41,7 @@ def move_on(published: Any) -> None:
     del files["model.safetensors"]
     files["config.json"] = b"{}"
     published.commit(files)
-    ours.forget()
+    hub_snapshot.forget()
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_the_commit_is_recorded_and_held_to(
     assert cli.main([f"resume={run.path}", "trainer.max_steps=3"]) == 0
     assert Manifest.read(run.manifest).inputs["base_revision"] == commit
 
-    ours.forget()
+    hub_snapshot.forget()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     scored = tmp_path / "scored"
     assert (

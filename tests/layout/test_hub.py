@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -8,6 +9,7 @@ from huggingface_hub import constants
 from mens_exp.config.model import HfModel
 from mens_exp.errors import ConfigError, MensError, ModelFileError, SetupError
 from mens_exp.layout import hub as ours
+from mens_exp.layout import hub_snapshot
 from mens_exp.layout.directory import read_directory
 from mens_exp.layout.shape import check_weights, shape_of
 
@@ -44,7 +46,7 @@ def refusal(model: HfModel) -> MensError:
 def away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut the network off, in a process that has asked nothing yet."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    ours.forget()
+    hub_snapshot.forget()
 
 
 def test_a_branch_is_put_down_as_its_commit(hub: Any, model: HfModel) -> None:
@@ -54,8 +56,10 @@ def test_a_branch_is_put_down_as_its_commit(hub: Any, model: HfModel) -> None:
     hub.repositories[NAME].commit({"config.json": b"{}"})
     assert commit(hub) != first
     assert ours.pinned(model).revision == first
-    assert len(hub.asked("/revision/")) + len(hub.asked(f"GET /api/models/{NAME}?")) <= 1
-    ours.forget()
+    asked = len(hub.requests)
+    assert hub_snapshot.commit_of(NAME, None) == first
+    assert len(hub.requests) == asked
+    hub_snapshot.forget()
     assert ours.pinned(model).revision == commit(hub)
 
 
@@ -150,7 +154,7 @@ def test_a_half_downloaded_model_needs_one(
     away(monkeypatch)
     assert refusal(model).exit_code == 3
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    ours.forget()
+    hub_snapshot.forget()
     hub.requests.clear()
     ours.download(model)
     assert (directory / "shard-1.safetensors").is_file()
@@ -169,6 +173,18 @@ def test_no_server_at_all_is_told(hub: Any, monkeypatch: pytest.MonkeyPatch) -> 
     """A port nobody listens on."""
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert refusal(HfModel(id="lab/never-seen")).exit_code == 3
+
+
+def test_a_network_that_swallows_packets_holds_nobody_up(
+    hub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that accepts and never answers is given up on."""
+    monkeypatch.setattr(hub_snapshot, "_PATIENCE_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        error = refusal(HfModel(id="lab/never-seen"))
+    assert error.exit_code == 3
+    assert "Timeout" in str(error)
 
 
 def test_a_gated_model_names_the_login(hub: Any, model: HfModel) -> None:
@@ -255,8 +271,8 @@ def test_a_full_disk_is_told_before_the_download(
     hub: Any, model: HfModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Needed and free bytes, and no shard asked for."""
-    usage = ours.shutil.disk_usage("/")
-    monkeypatch.setattr(ours.shutil, "disk_usage", lambda _: usage._replace(free=10))
+    usage = hub_snapshot.shutil.disk_usage("/")
+    monkeypatch.setattr(hub_snapshot.shutil, "disk_usage", lambda _: usage._replace(free=10))
     with pytest.raises(SetupError, match="10 bytes free"):
         ours.download(model)
     assert not hub.asked("shard")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mens_exp.backends.remote_code import refuse_leaks
 from mens_exp.errors import SetupError
 from mens_exp.model import attention
 from mens_exp.model.quiet import quiet
@@ -23,6 +24,7 @@ def load_base(config: RunConfig, base: BaseModel, device: torch.device) -> Any:
 
     Raises:
         SetupError: nothing was quantized.
+        ModelFileError: code that comes with the model cannot do what is asked of it.
     """
     from transformers import AutoModelForCausalLM
 
@@ -50,4 +52,7 @@ def load_base(config: RunConfig, base: BaseModel, device: torch.device) -> Any:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # a frozen base drops nothing of its own; GPT-2 would, at three places
-    return model.requires_grad_(requires_grad=False)
+    model.requires_grad_(requires_grad=False)
+    if base.trust_remote_code:
+        refuse_leaks(model)
+    return model

@@ -36,6 +36,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "bundled": model.BundledModel,
         "random": model.RandomModel,
         "hf": model.HfModel,
+        "directory": model.HfModel,  # what the records of earlier runs call it
     },
     "tokenizer": {"tokenizer": tokenizer.TokenizerConfig},
     "quant": {"quant": quant.QuantConfig},

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mens_exp.artifacts import atomic
 from mens_exp.config.model import BundledModel, HfModel, ModelConfig, RandomModel
-from mens_exp.layout import hub
+from mens_exp.layout import hub, hub_snapshot
 from mens_exp.layout.cached import hash_weights, is_whole, mark, marked_weights, place_of
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _from_hub(model: HfModel) -> BaseModel:
         source="hub",
         weights_sha256=hash_weights(directory),
         license=None,
-        revision=hub.commit_of(model.id, model.revision),
+        revision=hub_snapshot.commit_of(model.id, model.revision),
         trust_remote_code=model.trust_remote_code,
     )
 

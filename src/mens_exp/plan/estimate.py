@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.lora import LoraInit, LoraVariant
 from mens_exp.config.model import HfModel
-from mens_exp.layout import hub
+from mens_exp.layout import hub, hub_snapshot
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import adapter_parameters, chosen, described
 from mens_exp.plan import cost
@@ -89,7 +89,7 @@ def _name(model: ModelConfig) -> str:
     """Name what is trained; of the hub, the commit as well."""
     if not isinstance(model, HfModel) or hub.local(model.id) is not None:
         return model.name
-    return f"{model.id} at {hub.commit_of(model.id, model.revision)}"
+    return f"{model.id} at {hub_snapshot.commit_of(model.id, model.revision)}"
 
 
 def _download(model: ModelConfig) -> int:
