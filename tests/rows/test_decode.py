@@ -33,7 +33,9 @@ def test_array_is_read_with_the_line_of_each_element(tmp_path: Path) -> None:
     ]
 
 
-@given(rows=st.lists(st.dictionaries(st.text(), st.text()), min_size=1), indent=st.none() | st.just(2))
+@given(
+    rows=st.lists(st.dictionaries(st.text(), st.text()), min_size=1), indent=st.none() | st.just(2)
+)
 def test_any_array_is_read_as_json_reads_it(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, str]], indent: int | None
 ) -> None:

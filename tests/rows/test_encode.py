@@ -339,7 +339,7 @@ def test_document_of_the_limits_length_is_not_cut_on_the_left(
 def test_begin_of_sequence_survives_a_cut_on_the_left(
     tokenizer_of: Callable[..., HfTokenizer],
 ) -> None:
-    """Where it opens the text and nothing else: models lean on it. ChatML's turns open with theirs."""
+    """Where it opens the text alone, models lean on it; in ChatML it opens every turn."""
     template = (
         "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"

@@ -64,7 +64,10 @@ def test_history_enters_the_id() -> None:
     """The same last exchange after another beginning is another row."""
     bare = TrainingPair(prompt="c", response="d")
     long = TrainingPair(prompt="c", response="d", history=(("a", "b"),))
-    assert len({bare.id, long.id, TrainingPair(prompt="c", response="d", history=(("a", "x"),)).id}) == 3
+    assert (
+        len({bare.id, long.id, TrainingPair(prompt="c", response="d", history=(("a", "x"),)).id})
+        == 3
+    )
 
 
 def test_place_is_no_part_of_a_row() -> None:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from mens_exp.errors import DataError
-from mens_exp.tokenizer.control import ControlText
 from mens_exp.tokenizer import byte_level
+from mens_exp.tokenizer.control import ControlText
 
 if TYPE_CHECKING:
     from pathlib import Path

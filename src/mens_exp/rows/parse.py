@@ -20,7 +20,10 @@ from mens_exp.rows.turns import MESSAGES, SHAREGPT, Conversation, read_turns
 __all__ = ["as_object", "parse_row"]
 
 RATINGS: Final = range(1, 6)
-_TURNS: Final = {RowFormat.messages: ("messages", MESSAGES), RowFormat.sharegpt: ("conversations", SHAREGPT)}
+_TURNS: Final = {
+    RowFormat.messages: ("messages", MESSAGES),
+    RowFormat.sharegpt: ("conversations", SHAREGPT),
+}
 
 
 def as_object(obj: object, where: str) -> Mapping[str, object]:
