@@ -31,7 +31,16 @@ LEARNED: dict[str, Callable[[str], str]] = {
     "phi3": lambda text: f"{text}<|end|>",
     "phi4": lambda text: f"{text}<|im_end|>",
 }
-SPELLED = ["<|im_end|>", "<|eot_id|>", "<end_of_turn>", "</s>", "[/INST]", "<|end|>", "\ufdd0", "\n\n"]
+SPELLED = [
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<end_of_turn>",
+    "</s>",
+    "[/INST]",
+    "<|end|>",
+    "\ufdd0",
+    "\n\n",
+]
 TEXTS = st.lists(
     st.sampled_from(SPELLED) | st.text(st.characters(exclude_categories=["Cs"]), max_size=6),
     min_size=1,
@@ -115,9 +124,7 @@ def test_conversation_is_one_document_unless_the_template_changes_earlier_turns(
 
 
 @pytest.mark.parametrize("name", LEARNED)
-def test_last_turn_alone_is_one_document(
-    published: Callable[..., HfTokenizer], name: str
-) -> None:
+def test_last_turn_alone_is_one_document(published: Callable[..., HfTokenizer], name: str) -> None:
     """Earlier answers are read, not learned."""
     tokenizer = published(name)
     documents = encoded(tokenizer, THREE, turns="last")
@@ -150,7 +157,9 @@ def test_control_tokens_that_swallow_white_space_keep_their_way(
     """Phi-3's do: the newline behind them is no token, with guarded text in the row or without."""
     tokenizer = published("phi3", rstrip=True)
     plain = encoded(tokenizer, TrainingPair(prompt="p", response="r"))
-    assert tokenizer.spell(plain.ids.tolist()) == "<|user|>p<|end|><|assistant|>r<|end|><|endoftext|>"
+    assert (
+        tokenizer.spell(plain.ids.tolist()) == "<|user|>p<|end|><|assistant|>r<|end|><|endoftext|>"
+    )
     spelled = encoded(tokenizer, TrainingPair(prompt="<|end|>", response="r"))
     assert tokenizer.spell(spelled.ids.tolist()).startswith("<|user|><|end|><|end|><|assistant|>r")
     ends = [t for t in spelled.ids.tolist() if t == tokenizer.core.token_to_id("<|end|>")]
@@ -199,9 +208,7 @@ def test_markers_around_the_answer_are_accepted(
     ],
     ids=["behind it", "around a part", "nowhere"],
 )
-def test_markers_elsewhere_are_refused(
-    published: Callable[..., HfTokenizer], inside: str
-) -> None:
+def test_markers_elsewhere_are_refused(published: Callable[..., HfTokenizer], inside: str) -> None:
     """Template and text then disagree on what the assistant says; the row is named."""
     row = TrainingPair(prompt="p", response="ans")
     with pytest.raises(DataError, match="markers are not around the answer") as caught:

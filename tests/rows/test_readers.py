@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from mens_exp.config.data import RowFormat
 from mens_exp.errors import DataError, Problems, RequestError
-from mens_exp.rows.readers import read_rows, rows_digest
+from mens_exp.rows.readers import Reading, read_rows, rows_digest
 from mens_exp.rows.schema import TrainingPair
 
 if TYPE_CHECKING:
@@ -187,3 +188,108 @@ def test_digest_does_not_depend_on_the_spelling_of_the_file(rows: Path) -> None:
     """Aliases and key order are the file's, not the rows'."""
     rows.write_text(json.dumps({"output": "r", "instruction": "p"}))
     assert rows_digest(read_rows(rows).pairs) == rows_digest([PAIR])
+
+
+ALPACA = {"instruction": "p", "input": "i", "output": "r"}
+CHAT = {"messages": [{"role": "user", "content": "p"}, {"role": "assistant", "content": "r"}]}
+QUESTION = {"question": "p", "answer": "r", "lang": "en", "n": 7}
+COLUMNS = Reading(columns={"prompt": "question", "response": "answer"})
+
+
+def written(path: Path, *lines: object) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    return path
+
+
+def test_format_of_a_file_is_told(rows: Path) -> None:
+    """Alpaca rows without an input are Alpaca rows still."""
+    assert read_rows(written(rows, CHAT, CHAT)).form is RowFormat.messages
+    assert read_rows(written(rows, {"instruction": "p", "output": "r"}, ALPACA)).form is (
+        RowFormat.alpaca
+    )
+
+
+def test_two_formats_in_one_file_are_refused(rows: Path) -> None:
+    """With both lines; the rows behind are still judged."""
+    with pytest.raises(Problems) as caught:
+        read_rows(written(rows, ALPACA, CHAT, {"prompt": "p"}))
+    first, second = caught.value.problems
+    assert (first.where, first.found, first.expected) == (
+        f"{rows}:2",
+        "messages",
+        f"alpaca, as {rows}:1 has it",
+    )
+    assert second.where == f"{rows}:3"
+
+
+def test_format_can_be_said(rows: Path) -> None:
+    """Then a row of another one is told what it lacks."""
+    assert read_rows(written(rows, CHAT), Reading(form=RowFormat.messages)).pairs == [PAIR]
+    with pytest.raises(Problems, match="the row has no 'prompt'"):
+        read_rows(rows, Reading(form=RowFormat.pair))
+
+
+def test_columns_are_read_and_the_others_counted(rows: Path) -> None:
+    """What is left out is said, with how many rows had it."""
+    file = read_rows(written(rows, QUESTION, {"question": "p", "answer": "r", "n": 1}), COLUMNS)
+    assert file.pairs == [PAIR, PAIR]
+    assert file.ignored == {"lang": 1, "n": 2}
+
+
+def test_columns_may_hold_any_format(rows: Path) -> None:
+    """A list of turns, or Alpaca's input."""
+    turns = {"dialog": CHAT["messages"], "id": 3}
+    assert read_rows(written(rows, turns), Reading(columns={"messages": "dialog"})).pairs == [PAIR]
+    named = {"prompt": "q", "input": "about", "response": "a"}
+    row = {"q": "p", "about": "i", "a": "r"}
+    (pair,) = read_rows(written(rows, row), Reading(columns=named)).pairs
+    assert pair.prompt == "p\n\ni"
+
+
+def test_column_that_no_row_has_is_refused_with_the_nearest(rows: Path) -> None:
+    """A slip in an optional one would pass unseen."""
+    how = Reading(columns={**COLUMNS.columns, "system": "lnag"})
+    with pytest.raises(DataError, match="there is no column 'lnag'") as caught:
+        read_rows(written(rows, QUESTION), how)
+    assert "data.columns.system" in str(caught.value)
+    assert "the nearest is lang" in str(caught.value)
+
+
+def test_group_column_parts_rows_and_is_not_trained_on(rows: Path) -> None:
+    """Its text is nowhere but in the group; a number is its digits."""
+    how = Reading(group_column="file")
+    row = {"prompt": "p", "response": "r", "file": 3}
+    assert read_rows(written(rows, row), how).pairs == [
+        TrainingPair(prompt="p", response="r", group="3")
+    ]
+
+
+def test_field_may_part_rows_and_still_be_read(rows: Path) -> None:
+    """Questions about one passage stay together, and keep the passage."""
+    (pair,) = read_rows(written(rows, ALPACA), Reading(group_column="input")).pairs
+    assert (pair.prompt, pair.group) == ("p\n\ni", "i")
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "p", "response": "r"}, "there is no column 'file'"),
+        ({"prompt": "p", "response": "r", "file": None}, "found null None"),
+        ({"prompt": "p", "response": "r", "file": ""}, "must hold a text or a whole number"),
+        ({"prompt": "p", "response": "r", "file": True}, "found boolean"),
+    ],
+)
+def test_row_without_its_group_is_refused(rows: Path, row: object, reason: str) -> None:
+    """By file and line: on which side it belongs cannot be known."""
+    good = {"prompt": "p", "response": "r", "file": "a"}
+    with pytest.raises(DataError, match=reason) as caught:
+        read_rows(written(rows, good, row), Reading(group_column="file"))
+    assert caught.value.where == f"{rows}:2"
+
+
+def test_place_of_each_row_is_kept(rows: Path) -> None:
+    """For whoever has to name it later."""
+    assert [p.place for p in read_rows(written(rows, CHAT, CHAT)).pairs] == [
+        f"{rows}:1",
+        f"{rows}:2",
+    ]

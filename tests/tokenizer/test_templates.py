@@ -206,7 +206,7 @@ def test_rendering_is_that_of_transformers(template: str, conversation: str, ope
 
 
 def test_comparison_reaches_text_and_refusals() -> None:
-    """Mistral's template renders alternating turns and refuses others; the date is always the same."""
+    """Mistral's template renders alternating turns and refuses others; the date stands."""
     text = render(MISTRAL, CONVERSATIONS["turns"], add_generation_prompt=False, **TOKENS)
     assert text.count("[INST]") == 2
     assert "AVAILABLE_TOOLS" not in text
@@ -264,9 +264,7 @@ def test_blocks_of_generation_are_located() -> None:
     text = render(GENERATION, messages, add_generation_prompt=False, **TOKENS)
     spans = generated_spans(GENERATION, messages, **TOKENS)
     assert spans is not None
-    assert [text[start:end].strip() for start, end in spans] == [
-        "def f():\n    return 1\n</s>"
-    ] * 2
+    assert [text[start:end].strip() for start, end in spans] == ["def f():\n    return 1\n</s>"] * 2
 
 
 def test_template_without_blocks_has_no_spans() -> None:

@@ -91,7 +91,8 @@ class JsonlData(DataConfig):
 
     source: str = "jsonl"
     path: Any = setting(
-        MISSING, "Files of rows: one .jsonl or .json file, a list of them, or a glob (rows/*.jsonl)."
+        MISSING,
+        "Files of rows: one .jsonl or .json file, a list of them, or a glob (rows/*.jsonl).",
     )
     val_path: Any = setting(
         None,

@@ -11,7 +11,14 @@ from omegaconf import MISSING
 
 from mens_exp.config.fields import setting
 
-__all__ = ["LABELLINGS", "AssistantObjective", "CausalObjective", "ObjectiveConfig", "Turns", "loss_settings"]
+__all__ = [
+    "LABELLINGS",
+    "AssistantObjective",
+    "CausalObjective",
+    "ObjectiveConfig",
+    "Turns",
+    "loss_settings",
+]
 
 LABELLINGS = ("assistant", "causal")  # what rows/encode knows how to label
 

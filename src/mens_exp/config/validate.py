@@ -26,7 +26,13 @@ if TYPE_CHECKING:
 
     from mens_exp.config.root import RunConfig
 
-__all__ = ["TASK_READS", "ineffective_overrides", "problems_of", "range_problems", "unread_overrides"]
+__all__ = [
+    "TASK_READS",
+    "ineffective_overrides",
+    "problems_of",
+    "range_problems",
+    "unread_overrides",
+]
 
 _EVERYTHING = frozenset(
     [

@@ -116,9 +116,7 @@ def _answered(before: list[dict[str, str]], text: str) -> list[dict[str, str]]:
     return [*before, {"role": "assistant", "content": text}]
 
 
-def _found(
-    before: list[dict[str, str]], response: str, encoder: TextEncoder, name: str
-) -> Answer:
+def _found(before: list[dict[str, str]], response: str, encoder: TextEncoder, name: str) -> Answer:
     prompt = encoder.render(before, add_generation_prompt=True)
     full = encoder.render(_answered(before, response), add_generation_prompt=False)
     probed = encoder.render(_answered(before, _PROBE), add_generation_prompt=False)

@@ -93,7 +93,9 @@ def _open(directory: Path, counts: TokenCounts | None) -> tuple[Encoded, TokenCo
         arrays = {name: np.load(directory / f"{name}.npy") for name in _ARRAYS}
     except (OSError, ValueError, EOFError):
         return None
-    documents = Encoded(**arrays, truncated=counts.truncated, dropped=counts.dropped, unrolled=counts.unrolled)
+    documents = Encoded(
+        **arrays, truncated=counts.truncated, dropped=counts.dropped, unrolled=counts.unrolled
+    )
     return (documents, counts) if _content(documents) == counts.sha256 else None
 
 

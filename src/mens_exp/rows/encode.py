@@ -95,9 +95,7 @@ class _Own:
     end: int
 
 
-def encode(
-    pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Labelling
-) -> Encoded:
+def encode(pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Labelling) -> Encoded:
     """Encode rows.
 
     Args:
@@ -142,7 +140,9 @@ def _owns(
     for pair in pairs:
         total = len(pair.exchanges)
         try:
-            mine = [answer_of(pair, i, encoder) for i in range(total - 1 if last_only else 0, total)]
+            mine = [
+                answer_of(pair, i, encoder) for i in range(total - 1 if last_only else 0, total)
+            ]
         except DataError as problem:
             problems.append(problem)
             mine = []
@@ -216,7 +216,9 @@ def _documents(owns: Sequence[_Own]) -> list[_Document]:
     return documents[::-1]
 
 
-def _cut(ids: list[int], learned: list[bool], labelling: Labelling, bos_id: int | None) -> _Document:
+def _cut(
+    ids: list[int], learned: list[bool], labelling: Labelling, bos_id: int | None
+) -> _Document:
     """Cut a document that is too long; what is learned moves with its tokens."""
     limit = labelling.seq_len
     if len(ids) <= limit:

@@ -57,4 +57,3 @@ def _matches(name: str, field: str, problems: list[MensError]) -> list[Path]:
             )
         )
     return files
-

@@ -20,7 +20,10 @@ from mens_exp.rows.turns import MESSAGES, SHAREGPT, Conversation, read_turns
 __all__ = ["as_object", "parse_row"]
 
 RATINGS: Final = range(1, 6)
-_TURNS: Final = {RowFormat.messages: ("messages", MESSAGES), RowFormat.sharegpt: ("conversations", SHAREGPT)}
+_TURNS: Final = {
+    RowFormat.messages: ("messages", MESSAGES),
+    RowFormat.sharegpt: ("conversations", SHAREGPT),
+}
 
 
 def as_object(obj: object, where: str) -> Mapping[str, object]:
@@ -96,14 +99,15 @@ class _RowReader:
             if name in keys or name in aliases:
                 continue
             expected, remedy = accepted(self._form), None
-            if name in FOREIGN_KEYS:
+            owners = [form.value for form in KEYS if ALIASES.get(name, name) in KEYS[form]]
+            if owners:
+                remedy = f"{name!r} is a key of {' and '.join(owners)} rows; see data.format"
+            elif name in FOREIGN_KEYS:
                 meant, remedy = FOREIGN_KEYS[name]
                 self._meant.update(meant)
             elif near := nearest(name.lower(), [*keys, *aliases]):
                 expected += f"; the nearest is {near!r}"
                 self._meant.add(ALIASES.get(near, near))
-            elif format_of(self._row) not in {self._form, None}:
-                remedy = f"say data.format={self._form.value} only of such rows"
             else:
                 remedy = "drop it, or name the columns to read with data.columns"
             self._problems.add(f"unknown key {name!r}", shown(value), expected, remedy)

@@ -96,7 +96,7 @@ class _FileReader:
     def __init__(self, path: Path, how: Reading) -> None:
         self.path = path
         self.how = how
-        self.form = None if how.form is RowFormat.auto else how.form
+        self.form: RowFormat | None = None if how.form is RowFormat.auto else how.form
         self.pairs: list[TrainingPair] = []
         self.ignored: Counter[str] = Counter()
         self._told_by = ""  # the place of the row that settled the format
@@ -109,7 +109,7 @@ class _FileReader:
         for where, value in decoded_rows(self.path, self.how.setting):
             try:
                 if isinstance(value, DataError):
-                    raise value  # noqa: TRY301  # told with the others
+                    raise value  # told with the others
                 last = as_object(value, where)
                 self.pairs.append(self._pair(last, where))
             except Problems as several:

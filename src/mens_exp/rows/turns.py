@@ -66,9 +66,7 @@ def read_turns(value: object, keys: TurnKeys, problems: RowProblems) -> Conversa
         return None
     system = known[0][1] if known[0][0] == "system" else None
     texts = [text for role, text in known if role != "system"]
-    return Conversation(
-        system=system, exchanges=tuple(zip(texts[::2], texts[1::2], strict=True))
-    )
+    return Conversation(system=system, exchanges=tuple(zip(texts[::2], texts[1::2], strict=True)))
 
 
 def _turn(
@@ -115,7 +113,9 @@ def _in_order(roles: Sequence[str], problems: RowProblems) -> bool:
             f"turn {number} is out of order",
             f"{role} {before}",
             f"{due}: user and assistant take turns, a system turn may only stand before them",
-            "join turns of one speaker" if number > first + 1 and role == roles[number - 2] else None,
+            "join turns of one speaker"
+            if number > first + 1 and role == roles[number - 2]
+            else None,
         )
         return False
     if roles[-1] != "assistant":

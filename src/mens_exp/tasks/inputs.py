@@ -42,7 +42,11 @@ def describe(
     base: BaseModel, tokenizer: HfTokenizer, rows: Rows, data: RowsDataModule | None = None
 ) -> dict[str, Any]:
     """Return the manifest's ``inputs``; without ``data``, nothing of the encoded documents."""
-    rows_of: dict[str, Any] = {"source": rows.source, "rows_sha256": rows.sha256, "heldout_rows": len(rows.heldout)}
+    rows_of: dict[str, Any] = {
+        "source": rows.source,
+        "rows_sha256": rows.sha256,
+        "heldout_rows": len(rows.heldout),
+    }
     if rows.files:
         rows_of["files"] = [file.as_record() for file in rows.files]
     dated = {"chat_template_date": DATE.date().isoformat()} if tokenizer.is_dated else {}

@@ -43,7 +43,8 @@ class ControlText:
         self._tokens = {
             token: what for token, what in core.get_added_tokens_decoder().items() if what.special
         }
-        controls = sorted((what.content for what in self._tokens.values()), key=len, reverse=True)
+        self._ids = {what.content: token for token, what in self._tokens.items()}
+        controls = sorted(self._ids, key=len, reverse=True)
         # Ours are always guarded, or text that holds them would be taken for a guard.
         self._texts = [*_RESERVED, *controls]
         self._number = {text: number for number, text in enumerate(self._texts)}
@@ -64,7 +65,9 @@ class ControlText:
         """Encode texts; control tokens are those that are not guarded."""
         guarded = [number for number, text in enumerate(texts) if _OPEN in text]
         if not guarded:
-            return [one.ids for one in self._core.encode_batch_fast(texts, add_special_tokens=False)]
+            return [
+                one.ids for one in self._core.encode_batch_fast(texts, add_special_tokens=False)
+            ]
         ids = self.encode([text if _OPEN not in text else "" for text in texts])
         for number in guarded:
             ids[number] = self._encode_guarded(texts[number])
@@ -73,13 +76,13 @@ class ControlText:
     def _encode_guarded(self, text: str) -> list[int]:
         if self._plain is None:
             self._plain = self._made_plain()
-        private = self._control.sub(lambda m: _private(self._core.token_to_id(m[0])), text)
+        private = self._control.sub(lambda m: _private(self._ids[m[0]]), text)
         whole = self.unguard(private)
         if len(_PRIVATE.findall(whole)) > len(_PRIVATE.findall(private)):
             raise DataError(
                 "a text holds the private spelling of a control token",
                 found=ascii(text[:60]),
-                expected=f"text without the noncharacter {ascii(MARK_BEGIN)}",
+                expected=f"text without the noncharacter {MARK_BEGIN!a}",
             )
         ids = self._plain.encode(whole, add_special_tokens=False).ids
         return [self._real.get(token, token) for token in ids]
@@ -101,7 +104,8 @@ class ControlText:
                 for token, what in self._tokens.items()
             ]
         )
-        self._real = {int(plain.token_to_id(_private(token))): token for token in self._tokens}
+        privates = {token: plain.token_to_id(_private(token)) for token in self._tokens}
+        self._real = {new: token for token, new in privates.items() if new is not None}
         return plain
 
 

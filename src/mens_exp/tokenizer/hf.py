@@ -59,9 +59,7 @@ class HfTokenizer:
         object.__setattr__(self, "_control", control)  # the only way into a frozen object
 
     @classmethod
-    def from_directory(
-        cls, directory: Path, config: TokenizerConfig | None = None
-    ) -> HfTokenizer:
+    def from_directory(cls, directory: Path, config: TokenizerConfig | None = None) -> HfTokenizer:
         """Read the tokenizer of a model directory.
 
         Args:
@@ -155,9 +153,7 @@ class HfTokenizer:
 
     def generated_spans(self, messages: list[Message]) -> list[tuple[int, int]] | None:
         """Return what the template marks as generated, in characters of `render`'s text."""
-        return generated_spans(
-            self.chat_template, self._guarded(messages), **self.special_tokens
-        )
+        return generated_spans(self.chat_template, self._guarded(messages), **self.special_tokens)
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts without adding special tokens of the tokenizer's own."""

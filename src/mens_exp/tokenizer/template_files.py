@@ -11,6 +11,7 @@ from mens_exp.tokenizer.templates import CHATML, check_syntax
 
 __all__ = ["read_template", "template_in_force"]
 
+
 def template_in_force(
     directory: Path, config: dict[str, Any], named: str | None
 ) -> tuple[str, str]:

@@ -90,11 +90,11 @@ def _to_json(
 
 
 @functools.lru_cache(maxsize=8)
-def _compiled(template: str, markers: type[Extension] = _GenerationMarkers) -> Template:
+def _compiled(template: str, *, marked: bool = False) -> Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
-        extensions=[loopcontrols, markers],
+        extensions=[loopcontrols, _ShownMarkers if marked else _GenerationMarkers],
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
@@ -116,7 +116,7 @@ def render(
     Raises:
         DataError: the template refuses the conversation or is no template.
     """
-    return _rendered(_GenerationMarkers, template, messages, add_generation_prompt, tokens)
+    return _rendered(template, messages, tokens, add_generation_prompt=add_generation_prompt)
 
 
 def generated_spans(
@@ -138,7 +138,7 @@ def generated_spans(
     """
     if not _GENERATION.search(template):
         return None
-    text = _rendered(_ShownMarkers, template, messages, add_generation_prompt=False, tokens=tokens)
+    text = _rendered(template, messages, tokens, marked=True)
     places = [match.start() for match in re.finditer(f"[{MARK_BEGIN}{MARK_END}]", text)]
     bare = [place - number for number, place in enumerate(places)]  # each mark is one character
     return list(zip(bare[::2], bare[1::2], strict=False))
@@ -162,14 +162,15 @@ def is_dated(template: str) -> bool:
 
 
 def _rendered(
-    markers: type[Extension],
     template: str,
     messages: list[Message],
-    add_generation_prompt: bool,
     tokens: dict[str, Any],
+    *,
+    add_generation_prompt: bool = False,
+    marked: bool = False,
 ) -> str:
     try:
-        return _compiled(template, markers).render(
+        return _compiled(template, marked=marked).render(
             messages=messages,
             tools=None,  # defined, because templates ask `tools is not none`
             documents=None,

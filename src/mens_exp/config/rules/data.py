@@ -89,7 +89,9 @@ def _columns(data: JsonlData) -> Iterator[ConfigError]:
     for column in sorted({one for one in given.values() if list(given.values()).count(one) > 1}):
         twice = ", ".join(name for name, one in given.items() if one == column)
         yield ConfigError(
-            "a column is named twice", where="data.columns", found=f"{column} for {twice}",
+            "a column is named twice",
+            where="data.columns",
+            found=f"{column} for {twice}",
             expected="each column for one field",
         )
     ways = [needed for way, needed in _NEEDED.items() if data.format in {way, RowFormat.auto}]

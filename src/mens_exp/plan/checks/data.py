@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mens_exp.config.data import JsonlData
-from mens_exp.config.validate import range_problems
 from mens_exp.config.rules.data import problems as rule_problems
+from mens_exp.config.validate import range_problems
 from mens_exp.corpus.files import read_files
 from mens_exp.corpus.source import load_rows
 from mens_exp.rows.cache import cache_root
