@@ -16,6 +16,7 @@ from mens_exp.artifacts.adapter_v3 import AdapterManifest
 from mens_exp.backends.adapting import ADAPTER, adapted, lora_layers, matrices
 from mens_exp.backends.frozen_base import load_base
 from mens_exp.backends.greedy import greedy
+from mens_exp.config.checkpointing import is_wanted
 from mens_exp.errors import ConfigError
 from mens_exp.layout.names import base_key, logical_name
 from mens_exp.lora.keyed import initialise, share_dropout
@@ -51,10 +52,10 @@ class QloraBackend(torch.nn.Module):
         self.compute_dtype = compute_dtype(config.quant)
         self.model = adapted(load_base(config, base, device), config)
         self.causal_lm = self.model.get_base_model()
-        if checkpointing.is_wanted(
+        if is_wanted(
             config.model.gradient_checkpointing,
             parameters=int(self.causal_lm.num_parameters()),
-            device_type=device.type,
+            on_gpu=device.type == "cuda",
         ):
             checkpointing.enable(self.causal_lm)
         layers = list(lora_layers(self.model))
