@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from mens_exp.config.checkpointing import is_wanted
 from mens_exp.data.batch import packed_batch, padded_batch
-from mens_exp.model.checkpointing import is_wanted
 from mens_exp.objective.causal import CrossEntropy
 
 if TYPE_CHECKING:
@@ -158,4 +158,4 @@ def test_auto_is_on_for_a_large_base_on_a_gpu(
     setting: str, parameters: int, device: str, *, expected: bool
 ) -> None:
     """What is said outright holds anywhere."""
-    assert is_wanted(setting, parameters=parameters, device_type=device) is expected
+    assert is_wanted(setting, parameters=parameters, on_gpu=device == "cuda") is expected

@@ -243,6 +243,57 @@ def test_memory_is_the_sum_of_its_components(
     assert memory["components"]["adapter, gradients, moments"] == adapter
 
 
+@pytest.mark.parametrize(("option", "state"), [("adamw", 8), ("adamw_8bit", 2), ("lion", 4)])
+def test_memory_counts_the_optimizer_s_own_state(
+    on_rows: Callable[..., RunConfig], cache: Path, option: str, state: int
+) -> None:
+    """Beside four bytes of weight and four of gradient."""
+    plan = make_plan(on_rows(f"optim={option}"), cache)
+    found = plan["memory_bytes"]["components"]["adapter, gradients, moments"]
+    assert found == (8 + state) * plan["trainable_parameters"]
+
+
+def test_checkpointing_costs_time_and_saves_memory(
+    on_rows: Callable[..., RunConfig], cache: Path
+) -> None:
+    """One layer whole and every layer's input, 64 wide; the plan says that it is on."""
+    settings = ("lora.dropout=0", "data.seq_len=64", "quant.compute_dtype=bf16")
+    plans = [
+        make_plan(on_rows(*settings, f"model.gradient_checkpointing={value}"), cache)
+        for value in ("off", "on")
+    ]
+    plain, again = (plan["memory_bytes"]["components"]["activations"] for plan in plans)
+    layer = 12 * 64 + 6 * 128 + 4 * 64
+    assert plain == 64 * 2 * layer * 2
+    assert again == 64 * (2 * 64 + layer) * 2
+    assert "computed again" in plans[1]["memory_bytes"]["basis"]
+    assert "computed again" not in plans[0]["memory_bytes"]["basis"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "measured"),
+    [
+        ((4, 1, "off"), 4_485_103_616),
+        ((1, 4, "off"), 2_077_323_264),
+        ((4, 1, "on"), 1_750_880_256),
+        ((1, 4, "on"), 1_607_565_312),
+    ],
+)
+def test_memory_is_within_a_tenth_and_a_bit_of_what_was_measured(
+    cache: Path, settings: tuple[int, int, str], measured: int
+) -> None:
+    """SmolLM2-135M on two cores, suite=none: experiments/LOG.md."""
+    size, accumulate, value = settings
+    overrides = [
+        "trainer=cpu",
+        f"data.micro_batch_size={size}",
+        f"trainer.accumulate_grad_batches={accumulate}",
+        f"model.gradient_checkpointing={value}",
+    ]
+    plan = make_plan(typed(compose([overrides])[0].values), cache)
+    assert plan["memory_bytes"]["estimate"] == pytest.approx(measured, rel=0.12)
+
+
 def test_machine_without_a_core_count_is_planned_for(
     on_rows: Callable[..., RunConfig], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from mens_exp.backends.adapting import ADAPTER, adapted, parameters_of, tied_hea
 from mens_exp.backends.frozen_base import load_base
 from mens_exp.backends.greedy import greedy
 from mens_exp.backends.starting import start_all, start_facts
+from mens_exp.config.checkpointing import is_wanted
 from mens_exp.errors import ConfigError
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import chosen, described
@@ -66,10 +67,10 @@ class QloraBackend(torch.nn.Module):
         )
         self.model.peft_config[ADAPTER].revision = base.revision
         self.causal_lm = self.model.get_base_model()
-        if checkpointing.is_wanted(
+        if is_wanted(
             config.model.gradient_checkpointing,
             parameters=int(self.causal_lm.num_parameters()),
-            device_type=device.type,
+            on_gpu=device.type == "cuda",
         ):
             checkpointing.enable(self.causal_lm)
         weights = BaseWeights(base.directory, self.shape.family)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from mens_exp.config.checkpointing import is_wanted
 from mens_exp.config.lora import LoraInit
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.layout.targets import adapter_parameters, chosen
@@ -15,11 +16,16 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.layout.shape import Shape
 
-__all__ = ["memory", "time"]
+__all__ = ["checkpoints", "memory", "time"]
 
 # measured: benchmarks/throughput.py, SmolLM2-135M on two AVX512-BF16 cores
 _FLOPS_PER_CORE = {ComputeDtype.bf16: 1.4e11, ComputeDtype.f32: 4.0e10}
-_FRAMEWORK_BYTES = 900_000_000  # measured: resident after the imports of a training process
+# Measured, suite=none, 4 steps of SmolLM2-135M, peak resident against this formula (GB): 4 x 512
+# at once 4.49 / 4.80, one by one 2.08 / 2.29; with checkpointing 1.75 / 1.64 and 1.61 / 1.50.
+_FRAMEWORK_BYTES = 550_000_000  # the whole of a process that trains tiny_llama: 533 MB
+_HEAP_BYTES = 400_000_000  # what is left over: oneDNN's kernels and holes in the heap
+_STATE_BYTES = {"adamw": 8, "adamw_8bit": 2, "paged_adamw_8bit": 2, "lion": 4}  # a parameter
+_WEIGHT_AND_GRADIENT_BYTES = 8  # f32 both
 _BITS = {True: 4.127, False: 4.5}  # bits a weight at block 64, with and without double quantization
 
 
@@ -34,8 +40,9 @@ def time(
     adapter = adapter_parameters(config.lora, shape)
     head = shape.vocab_size * shape.hidden_size
     # Forward and the gradient of the inputs for frozen weights, all three products for LoRA's;
-    # the head runs on about half of the tokens.
-    per_token = 4 * shape.linear_parameters + 6 * adapter + 4 * head / 2
+    # the head runs on about half of the tokens. Checkpointing goes forward through layers twice.
+    again = 2 * (shape.linear_parameters + adapter) if checkpoints(config, shape) else 0
+    per_token = 4 * shape.linear_parameters + 6 * adapter + again + 4 * head / 2
     validated = 2 * min(config.data.val_max_tokens, data["val_tokens"]) / 2
     cores = psutil.cpu_count(logical=False) or 1
     rate = _FLOPS_PER_CORE[config.quant.compute_dtype] * cores
@@ -48,23 +55,23 @@ def time(
 def memory(config: RunConfig, shape: Shape) -> dict[str, Any]:
     """Estimate the peak of a training process, in bytes, part by part."""
     width = 2 if config.quant.compute_dtype is ComputeDtype.bf16 else 4
-    tokens = config.data.seq_len * config.data.micro_batch_size
-    layer = 12 * shape.hidden_size + 6 * shape.intermediate_size
-    # f32 weights and a copy, halved by packing
-    scores = shape.num_attention_heads * config.data.seq_len
+    per_parameter = _WEIGHT_AND_GRADIENT_BYTES + _STATE_BYTES.get(config.optim.name, 8)
+    parameters = shape.linear_parameters + shape.embedding_parameters
     components = {
         "base weights": round(shape.linear_parameters * _BITS[config.quant.double_quant] / 8),
         **_plain_beside_residual(config, shape),
         "embedding and head": shape.embedding_parameters * width,
-        "adapter, gradients, moments": 16 * adapter_parameters(config.lora, shape),
-        "activations": tokens * shape.num_hidden_layers * (layer + scores) * width,
+        "weights file, mapped": 2 * parameters,
+        "adapter, gradients, moments": per_parameter * adapter_parameters(config.lora, shape),
+        "activations": _activations(config, shape) * width,
         "head chunk": config.objective.chunk_tokens * shape.vocab_size * 14,
-        "framework": _FRAMEWORK_BYTES,
+        "framework": _FRAMEWORK_BYTES + _HEAP_BYTES,
     }
+    again = ", activations computed again" if checkpoints(config, shape) else ""
     return {
         "estimate": sum(components.values()),
         "components": components,
-        "basis": "by formula, one CPU process",
+        "basis": f"by formula, one CPU process{again}",
     }
 
 
@@ -78,3 +85,25 @@ def _plain_beside_residual(config: RunConfig, shape: Shape) -> dict[str, int]:
         return {}
     weights = sum(one.out * one.width for one in chosen(lora, shape))
     return {"plain weights, for the base": round(weights * _BITS[config.quant.double_quant] / 8)}
+
+
+def checkpoints(config: RunConfig, shape: Shape) -> bool:
+    """Tell whether the run computes activations again, as far as the device is known."""
+    return is_wanted(
+        config.model.gradient_checkpointing,
+        parameters=shape.linear_parameters + shape.embedding_parameters,
+        on_gpu=may_use_gpu(config.trainer.accelerator),
+    )
+
+
+def _activations(config: RunConfig, shape: Shape) -> int:
+    """Count the elements kept for the backward pass."""
+    tokens = config.data.seq_len * config.data.micro_batch_size
+    layer = 12 * shape.hidden_size + 6 * shape.intermediate_size
+    if config.lora.dropout > 0:  # of each projection's input, what is left of it and its mask
+        layer += 2 * (3 * shape.hidden_size + shape.intermediate_size)
+    # f32 weights and a copy, halved by packing
+    layer += shape.num_attention_heads * config.data.seq_len
+    if checkpoints(config, shape):  # every layer's input, and one layer whole
+        return tokens * (shape.num_hidden_layers * shape.hidden_size + layer)
+    return tokens * shape.num_hidden_layers * layer

@@ -65,7 +65,7 @@ def test_the_step_it_ends_at_is_saved_and_resuming_from_it_ends_there_too(
     assert steps == 2
     fit.module = build_module(fit.config, tiny_backend(), fit.data)
     again = EarlyStopping(fit.record, patience=1)
-    trainer = fit.trainer(again, max_steps=6, val_check_interval=2)
+    trainer = fit.trainer(again, Checkpoint(fit.record), max_steps=6, val_check_interval=2)
     fit.run(trainer, ckpt_path=fit.record.dir.checkpoint(2), weights_only=True)
     assert trainer.global_step == 2
     assert fit.record.manifest.results["stopped_early"] is True
