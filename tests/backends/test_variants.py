@@ -188,7 +188,7 @@ def test_the_adapter_on_disk_is_read_back_exactly(
 
 
 def test_rslora_scales_by_the_root_of_the_rank(tiny_backend: Callable[..., QloraBackend]) -> None:
-    """alpha 16 and r 4: 8, where LoRA has 4."""
+    """Alpha 16 and r 4: 8, where LoRA has 4."""
     scales = {
         variant: {
             module.scaling[ADAPTER]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mens_exp.config.compose import compose, group_options, typed
+from mens_exp.config.lora import LoraInit
 from mens_exp.config.validate import TASK_READS, problems_of, range_problems, unread_overrides
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ GOOD: list[Changed] = [
     {"trainer.accelerator": "gpu"},
     {"data.val_frac": 0.4, "data.heldout_frac": 0.5},
     {"lora.targets": ["q_proj"]},
+    {"lora.init": LoraInit.loftq, "lora.loftq_iters": 3},
+    {"lora.rank_pattern": {"q_proj": 4}, "lora.alpha_pattern": {"q_proj": 16, "mlp": 4}},
     {"model.hidden_size": 128, "model.num_attention_heads": 64, "model.num_key_value_heads": 32},
     {"task.name": "evaluate", "path": "latest"},
 ]
@@ -86,12 +89,25 @@ BAD: list[tuple[Changed, str, str, str]] = [
         "a sum under 1",
     ),
     ({"data.path": ""}, "data.path", "no file named", "the path of a JSONL file"),
-    ({"lora.targets": []}, "lora.targets", "found []", "at least one module name"),
+    ({"lora.targets": []}, "lora.targets", "found []", "at least one group or module name"),
     (
         {"lora.targets": ["q_proj", "q_proj"]},
         "lora.targets",
         "found q_proj, q_proj",
         "each module once",
+    ),
+    (
+        {"lora.init": LoraInit.pissa, "lora.loftq_iters": 2},
+        "lora.loftq_iters",
+        "no effect with lora.init=pissa",
+        "lora.init=loftq",
+    ),
+    ({"lora.rank_pattern": {"q_proj": 0}}, "lora.rank_pattern", "q_proj: 0", "a value >= 1"),
+    (
+        {"lora.alpha_pattern": {"q_proj": 16}},
+        "lora.alpha_pattern",
+        "changes nothing",
+        "another value than 16",
     ),
     ({"objective.name": "casual"}, "objective.name", "casual", "the nearest is causal"),
     ({"model.hidden_size": 96}, "model.hidden_size", "found 96", "a multiple of 64"),
