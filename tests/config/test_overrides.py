@@ -36,6 +36,13 @@ REFUSED = [
     ("model.id=here", "model.id", ["is no key of the chosen model", "model=hf"]),
     ("lr=1e-4", "lr", ["unknown key", "the whole path, optim.lr"]),
     ("sede=1", "sede", ["unknown key", "the nearest is seed"]),
+    (
+        "lora.rank_pattern=8",
+        "lora.rank_pattern",
+        ["found 8", "a mapping of names to whole numbers"],
+    ),
+    ("lora.rank_pattern={mlp:x}", "lora.rank_pattern", ["wrong type", "whole numbers"]),
+    ("lora.variant=drora", "lora.variant", ["lora, rslora, dora; the nearest is"]),
     ("lora.x.y=1", "lora.x.y", ["unknown key", "one of lora.name, "]),
     (
         "callbacks.progres.plain_every_n_steps=1",
@@ -248,3 +255,12 @@ def test_key_must_fit_every_option_of_a_sweep() -> None:
 def test_sweep_without_a_fixed_list_is_refused(text: str) -> None:
     """Cells that are not known beforehand cannot be checked."""
     assert "must list its values, in order" in str(problem(text, multirun=True))
+
+
+def test_a_mapping_of_patterns_takes_any_keys() -> None:
+    """Groups, names and globs; a sweep gives each run its own."""
+    checked = check(["lora.rank_pattern={mlp:4,*.layers.1.*.q_proj:8}"])
+    assert checked.problems == ()
+    assert checked.cells[0].config.lora.rank_pattern == {"mlp": 4, "*.layers.1.*.q_proj": 8}
+    swept = check(["lora.rank_pattern={mlp:4},{mlp:8}"], multirun=True)
+    assert [cell.config.lora.rank_pattern for cell in swept.cells] == [{"mlp": 4}, {"mlp": 8}]

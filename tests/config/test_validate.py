@@ -9,6 +9,7 @@ import pytest
 from mens_exp.config.adapter import Selection
 from mens_exp.config.callbacks import EarlyStoppingConfig
 from mens_exp.config.compose import compose, group_options, typed
+from mens_exp.config.lora import LoraInit
 from mens_exp.config.validate import (
     TASK_READS,
     ineffective_overrides,
@@ -61,6 +62,8 @@ GOOD: list[Changed] = [
     {"data.columns.prompt": "q", "data.columns.response": "a"},
     {"data.columns.messages": "dialog", "data.group_column": "source"},
     {"lora.targets": ["q_proj"]},
+    {"lora.init": LoraInit.loftq, "lora.loftq_iters": 3},
+    {"lora.rank_pattern": {"q_proj": 4}, "lora.alpha_pattern": {"q_proj": 16, "mlp": 4}},
     {"model.hidden_size": 128, "model.num_attention_heads": 64, "model.num_key_value_heads": 32},
     {"task.name": "evaluate", "path": "latest"},
     {"schedule.warmup_frac": 0.5},
@@ -129,12 +132,25 @@ BAD: list[tuple[Changed, str, str, str]] = [
         "g and data.columns.group=g",
         "one of the two",
     ),
-    ({"lora.targets": []}, "lora.targets", "found []", "at least one module name"),
+    ({"lora.targets": []}, "lora.targets", "found []", "at least one group or module name"),
     (
         {"lora.targets": ["q_proj", "q_proj"]},
         "lora.targets",
         "found q_proj, q_proj",
         "each module once",
+    ),
+    (
+        {"lora.init": LoraInit.pissa, "lora.loftq_iters": 2},
+        "lora.loftq_iters",
+        "no effect with lora.init=pissa",
+        "lora.init=loftq",
+    ),
+    ({"lora.rank_pattern": {"q_proj": 0}}, "lora.rank_pattern", "q_proj: 0", "a value >= 1"),
+    (
+        {"lora.alpha_pattern": {"q_proj": 16}},
+        "lora.alpha_pattern",
+        "changes nothing",
+        "another value than 16",
     ),
     ({"objective.name": "casual"}, "objective.name", "casual", "the nearest is causal"),
     ({"model.hidden_size": 96}, "model.hidden_size", "found 96", "a multiple of 64"),

@@ -330,3 +330,32 @@ def test_planning_imports_nothing_heavy(rows: Path) -> None:
         timeout=120,
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_what_the_targets_match_is_planned(on_rows: Callable[..., RunConfig], cache: Path) -> None:
+    """Modules, exact trainable parameters, and what is not as usual, before torch is imported."""
+    plan = make_plan(
+        on_rows("lora.targets=[qv,lm_head]", "lora.variant=rslora", "lora.rank_pattern={qv:4}"),
+        cache,
+    )
+    assert plan["lora_modules"] == "q, v in 2 of 2 layers; lm_head: 5 modules"
+    # Inputs of 64; q has 64 outputs, v 32, the head 320.
+    assert plan["trainable_parameters"] == 2 * 4 * (128 + 96) + 16 * 384
+    assert plan["lora"] == "all_linear, rslora, r 16 and others, alpha 16, dropout 0.05"
+
+
+def test_a_start_that_changes_the_base_keeps_the_plain_one_too(
+    on_rows: Callable[..., RunConfig], cache: Path
+) -> None:
+    """PiSSA, and LoftQ from its second round on: half a byte and a bit for each adapted weight."""
+
+    def parts(*overrides: str) -> dict[str, int]:
+        return make_plan(on_rows(*overrides), cache)["memory_bytes"]["components"]
+
+    name = "plain weights, for the base"
+    weights = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
+    assert parts("lora.init=pissa")[name] == round(weights * 4.127 / 8)
+    assert parts("lora.init=pissa", "lora=mlp")[name] == round(2 * 3 * 64 * 128 * 4.127 / 8)
+    assert name in parts("lora.init=loftq", "lora.loftq_iters=2")
+    assert name not in parts("lora.init=loftq")
+    assert name not in parts()

@@ -8,6 +8,7 @@ Shapes: R rank, I inputs and O outputs of a projection.
 
 from __future__ import annotations
 
+import json
 import math
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +26,7 @@ from mens_exp.lora.from_weights import stacked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from mens_exp.config.lora import LoraConfig
     from mens_exp.config.root import RunConfig
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from mens_exp.layout.targets import LinearModule
     from mens_exp.model.resolve import BaseModel
 
-__all__ = ["manifest_of", "peft_form", "stacked_tensors", "unstacked_tensors"]
+__all__ = ["in_fixed_order", "manifest_of", "peft_form", "stacked_tensors", "unstacked_tensors"]
 
 Tensors = dict[str, torch.Tensor]
 
@@ -125,6 +127,13 @@ def manifest_of(
         base_model=base.name,
         mens_exp={key: value for key, value in ours.items() if value or value is False},
     )
+
+
+def in_fixed_order(path: Path) -> None:
+    """Sort the modules that PEFT's configuration lists: it holds them in a set."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["target_modules"] = sorted(config["target_modules"])
+    path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
 @contextmanager

@@ -50,7 +50,7 @@ class Backend(Protocol):
         """Put an adapter's tensors, under logical names, into the graph."""
 
     def start_state(self) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint's base depends on, beside the published weights; often nothing."""
+        """Return what a checkpoint's base depends on, beside the published weights."""
 
     def load_start_state(self, taken: dict[str, torch.Tensor]) -> None:
         """Rebuild the base of a checkpoint from its :meth:`start_state`."""

@@ -13,6 +13,7 @@ import torch
 
 from mens_exp.artifacts import atomic
 from mens_exp.backends.adapter_form import (
+    in_fixed_order,
     manifest_of,
     peft_form,
     stacked_tensors,
@@ -221,6 +222,7 @@ class QloraBackend(torch.nn.Module):
         ):
             self.model.save_pretrained(temporary, save_embedding_layers=False)
             (temporary / "README.md").unlink(missing_ok=True)  # MODEL_CARD.md says it better
+            in_fixed_order(temporary / "adapter_config.json")
 
     @property
     def max_positions(self) -> int:

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mens_exp.artifacts.nearest import expected_name, nearest
 from mens_exp.config.compose import compose, group_options
 from mens_exp.config.root import RunConfig
-from mens_exp.config.store import SCHEMAS, SET_BY_OPTION
+from mens_exp.config.store import SCHEMAS, SET_BY_OPTION, is_open
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ _ELEMENTS = {
     float: "numbers, such as [0.9,0.99]",
     str: "texts, such as [a,b]",
 }
-_PLAIN = tuple(_ELEMENTS)
 
 
 def value_problems(
@@ -86,16 +85,9 @@ def _leaves(config: Any, prefix: str = "") -> list[str]:
     for name in config.keys():  # noqa: SIM118  # iterating a DictConfig skips missing values
         node = config._get_node(name)  # noqa: SLF001  # a missing value must not raise here
         path = f"{prefix}{name}"
-        inner = isinstance(node, DictConfig) and not _is_open(node)
+        inner = isinstance(node, DictConfig) and not is_open(node)
         leaves += _leaves(node, f"{path}.") if inner else [path]
     return leaves
-
-
-def _is_open(node: Any) -> bool:
-    """Tell whether a node is a mapping whose keys the user chooses, such as lora.rank_pattern."""
-    if not isinstance(node, DictConfig):
-        return False
-    return node._metadata.element_type in _PLAIN  # noqa: SLF001  # the schema's annotation
 
 
 def _deletion_problems(key: str) -> Iterator[ConfigError]:
@@ -129,7 +121,7 @@ def _assignment_problems(key: str, value: Any, reference: DictConfig) -> Iterato
         )
         return
     node = _node_at(reference, key)
-    if isinstance(value, dict) and isinstance(node, DictConfig) and not _is_open(node):
+    if isinstance(value, dict) and isinstance(node, DictConfig) and not is_open(node):
         for name, entry in value.items():
             yield from _assignment_problems(f"{key}.{name}", entry, reference)
     elif not _fits(key, value, node, reference):
@@ -141,7 +133,7 @@ def _assignment_problems(key: str, value: Any, reference: DictConfig) -> Iterato
 def _fits(key: str, value: Any, node: Any, reference: DictConfig) -> bool:
     if isinstance(value, str) and "${" in value:
         return True  # an interpolation; composing resolves and judges it
-    if isinstance(node, DictConfig) and not (_is_open(node) and isinstance(value, dict)):
+    if isinstance(node, DictConfig) and not (is_open(node) and isinstance(value, dict)):
         return False
     try:
         OmegaConf.update(reference.copy(), key, value, merge=True)
@@ -163,7 +155,7 @@ def _accepted(node: Any, value: Any) -> str:
         names = list(node.enum_type.__members__)
         close = nearest(shown(value), names)
         return f"one of {', '.join(names)}{f'; the nearest is {close}' if close else ''}"
-    if _is_open(node):
+    if is_open(node):
         element = node._metadata.element_type  # noqa: SLF001  # the schema's annotation
         return f"a mapping of names to {_ELEMENTS[element].partition(',')[0]}"
     if isinstance(node, DictConfig):

@@ -6,9 +6,11 @@ A group's schema is found by its *discriminator*: the one field whose value the 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
 
 from mens_exp.config import (
     backend,
@@ -28,7 +30,7 @@ from mens_exp.config import (
     trainer,
 )
 
-__all__ = ["DISCRIMINATORS", "SCHEMAS", "SET_BY_OPTION", "register", "schema_of"]
+__all__ = ["DISCRIMINATORS", "SCHEMAS", "SET_BY_OPTION", "is_open", "register", "schema_of"]
 
 SCHEMAS: dict[str, dict[str, type]] = {
     "task": {"task": task.TaskConfig},
@@ -89,7 +91,24 @@ def register() -> None:
     store.store(group="schema", name="root", node=root.RunConfig)
     for group, schemas in SCHEMAS.items():
         for name, schema in schemas.items():
-            store.store(group=f"schema/{group}", name=name, node=schema)
+            store.store(group=f"schema/{group}", name=name, node=_open(schema))
+
+
+def _open(schema: type) -> DictConfig:
+    """Let overrides add keys to the mappings whose keys the user chooses; no other takes any."""
+    node = OmegaConf.structured(schema)
+    assert isinstance(node, DictConfig)
+    for field in dataclasses.fields(schema):
+        if is_open(node._get_node(field.name)):  # noqa: SLF001  # a missing value must not raise
+            OmegaConf.set_struct(node[field.name], value=False)
+    return node
+
+
+def is_open(node: Any) -> bool:
+    """Tell whether a node is a mapping whose keys the user chooses, such as lora.rank_pattern."""
+    if not isinstance(node, DictConfig):
+        return False
+    return node._metadata.element_type in (int, float, str)  # noqa: SLF001  # the annotation
 
 
 def schema_of(group: str, values: dict[str, Any], *, name: str | None = None) -> type:

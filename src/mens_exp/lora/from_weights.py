@@ -1,8 +1,8 @@
 """PiSSA and LoftQ: adapters that start from the base weights themselves.
 
-Both (arXiv:2404.02948, arXiv:2310.08659) take a low-rank part ``s · B0 A0`` out of a
-weight before it is quantized, and give the adapter what quantizing then misses. PEFT refuses the one on 4-bit weights and runs the other on
-CUDA alone, hence here.
+Both (arXiv:2404.02948, arXiv:2310.08659) take a low-rank part ``s · B0 A0`` out of a weight before
+it is quantized, and give the adapter what quantizing then misses. PEFT refuses the one on 4-bit
+weights and runs the other on CUDA alone, hence here.
 
 Shapes: R rank, I inputs and O outputs of a projection, Q width of the sketch.
 """

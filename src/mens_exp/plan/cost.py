@@ -78,9 +78,7 @@ def memory(config: RunConfig, shape: Shape) -> dict[str, Any]:
 def _plain_beside_residual(config: RunConfig, shape: Shape) -> dict[str, int]:
     """Return what the plain weights take that are kept beside those of a residual."""
     lora = config.lora
-    changes = lora.init is LoraInit.pissa or (
-        lora.init is LoraInit.loftq and lora.loftq_iters > 1
-    )
+    changes = lora.init is LoraInit.pissa or (lora.init is LoraInit.loftq and lora.loftq_iters > 1)
     if not changes:
         return {}
     weights = sum(one.out * one.width for one in chosen(lora, shape))
