@@ -6,7 +6,6 @@ import functools
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra import compose as hydra_compose
@@ -17,15 +16,21 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from mens_exp.artifacts.digest import digest
+from mens_exp.config.foreign import refuse_foreign
+from mens_exp.config.own_conf import config_directory, group_options, our_targets
+from mens_exp.config.own_schema import CLASS_GROUPS, own_schema
+from mens_exp.config.own_source import read_own_conf
 from mens_exp.config.root import RunConfig
 from mens_exp.config.store import register, schema_of
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
 __all__ = [
     "Composed",
+    "begin_command",
     "compose",
     "config_digest",
     "config_directory",
@@ -50,25 +55,6 @@ class Composed:
     choices: dict[str, str | None]
 
 
-def config_directory() -> Path:
-    """Return the directory of the config groups, in an installed wheel or in a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "conf"
-    return installed if installed.is_dir() else package.parents[1] / "conf"
-
-
-@functools.cache
-def group_options() -> dict[str, tuple[str, ...]]:
-    """List every config group with the options it has, from the files that are there."""
-    root = config_directory()
-    groups: dict[str, list[str]] = {}
-    for file in sorted(root.rglob("*.yaml")):
-        group = file.parent.relative_to(root).as_posix()
-        if group not in {".", "hydra"} and not group.startswith("hydra/"):
-            groups.setdefault(group, []).append(file.stem)
-    return {group: tuple(options) for group, options in sorted(groups.items())}
-
-
 def without_hydra(config: DictConfig) -> DictConfig:
     """Copy the configuration without Hydra's own node, interpolations resolved."""
     ours = _visible(config)
@@ -87,15 +73,21 @@ def _plain(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
+def begin_command() -> None:
+    """Let the run directories of the command to come bear its own time."""
+    _start_utc.cache_clear()
+
+
 @functools.cache
 def _start_utc() -> str:
-    """Return the moment this process first named a directory, to the millisecond."""
+    """Return the moment this command first named a directory, to the millisecond."""
     return datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")[:-3] + "Z"
 
 
 def prepare_hydra() -> None:
-    """Register the schemas and the resolvers that conf/config.yaml uses."""
+    """Register the schemas, ``./conf``, and the resolvers that conf/config.yaml uses."""
     register()
+    read_own_conf()
     resolvers: dict[str, Any] = {
         "mens.utc": _start_utc,
         "mens.digest8": lambda *, _root_: config_digest(_root_)[:8],
@@ -167,10 +159,13 @@ def from_yaml(path: Path) -> DictConfig:
     """Read a run's own config.yaml back into the schemas.
 
     Raises:
-        ConfigError: the file cannot be read, or holds what the schemas do not accept.
+        ConfigError: the file cannot be read, holds what the schemas do not accept, or names a
+            class that nobody here has vouched for.
     """
     try:
-        return _under_schemas(OmegaConf.load(path))
+        stored = OmegaConf.load(path)
+        refuse_foreign(OmegaConf.to_container(stored), path)
+        return _under_schemas(stored)
     except (OmegaConfBaseException, YAMLError, KeyError, OSError, TypeError, ValueError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
         raise ConfigError(
@@ -188,11 +183,19 @@ def _under_schemas(stored: DictConfig | ListConfig) -> DictConfig:
         node = stored[group]
         if group == "callbacks":
             root[group] = {
-                name: OmegaConf.merge(schema_of("callbacks", {}, name=str(name)), values)
+                name: OmegaConf.merge(_schema("callbacks", values, name=str(name)), values)
                 for name, values in node.items()
             }
         elif isinstance(node, DictConfig):
-            root[group] = OmegaConf.merge(schema_of(str(group), _plain(node)), node)
+            root[group] = OmegaConf.merge(_schema(str(group), node), node)
         else:
             root[group] = node
     return root
+
+
+def _schema(group: str, node: DictConfig, *, name: str | None = None) -> type:
+    """Return the schema of stored values; a class that is not ours has one of its own keys."""
+    values = _plain(node)
+    if group in CLASS_GROUPS and values.get("_target_") not in our_targets():
+        return own_schema(group, values, name or group)
+    return schema_of(group, values, name=name)

@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mens_exp.artifacts.nearest import nearest
 from mens_exp.config.compose import Composed, compose, group_options, typed
 from mens_exp.config.override_values import exists, shown, value_problems
+from mens_exp.config.own_conf import own_problems
 from mens_exp.config.root import RunConfig
 from mens_exp.config.validate import problems_of, unread_overrides
 from mens_exp.errors import ConfigError, MensError
@@ -60,6 +61,9 @@ def check(texts: Sequence[str], *, multirun: bool = False) -> Checked:
         The cells that composed, in Hydra's own order, and all problems: of the overrides in
         their order, then of the values that the accepted ones make.
     """
+    own = tuple(own_problems())
+    if own:  # what ./conf adds cannot be told before it is in order
+        return Checked(cells=(), problems=own)
     found: dict[str, list[MensError]] = {text: [] for text in texts}
     overrides = [o for text in texts for o in _parsed(text, found[text], multirun=multirun)]
     groups = [o for o in overrides if _is_group(o)]

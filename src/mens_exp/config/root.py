@@ -15,7 +15,7 @@ from mens_exp.config.logger import LoggerConfig
 from mens_exp.config.lora import LoraConfig
 from mens_exp.config.model import ModelConfig
 from mens_exp.config.objective import ObjectiveConfig
-from mens_exp.config.optim import OptimConfig
+from mens_exp.config.optim import OptimizerConfig
 from mens_exp.config.quant import QuantConfig
 from mens_exp.config.schedule import ScheduleConfig
 from mens_exp.config.suite import SuiteConfig
@@ -49,7 +49,7 @@ class RunConfig:
     objective: ObjectiveConfig = _group()
     backend: BackendConfig = _group()
     data: DataConfig = _group()
-    optim: OptimConfig = _group()
+    optim: OptimizerConfig = _group()
     schedule: ScheduleConfig = _group()
     trainer: TrainerConfig = _group()
     logger: LoggerConfig = _group()

@@ -40,7 +40,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "tokenizer": {"tokenizer": tokenizer.TokenizerConfig},
     "quant": {"quant": quant.QuantConfig},
     "lora": {"lora": lora.LoraConfig},
-    "objective": {"objective": objective.ObjectiveConfig},
+    "objective": {"objective": objective.CrossEntropyConfig},
     "backend": {"backend": backend.BackendConfig},
     "data": {"stdlib": data.StdlibData, "jsonl": data.JsonlData},
     "optim": {"optim": optim.OptimConfig},
@@ -62,7 +62,7 @@ DISCRIMINATORS = {"model": "source", "data": "source", "logger": "sink", "suite"
 # Fields that say which option is in force: to set one apart from its option would make the
 # record say one thing and the run do another.
 SET_BY_OPTION = frozenset(
-    {"task.name", "tokenizer.name", "objective.name"}
+    {"task.name", "tokenizer.name", "objective.name", "objective.labels"}
     | {f"{group}.{field}" for group, field in DISCRIMINATORS.items()}
 )
 

@@ -76,6 +76,6 @@ def cache_key(config: RunConfig, rows: Rows, side: Side, tokenizer: HfTokenizer)
         rows_sha256=rows.side_sha256(side),
         tokenizer_sha256=tokenizer.sha256,
         template_sha256=tokenizer.template_sha256,
-        objective=config.objective.name,
+        objective=config.objective.labels,
         seq_len=config.data.seq_len,
     )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from mens_exp.config.objective import CrossEntropyConfig
 from mens_exp.config.quant import ComputeDtype
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def memory(config: RunConfig, shape: Shape) -> dict[str, Any]:
         "adapter, gradients, moments": 16
         * shape.adapter_parameters(config.lora.targets, config.lora.r),
         "activations": tokens * shape.num_hidden_layers * (layer + scores) * width,
-        "head chunk": config.objective.chunk_tokens * shape.vocab_size * 14,
+        "head chunk": _head_positions(config) * shape.vocab_size * 14,
         "framework": _FRAMEWORK_BYTES,
     }
     return {
@@ -71,3 +72,10 @@ def memory(config: RunConfig, shape: Shape) -> dict[str, Any]:
         "components": components,
         "basis": "by formula, one CPU process",
     }
+
+
+def _head_positions(config: RunConfig) -> int:
+    """Return positions whose logits exist at one time; all, where an objective does not say."""
+    if isinstance(config.objective, CrossEntropyConfig):
+        return config.objective.chunk_tokens
+    return config.data.seq_len * config.data.micro_batch_size

@@ -18,6 +18,7 @@ from mens_exp.artifacts.run_lock import held
 from mens_exp.artifacts.telemetry import Telemetry, rewind
 from mens_exp.config.compose import config_digest, to_yaml
 from mens_exp.errors import MensError, RequestError
+from mens_exp.plan.checks import classes
 from mens_exp.tasks.cancellation import Cancelled, cancellable, end_at_once
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Run", "open_run", "reopen_run"]
 
 # The part of provenance that may change a result.
-_CONDITIONS = ("commit", "diff_sha256", "packages", "python", "cpu", "environment")
+_CONDITIONS = ("commit", "diff_sha256", "packages", "python", "cpu", "environment", "own_classes")
 
 
 class Run:
@@ -156,7 +157,7 @@ def reopen_run(directory: RunDir, cell: Cell, *, step: int, notes: list[str]) ->
         now = utc_now()
         manifest.status, manifest.error, manifest.ended_utc = Status.STARTED, None, None
         manifest.attempts.append(_attempt(now, step))
-        here = provenance.collect(Path.cwd())
+        here = _provenance(cell)
         notes = [*notes, *_condition_notes(manifest, here)]
         manifest.provenance = here
         manifest.config_digest = config_digest(cell.composed.values)
@@ -182,8 +183,12 @@ def _manifest(run_id: str, cell: Cell) -> Manifest:
         choices=cell.composed.choices,
         config_digest=config_digest(cell.composed.values),
         seed=cell.config.seed,
-        provenance=provenance.collect(Path.cwd()),
+        provenance=_provenance(cell),
     )
+
+
+def _provenance(cell: Cell) -> dict[str, Any]:
+    return {**provenance.collect(Path.cwd()), "own_classes": classes.record(cell.config)}
 
 
 def _condition_notes(manifest: Manifest, here: dict[str, Any]) -> list[str]:

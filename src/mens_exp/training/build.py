@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +15,7 @@ from lightning import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from mens_exp.config.logger import WandbLogger
+from mens_exp.config.objective import ObjectiveConfig
 from mens_exp.errors import SetupError
 from mens_exp.training.atomic_checkpoint import AtomicCheckpointIO
 from mens_exp.training.module import TrainingModule
@@ -23,9 +26,11 @@ if TYPE_CHECKING:
     from lightning import Callback
 
     from mens_exp.backends.protocol import Backend
+    from mens_exp.config.callbacks import CallbackConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.data.datamodule import RowsDataModule
     from mens_exp.model.resolve import BaseModel
+    from mens_exp.objective.causal import Objective
     from mens_exp.training.record import RunRecord
 
 __all__ = ["build_backend", "build_module", "build_trainer", "device_of", "lightning_quiet"]
@@ -59,10 +64,26 @@ def build_backend(config: RunConfig, base: BaseModel) -> Backend:
 def build_module(config: RunConfig, backend: Backend, data: RowsDataModule) -> TrainingModule:
     """Put backend and objective together, in training mode."""
     module = TrainingModule(
-        config, backend, instantiate(config.objective), total_steps=data.max_steps
+        config, backend, _objective(config), total_steps=data.max_steps
     )
     module.train()  # from_pretrained leaves evaluation mode on, and Lightning keeps what it finds
     return module
+
+
+def _objective(config: RunConfig) -> Objective:
+    """Make the objective of its own settings; the others say which tokens it is given."""
+    node = config.objective
+    ours = {field.name for field in fields(ObjectiveConfig)}
+    settings = {f.name: getattr(node, f.name) for f in fields(node) if f.name not in ours}
+    made: Objective = _made(node._target_, settings, name=node.name)
+    return made
+
+
+def _made(target: str, settings: dict[str, Any], **offered: Any) -> Any:
+    """Make an object of its settings, and of what is offered as far as its class takes it."""
+    taken = inspect.signature(get_class(target)).parameters
+    extra = {name: value for name, value in offered.items() if name in taken}
+    return instantiate({"_target_": target, **settings}, _convert_="all", **extra)
 
 
 def build_trainer(config: RunConfig, run: RunRecord, *, max_steps: int) -> Trainer:
@@ -101,12 +122,18 @@ def _validation_interval(config: RunConfig, max_steps: int) -> int:
 
 
 def _callbacks(config: RunConfig, run: RunRecord) -> list[Callback]:
-    callbacks: list[Callback] = [instantiate(c, run=run) for c in config.callbacks.values()]
+    callbacks = [_callback(node, run) for node in config.callbacks.values()]
     if isinstance(config.logger, WandbLogger):
         from mens_exp.training.callbacks.wandb_mirror import WandbMirror
 
         callbacks.append(WandbMirror(logger=config.logger, run=run))
     return callbacks
+
+
+def _callback(node: CallbackConfig, run: RunRecord) -> Callback:
+    settings = {f.name: getattr(node, f.name) for f in fields(node) if f.name != "_target_"}
+    made: Callback = _made(node._target_, settings, run=run)
+    return made
 
 
 @contextmanager
