@@ -43,6 +43,9 @@ def main(arguments: Sequence[str]) -> int:
     """
     from mens_exp.errors import MensError, Problems
 
+    from mens_exp.config.compose import begin_command
+
+    begin_command()
     try:
         return _dispatch(list(arguments))
     except Problems as several:
@@ -116,8 +119,20 @@ def _checked_cells(
             problems += _settle_subject(cell)
         else:
             problems += preflight(cell.config)
+        problems += _used_directory(cell, multirun=multirun)
     Problems.raise_if(list({str(problem): problem for problem in problems}.values()))
     return list(checked.cells)
+
+
+def _used_directory(cell: Cell, *, multirun: bool) -> list[MensError]:
+    """Refuse a directory that holds a run, before Hydra writes its own files into it."""
+    from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.tasks.run import run_is_there
+
+    directory = cell.composed.sweep_dir if multirun else cell.composed.run_dir
+    if directory is None or not RunDir(Path(directory)).manifest.exists():
+        return []
+    return [run_is_there(Path(directory))]
 
 
 def _settle_subject(cell: Cell) -> list[MensError]:
@@ -173,12 +188,17 @@ def _hydra(arguments: list[str], cells: list[Cell]) -> int:
 
 @contextmanager
 def _frozen(groups: Path, *, is_sweep: bool) -> Iterator[Path]:
-    """Copy the config groups for a sweep, where Hydra reads them again for each job."""
+    """Copy the config groups, ours and the user's, for a sweep, where Hydra reads them again for each job."""
     if not is_sweep:
         yield groups
         return
+    from mens_exp.config.own_conf import frozen_as, own_directory
+
+    own = own_directory()
     with tempfile.TemporaryDirectory(prefix="mens_exp_conf_") as copy:
-        yield shutil.copytree(groups, Path(copy) / groups.name)
+        theirs = None if own is None else shutil.copytree(own, Path(copy) / "own")
+        with frozen_as(theirs):
+            yield shutil.copytree(groups, Path(copy) / groups.name)
 
 
 def _run_task(directory: Path, cell: Cell) -> int:

@@ -93,7 +93,7 @@ BAD: list[tuple[Changed, str, str, str]] = [
         "found q_proj, q_proj",
         "each module once",
     ),
-    ({"objective.name": "casual"}, "objective.name", "casual", "the nearest is causal"),
+    ({"objective.labels": "casual"}, "objective.labels", "casual", "the nearest is causal"),
     ({"model.hidden_size": 96}, "model.hidden_size", "found 96", "a multiple of 64"),
     ({"model.intermediate_size": 65}, "model.intermediate_size", "found 65", "a multiple of 64"),
     (

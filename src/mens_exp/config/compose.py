@@ -6,12 +6,14 @@ import functools
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -26,7 +28,6 @@ from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
 __all__ = [
     "Composed",
@@ -48,11 +49,21 @@ CONFIG_NAME = "config"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Composed:
-    """One composed cell: the values, and which option each group took."""
+    """One composed cell: the values, and which option each group took.
+
+    Attributes:
+        overrides: what made it, as typed.
+        values: the configuration, without Hydra's own node.
+        choices: the option of each group; of several, their names with commas between.
+        run_dir: where Hydra would run it alone; None where that cannot be told.
+        sweep_dir: where Hydra would run it in a sweep.
+    """
 
     overrides: tuple[str, ...]
     values: DictConfig
     choices: dict[str, str | None]
+    run_dir: str | None = None
+    sweep_dir: str | None = None
 
 
 def without_hydra(config: DictConfig) -> DictConfig:
@@ -119,20 +130,49 @@ def compose(cells: Sequence[Sequence[str]]) -> list[Composed]:
     """
     composed = []
     with _hydra():
-        for overrides in cells:
+        for number, overrides in enumerate(cells):
             config = hydra_compose(CONFIG_NAME, list(overrides), return_hydra_config=True)
-            choices = OmegaConf.to_container(config.hydra.runtime.choices)
-            assert isinstance(choices, dict)
-            ours = {
-                str(group): None if option is None else str(option)
-                for group, option in choices.items()
-                if not str(group).startswith(("hydra/", "schema/", "/schema", "callbacks/"))
-                and "@" not in str(group)
-            }
             composed.append(
-                Composed(overrides=tuple(overrides), values=_visible(config), choices=ours)
+                Composed(
+                    overrides=tuple(overrides),
+                    values=_visible(config),
+                    choices={**_choices(config), **_lists(overrides)},
+                    run_dir=_directory(config, number, "run.dir"),
+                    sweep_dir=_directory(config, number, "sweep.dir", "sweep.subdir"),
+                )
             )
     return composed
+
+
+def _choices(config: DictConfig) -> dict[str, str | None]:
+    choices = OmegaConf.to_container(config.hydra.runtime.choices)
+    assert isinstance(choices, dict)
+    return {
+        str(group): None if option is None else str(option)
+        for group, option in choices.items()
+        if not str(group).startswith(("hydra/", "schema/", "/schema", "callbacks/"))
+        and "@" not in str(group)
+    }
+
+
+def _lists(overrides: Sequence[str]) -> dict[str, str]:
+    """Return the groups that took a list of options, which Hydra leaves out of its choices."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    return {
+        one.key_or_group: ",".join(map(str, value))
+        for one in parsed
+        if one.key_or_group in group_options() and isinstance(value := one.value(), list)
+    }
+
+
+def _directory(config: DictConfig, number: int, *parts: str) -> str | None:
+    """Resolve a run directory as Hydra will, for the job of that number."""
+    try:
+        with open_dict(config):
+            config.hydra.job.num = number
+        return str(Path(*(str(OmegaConf.select(config.hydra, part)) for part in parts)))
+    except OmegaConfBaseException:  # Hydra will tell
+        return None
 
 
 def _visible(config: DictConfig) -> DictConfig:
@@ -165,12 +205,20 @@ def from_yaml(path: Path) -> DictConfig:
     try:
         stored = OmegaConf.load(path)
         refuse_foreign(OmegaConf.to_container(stored), path)
-        return _under_schemas(stored)
+        root = _under_schemas(stored)
+        missing = OmegaConf.missing_keys(root)
     except (OmegaConfBaseException, YAMLError, KeyError, OSError, TypeError, ValueError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
         raise ConfigError(
             "the stored configuration cannot be read", where=str(path), found=lines[0]
         ) from error
+    if missing:
+        raise ConfigError(
+            "the stored configuration cannot be read",
+            where=str(path),
+            found=f"no {', '.join(sorted(missing))}",
+        )
+    return root
 
 
 def _under_schemas(stored: DictConfig | ListConfig) -> DictConfig:

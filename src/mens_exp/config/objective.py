@@ -20,7 +20,7 @@ class ObjectiveConfig:
     _target_: str = setting(MISSING, "Class of the objective; set by the option.")
     name: str = setting(MISSING, "Its name in records; set by the option.")
     labels: str = setting(
-        "assistant", "Which tokens are supervised: assistant or causal; set by the option."
+        MISSING, "Which tokens are supervised: assistant or causal; set by the option."
     )
 
 

@@ -106,7 +106,7 @@ def _assignment_problems(key: str, value: Any, reference: DictConfig) -> Iterato
     if not exists(reference, key):
         yield _unknown_key(key, f"{key}={shown(value)}", reference)
         return
-    if key in SET_BY_OPTION:
+    if key in SET_BY_OPTION or key.endswith("._target_"):
         group = key.partition(".")[0]
         yield ConfigError(
             "is set by the option",

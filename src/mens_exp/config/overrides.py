@@ -163,7 +163,8 @@ def _group_problems(override: Override) -> list[ConfigError]:
             return []
         return [ConfigError("every run needs this group", where=group, found=line)]
     if override.is_add() or override.is_force_add() or override.package is not None:
-        return [ConfigError("is there already", where=group, found=line, remedy=f"write {group}=…")]
+        listed = f"{group}=[default,{override.value()}]" if group == "callbacks" else f"{group}=…"
+        return [ConfigError("is there already", where=group, found=line, remedy=f"write {listed}")]
     options = group_options()[group]
     return [
         ConfigError(

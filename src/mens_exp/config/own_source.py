@@ -55,10 +55,13 @@ class OwnSource(FileConfigSource):
             schema = own_schema(file.parts[0], values, f"conf/{file}.yaml")
             return dataclasses.replace(result, config=OmegaConf.structured(schema), header={"package": None})
         config["defaults"] = [f"/{_SCHEMAS}{file}@_here_", "_self_"]
-        if file.parts[0] == "callbacks":
+        group = file.parts[0]
+        if group == "callbacks":
             result.header["package"] = result.header.get("package") or f"callbacks.{file.name}"
-        elif "name" in CLASS_GROUPS[file.parts[0]].__dataclass_fields__ and "name" not in config:  # type: ignore[attr-defined]
-            config["name"] = file.name
+        else:
+            implied = {"name": file.name, "labels": "assistant"}
+            for key in implied.keys() & CLASS_GROUPS[group].__dataclass_fields__.keys():  # type: ignore[attr-defined]
+                config.setdefault(key, implied[key])
         return result
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from mens_exp.config.overrides import Cell
 
-__all__ = ["Run", "open_run", "reopen_run"]
+__all__ = ["Run", "open_run", "reopen_run", "run_is_there"]
 
 # The part of provenance that may change a result.
 _CONDITIONS = ("commit", "diff_sha256", "packages", "python", "cpu", "environment", "own_classes")
@@ -129,17 +129,22 @@ def open_run(directory: Path, cell: Cell) -> Iterator[Run]:
     directory.mkdir(parents=True, exist_ok=True)
     with held(run_dir.lock):
         if run_dir.manifest.exists():
-            raise RequestError(
-                "a run is there already",
-                where=str(directory),
-                remedy=f"continue it with resume={directory}, or choose another hydra.run.dir",
-            )
+            raise run_is_there(directory)
         atomic.write_text(run_dir.config, to_yaml(cell.composed.values))
         run = Run(run_dir, _manifest(directory.name, cell))
         run.save()
         with _closing(run):
             run.telemetry.emit("run_started", _started(run.manifest, cell.composed.values))
             yield run
+
+
+def run_is_there(directory: Path) -> RequestError:
+    """Say that a directory holds a run already."""
+    return RequestError(
+        "a run is there already",
+        where=str(directory),
+        remedy=f"continue it with resume={directory}, or choose another hydra.run.dir",
+    )
 
 
 @contextmanager
