@@ -53,7 +53,9 @@ class OwnSource(FileConfigSource):
             assert isinstance(values, dict)
             values.pop("defaults", None)
             schema = own_schema(file.parts[0], values, f"conf/{file}.yaml")
-            return dataclasses.replace(result, config=OmegaConf.structured(schema), header={"package": None})
+            return dataclasses.replace(
+                result, config=OmegaConf.structured(schema), header={"package": None}
+            )
         config["defaults"] = [f"/{_SCHEMAS}{file}@_here_", "_self_"]
         group = file.parts[0]
         if group == "callbacks":

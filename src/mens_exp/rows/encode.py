@@ -100,7 +100,7 @@ def encode(
     if objective not in _OBJECTIVES:
         raise ConfigError(
             "unknown labelling rule",
-            where="objective.name",
+            where="objective.labels",
             found=objective,
             expected=expected_name(objective, _OBJECTIVES),
         )

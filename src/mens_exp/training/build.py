@@ -63,9 +63,7 @@ def build_backend(config: RunConfig, base: BaseModel) -> Backend:
 
 def build_module(config: RunConfig, backend: Backend, data: RowsDataModule) -> TrainingModule:
     """Put backend and objective together, in training mode."""
-    module = TrainingModule(
-        config, backend, _objective(config), total_steps=data.max_steps
-    )
+    module = TrainingModule(config, backend, _objective(config), total_steps=data.max_steps)
     module.train()  # from_pretrained leaves evaluation mode on, and Lightning keeps what it finds
     return module
 
