@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,13 +110,14 @@ def _checked_cells(
 ) -> list[Cell]:
     """Compose every cell, and raise all problems of the command together."""
     from mens_exp.config.overrides import check
+    from mens_exp.config.validate import TASK_READS
     from mens_exp.errors import Problems
     from mens_exp.plan.preflight import preflight
 
     checked = check(overrides, multirun=multirun)
     problems = list(checked.problems)
     for cell in checked.cells if with_files else ():
-        if cell.config.task.name == "evaluate":
+        if "path" in TASK_READS[cell.config.task.name]:
             problems += _settle_subject(cell)
         else:
             problems += preflight(cell.config)
@@ -137,16 +139,23 @@ def _used_directory(cell: Cell, *, multirun: bool) -> list[MensError]:
 
 def _settle_subject(cell: Cell) -> list[MensError]:
     """Replace ``latest`` by the run it means now, before a run of our own becomes the latest."""
-    from mens_exp.errors import MensError
-    from mens_exp.tasks.evaluate import subject_of
+    from mens_exp.errors import MensError, Problems
+    from mens_exp.tasks.subject import base_problems, config_of, subject_of
 
-    if cell.config.path is None:
+    config = cell.config
+    if config.path is None:
         return []
     try:
-        cell.config.path = str(subject_of(cell.config.path).path)
+        if config.path == "base":
+            return base_problems(config)
+        subject = subject_of(config.path)
+        config_of(subject)
+        config.path = str(subject.path)
+    except Problems as several:
+        return list(several.problems)
     except MensError as error:
         return [error]
-    cell.composed.values.path = cell.config.path
+    cell.composed.values.path = config.path
     return []
 
 
@@ -214,17 +223,7 @@ def _run_task(directory: Path, cell: Cell) -> int:
 
 def _task(cell: Cell) -> Any:
     name = cell.config.task.name
-    if name == "plan":
-        from mens_exp.tasks.plan import plan
-
-        return plan
-    if name == "evaluate":
-        from mens_exp.tasks.evaluate import evaluate
-
-        return evaluate
-    from mens_exp.tasks.train import train
-
-    return train
+    return getattr(import_module(f"mens_exp.tasks.{name}"), name)
 
 
 def _resume(overrides: Sequence[str], *, multirun: bool) -> int:
@@ -276,7 +275,7 @@ def _show(directory: Path) -> None:
     run = RunDir(directory)
     found = records.load(run)
     console = Console()
-    if found.manifest.task == "plan":
+    if found.manifest.task not in {"train", "evaluate"}:
         return
     if found.items:
         console.print(terminal.completions(found.items, n=3))

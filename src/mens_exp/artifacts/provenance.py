@@ -21,6 +21,7 @@ __all__ = ["PACKAGES", "collect"]
 PACKAGES = (
     "bitsandbytes",
     "gguf",
+    "huggingface-hub",
     "hydra-core",
     "jinja2",
     "lightning",
@@ -33,6 +34,7 @@ PACKAGES = (
     "pyyaml",
     "rich",
     "safetensors",
+    "tensorboard",
     "tokenizers",
     "torch",
     "transformers",

@@ -16,6 +16,7 @@ from mens_exp.artifacts.adapter_v3 import AdapterManifest
 from mens_exp.backends.adapting import ADAPTER, adapted, lora_layers, matrices
 from mens_exp.backends.frozen_base import load_base
 from mens_exp.backends.greedy import greedy
+from mens_exp.backends.streaming import step
 from mens_exp.errors import ConfigError
 from mens_exp.layout.names import base_key, logical_name
 from mens_exp.lora.keyed import initialise, share_dropout
@@ -118,6 +119,11 @@ class QloraBackend(torch.nn.Module):
                 end_ids=end_ids,
                 pad_id=pad_id,
             )
+
+    def next_logits(self, ids: Sequence[int], cache: Any = None) -> tuple[torch.Tensor, Any]:
+        """Return the logits ``[V]``, f32, that follow ids, and the cache grown by these."""
+        with self._compute():
+            return step(self.causal_lm, ids, cache)
 
     def adapter(self, config: RunConfig) -> tuple[AdapterManifest, dict[str, np.ndarray]]:
         """Return the adapter's manifest and its f32 tensors under logical names."""

@@ -23,7 +23,7 @@ from mens_exp.config.own_conf import config_directory, group_options, our_target
 from mens_exp.config.own_schema import CLASS_GROUPS, own_schema
 from mens_exp.config.own_source import read_own_conf
 from mens_exp.config.root import RunConfig
-from mens_exp.config.store import register, schema_of
+from mens_exp.config.store import SCHEMAS, register, schema_of
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -234,6 +234,8 @@ def _under_schemas(stored: DictConfig | ListConfig) -> DictConfig:
                 name: OmegaConf.merge(_schema("callbacks", values, name=str(name)), values)
                 for name, values in node.items()
             }
+        elif isinstance(node, DictConfig) and group not in SCHEMAS:
+            root[group] = OmegaConf.merge(root[group], node)
         elif isinstance(node, DictConfig):
             root[group] = OmegaConf.merge(_schema(str(group), node), node)
         else:

@@ -243,7 +243,7 @@ def _cells(overrides: list[Override], problems: list[MensError], named: set[str]
                 continue
             config = typed(one.values)
             problems += problems_of(config)
-            problems += unread_overrides(config.task.name, keys)
+            problems += unread_overrides(config.task.name, keys, path=config.path)
             cells.append(Cell(composed=one, config=config))
     except (HydraException, OmegaConfBaseException) as error:
         problems.append(_refused_by_hydra(error))

@@ -46,7 +46,12 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "optim": {"optim": optim.OptimConfig},
     "schedule": {"schedule": schedule.ScheduleConfig},
     "trainer": {"trainer": trainer.TrainerConfig},
-    "logger": {"wandb": logger.WandbLogger, "none": logger.NoLogger},
+    "logger": {
+        "wandb": logger.WandbLogger,
+        "csv": logger.CsvLogger,
+        "tensorboard": logger.TensorboardLogger,
+        "none": logger.NoLogger,
+    },
     "suite": {"heldout_syntax": suite.HeldoutSyntaxSuite, "none": suite.NoSuite},
     "callbacks": {
         "callback": callbacks.CallbackConfig,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 import warnings
@@ -14,10 +15,11 @@ from hydra.utils import get_class, instantiate
 from lightning import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from mens_exp.config.logger import WandbLogger
+from mens_exp.config.logger import NoLogger, WandbLogger
 from mens_exp.config.objective import ObjectiveConfig
 from mens_exp.errors import SetupError
 from mens_exp.training.atomic_checkpoint import AtomicCheckpointIO
+from mens_exp.training.loggers import lightning_logger
 from mens_exp.training.module import TrainingModule
 
 if TYPE_CHECKING:
@@ -103,7 +105,8 @@ def build_trainer(config: RunConfig, run: RunRecord, *, max_steps: int) -> Train
         deterministic=deterministic,
         callbacks=callbacks,
         plugins=[AtomicCheckpointIO()],
-        logger=False,
+        logger=lightning_logger(config.logger, run) or False,
+        log_every_n_steps=1,
         enable_checkpointing=any(isinstance(one, Checkpoint) for one in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -125,6 +128,10 @@ def _callbacks(config: RunConfig, run: RunRecord) -> list[Callback]:
         from mens_exp.training.callbacks.wandb_mirror import WandbMirror
 
         callbacks.append(WandbMirror(logger=config.logger, run=run))
+    elif not isinstance(config.logger, NoLogger):
+        from mens_exp.training.callbacks.logger_feed import LoggerFeed
+
+        callbacks.append(LoggerFeed(settings=dataclasses.asdict(config)))
     return callbacks
 
 
