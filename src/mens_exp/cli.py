@@ -140,7 +140,7 @@ def _used_directory(cell: Cell, *, multirun: bool) -> list[MensError]:
 def _settle_subject(cell: Cell) -> list[MensError]:
     """Replace ``latest`` by the run it means now, before a run of our own becomes the latest."""
     from mens_exp.errors import MensError, Problems
-    from mens_exp.tasks.subject import base_problems, config_of, subject_of
+    from mens_exp.tasks.subject import base_problems, config_of, sending_problems, subject_of
 
     config = cell.config
     if config.path is None:
@@ -149,14 +149,15 @@ def _settle_subject(cell: Cell) -> list[MensError]:
         if config.path == "base":
             return base_problems(config)
         subject = subject_of(config.path)
-        config_of(subject)
+        if config.task.name in {"evaluate", "chat"}:
+            config_of(subject)  # they build what it names
         config.path = str(subject.path)
     except Problems as several:
         return list(several.problems)
     except MensError as error:
         return [error]
     cell.composed.values.path = config.path
-    return []
+    return sending_problems(config, subject)
 
 
 def _hydra(arguments: list[str], cells: list[Cell]) -> int:

@@ -98,6 +98,11 @@ class RunDir:
         return self.path / "wandb"
 
     @property
+    def bundle(self) -> Path:
+        """In an unpacked bundle, the list of its files."""
+        return self.path / "bundle.json"
+
+    @property
     def csv(self) -> Path:
         """The directory of Lightning's CSV logger, one below it for each attempt."""
         return self.path / "csv"

@@ -171,6 +171,8 @@ class QloraBackend(torch.nn.Module):
 
     def write_peft(self, directory: Path) -> None:
         """Write the adapter as a PEFT directory; it appears whole or not at all."""
+        # PEFT would write where the weights lie on this machine, which means nothing elsewhere.
+        self.model.peft_config[ADAPTER].base_model_name_or_path = self.base.name
         with atomic.directory(directory) as temporary, quiet():
             self.model.save_pretrained(temporary, save_embedding_layers=False)
             (temporary / "README.md").unlink(missing_ok=True)  # MODEL_CARD.md says it better

@@ -53,3 +53,6 @@ class ExportConfig:
     out: str | None = setting(
         None, "File to write; null is <run>.tar.gz in the export's own run directory."
     )
+    allow_absolute_paths: bool = setting(
+        False, "Pack even where the records name absolute paths of this machine."
+    )

@@ -157,6 +157,7 @@ def reopen_run(directory: RunDir, cell: Cell, *, step: int, notes: list[str]) ->
     with held(directory.lock):
         for parent in (directory.path, directory.checkpoints, directory.adapter):
             atomic.remove_stale(parent)
+        directory.bundle.unlink(missing_ok=True)  # from here on it is not what was packed
         rewind(directory.telemetry, step)
         manifest = Manifest.read(directory.manifest)
         now = utc_now()

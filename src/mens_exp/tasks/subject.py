@@ -8,13 +8,16 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.config.compose import from_yaml, typed
 from mens_exp.errors import Problems, RequestError
+from mens_exp.export import hub
+from mens_exp.export.bundle import packing_problems, verify
+from mens_exp.export.contents import changed_files, run_files, secret_problems
 from mens_exp.plan.checks import classes, model
 
 if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.errors import MensError
 
-__all__ = ["base_problems", "config_of", "subject_of"]
+__all__ = ["base_problems", "config_of", "sending_problems", "subject_of"]
 
 
 def subject_of(path: str) -> RunDir:
@@ -22,6 +25,7 @@ def subject_of(path: str) -> RunDir:
 
     Raises:
         RequestError: there is no such run, or it has no adapter.
+        DataError: it is an unpacked bundle, and not what was packed.
     """
     subject = resolve(path, task="train")
     manifest = Manifest.read(subject.manifest)
@@ -41,6 +45,7 @@ def subject_of(path: str) -> RunDir:
             expected="a training run that has ended",
             remedy=f"finish it with resume={subject.path}",
         )
+    verify(subject)
     return subject
 
 
@@ -62,3 +67,17 @@ def base_problems(config: RunConfig) -> list[MensError]:
         return [*model.check(config), *classes.check(config)]
     except Problems as several:
         return list(several.problems)
+
+
+def sending_problems(config: RunConfig, subject: RunDir) -> list[MensError]:
+    """List what keeps a run from leaving this machine by the chosen task."""
+    if config.task.name == "export":
+        return packing_problems(
+            subject,
+            checkpoints=config.export.checkpoints,
+            allow_absolute_paths=config.export.allow_absolute_paths,
+        )
+    if config.task.name == "push":
+        files = run_files(subject).items()
+        return [*hub.login_problems(), *changed_files(subject), *secret_problems(files)]
+    return []
