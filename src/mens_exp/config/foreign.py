@@ -43,8 +43,9 @@ def refuse_foreign(values: Any, file: Path) -> None:
 def _targets(values: Any, file: Path) -> Iterator[ConfigError]:
     vouched = own_targets() | our_targets()
     for place, target in targets_in(values):
-        trusted = isinstance(target, str) and target.startswith(_TRUSTED)
-        if target in vouched or (trusted and _PLACE.fullmatch(place)):
+        named = target if isinstance(target, str) else ""
+        trusted = named.startswith(_TRUSTED)
+        if named in vouched or (trusted and _PLACE.fullmatch(place)):
             continue
         yield ConfigError(
             "a stored configuration may not name this class",

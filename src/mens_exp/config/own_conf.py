@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from mens_exp.artifacts.nearest import nearest
+from mens_exp.config.own_schema import CLASS_GROUPS, key_problems
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -128,8 +129,10 @@ def _file_problems(root: Path, file: Path) -> Iterator[ConfigError]:
             yield ConfigError(
                 "is in no config group", where=where, found=group, expected=f"such as {close}"
             )
-    elif isinstance(_read(root / file), str):
-        yield ConfigError("is no YAML mapping", where=where, found=str(_read(root / file)))
+    elif isinstance(values := _read(root / file), str):
+        yield ConfigError("is no YAML mapping", where=where, found=values)
+    elif group in CLASS_GROUPS and "_target_" in values:
+        yield from key_problems(values, where)
 
 
 def _read(file: Path) -> dict[str, Any] | str:

@@ -14,12 +14,12 @@ from mens_exp.config.callbacks import CallbackConfig
 from mens_exp.config.fields import setting
 from mens_exp.config.objective import ObjectiveConfig
 from mens_exp.config.optim import OptimizerConfig
-from mens_exp.errors import ConfigError
+from mens_exp.errors import ConfigError, Problems
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
-__all__ = ["CLASS_GROUPS", "own_schema"]
+__all__ = ["CLASS_GROUPS", "key_problems", "own_schema"]
 
 # What every class of a group has; the rest is the user's.
 CLASS_GROUPS: dict[str, type] = {
@@ -40,23 +40,31 @@ def own_schema(group: str, values: Mapping[str, Any], where: str) -> type:
 
     Raises:
         ConfigError: a key is no name, or is one that Hydra keeps for itself.
+        Problems: several are.
     """
+    Problems.raise_if(list(key_problems(values, where)))
     base: Any = CLASS_GROUPS[group]
     fields = []
     for key, value in values.items():
         if key in base.__dataclass_fields__:
             continue
-        if not (isinstance(key, str) and key.isidentifier()) or key.startswith("_"):
-            raise ConfigError(
-                "is no setting of a class",
-                where=where,
-                found=key,
-                expected="names of the class's arguments, and _target_",
-            )
         fields.append((key, _type_of(value), setting(_default(value), f"Set by {where}.")))
     return dataclasses.make_dataclass(
         f"Own{base.__name__}", fields, bases=(base,), kw_only=True, slots=True
     )
+
+
+def key_problems(values: Mapping[str, Any], where: str) -> Iterator[ConfigError]:
+    """Yield every key of an option that names no argument of a class."""
+    for key in values:
+        is_name = isinstance(key, str) and key.isidentifier() and not key.startswith("_")
+        if not is_name and key not in {"_target_", "defaults"}:
+            yield ConfigError(
+                "is no setting of a class",
+                where=where,
+                found=str(key),
+                expected="names of the class's arguments, and _target_",
+            )
 
 
 def _type_of(value: Any) -> Any:

@@ -73,7 +73,8 @@ def range_problems(node: Any, prefix: str = "") -> Iterator[ConfigError]:
             yield from range_problems(value, f"{path}.")
         elif isinstance(value, dict):
             for name, entry in value.items():
-                yield from range_problems(entry, f"{path}.{name}.")
+                if dataclasses.is_dataclass(entry):  # a mapping of plain values has no ranges
+                    yield from range_problems(entry, f"{path}.{name}.")
         else:
             bounds = range_of(field)
             if bounds is not None and value is not None and not bounds.accepts(value):
@@ -83,9 +84,7 @@ def range_problems(node: Any, prefix: str = "") -> Iterator[ConfigError]:
                 )
 
 
-def unread_overrides(
-    name: str, keys: Iterable[str], *, path: str | None = None
-) -> list[MensError]:
+def unread_overrides(name: str, keys: Iterable[str], *, path: str | None = None) -> list[MensError]:
     """List explicit overrides that the chosen task never reads.
 
     Args:

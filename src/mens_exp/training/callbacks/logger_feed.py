@@ -50,5 +50,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
             entries += _flat(value, f"{prefix}{name}.")
         else:
             plain = value is None or isinstance(value, bool | int | float | str)
-            entries.append((f"{prefix}{name}", value if plain else str(getattr(value, "value", value))))
+            entries.append(
+                (f"{prefix}{name}", value if plain else str(getattr(value, "value", value)))
+            )
     return entries
