@@ -42,9 +42,8 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit code.
     """
-    from mens_exp.errors import MensError, Problems
-
     from mens_exp.config.compose import begin_command
+    from mens_exp.errors import MensError, Problems
 
     begin_command()
     try:
@@ -198,7 +197,7 @@ def _hydra(arguments: list[str], cells: list[Cell]) -> int:
 
 @contextmanager
 def _frozen(groups: Path, *, is_sweep: bool) -> Iterator[Path]:
-    """Copy the config groups, ours and the user's, for a sweep, where Hydra reads them again for each job."""
+    """Copy all config groups for a sweep, where Hydra reads them again for each job."""
     if not is_sweep:
         yield groups
         return

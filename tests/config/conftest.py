@@ -14,6 +14,9 @@ NEEDS = {
     "model=hf": ["model.id=somewhere"],
     "data=jsonl": ["data.path=rows.jsonl"],
     "task=evaluate": ["path=latest"],
+    "task=chat": ["path=latest"],
+    "task=export": ["path=latest"],
+    "task=push": ["path=latest", "repo=me/adapter"],
 }
 
 

@@ -12,15 +12,13 @@ TINY = ["experiment=smoke", "suite=none", "trainer=cpu"]
 
 def files() -> dict[str, str]:
     """Return each shown file by its path: a name in backquotes, then its block."""
-    blocks = re.findall(
-        r"^`([\w/.]+)`:\n\n```\w+\n(.*?)^```$", PAGE.read_text("utf-8"), re.M | re.S
-    )
-    return dict(blocks)
+    block = re.compile(r"^`([\w/.]+)`:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return dict(block.findall(PAGE.read_text("utf-8")))
 
 
 def commands() -> list[list[str]]:
     """Return the overrides of each shown command."""
-    lines = re.findall(r"^    python -m mens_exp (.*)$", PAGE.read_text("utf-8"), re.M)
+    lines = re.findall(r"^    python -m mens_exp (.*)$", PAGE.read_text("utf-8"), re.MULTILINE)
     return [shlex.split(line) for line in lines]
 
 

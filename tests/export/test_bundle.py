@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import shutil
 import tarfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,6 +17,7 @@ from mens_exp.export.contents import path_problems, secret_problems
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 
 def unpack(archive: Path, place: Path) -> RunDir:

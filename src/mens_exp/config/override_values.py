@@ -171,13 +171,13 @@ def _unknown_key(key: str, found: str, reference: DictConfig) -> ConfigError:
             expected=f"{group}={' or '.join(owners)}, which has it",
             remedy=f"add {group}={owners[0]}, or drop {key}",
         )
-    peer = _peer(key, found, reference)
+    peer = _peer(key, found)
     return peer or ConfigError(
         "unknown key", where=key, found=found, expected=_expected_key(key, reference)
     )
 
 
-def _peer(key: str, found: str, reference: DictConfig) -> ConfigError | None:
+def _peer(key: str, found: str) -> ConfigError | None:
     """Say what a setting of another fine-tuner is called here, where the key is one."""
     peer = peer_of(key)
     if peer is None:

@@ -51,8 +51,8 @@ class OwnSource(FileConfigSource):
         if config_path.startswith(_SCHEMAS):
             values = OmegaConf.to_container(config)
             assert isinstance(values, dict)
-            values.pop("defaults", None)
-            schema = own_schema(file.parts[0], values, f"conf/{file}.yaml")
+            own = {str(key): value for key, value in values.items() if key != "defaults"}
+            schema = own_schema(file.parts[0], own, f"conf/{file}.yaml")
             return dataclasses.replace(
                 result, config=OmegaConf.structured(schema), header={"package": None}
             )

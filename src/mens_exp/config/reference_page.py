@@ -28,12 +28,12 @@ __all__ = ["page"]
 
 _HEAD = """# Configuration
 
-Every group with its options, and every key with its type, default, range and meaning. `--help` is the short
-form; `--cfg job` shows what a command composes to. Made by `make docs` from the schemas in
-`src/mens_exp/config/` and the files in `conf/`; do not edit it.
+Every group with its options, and every key with its type, default, range and meaning.
+`--help` is the short form; `--cfg job` shows what a command composes to. Made by `make docs`
+from the schemas in `src/mens_exp/config/` and the files in `conf/`; do not edit it.
 
-A group takes an option, `group=option`; a key takes a value, `group.key=value`. A `./conf` of your own adds
-options: see [extending.md](extending.md).
+A group takes an option, `group=option`; a key takes a value, `group.key=value`. A `./conf` of
+your own adds options: see [extending.md](extending.md).
 """
 _WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", Any: "any"}
 

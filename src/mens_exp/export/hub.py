@@ -76,7 +76,6 @@ def push(run: RunDir, repo: str, *, private: bool, message: str) -> Pushed:
             refuses the upload.
         SetupError: the hub cannot be reached, or does not know the token.
     """
-    import httpx
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -90,7 +89,8 @@ def push(run: RunDir, repo: str, *, private: bool, message: str) -> Pushed:
         commit = api.create_commit(repo, operations, commit_message=message)
     except HfHubHTTPError as error:
         raise _refused(repo, error) from error
-    except (httpx.HTTPError, OSError) as error:
+    # The client library that the hub's builds on, which is another one from version to version.
+    except (HfHubHTTPError.__bases__[0], OSError) as error:
         raise SetupError(
             "the Hugging Face hub cannot be reached",
             where="repo",

@@ -217,10 +217,13 @@ def _argument_problems(
             )
     given = settings | {*kind.given, *kind.optional}
     for name, one in parameters.items():
-        if one.default is one.empty and one.kind in {one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY}:
-            if name not in given:
-                yield ConfigError(
-                    f"{node._target_} needs an argument that nothing sets",
-                    where=f"{place}.{name}",
-                    remedy=f"write {name} into its file in ./conf",
-                )
+        is_needed = one.default is one.empty and one.kind not in {
+            one.VAR_POSITIONAL,
+            one.VAR_KEYWORD,
+        }
+        if is_needed and name not in given:
+            yield ConfigError(
+                f"{node._target_} needs an argument that nothing sets",
+                where=f"{place}.{name}",
+                remedy=f"write {name} into its file in ./conf",
+            )
