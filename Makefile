@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test quick check format golden bench clean
+.PHONY: help setup run test quick check format golden docs bench clean
 
 help: ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -44,6 +44,9 @@ format: $(STAMP) ## Format the code
 
 golden: $(STAMP) ## Refresh the golden resolved configurations of the experiments
 	PYTHONPATH=src $(BIN)/python tests/golden/refresh.py
+
+docs: $(STAMP) ## Make docs/config.md from the schemas and the config groups
+	PYTHONPATH=src $(BIN)/python -m mens_exp.config.reference_page > docs/config.md
 
 bench: $(STAMP) ## Measure training speed beside this machine's GEMM rate
 	$(BIN)/python benchmarks/throughput.py

@@ -28,7 +28,7 @@ LAYERS = (
     ("model", "data", "objective"),
     ("quant", "lora"),
     ("backends",),
-    ("evals", "report"),
+    ("evals", "export", "report"),
     ("training",),
     ("tasks",),
     ("cli",),

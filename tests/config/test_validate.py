@@ -152,7 +152,7 @@ BAD: list[tuple[Changed, str, str, str]] = [
         "changes nothing",
         "another value than 16",
     ),
-    ({"objective.name": "casual"}, "objective.name", "casual", "the nearest is causal"),
+    ({"objective.labels": "casual"}, "objective.labels", "casual", "the nearest is causal"),
     ({"model.hidden_size": 96}, "model.hidden_size", "found 96", "a multiple of 64"),
     ({"model.intermediate_size": 65}, "model.intermediate_size", "found 65", "a multiple of 64"),
     (

@@ -9,7 +9,7 @@ import torch
 
 from mens_exp.errors import ModelFileError
 from mens_exp.layout.families import FAMILIES
-from mens_exp.model.base_weights import BaseWeights
+from mens_exp.model.published_weights import BaseWeights
 from mens_exp.model.quiet import quiet
 from mens_exp.tokenizer import byte_level
 

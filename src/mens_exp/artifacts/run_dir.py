@@ -102,6 +102,26 @@ class RunDir:
         """The directory of the offline mirror."""
         return self.path / "wandb"
 
+    @property
+    def bundle(self) -> Path:
+        """In an unpacked bundle, the list of its files."""
+        return self.path / "bundle.json"
+
+    @property
+    def csv(self) -> Path:
+        """The directory of Lightning's CSV logger, one below it for each attempt."""
+        return self.path / "csv"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The directory of TensorBoard's event files, one below it for each attempt."""
+        return self.path / "tensorboard"
+
+    @property
+    def transcript(self) -> Path:
+        """What was said in a chat."""
+        return self.path / "transcript.json"
+
     def checkpoint(self, step: int) -> Path:
         """Return the path of the training state after optimizer step `step`."""
         return self.checkpoints / f"step_{step:08d}.ckpt"

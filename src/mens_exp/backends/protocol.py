@@ -43,6 +43,9 @@ class Backend(Protocol):
     def generate(self, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
         """Continue prompts greedily; see the backend for the options."""
 
+    def next_logits(self, ids: Sequence[int], cache: Any = None) -> tuple[torch.Tensor, Any]:
+        """Return the logits ``[V]`` that follow ids, and the cache grown by these."""
+
     def adapter(self, config: RunConfig) -> tuple[AdapterManifest, dict[str, np.ndarray]]:
         """Return the adapter under logical names, with its manifest."""
 

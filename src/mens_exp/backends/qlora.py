@@ -23,13 +23,14 @@ from mens_exp.backends.adapting import ADAPTER, adapted, parameters_of, tied_hea
 from mens_exp.backends.frozen_base import load_base
 from mens_exp.backends.greedy import greedy
 from mens_exp.backends.starting import start_all, start_facts
+from mens_exp.backends.streaming import step
 from mens_exp.config.checkpointing import is_wanted
 from mens_exp.errors import ConfigError
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import chosen, described
 from mens_exp.lora.keyed import share_dropout
 from mens_exp.model import attention, checkpointing
-from mens_exp.model.base_weights import BaseWeights
+from mens_exp.model.published_weights import BaseWeights
 from mens_exp.model.quiet import quiet
 from mens_exp.quant.bnb import compute_dtype, quantized_linears
 
@@ -163,6 +164,11 @@ class QloraBackend(torch.nn.Module):
                 pad_id=pad_id,
             )
 
+    def next_logits(self, ids: Sequence[int], cache: Any = None) -> tuple[torch.Tensor, Any]:
+        """Return the logits ``[V]``, f32, that follow ids, and the cache grown by these."""
+        with self._compute():
+            return step(self.causal_lm, ids, cache)
+
     def adapter(self, config: RunConfig) -> tuple[AdapterManifest, dict[str, np.ndarray]]:
         """Return the adapter's manifest and its f32 tensors under logical names.
 
@@ -214,6 +220,8 @@ class QloraBackend(torch.nn.Module):
 
     def write_peft(self, directory: Path) -> None:
         """Write the adapter as a PEFT directory; it appears whole or not at all."""
+        # PEFT would write where the weights lie on this machine, which means nothing elsewhere.
+        self.model.peft_config[ADAPTER].base_model_name_or_path = self.base.name
         with (
             atomic.directory(directory) as temporary,
             quiet(),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.layout.targets import LinearModule
     from mens_exp.lora.from_weights import Pair, Start
-    from mens_exp.model.base_weights import BaseWeights
+    from mens_exp.model.published_weights import BaseWeights
 
 __all__ = ["QuantizationError", "Residuals", "scale_of", "start_all"]
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from omegaconf import MISSING
 
@@ -15,9 +13,9 @@ __all__ = [
     "LABELLINGS",
     "AssistantObjective",
     "CausalObjective",
+    "CrossEntropyConfig",
     "ObjectiveConfig",
     "Turns",
-    "loss_settings",
 ]
 
 LABELLINGS = ("assistant", "causal")  # what rows/encode knows how to label
@@ -32,10 +30,19 @@ class Turns(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class ObjectiveConfig:
-    """Next-token cross entropy over the supervised tokens."""
+    """What every objective has, one of the user's own included."""
 
     _target_: str = setting(MISSING, "Class of the objective; set by the option.")
-    name: str = setting(MISSING, "Name of the labelling rule; set by the option.")
+    name: str = setting(MISSING, "Its name in records; set by the option.")
+    labels: str = setting(
+        MISSING, "Which tokens are supervised: assistant or causal; set by the option."
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class CrossEntropyConfig(ObjectiveConfig):
+    """Next-token cross entropy over the supervised tokens."""
+
     chunk_tokens: int = setting(
         64,
         "Supervised positions whose logits exist at one time (memory: chunk × vocabulary × 4 B).",
@@ -44,30 +51,19 @@ class ObjectiveConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class CausalObjective(ObjectiveConfig):
+class CausalObjective(CrossEntropyConfig):
     """Every token is learned."""
 
     name: str = "causal"
+    labels: str = "causal"
 
 
 @dataclass(kw_only=True, slots=True)
-class AssistantObjective(ObjectiveConfig):
+class AssistantObjective(CrossEntropyConfig):
     """The assistant's turns are learned, each with its end marker."""
 
     name: str = "assistant"
+    labels: str = "assistant"
     turns: Turns = setting(
         Turns.all, "Which assistant turns of a conversation are learned: all, or the last alone."
     )
-
-
-def loss_settings(objective: ObjectiveConfig) -> dict[str, Any]:
-    """Return what the objective's class is made from: all but what labels the tokens.
-
-    Args:
-        objective: the `objective` group.
-
-    Returns:
-        Its values by name, ``_target_`` included.
-    """
-    names = [field.name for field in dataclasses.fields(objective) if field.name != "turns"]
-    return {name: getattr(objective, name) for name in names}

@@ -13,19 +13,26 @@ __all__ = [
     "AdamwConfig",
     "LionConfig",
     "OptimConfig",
+    "OptimizerConfig",
     "PagedAdamw8bitConfig",
 ]
 
 
 @dataclass(kw_only=True, slots=True)
-class OptimConfig:
-    """What every optimizer has; it works on the adapter's parameters."""
+class OptimizerConfig:
+    """What every optimizer has, one of the user's own included; it works on the adapter alone."""
 
     _target_: str = setting(MISSING, "Class of the optimizer; set by the option.")
-    name: str = setting(MISSING, "The option's name; set by the option.")
+    name: str = setting("own", "The option's name; set by the option.")
     lr: float = setting(
         2e-3, "Peak rate (measured on the main job: 2e-3 below 1e-3 in training loss).", gt=0
     )
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimConfig(OptimizerConfig):
+    """What ours have beside it."""
+
     betas: list[float] = setting([0.9, 0.999], "Decay of the two averages (torch's default).")
     weight_decay: float = setting(
         0.0, "Decoupled decay (0: adapters are small, B starts at 0).", ge=0

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mens_exp.artifacts.nearest import expected_name, nearest
 from mens_exp.config.compose import compose, group_options
+from mens_exp.config.peers import peer_of
 from mens_exp.config.root import RunConfig
 from mens_exp.config.store import SCHEMAS, SET_BY_OPTION, is_open
 from mens_exp.errors import ConfigError
@@ -111,7 +112,7 @@ def _assignment_problems(key: str, value: Any, reference: DictConfig) -> Iterato
     if not exists(reference, key):
         yield _unknown_key(key, f"{key}={shown(value)}", reference)
         return
-    if key in SET_BY_OPTION:
+    if key in SET_BY_OPTION or key.endswith("._target_"):
         group = key.partition(".")[0]
         yield ConfigError(
             "is set by the option",
@@ -178,8 +179,30 @@ def _unknown_key(key: str, found: str, reference: DictConfig) -> ConfigError:
             expected=f"{group}={' or '.join(owners)}, which has it",
             remedy=f"add {group}={owners[0]}, or drop {key}",
         )
-    return ConfigError(
+    peer = _peer(key, found)
+    return peer or ConfigError(
         "unknown key", where=key, found=found, expected=_expected_key(key, reference)
+    )
+
+
+def _peer(key: str, found: str) -> ConfigError | None:
+    """Say what a setting of another fine-tuner is called here, where the key is one."""
+    peer = peer_of(key)
+    if peer is None:
+        return None
+    what = f"is what {peer.used_by} call{'' if ' and ' in peer.used_by else 's'} it"
+    if peer.ours is None:
+        return ConfigError(f"{what}; it is not offered here", where=key, found=found)
+    value = found.partition("=")[2] or "…"
+    is_group = peer.ours in group_options()
+    remedy = f"write {peer.how or f'{peer.ours}={value}'}"
+    kind = "the group " if is_group else ""
+    return ConfigError(
+        what,
+        where=key,
+        found=found,
+        expected=f"{kind}{peer.ours}, as it is called here",
+        remedy=remedy,
     )
 
 

@@ -57,7 +57,12 @@ SCHEMAS: dict[str, dict[str, type]] = {
     },
     "schedule": {"schedule": schedule.ScheduleConfig},
     "trainer": {"trainer": trainer.TrainerConfig},
-    "logger": {"wandb": logger.WandbLogger, "none": logger.NoLogger},
+    "logger": {
+        "wandb": logger.WandbLogger,
+        "csv": logger.CsvLogger,
+        "tensorboard": logger.TensorboardLogger,
+        "none": logger.NoLogger,
+    },
     "suite": {"heldout_syntax": suite.HeldoutSyntaxSuite, "none": suite.NoSuite},
     "callbacks": {
         "callback": callbacks.CallbackConfig,
@@ -80,7 +85,7 @@ DISCRIMINATORS = {
 # Fields that say which option is in force: to set one apart from its option would make the
 # record say one thing and the run do another.
 SET_BY_OPTION = frozenset(
-    {"task.name", "tokenizer.name"}
+    {"task.name", "tokenizer.name", "objective.labels"}
     | {f"{group}.{field}" for group, field in DISCRIMINATORS.items()}
 )
 

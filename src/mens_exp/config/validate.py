@@ -61,8 +61,12 @@ TASK_READS: dict[str, frozenset[str]] = {
     "train": _EVERYTHING,
     "plan": _EVERYTHING - {"resume"},
     "evaluate": frozenset({"path", "suite", "trainer.accelerator"}),
+    "chat": frozenset({"path", "prompt", "chat", "seed", "trainer.accelerator"}),
+    "push": frozenset({"path", "repo", "push"}),
+    "export": frozenset({"path", "format", "export"}),
     "doctor": frozenset(),
 }
+_READ_OF_THE_BASE = frozenset({"model", "tokenizer", "quant", "lora", "backend"})
 
 
 def problems_of(config: RunConfig) -> list[MensError]:
@@ -90,7 +94,7 @@ def range_problems(node: Any, prefix: str = "") -> Iterator[ConfigError]:
             yield from range_problems(value, f"{path}.")
         elif isinstance(value, dict):
             for name, entry in value.items():
-                if dataclasses.is_dataclass(entry):
+                if dataclasses.is_dataclass(entry):  # a mapping of plain values has no ranges
                     yield from range_problems(entry, f"{path}.{name}.")
         else:
             bounds = range_of(field)
@@ -101,14 +105,15 @@ def range_problems(node: Any, prefix: str = "") -> Iterator[ConfigError]:
                 )
 
 
-def unread_overrides(name: str, keys: Iterable[str]) -> list[MensError]:
+def unread_overrides(name: str, keys: Iterable[str], *, path: str | None = None) -> list[MensError]:
     """List explicit overrides that the chosen task never reads.
 
     Args:
         name: the task's name.
         keys: override keys as given, without ``+`` or ``~``.
+        path: the run that the task reads; for ``base`` the command's own model counts.
     """
-    reads = TASK_READS[name]
+    reads = TASK_READS[name] | (_READ_OF_THE_BASE if path == "base" else frozenset())
     problems: list[MensError] = []
     for key in keys:
         group = key.split(".", 1)[0]

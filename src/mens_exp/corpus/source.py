@@ -96,7 +96,7 @@ def labelling_of(config: RunConfig) -> Labelling:
     objective = config.objective
     turns = objective.turns if isinstance(objective, AssistantObjective) else Turns.all
     return Labelling(
-        objective=objective.name,
+        objective=objective.labels,
         turns=turns.value,
         seq_len=config.data.seq_len,
         truncation=config.data.truncation.value,

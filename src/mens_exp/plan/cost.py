@@ -8,6 +8,7 @@ import psutil
 
 from mens_exp.config.checkpointing import is_wanted
 from mens_exp.config.lora import LoraInit
+from mens_exp.config.objective import CrossEntropyConfig
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.layout.targets import adapter_parameters, chosen
 from mens_exp.plan.device import may_use_gpu
@@ -64,7 +65,7 @@ def memory(config: RunConfig, shape: Shape) -> dict[str, Any]:
         "weights file, mapped": 2 * parameters,
         "adapter, gradients, moments": per_parameter * adapter_parameters(config.lora, shape),
         "activations": _activations(config, shape) * width,
-        "head chunk": config.objective.chunk_tokens * shape.vocab_size * 14,
+        "head chunk": _head_positions(config) * shape.vocab_size * 14,
         "framework": _FRAMEWORK_BYTES + _HEAP_BYTES,
     }
     again = ", activations computed again" if checkpoints(config, shape) else ""
@@ -105,3 +106,10 @@ def _activations(config: RunConfig, shape: Shape) -> int:
     if checkpoints(config, shape):  # every layer's input, and one layer whole
         return tokens * (shape.num_hidden_layers * shape.hidden_size + layer)
     return tokens * shape.num_hidden_layers * layer
+
+
+def _head_positions(config: RunConfig) -> int:
+    """Return positions whose logits exist at one time; all, where an objective does not say."""
+    if isinstance(config.objective, CrossEntropyConfig):
+        return config.objective.chunk_tokens
+    return config.data.seq_len * config.data.micro_batch_size

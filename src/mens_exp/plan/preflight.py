@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from mens_exp.errors import ConfigError, MensError, Problems
-from mens_exp.plan.checks import adapter, data, lora, model, optim, tokenizer
+from mens_exp.plan.checks import adapter, classes, data, logger, lora, model, optim, tokenizer
 from mens_exp.rows.cache import cache_root
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def preflight(config: RunConfig) -> list[MensError]:
     problems: list[MensError] = []
     checks = (
         *(_cache, optim.check, data.check, model.check, lora.check),
-        *(adapter.check, tokenizer.check),
+        *(adapter.check, tokenizer.check, logger.check, classes.check),
     )
     for check in checks:
         try:

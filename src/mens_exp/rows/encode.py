@@ -113,7 +113,7 @@ def encode(pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Label
     if labelling.objective not in _OBJECTIVES:
         raise ConfigError(
             "unknown labelling rule",
-            where="objective.name",
+            where="objective.labels",
             found=labelling.objective,
             expected=expected_name(labelling.objective, _OBJECTIVES),
         )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from mens_exp.config.optim import OptimConfig
+    from mens_exp.config.optim import OptimizerConfig
 
 __all__ = ["build_optimizer"]
 
@@ -23,7 +23,7 @@ _OURS = {"_target_", "name"}  # what says which optimizer it is; the rest are it
 
 
 def build_optimizer(
-    config: OptimConfig, parameters: Sequence[torch.nn.Parameter]
+    config: OptimizerConfig, parameters: Sequence[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
     """Build the optimizer over the trained parameters, which lie on their device already.
 
