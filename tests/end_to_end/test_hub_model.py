@@ -30,7 +30,8 @@ ON_HUB = ["model=hf", f"model.id={NAME}"]
 def published(hub: Any, tiny_base: BaseModel) -> Any:
     """tiny_llama on the hub, as its first commit."""
     repository = hub.new()
-    repository.commit({file.name: file.read_bytes() for file in tiny_base.directory.iterdir()})
+    files = {file.name: file.read_bytes() for file in tiny_base.directory.iterdir()}
+    repository.commit(files | {"README.md": b"---\nlicense: mit\n---\n"})
     hub.repositories[NAME] = repository
     return repository
 
@@ -58,7 +59,7 @@ def test_the_commit_is_recorded_and_held_to(
     inputs = Manifest.read(run.manifest).inputs
     assert inputs["base_source"] == "hub"
     assert (inputs["base_id"], inputs["base_revision"]) == (NAME, commit)
-    assert inputs["base_model"] == NAME
+    assert (inputs["base_model"], inputs["license"]) == (NAME, "mit")
     assert inputs["base_weights_sha256"] == tiny_base.weights_sha256
     assert "trust_remote_code" not in inputs
     stored = typed(from_yaml(run.config)).model

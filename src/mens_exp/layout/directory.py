@@ -6,13 +6,15 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from mens_exp.errors import ModelFileError
 from mens_exp.layout.safetensors_header import TensorInfo, read_header
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["INDEX", "SINGLE", "ModelDirectory", "read_description", "read_directory"]
+__all__ = ["INDEX", "SINGLE", "ModelDirectory", "license_of", "read_description", "read_directory"]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -61,6 +63,22 @@ def read_description(path: Path) -> dict[str, Any]:
     if not (path / "tokenizer.json").is_file():
         raise ModelFileError("is missing", where=str(path / "tokenizer.json"))
     return config
+
+
+def license_of(path: Path) -> str | None:
+    """Return the licence that the head of a model card states, or None where it states none.
+
+    Format: https://huggingface.co/docs/hub/model-cards#model-card-metadata.
+    """
+    try:
+        _, head, _ = (path / "README.md").read_text(encoding="utf-8").split("---\n", 2)
+        stated = yaml.safe_load(head)
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    if not isinstance(stated, dict):
+        return None
+    name = stated.get("license_name" if stated.get("license") == "other" else "license")
+    return name if isinstance(name, str) else None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

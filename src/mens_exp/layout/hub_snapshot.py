@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["HubFiles", "commit_of", "fetch", "files_of", "forget", "headers_of"]
 
 _SMALL = (
+    "README.md",  # its head states the licence
     "config.json",
     "generation_config.json",
     INDEX,

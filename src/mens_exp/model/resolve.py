@@ -9,6 +9,7 @@ from mens_exp.artifacts import atomic
 from mens_exp.config.model import BundledModel, HfModel, ModelConfig, RandomModel
 from mens_exp.layout import hub, hub_snapshot
 from mens_exp.layout.cached import hash_weights, is_whole, mark, marked_weights, place_of
+from mens_exp.layout.directory import license_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +27,7 @@ class BaseModel:
         name: shown in records; the hub's id where there is one.
         source: bundled, random, directory or hub.
         weights_sha256: hash over the names and contents of the shards.
-        license: SPDX identifier, where it is known.
+        license: as the weights' publisher names it, where that is known.
         revision: the hub's commit, where there is one.
         trust_remote_code: whether code that comes with the model is run.
     """
@@ -77,7 +78,7 @@ def _from_hub(model: HfModel) -> BaseModel:
             name=directory.name,
             source="directory",
             weights_sha256=hash_weights(directory),
-            license=None,
+            license=license_of(directory),
             trust_remote_code=model.trust_remote_code,
         )
     directory = hub.download(model)
@@ -86,7 +87,7 @@ def _from_hub(model: HfModel) -> BaseModel:
         name=model.id,
         source="hub",
         weights_sha256=hash_weights(directory),
-        license=None,
+        license=license_of(directory),
         revision=hub_snapshot.commit_of(model.id, model.revision),
         trust_remote_code=model.trust_remote_code,
     )

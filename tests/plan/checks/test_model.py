@@ -49,6 +49,16 @@ def test_every_family_is_accepted(
         assert problems_of(HfModel(id=str(family_base(name).directory))) == [], name
 
 
+def test_a_table_of_positions_ends_where_it_ends(
+    family_base: Callable[[str], BaseModel], tiny_config: Callable[..., RunConfig]
+) -> None:
+    """GPT-2's n_positions of 256 holds 256 tokens and not one more."""
+    for seq_len, refused in ((256, False), (257, True)):
+        config = tiny_config(f"data.seq_len={seq_len}")
+        config.model = HfModel(id=str(family_base("gpt2").directory))
+        assert bool(list(checks.check(config))) is refused
+
+
 def test_fused_weights_are_held_to_their_widths(
     family_base: Callable[[str], BaseModel],
     problems_of: Callable[..., list[MensError]],
