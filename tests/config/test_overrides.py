@@ -10,6 +10,7 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from mens_exp.config.compose import config_directory
+from mens_exp.config.data import JsonlData
 from mens_exp.config.overrides import Checked, check
 from mens_exp.config.schedule import ScheduleKind
 
@@ -194,6 +195,34 @@ def test_required_value_given_wrongly_is_not_asked_for_again() -> None:
 def test_value_that_does_not_resolve_is_told() -> None:
     """An interpolation is judged when it is resolved."""
     assert "nowhere" in str(problem("seed=${nowhere}"))
+
+
+def test_files_and_columns_are_written_as_a_user_writes_them() -> None:
+    """A list, a glob, and columns by name; a misspelt field has the nearest."""
+    rows = config(
+        "data=jsonl", "data.path=[a.jsonl,b/*.jsonl]", "data.columns={prompt:q,response:a}"
+    )
+    assert isinstance(rows.data, JsonlData)
+    assert rows.data.path == ["a.jsonl", "b/*.jsonl"]
+    assert (rows.data.columns.prompt, rows.data.columns.response) == ("q", "a")
+    given = ("data=jsonl", "data.path=rows/*.jsonl", "data.columns={promt:q}")
+    assert "the nearest is data.columns.prompt" in str(problem(*given))
+
+
+def test_turns_are_no_setting_of_an_objective_that_learns_everything() -> None:
+    """It would do nothing there."""
+    refused = problem("objective=causal", "objective.turns=last")
+    assert (refused.where, "objective=assistant, which has it" in str(refused)) == (
+        "objective.turns",
+        True,
+    )
+
+
+def test_setting_that_another_one_undoes_is_refused() -> None:
+    """Said with what undoes it; without that it is accepted."""
+    given = ("data=jsonl", "data.path=a.jsonl", "data.val_frac=0.1")
+    assert config(*given).data.val_frac == 0.1
+    assert problem(*given, "data.val_path=b.jsonl").where == "data.val_frac"
 
 
 def test_task_tells_what_it_does_not_read() -> None:

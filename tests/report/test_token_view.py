@@ -65,6 +65,7 @@ def test_colour_says_the_same() -> None:
     styles = {text.plain[span.start : span.end]: str(span.style) for span in text.spans}
     assert styles["<|end|>"] == "green underline bold magenta"
     assert "Say" not in styles
+    assert not text.style
 
 
 def test_first_token_can_be_trained() -> None:

@@ -293,3 +293,14 @@ def test_place_of_each_row_is_kept(rows: Path) -> None:
         f"{rows}:1",
         f"{rows}:2",
     ]
+
+
+def test_key_that_many_rows_have_is_told_once(rows: Path) -> None:
+    """Where it is met first, with the columns that would leave it out."""
+    row = {"instruction": "p", "output": "r", "id": 7}
+    with pytest.raises(DataError) as caught:
+        read_rows(written(rows, ALPACA, row, row, row))
+    assert str(caught.value).startswith(f"{rows}:2: unknown key 'id', here and in 2 more rows")
+    assert "data.columns={prompt:instruction,response:output}" in str(caught.value)
+    how = Reading(columns={"prompt": "instruction", "response": "output"})
+    assert read_rows(written(rows, row, row), how).ignored == {"id": 2}

@@ -74,7 +74,8 @@ def shown(document: ShownDocument, speller: Speller) -> Text:
         make one character between them stand together, with how many they are.
     """
     learned = sum(document.supervised)
-    text = Text(f"{document.title}: ", style="bold")
+    text = Text()
+    text.append(f"{document.title}: ", style="bold")
     text.append(f"{len(document.ids)} tokens, {learned} trained")
     if document.cut:
         text.append(f", {document.cut} cut off", style="yellow")
@@ -99,7 +100,8 @@ def shown(document: ShownDocument, speller: Speller) -> Text:
 def dropped(title: str, documents: int, seq_len: int) -> Text:
     """Say that a row, or a part of it, is not trained on at all."""
     what = "a document of it is" if documents == 1 else f"{documents} documents of it are"
-    text = Text(f"{title}: ", style="bold")
+    text = Text()
+    text.append(f"{title}: ", style="bold")
     text.append(f"{what} dropped: nothing learned is within {seq_len} tokens", style="yellow")
     return text.append("\n")
 

@@ -17,8 +17,9 @@ from mens_exp.rows.problems import RowProblems, json_type, shown
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.rows.turns import MESSAGES, SHAREGPT, Conversation, read_turns
 
-__all__ = ["as_object", "parse_row"]
+__all__ = ["UNKNOWN_KEY", "as_object", "parse_row"]
 
+UNKNOWN_KEY: Final = "unknown key"
 RATINGS: Final = range(1, 6)
 _TURNS: Final = {
     RowFormat.messages: ("messages", MESSAGES),
@@ -109,8 +110,14 @@ class _RowReader:
                 expected += f"; the nearest is {near!r}"
                 self._meant.add(ALIASES.get(near, near))
             else:
-                remedy = "drop it, or name the columns to read with data.columns"
-            self._problems.add(f"unknown key {name!r}", shown(value), expected, remedy)
+                remedy = f"drop it, or leave it out with data.columns={self._columns()}"
+            self._problems.add(f"{UNKNOWN_KEY} {name!r}", shown(value), expected, remedy)
+
+    def _columns(self) -> str:
+        """Return what `data.columns` would be for the keys that the row has of its format."""
+        named = {ALIASES.get(key, key): key for key in self._row}
+        columns = [f"{name}:{named[name]}" for name in KEYS[self._form] if name in named]
+        return f"{{{','.join(columns)}}}"
 
     def _canonical(self) -> dict[str, object]:
         """Return the values by their own names, aliases resolved."""

@@ -18,7 +18,7 @@ from mens_exp.config.data import RowFormat
 from mens_exp.errors import DataError, MensError, Problems
 from mens_exp.rows.decode import decoded_rows
 from mens_exp.rows.formats import ALIASES, KEYS, format_of, joined
-from mens_exp.rows.parse import as_object, parse_row
+from mens_exp.rows.parse import UNKNOWN_KEY, as_object, parse_row
 from mens_exp.rows.problems import json_type, shown
 from mens_exp.rows.schema import TrainingPair, to_json
 
@@ -121,7 +121,7 @@ class _FileReader:
             for name, column in self.how.columns.items()
             if last and not self._seen[name]
         ]
-        return [*absent, *problems]
+        return [*absent, *_collapsed(problems)]
 
     def _pair(self, row: Mapping[str, object], where: str) -> TrainingPair:
         group = self._group(row, where)
@@ -187,6 +187,29 @@ class _FileReader:
             self._told_by = where
         self.form = both
         return told
+
+
+def _collapsed(problems: list[MensError]) -> list[MensError]:
+    """Tell a key that many rows have once, where it is met first, with how many have it."""
+    counts = Counter(one.what for one in problems if one.what.startswith(UNKNOWN_KEY))
+    told: list[MensError] = []
+    for one in problems:
+        count = counts.get(one.what, 1)
+        if count == 0:
+            continue
+        if one.what in counts:
+            counts[one.what] = 0
+        more = f", here and in {count - 1} more rows" if count > 1 else ""
+        told.append(
+            DataError(
+                one.what + more,
+                where=one.where,
+                found=one.found,
+                expected=one.expected,
+                remedy=one.remedy,
+            )
+        )
+    return told
 
 
 def _no_column(setting: str, column: str, where: str, row: Mapping[str, object]) -> DataError:

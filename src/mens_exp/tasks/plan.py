@@ -35,7 +35,7 @@ def plan(config: RunConfig, run: Run) -> None:
     console.print(terminal.plan_table(made))
     if config.data.show:
         console.print()
-        console.print(token_view.legend())
+        console.print(token_view.legend(), soft_wrap=True)
         for text in _rows(config, cache):
             console.print(text, soft_wrap=True)
 
