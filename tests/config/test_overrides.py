@@ -73,7 +73,7 @@ REFUSED = [
     ("~objective", "objective", ["every run needs this group", "found ~objective"]),
     ("~seed", "seed", ["cannot be removed"]),
     ("~checkpoint.keep", "checkpoint.keep", ["cannot be removed"]),
-    ("task.name=plan", "task.name", ["is set by the option", "task=<evaluate|plan|train>"]),
+    ("task.name=plan", "task.name", ["is set by the option", "task=<chat|doctor|evaluate|export|plan|push|train>"]),
     ("suite.name=none", "suite.name", ["is set by the option", "suite=<"]),
     ("schedule.warmup_steps=1,2", "schedule.warmup_steps", ["several values need", "add -m"]),
     ("no equals sign", None, ["not an override", "found no equals sign", "key=value"]),
