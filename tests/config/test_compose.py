@@ -15,6 +15,7 @@ from mens_exp.config.compose import (
     to_yaml,
     typed,
 )
+from mens_exp.config.model import HfModel
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -141,6 +142,19 @@ def test_order_does_not_enter_the_digest() -> None:
     two = values("callbacks=[telemetry,facts]", "seed=3", "lora.r=8")
     assert list(one.callbacks) != list(two.callbacks)
     assert config_digest(one) == config_digest(two)
+
+
+def test_earlier_run_s_model_directory_is_read(tmp_path: Path) -> None:
+    """Its record calls the source by another name and has neither revision nor permission."""
+    text = to_yaml(values("model=hf", "model.id=/models/mine"))
+    for line in ("  revision: null\n", "  trust_remote_code: false\n"):
+        assert line in text
+        text = text.replace(line, "")
+    assert "  source: hf\n" in text
+    text = text.replace("  source: hf\n", "  source: directory\n")
+    model = typed(from_yaml(stored(tmp_path, text))).model
+    assert isinstance(model, HfModel)
+    assert (model.id, model.revision, model.trust_remote_code) == ("/models/mine", None, False)
 
 
 def test_interpolation_is_resolved_in_digest_and_file() -> None:
