@@ -344,3 +344,39 @@ def saved(family: str, directory: Path) -> BaseModel:
     return BaseModel(
         directory=directory, name=family, source="directory", weights_sha256="0" * 64, license=None
     )
+
+
+@residual
+def test_the_view_adds_what_training_changed_of_the_published_weights(
+    tiny_backend: Callable[..., QloraBackend], overrides: list[str]
+) -> None:
+    """``s (B A − B0 A0)`` for each layer, by hand, whatever ranks and scales it is written with."""
+    backend = moved(tiny_backend(*overrides))
+    taken, found = backend.start_state(), backend.trainable()
+    expected = {
+        name: module.scaling[ADAPTER]
+        * (
+            found[f"{name}.lora_b"] @ found[f"{name}.lora_a"]
+            - taken[f"{name}.lora_b"] @ taken[f"{name}.lora_a"]
+        ).detach()
+        for name, module in backend.layers.items()
+    }
+    with backend.as_peft_view():
+        for name, module in backend.layers.items():
+            a, b = module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight
+            update = (module.scaling[ADAPTER] * (b @ a)).detach()
+            assert (update - expected[name]).norm() <= 1e-4 * expected[name].norm()
+
+
+@pytest.mark.parametrize("init", ["pissa", "loftq"])
+def test_dora_starts_with_the_lengths_of_what_it_starts_from(
+    tiny_backend: Callable[..., QloraBackend], init: str
+) -> None:
+    """Base and first update together, so that its ratio is one and it changes nothing yet."""
+    backend = tiny_backend(F32, "lora.variant=dora", f"lora.init={init}")
+    found = backend.trainable()
+    for name, module in backend.layers.items():
+        update = module.scaling[ADAPTER] * found[f"{name}.lora_b"] @ found[f"{name}.lora_a"]
+        whole = dequantized(module.get_base_layer().weight) + update.detach()
+        expected = whole.double().norm(dim=1).float()
+        assert torch.allclose(found[f"{name}.lora_magnitude"].detach(), expected, rtol=1e-5)

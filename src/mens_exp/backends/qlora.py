@@ -28,8 +28,8 @@ from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import chosen, described
 from mens_exp.lora.keyed import share_dropout
 from mens_exp.model import attention
-from mens_exp.model.base_weights import BaseWeights
 from mens_exp.model.quiet import quiet
+from mens_exp.model.stored_weights import StoredWeights
 from mens_exp.quant.bnb import compute_dtype, quantized_linears
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class QloraBackend(torch.nn.Module):
             load_base(config, base, device), config.lora, self.modules_chosen, self.shape.family
         )
         self.causal_lm = self.model.get_base_model()
-        weights = BaseWeights(base.directory, self.shape.family)
+        weights = StoredWeights(base.directory, self.shape.family)
         self.residuals, self.errors, self.start_s = start_all(
             config, self.modules_chosen, self.layers, weights
         )
