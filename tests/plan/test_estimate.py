@@ -65,7 +65,7 @@ def test_warm_plan_counts_exactly(
     config = on_rows()
     documents = warm(config, tiny_base, cache)
     data = make_plan(config, cache)["data"]
-    (file,) = data.pop("files")
+    (file,) = data.pop("files").values()
     assert (file["role"], file["form"], file["rows"]) == ("rows", "pair", 10)
     assert data == {
         "source": "jsonl",
