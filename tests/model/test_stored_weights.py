@@ -9,10 +9,6 @@ import torch
 
 from mens_exp.errors import ModelFileError
 from mens_exp.layout.families import FAMILIES
-<<<<<<<< HEAD:tests/model/test_published_weights.py
-from mens_exp.model.published_weights import BaseWeights
-========
->>>>>>>> lora/lora:tests/model/test_stored_weights.py
 from mens_exp.model.quiet import quiet
 from mens_exp.model.stored_weights import StoredWeights
 from mens_exp.tokenizer import byte_level
