@@ -12,7 +12,7 @@ from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.task import ChatConfig
 from mens_exp.report import chat_view
-from mens_exp.tasks.conversation import Conversation, prompt_ids
+from mens_exp.tasks.conversation import Conversation
 from mens_exp.tokenizer.hf import HfTokenizer
 
 if TYPE_CHECKING:
@@ -90,16 +90,16 @@ def test_answers_grow_by_a_token_each(talk: Conversation) -> None:
 
 def test_a_prompt_is_encoded_as_in_training(talk: Conversation) -> None:
     """The ids before the answer of a training row are those that a chat begins with."""
-    from mens_exp.rows.encode import encode
+    from mens_exp.rows.encode import Labelling, encode
     from mens_exp.rows.schema import TrainingPair
 
     row = TrainingPair(prompt="What is two?", response="2", system="Be brief.")
-    encoded = encode([row], talk.tokenizer, objective="assistant", seq_len=512)
+    encoded = encode([row], talk.tokenizer, Labelling(objective="assistant", seq_len=512))
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "What is two?"},
     ]
-    ids = prompt_ids(messages, talk.tokenizer)
+    (ids,) = talk.tokenizer.encode_prompts([messages])
     assert encoded.ids[: len(ids)].tolist() == ids
     assert not encoded.supervised[: len(ids)].any()
     assert encoded.supervised[len(ids)]

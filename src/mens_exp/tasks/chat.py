@@ -16,7 +16,7 @@ from mens_exp.errors import DataError, RequestError
 from mens_exp.plan.preflight import writable_cache
 from mens_exp.report.chat_view import columns, sections
 from mens_exp.tasks.conversation import Answer, Conversation
-from mens_exp.tasks.inputs import refuse_changed
+from mens_exp.tasks.inputs import refuse_changed, tokenizer_of
 from mens_exp.tasks.subject import config_of, subject_of
 
 if TYPE_CHECKING:
@@ -61,7 +61,6 @@ def chat(config: RunConfig, run: Run) -> None:
 def _loaded(config: RunConfig, run: Run) -> tuple[Backend, HfTokenizer, bool]:
     """Return the graph with the run's adapter, or with none for ``path=base``."""
     from mens_exp.model.resolve import resolve
-    from mens_exp.tokenizer.hf import HfTokenizer
     from mens_exp.training.build import build_backend, lightning_quiet
 
     assert config.path is not None, "validation has asked for it"
@@ -69,7 +68,7 @@ def _loaded(config: RunConfig, run: Run) -> tuple[Backend, HfTokenizer, bool]:
     theirs = config if subject is None else config_of(subject)
     theirs.trainer.accelerator = config.trainer.accelerator
     base = resolve(theirs.model, writable_cache())
-    tokenizer = HfTokenizer.from_directory(base.directory)
+    tokenizer = tokenizer_of(theirs.tokenizer, base, run.dir if subject is None else subject)
     inputs = {
         "base_model": base.name,
         "base_weights_sha256": base.weights_sha256,

@@ -17,13 +17,7 @@ if TYPE_CHECKING:
     from mens_exp.tokenizer.hf import HfTokenizer
     from mens_exp.tokenizer.templates import Message
 
-__all__ = ["Answer", "Conversation", "prompt_ids"]
-
-
-def prompt_ids(messages: list[Message], tokenizer: HfTokenizer) -> list[int]:
-    """Encode a conversation up to the opening of the assistant's turn, as in training."""
-    text = tokenizer.render(messages, add_generation_prompt=True)
-    return tokenizer.encode_all([text])[0]
+__all__ = ["Answer", "Conversation"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +90,7 @@ class Conversation:
         return answers
 
     def _stream(self, name: str, question: str) -> Stream:
-        ids = prompt_ids(self._messages(name, question), self.tokenizer)
+        (ids,) = self.tokenizer.encode_prompts([self._messages(name, question)])
         if len(ids) >= self.backend.max_positions:
             raise RequestError(
                 "the conversation is longer than the model's positions reach",
