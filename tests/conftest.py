@@ -133,15 +133,18 @@ def family_base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bas
 
 
 @pytest.fixture(scope="session")
-def family_targets() -> Callable[[str], str]:
-    """Return the override that puts an adapter on every linear layer of a family."""
-    from mens_exp.layout.families import FAMILIES
+def family_config(
+    tiny_config: Callable[..., RunConfig], family_base: Callable[[str], BaseModel]
+) -> Callable[[str], RunConfig]:
+    """Compose a run in f32 on a family's directory, an adapter on every linear layer."""
+    from mens_exp.config.model import HfModel
 
-    def every(name: str) -> str:
-        leaves = {one.path.rpartition(".")[2] for one in FAMILIES[name].projections}
-        return f"lora.targets=[{','.join(sorted(leaves))}]"
+    def composed(name: str) -> RunConfig:
+        config = tiny_config("quant.compute_dtype=f32", "lora.dropout=0")
+        config.model = HfModel(id=str(family_base(name).directory))
+        return config
 
-    return every
+    return composed
 
 
 @pytest.fixture

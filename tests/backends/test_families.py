@@ -46,18 +46,6 @@ def packed(documents: Encoded) -> Batch:
 
 
 @pytest.fixture
-def family_config(
-    tiny_config: Callable[..., RunConfig], family_targets: Callable[[str], str]
-) -> Callable[[str], RunConfig]:
-    """Compose a run in f32 with an adapter on every linear layer of a family."""
-
-    def composed(name: str) -> RunConfig:
-        return tiny_config("quant.compute_dtype=f32", "lora.dropout=0", family_targets(name))
-
-    return composed
-
-
-@pytest.fixture
 def backend_of(
     family_base: Callable[[str], BaseModel], family_config: Callable[[str], RunConfig]
 ) -> Callable[..., QloraBackend]:
@@ -233,7 +221,8 @@ def test_gradients_reach_every_adapter_and_are_those_of_eager_attention(
     logits_of(backend, packed).logsumexp(-1).sum().backward()
     one_by_one(reference, documents).logsumexp(-1).sum().backward()
     theirs = dict(reference.named_modules())
-    for logical, path in backend.paths.items():
+    for one in backend.modules_chosen:
+        logical, path = one.logical, f"base_model.model.{one.path}"
         for which in "AB":
             ours = backend.trainable()[f"{logical}.lora_{which.lower()}"].grad
             other = getattr(theirs[path], f"lora_{which}")["default"].weight.grad

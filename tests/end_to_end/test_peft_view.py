@@ -81,7 +81,6 @@ def test_peft_reproduces_the_loss_of_every_family(
     name: str,
     train_in: Callable[..., RunDir],
     family_base: Callable[[str], BaseModel],
-    family_targets: Callable[[str], str],
     peft_loss: Callable[..., float],
     tmp_path: Path,
 ) -> None:
@@ -90,7 +89,6 @@ def test_peft_reproduces_the_loss_of_every_family(
         tmp_path / "run",
         "model=hf",
         f"model.id={family_base(name).directory}",
-        family_targets(name),
         "quant.compute_dtype=f32",
         "optim.lr=5e-3",
         "trainer.max_steps=8",

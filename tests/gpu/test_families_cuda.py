@@ -38,14 +38,12 @@ def documents(random_documents: Callable[..., Encoded]) -> Encoded:
 @pytest.fixture
 def build(
     family_base: Callable[[str], BaseModel],
-    family_targets: Callable[[str], str],
-    tiny_config: Callable[..., RunConfig],
+    family_config: Callable[[str], RunConfig],
 ) -> Callable[[str, str], QloraBackend]:
     """Build a family on a device with B filled alike."""
 
     def built(name: str, device: str) -> QloraBackend:
-        config = tiny_config("quant.compute_dtype=f32", "lora.dropout=0", family_targets(name))
-        backend = QloraBackend(config, family_base(name), torch.device(device))
+        backend = QloraBackend(family_config(name), family_base(name), torch.device(device))
         generator = torch.Generator().manual_seed(0)
         for key, parameter in backend.trainable().items():
             if key.endswith("lora_b"):
