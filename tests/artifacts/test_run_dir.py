@@ -26,6 +26,7 @@ def test_the_names_in_a_run_directory_are_the_documented_ones() -> None:
         run.checkpoints: "checkpoints",
         run.adapter: "adapter",
         run.peft: "adapter/peft",
+        run.chat_template: "chat_template.jinja",
         run.scorecard: "scorecard.json",
         run.events: "events.jsonl",
         run.report: "report.html",

@@ -29,6 +29,8 @@ def test_a_run_leaves_every_file_that_a_run_directory_has(finished: RunDir) -> N
         "adapter/peft",
         "adapter/peft/adapter_config.json",
         "adapter/peft/adapter_model.safetensors",
+        "adapter/peft/chat_template.jinja",
+        "chat_template.jinja",
         "checkpoints",
         "checkpoints/step_00000002.ckpt",
         "checkpoints/step_00000004.ckpt",
