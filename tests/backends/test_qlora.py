@@ -139,6 +139,7 @@ def test_facts_are_what_was_built(tiny_backend: Callable[..., QloraBackend]) -> 
         "block_size": 64,
         "double_quant": True,
         "compute_dtype": "bfloat16",
+        "gradient_checkpointing": False,
         "attention": "mens_documents",
     }
 
