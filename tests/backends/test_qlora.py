@@ -147,6 +147,7 @@ def test_facts_are_what_was_built(tiny_backend: Callable[..., QloraBackend]) -> 
         "block_size": 64,
         "double_quant": True,
         "compute_dtype": "bfloat16",
+        "gradient_checkpointing": False,
         "attention": "mens_documents",
         "lora_modules": "q, k, v, o, gate, up, down in 2 of 2 layers: 14 modules",
         "lora_variant": "lora",

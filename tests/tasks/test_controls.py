@@ -158,6 +158,7 @@ def test_a_warm_up_longer_than_the_epochs_is_refused(
     assert "warm-up lasts as long as the run" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_clipping_reaches_the_optimizer_and_can_be_switched_off(
     train_in: TrainIn, finished: RunDir, tmp_path: Path
 ) -> None:

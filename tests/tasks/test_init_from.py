@@ -105,6 +105,7 @@ def test_latest_is_settled_when_the_command_is_given(
     assert Manifest.read(run.manifest).inputs["init_from"]["path"] == stored
 
 
+@pytest.mark.slow
 def test_a_killed_second_phase_goes_on_to_the_same_bytes(
     finished: RunDir, broken: Broken, train_in: TrainIn, tmp_path: Path
 ) -> None:
