@@ -17,6 +17,7 @@ from mens_exp.model.resolve import BaseModel
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.quant.bnb import dequantized, keep_trainable, quantization_config
 from mens_exp.tokenizer import byte_level
+from mens_exp.training.module import TrainingModule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -380,3 +381,25 @@ def test_dora_starts_with_the_lengths_of_what_it_starts_from(
         whole = dequantized(module.get_base_layer().weight) + update.detach()
         expected = whole.double().norm(dim=1).float()
         assert torch.allclose(found[f"{name}.lora_magnitude"].detach(), expected, rtol=1e-5)
+
+
+def test_a_checkpoint_brings_its_own_base(
+    tiny_backend: Callable[..., QloraBackend], tiny_config: Callable[..., RunConfig]
+) -> None:
+    """Where this machine's decomposition came out otherwise, the checkpoint's is taken."""
+    config = tiny_config("lora.init=pissa")
+    saved_by, loaded_by = (tiny_backend("lora.init=pissa") for _ in range(2))
+    objective = CrossEntropy("causal", 4)
+    modules = [
+        TrainingModule(config, backend, objective, total_steps=1)
+        for backend in (saved_by, loaded_by)
+    ]
+    checkpoint: dict[str, Any] = {}
+    modules[0].on_save_checkpoint(checkpoint)
+    other = {name: matrix * 1.05 for name, matrix in saved_by.start_state().items()}
+    loaded_by.load_start_state(other)
+    base = loaded_by.layers["l0.q"].get_base_layer
+    expected = dequantized(saved_by.layers["l0.q"].get_base_layer().weight)
+    assert not torch.equal(dequantized(base().weight), expected)
+    modules[1].on_load_checkpoint(checkpoint)
+    assert torch.equal(dequantized(base().weight), expected)
