@@ -125,13 +125,28 @@ def test_torchs_and_lightnings_classes_may_be_named(
     assert config.optim.momentum == 0.9  # type: ignore[attr-defined]
 
 
+def test_a_models_own_code_is_not_run_for_having_been_trusted_elsewhere(
+    stored: Callable[[dict[str, Any]], Path],
+) -> None:
+    """What another's command allowed is asked again; ./conf is how to say yes, for that model."""
+    model = {"source": "hf", "name": "hf", "id": "some/model", "trust_remote_code": True}
+    file = stored({"model": {**model, "revision": None, "gradient_checkpointing": "auto"}})
+    assert "model.trust_remote_code: a stored configuration may not run" in refusal(file)
+    own = file.parent / "conf" / "model" / "mine.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text("id: another/model\ntrust_remote_code: true\n", encoding="utf-8")
+    assert "for some/model" in refusal(file)
+    own.write_text("id: some/model\ntrust_remote_code: true\n", encoding="utf-8")
+    typed(from_yaml(file))
+
+
 def test_a_missing_value_is_told(stored: Callable[[dict[str, Any]], Path]) -> None:
     """A configuration of another version is no traceback."""
     file = stored({})
     values = yaml.safe_load(file.read_text("utf-8"))
-    del values["objective"]["labels"]
+    del values["lora"]["targets"]
     file.write_text(yaml.safe_dump(values), encoding="utf-8")
-    assert "no objective.labels" in refusal(file)
+    assert "no lora.targets" in refusal(file)
 
 
 @pytest.mark.parametrize("task", ["resume", "evaluate", "chat"])

@@ -3,7 +3,7 @@
 A stored config.yaml is read when a run goes on, is scored or is talked to; it may be another's. It
 names classes, and a class that is named is called: so it may name ours, Lightning's and torch's,
 each at its group's own place, and beyond these only what ``./conf`` of the working directory names
-too, which is how the user vouches for it.
+too, which is how the user vouches for it. The same holds for a model whose own code would run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.config.own_conf import our_targets, own_targets, targets_in
+from mens_exp.config.own_conf import our_targets, own_targets, own_trusted_models, targets_in
 from mens_exp.config.own_schema import CLASS_GROUPS
 from mens_exp.errors import ConfigError, Problems
 
@@ -37,7 +37,8 @@ def refuse_foreign(values: Any, file: Path) -> None:
         ConfigError: it names such a class, or refers to the environment.
         Problems: several of these.
     """
-    Problems.raise_if([*_targets(values, file), *_references(values, file)])
+    found = [*_targets(values, file), *_references(values, file), *_remote_code(values, file)]
+    Problems.raise_if(found)
 
 
 def _targets(values: Any, file: Path) -> Iterator[ConfigError]:
@@ -55,6 +56,22 @@ def _targets(values: Any, file: Path) -> Iterator[ConfigError]:
             if trusted
             else "a class of mens_exp, lightning or torch",
             remedy="if you know and trust it, name the same _target_ in a file of ./conf",
+        )
+
+
+def _remote_code(values: Any, file: Path) -> Iterator[ConfigError]:
+    """Yield the code of a model that would run because another's command once allowed it."""
+    model = values.get("model") if isinstance(values, dict) else None
+    if not isinstance(model, dict) or model.get("trust_remote_code") is not True:
+        return
+    if str(model.get("id")) not in own_trusted_models():
+        yield ConfigError(
+            "a stored configuration may not run a model's own code",
+            where=f"{file}: model.trust_remote_code",
+            found=f"true, for {model.get('id')}",
+            expected="false, or a model that ./conf of the working directory trusts",
+            remedy="if you trust its code, write its id and trust_remote_code: true into a file "
+            "of ./conf/model",
         )
 
 

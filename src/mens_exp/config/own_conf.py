@@ -29,6 +29,7 @@ __all__ = [
     "own_directory",
     "own_problems",
     "own_targets",
+    "own_trusted_models",
     "targets_in",
 ]
 
@@ -169,6 +170,14 @@ def own_targets() -> frozenset[str]:
     """Return every class that ``./conf`` of the working directory names."""
     root = own_directory()
     return frozenset() if root is None else _targets_under(root) - our_targets()
+
+
+def own_trusted_models() -> frozenset[str]:
+    """Return the ids of models whose code ``./conf`` of the working directory trusts."""
+    root = own_directory()
+    files = [] if root is None else sorted(root.glob("model/*.yaml"))
+    options = [values for file in files if isinstance(values := _read(file), dict)]
+    return frozenset(str(o.get("id")) for o in options if o.get("trust_remote_code") is True)
 
 
 def _targets_under(root: Path) -> frozenset[str]:
