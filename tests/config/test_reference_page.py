@@ -42,7 +42,7 @@ def test_every_key_and_option_is_on_the_page() -> None:
 
 def test_a_row_tells_type_default_range_and_meaning() -> None:
     """As the schema has them."""
-    assert rows()["optim.lr"][:3] == ["number", "`0.002`", "`> 0`"]
+    assert rows()["lora.dropout"][:3] == ["number", "`0.05`", "`>= 0 and < 1`"]
     assert rows()["quant.double_quant"][:2] == ["true or false", "`true`"]
     assert rows()["data.path"][1] == "required"
     assert rows()["path"][0] == "text, or null"
