@@ -35,6 +35,7 @@ _EVERYTHING = frozenset(
         "suite",
         "experiment",
         "resume",
+        "deployment_target",
     ]
 )
 TASK_READS: dict[str, frozenset[str]] = {
