@@ -14,7 +14,7 @@ from mens_exp.layout.families import FAMILIES, Family, family_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Shape", "check_weights", "family_for", "shape_of"]
+__all__ = ["Shape", "check_weights", "family_for", "shape_of", "targeted"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,12 +58,13 @@ class Shape:
     def adapter_parameters(self, targets: Sequence[str], r: int) -> int:
         """Count LoRA parameters: ``r · (in + out)`` for each target of each layer."""
         shapes = self.projections()
-        each = sum(
-            r * sum(shape)
-            for path, shape in shapes.items()
-            if any(f".{path}".endswith(f".{target}") for target in targets)
-        )
+        each = sum(r * sum(shape) for path, shape in shapes.items() if targeted(path, targets))
         return self.num_hidden_layers * each
+
+
+def targeted(path: str, targets: Sequence[str]) -> bool:
+    """Tell whether a projection is one of the targets, named by its path's last part or parts."""
+    return any(f".{path}".endswith(f".{target}") for target in targets)
 
 
 def family_for(model: ModelConfig) -> Family:

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.atomic import json_line
-from mens_exp.artifacts.manifest import utc_now
 from mens_exp.artifacts.run_lock import held
 from mens_exp.errors import RequestError
 

@@ -185,6 +185,14 @@ def memory_may_be_small(device: str, low: int, high: int, free: int) -> str:
     )
 
 
+def bf16_emulated(device: str) -> str:
+    """Warn: bf16 works on any CPU, and is slow without instructions for it."""
+    return (
+        f"{device} has no bf16 instructions, so bf16 products are emulated and slow. "
+        "Next: quant.compute_dtype=f32 is faster there"
+    )
+
+
 def no_four_bit_kernels(device: str, found: str, expected: str) -> SetupError:
     """No library of bitsandbytes is for this device."""
     return SetupError(

@@ -34,18 +34,28 @@ def count_tokens(config: RunConfig, cache: Path) -> dict[str, Any]:
             "train_rows": None,
             "train_tokens": round(characters * train / _CHARS_PER_TOKEN),
             "val_tokens": round(characters * config.data.val_frac / _CHARS_PER_TOKEN),
+            "longest_tokens": None,
+            "typical_tokens": None,
             "exact": False,
             "basis": "estimated from file sizes; nothing is cached yet",
         }
     rows = load_rows(config.data, cache)
     exact = _cached_counts(config, rows, cache)
+    lengths = _lengths(rows, config.data.seq_len)
     if exact is not None:
-        return {"source": rows.source, **exact, "exact": True, "basis": "counted, from the cache"}
+        return {
+            "source": rows.source,
+            **exact,
+            **lengths,
+            "exact": True,
+            "basis": "counted, from the cache",
+        }
     return {
         "source": rows.source,
         "train_rows": len(rows.train),
         "train_tokens": _estimate_tokens(rows, Side.TRAIN, config.data.seq_len),
         "val_tokens": _estimate_tokens(rows, Side.VAL, config.data.seq_len),
+        **lengths,
         "exact": False,
         "basis": "estimated from the rows' characters; not encoded yet",
     }
@@ -69,8 +79,22 @@ def _cached_counts(config: RunConfig, rows: Rows, cache: Path) -> dict[str, int]
 
 
 def _estimate_tokens(rows: Rows, side: Side, seq_len: int) -> int:
+    return round(sum(_document_tokens(rows, side, seq_len)))
+
+
+def _document_tokens(rows: Rows, side: Side, seq_len: int) -> list[float]:
     lengths = (
         (len(pair.prompt) + len(pair.response)) / _CHARS_PER_TOKEN + 40  # 40: a chat template's own
         for pair in getattr(rows, side.value)
     )
-    return round(sum(min(length, seq_len) for length in lengths))
+    return [min(length, seq_len) for length in lengths]
+
+
+def _lengths(rows: Rows, seq_len: int) -> dict[str, int]:
+    """Return the longest document, and the mean length of the one that a token lies in."""
+    lengths = _document_tokens(rows, Side.TRAIN, seq_len) or [0.0]
+    squares = sum(length**2 for length in lengths)
+    return {
+        "longest_tokens": round(max(lengths)),
+        "typical_tokens": round(squares / max(sum(lengths), 1.0)),
+    }

@@ -12,6 +12,7 @@ from mens_exp.plan.estimate import make_plan
 from mens_exp.plan.preflight import writable_cache
 from mens_exp.report import terminal
 from mens_exp.tasks.inputs import describe, refuse_changed
+from mens_exp.tasks.measured import keep_measurement
 from mens_exp.tasks.scoring import score
 
 if TYPE_CHECKING:
@@ -127,3 +128,4 @@ def _results(run: Run, trainer: Trainer, module: TrainingModule, plan: dict[str,
             run.unknown(f"results.{name}", reason)
     measured = {"time_s": results.get("train_s"), "peak_bytes": results["peak_rss_bytes"]}
     atomic.write_json(run.dir.plan, {**plan, "measured": measured})
+    keep_measurement(run.manifest, plan, writable_cache())

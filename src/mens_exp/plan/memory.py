@@ -1,0 +1,213 @@
+"""The peak memory of a training process, component by component, on CPU and on CUDA.
+
+What the backward pass keeps is counted tensor by tensor, as autograd's hooks show it on the real
+graph (experiments/memory_model); what an allocator adds to that is measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.config.quant import ComputeDtype
+from mens_exp.layout.shape import Shape, targeted
+
+if TYPE_CHECKING:
+    from mens_exp.config.root import RunConfig
+
+__all__ = ["Documents", "Memory", "bits_per_weight", "memory", "optimizer_bytes"]
+
+BLOCK, NESTED_BLOCK = 64, 256  # bitsandbytes' defaults; asserted in tests/quant
+
+_F32, _MASK = 4, 2  # bytes of an f32 element, and of an element of the dropout mask (int16)
+# Bytes a parameter of the moments, by the optimizer's class name.
+_MOMENTS = {
+    "AdamW": 8.0,
+    "Adam": 8.0,
+    "Lion": 4.0,
+    "AdamW8bit": 2.0 + 2 * _F32 / 256,  # two moments, one scale for 256 elements of each
+    "PagedAdamW8bit": 2.0 + 2 * _F32 / 256,
+    "PagedAdamW": 8.0,
+    "Lion8bit": 1.0 + _F32 / 256,
+    "SGD": 4.0,
+}
+_MOMENTS_UNKNOWN = 8.0  # Adam's; the user's own optimizer
+_LOGITS = 16  # bytes a logit of a chunk: bf16, f32, log-softmax, their gradients, a copy
+
+# measured: experiments/memory_model, SmolLM2-135M on CPU, 16 configurations
+_CPU_FRAMEWORK = 745_000_000  # interpreter, torch, transformers, Lightning, loaded kernels
+# resident bytes for one byte that autograd keeps: its own, and the holes that temporaries leave
+_CPU_KEPT = {"activations": 2.0, "attention scores": 0.85}
+_CPU_SPREAD = 0.15
+# unverified guess: no GPU was at hand. A CUDA context with its libraries takes about half a
+# gigabyte, and the caching allocator rounds up.
+_CUDA_FRAMEWORK = 600_000_000
+_CUDA_KEPT = {"activations": 1.10, "attention scores": 1.10}
+_CUDA_SPREAD = 0.25
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Documents:
+    """Lengths of the documents to train on, in tokens.
+
+    Attributes:
+        longest: the longest.
+        typical: mean length of the document that a token lies in.
+    """
+
+    longest: int
+    typical: float
+
+    def squares(self, sequences: int, seq_len: int) -> float:
+        """Return the sum of squared lengths in the largest micro-batch, where attention pays.
+
+        One document is the longest there is, what is left is typical.
+        """
+        longest = min(self.longest, seq_len)
+        return longest**2 + (sequences * seq_len - longest) * min(self.typical, seq_len)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """An estimate of peak memory: bytes, by component.
+
+    Attributes:
+        components: what adds up to the estimate.
+        low: lower bound of the interval.
+        high: its upper bound.
+        outside: the part of the estimate that the probe of a run does not see.
+        basis: what it rests on.
+    """
+
+    components: dict[str, int]
+    low: int
+    high: int
+    outside: int
+    basis: str
+
+    @property
+    def estimate(self) -> int:
+        """The sum of the components."""
+        return sum(self.components.values())
+
+    def record(self) -> dict[str, Any]:
+        """Return it as plain JSON."""
+        return {
+            "estimate": self.estimate,
+            "low": self.low,
+            "high": self.high,
+            "components": self.components,
+            "basis": self.basis,
+        }
+
+
+def bits_per_weight(*, double_quant: bool) -> float:
+    """Return bits of a 4-bit weight with its share of the scales (arXiv:2305.14314, section 3).
+
+    An f32 scale for each block of 64 is half a bit; quantized to 8 bits, with an f32 scale for
+    256 of them, it is 0.127.
+    """
+    if double_quant:
+        return 4 + 8 / BLOCK + 32 / (BLOCK * NESTED_BLOCK)
+    return 4 + 32 / BLOCK
+
+
+def optimizer_bytes(target: str, parameters: int) -> tuple[int, bool]:
+    """Return bytes of an optimizer's state, and whether they lie in pageable host memory.
+
+    Args:
+        target: class of the optimizer.
+        parameters: trainable parameters.
+    """
+    name = target.rpartition(".")[2]
+    return round(_MOMENTS.get(name, _MOMENTS_UNKNOWN) * parameters), name.startswith("Paged")
+
+
+def memory(
+    config: RunConfig, shape: Shape, documents: Documents, *, kind: str, recomputes: bool = False
+) -> Memory:
+    """Estimate the peak of a training process.
+
+    Args:
+        config: the run.
+        shape: dimensions of its base.
+        documents: what it trains on.
+        kind: ``cpu`` or ``cuda``.
+        recomputes: whether activations are computed again in the backward pass.
+    """
+    width = 2 if config.quant.compute_dtype is ComputeDtype.bf16 else _F32
+    parameters = shape.adapter_parameters(config.lora.targets, config.lora.r)
+    moments, is_paged = optimizer_bytes(config.optim._target_, parameters)  # Hydra's own spelling
+    on_cpu = kind == "cpu"
+    kept = _kept(config, shape, documents, width=width, on_cpu=on_cpu, recomputes=recomputes)
+    factor = _CPU_KEPT if on_cpu else _CUDA_KEPT
+    bits = bits_per_weight(double_quant=config.quant.double_quant)
+    components = {
+        "base weights": round(shape.linear_parameters * bits / 8),
+        "embedding and head": shape.embedding_parameters * width,
+        "adapter": parameters * (_F32 + (width if width < _F32 else 0)),
+        "gradients": parameters * _F32,
+        "optimizer": 0 if is_paged and not on_cpu else moments,
+        **{name: round(value) for name, value in kept.items()},
+        "allocator": round(sum((factor[name] - 1) * value for name, value in kept.items())),
+        "head chunk": config.objective.chunk_tokens * shape.vocab_size * _LOGITS,
+        "framework": _CPU_FRAMEWORK if on_cpu else _CUDA_FRAMEWORK,
+    }
+    total, spread = sum(components.values()), _CPU_SPREAD if on_cpu else _CUDA_SPREAD
+    # Only documents that are surely there count for the lower bound.
+    sure = total - round(factor["attention scores"] * kept["attention scores"])
+    return Memory(
+        components=components,
+        low=round(sure * (1 - spread)),
+        high=round(total * (1 + spread)),
+        outside=0 if on_cpu else _CUDA_FRAMEWORK,
+        basis=f"by formula, one {'CPU' if on_cpu else 'CUDA'} process"
+        + ("" if on_cpu else "; its allowance for the driver was never measured")
+        + ("; the optimizer's state is paged to host memory" if is_paged and not on_cpu else ""),
+    )
+
+
+def _kept(
+    config: RunConfig,
+    shape: Shape,
+    documents: Documents,
+    *,
+    width: int,
+    on_cpu: bool,
+    recomputes: bool,
+) -> dict[str, float]:
+    """Return what the backward pass keeps, by kind, in bytes."""
+    sequences, seq_len = config.data.micro_batch_size, config.data.seq_len
+    if not config.data.packing:
+        seq_len = min(seq_len, documents.longest)
+    tokens, layers = sequences * seq_len, shape.num_hidden_layers
+    per_token = _layer_bytes(config, shape, width=width, on_cpu=on_cpu)
+    scores = 0.0
+    if on_cpu and config.data.packing:  # elsewhere a fused kernel keeps none
+        squares = documents.squares(sequences, config.data.seq_len)
+        scores = shape.num_attention_heads * squares * width
+    if recomputes:  # a layer's input for each, and all of one layer at a time
+        inputs = tokens * layers * shape.hidden_size * width
+        return {"activations": inputs + tokens * per_token, "attention scores": scores}
+    return {"activations": tokens * layers * per_token, "attention scores": layers * scores}
+
+
+def _layer_bytes(config: RunConfig, shape: Shape, *, width: int, on_cpu: bool) -> float:
+    """Return what one decoder layer keeps of one token, attention scores apart.
+
+    Read off the saved tensors of the real graph: the residual in f32 for each of two norms;
+    query, key and value (and their fused kernel's output); gate, up and their activation; for
+    each input of an adapter what dropout left of it and the mask; A's output for each target.
+    """
+    sizes = {one.path: one for one in shape.family.projections}
+    dimensions = shape.projections()
+    wide, heads = shape.intermediate_size, shape.num_attention_heads * shape.head_dim
+    pairs = shape.num_key_value_heads * shape.head_dim
+    is_gated = any(one.logical in {"gate", "gate_up"} for one in sizes.values())
+    total = 2.0 * _F32 * shape.hidden_size
+    total += width * (heads + 2 * pairs + (0 if on_cpu else heads))
+    total += width * wide * (3 if is_gated else 5)  # the tanh form of GELU keeps its steps
+    paths = [path for path in sizes if targeted(path, config.lora.targets)]
+    inputs = {sizes[path].reads: dimensions[path][1] for path in paths}
+    mask = _MASK if config.lora.dropout > 0 else 0
+    return total + sum(inputs.values()) * (width + mask) + len(paths) * config.lora.r * width
