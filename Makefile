@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test quick check format golden bench clean
+.PHONY: help setup run test quick check format golden docs bench clean
 
 help: ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -44,6 +44,9 @@ format: $(STAMP) ## Format the code
 
 golden: $(STAMP) ## Refresh the golden resolved configurations of the experiments
 	PYTHONPATH=src $(BIN)/python tests/golden/refresh.py
+
+docs: $(STAMP) ## Generate the pages of docs/ that the code knows best
+	$(BIN)/python -m mens_exp.plan.capabilities > docs/capabilities.md
 
 bench: $(STAMP) ## Measure training speed beside this machine's GEMM rate
 	$(BIN)/python benchmarks/throughput.py

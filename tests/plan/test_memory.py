@@ -70,10 +70,10 @@ def test_llama_8b_on_a_gpu(tiny_config: Callable[..., RunConfig]) -> None:
     # three inputs of width 4096 and one of 14336 with their masks; seven outputs of A.
     kept = 2 * 4 * 4096 + 2 * (4096 + 2 * 1024 + 4096) + 2 * 3 * 14336
     kept += (2 + 2) * (3 * 4096 + 14336) + 7 * 16 * 2
-    assert parts["activations"] == 4096 * 32 * kept  # 32.7 GB
+    assert parts["activations"] == 4096 * 32 * kept  # 32.3 GB
     assert parts["attention scores"] == 0
     total = of(config, LLAMA_8B, kind="cuda").estimate
-    assert total == pytest.approx(43.5e9, rel=0.02)
+    assert total == pytest.approx(42.6e9, rel=0.01)
 
 
 def test_recomputing_keeps_one_layer(tiny_config: Callable[..., RunConfig]) -> None:
