@@ -72,7 +72,23 @@ def main() -> None:
 
 def write_rows(path: Path) -> None:
     """Write forty rows of four thousand words each, longer than any sequence here."""
-    words = ["the", "value", "of", "an", "index", "name", "in", "this", "list", "returns", "item", "class", "self", "data", "result"]
+    words = [
+        "the",
+        "value",
+        "of",
+        "an",
+        "index",
+        "name",
+        "in",
+        "this",
+        "list",
+        "returns",
+        "item",
+        "class",
+        "self",
+        "data",
+        "result",
+    ]
     generator = random.Random(0)  # noqa: S311  # text to fill sequences with
     lines = [
         {"prompt": f"Write text {n}.", "response": " ".join(generator.choices(words, k=4000))}

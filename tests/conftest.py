@@ -6,8 +6,9 @@ import copy
 import functools
 import json
 import os
+import runpy
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # One thread: tiny models gain nothing from more, and threads that wait for each other on a busy
 # machine take a hundred times as long. Before torch is imported, and for subprocesses too.
@@ -78,6 +79,93 @@ def tiny_backend(
     return build
 
 
+# Far from the defaults wherever a default would hide what is left out: windows shorter than a
+# document, heads wider than their share, caps that bite, a scale that is not the width's.
+_FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": {"num_key_value_heads": 4},
+    "mistral": {"sliding_window": 5},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+    "phi3": {"sliding_window": 6},
+    "gemma2": {"head_dim": 32, "sliding_window": 5},
+    "olmo2": {},
+}
+_FAMILY_EXTRAS: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 7,
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def family_base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], BaseModel]:
+    """Save a small random model of a family, weights far apart, as a user's own directory."""
+    from mens_exp.config.model import HfModel, ModelFamily, RandomModel
+    from mens_exp.layout import random_config
+    from mens_exp.model import random_weights
+    from mens_exp.model.resolve import resolve
+
+    root = tmp_path_factory.mktemp("families")
+
+    @functools.cache
+    def saved(name: str) -> BaseModel:
+        model = RandomModel(
+            name=name,
+            family=ModelFamily(name),
+            max_position_embeddings=256,
+            tie_word_embeddings=name in ("gpt2", "gemma2"),
+            **_FAMILY_CONFIGS[name],
+        )
+        extras = {"initializer_range": 0.15, **_FAMILY_EXTRAS.get(name, {})}
+        directory = root / name
+        directory.mkdir()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                random_weights, "config_of", lambda it: random_config.config_of(it) | extras
+            )
+            random_weights.write_random(model, directory)
+        return resolve(HfModel(id=str(directory)), root)
+
+    return saved
+
+
+@pytest.fixture(scope="session")
+def family_targets() -> Callable[[str], str]:
+    """Return the override that puts an adapter on every linear layer of a family."""
+    from mens_exp.layout.families import FAMILIES
+
+    def every(name: str) -> str:
+        leaves = {one.path.rpartition(".")[2] for one in FAMILIES[name].projections}
+        return f"lora.targets=[{','.join(sorted(leaves))}]"
+
+    return every
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Put a stand-in hub in the place of the real one, its cache an empty folder."""
+    from huggingface_hub import constants
+
+    from mens_exp.layout import hub_snapshot
+
+    stand_in = runpy.run_path(str(Path(__file__).with_name("stand_in_hub.py")))
+    with stand_in["serving"]() as server:
+        server.new = stand_in["Repository"]
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        for variable in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+            monkeypatch.delenv(variable, raising=False)
+        hub_snapshot.forget()
+        yield server
+        hub_snapshot.forget()
+
+
 @pytest.fixture(scope="session")
 def documents_of() -> Callable[..., Encoded]:
     """Make encoded documents from lists of ids and of what is supervised."""
@@ -140,7 +228,7 @@ def tiny_run(rows_file: Path) -> list[str]:
         "data.heldout_frac=0.1",
         "trainer.max_steps=4",
         "optim.lr=1e-3",
-        "callbacks.checkpoint.every_n_steps=2",
+        "checkpoint.every_n_steps=2",
     ]
 
 

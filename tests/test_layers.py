@@ -28,7 +28,7 @@ LAYERS = (
     ("model", "data", "objective"),
     ("quant", "lora"),
     ("backends",),
-    ("evals", "report"),
+    ("evals", "export", "report"),
     ("training",),
     ("tasks",),
     ("cli",),
@@ -55,7 +55,7 @@ KNOWS_OMEGACONF = (
     "tasks/run.py",  # writes the composed configuration into the record
     "tasks/resume.py",  # lengthens a stored one
     "training/build.py",  # instantiates what the configuration names
-    "training/module.py",  # instantiates the optimizer
+    "training/optimizer.py",  # instantiates the optimizer
 )
 
 

@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +42,10 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit code.
     """
+    from mens_exp.config.compose import begin_command
     from mens_exp.errors import MensError, Problems
 
+    begin_command()
     try:
         return _dispatch(list(arguments))
     except Problems as several:
@@ -106,32 +109,91 @@ def _checked_cells(
 ) -> list[Cell]:
     """Compose every cell, and raise all problems of the command together."""
     from mens_exp.config.overrides import check
+    from mens_exp.config.validate import TASK_READS
     from mens_exp.errors import Problems
     from mens_exp.plan.preflight import preflight
 
     checked = check(overrides, multirun=multirun)
     problems = list(checked.problems)
     for cell in checked.cells if with_files else ():
-        if cell.config.task.name == "evaluate":
+        if "path" in TASK_READS[cell.config.task.name]:
             problems += _settle_subject(cell)
-        else:
-            problems += preflight(cell.config)
+        elif cell.config.task.name != "doctor":
+            _settle_model(cell)
+            problems += _settle_start(cell) or preflight(cell.config)
+        problems += _used_directory(cell, multirun=multirun)
     Problems.raise_if(list({str(problem): problem for problem in problems}.values()))
     return list(checked.cells)
 
 
+def _settle_model(cell: Cell) -> None:
+    """Replace a branch of the hub by the commit it means now, and a relative path by a whole one.
+
+    What cannot be settled stays as it is; preflight says why.
+    """
+    from mens_exp.config.model import HfModel
+    from mens_exp.errors import MensError
+    from mens_exp.layout.hub import pinned
+
+    model = cell.config.model
+    if not isinstance(model, HfModel):
+        return
+    try:
+        settled = pinned(model)
+    except MensError:
+        return
+    cell.config.model = settled
+    cell.composed.values.model.id = settled.id
+    cell.composed.values.model.revision = settled.revision
+
+
+def _used_directory(cell: Cell, *, multirun: bool) -> list[MensError]:
+    """Refuse a directory that holds a run, before Hydra writes its own files into it."""
+    from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.tasks.run import run_is_there
+
+    directory = cell.composed.sweep_dir if multirun else cell.composed.run_dir
+    if directory is None or not RunDir(Path(directory)).manifest.exists():
+        return []
+    return [run_is_there(Path(directory))]
+
+
 def _settle_subject(cell: Cell) -> list[MensError]:
     """Replace ``latest`` by the run it means now, before a run of our own becomes the latest."""
-    from mens_exp.errors import MensError
-    from mens_exp.tasks.evaluate import subject_of
+    from mens_exp.errors import MensError, Problems
+    from mens_exp.tasks.subject import base_problems, config_of, sending_problems, subject_of
 
-    if cell.config.path is None:
+    config = cell.config
+    if config.path is None:
         return []
     try:
-        cell.config.path = str(subject_of(cell.config.path).path)
+        if config.path == "base":
+            _settle_model(cell)
+            return base_problems(config)
+        subject = subject_of(config.path)
+        if config.task.name in {"evaluate", "chat"}:
+            config_of(subject)  # they build what it names
+        config.path = str(subject.path)
+    except Problems as several:
+        return list(several.problems)
     except MensError as error:
         return [error]
-    cell.composed.values.path = cell.config.path
+    cell.composed.values.path = config.path
+    return sending_problems(config, subject)
+
+
+def _settle_start(cell: Cell) -> list[MensError]:
+    """Replace what ``lora.init_from`` names by the adapter directory that it means now."""
+    from mens_exp.errors import MensError
+    from mens_exp.layout.starting_adapter import find
+
+    if cell.config.lora.init_from is None:
+        return []
+    try:
+        cell.config.lora.init_from = str(find(cell.config.lora.init_from))
+    except MensError:
+        return []  # preflight says so, beside everything else
+    cell.composed.values.lora.init_from = cell.config.lora.init_from
     return []
 
 
@@ -173,12 +235,17 @@ def _hydra(arguments: list[str], cells: list[Cell]) -> int:
 
 @contextmanager
 def _frozen(groups: Path, *, is_sweep: bool) -> Iterator[Path]:
-    """Copy the config groups for a sweep, where Hydra reads them again for each job."""
+    """Copy all config groups for a sweep, where Hydra reads them again for each job."""
     if not is_sweep:
         yield groups
         return
+    from mens_exp.config.own_conf import frozen_as, own_directory
+
+    own = own_directory()
     with tempfile.TemporaryDirectory(prefix="mens_exp_conf_") as copy:
-        yield shutil.copytree(groups, Path(copy) / groups.name)
+        theirs = None if own is None else shutil.copytree(own, Path(copy) / "own")
+        with frozen_as(theirs):
+            yield shutil.copytree(groups, Path(copy) / groups.name)
 
 
 def _run_task(directory: Path, cell: Cell) -> int:
@@ -194,17 +261,7 @@ def _run_task(directory: Path, cell: Cell) -> int:
 
 def _task(cell: Cell) -> Any:
     name = cell.config.task.name
-    if name == "plan":
-        from mens_exp.tasks.plan import plan
-
-        return plan
-    if name == "evaluate":
-        from mens_exp.tasks.evaluate import evaluate
-
-        return evaluate
-    from mens_exp.tasks.train import train
-
-    return train
+    return getattr(import_module(f"mens_exp.tasks.{name}"), name)
 
 
 def _resume(overrides: Sequence[str], *, multirun: bool) -> int:
@@ -256,7 +313,7 @@ def _show(directory: Path) -> None:
     run = RunDir(directory)
     found = records.load(run)
     console = Console()
-    if found.manifest.task == "plan":
+    if found.manifest.task not in {"train", "evaluate"}:
         return
     if found.items:
         console.print(terminal.completions(found.items, n=3))

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import shutil
 import struct
 from typing import TYPE_CHECKING, Any
@@ -98,6 +100,13 @@ def test_a_manifest_with_the_base_models_provenance_is_read(golden: Path, tmp_pa
         ({"mens_exp": {"rank_pattern": {"l0.k": 1}}}, "unknown layer.*found l0.k"),
         ({"mens_exp": {"rank_pattern": {"l0.v": "1"}}}, "wrong rank"),
         ({"mens_exp": {"rank_pattern": [1]}}, "rank_pattern: wrong value"),
+        ({"mens_exp": {"alpha_pattern": {"l0.k": 1}}}, "alpha_pattern: unknown layer"),
+        ({"mens_exp": {"alpha_pattern": {"l0.v": 0}}}, "wrong alpha"),
+        ({"mens_exp": {"rank_pattern": {"l0.v": 1}, "variant": "dorra"}}, "variant: unknown"),
+        (
+            {"mens_exp": {"rank_pattern": {"l0.v": 1}, "variant": "dora"}},
+            r"a tensor is missing.*expected l0\.q\.lora_magnitude",
+        ),
         ({"provenance": {"base_family": "llama"}}, r"provenance\.upstream_model_id: missing"),
     ],
 )
@@ -179,3 +188,65 @@ def test_tensors_that_disagree_are_not_written(
 def test_the_rank_of_a_layer_is_its_own_or_the_adapters(adapter: AdapterManifest) -> None:
     """The pattern names l0.v only."""
     assert (adapter.rank_of("l0.q"), adapter.rank_of("l0.v")) == (2, 1)
+
+
+def with_ours(adapter: AdapterManifest, **ours: Any) -> AdapterManifest:
+    return dataclasses.replace(adapter, mens_exp={**(adapter.mens_exp or {}), **ours})
+
+
+@pytest.mark.parametrize(
+    ("ours", "expected"),
+    [
+        ({}, {"l0.q": 2.0, "l0.v": 4.0}),
+        ({"variant": "dora"}, {"l0.q": 2.0, "l0.v": 4.0}),
+        ({"variant": "rslora"}, {"l0.q": 4 / math.sqrt(2), "l0.v": 4.0}),
+        ({"alpha_pattern": {"l0.v": 3}}, {"l0.q": 2.0, "l0.v": 3.0}),
+        ({"rank_pattern": {}, "init": {"doubled_rank": True}}, {"l0.q": 2.0, "l0.v": 2.0}),
+        (
+            {"rank_pattern": {}, "variant": "rslora", "init": {"doubled_rank": True}},
+            {"l0.q": 2.0, "l0.v": 2.0},
+        ),
+    ],
+)
+def test_the_scale_of_a_layer_is_its_variant_s(
+    adapter: AdapterManifest, ours: dict[str, Any], expected: dict[str, float]
+) -> None:
+    """By hand, of alpha 4, r 2 and r 1: alpha / r, or over its root; doubling changes nothing."""
+    manifest = with_ours(dataclasses.replace(adapter, alpha=4), **ours)
+    assert {layer: manifest.scale_of(layer) for layer in manifest.layer_order} == expected
+
+
+def test_lengths_of_dora_are_written_and_read(
+    adapter: AdapterManifest, tensors: Tensors, tmp_path: Path
+) -> None:
+    """One for each output, beside the matrices."""
+    manifest = with_ours(adapter, variant="dora")
+    whole = tensors | {
+        f"{layer}.lora_magnitude": np.ones(tensors[f"{layer}.lora_b"].shape[0], np.float32)
+        for layer in manifest.layer_order
+    }
+    write_adapter(tmp_path, manifest, whole)
+    read, values = read_adapter(tmp_path)
+    assert read == manifest
+    assert values.keys() == whole.keys()
+
+
+def test_lengths_of_another_number_are_refused(
+    adapter: AdapterManifest, tensors: Tensors, tmp_path: Path
+) -> None:
+    """They are the rows of B."""
+    manifest = with_ours(adapter, variant="dora")
+    whole = tensors | {
+        f"{layer}.lora_magnitude": np.ones(9, np.float32) for layer in manifest.layer_order
+    }
+    with pytest.raises(MensError, match=r"lora_magnitude: wrong shape.*\[9\].*the rows of lora_b"):
+        write_adapter(tmp_path, manifest, whole)
+
+
+def test_lengths_without_dora_are_refused(
+    adapter: AdapterManifest, tensors: Tensors, tmp_path: Path
+) -> None:
+    """A tensor that no reader would apply."""
+    whole = tensors | {"l0.q.lora_magnitude": np.ones(4, np.float32)}
+    with pytest.raises(MensError, match="a tensor of no layer"):
+        write_adapter(tmp_path, adapter, whole)

@@ -14,6 +14,10 @@ NEEDS = {
     "model=hf": ["model.id=somewhere"],
     "data=jsonl": ["data.path=rows.jsonl"],
     "task=evaluate": ["path=latest"],
+    "callbacks=early_stopping": ["trainer.val_check_interval=4"],
+    "task=chat": ["path=latest"],
+    "task=export": ["path=latest"],
+    "task=push": ["path=latest", "repo=me/adapter"],
 }
 
 

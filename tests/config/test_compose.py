@@ -74,7 +74,7 @@ def test_changed_values_read_back_too(tmp_path: Path) -> None:
         "trainer.deterministic=false",
         "logger.tags=[a,'1']",
         "optim.lr=3e-5",
-        "callbacks.checkpoint.keep=7",
+        "checkpoint.keep=7",
     )
     after = typed(from_yaml(stored(tmp_path, to_yaml(before))))
     assert after == typed(before)
@@ -114,7 +114,9 @@ def test_absent_configuration_is_refused(tmp_path: Path) -> None:
 def test_every_value_enters_the_digest() -> None:
     """To change any one leaf changes it, each in its own way."""
     base = values("trainer.deterministic=true", "trainer.val_check_interval=3", "path=p")
+    base.lora.init_from, base.schedule.warmup_steps, base.schedule.warmup_frac = "i", 1, 0.5
     base.resume, base.logger.entity, base.logger.group, base.logger.name = "r", "e", "g", "n"
+    base.tokenizer.chat_template = "c"
     digests = {config_digest(base)}
     paths = leaves(base)
     for path in paths:

@@ -42,10 +42,10 @@ def schemas() -> Iterator[type]:
 
 @pytest.mark.parametrize("file", FILES, ids=name)
 def test_file_opens_with_one_line_that_says_what_it_is_for(file: Path) -> None:
-    """A sentence of its own; only experiments go on, with command and expectation."""
+    """A sentence of its own; only experiments and presets go on, with their command."""
     first, *others = header(file)
     assert re.fullmatch(r"# \S.{10,97}[.?]", first)
-    assert bool(others) == (file.parent.name == "experiment")
+    assert bool(others) == (file.parent.name in {"experiment", "preset"})
 
 
 @pytest.mark.parametrize("experiment", group_options()["experiment"])
@@ -56,6 +56,13 @@ def test_experiment_states_question_command_and_expectation(experiment: str) -> 
     assert command.startswith("# Command:  python -m mens_exp ")
     assert f"experiment={experiment}" in command.split()
     assert re.match(r"# Expected: about .*(s|minutes).* GB.*; metric: ", expected)
+
+
+@pytest.mark.parametrize("preset", group_options()["preset"])
+def test_preset_states_its_command(preset: str) -> None:
+    """Its comment shows how it is used."""
+    command = header(ROOT / "preset" / f"{preset}.yaml")[1]
+    assert command.startswith(f"# Command: python -m mens_exp preset={preset} ")
 
 
 @pytest.mark.parametrize("override", OPTIONS)
@@ -71,13 +78,13 @@ def test_root_chooses_an_option_of_every_group() -> None:
     """The defaults list names each group that there is, and nothing else."""
     composed = compose([[]])[0]
     assert composed.choices.keys() == group_options().keys()
-    assert composed.choices.pop("experiment") is None
+    assert [composed.choices.pop(group) for group in ("preset", "experiment")] == [None, None]
     assert all(option in group_options()[group] for group, option in composed.choices.items())
 
 
 def test_every_group_has_a_schema() -> None:
-    """A group without one would take any key; experiments set keys of the others."""
-    assert SCHEMAS.keys() == group_options().keys() - {"experiment"}
+    """A group without one would take any key; presets and experiments set keys of the others."""
+    assert SCHEMAS.keys() == group_options().keys() - {"preset", "experiment"}
 
 
 def test_every_setting_is_documented() -> None:

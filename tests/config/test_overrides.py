@@ -10,6 +10,7 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from mens_exp.config.compose import config_directory
+from mens_exp.config.data import JsonlData
 from mens_exp.config.overrides import Checked, check
 from mens_exp.config.schedule import ScheduleKind
 
@@ -36,6 +37,13 @@ REFUSED = [
     ("model.id=here", "model.id", ["is no key of the chosen model", "model=hf"]),
     ("lr=1e-4", "lr", ["unknown key", "the whole path, optim.lr"]),
     ("sede=1", "sede", ["unknown key", "the nearest is seed"]),
+    (
+        "lora.rank_pattern=8",
+        "lora.rank_pattern",
+        ["found 8", "a mapping of names to whole numbers"],
+    ),
+    ("lora.rank_pattern={mlp:x}", "lora.rank_pattern", ["wrong type", "whole numbers"]),
+    ("lora.variant=drora", "lora.variant", ["lora, rslora, dora; the nearest is"]),
     ("lora.x.y=1", "lora.x.y", ["unknown key", "one of lora.name, "]),
     (
         "callbacks.progres.plain_every_n_steps=1",
@@ -64,7 +72,7 @@ REFUSED = [
     ("optim@here=adamw", "optim", ["is there already", "write optim="]),
     ("~objective", "objective", ["every run needs this group", "found ~objective"]),
     ("~seed", "seed", ["cannot be removed"]),
-    ("~callbacks.checkpoint.keep", "callbacks.checkpoint.keep", ["cannot be removed"]),
+    ("~checkpoint.keep", "checkpoint.keep", ["cannot be removed"]),
     ("task.name=plan", "task.name", ["is set by the option", "task=<evaluate|plan|train>"]),
     ("suite.name=none", "suite.name", ["is set by the option", "suite=<"]),
     ("schedule.warmup_steps=1,2", "schedule.warmup_steps", ["several values need", "add -m"]),
@@ -121,7 +129,7 @@ ACCEPTED = [
     "schedule=linear",
     "quant.compute_dtype=f32",
     "~callbacks.progress",
-    "callbacks.checkpoint.keep=3",
+    "checkpoint.keep=3",
     "logger.tags=[a,1]",
     "~experiment",
     "hydra.job.name=other",
@@ -136,7 +144,7 @@ def test_accepted_overrides_take_effect() -> None:
     assert (run.trainer.deterministic, run.schedule.kind) == (None, ScheduleKind.linear)
     assert (run.quant.compute_dtype.value, run.logger.tags) == ("f32", ["a", "1"])  # type: ignore[attr-defined]
     assert "progress" not in run.callbacks
-    assert run.callbacks["checkpoint"].keep == 3  # type: ignore[attr-defined]
+    assert run.checkpoint.keep == 3
 
 
 def test_overrides_are_recorded_as_typed() -> None:
@@ -187,6 +195,34 @@ def test_required_value_given_wrongly_is_not_asked_for_again() -> None:
 def test_value_that_does_not_resolve_is_told() -> None:
     """An interpolation is judged when it is resolved."""
     assert "nowhere" in str(problem("seed=${nowhere}"))
+
+
+def test_files_and_columns_are_written_as_a_user_writes_them() -> None:
+    """A list, a glob, and columns by name; a misspelt field has the nearest."""
+    rows = config(
+        "data=jsonl", "data.path=[a.jsonl,b/*.jsonl]", "data.columns={prompt:q,response:a}"
+    )
+    assert isinstance(rows.data, JsonlData)
+    assert rows.data.path == ["a.jsonl", "b/*.jsonl"]
+    assert (rows.data.columns.prompt, rows.data.columns.response) == ("q", "a")
+    given = ("data=jsonl", "data.path=rows/*.jsonl", "data.columns={promt:q}")
+    assert "the nearest is data.columns.prompt" in str(problem(*given))
+
+
+def test_turns_are_no_setting_of_an_objective_that_learns_everything() -> None:
+    """It would do nothing there."""
+    refused = problem("objective=causal", "objective.turns=last")
+    assert (refused.where, "objective=assistant, which has it" in str(refused)) == (
+        "objective.turns",
+        True,
+    )
+
+
+def test_setting_that_another_one_undoes_is_refused() -> None:
+    """Said with what undoes it; without that it is accepted."""
+    given = ("data=jsonl", "data.path=a.jsonl", "data.val_frac=0.1")
+    assert config(*given).data.val_frac == 0.1
+    assert problem(*given, "data.val_path=b.jsonl").where == "data.val_frac"
 
 
 def test_task_tells_what_it_does_not_read() -> None:
@@ -248,3 +284,12 @@ def test_key_must_fit_every_option_of_a_sweep() -> None:
 def test_sweep_without_a_fixed_list_is_refused(text: str) -> None:
     """Cells that are not known beforehand cannot be checked."""
     assert "must list its values, in order" in str(problem(text, multirun=True))
+
+
+def test_a_mapping_of_patterns_takes_any_keys() -> None:
+    """Groups, names and globs; a sweep gives each run its own."""
+    checked = check(["lora.rank_pattern={mlp:4,*.layers.1.*.q_proj:8}"])
+    assert checked.problems == ()
+    assert checked.cells[0].config.lora.rank_pattern == {"mlp": 4, "*.layers.1.*.q_proj": 8}
+    swept = check(["lora.rank_pattern={mlp:4},{mlp:8}"], multirun=True)
+    assert [cell.config.lora.rank_pattern for cell in swept.cells] == [{"mlp": 4}, {"mlp": 8}]

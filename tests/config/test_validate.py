@@ -6,8 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mens_exp.config.adapter import Selection
+from mens_exp.config.callbacks import EarlyStoppingConfig
 from mens_exp.config.compose import compose, group_options, typed
-from mens_exp.config.validate import TASK_READS, problems_of, range_problems, unread_overrides
+from mens_exp.config.lora import LoraInit
+from mens_exp.config.validate import (
+    TASK_READS,
+    ineffective_overrides,
+    problems_of,
+    range_problems,
+    unread_overrides,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +48,7 @@ def places(config: RunConfig) -> list[str | None]:
     return [problem.where for problem in problems_of(config)]
 
 
+STOPPING = {"early_stopping": EarlyStoppingConfig(_target_="x")}
 GOOD: list[Changed] = [
     {},
     {"lora.r": 1, "lora.dropout": 0.0},
@@ -48,9 +58,24 @@ GOOD: list[Changed] = [
     {"optim.betas": [0.0, 0.999]},
     {"trainer.accelerator": "gpu"},
     {"data.val_frac": 0.4, "data.heldout_frac": 0.5},
+    {"data.path": ["a.jsonl", "b.jsonl"], "data.val_path": "val/*.jsonl"},
+    {"data.columns.prompt": "q", "data.columns.response": "a"},
+    {"data.columns.messages": "dialog", "data.group_column": "source"},
     {"lora.targets": ["q_proj"]},
+    {"lora.init": LoraInit.loftq, "lora.loftq_iters": 3},
+    {"lora.rank_pattern": {"q_proj": 4}, "lora.alpha_pattern": {"q_proj": 16, "mlp": 4}},
     {"model.hidden_size": 128, "model.num_attention_heads": 64, "model.num_key_value_heads": 32},
     {"task.name": "evaluate", "path": "latest"},
+    {"schedule.warmup_frac": 0.5},
+    {"schedule.warmup_frac": 0.9, "trainer.max_steps": 2},
+    {"trainer.gradient_clip_val": None},
+    {"trainer.gradient_clip_val": 0.0},
+    {"model.gradient_checkpointing": "on"},
+    {"model.gradient_checkpointing": "False"},
+    {"adapter.select": Selection.best, "trainer.val_check_interval": 8},
+    {"adapter.select": Selection.best, "trainer.val_check_interval": 4},
+    {"callbacks": STOPPING, "trainer.val_check_interval": 4},
+    {"callbacks": {}},
 ]
 
 BAD: list[tuple[Changed, str, str, str]] = [
@@ -60,8 +85,8 @@ BAD: list[tuple[Changed, str, str, str]] = [
     ({"optim.lr": float("inf")}, "optim.lr", "found inf", "a finite value > 0"),
     ({"seed": -1}, "seed", "found -1", ">= 0"),
     (
-        {"callbacks.checkpoint.every_n_steps": 0},
-        "callbacks.checkpoint.every_n_steps",
+        {"checkpoint.every_n_steps": 0},
+        "checkpoint.every_n_steps",
         "found 0",
         "a value >= 1",
     ),
@@ -85,15 +110,49 @@ BAD: list[tuple[Changed, str, str, str]] = [
         "0.5 + heldout_frac 0.5",
         "a sum under 1",
     ),
-    ({"data.path": ""}, "data.path", "no file named", "the path of a JSONL file"),
-    ({"lora.targets": []}, "lora.targets", "found []", "at least one module name"),
+    ({"data.path": ""}, "data.path", "no file named", "a list such as [a.jsonl,b.jsonl]"),
+    ({"data.path": []}, "data.path", "no file named", "a glob such as rows/*.jsonl"),
+    ({"data.path": [3]}, "data.path", "found [3]", "the path"),
+    ({"data.val_path": ["a", ""]}, "data.val_path", "no file named", "the path of a file"),
+    (
+        {"data.columns.prompt": "q"},
+        "data.columns",
+        "found prompt:q",
+        "prompt and response or messages or conversations",
+    ),
+    (
+        {"data.columns.prompt": "q", "data.columns.response": "q"},
+        "data.columns",
+        "q for prompt, response",
+        "each column for one field",
+    ),
+    (
+        {"data.columns.messages": "m", "data.columns.group": "g", "data.group_column": "g"},
+        "data.group_column",
+        "g and data.columns.group=g",
+        "one of the two",
+    ),
+    ({"lora.targets": []}, "lora.targets", "found []", "at least one group or module name"),
     (
         {"lora.targets": ["q_proj", "q_proj"]},
         "lora.targets",
         "found q_proj, q_proj",
         "each module once",
     ),
-    ({"objective.name": "casual"}, "objective.name", "casual", "the nearest is causal"),
+    (
+        {"lora.init": LoraInit.pissa, "lora.loftq_iters": 2},
+        "lora.loftq_iters",
+        "no effect with lora.init=pissa",
+        "lora.init=loftq",
+    ),
+    ({"lora.rank_pattern": {"q_proj": 0}}, "lora.rank_pattern", "q_proj: 0", "a value >= 1"),
+    (
+        {"lora.alpha_pattern": {"q_proj": 16}},
+        "lora.alpha_pattern",
+        "changes nothing",
+        "another value than 16",
+    ),
+    ({"objective.labels": "casual"}, "objective.labels", "casual", "the nearest is causal"),
     ({"model.hidden_size": 96}, "model.hidden_size", "found 96", "a multiple of 64"),
     ({"model.intermediate_size": 65}, "model.intermediate_size", "found 65", "a multiple of 64"),
     (
@@ -107,6 +166,34 @@ BAD: list[tuple[Changed, str, str, str]] = [
         "model.num_key_value_heads",
         "3 for 4 query heads",
         "a divisor",
+    ),
+    (
+        {"schedule.warmup_steps": 2, "schedule.warmup_frac": 0.1},
+        "schedule.warmup_frac",
+        "0.1 beside warmup_steps 2",
+        "one of the two",
+    ),
+    ({"schedule.warmup_frac": 1.0}, "schedule.warmup_frac", "found 1.0", "< 1"),
+    ({"trainer.gradient_clip_val": -1.0}, "trainer.gradient_clip_val", "found -1.0", ">= 0"),
+    (
+        {"model.gradient_checkpointing": "onn"},
+        "model.gradient_checkpointing",
+        "found onn",
+        "the nearest is on",
+    ),
+    ({"adapter.select": Selection.best}, "adapter.select", "best", "trainer.val_check_interval"),
+    (
+        {"adapter.select": Selection.best, "trainer.val_check_interval": 6},
+        "trainer.val_check_interval",
+        "found 6",
+        "a multiple of trainer.accumulate_grad_batches (4), which adapter.select",
+    ),
+    ({"callbacks": STOPPING}, "callbacks.early_stopping", "validations while", "to be set"),
+    (
+        {"callbacks": {}, "checkpoint.keep": 7},
+        "checkpoint.keep",
+        "no effect without the checkpoint callback",
+        "callbacks=default",
     ),
     ({"task.name": "evaluate"}, "path", "no run to evaluate", "latest"),
 ]
@@ -142,6 +229,7 @@ def test_all_problems_come_together(make: Callable[[Changed], RunConfig]) -> Non
             "lora.targets": [],
             "model.num_attention_heads": 0,
             "trainer.max_steps": 2,
+            "schedule.warmup_steps": 3,
         }
     )
     assert places(config) == [
@@ -217,3 +305,29 @@ def test_what_tasks_read_exists(make: Callable[[Changed], RunConfig]) -> None:
         assert group in {*group_options(), *type(config).__dataclass_fields__}
         if field:
             assert field in {f.name for f in dataclasses.fields(getattr(config, group))}
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "told"),
+    [
+        ({}, "data.show", "has no effect with task=train"),
+        ({"data.val_path": "v.jsonl"}, "data.val_frac", "has no effect with data.val_path"),
+    ],
+)
+def test_override_that_other_values_undo_is_refused(
+    make: Callable[[Changed], RunConfig], values: Changed, key: str, told: str
+) -> None:
+    """Set by hand it would do nothing; the message says what undoes it."""
+    (problem,) = ineffective_overrides(make(values), [key, "seed"])
+    assert (problem.where, told in str(problem)) == (key, True)
+    assert ineffective_overrides(make(values), ["seed"]) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "key"), [({"task.name": "plan"}, "data.show"), ({}, "data.val_frac")]
+)
+def test_override_that_has_its_effect_is_accepted(
+    make: Callable[[Changed], RunConfig], values: Changed, key: str
+) -> None:
+    """A plan shows rows, and without files of its own validation takes its share."""
+    assert ineffective_overrides(make(values), [key]) == []

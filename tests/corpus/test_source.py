@@ -120,7 +120,7 @@ def test_hashes_are_those_of_the_rows(jsonl: Callable[..., JsonlData], tmp_path:
 def test_cache_key_follows_all_that_shapes_ids(
     jsonl: Callable[..., JsonlData], tmp_path: Path, tiny_config: Callable[..., RunConfig]
 ) -> None:
-    """Rows, tokenizer, template, objective and length; not the seed or the batch."""
+    """Rows, tokenizer, template, control tokens and labelling; not the seed or the batch."""
     byte_level.write_files(tmp_path)
     tokenizer = HfTokenizer.from_directory(tmp_path)
     rows = load_rows(jsonl(), tmp_path)
@@ -142,8 +142,19 @@ def test_cache_key_follows_all_that_shapes_ids(
             Side.TRAIN,
             dataclasses.replace(tokenizer, chat_template="{{ messages }}"),
         ),
+        cache_key(tiny_config("objective.turns=last"), rows, Side.TRAIN, tokenizer),
+        cache_key(tiny_config("data.truncation=left"), rows, Side.TRAIN, tokenizer),
+        cache_key(
+            tiny_config(),
+            rows,
+            Side.TRAIN,
+            dataclasses.replace(tokenizer, allow_control_text=True),
+        ),
+        cache_key(
+            tiny_config(), rows, Side.TRAIN, dataclasses.replace(tokenizer, special_tokens={})
+        ),
     ]
-    assert len({key, *moved}) == 5
+    assert len({key, *moved}) == 9
 
 
 def test_every_source_has_its_own_fields() -> None:

@@ -71,7 +71,10 @@ def test_the_stream_holds_as_many_micro_batches_as_the_run_takes(
 
 
 def test_max_epochs_alone_counts_steps_in_blocks(module: Callable[..., RowsDataModule]) -> None:
-    """40 rows unpacked, 3 in a micro-batch, 2 micro-batches a step: 2 epochs are 14 steps."""
+    """40 rows unpacked, 3 in a micro-batch, 2 micro-batches a step: 2 epochs are 14 steps.
+
+    27 micro-batches hold the 80 rows, the last of them two: nothing is trained on a third time.
+    """
     data = module(
         "trainer.max_steps=-1",
         "trainer.max_epochs=2",
@@ -80,7 +83,9 @@ def test_max_epochs_alone_counts_steps_in_blocks(module: Callable[..., RowsDataM
         "trainer.accumulate_grad_batches=2",
     )
     assert data.max_steps == 14
-    assert len(data.train_dataloader()) == 28
+    stream = data.train_dataloader()
+    assert len(stream) == 27
+    assert [len(stream.batch(i).input_ids_BT) for i in (0, 25, 26)] == [3, 3, 2]
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(5, 5), (500, 10)])

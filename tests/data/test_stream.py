@@ -27,6 +27,7 @@ def stream(documents_of: Callable[..., Encoded]) -> Callable[..., MicroBatches]:
         total: int = 15,
         packing: bool = True,
         blocks: Sequence[Sequence[int]] = BLOCKS,
+        places: int | None = None,
     ) -> MicroBatches:
         return MicroBatches(
             documents,
@@ -36,6 +37,7 @@ def stream(documents_of: Callable[..., Encoded]) -> Callable[..., MicroBatches]:
             seed=seed,
             packing=packing,
             pad_id=0,
+            places=places,
         )
 
     return made
@@ -137,3 +139,21 @@ def test_unpacked_blocks_become_padded_rows(stream: Callable[..., MicroBatches])
     packed = stream(packing=True, blocks=blocks, size=2, total=7)
     assert order(padded) == order(packed)
     assert all(b.attention_mask_BT is not None and b.documents is None for b in padded)
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 3])
+def test_whole_epochs_hold_each_document_so_many_times(
+    stream: Callable[..., MicroBatches], epochs: int
+) -> None:
+    """Five blocks in micro-batches of two: the last one is not filled up from the next epoch."""
+    places = 5 * epochs
+    found = order(stream(size=2, total=-(-places // 2), places=places))
+    assert sorted(document for batch in found for document in batch) == sorted([*range(7)] * epochs)
+
+
+def test_without_a_bound_the_last_micro_batch_is_filled_up(
+    stream: Callable[..., MicroBatches],
+) -> None:
+    """Three micro-batches of two blocks hold six: one block is there a second time."""
+    found = order(stream(size=2, total=3, blocks=[[i] for i in range(5)]))
+    assert sum(map(len, found)) == 6

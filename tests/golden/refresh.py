@@ -13,9 +13,10 @@ DIRECTORY = Path(__file__).parent / "experiments"
 
 
 def goldens() -> dict[str, str]:
-    """Return the resolved configuration of each experiment, and of no experiment, by name."""
+    """Return the resolved configuration of each experiment and preset, and of neither, by name."""
     commands: dict[str, list[str]] = {"default": []}
-    commands |= {name: [f"experiment={name}"] for name in group_options()["experiment"]}
+    for group in ("experiment", "preset"):
+        commands |= {name: [f"{group}={name}"] for name in group_options()[group]}
     composed = compose(list(commands.values()))
     return {name: to_yaml(one.values) for name, one in zip(commands, composed, strict=True)}
 

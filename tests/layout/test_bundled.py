@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mens_exp.config.compose import compose, typed
-from mens_exp.config.model import BundledModel, DirectoryModel
+from mens_exp.config.model import BundledModel, HfModel
 from mens_exp.errors import MissingExtra, ModelFileError
 from mens_exp.layout.bundled import locate, verified
 from mens_exp.layout.directory import read_directory
@@ -134,6 +134,6 @@ def test_written_directory_has_the_stated_dimensions(smollm2: BundledModel, cach
     from mens_exp.model.resolve import resolve
 
     directory = resolve(smollm2, cache).directory
-    assert shape_of(DirectoryModel(id=str(directory))) == shape_of(smollm2)
+    assert shape_of(HfModel(id=str(directory))) == shape_of(smollm2)
     check_weights(read_directory(directory))
     assert json.loads((directory / "config.json").read_text("utf-8"))["model_type"] == "llama"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mens_exp.config.compose import compose, typed
-from mens_exp.config.model import BundledModel, DirectoryModel, RandomModel
+from mens_exp.config.model import BundledModel, HfModel, RandomModel
 from mens_exp.layout.cached import (
     hash_weights,
     is_whole,
@@ -100,7 +100,7 @@ def test_bundled_model_lies_by_its_content(tmp_path: Path, bundled: BundledModel
 
 def test_model_is_ready_when_it_is_made_and_whole(base: Path, tmp_path: Path) -> None:
     """A user's own directory always is; one in the cache when it is marked."""
-    assert ready(DirectoryModel(id=str(base)), tmp_path) == base
+    assert ready(HfModel(id=str(base)), tmp_path) == base
     model = random_model()
     place = place_of(model, tmp_path)
     assert ready(model, tmp_path) is None

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from mens_exp.errors import ModelFileError
-from mens_exp.layout.directory import read_directory
+from mens_exp.layout.directory import license_of, read_directory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -123,3 +123,23 @@ def test_path_that_is_no_directory_is_refused(tmp_path: Path) -> None:
     message = refusal(tmp_path / "nowhere")
     assert message.startswith("model.id: is no directory")
     assert "config.json, safetensors and tokenizer.json" in message
+
+
+@pytest.mark.parametrize(
+    ("card", "stated"),
+    [
+        ("---\nlicense: apache-2.0\ntags: [x]\n---\n# A model\n", "apache-2.0"),
+        ("---\nlicense: other\nlicense_name: tiny-terms\n---\n", "tiny-terms"),
+        ("---\ntags: [x]\n---\n", None),
+        ("---\nlicense: [mit, gpl]\n---\n", None),
+        ("---\n: [\n---\n", None),
+        ("---\nmit\n---\n", None),
+        ("# A model\n", None),
+        (None, None),
+    ],
+)
+def test_licence_is_what_the_card_states(tmp_path: Path, card: str | None, stated: str) -> None:
+    """In the head of README.md, and never guessed."""
+    if card is not None:
+        (tmp_path / "README.md").write_text(card, "utf-8")
+    assert license_of(tmp_path) == stated

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from mens_exp.config.model import DirectoryModel, RandomModel
+from mens_exp.config.model import HfModel, RandomModel
 from mens_exp.errors import ModelFileError
 from mens_exp.layout.directory import read_directory
 from mens_exp.layout.families import FAMILIES
@@ -35,12 +35,12 @@ SHAPE = Shape(
 )
 
 
-def configure(base: Path, **changes: Any) -> DirectoryModel:
+def configure(base: Path, **changes: Any) -> HfModel:
     """Change config.json; a value of None removes its key."""
     path = base / "config.json"
     config = json.loads(path.read_text("utf-8")) | changes
     path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}), "utf-8")
-    return DirectoryModel(id=str(base))
+    return HfModel(id=str(base))
 
 
 def test_projections_have_their_shapes() -> None:
@@ -64,39 +64,13 @@ def test_parameters_are_counted() -> None:
     assert untied.embedding_parameters == 2400
 
 
-@pytest.mark.parametrize(
-    ("targets", "r", "count"),
-    [(["q_proj"], 1, 48), (["q_proj", "k_proj"], 2, 160), (["down_proj"], 4, 256), (["x"], 8, 0)],
-)
-def test_adapter_parameters_are_r_times_in_plus_out(targets: list[str], r: int, count: int) -> None:
-    """For each target in each of the two layers; an unknown one has none."""
-    assert SHAPE.adapter_parameters(targets, r) == count
-
-
-def test_llama_8b_has_the_adapter_that_its_users_know() -> None:
-    """Llama-3.1-8B at r 16 on the seven projections: 41,943,040 parameters."""
-    llama = Shape(
-        family=FAMILIES["llama"],
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=128256,
-        max_position_embeddings=131072,
-        tied=False,
-    )
-    assert llama.adapter_parameters(list(llama.projections()), 16) == 41_943_040
-
-
 def test_written_model_has_the_configured_shape(
     tiny_config: Callable[..., RunConfig], tiny_base: BaseModel
 ) -> None:
     """What tiny_llama's config.json says is what its YAML says."""
     configured = tiny_config().model
     assert isinstance(configured, RandomModel)
-    assert shape_of(DirectoryModel(id=str(tiny_base.directory))) == shape_of(configured)
+    assert shape_of(HfModel(id=str(tiny_base.directory))) == shape_of(configured)
 
 
 def test_written_model_has_the_weights_of_its_shape(tiny_base: BaseModel) -> None:
@@ -106,7 +80,7 @@ def test_written_model_has_the_weights_of_its_shape(tiny_base: BaseModel) -> Non
 
 def test_directory_states_its_shape(base: Path) -> None:
     """Sizes from config.json; the head's width follows from them."""
-    shape = shape_of(DirectoryModel(id=str(base)))
+    shape = shape_of(HfModel(id=str(base)))
     assert (shape.hidden_size, shape.head_dim, shape.num_key_value_heads) == (64, 32, 1)
     assert shape.tied
 
@@ -174,13 +148,13 @@ def test_weights_of_another_shape_are_refused(base: Path) -> None:
     assert (caught.value.found, caught.value.expected) == ("[128, 64]", "[64, 128]")
 
 
-def _config_json(directory: Path, **values: Any) -> DirectoryModel:
+def _config_json(directory: Path, **values: Any) -> HfModel:
     """A directory with the two files that a shape is read from, and no weights of use."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(values), "utf-8")
     (directory / "tokenizer.json").write_text("{}", "utf-8")
     save_file({"x": np.zeros(1, np.float32)}, directory / "model.safetensors")
-    return DirectoryModel(id=str(directory))
+    return HfModel(id=str(directory))
 
 
 def test_gpt2_names_its_dimensions_its_own_way(tmp_path: Path) -> None:

@@ -6,8 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mens_exp.lora.keyed import KeyedDropout, initialise, key_of, share_dropout
+from mens_exp.config.model import RandomModel
+from mens_exp.layout.shape import shape_of
+from mens_exp.layout.targets import linear_modules
+from mens_exp.lora.keyed import HeadDropout, KeyedDropout, initialise, key_of, share_dropout
 
+MODULES = linear_modules(shape_of(RandomModel(name="tiny")))  # two Llama layers and the head
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -216,7 +220,32 @@ def test_neighbours_in_a_mask_are_uncorrelated() -> None:
 def test_equal_inputs_get_the_very_same_result() -> None:
     """Query, key and value read one tensor: one mask, drawn once, one object."""
     module, x = dropout(), torch.ones(16, 16)
-    assert module(x) is module(x)
+    module.sharers = 3
+    first = module(x)
+    assert module(x) is first
+    assert module(x) is first
+
+
+def test_a_result_is_let_go_of_once_all_have_had_it() -> None:
+    """Checkpointing frees activations after a layer's forward pass; nothing here may hold them."""
+    module, x = dropout(), torch.ones(16, 16)
+    for sharers in (1, 3):
+        module.sharers = sharers
+        first = module(x)
+        assert [module._last is None for _ in range(sharers - 1) if module(x) is first] == (
+            [False, True] if sharers == 3 else []
+        )
+        assert module._last is None
+
+
+def test_computing_again_draws_the_same_mask() -> None:
+    """As the backward pass does under checkpointing: the same values in a new tensor."""
+    module, x = dropout(), torch.ones(16, 16)
+    module.sharers = 3
+    first, _, _ = (module(x) for _ in range(3))
+    again = module(x.clone())
+    assert again is not first
+    assert torch.equal(again, first)
 
 
 def test_another_tensor_is_not_mistaken_for_the_last_one() -> None:
@@ -229,6 +258,7 @@ def test_another_tensor_is_not_mistaken_for_the_last_one() -> None:
 def test_a_new_micro_batch_forgets_the_last_result() -> None:
     """The same tensor gets a new mask, and nothing of the old step is kept alive."""
     module, x = dropout(), torch.ones(64, 64)
+    module.sharers = 2
     first = module(x)
     module.begin(1)
     assert module._last is None
@@ -271,32 +301,63 @@ def test_the_bits_that_accelerators_draw_are_in_range() -> None:
 
 def test_projections_of_one_input_share_an_instance() -> None:
     """Query, key, value; gate, up; output and down stand alone; layers do not mix."""
-    leaves = {
-        "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
-        "mlp": ("gate_proj", "up_proj", "down_proj"),
-    }
-    adapted = {
-        f"model.layers.{layer}.{block}.{leaf}": SimpleNamespace(lora_dropout={})
-        for layer in (0, 1)
-        for block, names in leaves.items()
-        for leaf in names
-    }
-    streams = share_dropout(adapted.items(), p=0.1, seed=3, adapter="default")
-    of = {path: module.lora_dropout["default"] for path, module in adapted.items()}
+    adapted = [(one, SimpleNamespace(lora_dropout={})) for one in MODULES[:-1]]
+    streams = share_dropout(adapted, p=0.1, seed=3, adapter="default")
+    of = {one.path: module.lora_dropout["default"] for one, module in adapted}
     first = "model.layers.0."
     assert of[f"{first}self_attn.q_proj"] is of[f"{first}self_attn.k_proj"]
     assert of[f"{first}self_attn.q_proj"] is of[f"{first}self_attn.v_proj"]
     assert of[f"{first}mlp.gate_proj"] is of[f"{first}mlp.up_proj"]
     assert len({id(stream) for stream in of.values()}) == len(streams) == 8
     assert len({stream.layer for stream in streams}) == 8
+    assert sorted(stream.sharers for stream in streams) == [1, 1, 1, 1, 2, 2, 3, 3]
 
 
 def test_fewer_targets_leave_the_masks_of_the_others_as_they_are() -> None:
     """An arm that adapts query and value alone drops what the arm of all four drops there."""
-    paths = [f"model.layers.0.self_attn.{leaf}_proj" for leaf in "qkvo"]
     masks = []
-    for chosen in (paths, [paths[0], paths[2]]):
-        adapted = [(path, SimpleNamespace(lora_dropout={})) for path in chosen]
+    for chosen in (MODULES[:4], (MODULES[0], MODULES[2])):
+        adapted = [(one, SimpleNamespace(lora_dropout={})) for one in chosen]
         share_dropout(adapted, p=0.3, seed=3, adapter="default")
         masks.append(mask_of(adapted[0][1].lora_dropout["default"]))
     assert torch.equal(*masks)
+
+
+def test_the_stream_names_are_those_of_earlier_releases() -> None:
+    """Another name would draw other masks, and an old run could not be gone on with."""
+    adapted = [(one, SimpleNamespace(lora_dropout={})) for one in MODULES]
+    streams = share_dropout(adapted, p=0.1, seed=3, adapter="default")
+    names = [stream.layer for stream in streams]
+    assert names[0] == "base_model.model.model.layers.0.self_attn.qkv"
+    assert names[3] == "base_model.model.model.layers.0.mlp.down_proj"
+    assert names[-1] == "base_model.model.lm_head"
+
+
+def test_a_model_that_drops_nothing_keeps_peft_s_own_modules() -> None:
+    """DoRA leaves a whole matrix product out then."""
+    adapted = [(one, SimpleNamespace(lora_dropout={})) for one in MODULES]
+    assert share_dropout(adapted, p=0.0, seed=3, adapter="default") == []
+    assert not adapted[0][1].lora_dropout
+
+
+def test_chunks_before_a_head_have_masks_of_their_own() -> None:
+    """They are rows of one micro-batch; beginning it again repeats them."""
+    module = HeadDropout(0.3, seed=1, layer="lm_head")
+    runs = []
+    for _ in range(2):
+        module.begin(7)
+        runs.append([mask_of(module, (8, 64)) for _ in range(3)])
+    first, again = runs
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(first[1], first[2])
+    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+
+
+def test_measuring_moves_no_mask_of_the_head() -> None:
+    """Rows count in training alone."""
+    module = HeadDropout(0.3, seed=1, layer="lm_head")
+    module.begin(7)
+    expected = mask_of(module, (8, 64))
+    module.begin(7)
+    module.eval()(torch.ones(5, 64))
+    assert torch.equal(mask_of(module.train(), (8, 64)), expected)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from mens_exp.errors import ModelFileError
 from mens_exp.model import attention
 
 if TYPE_CHECKING:
@@ -241,3 +242,92 @@ def test_scaling_left_open_is_one_over_the_root_of_the_width() -> None:
     stated, _ = run(module, query, key, value, None, documents=((0, 6),), scaling=0.25)
     assert torch.equal(implied, stated)
     assert implied.shape == (1, 6, 2, 16)
+
+
+def by_hand(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor
+) -> torch.Tensor:
+    """Attend with scores capped at 2 in f64; query ``[H, N, K]``, key and value ``[H, N, K]``."""
+    scores = torch.einsum("hnk,hmk->hnm", query.double(), key.double()) * 0.3
+    scores = 2 * torch.tanh(scores / 2)
+    return torch.softmax(scores.masked_fill(~seen, -torch.inf), -1) @ value.double()
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_capped_scores_are_those_of_the_formula(window: int | None) -> None:
+    """Grouped queries and a window included; without the cap the result is another."""
+    generator = torch.Generator().manual_seed(0)
+    query = 3 * torch.randn(6, 11, 8, generator=generator)
+    key, value = (torch.randn(2, 11, 8, generator=generator) for _ in "kv")
+    bias = attention._bias(11, window, torch.float32, torch.device("cpu"))
+    expected = by_hand(query, key.repeat_interleave(3, 0), value.repeat_interleave(3, 0), bias == 0)
+    capped = attention._capped_document(query, key, value, bias, 0.3, softcap=2.0)
+    assert (capped - expected).abs().max() <= 1e-6
+    assert (attention._matmul_document(query, key, value, bias, 0.3) - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("mask", ["none", "boolean", "added"])
+def test_capped_scores_are_the_same_in_a_batch(mask: str) -> None:
+    """With no mask, a mask of what is seen, and one that is added."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 6, 5, 8, generator=generator)
+    key, value = (torch.randn(2, 2, 5, 8, generator=generator) for _ in "kv")
+    seen = torch.ones(5, 5, dtype=torch.bool).tril()
+    if mask != "none":
+        seen = seen & ~torch.ones(5, 5, dtype=torch.bool).tril(-2)
+    given = {
+        "none": None,
+        "boolean": seen[None, None],
+        "added": torch.zeros(1, 1, 5, 5).masked_fill(~seen, -1e9),
+    }[mask]
+    found = attention._capped_batch(query, key, value, given, 0.3, 2.0)
+    for row in range(2):
+        expected = by_hand(
+            query[row], key[row].repeat_interleave(3, 0), value[row].repeat_interleave(3, 0), seen
+        )
+        assert (found[row].transpose(0, 1) - expected).abs().max() <= 1e-6
+
+
+def test_a_single_token_sees_every_key_so_far() -> None:
+    """While generating there is no mask, and nothing is hidden."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 2, 1, 8, generator=generator)
+    key, value = (torch.randn(1, 2, 7, 8, generator=generator) for _ in "kv")
+    found = attention._capped_batch(query, key, value, None, 0.3, 2.0)
+    everything = torch.ones(1, 7, dtype=torch.bool)
+    expected = by_hand(query[0], key[0], value[0], everything)
+    assert (found[0].transpose(0, 1) - expected).abs().max() <= 1e-6
+
+
+class Asking(torch.nn.Module):
+    def __init__(self, *, is_causal: bool = True) -> None:
+        super().__init__()
+        self.is_causal = is_causal
+
+
+@pytest.mark.parametrize("documents", [None, ((0, 4),)])
+@pytest.mark.parametrize(
+    ("module", "arguments", "named"),
+    [
+        (Asking(), {"s_aux": torch.zeros(2)}, "s_aux"),
+        (Asking(), {"head_mask": torch.ones(2), "position_bias": 1}, "head_mask, position_bias"),
+        (Asking(), {"is_causal": False}, "later tokens"),
+        (Asking(is_causal=False), {}, "later tokens"),
+    ],
+)
+def test_an_argument_that_is_not_understood_is_refused(
+    module: Asking, arguments: dict[str, Any], named: str, documents: Any
+) -> None:
+    """Sinks, masks of heads and looking ahead are other models; letting them go by would be too."""
+    tensors = [torch.zeros(1, 2, 4, 8)] * 3
+    with pytest.raises(ModelFileError, match=named):
+        attention._attention(module, *tensors, None, documents=documents, **arguments)
+
+
+def test_arguments_without_effect_are_let_go_by() -> None:
+    """Positions are in the queries already; what is null asks for nothing."""
+    tensors = [torch.ones(1, 2, 4, 8)] * 3
+    output, _ = attention._attention(
+        Asking(), *tensors, None, position_ids=torch.arange(4)[None], use_cache=False, s_aux=None
+    )
+    assert torch.equal(output, torch.ones(1, 4, 2, 8))

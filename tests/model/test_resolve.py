@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mens_exp.artifacts.digest import sha256_file
-from mens_exp.config.model import BundledModel, DirectoryModel, RandomModel
+from mens_exp.config.model import BundledModel, HfModel, RandomModel
 from mens_exp.errors import MissingExtra, ModelFileError
 from mens_exp.layout import bundled as carried
 from mens_exp.model import bundled, random_weights
@@ -122,7 +122,7 @@ def test_a_user_s_directory_is_taken_as_it_is(tmp_path: Path) -> None:
     """Its name and hash are its own; nothing is written into it."""
     made = resolve(TINY, tmp_path)
     before = sorted(made.directory.iterdir())
-    taken = resolve(DirectoryModel(id=str(made.directory)), tmp_path)
+    taken = resolve(HfModel(id=str(made.directory)), tmp_path)
     assert taken.directory == made.directory.resolve()
     assert taken.name == made.directory.name
     assert (taken.source, taken.license) == ("directory", None)
@@ -136,7 +136,7 @@ def test_a_directory_with_a_truncated_shard_is_refused(tmp_path: Path) -> None:
     weights = made.directory / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ModelFileError, match=r"model\.safetensors"):
-        resolve(DirectoryModel(id=str(made.directory)), tmp_path)
+        resolve(HfModel(id=str(made.directory)), tmp_path)
 
 
 def test_random_weights_have_the_configured_shape(tmp_path: Path) -> None:

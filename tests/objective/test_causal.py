@@ -138,3 +138,70 @@ def test_the_frozen_head_gets_no_gradient(head: Head) -> None:
     assert head.weight.grad is None
     assert hidden.grad is not None
     assert bool(hidden.grad.abs().sum() > 0)
+
+
+class LearningHead(Head):
+    """A frozen head under a low-rank update that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        self.a = torch.randn(3, D, generator=generator).requires_grad_()
+        self.b = torch.randn(V, 3, generator=generator).requires_grad_()
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().__call__(hidden) + hidden @ self.a.T @ self.b.T
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 37, 1000])
+@pytest.mark.parametrize("hidden_learns", [True, False])
+def test_a_head_that_learns_gets_the_gradients_of_full_logits(
+    chunk: int, *, hidden_learns: bool
+) -> None:
+    """Nobody has to name its parameters; also where it alone learns. To 1e-5 in f32."""
+    head, reference = LearningHead(), LearningHead()
+    hidden, targets = drawn()
+    plain = hidden.detach().clone().requires_grad_(hidden_learns)
+    hidden = hidden.detach().clone().requires_grad_(hidden_learns)
+    (CrossEntropy("causal", chunk)(hidden, targets, head).total * 3).backward()
+    (functional.cross_entropy(reference(plain), targets, reduction="sum") * 3).backward()
+    pairs = [(head.a.grad, reference.a.grad), (head.b.grad, reference.b.grad)]
+    if hidden_learns:
+        pairs.append((hidden.grad, plain.grad))
+    for found, expected in pairs:
+        assert found is not None
+        assert expected is not None
+        assert (found - expected).norm() <= 1e-5 * expected.norm()
+    assert max(head.sizes) == min(chunk, M)
+
+
+def test_gradients_of_a_head_add_up_over_micro_batches() -> None:
+    """Two backward passes are twice one."""
+    once, twice = LearningHead(), LearningHead()
+    objective = CrossEntropy("causal", 8)
+    for head, times in ((once, 1), (twice, 2)):
+        for _ in range(times):
+            hidden, targets = drawn()
+            objective(hidden, targets, head).total.backward()
+    assert once.a.grad is not None
+    assert twice.a.grad is not None
+    assert torch.allclose(twice.a.grad, 2 * once.a.grad)
+
+
+def test_no_chunk_s_graph_outlives_it(head: Head) -> None:
+    """What is behind the loss is one node with its gradients, and the leaves."""
+    hidden, targets = drawn()
+    loss = CrossEntropy("causal", 8)(hidden, targets, head)
+    assert loss.total.grad_fn is not None
+    parents = [type(node).__name__ for node, _ in loss.total.grad_fn.next_functions if node]
+    assert parents == ["AccumulateGrad"]
+
+
+def test_measuring_a_head_that_learns_computes_no_gradient() -> None:
+    """Validation of a head with an adapter."""
+    head = LearningHead()
+    hidden, targets = drawn()
+    with torch.no_grad():
+        loss = CrossEntropy("causal", 8)(hidden, targets, head)
+    assert not loss.total.requires_grad
+    assert head.a.grad is None

@@ -29,28 +29,47 @@ if TYPE_CHECKING:
 # One command for each schema, so that each of its fields can be flipped on it.
 COMMANDS = {
     "model.bundled": ["model=smollm2_135m"],
-    "model.directory": ["model=hf", "model.id=somewhere"],
+    "model.hf": ["model=hf", "model.id=somewhere/absent"],
+    "model.directory": ["model=hf", "model.id=somewhere/absent"],
+    "objective.causal": ["objective=causal"],
+    "optim.adamw_8bit": ["optim=adamw_8bit"],
+    "optim.paged_adamw_8bit": ["optim=paged_adamw_8bit"],
+    "optim.lion": ["optim=lion"],
+    "logger.csv": ["logger=csv"],
+    "logger.tensorboard": ["logger=tensorboard"],
     "data.jsonl": ["data=jsonl", "data.path=rows.jsonl"],
     "logger.wandb": ["logger=wandb"],
     "suite.heldout_syntax": ["suite=heldout_syntax"],
 }
 # What another value of a setting is where a number plus one or a longer text is none.
-OTHER = {"data.path": "other.jsonl", "model.id": "elsewhere"}
+OTHER = {
+    "data.path": "other.jsonl",
+    "data.val_path": "validation.jsonl",
+    "model.id": "elsewhere/absent",
+    "lora.init_from": "a run",
+    "tokenizer.chat_template": "template.jinja",
+}
 
 
 def leaves() -> list[tuple[str, str]]:
     """List every leaf of every schema: the command it lives on, and its dotted path."""
-    found = {
-        ("", field.name) for field in dataclasses.fields(RunConfig) if field.name not in SCHEMAS
-    }
+    root = dataclasses.fields(RunConfig)
+    found = {("", path) for field in root if field.name not in SCHEMAS for path in inside(field)}
     for group, schemas in SCHEMAS.items():
         if group == "callbacks":
             continue  # told apart by class, below
         for name, schema in schemas.items():
-            found |= {
-                (f"{group}.{name}", f"{group}.{field.name}") for field in dataclasses.fields(schema)
-            }
+            fields = [path for field in dataclasses.fields(schema) for path in inside(field)]
+            found |= {(f"{group}.{name}", f"{group}.{path}") for path in fields}
     return sorted(found)
+
+
+def inside(field: dataclasses.Field[Any]) -> list[str]:
+    """Return the leaf that a field is, or those of the section that it holds."""
+    if not dataclasses.is_dataclass(field.default_factory):
+        return [field.name]
+    section = dataclasses.fields(field.default_factory)
+    return [f"{field.name}.{one.name}" for one in section]
 
 
 LEAVES = leaves()
@@ -73,13 +92,14 @@ def other(path: str, value: Any) -> Any:
         return OTHER[path]
     if isinstance(value, Enum):
         return next(one for one in type(value) if one is not value)
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, int | float):
-        return value + 1
-    if isinstance(value, list):
-        return [*value, "another"]
-    return f"{value}, another"
+    others: dict[type, Callable[[Any], Any]] = {
+        bool: lambda is_so: not is_so,
+        int: lambda number: number + 1,
+        float: lambda number: number + 1,
+        dict: lambda mapping: {**mapping, "q_proj": 3},
+        list: lambda entries: [*entries, "another"],
+    }
+    return others.get(type(value), lambda text: f"{text}, another")(value)
 
 
 def flipped(config: RunConfig, path: str) -> RunConfig:
@@ -111,12 +131,34 @@ def test_digest_moves_exactly_with_what_changes_what_is_learned(command: str, pa
 
 @pytest.mark.parametrize("option", group_options()["callbacks"])
 def test_our_callbacks_only_record(option: str) -> None:
-    """Without them the contract is the same; their classes exist under the names in the table."""
+    """Without them the contract is the same, but for the one that ends a run early."""
     bare, with_it = (
         contract_of(typed(compose([["model=tiny_llama", f"callbacks={name}"]])[0].values))
         for name in ("minimal", option)
     )
-    assert bare.digest == with_it.digest
+    assert (bare.digest == with_it.digest) == (option != "early_stopping")
+
+
+@pytest.mark.parametrize("chooser", ["callbacks=[default,early_stopping]", "adapter.select=best"])
+@pytest.mark.parametrize("more", ["trainer.val_check_interval=7", "data.val_max_tokens=77"])
+def test_validation_counts_where_it_chooses(
+    tiny_config: Callable[..., RunConfig], chooser: str, more: str
+) -> None:
+    """How often and on how much is validated decides which adapter is left."""
+    assert contract_of(tiny_config()).digest == contract_of(tiny_config(more)).digest
+    chosen = contract_of(tiny_config(chooser))
+    assert chosen.digest != contract_of(tiny_config(chooser, more)).digest
+
+
+def test_files_that_a_glob_finds_are_those_that_are_named(
+    tiny_config: Callable[..., RunConfig], rows: Path
+) -> None:
+    """Another spelling of the same rows."""
+    one, two = (
+        contract_of(tiny_config("data=jsonl", f"data.path={path}")).digest
+        for path in (rows, rows.with_name("r*.jsonl"))
+    )
+    assert one == two
 
 
 def test_recording_callbacks_exist() -> None:

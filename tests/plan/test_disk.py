@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mens_exp.layout.shape import shape_of
+from mens_exp.layout.targets import adapter_parameters
 from mens_exp.plan.disk import Disk, disk
 
 if TYPE_CHECKING:
@@ -21,9 +22,9 @@ def test_sizes_follow_from_the_shapes(
     tiny_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     """Four bytes a parameter twice, twelve in a checkpoint, a base that is not there yet."""
-    config = tiny_config("callbacks.checkpoint.every_n_steps=25", "callbacks.checkpoint.keep=2")
+    config = tiny_config("checkpoint.every_n_steps=25", "checkpoint.keep=2")
     shape = shape_of(config.model)
-    parameters = shape.adapter_parameters(config.lora.targets, config.lora.r)
+    parameters = adapter_parameters(config.lora, shape)
     found = of(config, tmp_path)
     assert (found.adapter, found.peft, found.checkpoint) == (
         4 * parameters,

@@ -53,9 +53,7 @@ def warm(config: RunConfig, base: BaseModel, cache: Path) -> dict[Side, int]:
         made, _ = encoded(
             cache,
             key,
-            lambda pairs=pairs, key=key: encode(  # type: ignore[misc]
-                pairs, tokenizer, objective=key.objective, seq_len=key.seq_len
-            ),
+            lambda pairs=pairs, key=key: encode(pairs, tokenizer, key.labelling),  # type: ignore[misc]
         )
         documents[side] = len(made)
     return documents
@@ -68,6 +66,8 @@ def test_warm_plan_counts_exactly(
     config = on_rows()
     documents = warm(config, tiny_base, cache)
     data = make_plan(config, cache)["data"]
+    (file,) = data.pop("files")
+    assert (file["role"], file["form"], file["rows"]) == ("rows", "pair", 10)
     assert data == {
         "source": "jsonl",
         "train_rows": documents[Side.TRAIN],
@@ -250,6 +250,57 @@ def test_memory_is_the_sum_of_its_components(
     assert memory["runs"] == 0
 
 
+@pytest.mark.parametrize(("option", "state"), [("adamw", 8), ("adamw_8bit", 2), ("lion", 4)])
+def test_memory_counts_the_optimizer_s_own_state(
+    on_rows: Callable[..., RunConfig], cache: Path, option: str, state: int
+) -> None:
+    """Beside four bytes of weight and four of gradient."""
+    plan = make_plan(on_rows(f"optim={option}"), cache)
+    found = plan["memory_bytes"]["components"]["adapter, gradients, moments"]
+    assert found == (8 + state) * plan["trainable_parameters"]
+
+
+def test_checkpointing_costs_time_and_saves_memory(
+    on_rows: Callable[..., RunConfig], cache: Path
+) -> None:
+    """One layer whole and every layer's input, 64 wide; the plan says that it is on."""
+    settings = ("lora.dropout=0", "data.seq_len=64", "quant.compute_dtype=bf16")
+    plans = [
+        make_plan(on_rows(*settings, f"model.gradient_checkpointing={value}"), cache)
+        for value in ("off", "on")
+    ]
+    plain, again = (plan["memory_bytes"]["components"]["activations"] for plan in plans)
+    layer = 12 * 64 + 6 * 128 + 4 * 64
+    assert plain == 64 * 2 * layer * 2
+    assert again == 64 * (2 * 64 + layer) * 2
+    assert "computed again" in plans[1]["memory_bytes"]["basis"]
+    assert "computed again" not in plans[0]["memory_bytes"]["basis"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "measured"),
+    [
+        ((4, 1, "off"), 4_485_103_616),
+        ((1, 4, "off"), 2_077_323_264),
+        ((4, 1, "on"), 1_750_880_256),
+        ((1, 4, "on"), 1_607_565_312),
+    ],
+)
+def test_memory_is_within_a_tenth_and_a_bit_of_what_was_measured(
+    cache: Path, settings: tuple[int, int, str], measured: int
+) -> None:
+    """SmolLM2-135M on two cores, suite=none: experiments/LOG.md."""
+    size, accumulate, value = settings
+    overrides = [
+        "trainer=cpu",
+        f"data.micro_batch_size={size}",
+        f"trainer.accumulate_grad_batches={accumulate}",
+        f"model.gradient_checkpointing={value}",
+    ]
+    plan = make_plan(typed(compose([overrides])[0].values), cache)
+    assert plan["memory_bytes"]["estimate"] == pytest.approx(measured, rel=0.12)
+
+
 def test_machine_without_a_core_count_is_planned_for(
     on_rows: Callable[..., RunConfig], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,3 +337,32 @@ def test_planning_imports_nothing_heavy(rows: Path) -> None:
         timeout=120,
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_what_the_targets_match_is_planned(on_rows: Callable[..., RunConfig], cache: Path) -> None:
+    """Modules, exact trainable parameters, and what is not as usual, before torch is imported."""
+    plan = make_plan(
+        on_rows("lora.targets=[qv,lm_head]", "lora.variant=rslora", "lora.rank_pattern={qv:4}"),
+        cache,
+    )
+    assert plan["lora_modules"] == "q, v in 2 of 2 layers; lm_head: 5 modules"
+    # Inputs of 64; q has 64 outputs, v 32, the head 320.
+    assert plan["trainable_parameters"] == 2 * 4 * (128 + 96) + 16 * 384
+    assert plan["lora"] == "all_linear, rslora, r 16 and others, alpha 16, dropout 0.05"
+
+
+def test_a_start_that_changes_the_base_keeps_the_plain_one_too(
+    on_rows: Callable[..., RunConfig], cache: Path
+) -> None:
+    """PiSSA, and LoftQ from its second round on: half a byte and a bit for each adapted weight."""
+
+    def parts(*overrides: str) -> dict[str, int]:
+        return make_plan(on_rows(*overrides), cache)["memory_bytes"]["components"]
+
+    name = "plain weights, for the base"
+    weights = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
+    assert parts("lora.init=pissa")[name] == round(weights * 4.127 / 8)
+    assert parts("lora.init=pissa", "lora=mlp")[name] == round(2 * 3 * 64 * 128 * 4.127 / 8)
+    assert name in parts("lora.init=loftq", "lora.loftq_iters=2")
+    assert name not in parts("lora.init=loftq")
+    assert name not in parts()

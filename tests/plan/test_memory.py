@@ -6,7 +6,7 @@ import pytest
 
 from mens_exp.config.compose import compose, typed
 from mens_exp.layout.families import FAMILIES
-from mens_exp.layout.shape import Shape
+from mens_exp.layout.shape import Shape, shape_of
 from mens_exp.plan.memory import Documents, bits_per_weight, memory, optimizer_bytes
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def test_bits_of_a_weight_are_the_papers() -> None:
 
 def test_llama_8b_on_a_gpu(tiny_config: Callable[..., RunConfig]) -> None:
     """The arithmetic of r 16, seven projections, batch 2 × 2048, NF4 with double quantization."""
-    config = tiny_config("data.seq_len=2048", "data.micro_batch_size=2", "lora.r=16")
+    sizes = ["data.seq_len=2048", "data.micro_batch_size=2", "lora.r=16"]
+    config = tiny_config(*sizes, "model.gradient_checkpointing=off")
     parts = of(config, LLAMA_8B, kind="cuda").components
     # 32 · (2·4096² + 2·4096·1024 + 3·4096·14336) weights.
     assert LLAMA_8B.linear_parameters == 6_979_321_856
@@ -78,9 +79,10 @@ def test_llama_8b_on_a_gpu(tiny_config: Callable[..., RunConfig]) -> None:
 
 def test_recomputing_keeps_one_layer(tiny_config: Callable[..., RunConfig]) -> None:
     """Each layer's input, and all of a single layer: 8B at batch 2 × 2048 then fits in 16 GB."""
-    config = tiny_config("data.seq_len=2048", "data.micro_batch_size=2")
-    whole = of(config, LLAMA_8B, kind="cuda").components["activations"] / 32
-    made = of(config, LLAMA_8B, kind="cuda", recomputes=True)
+    sizes = ["data.seq_len=2048", "data.micro_batch_size=2"]
+    kept = tiny_config(*sizes, "model.gradient_checkpointing=off")
+    whole = of(kept, LLAMA_8B, kind="cuda").components["activations"] / 32
+    made = of(tiny_config(*sizes), LLAMA_8B, kind="cuda")  # auto: a billion and more on a GPU
     assert made.components["activations"] == 4096 * 32 * 4096 * 2 + whole
     assert made.estimate < 16 * 2**30
 
@@ -154,7 +156,5 @@ def test_components_move_with_what_they_depend_on(
 def test_default_job_is_predicted_as_measured() -> None:
     """2.30 GB in the record of the main job, at two threads and sixty steps."""
     config = typed(compose([["trainer=cpu"]])[0].values)
-    from mens_exp.layout.shape import shape_of
-
     made = memory(config, shape_of(config.model), Documents(longest=512, typical=330), kind="cpu")
     assert made.low < 2.30e9 < made.high

@@ -116,10 +116,10 @@ def test_dimensions_out_of_range_are_left_to_validation(
     tiny_config: Callable[..., RunConfig],
 ) -> None:
     """Nothing can be computed from them, and the rest is still judged."""
-    config = tiny_config("lora.targets=[q_prj]")
+    config = tiny_config("lora.targets=[q_prj]", "data=jsonl", "data.path=absent.jsonl")
     assert isinstance(config.model, RandomModel)
     config.model.num_attention_heads = 0
-    assert only(config).where == "lora.targets"
+    assert only(config).where == "data.path"
 
 
 def test_absent_bundle_is_named_with_its_command() -> None:
@@ -242,3 +242,37 @@ def test_cache_folder_without_permission_is_refused(
     problem = only(tiny_config())
     assert "no permission to write" in str(problem)
     assert "set MENS_EXP_CACHE" in str(problem.remedy)
+
+
+@pytest.mark.parametrize("overrides", [["lora.init=pissa"], ["lora.init=loftq"]])
+@pytest.mark.parametrize("targets", ["[lm_head]", "[all_linear,lm_head]", "['*']"])
+def test_start_from_a_quantization_error_needs_quantized_modules(
+    tiny_config: Callable[..., RunConfig], overrides: list[str], targets: str
+) -> None:
+    """The head is none; whichever way it was named."""
+    problem = only(tiny_config(f"lora.targets={targets}", *overrides))
+    assert problem.where == "lora.init"
+    assert "not quantized" in str(problem)
+    assert preflight(tiny_config("lora.targets=[all_linear]", *overrides)) == []
+
+
+def test_dora_on_the_head_is_refused(tiny_config: Callable[..., RunConfig]) -> None:
+    """A padding row of zeros over its length of zero is no number."""
+    problem = only(tiny_config("lora=lm_head", "lora.variant=dora"))
+    assert problem.where == "lora.variant"
+    assert "rows of zeros" in str(problem)
+    assert preflight(tiny_config("lora=lm_head", "lora.variant=rslora")) == []
+
+
+def test_pattern_beside_the_targets_is_refused(tiny_config: Callable[..., RunConfig]) -> None:
+    """It would change nothing."""
+    problem = only(tiny_config("lora=attention", "lora.alpha_pattern={mlp:4}"))
+    assert (problem.where, problem.found) == ("lora.alpha_pattern", "mlp")
+
+
+def test_group_that_a_fused_family_lacks_is_refused(on_directory: RunConfig, base: Path) -> None:
+    """Phi-3 computes query, key and value in one module."""
+    configure(base, model_type="phi3")
+    on_directory.lora.targets = ["qv"]
+    (problem,) = [one for one in preflight(on_directory) if one.where == "lora.targets"]
+    assert "one module" in str(problem)

@@ -38,6 +38,19 @@ def test_val_loss_falls_back_on_telemetry(write_run: Callable[..., RunDir]) -> N
     assert (pair.base.text, pair.tuned.text) == ("2.0000", "1.5000")
 
 
+@pytest.mark.parametrize(
+    ("step", "steps", "detail"),
+    [(3, 6, "adapter of step 3 of 6"), (6, 6, ""), (None, 6, ""), (3, None, "")],
+)
+def test_an_adapter_that_is_not_the_last_says_which_it_is(
+    write_run: Callable[..., RunDir], step: int | None, steps: int | None, detail: str
+) -> None:
+    """Beside the tuned loss, which is that adapter's."""
+    results = {"tuned_val_loss": 1.5, "adapter_step": step, "steps": steps}
+    pair = summary.val_loss(load(write_run(results=results)))
+    assert (pair.tuned.detail, pair.base.detail) == (detail, "")
+
+
 def test_parse_rate_carries_its_counts(write_run: Callable[..., RunDir]) -> None:
     """10 and 14 of 16; one of 16 items is 6.25 points."""
     pair = summary.parse_rate(load(write_run()))

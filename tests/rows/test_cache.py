@@ -10,7 +10,7 @@ import pytest
 
 from mens_exp.rows import cache as rows_cache
 from mens_exp.rows.cache import CacheKey, TokenCounts, cache_root, encoded, peek
-from mens_exp.rows.encode import Encoded
+from mens_exp.rows.encode import Encoded, Labelling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,8 +19,9 @@ KEY = CacheKey(
     rows_sha256="r",
     tokenizer_sha256="t",
     template_sha256="c",
-    objective="assistant",
-    seq_len=8,
+    special_tokens_sha256="s",
+    allow_control_text=False,
+    labelling=Labelling(objective="assistant", seq_len=8),
 )
 FILES = ["ids.npy", "supervised.npy", "offsets.npy", "meta.json"]
 
@@ -77,8 +78,8 @@ def test_nothing_is_known_of_what_was_never_built(tmp_path: Path) -> None:
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(CacheKey)])
 def test_every_part_of_the_key_makes_another_place(tmp_path: Path, field: str) -> None:
     """Ids and masks depend on all of them."""
-    value = KEY.seq_len + 1 if field == "seq_len" else "other"
-    other = dataclasses.replace(KEY, **{field: value})
+    others = {"allow_control_text": True, "labelling": Labelling(objective="causal", seq_len=8)}
+    other = dataclasses.replace(KEY, **{field: others.get(field, "other")})
     encoded(tmp_path, KEY, Builder())
     assert other.directory(tmp_path) != KEY.directory(tmp_path)
     assert peek(tmp_path, other) is None

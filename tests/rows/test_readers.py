@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from mens_exp.config.data import RowFormat
 from mens_exp.errors import DataError, Problems, RequestError
-from mens_exp.rows.readers import read_jsonl, rows_digest
+from mens_exp.rows.readers import Reading, read_rows, rows_digest
 from mens_exp.rows.schema import TrainingPair
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def rows(tmp_path: Path) -> Path:
 def refusal(path: Path, data: bytes) -> str:
     path.write_bytes(data)
     with pytest.raises(DataError) as caught:
-        read_jsonl(path)
+        read_rows(path)
     assert caught.value.exit_code == 2
     return str(caught.value)
 
@@ -43,13 +44,13 @@ def refusal(path: Path, data: bytes) -> str:
 def test_rows_are_read_in_file_order(rows: Path, data: bytes) -> None:
     """Line ends, the last newline and a byte order mark do not matter."""
     rows.write_bytes(data)
-    assert read_jsonl(rows) == [PAIR, PAIR]
+    assert read_rows(rows).pairs == [PAIR, PAIR]
 
 
 def test_unicode_line_separator_does_not_end_a_row(rows: Path) -> None:
     """JSON strings may hold U+2028 as it is; only a newline ends a row."""
     rows.write_text('{"prompt": "a\u2028b", "response": "é"}\n', encoding="utf-8")
-    assert read_jsonl(rows) == [TrainingPair(prompt="a\u2028b", response="é")]
+    assert read_rows(rows).pairs == [TrainingPair(prompt="a\u2028b", response="é")]
 
 
 def test_line_that_is_not_json_is_refused(rows: Path) -> None:
@@ -108,7 +109,7 @@ def test_missing_file_is_refused_with_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_bytes(b"")
     missing = tmp_path / "trainig.jsonl"
     with pytest.raises(DataError) as caught:
-        read_jsonl(missing)
+        read_rows(missing)
     assert (caught.value.where, caught.value.found) == ("data.path", str(missing))
     assert "the nearest there is training.jsonl" in str(caught.value)
 
@@ -116,20 +117,20 @@ def test_missing_file_is_refused_with_the_nearest(tmp_path: Path) -> None:
 def test_missing_file_in_a_directory_without_files_says_so(tmp_path: Path) -> None:
     """There is nothing to offer, and that is told."""
     with pytest.raises(DataError, match="there is none in"):
-        read_jsonl(tmp_path / "rows.jsonl")
+        read_rows(tmp_path / "rows.jsonl")
 
 
 def test_missing_directory_is_named(tmp_path: Path) -> None:
     """A wrong directory is the first thing to correct."""
     with pytest.raises(DataError, match="does not exist either"):
-        read_jsonl(tmp_path / "nowhere" / "rows.jsonl")
+        read_rows(tmp_path / "nowhere" / "rows.jsonl")
 
 
 def test_directory_is_refused_with_a_file_in_it(tmp_path: Path, rows: Path) -> None:
     """Whoever names the directory is told the file."""
     rows.write_bytes(GOOD)
     with pytest.raises(DataError, match="this is a directory") as caught:
-        read_jsonl(tmp_path)
+        read_rows(tmp_path)
     assert caught.value.where == "data.path"
     assert "the nearest there is rows.jsonl" in str(caught.value)
 
@@ -137,14 +138,14 @@ def test_directory_is_refused_with_a_file_in_it(tmp_path: Path, rows: Path) -> N
 def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     """What the operating system says is passed on, as a problem of the request."""
     with pytest.raises(DataError, match=r"data.path: the file cannot be read: .*[Nn]ame too long"):
-        read_jsonl(tmp_path / ("x" * 5_000))
+        read_rows(tmp_path / ("x" * 5_000))
 
 
 def test_problems_of_all_lines_are_told_together(rows: Path) -> None:
     """Three bad lines make three messages, in order."""
     rows.write_bytes(b'{"prompt": "p"}\n' + GOOD + b"\n\nno\n")
     with pytest.raises(Problems) as caught:
-        read_jsonl(rows)
+        read_rows(rows)
     assert [problem.where for problem in caught.value.problems] == [
         f"{rows}:1",
         f"{rows}:3",
@@ -156,7 +157,7 @@ def test_problems_beyond_the_limit_are_counted(rows: Path) -> None:
     """Ten bad lines with a limit of four: four messages and "6 more"."""
     rows.write_bytes(b"\n".join([b"no"] * 10))
     with pytest.raises(Problems) as caught:
-        read_jsonl(rows, max_problems=4)
+        read_rows(rows, max_problems=4)
     told = caught.value.problems
     assert len(told) == 5
     assert str(told[-1]) == f"{rows}: 6 more problems in this file"
@@ -166,7 +167,7 @@ def test_problems_at_the_limit_are_told_without_a_count(rows: Path) -> None:
     """Nothing is left to count."""
     rows.write_bytes(b"\n".join([b"no"] * 4))
     with pytest.raises(RequestError) as caught:
-        read_jsonl(rows, max_problems=4)
+        read_rows(rows, max_problems=4)
     assert "more problems" not in str(caught.value)
 
 
@@ -186,4 +187,120 @@ def test_digest_depends_on_the_order() -> None:
 def test_digest_does_not_depend_on_the_spelling_of_the_file(rows: Path) -> None:
     """Aliases and key order are the file's, not the rows'."""
     rows.write_text(json.dumps({"output": "r", "instruction": "p"}))
-    assert rows_digest(read_jsonl(rows)) == rows_digest([PAIR])
+    assert rows_digest(read_rows(rows).pairs) == rows_digest([PAIR])
+
+
+ALPACA = {"instruction": "p", "input": "i", "output": "r"}
+CHAT = {"messages": [{"role": "user", "content": "p"}, {"role": "assistant", "content": "r"}]}
+QUESTION = {"question": "p", "answer": "r", "lang": "en", "n": 7}
+COLUMNS = Reading(columns={"prompt": "question", "response": "answer"})
+
+
+def written(path: Path, *lines: object) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    return path
+
+
+def test_format_of_a_file_is_told(rows: Path) -> None:
+    """Alpaca rows without an input are Alpaca rows still."""
+    assert read_rows(written(rows, CHAT, CHAT)).form is RowFormat.messages
+    assert read_rows(written(rows, {"instruction": "p", "output": "r"}, ALPACA)).form is (
+        RowFormat.alpaca
+    )
+
+
+def test_two_formats_in_one_file_are_refused(rows: Path) -> None:
+    """With both lines; the rows behind are still judged."""
+    with pytest.raises(Problems) as caught:
+        read_rows(written(rows, ALPACA, CHAT, {"prompt": "p"}))
+    first, second = caught.value.problems
+    assert (first.where, first.found, first.expected) == (
+        f"{rows}:2",
+        "messages",
+        f"alpaca, as {rows}:1 has it",
+    )
+    assert second.where == f"{rows}:3"
+
+
+def test_format_can_be_said(rows: Path) -> None:
+    """Then a row of another one is told what it lacks."""
+    assert read_rows(written(rows, CHAT), Reading(form=RowFormat.messages)).pairs == [PAIR]
+    with pytest.raises(Problems, match="the row has no 'prompt'"):
+        read_rows(rows, Reading(form=RowFormat.pair))
+
+
+def test_columns_are_read_and_the_others_counted(rows: Path) -> None:
+    """What is left out is said, with how many rows had it."""
+    file = read_rows(written(rows, QUESTION, {"question": "p", "answer": "r", "n": 1}), COLUMNS)
+    assert file.pairs == [PAIR, PAIR]
+    assert file.ignored == {"lang": 1, "n": 2}
+
+
+def test_columns_may_hold_any_format(rows: Path) -> None:
+    """A list of turns, or Alpaca's input."""
+    turns = {"dialog": CHAT["messages"], "id": 3}
+    assert read_rows(written(rows, turns), Reading(columns={"messages": "dialog"})).pairs == [PAIR]
+    named = {"prompt": "q", "input": "about", "response": "a"}
+    row = {"q": "p", "about": "i", "a": "r"}
+    (pair,) = read_rows(written(rows, row), Reading(columns=named)).pairs
+    assert pair.prompt == "p\n\ni"
+
+
+def test_column_that_no_row_has_is_refused_with_the_nearest(rows: Path) -> None:
+    """A slip in an optional one would pass unseen."""
+    how = Reading(columns={**COLUMNS.columns, "system": "lnag"})
+    with pytest.raises(DataError, match="there is no column 'lnag'") as caught:
+        read_rows(written(rows, QUESTION), how)
+    assert "data.columns.system" in str(caught.value)
+    assert "the nearest is lang" in str(caught.value)
+
+
+def test_group_column_parts_rows_and_is_not_trained_on(rows: Path) -> None:
+    """Its text is nowhere but in the group; a number is its digits."""
+    how = Reading(group_column="file")
+    row = {"prompt": "p", "response": "r", "file": 3}
+    assert read_rows(written(rows, row), how).pairs == [
+        TrainingPair(prompt="p", response="r", group="3")
+    ]
+
+
+def test_field_may_part_rows_and_still_be_read(rows: Path) -> None:
+    """Questions about one passage stay together, and keep the passage."""
+    (pair,) = read_rows(written(rows, ALPACA), Reading(group_column="input")).pairs
+    assert (pair.prompt, pair.group) == ("p\n\ni", "i")
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "p", "response": "r"}, "there is no column 'file'"),
+        ({"prompt": "p", "response": "r", "file": None}, "found null None"),
+        ({"prompt": "p", "response": "r", "file": ""}, "must hold a text or a whole number"),
+        ({"prompt": "p", "response": "r", "file": True}, "found boolean"),
+    ],
+)
+def test_row_without_its_group_is_refused(rows: Path, row: object, reason: str) -> None:
+    """By file and line: on which side it belongs cannot be known."""
+    good = {"prompt": "p", "response": "r", "file": "a"}
+    with pytest.raises(DataError, match=reason) as caught:
+        read_rows(written(rows, good, row), Reading(group_column="file"))
+    assert caught.value.where == f"{rows}:2"
+
+
+def test_place_of_each_row_is_kept(rows: Path) -> None:
+    """For whoever has to name it later."""
+    assert [p.place for p in read_rows(written(rows, CHAT, CHAT)).pairs] == [
+        f"{rows}:1",
+        f"{rows}:2",
+    ]
+
+
+def test_key_that_many_rows_have_is_told_once(rows: Path) -> None:
+    """Where it is met first, with the columns that would leave it out."""
+    row = {"instruction": "p", "output": "r", "id": 7}
+    with pytest.raises(DataError) as caught:
+        read_rows(written(rows, ALPACA, row, row, row))
+    assert str(caught.value).startswith(f"{rows}:2: unknown key 'id', here and in 2 more rows")
+    assert "data.columns={prompt:instruction,response:output}" in str(caught.value)
+    how = Reading(columns={"prompt": "instruction", "response": "output"})
+    assert read_rows(written(rows, row, row), how).ignored == {"id": 2}

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mens_exp.errors import DataError, Problems
-from mens_exp.rows.schema import TrainingPair, parse_row, to_json
+from mens_exp.rows.parse import parse_row
+from mens_exp.rows.schema import TrainingPair, to_json
 
 FULL = {
     "prompt": "Add two numbers.",
@@ -151,17 +152,6 @@ def test_row_of_plain_text_gets_one_clear_message() -> None:
     assert "split the text into 'prompt' and 'response'" in message
 
 
-def test_alpaca_input_is_refused() -> None:
-    """A dropped input column would change what every row means."""
-    message = refusal({"instruction": "p", "input": "i", "output": "r"})
-    assert "append the input to 'prompt'" in message
-
-
-def test_chat_row_is_refused_with_what_to_write() -> None:
-    """Rows of turns are told which turn is which key."""
-    assert "the user's turn as 'prompt'" in refusal({"messages": [{"role": "user"}]})
-
-
 @pytest.mark.parametrize("row", [["a", "b"], "text", 3, None, True])
 def test_row_that_is_no_object_is_refused(row: object) -> None:
     """Only a JSON object is a row."""
@@ -185,7 +175,7 @@ def test_every_problem_of_a_row_is_told() -> None:
 
 def test_long_value_is_shortened_in_the_message() -> None:
     """A message stays readable whatever the row holds."""
-    assert len(refusal(FULL | {"extra": "x" * 10_000})) < 300
+    assert len(refusal(FULL | {"extra": "x" * 10_000})) < 400
 
 
 def test_id_is_the_hash_of_what_is_trained_on() -> None:

@@ -56,6 +56,56 @@ def test_a_plan_never_imports_torch(tiny_run: list[str], tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
 
 
+def test_plan_shows_the_first_rows_as_they_are_trained(
+    tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two of them, token by token, the answer and its end in brackets."""
+    run = tmp_path / "run"
+    assert cli.main([*tiny_run, "task=plan", "data.show=2", f"hydra.run.dir={run}"]) == 0
+    said = capsys.readouterr().out
+    rows = [line for line in said.splitlines() if line.startswith("Row ")]
+    assert [line.split(",")[0] for line in rows] == ["Row 1", "Row 2"]
+    assert "rows.jsonl:" in rows[0]
+    assert "│A│d│d│·│" in said
+    assert said.count("⟦d│e│f│·│a│d│d│_") == 2
+    assert said.count("│<|im_end|>⟧") == 2
+
+
+def test_row_that_loses_its_answer_is_shown_as_dropped(
+    tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The prompt has 25 tokens: a limit of 27 leaves two of the answer's, one of 25 none."""
+    for limit, told in ((27, "30 cut off"), (25, "nothing learned is within 25 tokens")):
+        overrides = ["task=plan", "data.show=1", f"data.seq_len={limit}"]
+        run = f"hydra.run.dir={tmp_path / str(limit)}"
+        assert cli.main([*tiny_run, *overrides, run]) == 0
+        assert told in capsys.readouterr().out
+
+
+def test_rows_are_shown_by_a_plan_only(
+    tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Elsewhere the setting would do nothing."""
+    assert cli.main([*tiny_run, "data.show=1", f"hydra.run.dir={tmp_path / 'run'}"]) == 2
+    assert "data.show: has no effect with task=train" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run").exists()
+
+
+def test_plan_says_what_a_file_was_taken_for(
+    tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its format, its rows, and the columns that are not read."""
+    rows = [{"q": f"p{n}", "a": "r", "lang": "en"} for n in range(30)]
+    path = tmp_path / "q.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    columns = "data.columns={prompt:q,response:a}"
+    overrides = [f"data.path={path}", columns, "task=plan", f"hydra.run.dir={tmp_path / 'run'}"]
+    kept = [text for text in tiny_run if not text.startswith("data.path")]
+    assert cli.main([*kept, *overrides]) == 0
+    said = "".join(capsys.readouterr().out.split())
+    assert "q.jsonl:30pairrows;columnsleftout:lang" in said
+
+
 def test_a_plan_says_how_many_runs_it_rests_on(
     tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,14 +100,15 @@ def test_the_adapter_is_the_trained_graph(finished: RunDir) -> None:
     recorded = Manifest.read(finished.manifest)
     name = "adapter/adapter.safetensors"
     assert recorded.outputs[name] == sha256_file(finished.path / name)
-    assert manifest.mens_exp == {"base_weights_sha256": recorded.inputs["base_weights_sha256"]}
+    ours = manifest.mens_exp or {}
+    assert ours["base_weights_sha256"] == recorded.inputs["base_weights_sha256"]
 
 
 def test_minimal_callbacks_leave_no_checkpoint_and_say_so(
     train_in: Callable[..., RunDir], tmp_path: Path
 ) -> None:
     """The adapter is there all the same."""
-    unread = "callbacks.checkpoint.every_n_steps"
+    unread = "checkpoint.every_n_steps"
     run = train_in(tmp_path / "run", "callbacks=minimal", without=unread)
     manifest = Manifest.read(run.manifest)
     assert manifest.results["checkpoint"] is None

@@ -22,7 +22,7 @@ BRACKETS = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
 def test_own_template_wins(configured: Callable[..., HfTokenizer]) -> None:
     """Even where it is not ChatML."""
     tokenizer = configured(chat_template=BRACKETS)
-    assert tokenizer.template_is_own
+    assert tokenizer.template_source == "the tokenizer's own"
     assert tokenizer.render(TURN, add_generation_prompt=True) == "[U]"
     assert tokenizer.template_sha256 == hashlib.sha256(BRACKETS.encode()).hexdigest()
 
@@ -30,7 +30,7 @@ def test_own_template_wins(configured: Callable[..., HfTokenizer]) -> None:
 def test_chatml_serves_where_there_is_no_template(configured: Callable[..., HfTokenizer]) -> None:
     """And the record can tell that it is not the model's."""
     tokenizer = configured()
-    assert not tokenizer.template_is_own
+    assert tokenizer.template_source == "ChatML"
     assert tokenizer.chat_template == CHATML
 
 

@@ -1,13 +1,20 @@
 from __future__ import annotations
 
 import functools
-from datetime import datetime
+from datetime import datetime, tzinfo
 from typing import TYPE_CHECKING
 
 import pytest
 
 from mens_exp.errors import DataError
-from mens_exp.tokenizer.templates import CHATML, Message, render
+from mens_exp.tokenizer.templates import (
+    CHATML,
+    Message,
+    check_syntax,
+    generated_spans,
+    is_dated,
+    render,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -154,6 +161,22 @@ def reference() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), **TOKENS)
 
 
+class Fixed(datetime):
+    """A clock that stands on the day that templates are told."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> Fixed:
+        return cls(2024, 7, 26, tzinfo=tz)
+
+
+@pytest.fixture(autouse=True)
+def same_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transformers render on the day that we render on every day."""
+    from transformers.utils import chat_template_utils
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Fixed)
+
+
 def outcome_there(source: str, messages: list[Message], *, opened: bool) -> tuple[str, str | None]:
     """Return the text that transformers renders, or what the template refused with."""
     from jinja2 import TemplateError
@@ -183,14 +206,14 @@ def test_rendering_is_that_of_transformers(template: str, conversation: str, ope
 
 
 def test_comparison_reaches_text_and_refusals() -> None:
-    """Mistral's template renders alternating turns and refuses others; the date is today's."""
+    """Mistral's template renders alternating turns and refuses others; the date stands."""
     text = render(MISTRAL, CONVERSATIONS["turns"], add_generation_prompt=False, **TOKENS)
     assert text.count("[INST]") == 2
     assert "AVAILABLE_TOOLS" not in text
     with pytest.raises(DataError, match="roles must alternate"):
         render(MISTRAL, CONVERSATIONS["twice"], add_generation_prompt=False, **TOKENS)
     dated = render(LLAMA3, [USER], add_generation_prompt=True, **TOKENS)
-    assert datetime.now().astimezone().strftime("%b %Y") in dated
+    assert "Today Date: 26 Jul 2024" in dated
 
 
 def test_chatml_is_spelled_exactly() -> None:
@@ -233,3 +256,31 @@ def test_template_that_fails_is_refused(source: str) -> None:
     with pytest.raises(DataError, match="refuses a conversation") as caught:
         render(source, [USER], add_generation_prompt=False)
     assert caught.value.exit_code == 2
+
+
+def test_blocks_of_generation_are_located() -> None:
+    """In characters of the text that is rendered without their marks."""
+    messages = CONVERSATIONS["turns"]
+    text = render(GENERATION, messages, add_generation_prompt=False, **TOKENS)
+    spans = generated_spans(GENERATION, messages, **TOKENS)
+    assert spans is not None
+    assert [text[start:end].strip() for start, end in spans] == ["def f():\n    return 1\n</s>"] * 2
+
+
+def test_template_without_blocks_has_no_spans() -> None:
+    """None, which is not the same as an empty list."""
+    assert generated_spans(LLAMA3, CONVERSATIONS["turns"], **TOKENS) is None
+    assert generated_spans(GENERATION, CONVERSATIONS["prompt"], **TOKENS) == []
+
+
+def test_dated_template_is_told() -> None:
+    """Its prompts carry a date, which the record then names."""
+    assert is_dated(LLAMA3)
+    assert not is_dated(CHATML)
+
+
+def test_syntax_can_be_checked_without_a_conversation() -> None:
+    """What does not compile is refused; what compiles is not rendered."""
+    check_syntax("{{ raise_exception('only when rendered') }}")
+    with pytest.raises(DataError, match="is no chat template"):
+        check_syntax("{% for m in messages %}")

@@ -108,8 +108,9 @@ def test_callbacks_can_be_chosen(built: Callable[..., Trainer]) -> None:
 
 def test_settings_reach_the_callback(built: Callable[..., Trainer]) -> None:
     """A YAML key is an argument of the class."""
-    trainer: Any = built("callbacks.checkpoint.every_n_steps=7", "callbacks.checkpoint.keep=3")
-    assert (trainer.callbacks[-1].every_n_steps, trainer.callbacks[-1].keep) == (7, 3)
+    trainer: Any = built("callbacks.memory.trim_every_n_steps=7")
+    (memory,) = (one for one in trainer.callbacks if type(one).__name__ == "MemoryWatch")
+    assert memory.trim_every_n_steps == 7
 
 
 def test_the_mirror_comes_with_its_logger(built: Callable[..., Trainer]) -> None:

@@ -1,11 +1,13 @@
 """The adapter on disk, schema v3: adapter_manifest.json and adapter.safetensors.
 
 Tensors are ``{logical}.lora_a`` A_RI [r, in] and ``{logical}.lora_b`` B_OR [out, r], float32.
-The layout is the Vox mens trainer's; our one addition is the key `mens_exp`.
+The layout is the Vox mens trainer's; our additions are the key `mens_exp` and, where its variant
+is ``dora``, ``{logical}.lora_magnitude`` [out].
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -41,6 +43,8 @@ _OLDER_FORMATS = ("vox_populi_adapter",)
 _OPTIONAL = ("base_model", "provenance", "mens_exp")  # absent, not null, in the schema
 _MATRIX_RANK = 2
 _HALVES = {"lora_a": "[{rank}, in]", "lora_b": "[out, {rank}]"}
+_MAGNITUDE = "lora_magnitude"
+_VARIANTS = ("lora", "rslora", "dora")
 
 
 class Quant(TypedDict):
@@ -76,10 +80,11 @@ class AdapterManifest:
         vocab: rows of the base model's embedding.
         d_model: width of the base model.
         rank: r of every layer that ``mens_exp["rank_pattern"]`` does not name.
-        alpha: the delta is (B @ A) * alpha / max(r, 1).
+        alpha: the delta is (B @ A) * alpha / max(r, 1), but see :meth:`scale_of`.
         base_model: the base model's name.
         provenance: of the base model.
-        mens_exp: what we add: quantizer identity, content hashes, `rank_pattern`, variant.
+        mens_exp: what we add: content hashes, `rank_pattern` and `alpha_pattern` by logical
+            layer, `variant` (lora where absent), `init`, and whether an adapted head is tied.
     """
 
     format: str = "vox_mens_adapter"
@@ -114,29 +119,62 @@ class AdapterManifest:
                 found.append(
                     DataError("wrong value", where=place, found=size, expected="1 or more")
                 )
-        return found + self._rank_pattern_problems(where)
+        if self.variant not in _VARIANTS:
+            place, expected = f"{where}: mens_exp.variant", expected_name(self.variant, _VARIANTS)
+            found.append(DataError("unknown", where=place, found=self.variant, expected=expected))
+        for name in ("rank", "alpha"):
+            found += self._pattern_problems(where, name)
+        return found
 
     def rank_of(self, layer: str) -> int:
         """Return r of one logical layer."""
         pattern = (self.mens_exp or {}).get("rank_pattern") or {}
         return int(pattern.get(layer, self.rank))
 
-    def _rank_pattern_problems(self, where: str) -> list[DataError]:
-        place = f"{where}: mens_exp.rank_pattern"
-        pattern = (self.mens_exp or {}).get("rank_pattern") or {}
+    def alpha_of(self, layer: str) -> int:
+        """Return alpha of one logical layer."""
+        pattern = (self.mens_exp or {}).get("alpha_pattern") or {}
+        return int(pattern.get(layer, self.alpha))
+
+    @property
+    def variant(self) -> str:
+        """What the matrices do to a weight: ``lora``, ``rslora`` or ``dora``."""
+        return str((self.mens_exp or {}).get("variant", "lora"))
+
+    def scale_of(self, layer: str) -> float:
+        """Return the factor before ``B @ A`` of one logical layer.
+
+        It is ``alpha / r``, in rslora ``alpha / sqrt(r)``. Where an initialisation doubled both
+        (`init`), the scale is still that of the trained pair.
+        """
+        init = (self.mens_exp or {}).get("init") or {}
+        times = 2 if init.get("doubled_rank") else 1
+        rank, alpha = self.rank_of(layer) / times, self.alpha_of(layer) / times
+        return alpha / (math.sqrt(rank) if self.variant == "rslora" else rank)
+
+    def parts(self) -> tuple[str, ...]:
+        """Return the names of the tensors that every layer has."""
+        return (*_HALVES, *((_MAGNITUDE,) if self.variant == "dora" else ()))
+
+    def _pattern_problems(self, where: str, name: str) -> list[DataError]:
+        place = f"{where}: mens_exp.{name}_pattern"
+        pattern = (self.mens_exp or {}).get(f"{name}_pattern") or {}
         if not isinstance(pattern, dict):
             return [DataError("wrong value", where=place, found=pattern, expected="an object")]
         found = []
-        for layer, rank in pattern.items():
+        for layer, value in pattern.items():
             if layer not in self.layer_order:
                 expected = expected_name(layer, self.layer_order)
                 found.append(
                     DataError("unknown layer", where=place, found=layer, expected=expected)
                 )
-            if type(rank) is not int or rank < 1:
+            if type(value) is not int or value < 1:
                 found.append(
                     DataError(
-                        "wrong rank", where=f"{place}.{layer}", found=rank, expected="1 or more"
+                        f"wrong {name}",
+                        where=f"{place}.{layer}",
+                        found=value,
+                        expected="1 or more",
                     )
                 )
         return found
@@ -150,7 +188,8 @@ def write_adapter(
     Args:
         directory: made when missing; other files in it are left alone.
         manifest: what the tensors belong to.
-        tensors: ``{logical}.lora_a`` [r, in] and ``{logical}.lora_b`` [out, r], float32.
+        tensors: ``{logical}.lora_a`` [r, in], ``{logical}.lora_b`` [out, r] and, in dora,
+            ``{logical}.lora_magnitude`` [out], float32.
 
     Raises:
         MensError: manifest and tensors disagree, or could not be read back; nothing is
@@ -224,7 +263,7 @@ def _disagreements(
         for name, kind in kinds.items()
         if kind != "F32"
     ]
-    expected = {f"{layer}.{half}" for layer in manifest.layer_order for half in _HALVES}
+    expected = {f"{layer}.{half}" for layer in manifest.layer_order for half in manifest.parts()}
     for name in sorted(set(shapes) - expected):
         known = expected_name(name, expected)
         found.append(DataError("a tensor of no layer", where=where, found=name, expected=known))
@@ -250,6 +289,16 @@ def _shape_problems(
             found.append(
                 DataError("wrong shape", where=place, found=list(shape), expected=expected)
             )
+    magnitude, out = shapes.get(f"{layer}.{_MAGNITUDE}"), shapes.get(f"{layer}.lora_b", ())[:1]
+    if magnitude is not None and magnitude != out:
+        found.append(
+            DataError(
+                "wrong shape",
+                where=f"{where}: {layer}.{_MAGNITUDE}",
+                found=list(magnitude),
+                expected=f"{list(out)}, the rows of lora_b",
+            )
+        )
     return found
 
 

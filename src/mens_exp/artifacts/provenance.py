@@ -21,6 +21,7 @@ __all__ = ["PACKAGES", "collect"]
 PACKAGES = (
     "bitsandbytes",
     "gguf",
+    "huggingface-hub",
     "hydra-core",
     "jinja2",
     "lightning",
@@ -33,6 +34,7 @@ PACKAGES = (
     "pyyaml",
     "rich",
     "safetensors",
+    "tensorboard",
     "tokenizers",
     "torch",
     "transformers",
@@ -42,7 +44,9 @@ _PACKAGE_DIRECTORY = Path(__file__).resolve().parents[1]
 _CPU_FLAGS = ("amx_bf16", "avx2", "avx512_bf16", "avx512f")
 _CPUINFO = Path("/proc/cpuinfo")
 _GIT_TIMEOUT_S = 30.0
-_VARIABLE = re.compile(r"OMP_NUM_THREADS|MKL_NUM_THREADS|CUDA_VISIBLE_DEVICES|MENS_EXP_\w+")
+_VARIABLE = re.compile(
+    r"OMP_NUM_THREADS|MKL_NUM_THREADS|CUDA_VISIBLE_DEVICES|MENS_EXP_(?!CACHE)\w+"
+)  # where a cache lies changes nothing
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 
 

@@ -48,6 +48,11 @@ class RunDir:
         return self.path / "config.yaml"
 
     @property
+    def chat_template(self) -> Path:
+        """The chat template that was in force, whichever file it came from."""
+        return self.path / "chat_template.jinja"
+
+    @property
     def plan(self) -> Path:
         """What was predicted, and measured values beside it."""
         return self.path / "plan.json"
@@ -96,6 +101,26 @@ class RunDir:
     def wandb(self) -> Path:
         """The directory of the offline mirror."""
         return self.path / "wandb"
+
+    @property
+    def bundle(self) -> Path:
+        """In an unpacked bundle, the list of its files."""
+        return self.path / "bundle.json"
+
+    @property
+    def csv(self) -> Path:
+        """The directory of Lightning's CSV logger, one below it for each attempt."""
+        return self.path / "csv"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The directory of TensorBoard's event files, one below it for each attempt."""
+        return self.path / "tensorboard"
+
+    @property
+    def transcript(self) -> Path:
+        """What was said in a chat."""
+        return self.path / "transcript.json"
 
     def checkpoint(self, step: int) -> Path:
         """Return the path of the training state after optimizer step `step`."""

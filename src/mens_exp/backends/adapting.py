@@ -5,58 +5,128 @@ Shapes: R rank, I inputs and O outputs of a projection.
 
 from __future__ import annotations
 
+import re
+import warnings
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.artifacts.nearest import expected_name
-from mens_exp.errors import ConfigError, Problems
+from mens_exp.config.lora import LoraVariant
+from mens_exp.errors import SetupError
+from mens_exp.layout.targets import pattern_values
 from mens_exp.model.quiet import quiet
-from mens_exp.quant.bnb import quantized_linears
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import torch
 
-    from mens_exp.config.root import RunConfig
+    from mens_exp.config.lora import LoraConfig
+    from mens_exp.layout.families import Family
+    from mens_exp.layout.targets import LinearModule
 
-__all__ = ["ADAPTER", "adapted", "lora_layers", "matrices"]
+__all__ = [
+    "ADAPTER",
+    "adapted",
+    "lora_layers",
+    "parameters_of",
+    "peft_config",
+    "tied_head_is_meant",
+]
 
 ADAPTER = "default"  # PEFT's own name for a single adapter
+_PREFIX = "base_model.model."
 
 
-def adapted(model: Any, config: RunConfig) -> Any:
-    """Put PEFT's LoRA layers on the targets.
+def adapted(
+    model: Any, lora: LoraConfig, modules: Sequence[LinearModule], family: Family
+) -> tuple[Any, dict[str, Any]]:
+    """Put PEFT's LoRA layers on modules.
+
+    Args:
+        model: the base model.
+        lora: rank, alpha and variant.
+        modules: those that get an adapter.
+        family: of the model.
+
+    Returns:
+        PEFT's model, and its layers by logical name, in the order of ``modules``.
 
     Raises:
-        ConfigError: a target matches no 4-bit linear module.
+        SetupError: PEFT put its layers on other modules.
     """
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
-    _check_targets(model, config.lora.targets)
-    lora = LoraConfig(
-        r=config.lora.r,
-        lora_alpha=config.lora.alpha,
-        lora_dropout=config.lora.dropout,
-        target_modules=list(config.lora.targets),
+    paths = _linear_paths(model)
+    with quiet(), tied_head_is_meant():
+        peft = get_peft_model(
+            model, peft_config(lora, modules, family, paths), adapter_name=ADAPTER
+        )
+    layers = dict(lora_layers(peft))
+    expected = {f"{_PREFIX}{one.path}" for one in modules}
+    if layers.keys() != expected:
+        raise SetupError(
+            "PEFT put its layers on other modules than the plan's",
+            where="lora.targets",
+            found=", ".join(sorted(layers.keys() ^ expected)[:8]),
+            expected="the modules of layout/targets.py",
+            remedy="report this with the model's config.json and the version of PEFT",
+        )
+    return peft, {one.logical: layers[f"{_PREFIX}{one.path}"] for one in modules}
+
+
+def peft_config(
+    lora: LoraConfig, modules: Sequence[LinearModule], family: Family, paths: Iterable[str]
+) -> Any:
+    """Translate the `lora` group.
+
+    Args:
+        lora: rank, alpha and variant.
+        modules: those that get an adapter.
+        family: of the model.
+        paths: of every linear module of the model.
+    """
+    from peft import LoraConfig as PeftLora
+
+    ranks = pattern_values(lora.rank_pattern, modules, family, lora.r)
+    alphas = pattern_values(lora.alpha_pattern, modules, family, lora.alpha)
+    return PeftLora(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=_shortest([one.path for one in modules], paths),
+        rank_pattern={re.escape(path): r for path, r in ranks.items() if r != lora.r},
+        alpha_pattern={re.escape(path): a for path, a in alphas.items() if a != lora.alpha},
+        use_rslora=lora.variant is LoraVariant.rslora,
+        use_dora=lora.variant is LoraVariant.dora,
         task_type="CAUSAL_LM",
     )
-    with quiet():
-        return get_peft_model(model, lora, adapter_name=ADAPTER)
 
 
-def _check_targets(model: torch.nn.Module, targets: Sequence[str]) -> None:
-    known = {path.rpartition(".")[2] for path in quantized_linears(model)}
-    Problems.raise_if(
-        [
-            ConfigError(
-                "matches no 4-bit linear module",
-                where="lora.targets",
-                found=target,
-                expected=expected_name(target, known),
-            )
-            for target in sorted(set(targets) - known)
-        ]
-    )
+def _shortest(matched: Sequence[str], paths: Iterable[str]) -> list[str]:
+    """Return the last names of the paths where those say it all, else the whole paths."""
+    names = {path.rpartition(".")[2] for path in matched}
+    if {path for path in paths if path.rpartition(".")[2] in names} == set(matched):
+        return sorted(names)
+    return list(matched)
+
+
+def _linear_paths(model: torch.nn.Module) -> list[str]:
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    kinds = (torch.nn.Linear, Conv1D)
+    return [path for path, module in model.named_modules() if isinstance(module, kinds)]
+
+
+@contextmanager
+def tied_head_is_meant() -> Iterator[None]:
+    """Silence PEFT's warning about a tied head: training leaves the shared table as it is.
+
+    What a merge must mind is in the adapter's manifest.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Model (has|with) `tie_word_embeddings=True`")
+        yield
 
 
 def lora_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -68,6 +138,9 @@ def lora_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield path, module
 
 
-def matrices(module: Any) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
-    """Return A ``[R, I]`` and B ``[O, R]``."""
-    return module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight
+def parameters_of(module: Any) -> dict[str, torch.nn.Parameter]:
+    """Return what a LoRA layer trains: A ``[R, I]``, B ``[O, R]`` and, in DoRA, ``[O]`` lengths."""
+    found = {"lora_a": module.lora_A[ADAPTER].weight, "lora_b": module.lora_B[ADAPTER].weight}
+    if ADAPTER in module.lora_magnitude_vector:
+        found["lora_magnitude"] = module.lora_magnitude_vector[ADAPTER].weight
+    return found

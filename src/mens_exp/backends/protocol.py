@@ -43,14 +43,36 @@ class Backend(Protocol):
     def generate(self, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
         """Continue prompts greedily; see the backend for the options."""
 
+    def next_logits(self, ids: Sequence[int], cache: Any = None) -> tuple[torch.Tensor, Any]:
+        """Return the logits ``[V]`` that follow ids, and the cache grown by these."""
+
     def adapter(self, config: RunConfig) -> tuple[AdapterManifest, dict[str, np.ndarray]]:
         """Return the adapter under logical names, with its manifest."""
 
     def load_adapter(self, tensors: dict[str, np.ndarray]) -> None:
         """Put an adapter's tensors, under logical names, into the graph."""
 
+    def start_state(self) -> dict[str, torch.Tensor]:
+        """Return what a checkpoint's base depends on, beside the published weights."""
+
+    def load_start_state(self, taken: dict[str, torch.Tensor]) -> None:
+        """Rebuild the base of a checkpoint from its :meth:`start_state`."""
+
+    def quantization_errors(self) -> dict[str, tuple[float, float]]:
+        """Return, by layer, the quantization error before and after the adapter's start.
+
+        Empty where the start does not depend on it. An error is ``|W − Ŵ| / |W|``, Frobenius.
+        """
+
     def write_peft(self, directory: Path) -> None:
         """Write the adapter as a PEFT directory."""
+
+    @property
+    def peft_view_is_exact(self) -> bool:
+        """Whether the PEFT directory, loaded on the plainly quantized base, is this very model."""
+
+    def as_peft_view(self) -> AbstractContextManager[None]:
+        """Make it, inside the block, what loading the PEFT directory on the base gives."""
 
     @property
     def max_positions(self) -> int:

@@ -12,16 +12,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mens_exp.artifacts import atomic
-from mens_exp.artifacts.adapter_v3 import AdapterManifest
-from mens_exp.backends.adapting import ADAPTER, adapted, lora_layers, matrices
+from mens_exp.backends.adapter_form import (
+    in_fixed_order,
+    manifest_of,
+    peft_form,
+    stacked_tensors,
+    unstacked_tensors,
+)
+from mens_exp.backends.adapting import ADAPTER, adapted, parameters_of, tied_head_is_meant
 from mens_exp.backends.frozen_base import load_base
 from mens_exp.backends.greedy import greedy
+from mens_exp.backends.starting import start_all, start_facts
+from mens_exp.backends.streaming import step
+from mens_exp.config.checkpointing import is_wanted
 from mens_exp.errors import ConfigError
-from mens_exp.layout.directory import read_directory
-from mens_exp.layout.families import family_of
-from mens_exp.layout.names import base_key, logical_name
-from mens_exp.lora.keyed import initialise, share_dropout
-from mens_exp.model import attention
+from mens_exp.layout.shape import shape_of
+from mens_exp.layout.targets import chosen, described
+from mens_exp.lora.keyed import share_dropout
+from mens_exp.model import attention, checkpointing
+from mens_exp.model.published_weights import BaseWeights
 from mens_exp.model.quiet import quiet
 from mens_exp.quant.bnb import compute_dtype, quantized_linears
 
@@ -31,6 +40,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from mens_exp.artifacts.adapter_v3 import AdapterManifest
     from mens_exp.config.root import RunConfig
     from mens_exp.data.batch import Batch
     from mens_exp.model.resolve import BaseModel
@@ -51,18 +61,29 @@ class QloraBackend(torch.nn.Module):
         super().__init__()
         self.base = base
         self.compute_dtype = compute_dtype(config.quant)
-        self.model = adapted(load_base(config, base, device), config)
+        self.lora = config.lora
+        self.shape = shape_of(config.model)
+        self.modules_chosen = chosen(config.lora, self.shape)
+        self.model, self.layers = adapted(
+            load_base(config, base, device), config.lora, self.modules_chosen, self.shape.family
+        )
+        self.model.peft_config[ADAPTER].revision = base.revision
         self.causal_lm = self.model.get_base_model()
-        layers = list(lora_layers(self.model))
-        self.family = family_of(self.causal_lm.config.model_type)
-        names = [logical_name(path, self.family) for path, _ in layers]
-        self.paths = {name: path for name, (path, _) in zip(names, layers, strict=True)}
-        self.layers = {name: module for name, (_, module) in zip(names, layers, strict=True)}
-        for logical, module in self.layers.items():
-            a, b = matrices(module)
-            initialise(a, b, seed=config.seed, layer=logical)
+        if is_wanted(
+            config.model.gradient_checkpointing,
+            parameters=int(self.causal_lm.num_parameters()),
+            on_gpu=device.type == "cuda",
+        ):
+            checkpointing.enable(self.causal_lm)
+        weights = BaseWeights(base.directory, self.shape.family)
+        self.residuals, self.errors, self.start_s = start_all(
+            config, self.modules_chosen, self.layers, weights
+        )
         self.dropouts = share_dropout(
-            layers, p=config.lora.dropout, seed=config.seed, adapter=ADAPTER
+            [(one, self.layers[one.logical]) for one in self.modules_chosen],
+            p=config.lora.dropout,
+            seed=config.seed,
+            adapter=ADAPTER,
         )
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -70,7 +91,7 @@ class QloraBackend(torch.nn.Module):
         packed = batch.documents is not None
         ids_BT = batch.input_ids_BT
         with self._compute():
-            output = self.causal_lm.model(
+            output = self.causal_lm.base_model(
                 input_ids=ids_BT,
                 position_ids=batch.position_ids_BT,
                 attention_mask=attention.no_mask(ids_BT) if packed else batch.attention_mask_BT,
@@ -81,10 +102,11 @@ class QloraBackend(torch.nn.Module):
         return hidden_BTD.flatten(0, 1).index_select(0, batch.predict_M)
 
     def head(self, hidden_MD: torch.Tensor) -> torch.Tensor:
-        """Return logits ``[M, V]`` in the compute format."""
+        """Return logits ``[M, V]`` in the compute format, squeezed where the model does so."""
         with self._compute():
-            logits: torch.Tensor = self.causal_lm.lm_head(hidden_MD)
-        return logits
+            logits: torch.Tensor = self.causal_lm.get_output_embeddings()(hidden_MD)
+            cap = getattr(self.causal_lm.config, "final_logit_softcapping", None)
+            return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def begin(self, micro_batch: int) -> None:
         """Move every dropout stream to a micro-batch."""
@@ -94,16 +116,35 @@ class QloraBackend(torch.nn.Module):
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """Return the adapter's parameters, f32, by logical name."""
         return {
-            f"{logical}.lora_{which}": parameter
+            f"{logical}.{which}": parameter
             for logical, module in self.layers.items()
-            for which, parameter in zip("ab", matrices(module), strict=True)
+            for which, parameter in parameters_of(module).items()
         }
 
     @contextmanager
     def base_only(self) -> Iterator[None]:
-        """Switch the adapter off inside the block."""
-        with self.model.disable_adapter():
-            yield
+        """Make it the plainly quantized base inside the block: no adapter, nothing taken out."""
+        self.residuals.use(plain=True)
+        try:
+            with self.model.disable_adapter():
+                yield
+        finally:
+            self.residuals.use(plain=False)
+
+    @property
+    def peft_view_is_exact(self) -> bool:
+        """Whether the PEFT directory, loaded on the plainly quantized base, is this very model."""
+        return not self.residuals.layers
+
+    @contextmanager
+    def as_peft_view(self) -> Iterator[None]:
+        """Make it, inside the block, what others get who load the PEFT directory on the base."""
+        self.residuals.use(plain=True)
+        try:
+            with peft_form(self.model, self.lora, self.layers, self.residuals.taken()):
+                yield
+        finally:
+            self.residuals.use(plain=False)
 
     def generate(
         self,
@@ -123,41 +164,37 @@ class QloraBackend(torch.nn.Module):
                 pad_id=pad_id,
             )
 
+    def next_logits(self, ids: Sequence[int], cache: Any = None) -> tuple[torch.Tensor, Any]:
+        """Return the logits ``[V]``, f32, that follow ids, and the cache grown by these."""
+        with self._compute():
+            return step(self.causal_lm, ids, cache)
+
     def adapter(self, config: RunConfig) -> tuple[AdapterManifest, dict[str, np.ndarray]]:
-        """Return the adapter's manifest and its f32 tensors under logical names."""
+        """Return the adapter's manifest and its f32 tensors under logical names.
+
+        They are relative to the published base: where a start took something out of its weights,
+        that is taken back, in a pair of twice the rank.
+        """
         tensors = {
-            name: parameter.detach().to("cpu", torch.float32, copy=True).numpy()
+            name: parameter.detach().to("cpu", torch.float32, copy=True)
             for name, parameter in self.trainable().items()
         }
-        keys = read_directory(self.base.directory).tensors
-        manifest = AdapterManifest(
-            adapter_method="qlora",
-            quant={
-                "base_quant": config.quant.quant_type.value,
-                "double_quant": config.quant.double_quant,
-            },
-            base_key_map={
-                logical: base_key(path, self.family, keys) for logical, path in self.paths.items()
-            },
-            layer_order=list(self.layers),
-            vocab=int(self.causal_lm.config.vocab_size),
-            d_model=int(self.causal_lm.config.hidden_size),
-            rank=config.lora.r,
-            alpha=config.lora.alpha,
-            base_model=self.base.name,
-            mens_exp={"base_weights_sha256": self.base.weights_sha256},
+        stacked = stacked_tensors(tensors, self.residuals.taken())
+        manifest = manifest_of(
+            config, self.base, self.shape, self.modules_chosen, residual=not self.peft_view_is_exact
         )
-        return manifest, tensors
+        return manifest, {name: values.numpy() for name, values in stacked.items()}
 
     def load_adapter(self, tensors: dict[str, np.ndarray]) -> None:
-        """Copy an adapter's tensors into the graph.
+        """Copy an adapter's tensors into the graph, and rebuild the base that it was trained on.
 
         Raises:
             ConfigError: the tensors are not those of this graph.
         """
-        parameters = self.trainable()
+        parameters, taken = self.trainable(), self.residuals.taken()
+        graph = {name: parameter.detach().to("cpu") for name, parameter in parameters.items()}
         theirs = {(name, tuple(values.shape)) for name, values in tensors.items()}
-        ours = {(name, tuple(values.shape)) for name, values in parameters.items()}
+        ours = {(name, tuple(v.shape)) for name, v in stacked_tensors(graph, taken).items()}
         if theirs != ours:  # copying would stretch a matrix of rank 1 to any rank, in silence
             odd = [f"{name} {list(shape)}" for name, shape in sorted(theirs ^ ours)]
             raise ConfigError(
@@ -166,15 +203,34 @@ class QloraBackend(torch.nn.Module):
                 found=", ".join(odd[:8]),
                 expected="the layers and the rank of the run's own configuration",
             )
+        values = {name: torch.from_numpy(array) for name, array in tensors.items()}
+        tuned, theirs_taken = unstacked_tensors(values, taken)
+        self.residuals.restore(theirs_taken)
         with torch.no_grad():
-            for name, values in tensors.items():
-                parameters[name].copy_(torch.from_numpy(values))
+            for name, value in tuned.items():
+                parameters[name].copy_(value)
+
+    def start_state(self) -> dict[str, torch.Tensor]:
+        """Return what the base of a checkpoint depends on, beside the published weights."""
+        return self.residuals.taken()
+
+    def load_start_state(self, taken: dict[str, torch.Tensor]) -> None:
+        """Rebuild the base of a checkpoint."""
+        self.residuals.restore(taken)
 
     def write_peft(self, directory: Path) -> None:
         """Write the adapter as a PEFT directory; it appears whole or not at all."""
-        with atomic.directory(directory) as temporary, quiet():
+        # PEFT would write where the weights lie on this machine, which means nothing elsewhere.
+        self.model.peft_config[ADAPTER].base_model_name_or_path = self.base.name
+        with (
+            atomic.directory(directory) as temporary,
+            quiet(),
+            self.as_peft_view(),
+            tied_head_is_meant(),
+        ):
             self.model.save_pretrained(temporary, save_embedding_layers=False)
             (temporary / "README.md").unlink(missing_ok=True)  # MODEL_CARD.md says it better
+            in_fixed_order(temporary / "adapter_config.json")
 
     @property
     def max_positions(self) -> int:
@@ -195,8 +251,16 @@ class QloraBackend(torch.nn.Module):
             "block_size": int(state.blocksize),
             "double_quant": bool(state.nested),
             "compute_dtype": str(self.compute_dtype).removeprefix("torch."),
+            "gradient_checkpointing": bool(self.causal_lm.is_activation_checkpointing),
             "attention": str(self.causal_lm.config._attn_implementation),  # noqa: SLF001
+            "lora_modules": described(self.modules_chosen, self.shape.num_hidden_layers),
+            "lora_variant": self.lora.variant.value,
+            **start_facts(self.lora, self.errors, self.start_s),
         }
+
+    def quantization_errors(self) -> dict[str, tuple[float, float]]:
+        """Return each layer's quantization error before and after its start, where it matters."""
+        return {name: (error.before, error.after) for name, error in self.errors.items()}
 
     @contextmanager
     def _compute(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ from mens_exp.config.fields import setting
 
 __all__ = [
     "CallbackConfig",
-    "CheckpointConfig",
+    "EarlyStoppingConfig",
     "FiniteGuardConfig",
     "MemoryConfig",
     "ProgressConfig",
@@ -25,11 +25,15 @@ class CallbackConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class CheckpointConfig(CallbackConfig):
-    """When the training state is saved."""
+class EarlyStoppingConfig(CallbackConfig):
+    """When a run ends before its last step, because validation no longer improves."""
 
-    every_n_steps: int = setting(20, "Optimizer steps between checkpoints.", ge=1)
-    keep: int = setting(2, "Newest checkpoints kept.", ge=1)
+    patience: int = setting(
+        3, "Validations without a lower loss before the run ends (Lightning's default).", ge=1
+    )
+    min_delta: float = setting(
+        0.0, "Nats a token by which a loss must fall to count as lower (Lightning's default).", ge=0
+    )
 
 
 @dataclass(kw_only=True, slots=True)

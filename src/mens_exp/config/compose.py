@@ -12,13 +12,18 @@ from typing import TYPE_CHECKING, Any
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from mens_exp.artifacts.digest import digest
+from mens_exp.config.foreign import refuse_foreign
+from mens_exp.config.own_conf import config_directory, group_options, our_targets
+from mens_exp.config.own_schema import CLASS_GROUPS, own_schema
+from mens_exp.config.own_source import read_own_conf
 from mens_exp.config.root import RunConfig
-from mens_exp.config.store import register, schema_of
+from mens_exp.config.store import SCHEMAS, register, schema_of
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Composed",
+    "begin_command",
     "compose",
     "config_digest",
     "config_directory",
@@ -43,30 +49,21 @@ CONFIG_NAME = "config"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Composed:
-    """One composed cell: the values, and which option each group took."""
+    """One composed cell: the values, and which option each group took.
+
+    Attributes:
+        overrides: what made it, as typed.
+        values: the configuration, without Hydra's own node.
+        choices: the option of each group; of several, their names with commas between.
+        run_dir: where Hydra would run it alone; None where that cannot be told.
+        sweep_dir: where Hydra would run it in a sweep.
+    """
 
     overrides: tuple[str, ...]
     values: DictConfig
     choices: dict[str, str | None]
-
-
-def config_directory() -> Path:
-    """Return the directory of the config groups, in an installed wheel or in a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "conf"
-    return installed if installed.is_dir() else package.parents[1] / "conf"
-
-
-@functools.cache
-def group_options() -> dict[str, tuple[str, ...]]:
-    """List every config group with the options it has, from the files that are there."""
-    root = config_directory()
-    groups: dict[str, list[str]] = {}
-    for file in sorted(root.rglob("*.yaml")):
-        group = file.parent.relative_to(root).as_posix()
-        if group not in {".", "hydra"} and not group.startswith("hydra/"):
-            groups.setdefault(group, []).append(file.stem)
-    return {group: tuple(options) for group, options in sorted(groups.items())}
+    run_dir: str | None = None
+    sweep_dir: str | None = None
 
 
 def without_hydra(config: DictConfig) -> DictConfig:
@@ -87,15 +84,21 @@ def _plain(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
+def begin_command() -> None:
+    """Let the run directories of the command to come bear its own time."""
+    _start_utc.cache_clear()
+
+
 @functools.cache
 def _start_utc() -> str:
-    """Return the moment this process first named a directory, to the millisecond."""
+    """Return the moment this command first named a directory, to the millisecond."""
     return datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")[:-3] + "Z"
 
 
 def prepare_hydra() -> None:
-    """Register the schemas and the resolvers that conf/config.yaml uses."""
+    """Register the schemas, ``./conf``, and the resolvers that conf/config.yaml uses."""
     register()
+    read_own_conf()
     resolvers: dict[str, Any] = {
         "mens.utc": _start_utc,
         "mens.digest8": lambda *, _root_: config_digest(_root_)[:8],
@@ -127,20 +130,49 @@ def compose(cells: Sequence[Sequence[str]]) -> list[Composed]:
     """
     composed = []
     with _hydra():
-        for overrides in cells:
+        for number, overrides in enumerate(cells):
             config = hydra_compose(CONFIG_NAME, list(overrides), return_hydra_config=True)
-            choices = OmegaConf.to_container(config.hydra.runtime.choices)
-            assert isinstance(choices, dict)
-            ours = {
-                str(group): None if option is None else str(option)
-                for group, option in choices.items()
-                if not str(group).startswith(("hydra/", "schema/", "/schema", "callbacks/"))
-                and "@" not in str(group)
-            }
             composed.append(
-                Composed(overrides=tuple(overrides), values=_visible(config), choices=ours)
+                Composed(
+                    overrides=tuple(overrides),
+                    values=_visible(config),
+                    choices={**_choices(config), **_lists(overrides)},
+                    run_dir=_directory(config, number, "run.dir"),
+                    sweep_dir=_directory(config, number, "sweep.dir", "sweep.subdir"),
+                )
             )
     return composed
+
+
+def _choices(config: DictConfig) -> dict[str, str | None]:
+    choices = OmegaConf.to_container(config.hydra.runtime.choices)
+    assert isinstance(choices, dict)
+    return {
+        str(group): None if option is None else str(option)
+        for group, option in choices.items()
+        if not str(group).startswith(("hydra/", "schema/", "/schema", "callbacks/"))
+        and "@" not in str(group)
+    }
+
+
+def _lists(overrides: Sequence[str]) -> dict[str, str]:
+    """Return the groups that took a list of options, which Hydra leaves out of its choices."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    return {
+        one.key_or_group: ",".join(map(str, value))
+        for one in parsed
+        if one.key_or_group in group_options() and isinstance(value := one.value(), list)
+    }
+
+
+def _directory(config: DictConfig, number: int, *parts: str) -> str | None:
+    """Resolve a run directory as Hydra will, for the job of that number."""
+    try:
+        with open_dict(config):
+            config.hydra.job.num = number
+        return str(Path(*(str(OmegaConf.select(config.hydra, part)) for part in parts)))
+    except OmegaConfBaseException:  # Hydra will tell
+        return None
 
 
 def _visible(config: DictConfig) -> DictConfig:
@@ -167,15 +199,26 @@ def from_yaml(path: Path) -> DictConfig:
     """Read a run's own config.yaml back into the schemas.
 
     Raises:
-        ConfigError: the file cannot be read, or holds what the schemas do not accept.
+        ConfigError: the file cannot be read, holds what the schemas do not accept, or names a
+            class that nobody here has vouched for.
     """
     try:
-        return _under_schemas(OmegaConf.load(path))
+        stored = OmegaConf.load(path)
+        refuse_foreign(OmegaConf.to_container(stored), path)
+        root = _under_schemas(stored)
+        missing = OmegaConf.missing_keys(root)
     except (OmegaConfBaseException, YAMLError, KeyError, OSError, TypeError, ValueError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
         raise ConfigError(
             "the stored configuration cannot be read", where=str(path), found=lines[0]
         ) from error
+    if missing:
+        raise ConfigError(
+            "the stored configuration cannot be read",
+            where=str(path),
+            found=f"no {', '.join(sorted(missing))}",
+        )
+    return root
 
 
 def _under_schemas(stored: DictConfig | ListConfig) -> DictConfig:
@@ -188,11 +231,21 @@ def _under_schemas(stored: DictConfig | ListConfig) -> DictConfig:
         node = stored[group]
         if group == "callbacks":
             root[group] = {
-                name: OmegaConf.merge(schema_of("callbacks", {}, name=str(name)), values)
+                name: OmegaConf.merge(_schema("callbacks", values, name=str(name)), values)
                 for name, values in node.items()
             }
+        elif isinstance(node, DictConfig) and group not in SCHEMAS:
+            root[group] = OmegaConf.merge(root[group], node)
         elif isinstance(node, DictConfig):
-            root[group] = OmegaConf.merge(schema_of(str(group), _plain(node)), node)
+            root[group] = OmegaConf.merge(_schema(str(group), node), node)
         else:
             root[group] = node
     return root
+
+
+def _schema(group: str, node: DictConfig, *, name: str | None = None) -> type:
+    """Return the schema of stored values; a class that is not ours has one of its own keys."""
+    values = _plain(node)
+    if group in CLASS_GROUPS and values.get("_target_") not in our_targets():
+        return own_schema(group, values, name or group)
+    return schema_of(group, values, name=name)

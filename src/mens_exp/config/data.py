@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from enum import Enum
+from typing import Any
 
 from omegaconf import MISSING
 
 from mens_exp.config.fields import setting
 
-__all__ = ["DataConfig", "JsonlData", "StdlibData"]
+__all__ = ["ColumnsConfig", "DataConfig", "JsonlData", "RowFormat", "StdlibData", "Truncation"]
+
+
+class RowFormat(Enum):
+    """How the rows of a file are written."""
+
+    auto = "auto"
+    pair = "pair"
+    messages = "messages"
+    alpaca = "alpaca"
+    sharegpt = "sharegpt"
+
+
+class Truncation(Enum):
+    """Which side of a document that is too long is cut."""
+
+    right = "right"
+    left = "left"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,6 +53,14 @@ class DataConfig:
     val_max_tokens: int = setting(
         8192, "Validation stops after about so many tokens (about 7 s on two cores).", ge=1
     )
+    truncation: Truncation = setting(
+        Truncation.right,
+        "Side on which a document longer than seq_len loses tokens; left keeps the newest turns, "
+        "and a begin-of-sequence token before them.",
+    )
+    show: int = setting(
+        0, "Training rows that task=plan shows token by token; 0 shows none (plan).", ge=0
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,8 +71,49 @@ class StdlibData(DataConfig):
 
 
 @dataclass(kw_only=True, slots=True)
+class ColumnsConfig:
+    """Which column of a file holds what; null leaves a field out."""
+
+    prompt: str | None = setting(None, "Column of the user's turn.")
+    input: str | None = setting(None, "Column of what an instruction is about, as Alpaca has it.")
+    response: str | None = setting(None, "Column of the assistant's turn.")
+    messages: str | None = setting(None, "Column of a list of turns with role and content.")
+    conversations: str | None = setting(None, "Column of a list of turns with from and value.")
+    system: str | None = setting(None, "Column of the system prompt.")
+    rating: str | None = setting(None, "Column of a rating from 1 to 5.")
+    category: str | None = setting(None, "Column of a free tag.")
+    group: str | None = setting(None, "Column of what must stay on one side of the split.")
+
+
+@dataclass(kw_only=True, slots=True)
 class JsonlData(DataConfig):
-    """TrainingPair rows from a JSONL file."""
+    """Rows from files of JSON."""
 
     source: str = "jsonl"
-    path: str = setting(MISSING, "The JSONL file.")
+    path: Any = setting(
+        MISSING,
+        "Files of rows: one .jsonl or .json file, a list of them, or a glob (rows/*.jsonl).",
+    )
+    val_path: Any = setting(
+        None,
+        "Files of rows to validate on, written like path; then no row of path validates, and "
+        "heldout_frac still holds out rows of path. Null: val_frac of path validates.",
+    )
+    format: RowFormat = setting(
+        RowFormat.auto,
+        "How rows are written: pair (prompt, response), messages, alpaca, sharegpt; auto tells "
+        "for each file.",
+    )
+    group_column: str | None = setting(
+        None,
+        "Column whose value parts the rows: rows that share it stay on one side of the split. "
+        "Null: the row's own group, else its prompt.",
+    )
+    columns: ColumnsConfig = dataclasses.field(
+        default_factory=ColumnsConfig,
+        metadata={
+            "doc": "Columns of files written otherwise, such as {prompt:question,response:answer}; "
+            "columns that are not named are left out, and said to be.",
+            "range": None,
+        },
+    )

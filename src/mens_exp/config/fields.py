@@ -51,7 +51,8 @@ def setting(
     """Declare one schema field.
 
     Args:
-        default: the value when nothing else is said; a list is copied for each instance.
+        default: the value when nothing else is said; lists and mappings are copied for each
+            instance.
         doc: what the field decides, its unit, and where the default comes from.
         ge: smallest accepted number.
         gt: exclusive lower bound.
@@ -63,8 +64,8 @@ def setting(
     """
     bounds = Range(ge=ge, gt=gt, le=le, lt=lt)
     metadata = {"doc": doc, "range": bounds if str(bounds) else None}
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -9,7 +9,14 @@ from omegaconf import MISSING
 
 from mens_exp.config.fields import setting
 
-__all__ = ["LoggerConfig", "NoLogger", "WandbLogger", "WandbMode"]
+__all__ = [
+    "CsvLogger",
+    "LoggerConfig",
+    "NoLogger",
+    "TensorboardLogger",
+    "WandbLogger",
+    "WandbMode",
+]
 
 
 class WandbMode(Enum):
@@ -46,3 +53,20 @@ class WandbLogger(LoggerConfig):
     group: str | None = setting(None, "W&B group; null is the experiment, or the sweep.")
     name: str | None = setting(None, "W&B run name; null is made from model and overrides.")
     tags: list[str] = setting([], "Tags beside those made from the overrides.")
+
+
+@dataclass(kw_only=True, slots=True)
+class CsvLogger(LoggerConfig):
+    """lightning.pytorch.loggers.CSVLogger."""
+
+    sink: str = "csv"
+    flush_every_n_steps: int = setting(
+        10, "Optimizer steps whose metrics a kill may lose; Lightning's own default is 100.", ge=1
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class TensorboardLogger(LoggerConfig):
+    """lightning.pytorch.loggers.TensorBoardLogger."""
+
+    sink: str = "tensorboard"

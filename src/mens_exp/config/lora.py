@@ -1,14 +1,31 @@
-"""Which linear layers get an adapter, and of what shape."""
+"""Which linear layers get an adapter, of what shape, and what it starts from."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from omegaconf import MISSING
 
 from mens_exp.config.fields import setting
 
-__all__ = ["LoraConfig"]
+__all__ = ["LoraConfig", "LoraInit", "LoraVariant"]
+
+
+class LoraVariant(Enum):
+    """What the two matrices do to a weight."""
+
+    lora = "lora"
+    rslora = "rslora"
+    dora = "dora"
+
+
+class LoraInit(Enum):
+    """What the two matrices start from."""
+
+    default = "default"
+    pissa = "pissa"
+    loftq = "loftq"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -17,10 +34,44 @@ class LoraConfig:
 
     name: str = setting(MISSING, "Name of the target group; set by the option.")
     targets: list[str] = setting(
-        MISSING, "Last names of the linear modules that get an adapter, such as q_proj."
+        MISSING,
+        "What gets an adapter: groups (attention, qkv, qv, o_proj, mlp, all_linear, lm_head), "
+        "last names of modules (q_proj, self_attn.q_proj), or globs over a module's whole path "
+        "('*.layers.1?.mlp.*').",
     )
     r: int = setting(16, "Rank of the update (SigilDERG's value).", ge=1)
-    alpha: int = setting(16, "Numerator of the scale alpha / r (SigilDERG's value).", ge=1)
+    alpha: int = setting(
+        16,
+        "Numerator of the scale: alpha / r, alpha / sqrt(r) in rslora (SigilDERG's value).",
+        ge=1,
+    )
     dropout: float = setting(
         0.05, "Probability of dropping an input element of A (the QLoRA paper's).", ge=0, lt=1
+    )
+    variant: LoraVariant = setting(
+        LoraVariant.lora,
+        "lora; rslora, whose scale is alpha / sqrt(r) (arXiv:2312.03732); or dora, which learns "
+        "the length of each output's weights apart (arXiv:2402.09353).",
+    )
+    rank_pattern: dict[str, int] = setting(
+        {}, "Ranks of single modules, by target: {down_proj: 8}. The last one that matches counts."
+    )
+    alpha_pattern: dict[str, int] = setting(
+        {}, "Alphas of single modules, by target. The last one that matches counts."
+    )
+    init: LoraInit = setting(
+        LoraInit.default,
+        "default: A random, B zero (PEFT's); pissa: the first r singular directions of a weight, "
+        "the base quantizes what is left (arXiv:2404.02948); loftq: those of the quantization "
+        "error (arXiv:2310.08659).",
+    )
+    loftq_iters: int = setting(
+        1,  # with one, the base stays the plainly quantized one, and the adapter fits it exactly
+        "Rounds of quantizing and decomposing in loftq; from the second on the base changes too.",
+        ge=1,
+    )
+    init_from: str | None = setting(
+        None,
+        "A run, `latest`, or an adapter directory (schema v3 or PEFT) whose adapter this run "
+        "starts from, with a fresh optimizer; null: a new adapter.",
     )

@@ -3,12 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from omegaconf import MISSING
 
 from mens_exp.config.fields import setting
 
-__all__ = ["BundledModel", "DirectoryModel", "ModelConfig", "RandomModel", "ShapedModel"]
+__all__ = [
+    "BundledModel",
+    "HfModel",
+    "ModelConfig",
+    "ModelFamily",
+    "RandomModel",
+    "ShapedModel",
+    "WeightsDtype",
+]
+
+
+class ModelFamily(Enum):
+    """Families that random weights are drawn for, as config.json's ``model_type``."""
+
+    llama = "llama"
+    gpt2 = "gpt2"
+    mistral = "mistral"
+    qwen2 = "qwen2"
+    qwen3 = "qwen3"
+    phi3 = "phi3"
+    gemma2 = "gemma2"
+    olmo2 = "olmo2"
+
+
+class WeightsDtype(Enum):
+    """Format that random weights are written in."""
+
+    f32 = "f32"
+    bf16 = "bf16"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -17,11 +46,16 @@ class ModelConfig:
 
     source: str = setting(MISSING, "Where weights come from; set by the option.")
     name: str = setting(MISSING, "Name shown in records; set by the option.")
+    gradient_checkpointing: str = setting(
+        "auto",
+        "auto, on or off: compute a layer's activations again in the backward pass instead of "
+        "keeping them. auto: on for a GPU and a base of at least a billion parameters.",
+    )
 
 
 @dataclass(kw_only=True, slots=True)
 class ShapedModel(ModelConfig):
-    """A Llama-shaped model whose dimensions the configuration states; the head is tied."""
+    """A model whose dimensions the configuration states."""
 
     hidden_size: int = setting(MISSING, "Width of the residual stream.", ge=64)
     intermediate_size: int = setting(MISSING, "Width of the MLP.", ge=64)
@@ -47,9 +81,10 @@ class BundledModel(ShapedModel):
 
 @dataclass(kw_only=True, slots=True)
 class RandomModel(ShapedModel):
-    """A Llama-shaped model with random weights and a byte-level tokenizer."""
+    """A model with random weights and a byte-level tokenizer."""
 
     source: str = "random"
+    family: ModelFamily = setting(ModelFamily.llama, "Architecture, as transformers names it.")
     hidden_size: int = setting(64, "Width of the residual stream.", ge=64)
     intermediate_size: int = setting(128, "Width of the MLP.", ge=64)
     num_hidden_layers: int = setting(2, "Decoder layers.", ge=1)
@@ -57,15 +92,33 @@ class RandomModel(ShapedModel):
     num_key_value_heads: int = setting(2, "Key and value heads.", ge=1)
     vocab_size: int = setting(320, "Rows of the embedding table; the tokenizer uses 259.", ge=259)
     max_position_embeddings: int = setting(2048, "Longest sequence, in tokens.", ge=1)
+    head_dim: int | None = setting(
+        None, "Width of a head, in elements; null is hidden_size / num_attention_heads.", ge=2
+    )
+    sliding_window: int | None = setting(
+        None, "Tokens that a layer with a window sees; null is the family's own default.", ge=1
+    )
+    tie_word_embeddings: bool = setting(True, "Whether the head is the embedding table.")
+    dtype: WeightsDtype = setting(
+        WeightsDtype.f32, "Format on disk, f32 or bf16 (16 GB instead of 32 for eight billion)."
+    )
     init_seed: int = setting(
         0, "Seed of the weights; apart from `seed`, so that arms share their base.", ge=0
     )
 
 
 @dataclass(kw_only=True, slots=True)
-class DirectoryModel(ModelConfig):
-    """A Hugging Face model directory: config.json, safetensors and tokenizer.json."""
+class HfModel(ModelConfig):
+    """A model directory, or a model of the Hugging Face Hub: safetensors and tokenizer.json."""
 
-    source: str = "directory"
+    source: str = "hf"
     name: str = "hf"
-    id: str = setting(MISSING, "Path of the directory.")
+    id: str = setting(MISSING, "Path of a directory, or else an id such as Qwen/Qwen2.5-0.5B.")
+    revision: str | None = setting(
+        None,
+        "Branch, tag or commit of the hub, put down as a commit when a run starts; null is main.",
+    )
+    trust_remote_code: bool = setting(
+        False,  # the value of the setting, named by its position in the schema
+        "Run code that comes with the model; where false, no file of code is even fetched.",
+    )

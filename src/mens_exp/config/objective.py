@@ -3,24 +3,67 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from omegaconf import MISSING
 
 from mens_exp.config.fields import setting
 
-__all__ = ["LABELLINGS", "ObjectiveConfig"]
+__all__ = [
+    "LABELLINGS",
+    "AssistantObjective",
+    "CausalObjective",
+    "CrossEntropyConfig",
+    "ObjectiveConfig",
+    "Turns",
+]
 
 LABELLINGS = ("assistant", "causal")  # what rows/encode knows how to label
 
 
+class Turns(Enum):
+    """Which of the assistant's turns are learned."""
+
+    all = "all"
+    last = "last"
+
+
 @dataclass(kw_only=True, slots=True)
 class ObjectiveConfig:
-    """Next-token cross entropy over the supervised tokens."""
+    """What every objective has, one of the user's own included."""
 
     _target_: str = setting(MISSING, "Class of the objective; set by the option.")
-    name: str = setting(MISSING, "Name of the labelling rule; set by the option.")
+    name: str = setting(MISSING, "Its name in records; set by the option.")
+    labels: str = setting(
+        MISSING, "Which tokens are supervised: assistant or causal; set by the option."
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class CrossEntropyConfig(ObjectiveConfig):
+    """Next-token cross entropy over the supervised tokens."""
+
     chunk_tokens: int = setting(
         64,
         "Supervised positions whose logits exist at one time (memory: chunk × vocabulary × 4 B).",
         ge=1,
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class CausalObjective(CrossEntropyConfig):
+    """Every token is learned."""
+
+    name: str = "causal"
+    labels: str = "causal"
+
+
+@dataclass(kw_only=True, slots=True)
+class AssistantObjective(CrossEntropyConfig):
+    """The assistant's turns are learned, each with its end marker."""
+
+    name: str = "assistant"
+    labels: str = "assistant"
+    turns: Turns = setting(
+        Turns.all, "Which assistant turns of a conversation are learned: all, or the last alone."
     )

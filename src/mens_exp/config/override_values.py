@@ -19,8 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mens_exp.artifacts.nearest import expected_name, nearest
 from mens_exp.config.compose import compose, group_options
+from mens_exp.config.peers import peer_of
 from mens_exp.config.root import RunConfig
-from mens_exp.config.store import SCHEMAS, SET_BY_OPTION
+from mens_exp.config.store import SCHEMAS, SET_BY_OPTION, is_open
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,7 +37,11 @@ _WORDS = {
     BooleanNode: "true or false",
     StringNode: "text",
 }
-_ELEMENTS = {float: "numbers, such as [0.9,0.99]", str: "texts, such as [a,b]"}
+_ELEMENTS = {
+    int: "whole numbers, such as [1,2]",
+    float: "numbers, such as [0.9,0.99]",
+    str: "texts, such as [a,b]",
+}
 
 
 def value_problems(
@@ -81,7 +86,8 @@ def _leaves(config: Any, prefix: str = "") -> list[str]:
     for name in config.keys():  # noqa: SIM118  # iterating a DictConfig skips missing values
         node = config._get_node(name)  # noqa: SLF001  # a missing value must not raise here
         path = f"{prefix}{name}"
-        leaves += _leaves(node, f"{path}.") if isinstance(node, DictConfig) else [path]
+        inner = isinstance(node, DictConfig) and not is_open(node)
+        leaves += _leaves(node, f"{path}.") if inner else [path]
     return leaves
 
 
@@ -106,7 +112,7 @@ def _assignment_problems(key: str, value: Any, reference: DictConfig) -> Iterato
     if not exists(reference, key):
         yield _unknown_key(key, f"{key}={shown(value)}", reference)
         return
-    if key in SET_BY_OPTION:
+    if key in SET_BY_OPTION or key.endswith("._target_"):
         group = key.partition(".")[0]
         yield ConfigError(
             "is set by the option",
@@ -116,7 +122,7 @@ def _assignment_problems(key: str, value: Any, reference: DictConfig) -> Iterato
         )
         return
     node = _node_at(reference, key)
-    if isinstance(value, dict) and isinstance(node, DictConfig):
+    if isinstance(value, dict) and isinstance(node, DictConfig) and not is_open(node):
         for name, entry in value.items():
             yield from _assignment_problems(f"{key}.{name}", entry, reference)
     elif not _fits(key, value, node, reference):
@@ -128,7 +134,7 @@ def _assignment_problems(key: str, value: Any, reference: DictConfig) -> Iterato
 def _fits(key: str, value: Any, node: Any, reference: DictConfig) -> bool:
     if isinstance(value, str) and "${" in value:
         return True  # an interpolation; composing resolves and judges it
-    if isinstance(node, DictConfig):
+    if isinstance(node, DictConfig) and not (is_open(node) and isinstance(value, dict)):
         return False
     try:
         OmegaConf.update(reference.copy(), key, value, merge=True)
@@ -150,6 +156,9 @@ def _accepted(node: Any, value: Any) -> str:
         names = list(node.enum_type.__members__)
         close = nearest(shown(value), names)
         return f"one of {', '.join(names)}{f'; the nearest is {close}' if close else ''}"
+    if is_open(node):
+        element = node._metadata.element_type  # noqa: SLF001  # the schema's annotation
+        return f"a mapping of names to {_ELEMENTS[element].partition(',')[0]}"
     if isinstance(node, DictConfig):
         return f"a mapping with {', '.join(map(str, node.keys()))}"
     if isinstance(node, ListConfig):
@@ -170,8 +179,30 @@ def _unknown_key(key: str, found: str, reference: DictConfig) -> ConfigError:
             expected=f"{group}={' or '.join(owners)}, which has it",
             remedy=f"add {group}={owners[0]}, or drop {key}",
         )
-    return ConfigError(
+    peer = _peer(key, found)
+    return peer or ConfigError(
         "unknown key", where=key, found=found, expected=_expected_key(key, reference)
+    )
+
+
+def _peer(key: str, found: str) -> ConfigError | None:
+    """Say what a setting of another fine-tuner is called here, where the key is one."""
+    peer = peer_of(key)
+    if peer is None:
+        return None
+    what = f"is what {peer.used_by} call{'' if ' and ' in peer.used_by else 's'} it"
+    if peer.ours is None:
+        return ConfigError(f"{what}; it is not offered here", where=key, found=found)
+    value = found.partition("=")[2] or "…"
+    is_group = peer.ours in group_options()
+    remedy = f"write {peer.how or f'{peer.ours}={value}'}"
+    kind = "the group " if is_group else ""
+    return ConfigError(
+        what,
+        where=key,
+        found=found,
+        expected=f"{kind}{peer.ours}, as it is called here",
+        remedy=remedy,
     )
 
 
@@ -200,7 +231,10 @@ def _options_with(group: str, field: str) -> list[str]:
     if not any(field in schema.__dataclass_fields__ for schema in schemas.values()):  # type: ignore[attr-defined]
         return []
     cells = compose([[f"{group}={option}"] for option in group_options()[group]])
-    return [c.choices[group] or "" for c in cells if field in c.values[group].keys()]  # noqa: SIM118
+    owners = [c for c in cells if field in c.values[group].keys()]  # noqa: SIM118
+    # First the options that leave the key to the user, then those that are a choice of it.
+    owners.sort(key=lambda cell: not OmegaConf.is_missing(cell.values[group], field))
+    return [owner.choices[group] or "" for owner in owners]
 
 
 def shown(value: object) -> str:

@@ -20,8 +20,9 @@ from omegaconf.errors import OmegaConfBaseException
 from mens_exp.artifacts.nearest import nearest
 from mens_exp.config.compose import Composed, compose, group_options, typed
 from mens_exp.config.override_values import exists, shown, value_problems
+from mens_exp.config.own_conf import own_problems
 from mens_exp.config.root import RunConfig
-from mens_exp.config.validate import problems_of, unread_overrides
+from mens_exp.config.validate import ineffective_overrides, problems_of, unread_overrides
 from mens_exp.errors import ConfigError, MensError
 
 if TYPE_CHECKING:
@@ -60,6 +61,9 @@ def check(texts: Sequence[str], *, multirun: bool = False) -> Checked:
         The cells that composed, in Hydra's own order, and all problems: of the overrides in
         their order, then of the values that the accepted ones make.
     """
+    own = tuple(own_problems())
+    if own:  # what ./conf adds cannot be told before it is in order
+        return Checked(cells=(), problems=own)
     found: dict[str, list[MensError]] = {text: [] for text in texts}
     overrides = [o for text in texts for o in _parsed(text, found[text], multirun=multirun)]
     groups = [o for o in overrides if _is_group(o)]
@@ -159,7 +163,8 @@ def _group_problems(override: Override) -> list[ConfigError]:
             return []
         return [ConfigError("every run needs this group", where=group, found=line)]
     if override.is_add() or override.is_force_add() or override.package is not None:
-        return [ConfigError("is there already", where=group, found=line, remedy=f"write {group}=…")]
+        listed = f"{group}=[default,{override.value()}]" if group == "callbacks" else f"{group}=…"
+        return [ConfigError("is there already", where=group, found=line, remedy=f"write {listed}")]
     options = group_options()[group]
     return [
         ConfigError(
@@ -169,7 +174,8 @@ def _group_problems(override: Override) -> list[ConfigError]:
             expected=_expected_option(shown(value), options),
         )
         for value in _options_given(override)
-        if value not in options and not (group == "experiment" and value in {None, "null"})
+        if value not in options
+        and not (group in {"preset", "experiment"} and value in {None, "null"})
     ]
 
 
@@ -238,7 +244,8 @@ def _cells(overrides: list[Override], problems: list[MensError], named: set[str]
                 continue
             config = typed(one.values)
             problems += problems_of(config)
-            problems += unread_overrides(config.task.name, keys)
+            problems += unread_overrides(config.task.name, keys, path=config.path)
+            problems += ineffective_overrides(config, keys)
             cells.append(Cell(composed=one, config=config))
     except (HydraException, OmegaConfBaseException) as error:
         problems.append(_refused_by_hydra(error))

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from omegaconf import MISSING
 
+from mens_exp.config.adapter import AdapterConfig
 from mens_exp.config.backend import BackendConfig
 from mens_exp.config.callbacks import CallbackConfig
+from mens_exp.config.checkpoint import CheckpointConfig
 from mens_exp.config.data import DataConfig
 from mens_exp.config.fields import setting
 from mens_exp.config.logger import LoggerConfig
 from mens_exp.config.lora import LoraConfig
 from mens_exp.config.model import ModelConfig
 from mens_exp.config.objective import ObjectiveConfig
-from mens_exp.config.optim import OptimConfig
+from mens_exp.config.optim import OptimizerConfig
 from mens_exp.config.quant import QuantConfig
 from mens_exp.config.schedule import ScheduleConfig
 from mens_exp.config.suite import SuiteConfig
-from mens_exp.config.task import TaskConfig
+from mens_exp.config.task import ChatConfig, ExportConfig, ExportFormat, PushConfig, TaskConfig
 from mens_exp.config.tokenizer import TokenizerConfig
 from mens_exp.config.trainer import TrainerConfig
 
@@ -38,14 +41,26 @@ def _group() -> Any:
     return setting(MISSING, "A config group; see its options.")
 
 
+def _section(kind: type) -> Any:
+    """Declare a node that is no group: there is one way to fill it, by its keys."""
+    return dataclasses.field(default_factory=kind, metadata={"doc": kind.__doc__, "range": None})
+
+
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
     """One run: every group composed, every value checked."""
 
     seed: int = setting(42, "Seed of data order, LoRA initialisation and dropout.", ge=0)
     path: str | None = setting(
-        None, "The run a task reads: a run directory, or `latest` (evaluate)."
+        None,
+        "The run a task reads: a run directory, or `latest` (evaluate, chat, push, export); "
+        "chat takes `base` too, the model of the command alone.",
     )
+    prompt: str | None = setting(
+        None, "One question: chat answers it and ends; null talks until Ctrl-D."
+    )
+    repo: str | None = setting(None, "The hub's repository, <user>/<name> (push).")
+    format: ExportFormat = setting(ExportFormat.bundle, "What to write (export).")
     resume: str | None = setting(
         None, "A run directory, or `latest`: continue that run from its last checkpoint (train)."
     )
@@ -61,9 +76,14 @@ class RunConfig:
     objective: ObjectiveConfig = _group()
     backend: BackendConfig = _group()
     data: DataConfig = _group()
-    optim: OptimConfig = _group()
+    optim: OptimizerConfig = _group()
     schedule: ScheduleConfig = _group()
     trainer: TrainerConfig = _group()
+    checkpoint: CheckpointConfig = _section(CheckpointConfig)
+    adapter: AdapterConfig = _section(AdapterConfig)
     logger: LoggerConfig = _group()
     callbacks: dict[str, CallbackConfig] = _group()
     suite: SuiteConfig = _group()
+    chat: ChatConfig = field(default_factory=ChatConfig, metadata={"doc": "See its keys."})
+    push: PushConfig = field(default_factory=PushConfig, metadata={"doc": "See its keys."})
+    export: ExportConfig = field(default_factory=ExportConfig, metadata={"doc": "See its keys."})

@@ -6,9 +6,11 @@ A group's schema is found by its *discriminator*: the one field whose value the 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
 
 from mens_exp.config import (
     backend,
@@ -28,41 +30,62 @@ from mens_exp.config import (
     trainer,
 )
 
-__all__ = ["DISCRIMINATORS", "SCHEMAS", "SET_BY_OPTION", "register", "schema_of"]
+__all__ = ["DISCRIMINATORS", "SCHEMAS", "SET_BY_OPTION", "is_open", "register", "schema_of"]
 
 SCHEMAS: dict[str, dict[str, type]] = {
     "task": {"task": task.TaskConfig},
     "model": {
         "bundled": model.BundledModel,
         "random": model.RandomModel,
-        "directory": model.DirectoryModel,
+        "hf": model.HfModel,
+        "directory": model.HfModel,  # what the records of earlier runs call it
     },
     "tokenizer": {"tokenizer": tokenizer.TokenizerConfig},
     "quant": {"quant": quant.QuantConfig},
     "lora": {"lora": lora.LoraConfig},
-    "objective": {"objective": objective.ObjectiveConfig},
+    "objective": {
+        "causal": objective.CausalObjective,
+        "assistant": objective.AssistantObjective,
+    },
     "backend": {"backend": backend.BackendConfig},
     "data": {"stdlib": data.StdlibData, "jsonl": data.JsonlData},
-    "optim": {"optim": optim.OptimConfig},
+    "optim": {
+        "adamw": optim.AdamwConfig,
+        "adamw_8bit": optim.Adamw8bitConfig,
+        "paged_adamw_8bit": optim.PagedAdamw8bitConfig,
+        "lion": optim.LionConfig,
+    },
     "schedule": {"schedule": schedule.ScheduleConfig},
     "trainer": {"trainer": trainer.TrainerConfig},
-    "logger": {"wandb": logger.WandbLogger, "none": logger.NoLogger},
+    "logger": {
+        "wandb": logger.WandbLogger,
+        "csv": logger.CsvLogger,
+        "tensorboard": logger.TensorboardLogger,
+        "none": logger.NoLogger,
+    },
     "suite": {"heldout_syntax": suite.HeldoutSyntaxSuite, "none": suite.NoSuite},
     "callbacks": {
         "callback": callbacks.CallbackConfig,
-        "checkpoint": callbacks.CheckpointConfig,
+        "early_stopping": callbacks.EarlyStoppingConfig,
         "finite_guard": callbacks.FiniteGuardConfig,
         "memory": callbacks.MemoryConfig,
         "progress": callbacks.ProgressConfig,
     },
 }
 
-DISCRIMINATORS = {"model": "source", "data": "source", "logger": "sink", "suite": "name"}
+DISCRIMINATORS = {
+    "model": "source",
+    "objective": "name",
+    "data": "source",
+    "optim": "name",
+    "logger": "sink",
+    "suite": "name",
+}
 
 # Fields that say which option is in force: to set one apart from its option would make the
 # record say one thing and the run do another.
 SET_BY_OPTION = frozenset(
-    {"task.name", "tokenizer.name", "objective.name"}
+    {"task.name", "tokenizer.name", "objective.labels"}
     | {f"{group}.{field}" for group, field in DISCRIMINATORS.items()}
 )
 
@@ -73,7 +96,24 @@ def register() -> None:
     store.store(group="schema", name="root", node=root.RunConfig)
     for group, schemas in SCHEMAS.items():
         for name, schema in schemas.items():
-            store.store(group=f"schema/{group}", name=name, node=schema)
+            store.store(group=f"schema/{group}", name=name, node=_open(schema))
+
+
+def _open(schema: type) -> DictConfig:
+    """Let overrides add keys to the mappings whose keys the user chooses; no other takes any."""
+    node = OmegaConf.structured(schema)
+    assert isinstance(node, DictConfig)
+    for field in dataclasses.fields(schema):
+        if is_open(node._get_node(field.name)):  # noqa: SLF001  # a missing value must not raise
+            OmegaConf.set_struct(node[field.name], value=False)
+    return node
+
+
+def is_open(node: Any) -> bool:
+    """Tell whether a node is a mapping whose keys the user chooses, such as lora.rank_pattern."""
+    if not isinstance(node, DictConfig):
+        return False
+    return node._metadata.element_type in (int, float, str)  # noqa: SLF001  # the annotation
 
 
 def schema_of(group: str, values: dict[str, Any], *, name: str | None = None) -> type:

@@ -1,14 +1,21 @@
-"""What to do."""
+"""What to do, and the settings of the tasks that have some."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from omegaconf import MISSING
 
 from mens_exp.config.fields import setting
 
-__all__ = ["TaskConfig"]
+__all__ = ["ChatConfig", "ExportConfig", "ExportFormat", "PushConfig", "TaskConfig"]
+
+
+class ExportFormat(Enum):
+    """What task=export writes."""
+
+    bundle = "bundle"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -16,3 +23,36 @@ class TaskConfig:
     """One task; its option's YAML names it."""
 
     name: str = setting(MISSING, "The task's name; set by the option.")
+
+
+@dataclass(kw_only=True, slots=True)
+class ChatConfig:
+    """How task=chat answers."""
+
+    max_new_tokens: int = setting(256, "Longest answer, in tokens (unverified guess).", ge=1)
+    temperature: float = setting(
+        0.0, "0 takes the likeliest token; above, tokens are drawn under `seed`.", ge=0
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class PushConfig:
+    """How task=push uploads."""
+
+    private: bool = setting(True, "Make a repository that is not there yet a private one.")
+    message: str | None = setting(None, "Commit message; null names the run.")
+
+
+@dataclass(kw_only=True, slots=True)
+class ExportConfig:
+    """What task=export packs."""
+
+    checkpoints: bool = setting(
+        False, "Pack the training states too, so that the run can go on elsewhere."
+    )
+    out: str | None = setting(
+        None, "File to write; null is <run>.tar.gz in the export's own run directory."
+    )
+    allow_absolute_paths: bool = setting(
+        False, "Pack even where the records name absolute paths of this machine."
+    )

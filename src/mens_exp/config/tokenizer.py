@@ -16,3 +16,11 @@ class TokenizerConfig:
     """The tokenizer; `hf` reads the base model's tokenizer.json and chat template."""
 
     name: str = setting(MISSING, "Its name in records; set by the option.")
+    chat_template: str | None = setting(
+        None, "A file with the Jinja chat template to use; null is the tokenizer's own, or ChatML."
+    )
+    allow_control_text: bool = setting(
+        False,  # the value of the setting, named by its position in the schema
+        "Read text of a row that spells a control token (<|im_end|>) as that token; false encodes "
+        "it as the text that it is.",
+    )

@@ -7,7 +7,18 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.fields import range_of
-from mens_exp.config.rules import data, lora, model, objective, optim, task, trainer
+from mens_exp.config.rules import (
+    adapter,
+    checkpoint,
+    data,
+    lora,
+    model,
+    objective,
+    optim,
+    schedule,
+    task,
+    trainer,
+)
 from mens_exp.errors import ConfigError, MensError
 
 if TYPE_CHECKING:
@@ -15,7 +26,13 @@ if TYPE_CHECKING:
 
     from mens_exp.config.root import RunConfig
 
-__all__ = ["TASK_READS", "problems_of", "range_problems", "unread_overrides"]
+__all__ = [
+    "TASK_READS",
+    "ineffective_overrides",
+    "problems_of",
+    "range_problems",
+    "unread_overrides",
+]
 
 _EVERYTHING = frozenset(
     [
@@ -30,9 +47,12 @@ _EVERYTHING = frozenset(
         "optim",
         "schedule",
         "trainer",
+        "checkpoint",
+        "adapter",
         "logger",
         "callbacks",
         "suite",
+        "preset",
         "experiment",
         "resume",
         "deployment_target",
@@ -42,13 +62,18 @@ TASK_READS: dict[str, frozenset[str]] = {
     "train": _EVERYTHING,
     "plan": _EVERYTHING - {"resume"},
     "evaluate": frozenset({"path", "suite", "trainer.accelerator"}),
+    "chat": frozenset({"path", "prompt", "chat", "seed", "trainer.accelerator"}),
+    "push": frozenset({"path", "repo", "push"}),
+    "export": frozenset({"path", "format", "export"}),
+    "doctor": frozenset(),
 }
+_READ_OF_THE_BASE = frozenset({"model", "tokenizer", "quant", "lora", "backend"})
 
 
 def problems_of(config: RunConfig) -> list[MensError]:
     """List everything wrong with typed values that can be told without looking at files."""
     problems: list[MensError] = [*range_problems(config)]
-    for rules in (trainer, optim, data, lora, objective):
+    for rules in (trainer, schedule, optim, checkpoint, adapter, data, lora, objective):
         problems += rules.problems(config)
     if not any(range_problems(config.model, "model.")):  # its rules divide by its values
         problems += model.problems(config)
@@ -70,7 +95,8 @@ def range_problems(node: Any, prefix: str = "") -> Iterator[ConfigError]:
             yield from range_problems(value, f"{path}.")
         elif isinstance(value, dict):
             for name, entry in value.items():
-                yield from range_problems(entry, f"{path}.{name}.")
+                if dataclasses.is_dataclass(entry):  # a mapping of plain values has no ranges
+                    yield from range_problems(entry, f"{path}.{name}.")
         else:
             bounds = range_of(field)
             if bounds is not None and value is not None and not bounds.accepts(value):
@@ -80,14 +106,15 @@ def range_problems(node: Any, prefix: str = "") -> Iterator[ConfigError]:
                 )
 
 
-def unread_overrides(name: str, keys: Iterable[str]) -> list[MensError]:
+def unread_overrides(name: str, keys: Iterable[str], *, path: str | None = None) -> list[MensError]:
     """List explicit overrides that the chosen task never reads.
 
     Args:
         name: the task's name.
         keys: override keys as given, without ``+`` or ``~``.
+        path: the run that the task reads; for ``base`` the command's own model counts.
     """
-    reads = TASK_READS[name]
+    reads = TASK_READS[name] | (_READ_OF_THE_BASE if path == "base" else frozenset())
     problems: list[MensError] = []
     for key in keys:
         group = key.split(".", 1)[0]
@@ -102,3 +129,13 @@ def unread_overrides(name: str, keys: Iterable[str]) -> list[MensError]:
                 )
             )
     return problems
+
+
+def ineffective_overrides(config: RunConfig, keys: Iterable[str]) -> list[MensError]:
+    """List explicit overrides that other values of the configuration leave without effect.
+
+    Args:
+        config: the whole configuration.
+        keys: override keys as given.
+    """
+    return [*data.unread(config, keys)]

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mens_exp.artifacts.digest import digest
 from mens_exp.config.data import DataConfig, JsonlData
+from mens_exp.config.objective import AssistantObjective, Turns
 from mens_exp.corpus import stdlib
+from mens_exp.corpus.files import RowsFile, described, pairs_of, read_files, refuse_leakage
 from mens_exp.corpus.split import Side, assert_disjoint, split
 from mens_exp.errors import DataError
 from mens_exp.rows.cache import CacheKey
-from mens_exp.rows.readers import read_jsonl, rows_digest
+from mens_exp.rows.encode import Labelling
+from mens_exp.rows.readers import rows_digest
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mens_exp.config.root import RunConfig
     from mens_exp.rows.schema import TrainingPair
     from mens_exp.tokenizer.hf import HfTokenizer
 
-__all__ = ["Rows", "cache_key", "load_rows"]
+__all__ = ["Rows", "cache_key", "labelling_of", "load_rows"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +35,7 @@ class Rows:
     val: list[TrainingPair]
     heldout: list[TrainingPair]
     sha256: str
+    files: tuple[RowsFile, ...] = ()
 
     def side_sha256(self, side: Side) -> str:
         """Hash the rows of one side."""
@@ -39,18 +45,32 @@ class Rows:
 def load_rows(config: DataConfig, cache: Path) -> Rows:
     """Read or extract the rows that a configuration asks for, and split them.
 
+    Where `data.val_path` names files, their rows validate and none of `data.path`'s do;
+    `heldout_frac` holds out rows of `data.path` either way.
+
     Args:
         config: the `data` group.
         cache: folder where an extraction is kept.
 
     Raises:
-        DataError: the file or a row in it is wrong, or a side of the split is empty.
+        DataError: a file or a row in it is wrong, a side of the split is empty, or a row of
+            `data.val_path` is also one of `data.path`.
+        Problems: several of them.
     """
+    files: tuple[RowsFile, ...] = ()
+    val = None
     if isinstance(config, JsonlData):
-        pairs = read_jsonl(Path(config.path).expanduser())
+        own, apart = read_files(config)
+        pairs = pairs_of(own)
+        files = (*described(own, "rows"), *described(apart, "validation"))
+        if config.val_path is not None:
+            val = pairs_of(apart)
+            refuse_leakage(pairs, val)
     else:
         pairs = stdlib.load(cache).pairs
-    sides = split(pairs, config.val_frac, config.heldout_frac)
+    sides = split(pairs, config.val_frac if val is None else 0, config.heldout_frac)
+    if val is not None:
+        sides[Side.VAL] = val
     assert_disjoint(sides)
     for side in (Side.TRAIN, Side.VAL):
         if not sides[side]:
@@ -66,7 +86,20 @@ def load_rows(config: DataConfig, cache: Path) -> Rows:
         train=sides[Side.TRAIN],
         val=sides[Side.VAL],
         heldout=sides[Side.HELDOUT],
-        sha256=rows_digest(pairs),
+        sha256=rows_digest([*pairs, *(val or [])]),
+        files=files,
+    )
+
+
+def labelling_of(config: RunConfig) -> Labelling:
+    """Return how a configuration turns rows into ids and masks."""
+    objective = config.objective
+    turns = objective.turns if isinstance(objective, AssistantObjective) else Turns.all
+    return Labelling(
+        objective=objective.labels,
+        turns=turns.value,
+        seq_len=config.data.seq_len,
+        truncation=config.data.truncation.value,
     )
 
 
@@ -76,6 +109,7 @@ def cache_key(config: RunConfig, rows: Rows, side: Side, tokenizer: HfTokenizer)
         rows_sha256=rows.side_sha256(side),
         tokenizer_sha256=tokenizer.sha256,
         template_sha256=tokenizer.template_sha256,
-        objective=config.objective.name,
-        seq_len=config.data.seq_len,
+        special_tokens_sha256=digest(tokenizer.special_tokens),
+        allow_control_text=tokenizer.allow_control_text,
+        labelling=labelling_of(config),
     )

@@ -39,10 +39,10 @@ def group_of(pair: TrainingPair) -> str:
         pair: the row.
 
     Returns:
-        Its group; where it has none, its prompt up to white space, so that two
-        answers to one question are never on two sides.
+        Its group; where it has none, its first prompt up to white space, so that two
+        answers to one question, or two ways on from it, are never on two sides.
     """
-    return pair.group or f"prompt:{normalised(pair.prompt)}"
+    return pair.group or f"prompt:{normalised(pair.exchanges[0][0])}"
 
 
 def side_of(group: str, val_frac: float, heldout_frac: float) -> Side:

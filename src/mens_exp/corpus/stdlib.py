@@ -20,7 +20,8 @@ from mens_exp.corpus.dedupe import dedupe
 from mens_exp.corpus.functions import pairs_of
 from mens_exp.corpus.python_source import decode
 from mens_exp.errors import DataError, Problems, SetupError
-from mens_exp.rows.schema import TrainingPair, parse_row, to_json
+from mens_exp.rows.parse import parse_row
+from mens_exp.rows.schema import TrainingPair, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

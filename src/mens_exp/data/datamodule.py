@@ -44,7 +44,8 @@ class RowsDataModule(LightningDataModule):
         self.val_documents, self.val_counts = self._encoded(Side.VAL, cache)
         everything = range(len(self.train_documents))
         self._train = self._stream(self.train_documents, everything, seed=config.seed)
-        self._train.total = self.max_steps * config.trainer.accumulate_grad_batches
+        self._train.places = self._train_places
+        self._train.total = math.ceil(self._train_places / config.data.micro_batch_size)
         self._validation: MicroBatches | None = None
 
     def _encoded(self, side: Side, cache: Path) -> tuple[Encoded, TokenCounts]:
@@ -52,7 +53,7 @@ class RowsDataModule(LightningDataModule):
         key = cache_key(self.config, self.rows, side, self.tokenizer)
 
         def build() -> Encoded:
-            return encode(pairs, self.tokenizer, objective=key.objective, seq_len=key.seq_len)
+            return encode(pairs, self.tokenizer, key.labelling)
 
         documents, counts = encoded(cache, key, build)
         if not len(documents):
@@ -60,7 +61,7 @@ class RowsDataModule(LightningDataModule):
                 "no row keeps a supervised token",
                 where=f"data ({side.value})",
                 found=f"{counts.dropped} rows dropped, {counts.truncated} over the limit",
-                expected=f"answers that begin within data.seq_len={key.seq_len} tokens",
+                expected=f"answers that begin within data.seq_len={key.labelling.seq_len} tokens",
                 remedy="raise data.seq_len",
             )
         return documents, counts
@@ -85,11 +86,23 @@ class RowsDataModule(LightningDataModule):
     @property
     def max_steps(self) -> int:
         """Optimizer steps of the run: max_steps, or as many as max_epochs asks for."""
-        trainer, data = self.config.trainer, self.config.data
-        limits = [trainer.max_steps] if trainer.max_steps > 0 else []
+        return math.ceil(self._train_places / self._blocks_per_step)
+
+    @property
+    def _blocks_per_step(self) -> int:
+        trainer = self.config.trainer
+        return self.config.data.micro_batch_size * trainer.accumulate_grad_batches
+
+    @property
+    def _train_places(self) -> int:
+        """Blocks trained on, repetitions counted; epochs are whole, so the last step may be less.
+
+        Its loss is the mean over its own tokens like any other step's.
+        """
+        trainer = self.config.trainer
+        limits = [trainer.max_steps * self._blocks_per_step] if trainer.max_steps > 0 else []
         if trainer.max_epochs > 0:
-            per_step = data.micro_batch_size * trainer.accumulate_grad_batches
-            limits.append(math.ceil(trainer.max_epochs * len(self._train.blocks) / per_step))
+            limits.append(trainer.max_epochs * len(self._train.blocks))
         return min(limits)
 
     @property

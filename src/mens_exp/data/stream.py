@@ -40,6 +40,7 @@ class MicroBatches:
         seed: int | None,
         packing: bool,
         pad_id: int,
+        places: int | None = None,
     ) -> None:
         """Lay out a stream.
 
@@ -51,6 +52,8 @@ class MicroBatches:
             seed: seed of the order; None keeps the blocks' own order.
             packing: join documents into one sequence, or pad each.
             pad_id: id that fills padding.
+            places: blocks in the stream, repetitions counted, where the last micro-batch is not to
+                be filled up from the next epoch; None fills it up.
         """
         self.documents = documents
         self.blocks = blocks
@@ -59,6 +62,7 @@ class MicroBatches:
         self.seed = seed
         self.packing = packing
         self.pad_id = pad_id
+        self.places = len(blocks) if seed is None else places  # a pass in order is never filled up
         self.position = 0
 
     def __len__(self) -> int:
@@ -74,8 +78,8 @@ class MicroBatches:
         """Build micro-batch ``index`` of the stream."""
         first = index * self.micro_batch_size
         last = first + self.micro_batch_size
-        if self.seed is None:
-            last = min(last, len(self.blocks))  # a pass in order ends with what is left
+        if self.places is not None:
+            last = min(last, self.places)
         blocks = [self.blocks[self._block_at(place)] for place in range(first, last)]
         if self.packing:
             return packed_batch(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.digest import digest
 from mens_exp.artifacts.scorecard import Condition, ItemEvent, Scorecard
-from mens_exp.rows.encode import prompt_text
+from mens_exp.rows.encode import messages_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,8 +50,8 @@ def choose_items(
     The choice depends on the rows and the tokenizer alone, never on the run's seed.
     """
     rows = sorted(heldout, key=lambda pair: pair.id)
-    answers = tokenizer.encode_all([pair.response for pair in rows])
-    prompts = tokenizer.encode_all([prompt_text(pair, tokenizer) for pair in rows])
+    answers = tokenizer.encode_all([tokenizer.guard(pair.response) for pair in rows])
+    prompts = tokenizer.encode_prompts([messages_of(pair) for pair in rows])
     items = [
         Item(id=pair.id, prompt=pair.prompt, reference=pair.response, prompt_ids=prompt)
         for pair, answer, prompt in zip(rows, answers, prompts, strict=True)

@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.digest import digest, sha256_file
-from mens_exp.config.model import BundledModel, DirectoryModel, ModelConfig, RandomModel
+from mens_exp.config.model import BundledModel, HfModel, ModelConfig, RandomModel
+from mens_exp.layout import hub
 from mens_exp.layout.directory import read_directory
+from mens_exp.layout.random_config import config_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["hash_weights", "is_whole", "mark", "marked_weights", "place_of", "ready"]
 
 _MARK = "mens_exp_base.json"
-_VERSION = 1  # raise it when the same source becomes other files
+_VERSIONS = {"bundled": 1, "random": 2}  # raise one when the same source becomes other files
 
 
 def place_of(model: BundledModel | RandomModel, cache: Path) -> Path:
     """Return the folder of a model that is made from its source."""
     if isinstance(model, BundledModel):
-        identity = digest({"version": _VERSION, "sha256": model.sha256})
+        made_of: dict[str, Any] = {"sha256": model.sha256}
     else:
-        identity = digest({"version": _VERSION, **asdict(model)})
+        made_of = {**config_of(model), "init_seed": model.init_seed}
+    identity = digest({"version": _VERSIONS[model.source], **made_of})
     return cache / "models" / f"{model.name}-{identity[:12]}"
 
 
 def ready(model: ModelConfig, cache: Path) -> Path | None:
     """Return a model's directory when it can be read at once, else None."""
-    if isinstance(model, DirectoryModel):
-        return Path(model.id).expanduser()
+    if isinstance(model, HfModel):
+        described = hub.describe(model)
+        return described.path if described.shards else None
     assert isinstance(model, BundledModel | RandomModel)
     place = place_of(model, cache)
     return place if is_whole(place) else None

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.config.model import DirectoryModel, ModelConfig, ShapedModel
+from mens_exp.config.model import BundledModel, HfModel, ModelConfig, RandomModel
 from mens_exp.errors import ModelFileError
-from mens_exp.layout.directory import ModelDirectory, read_directory
+from mens_exp.layout import hub
 from mens_exp.layout.families import FAMILIES, Family, family_of
+from mens_exp.layout.random_config import config_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from mens_exp.layout.directory import ModelDirectory
 
-__all__ = ["Shape", "check_weights", "family_for", "shape_of", "targeted"]
+__all__ = ["Shape", "check_weights", "family_for", "shape_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,39 +55,32 @@ class Shape:
         """Weights of the embedding table and, where it is not tied, of the head."""
         return self.vocab_size * self.hidden_size * (1 if self.tied else 2)
 
-    def adapter_parameters(self, targets: Sequence[str], r: int) -> int:
-        """Count LoRA parameters: ``r · (in + out)`` for each target of each layer."""
-        shapes = self.projections()
-        each = sum(r * sum(shape) for path, shape in shapes.items() if targeted(path, targets))
-        return self.num_hidden_layers * each
-
-
-def targeted(path: str, targets: Sequence[str]) -> bool:
-    """Tell whether a projection is one of the targets, named by its path's last part or parts."""
-    return any(f".{path}".endswith(f".{target}") for target in targets)
-
 
 def family_for(model: ModelConfig) -> Family:
     """Return a model's family; its dimensions may be wrong or unknown.
 
     Raises:
-        ModelFileError: a directory's files are missing, truncated, or of an unknown family.
+        ModelFileError: a model's files are missing, truncated, or of an unknown family.
+        SetupError: the model is on the hub, which cannot be reached.
     """
-    if isinstance(model, DirectoryModel):
-        return family_of(read_directory(Path(model.id).expanduser()).config.get("model_type"))
-    return FAMILIES["llama"]
+    if isinstance(model, HfModel):
+        return family_of(hub.describe(model).config.get("model_type"))
+    return FAMILIES[model.family.value if isinstance(model, RandomModel) else "llama"]
 
 
 def shape_of(model: ModelConfig) -> Shape:
     """Return a model's dimensions from the configuration or from its config.json.
 
     Raises:
-        ModelFileError: a directory's files are missing, truncated, or of an unknown family.
+        ModelFileError: a model's files are missing, truncated, or of an unknown family.
+        SetupError: the model is on the hub, which cannot be reached.
     """
-    if isinstance(model, DirectoryModel):
-        directory = read_directory(Path(model.id).expanduser())
-        return _from_config(directory.config, directory.path / "config.json")
-    assert isinstance(model, ShapedModel)
+    if isinstance(model, HfModel):
+        directory = hub.describe(model)
+        return _from_config(directory.config, str(directory.path / "config.json"))
+    if isinstance(model, RandomModel):
+        return _from_config(config_of(model), "model")
+    assert isinstance(model, BundledModel)
     return Shape(
         family=family_for(model),
         hidden_size=model.hidden_size,
@@ -102,7 +95,7 @@ def shape_of(model: ModelConfig) -> Shape:
     )
 
 
-def _from_config(config: dict[str, Any], path: Path) -> Shape:
+def _from_config(config: dict[str, Any], where: str) -> Shape:
     family = family_of(config.get("model_type"))
     keys = family.keys
     try:
@@ -123,11 +116,9 @@ def _from_config(config: dict[str, Any], path: Path) -> Shape:
             tied=bool(config.get("tie_word_embeddings", family.tied)),
         )
     except KeyError as error:
-        raise ModelFileError(f"has no {error.args[0]}", where=str(path)) from error
+        raise ModelFileError(f"has no {error.args[0]}", where=where) from error
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ModelFileError(
-            "has an unusable dimension", where=str(path), found=str(error)
-        ) from error
+        raise ModelFileError("has an unusable dimension", where=where, found=str(error)) from error
 
 
 def check_weights(directory: ModelDirectory) -> None:
@@ -138,7 +129,7 @@ def check_weights(directory: ModelDirectory) -> None:
     Raises:
         ModelFileError: naming the first projection that is absent or of another shape.
     """
-    shape = _from_config(directory.config, directory.path / "config.json")
+    shape = _from_config(directory.config, str(directory.path / "config.json"))
     layers = shape.family.layers.partition(".")[2]
     # Saved without its head, a model's keys lack the first part of each name.
     found = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -15,9 +15,12 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["KeyedDropout", "initialise", "key_of", "share_dropout"]
+    from mens_exp.layout.targets import LinearModule
+
+__all__ = ["HeadDropout", "KeyedDropout", "initialise", "key_of", "share_dropout"]
 
 _LEVELS = 32768  # dropout compares 15 random bits an element
+_STREAMS = "base_model.model."  # before every stream's name: another name would be other masks
 
 
 def key_of(*parts: object) -> int:
@@ -115,34 +118,73 @@ class KeyedDropout(torch.nn.Module):
         self.seed = seed
         self.layer = layer
         self.micro_batch = 0
+        self.sharers = 1  # projections that call it with the same tensor, one after the other
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._calls_left = 0
 
     def begin(self, micro_batch: int) -> None:
         """Move to a micro-batch and forget the last mask."""
         self.micro_batch = micro_batch
         self._last = None
 
+    def key(self) -> int:
+        """Hash the stream and the micro-batch."""
+        return key_of(self.seed, "dropout", self.layer, self.micro_batch)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Drop elements of ``x`` in training, and return it unchanged otherwise."""
         if not self.training or self.threshold == 0:
             return x
         if self._last is not None and self._last[0] is x:
-            return self._last[1]
-        key = key_of(self.seed, "dropout", self.layer, self.micro_batch)
+            kept = self._last[1]
+            self._calls_left -= 1
+            if not self._calls_left:
+                self._last = None  # held on to, it would keep what checkpointing means to free
+            return kept
         scale = _LEVELS / (_LEVELS - self.threshold)
-        keep = _keep(key, self.threshold, x)
-        kept: torch.Tensor = _Drop.apply(x, keep, scale)  # type: ignore[no-untyped-call]
-        self._last = (x, kept)
+        keep = _keep(self.key(), self.threshold, x)
+        kept = cast("torch.Tensor", _Drop.apply(x, keep, scale))  # type: ignore[no-untyped-call]
+        self._calls_left = self.sharers - 1
+        self._last = (x, kept) if self._calls_left else None
         return kept
 
 
+class HeadDropout(KeyedDropout):
+    """Dropout before a head that runs on one chunk of positions after another.
+
+    Each chunk has a mask of its own: the rows that came before it are part of the key. Evaluation
+    counts nothing, and a micro-batch starts again at its first row.
+    """
+
+    rows = 0
+
+    def begin(self, micro_batch: int) -> None:
+        """Move to a micro-batch, and to its first row."""
+        super().begin(micro_batch)
+        self.rows = 0
+
+    def key(self) -> int:
+        """Hash the stream, the micro-batch and the row that comes next."""
+        return key_of(self.seed, "dropout", self.layer, self.micro_batch, self.rows)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Drop elements of the rows ``x``, which follow those of the last call."""
+        dropped = super().forward(x)
+        if self.training:
+            self._last = None  # the next chunk is never the same rows
+            self.rows += x.shape[0]
+        return dropped
+
+
 def share_dropout(
-    adapted: Iterable[tuple[str, Any]], *, p: float, seed: int, adapter: str
+    adapted: Iterable[tuple[LinearModule, Any]], *, p: float, seed: int, adapter: str
 ) -> list[KeyedDropout]:
     """Replace PEFT's dropout modules; projections of one input get one instance.
 
+    Nothing is replaced where nothing is dropped: PEFT leaves work out then.
+
     Args:
-        adapted: PEFT's LoRA layers by module path.
+        adapted: PEFT's LoRA layers, each with what it sits on.
         p: dropout probability.
         seed: the run's seed.
         adapter: PEFT's name of the adapter.
@@ -151,14 +193,14 @@ def share_dropout(
         The instances, to be moved along with :meth:`KeyedDropout.begin`.
     """
     shared: dict[str, KeyedDropout] = {}
-    for path, module in adapted:
-        parent, _, leaf = path.rpartition(".")
-        inputs = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv"} | {
-            "gate_proj": "gate_up",
-            "up_proj": "gate_up",
-        }
-        stream = f"{parent}.{inputs.get(leaf, leaf)}"
+    for target, module in adapted:
+        if p == 0:
+            continue
+        stream = f"{_STREAMS}{target.reads}"
         if stream not in shared:
-            shared[stream] = KeyedDropout(p, seed=seed, layer=stream)
+            kind = HeadDropout if target.layer is None else KeyedDropout
+            shared[stream] = kind(p, seed=seed, layer=stream)
+            shared[stream].sharers = 0
+        shared[stream].sharers += 1
         module.lora_dropout[adapter] = shared[stream]
     return list(shared.values())

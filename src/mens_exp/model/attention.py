@@ -12,10 +12,28 @@ from typing import Any
 
 import torch
 
+from mens_exp.errors import ModelFileError
+
 __all__ = ["IMPLEMENTATION", "no_mask", "register"]
 
 IMPLEMENTATION = "mens_documents"
 _BUCKET = 32  # tokens; measured: experiments/LOG.md
+
+# What models hand to attention that changes nothing here: positions are in queries and keys by now,
+# a frozen base drops nothing, and no caller asks for weights. Anything else is refused, because an
+# argument that is let go by (a sink, a bias by distance, a mask of heads) is another model.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "cache_position",
+        "dropout",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
 
 
 def register() -> None:
@@ -35,7 +53,7 @@ def no_mask(like: torch.Tensor) -> torch.Tensor:
     return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=like.device)
 
 
-def _attention(
+def _attention(  # noqa: PLR0913  # the arguments that transformers hands over
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -45,20 +63,32 @@ def _attention(
     documents: tuple[tuple[int, int], ...] | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend; query ``[1, H, T, K]``, key and value ``[1, G, T, K]``, result ``[1, T, H, K]``."""
+    """Attend; query ``[B, H, T, K]``, key and value ``[B, G, T, K]``, result ``[B, T, H, K]``.
+
+    With documents, B is 1. Without, what may be seen is in the mask, windows included.
+
+    Raises:
+        ModelFileError: the model asks for attention of a kind that is not computed here.
+    """
+    _refuse_others(module, is_causal, kwargs)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if documents is None:
+        if softcap is not None:
+            return _capped_batch(query, key, value, attention_mask, scale, softcap), None
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        kwargs["dropout"] = 0.0  # as in packed batches: a frozen base drops nothing of its own
         output, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+            module, query, key, value, attention_mask, dropout=0.0, scaling=scale
         )
         return output, None
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     training_on_cpu = query.device.type == "cpu" and torch.is_grad_enabled()
     one = _matmul_document if training_on_cpu else _sdpa_document
+    if softcap is not None:
+        one = functools.partial(_capped_document, softcap=softcap)
     tokens = query.shape[2]
     parts = []
     for start, end in documents:
@@ -71,6 +101,21 @@ def _attention(
     if beyond:  # what fills a sequence up belongs to no document
         parts.append(torch.zeros_like(query[0, :, :beyond]))
     return torch.cat(parts, dim=1).transpose(0, 1)[None], None
+
+
+def _refuse_others(module: torch.nn.Module, is_causal: bool | None, others: dict[str, Any]) -> None:
+    unknown = sorted(
+        name for name, value in others.items() if value is not None and name not in _WITHOUT_EFFECT
+    )
+    if is_causal is False or not getattr(module, "is_causal", True):
+        unknown.append("attention to later tokens")
+    if unknown:
+        raise ModelFileError(
+            "the model's attention is of a kind that is not computed here",
+            where=type(module).__name__,
+            found=", ".join(unknown),
+            expected="causal attention, with windows or capped scores at most",
+        )
 
 
 def _bucket(tokens: int) -> int:
@@ -146,3 +191,53 @@ def _sdpa_document(
         enable_gqa=query_HNK.shape[0] != key_GNK.shape[0],
     )
     return output[0]
+
+
+def _capped_document(
+    query_HNK: torch.Tensor,
+    key_GNK: torch.Tensor,
+    value_GNK: torch.Tensor,
+    bias_NN: torch.Tensor,
+    scale: float,
+    *,
+    softcap: float,
+) -> torch.Tensor:
+    """Attend with scores squeezed into ``±softcap`` (Gemma 2, arXiv:2408.00118, section 2).
+
+    No fused kernel of torch can. The squeeze and the softmax are in f32.
+    """
+    heads, tokens, width = query_HNK.shape
+    groups = key_GNK.shape[0]
+    query = (query_HNK * scale).reshape(groups, -1, width)
+    scores_HNN = (query @ key_GNK.transpose(1, 2)).view(heads, tokens, tokens).float()
+    capped = softcap * torch.tanh(scores_HNN / softcap) + bias_NN
+    weights_HNN = torch.softmax(capped, -1).to(value_GNK.dtype)
+    return (weights_HNN.view(groups, -1, tokens) @ value_GNK).view(heads, tokens, width)
+
+
+def _capped_batch(
+    query_BHTK: torch.Tensor,
+    key_BGSK: torch.Tensor,
+    value_BGSK: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+) -> torch.Tensor:
+    """Attend with capped scores in padded batches and while generating; result ``[B, T, H, K]``.
+
+    S is the keys so far. No mask means, as for SDPA, that a token sees itself and all before it,
+    counted from the first key; a boolean mask says what is seen, any other is added.
+    """
+    tokens, keys = query_BHTK.shape[2], key_BGSK.shape[2]
+    repeats = query_BHTK.shape[1] // key_BGSK.shape[1]
+    key_BHSK, value_BHSK = (x.repeat_interleave(repeats, 1) for x in (key_BGSK, value_BGSK))
+    scores_BHTS = ((query_BHTK * scale) @ key_BHSK.transpose(2, 3)).float()
+    scores_BHTS = softcap * torch.tanh(scores_BHTS / softcap)
+    if mask is None and tokens > 1:
+        mask = torch.ones((tokens, keys), dtype=torch.bool, device=query_BHTK.device).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        scores_BHTS = scores_BHTS.masked_fill(~mask, torch.finfo(scores_BHTS.dtype).min)
+    elif mask is not None:
+        scores_BHTS = scores_BHTS + mask
+    weights_BHTS = torch.softmax(scores_BHTS, -1).to(value_BGSK.dtype)
+    return (weights_BHTS @ value_BHSK).transpose(1, 2).contiguous()

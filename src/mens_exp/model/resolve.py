@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mens_exp.artifacts import atomic
-from mens_exp.config.model import BundledModel, DirectoryModel, ModelConfig, RandomModel
+from mens_exp.config.model import BundledModel, HfModel, ModelConfig, RandomModel
+from mens_exp.layout import hub, hub_snapshot
 from mens_exp.layout.cached import hash_weights, is_whole, mark, marked_weights, place_of
+from mens_exp.layout.directory import license_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 __all__ = ["BaseModel", "resolve"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseModel:
-    """A base model on disk."""
+    """A base model on disk.
+
+    Attributes:
+        directory: config.json, safetensors and tokenizer.json.
+        name: shown in records; the hub's id where there is one.
+        source: bundled, random, directory or hub.
+        weights_sha256: hash over the names and contents of the shards.
+        license: as the weights' publisher names it, where that is known.
+        revision: the hub's commit, where there is one.
+        trust_remote_code: whether code that comes with the model is run.
+    """
 
     directory: Path
     name: str
     source: str
     weights_sha256: str
     license: str | None
+    revision: str | None = None
+    trust_remote_code: bool = False
 
 
 def resolve(model: ModelConfig, cache: Path) -> BaseModel:
@@ -36,9 +50,8 @@ def resolve(model: ModelConfig, cache: Path) -> BaseModel:
     Raises:
         MensError: the source is missing, damaged, or not the pinned one.
     """
-    if isinstance(model, DirectoryModel):
-        directory = Path(model.id).expanduser().resolve()
-        return _described(model, directory, hash_weights(directory))
+    if isinstance(model, HfModel):
+        return _from_hub(model)
     assert isinstance(model, BundledModel | RandomModel)
     directory = place_of(model, cache)
     if not is_whole(directory):
@@ -46,17 +59,37 @@ def resolve(model: ModelConfig, cache: Path) -> BaseModel:
         with atomic.directory(directory) as temporary:
             _writer(model)(temporary)
             mark(temporary)
-    return _described(model, directory, marked_weights(directory))
-
-
-def _described(model: ModelConfig, directory: Path, weights_sha256: str) -> BaseModel:
-    name = directory.name if isinstance(model, DirectoryModel) else model.name
     return BaseModel(
         directory=directory,
-        name=name,
+        name=model.name,
         source=model.source,
-        weights_sha256=weights_sha256,
+        weights_sha256=marked_weights(directory),
         license=model.license if isinstance(model, BundledModel) else None,
+    )
+
+
+def _from_hub(model: HfModel) -> BaseModel:
+    """Take a directory as it is, or the files of one commit from huggingface_hub's cache."""
+    directory = hub.local(model.id)
+    if directory is not None:
+        directory = directory.resolve()
+        return BaseModel(
+            directory=directory,
+            name=directory.name,
+            source="directory",
+            weights_sha256=hash_weights(directory),
+            license=license_of(directory),
+            trust_remote_code=model.trust_remote_code,
+        )
+    directory = hub.download(model)
+    return BaseModel(
+        directory=directory,
+        name=model.id,
+        source="hub",
+        weights_sha256=hash_weights(directory),
+        license=license_of(directory),
+        revision=hub_snapshot.commit_of(model.id, model.revision),
+        trust_remote_code=model.trust_remote_code,
     )
 
 

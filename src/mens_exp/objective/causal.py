@@ -50,47 +50,91 @@ class CrossEntropy:
         targets_M: torch.Tensor,
         head: Callable[[torch.Tensor], torch.Tensor],
     ) -> LossSum:
-        """Sum the losses; the head runs on ``chunk_tokens`` positions at a time."""
-        train = torch.is_grad_enabled() and hidden_MD.requires_grad
-        total = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-            hidden_MD, targets_M, head, self.chunk_tokens, train
+        """Sum the losses; the head runs on ``chunk_tokens`` positions at a time.
+
+        Gradients reach the hidden states and whatever parameters of the head learn. Each
+        chunk's are made while its logits exist, which saves running the head twice and storing
+        ``[M, V]`` anything.
+        """
+        total = torch.zeros((), dtype=torch.float32, device=hidden_MD.device)
+        gradients = _Gradients(hidden_MD)
+        for start in range(0, len(targets_M), self.chunk_tokens):
+            piece = slice(start, start + self.chunk_tokens)
+            hidden_CD = hidden_MD[piece].detach().requires_grad_(gradients.hidden_MD is not None)
+            loss = functional.cross_entropy(
+                head(hidden_CD).float(), targets_M[piece], reduction="sum"
+            )
+            gradients.add(piece, hidden_CD, loss)
+            total += loss.detach()
+        return LossSum(total=gradients.attached_to(total), count=targets_M.numel())
+
+
+class _Gradients:
+    """The gradients of a loss sum, collected chunk by chunk."""
+
+    def __init__(self, hidden_MD: torch.Tensor) -> None:
+        """Make room for the gradient of the hidden states, where they want one."""
+        self.of = hidden_MD
+        wanted = torch.is_grad_enabled() and hidden_MD.requires_grad
+        self.hidden_MD = torch.zeros_like(hidden_MD) if wanted else None
+        self.parameters: list[torch.Tensor] | None = None
+        self.sums: list[torch.Tensor] = []
+
+    def add(self, piece: slice, hidden_CD: torch.Tensor, loss: torch.Tensor) -> None:
+        """Take the gradients of one chunk, whose graph is let go afterwards."""
+        if not loss.requires_grad:
+            return
+        if self.parameters is None:
+            self.parameters = [leaf for leaf in _leaves(loss) if leaf is not hidden_CD]
+            self.sums = [torch.zeros_like(parameter) for parameter in self.parameters]
+        inputs = [] if self.hidden_MD is None else [hidden_CD]
+        found = list(torch.autograd.grad(loss, [*inputs, *self.parameters]))
+        if self.hidden_MD is not None:
+            self.hidden_MD[piece] = found.pop(0)
+        for so_far, gradient in zip(self.sums, found, strict=True):
+            so_far.add_(gradient)
+
+    def attached_to(self, total: torch.Tensor) -> torch.Tensor:
+        """Return the loss sum with these gradients behind it."""
+        inputs = [] if self.hidden_MD is None else [self.of]
+        known = [] if self.hidden_MD is None else [self.hidden_MD]
+        attached: torch.Tensor = _KnownGradients.apply(  # type: ignore[no-untyped-call]
+            total, [*known, *self.sums], *inputs, *(self.parameters or [])
         )
-        return LossSum(total=total, count=targets_M.numel())
+        return attached
 
 
-class _ChunkedLoss(torch.autograd.Function):
-    """Loss sum whose gradient to the hidden states is made chunk by chunk in the forward pass.
+def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that a graph accumulates gradients in, in a fixed order.
 
-    The head is frozen, so its only gradient is the one to its input; computing it while a
-    chunk's logits exist saves running the head twice and storing ``[M, V]`` anything.
+    Asked of the graph, so that no caller can forget to name a parameter of its head.
     """
+    found: dict[int, torch.Tensor] = {}
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):  # AccumulateGrad, at a leaf
+            found[id(node.variable)] = node.variable
+        nodes += [parent for parent, _ in node.next_functions]
+    return list(found.values())
+
+
+class _KnownGradients(torch.autograd.Function):
+    """A number whose gradients are known already; the backward pass scales them."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_MD: torch.Tensor,
-        targets_M: torch.Tensor,
-        head: Callable[[torch.Tensor], torch.Tensor],
-        chunk: int,
-        train: bool,
+        ctx: Any, total: torch.Tensor, gradients: list[torch.Tensor], *inputs: torch.Tensor
     ) -> torch.Tensor:
-        """Return the loss sum, keeping its gradient ``[M, D]`` for the backward pass."""
-        total = torch.zeros((), dtype=torch.float32, device=hidden_MD.device)
-        gradient_MD = torch.empty_like(hidden_MD) if train else None
-        for start in range(0, len(targets_M), chunk):
-            piece = slice(start, start + chunk)
-            with torch.set_grad_enabled(train):
-                hidden_CD = hidden_MD[piece].detach().requires_grad_(train)
-                loss = functional.cross_entropy(
-                    head(hidden_CD).float(), targets_M[piece], reduction="sum"
-                )
-            if gradient_MD is not None:
-                (gradient_MD[piece],) = torch.autograd.grad(loss, hidden_CD)
-            total += loss.detach()
-        ctx.gradient_MD = gradient_MD
-        return total
+        """Return the number, keeping the gradient of each input."""
+        del inputs
+        ctx.gradients = gradients
+        return total.clone()
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
-        """Scale the kept gradient."""
-        return ctx.gradient_MD * upstream[0], None, None, None, None
+        """Scale the kept gradients."""
+        return None, None, *(gradient * upstream[0] for gradient in ctx.gradients)

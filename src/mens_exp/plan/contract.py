@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.digest import digest, sha256_file
-from mens_exp.errors import ModelFileError
+from mens_exp.config.data import JsonlData
+from mens_exp.errors import MensError
 from mens_exp.layout.shape import family_for
 from mens_exp.plan.kernels import FULL_GRAPH, KERNELS
 from mens_exp.plan.semantics import learned_settings
+from mens_exp.rows.files import resolve_files
 
 if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
@@ -60,7 +62,7 @@ class DataPart:
     """What is learned from.
 
     Attributes:
-        train_file: SHA-256 of the file of rows; None for other sources.
+        train_file: SHA-256 over the files of rows; None for other sources.
         generated_from: what a generated corpus depends on beside the settings.
         tokenizer_mode: ``hf`` or ``vox``.
     """
@@ -101,7 +103,7 @@ class ExecPart:
     batch_size: int
     grad_accum: int
     learning_rate: float
-    warmup_steps: int
+    warmup_steps: int | None
     seed: int
     epochs: int | None = None
     max_steps: int | None = None
@@ -171,8 +173,9 @@ def contract_of(config: RunConfig) -> FineTuneContract:
     settings = learned_settings(config)
     settings["lora.targets"] = sorted(set(config.lora.targets))  # their order means nothing
     model, data = _model_part(config), _data_part(config)
-    if data.train_file is not None:
-        settings.pop("data.path", None)  # the content stands for it
+    for path, content in _contents(config).items():
+        if content is not None:
+            settings[path] = content  # where a file lies means nothing
     kernel = KERNELS.get(config.backend.name)
     trainer = config.trainer
     return FineTuneContract(
@@ -217,10 +220,31 @@ def _model_part(config: RunConfig) -> ModelPart:
     )
 
 
+def _contents(config: RunConfig) -> dict[str, str | None]:
+    """Return the content of every file that a setting names, by the setting's path."""
+    template = config.tokenizer.chat_template
+    return {
+        "data.path": _rows_hash(config, "path"),
+        "data.val_path": _rows_hash(config, "val_path"),
+        "tokenizer.chat_template": _hash(Path(template).expanduser()) if template else None,
+    }
+
+
+def _rows_hash(config: RunConfig, name: str) -> str | None:
+    """Hash the files of rows that a setting names, in their order; None where one is not read."""
+    if not isinstance(config.data, JsonlData) or not getattr(config.data, name):
+        return None
+    try:
+        files = resolve_files(getattr(config.data, name), f"data.{name}")
+    except MensError:
+        return None  # preflight says so
+    hashes = [_hash(file) for file in files]
+    return None if None in hashes else digest(hashes)
+
+
 def _data_part(config: RunConfig) -> DataPart:
-    path = getattr(config.data, "path", None)
     return DataPart(
-        train_file=_hash(Path(str(path)).expanduser()) if path else None,
+        train_file=_rows_hash(config, "path"),
         # The corpus is the interpreter's own library.
         generated_from=f"Python {platform.python_version()}"
         if config.data.source == "stdlib"
@@ -239,5 +263,5 @@ def _hash(path: Path) -> str | None:
 def _family(config: RunConfig) -> str | None:
     try:
         return family_for(config.model).model_type
-    except ModelFileError:
-        return None
+    except MensError:
+        return None  # preflight says why

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.config.model import RandomModel
+from mens_exp.config.model import HfModel, RandomModel, WeightsDtype
+from mens_exp.layout import hub
 from mens_exp.layout.cached import ready
+from mens_exp.layout.targets import adapter_parameters
 from mens_exp.plan.memory import optimizer_bytes
 
 if TYPE_CHECKING:
@@ -59,23 +61,30 @@ class Disk:
 
 def disk(config: RunConfig, shape: Shape, cache: Path, steps: int | None) -> Disk:
     """Size what a run writes."""
-    parameters = shape.adapter_parameters(config.lora.targets, config.lora.r)
+    parameters = adapter_parameters(config.lora, shape)
     moments, _ = optimizer_bytes(config.optim._target_, parameters)  # Hydra's own spelling
     whole = shape.linear_parameters + shape.embedding_parameters
-    cadence = config.callbacks.get("checkpoint")
-    every, keep = getattr(cadence, "every_n_steps", 0), getattr(cadence, "keep", 0)
-    saved = None if steps is None else (-(-steps // every) if every else 0)
+    saves = "checkpoint" in config.callbacks
+    keep = config.checkpoint.keep if saves else 0
+    saved = None if steps is None else -(-steps // config.checkpoint.every_n_steps) * saves
     return Disk(
         adapter=parameters * _F32,
         peft=parameters * _F32,
         checkpoint=parameters * _F32 + moments,
         checkpoints_kept=keep if saved is None else min(keep, saved),
         checkpoints_saved=saved,
-        base=0 if ready(config.model, cache) else whole * _width(config),
+        base=_base(config, whole, cache),
         merged=whole * _BF16,
     )
 
 
-def _width(config: RunConfig) -> int:
-    """Return bytes a weight in the base's copy: random ones are f32, all others bf16."""
-    return _F32 if isinstance(config.model, RandomModel) else _BF16
+def _base(config: RunConfig, weights: int, cache: Path) -> int:
+    """Return bytes of the base that are not here yet."""
+    model = config.model
+    if isinstance(model, HfModel):
+        is_known = bool(hub.describe(model).shards)  # else its dimensions alone are
+        return hub.bytes_to_download(model) if is_known else weights * _BF16
+    if ready(model, cache):
+        return 0
+    in_f32 = isinstance(model, RandomModel) and model.dtype is WeightsDtype.f32
+    return weights * (_F32 if in_f32 else _BF16)

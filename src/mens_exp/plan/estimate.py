@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.config.lora import LoraInit, LoraVariant
+from mens_exp.config.model import HfModel
+from mens_exp.config.schedule import warmup_steps
+from mens_exp.layout import hub, hub_snapshot
 from mens_exp.layout.shape import shape_of
+from mens_exp.layout.targets import adapter_parameters, chosen, described
 from mens_exp.plan import machine, pace
 from mens_exp.plan.checks.machine import findings
 from mens_exp.plan.contract import contract_of
@@ -21,7 +26,9 @@ from mens_exp.plan.tokens import count_tokens
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from mens_exp.config.model import ModelConfig
     from mens_exp.config.root import RunConfig
+    from mens_exp.layout.shape import Shape
     from mens_exp.plan.disk import Disk
     from mens_exp.plan.forecast import Forecast
 
@@ -53,14 +60,14 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
     return {
         "format": "mens_exp_plan",
         "version": 1,
-        **_meaning(config),
+        **_meaning(config, shape),
         "layers": shape.num_hidden_layers,
-        "trainable_parameters": shape.adapter_parameters(config.lora.targets, config.lora.r),
+        "trainable_parameters": adapter_parameters(config.lora, shape),
         "data": data,
         "effective_batch": effective,
         "tokens_per_step": per_step,
         "steps": steps,
-        "warmup_steps": config.schedule.warmup_steps,
+        "warmup_steps": None if steps is None else warmup_steps(config.schedule, steps),
         "checkpoints": written.checkpoints_saved,
         "tokens_total": total,
         "time_s": _time(config, expected, total, data, per_step)
@@ -74,17 +81,18 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
     }
 
 
-def _meaning(config: RunConfig) -> dict[str, Any]:
+def _meaning(config: RunConfig, shape: Shape) -> dict[str, Any]:
     """Say what the command means: the groups' choices, and the planner's answer."""
     made = execution_plan(contract_of(config), surroundings_of(config)).record()
     return {
-        "model": config.model.name,
+        "model": _name(config.model),
+        "download_bytes": _download(config.model),
         "backend": config.backend.name,
         "quant": f"{config.quant.quant_type.value}"
         f"{', double quantization' if config.quant.double_quant else ''}"
         f", {config.quant.compute_dtype.value} compute",
-        "lora": f"{config.lora.name}, r {config.lora.r}, alpha {config.lora.alpha}, "
-        f"dropout {config.lora.dropout:g}",
+        "lora": _lora(config),
+        "lora_modules": described(chosen(config.lora, shape), shape.num_hidden_layers),
         "objective": config.objective.name,
         "deployment_target": config.deployment_target.value,
         **made,
@@ -111,9 +119,35 @@ def _disk(written: Disk, cache: Path) -> dict[str, Any]:
     return written.record() | {"free": machine.space(cache)[1]}
 
 
+def _lora(config: RunConfig) -> str:
+    """Say what the adapter is, in one line; what is as usual is left out."""
+    lora = config.lora
+    kind = [] if lora.variant is LoraVariant.lora else [lora.variant.value]
+    start = [] if lora.init is LoraInit.default else [f"starts from {lora.init.value}"]
+    ranks = f"r {lora.r}{' and others' if lora.rank_pattern else ''}"
+    alphas = f"alpha {lora.alpha}{' and others' if lora.alpha_pattern else ''}"
+    return ", ".join([lora.name, *kind, ranks, alphas, f"dropout {lora.dropout:g}", *start])
+
+
 def _blocks(config: RunConfig, data: dict[str, Any]) -> int | None:
     """Count training sequences: what packing cannot go below, or the rows where each is padded."""
     if config.data.packing:
         return int(-(-data["train_tokens"] // config.data.seq_len))
     rows: int | None = data["train_rows"]
     return rows
+
+
+def _name(model: ModelConfig) -> str:
+    """Name what is trained; of the hub, the commit as well."""
+    if not isinstance(model, HfModel) or hub.local(model.id) is not None:
+        return model.name
+    if not hub.describe(model).shards:
+        return f"{model.id}, by the dimensions that mens_exp ships: the hub did not answer"
+    return f"{model.id} at {hub_snapshot.commit_of(model.id, model.revision)}"
+
+
+def _download(model: ModelConfig) -> int:
+    """Count the bytes of weights that have to come from the hub first."""
+    if not isinstance(model, HfModel) or not hub.describe(model).shards:
+        return 0
+    return hub.bytes_to_download(model)

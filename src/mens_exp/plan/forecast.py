@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.layout.targets import adapter_parameters
 from mens_exp.plan import pace
 from mens_exp.plan.ledger import Entry, Residuals, entries, ledger_path, residuals
-from mens_exp.plan.memory import Documents, Memory, memory
+from mens_exp.plan.memory import Documents, Memory, memory, recomputes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,7 +62,9 @@ def forecast(
     plain = memory(config, shape, documents, kind=machine.kind)
     seen = residuals(_ratios(known))
     per_token = pace.flop_per_token(
-        shape, shape.adapter_parameters(config.lora.targets, config.lora.r)
+        shape,
+        adapter_parameters(config.lora, shape),
+        again=recomputes(config, shape, machine.kind),
     )
     return Forecast(
         memory=_corrected(plain, seen),

@@ -9,13 +9,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.config.checkpointing import is_wanted
+from mens_exp.config.lora import LoraInit
+from mens_exp.config.objective import CrossEntropyConfig
 from mens_exp.config.quant import ComputeDtype
-from mens_exp.layout.shape import Shape, targeted
+from mens_exp.layout.names import HEAD
+from mens_exp.layout.targets import adapter_parameters, chosen, pattern_values, target_problems
 
 if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
+    from mens_exp.layout.shape import Shape
+    from mens_exp.layout.targets import LinearModule
 
-__all__ = ["Documents", "Memory", "bits_per_weight", "memory", "optimizer_bytes"]
+__all__ = [
+    "Documents",
+    "Memory",
+    "bits_per_weight",
+    "memory",
+    "modules_of",
+    "optimizer_bytes",
+    "recomputes",
+]
 
 BLOCK, NESTED_BLOCK = 64, 256  # bitsandbytes' defaults; asserted in tests/quant
 
@@ -37,7 +51,8 @@ _MOMENTS_UNKNOWN = 8.0  # Adam's; the user's own optimizer
 _LOGITS = 10
 
 # measured: experiments/memory_model, SmolLM2-135M on CPU
-_CPU_FRAMEWORK = 770_000_000  # interpreter, torch, transformers, Lightning, loaded kernels
+_CPU_FRAMEWORK = 500_000_000  # interpreter, torch, transformers, Lightning, loaded kernels
+_MAPPED = 2  # bytes a weight of the checkpoint's file, resident as long as it is mapped
 _CPU_F32_EXTRA = 130_000_000  # measured: an f32 base built takes so much more than its numbers
 # resident bytes for one byte that autograd keeps: its own, and the holes that temporaries leave
 _CPU_KEPT = {"activations": 1.92, "attention scores": 1.0}
@@ -126,9 +141,21 @@ def optimizer_bytes(target: str, parameters: int) -> tuple[int, bool]:
     return round(_MOMENTS.get(name, _MOMENTS_UNKNOWN) * parameters), name.startswith("Paged")
 
 
-def memory(
-    config: RunConfig, shape: Shape, documents: Documents, *, kind: str, recomputes: bool = False
-) -> Memory:
+def modules_of(config: RunConfig, shape: Shape) -> tuple[LinearModule, ...]:
+    """Return the modules that get an adapter; none where a target is wrong, which is told."""
+    return () if target_problems(config.lora, shape) else chosen(config.lora, shape)
+
+
+def recomputes(config: RunConfig, shape: Shape, kind: str) -> bool:
+    """Tell whether activations are computed again in the backward pass."""
+    return is_wanted(
+        config.model.gradient_checkpointing,
+        parameters=shape.linear_parameters + shape.embedding_parameters,
+        on_gpu=kind == "cuda",
+    )
+
+
+def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) -> Memory:
     """Estimate the peak of a training process.
 
     Args:
@@ -136,32 +163,38 @@ def memory(
         shape: dimensions of its base.
         documents: what it trains on.
         kind: ``cpu`` or ``cuda``.
-        recomputes: whether activations are computed again in the backward pass.
     """
     width = 2 if config.quant.compute_dtype is ComputeDtype.bf16 else _F32
-    parameters = shape.adapter_parameters(config.lora.targets, config.lora.r)
+    parameters = adapter_parameters(config.lora, shape)
     moments, is_paged = optimizer_bytes(config.optim._target_, parameters)  # Hydra's own spelling
     on_cpu = kind == "cpu"
-    kept = _kept(config, shape, documents, width=width, on_cpu=on_cpu, recomputes=recomputes)
+    again = recomputes(config, shape, kind)
+    kept = _kept(config, shape, documents, width=width, on_cpu=on_cpu, again=again)
     factor = _CPU_KEPT if on_cpu else _CUDA_KEPT
     bits = bits_per_weight(double_quant=config.quant.double_quant)
     components = {
         "base weights": round(shape.linear_parameters * bits / 8),
+        **_plain_beside_residual(config, shape, bits),
         "embedding and head": shape.embedding_parameters * width,
         "adapter": parameters * (_F32 + (width if width < _F32 else 0)),
         "gradients": parameters * _F32,
         "optimizer": 0 if is_paged and not on_cpu else moments,
         **{name: round(value) for name, value in kept.items()},
         "allocator": round(sum((factor[name] - 1) * value for name, value in kept.items())),
-        "head chunk": config.objective.chunk_tokens * shape.vocab_size * _LOGITS,
+        "head chunk": _head_positions(config) * shape.vocab_size * _LOGITS,
         "framework": (_CPU_FRAMEWORK + _CPU_F32_EXTRA * (width == _F32))
         if on_cpu
         else _CUDA_FRAMEWORK,
     }
+    if on_cpu:
+        weights = shape.linear_parameters + shape.embedding_parameters
+        components["weights file, mapped"] = _MAPPED * weights
     total = sum(components.values())
     below, above = _CPU_SPREAD if on_cpu else _CUDA_SPREAD
-    # Only documents that are surely there count for the lower bound.
+    # Only documents that are surely there count for the lower bound, and no page of a file, which
+    # the system can take back.
     sure = total - round(factor["attention scores"] * kept["attention scores"])
+    sure -= components.get("weights file, mapped", 0)
     return Memory(
         components=components,
         low=round(sure * (1 - below)),
@@ -169,6 +202,7 @@ def memory(
         outside=0 if on_cpu else _CUDA_FRAMEWORK,
         basis=f"by formula, one {'CPU' if on_cpu else 'CUDA'} process"
         + ("" if on_cpu else "; its allowance for the driver was never measured")
+        + ("; activations are computed again" if again else "")
         + ("; the optimizer's state is paged to host memory" if is_paged and not on_cpu else ""),
     )
 
@@ -180,7 +214,7 @@ def _kept(
     *,
     width: int,
     on_cpu: bool,
-    recomputes: bool,
+    again: bool,
 ) -> dict[str, float]:
     """Return what the backward pass keeps, by kind, in bytes."""
     sequences, seq_len = config.data.micro_batch_size, config.data.seq_len
@@ -192,28 +226,46 @@ def _kept(
     if on_cpu and config.data.packing:  # elsewhere a fused kernel keeps none
         squares = documents.squares(sequences, config.data.seq_len)
         scores = shape.num_attention_heads * squares * width
-    if recomputes:  # a layer's input for each, and all of one layer at a time
+    if again:  # a layer's input for each, and all of one layer at a time
         inputs = tokens * layers * shape.hidden_size * width
         return {"activations": inputs + tokens * per_token, "attention scores": scores}
     return {"activations": tokens * layers * per_token, "attention scores": layers * scores}
 
 
 def _layer_bytes(config: RunConfig, shape: Shape, *, width: int, on_cpu: bool) -> float:
-    """Return what one decoder layer keeps of one token, attention scores apart.
+    """Return what one decoder layer keeps of one token on average, attention scores apart.
 
     Read off the saved tensors of the real graph: the residual in f32 for each of two norms;
     query, key and value (and their fused kernel's output); gate, up and their activation; for
     each input of an adapter what dropout left of it and the mask; A's output for each target.
     """
-    sizes = {one.path: one for one in shape.family.projections}
-    dimensions = shape.projections()
     wide, heads = shape.intermediate_size, shape.num_attention_heads * shape.head_dim
     pairs = shape.num_key_value_heads * shape.head_dim
-    is_gated = any(one.logical in {"gate", "gate_up"} for one in sizes.values())
+    is_gated = any(one.logical in {"gate", "gate_up"} for one in shape.family.projections)
     total = 2.0 * _F32 * shape.hidden_size
     total += width * (heads + 2 * pairs + (0 if on_cpu else heads))
     total += width * wide * (3 if is_gated else 5)  # the tanh form of GELU keeps its steps
-    paths = [path for path in sizes if targeted(path, config.lora.targets)]
-    inputs = {sizes[path].reads: dimensions[path][1] for path in paths}
+    modules = [one for one in modules_of(config, shape) if one.kind != HEAD]
+    inputs = {one.reads: one.width for one in modules}
+    ranks = pattern_values(config.lora.rank_pattern, modules, shape.family, config.lora.r)
     mask = _MASK if config.lora.dropout > 0 else 0
-    return total + sum(inputs.values()) * (width + mask) + len(paths) * config.lora.r * width
+    adapters = sum(inputs.values()) * (width + mask) + sum(ranks.values()) * width
+    return total + adapters / shape.num_hidden_layers
+
+
+def _plain_beside_residual(config: RunConfig, shape: Shape, bits: float) -> dict[str, int]:
+    """Return what the plain weights take that are kept beside those of a residual."""
+    lora = config.lora
+    if lora.init is not LoraInit.pissa and not (
+        lora.init is LoraInit.loftq and lora.loftq_iters > 1
+    ):
+        return {}
+    weights = sum(one.out * one.width for one in modules_of(config, shape))
+    return {"plain weights, for the base": round(weights * bits / 8)}
+
+
+def _head_positions(config: RunConfig) -> int:
+    """Return positions whose logits exist at one time; all, where an objective does not say."""
+    if isinstance(config.objective, CrossEntropyConfig):
+        return config.objective.chunk_tokens
+    return config.data.seq_len * config.data.micro_batch_size

@@ -40,14 +40,15 @@ class Pace:
     basis: str
 
 
-def flop_per_token(shape: Shape, adapter: int) -> float:
+def flop_per_token(shape: Shape, adapter: int, *, again: bool = False) -> float:
     """Return training operations for one token.
 
     Forward and the gradient of the inputs for frozen weights (2 + 2 a weight), all three products
     for LoRA's (6); the head runs on the supervised tokens alone. Attention scores are left out.
     """
     head = shape.vocab_size * shape.hidden_size
-    return 4 * shape.linear_parameters + 6 * adapter + 4 * head * _SUPERVISED
+    twice = 2 * (shape.linear_parameters + adapter) if again else 0
+    return twice + 4 * shape.linear_parameters + 6 * adapter + 4 * head * _SUPERVISED
 
 
 def pace_of(config: RunConfig, kind: str, known: Sequence[Entry], spread: Residuals | None) -> Pace:

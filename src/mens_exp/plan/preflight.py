@@ -6,7 +6,19 @@ import os
 from typing import TYPE_CHECKING
 
 from mens_exp.errors import ConfigError, MensError, Problems
-from mens_exp.plan.checks import contract, data, lora, machine, model, weights
+from mens_exp.plan.checks import (
+    adapter,
+    classes,
+    contract,
+    data,
+    logger,
+    lora,
+    machine,
+    model,
+    optim,
+    tokenizer,
+    weights,
+)
 from mens_exp.rows.cache import cache_root
 
 if TYPE_CHECKING:
@@ -21,15 +33,12 @@ __all__ = ["preflight", "writable_cache"]
 def preflight(config: RunConfig) -> list[MensError]:
     """List everything wrong with the files and limits that a run would meet."""
     problems: list[MensError] = []
-    for check in (
-        _cache,
-        contract.check,
-        data.check,
-        model.check,
-        weights.check,
-        lora.check,
+    checks = (
+        *(_cache, contract.check, optim.check, data.check, model.check, weights.check),
+        *(lora.check, adapter.check, tokenizer.check, logger.check, classes.check),
         machine.check,
-    ):
+    )
+    for check in checks:
         try:
             for problem in check(config):
                 problems.append(problem)  # noqa: PERF402  # kept when the check gives up later

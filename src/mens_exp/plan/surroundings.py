@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mens_exp.config.model import HfModel
 from mens_exp.errors import MensError
-from mens_exp.layout.directory import read_directory
+from mens_exp.layout import hub
 from mens_exp.layout.shape import family_for, shape_of
 from mens_exp.plan.kernels import KERNELS, PROXY, available
 from mens_exp.plan.planner import Surroundings
@@ -37,10 +37,9 @@ def surroundings_of(config: RunConfig) -> Surroundings:
 
 
 def _keys(config: RunConfig) -> frozenset[str] | None:
-    path = getattr(config.model, "id", None)
-    if path is None:
+    if not isinstance(config.model, HfModel):
         return None
     try:
-        return frozenset(read_directory(Path(str(path)).expanduser()).tensors)
+        return frozenset(hub.describe(config.model).tensors) or None
     except MensError:
         return None

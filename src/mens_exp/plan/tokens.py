@@ -40,18 +40,16 @@ def count_tokens(config: RunConfig, cache: Path) -> dict[str, Any]:
             "basis": "estimated from file sizes; nothing is cached yet",
         }
     rows = load_rows(config.data, cache)
+    files = {"files": [file.as_record() for file in rows.files]} if rows.files else {}
     exact = _cached_counts(config, rows, cache)
     lengths = _lengths(rows, config.data.seq_len)
     if exact is not None:
-        return {
-            "source": rows.source,
-            **exact,
-            **lengths,
-            "exact": True,
-            "basis": "counted, from the cache",
-        }
+        basis = "counted, from the cache"
+        counted = {**files, **exact, **lengths}
+        return {"source": rows.source, **counted, "exact": True, "basis": basis}
     return {
         "source": rows.source,
+        **files,
         "train_rows": len(rows.train),
         "train_tokens": _estimate_tokens(rows, Side.TRAIN, config.data.seq_len),
         "val_tokens": _estimate_tokens(rows, Side.VAL, config.data.seq_len),
@@ -65,7 +63,7 @@ def _cached_counts(config: RunConfig, rows: Rows, cache: Path) -> dict[str, int]
     directory = ready(config.model, cache)
     if directory is None:
         return None
-    tokenizer = HfTokenizer.from_directory(directory)
+    tokenizer = HfTokenizer.from_directory(directory, config.tokenizer)
     train, val = (
         peek(cache, cache_key(config, rows, side, tokenizer)) for side in (Side.TRAIN, Side.VAL)
     )
@@ -84,7 +82,8 @@ def _estimate_tokens(rows: Rows, side: Side, seq_len: int) -> int:
 
 def _document_tokens(rows: Rows, side: Side, seq_len: int) -> list[float]:
     lengths = (
-        (len(pair.prompt) + len(pair.response)) / _CHARS_PER_TOKEN + 40  # 40: a chat template's own
+        sum(len(user) + len(said) for user, said in pair.exchanges) / _CHARS_PER_TOKEN
+        + 40 * len(pair.exchanges)  # 40: a chat template's own
         for pair in getattr(rows, side.value)
     )
     return [min(length, seq_len) for length in lengths]

@@ -11,7 +11,14 @@ from mens_exp.config.quant import ComputeDtype, QuantConfig
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
 
-__all__ = ["compute_dtype", "keep_trainable", "quantization_config", "quantized_linears"]
+__all__ = [
+    "compute_dtype",
+    "dequantized",
+    "keep_trainable",
+    "quantization_config",
+    "quantized_like",
+    "quantized_linears",
+]
 
 
 def compute_dtype(config: QuantConfig) -> torch.dtype:
@@ -48,3 +55,30 @@ def keep_trainable(model: torch.nn.Module) -> None:
     """
     for module in quantized_linears(model).values():
         module.support_avx512bf16_for_cpu = False
+
+
+def dequantized(weight: Any) -> torch.Tensor:
+    """Return what a 4-bit weight (bitsandbytes' untyped ``Params4bit``) stands for, f32 [O, I]."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    values: torch.Tensor = dequantize_4bit(weight.data, weight.quant_state)
+    return values.float()
+
+
+def quantized_like(weight: Any, values_OI: torch.Tensor) -> Any:
+    """Quantize other values the way a 4-bit weight was quantized.
+
+    They are first rounded to the format that the loader rounds weights to, so that what comes
+    out computes like any other 4-bit weight of the model.
+    """
+    from bitsandbytes.nn import Params4bit
+
+    fresh = Params4bit(
+        values_OI.to(weight.quant_state.dtype),
+        requires_grad=False,
+        blocksize=weight.blocksize,
+        compress_statistics=weight.compress_statistics,
+        quant_type=weight.quant_type,
+        quant_storage=weight.quant_storage,
+    )
+    return fresh.to(values_OI.device)

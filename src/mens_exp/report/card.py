@@ -240,6 +240,14 @@ def _limits(records: Records) -> list[str]:
         "That a completion parses does not say that it is right.",
         "The base model's own biases and licence apply unchanged.",
     ]
+    view = records.manifest.results.get("peft_view_val_loss")
+    if view is not None:
+        limits.insert(
+            0,
+            "Its base was changed by the adapter's initialisation. Loaded as shown here, on the "
+            f"plainly quantized base, its validation loss is {view:.4f}; the result above is that "
+            "of the trained model, which mens_exp rebuilds from the run directory.",
+        )
     if source == "bundled":
         limits.insert(
             0, "Its base is a 4-bit demonstration file; for use, train on the original weights."

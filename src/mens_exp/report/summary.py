@@ -221,7 +221,16 @@ def _val_loss(records: Records, condition: str) -> float | None:
 def _loss_cell(records: Records, condition: str, value: float | None) -> Cell:
     if value is None:
         return Cell(label=condition, absent=records.why_absent(f"results.{condition}_val_loss"))
-    return Cell(label=condition, text=wording.loss(value))
+    detail = _selected(records) if condition == "tuned" else ""
+    return Cell(label=condition, text=wording.loss(value), detail=detail)
+
+
+def _selected(records: Records) -> str:
+    """Say which step the adapter is of, where it is not the last one."""
+    step, steps = (records.manifest.results.get(name) for name in ("adapter_step", "steps"))
+    if step is None or steps is None or step == steps:
+        return ""
+    return f"adapter of step {step} of {steps}"
 
 
 def _parse_cell(records: Records, condition: str, value: float | None) -> Cell:

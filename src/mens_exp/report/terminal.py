@@ -97,6 +97,8 @@ def problems(errors: Sequence[MensError]) -> Text:
 
 def _plan_rows(plan: Mapping[str, Any]) -> Iterable[tuple[str, Text]]:
     yield "model", _text(plan.get("model"))
+    if plan.get("download_bytes"):
+        yield "download", Text(f"{wording.size(plan['download_bytes'])} of weights, first")
     yield "backend", _backend(plan)
     yield "quantization", _text(plan.get("quant"))
     yield "LoRA", _lora(plan)
@@ -135,6 +137,8 @@ def _text(value: Any) -> Text:
 
 def _lora(plan: Mapping[str, Any]) -> Text:
     text = _text(plan.get("lora"))
+    if plan.get("lora_modules"):
+        text.append(f"\n{wording.visible(str(plan['lora_modules']))}")
     trainable = plan.get("trainable_parameters")
     if trainable is not None:
         text.append(f"\n{wording.count(trainable)} trainable parameters")
@@ -144,6 +148,8 @@ def _lora(plan: Mapping[str, Any]) -> Text:
 def _data(data: Mapping[str, Any]) -> Text:
     about = "" if data.get("exact") else "≈ "
     text = _text(data.get("source"))
+    for file in data.get("files") or ():
+        text.append(f"\n{_file(file)}")
     for key, words in (
         ("train_rows", "rows to train on"),
         ("train_tokens", "tokens in them"),
@@ -152,6 +158,14 @@ def _data(data: Mapping[str, Any]) -> Text:
         if data.get(key) is not None:
             text.append(f"\n{about}{wording.count(data[key])} {words}")
     return text if not about else _with_basis(text, data.get("basis"))
+
+
+def _file(file: Mapping[str, Any]) -> str:
+    """Say what a file of rows was taken for, and what of it is left out."""
+    rows = f"{wording.count(file['rows'])} {file['form']} rows"
+    to_validate = " to validate on" if file["role"] == "validation" else ""
+    left = ", ".join(file.get("ignored") or ())
+    return f"{file['path']}: {rows}{to_validate}{f'; columns left out: {left}' if left else ''}"
 
 
 def _steps(plan: Mapping[str, Any]) -> Text:

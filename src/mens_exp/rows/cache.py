@@ -12,7 +12,7 @@ import numpy as np
 
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.digest import digest, sha256_bytes
-from mens_exp.rows.encode import ENCODING_VERSION, Encoded
+from mens_exp.rows.encode import ENCODING_VERSION, Encoded, Labelling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,8 +38,9 @@ class CacheKey:
     rows_sha256: str
     tokenizer_sha256: str
     template_sha256: str
-    objective: str
-    seq_len: int
+    special_tokens_sha256: str
+    allow_control_text: bool
+    labelling: Labelling
 
     def directory(self, root: Path) -> Path:
         """Return the folder of this key."""
@@ -56,6 +57,7 @@ class TokenCounts:
     supervised_tokens: int
     truncated: int
     dropped: int
+    unrolled: int
     sha256: str
 
 
@@ -91,7 +93,9 @@ def _open(directory: Path, counts: TokenCounts | None) -> tuple[Encoded, TokenCo
         arrays = {name: np.load(directory / f"{name}.npy") for name in _ARRAYS}
     except (OSError, ValueError, EOFError):
         return None
-    documents = Encoded(**arrays, truncated=counts.truncated, dropped=counts.dropped)
+    documents = Encoded(
+        **arrays, truncated=counts.truncated, dropped=counts.dropped, unrolled=counts.unrolled
+    )
     return (documents, counts) if _content(documents) == counts.sha256 else None
 
 
@@ -106,5 +110,6 @@ def _counts(documents: Encoded) -> TokenCounts:
         supervised_tokens=int(documents.supervised.sum()),
         truncated=documents.truncated,
         dropped=documents.dropped,
+        unrolled=documents.unrolled,
         sha256=_content(documents),
     )

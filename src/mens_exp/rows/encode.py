@@ -1,48 +1,63 @@
 """Rows to ids and supervision: the one place where masks are made.
 
-Each row is rendered twice under the chat template, without and with its answer; the answer's
-text is what the second adds. Generation encodes the prompt alone and the answer follows it, so
-the ids must begin with those of the prompt alone: the whole text is tokenized where that keeps
-the seams, and the parts apart where a token would straddle one.
+Generation encodes the prompt alone and the answer follows it, so the ids before each learned
+answer must be those of its prompt alone: the whole text is tokenized where that keeps the seams,
+and the parts apart where a token would straddle one.
+
+A conversation is one document as long as each answer in it, with all that stands before it, is
+token for token what generation had when it was the last one. Some templates change earlier turns
+(Qwen 3 drops their reasoning): an answer that is changed gets a document of its own, up to it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mens_exp.artifacts.nearest import expected_name
-from mens_exp.errors import ConfigError, DataError
+from mens_exp.errors import ConfigError, DataError, MensError, Problems
+from mens_exp.rows.answers import Answer, TextEncoder, answer_of, messages_of, prompt_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from mens_exp.rows.schema import TrainingPair
 
-__all__ = ["ENCODING_VERSION", "Encoded", "TextEncoder", "encode", "messages_of", "prompt_text"]
+__all__ = [
+    "ENCODING_VERSION",
+    "Encoded",
+    "Labelling",
+    "TextEncoder",
+    "encode",
+    "messages_of",
+    "prompt_text",
+]
 
-ENCODING_VERSION = 2  # raise it when the ids or masks of the same row change
+ENCODING_VERSION = 3  # raise it when the ids or masks of the same row change
 _OBJECTIVES = ("assistant", "causal")
+_ROWS_AT_ONCE = 2048  # their texts are in memory together; unverified guess
+_MOST_PROBLEMS = 20
+
+_Document = tuple[list[int], list[bool]]
 
 
-class TextEncoder(Protocol):
-    """The part of a tokenizer that encoding needs."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Labelling:
+    """What decides ids and masks beside the rows and the tokenizer.
 
-    @property
-    def special_ids(self) -> set[int]:
-        """Ids of control tokens."""
+    Attributes:
+        objective: ``assistant`` learns answers and their end markers, ``causal`` every token.
+        seq_len: tokens that a document may have.
+        turns: ``all`` answers of a conversation are learned, or the ``last``.
+        truncation: the side that is cut, ``right`` or ``left``.
+    """
 
-    @property
-    def eos_id(self) -> int | None:
-        """Id of the end-of-sequence token, where there is one."""
-
-    def render(self, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
-        """Render a conversation under the chat template."""
-
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode texts without adding special tokens."""
+    objective: str
+    seq_len: int
+    turns: str = "all"
+    truncation: str = "right"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +65,8 @@ class Encoded:
     """Documents as flat arrays; document ``i`` is ``ids[offsets[i]:offsets[i + 1]]``.
 
     ``supervised[t]`` says that token ``t`` is learned, that is predicted from those before it.
-    ``truncated`` and ``dropped`` count documents that lost tokens, or everything, to the limit.
+    ``truncated`` and ``dropped`` count documents that lost tokens, or everything, to the limit;
+    ``unrolled`` counts documents beyond the first of their row.
     """
 
     ids: np.ndarray  # [tokens] int32
@@ -58,6 +74,7 @@ class Encoded:
     offsets: np.ndarray  # [documents + 1] int64
     truncated: int
     dropped: int
+    unrolled: int = 0
 
     def __len__(self) -> int:
         """Count documents."""
@@ -69,103 +86,104 @@ class Encoded:
         return np.diff(self.offsets)
 
 
-def messages_of(pair: TrainingPair) -> list[dict[str, str]]:
-    """Return the turns before the answer."""
-    system = [{"role": "system", "content": pair.system}] if pair.system is not None else []
-    return [*system, {"role": "user", "content": pair.prompt}]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Own:
+    """The document that ends with one answer; ``ids[start:end]`` are the answer and its end."""
+
+    ids: list[int]
+    start: int
+    end: int
 
 
-def prompt_text(pair: TrainingPair, encoder: TextEncoder) -> str:
-    """Render everything before the answer, the opening of the assistant's turn included."""
-    return encoder.render(messages_of(pair), add_generation_prompt=True)
-
-
-def encode(
-    pairs: Sequence[TrainingPair], encoder: TextEncoder, *, objective: str, seq_len: int
-) -> Encoded:
-    """Encode rows for an objective.
+def encode(pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Labelling) -> Encoded:
+    """Encode rows.
 
     Args:
         pairs: the rows.
         encoder: tokenizer with its chat template.
-        objective: ``assistant`` learns the answer and its end marker, ``causal`` every token.
-        seq_len: documents are cut on the right to so many tokens; one that keeps no supervised
-            token is dropped and counted.
+        labelling: what is learned and how long a document may be. Cut on the left, it keeps a
+            begin-of-sequence token. One that keeps no supervised token is dropped and counted.
 
     Raises:
         DataError: the template changes the prompt once an answer follows, or drops the answer,
-            or nothing would mark the answer's end.
+            or nothing would mark the answer's end; the row is named.
+        Problems: it does so with several rows.
         ConfigError: an unknown objective.
     """
-    if objective not in _OBJECTIVES:
+    if labelling.objective not in _OBJECTIVES:
         raise ConfigError(
             "unknown labelling rule",
-            where="objective.name",
-            found=objective,
-            expected=expected_name(objective, _OBJECTIVES),
+            where="objective.labels",
+            found=labelling.objective,
+            expected=expected_name(labelling.objective, _OBJECTIVES),
         )
-    texts = [_parts(pair, encoder) for pair in pairs]
+    documents: list[_Document] = []
+    unrolled = 0
+    for start in range(0, len(pairs), _ROWS_AT_ONCE):
+        for owns in _owns(pairs[start : start + _ROWS_AT_ONCE], encoder, labelling):
+            mine = _documents(owns)
+            if labelling.objective == "causal":
+                mine = [(ids, [True] * len(ids)) for ids, _ in mine]
+            documents += mine
+            unrolled += len(mine) - 1
+    return _flatten(documents, labelling, encoder.bos_id, unrolled)
+
+
+def _owns(
+    pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Labelling
+) -> Iterator[list[_Own]]:
+    """Yield, for each row, the documents of the answers that it learns, oldest first."""
+    problems: list[MensError] = []
+    answers: list[Answer] = []
+    counts: list[int] = []
+    last_only = labelling.objective == "causal" or labelling.turns == "last"
+    for pair in pairs:
+        total = len(pair.exchanges)
+        try:
+            mine = [
+                answer_of(pair, i, encoder) for i in range(total - 1 if last_only else 0, total)
+            ]
+        except DataError as problem:
+            problems.append(problem)
+            mine = []
+        answers += mine
+        counts.append(len(mine))
+        if len(problems) == _MOST_PROBLEMS:
+            break
+    Problems.raise_if(problems)
     special = encoder.special_ids
-    documents = []
-    for pair, ids in zip(pairs, _ids(texts, encoder), strict=True):
-        document = _document(*ids, special, encoder.eos_id)
-        if document is None:
+    documents = (_own(*parts, special, encoder.eos_id) for parts in _ids(answers, encoder))
+    for pair, count in zip(pairs, counts, strict=True):
+        owns = [next(documents) for _ in range(count)]
+        known = [own for own in owns if own is not None]
+        if len(known) < len(owns):
             raise DataError(
                 "nothing marks the end of an answer, so its end could not be learned",
-                where=f"row {pair.id}",
+                where=pair.name,
                 expected="a chat template with an end marker, or a tokenizer with an eos_token",
             )
-        tokens, learned = document
-        documents.append((tokens, [True] * len(tokens) if objective == "causal" else learned))
-    return _flatten(documents, seq_len)
-
-
-def _parts(pair: TrainingPair, encoder: TextEncoder) -> tuple[str, str, str]:
-    """Render a row, and split it into prompt, answer and what closes the answer.
-
-    White space that the template puts before the answer belongs to it: it is generated too.
-    """
-    prompt = prompt_text(pair, encoder)
-    answered = [*messages_of(pair), {"role": "assistant", "content": pair.response}]
-    full = encoder.render(answered, add_generation_prompt=False)
-    rest = full.removeprefix(prompt) if full.startswith(prompt) else ""
-    for answer in (pair.response, pair.response.strip()):
-        lead, found, closing = rest.partition(answer)
-        if found and not lead.strip():
-            return prompt, lead + answer, closing
-    raise DataError(
-        "the chat template does not keep prompt and answer as they are",
-        where=f"row {pair.id}",
-        found=full[max(0, len(prompt) - 40) :][:120],
-        expected="the prompt, then the answer",
-    )
+        yield known
 
 
 def _ids(
-    texts: Sequence[tuple[str, str, str]], encoder: TextEncoder
+    answers: Sequence[Answer], encoder: TextEncoder
 ) -> Iterator[tuple[list[int], list[int], list[int]]]:
     """Tokenize parts: as one text where no token straddles a seam, else apart."""
-    prompts = encoder.encode_all([prompt for prompt, _, _ in texts])
-    answered = encoder.encode_all([prompt + answer for prompt, answer, _ in texts])
-    whole = encoder.encode_all(["".join(parts) for parts in texts])
-    for (_, answer, closing), before, until, ids in zip(
-        texts, prompts, answered, whole, strict=True
-    ):
+    prompts = encoder.encode_all([one.prompt for one in answers])
+    answered = encoder.encode_all([one.prompt + one.body for one in answers])
+    whole = encoder.encode_all([one.prompt + one.body + one.closing for one in answers])
+    for one, before, until, ids in zip(answers, prompts, answered, whole, strict=True):
         start, end = len(before), len(until)
         if ids[:start] == before and ids[:end] == until:
             yield before, ids[start:end], ids[end:]
         else:
-            answer_ids, closing_ids = encoder.encode_all([answer, closing])
-            yield before, answer_ids, closing_ids
+            body, closing = encoder.encode_all([one.body, one.closing])
+            yield before, body, closing
 
 
-def _document(
-    prompt: list[int],
-    answer: list[int],
-    closing: list[int],
-    special: set[int],
-    eos_id: int | None,
-) -> tuple[list[int], list[bool]] | None:
+def _own(
+    prompt: list[int], body: list[int], closing: list[int], special: set[int], eos_id: int | None
+) -> _Own | None:
     """Join the parts; learned are the answer and what closes it, to the first control token.
 
     A closing without one ends with the end-of-sequence token, or generation would never stop.
@@ -176,18 +194,54 @@ def _document(
             return None
         closing = [*closing, eos_id]
         end = len(closing)
-    learned = len(answer) + end
-    mask = [False] * len(prompt) + [True] * learned + [False] * (len(closing) - end)
-    return prompt + answer + closing, mask
+    start = len(prompt)
+    return _Own(ids=prompt + body + closing, start=start, end=start + len(body) + end)
 
 
-def _flatten(documents: list[tuple[list[int], list[bool]]], seq_len: int) -> Encoded:
-    kept: list[tuple[list[int], list[bool]]] = []
+def _documents(owns: Sequence[_Own]) -> list[_Document]:
+    """Learn each answer once, in the longest document that has it as generation met it."""
+    documents: list[_Document] = []
+    left = list(owns)
+    while left:
+        whole = left.pop()
+        mask = [False] * len(whole.ids)
+        changed = []
+        for own in [*left, whole]:
+            if own.ids[: own.end] == whole.ids[: own.end]:
+                mask[own.start : own.end] = [True] * (own.end - own.start)
+            else:
+                changed.append(own)
+        documents.append((whole.ids, mask))
+        left = changed
+    return documents[::-1]
+
+
+def _cut(
+    ids: list[int], learned: list[bool], labelling: Labelling, bos_id: int | None
+) -> _Document:
+    """Cut a document that is too long; what is learned moves with its tokens."""
+    limit = labelling.seq_len
+    if len(ids) <= limit:
+        return ids, learned
+    if labelling.truncation == "right":
+        return ids[:limit], learned[:limit]
+    # A token that opens every turn (ChatML's) is no begin of sequence, whatever it is called.
+    kept = int(ids[0] == bos_id and bos_id not in ids[1:])
+    rest = len(ids) - limit + kept
+    # The first token behind the cut would be predicted from what never stood before it.
+    return ids[:kept] + ids[rest:], [False] * (kept + 1) + learned[rest + 1 :]
+
+
+def _flatten(
+    documents: list[_Document], labelling: Labelling, bos_id: int | None, unrolled: int
+) -> Encoded:
+    kept: list[_Document] = []
     truncated = dropped = 0
-    for ids, learned in documents:
-        truncated += len(ids) > seq_len
-        if any(learned[1:seq_len]):  # the first token is predicted from nothing
-            kept.append((ids[:seq_len], learned[:seq_len]))
+    for whole, mask in documents:
+        truncated += len(whole) > labelling.seq_len
+        ids, learned = _cut(whole, mask, labelling, bos_id)
+        if any(learned[1:]):  # the first token is predicted from nothing
+            kept.append((ids, learned))
         else:
             dropped += 1
     offsets = np.cumsum([0, *(len(ids) for ids, _ in kept)], dtype=np.int64)
@@ -199,4 +253,5 @@ def _flatten(documents: list[tuple[list[int], list[bool]]], seq_len: int) -> Enc
         offsets=offsets,
         truncated=truncated,
         dropped=dropped,
+        unrolled=unrolled,
     )

@@ -6,31 +6,65 @@ fixes it in one go.
 
 from __future__ import annotations
 
-import codecs
+import dataclasses
 import hashlib
-import json
-from typing import TYPE_CHECKING, Final
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts import digest
-from mens_exp.artifacts.nearest import nearest
+from mens_exp.artifacts.nearest import expected_name
+from mens_exp.config.data import RowFormat
 from mens_exp.errors import DataError, MensError, Problems
-from mens_exp.rows.schema import TrainingPair, parse_row, to_json
+from mens_exp.rows.decode import decoded_rows
+from mens_exp.rows.formats import ALIASES, KEYS, format_of, joined
+from mens_exp.rows.parse import UNKNOWN_KEY, as_object, parse_row
+from mens_exp.rows.problems import json_type, shown
+from mens_exp.rows.schema import TrainingPair, to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-__all__ = ["read_jsonl", "rows_digest"]
-
-FIELD: Final = "data.path"
-UTF16_MARKS: Final = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+__all__ = ["FileOfRows", "Reading", "read_rows", "rows_digest"]
 
 
-def read_jsonl(path: Path, max_problems: int = 20) -> list[TrainingPair]:
-    """Read a JSON Lines file of training rows.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """How files are to be read.
+
+    Attributes:
+        form: how rows are written; `auto` tells for each file.
+        columns: the column that holds each field; empty where files have our own keys.
+        group_column: the column whose value is the row's group.
+        setting: the setting that names the files, for messages.
+    """
+
+    form: RowFormat = RowFormat.auto
+    columns: Mapping[str, str] = field(default_factory=dict)
+    group_column: str | None = None
+    setting: str = "data.path"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileOfRows:
+    """What a file held: its rows in order, how they were written, and which columns were left.
+
+    ``ignored`` counts the rows that had each column which `data.columns` does not name.
+    """
+
+    path: Path
+    form: RowFormat
+    pairs: list[TrainingPair]
+    ignored: dict[str, int]
+
+
+def read_rows(path: Path, how: Reading | None = None, max_problems: int = 20) -> FileOfRows:
+    """Read a file of training rows.
 
     Args:
-        path: the file: UTF-8 (a byte order mark is tolerated), one object a line.
+        path: the file: JSON Lines, or in a ``.json`` file an array of objects.
+        how: how to read it; by default our own keys in whichever format they tell.
         max_problems: how many problems to tell in full; the rest is counted.
 
     Returns:
@@ -40,24 +74,151 @@ def read_jsonl(path: Path, max_problems: int = 20) -> list[TrainingPair]:
         DataError: the file cannot be read, or one thing in it is wrong.
         Problems: several things in it are wrong; each names ``file:line``.
     """
-    lines = _lines(path)
-    pairs: list[TrainingPair] = []
-    problems: list[MensError] = []
-    for number, raw in enumerate(lines, start=1):
-        where = f"{path}:{number}"
-        try:
-            pairs.append(parse_row(_decoded(raw, where), where))
-        except Problems as several:
-            problems.extend(several.problems)
-        except DataError as problem:
-            problems.append(problem)
+    reader = _FileReader(path, how or Reading())
+    problems = reader.read()
     if len(problems) > max_problems:
         more = DataError(
             f"{len(problems) - max_problems} more problems in this file", where=str(path)
         )
         problems = [*problems[:max_problems], more]
     Problems.raise_if(problems)
-    return pairs
+    return FileOfRows(
+        path=path,
+        form=reader.form or RowFormat.pair,
+        pairs=reader.pairs,
+        ignored=dict(sorted(reader.ignored.items())),
+    )
+
+
+class _FileReader:
+    """Reads the rows of one file, whose format the rows settle between them."""
+
+    def __init__(self, path: Path, how: Reading) -> None:
+        self.path = path
+        self.how = how
+        self.form: RowFormat | None = None if how.form is RowFormat.auto else how.form
+        self.pairs: list[TrainingPair] = []
+        self.ignored: Counter[str] = Counter()
+        self._told_by = ""  # the place of the row that settled the format
+        self._seen: Counter[str] = Counter()
+
+    def read(self) -> list[MensError]:
+        """Read every row and return what is wrong."""
+        problems: list[MensError] = []
+        last: Mapping[str, object] = {}
+        for where, value in decoded_rows(self.path, self.how.setting):
+            try:
+                if isinstance(value, DataError):
+                    raise value  # told with the others
+                last = as_object(value, where)
+                self.pairs.append(self._pair(last, where))
+            except Problems as several:
+                problems.extend(several.problems)
+            except DataError as problem:
+                problems.append(problem)
+        absent = [
+            _no_column(f"data.columns.{name}", column, str(self.path), last)
+            for name, column in self.how.columns.items()
+            if last and not self._seen[name]
+        ]
+        return [*absent, *_collapsed(problems)]
+
+    def _pair(self, row: Mapping[str, object], where: str) -> TrainingPair:
+        group = self._group(row, where)
+        fields = self._named(row)
+        if self.how.group_column is not None:
+            fields = self._without_group_column(fields)
+        pair = parse_row(fields, where, self._form(fields, where))
+        return pair if group is None else dataclasses.replace(pair, group=group)
+
+    def _group(self, row: Mapping[str, object], where: str) -> str | None:
+        """Return the value of the group column as text; whole numbers count as their digits."""
+        column = self.how.group_column
+        if column is None:
+            return None
+        if column not in row:
+            raise _no_column("data.group_column", column, where, row)
+        value = row[column]
+        if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+            raise DataError(
+                f"the group column {column!r} must hold a text or a whole number",
+                where=where,
+                found=f"{json_type(value)} {shown(value)}",
+            )
+        return str(value)
+
+    def _without_group_column(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Drop the group column, unless it is a field that the row is read for anyway."""
+        column = self.how.group_column
+        read = {*ALIASES, *(key for keys in KEYS.values() for key in keys)}
+        if self.how.columns or (column in read and column != "group"):
+            return fields
+        return {name: value for name, value in fields.items() if name != column}
+
+    def _named(self, row: Mapping[str, object]) -> dict[str, Any]:
+        """Return the row under our own names, and count the columns that are left out."""
+        columns = self.how.columns
+        if not columns:
+            return dict(row)
+        named = {name: row[column] for name, column in columns.items() if column in row}
+        self._seen.update(named)
+        used = {*columns.values(), self.how.group_column}
+        self.ignored.update(column for column in row if column not in used)
+        return named
+
+    def _form(self, fields: Mapping[str, object], where: str) -> RowFormat:
+        """Settle how the row is written, which is how the file's other rows are."""
+        if self.how.form is not RowFormat.auto:
+            return self.how.form
+        told = format_of(fields)
+        if told is None:
+            return self.form or RowFormat.pair
+        both = told if self.form is None else joined(self.form, told)
+        if both is None:
+            assert self.form is not None, "two formats met"
+            raise DataError(
+                "rows of two formats in one file",
+                where=where,
+                found=told.value,
+                expected=f"{self.form.value}, as {self._told_by} has it",
+                remedy="give each format a file of its own",
+            )
+        if self.form is None:
+            self._told_by = where
+        self.form = both
+        return told
+
+
+def _collapsed(problems: list[MensError]) -> list[MensError]:
+    """Tell a key that many rows have once, where it is met first, with how many have it."""
+    counts = Counter(one.what for one in problems if one.what.startswith(UNKNOWN_KEY))
+    told: list[MensError] = []
+    for one in problems:
+        count = counts.get(one.what, 1)
+        if count == 0:
+            continue
+        if one.what in counts:
+            counts[one.what] = 0
+        more = f", here and in {count - 1} more rows" if count > 1 else ""
+        told.append(
+            DataError(
+                one.what + more,
+                where=one.where,
+                found=one.found,
+                expected=one.expected,
+                remedy=one.remedy,
+            )
+        )
+    return told
+
+
+def _no_column(setting: str, column: str, where: str, row: Mapping[str, object]) -> DataError:
+    return DataError(
+        f"there is no column {column!r}",
+        where=where,
+        found=", ".join(repr(name) for name in row) or "no columns",
+        expected=f"what {setting} names: {expected_name(column, row)}",
+    )
 
 
 def rows_digest(pairs: Iterable[TrainingPair]) -> str:
@@ -73,104 +234,3 @@ def rows_digest(pairs: Iterable[TrainingPair]) -> str:
     for pair in pairs:
         state.update(digest.canonical_json(to_json(pair)) + b"\n")
     return state.hexdigest()
-
-
-def _lines(path: Path) -> list[bytes]:
-    """Return the file's lines without their ends; refuse what is no file of lines."""
-    data = _bytes(path)
-    if data.startswith(UTF16_MARKS):
-        raise DataError(
-            "the file is UTF-16", where=str(path), expected="UTF-8", remedy="save it as UTF-8"
-        )
-    data = data.removeprefix(codecs.BOM_UTF8)
-    if not data:
-        raise DataError(
-            "the file is empty", where=str(path), expected="at least one row, one JSON object"
-        )
-    # Not splitlines: only a newline ends a row, a lone carriage return does not.
-    return [line.removesuffix(b"\r") for line in data.removesuffix(b"\n").split(b"\n")]
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        # Asked first, because opening a directory is PermissionError on Windows.
-        if path.is_dir():
-            raise DataError(
-                "this is a directory, not a file of rows",
-                where=FIELD,
-                found=str(path),
-                expected=f"a JSONL file{_offer(path, path.name)}",
-            )
-        return path.read_bytes()
-    except FileNotFoundError as error:
-        raise DataError(
-            "no such file",
-            where=FIELD,
-            found=str(path),
-            expected=f"an existing JSONL file{_offer(path.parent, path.name)}",
-        ) from error
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise DataError(
-            f"the file cannot be read: {reason}", where=FIELD, found=str(path)
-        ) from error
-
-
-def _offer(directory: Path, name: str) -> str:
-    """Return a clause with the file of `directory` whose name is nearest to `name`."""
-    if not directory.is_dir():
-        return f"; the directory {directory} does not exist either"
-    try:
-        names = sorted(entry.name for entry in directory.iterdir() if entry.is_file())
-    except OSError:  # a directory that may not be listed has nothing to offer
-        return ""
-    rows = [other for other in names if other.endswith(".jsonl")]
-    near = nearest(name, rows) or nearest(name, names) or next(iter(rows), None)
-    return f"; the nearest there is {near}" if near else f"; there is none in {directory}"
-
-
-def _decoded(raw: bytes, where: str) -> object:
-    """Decode one line; each way in which it can fail has its own message."""
-    if b"\0" in raw:
-        raise DataError(
-            "the line holds NUL bytes",
-            where=where,
-            found=f"{raw.count(0)} of them, the first at byte {raw.index(0) + 1}",
-            expected="UTF-8 text; a file cut off by a crash or saved as UTF-16 has NUL bytes",
-        )
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            "the line is not UTF-8",
-            where=where,
-            found=f"byte 0x{raw[error.start]:02x} at byte {error.start + 1}",
-            remedy="save the file as UTF-8",
-        ) from error
-    if not text.strip():
-        raise DataError("the line is blank", where=where, expected="one JSON object a line")
-    return _json(text, where)
-
-
-def _json(text: str, where: str) -> object:
-    try:
-        return json.loads(text, object_pairs_hook=lambda items: _object(items, where))
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"the line is not JSON: {error.msg} at column {error.colno}",
-            where=where,
-            found=text[:60],
-            expected="one JSON object a line",
-        ) from error
-    except (ValueError, RecursionError) as error:  # a number or a nesting beyond Python's limits
-        raise DataError(f"the line is not usable JSON: {error}", where=where) from error
-
-
-def _object(items: list[tuple[str, object]], where: str) -> dict[str, object]:
-    """Build an object, refusing what `json` does silently: the last of two equal keys wins."""
-    row = dict(items)
-    if len(row) < len(items):
-        keys = [key for key, _ in items]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise DataError(f"the key {twice!r} stands twice in one object", where=where)
-    return row

@@ -2,39 +2,76 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.corpus.source import labelling_of
 from mens_exp.errors import Problems, RequestError
+from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.tokenizer.templates import DATE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.config.tokenizer import TokenizerConfig
     from mens_exp.corpus.source import Rows
     from mens_exp.data.datamodule import RowsDataModule
     from mens_exp.model.resolve import BaseModel
-    from mens_exp.tokenizer.hf import HfTokenizer
 
-__all__ = ["describe", "refuse_changed"]
+__all__ = ["describe", "refuse_changed", "tokenizer_of"]
+
+
+def tokenizer_of(config: TokenizerConfig, base: BaseModel, run: RunDir) -> HfTokenizer:
+    """Return the tokenizer of a run.
+
+    Where its chat template was read from a file, the run's own copy is read once there is one:
+    whatever becomes of the file, the copy says what rows and prompts were written in.
+
+    Args:
+        config: the run's `tokenizer` group.
+        base: its base model.
+        run: its directory.
+    """
+    if config.chat_template is not None and run.chat_template.is_file():
+        config = dataclasses.replace(config, chat_template=str(run.chat_template))
+    return HfTokenizer.from_directory(base.directory, config)
 
 
 def describe(
     base: BaseModel, tokenizer: HfTokenizer, rows: Rows, data: RowsDataModule | None = None
 ) -> dict[str, Any]:
     """Return the manifest's ``inputs``; without ``data``, nothing of the encoded documents."""
-    rows_of = {"source": rows.source, "rows_sha256": rows.sha256, "heldout_rows": len(rows.heldout)}
+    rows_of: dict[str, Any] = {
+        "source": rows.source,
+        "rows_sha256": rows.sha256,
+        "heldout_rows": len(rows.heldout),
+    }
+    if rows.files:
+        rows_of["files"] = [file.as_record() for file in rows.files]
+    dated = {"chat_template_date": DATE.date().isoformat()} if tokenizer.is_dated else {}
     return {
         "base_model": base.name,
         "base_source": base.source,
         "base_weights_sha256": base.weights_sha256,
+        **_from_hub(base),
         "license": base.license,
         "tokenizer_sha256": tokenizer.sha256,
         "chat_template_sha256": tokenizer.template_sha256,
-        "chat_template": "the tokenizer's own" if tokenizer.template_is_own else "ChatML",
+        "chat_template": tokenizer.template_source,
+        **dated,
         "data": rows_of if data is None else {**rows_of, **_encoded(data)},
     }
 
 
+def _from_hub(base: BaseModel) -> dict[str, Any]:
+    """Say which commit of the hub was meant, and that its code was run where that was asked for."""
+    pinned = {} if base.revision is None else {"base_id": base.name, "base_revision": base.revision}
+    return pinned | ({"trust_remote_code": True} if base.trust_remote_code else {})
+
+
 def _encoded(data: RowsDataModule) -> dict[str, Any]:
+    labelling = labelling_of(data.config)
     return {
         "train_rows": data.train_counts.documents,
         "val_rows": data.val_counts.documents,
@@ -42,6 +79,9 @@ def _encoded(data: RowsDataModule) -> dict[str, Any]:
         "val_sha256": data.val_counts.sha256,
         "train_truncated": data.train_counts.truncated,
         "train_dropped": data.train_counts.dropped,
+        "train_unrolled": data.train_counts.unrolled,
+        "truncation": labelling.truncation,
+        "turns": labelling.turns,
     }
 
 

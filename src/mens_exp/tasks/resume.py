@@ -11,7 +11,7 @@ from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.config.compose import Composed, from_yaml, typed
 from mens_exp.config.overrides import Cell
-from mens_exp.config.schedule import ScheduleKind
+from mens_exp.config.schedule import ScheduleKind, warmup_steps
 from mens_exp.config.validate import problems_of
 from mens_exp.errors import ConfigError, Problems, RequestError
 from mens_exp.plan.preflight import preflight
@@ -67,9 +67,19 @@ def prepare(path: str, overrides: dict[str, str]) -> Resumption:
     if steps is not None:
         OmegaConf.update(values, _MAX_STEPS, steps)
     config = typed(values)
+    if config.tokenizer.chat_template is not None and directory.chat_template.is_file():
+        config.tokenizer.chat_template = str(directory.chat_template)  # the run's own copy
     Problems.raise_if([*problems_of(config), *preflight(config)])
     checkpoint = directory.last_checkpoint()
     step = int(checkpoint.stem.removeprefix("step_")) if checkpoint is not None else 0
+    if manifest.results.get("stopped_early") and manifest.status is Status.SUCCEEDED:
+        raise RequestError(
+            "the run has ended for want of a lower validation loss",
+            where="resume",
+            found=str(directory.path),
+            expected="a run that early stopping has not ended",
+            remedy=f"start a new run from it with lora.init_from={directory.path}",
+        )
     if manifest.status is Status.SUCCEEDED and steps is None:
         raise RequestError(
             "the run has ended already",
@@ -140,12 +150,13 @@ def _notes(before: RunConfig, after: RunConfig, step: int) -> list[str]:
     old, new = before.trainer.max_steps, after.trainer.max_steps
     if old == new:
         return []
-    kind, warmup = after.schedule.kind, after.schedule.warmup_steps
-    if kind is ScheduleKind.constant:
+    kind = after.schedule.kind
+    warmups = {total: warmup_steps(after.schedule, total) for total in (old, new)}
+    if kind is ScheduleKind.constant and max(step, *warmups.values()) in {step, warmups[old]}:
         return [f"{_MAX_STEPS} went from {old} to {new}; the constant schedule is unchanged"]
     was, now = (
         after.optim.lr * multiplier(kind, step, warmup_steps=warmup, total_steps=total)
-        for total in (old, new)
+        for total, warmup in warmups.items()
     )
     laid = f"the {kind.value} schedule is laid over {new} steps from here on"
     rate = f"the rate of step {step + 1} is {now:.3g} instead of {was:.3g}"

@@ -18,6 +18,7 @@ from mens_exp.artifacts.run_lock import held
 from mens_exp.artifacts.telemetry import Telemetry, rewind
 from mens_exp.config.compose import config_digest, to_yaml
 from mens_exp.errors import MensError, RequestError
+from mens_exp.plan.checks import classes
 from mens_exp.plan.contract import contract_of
 from mens_exp.tasks.cancellation import Cancelled, cancellable, end_at_once
 
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
 
     from mens_exp.config.overrides import Cell
 
-__all__ = ["Run", "open_run", "reopen_run"]
+__all__ = ["Run", "open_run", "reopen_run", "run_is_there"]
 
 # Tasks that mean a fine-tune; the others read one that has been.
 _TRAINING = frozenset({"train", "plan"})
 # The part of provenance that may change a result.
-_CONDITIONS = ("commit", "diff_sha256", "packages", "python", "cpu", "environment")
+_CONDITIONS = ("commit", "diff_sha256", "packages", "python", "cpu", "environment", "own_classes")
 
 
 class Run:
@@ -112,7 +113,7 @@ def _failure(error: BaseException) -> Failure:
 
 def _hash_outputs(run: RunDir) -> dict[str, str]:
     """Hash every finished file of the run; checkpoints and sinks' own files are not outputs."""
-    files = [run.config, run.plan, run.telemetry, run.scorecard, run.events]
+    files = [run.config, run.plan, run.telemetry, run.scorecard, run.events, run.transcript]
     files += sorted(run.adapter.rglob("*"))
     paths = {path.relative_to(run.path): path for path in files if path.is_file()}
     # A dot begins the name of what a dead writer left half-written.
@@ -131,17 +132,22 @@ def open_run(directory: Path, cell: Cell) -> Iterator[Run]:
     directory.mkdir(parents=True, exist_ok=True)
     with held(run_dir.lock):
         if run_dir.manifest.exists():
-            raise RequestError(
-                "a run is there already",
-                where=str(directory),
-                remedy=f"continue it with resume={directory}, or choose another hydra.run.dir",
-            )
+            raise run_is_there(directory)
         atomic.write_text(run_dir.config, to_yaml(cell.composed.values))
         run = Run(run_dir, _manifest(directory.name, cell))
         run.save()
         with _closing(run):
             run.telemetry.emit("run_started", _started(run.manifest, cell.composed.values))
             yield run
+
+
+def run_is_there(directory: Path) -> RequestError:
+    """Say that a directory holds a run already."""
+    return RequestError(
+        "a run is there already",
+        where=str(directory),
+        remedy=f"continue it with resume={directory}, or choose another hydra.run.dir",
+    )
 
 
 @contextmanager
@@ -154,12 +160,13 @@ def reopen_run(directory: RunDir, cell: Cell, *, step: int, notes: list[str]) ->
     with held(directory.lock):
         for parent in (directory.path, directory.checkpoints, directory.adapter):
             atomic.remove_stale(parent)
+        directory.bundle.unlink(missing_ok=True)  # from here on it is not what was packed
         rewind(directory.telemetry, step)
         manifest = Manifest.read(directory.manifest)
         now = utc_now()
         manifest.status, manifest.error, manifest.ended_utc = Status.STARTED, None, None
         manifest.attempts.append(_attempt(now, step))
-        here = provenance.collect(Path.cwd())
+        here = _provenance(cell)
         notes = [*notes, *_condition_notes(manifest, here)]
         manifest.provenance = here
         manifest.config_digest = config_digest(cell.composed.values)
@@ -187,7 +194,7 @@ def _manifest(run_id: str, cell: Cell) -> Manifest:
         config_digest=config_digest(cell.composed.values),
         contract=_contract(cell),
         seed=cell.config.seed,
-        provenance=provenance.collect(Path.cwd()),
+        provenance=_provenance(cell),
     )
 
 
@@ -196,6 +203,10 @@ def _contract(cell: Cell) -> dict[str, Any] | None:
     if cell.config.task.name not in _TRAINING:
         return None
     return contract_of(cell.config).record()
+
+
+def _provenance(cell: Cell) -> dict[str, Any]:
+    return {**provenance.collect(Path.cwd()), "own_classes": classes.record(cell.config)}
 
 
 def _condition_notes(manifest: Manifest, here: dict[str, Any]) -> list[str]:

@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from mens_exp.artifacts import atomic
+from mens_exp.config.rules.schedule import too_long
 from mens_exp.corpus.source import load_rows
+from mens_exp.errors import Problems
+from mens_exp.layout.shape import family_for
+from mens_exp.layout.starting_adapter import find, read
+from mens_exp.plan.checks.adapter import other_base
 from mens_exp.plan.estimate import make_plan
 from mens_exp.plan.preflight import writable_cache
 from mens_exp.report import terminal
-from mens_exp.tasks.inputs import describe, refuse_changed
+from mens_exp.tasks.initialisation import note_peft_view, report_start
+from mens_exp.tasks.inputs import describe, refuse_changed, tokenizer_of
 from mens_exp.tasks.measured import keep_measurement
 from mens_exp.tasks.scoring import score
 
@@ -23,6 +29,7 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.corpus.source import Rows
     from mens_exp.data.datamodule import RowsDataModule
+    from mens_exp.layout.starting_adapter import StartingAdapter
     from mens_exp.model.resolve import BaseModel
     from mens_exp.tasks.run import Run
     from mens_exp.tokenizer.hf import HfTokenizer
@@ -53,6 +60,7 @@ def train(config: RunConfig, run: Run, *, checkpoint: Path | None = None) -> Non
 
     memory_probe.reset_peak()
     base, tokenizer, rows, data = _inputs(config, run, cache)
+    start = _starting_adapter(config, run, base)
     from mens_exp.training.build import (
         build_backend,
         build_module,
@@ -61,14 +69,21 @@ def train(config: RunConfig, run: Run, *, checkpoint: Path | None = None) -> Non
     )
 
     with lightning_quiet():
-        module = build_module(config, build_backend(config, base), data)
+        backend = build_backend(config, base)
+        report_start(run, backend, console)
+        if start is not None:
+            backend.load_adapter(start.tensors)
+        module = build_module(config, backend, data)
         trainer = build_trainer(config, run, max_steps=data.max_steps)
-        if "base_val_loss" not in run.manifest.results:
-            with module.as_base():
-                run.manifest.results["base_val_loss"] = _validate(trainer, module, data)
-            run.save()
+        _validate_before(run, trainer, module, data)
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
-        run.manifest.results["tuned_val_loss"] = _validate(trainer, module, data)
+        assert module.selected is not None, "training validates after its last step"
+        step, loss = module.selected
+        run.manifest.results.update(adapter_step=step, tuned_val_loss=loss)
+        if not backend.peft_view_is_exact:
+            with module.as_peft_view():
+                run.manifest.results["peft_view_val_loss"] = _validate(trainer, module, data)
+            note_peft_view(run)
     score(config.suite, run, module.backend, rows.heldout, tokenizer)
     _results(run, trainer, module, plan)
 
@@ -79,15 +94,17 @@ def _inputs(
     """Make base model, tokenizer and encoded rows, and record what they are."""
     from mens_exp.data.datamodule import RowsDataModule
     from mens_exp.model.resolve import resolve
-    from mens_exp.tokenizer.hf import HfTokenizer
 
     base = resolve(config.model, cache)
-    tokenizer = HfTokenizer.from_directory(base.directory)
+    tokenizer = tokenizer_of(config.tokenizer, base, run.dir)
     rows = load_rows(config.data, cache)
     data = RowsDataModule(config, rows, tokenizer, cache)
+    bound = f"the optimizer steps of {config.trainer.max_epochs} epochs"
+    Problems.raise_if(list(too_long(config, data.max_steps, bound)))
     inputs = describe(base, tokenizer, rows, data)
     refuse_changed(run.manifest.inputs, inputs)  # empty, unless this goes on with a run
     run.manifest.inputs.update(inputs)
+    atomic.write_text(run.dir.chat_template, tokenizer.chat_template)
     run.manifest.facts.update(
         seq_len=config.data.seq_len,
         micro_batch_size=config.data.micro_batch_size,
@@ -95,6 +112,40 @@ def _inputs(
     )
     run.save()
     return base, tokenizer, rows, data
+
+
+def _starting_adapter(config: RunConfig, run: Run, base: BaseModel) -> StartingAdapter | None:
+    """Read the adapter that training starts from, and record what it is."""
+    if config.lora.init_from is None:
+        return None
+    start = read(find(config.lora.init_from), family_for(config.model))
+    Problems.raise_if(list(other_base(start, base.weights_sha256, base.name)))
+    described = {
+        "path": str(start.directory),
+        "form": start.form,
+        "adapter_sha256": start.sha256,
+        "base_weights_sha256": start.base_weights_sha256,
+    }
+    refuse_changed(run.manifest.inputs.get("init_from", {}), described)
+    run.manifest.inputs["init_from"] = described
+    if start.base_weights_sha256 is None:
+        run.unknown("inputs.init_from.base_weights_sha256", "a PEFT directory does not tell")
+    run.save()
+    return start
+
+
+def _validate_before(
+    run: Run, trainer: Trainer, module: TrainingModule, data: RowsDataModule
+) -> None:
+    """Validate the base, and the adapter that training starts from where it is not a new one."""
+    results = run.manifest.results
+    if "base_val_loss" not in results:
+        with module.as_base():
+            results["base_val_loss"] = _validate(trainer, module, data)
+        run.save()
+    if "init_from" in run.manifest.inputs and "initial_val_loss" not in results:
+        results["initial_val_loss"] = _validate(trainer, module, data)
+        run.save()
 
 
 def _validate(trainer: Trainer, module: TrainingModule, data: RowsDataModule) -> float:
@@ -112,8 +163,8 @@ def _results(run: Run, trainer: Trainer, module: TrainingModule, plan: dict[str,
         steps=trainer.global_step,
         tokens=module.tokens,
         supervised_tokens=module.supervised_tokens,
-        peak_rss_bytes=memory_probe.peak_rss_bytes(),
-        peak_cuda_bytes=memory_probe.peak_cuda_bytes(),
+        peak_rss_bytes=_higher(results.get("peak_rss_bytes"), memory_probe.peak_rss_bytes()),
+        peak_cuda_bytes=_higher(results.get("peak_cuda_bytes"), memory_probe.peak_cuda_bytes()),
     )
     checkpoint = run.dir.last_checkpoint()
     results["checkpoint"] = (
@@ -129,3 +180,8 @@ def _results(run: Run, trainer: Trainer, module: TrainingModule, plan: dict[str,
     measured = {"time_s": results.get("train_s"), "peak_bytes": results["peak_rss_bytes"]}
     atomic.write_json(run.dir.plan, {**plan, "measured": measured})
     keep_measurement(run.manifest, plan, writable_cache())
+
+
+def _higher(earlier: int | None, now: int | None) -> int | None:
+    """Return the higher of two peaks, of which either may be unknown."""
+    return max((peak for peak in (earlier, now) if peak is not None), default=None)

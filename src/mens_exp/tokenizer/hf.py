@@ -10,11 +10,15 @@ from tokenizers import Tokenizer
 
 from mens_exp.artifacts.digest import sha256_bytes, sha256_file
 from mens_exp.errors import DataError, ModelFileError
-from mens_exp.tokenizer.templates import CHATML, Message, render
+from mens_exp.tokenizer.control import ControlText
+from mens_exp.tokenizer.template_files import template_in_force
+from mens_exp.tokenizer.templates import Message, generated_spans, is_dated, render
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from mens_exp.config.tokenizer import TokenizerConfig
 
 __all__ = ["HfTokenizer"]
 
@@ -35,22 +39,36 @@ class HfTokenizer:
     """tokenizer.json, its special tokens and its chat template.
 
     ``end_ids`` are the ids that end an answer: the end-of-sequence token, and the control
-    token that the chat template puts behind an answer.
+    token that the chat template puts behind an answer. ``template_source`` says where the chat
+    template is from. Text of a conversation that spells a control token is encoded as text,
+    unless ``allow_control_text`` says otherwise.
     """
 
     core: Tokenizer = field(repr=False)
     chat_template: str
-    template_is_own: bool
+    template_source: str
     special_tokens: dict[str, str]
     end_ids: set[int]
     sha256: str
+    allow_control_text: bool = False
+    _control: ControlText = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Look up the control tokens."""
+        control = ControlText(self.core, allow=self.allow_control_text)
+        object.__setattr__(self, "_control", control)  # the only way into a frozen object
 
     @classmethod
-    def from_directory(cls, directory: Path) -> HfTokenizer:
+    def from_directory(cls, directory: Path, config: TokenizerConfig | None = None) -> HfTokenizer:
         """Read the tokenizer of a model directory.
+
+        Args:
+            directory: where tokenizer.json lies.
+            config: the `tokenizer` group; None takes everything from the directory.
 
         Raises:
             ModelFileError: tokenizer.json is absent or no tokenizer.
+            ConfigError: the file of a chat template is absent or cannot be read.
         """
         path = directory / "tokenizer.json"
         try:
@@ -59,17 +77,18 @@ class HfTokenizer:
             raise ModelFileError("is no tokenizer", where=str(path), found=str(error)) from error
         core.no_padding()
         core.no_truncation()
-        config = _tokenizer_config(directory)
-        own = _own_template(directory, config)
-        template = CHATML if own is None else own
-        special_tokens = _special_tokens(config)
+        files = _tokenizer_config(directory)
+        named = None if config is None else config.chat_template
+        template, source = template_in_force(directory, files, named)
+        special_tokens = _special_tokens(files)
         return cls(
             core=core,
             chat_template=template,
-            template_is_own=own is not None,
+            template_source=source,
             special_tokens=special_tokens,
             end_ids=_end_ids(core, template, special_tokens),
             sha256=sha256_file(path),
+            allow_control_text=config is not None and config.allow_control_text,
         )
 
     @property
@@ -78,9 +97,19 @@ class HfTokenizer:
         return sha256_bytes(self.chat_template.encode())
 
     @property
+    def is_dated(self) -> bool:
+        """Whether the chat template asks for the date."""
+        return is_dated(self.chat_template)
+
+    @property
     def eos_id(self) -> int | None:
         """Id of the end-of-sequence token, where there is one."""
         return _id_of(self.core, self.special_tokens.get("eos_token"))
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id of the begin-of-sequence token, where there is one."""
+        return _id_of(self.core, self.special_tokens.get("bos_token"))
 
     @property
     def special_ids(self) -> set[int]:
@@ -101,23 +130,51 @@ class HfTokenizer:
                 return token
         return 0
 
+    def guard(self, text: str) -> str:
+        """Return a row's text as `render` pastes it: what spells a control token is guarded."""
+        return self._control.guard(text)
+
     def render(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
-        """Render a conversation under the chat template in force."""
+        """Render a conversation under the chat template in force.
+
+        What its texts have of control tokens is guarded, so that `encode_all` can tell it from
+        the template's own; `unguard` makes the text fit for reading.
+        """
         return render(
             self.chat_template,
-            messages,
+            self._guarded(messages),
             add_generation_prompt=add_generation_prompt,
             **self.special_tokens,
         )
 
+    def unguard(self, text: str) -> str:
+        """Return a rendered text as a reader should see it."""
+        return self._control.unguard(text)
+
+    def generated_spans(self, messages: list[Message]) -> list[tuple[int, int]] | None:
+        """Return what the template marks as generated, in characters of `render`'s text."""
+        return generated_spans(self.chat_template, self._guarded(messages), **self.special_tokens)
+
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts without adding special tokens of the tokenizer's own."""
-        encodings = self.core.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        return self._control.encode(list(texts))
+
+    def encode_prompts(self, conversations: Sequence[list[Message]]) -> list[list[int]]:
+        """Encode conversations up to where the assistant begins, as training does."""
+        return self.encode_all(
+            [self.render(messages, add_generation_prompt=True) for messages in conversations]
+        )
+
+    def _guarded(self, messages: list[Message]) -> list[Message]:
+        return [{**turn, "content": self.guard(turn["content"])} for turn in messages]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids, control tokens left out."""
         return str(self.core.decode(list(ids), skip_special_tokens=True))
+
+    def spell(self, ids: Sequence[int]) -> str:
+        """Decode ids, control tokens spelled out."""
+        return str(self.core.decode(list(ids), skip_special_tokens=False))
 
 
 def _id_of(core: Tokenizer, token: str | None) -> int | None:
@@ -162,22 +219,6 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelFileError("is no JSON object", where=str(path))
     return value
-
-
-def _own_template(directory: Path, config: dict[str, Any]) -> str | None:
-    file = directory / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
-        if template is None:
-            raise ModelFileError(
-                "has chat templates, but none called default",
-                where=str(directory / "tokenizer_config.json"),
-                remedy="write the one to use into chat_template.jinja",
-            )
-    return template if isinstance(template, str) else None
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

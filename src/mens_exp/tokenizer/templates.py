@@ -1,31 +1,39 @@
 """Chat templates, rendered the way transformers renders them, without importing torch.
 
 The environment below follows the documented behaviour of ``apply_chat_template``
-(https://huggingface.co/docs/transformers/chat_templating); a test compares the two.
+(https://huggingface.co/docs/transformers/chat_templating); a test compares the two. In one thing
+it does not: a template that asks for the date gets the same one every day, or the same rows would
+be other ids tomorrow, and a run stopped today could not go on.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import re
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jinja2 import TemplateError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Scope
+from jinja2.nodes import Output, Scope, TemplateData
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mens_exp.errors import DataError
+from mens_exp.tokenizer.control import MARK_BEGIN, MARK_END
 
 if TYPE_CHECKING:
     from jinja2 import Template
     from jinja2.nodes import Node
     from jinja2.parser import Parser
 
-__all__ = ["CHATML", "Message", "render"]
+__all__ = ["CHATML", "DATE", "Message", "check_syntax", "generated_spans", "is_dated", "render"]
 
 Message = dict[str, str]
+
+# What "today" is to a template: the date that Llama 3's own falls back to where it gets none.
+DATE = datetime(2024, 7, 26)  # noqa: DTZ001  # a calendar date, in no zone
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
 # The exact strings for tokenizers without a template: no newline after the last end marker.
 CHATML = (
@@ -38,15 +46,26 @@ CHATML = (
 
 
 class _GenerationMarkers(Extension):
-    """Accept ``{% generation %}`` blocks; what is trained is found from the text instead."""
+    """Accept ``{% generation %}`` blocks and leave them out of the text."""
 
     tags = {"generation"}  # noqa: RUF012  # Jinja's own contract
 
-    def parse(self, parser: Parser) -> Node:
+    def parse(self, parser: Parser) -> Node | list[Node]:
         """Return the body of the block; what it sets stays inside, as under transformers."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return Scope(body, lineno=line)
+
+
+class _ShownMarkers(_GenerationMarkers):
+    """Accept the same blocks, and put marks around each in the text."""
+
+    def parse(self, parser: Parser) -> list[Node]:
+        """Return the body of the block between its marks."""
+        body = super().parse(parser)
+        assert not isinstance(body, list), "one scope"
+        begin, end = (Output([TemplateData(mark)]) for mark in (MARK_BEGIN, MARK_END))
+        return [begin, body, end]
 
 
 def _refuse(message: str) -> NoReturn:
@@ -70,20 +89,16 @@ def _to_json(
     )
 
 
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)  # noqa: DTZ005  # local time, as transformers has it
-
-
 @functools.lru_cache(maxsize=8)
-def _compiled(template: str) -> Template:
+def _compiled(template: str, *, marked: bool = False) -> Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
-        extensions=[loopcontrols, _GenerationMarkers],
+        extensions=[loopcontrols, _ShownMarkers if marked else _GenerationMarkers],
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _now
+    environment.globals["strftime_now"] = DATE.strftime
     return environment.from_string(template)
 
 
@@ -101,8 +116,61 @@ def render(
     Raises:
         DataError: the template refuses the conversation or is no template.
     """
+    return _rendered(template, messages, tokens, add_generation_prompt=add_generation_prompt)
+
+
+def generated_spans(
+    template: str, messages: list[Message], **tokens: Any
+) -> list[tuple[int, int]] | None:
+    """Return where a conversation's text is marked as generated.
+
+    Args:
+        template: Jinja source.
+        messages: turns with ``role`` and ``content``.
+        **tokens: variables such as ``bos_token`` and ``eos_token``.
+
+    Returns:
+        Begin and end of each ``{% generation %}`` block, in characters of the text that `render`
+        gives; None where the template has no such blocks.
+
+    Raises:
+        DataError: the template refuses the conversation.
+    """
+    if not _GENERATION.search(template):
+        return None
+    text = _rendered(template, messages, tokens, marked=True)
+    places = [match.start() for match in re.finditer(f"[{MARK_BEGIN}{MARK_END}]", text)]
+    bare = [place - number for number, place in enumerate(places)]  # each mark is one character
+    return list(zip(bare[::2], bare[1::2], strict=False))
+
+
+def check_syntax(template: str) -> None:
+    """Compile a template without rendering anything.
+
+    Raises:
+        DataError: it is no template.
+    """
     try:
-        return _compiled(template).render(
+        _compiled(template)
+    except TemplateError as error:
+        raise DataError("is no chat template", found=str(error)) from error
+
+
+def is_dated(template: str) -> bool:
+    """Tell whether a template asks for the date, which is `DATE` to it."""
+    return "strftime_now" in template
+
+
+def _rendered(
+    template: str,
+    messages: list[Message],
+    tokens: dict[str, Any],
+    *,
+    add_generation_prompt: bool = False,
+    marked: bool = False,
+) -> str:
+    try:
+        return _compiled(template, marked=marked).render(
             messages=messages,
             tools=None,  # defined, because templates ask `tools is not none`
             documents=None,

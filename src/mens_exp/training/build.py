@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import logging
 import warnings
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,9 +15,12 @@ from hydra.utils import get_class, instantiate
 from lightning import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from mens_exp.config.logger import WandbLogger
+from mens_exp.config.adapter import Selection
+from mens_exp.config.logger import NoLogger, WandbLogger
+from mens_exp.config.objective import AssistantObjective, ObjectiveConfig
 from mens_exp.errors import SetupError
 from mens_exp.training.atomic_checkpoint import AtomicCheckpointIO
+from mens_exp.training.loggers import lightning_logger
 from mens_exp.training.module import TrainingModule
 
 if TYPE_CHECKING:
@@ -23,9 +29,11 @@ if TYPE_CHECKING:
     from lightning import Callback
 
     from mens_exp.backends.protocol import Backend
+    from mens_exp.config.callbacks import CallbackConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.data.datamodule import RowsDataModule
     from mens_exp.model.resolve import BaseModel
+    from mens_exp.objective.causal import Objective
     from mens_exp.training.record import RunRecord
 
 __all__ = ["build_backend", "build_module", "build_trainer", "device_of", "lightning_quiet"]
@@ -58,11 +66,26 @@ def build_backend(config: RunConfig, base: BaseModel) -> Backend:
 
 def build_module(config: RunConfig, backend: Backend, data: RowsDataModule) -> TrainingModule:
     """Put backend and objective together, in training mode."""
-    module = TrainingModule(
-        config, backend, instantiate(config.objective), total_steps=data.max_steps
-    )
+    module = TrainingModule(config, backend, _objective(config), total_steps=data.max_steps)
     module.train()  # from_pretrained leaves evaluation mode on, and Lightning keeps what it finds
     return module
+
+
+def _objective(config: RunConfig) -> Objective:
+    """Make the objective of its own settings; the others say which tokens it is given."""
+    node = config.objective
+    kind = AssistantObjective if isinstance(node, AssistantObjective) else ObjectiveConfig
+    ours = {field.name for field in fields(kind)} - {"chunk_tokens"}  # what chooses the tokens
+    settings = {f.name: getattr(node, f.name) for f in fields(node) if f.name not in ours}
+    made: Objective = _made(node._target_, settings, name=node.name)
+    return made
+
+
+def _made(target: str, settings: dict[str, Any], **offered: Any) -> Any:
+    """Make an object of its settings, and of what is offered as far as its class takes it."""
+    taken = inspect.signature(get_class(target)).parameters
+    extra = {name: value for name, value in offered.items() if name in taken}
+    return instantiate({"_target_": target, **settings}, _convert_="all", **extra)
 
 
 def build_trainer(config: RunConfig, run: RunRecord, *, max_steps: int) -> Trainer:
@@ -78,13 +101,14 @@ def build_trainer(config: RunConfig, run: RunRecord, *, max_steps: int) -> Train
         max_steps=max_steps,
         max_epochs=-1,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
-        gradient_clip_val=trainer.gradient_clip_val,
+        gradient_clip_val=trainer.gradient_clip_val or None,
         val_check_interval=_validation_interval(config, max_steps),
         check_val_every_n_epoch=None,
         deterministic=deterministic,
         callbacks=callbacks,
         plugins=[AtomicCheckpointIO()],
-        logger=False,
+        logger=lightning_logger(config.logger, run) or False,
+        log_every_n_steps=1,
         enable_checkpointing=any(isinstance(one, Checkpoint) for one in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -101,12 +125,26 @@ def _validation_interval(config: RunConfig, max_steps: int) -> int:
 
 
 def _callbacks(config: RunConfig, run: RunRecord) -> list[Callback]:
-    callbacks: list[Callback] = [instantiate(c, run=run) for c in config.callbacks.values()]
+    callbacks = [_callback(node, run) for node in config.callbacks.values()]
+    if config.adapter.select is Selection.best:
+        from mens_exp.training.callbacks.best_adapter import BestAdapter
+
+        callbacks.insert(0, BestAdapter(run))  # what writes the adapter must come after it
     if isinstance(config.logger, WandbLogger):
         from mens_exp.training.callbacks.wandb_mirror import WandbMirror
 
         callbacks.append(WandbMirror(logger=config.logger, run=run))
+    elif not isinstance(config.logger, NoLogger):
+        from mens_exp.training.callbacks.logger_feed import LoggerFeed
+
+        callbacks.append(LoggerFeed(settings=dataclasses.asdict(config)))
     return callbacks
+
+
+def _callback(node: CallbackConfig, run: RunRecord) -> Callback:
+    settings = {f.name: getattr(node, f.name) for f in fields(node) if f.name != "_target_"}
+    made: Callback = _made(node._target_, settings, run=run)
+    return made
 
 
 @contextmanager

@@ -6,12 +6,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from hydra.utils import instantiate
 from lightning import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim.lr_scheduler import LambdaLR
 
 from mens_exp.artifacts.metrics import metric
+from mens_exp.config.schedule import warmup_steps
 from mens_exp.errors import DataError
+from mens_exp.training.optimizer import build_optimizer
 from mens_exp.training.schedule import multiplier
 
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ class TrainingModule(LightningModule):
 
     The loss of an optimizer step is the sum of token losses over all its micro-batches, divided
     by their supervised tokens: gradients are summed, and scaled once before clipping.
+    Training validates after its last step whatever the interval is, so that the adapter it ends
+    with has a loss. ``selected`` is the step and validation loss of the adapter in the graph when
+    training has ended.
     ``step_metrics`` holds the declared metrics of the current step; callbacks add to it with
     :meth:`record` and the telemetry callback writes it.
     """
@@ -50,6 +55,7 @@ class TrainingModule(LightningModule):
         self.supervised_tokens = 0
         self.condition = "tuned"
         self.validation: dict[str, float] = {}
+        self.selected: tuple[int, float] | None = None
         self._step_loss = 0.0
         self._step_count = 0
 
@@ -84,6 +90,8 @@ class TrainingModule(LightningModule):
         Raises:
             DataError: the step held no supervised token.
         """
+        if self.trainer.global_step + 1 == self.trainer.max_steps:
+            self._validate_after_this_batch()
         if self._step_count == 0:
             raise DataError(
                 "an optimizer step held no supervised token",
@@ -102,6 +110,10 @@ class TrainingModule(LightningModule):
         self.record("data/tokens", self.tokens)
         self.record("data/supervised_tokens", self.supervised_tokens)
         self._step_loss, self._step_count = 0.0, 0
+
+    def _validate_after_this_batch(self) -> None:
+        """Make Lightning's rule, every so many micro-batches, hold for the one under way."""
+        self.trainer.val_check_batch = self.trainer.fit_loop.total_batch_idx + 1
 
     @property
     def pending_loss(self) -> float:
@@ -131,6 +143,8 @@ class TrainingModule(LightningModule):
             "val/supervised_tokens": self._val_count,
         }
         self.log("val/loss", self.validation["val/loss"])
+        if self.trainer.state.fn is TrainerFn.FITTING:
+            self.selected = (self.trainer.global_step, self.validation["val/loss"])
 
     @contextmanager
     def as_base(self) -> Iterator[None]:
@@ -142,18 +156,25 @@ class TrainingModule(LightningModule):
         finally:
             self.condition = "tuned"
 
+    @contextmanager
+    def as_peft_view(self) -> Iterator[None]:
+        """Validate, inside the block, what loading the PEFT directory on the base gives."""
+        self.condition = "peft_view"
+        try:
+            with self.backend.as_peft_view():
+                yield
+        finally:
+            self.condition = "tuned"
+
     def configure_optimizers(self) -> Any:
         """Build the optimizer over the adapter, and its schedule by optimizer step."""
-        parameters = list(self.backend.trainable().values())
-        optimizer = instantiate(self.config.optim, params=parameters)
+        optimizer = build_optimizer(self.config.optim, [*self.backend.trainable().values()])
         schedule = self.config.schedule
+        warmup = warmup_steps(schedule, self.total_steps)
         scheduler = LambdaLR(
             optimizer,
             lambda step: multiplier(
-                schedule.kind,
-                step,
-                warmup_steps=schedule.warmup_steps,
-                total_steps=self.total_steps,
+                schedule.kind, step, warmup_steps=warmup, total_steps=self.total_steps
             ),
         )
         return {
@@ -166,16 +187,20 @@ class TrainingModule(LightningModule):
         adapter = {name: p.detach() for name, p in self.backend.trainable().items()}
         checkpoint["state_dict"] = {}
         checkpoint["adapter"] = adapter
+        checkpoint["start"] = self.backend.start_state()
         checkpoint["counters"] = {
             "tokens": self.tokens,
             "supervised_tokens": self.supervised_tokens,
         }
+        checkpoint["selected"] = self.selected
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Put adapter and counters back."""
+        self.backend.load_start_state(checkpoint["start"])
         parameters = self.backend.trainable()
         with torch.no_grad():
             for name, value in checkpoint["adapter"].items():
                 parameters[name].copy_(value)
         self.tokens = checkpoint["counters"]["tokens"]
         self.supervised_tokens = checkpoint["counters"]["supervised_tokens"]
+        self.selected = checkpoint["selected"]

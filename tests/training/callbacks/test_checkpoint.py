@@ -6,8 +6,14 @@ import numpy as np
 import torch
 
 from mens_exp.artifacts.telemetry import read_events
+from mens_exp.config.checkpoint import CheckpointConfig
 from mens_exp.training.callbacks.checkpoint import Checkpoint
 from mens_exp.training.callbacks.telemetry import TelemetryWriter
+
+
+def saving(fit: Any, *, every_n_steps: int, keep: int = 2) -> Checkpoint:
+    fit.config.checkpoint = CheckpointConfig(every_n_steps=every_n_steps, keep=keep)
+    return Checkpoint(fit.record)
 
 
 def names(fit: Any) -> list[str]:
@@ -25,19 +31,19 @@ def stored(fit: Any, step: int) -> dict[str, Any]:
 
 def test_saves_every_so_many_steps_and_at_the_end(fit: Any) -> None:
     """Of five steps with a checkpoint every two, the second, fourth and last are kept."""
-    fit.run(fit.trainer(Checkpoint(fit.record, every_n_steps=2, keep=9), max_steps=5))
+    fit.run(fit.trainer(saving(fit, every_n_steps=2, keep=9), max_steps=5))
     assert names(fit) == ["step_00000002.ckpt", "step_00000004.ckpt", "step_00000005.ckpt"]
 
 
 def test_keeps_only_the_newest(fit: Any) -> None:
     """What is older than the last two is deleted."""
-    fit.run(fit.trainer(Checkpoint(fit.record, every_n_steps=1, keep=2), max_steps=4))
+    fit.run(fit.trainer(saving(fit, every_n_steps=1, keep=2), max_steps=4))
     assert names(fit) == ["step_00000003.ckpt", "step_00000004.ckpt"]
 
 
 def test_holds_the_adapter_and_its_moments_but_never_the_base(fit: Any) -> None:
     """Three f32 numbers a trained parameter, and little else."""
-    fit.run(fit.trainer(Checkpoint(fit.record, every_n_steps=2)))
+    fit.run(fit.trainer(saving(fit, every_n_steps=2)))
     trained = sum(p.numel() for p in fit.module.backend.trainable().values())
     size = fit.record.dir.checkpoint(2).stat().st_size
     assert 3 * 4 * trained < size < 3 * 4 * trained + 80_000
@@ -48,14 +54,14 @@ def test_holds_the_adapter_and_its_moments_but_never_the_base(fit: Any) -> None:
 
 def test_holds_the_position_of_the_next_micro_batch(fit: Any) -> None:
     """Two steps of two micro-batches have taken numbers 0 to 3."""
-    fit.run(fit.trainer(Checkpoint(fit.record, every_n_steps=1, keep=9)))
+    fit.run(fit.trainer(saving(fit, every_n_steps=1, keep=9)))
     loops = [stored(fit, step)["loops"]["fit_loop"]["state_dict"] for step in (1, 2)]
     assert [loop["combined_loader"] for loop in loops] == [[{"position": 2}], [{"position": 4}]]
 
 
 def test_says_what_it_saved(fit: Any) -> None:
     """The event names the step, the path inside the run, and the size."""
-    fit.run(fit.trainer(Checkpoint(fit.record, every_n_steps=2)))
+    fit.run(fit.trainer(saving(fit, every_n_steps=2)))
     saved = [e["payload"] for e in read_events(fit.record.dir.telemetry)]
     assert saved == [
         {
@@ -68,7 +74,7 @@ def test_says_what_it_saved(fit: Any) -> None:
 
 def test_a_step_is_saved_after_the_validation_that_belongs_to_it(fit: Any) -> None:
     """Resuming from it then misses no validation and repeats none."""
-    callbacks = Checkpoint(fit.record, every_n_steps=1), TelemetryWriter(fit.record)
+    callbacks = saving(fit, every_n_steps=1), TelemetryWriter(fit.record)
     fit.run(fit.trainer(*callbacks, val_check_interval=4, max_steps=3))
     assert events(fit, "step", "validation", "checkpoint_saved") == [
         ("step", 1),
@@ -77,24 +83,26 @@ def test_a_step_is_saved_after_the_validation_that_belongs_to_it(fit: Any) -> No
         ("validation", 2),
         ("checkpoint_saved", 2),
         ("step", 3),
+        ("validation", 3),
         ("checkpoint_saved", 3),
     ]
 
 
 def test_a_validation_in_mid_accumulation_saves_nothing(fit: Any) -> None:
     """A checkpoint falls on an optimizer step only."""
-    callbacks = Checkpoint(fit.record, every_n_steps=1), TelemetryWriter(fit.record)
+    callbacks = saving(fit, every_n_steps=1), TelemetryWriter(fit.record)
     fit.run(fit.trainer(*callbacks, val_check_interval=3))
     assert events(fit, "validation", "checkpoint_saved") == [
         ("checkpoint_saved", 1),
         ("validation", 1),
+        ("validation", 2),
         ("checkpoint_saved", 2),
     ]
 
 
 def test_a_validation_outside_of_training_saves_nothing(fit: Any) -> None:
     """The base model's own validation comes before there is anything to save."""
-    fit.validate(fit.trainer(Checkpoint(fit.record, every_n_steps=1)))
+    fit.validate(fit.trainer(saving(fit, every_n_steps=1)))
     assert not fit.record.dir.checkpoints.exists()
 
 

@@ -57,8 +57,9 @@ class FailsAfterOneStep(Callback):
 
 
 def made(kind: type[Callback], record: RunRecord) -> Callback:
-    extra = {"logger": WandbLogger()} if "logger" in inspect.signature(kind).parameters else {}
-    return kind(run=record, **extra)
+    offered: dict[str, Any] = {"run": record, "logger": WandbLogger(), "settings": {"seed": 1}}
+    taken = inspect.signature(kind).parameters
+    return kind(**{name: value for name, value in offered.items() if name in taken})
 
 
 def fit_threads() -> set[threading.Thread]:

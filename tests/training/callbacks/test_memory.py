@@ -37,3 +37,17 @@ def test_free_pages_are_given_back_every_so_many_steps(
     monkeypatch.setattr(memory_probe, "release_free", lambda: trimmed.append(trainer.global_step))
     fit.run(trainer)
     assert trimmed == [2, 4]
+
+
+def test_the_run_s_peak_is_the_highest_of_its_processes(
+    fit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that goes on with a run counts from the peaks in the checkpoint."""
+    monkeypatch.setattr(memory_probe, "peak_rss_bytes", lambda: 300)
+    monkeypatch.setattr(memory_probe, "peak_cuda_bytes", lambda: None)
+    callback = MemoryWatch(fit.record)
+    callback.load_state_dict({"mem/peak_rss_bytes": 500, "mem/peak_cuda_bytes": 7})
+    fit.run(fit.trainer(callback, max_steps=1))
+    results = fit.record.manifest.results
+    assert (results["peak_rss_bytes"], results["peak_cuda_bytes"]) == (500, 7)
+    assert fit.module.step_metrics["mem/peak_rss_bytes"] == 300  # a step's own figure is its own

@@ -11,7 +11,10 @@ def test_each_step_is_one_event_with_the_declared_metrics(fit: Any) -> None:
     """Two micro-batches make one step."""
     fit.run(fit.trainer(TelemetryWriter(fit.record)))
     read = [(e["event"], e["payload"]) for e in read_events(fit.record.dir.telemetry)]
-    assert [name for name, _ in read] == ["train_start", "step", "step", "train_complete"]
+    assert [name for name, _ in read] == [
+        *("train_start", "step", "step"),
+        *("validation", "train_complete"),  # training validates after its last step
+    ]
     step = read[1][1]
     assert step["step"] == 1
     assert {"train/loss", "train/grad_norm", "optim/lr"} <= step.keys()

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from typing import TYPE_CHECKING, Any
 
-from mens_exp.config.data import JsonlData
+from mens_exp.config.data import ColumnsConfig, JsonlData, RowFormat
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from mens_exp.config.root import RunConfig
 
-__all__ = ["problems"]
+__all__ = ["problems", "unread"]
+
+_FILES = "a file, a list such as [a.jsonl,b.jsonl], or a glob such as rows/*.jsonl"
+# The columns without which rows of a format have nothing to learn from.
+_NEEDED = {
+    RowFormat.pair: ("prompt", "response"),
+    RowFormat.alpaca: ("prompt", "response"),
+    RowFormat.messages: ("messages",),
+    RowFormat.sharegpt: ("conversations",),
+}
 
 
 def problems(config: RunConfig) -> Iterator[ConfigError]:
@@ -25,5 +35,70 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
             found=f"{data.val_frac} + heldout_frac {data.heldout_frac}",
             expected="a sum under 1",
         )
-    if isinstance(data, JsonlData) and not data.path:
-        yield ConfigError("no file named", where="data.path", expected="the path of a JSONL file")
+    if isinstance(data, JsonlData):
+        yield from _files("data.path", data.path)
+        if data.val_path is not None:
+            yield from _files("data.val_path", data.val_path)
+        yield from _columns(data)
+
+
+def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
+    """Yield overrides of `data` that other values leave without effect.
+
+    Args:
+        config: the whole configuration.
+        keys: override keys as given.
+    """
+    data = config.data
+    named = set(keys)
+    if "data.show" in named and config.task.name != "plan":
+        yield ConfigError(
+            f"has no effect with task={config.task.name}",
+            where="data.show",
+            expected="task=plan, which shows rows",
+            remedy="add task=plan, or drop data.show",
+        )
+    if "data.val_frac" in named and isinstance(data, JsonlData) and data.val_path is not None:
+        yield ConfigError(
+            "has no effect with data.val_path",
+            where="data.val_frac",
+            found=data.val_frac,
+            expected="one of the two",
+            remedy="drop data.val_frac, or data.val_path",
+        )
+
+
+def _files(where: str, value: Any) -> Iterator[ConfigError]:
+    names = value if isinstance(value, list) else [value]
+    if not names or "" in names:
+        yield ConfigError("no file named", where=where, expected=f"the path of {_FILES}")
+    elif not all(isinstance(name, str) for name in names):
+        yield ConfigError("wrong type", where=where, found=value, expected=f"the path of {_FILES}")
+
+
+def _columns(data: JsonlData) -> Iterator[ConfigError]:
+    fields = [field.name for field in dataclasses.fields(ColumnsConfig)]
+    given = {name: column for name in fields if (column := getattr(data.columns, name)) is not None}
+    if data.group_column is not None and "group" in given:
+        yield ConfigError(
+            "two columns part the rows",
+            where="data.group_column",
+            found=f"{data.group_column} and data.columns.group={given['group']}",
+            expected="one of the two",
+        )
+    for column in sorted({one for one in given.values() if list(given.values()).count(one) > 1}):
+        twice = ", ".join(name for name, one in given.items() if one == column)
+        yield ConfigError(
+            "a column is named twice",
+            where="data.columns",
+            found=f"{column} for {twice}",
+            expected="each column for one field",
+        )
+    ways = [needed for way, needed in _NEEDED.items() if data.format in {way, RowFormat.auto}]
+    if given and not any(set(needed) <= given.keys() for needed in ways):
+        yield ConfigError(
+            "the columns name nothing to learn from",
+            where="data.columns",
+            found=", ".join(f"{name}:{column}" for name, column in given.items()),
+            expected=" or ".join(dict.fromkeys(" and ".join(needed) for needed in ways)),
+        )

@@ -1,14 +1,16 @@
-"""Which modules learn."""
+"""Which modules learn, and what they start from."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mens_exp.config.lora import LoraInit
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from mens_exp.config.lora import LoraConfig
     from mens_exp.config.root import RunConfig
 
 __all__ = ["problems"]
@@ -16,13 +18,33 @@ __all__ = ["problems"]
 
 def problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield what is wrong with `lora`."""
-    targets = config.lora.targets
+    lora = config.lora
+    yield from _target_problems(lora.targets)
+    yield from _pattern_problems(lora)
+    if lora.loftq_iters > 1 and lora.init is not LoraInit.loftq:
+        yield ConfigError(
+            f"has no effect with lora.init={lora.init.value}",
+            where="lora.loftq_iters",
+            found=lora.loftq_iters,
+            expected="1, or lora.init=loftq",
+        )
+    if lora.init_from is not None and lora.init is not LoraInit.default:
+        yield ConfigError(
+            "an adapter starts from one place",
+            where="lora.init",
+            found=f"{lora.init.value} beside lora.init_from={lora.init_from}",
+            expected="lora.init=default, or lora.init_from=null",
+            remedy="drop one of the two",
+        )
+
+
+def _target_problems(targets: list[str]) -> Iterator[ConfigError]:
     if not targets:
         yield ConfigError(
             "no module gets an adapter",
             where="lora.targets",
             found=[],
-            expected="at least one module name, such as q_proj",
+            expected="at least one group or module name, such as attention or q_proj",
         )
     if len(set(targets)) < len(targets):
         yield ConfigError(
@@ -31,3 +53,23 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
             found=", ".join(targets),
             expected="each module once",
         )
+
+
+def _pattern_problems(lora: LoraConfig) -> Iterator[ConfigError]:
+    for name, usual in (("rank_pattern", lora.r), ("alpha_pattern", lora.alpha)):
+        for target, value in getattr(lora, name).items():
+            where = f"lora.{name}"
+            if value < 1:
+                yield ConfigError(
+                    "out of range",
+                    where=where,
+                    found=f"{target}: {value}",
+                    expected="a value >= 1",
+                )
+            elif value == usual and len(getattr(lora, name)) == 1:
+                yield ConfigError(
+                    "changes nothing: it is the value of every module",
+                    where=where,
+                    found=f"{target}: {value}",
+                    expected=f"another value than {usual}, or no pattern",
+                )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mens_exp.config.model import RandomModel
+from mens_exp.artifacts.nearest import expected_name
+from mens_exp.config.checkpointing import Checkpointing
+from mens_exp.config.model import ModelFamily, RandomModel
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,24 +16,65 @@ if TYPE_CHECKING:
 
 __all__ = ["BLOCK_SIZE", "problems"]
 
+_STRADDLES = "4-bit blocks would straddle rows, which bitsandbytes gets wrong in silence"
 BLOCK_SIZE = 64  # bitsandbytes' default block of one scale; asserted in tests/backends
 
 
+_HAVE_WINDOWS = (
+    ModelFamily.mistral,
+    ModelFamily.qwen2,
+    ModelFamily.qwen3,
+    ModelFamily.phi3,
+    ModelFamily.gemma2,
+)
+
+
 def problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what is wrong with the dimensions of `model`, all of them in their intervals."""
+    """Yield what is wrong with `model`, its dimensions all in their intervals."""
     model = config.model
-    if not isinstance(model, RandomModel):
-        return
+    if Checkpointing.read(model.gradient_checkpointing) is None:
+        yield ConfigError(
+            "unknown setting",
+            where="model.gradient_checkpointing",
+            found=model.gradient_checkpointing,
+            expected=expected_name(model.gradient_checkpointing, Checkpointing.__members__),
+        )
+    if isinstance(model, RandomModel):
+        yield from _widths(model)
+        yield from _heads(model)
+        yield from _without_effect(model)
+
+
+def _widths(model: RandomModel) -> Iterator[ConfigError]:
     for name in ("hidden_size", "intermediate_size"):
         width = getattr(model, name)
         if width % BLOCK_SIZE:
             yield ConfigError(
-                "4-bit blocks would straddle rows, which bitsandbytes gets wrong in silence",
+                _STRADDLES,
                 where=f"model.{name}",
                 found=width,
                 expected=f"a multiple of {BLOCK_SIZE}",
             )
-    if model.hidden_size % (2 * model.num_attention_heads):
+    if model.head_dim is not None and (model.head_dim * model.num_attention_heads) % BLOCK_SIZE:
+        yield ConfigError(
+            _STRADDLES,
+            where="model.head_dim",
+            found=f"{model.num_attention_heads} heads of {model.head_dim}",
+            expected=f"heads that are a multiple of {BLOCK_SIZE} wide together",
+        )
+
+
+def _heads(model: RandomModel) -> Iterator[ConfigError]:
+    stated = model.head_dim is not None
+    if stated and model.head_dim % 2:  # type: ignore[operator]  # not None, as stated says
+        yield ConfigError(
+            "heads must have an even width", where="model.head_dim", found=model.head_dim
+        )
+    if (
+        model.hidden_size % model.num_attention_heads
+        if stated
+        else model.hidden_size % (2 * model.num_attention_heads)
+    ):
         yield ConfigError(
             "heads must have an even, whole width",
             where="model.num_attention_heads",
@@ -44,4 +87,30 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
             where="model.num_key_value_heads",
             found=f"{model.num_key_value_heads} for {model.num_attention_heads} query heads",
             expected="a divisor of num_attention_heads",
+        )
+
+
+def _without_effect(model: RandomModel) -> Iterator[ConfigError]:
+    """Yield settings that the family has no place for."""
+    family = model.family
+    if family is ModelFamily.gpt2 and model.num_key_value_heads != model.num_attention_heads:
+        yield ConfigError(
+            "gpt2 gives every query head keys and values of its own",
+            where="model.num_key_value_heads",
+            found=model.num_key_value_heads,
+            expected=f"{model.num_attention_heads}, as num_attention_heads",
+        )
+    if family is ModelFamily.gpt2 and model.head_dim is not None:
+        yield ConfigError(
+            "has no effect with family=gpt2, whose heads share hidden_size among them",
+            where="model.head_dim",
+            found=model.head_dim,
+            expected="null",
+        )
+    if model.sliding_window is not None and family not in _HAVE_WINDOWS:
+        yield ConfigError(
+            f"has no effect with family={family.value}, whose layers have no window",
+            where="model.sliding_window",
+            found=model.sliding_window,
+            expected=f"null, or a family of {', '.join(one.value for one in _HAVE_WINDOWS)}",
         )

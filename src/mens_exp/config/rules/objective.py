@@ -18,10 +18,10 @@ __all__ = ["problems"]
 
 def problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield what is wrong with `objective`."""
-    if config.objective.name not in LABELLINGS:
+    if config.objective.labels not in LABELLINGS:
         yield ConfigError(
             "unknown labelling rule",
-            where="objective.name",
-            found=config.objective.name,
-            expected=expected_name(config.objective.name, LABELLINGS),
+            where="objective.labels",
+            found=config.objective.labels,
+            expected=expected_name(config.objective.labels, LABELLINGS),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from mens_exp.errors import ConfigError
@@ -14,19 +15,46 @@ if TYPE_CHECKING:
 __all__ = ["problems"]
 
 
+_READS_A_RUN = {
+    "evaluate": "no run to evaluate",
+    "chat": "no run to talk to",
+    "push": "no run to upload",
+    "export": "no run to pack",
+}
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
 def problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield what the chosen task lacks."""
-    if config.task.name == "evaluate" and config.path is None:
+    name = config.task.name
+    if name in _READS_A_RUN and config.path is None:
         yield ConfigError(
-            "no run to evaluate",
+            _READS_A_RUN[name],
             where="path",
             expected="a run directory, or latest",
             remedy="add path=latest",
         )
-    if config.task.name == "evaluate" and config.suite.name == "none":
+    if config.path == "base" and name in _READS_A_RUN and name != "chat":
+        yield ConfigError(
+            "the base model alone can only be talked to",
+            where="path",
+            found="base",
+            expected="a run directory, or latest",
+        )
+    if name == "evaluate" and config.suite.name == "none":
         yield ConfigError(
             "suite=none evaluates nothing",
             where="suite",
             found="none",
             expected="a suite, such as suite=heldout_syntax",
         )
+    if name == "push" and not _REPO.fullmatch(config.repo or ""):
+        yield ConfigError(
+            "no repository to upload to",
+            where="repo",
+            found=config.repo,
+            expected="<user>/<name>, the user or organisation and a name",
+            remedy="add repo=<user>/<name>",
+        )
+    if name == "chat" and config.prompt is not None and not config.prompt.strip():
+        yield ConfigError("asks nothing", where="prompt", expected="a question, or null")

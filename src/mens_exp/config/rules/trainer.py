@@ -18,7 +18,7 @@ ACCELERATORS = ("auto", "cpu", "gpu")
 
 
 def problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what is wrong with `trainer`, and with `schedule` against it."""
+    """Yield what is wrong with `trainer`."""
     trainer = config.trainer
     if trainer.max_steps <= 0 and trainer.max_epochs <= 0:
         yield ConfigError(
@@ -31,13 +31,6 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
         name = "max_steps" if trainer.max_steps == 0 else "max_epochs"
         yield ConfigError(
             "zero trains nothing", where=f"trainer.{name}", found=0, expected="-1 or at least 1"
-        )
-    if 0 < trainer.max_steps <= config.schedule.warmup_steps:
-        yield ConfigError(
-            "warm-up lasts as long as the run",
-            where="schedule.warmup_steps",
-            found=config.schedule.warmup_steps,
-            expected=f"less than trainer.max_steps ({trainer.max_steps})",
         )
     if trainer.accelerator not in ACCELERATORS:
         yield ConfigError(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mens_exp.config.data import JsonlData
+from mens_exp.config.rules.data import problems as rule_problems
 from mens_exp.config.validate import range_problems
+from mens_exp.corpus.files import read_files
 from mens_exp.corpus.source import load_rows
 from mens_exp.rows.cache import cache_root
-from mens_exp.rows.readers import read_jsonl
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,10 +23,11 @@ __all__ = ["check"]
 def check(config: RunConfig) -> Iterator[MensError]:
     """Yield what is wrong with the files of rows."""
     data = config.data
-    shares_hold = not any(range_problems(data)) and data.val_frac + data.heldout_frac < 1
-    if isinstance(data, JsonlData) and data.path:
-        if shares_hold:
-            load_rows(data, cache_root())
-        else:  # told already; the rows can still be judged
-            read_jsonl(Path(data.path).expanduser())
+    if not isinstance(data, JsonlData):
+        return
+    problems = {problem.where for problem in rule_problems(config)}
+    if not any(range_problems(data)) and not problems:
+        load_rows(data, cache_root())
+    elif problems <= {"data.val_frac"}:  # told already; the rows can still be judged
+        read_files(data)
     yield from ()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mens_exp.config.model import DirectoryModel
-from mens_exp.layout.directory import read_directory
+from mens_exp.config.model import HfModel
+from mens_exp.layout import hub
 from mens_exp.layout.shape import shape_of
 from mens_exp.plan import messages
 
@@ -22,10 +21,11 @@ __all__ = ["check", "problems"]
 
 
 def check(config: RunConfig) -> Iterator[MensError]:
-    """Yield what is wrong with the embedding and the heads of a directory's model."""
-    if isinstance(config.model, DirectoryModel):
-        directory = read_directory(Path(config.model.id).expanduser())
-        yield from problems(directory, shape_of(config.model))
+    """Yield what is wrong with the embedding and the heads of a directory's or a hub's model."""
+    if isinstance(config.model, HfModel):
+        directory = hub.describe(config.model)
+        if directory.shards:  # else its dimensions alone are known
+            yield from problems(directory, shape_of(config.model))
 
 
 def problems(directory: ModelDirectory, shape: Shape) -> Iterator[MensError]:

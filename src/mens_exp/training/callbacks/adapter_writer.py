@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from lightning import Callback
 
+from mens_exp.artifacts import atomic
 from mens_exp.artifacts.adapter_v3 import write_adapter
 
 if TYPE_CHECKING:
@@ -37,3 +38,6 @@ class AdapterWriter(Callback):
         manifest, tensors = pl_module.backend.adapter(pl_module.config)
         write_adapter(self.run.dir.adapter, manifest, tensors)
         pl_module.backend.write_peft(self.run.dir.peft)
+        template = self.run.dir.chat_template
+        if template.is_file():  # whoever loads the adapter elsewhere needs its prompts' form
+            atomic.write_text(self.run.dir.peft / template.name, template.read_text("utf-8"))

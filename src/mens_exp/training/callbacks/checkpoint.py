@@ -26,14 +26,12 @@ class Checkpoint(RunsLast):
 
     Lightning runs it after every other callback, so that what it saves, and the event that
     says so, come after all that belongs to the step, a validation included: a resumed run
-    begins with the next micro-batch and repeats nothing.
+    begins with the next micro-batch and repeats nothing. The last step is always saved.
     """
 
-    def __init__(self, run: RunRecord, every_n_steps: int = 20, keep: int = 2) -> None:
-        """Save every ``every_n_steps`` optimizer steps and at the end; keep the newest."""
+    def __init__(self, run: RunRecord) -> None:
+        """Listen for ``run``; how often, and how many stay, says the module's `checkpoint`."""
         self.run = run
-        self.every_n_steps = every_n_steps
-        self.keep = keep
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
@@ -41,19 +39,20 @@ class Checkpoint(RunsLast):
         """Save when an optimizer step of the right number has just been taken."""
         del outputs, batch, batch_idx
         if self._is_due(trainer, pl_module) and not _validation_follows(trainer):
-            self._save(trainer)
+            self._save(trainer, keep=pl_module.config.checkpoint.keep)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Save what was put off until the step's validation."""
         if trainer.state.fn is TrainerFn.FITTING and self._is_due(trainer, pl_module):
-            self._save(trainer)
+            self._save(trainer, keep=pl_module.config.checkpoint.keep)
 
     def _is_due(self, trainer: Trainer, pl_module: TrainingModule) -> bool:
         step = trainer.global_step
-        last = step == trainer.max_steps
-        return pl_module.at_step_boundary and (last or step % self.every_n_steps == 0)
+        last = step == trainer.max_steps or trainer.should_stop
+        interval = pl_module.config.checkpoint.every_n_steps
+        return pl_module.at_step_boundary and (last or step % interval == 0)
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save(self, trainer: Trainer, *, keep: int) -> None:
         step = trainer.global_step
         path = self.run.dir.checkpoint(step)
         trainer.save_checkpoint(path)
@@ -65,7 +64,7 @@ class Checkpoint(RunsLast):
                 "bytes": path.stat().st_size,
             },
         )
-        for old in sorted(self.run.dir.checkpoints.glob("step_*.ckpt"))[: -self.keep]:
+        for old in sorted(self.run.dir.checkpoints.glob("step_*.ckpt"))[:-keep]:
             old.unlink()
 
     def state_dict(self) -> dict[str, Any]:

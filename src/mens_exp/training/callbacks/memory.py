@@ -19,14 +19,20 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryWatch"]
 
+_PEAKS = {"mem/peak_rss_bytes": "peak_rss_bytes", "mem/peak_cuda_bytes": "peak_cuda_bytes"}
+
 
 class MemoryWatch(Callback):
-    """Records memory and peaks at each step, and gives freed pages back now and then."""
+    """Records memory and peaks at each step, and gives freed pages back now and then.
+
+    The run's peak is the highest of all processes that worked on it, up to their last checkpoint.
+    """
 
     def __init__(self, run: RunRecord, trim_every_n_steps: int = 2) -> None:
         """Listen for ``run``; trim the host's heap every so many optimizer steps."""
         self.run = run
         self.trim_every_n_steps = trim_every_n_steps
+        self._peaks: dict[str, int | None] = dict.fromkeys(_PEAKS)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
@@ -38,9 +44,22 @@ class MemoryWatch(Callback):
         if trainer.global_step % self.trim_every_n_steps == 0:
             memory_probe.release_free()
         pl_module.record("mem/rss_bytes", memory_probe.rss_bytes())
-        for name, value in (
-            ("mem/peak_rss_bytes", memory_probe.peak_rss_bytes()),
-            ("mem/peak_cuda_bytes", memory_probe.peak_cuda_bytes()),
-        ):
+        for name, probe in _PEAKS.items():
+            value = getattr(memory_probe, probe)()
             if value is not None:
+                self._peaks[name] = max(value, self._peaks[name] or 0)
                 pl_module.record(name, value)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Put the peaks into the manifest."""
+        del trainer, pl_module
+        for name, value in self._peaks.items():
+            self.run.manifest.results[name.removeprefix("mem/")] = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the peaks so far."""
+        return dict(self._peaks)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from the peaks of another process."""
+        self._peaks = dict(state_dict)

@@ -148,6 +148,8 @@ class WandbMirror(Callback):
         is_base = payload["condition"] == "base"
         if is_base:
             sink.summary["base_val_loss"] = payload["val/loss"]
+        if payload["condition"] == "peft_view":
+            return  # no point of the curve; the results have it
         # The base model is a point of the tuned curve only where it starts.
         if not is_base or payload["step"] == 0:
             row = {**_known(payload), _TOKENS: self._tokens}

@@ -1,0 +1,73 @@
+"""Whether code that came with a model keeps packed documents apart, tried before it trains.
+
+Packing hands document bounds down to attention. transformers' own models pass them on; code that
+somebody ships with a model may drop them, and every document would read its neighbours in silence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mens_exp.errors import ModelFileError
+from mens_exp.model import attention
+
+__all__ = ["refuse_leaks"]
+
+_LENGTHS = (7, 9)
+_BOUNDS = ((0, 7), (7, 16))
+# Of a document's norm. Its neighbour's values reach it through nothing but a leak, so that rounding
+# is no excuse; alone, it meets other kernels, and bf16 rounds otherwise. Unverified guesses.
+_BY_NEIGHBOUR, _BY_PACKING = 1e-3, 0.05
+
+
+def refuse_leaks(causal_lm: Any) -> None:
+    """Compare two documents packed, packed with another neighbour, and alone.
+
+    Raises:
+        ModelFileError: the model's code takes no document bounds, or a document's hidden states
+            depend on its neighbour or its place.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = causal_lm.config.vocab_size
+    ids = torch.randint(vocabulary, (1, sum(_LENGTHS)), generator=generator).to(causal_lm.device)
+    changed = ids.clone()
+    changed[:, : _LENGTHS[0]] = (changed[:, : _LENGTHS[0]] + 1) % vocabulary
+    second = slice(*_BOUNDS[1])
+    try:
+        with torch.no_grad():
+            packed = _hidden(causal_lm, ids, _BOUNDS)[:, second]
+            other = _hidden(causal_lm, changed, _BOUNDS)[:, second]
+            alone = _hidden(causal_lm, ids[:, second], ((0, _LENGTHS[1]),))
+    except TypeError as error:
+        raise _refusal(causal_lm, str(error)) from error
+    for what, found, limit in (
+        ("another neighbour", other, _BY_NEIGHBOUR),
+        ("no neighbour", alone, _BY_PACKING),
+    ):
+        moved = float((found - packed).float().norm() / packed.float().norm())
+        if not moved <= limit:
+            raise _refusal(causal_lm, f"{what} moves a document's hidden states by {moved:.1%}")
+
+
+def _hidden(causal_lm: Any, ids: torch.Tensor, bounds: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    positions = torch.cat([torch.arange(b - a, device=ids.device) for a, b in bounds])[None]
+    hidden: torch.Tensor = causal_lm.base_model(
+        input_ids=ids,
+        position_ids=positions,
+        attention_mask=attention.no_mask(ids),
+        use_cache=False,
+        documents=bounds,
+    ).last_hidden_state
+    return hidden
+
+
+def _refusal(causal_lm: Any, found: str) -> ModelFileError:
+    return ModelFileError(
+        "the code that comes with the model cannot keep documents apart",
+        where=type(causal_lm).__name__,
+        found=found,
+        expected="attention through transformers' attention interface, arguments handed on",
+        remedy="set model.trust_remote_code=false where transformers has the model itself",
+    )

@@ -1,0 +1,28 @@
+"""Which adapter a run leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from mens_exp.config.fields import setting
+
+__all__ = ["AdapterConfig", "Selection"]
+
+
+class Selection(Enum):
+    """Which of a run's adapters is written, scored and reported."""
+
+    last = "last"
+    best = "best"
+
+
+@dataclass(kw_only=True, slots=True)
+class AdapterConfig:
+    """Which adapter is the run's result."""
+
+    select: Selection = setting(
+        Selection.last,
+        "last: the one of the last step; best: the one of the lowest validation loss seen, "
+        "the final validation included (needs trainer.val_check_interval).",
+    )

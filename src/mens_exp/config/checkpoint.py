@@ -1,0 +1,17 @@
+"""When the training state is saved, so that a stopped run can go on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mens_exp.config.fields import setting
+
+__all__ = ["CheckpointConfig"]
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    """How often the training state is saved and how many states stay."""
+
+    every_n_steps: int = setting(20, "Optimizer steps between checkpoints.", ge=1)
+    keep: int = setting(2, "Newest checkpoints kept.", ge=1)

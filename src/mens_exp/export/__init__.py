@@ -1,0 +1,1 @@
+"""What leaves this machine: archives for a colleague, uploads to the hub."""

@@ -1,0 +1,220 @@
+"""Which linear modules get an adapter: targets matched against a model's shape, without loading it.
+
+A target is a group (``attention``), the last name or names of a module (``q_proj``,
+``self_attn.q_proj``), or a glob over the whole module path (``*.layers.1?.mlp.*``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from mens_exp.artifacts.nearest import expected_name
+from mens_exp.config.lora import LoraVariant
+from mens_exp.errors import ConfigError, Problems
+from mens_exp.layout.names import HEAD
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from mens_exp.config.lora import LoraConfig
+    from mens_exp.layout.families import Family
+    from mens_exp.layout.shape import Shape
+
+__all__ = [
+    "GROUPS",
+    "LinearModule",
+    "adapter_parameters",
+    "chosen",
+    "described",
+    "linear_modules",
+    "pattern_values",
+    "target_problems",
+]
+
+GROUPS = ("attention", "qkv", "qv", "o_proj", "mlp", "all_linear", HEAD)
+_GLOB = "*?["
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearModule:
+    """A linear module of the model that may get an adapter.
+
+    Attributes:
+        path: module path, such as ``model.layers.3.self_attn.q_proj``.
+        logical: the adapter's name for it, such as ``l3.q``.
+        kind: the same without its layer, such as ``q``.
+        layer: number of its decoder layer; None for the head.
+        reads: name of its input in the whole model; modules of one input share it.
+        out: number of outputs.
+        width: number of inputs.
+    """
+
+    path: str
+    logical: str
+    kind: str
+    layer: int | None
+    reads: str
+    out: int
+    width: int
+
+    def is_called(self, name: str) -> bool:
+        """Tell whether a name is the last part, or the last parts, of the path."""
+        return f".{self.path}".endswith(f".{name}")
+
+
+def linear_modules(shape: Shape) -> tuple[LinearModule, ...]:
+    """Return every module that an adapter can sit on, in the model's order, the head last."""
+    family, sizes = shape.family, shape.projections()
+    inside = [
+        LinearModule(
+            path=f"{family.layers}.{layer}.{one.path}",
+            logical=f"l{layer}.{one.logical}",
+            kind=one.logical,
+            layer=layer,
+            reads=f"{family.layers}.{layer}.{one.reads}",
+            out=sizes[one.path][0],
+            width=sizes[one.path][1],
+        )
+        for layer in range(shape.num_hidden_layers)
+        for one in family.projections
+    ]
+    head = LinearModule(
+        path=HEAD,
+        logical=HEAD,
+        kind=HEAD,
+        layer=None,
+        reads=HEAD,
+        out=shape.vocab_size,
+        width=shape.hidden_size,
+    )
+    return (*inside, head)
+
+
+def chosen(lora: LoraConfig, shape: Shape) -> tuple[LinearModule, ...]:
+    """Return the modules that get an adapter, in the model's order.
+
+    Raises:
+        ConfigError: a target matches nothing.
+        Problems: several do.
+    """
+    Problems.raise_if(target_problems(lora, shape))
+    modules = linear_modules(shape)
+    matched = {one.path for t in lora.targets for one in _matching(t, modules, shape.family)}
+    return tuple(one for one in modules if one.path in matched)
+
+
+def target_problems(lora: LoraConfig, shape: Shape) -> list[ConfigError]:
+    """List the targets that match no module, and the patterns that match no target's."""
+    modules, family = linear_modules(shape), shape.family
+    problems = [
+        _no_match(target, modules, family)
+        for target in lora.targets
+        if not _matching(target, modules, family)
+    ]
+    if problems:
+        return problems  # what they should have matched is what patterns are judged by
+    adapted = [one for t in lora.targets for one in _matching(t, modules, family)]
+    for name in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(lora, name):
+            if not _matching(pattern, adapted, family):
+                known = {*_last_names(adapted), *_groups_of(adapted, family)}
+                problems.append(
+                    ConfigError(
+                        "matches no module that gets an adapter",
+                        where=f"lora.{name}",
+                        found=pattern,
+                        expected=f"{expected_name(pattern, known)}, or a glob over whole paths",
+                    )
+                )
+    return problems
+
+
+def pattern_values(
+    pattern: Mapping[str, int], modules: Sequence[LinearModule], family: Family, usual: int
+) -> dict[str, int]:
+    """Return a rank or an alpha for each module, by path.
+
+    Args:
+        pattern: target-like pattern to value; the last one that matches a module counts.
+        modules: the modules that get an adapter.
+        family: of the model.
+        usual: the value of modules that no pattern matches.
+    """
+    values = {one.path: usual for one in modules}
+    for target, value in pattern.items():
+        values |= {one.path: value for one in _matching(target, modules, family)}
+    return values
+
+
+def adapter_parameters(lora: LoraConfig, shape: Shape) -> int:
+    """Count what is trained: ``r · (in + out)`` for each module, and ``out`` more in DoRA.
+
+    Targets that match nothing count nothing; they are reported elsewhere.
+    """
+    modules = [] if target_problems(lora, shape) else chosen(lora, shape)
+    ranks = pattern_values(lora.rank_pattern, modules, shape.family, lora.r)
+    magnitudes = lora.variant is LoraVariant.dora
+    return sum(ranks[one.path] * (one.width + one.out) + magnitudes * one.out for one in modules)
+
+
+def described(modules: Iterable[LinearModule], layers: int) -> str:
+    """Say what matched: ``q, v in 30 of 30 layers; lm_head: 61 modules``.
+
+    Args:
+        modules: the modules that get an adapter.
+        layers: how many decoder layers the model has.
+    """
+    matched = list(modules)
+    where: dict[str, set[int | None]] = {}
+    for one in matched:
+        where.setdefault(one.kind, set()).add(one.layer)
+    kinds: dict[frozenset[int | None], list[str]] = {}
+    for kind, numbers in where.items():
+        kinds.setdefault(frozenset(numbers), []).append(kind)
+    parts = [
+        ", ".join(names) + ("" if None in numbers else f" in {len(numbers)} of {layers} layers")
+        for numbers, names in kinds.items()
+    ]
+    count = len(matched)
+    return f"{'; '.join(parts)}: {count} module{'s' if count != 1 else ''}"
+
+
+def _matching(
+    target: str, modules: Iterable[LinearModule], family: Family
+) -> tuple[LinearModule, ...]:
+    kinds = family.groups.get(target)
+    if kinds is not None:
+        return tuple(one for one in modules if one.kind in kinds)
+    if any(character in target for character in _GLOB):
+        return tuple(one for one in modules if fnmatchcase(one.path, target))
+    if target in GROUPS and target != HEAD:
+        return ()  # a group that this family's fused modules cannot tell apart
+    return tuple(one for one in modules if one.is_called(target))
+
+
+def _no_match(target: str, modules: Sequence[LinearModule], family: Family) -> ConfigError:
+    if target in GROUPS:
+        fused = ", ".join(family.groups["qkv"])
+        return ConfigError(
+            f"cannot be had: {family.model_type} computes query, key and value in one module",
+            where="lora.targets",
+            found=target,
+            expected=f"qkv, which is {fused} there, or one of {', '.join(family.groups)}, {HEAD}",
+        )
+    glob = any(character in target for character in _GLOB)
+    known = [one.path for one in modules] if glob else [*_last_names(modules), *family.groups]
+    like = f"a glob over paths such as {modules[0].path}" if glob else expected_name(target, known)
+    return ConfigError(
+        "matches no linear module of the model", where="lora.targets", found=target, expected=like
+    )
+
+
+def _last_names(modules: Iterable[LinearModule]) -> list[str]:
+    return list(dict.fromkeys(one.path.rpartition(".")[2] for one in modules))
+
+
+def _groups_of(modules: Iterable[LinearModule], family: Family) -> list[str]:
+    kinds = {one.kind for one in modules}
+    return [name for name, members in family.groups.items() if kinds & set(members)]

@@ -1,0 +1,137 @@
+"""The adapter that a run starts from, against the one it would train."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mens_exp.config.lora import LoraVariant
+from mens_exp.config.model import HfModel
+from mens_exp.config.validate import range_problems
+from mens_exp.errors import ConfigError
+from mens_exp.layout.cached import marked_weights, ready
+from mens_exp.layout.shape import family_for, shape_of
+from mens_exp.layout.starting_adapter import StartingAdapter, find, read
+from mens_exp.layout.targets import chosen, pattern_values, target_problems
+from mens_exp.rows.cache import cache_root
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mens_exp.config.root import RunConfig
+    from mens_exp.errors import MensError
+    from mens_exp.layout.shape import Shape
+
+__all__ = ["check", "other_base"]
+
+_SHOWN = 8  # names listed of a longer list
+
+
+def check(config: RunConfig) -> Iterator[MensError]:
+    """Yield what keeps `lora.init_from` from being what this run starts from."""
+    if config.lora.init_from is None:
+        return
+    adapter = read(find(config.lora.init_from), family_for(config.model))
+    if adapter.variant != config.lora.variant.value:
+        yield ConfigError(
+            "is not that of the adapter to start from",
+            where="lora.variant",
+            found=config.lora.variant.value,
+            expected=f"{adapter.variant}, as {adapter.directory} has",
+            remedy=f"add lora.variant={adapter.variant}, or start from another adapter",
+        )
+    for name, theirs in (("r", adapter.rank), ("alpha", adapter.alpha)):
+        ours = getattr(config.lora, name)
+        if ours != theirs:
+            yield ConfigError(
+                "is not that of the adapter to start from",
+                where=f"lora.{name}",
+                found=ours,
+                expected=f"{theirs}, as {adapter.directory} has",
+                remedy=f"add lora.{name}={theirs}, or start from another adapter",
+            )
+    same = adapter.rank == config.lora.r and adapter.variant == config.lora.variant.value
+    if same and not any(range_problems(config.model)):
+        yield from _layers(config, adapter)
+    # A directory's weights are hashed when the run opens; that may take a minute for a large one.
+    model = config.model
+    place = None if isinstance(model, HfModel) else ready(model, cache_root())
+    if place is not None:
+        yield from other_base(adapter, marked_weights(place), model.name)
+
+
+def _layers(config: RunConfig, adapter: StartingAdapter) -> Iterator[MensError]:
+    shape = shape_of(config.model)
+    if target_problems(config.lora, shape):
+        return  # told already
+    expected = _expected_shapes(config, shape)
+    found = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
+    for what, names in (
+        ("the adapter lacks layers that this run trains", expected.keys() - found.keys()),
+        ("the adapter has layers that this run does not train", found.keys() - expected.keys()),
+    ):
+        if names:
+            yield ConfigError(
+                what,
+                where="lora.init_from",
+                found=_listed({name.rpartition(".")[0] for name in names}),
+                expected=f"the layers of lora.targets, {', '.join(config.lora.targets)}",
+                remedy="choose the lora option that the adapter was trained with",
+            )
+    other = sorted(n for n in expected.keys() & found.keys() if expected[n] != found[n])
+    if other:
+        yield ConfigError(
+            "the adapter's matrices have other shapes",
+            where="lora.init_from",
+            found=_listed({f"{name} {list(found[name])}" for name in other}),
+            expected=f"{other[0]} {list(expected[other[0]])}, as {config.model.name} has it",
+        )
+    if (ours := _alphas(config, shape)) != adapter.alphas:
+        yield ConfigError(
+            "is not that of the adapter to start from",
+            where="lora.alpha_pattern",
+            found=ours,
+            expected=f"{adapter.alphas}, by layer, as {adapter.directory} has",
+        )
+
+
+def _expected_shapes(config: RunConfig, shape: Shape) -> dict[str, tuple[int, ...]]:
+    modules = chosen(config.lora, shape)
+    ranks = pattern_values(config.lora.rank_pattern, modules, shape.family, config.lora.r)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for one in modules:
+        shapes[f"{one.logical}.lora_a"] = (ranks[one.path], one.width)
+        shapes[f"{one.logical}.lora_b"] = (one.out, ranks[one.path])
+        if config.lora.variant is LoraVariant.dora:
+            shapes[f"{one.logical}.lora_magnitude"] = (one.out,)
+    return shapes
+
+
+def _alphas(config: RunConfig, shape: Shape) -> dict[str, int]:
+    """Return the alphas of layers that have another one than the rest."""
+    modules, usual = chosen(config.lora, shape), config.lora.alpha
+    values = pattern_values(config.lora.alpha_pattern, modules, shape.family, usual)
+    return {one.logical: values[one.path] for one in modules if values[one.path] != usual}
+
+
+def _listed(names: set[str]) -> str:
+    shown = ", ".join(sorted(names)[:_SHOWN])
+    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
+
+
+def other_base(adapter: StartingAdapter, weights_sha256: str, name: str) -> Iterator[MensError]:
+    """Yield a problem where an adapter was trained on other base weights.
+
+    Args:
+        adapter: the adapter; one that does not tell its base is let be.
+        weights_sha256: of the base that this run loads.
+        name: of that base, for the message.
+    """
+    theirs = adapter.base_weights_sha256
+    if theirs is not None and theirs != weights_sha256:
+        yield ConfigError(
+            "the adapter was trained on another base model",
+            where="lora.init_from",
+            found=f"{adapter.directory}, base weights {theirs[:12]}",
+            expected=f"base weights {weights_sha256[:12]}, those of {name}",
+            remedy="choose the model that the adapter was trained on",
+        )

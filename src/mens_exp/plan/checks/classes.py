@@ -1,0 +1,229 @@
+"""The user's own classes: imported, of the right kind, and willing to take their settings.
+
+Whoever names a class of their own waits for its imports here, before a weight is read. Kinds are
+told by the names of a class's ancestors, so that nothing heavy is imported for their sake.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.nearest import nearest
+from mens_exp.config.own_conf import our_targets
+from mens_exp.config.own_schema import CLASS_GROUPS
+from mens_exp.errors import ConfigError, MensError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mens_exp.config.root import RunConfig
+
+__all__ = ["check", "record"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a class must be, and the arguments that we hand it beside its settings."""
+
+    words: str
+    ancestor: str | None
+    methods: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+
+_KINDS = {
+    "callbacks": _Kind(
+        "a subclass of lightning.Callback",
+        "lightning.pytorch.callbacks.callback.Callback",
+        optional=("run",),
+    ),
+    "optim": _Kind(
+        "a subclass of torch.optim.Optimizer",
+        "torch.optim.optimizer.Optimizer",
+        given=("params",),
+    ),
+    "objective": _Kind(
+        "a class whose instances are called", None, methods=("__call__",), optional=("name",)
+    ),
+    "backend": _Kind(
+        "a torch.nn.Module with the methods of backends/protocol.py, such as a QloraBackend",
+        "torch.nn.modules.module.Module",
+        methods=("head", "begin", "trainable", "base_only", "generate", "adapter", "load_adapter"),
+    ),
+}
+
+
+def check(config: RunConfig) -> Iterator[MensError]:
+    """Yield what is wrong with the classes that are not ours."""
+    for group, place, node in _own_nodes(config):
+        try:
+            cls = _load(place, node._target_)  # Hydra's own spelling
+        except MensError as error:
+            yield error
+            continue
+        problem = _kind_problem(_KINDS[group], place, node._target_, cls)
+        if problem is not None:
+            yield problem
+        elif group != "backend":  # which reads its settings from the configuration
+            yield from _argument_problems(_KINDS[group], group, place, node, cls)
+
+
+def record(config: RunConfig) -> dict[str, Any] | None:
+    """Describe the user's classes: what each target's modules hold, by SHA-256.
+
+    Returns:
+        ``targets``, and ``files``: path relative to the working directory -> SHA-256, of every
+        module that is loaded from there. None where every class is ours.
+    """
+    targets = sorted({node._target_ for _, _, node in _own_nodes(config)})
+    if not targets:
+        return None
+    here = Path.cwd().resolve()
+    files = {}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        path = Path(file).resolve() if file else None
+        if path is None or not path.is_relative_to(here) or "site-packages" in path.parts:
+            continue
+        if not module.__name__.startswith("mens_exp") and path.is_file():
+            files[path.relative_to(here).as_posix()] = sha256_file(path)
+    return {"targets": targets, "files": dict(sorted(files.items()))}
+
+
+def _own_nodes(config: RunConfig) -> Iterator[tuple[str, str, Any]]:
+    for group in CLASS_GROUPS:
+        node: Any = getattr(config, group)
+        named = node.items() if isinstance(node, dict) else [(None, node)]
+        for name, one in named:
+            if one._target_ not in our_targets():
+                yield group, f"{group}.{name}" if name else group, one
+
+
+def _load(place: str, target: str) -> Any:
+    """Import what a target names, ``./`` of the working directory first.
+
+    Raises:
+        ConfigError: there is no such module or class, or the module itself fails.
+    """
+    where = f"{place}._target_"
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:  # `python -m` has it there, a script has not
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    module_name, _, name = target.rpartition(".")
+    if not module_name:
+        raise ConfigError(
+            "names no module", where=where, found=target, expected="module.Class, in ./module.py"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise _failed(where, target, error) from error
+        files = [file.stem for file in Path.cwd().glob("*.py")]
+        close = nearest(module_name, files)
+        raise ConfigError(
+            f"there is no module {error.name}",
+            where=where,
+            found=target,
+            expected="a module in the working directory, or an installed one"
+            + (f"; the nearest is {close}" if close else ""),
+        ) from error
+    except Exception as error:
+        raise _failed(where, target, error) from error
+    if not hasattr(module, name):
+        close = nearest(name, [entry for entry in vars(module) if not entry.startswith("_")])
+        raise ConfigError(
+            f"{module_name} has no {name}",
+            where=where,
+            found=target,
+            expected=f"the nearest is {module_name}.{close}" if close else "a class of the module",
+        )
+    return getattr(module, name)
+
+
+def _failed(where: str, target: str, error: Exception) -> ConfigError:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    line = "" if trace is None else f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})"
+    return ConfigError(
+        "its module cannot be imported",
+        where=where,
+        found=f"{target}: {type(error).__name__}: {error}{line}",
+        expected="a module that imports",
+    )
+
+
+def _kind_problem(kind: _Kind, place: str, target: str, cls: Any) -> ConfigError | None:
+    ancestors = (
+        {f"{one.__module__}.{one.__qualname__}" for one in cls.__mro__}
+        if isinstance(cls, type)
+        else set()
+    )
+    missing = [name for name in kind.methods if not callable(_own_attribute(cls, name))]
+    if isinstance(cls, type) and (kind.ancestor is None or kind.ancestor in ancestors):
+        if not missing:
+            return None
+        found = f"{target}, which lacks {', '.join(missing)}"
+    else:
+        found = f"{target}, {_what(cls)}"
+    return ConfigError(
+        "is of another kind", where=f"{place}._target_", found=found, expected=kind.words
+    )
+
+
+def _own_attribute(cls: Any, name: str) -> Any:
+    """Look a method up among the instances' own; every class is itself called."""
+    return next((vars(one)[name] for one in getattr(cls, "__mro__", ()) if name in vars(one)), None)
+
+
+def _what(cls: Any) -> str:
+    if not isinstance(cls, type):
+        return f"a {type(cls).__name__}"
+    bases = ", ".join(f"{base.__module__}.{base.__qualname__}" for base in cls.__bases__)
+    return f"a class of {bases}"
+
+
+def _argument_problems(
+    kind: _Kind, group: str, place: str, node: Any, cls: Any
+) -> Iterator[ConfigError]:
+    """Yield settings that the class does not take, and arguments that nothing sets."""
+    try:
+        parameters = inspect.signature(cls).parameters
+    except (TypeError, ValueError):  # a class in C says nothing of its arguments
+        return
+    ours = {field.name for field in fields(CLASS_GROUPS[group])}
+    settings = {field.name for field in fields(node)} - ({"_target_"} if group == "optim" else ours)
+    settings.discard("_target_")
+    names = [name for name, one in parameters.items() if one.kind is not one.VAR_POSITIONAL]
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    for name in sorted(settings):
+        if name not in parameters and not takes_any:
+            close = nearest(name, names)
+            yield ConfigError(
+                f"{node._target_} takes no such argument",
+                where=f"{place}.{name}",
+                expected=f"one of {', '.join(names) or 'none'}"
+                + (f"; the nearest is {close}" if close else ""),
+            )
+    given = settings | {*kind.given, *kind.optional}
+    for name, one in parameters.items():
+        is_needed = one.default is one.empty and one.kind not in {
+            one.VAR_POSITIONAL,
+            one.VAR_KEYWORD,
+        }
+        if is_needed and name not in given:
+            yield ConfigError(
+                f"{node._target_} needs an argument that nothing sets",
+                where=f"{place}.{name}",
+                remedy=f"write {name} into its file in ./conf",
+            )

@@ -1,0 +1,36 @@
+"""Answers side by side: in columns on a terminal, in sections where the output is none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["columns", "sections"]
+
+_CURSOR = "▌"
+
+
+def columns(answers: Mapping[str, tuple[str, bool]], titles: Mapping[str, str]) -> Table:
+    """Lay answers beside each other.
+
+    Args:
+        answers: condition -> its text so far, and whether it is whole.
+        titles: condition -> the head of its column.
+    """
+    table = Table(expand=True, show_lines=False)
+    for name in answers:
+        table.add_column(titles[name], ratio=1, overflow="fold")
+    cells = [Text(text if done else f"{text}{_CURSOR}") for text, done in answers.values()]
+    table.add_row(*cells)
+    return table
+
+
+def sections(answers: Mapping[str, tuple[str, bool]], titles: Mapping[str, str]) -> str:
+    """Write answers below each other, each under its title."""
+    parts = [f"{titles[name]}\n{'-' * len(titles[name])}\n{answers[name][0]}" for name in answers]
+    return "\n\n".join(parts)

@@ -1,0 +1,41 @@
+"""What adapters start from where that is not plain LoRA: said, recorded, and its price measured."""
+
+from __future__ import annotations
+
+from statistics import mean
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mens_exp.backends.protocol import Backend
+    from mens_exp.tasks.run import Run
+
+__all__ = ["note_peft_view", "report_start"]
+
+
+def report_start(run: Run, backend: Backend, console: Console) -> None:
+    """Print and record the quantization error before and after the start, layer by layer."""
+    errors = backend.quantization_errors()
+    if not errors:
+        return
+    before, after = (mean(error[side] for error in errors.values()) for side in (0, 1))
+    layers = {name: {"before": b, "after": a} for name, (b, a) in errors.items()}
+    run.telemetry.emit("initialisation", {"before": before, "after": after, "layers": layers})
+    kind = backend.facts()["lora_init"]
+    console.print(
+        f"{kind}: quantization error {before:.4f} before, {after:.4f} after "
+        f"(relative, mean of {len(errors)} modules; each in {run.dir.telemetry.name})"
+    )
+
+
+def note_peft_view(run: Run) -> None:
+    """Say in the manifest what the PEFT directory is worth on the plainly quantized base."""
+    results = run.manifest.results
+    note = (
+        "the base of this run was changed by its initialisation: adapter/peft on the plainly "
+        f"quantized base has a validation loss of {results['peft_view_val_loss']:.4f}, the trained "
+        f"model of {results['tuned_val_loss']:.4f}"
+    )
+    if note not in run.manifest.notes:  # a resumed run measures again
+        run.manifest.notes.append(note)

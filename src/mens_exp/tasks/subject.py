@@ -1,0 +1,83 @@
+"""The run that a task reads: found, and its configuration trusted before anything of it runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.run_dir import RunDir, resolve
+from mens_exp.config.compose import from_yaml, typed
+from mens_exp.errors import Problems, RequestError
+from mens_exp.export import hub
+from mens_exp.export.bundle import packing_problems, verify
+from mens_exp.export.contents import changed_files, run_files, secret_problems
+from mens_exp.plan.checks import classes, model
+
+if TYPE_CHECKING:
+    from mens_exp.config.root import RunConfig
+    from mens_exp.errors import MensError
+
+__all__ = ["base_problems", "config_of", "sending_problems", "subject_of"]
+
+
+def subject_of(path: str) -> RunDir:
+    """Return the run that a task reads.
+
+    Raises:
+        RequestError: there is no such run, or it has no adapter.
+        DataError: it is an unpacked bundle, and not what was packed.
+    """
+    subject = resolve(path, task="train")
+    manifest = Manifest.read(subject.manifest)
+    if manifest.task != "train":
+        raise RequestError(
+            "the run trained nothing",
+            where="path",
+            found=f"{subject.path} ({manifest.task})",
+            expected="a training run",
+            remedy="name one, or path=latest",
+        )
+    if not (subject.adapter / "adapter_manifest.json").is_file():
+        raise RequestError(
+            "the run has no adapter",
+            where="path",
+            found=f"{subject.path} ({manifest.status})",
+            expected="a training run that has ended",
+            remedy=f"finish it with resume={subject.path}",
+        )
+    verify(subject)
+    return subject
+
+
+def config_of(subject: RunDir) -> RunConfig:
+    """Return a run's own configuration.
+
+    Raises:
+        ConfigError: it cannot be read, or names a class that nobody here has vouched for.
+        Problems: several of these.
+    """
+    config = typed(from_yaml(subject.config))
+    Problems.raise_if(list(classes.check(config)))
+    return config
+
+
+def base_problems(config: RunConfig) -> list[MensError]:
+    """List what keeps the command's own base model from being loaded."""
+    try:
+        return [*model.check(config), *classes.check(config)]
+    except Problems as several:
+        return list(several.problems)
+
+
+def sending_problems(config: RunConfig, subject: RunDir) -> list[MensError]:
+    """List what keeps a run from leaving this machine by the chosen task."""
+    if config.task.name == "export":
+        return packing_problems(
+            subject,
+            checkpoints=config.export.checkpoints,
+            allow_absolute_paths=config.export.allow_absolute_paths,
+        )
+    if config.task.name == "push":
+        files = run_files(subject).items()
+        return [*hub.login_problems(), *changed_files(subject), *secret_problems(files)]
+    return []

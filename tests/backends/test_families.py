@@ -1,0 +1,332 @@
+"""What a backend promises for every model family, held against transformers and PEFT alone.
+
+The references attend eagerly, to one document at a time, on a base that transformers has loaded
+and quantized by itself.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mens_exp.backends.qlora import QloraBackend
+from mens_exp.data.batch import packed_batch, padded_batch
+from mens_exp.layout.directory import read_directory
+from mens_exp.layout.families import FAMILIES
+from mens_exp.model.quiet import quiet
+from mens_exp.quant.bnb import quantization_config, quantized_linears
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.config.root import RunConfig
+    from mens_exp.data.batch import Batch
+    from mens_exp.model.resolve import BaseModel
+    from mens_exp.rows.encode import Encoded
+
+CPU = torch.device("cpu")
+LENGTHS = [11, 6, 40, 1, 19]  # longer than every window, and longer than the 32 tokens of a bucket
+families = pytest.mark.parametrize("name", FAMILIES)
+
+
+@pytest.fixture
+def documents(random_documents: Callable[..., Encoded]) -> Encoded:
+    """Five documents, every token of them predicted."""
+    return random_documents(LENGTHS, [length - 1 for length in LENGTHS])
+
+
+@pytest.fixture
+def packed(documents: Encoded) -> Batch:
+    return packed_batch(documents, [list(range(len(LENGTHS)))], index=0)
+
+
+@pytest.fixture
+def family_config(
+    tiny_config: Callable[..., RunConfig], family_targets: Callable[[str], str]
+) -> Callable[[str], RunConfig]:
+    """Compose a run in f32 with an adapter on every linear layer of a family."""
+
+    def composed(name: str) -> RunConfig:
+        return tiny_config("quant.compute_dtype=f32", "lora.dropout=0", family_targets(name))
+
+    return composed
+
+
+@pytest.fixture
+def backend_of(
+    family_base: Callable[[str], BaseModel], family_config: Callable[[str], RunConfig]
+) -> Callable[..., QloraBackend]:
+    """Build the graph of a family; `live` fills B."""
+
+    def built(name: str, *, live: bool = True) -> QloraBackend:
+        backend = QloraBackend(family_config(name), family_base(name), CPU)
+        generator = torch.Generator().manual_seed(0)
+        for key, parameter in backend.trainable().items():
+            if live and key.endswith("lora_b"):
+                parameter.data.normal_(std=0.1, generator=generator)
+        return backend
+
+    return built
+
+
+def eager(base: BaseModel, config: RunConfig | None = None) -> Any:
+    """Load the base with transformers alone, in 4 bits where a configuration says which.
+
+    bitsandbytes' own inference kernel for AVX512-BF16 is left out; it computes in bf16.
+    """
+    from transformers import AutoModelForCausalLM
+
+    quantized = {"quantization_config": quantization_config(config.quant)} if config else {}
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(
+            base.directory, dtype=torch.float32, attn_implementation="eager", **quantized
+        )
+    for module in quantized_linears(model).values():
+        module.support_avx512bf16_for_cpu = False
+    return model.eval()
+
+
+def one_by_one(model: Any, documents: Encoded) -> torch.Tensor:
+    """Return the logits that predict each document's tokens, documents apart."""
+    ids = torch.from_numpy(documents.ids).long()
+    bounds = documents.offsets.tolist()
+    return torch.cat(
+        [
+            model(input_ids=ids[None, start:end], use_cache=False).logits[0, :-1]
+            for start, end in pairwise(bounds)
+        ]
+    )
+
+
+def logits_of(backend: QloraBackend, batch: Batch) -> torch.Tensor:
+    return backend.head(backend(batch))
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:
+    """Compare with a tolerance relative to the largest logit."""
+    assert ours.shape == theirs.shape
+    return bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max())
+
+
+@families
+def test_logits_are_those_of_peft_on_eager_attention(
+    name: str,
+    backend_of: Callable[..., QloraBackend],
+    family_base: Callable[[str], BaseModel],
+    family_config: Callable[[str], RunConfig],
+    documents: Encoded,
+    packed: Batch,
+    tmp_path: Path,
+) -> None:
+    """Packed, padded, learning and not: to 1e-5 of what PEFT gives for each document alone."""
+    from peft import PeftModel
+
+    backend = backend_of(name).eval()
+    backend.write_peft(tmp_path / "peft")
+    with quiet():
+        reference = PeftModel.from_pretrained(
+            eager(family_base(name), family_config(name)), tmp_path / "peft"
+        ).eval()
+    padded = padded_batch(documents, [[i] for i in range(len(LENGTHS))], index=0, pad_id=0)
+    with torch.no_grad():
+        expected = one_by_one(reference, documents)
+        assert close(logits_of(backend, packed), expected, 1e-5)
+        assert close(logits_of(backend, padded), expected, 1e-5)
+    assert close(logits_of(backend, packed).detach(), expected, 1e-5)
+
+
+@families
+def test_a_fresh_adapter_is_the_base(
+    name: str,
+    backend_of: Callable[..., QloraBackend],
+    family_base: Callable[[str], BaseModel],
+    family_config: Callable[[str], RunConfig],
+    documents: Encoded,
+    packed: Batch,
+) -> None:
+    """B = 0 gives the logits of the quantized base as transformers alone loads it."""
+    backend = backend_of(name, live=False).eval()
+    with torch.no_grad():
+        expected = one_by_one(eager(family_base(name), family_config(name)), documents)
+        fresh = logits_of(backend, packed)
+        with backend.base_only():
+            assert torch.equal(logits_of(backend, packed), fresh)
+    assert close(fresh, expected, 1e-5)
+
+
+@families
+def test_the_adapter_adds_b_times_a_to_the_checkpoint_s_own_weights(
+    name: str,
+    backend_of: Callable[..., QloraBackend],
+    family_base: Callable[[str], BaseModel],
+    family_config: Callable[[str], RunConfig],
+    documents: Encoded,
+    packed: Batch,
+) -> None:
+    """Dequantized weights plus s·BA, put under the keys of the v3 manifest, are the same model.
+
+    Which holds only where names, keys and the orientation of transposed checkpoints are right.
+    """
+    from bitsandbytes.functional import dequantize_4bit
+
+    backend, base = backend_of(name).eval(), family_base(name)
+    manifest, tensors = backend.adapter(family_config(name))
+    plain = eager(base)
+    weights = plain.state_dict()
+    for logical, key in manifest.base_key_map.items():
+        layer = backend.layers[logical].base_layer
+        restored = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+        a, b = (torch.from_numpy(tensors[f"{logical}.lora_{x}"]) for x in "ab")
+        merged = restored + b @ a * manifest.alpha / manifest.rank
+        weights[key].copy_(merged.T if FAMILIES[name].transposed else merged)
+    with torch.no_grad():
+        assert close(logits_of(backend, packed), one_by_one(plain, documents), 2e-5)
+
+
+@families
+def test_quantized_weights_are_the_checkpoint_s_in_four_bits(
+    name: str, backend_of: Callable[..., QloraBackend], family_base: Callable[[str], BaseModel]
+) -> None:
+    """Each projection is within a tenth of its weights' norm, in the checkpoint's orientation.
+
+    NF4's error on normal weights is 9.2 %; a transposed or misread block would be over 100 %.
+    """
+    from bitsandbytes.functional import dequantize_4bit
+
+    backend, base = backend_of(name), family_base(name)
+    directory = read_directory(base.directory)
+    stored: dict[str, torch.Tensor] = {}
+    for shard in directory.shards:
+        stored |= load_file(shard)
+    linears = quantized_linears(backend.causal_lm)
+    assert len(linears) == 2 * len(FAMILIES[name].projections)
+    for path, module in linears.items():
+        weight = stored[f"{path.removesuffix('.base_layer')}.weight"]
+        expected = weight.T if FAMILIES[name].transposed else weight
+        restored = dequantize_4bit(module.weight.data, module.weight.quant_state)
+        assert (restored - expected).norm() <= 0.1 * expected.norm(), path
+
+
+@families
+def test_gradients_reach_every_adapter_and_are_those_of_eager_attention(
+    name: str,
+    backend_of: Callable[..., QloraBackend],
+    family_base: Callable[[str], BaseModel],
+    family_config: Callable[[str], RunConfig],
+    documents: Encoded,
+    packed: Batch,
+    tmp_path: Path,
+) -> None:
+    """None is zero, none is missing, and PEFT's own differ by no more than rounding."""
+    from peft import PeftModel
+
+    backend = backend_of(name).train()
+    backend.write_peft(tmp_path / "peft")
+    with quiet():
+        base = eager(family_base(name), family_config(name))
+        reference = PeftModel.from_pretrained(base, tmp_path / "peft", is_trainable=True).eval()
+    logits_of(backend, packed).logsumexp(-1).sum().backward()
+    one_by_one(reference, documents).logsumexp(-1).sum().backward()
+    theirs = dict(reference.named_modules())
+    for logical, path in backend.paths.items():
+        for which in "AB":
+            ours = backend.trainable()[f"{logical}.lora_{which.lower()}"].grad
+            other = getattr(theirs[path], f"lora_{which}")["default"].weight.grad
+            assert ours is not None
+            assert ours.abs().max() > 0, logical
+            assert (ours - other).norm() <= 1e-4 * other.norm(), logical
+
+
+@families
+def test_logical_names_lead_to_the_checkpoint_and_back(
+    name: str,
+    backend_of: Callable[..., QloraBackend],
+    family_base: Callable[[str], BaseModel],
+    family_config: Callable[[str], RunConfig],
+) -> None:
+    """Every layer has a key of its own in the header, whose shape is A's inputs by B's outputs."""
+    backend = backend_of(name)
+    manifest, tensors = backend.adapter(family_config(name))
+    header = read_directory(family_base(name).directory).tensors
+    keys = manifest.base_key_map
+    assert len(set(keys.values())) == len(keys) == 2 * len(FAMILIES[name].projections)
+    for logical, key in keys.items():
+        shape = (
+            tensors[f"{logical}.lora_b"].shape[0],
+            tensors[f"{logical}.lora_a"].shape[1],
+        )
+        assert header[key].shape == (shape[::-1] if FAMILIES[name].transposed else shape), logical
+
+
+@families
+def test_prompts_are_continued_as_by_transformers(
+    name: str,
+    backend_of: Callable[..., QloraBackend],
+    family_base: Callable[[str], BaseModel],
+    family_config: Callable[[str], RunConfig],
+) -> None:
+    """Greedily, together and padded, the ids of `generate` on eager attention, prompt by prompt."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [
+        torch.randint(3, 259, (length,), generator=generator).tolist() for length in (4, 13, 1)
+    ]
+    backend = backend_of(name, live=False)
+    ours = backend.generate(prompts, max_new_tokens=10, end_ids={319}, pad_id=0)
+    reference = eager(family_base(name), family_config(name))
+    for prompt, completion in zip(prompts, ours, strict=True):
+        with torch.no_grad(), quiet():
+            ids = reference.generate(
+                input_ids=torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=10,
+                do_sample=False,
+                eos_token_id=319,
+                pad_token_id=0,
+            )
+        assert completion == ids[0, len(prompt) :].tolist()
+
+
+@families
+def test_the_base_drops_nothing_of_its_own(
+    name: str, backend_of: Callable[..., QloraBackend], packed: Batch
+) -> None:
+    """GPT-2 would, at embeddings and residuals: training mode changes no logit."""
+    backend = backend_of(name).eval()
+    with torch.no_grad():
+        still = logits_of(backend, packed)
+        assert torch.equal(logits_of(backend.train(), packed), still)
+
+
+def test_gemma_caps_both_scores_and_logits(
+    backend_of: Callable[..., QloraBackend], packed: Batch
+) -> None:
+    """Without either cap the logits are others, so the comparisons above can fail."""
+    backend = backend_of("gemma2").eval()
+    with torch.no_grad():
+        capped = logits_of(backend, packed)
+        assert capped.abs().max() < 3
+        backend.causal_lm.config.final_logit_softcapping = None
+        assert logits_of(backend, packed).abs().max() > 3
+        backend.causal_lm.config.final_logit_softcapping = 3.0
+        for layer in backend.causal_lm.model.layers:
+            layer.self_attn.attn_logit_softcapping = None
+        assert not close(logits_of(backend, packed), capped, 1e-2)
+
+
+@pytest.mark.parametrize("name", ["mistral", "phi3", "gemma2"])
+def test_windows_are_shorter_than_the_documents(
+    name: str, backend_of: Callable[..., QloraBackend], packed: Batch
+) -> None:
+    """Without the window the logits are others, so the comparisons above can fail."""
+    backend = backend_of(name).eval()
+    with torch.no_grad():
+        windowed = logits_of(backend, packed)
+        backend.causal_lm.config.sliding_window = None
+        for layer in backend.causal_lm.model.layers:
+            layer.self_attn.sliding_window = None
+        assert not close(logits_of(backend, packed), windowed, 1e-2)

@@ -1,0 +1,128 @@
+"""Code that comes with a model: run only where asked for, and never trusted with packing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.artifacts.manifest import Manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.model.resolve import BaseModel
+
+GOOD = """
+from pathlib import Path
+from transformers import LlamaForCausalLM
+
+Path({mark!r}).write_text("ran", "utf-8")
+
+class TheirModel(LlamaForCausalLM):
+    pass
+"""
+LEAKING = """
+import torch
+from transformers import LlamaForCausalLM, LlamaModel
+
+class Forgetful(LlamaModel):
+    def forward(self, input_ids, documents=None, attention_mask=None, **kwargs):
+        return super().forward(input_ids, torch.ones_like(input_ids), **kwargs)
+
+class TheirModel(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = Forgetful(config)
+        self.post_init()
+"""
+STRICT = """
+from transformers import LlamaForCausalLM, LlamaModel
+
+class Strict(LlamaModel):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, use_cache=None):
+        return super().forward(input_ids, attention_mask, position_ids, use_cache=use_cache)
+
+class TheirModel(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = Strict(config)
+        self.post_init()
+"""
+
+
+@pytest.fixture
+def with_code(
+    tiny_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], Path]:
+    """Put a model directory with code of its own somewhere."""
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+    def made(code: str) -> Path:
+        directory = Path(shutil.copytree(tiny_base.directory, tmp_path / "theirs"))
+        (directory / "their_code.py").write_text(code, "utf-8")
+        config: dict[str, Any] = json.loads((directory / "config.json").read_text("utf-8"))
+        config["auto_map"] = {"AutoModelForCausalLM": "their_code.TheirModel"}
+        (directory / "config.json").write_text(json.dumps(config), "utf-8")
+        return directory
+
+    return made
+
+
+def test_code_is_not_run_unless_asked_for(
+    with_code: Callable[[str], Path], train_in: Callable[..., RunDir], tmp_path: Path
+) -> None:
+    """The class of transformers itself is taken, nobody is prompted, no code is on record."""
+    mark = tmp_path / "mark"
+    directory = with_code(GOOD.format(mark=str(mark)))
+    run = train_in(tmp_path / "run", "model=hf", f"model.id={directory}", "trainer.max_steps=1")
+    assert not mark.exists()
+    assert "trust_remote_code" not in Manifest.read(run.manifest).inputs
+
+
+def test_code_that_was_asked_for_is_run_and_recorded(
+    with_code: Callable[[str], Path], train_in: Callable[..., RunDir], tmp_path: Path
+) -> None:
+    """It keeps documents apart, because transformers' own attention is what it calls."""
+    mark = tmp_path / "mark"
+    directory = with_code(GOOD.format(mark=str(mark)))
+    run = train_in(
+        tmp_path / "run",
+        "model=hf",
+        f"model.id={directory}",
+        "model.trust_remote_code=true",
+        "trainer.max_steps=1",
+    )
+    assert mark.read_text("utf-8") == "ran"
+    assert Manifest.read(run.manifest).inputs["trust_remote_code"] is True
+
+
+@pytest.mark.parametrize(
+    ("code", "found"), [(LEAKING, "another neighbour moves"), (STRICT, "unexpected keyword")]
+)
+def test_code_that_would_mix_documents_is_refused(
+    with_code: Callable[[str], Path],
+    train_in: Callable[..., RunDir],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    code: str,
+    found: str,
+) -> None:
+    """Before a step is taken, with what was seen."""
+    directory = with_code(code)
+    train_in(
+        tmp_path / "run",
+        "model=hf",
+        f"model.id={directory}",
+        "model.trust_remote_code=true",
+        code=2,
+    )
+    said = " ".join(capsys.readouterr().err.split())
+    assert "cannot keep documents apart" in said
+    assert found in said

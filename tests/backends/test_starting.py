@@ -1,0 +1,305 @@
+"""PiSSA and LoftQ on a 4-bit tiny_llama: the start, the way back to the base, and the artifact."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from mens_exp.artifacts.adapter_v3 import read_adapter, write_adapter
+from mens_exp.backends.adapting import ADAPTER
+from mens_exp.data.batch import packed_batch
+from mens_exp.model.quiet import quiet
+from mens_exp.objective.causal import CrossEntropy
+from mens_exp.quant.bnb import dequantized, keep_trainable, quantization_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.backends.qlora import QloraBackend
+    from mens_exp.config.root import RunConfig
+    from mens_exp.data.batch import Batch
+    from mens_exp.model.resolve import BaseModel
+    from mens_exp.rows.encode import Encoded
+
+F32 = "quant.compute_dtype=f32"
+LOFTQ = ["lora.init=loftq"]
+RESIDUAL = {
+    "pissa": ["lora.init=pissa"],
+    "loftq, three rounds": ["lora.init=loftq", "lora.loftq_iters=3"],
+    "pissa, rslora": ["lora.init=pissa", "lora.variant=rslora", "lora.r=5"],
+    "pissa, dora": ["lora.init=pissa", "lora.variant=dora"],
+    "pissa, patterns": [
+        "lora.init=pissa",
+        "lora.rank_pattern={mlp:3}",
+        "lora.alpha_pattern={qv:5}",
+    ],
+    "pissa, fp4": ["lora.init=pissa", "quant=fp4", "quant.double_quant=false"],
+}
+EXACT = {
+    "loftq": LOFTQ,
+    "loftq, rslora": [*LOFTQ, "lora.variant=rslora", "lora.r=5"],
+    "loftq, dora": [*LOFTQ, "lora.variant=dora"],
+}
+residual = pytest.mark.parametrize("overrides", RESIDUAL.values(), ids=RESIDUAL.keys())
+exact = pytest.mark.parametrize("overrides", EXACT.values(), ids=EXACT.keys())
+both = pytest.mark.parametrize(
+    "overrides", [*RESIDUAL.values(), *EXACT.values()], ids=[*RESIDUAL, *EXACT]
+)
+IDS = list(range(3, 40))
+
+
+@pytest.fixture
+def batch(documents_of: Callable[..., Encoded]) -> Batch:
+    return packed_batch(documents_of([IDS], [[0] + [1] * 36]), [[0]], index=0)
+
+
+def logits_of(backend: QloraBackend, batch: Batch) -> torch.Tensor:
+    backend.eval()
+    with torch.no_grad():
+        return backend.head(backend(batch))
+
+
+def moved(backend: QloraBackend) -> QloraBackend:
+    """Move every trained parameter a little, as training does."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in backend.trainable().values():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.2 * parameter.std() * noise)
+    return backend
+
+
+def of_the_libraries(config: RunConfig, base: BaseModel, *, quantized: bool = True) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(
+            base.directory,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            **({"quantization_config": quantization_config(config.quant)} if quantized else {}),
+        )
+    keep_trainable(model)
+    return model.eval()
+
+
+def plain_logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([IDS]), use_cache=False).logits[0, :-1]
+
+
+@both
+def test_the_start_is_nearer_to_the_unquantized_model(
+    tiny_backend: Callable[..., QloraBackend],
+    tiny_base: BaseModel,
+    tiny_config: Callable[..., RunConfig],
+    overrides: list[str],
+    batch: Batch,
+) -> None:
+    """Its logits, and the weights of every layer, by the measure that is printed and recorded."""
+    backend = tiny_backend(F32, *overrides)
+    unquantized = of_the_libraries(tiny_config(F32), tiny_base, quantized=False)
+    target = plain_logits(unquantized)
+    with backend.base_only():
+        before = (logits_of(backend, batch) - target).norm()
+    assert (logits_of(backend, batch) - target).norm() < 0.95 * before
+    errors = backend.quantization_errors()
+    assert errors.keys() == backend.layers.keys()
+    assert all(after < before for before, after in errors.values())
+    W = unquantized.model.layers[1].mlp.up_proj.weight.detach()
+    module, found = backend.layers["l1.up"], backend.trainable()
+    update = module.scaling[ADAPTER] * found["l1.up.lora_b"] @ found["l1.up.lora_a"]
+    seen = dequantized(module.get_base_layer().weight) + update
+    assert errors["l1.up"][1] == pytest.approx(
+        float((W - seen).detach().norm() / W.norm()), rel=1e-4
+    )
+    with backend.base_only():
+        plain = dequantized(module.get_base_layer().weight)
+    assert errors["l1.up"][0] == pytest.approx(float((W - plain).norm() / W.norm()), rel=1e-4)
+
+
+def test_facts_say_what_the_start_did(tiny_backend: Callable[..., QloraBackend]) -> None:
+    """The means over the layers, the worst of them, and the time."""
+    backend = tiny_backend("lora.init=pissa")
+    facts, errors = backend.facts(), backend.quantization_errors()
+    assert facts["lora_init"] == "pissa"
+    assert facts["quantization_error_before"] == pytest.approx(
+        np.mean([before for before, _ in errors.values()])
+    )
+    assert facts["quantization_error_after"] == pytest.approx(
+        np.mean([after for _, after in errors.values()])
+    )
+    assert facts["quantization_error_worst"] == max(after for _, after in errors.values())
+    assert facts["init_s"] >= 0
+    assert tiny_backend().quantization_errors() == {}
+
+
+@both
+def test_without_the_adapter_it_is_the_plain_base_again(
+    tiny_backend: Callable[..., QloraBackend],
+    tiny_base: BaseModel,
+    tiny_config: Callable[..., RunConfig],
+    batch: Batch,
+    overrides: list[str],
+) -> None:
+    """Nothing taken out, nothing added: transformers' own 4-bit model; then the start again."""
+    backend = tiny_backend(F32, *overrides)
+    tuned = logits_of(backend, batch)
+    with backend.base_only():
+        found = logits_of(backend, batch)
+    config = tiny_config(F32, *overrides)
+    assert (found - plain_logits(of_the_libraries(config, tiny_base))).abs().max() <= 1e-5
+    assert torch.equal(logits_of(backend, batch), tuned)
+
+
+@both
+def test_equal_configurations_start_from_equal_bits(
+    tiny_backend: Callable[..., QloraBackend], batch: Batch, overrides: list[str]
+) -> None:
+    """Whatever was drawn before, and whatever the seed: the weights alone decide."""
+    first = tiny_backend(*overrides)
+    torch.rand(7)
+    second = tiny_backend(*overrides, "seed=9")
+    ours, theirs = first.trainable(), second.trainable()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert torch.equal(logits_of(first, batch), logits_of(second, batch))
+
+
+@both
+def test_every_part_learns_and_the_base_does_not(
+    tiny_backend: Callable[..., QloraBackend], batch: Batch, overrides: list[str]
+) -> None:
+    """From the first step on: B is not zero here, so that A has a gradient at once."""
+    backend = tiny_backend(*overrides).train()
+    backend.begin(0)
+    CrossEntropy("causal", 4)(backend(batch), batch.targets_M, backend.head).total.backward()
+    found = {name: p.grad for name, p in backend.trainable().items()}
+    assert all(g is not None and bool(g.abs().sum() > 0) for g in found.values())
+    ours = {id(p) for p in backend.trainable().values()}
+    assert all(
+        p.grad is None and not p.requires_grad for p in backend.parameters() if id(p) not in ours
+    )
+
+
+@both
+def test_an_adapter_on_disk_gives_the_same_logits_in_a_fresh_graph(
+    tiny_backend: Callable[..., QloraBackend],
+    tiny_config: Callable[..., RunConfig],
+    batch: Batch,
+    overrides: list[str],
+    tmp_path: Path,
+) -> None:
+    """No bit differs, and the scale of every layer is read back."""
+    backend = moved(tiny_backend(*overrides))
+    manifest, tensors = backend.adapter(tiny_config(*overrides))
+    write_adapter(tmp_path, manifest, tensors)
+    read, values = read_adapter(tmp_path)
+    assert read == manifest
+    for name, module in backend.layers.items():
+        assert read.scale_of(name) == pytest.approx(module.scaling[ADAPTER], rel=1e-12)
+    fresh = tiny_backend(*overrides)
+    fresh.load_adapter(values)
+    assert torch.equal(logits_of(fresh, batch), logits_of(backend, batch))
+
+
+@residual
+def test_the_base_is_rebuilt_from_the_adapter_not_from_a_new_decomposition(
+    tiny_backend: Callable[..., QloraBackend],
+    tiny_config: Callable[..., RunConfig],
+    batch: Batch,
+    overrides: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another machine's last bits, here a decomposition that is off by a twentieth, do no harm."""
+    from mens_exp.backends import starting
+
+    backend = moved(tiny_backend(*overrides))
+    _, tensors = backend.adapter(tiny_config(*overrides))
+    expected = logits_of(backend, batch)
+    start = starting._start
+
+    def other(*args: Any) -> Any:
+        found = start(*args)
+        pair = (found.taken[0] * 1.05, found.taken[1])
+        return type(found)(pair=found.pair, taken=pair)
+
+    monkeypatch.setattr(starting, "_start", other)
+    fresh = tiny_backend(*overrides)
+    assert not torch.equal(logits_of(fresh, batch), logits_of(tiny_backend(), batch))
+    state = backend.start_state()
+    fresh.load_adapter(tensors)
+    assert torch.equal(logits_of(fresh, batch), expected)
+    resumed = tiny_backend(*overrides)
+    resumed.load_start_state(state)
+    with torch.no_grad():
+        for name, parameter in resumed.trainable().items():
+            parameter.copy_(backend.trainable()[name])
+    assert torch.equal(logits_of(resumed, batch), expected)
+
+
+@both
+def test_peft_on_the_plain_base_is_what_the_view_says_it_is(
+    tiny_backend: Callable[..., QloraBackend],
+    tiny_base: BaseModel,
+    tiny_config: Callable[..., RunConfig],
+    batch: Batch,
+    overrides: list[str],
+    tmp_path: Path,
+) -> None:
+    """Its own reader gives the logits of as_peft_view; those of the trained graph where exact."""
+    from peft import PeftModel
+
+    backend = moved(tiny_backend(F32, *overrides))
+    backend.write_peft(tmp_path / "peft")
+    base = of_the_libraries(tiny_config(F32, *overrides), tiny_base)
+    theirs = plain_logits(PeftModel.from_pretrained(base, tmp_path / "peft").eval())
+    tuned = logits_of(backend, batch)
+    with backend.as_peft_view():
+        view = logits_of(backend, batch)
+    assert (theirs - view).abs().max() <= 2e-5
+    assert torch.equal(logits_of(backend, batch), tuned)
+    assert backend.peft_view_is_exact is (overrides in EXACT.values())
+    with backend.base_only():
+        base_logits = logits_of(backend, batch)
+    if backend.peft_view_is_exact:
+        assert torch.equal(view, tuned)
+    else:
+        assert 0 < (view - tuned).norm() < (base_logits - tuned).norm()
+
+
+@residual
+def test_an_untouched_start_is_no_change_of_the_published_model(
+    tiny_backend: Callable[..., QloraBackend],
+    tiny_config: Callable[..., RunConfig],
+    overrides: list[str],
+) -> None:
+    """PiSSA's delta is B A − B0 A0, zero before training; LoftQ's is what its last round added."""
+    backend = tiny_backend(*overrides)
+    manifest, tensors = backend.adapter(tiny_config(*overrides))
+    assert (manifest.mens_exp or {})["init"]["doubled_rank"] is True
+    for name, module in backend.layers.items():
+        r = module.r[ADAPTER]
+        a, b = tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"]
+        assert (a.shape[0], b.shape[1]) == (2 * r, 2 * r)
+        if "lora.init=pissa" in overrides:
+            assert np.abs(b @ a).max() < 1e-6
+        else:
+            assert np.abs(b @ a).max() < np.abs(b[:, :r] @ a[:r]).max()
+
+
+@exact
+def test_loftq_of_one_round_keeps_its_rank(
+    tiny_backend: Callable[..., QloraBackend],
+    tiny_config: Callable[..., RunConfig],
+    overrides: list[str],
+) -> None:
+    """The adapter on the plain base is the model, and the manifest says so."""
+    manifest, tensors = tiny_backend(*overrides).adapter(tiny_config(*overrides))
+    init = (manifest.mens_exp or {})["init"]
+    assert (init["name"], init["doubled_rank"], init["loftq_iters"]) == ("loftq", False, 1)
+    assert "plainly quantized base" in init["exactness"]
+    assert tensors["l0.q.lora_a"].shape[0] == manifest.rank

@@ -1,0 +1,373 @@
+"""Variants, patterns and an adapter on the head, on tiny_llama, against PEFT's own reader."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from mens_exp.artifacts.adapter_v3 import read_adapter, write_adapter
+from mens_exp.backends.adapting import ADAPTER
+from mens_exp.data.batch import packed_batch
+from mens_exp.model.quiet import quiet
+from mens_exp.objective.causal import CrossEntropy
+from mens_exp.quant.bnb import keep_trainable, quantization_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.backends.qlora import QloraBackend
+    from mens_exp.config.root import RunConfig
+    from mens_exp.data.batch import Batch
+    from mens_exp.model.resolve import BaseModel
+    from mens_exp.rows.encode import Encoded
+
+F32 = "quant.compute_dtype=f32"
+ARMS = {
+    "rslora": ["lora.variant=rslora", "lora.r=4"],
+    "dora": ["lora.variant=dora"],
+    "patterns": [
+        "lora.rank_pattern={down_proj:3,self_attn.q_proj:5}",
+        "lora.alpha_pattern={mlp:7}",
+    ],
+    "rslora, patterns": ["lora.variant=rslora", "lora.r=4", "lora.rank_pattern={mlp:9}"],
+    "dora, patterns": ["lora.variant=dora", "lora.rank_pattern={v_proj:2}"],
+    "one layer": ["lora.targets=['*.layers.1.*']"],
+    "head": ["lora=lm_head"],
+    "all and head": ["lora.targets=[all_linear,lm_head]"],
+    "rslora on the head": ["lora.targets=[qv,lm_head]", "lora.variant=rslora"],
+}
+arms = pytest.mark.parametrize("overrides", ARMS.values(), ids=ARMS.keys())
+
+
+@pytest.fixture
+def documents(random_documents: Callable[..., Encoded]) -> Encoded:
+    return random_documents([11, 6, 17], [3, 1, 12])
+
+
+@pytest.fixture
+def batch(documents: Encoded) -> Batch:
+    return packed_batch(documents, [[0, 1, 2]], index=0)
+
+
+def logits_of(backend: QloraBackend, batch: Batch) -> torch.Tensor:
+    backend.eval()
+    with torch.no_grad():
+        return backend.head(backend(batch))
+
+
+def gradients_of(backend: QloraBackend, batch: Batch, chunk: int = 4) -> dict[str, Any]:
+    backend.train()
+    backend.zero_grad()
+    backend.begin(0)
+    objective = CrossEntropy("causal", chunk)
+    objective(backend(batch), batch.targets_M, backend.head).total.backward()
+    return {name: p.grad for name, p in backend.trainable().items()}
+
+
+def peft_logits(
+    config: RunConfig, base: BaseModel, directory: Path, ids: list[int]
+) -> torch.Tensor:
+    """Load base and adapter with the libraries alone."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(
+            base.directory,
+            dtype=torch.float32,
+            quantization_config=quantization_config(config.quant),
+            attn_implementation="eager",
+        )
+        keep_trainable(model)
+        model = PeftModel.from_pretrained(model, directory).eval()
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
+
+
+@arms
+def test_a_fresh_adapter_changes_nothing(
+    tiny_backend: Callable[..., QloraBackend], batch: Batch, overrides: list[str]
+) -> None:
+    """B = 0, whatever the variant; DoRA's lengths are those of the weights it starts from."""
+    backend = tiny_backend(F32, *overrides)
+    tuned = logits_of(backend, batch)
+    with backend.base_only():
+        base = logits_of(backend, batch)
+    limit = 1e-5 if "lora.variant=dora" in overrides else 0
+    assert (tuned - base).abs().max() <= limit
+
+
+def test_dora_in_bf16_starts_within_its_rounding(
+    tiny_backend: Callable[..., QloraBackend], batch: Batch
+) -> None:
+    """The ratio of the lengths is one to bf16's eight bits while it learns."""
+    backend = tiny_backend("lora.variant=dora", "lora.dropout=0").train()
+    with backend.base_only():
+        base = backend.head(backend(batch)).detach().float()
+    tuned = backend.head(backend(batch)).detach().float()
+    assert (tuned - base).norm() <= 0.02 * base.norm()
+
+
+@arms
+@pytest.mark.parametrize("compute", ["f32", "bf16"])
+def test_every_part_learns_and_nothing_else_does(
+    tiny_backend: Callable[..., QloraBackend], batch: Batch, overrides: list[str], compute: str
+) -> None:
+    """Each matrix and each length has an f32 gradient; the base, a tied table included, none."""
+    backend = tiny_backend(*overrides, f"quant.compute_dtype={compute}", live=True)
+    gradients = gradients_of(backend, batch)
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+    assert all(bool(gradient.abs().sum() > 0) for gradient in gradients.values())
+    ours = {id(parameter) for parameter in backend.trainable().values()}
+    assert all(p.grad is None for p in backend.parameters() if id(p) not in ours)
+
+
+@arms
+def test_train_validate_train_gives_the_same_gradients(
+    tiny_backend: Callable[..., QloraBackend], batch: Batch, overrides: list[str]
+) -> None:
+    """A measurement in between changes no bit."""
+    backend = tiny_backend(*overrides, live=True)
+    before = {name: g.clone() for name, g in gradients_of(backend, batch).items()}
+    logits_of(backend, batch)
+    after = gradients_of(backend, batch)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.filterwarnings("ignore:Model .*tie_word_embeddings=True")  # PEFT's, of a tied head
+@arms
+def test_peft_reads_the_adapter_back(
+    tiny_backend: Callable[..., QloraBackend],
+    tiny_base: BaseModel,
+    tiny_config: Callable[..., RunConfig],
+    documents_of: Callable[..., Encoded],
+    tmp_path: Path,
+    overrides: list[str],
+) -> None:
+    """Its own reader gives the trained graph's logits in f32, patterns and lengths included."""
+    backend = tiny_backend(F32, *overrides, live=True)
+    with torch.no_grad():
+        for name, parameter in backend.trainable().items():
+            if name.endswith("magnitude"):
+                parameter.mul_(1.3)
+    backend.write_peft(tmp_path / "peft")
+    ids = list(range(3, 40))
+    batch = packed_batch(documents_of([ids], [[0] + [1] * 36]), [[0]], index=0)
+    theirs = peft_logits(tiny_config(F32, *overrides), tiny_base, tmp_path / "peft", ids)
+    ours = logits_of(backend, batch)
+    with backend.base_only():
+        assert (logits_of(backend, batch) - ours).abs().max() > 0.05
+    assert (theirs - ours).abs().max() <= 2e-5
+
+
+@arms
+def test_the_adapter_on_disk_is_read_back_exactly(
+    tiny_backend: Callable[..., QloraBackend],
+    tiny_config: Callable[..., RunConfig],
+    batch: Batch,
+    overrides: list[str],
+    tmp_path: Path,
+) -> None:
+    """Tensors, variant, and the scale of every layer as PEFT computes with it."""
+    backend = tiny_backend(F32, *overrides, live=True)
+    manifest, tensors = backend.adapter(tiny_config(F32, *overrides))
+    write_adapter(tmp_path, manifest, tensors)
+    read, values = read_adapter(tmp_path)
+    assert read == manifest
+    for name, module in backend.layers.items():
+        assert read.scale_of(name) == module.scaling[ADAPTER]
+        assert read.rank_of(name) == module.r[ADAPTER]
+    fresh = tiny_backend(F32, *overrides)
+    fresh.load_adapter(values)
+    assert torch.equal(logits_of(fresh, batch), logits_of(backend, batch))
+
+
+def test_rslora_scales_by_the_root_of_the_rank(tiny_backend: Callable[..., QloraBackend]) -> None:
+    """Alpha 16 and r 4: 8, where LoRA has 4."""
+    scales = {
+        variant: {
+            module.scaling[ADAPTER]
+            for module in tiny_backend(f"lora.variant={variant}", "lora.r=4").layers.values()
+        }
+        for variant in ("lora", "rslora")
+    }
+    assert scales == {"lora": {4.0}, "rslora": {8.0}}
+
+
+def test_patterns_set_ranks_and_alphas_of_single_modules(
+    tiny_backend: Callable[..., QloraBackend],
+) -> None:
+    """By group, name and glob; the others keep the usual values."""
+    backend = tiny_backend(
+        "lora.rank_pattern={qv:8,*.layers.1.self_attn.q_proj:2}",
+        "lora.alpha_pattern={down_proj:4}",
+    )
+    ranks = {name: module.r[ADAPTER] for name, module in backend.layers.items()}
+    assert {name: r for name, r in ranks.items() if r != 16} == {
+        "l0.q": 8, "l0.v": 8, "l1.q": 2, "l1.v": 8,
+    }  # fmt: skip
+    scales = {name: module.scaling[ADAPTER] for name, module in backend.layers.items()}
+    assert (scales["l0.down"], scales["l1.q"], scales["l0.k"]) == (0.25, 8.0, 1.0)
+
+
+def test_variants_and_patterns_share_the_draws_of_plain_lora(
+    tiny_backend: Callable[..., QloraBackend],
+) -> None:
+    """A is keyed by the layer alone wherever its shape is the same."""
+    reference = tiny_backend().trainable()
+    for overrides in (*ARMS.values(), ["lora.variant=dora", "lora.dropout=0"]):
+        for name, parameter in tiny_backend(*overrides).trainable().items():
+            if name in reference and parameter.shape == reference[name].shape:
+                assert torch.equal(parameter, reference[name]), name
+
+
+# the head
+
+
+def reference_gradients(backend: QloraBackend, batch: Batch) -> tuple[float, dict[str, Any]]:
+    """Take plain cross entropy of all logits at once, by autograd through everything."""
+    backend.train()
+    backend.zero_grad()
+    backend.begin(0)
+    logits = backend.head(backend(batch))
+    total = torch.nn.functional.cross_entropy(logits, batch.targets_M, reduction="sum")
+    total.backward()
+    return float(total.detach()), {
+        name: p.grad.clone() for name, p in backend.trainable().items() if p.grad is not None
+    }
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 16, 100])
+@pytest.mark.parametrize("targets", ["[lm_head]", "[all_linear,lm_head]"])
+def test_gradients_of_the_head_are_those_of_full_logits(
+    tiny_backend: Callable[..., QloraBackend], batch: Batch, targets: str, chunk: int
+) -> None:
+    """In f32, to 1e-5 of each gradient's size, however small the chunks."""
+    backend = tiny_backend(F32, f"lora.targets={targets}", "lora.dropout=0", live=True)
+    _, expected = reference_gradients(backend, batch)
+    found = gradients_of(backend, batch, chunk)
+    assert found.keys() == expected.keys()
+    assert "lm_head.lora_a" in found
+    for name, gradient in found.items():
+        assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+
+
+def test_an_adapter_on_a_tied_head_leaves_the_embedding_alone(
+    tiny_backend: Callable[..., QloraBackend], batch: Batch
+) -> None:
+    """The hidden states of a live head adapter are the base's; the logits are not."""
+    backend = tiny_backend(F32, "lora=lm_head", live=True)
+    table = backend.causal_lm.get_input_embeddings().weight
+    assert backend.layers["lm_head"].get_base_layer().weight is table
+    with torch.no_grad():
+        tuned, logits = backend(batch), backend.head(backend(batch))
+        with backend.base_only():
+            assert torch.equal(backend(batch), tuned)
+            assert not torch.equal(backend.head(backend(batch)), logits)
+    gradients_of(backend, batch)
+    assert table.grad is None
+
+
+def test_the_manifest_says_that_an_adapted_head_is_tied(
+    tiny_backend: Callable[..., QloraBackend], tiny_config: Callable[..., RunConfig]
+) -> None:
+    """Its key is the embedding's, and a merge is warned; without a head adapter nothing is said."""
+    manifest, tensors = tiny_backend("lora=lm_head").adapter(tiny_config("lora=lm_head"))
+    assert manifest.base_key_map == {"lm_head": "model.embed_tokens.weight"}
+    assert (manifest.mens_exp or {})["tied_head"] is True
+    assert {name: v.shape for name, v in tensors.items()} == {
+        "lm_head.lora_a": (16, 64),
+        "lm_head.lora_b": (320, 16),
+    }
+    manifest, _ = tiny_backend().adapter(tiny_config())
+    assert "tied_head" not in (manifest.mens_exp or {})
+
+
+def test_dropout_before_the_head_differs_from_chunk_to_chunk(
+    tiny_backend: Callable[..., QloraBackend], batch: Batch
+) -> None:
+    """Equal rows in two chunks lose other elements; a micro-batch repeated loses the same."""
+    backend = tiny_backend(F32, "lora=lm_head", "lora.dropout=0.5", live=True).train()
+    hidden = torch.ones(4, 64)
+    backend.begin(3)
+    first, second = backend.head(hidden), backend.head(hidden)
+    backend.begin(3)
+    assert not torch.equal(first, second)
+    assert torch.equal(backend.head(hidden), first)
+
+
+# dropout under DoRA
+
+
+def test_dora_drops_elements_of_one_input_for_base_and_update_alike(
+    tiny_backend: Callable[..., QloraBackend],
+) -> None:
+    """By hand for one projection: ``W x + (g − 1) W d(x) + g s B A d(x)``, with g the ratio of lengths.
+
+    This is what DoRA's authors do (arXiv:2402.09353, PEFT's DoraLinearVariant): what the ratio
+    changes of the base's output is computed from the dropped input too.
+    """
+    from mens_exp.quant.bnb import dequantized
+
+    backend = tiny_backend(F32, "lora.variant=dora", "lora.dropout=0.5", live=True).train()
+    module, found = backend.layers["l0.q"], backend.trainable()
+    with torch.no_grad():
+        found["l0.q.lora_magnitude"].mul_(1.2)
+    x = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0))
+    backend.begin(2)
+    output = module(x).detach()
+    backend.begin(2)
+    dropped = module.lora_dropout[ADAPTER](x)
+    assert bool((dropped == 0).any())
+    W = dequantized(module.get_base_layer().weight)
+    update = found["l0.q.lora_b"] @ found["l0.q.lora_a"] * module.scaling[ADAPTER]
+    ratio = found["l0.q.lora_magnitude"] / (W + update).norm(dim=1)
+    expected = x @ W.T + (ratio - 1) * (dropped @ W.T) + ratio * (dropped @ update.T)
+    assert torch.allclose(output, expected, atol=1e-4)
+
+
+def test_dora_without_dropout_computes_the_base_once(
+    tiny_backend: Callable[..., QloraBackend],
+) -> None:
+    """PEFT's identity stays in place, which is how it knows."""
+    backend = tiny_backend("lora.variant=dora", "lora.dropout=0")
+    assert backend.dropouts == []
+    assert isinstance(backend.layers["l0.q"].lora_dropout[ADAPTER], torch.nn.Identity)
+
+
+# PEFT's own words for it
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        ("[attention]", ["k_proj", "o_proj", "q_proj", "v_proj"]),
+        ("[mlp,lm_head]", ["down_proj", "gate_proj", "lm_head", "up_proj"]),
+        ("['*.layers.1.*.q_proj']", ["model.layers.1.self_attn.q_proj"]),
+    ],
+)
+def test_the_peft_directory_names_modules_as_short_as_can_be(
+    tiny_backend: Callable[..., QloraBackend], tmp_path: Path, targets: str, expected: list[str]
+) -> None:
+    """Last names where those say it all, in a fixed order."""
+    tiny_backend(f"lora.targets={targets}").write_peft(tmp_path / "peft")
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text("utf-8"))
+    assert config["target_modules"] == expected
+
+
+def test_the_peft_directory_carries_variant_and_patterns(
+    tiny_backend: Callable[..., QloraBackend], tmp_path: Path
+) -> None:
+    """Its own reader needs no more."""
+    overrides = ["lora.variant=rslora", "lora.rank_pattern={*.1.*.q_proj:2}", "lora=attention"]
+    tiny_backend(*overrides).write_peft(tmp_path / "peft")
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text("utf-8"))
+    assert (config["use_rslora"], config["use_dora"]) == (True, False)
+    assert config["rank_pattern"] == {r"model\.layers\.1\.self_attn\.q_proj": 2}
+    assert config["r"] == 16
+    assert math.isclose(config["lora_alpha"] / math.sqrt(config["r"]), 4)

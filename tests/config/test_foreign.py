@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from mens_exp import cli
+from mens_exp.config.compose import compose, from_yaml, to_yaml, typed
+from mens_exp.errors import MensError, Problems
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.artifacts.run_dir import RunDir
+
+
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], Path]:
+    """Write a config.yaml as a run does, with some values replaced by dotted key."""
+    monkeypatch.chdir(tmp_path)
+    text = to_yaml(compose([["model=tiny_llama"]])[0].values)
+
+    def written(changes: dict[str, Any]) -> Path:
+        values = yaml.safe_load(text)
+        for key, value in changes.items():
+            node = values
+            *parents, last = key.split(".")
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            node[last] = value
+        file = tmp_path / "config.yaml"
+        file.write_text(yaml.safe_dump(values), encoding="utf-8")
+        return file
+
+    return written
+
+
+def refusal(file: Path) -> str:
+    with pytest.raises(MensError) as caught:
+        typed(from_yaml(file))
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_a_runs_own_configuration_comes_back_as_it_was(
+    stored: Callable[[dict[str, Any]], Path],
+) -> None:
+    """Every class of ours and of torch that our options name is trusted."""
+    assert typed(from_yaml(stored({}))) == typed(compose([["model=tiny_llama"]])[0].values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"backend._target_": "os.system"}, "backend._target_"),
+        ({"optim._target_": "subprocess.Popen"}, "optim._target_"),
+        ({"callbacks.facts._target_": "my_callbacks.Evil"}, "callbacks.facts._target_"),
+        ({"callbacks.new": {"_target_": "builtins.exec"}}, "callbacks.new._target_"),
+        ({"objective._target_": "mens_expevil.Loss"}, "objective._target_"),
+        ({"model._target_": "torch.hub.load"}, "model._target_"),
+        (
+            {"callbacks.new": {"_target_": "lightning.Callback", "a": {"_target_": "torch.load"}}},
+            "callbacks.new.a._target_",
+        ),
+        ({"optim": [{"_target_": "os.system"}]}, "optim.0._target_"),
+        ({"optim._target_": ["os.system"]}, "optim._target_"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_class_nobody_vouched_for_is_refused(
+    stored: Callable[[dict[str, Any]], Path], changes: dict[str, Any], place: str
+) -> None:
+    """Wherever it stands; the message says how to allow it."""
+    said = refusal(stored(changes))
+    assert f": {place}: a stored configuration may not name this class" in said
+    assert "name the same _target_ in a file of ./conf" in said
+
+
+def test_every_such_class_is_told_at_once(stored: Callable[[dict[str, Any]], Path]) -> None:
+    """Whoever looks at a run of somebody else's sees the whole of it."""
+    file = stored({"optim._target_": "a.B", "backend._target_": "c.D"})
+    with pytest.raises(Problems) as caught:
+        from_yaml(file)
+    assert len(caught.value.problems) == 2
+
+
+def test_a_reference_to_the_environment_is_refused(
+    stored: Callable[[dict[str, Any]], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would carry a secret of this machine into the next record."""
+    monkeypatch.setenv("SOME_SECRET", "hunter2")
+    said = refusal(stored({"model.name": "${oc.env:SOME_SECRET}"}))
+    assert "holds values, no references" in said
+    assert "hunter2" not in said
+
+
+def test_a_class_that_conf_names_too_is_vouched_for(
+    stored: Callable[[dict[str, Any]], Path], tmp_path: Path
+) -> None:
+    """The same _target_ in any file of ./conf."""
+    file = stored({"callbacks.mine": {"_target_": "my_callbacks.Mine", "every_n": 3}})
+    assert "my_callbacks.Mine" in refusal(file)
+    (tmp_path / "conf/callbacks").mkdir(parents=True)
+    (tmp_path / "conf/callbacks/mine.yaml").write_text("_target_: my_callbacks.Mine\nevery_n: 5\n")
+    assert typed(from_yaml(file)).callbacks["mine"].every_n == 3  # type: ignore[attr-defined]
+
+
+def test_torchs_and_lightnings_classes_may_be_named(
+    stored: Callable[[dict[str, Any]], Path],
+) -> None:
+    """With settings of their own."""
+    config = typed(
+        from_yaml(
+            stored(
+                {
+                    "optim": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9},
+                    "callbacks.timer": {"_target_": "lightning.pytorch.callbacks.Timer"},
+                }
+            )
+        )
+    )
+    assert config.optim.momentum == 0.9  # type: ignore[attr-defined]
+
+
+def test_a_missing_value_is_told(stored: Callable[[dict[str, Any]], Path]) -> None:
+    """A configuration of another version is no traceback."""
+    file = stored({})
+    values = yaml.safe_load(file.read_text("utf-8"))
+    del values["objective"]["labels"]
+    file.write_text(yaml.safe_dump(values), encoding="utf-8")
+    assert "no objective.labels" in refusal(file)
+
+
+@pytest.mark.parametrize("task", ["resume", "evaluate", "chat"])
+@pytest.mark.parametrize(
+    "target", ["os.system", "torch.hub.load", "lightning.Trainer", "mens_exp.cli.main"]
+)
+def test_nothing_of_a_malicious_run_is_called(
+    finished: RunDir,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+    task: str,
+    target: str,
+) -> None:
+    """Not even what a trusted package holds: it must be a class of the kind its place takes."""
+    import shutil
+
+    monkeypatch.chdir(tmp_path)
+    run = shutil.copytree(finished.path, tmp_path / "theirs")
+    config = run / "config.yaml"
+    text = config.read_text("utf-8")
+    config.write_text(
+        re.sub(r"_target_: torch\.optim\.\w+", f"_target_: {target}", text), encoding="utf-8"
+    )
+    assert target in config.read_text("utf-8")
+    asked = {
+        "resume": ["resume=theirs", "trainer.max_steps=9"],
+        "evaluate": ["task=evaluate", "path=theirs"],
+        "chat": ["task=chat", "path=theirs", "prompt=hello"],
+    }[task]
+    assert cli.main(asked) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "optim._target_" in said
+    assert target in said
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.config import own_conf
+from mens_exp.config.compose import compose, config_directory, group_options, typed
+from mens_exp.config.overrides import check
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.errors import MensError
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Write a file below ./conf of an empty working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def written(name: str, text: str) -> Path:
+        file = tmp_path / "conf" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+        return file
+
+    return written
+
+
+@pytest.fixture
+def print_every(write: Callable[[str, str], Path]) -> None:
+    write("callbacks/print_every.yaml", "# p\n_target_: my_callbacks.PrintEvery\nevery_n: 5\n")
+
+
+def only(*overrides: str) -> MensError:
+    (problem,) = check(list(overrides)).problems
+    return problem
+
+
+def test_without_a_conf_folder_the_options_are_ours(write: object) -> None:
+    """In an empty directory nothing is added."""
+    assert group_options() == own_conf.our_options()
+    assert own_conf.own_directory() is None
+
+
+def test_our_own_conf_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a checkout ./conf is ours, and nothing changes."""
+    monkeypatch.chdir(config_directory().parent)
+    assert own_conf.own_directory() is None
+
+
+@pytest.mark.usefixtures("print_every")
+def test_a_class_is_composed_under_its_files_name_without_any_header() -> None:
+    """Neither a package line nor a schema is asked of the user."""
+    (one,) = compose([["callbacks=[minimal,print_every]", "callbacks.print_every.every_n=2"]])
+    assert dict(one.values.callbacks.print_every) == {
+        "_target_": "my_callbacks.PrintEvery",
+        "every_n": 2,
+    }
+    assert one.choices["callbacks"] == "minimal,print_every"
+
+
+@pytest.mark.usefixtures("print_every")
+def test_a_list_of_callbacks_has_a_name_of_its_own(write: Callable[[str, str], Path]) -> None:
+    """callbacks=mine is ours and the user's."""
+    write("callbacks/mine.yaml", "# m\ndefaults:\n  - default\n  - print_every\n")
+    (one,) = compose([["callbacks=mine"]])
+    assert list(one.values.callbacks)[-2:] == ["checkpoint", "print_every"]
+    assert typed(one.values).callbacks["print_every"].every_n == 5  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("print_every")
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("callbacks.print_every.evry_n=2", "the nearest is callbacks.print_every.every_n"),
+        ("callbacks.print_every.every_n=two", "expected a whole number"),
+        ("callbacks.print_every._target_=os.system", "is set by the option"),
+    ],
+)
+def test_a_setting_of_theirs_is_checked_like_ours(override: str, said: str) -> None:
+    """By key and by the type that the YAML shows."""
+    assert said in str(only("callbacks=[default,print_every]", override))
+
+
+@pytest.mark.usefixtures("print_every")
+def test_a_misspelled_option_names_the_nearest_of_ours_and_theirs() -> None:
+    """Both are options alike."""
+    assert "the nearest is print_every" in str(only("callbacks=print_evry"))
+
+
+@pytest.mark.usefixtures("print_every")
+def test_adding_a_callback_with_a_plus_says_how_to_write_it() -> None:
+    """The natural spelling elsewhere in Hydra is none here."""
+    assert "write callbacks=[default,print_every]" in str(only("+callbacks=print_every"))
+
+
+def test_types_follow_the_values(write: Callable[[str, str], Path]) -> None:
+    """A whole number stays one; a list keeps the kind of its entries; null takes anything."""
+    text = (
+        "_target_: m.O\nlr: 0.1\nbeta: 0.9\nnesterov: true\nks: [1, 2]\nextra: null\nmap: {a: 1}\n"
+    )
+    write("optim/mine.yaml", f"# o\n{text}")
+    good = ["optim=mine", "optim.beta=1", "optim.ks=[3]", "optim.extra=x", "optim.lr=1e-3"]
+    (one,) = compose([good])
+    assert (one.values.optim.beta, one.values.optim.ks, one.values.optim.extra) == (1.0, [3], "x")
+    assert "true or false" in str(only("optim=mine", "optim.nesterov=perhaps"))
+    assert "optim.eps: unknown key" in str(only("optim=mine", "optim.eps=1"))
+    assert "out of range" in str(only("optim=mine", "optim.lr=0"))
+
+
+def test_names_of_an_objective_and_a_backend_are_their_files(
+    write: Callable[[str, str], Path],
+) -> None:
+    """And an objective learns the assistant's tokens unless it says otherwise."""
+    write("objective/focal.yaml", "# f\n_target_: m.Focal\ngamma: 2.0\n")
+    write("backend/mine.yaml", "# b\n_target_: m.B\n")
+    config = typed(compose([["objective=focal", "backend=mine"]])[0].values)
+    assert (config.objective.name, config.objective.labels) == ("focal", "assistant")
+    assert config.backend.name == "mine"
+
+
+def test_an_experiment_of_ones_own_sets_what_it_likes(write: Callable[[str, str], Path]) -> None:
+    """Options of values alone need no class."""
+    write(
+        "experiment/mine.yaml",
+        "# @package _global_\n# e\ndefaults: [override /model: tiny_llama, _self_]\nseed: 7\n",
+    )
+    (cell,) = check(["experiment=mine"]).cells
+    assert (cell.config.seed, cell.config.model.name) == (7, "tiny_llama")
+
+
+def test_an_option_can_build_on_one_of_ours(write: Callable[[str, str], Path]) -> None:
+    """Its schema then is that of ours."""
+    write("optim/slow.yaml", "# s\ndefaults:\n  - adamw\n  - _self_\nlr: 1e-5\n")
+    (cell,) = check(["optim=slow"]).cells
+    assert cell.config.optim.lr == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("optim/adamw.yaml", "_target_: m.O\n", "has the name of one of ours"),
+        ("config.yaml", "seed: 3\n", "has the name of one of ours"),
+        ("callbacks/mine.yml", "x: 1\n", "rename it to mine.yaml"),
+        ("callback/mine.yaml", "x: 1\n", "such as callbacks"),
+        ("callbacks/mine.yaml", "- a\n", "is no YAML mapping"),
+        ("callbacks/mine.yaml", "a: [\n", "is no YAML mapping"),
+    ],
+)
+def test_a_file_that_would_do_nothing_is_refused(
+    write: Callable[[str, str], Path], file: str, text: str, said: str
+) -> None:
+    """By its path, whatever else the command asks for."""
+    write(file, text)
+    problem = only("seed=1")
+    assert said in str(problem)
+    assert problem.where == f"conf/{file}"
+    assert problem.exit_code == 2
+
+
+def test_a_copy_of_ours_and_a_folder_of_somebody_else_are_let_be(
+    write: Callable[[str, str], Path],
+) -> None:
+    """Neither changes what a command means."""
+    copy = write("optim/adamw.yaml", "")
+    shutil.copy(config_directory() / "optim/adamw.yaml", copy)
+    write("zzz_db/mysql.yaml", "x: 1\n")
+    assert check(["seed=1"]).problems == ()
+
+
+@pytest.mark.parametrize("key", ["_partial_", "_args_", "not a name"])
+def test_keys_that_are_no_arguments_are_refused(
+    write: Callable[[str, str], Path], key: str
+) -> None:
+    """Hydra would take some of them for itself."""
+    write("optim/mine.yaml", f"_target_: m.O\n{key}: true\n")
+    assert "is no setting of a class" in str(only("optim=mine"))
+
+
+def test_a_frozen_copy_is_read_whatever_becomes_of_the_folder(
+    write: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    """As a sweep needs it, which composes each cell when its turn comes."""
+    file = write("optim/mine.yaml", "# o\n_target_: m.O\nlr: 0.25\n")
+    copy = tmp_path / "copy"
+    shutil.copytree(tmp_path / "conf", copy)
+    file.write_text("# o\n_target_: m.O\nlr: 0.75\n", encoding="utf-8")
+    with own_conf.frozen_as(copy):
+        assert compose([["optim=mine"]])[0].values.optim.lr == 0.25
+    assert compose([["optim=mine"]])[0].values.optim.lr == 0.75
+    assert own_conf.own_directory() == tmp_path / "conf"

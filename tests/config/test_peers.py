@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.config.compose import group_options
+from mens_exp.config.overrides import check
+from mens_exp.config.peers import PEERS, peer_of
+from mens_exp.config.root import RunConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mens_exp.config.compose import Composed
+
+# Keys of ours that the table names before they are there; empty when all of them are.
+AWAITED = {
+    "adapter.select",
+    "callbacks.early_stopping.patience",
+    "checkpoint.every_n_steps",
+    "checkpoint.keep",
+    "model.gradient_checkpointing",
+    "schedule.warmup_frac",
+    "tokenizer.chat_template",
+}
+
+
+def said(override: str) -> str:
+    (problem,) = check([override]).problems
+    return str(problem)
+
+
+def test_every_name_of_ours_exists(option: Callable[[str], Composed]) -> None:
+    """As a group, or as a key of some option; a table of wrong names would mislead."""
+    known = {*group_options(), *RunConfig.__dataclass_fields__, "hydra.run.dir"}
+    for group, options in group_options().items():
+        for name in options:
+            node = option(f"{group}={name}").values.get(group) or {}
+            known |= {f"{group}.{key}" for key in node}
+            if group == "callbacks":
+                known |= {f"callbacks.{one}.{key}" for one, entry in node.items() for key in entry}
+    assert {peer.ours for peer in PEERS.values() if peer.ours} - known == AWAITED
+
+
+def test_no_name_of_theirs_is_one_of_ours() -> None:
+    """It would never be shown."""
+    assert PEERS.keys().isdisjoint({*group_options(), *RunConfig.__dataclass_fields__})
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        (
+            "learning_rate=1e-4",
+            ["optim.lr, as it is called here", "write optim.lr=1e-4", "Axolotl"],
+        ),
+        ("+num_train_epochs=3", ["write trainer.max_epochs=3", "Transformers"]),
+        ("cutoff_len=512", ["write data.seq_len=512", "LLaMA-Factory calls it"]),
+        ("lora_rank=8", ["write lora.r=8"]),
+        ("load_in_4bit=true", ["the group backend", "write backend=qlora"]),
+        ("optim.learning_rate=1", ["optim.learning_rate", "write optim.lr=1"]),
+        ("neftune_noise_alpha=5", ["not offered here"]),
+    ],
+)
+def test_a_peers_name_is_told_with_ours(override: str, parts: list[str]) -> None:
+    """Whoever comes from there reads what to write."""
+    assert all(part in said(override) for part in parts)
+
+
+def test_a_name_of_nobody_is_a_typing_slip() -> None:
+    """The nearest key of ours is named, and no peer."""
+    assert peer_of("learning_rat") is None
+    assert "call" not in said("trainer.max_stpes=4").partition("expected")[0]

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+from mens_exp.config.own_conf import our_options
+from mens_exp.config.reference_page import page
+from mens_exp.config.root import RunConfig
+from mens_exp.config.store import SCHEMAS
+
+PAGE = Path(__file__).parents[2] / "docs" / "config.md"
+
+
+def rows() -> dict[str, list[str]]:
+    """Return the cells of every row by its first cell, without backquotes."""
+    lines = [line for line in page().splitlines() if line.startswith("| `")]
+    cells = [re.split(r"(?<!\\) \| ", line.strip("| ")) for line in lines]
+    return {entry[0].strip("`"): entry[1:] for entry in cells}
+
+
+def test_the_page_is_current() -> None:
+    """A change of a schema or of a group changes the page too: make docs."""
+    assert PAGE.read_text("utf-8") == page()
+
+
+def test_every_key_and_option_is_on_the_page() -> None:
+    """Of every schema of every group, and of the root."""
+    text = page()
+    for group, schemas in SCHEMAS.items():
+        for name, schema in schemas.items():
+            prefix = f"callbacks.{name}" if group == "callbacks" else group
+            for field in dataclasses.fields(schema):
+                if group != "task" and not field.name.startswith("_"):
+                    assert f"`{prefix}.{field.name}`" in text
+    for group, options in our_options().items():
+        assert all(f"`{option}`" in text for option in options), group
+    assert all(
+        f"`{field.name}" in text or field.name in SCHEMAS for field in dataclasses.fields(RunConfig)
+    )
+
+
+def test_a_row_tells_type_default_range_and_meaning() -> None:
+    """As the schema has them."""
+    assert rows()["optim.lr"][:3] == ["number", "`0.002`", "`> 0`"]
+    assert rows()["quant.double_quant"][:2] == ["true or false", "`true`"]
+    assert rows()["data.path"][1] == "required"
+    assert rows()["path"][0] == "text, or null"
+    assert "Set by `all_linear`" in rows()["lora.targets"][-1]
+
+
+def test_no_cell_breaks_its_table() -> None:
+    """Every row has the columns of its head."""
+    width = 0
+    for line in page().splitlines():
+        columns = len(re.findall(r"(?<!\\)\|", line))
+        if line.startswith("|---"):
+            width = columns
+        elif (
+            line.startswith("| ") and width and not line.startswith(("| key", "| option", "| task"))
+        ):
+            assert columns == width, line

@@ -1,0 +1,30 @@
+"""The files and commands that docs/extending.md shows, taken from the page itself."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+TINY = ["experiment=smoke", "suite=none", "trainer=cpu"]
+
+
+def files() -> dict[str, str]:
+    """Return each shown file by its path: a name in backquotes, then its block."""
+    block = re.compile(r"^`([\w/.]+)`:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return dict(block.findall(PAGE.read_text("utf-8")))
+
+
+def commands() -> list[list[str]]:
+    """Return the overrides of each shown command."""
+    lines = re.findall(r"^    python -m mens_exp (.*)$", PAGE.read_text("utf-8"), re.MULTILINE)
+    return [shlex.split(line) for line in lines]
+
+
+def write_into(directory: Path) -> None:
+    """Write every shown file."""
+    for name, text in files().items():
+        file = directory / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")

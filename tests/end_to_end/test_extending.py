@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import mens_exp
+from mens_exp.artifacts.digest import sha256_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SCRIPT = "import sys; from mens_exp.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def _page() -> Any:
+    spec = importlib.util.spec_from_file_location(
+        "extending_page", Path(__file__).with_name("extending_page.py")
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PAGE = _page()
+COMMANDS = PAGE.commands()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[..., tuple[subprocess.CompletedProcess[str], dict[str, Any]]]:
+    """Run a command as the installed script does, in a directory with the page's files."""
+    PAGE.write_into(tmp_path)
+
+    def run(
+        *arguments: str, code: int = 0
+    ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+        # -P keeps the working directory off sys.path, as it is for a console script.
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", SCRIPT, *PAGE.TINY, *arguments],
+            check=False,
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(Path(mens_exp.__file__ or "").parents[1])},
+            timeout=300,
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        records = sorted(tmp_path.glob("outputs/*/*/*/manifest.json"))
+        return done, json.loads(records[-1].read_text("utf-8")) if records else {}
+
+    return run
+
+
+def test_the_page_shows_a_class_of_each_kind_at_the_promised_length() -> None:
+    """A callback in ten lines, an objective in thirty."""
+    shown = PAGE.files()
+    assert {name for name in shown if name.endswith(".py")} == {
+        "my_callbacks.py",
+        "my_objectives.py",
+        "my_optimizers.py",
+        "my_backends.py",
+    }
+    assert len(shown["my_callbacks.py"].strip().splitlines()) <= 10
+    assert len(shown["my_objectives.py"].strip().splitlines()) <= 30
+    assert len(COMMANDS) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_a_shown_command_trains_and_records_what_it_named(
+    job: Callable[..., Any], tmp_path: Path, command: list[str]
+) -> None:
+    """The run succeeds, and names its classes and the hashes of their modules."""
+    done, manifest = job(*command)
+    assert manifest["status"] == "succeeded"
+    (target,) = manifest["provenance"]["own_classes"]["targets"]
+    file = f"{target.partition('.')[0]}.py"
+    assert manifest["provenance"]["own_classes"]["files"] == {file: sha256_file(tmp_path / file)}
+    if target == "my_callbacks.PrintEvery":
+        shown = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+        every = 2 if len(command) > 1 else 5
+        ends = [int(line.split()[1].strip(":")) for line in shown if ": loss " in line]
+        assert [end for end in ends if end and end % every] == []
+
+
+def test_the_shown_objective_is_cross_entropy_at_gamma_0() -> None:
+    """In value and gradient; at gamma 2 each token weighs (1 - p)^2 of that."""
+    import torch
+    from torch.nn import functional
+
+    from mens_exp.objective.causal import CrossEntropy
+
+    shown: dict[str, Any] = {}
+    exec(PAGE.files()["my_objectives.py"], shown)  # noqa: S102  # our own page
+    hidden = torch.randn(5, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    weights = torch.randn(11, 8, generator=torch.Generator().manual_seed(2))
+    targets = torch.tensor([3, 1, 10, 0, 7])
+
+    def head(hidden_CD: torch.Tensor) -> torch.Tensor:
+        return hidden_CD @ weights.T
+
+    ours = CrossEntropy("assistant", 2)(hidden, targets, head)
+    (expected,) = torch.autograd.grad(ours.total, hidden)
+    same = shown["Focal"](gamma=0.0, chunk_tokens=2)(hidden, targets, head)
+    assert same.count == ours.count
+    torch.testing.assert_close(same.total, ours.total)
+    torch.testing.assert_close(torch.autograd.grad(same.total, hidden)[0], expected)
+    focal = shown["Focal"](gamma=2.0, chunk_tokens=2)(hidden, targets, head).total
+    p = head(hidden).softmax(-1)[range(5), targets]
+    each = functional.cross_entropy(head(hidden), targets, reduction="none")
+    torch.testing.assert_close(focal, ((1 - p) ** 2 * each).sum())
+
+
+@pytest.mark.slow
+def test_the_shown_backend_leaves_a_of_the_first_layer_as_drawn(
+    job: Callable[..., Any], tmp_path: Path, tiny_backend: Callable[..., Any]
+) -> None:
+    """Every other matrix has moved."""
+    from mens_exp.artifacts.adapter_v3 import read_adapter
+
+    job("backend=frozen_a", "hydra.run.dir=run")
+    _, tuned = read_adapter(tmp_path / "run" / "adapter")
+    drawn = {name: p.detach().numpy() for name, p in tiny_backend().trainable().items()}
+    still = {name for name, values in tuned.items() if (values == drawn[name]).all()}
+    assert still == {n for n in drawn if n.startswith("l0.") and n.endswith("lora_a")}
+
+
+@pytest.mark.slow
+def test_a_run_with_classes_goes_on_where_they_are_and_nowhere_else(
+    job: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Without ./conf nobody vouches for the class, so resume refuses it."""
+    job("callbacks=mine", "hydra.run.dir=run")
+    arguments = ["resume=run", "trainer.max_steps=6"]
+    command = [sys.executable, "-P", "-c", SCRIPT, *arguments]
+    env = {**os.environ, "PYTHONPATH": str(Path(mens_exp.__file__ or "").parents[1])}
+    (tmp_path / "conf").rename(tmp_path / "elsewhere")
+    refused = subprocess.run(
+        command, check=False, capture_output=True, text=True, cwd=tmp_path, env=env
+    )
+    assert refused.returncode == 2, refused.stderr
+    assert "my_callbacks.PrintEvery" in refused.stderr
+    assert "./conf" in refused.stderr
+    (tmp_path / "elsewhere").rename(tmp_path / "conf")
+    went_on = subprocess.run(
+        command, check=False, capture_output=True, text=True, cwd=tmp_path, env=env
+    )
+    assert went_on.returncode == 0, went_on.stderr
+    assert "step 6: loss" not in went_on.stdout  # every 5th, and 6 is none
+    assert "step 5: loss" in went_on.stdout

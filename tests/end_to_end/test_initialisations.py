@@ -1,0 +1,123 @@
+"""Training from PiSSA and LoftQ: what is recorded, gone on with, scored again, and read by PEFT."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp import cli
+from mens_exp.artifacts.adapter_v3 import read_adapter
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.scorecard import read_item_events
+from mens_exp.artifacts.telemetry import read_events
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+SUITE = ["suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=30"]
+LEARN = ["quant.compute_dtype=f32", "optim.lr=5e-3", "data.val_max_tokens=100000", *SUITE]
+
+
+@pytest.fixture(scope="module")
+def pissa(train_in: Callable[..., RunDir], tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run of a few steps from PiSSA; only to be read."""
+    return train_in(tmp_path_factory.mktemp("pissa") / "run", "lora.init=pissa", *LEARN)
+
+
+def test_the_base_of_the_record_is_the_plain_one(
+    pissa: RunDir, train_in: Callable[..., RunDir], tmp_path: Path
+) -> None:
+    """Its loss is that of a run from plain LoRA; the tuned one is not."""
+    plain = train_in(tmp_path / "run", *LEARN, "suite=none", without="suite.items")
+    ours, theirs = (Manifest.read(run.manifest).results for run in (pissa, plain))
+    assert ours["base_val_loss"] == theirs["base_val_loss"]
+    assert ours["tuned_val_loss"] != theirs["tuned_val_loss"]
+    assert "peft_view_val_loss" not in theirs
+
+
+def test_the_error_before_and_after_is_recorded_layer_by_layer(pissa: RunDir) -> None:
+    """Means in the facts, each layer in an event of its own."""
+    (event,) = [e for e in read_events(pissa.telemetry) if e["event"] == "initialisation"]
+    layers = event["payload"]["layers"]
+    assert len(layers) == 14
+    assert all(error["after"] < error["before"] for error in layers.values())
+    facts = Manifest.read(pissa.manifest).facts
+    assert facts["quantization_error_after"] == pytest.approx(event["payload"]["after"])
+    assert facts["lora_init"] == "pissa"
+
+
+def test_the_peft_directory_has_the_loss_that_the_record_says(
+    pissa: RunDir, peft_loss: Callable[..., float]
+) -> None:
+    """On the plain base it is not the trained model; manifest and card say by how much."""
+    manifest = Manifest.read(pissa.manifest)
+    results = manifest.results
+    found = peft_loss(pissa)
+    assert found == pytest.approx(results["peft_view_val_loss"], rel=1e-5)
+    assert found != pytest.approx(results["tuned_val_loss"], rel=1e-5)
+    (note,) = [note for note in manifest.notes if "adapter/peft" in note]
+    assert f"{results['peft_view_val_loss']:.4f}" in note
+    card = (pissa.path / "MODEL_CARD.md").read_text(encoding="utf-8")
+    assert f"{results['peft_view_val_loss']:.4f}" in card
+
+
+def test_loftq_s_peft_directory_is_the_trained_model(
+    train_in: Callable[..., RunDir], peft_loss: Callable[..., float], tmp_path: Path
+) -> None:
+    """One round leaves the base as it is, so there is nothing to confess."""
+    run = train_in(tmp_path / "run", "lora.init=loftq", *LEARN)
+    manifest = Manifest.read(run.manifest)
+    found = peft_loss(run)
+    assert found == pytest.approx(manifest.results["tuned_val_loss"], rel=1e-5)
+    assert "peft_view_val_loss" not in manifest.results
+    assert manifest.notes == []
+
+
+def test_evaluation_rebuilds_the_trained_graph(pissa: RunDir, tmp_path: Path) -> None:
+    """It answers as the run itself did."""
+    out = tmp_path / "evaluation"
+    command = ["task=evaluate", f"path={pissa.path}", *SUITE, f"hydra.run.dir={out}"]
+    assert cli.main(command) == 0
+    assert read_item_events(RunDir(out).events) == read_item_events(pissa.events)
+
+
+@pytest.mark.parametrize("init", [["lora.init=pissa"], ["lora.init=loftq", "lora.loftq_iters=2"]])
+def test_a_run_that_goes_on_ends_as_one_never_stopped(
+    train_in: Callable[..., RunDir], tmp_path: Path, init: list[str]
+) -> None:
+    """Byte for byte, base and adapter rebuilt from the checkpoint."""
+    whole = train_in(tmp_path / "whole", *init, "trainer.max_steps=4")
+    part = train_in(tmp_path / "part", *init, "trainer.max_steps=2")
+    assert cli.main([f"resume={part.path}", "trainer.max_steps=4"]) == 0
+    ours, theirs = (read_adapter(run.adapter) for run in (part, whole))
+    assert ours[0] == theirs[0]
+    files = [run.adapter / "adapter.safetensors" for run in (part, whole)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["lora.variant=rslora"],
+        ["lora.variant=dora"],
+        ["lora.targets=[all_linear,lm_head]"],
+        ["lora.rank_pattern={mlp:4}"],
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Model .*tie_word_embeddings=True")
+def test_variants_reach_the_disk_as_they_were_validated(
+    train_in: Callable[..., RunDir],
+    peft_loss: Callable[..., float],
+    tmp_path: Path,
+    overrides: list[str],
+) -> None:
+    """PEFT alone reproduces the loss of the run, in f32."""
+    run = train_in(tmp_path / "run", *overrides, *LEARN, "suite=none", without="suite.items")
+    results = Manifest.read(run.manifest).results
+    assert results["tuned_val_loss"] < 0.99 * results["base_val_loss"]
+    found = peft_loss(run)
+    assert found == pytest.approx(results["tuned_val_loss"], rel=1e-5)

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import json
+import shutil
+import tarfile
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp import cli
+from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.errors import MensError
+from mens_exp.export.bundle import pack, packing_problems, verify
+from mens_exp.export.contents import path_problems, secret_problems
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def unpack(archive: Path, place: Path) -> RunDir:
+    with tarfile.open(archive) as tar:
+        tar.extractall(place, filter="data")
+    (folder,) = place.iterdir()
+    return RunDir(folder)
+
+
+def problems(run: RunDir, *, allow: bool = False) -> list[str]:
+    found = packing_problems(run, checkpoints=False, allow_absolute_paths=allow)
+    return [str(problem) for problem in found]
+
+
+@pytest.fixture
+def copied(portable: RunDir, tmp_path: Path) -> RunDir:
+    return RunDir(shutil.copytree(portable.path, tmp_path / "run"))
+
+
+def test_the_command_writes_one_archive_and_records_its_hash(
+    portable: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """task=export path=…; the archive lies in the export's own run directory."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["task=export", f"path={portable.path}", "hydra.run.dir=out"]) == 0
+    record = Manifest.read(tmp_path / "out" / "manifest.json")
+    assert record.results["bundle"] == "run.tar.gz"
+    assert record.results["bundle_sha256"] == sha256_file(tmp_path / "out" / "run.tar.gz")
+
+
+def test_two_packings_are_the_same_bytes(portable: RunDir, tmp_path: Path) -> None:
+    """No time, no owner, and a fixed order."""
+    for name in ("a", "b"):
+        pack(portable, tmp_path / f"{name}.tar.gz", checkpoints=False)
+    assert (tmp_path / "a.tar.gz").read_bytes() == (tmp_path / "b.tar.gz").read_bytes()
+    with tarfile.open(tmp_path / "a.tar.gz") as tar:
+        entries = tar.getmembers()
+    assert {(e.mtime, e.uid, e.gid, e.uname, e.mode) for e in entries} == {(0, 0, 0, "", 0o644)}
+    assert all(e.name.startswith("run/") and ".." not in e.name for e in entries)
+
+
+def test_unpacked_it_is_the_same_run(portable: RunDir, tmp_path: Path) -> None:
+    """Every file has the hash of the list; training states stay at home unless asked for."""
+    hashes = pack(portable, tmp_path / "b.tar.gz", checkpoints=False)
+    run = unpack(tmp_path / "b.tar.gz", tmp_path / "there")
+    verify(run)
+    listing = json.loads(run.bundle.read_text("utf-8"))
+    assert listing["files"] == hashes
+    assert {name: sha256_file(run.path / name) for name in hashes} == hashes
+    assert Manifest.read(run.manifest) == Manifest.read(portable.manifest)
+    assert {
+        "manifest.json",
+        "config.yaml",
+        "telemetry.jsonl",
+        "report.html",
+        "MODEL_CARD.md",
+        "adapter/adapter.safetensors",
+        "adapter/peft/adapter_config.json",
+    } <= hashes.keys()
+    assert not run.checkpoints.exists()
+    with_states = pack(portable, tmp_path / "c.tar.gz", checkpoints=True)
+    assert with_states.keys() - hashes.keys() == {"checkpoints/step_00000001.ckpt"}
+
+
+@pytest.mark.slow
+def test_a_colleague_scores_the_unpacked_run(
+    portable: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another directory, by evaluate, with the same weights and rows."""
+    pack(portable, tmp_path / "b.tar.gz", checkpoints=False)
+    run = unpack(tmp_path / "b.tar.gz", tmp_path / "there")
+    monkeypatch.chdir(run.path.parent)
+    scored = ["suite.items=2", "suite.max_new_tokens=100", "hydra.run.dir=scored"]
+    assert cli.main(["task=evaluate", "path=run", "trainer=cpu", *scored]) == 0
+    assert (run.path.parent / "scored" / "scorecard.json").is_file()
+
+
+@pytest.mark.parametrize("task", ["evaluate", "chat"])
+def test_an_altered_bundle_is_refused(
+    portable: RunDir,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    task: str,
+) -> None:
+    """Before anything of it is loaded."""
+    pack(portable, tmp_path / "b.tar.gz", checkpoints=False)
+    run = unpack(tmp_path / "b.tar.gz", tmp_path / "there")
+    weights = run.adapter / "adapter.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    monkeypatch.chdir(run.path.parent)
+    assert cli.main([f"task={task}", "path=run"]) == 2
+    said = capsys.readouterr().err
+    assert "adapter.safetensors: is not what was packed" in said
+    assert [path.name for path in run.path.parent.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda listing: {**listing, "version": 2}, "is of another version"),
+        (lambda listing: {**listing, "format": "x"}, "is no list of a bundle"),
+        (lambda listing: {**listing, "files": {"../a": "0"}}, "leads out of the bundle"),
+        (lambda listing: {**listing, "files": {"gone.json": "0"}}, "no such file"),
+    ],
+)
+def test_a_list_that_is_wrong_is_refused(
+    portable: RunDir, tmp_path: Path, change: Callable[[dict[str, object]], object], said: str
+) -> None:
+    """Its own format, version and paths are checked first."""
+    pack(portable, tmp_path / "b.tar.gz", checkpoints=False)
+    run = unpack(tmp_path / "b.tar.gz", tmp_path / "there")
+    listing = json.loads(run.bundle.read_text("utf-8"))
+    run.bundle.write_text(json.dumps(change(listing)), encoding="utf-8")
+    with pytest.raises(MensError, match=said):
+        verify(run)
+
+
+def test_a_run_that_was_changed_is_not_packed(copied: RunDir) -> None:
+    """Its adapter is no longer what the manifest says it left."""
+    assert problems(copied) == []
+    weights = copied.adapter / "adapter.safetensors"
+    weights.write_bytes(weights.read_bytes() + b"x")
+    (said,) = problems(copied)
+    assert "is not what the run left" in said
+
+
+def test_absolute_paths_are_refused_unless_asked_for(finished: RunDir) -> None:
+    """The place and the path are told; allow_absolute_paths packs them all the same."""
+    said = problems(finished)
+    assert any("config.yaml: data.path" in one for one in said)
+    assert all("absolute path of this machine" in one for one in said)
+    assert problems(finished, allow=True) == []
+
+
+def test_what_is_an_absolute_path_and_what_is_not(tmp_path: Path) -> None:
+    """Roots, drives and homes; no fraction, date, URL, module or template."""
+    texts = {
+        "a": "/home/me/rows.jsonl",
+        "b": "data.path=/srv/x/rows.jsonl",
+        "c": "C:\\Users\\me\\rows.jsonl",
+        "d": "~/rows/a.jsonl",
+        "e": "rows/a.jsonl",
+        "f": "https://host/a/b",
+        "g": "tokens/s",
+        "h": "/",
+        "i": "and/or",
+        "j": "a text that names /usr/lib inside a sentence.",
+    }
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps(texts), encoding="utf-8")
+    found = {str(p.where).rpartition(" ")[2] for p in path_problems([("x.json", file)])}
+    assert found == {"a", "b", "c", "d"}
+
+
+def test_a_credential_keeps_a_run_here_and_is_not_repeated(copied: RunDir) -> None:
+    """The message names the file alone."""
+    secret = "hf_" + "a1B2" * 9
+    copied.model_card.write_text(f"see {secret}", encoding="utf-8")
+    (said,) = problems(copied)
+    assert "holds what looks like a credential" in said
+    assert secret not in said
+    assert list(secret_problems([("config.yaml", copied.config)])) == []

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp import cli
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mens_exp.model.resolve import BaseModel
+
+
+@pytest.fixture
+def asked(finished: RunDir) -> list[str]:
+    return ["task=push", f"path={finished.path}", "repo=me/adapter", "hydra.run.dir=push"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def _token(hub: Any, stand_in: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", stand_in.TOKEN)
+
+
+@pytest.mark.usefixtures("_token")
+def test_one_commit_holds_adapter_card_and_records(
+    hub: Any, stand_in: Any, asked: list[str], here: Path, finished: RunDir
+) -> None:
+    """Byte for byte; the repository is private, and the commit is on record."""
+    assert cli.main(asked) == 0
+    (commit,) = hub.commits
+    assert hub.repos == {"me/adapter": {"private": True}}
+    assert (commit["repo"], commit["message"]) == ("me/adapter", "mens_exp run run")
+    sent = {
+        "adapter_config.json": finished.peft / "adapter_config.json",
+        "adapter_model.safetensors": finished.peft / "adapter_model.safetensors",
+        "README.md": finished.model_card,
+        "mens_exp/manifest.json": finished.manifest,
+        "mens_exp/config.yaml": finished.config,
+        "mens_exp/adapter_manifest.json": finished.adapter / "adapter_manifest.json",
+    }
+    assert commit["files"] == {name: path.read_bytes() for name, path in sent.items()}
+    results = Manifest.read(RunDir(here / "push").manifest).results
+    assert (results["commit"], results["private"]) == (stand_in.COMMIT, True)
+    assert results["url"] == f"{hub.url}/me/adapter"
+
+
+@pytest.mark.usefixtures("_token")
+def test_what_was_pushed_is_what_peft_loads(
+    hub: Any, asked: list[str], here: Path, tiny_base: BaseModel, finished: RunDir
+) -> None:
+    """The repository's root is a PEFT directory with the trained matrices."""
+    from peft import PeftModel
+    from safetensors.numpy import load_file
+    from transformers import AutoModelForCausalLM
+
+    assert cli.main(asked) == 0
+    for name, content in hub.commits[0]["files"].items():
+        file = here / "clone" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    base = AutoModelForCausalLM.from_pretrained(tiny_base.directory)
+    model = PeftModel.from_pretrained(base, here / "clone")
+    trained = load_file(finished.peft / "adapter_model.safetensors")
+    loaded = {
+        name.replace(".default.", "."): value.numpy()
+        for name, value in model.state_dict().items()
+        if "lora_" in name
+    }
+    assert loaded.keys() == trained.keys()
+    assert all((loaded[name] == trained[name]).all() for name in trained)
+
+
+@pytest.mark.usefixtures("_token")
+def test_the_token_is_written_nowhere(
+    hub: Any, stand_in: Any, asked: list[str], here: Path
+) -> None:
+    """Neither into the run's record nor into what is uploaded."""
+    assert cli.main(asked) == 0
+    token = stand_in.TOKEN.encode()
+    assert not [p for p in here.rglob("*") if p.is_file() and token in p.read_bytes()]
+    assert not [name for name, content in hub.commits[0]["files"].items() if token in content]
+
+
+def test_without_a_token_the_login_command_is_named(
+    hub: Any, asked: list[str], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The environment's fault, told before a directory is made or a request sent."""
+    assert cli.main(asked) == 3
+    assert "hf auth login" in capsys.readouterr().err
+    assert hub.requests == []
+    assert list(here.iterdir()) == []
+
+
+def test_a_token_that_is_not_known_names_the_login_command(
+    hub: Any, asked: list[str], here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The run is on record as failed."""
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "x" * 34)
+    assert cli.main(asked) == 3
+    assert "hf auth login" in capsys.readouterr().err
+    assert hub.commits == []
+    assert Manifest.read(RunDir(here / "push").manifest).status == "failed"
+
+
+@pytest.mark.usefixtures("_token", "here")
+def test_a_public_repository_is_not_written_unless_asked(
+    hub: Any, asked: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Private by default holds for repositories that are there already, too."""
+    hub.repos["me/adapter"] = {"private": False}
+    assert cli.main(asked) == 2
+    assert "push.private=false" in capsys.readouterr().err
+    assert hub.commits == []
+    again = [*asked[:-1], "hydra.run.dir=again", "push.private=false", "push.message=out"]
+    assert cli.main(again) == 0
+    assert hub.commits[0]["message"] == "out"
+
+
+@pytest.mark.usefixtures("_token", "here")
+def test_a_new_repository_is_public_when_asked(hub: Any, asked: list[str]) -> None:
+    """push.private=false."""
+    assert cli.main([*asked, "push.private=false"]) == 0
+    assert hub.repos == {"me/adapter": {"private": False}}
+
+
+@pytest.mark.usefixtures("_token", "here")
+def test_a_hub_that_does_not_answer_is_the_environments_fault(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing listens at that port."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert cli.main(asked) == 3
+    assert "cannot be reached" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_token", "here")
+@pytest.mark.parametrize("repo", ["adapter", "me/", "https://host/me/adapter", "me/a/b"])
+def test_a_repository_is_a_user_and_a_name(
+    hub: Any, asked: list[str], repo: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Anything else is refused before the hub is asked."""
+    assert cli.main([*asked, f"repo={repo}"]) == 2
+    assert "<user>/<name>" in capsys.readouterr().err
+    assert hub.requests == []

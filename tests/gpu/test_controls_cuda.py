@@ -1,0 +1,114 @@
+"""Training controls that only a CUDA machine has, or that its kernels could break."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.backends.qlora import QloraBackend
+from mens_exp.data.batch import packed_batch
+from mens_exp.objective.causal import CrossEntropy
+from mens_exp.training.optimizer import build_optimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.config.root import RunConfig
+    from mens_exp.model.resolve import BaseModel
+    from mens_exp.rows.encode import Encoded
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason="needs a CUDA device; on one, install a CUDA build of torch (README, 'A CUDA "
+        "machine') and run: pytest -m gpu",
+    ),
+]
+CUDA = torch.device("cuda", 0)
+PAGED = 1024, 128  # from 100,000 elements on, bitsandbytes pages the state
+
+
+@pytest.mark.parametrize("option", ["paged_adamw_8bit", "adamw_8bit", "lion"])
+def test_an_optimizer_moves_the_parameters_themselves(
+    tiny_config: Callable[..., RunConfig], option: str
+) -> None:
+    """Not a copy of them: the tensor that the graph holds has moved, in place."""
+    parameter = torch.nn.Parameter(torch.ones(PAGED, device=CUDA))
+    place = parameter.data_ptr()
+    optimizer = build_optimizer(tiny_config(f"optim={option}", "optim.lr=1e-2").optim, [parameter])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    torch.cuda.synchronize()
+    assert parameter.data_ptr() == place
+    assert torch.allclose(parameter, torch.full_like(parameter, 0.99), atol=1e-4)
+
+
+def test_paged_state_is_paged_and_survives_a_checkpoint(
+    tiny_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """Three steps, through a file, and two more are five."""
+    config = tiny_config("optim=paged_adamw_8bit")
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(PAGED, generator=generator).to(CUDA) for _ in range(5)]
+
+    def stepped(
+        parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer, first: int, last: int
+    ) -> None:
+        for gradient in gradients[first:last]:
+            parameter.grad = gradient
+            optimizer.step()
+        torch.cuda.synchronize()
+
+    through, stopped = (torch.nn.Parameter(torch.ones(PAGED, device=CUDA)) for _ in range(2))
+    stepped(through, build_optimizer(config.optim, [through]), 0, 5)
+    before = build_optimizer(config.optim, [stopped])
+    stepped(stopped, before, 0, 3)
+    assert before.state[stopped]["state1"].is_paged
+    torch.save(before.state_dict(), tmp_path / "state")
+    after = build_optimizer(config.optim, [stopped])
+    after.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    stepped(stopped, after, 3, 5)
+    assert torch.equal(stopped, through)
+
+
+def test_checkpointed_activations_give_the_same_gradients(
+    tiny_base: BaseModel,
+    tiny_config: Callable[..., RunConfig],
+    random_documents: Callable[..., Encoded],
+) -> None:
+    """Dropout's masks are drawn again from their keys by the GPU's generator."""
+    batch = packed_batch(random_documents([11, 6, 17, 9], [3, 1, 12, 4]), [[0, 1, 2, 3]], index=2)
+    batch = batch.to(CUDA)
+    found = []
+    for value in ("off", "on"):
+        config = tiny_config(f"model.gradient_checkpointing={value}", "lora.dropout=0.3")
+        backend = QloraBackend(config, tiny_base, CUDA).train()
+        assert backend.facts()["gradient_checkpointing"] is (value == "on")
+        backend.begin(batch.index)
+        loss = CrossEntropy("causal", 4)(backend(batch), batch.targets_M, backend.head)
+        loss.total.backward()
+        found.append({n: p.grad for n, p in backend.trainable().items() if p.grad is not None})
+    assert all(torch.allclose(found[1][n], g, atol=1e-5) for n, g in found[0].items())
+
+
+@pytest.mark.slow
+def test_a_run_with_a_paged_optimizer_succeeds(
+    train_in: Callable[..., RunDir], tmp_path: Path
+) -> None:
+    """With checkpointing, validation and the best adapter, as the SigilDERG presets are used."""
+    run = train_in(
+        tmp_path / "run",
+        "trainer=gpu",
+        "optim=paged_adamw_8bit",
+        "model.gradient_checkpointing=on",
+        "adapter.select=best",
+        "trainer.val_check_interval=4",
+    )
+    results = Manifest.read(run.manifest).results
+    assert results["tuned_val_loss"] < results["base_val_loss"]

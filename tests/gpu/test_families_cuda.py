@@ -1,0 +1,111 @@
+"""Windows, caps and transposed weights on a CUDA machine, whose kernels are others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from mens_exp.backends.qlora import QloraBackend
+from mens_exp.data.batch import packed_batch, padded_batch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mens_exp.config.root import RunConfig
+    from mens_exp.data.batch import Batch
+    from mens_exp.model.resolve import BaseModel
+    from mens_exp.rows.encode import Encoded
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason="needs a CUDA device; on one, install a CUDA build of torch (README, 'A CUDA "
+        "machine') and run: pytest -m gpu",
+    ),
+]
+LENGTHS = [11, 6, 40, 1, 19]
+families = pytest.mark.parametrize("name", ["mistral", "gemma2", "phi3", "gpt2", "qwen3"])
+
+
+@pytest.fixture
+def documents(random_documents: Callable[..., Encoded]) -> Encoded:
+    return random_documents(LENGTHS, [length - 1 for length in LENGTHS])
+
+
+@pytest.fixture
+def build(
+    family_base: Callable[[str], BaseModel],
+    family_targets: Callable[[str], str],
+    tiny_config: Callable[..., RunConfig],
+) -> Callable[[str, str], QloraBackend]:
+    """Build a family on a device with B filled alike."""
+
+    def built(name: str, device: str) -> QloraBackend:
+        config = tiny_config("quant.compute_dtype=f32", "lora.dropout=0", family_targets(name))
+        backend = QloraBackend(config, family_base(name), torch.device(device))
+        generator = torch.Generator().manual_seed(0)
+        for key, parameter in backend.trainable().items():
+            if key.endswith("lora_b"):
+                draws = torch.empty(parameter.shape).normal_(std=0.1, generator=generator)
+                parameter.data.copy_(draws)
+        return backend
+
+    return built
+
+
+def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours.cpu() - theirs.cpu()).abs().max() / theirs.abs().max().cpu())
+
+
+@families
+def test_logits_are_those_of_the_cpu(
+    build: Callable[[str, str], QloraBackend], documents: Encoded, name: str
+) -> None:
+    """In f32, packed and padded, to a thousandth of the largest logit.
+
+    The weights are quantized anew on the device; rounding there may fall to the other side.
+    """
+    here, there = build(name, "cpu").eval(), build(name, "cuda:0").eval()
+    packed = packed_batch(documents, [list(range(5))], index=0)
+    padded = padded_batch(documents, [[i] for i in range(5)], index=0, pad_id=0)
+    with torch.no_grad():
+        expected = here.head(here(packed))
+        for batch in (packed, padded):
+            assert apart(there.head(there(batch.to("cuda:0"))), expected) <= 1e-3
+
+
+@families
+def test_packed_and_padded_give_the_same_gradients(
+    build: Callable[[str, str], QloraBackend], documents: Encoded, name: str
+) -> None:
+    """In f32, by kernels that share nothing but the mathematics."""
+    backend = build(name, "cuda:0").train()
+
+    def gradients(batch: Batch) -> dict[str, torch.Tensor]:
+        backend.zero_grad()
+        backend.head(backend(batch.to("cuda:0"))).logsumexp(-1).sum().backward()
+        found = {key: p.grad for key, p in backend.trainable().items()}
+        return {key: gradient.clone() for key, gradient in found.items() if gradient is not None}
+
+    expected = gradients(packed_batch(documents, [list(range(5))], index=0))
+    assert len(expected) == len(backend.trainable())
+    padded = padded_batch(documents, [[i] for i in range(5)], index=0, pad_id=0)
+    for key, gradient in gradients(padded).items():
+        assert (gradient - expected[key]).norm() <= 1e-3 * expected[key].norm(), key
+
+
+@families
+def test_prompts_are_continued_together_as_alone(
+    build: Callable[[str, str], QloraBackend], name: str
+) -> None:
+    """Left padding and a static cache change no id, windows shorter than the text included."""
+    backend = build(name, "cuda:0")
+    prompts = [[5, 6, 7, 8], list(range(9, 22)), [16]]
+
+    def complete(some: list[list[int]]) -> list[list[int]]:
+        return backend.generate(some, max_new_tokens=8, end_ids={319}, pad_id=0)
+
+    assert complete(prompts) == [complete([prompt])[0] for prompt in prompts]

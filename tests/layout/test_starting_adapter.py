@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mens_exp.artifacts.adapter_v3 import AdapterManifest, write_adapter
+from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.errors import DataError, MensError, ModelFileError, RequestError
+from mens_exp.layout.starting_adapter import find, read
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+BASE = "ab" * 32
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A finished training run with an adapter of one layer, rank 2, in both forms."""
+    made = RunDir(tmp_path / "outputs" / "run")
+    manifest = AdapterManifest(
+        adapter_method="qlora",
+        quant={"base_quant": "nf4", "double_quant": True},
+        base_key_map={"l0.q": "model.layers.0.self_attn.q_proj.weight"},
+        layer_order=["l0.q"],
+        vocab=8,
+        d_model=4,
+        rank=2,
+        alpha=6,
+        mens_exp={"base_weights_sha256": BASE},
+    )
+    tensors = {
+        "l0.q.lora_a": np.arange(8, dtype=np.float32).reshape(2, 4) / 8,
+        "l0.q.lora_b": np.arange(6, dtype=np.float32).reshape(3, 2) - 2,
+    }
+    write_adapter(made.adapter, manifest, tensors)
+    peft_in(made.peft, tensors)
+    Manifest(
+        run_id="run",
+        task="train",
+        started_utc="2026-11-20T05:58:01.123Z",
+        config_digest=BASE,
+        seed=1,
+    ).write(made.manifest)
+    return made
+
+
+def peft_in(
+    directory: Path, tensors: dict[str, Any], dtype: torch.dtype = torch.float32, **config: Any
+) -> Path:
+    directory.mkdir(parents=True)
+    values = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "bias": "none", **config}
+    (directory / "adapter_config.json").write_text(json.dumps(values), encoding="utf-8")
+    path = "base_model.model.model.layers.0.self_attn.q_proj"
+    names = {"l0.q.lora_a": f"{path}.lora_A.weight", "l0.q.lora_b": f"{path}.lora_B.weight"}
+    save_file(
+        {names[name]: torch.from_numpy(value).to(dtype) for name, value in tensors.items()},
+        directory / "adapter_model.safetensors",
+    )
+    return directory
+
+
+@pytest.mark.parametrize("place", ["", "adapter"])
+def test_a_run_and_its_adapter_directory_are_one_adapter(run: RunDir, place: str) -> None:
+    """Found under either name, read with what its manifest says."""
+    assert find(str(run.path / place)) == run.adapter
+    adapter = read(run.adapter)
+    assert (adapter.form, adapter.rank, adapter.alpha) == ("v3", 2, 6)
+    assert adapter.base_weights_sha256 == BASE
+    assert adapter.sha256 == sha256_file(run.adapter / "adapter.safetensors")
+    assert adapter.tensors["l0.q.lora_b"].shape == (3, 2)
+
+
+def test_latest_is_the_run_that_started_last(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under ./outputs, made absolute, so that it stays that run."""
+    monkeypatch.chdir(run.path.parents[1])
+    assert find("latest") == run.adapter
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_peft_directory_is_read_under_logical_names(
+    run: RunDir, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """In any format that PEFT writes; the values here are exact in each."""
+    ours = read(run.adapter).tensors
+    theirs = read(find(str(peft_in(tmp_path / "peft", ours, dtype))))
+    assert (theirs.form, theirs.rank, theirs.alpha) == ("peft", 2, 6)
+    assert theirs.base_weights_sha256 is None
+    assert theirs.tensors.keys() == ours.keys()
+    for name, values in theirs.tensors.items():
+        assert values.dtype == np.float32
+        assert np.array_equal(values, ours[name])
+
+
+def test_the_peft_view_of_a_run_knows_its_base(run: RunDir) -> None:
+    """The manifest of schema v3 lies beside it."""
+    assert read(find(str(run.peft))).base_weights_sha256 == BASE
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("use_dora", True),
+        ("use_rslora", True),
+        ("rank_pattern", {"q_proj": 4}),
+        ("modules_to_save", ["lm_head"]),
+        ("bias", "all"),
+    ],
+)
+def test_another_update_than_plain_lora_is_refused(
+    run: RunDir, tmp_path: Path, name: str, value: object
+) -> None:
+    """Its matrices would be taken for what they are not."""
+    directory = peft_in(tmp_path / "peft", read(run.adapter).tensors, **{name: value})
+    with pytest.raises(DataError, match="no plain LoRA") as caught:
+        read(directory)
+    assert name in str(caught.value)
+
+
+def test_a_tensor_that_is_no_lora_matrix_is_refused(run: RunDir, tmp_path: Path) -> None:
+    """Named, with what was expected."""
+    directory = peft_in(tmp_path / "peft", read(run.adapter).tensors)
+    file = directory / "adapter_model.safetensors"
+    save_file({**load_file(file), "base_model.model.lm_head.weight": torch.ones(2, 2)}, file)
+    with pytest.raises(ModelFileError, match="no matrix of a LoRA adapter"):
+        read(directory)
+
+
+@pytest.mark.parametrize("text", ["nowhere", "latest"])
+def test_what_is_not_there_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """By the setting's own name, with what it takes."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RequestError) as caught:
+        find(text)
+    assert caught.value.where == "lora.init_from"
+    assert "an adapter directory (schema v3 or PEFT)" in (caught.value.expected or "")
+
+
+def test_a_run_that_has_not_ended_is_refused(run: RunDir) -> None:
+    """It has no adapter yet; the way to one is named."""
+    os.rename(run.adapter, run.path / "gone")  # noqa: PTH104
+    with pytest.raises(RequestError, match="the run has no adapter") as caught:
+        find(str(run.path))
+    assert f"resume={run.path}" in (caught.value.remedy or "")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda d: (d / "adapter_config.json").write_text("[]", encoding="utf-8"),
+        lambda d: (d / "adapter_config.json").write_text('{"r": 2}', encoding="utf-8"),
+        lambda d: (d / "adapter_model.safetensors").unlink(),
+        lambda d: (d / "adapter_model.safetensors").write_bytes(b"\x08"),
+    ],
+    ids=["no object", "no alpha", "no tensors", "truncated"],
+)
+def test_a_damaged_peft_directory_is_refused(
+    run: RunDir, tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    """With a message of ours, whatever is wrong."""
+    directory = peft_in(tmp_path / "peft", read(run.adapter).tensors)
+    damage(directory)
+    with pytest.raises(MensError) as caught:
+        read(directory)
+    assert str(directory) in str(caught.value)

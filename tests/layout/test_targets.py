@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.config.lora import LoraConfig, LoraVariant
+from mens_exp.errors import ConfigError, Problems
+from mens_exp.layout.families import FAMILIES
+from mens_exp.layout.shape import Shape
+from mens_exp.layout.targets import (
+    GROUPS,
+    adapter_parameters,
+    chosen,
+    described,
+    linear_modules,
+    pattern_values,
+    target_problems,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def shape(family: str = "llama", layers: int = 12, **changes: Any) -> Shape:
+    """A model of widths 12, 20, 12 and 4, so that no two of its projections are alike by chance."""
+    sizes = {
+        "hidden_size": 12,
+        "intermediate_size": 20,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+        "vocab_size": 100,
+        "max_position_embeddings": 64,
+        "tied": False,
+    }
+    return Shape(family=FAMILIES[family], **sizes | changes)
+
+
+def lora(*targets: str, **changes: Any) -> LoraConfig:
+    return LoraConfig(name="test", targets=list(targets), **changes)
+
+
+def names(targets: Sequence[str], family: str = "llama", layers: int = 1) -> list[str]:
+    return [one.logical for one in chosen(lora(*targets), shape(family, layers))]
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("attention", "l0.q l0.k l0.v l0.o"),
+        ("qkv", "l0.q l0.k l0.v"),
+        ("qv", "l0.q l0.v"),
+        ("o_proj", "l0.o"),
+        ("mlp", "l0.gate l0.up l0.down"),
+        ("all_linear", "l0.q l0.k l0.v l0.o l0.gate l0.up l0.down"),
+        ("lm_head", "lm_head"),
+        ("q_proj", "l0.q"),
+        ("self_attn.q_proj", "l0.q"),
+        ("layers.0.mlp.up_proj", "l0.up"),
+        ("*.q_proj", "l0.q"),
+        ("*", "l0.q l0.k l0.v l0.o l0.gate l0.up l0.down lm_head"),
+    ],
+)
+def test_target_of_a_llama_matches(target: str, expected: str) -> None:
+    """Groups, last names and globs; only lm_head and an all-embracing glob reach the head."""
+    assert names([target]) == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "expected"),
+    [
+        ("phi3", "attention", "l0.qkv l0.o"),
+        ("phi3", "qkv", "l0.qkv"),
+        ("phi3", "mlp", "l0.gate_up l0.down"),
+        ("gpt2", "all_linear", "l0.qkv l0.o l0.fc l0.proj"),
+        ("gpt2", "o_proj", "l0.o"),
+        ("gpt2", "c_proj", "l0.o l0.proj"),
+        ("gpt2", "attn.c_proj", "l0.o"),
+        ("gemma2", "qv", "l0.q l0.v"),
+    ],
+)
+def test_groups_mean_the_same_in_families_of_other_names(
+    family: str, target: str, expected: str
+) -> None:
+    """A module's last name is the family's own; `o_proj` is the group wherever it is one."""
+    assert names([target], family) == expected.split()
+
+
+@pytest.mark.parametrize("family", ["phi3", "gpt2"])
+def test_query_and_value_alone_cannot_be_had_of_a_fused_module(family: str) -> None:
+    """The message says why, and what there is."""
+    with pytest.raises(ConfigError, match="query, key and value in one module") as caught:
+        chosen(lora("qv"), shape(family))
+    assert caught.value.where == "lora.targets"
+    assert "qkv" in str(caught.value.expected)
+
+
+def test_globs_choose_layers() -> None:
+    """`[0-1]` and `1?` are digits of the layer's number, never a part of another layer's."""
+    assert names(["model.layers.[0-1].*.q_proj"], layers=12) == ["l0.q", "l1.q"]
+    assert names(["*.layers.1?.mlp.down_proj"], layers=12) == ["l10.down", "l11.down"]
+    assert names(["*.layers.1.*.v_proj"], layers=12) == ["l1.v"]
+
+
+def test_overlapping_targets_count_once_in_the_model_s_order() -> None:
+    """Whatever order they are named in."""
+    assert names(["mlp", "up_proj", "q_proj"]) == ["l0.q", "l0.gate", "l0.up", "l0.down"]
+
+
+@pytest.mark.parametrize(
+    ("target", "hint"),
+    [
+        ("q_porj", "the nearest is q_proj"),
+        ("atention", "the nearest is attention"),
+        ("*.layers.12.*", "a glob over paths such as model.layers.0.self_attn.q_proj"),
+        ("proj", "expected"),
+        ("q", "expected"),
+    ],
+)
+def test_target_that_matches_nothing_is_refused(target: str, hint: str) -> None:
+    """Part of a name is no name; the nearest is named."""
+    with pytest.raises(ConfigError, match="matches no linear module") as caught:
+        chosen(lora("q_proj", target), shape())
+    assert (caught.value.where, caught.value.found) == ("lora.targets", target)
+    assert hint in str(caught.value)
+
+
+def test_targets_that_match_nothing_are_told_together() -> None:
+    """Two are two problems."""
+    with pytest.raises(Problems) as caught:
+        chosen(lora("a_proj", "b_proj"), shape())
+    assert len(caught.value.problems) == 2
+
+
+@pytest.mark.parametrize("name", ["rank_pattern", "alpha_pattern"])
+def test_pattern_that_matches_no_adapted_module_is_refused(name: str) -> None:
+    """A module of the model is not enough: it must be a target."""
+    assert target_problems(lora("attention", **{name: {"q_proj": 4, "qv": 8}}), shape()) == []
+    (problem,) = target_problems(lora("attention", **{name: {"up_proj": 4}}), shape())
+    assert (problem.where, problem.found) == (f"lora.{name}", "up_proj")
+    assert "or a glob" in str(problem.expected)
+
+
+def test_the_last_pattern_that_matches_counts() -> None:
+    """So that a general one can be followed by an exception."""
+    modules = chosen(lora("qv"), shape(layers=2))
+    values = pattern_values(
+        {"*": 4, "v_proj": 2, "*.layers.1.*": 8}, modules, shape().family, usual=16
+    )
+    assert list(values.values()) == [4, 2, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("targets", "changes", "count"),
+    [
+        (["q_proj"], {"r": 1}, 2 * 24),
+        (["q_proj", "k_proj"], {"r": 2}, 2 * 2 * (24 + 16)),
+        (["down_proj"], {"r": 4}, 2 * 4 * 32),
+        (["lm_head"], {"r": 3}, 3 * 112),
+        (["q_proj"], {"r": 1, "rank_pattern": {"*.1.*": 5}}, 24 + 5 * 24),
+        (["q_proj"], {"r": 1, "variant": LoraVariant.dora}, 2 * (24 + 12)),
+        (["x"], {"r": 8}, 0),
+    ],
+)
+def test_adapter_parameters_are_r_times_in_plus_out(
+    targets: list[str], changes: dict[str, Any], count: int
+) -> None:
+    """For each module of the two layers by its own rank; DoRA has a length for each output."""
+    assert adapter_parameters(lora(*targets, **changes), shape(layers=2)) == count
+
+
+def test_llama_8b_has_the_adapter_that_its_users_know() -> None:
+    """Llama-3.1-8B at r 16 on the seven projections: 41,943,040 parameters."""
+    llama = shape(
+        layers=32,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+    )
+    assert adapter_parameters(lora("all_linear", r=16), llama) == 41_943_040
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        (["qv"], "q, v in 12 of 12 layers: 24 modules"),
+        (["qv", "*.layers.3.mlp.up_proj"], "q, v in 12 of 12 layers; up in 1 of 12 layers: 25"),
+        (["lm_head"], "lm_head: 1 module"),
+        (["o_proj", "lm_head"], "o in 12 of 12 layers; lm_head: 13 modules"),
+    ],
+)
+def test_what_matched_is_said_in_a_line(targets: list[str], expected: str) -> None:
+    """Kinds that sit in the same layers share a phrase."""
+    assert described(chosen(lora(*targets), shape()), 12).startswith(expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_of_a_model_are_one_to_one(family: str) -> None:
+    """Paths and logical names alike; groups are known names of known kinds."""
+    modules = linear_modules(shape(family, 2))
+    assert len({one.path for one in modules}) == len({one.logical for one in modules})
+    assert len(modules) == 2 * len(FAMILIES[family].projections) + 1
+    kinds = {one.kind for one in modules}
+    assert all(set(members) <= kinds for members in FAMILIES[family].groups.values())
+    assert FAMILIES[family].groups.keys() <= set(GROUPS)

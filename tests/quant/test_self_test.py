@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import bitsandbytes as bnb
+import pytest
+
+from mens_exp.quant.self_test import four_bit_test
+
+if TYPE_CHECKING:
+    import torch
+
+
+def test_the_kernels_of_this_machine_agree_with_torch() -> None:
+    """Both passes ran, and are off by rounding alone."""
+    test = four_bit_test("cpu")
+    assert test.passed, test
+    assert test.forward_error is not None
+    assert test.forward_error < 1e-5
+
+
+def test_a_kernel_that_computes_something_else_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output of a kernel one per cent too large is found wrong."""
+    right = bnb.nn.Linear4bit.forward
+    monkeypatch.setattr(bnb.nn.Linear4bit, "forward", lambda self, x: right(self, x) * 1.01)
+    test = four_bit_test("cpu")
+    assert not test.passed
+    assert test.forward_error == pytest.approx(0.01, rel=0.05)
+
+
+def test_a_kernel_that_raises_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason is kept; nothing is raised."""
+
+    def broken(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(bnb.nn.Linear4bit, "forward", broken)
+    test = four_bit_test("cpu")
+    assert not test.passed
+    assert test.reason == "RuntimeError: no kernel image"

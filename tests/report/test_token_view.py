@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+import pytest
+from rich.console import Console
+
+from mens_exp.report.token_view import ShownDocument, dropped, legend, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.text import Text
+
+TOKENS = {
+    0: b"<|end|>",
+    1: b"Say",
+    2: b" hi",
+    3: b"\n",
+    4: b"\xc3",
+    5: b"\xa9",
+    6: b"  ",
+    7: b"\x1b[31m",
+}
+
+
+class Tokens:
+    """A byte-level tokenizer of eight tokens."""
+
+    @property
+    def special_ids(self) -> set[int]:
+        return {0}
+
+    def spell(self, ids: Sequence[int]) -> str:
+        return b"".join(TOKENS[token] for token in ids).decode("utf-8", "replace")
+
+
+def drawn(ids: list[int], supervised: list[int], cut: int = 0) -> Text:
+    document = ShownDocument(
+        title="Row 1", ids=ids, supervised=list(map(bool, supervised)), cut=cut
+    )
+    return shown(document, Tokens())
+
+
+def lines(text: Text) -> list[str]:
+    """Return what a pipe gets."""
+    console = Console(file=io.StringIO(), width=200, color_system=None)
+    console.print(text, soft_wrap=True, end="")
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_trained_tokens_stand_in_brackets() -> None:
+    """Bars between tokens; nothing of it needs colour."""
+    assert lines(drawn([1, 2, 1, 0, 1], [0, 0, 1, 1, 0])) == [
+        "Row 1: 5 tokens, 2 trained",
+        "Say│·hi⟦Say│<|end|>⟧Say",
+    ]
+
+
+def test_colour_says_the_same() -> None:
+    """Trained tokens are green and underlined, control tokens bold."""
+    text = drawn([1, 0], [0, 1])
+    styles = {text.plain[span.start : span.end]: str(span.style) for span in text.spans}
+    assert styles["<|end|>"] == "green underline bold magenta"
+    assert "Say" not in styles
+    assert not text.style
+
+
+def test_first_token_can_be_trained() -> None:
+    """And the last: the bracket closes."""
+    assert lines(drawn([1, 2], [1, 1]))[1] == "⟦Say│·hi⟧"
+
+
+def test_tokens_of_one_character_stand_together() -> None:
+    """With how many they are: half a character is no text."""
+    assert lines(drawn([1, 4, 5, 1], [0, 0, 0, 0]))[1] == "Say│é‥2│Say"
+
+
+def test_half_a_character_at_an_edge_is_shown_as_such() -> None:
+    """What is trained is never mixed with what is not, and the end is the end."""
+    assert lines(drawn([4, 5], [0, 1]))[1].startswith("\ufffd⟦")
+    assert lines(drawn([1, 4], [0, 0]))[1] == "Say│\ufffd"
+
+
+def test_white_space_and_control_characters_are_visible() -> None:
+    """And never obeyed: a row cannot colour the terminal."""
+    assert lines(drawn([6, 3, 7], [0, 0, 0]))[1:] == ["··│⏎", "│\\x1b[31m"]
+
+
+@pytest.mark.parametrize(("cut", "told"), [(0, False), (7, True)])
+def test_what_the_limit_took_is_counted(cut: int, told: bool) -> None:
+    """A row that lost its end looks whole otherwise."""
+    assert ("7 cut off" in lines(drawn([1], [0], cut))[0]) is told
+
+
+def test_dropped_row_is_told() -> None:
+    """It is trained on nowhere."""
+    assert lines(dropped("Row 2", 1, 64))[0].startswith("Row 2: a document of it is dropped")
+    assert "2 documents of it are dropped" in lines(dropped("Row 2", 2, 64))[0]
+
+
+def test_legend_names_every_sign() -> None:
+    """Brackets, bars, dots and newlines."""
+    assert all(sign in legend().plain for sign in "⟦⟧│·⏎")

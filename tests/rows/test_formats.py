@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+
+from mens_exp.config.data import RowFormat
+from mens_exp.rows.formats import KEYS, accepted, format_of, joined
+
+
+@pytest.mark.parametrize(
+    ("keys", "form"),
+    [
+        (["prompt", "response"], RowFormat.pair),
+        (["instruction", "output"], RowFormat.pair),
+        (["instruction", "input", "output"], RowFormat.alpaca),
+        (["messages", "source"], RowFormat.messages),
+        (["turns"], RowFormat.messages),
+        (["id", "conversations"], RowFormat.sharegpt),
+        (["question", "answer"], None),
+        ([], None),
+    ],
+)
+def test_format_is_told_from_keys(keys: list[str], form: RowFormat | None) -> None:
+    """One key is enough; none of ours tells nothing."""
+    assert format_of(keys) is form
+
+
+def test_alpaca_rows_may_leave_their_input_out() -> None:
+    """Pairs and Alpaca rows make an Alpaca file; nothing else mixes."""
+    assert joined(RowFormat.pair, RowFormat.alpaca) is RowFormat.alpaca
+    assert joined(RowFormat.messages, RowFormat.messages) is RowFormat.messages
+    assert joined(RowFormat.pair, RowFormat.messages) is None
+
+
+def test_every_format_says_its_keys() -> None:
+    """With the aliases that it has."""
+    assert set(KEYS) == set(RowFormat) - {RowFormat.auto}
+    assert "'messages' (alias 'turns')" in accepted(RowFormat.messages)

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mens_exp.config.data import RowFormat
+from mens_exp.errors import DataError, Problems
+from mens_exp.rows.parse import parse_row
+from mens_exp.rows.schema import TrainingPair, to_json
+
+SAID = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip)
+
+
+def chat(*contents: str, first: str = "user") -> list[dict[str, str]]:
+    """Write turns that alternate from `first` on."""
+    roles = ["user", "assistant"] if first == "user" else ["assistant", "user"]
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
+
+
+def told(row: object, form: RowFormat = RowFormat.auto) -> str:
+    with pytest.raises((DataError, Problems)) as caught:
+        parse_row(row, "rows.jsonl:7", form)
+    assert all(str(p).startswith("rows.jsonl:7: ") for p in str(caught.value).splitlines())
+    return str(caught.value)
+
+
+def test_messages_are_a_conversation() -> None:
+    """The last exchange is prompt and response, the earlier ones are its history."""
+    row = {"messages": [{"role": "system", "content": "s"}, *chat("a", "b", "c", "d")]}
+    assert parse_row(row, "x:1") == TrainingPair(
+        prompt="c", response="d", history=(("a", "b"),), system="s"
+    )
+
+
+def test_one_exchange_is_the_pair_that_it_says() -> None:
+    """However it is written, the row is the same row, of the same id."""
+    pair = TrainingPair(prompt="a", response="b", system="s")
+    turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "a"}]
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a", "response": "b", "system": "s"},
+        {"instruction": "a", "input": "", "output": "b", "system": "s"},
+        {"messages": chat("a", "b"), "system": "s"},
+        {"turns": chat("a", "b"), "system": "s"},
+        {"conversations": [*turns, {"from": "gpt", "value": "b"}]},
+    ]
+    assert [parse_row(row, "x:1") for row in rows] == [pair] * 5
+    assert {parse_row(row, "x:1").id for row in rows} == {pair.id}
+
+
+@pytest.mark.parametrize(
+    ("given_input", "prompt"),
+    [("1, 2", "Add.\n\n1, 2"), ("", "Add."), (" \n", "Add."), (None, "Add.")],
+)
+def test_alpacas_input_follows_its_instruction(given_input: str | None, prompt: str) -> None:
+    """After a blank line; an empty one is not there."""
+    row = {"instruction": "Add.", "input": given_input, "output": "3"}
+    assert parse_row(row, "x:1").prompt == prompt
+
+
+def test_history_enters_the_id() -> None:
+    """The same last exchange after another beginning is another row."""
+    bare = TrainingPair(prompt="c", response="d")
+    long = TrainingPair(prompt="c", response="d", history=(("a", "b"),))
+    assert (
+        len({bare.id, long.id, TrainingPair(prompt="c", response="d", history=(("a", "x"),)).id})
+        == 3
+    )
+
+
+def test_place_is_no_part_of_a_row() -> None:
+    """Two files may hold the same row."""
+    first, second = (parse_row({"prompt": "p", "response": "r"}, f"x:{n}") for n in (1, 2))
+    assert (first.place, second.place) == ("x:1", "x:2")
+    assert (first, first.id, to_json(first)) == (second, second.id, to_json(second))
+    assert first.name == f"row {first.id} (x:1)"
+
+
+@given(turns=st.lists(st.tuples(SAID, SAID), min_size=1, max_size=4), system=st.none() | SAID)
+def test_json_of_a_conversation_is_read_back(
+    turns: list[tuple[str, str]], system: str | None
+) -> None:
+    """Writing and reading lose nothing."""
+    *history, (prompt, response) = turns
+    pair = TrainingPair(prompt=prompt, response=response, history=tuple(history), system=system)
+    assert parse_row(to_json(pair), "x:1") == pair
+
+
+@pytest.mark.parametrize(
+    ("turns", "reason"),
+    [
+        (chat("a", "b", first="assistant"), "turn 1 is out of order · found assistant first"),
+        ([*chat("a", "b"), *chat("c", first="assistant")], "turn 3 is out of order"),
+        ([*chat("a"), *chat("b", "c")], "turn 2 is out of order · found user after user"),
+        (chat("a"), "ends without an answer · found user last"),
+        (chat("a", "b", "c"), "ends without an answer"),
+        ([{"role": "system", "content": "s"}], "ends without an answer · found system last"),
+        (
+            [*chat("a", "b"), {"role": "system", "content": "s"}, *chat("c", "d")],
+            "turn 3 is out of order · found system after assistant",
+        ),
+        (chat("a", " "), "'content' of turn 2 is empty"),
+        ([{"role": "user", "content": None}, *chat("b", first="assistant")], "must be a string"),
+        ([{"role": "usr", "content": "a"}, *chat("b", first="assistant")], "the nearest is user"),
+        ([{"content": "a"}, *chat("b", first="assistant")], "turn 1 has no known role"),
+        (["a", "b"], "turn 1 must be an object"),
+        ([], "the turns must be a list that is not empty"),
+        ("a", "the turns must be a list"),
+        (
+            [{"role": "user", "content": "a", "name": "x"}, *chat("b", first="assistant")],
+            "turn 1 has an unknown key 'name'",
+        ),
+    ],
+)
+def test_turns_that_are_no_conversation_are_refused(turns: object, reason: str) -> None:
+    """Each fault has its turn in the message."""
+    assert reason in told({"messages": turns})
+
+
+def test_empty_values_that_exporters_write_are_left_out() -> None:
+    """A null beside role and content says nothing."""
+    turns = [{**turn, "tool_calls": None} for turn in chat("a", "b")]
+    assert parse_row({"messages": turns}, "x:1").response == "b"
+
+
+def test_system_prompt_said_twice_is_refused() -> None:
+    """Which of the two is meant cannot be known."""
+    turns = [{"role": "system", "content": "s"}, *chat("a", "b")]
+    assert "the system prompt stands twice" in told({"messages": turns, "system": "t"})
+
+
+def test_sharegpts_names_are_no_roles_of_messages() -> None:
+    """`human` in a row of messages is a slip, or a row of another tool."""
+    assert "no known role" in told({"messages": [{"role": "human", "content": "a"}]})
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "reason"),
+    [
+        (RowFormat.pair, {"messages": chat("a", "b")}, "the row has no 'prompt'"),
+        (RowFormat.messages, {"prompt": "p", "response": "r"}, "the row has no 'messages'"),
+        (RowFormat.sharegpt, {"messages": chat("a", "b")}, "the row has no 'conversations'"),
+        (RowFormat.pair, {"instruction": "p", "input": "i", "output": "r"}, "unknown key 'input'"),
+        (RowFormat.auto, {"messages": chat("a", "b"), "source": "x"}, "data.columns"),
+    ],
+)
+def test_row_of_another_format_is_refused(form: RowFormat, row: object, reason: str) -> None:
+    """Nothing of it would be read."""
+    assert reason in told(row, form)

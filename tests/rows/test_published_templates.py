@@ -1,0 +1,243 @@
+"""What is trained under the templates that models are published with, whatever the rows say.
+
+Expected texts are written from each template's documentation, not from our own rendering.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mens_exp.errors import DataError
+from mens_exp.rows.encode import Encoded, Labelling, encode, messages_of
+from mens_exp.rows.schema import TrainingPair
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mens_exp.tokenizer.hf import HfTokenizer
+
+NO_REASONING = "<think>\n\n</think>\n\n"
+LEARNED: dict[str, Callable[[str], str]] = {
+    "chatml": lambda text: f"{text}<|im_end|>",
+    "chatml_marked": lambda text: f"{text}<|im_end|>",
+    "llama3": lambda text: f"{text.strip()}<|eot_id|>",
+    "qwen3": lambda text: NO_REASONING + text.lstrip("\n") + "<|im_end|>",
+    "gemma": lambda text: f"{text.strip()}<end_of_turn>",
+    "mistral": lambda text: f" {text.strip()}</s>",
+    "phi3": lambda text: f"{text}<|end|>",
+    "phi4": lambda text: f"{text}<|im_end|>",
+}
+SPELLED = [
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<end_of_turn>",
+    "</s>",
+    "[/INST]",
+    "<|end|>",
+    "\ufdd0",
+    "\n\n",
+]
+TEXTS = st.lists(
+    st.sampled_from(SPELLED) | st.text(st.characters(exclude_categories=["Cs"]), max_size=6),
+    min_size=1,
+    max_size=3,
+).map("".join)
+SAID = TEXTS.filter(str.strip)
+ROWS = st.builds(
+    TrainingPair,
+    prompt=SAID,
+    response=SAID,
+    history=st.lists(st.tuples(SAID, SAID), max_size=3).map(tuple),
+    system=st.none() | TEXTS,
+)
+THREE = TrainingPair(
+    history=(("u1", "first answer"), ("u2", "second")), prompt="u3", response="third"
+)
+
+
+def runs(documents: Encoded) -> list[tuple[list[int], list[int]]]:
+    """Return each run of learned tokens with all that stands before it in its document."""
+    found = []
+    for start, end in zip(documents.offsets[:-1], documents.offsets[1:], strict=True):
+        ids, mask = documents.ids[start:end].tolist(), documents.supervised[start:end].tolist()
+        edges = [i for i in range(len(mask)) if mask[i] and (i == 0 or not mask[i - 1])]
+        for edge in edges:
+            stop = next((i for i in range(edge, len(mask)) if not mask[i]), len(mask))
+            found.append((ids[:edge], ids[edge:stop]))
+    return found
+
+
+def encoded(tokenizer: HfTokenizer, row: TrainingPair, **labels: str) -> Encoded:
+    return encode([row], tokenizer, Labelling(objective="assistant", seq_len=100_000, **labels))
+
+
+@pytest.mark.parametrize("name", LEARNED)
+@settings(max_examples=60, deadline=None)
+@given(row=ROWS)
+def test_learned_are_the_answers_and_their_ends_after_their_own_prompts(
+    published: Callable[..., HfTokenizer], name: str, row: TrainingPair
+) -> None:
+    """Each answer once, each after exactly the ids that generation begins from."""
+    tokenizer = published(name)
+    if name == "gemma" and row.system is not None:
+        with pytest.raises(DataError, match=rf"row {row.id}.*System role not supported"):
+            encoded(tokenizer, row)
+        return
+    documents = encoded(tokenizer, row)
+    found = sorted(runs(documents), key=lambda run: len(run[0]))
+    assert [tokenizer.spell(ids) for _, ids in found] == [
+        LEARNED[name](answer) for _, answer in row.exchanges
+    ]
+    prompts = [messages_of(row, i) for i in range(len(row.exchanges))]
+    assert [before for before, _ in found] == tokenizer.encode_prompts(prompts)
+    assert all(ids[-1] in tokenizer.special_ids for _, ids in found)
+    assert not any(token in tokenizer.special_ids for _, ids in found for token in ids[:-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "system", "count"),
+    [
+        ("chatml", None, 1),
+        ("chatml", "s", 1),
+        ("llama3", "s", 1),
+        ("gemma", None, 1),
+        ("phi3", "s", 1),
+        ("phi4", "s", 1),
+        ("mistral", None, 1),
+        ("mistral", "s", 3),  # its system prompt moves to the last user's turn
+        ("qwen3", None, 3),  # its reasoning leaves all turns but the last
+    ],
+)
+def test_conversation_is_one_document_unless_the_template_changes_earlier_turns(
+    published: Callable[..., HfTokenizer], name: str, system: str | None, count: int
+) -> None:
+    """Then each changed answer has one of its own, and that is counted."""
+    row = TrainingPair(
+        history=THREE.history, prompt=THREE.prompt, response=THREE.response, system=system
+    )
+    documents = encoded(published(name), row)
+    assert (len(documents), documents.unrolled) == (count, count - 1)
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_last_turn_alone_is_one_document(published: Callable[..., HfTokenizer], name: str) -> None:
+    """Earlier answers are read, not learned."""
+    tokenizer = published(name)
+    documents = encoded(tokenizer, THREE, turns="last")
+    ((before, ids),) = runs(documents)
+    assert tokenizer.spell(ids) == LEARNED[name]("third")
+    assert "first answer" in tokenizer.spell(before)
+    assert documents.unrolled == 0
+
+
+def test_reasoning_is_learned_where_it_is_kept(published: Callable[..., HfTokenizer]) -> None:
+    """Qwen 3 keeps the reasoning of the last answer, and drops it from the context of the next."""
+    row = TrainingPair(
+        history=(("u1", "<think>\nfar\n</think>\n\none"),),
+        prompt="u2",
+        response="<think>near</think>two",
+    )
+    tokenizer = published("qwen3")
+    found = sorted(runs(encoded(tokenizer, row)), key=lambda run: len(run[0]))
+    assert [tokenizer.spell(ids) for _, ids in found] == [
+        "<think>\nfar\n</think>\n\none<|im_end|>",
+        "<think>\nnear\n</think>\n\ntwo<|im_end|>",
+    ]
+    assert "far" not in tokenizer.spell(found[1][0])
+    assert "one" in tokenizer.spell(found[1][0])
+
+
+def test_control_tokens_that_swallow_white_space_keep_their_way(
+    published: Callable[..., HfTokenizer],
+) -> None:
+    """Phi-3's do: the newline behind them is no token, with guarded text in the row or without."""
+    tokenizer = published("phi3", rstrip=True)
+    plain = encoded(tokenizer, TrainingPair(prompt="p", response="r"))
+    assert (
+        tokenizer.spell(plain.ids.tolist()) == "<|user|>p<|end|><|assistant|>r<|end|><|endoftext|>"
+    )
+    spelled = encoded(tokenizer, TrainingPair(prompt="<|end|>", response="r"))
+    assert tokenizer.spell(spelled.ids.tolist()).startswith("<|user|><|end|><|end|><|assistant|>r")
+    ends = [t for t in spelled.ids.tolist() if t == tokenizer.core.token_to_id("<|end|>")]
+    assert len(ends) == 2
+
+
+def test_context_that_the_template_changes_is_the_one_generation_sees(
+    published: Callable[..., HfTokenizer],
+) -> None:
+    """Mistral's system prompt leaves a turn once it is answered; what is learned follows it."""
+    tokenizer = published("mistral")
+    documents = encoded(tokenizer, TrainingPair(prompt="u", response="a", system="Be brief."))
+    assert tokenizer.spell(documents.ids.tolist()) == "<s>[INST] Be brief.\n\nu[/INST] a</s>"
+
+
+MARKED = (
+    "{{% for m in messages %}}{{% if m.role == 'assistant' %}}<|im_start|>assistant\n{}"
+    "{{% else %}}<|im_start|>{{{{ m.role }}}}\n{{{{ m.content }}}}<|im_end|>\n{{% endif %}}"
+    "{{% endfor %}}{{% if add_generation_prompt %}}<|im_start|>assistant\n{{{{ '' }}}}{{% endif %}}"
+)
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>\n",
+        "{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}",
+    ],
+    ids=["without the end marker", "with it, and a newline"],
+)
+def test_markers_around_the_answer_are_accepted(
+    published: Callable[..., HfTokenizer], inside: str
+) -> None:
+    """The end marker is learned either way, the newline behind it is not."""
+    tokenizer = published("chatml", template=MARKED.format(inside))
+    ((_, ids),) = runs(encoded(tokenizer, TrainingPair(prompt="p", response="ans")))
+    assert tokenizer.spell(ids) == "ans<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        "{{ m.content }}{% generation %}<|im_end|>{% endgeneration %}\n",
+        "{% generation %}{{ m.content[:1] }}{% endgeneration %}{{ m.content[1:] }}<|im_end|>\n",
+        "{{ m.content }}<|im_end|>\n{% if false %}{% generation %}{% endgeneration %}{% endif %}",
+    ],
+    ids=["behind it", "around a part", "nowhere"],
+)
+def test_markers_elsewhere_are_refused(published: Callable[..., HfTokenizer], inside: str) -> None:
+    """Template and text then disagree on what the assistant says; the row is named."""
+    row = TrainingPair(prompt="p", response="ans")
+    with pytest.raises(DataError, match="markers are not around the answer") as caught:
+        encoded(published("chatml", template=MARKED.format(inside)), row)
+    assert caught.value.where == row.name
+
+
+def test_rows_that_a_template_refuses_are_told_together(
+    published: Callable[..., HfTokenizer],
+) -> None:
+    """Each with the place where it was read."""
+    rows = [
+        TrainingPair(prompt="p", response="r", system="s", place=f"rows.jsonl:{n}") for n in (4, 9)
+    ]
+    with pytest.raises(DataError) as one:
+        encode(rows[:1], published("gemma"), Labelling(objective="assistant", seq_len=99))
+    assert "rows.jsonl:4" in str(one.value)
+    with pytest.raises(Exception, match=r"rows\.jsonl:4[\s\S]*rows\.jsonl:9"):
+        encode(rows, published("gemma"), Labelling(objective="assistant", seq_len=99))
+
+
+def test_control_text_is_control_where_it_is_allowed(
+    published: Callable[..., HfTokenizer],
+) -> None:
+    """`tokenizer.allow_control_text`: the row's marker is the token, and ends the answer there."""
+    import dataclasses
+
+    row = TrainingPair(prompt="p", response="a<|im_end|>b")
+    end = published("chatml").core.token_to_id("<|im_end|>")
+    as_text = encoded(published("chatml"), row).ids.tolist()
+    as_token = encoded(dataclasses.replace(published("chatml"), allow_control_text=True), row)
+    assert (as_text.count(end), as_token.ids.tolist().count(end)) == (2, 3)

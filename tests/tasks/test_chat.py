@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import io
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp import cli
+from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.config.task import ChatConfig
+from mens_exp.report import chat_view
+from mens_exp.tasks.conversation import Conversation, prompt_ids
+from mens_exp.tokenizer.hf import HfTokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.backends.qlora import QloraBackend
+    from mens_exp.model.resolve import BaseModel
+
+
+@pytest.fixture
+def talk(tiny_backend: Callable[..., QloraBackend], tiny_base: BaseModel) -> Conversation:
+    from contextlib import nullcontext
+
+    backend = tiny_backend(live=True)
+    return Conversation(
+        backend=backend,
+        tokenizer=HfTokenizer.from_directory(tiny_base.directory),
+        settings=ChatConfig(max_new_tokens=4),
+        seed=1,
+        conditions={"base": backend.base_only, "tuned": nullcontext},
+    )
+
+
+@pytest.fixture
+def chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Run task=chat with what is typed, and return its transcript."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*overrides: str, typed: str = "") -> dict[str, Any]:
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        arguments = ["task=chat", "chat.max_new_tokens=3", "hydra.run.dir=talk", *overrides]
+        assert cli.main(arguments) == 0
+        directory = RunDir(tmp_path / "talk")
+        manifest = Manifest.read(directory.manifest)
+        assert manifest.status is Status.SUCCEEDED
+        assert manifest.outputs["transcript.json"] == sha256_file(directory.transcript)
+        transcript: dict[str, Any] = json.loads(directory.transcript.read_text("utf-8"))
+        return transcript
+
+    return run
+
+
+def test_each_model_sees_its_own_answers_and_no_others(
+    talk: Conversation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second prompt holds the first question and the model's own reply to it."""
+    seen: list[list[dict[str, str]]] = []
+    talk.ask("one", lambda _answers: None)
+    talk.turns[0]["answers"]["base"]["text"] = "I am base"
+    talk.turns[0]["answers"]["tuned"]["text"] = "I am tuned"
+    render = HfTokenizer.render
+
+    def spy(self: Any, messages: list[dict[str, str]], **options: Any) -> str:
+        seen.append(messages)
+        return render(self, messages, **options)
+
+    monkeypatch.setattr(HfTokenizer, "render", spy)
+    talk.ask("two", lambda _answers: None)
+    assert [[m["content"] for m in messages] for messages in seen] == [
+        ["one", "I am base", "two"],
+        ["one", "I am tuned", "two"],
+    ]
+
+
+def test_answers_grow_by_a_token_each(talk: Conversation) -> None:
+    """Both are shown after every token, so that the terminal streams them side by side."""
+    shown: list[tuple[int, int]] = []
+    talk.ask("one", lambda a: shown.append((a["base"].tokens, a["tuned"].tokens)))
+    assert shown[: min(len(shown), 2)] == [(1, 1), (2, 2)][: len(shown)]
+    assert shown[-1] == tuple(
+        talk.turns[0]["answers"][name]["tokens"] for name in ("base", "tuned")
+    )
+
+
+def test_a_prompt_is_encoded_as_in_training(talk: Conversation) -> None:
+    """The ids before the answer of a training row are those that a chat begins with."""
+    from mens_exp.rows.encode import encode
+    from mens_exp.rows.schema import TrainingPair
+
+    row = TrainingPair(prompt="What is two?", response="2", system="Be brief.")
+    encoded = encode([row], talk.tokenizer, objective="assistant", seq_len=512)
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is two?"},
+    ]
+    ids = prompt_ids(messages, talk.tokenizer)
+    assert encoded.ids[: len(ids)].tolist() == ids
+    assert not encoded.supervised[: len(ids)].any()
+    assert encoded.supervised[len(ids)]
+
+
+def test_one_prompt_is_answered_in_plain_sections(
+    chat: Callable[..., dict[str, Any]], finished: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pipe sees each model's answer under its title, and nothing is asked."""
+    said = chat(f"path={finished.path}", "prompt=hello")
+    (turn,) = said["turns"]
+    assert turn["user"] == "hello"
+    assert set(turn["answers"]) == {"base", "tuned"}
+    out = capsys.readouterr().out
+    assert "tiny_llama\n----------\n" in out
+    assert f"tuned ({finished.path})\n---" in out
+
+
+def test_typed_lines_are_turns_until_the_end_of_input(
+    chat: Callable[..., dict[str, Any]], finished: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """/reset and /system begin anew; an unknown command is told, and asks nothing."""
+    typed = "one\n\ntwo\n/reset\nthree\n/system Be brief.\nfour\n/quit\n"
+    turns = chat(f"path={finished.path}", typed=typed)["turns"]
+    assert [(t["user"], t["system"], t["continues"]) for t in turns] == [
+        ("one", None, False),
+        ("two", None, True),
+        ("three", None, False),
+        ("four", "Be brief.", False),
+    ]
+    assert "/quit is unknown" in capsys.readouterr().out
+
+
+def test_the_base_model_alone_can_be_talked_to(chat: Callable[..., dict[str, Any]]) -> None:
+    """path=base takes the command's own model, and has one column."""
+    said = chat("path=base", "model=tiny_llama", "trainer=cpu", "prompt=hello")
+    assert said["subject"] == "base"
+    assert set(said["turns"][0]["answers"]) == {"base"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], "no run to talk to"),
+        (["path=latest"], "there is no run yet"),
+        (["path=base", "prompt=' '"], "prompt: asks nothing"),
+        (["path=latest", "model=tiny_llama"], "model: has no effect with task=chat"),
+        (["path=latest", "optim.lr=1"], "optim.lr: has no effect with task=chat"),
+        (["path=base", "model=tiny_llama", "chat.temperature=-1"], "chat.temperature: out of"),
+    ],
+)
+def test_what_a_chat_cannot_do_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    overrides: list[str],
+    said: str,
+) -> None:
+    """Before a directory is made."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["task=chat", *overrides]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_settings_of_a_chat_have_no_effect_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    """A prompt for a training run is a mistake."""
+    assert cli.main(["model=tiny_llama", "prompt=hi", "chat.temperature=1"]) == 2
+    said = capsys.readouterr().err
+    assert "prompt: has no effect with task=train" in said
+    assert "chat.temperature: has no effect with task=train" in said
+
+
+def test_columns_stand_side_by_side_and_a_cursor_marks_what_goes_on() -> None:
+    """Both texts share their lines."""
+    from rich.console import Console
+
+    console = Console(width=60, file=io.StringIO(), record=True)
+    answers = {"base": ("left", True), "tuned": ("right", False)}
+    console.print(chat_view.columns(answers, {"base": "B", "tuned": "T"}))
+    (line,) = [line for line in console.export_text().splitlines() if "left" in line]
+    assert "right▌" in line
+    assert "left▌" not in line

@@ -1,0 +1,222 @@
+"""Training controls as a whole run shows them: in its adapter, telemetry and manifest."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp import cli
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.telemetry import read_events
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.artifacts.run_dir import RunDir
+
+    Broken = Callable[..., RunDir]
+    TrainIn = Callable[..., RunDir]
+
+VALIDATING = "trainer.val_check_interval=4"  # after each optimizer step
+# A rate so high that the third validation is the best of six (found by trying).
+OVERSHOOTS = ("trainer.max_steps=6", "optim.lr=10", VALIDATING)
+BEST = 3
+
+
+def adapter(run: RunDir) -> bytes:
+    return (run.adapter / "adapter.safetensors").read_bytes()
+
+
+def series(run: RunDir, event: str, metric: str) -> list[float]:
+    return [e["payload"][metric] for e in read_events(run.telemetry) if e["event"] == event]
+
+
+def results(run: RunDir) -> dict[str, Any]:
+    return Manifest.read(run.manifest).results
+
+
+# which adapter is the result
+
+
+@pytest.fixture(scope="module")
+def overshot(train_in: TrainIn, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run that keeps its best adapter and ends with a worse one; only to be read."""
+    directory = tmp_path_factory.mktemp("overshot") / "run"
+    return train_in(directory, *OVERSHOOTS, "adapter.select=best", "checkpoint.every_n_steps=1")
+
+
+def tuned_losses(run: RunDir) -> list[float]:
+    events = [e["payload"] for e in read_events(run.telemetry) if e["event"] == "validation"]
+    return [payload["val/loss"] for payload in events if payload["condition"] == "tuned"]
+
+
+def test_the_best_adapter_is_the_result(overshot: RunDir) -> None:
+    """Its step and its loss are those of the lowest validation, which is not the last."""
+    losses = tuned_losses(overshot)
+    assert len(losses) == 6
+    assert min(range(6), key=losses.__getitem__) == BEST - 1
+    found = results(overshot)
+    assert (found["adapter_step"], found["tuned_val_loss"]) == (BEST, losses[BEST - 1])
+    assert found["steps"] == 6
+
+
+def test_the_written_adapter_is_the_one_of_that_step(
+    overshot: RunDir, train_in: TrainIn, tmp_path: Path
+) -> None:
+    """Under a constant rate, a run that ends at that step has the same bytes."""
+    shorter = train_in(tmp_path / "run", f"trainer.max_steps={BEST}", "optim.lr=10")
+    assert adapter(shorter) == adapter(overshot)
+    name = "adapter/peft/adapter_model.safetensors"
+    assert (shorter.path / name).read_bytes() == (overshot.path / name).read_bytes()
+
+
+@pytest.mark.parametrize("at", [BEST + 1, BEST + 2])
+def test_a_killed_run_still_knows_its_best_adapter(
+    overshot: RunDir, broken: Broken, tmp_path: Path, at: int
+) -> None:
+    """Stopped at or after the best step, resumed: the same adapter, byte for byte."""
+    best = ("adapter.select=best", "checkpoint.every_n_steps=1")
+    run = broken(tmp_path / "run", 4 * (at - 1) + 1, *OVERSHOOTS, *best)
+    assert cli.main([f"resume={run.path}"]) == 0
+    assert Manifest.read(run.manifest).attempts[-1]["resumed_from_step"] == at - 1
+    assert adapter(run) == adapter(overshot)
+    names = ("adapter_step", "tuned_val_loss", "val_loss_change_frac")
+    assert [results(run)[n] for n in names] == [results(overshot)[n] for n in names]
+
+
+def test_the_last_adapter_is_the_result_unless_told_otherwise(
+    overshot: RunDir, train_in: TrainIn, tmp_path: Path
+) -> None:
+    """The same run without the selection ends with its sixth step's adapter."""
+    run = train_in(tmp_path / "run", *OVERSHOOTS)
+    assert tuned_losses(run) == tuned_losses(overshot)
+    assert results(run)["adapter_step"] == 6
+    assert results(run)["tuned_val_loss"] == tuned_losses(run)[-1]
+    assert adapter(run) != adapter(overshot)
+
+
+def test_the_final_validation_is_done_once(train_in: TrainIn, tmp_path: Path) -> None:
+    """Whether or not the interval meets the last step, and also where there is no interval."""
+    for number, (interval, steps) in enumerate([(8, [2, 4]), (12, [3, 4]), ("null", [4])]):
+        run = train_in(tmp_path / str(number), f"trainer.val_check_interval={interval}")
+        events = [e["payload"] for e in read_events(run.telemetry) if e["event"] == "validation"]
+        assert [p["step"] for p in events if p["condition"] == "tuned"] == steps, interval
+
+
+def test_early_stopping_ends_a_run_and_its_record_says_so(
+    overshot: RunDir, train_in: TrainIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One validation after the best; such a run cannot be made longer."""
+    run = train_in(
+        tmp_path / "run",
+        *OVERSHOOTS,
+        "callbacks=[default,early_stopping]",
+        "callbacks.early_stopping.patience=1",
+        "adapter.select=best",
+    )
+    found = results(run)
+    assert (found["stopped_early"], found["steps"], found["adapter_step"]) == (True, BEST + 1, BEST)
+    assert adapter(run) == adapter(overshot)
+    assert found["checkpoint"] == f"checkpoints/step_{BEST + 1:08d}.ckpt"
+    capsys.readouterr()
+    assert cli.main([f"resume={run.path}", "trainer.max_steps=9"]) == 2
+    assert "lora.init_from=" in capsys.readouterr().err.replace("\n", "")
+
+
+# rate, clipping, epochs, memory
+
+
+def test_telemetry_has_the_rate_of_the_closed_form(train_in: TrainIn, tmp_path: Path) -> None:
+    """Half of eight steps rise, then half a cosine: written out here, to 1e-12."""
+    run = train_in(
+        tmp_path / "run",
+        "trainer.max_steps=8",
+        "schedule=cosine",
+        "schedule.warmup_frac=0.5",
+        "optim.lr=1e-3",
+        without="schedule.warmup_steps",
+    )
+    rising = [(step + 1) / 4 for step in range(4)]
+    falling = [(1 + math.cos(math.pi * step / 4)) / 2 for step in range(4)]
+    rates = [rate / 1e-3 for rate in series(run, "step", "optim/lr")]
+    assert rates == pytest.approx(rising + falling, abs=1e-12)
+
+
+def test_a_warm_up_longer_than_the_epochs_is_refused(
+    train_in: TrainIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """How many steps an epoch has is known once rows are packed, before weights are loaded."""
+    train_in(
+        tmp_path / "run",
+        *("trainer.max_steps=-1", "trainer.max_epochs=1", "schedule.warmup_steps=50"),
+        code=2,
+    )
+    assert "warm-up lasts as long as the run" in capsys.readouterr().err
+
+
+def test_clipping_reaches_the_optimizer_and_can_be_switched_off(
+    train_in: TrainIn, finished: RunDir, tmp_path: Path
+) -> None:
+    """The recorded norm is the one before; a limit far below it moves the adapter elsewhere."""
+    norms = series(finished, "step", "train/grad_norm")
+    tight = train_in(tmp_path / "tight", f"trainer.gradient_clip_val={min(norms) / 1e6}")
+    off = [
+        train_in(tmp_path / name, f"trainer.gradient_clip_val={value}")
+        for name, value in (("zero", "0"), ("null", "null"), ("high", "1e9"))
+    ]
+    assert series(tight, "step", "train/grad_norm")[0] == norms[0]
+    assert adapter(tight) != adapter(off[0])
+    assert adapter(off[0]) == adapter(off[1]) == adapter(off[2])
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_epochs_train_on_every_row_so_many_times(
+    train_in: TrainIn, finished: RunDir, tmp_path: Path, epochs: int
+) -> None:
+    """The tokens of the run are the rows' own, times the epochs; no step is filled up."""
+    run = train_in(tmp_path / "run", "trainer.max_steps=-1", f"trainer.max_epochs={epochs}")
+    assert finished.manifest.is_file()  # the rows are encoded, so that the plan's count is exact
+    plan = json.loads(run.plan.read_text(encoding="utf-8"))
+    assert plan["data"]["exact"]
+    assert results(run)["tokens"] == epochs * plan["data"]["train_tokens"]
+    assert results(run)["steps"] == plan["steps"]
+
+
+def test_checkpointed_activations_change_no_byte_of_the_adapter(
+    train_in: TrainIn, finished: RunDir, tmp_path: Path
+) -> None:
+    """A whole run, dropout and bf16 included; the manifest says which of the two it was."""
+    run = train_in(tmp_path / "run", "model.gradient_checkpointing=on")
+    assert adapter(run) == adapter(finished)
+    facts = [Manifest.read(one.manifest).facts["gradient_checkpointing"] for one in (run, finished)]
+    assert facts == [True, False]
+
+
+# optimizers
+
+
+@pytest.mark.parametrize("option", ["lion", "adamw_8bit"])
+def test_a_run_with_another_optimizer_resumes_to_the_same_bytes(
+    broken: Broken, train_in: TrainIn, tmp_path: Path, option: str
+) -> None:
+    """Its state is in the checkpoint, whatever its format."""
+    settings = (f"optim={option}", "lora.r=64")  # matrices of 4,096 elements have 8-bit moments
+    through = train_in(tmp_path / "through", *settings)
+    run = broken(tmp_path / "run", 13, *settings)
+    assert cli.main([f"resume={run.path}"]) == 0
+    assert Manifest.read(run.manifest).attempts[-1]["resumed_from_step"] == 2
+    assert adapter(run) == adapter(through)
+    assert series(run, "step", "train/loss") == series(through, "step", "train/loss")
+
+
+def test_a_paged_optimizer_is_refused_without_a_gpu(
+    train_in: TrainIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command line, before there is a run."""
+    train_in(tmp_path / "run", "optim=paged_adamw_8bit", code=2)
+    assert not (tmp_path / "run").exists()
+    assert "optim=adamw_8bit" in capsys.readouterr().err

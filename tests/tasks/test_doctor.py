@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import shutil
+import sys
+from importlib import metadata
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from mens_exp import cli
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.report.findings import State
+from mens_exp.tasks import doctor
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+
+def found(name: str) -> doctor.Finding:
+    (finding,) = [one for one in doctor.examine() if one.name == name]
+    return finding
+
+
+def test_the_doctor_leaves_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every finding is shown and kept; this machine can run the tests, so none is bad."""
+    assert cli.main(["task=doctor", f"hydra.run.dir={tmp_path / 'run'}"]) == 0
+    manifest = Manifest.read(RunDir(tmp_path / "run").manifest)
+    assert manifest.status is Status.SUCCEEDED
+    names = [finding["name"] for finding in manifest.facts["findings"]]
+    assert {"Python", "torch", "4 bits on cpu", "memory", "cache", "outputs", "W&B"} <= set(names)
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in names)
+
+
+def test_a_bad_finding_ends_with_the_code_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 3, after everything has been shown."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
+    assert cli.main(["task=doctor", f"hydra.run.dir={tmp_path / 'run'}"]) == 3
+    shown = capsys.readouterr()
+    assert "W&B" in shown.out
+    assert "cache, outputs" in shown.err
+    assert Manifest.read(RunDir(tmp_path / "run").manifest).status is Status.FAILED
+
+
+def test_other_settings_are_refused_as_without_effect() -> None:
+    """It asks about the machine, not about a run."""
+    assert cli.main(["task=doctor", "lora.r=8"]) == 2
+
+
+def test_a_package_out_of_its_range_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named with the command that mends it."""
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda n: "0.1" if n == "peft" else real(n))
+    finding = found("peft")
+    assert (finding.state, finding.found) == (State.BAD, "0.1")
+    assert finding.remedy is not None
+    assert finding.remedy.startswith("pip install 'peft")
+
+
+def test_an_absent_package_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much as one of a wrong version."""
+    real = metadata.version
+
+    def version(name: str) -> str:
+        if name == "peft":
+            raise metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert found("peft").found == "not installed"
+
+
+def test_an_old_python_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    """3.10 lacks what the code uses."""
+    monkeypatch.setattr(sys, "version_info", (3, 10, 4, "final", 0))
+    assert found("Python").state is State.BAD
+
+
+def test_a_driver_without_a_cuda_build_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commonest mistake: the CPU build of torch on a GPU machine."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    finding = found("torch")
+    assert finding.state is State.BAD
+    assert "CUDA build" in (finding.remedy or "")
+
+
+def test_little_memory_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smaller jobs still run."""
+    real = doctor.psutil.virtual_memory()
+    monkeypatch.setattr(
+        doctor.psutil, "virtual_memory", lambda: real._replace(available=1_000_000_000)
+    )
+    assert found("memory").state is State.NOTE
+
+
+def test_a_configured_account_is_told_without_its_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The key itself is in no finding."""
+    monkeypatch.setenv("WANDB_API_KEY", "very-secret")
+    finding = found("W&B")
+    assert "an account is configured" in finding.found
+    assert "very-secret" not in str(finding)

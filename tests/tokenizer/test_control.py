@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+from mens_exp.errors import DataError
+from mens_exp.tokenizer import byte_level
+from mens_exp.tokenizer.control import ControlText
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TEXTS = st.lists(
+    st.sampled_from(["<|im_end|>", "<|im_start|>", "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd00\ufdd1"])
+    | st.text(max_size=5)
+).map("".join)
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory: Path = tmp_path_factory.mktemp("core")
+    byte_level.write_files(directory)
+    return Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+
+@given(text=TEXTS)
+def test_guarding_is_undone(core: Tokenizer, text: str) -> None:
+    """Whatever the text holds, our own marks included."""
+    control = ControlText(core)
+    assert control.unguard(control.guard(text)) == text
+    assert "<|im_end|>" not in control.guard(text)
+
+
+@given(before=TEXTS, text=TEXTS)
+def test_guarded_text_is_encoded_as_text(core: Tokenizer, before: str, text: str) -> None:
+    """Every byte of it is a token of its own; the marker beside it is the control token."""
+    control = ControlText(core)
+    try:
+        (ids,) = control.encode([f"{control.guard(before)}<|im_end|>{control.guard(text)}"])
+        head, tail = before.encode(), text.encode()
+    except (DataError, UnicodeEncodeError):
+        return  # half a surrogate pair, or our private spelling: tested below
+    assert ids.index(2) == len(head)
+    assert len(ids) == len(head) + 1 + len(tail)
+    assert core.decode(ids, skip_special_tokens=False) == f"{before}<|im_end|>{text}"
+
+
+def test_text_without_control_text_takes_the_tokenizers_own_way(core: Tokenizer) -> None:
+    """The same ids as ever, and no second tokenizer is made."""
+    control = ControlText(core)
+    text = "<|im_start|>user\nü<|im_end|>"
+    assert control.guard("user\nü") == "user\nü"
+    assert control.encode([text]) == [core.encode(text, add_special_tokens=False).ids]
+    assert control._plain is None
+
+
+def test_context_of_a_token_is_that_of_the_whole_text() -> None:
+    """A tokenizer that marks where a text begins marks it once, guarded text in it or not."""
+    vocab = {token: i for i, token in enumerate(["<e>", "▁", "a", "<", "e", ">"])}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    core.add_special_tokens([AddedToken("<e>", special=True)])
+    control = ControlText(core)
+    (ids,) = control.encode([f"a<e>a{control.guard('<e>')}a<e>"])
+    assert [core.id_to_token(token) for token in ids] == [
+        *("▁", "a", "<e>", "a", "<", "e", ">", "a", "<e>")
+    ]
+
+
+def test_longest_control_token_is_guarded() -> None:
+    """One may begin as another does."""
+    core = Tokenizer(models.BPE(vocab={"<": 0}, merges=[]))
+    core.add_special_tokens([AddedToken("<|a|>", special=True), AddedToken("<|a|>b", special=True)])
+    control = ControlText(core)
+    assert control.unguard(control.guard("<|a|>b")) == "<|a|>b"
+    assert control.guard("<|a|>b").count("\ufdd0") == 1
+
+
+def test_private_spelling_in_a_text_is_refused(core: Tokenizer) -> None:
+    """It could pass for a control token; no text has reason to hold it."""
+    control = ControlText(core)
+    with pytest.raises(DataError, match="private spelling"):
+        control.encode([control.guard("\ufdd22\ufdd3")])
+
+
+def test_control_text_may_be_allowed(core: Tokenizer) -> None:
+    """Then it is the token; our own marks stay text."""
+    control = ControlText(core, allow=True)
+    assert control.encode([control.guard("<|im_end|>")]) == [[2]]
+    (ids,) = control.encode([control.guard("\ufdd0<|im_end|>")])
+    assert (len(ids), ids[-1]) == (4, 2)

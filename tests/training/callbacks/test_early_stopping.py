@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from lightning import Callback
+
+from mens_exp.artifacts.telemetry import read_events
+from mens_exp.config.checkpoint import CheckpointConfig
+from mens_exp.training.build import build_module
+from mens_exp.training.callbacks.checkpoint import Checkpoint
+from mens_exp.training.callbacks.early_stopping import EarlyStopping
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Losses(Callback):
+    """Gives each validation of training a loss from a list."""
+
+    def __init__(self, losses: list[float]) -> None:
+        self.losses = iter(losses)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        del pl_module
+        trainer.callback_metrics["val/loss"].fill_(next(self.losses))
+
+
+def steps_taken(fit: Any, losses: list[float], **settings: Any) -> int:
+    """Train up to six steps with a validation after each."""
+    callbacks = Losses(losses), EarlyStopping(fit.record, **settings)
+    trainer = fit.trainer(*callbacks, max_steps=6, val_check_interval=2)
+    fit.run(trainer)
+    return int(trainer.global_step)
+
+
+@pytest.mark.parametrize(
+    ("losses", "settings", "steps"),
+    [
+        ([5, 4, 3, 2, 1, 0], {"patience": 1}, 6),
+        ([5, 4, 4, 3, 2, 1], {"patience": 1}, 3),
+        ([5, 4, 4, 3, 3, 2], {"patience": 2}, 6),
+        ([5, 4, 4, 4, 3, 2], {"patience": 2}, 4),
+        ([5, 4.9, 4.8, 4.7, 4.6, 4.5], {"patience": 3, "min_delta": 0.5}, 4),
+        ([5, 4.4, 3.8, 3.2, 2.6, 2.0], {"patience": 3, "min_delta": 0.5}, 6),
+    ],
+)
+def test_a_run_ends_after_so_many_validations_without_a_lower_loss(
+    fit: Any, losses: list[float], settings: dict[str, Any], steps: int
+) -> None:
+    """Counted by hand; a fall by less than min_delta is none."""
+    assert steps_taken(fit, losses, **settings) == steps
+    stopped = steps < 6
+    assert fit.record.manifest.results["stopped_early"] is stopped
+    events = [e for e in read_events(fit.record.dir.telemetry) if e["event"] == "early_stop"]
+    assert [e["payload"]["step"] for e in events] == ([steps] if stopped else [])
+
+
+def test_the_step_it_ends_at_is_saved_and_resuming_from_it_ends_there_too(
+    fit: Any, tiny_backend: Callable[..., Any]
+) -> None:
+    """Whatever the checkpoints' interval; Lightning's own would train on."""
+    fit.config.checkpoint = CheckpointConfig(every_n_steps=50)
+    steps = steps_taken_saving(fit, [5, 6, 4, 3, 2, 1])
+    assert steps == 2
+    fit.module = build_module(fit.config, tiny_backend(), fit.data)
+    again = EarlyStopping(fit.record, patience=1)
+    trainer = fit.trainer(again, Checkpoint(fit.record), max_steps=6, val_check_interval=2)
+    fit.run(trainer, ckpt_path=fit.record.dir.checkpoint(2), weights_only=True)
+    assert trainer.global_step == 2
+    assert fit.record.manifest.results["stopped_early"] is True
+    assert fit.module.selected[0] == 2
+
+
+def steps_taken_saving(fit: Any, losses: list[float]) -> int:
+    callbacks = Losses(losses), EarlyStopping(fit.record, patience=1), Checkpoint(fit.record)
+    trainer = fit.trainer(*callbacks, max_steps=6, val_check_interval=2)
+    fit.run(trainer)
+    return int(trainer.global_step)

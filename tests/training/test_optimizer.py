@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from mens_exp.config.overrides import check
+from mens_exp.errors import SetupError
+from mens_exp.training.optimizer import build_optimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mens_exp.config.root import RunConfig
+
+LARGE = (128, 64)  # from 4,096 elements on, bitsandbytes keeps moments in 8 bits
+
+
+def start(shape: tuple[int, int] = LARGE) -> torch.nn.Parameter:
+    generator = torch.Generator().manual_seed(0)
+    return torch.nn.Parameter(torch.randn(shape, generator=generator))
+
+
+def gradients(count: int, shape: tuple[int, int] = LARGE) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator) for _ in range(count)]
+
+
+def trained(
+    config: RunConfig, steps: int, shape: tuple[int, int] = LARGE
+) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
+    parameter = start(shape)
+    optimizer = build_optimizer(config.optim, [parameter])
+    for gradient in gradients(steps, shape):
+        parameter.grad = gradient
+        optimizer.step()
+    return parameter, optimizer
+
+
+def lion_by_hand(steps: int, *, lr: float, betas: tuple[float, float], decay: float) -> np.ndarray:
+    """Algorithm 2 of arXiv:2302.06675, in f64."""
+    theta, average = start().detach().double().numpy(), np.zeros(LARGE)
+    for gradient in gradients(steps):
+        g = gradient.double().numpy()
+        update = np.sign(betas[0] * average + (1 - betas[0]) * g)
+        theta = theta - lr * (update + decay * theta)
+        average = betas[1] * average + (1 - betas[1]) * g
+    return theta
+
+
+def test_adamw_is_torch_s_own(tiny_config: Callable[..., RunConfig]) -> None:
+    """Every value of the group reaches it, and the option's name does not."""
+    config = tiny_config("optim.lr=3e-3", "optim.betas=[0.8,0.9]", "optim.weight_decay=0.1")
+    _, optimizer = trained(config, 1)
+    assert type(optimizer) is torch.optim.AdamW
+    (group,) = optimizer.param_groups
+    assert (group["lr"], tuple(group["betas"]), group["eps"]) == (3e-3, (0.8, 0.9), 1e-8)
+    assert group["weight_decay"] == 0.1
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_lion_follows_the_paper(tiny_config: Callable[..., RunConfig], decay: float) -> None:
+    """Five steps against the published algorithm; f32 rounding apart."""
+    config = tiny_config("optim=lion", "optim.lr=1e-2", f"optim.weight_decay={decay}")
+    parameter, optimizer = trained(config, 5)
+    expected = lion_by_hand(5, lr=1e-2, betas=(0.9, 0.99), decay=decay)
+    assert np.abs(parameter.detach().numpy() - expected).max() < 1e-5
+    assert optimizer.state[parameter]["state1"].dtype == torch.float32
+
+
+def test_lion_has_no_denominator_to_add_to() -> None:
+    """A key without effect is an unknown one, and the options that have it are named."""
+    (problem,) = check(["optim=lion", "optim.eps=1e-6"]).problems
+    assert "is no key of the chosen optim" in str(problem)
+    assert "optim=adamw" in (problem.expected or "")
+
+
+def test_adamw_in_8_bits_goes_where_adamw_goes_on_cpu(
+    tiny_config: Callable[..., RunConfig],
+) -> None:
+    """Its moments are bytes; ten steps end within a fifth of a step of the f32 ones, on average."""
+    exact, _ = trained(tiny_config("optim.lr=1e-2"), 10)
+    coarse, optimizer = trained(tiny_config("optim=adamw_8bit", "optim.lr=1e-2"), 10)
+    state = optimizer.state[coarse]
+    assert (state["state1"].dtype, state["state2"].dtype) == (torch.uint8, torch.uint8)
+    assert float((coarse - start()).detach().abs().mean()) > 1e-2
+    assert float((coarse - exact).detach().abs().mean()) < 2e-3
+
+
+def test_small_matrices_keep_f32_moments(tiny_config: Callable[..., RunConfig]) -> None:
+    """Under 4,096 elements 8 bits save nothing; the steps are AdamW's then."""
+    small = (16, 64)
+    exact, _ = trained(tiny_config("optim.lr=1e-2"), 5, small)
+    found, optimizer = trained(tiny_config("optim=adamw_8bit", "optim.lr=1e-2"), 5, small)
+    assert optimizer.state[found]["state1"].dtype == torch.float32
+    assert torch.allclose(found, exact, atol=1e-6)
+
+
+def test_a_paged_optimizer_is_refused_on_cpu(tiny_config: Callable[..., RunConfig]) -> None:
+    """To take an unpaged one instead would be another optimizer."""
+    with pytest.raises(SetupError, match="paged memory is CUDA's own") as caught:
+        build_optimizer(tiny_config("optim=paged_adamw_8bit").optim, [start()])
+    assert "optim=adamw_8bit" in (caught.value.remedy or "")
+
+
+@pytest.mark.parametrize("option", ["adamw", "adamw_8bit", "lion"])
+def test_state_survives_saving_and_loading(
+    tiny_config: Callable[..., RunConfig], option: str
+) -> None:
+    """Three steps, saved, and two more are the five of an optimizer that was never saved."""
+    config = tiny_config(f"optim={option}")
+    through, _ = trained(config, 5)
+    stopped, before = trained(config, 3)
+    after = build_optimizer(config.optim, [stopped])
+    after.load_state_dict(before.state_dict())
+    for gradient in gradients(5)[3:]:
+        stopped.grad = gradient
+        after.step()
+    assert torch.equal(stopped, through)
