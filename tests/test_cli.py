@@ -330,3 +330,46 @@ def test_python_m_mens_exp_exits_with_the_code_of_the_command(here: Path) -> Non
         )
         assert done.returncode == code, done.stderr
         assert bool(done.stdout) == (code == 0)
+
+
+def test_a_used_directory_is_refused_before_hydra_writes_into_it(
+    tiny_run: list[str], here: Path, refused: Callable[..., str]
+) -> None:
+    """Hydra's own copy of the overrides still tells what ran there."""
+    assert cli.main([*tiny_run, "task=plan", "hydra.run.dir=run"]) == 0
+    before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
+    assert "a run is there already" in refused(
+        *tiny_run, "task=plan", "seed=7", "hydra.run.dir=run"
+    )
+    assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file()} == before
+
+
+def test_a_used_sweep_directory_is_refused_as_well(
+    tiny_run: list[str], here: Path, refused: Callable[..., str]
+) -> None:
+    """Job by job."""
+    sweep = ["-m", *tiny_run, "task=plan", "seed=1,2", "hydra.sweep.dir=sweep"]
+    assert cli.main(sweep) == 0
+    assert len(list(here.glob("sweep/*/manifest.json"))) == 2
+    assert refused(*sweep).count("a run is there already") == 2
+
+
+def test_the_same_command_twice_in_one_process_makes_two_runs(
+    tiny_run: list[str], here: Path
+) -> None:
+    """The directory's time is the command's, not the process's."""
+    for _ in range(2):
+        assert cli.main([*tiny_run, "task=plan"]) == 0
+    assert len(list(here.glob("outputs/plan/default/*/manifest.json"))) == 2
+
+
+def test_a_sweep_takes_options_of_the_working_directory(tiny_run: list[str], here: Path) -> None:
+    """Each cell is composed from the copy made at launch."""
+    for name, rate in (("slow", 1e-5), ("fast", 1e-3)):
+        file = here / "conf" / "optim" / f"{name}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"defaults: [adamw, _self_]\nlr: {rate}\n", encoding="utf-8")
+    mine = [text for text in tiny_run if not text.startswith("optim.")]
+    assert cli.main(["-m", *mine, "task=plan", "optim=slow,fast"]) == 0
+    configs = sorted(here.glob("outputs/multirun/default/*/*/config.yaml"))
+    assert [("lr: 1.0e-05" in c.read_text("utf-8")) for c in configs] == [True, False]

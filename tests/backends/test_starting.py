@@ -10,19 +10,20 @@ import torch
 
 from mens_exp.artifacts.adapter_v3 import read_adapter, write_adapter
 from mens_exp.backends.adapting import ADAPTER
+from mens_exp.backends.qlora import QloraBackend
 from mens_exp.data.batch import packed_batch
 from mens_exp.model.quiet import quiet
+from mens_exp.model.resolve import BaseModel
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.quant.bnb import dequantized, keep_trainable, quantization_config
+from mens_exp.tokenizer import byte_level
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from mens_exp.backends.qlora import QloraBackend
     from mens_exp.config.root import RunConfig
     from mens_exp.data.batch import Batch
-    from mens_exp.model.resolve import BaseModel
     from mens_exp.rows.encode import Encoded
 
 F32 = "quant.compute_dtype=f32"
@@ -303,3 +304,79 @@ def test_loftq_of_one_round_keeps_its_rank(
     assert (init["name"], init["doubled_rank"], init["loftq_iters"]) == ("loftq", False, 1)
     assert "plainly quantized base" in init["exactness"]
     assert tensors["l0.q.lora_a"].shape[0] == manifest.rank
+
+
+@pytest.mark.parametrize("family", ["gpt2", "phi3"])
+@pytest.mark.parametrize("init", ["pissa", "loftq"])
+def test_families_with_other_modules_start_nearer_too(
+    tiny_config: Callable[..., RunConfig], tmp_path: Path, family: str, init: str
+) -> None:
+    """GPT-2's checkpoints hold transposed weights, Phi-3's fused ones; the square one included."""
+    base = saved(family, tmp_path)
+    config = tiny_config("model=hf", f"model.id={base.directory}", f"lora.init={init}", "lora.r=4")
+    backend = QloraBackend(config, base, torch.device("cpu"))
+    errors = backend.quantization_errors()
+    kinds = {"gpt2": ["qkv", "o", "fc", "proj"], "phi3": ["qkv", "o", "gate_up", "down"]}[family]
+    assert list(errors) == [f"l{layer}.{kind}" for layer in (0, 1) for kind in kinds]
+    assert all(0.05 < before < 0.12 and after < 0.99 * before for before, after in errors.values())
+
+
+def saved(family: str, directory: Path) -> BaseModel:
+    """Save a small random model of a family, as a user would bring it."""
+    from transformers import AutoModelForCausalLM, GPT2Config, Phi3Config
+
+    torch.manual_seed(0)
+    config = {
+        "gpt2": GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=320),
+        "phi3": Phi3Config(
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=320,
+            pad_token_id=0,
+        ),
+    }[family]
+    with quiet():
+        AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    byte_level.write_files(directory)
+    return BaseModel(
+        directory=directory, name=family, source="directory", weights_sha256="0" * 64, license=None
+    )
+
+
+@residual
+def test_the_view_adds_what_training_changed_of_the_published_weights(
+    tiny_backend: Callable[..., QloraBackend], overrides: list[str]
+) -> None:
+    """``s (B A − B0 A0)`` for each layer, by hand, whatever ranks and scales it is written with."""
+    backend = moved(tiny_backend(*overrides))
+    taken, found = backend.start_state(), backend.trainable()
+    expected = {
+        name: module.scaling[ADAPTER]
+        * (
+            found[f"{name}.lora_b"] @ found[f"{name}.lora_a"]
+            - taken[f"{name}.lora_b"] @ taken[f"{name}.lora_a"]
+        ).detach()
+        for name, module in backend.layers.items()
+    }
+    with backend.as_peft_view():
+        for name, module in backend.layers.items():
+            a, b = module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight
+            update = (module.scaling[ADAPTER] * (b @ a)).detach()
+            assert (update - expected[name]).norm() <= 1e-4 * expected[name].norm()
+
+
+@pytest.mark.parametrize("init", ["pissa", "loftq"])
+def test_dora_starts_with_the_lengths_of_what_it_starts_from(
+    tiny_backend: Callable[..., QloraBackend], init: str
+) -> None:
+    """Base and first update together, so that its ratio is one and it changes nothing yet."""
+    backend = tiny_backend(F32, "lora.variant=dora", f"lora.init={init}")
+    found = backend.trainable()
+    for name, module in backend.layers.items():
+        update = module.scaling[ADAPTER] * found[f"{name}.lora_b"] @ found[f"{name}.lora_a"]
+        whole = dequantized(module.get_base_layer().weight) + update.detach()
+        expected = whole.double().norm(dim=1).float()
+        assert torch.allclose(found[f"{name}.lora_magnitude"].detach(), expected, rtol=1e-5)

@@ -307,7 +307,7 @@ def test_dropout_before_the_head_differs_from_chunk_to_chunk(
 def test_dora_drops_elements_of_one_input_for_base_and_update_alike(
     tiny_backend: Callable[..., QloraBackend],
 ) -> None:
-    """By hand for one projection: ``W x + (g − 1) W d(x) + g s B A d(x)``, with g the ratio of lengths.
+    """By hand: ``W x + (g − 1) W d(x) + g s B A d(x)``, with g the ratio of lengths.
 
     This is what DoRA's authors do (arXiv:2402.09353, PEFT's DoraLinearVariant): what the ratio
     changes of the base's output is computed from the dropped input too.

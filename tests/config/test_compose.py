@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +9,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from mens_exp.config.compose import (
+    begin_command,
     compose,
     config_digest,
     from_yaml,
@@ -15,6 +17,7 @@ from mens_exp.config.compose import (
     to_yaml,
     typed,
 )
+from mens_exp.config.model import HfModel
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -117,8 +120,9 @@ def test_every_value_enters_the_digest() -> None:
     base.lora.init_from, base.schedule.warmup_steps, base.schedule.warmup_frac = "i", 1, 0.5
     base.resume, base.logger.entity, base.logger.group, base.logger.name = "r", "e", "g", "n"
     base.tokenizer.chat_template = "c"
+    base.prompt, base.repo, base.push.message, base.export.out = "p", "me/x", "m", "o"
     digests = {config_digest(base)}
-    paths = leaves(base)
+    paths = [path for path in leaves(base) if path != "format"]  # bundle is all there is
     for path in paths:
         other = base.copy()
         OmegaConf.update(other, path, changed(OmegaConf.select(base, path)))
@@ -141,6 +145,19 @@ def test_order_does_not_enter_the_digest() -> None:
     two = values("callbacks=[telemetry,facts]", "seed=3", "lora.r=8")
     assert list(one.callbacks) != list(two.callbacks)
     assert config_digest(one) == config_digest(two)
+
+
+def test_earlier_run_s_model_directory_is_read(tmp_path: Path) -> None:
+    """Its record calls the source by another name and has neither revision nor permission."""
+    text = to_yaml(values("model=hf", "model.id=/models/mine"))
+    for line in ("  revision: null\n", "  trust_remote_code: false\n"):
+        assert line in text
+        text = text.replace(line, "")
+    assert "  source: hf\n" in text
+    text = text.replace("  source: hf\n", "  source: directory\n")
+    model = typed(from_yaml(stored(tmp_path, text))).model
+    assert isinstance(model, HfModel)
+    assert (model.id, model.revision, model.trust_remote_code) == ("/models/mine", None, False)
 
 
 def test_interpolation_is_resolved_in_digest_and_file() -> None:
@@ -171,3 +188,31 @@ def test_command_beats_experiment_beats_defaults() -> None:
     """An experiment changes the defaults and the command changes the experiment."""
     smoke = values("experiment=smoke", "trainer.max_steps=7")
     assert (smoke.trainer.max_steps, smoke.data.seq_len, smoke.lora.r) == (7, 256, 16)
+
+
+def test_a_list_of_options_is_on_record() -> None:
+    """Hydra leaves it out of its choices; a group with one option is as before."""
+    (composed,) = compose([["callbacks=[facts,telemetry]"]])
+    assert composed.choices["callbacks"] == "facts,telemetry"
+    assert composed.choices["lora"] == "all_linear"
+
+
+def test_a_run_directory_is_known_before_hydra_makes_it() -> None:
+    """That of a run alone, and of each job of a sweep."""
+    cells = compose([["seed=1", "hydra.sweep.dir=s"], ["seed=2", "hydra.sweep.dir=s"]])
+    digests = [config_digest(cell.values)[:8] for cell in cells]
+    assert [cell.sweep_dir for cell in cells] == [f"s/{n}_{digests[n]}" for n in (0, 1)]
+    assert [str(cell.run_dir).rpartition("_")[2] for cell in cells] == digests
+    (fixed,) = compose([["hydra.run.dir=mine"]])
+    assert fixed.run_dir == "mine"
+
+
+def test_each_command_has_its_own_time() -> None:
+    """Two commands of one process with equal values never share a directory; one command does."""
+    begin_command()
+    first, again = compose([[], []])
+    time.sleep(0.002)  # directories are named to the millisecond
+    begin_command()
+    (second,) = compose([[]])
+    assert first.run_dir == again.run_dir
+    assert first.run_dir != second.run_dir

@@ -13,8 +13,11 @@ from mens_exp.config.compose import config_directory
 from mens_exp.config.data import JsonlData
 from mens_exp.config.overrides import Checked, check
 from mens_exp.config.schedule import ScheduleKind
+from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mens_exp.config.root import RunConfig
     from mens_exp.errors import MensError
 
@@ -73,7 +76,11 @@ REFUSED = [
     ("~objective", "objective", ["every run needs this group", "found ~objective"]),
     ("~seed", "seed", ["cannot be removed"]),
     ("~checkpoint.keep", "checkpoint.keep", ["cannot be removed"]),
-    ("task.name=plan", "task.name", ["is set by the option", "task=<evaluate|plan|train>"]),
+    (
+        "task.name=plan",
+        "task.name",
+        ["is set by the option", "task=<chat|doctor|evaluate|export|plan|push|train>"],
+    ),
     ("suite.name=none", "suite.name", ["is set by the option", "suite=<"]),
     ("schedule.warmup_steps=1,2", "schedule.warmup_steps", ["several values need", "add -m"]),
     ("no equals sign", None, ["not an override", "found no equals sign", "key=value"]),
@@ -293,3 +300,20 @@ def test_a_mapping_of_patterns_takes_any_keys() -> None:
     assert checked.cells[0].config.lora.rank_pattern == {"mlp": 4, "*.layers.1.*.q_proj": 8}
     swept = check(["lora.rank_pattern={mlp:4},{mlp:8}"], multirun=True)
     assert [cell.config.lora.rank_pattern for cell in swept.cells] == [{"mlp": 4}, {"mlp": 8}]
+
+
+def test_options_that_do_not_go_together_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An experiment that overrides a group the command overrides too is no traceback."""
+    experiment = tmp_path / "conf" / "experiment" / "torn.yaml"
+    experiment.parent.mkdir(parents=True)
+    experiment.write_text(
+        "# @package _global_\n# Torn?\ndefaults: [override /suite: no_such_suite, _self_]\n",
+        "utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="the chosen options do not go together") as caught:
+        check(["experiment=torn"])
+    assert "no_such_suite" in str(caught.value)
+    assert caught.value.remedy is not None

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mens_exp.config.data import JsonlData
+from mens_exp.corpus.files import records
 from mens_exp.corpus.source import Rows, load_rows
 from mens_exp.errors import DataError, Problems
 
@@ -130,5 +131,6 @@ def test_columns_left_out_are_in_the_record(file: Callable[..., str]) -> None:
 
     rows = [{"q": letter, "a": "r", "lang": "en"} for letter in "abcdef"]
     loaded = load(file("a.jsonl", *rows), columns=ColumnsConfig(prompt="q", response="a"))
-    assert loaded.files[0].as_record()["ignored"] == {"lang": 6}
-    assert "ignored" not in load(file("b.jsonl", *"abcdef")).files[0].as_record()
+    assert [one["ignored"] for one in records(loaded.files).values()] == [{"lang": 6}]
+    path = file("b.jsonl", *"abcdef")
+    assert "ignored" not in records(load(path).files)[path]

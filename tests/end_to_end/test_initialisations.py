@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-SUITE = ["suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=30"]
-LEARN = ["quant.compute_dtype=f32", "optim.lr=5e-3", "data.val_max_tokens=100000", *SUITE]
+SUITE = ["suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=40"]
+LEARN = ["quant.compute_dtype=f32", "optim.lr=5e-3", "data.val_max_tokens=100000"]
 
 
 @pytest.fixture(scope="module")
 def pissa(train_in: Callable[..., RunDir], tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """A run of a few steps from PiSSA; only to be read."""
-    return train_in(tmp_path_factory.mktemp("pissa") / "run", "lora.init=pissa", *LEARN)
+    return train_in(tmp_path_factory.mktemp("pissa") / "run", "lora.init=pissa", *LEARN, *SUITE)
 
 
 def test_the_base_of_the_record_is_the_plain_one(
     pissa: RunDir, train_in: Callable[..., RunDir], tmp_path: Path
 ) -> None:
     """Its loss is that of a run from plain LoRA; the tuned one is not."""
-    plain = train_in(tmp_path / "run", *LEARN, "suite=none", without="suite.items")
+    plain = train_in(tmp_path / "run", *LEARN)
     ours, theirs = (Manifest.read(run.manifest).results for run in (pissa, plain))
     assert ours["base_val_loss"] == theirs["base_val_loss"]
     assert ours["tuned_val_loss"] != theirs["tuned_val_loss"]
@@ -116,7 +116,7 @@ def test_variants_reach_the_disk_as_they_were_validated(
     overrides: list[str],
 ) -> None:
     """PEFT alone reproduces the loss of the run, in f32."""
-    run = train_in(tmp_path / "run", *overrides, *LEARN, "suite=none", without="suite.items")
+    run = train_in(tmp_path / "run", *overrides, *LEARN)
     results = Manifest.read(run.manifest).results
     assert results["tuned_val_loss"] < 0.99 * results["base_val_loss"]
     found = peft_loss(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -76,3 +77,29 @@ def test_the_installed_wheel_runs_a_job_in_an_empty_directory(wheel: Path, tmp_p
     assert manifest.provenance["commit"] is None
     assert [path.name for path in here.iterdir()] == ["outputs"]
     assert (tmp_path / "cache" / "mens_exp").is_dir()
+    _own_callback(python.with_name("mens-exp"), tmp_path / "own", kept, tmp_path / "cache")
+
+
+def _own_callback(script: Path, here: Path, kept: dict[str, str], cache: Path) -> None:
+    """The callback that docs/extending.md shows, through the script, in an empty directory."""
+    shown = (ROOT / "docs" / "extending.md").read_text("utf-8")
+    for name in ("my_callbacks.py", "conf/callbacks/print_every.yaml"):
+        block = re.search(rf"^`{name}`:\n\n```\w+\n(.*?)^```$", shown, re.MULTILINE | re.DOTALL)
+        assert block is not None
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text(block[1], encoding="utf-8")
+    chosen = ["callbacks=[default,print_every]", "callbacks.print_every.every_n=2"]
+    done = subprocess.run(
+        [str(script), "experiment=smoke", "suite=none", *chosen],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=here,
+        env={**kept, "XDG_CACHE_HOME": str(cache)},
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines() if ": loss " in line] == [
+        "step 2",
+        "step 4",
+    ]

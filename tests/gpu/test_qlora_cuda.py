@@ -33,7 +33,7 @@ pytestmark = [
         "machine') and run: pytest -m gpu",
     ),
 ]
-CUDA = torch.device("cuda", 0)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 F32 = "quant.compute_dtype=f32"
 STILL = "lora.dropout=0"
 
@@ -191,3 +191,47 @@ def test_prompts_are_continued_on_the_gpu_as_alone(
         return backend.generate(some, max_new_tokens=8, end_ids={319}, pad_id=0)
 
     assert complete(prompts) == [complete([prompt])[0] for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["lora.init=pissa"],
+        ["lora.init=loftq"],
+        ["lora.init=loftq", "lora.loftq_iters=3"],
+        ["lora.variant=dora"],
+        ["lora.init=pissa", "lora.variant=dora"],
+    ],
+    ids=str,
+)
+def test_starts_and_variants_run_on_a_gpu_from_start_to_end(
+    train_in: Callable[..., RunDir], tmp_path: Path, overrides: list[str]
+) -> None:
+    """The base is the plain one, the quantization error falls, and the adapter learns."""
+    still = ["trainer=gpu", STILL, "trainer.max_steps=6"]
+    run = train_in(tmp_path / "run", *overrides, *still)
+    plain = train_in(tmp_path / "plain", *still)
+    ours, theirs = (Manifest.read(one.manifest) for one in (run, plain))
+    assert ours.results["base_val_loss"] == pytest.approx(theirs.results["base_val_loss"], rel=1e-4)
+    assert ours.results["tuned_val_loss"] < ours.results["base_val_loss"]
+    if any(text.startswith("lora.init") for text in overrides):
+        facts = ours.facts
+        assert facts["quantization_error_after"] < 0.99 * facts["quantization_error_before"]
+
+
+@pytest.mark.parametrize("init", ["pissa", "loftq"])
+def test_a_start_on_a_gpu_is_that_of_the_cpu(
+    tiny_base: BaseModel, tiny_config: Callable[..., RunConfig], init: str
+) -> None:
+    """To the last bits of the decomposition: the same update, and equal errors."""
+    config = tiny_config(f"lora.init={init}")
+    here, there = (QloraBackend(config, tiny_base, device) for device in (CPU, CUDA))
+    for name, (before, after) in here.quantization_errors().items():
+        theirs = there.quantization_errors()[name]
+        assert theirs[0] == pytest.approx(before, rel=1e-3)
+        assert theirs[1] == pytest.approx(after, rel=1e-2)
+        updates = [
+            (found[f"{name}.lora_b"] @ found[f"{name}.lora_a"]).detach().cpu()
+            for found in (here.trainable(), there.trainable())
+        ]
+        assert (updates[0] - updates[1]).norm() < 0.02 * updates[0].norm()

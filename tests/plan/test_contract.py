@@ -73,6 +73,8 @@ def inside(field: dataclasses.Field[Any]) -> list[str]:
 
 
 LEAVES = leaves()
+# Settings that have one value so far.
+SINGLE = {"format"}
 
 
 @functools.cache  # Hydra takes a third of a second each time
@@ -121,7 +123,10 @@ def test_no_setting_is_classified_that_is_none() -> None:
     assert SETTINGS.keys() - {path for _, path in LEAVES} == set()
 
 
-@pytest.mark.parametrize(("command", "path"), LEAVES, ids=lambda value: str(value) or "root")
+FLIPPED = [leaf for leaf in LEAVES if leaf[1] not in SINGLE]
+
+
+@pytest.mark.parametrize(("command", "path"), FLIPPED, ids=lambda value: str(value) or "root")
 def test_digest_moves_exactly_with_what_changes_what_is_learned(command: str, path: str) -> None:
     """Each field flipped on its own."""
     before = contract_of(base(command)).digest

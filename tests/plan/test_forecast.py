@@ -126,6 +126,8 @@ def test_unknown_documents_are_as_long_as_they_may_be(
 ) -> None:
     """The limit is what attention pays for at most."""
     config = tiny_config("data.seq_len=300")
-    assert documents_of(config, {}) == Documents(longest=300, typical=300)
+    assert documents_of(config, {}) == Documents(longest=300, typical=300, varied=True)
     known = {"longest_tokens": 200, "typical_tokens": 50}
-    assert documents_of(config, known) == Documents(longest=200, typical=50)
+    assert documents_of(config, known) == Documents(longest=200, typical=50, varied=True)
+    alike = {"longest_tokens": 200, "typical_tokens": 195}
+    assert documents_of(config, alike) == Documents(longest=200, typical=195, varied=False)

@@ -183,3 +183,9 @@ def test_columns_stand_side_by_side_and_a_cursor_marks_what_goes_on() -> None:
     (line,) = [line for line in console.export_text().splitlines() if "left" in line]
     assert "right▌" in line
     assert "left▌" not in line
+
+
+def test_a_model_cannot_steer_the_terminal() -> None:
+    """Escape sequences that it writes are shown as replacement characters; lines stay lines."""
+    shown = chat_view.sections({"base": ("a\x1b[2Jb\n\tc\x07", True)}, {"base": "B"})
+    assert shown == "B\n-\na\N{REPLACEMENT CHARACTER}[2Jb\n\tc\N{REPLACEMENT CHARACTER}"

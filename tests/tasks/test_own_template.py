@@ -51,7 +51,7 @@ def test_record_says_what_shaped_the_ids(templated: tuple[RunDir, Path]) -> None
     assert (inputs["chat_template"], inputs["chat_template_date"]) == ("a file", "2024-07-26")
     data = inputs["data"]
     assert (data["truncation"], data["turns"], data["train_unrolled"]) == ("left", "last", 0)
-    (file,) = data["files"]
+    (file,) = data["files"].values()
     assert (file["form"], file["rows"], len(file["sha256"])) == ("pair", 60, 64)
 
 

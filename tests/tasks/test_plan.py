@@ -106,6 +106,31 @@ def test_plan_says_what_a_file_was_taken_for(
     assert "q.jsonl:30pairrows;columnsleftout:lang" in said
 
 
+def test_row_of_several_documents_is_shown_one_by_one(
+    tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under a template that changes earlier answers, each of the row's two has its own."""
+    template = tmp_path / "last.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role }}{% if loop.last %}!{% endif %}:{{ m.content }}"
+        "<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant!:{% endif %}",
+        "utf-8",
+    )
+    talk = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    turns = [{"role": role, "content": text} for role, text in talk]
+    rows = [{"messages": turns, "group": str(n)} for n in range(30)]
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    kept = [text for text in tiny_run if not text.startswith("data.path")]
+    overrides = [f"data.path={path}", f"tokenizer.chat_template={template}", "data.show=1"]
+    run = f"hydra.run.dir={tmp_path / 'run'}"
+    assert cli.main([*kept, *overrides, "task=plan", run]) == 0
+    said = capsys.readouterr().out
+    assert "document 1 of 2: " in said
+    assert "document 2 of 2: " in said
+    assert ("⟦b│<|im_end|>⟧" in said, "⟦d│<|im_end|>⟧" in said) == (True, True)
+
+
 def test_a_plan_says_how_many_runs_it_rests_on(
     tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,6 +106,13 @@ def test_callbacks_can_be_chosen(built: Callable[..., Trainer]) -> None:
     assert "Progress" not in names(built("~callbacks.progress"))
 
 
+def test_the_best_adapter_is_put_back_before_it_is_written(built: Callable[..., Trainer]) -> None:
+    """Whoever selects comes first, and is there only when asked for."""
+    found = names(built("adapter.select=best", "trainer.val_check_interval=4"))
+    assert found[0] == "BestAdapter"
+    assert "BestAdapter" not in names(built())
+
+
 def test_settings_reach_the_callback(built: Callable[..., Trainer]) -> None:
     """A YAML key is an argument of the class."""
     trainer: Any = built("callbacks.memory.trim_every_n_steps=7")
@@ -137,6 +144,8 @@ def test_trainer_settings_are_lightnings_own(built: Callable[..., Trainer]) -> N
         "trainer.val_check_interval=5",
     )
     assert trainer.gradient_clip_val == 0.5
+    for off in ("0", "null"):
+        assert built(f"trainer.gradient_clip_val={off}").gradient_clip_val is None
     assert trainer.accumulate_grad_batches == 3
     assert trainer.val_check_interval == 5
     assert trainer.max_steps == 10

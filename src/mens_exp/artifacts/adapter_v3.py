@@ -15,6 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from mens_exp.artifacts.adapter_tensors import HALVES, MAGNITUDE, disagreements, kind_of
 from mens_exp.artifacts.atomic import write_bytes
 from mens_exp.artifacts.nearest import expected_name
 from mens_exp.artifacts.record import read_record, write_record
@@ -41,9 +42,6 @@ TENSORS_NAME = "adapter.safetensors"
 _OLDER_MANIFEST_NAME = "populi_adapter_manifest_v3.json"
 _OLDER_FORMATS = ("vox_populi_adapter",)
 _OPTIONAL = ("base_model", "provenance", "mens_exp")  # absent, not null, in the schema
-_MATRIX_RANK = 2
-_HALVES = {"lora_a": "[{rank}, in]", "lora_b": "[out, {rank}]"}
-_MAGNITUDE = "lora_magnitude"
 _VARIANTS = ("lora", "rslora", "dora")
 
 
@@ -154,7 +152,7 @@ class AdapterManifest:
 
     def parts(self) -> tuple[str, ...]:
         """Return the names of the tensors that every layer has."""
-        return (*_HALVES, *((_MAGNITUDE,) if self.variant == "dora" else ()))
+        return (*HALVES, *((MAGNITUDE,) if self.variant == "dora" else ()))
 
     def _pattern_problems(self, where: str, name: str) -> list[DataError]:
         place = f"{where}: mens_exp.{name}_pattern"
@@ -197,9 +195,9 @@ def write_adapter(
     """
     where = str(directory / TENSORS_NAME)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    kinds = {name: _kind(tensor.dtype) for name, tensor in tensors.items()}
+    kinds = {name: kind_of(tensor.dtype) for name, tensor in tensors.items()}
     found = manifest.problems(str(directory / MANIFEST_NAME))
-    found = found or _disagreements(manifest, shapes, kinds, where)
+    found = found or disagreements(manifest, shapes, kinds, where)
     if found:
         raise MensError(
             "an adapter could not be read back, so it is not written",
@@ -241,7 +239,7 @@ def _read_tensors(manifest: AdapterManifest, path: Path) -> dict[str, npt.NDArra
             slices = {name: file.get_slice(name) for name in names}
             shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
             kinds = {name: str(part.get_dtype()) for name, part in slices.items()}
-            Problems.raise_if(_disagreements(manifest, shapes, kinds, str(path)))
+            Problems.raise_if(disagreements(manifest, shapes, kinds, str(path)))
             return {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise DataError(
@@ -250,57 +248,3 @@ def _read_tensors(manifest: AdapterManifest, path: Path) -> dict[str, npt.NDArra
             found=str(error),
             remedy="copy the adapter again, or write it again from a checkpoint of its run",
         ) from error
-
-
-def _disagreements(
-    manifest: AdapterManifest,
-    shapes: Mapping[str, tuple[int, ...]],
-    kinds: Mapping[str, str],
-    where: str,
-) -> list[DataError]:
-    found = [
-        DataError("wrong type", where=f"{where}: {name}", found=kind, expected="F32")
-        for name, kind in kinds.items()
-        if kind != "F32"
-    ]
-    expected = {f"{layer}.{half}" for layer in manifest.layer_order for half in manifest.parts()}
-    for name in sorted(set(shapes) - expected):
-        known = expected_name(name, expected)
-        found.append(DataError("a tensor of no layer", where=where, found=name, expected=known))
-    found += [
-        DataError("a tensor is missing", where=where, expected=name)
-        for name in sorted(expected - set(shapes))
-    ]
-    for layer in manifest.layer_order:
-        found += _shape_problems(layer, manifest.rank_of(layer), shapes, where)
-    return found
-
-
-def _shape_problems(
-    layer: str, rank: int, shapes: Mapping[str, tuple[int, ...]], where: str
-) -> list[DataError]:
-    found = []
-    for axis, (half, form) in enumerate(_HALVES.items()):
-        name = f"{layer}.{half}"
-        shape = shapes.get(name)
-        if shape is not None and (len(shape) != _MATRIX_RANK or shape[axis] != rank):
-            expected = form.format(rank=rank)
-            place = f"{where}: {name}"
-            found.append(
-                DataError("wrong shape", where=place, found=list(shape), expected=expected)
-            )
-    magnitude, out = shapes.get(f"{layer}.{_MAGNITUDE}"), shapes.get(f"{layer}.lora_b", ())[:1]
-    if magnitude is not None and magnitude != out:
-        found.append(
-            DataError(
-                "wrong shape",
-                where=f"{where}: {layer}.{_MAGNITUDE}",
-                found=list(magnitude),
-                expected=f"{list(out)}, the rows of lora_b",
-            )
-        )
-    return found
-
-
-def _kind(dtype: np.dtype[Any]) -> str:
-    return "F32" if dtype == np.float32 else str(dtype)

@@ -30,8 +30,8 @@ from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import chosen, described
 from mens_exp.lora.keyed import share_dropout
 from mens_exp.model import attention, checkpointing
-from mens_exp.model.published_weights import BaseWeights
 from mens_exp.model.quiet import quiet
+from mens_exp.model.stored_weights import StoredWeights
 from mens_exp.quant.bnb import compute_dtype, quantized_linears
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class QloraBackend(torch.nn.Module):
             on_gpu=device.type == "cuda",
         ):
             checkpointing.enable(self.causal_lm)
-        weights = BaseWeights(base.directory, self.shape.family)
+        weights = StoredWeights(base.directory, self.shape.family)
         self.residuals, self.errors, self.start_s = start_all(
             config, self.modules_chosen, self.layers, weights
         )

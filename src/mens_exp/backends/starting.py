@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.layout.targets import LinearModule
     from mens_exp.lora.from_weights import Pair, Start
-    from mens_exp.model.published_weights import BaseWeights
+    from mens_exp.model.stored_weights import StoredWeights
 
 __all__ = ["QuantizationError", "Residuals", "scale_of", "start_all"]
 
@@ -63,7 +63,7 @@ class Residuals:
     Both 4-bit weights of such a layer are kept: half a byte more for each of its weights.
     """
 
-    weights: BaseWeights
+    weights: StoredWeights
     paths: dict[str, str]
     layers: dict[str, _Residual] = field(default_factory=dict)
 
@@ -117,7 +117,7 @@ def start_all(
     config: RunConfig,
     modules: Sequence[LinearModule],
     layers: Mapping[str, Any],
-    weights: BaseWeights,
+    weights: StoredWeights,
 ) -> tuple[Residuals, dict[str, QuantizationError], float]:
     """Initialise every adapter of a graph in place.
 

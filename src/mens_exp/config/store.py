@@ -38,7 +38,6 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "bundled": model.BundledModel,
         "random": model.RandomModel,
         "hf": model.HfModel,
-        "directory": model.HfModel,  # what the records of earlier runs call it
     },
     "tokenizer": {"tokenizer": tokenizer.TokenizerConfig},
     "quant": {"quant": quant.QuantConfig},
@@ -81,6 +80,9 @@ DISCRIMINATORS = {
     "logger": "sink",
     "suite": "name",
 }
+
+# What the records of earlier runs call a schema.
+_EARLIER = {"model": {"directory": "hf"}}
 
 # Fields that say which option is in force: to set one apart from its option would make the
 # record say one thing and the run do another.
@@ -131,5 +133,6 @@ def schema_of(group: str, values: dict[str, Any], *, name: str | None = None) ->
     if group == "callbacks":
         return schemas.get(name or "", callbacks.CallbackConfig)
     if group in DISCRIMINATORS:
-        return schemas[values[DISCRIMINATORS[group]]]
+        value = values[DISCRIMINATORS[group]]
+        return schemas[_EARLIER.get(group, {}).get(value, value)]
     return schemas[group]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mens_exp.config.data import JsonlData
     from mens_exp.rows.schema import TrainingPair
 
-__all__ = ["RowsFile", "described", "pairs_of", "read_files", "refuse_leakage"]
+__all__ = ["RowsFile", "described", "pairs_of", "read_files", "records", "refuse_leakage"]
 
 _MOST_LEAKS = 5  # told in full; the rest is counted
 
@@ -35,12 +35,16 @@ class RowsFile:
     ignored: dict[str, int]
     sha256: str
 
-    def as_record(self) -> dict[str, Any]:
-        """Return it for a manifest or a plan; columns left out only where there are any."""
-        record = dataclasses.asdict(self)
-        if not self.ignored:
+
+def records(files: Sequence[RowsFile]) -> dict[str, Any]:
+    """Return files for a manifest or a plan, by path; columns left out only where there are any."""
+    found = {}
+    for file in files:
+        record = dataclasses.asdict(file)
+        if not file.ignored:
             del record["ignored"]
-        return record
+        found[record.pop("path")] = record
+    return found
 
 
 def read_files(config: JsonlData) -> tuple[list[FileOfRows], list[FileOfRows]]:

@@ -79,8 +79,8 @@ def push(run: RunDir, repo: str, *, private: bool, message: str) -> Pushed:
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
-    # The client library that the hub's builds on, which is another one from version to version.
-    unreachable: Any = (HfHubHTTPError.__bases__[0], OSError)
+    # Of the HTTP client that the hub's builds on, which differs from version to version.
+    unreachable: type[BaseException] = HfHubHTTPError.__bases__[0]
     api = HfApi()
     try:
         is_private = _made(api, repo, private=private)
@@ -91,7 +91,7 @@ def push(run: RunDir, repo: str, *, private: bool, message: str) -> Pushed:
         commit = api.create_commit(repo, operations, commit_message=message)
     except HfHubHTTPError as error:
         raise _refused(repo, error) from error
-    except unreachable as error:
+    except (unreachable, OSError) as error:
         raise SetupError(
             "the Hugging Face hub cannot be reached",
             where="repo",

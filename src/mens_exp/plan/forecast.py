@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Forecast", "documents_of", "forecast"]
 
+_ALIKE = 0.95  # of the longest document: all are about as long
 _RECENT = 20  # runs that an interval is taken from; older ones ran older code
 
 
@@ -44,8 +45,11 @@ class Forecast:
 def documents_of(config: RunConfig, data: dict[str, Any]) -> Documents:
     """Return the lengths of documents as the plan's data part tells them; unknown is the limit."""
     limit = config.data.seq_len
+    longest, typical = data.get("longest_tokens"), data.get("typical_tokens")
     return Documents(
-        longest=data.get("longest_tokens") or limit, typical=data.get("typical_tokens") or limit
+        longest=longest or limit,
+        typical=typical or limit,
+        varied=not (longest and typical) or typical < _ALIKE * longest,
     )
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.data import JsonlData
 from mens_exp.corpus import stdlib
+from mens_exp.corpus.files import records
 from mens_exp.corpus.source import cache_key, load_rows
 from mens_exp.corpus.split import Side
 from mens_exp.layout.cached import ready
@@ -40,7 +41,7 @@ def count_tokens(config: RunConfig, cache: Path) -> dict[str, Any]:
             "basis": "estimated from file sizes; nothing is cached yet",
         }
     rows = load_rows(config.data, cache)
-    files = {"files": [file.as_record() for file in rows.files]} if rows.files else {}
+    files = {"files": records(rows.files)} if rows.files else {}
     exact = _cached_counts(config, rows, cache)
     lengths = _lengths(rows, config.data.seq_len)
     if exact is not None:

@@ -148,8 +148,8 @@ def _lora(plan: Mapping[str, Any]) -> Text:
 def _data(data: Mapping[str, Any]) -> Text:
     about = "" if data.get("exact") else "≈ "
     text = _text(data.get("source"))
-    for file in data.get("files") or ():
-        text.append(f"\n{_file(file)}")
+    for path, file in (data.get("files") or {}).items():
+        text.append(f"\n{path}: {_file(file)}")
     for key, words in (
         ("train_rows", "rows to train on"),
         ("train_tokens", "tokens in them"),
@@ -165,7 +165,7 @@ def _file(file: Mapping[str, Any]) -> str:
     rows = f"{wording.count(file['rows'])} {file['form']} rows"
     to_validate = " to validate on" if file["role"] == "validation" else ""
     left = ", ".join(file.get("ignored") or ())
-    return f"{file['path']}: {rows}{to_validate}{f'; columns left out: {left}' if left else ''}"
+    return f"{rows}{to_validate}{f'; columns left out: {left}' if left else ''}"
 
 
 def _steps(plan: Mapping[str, Any]) -> Text:

@@ -126,8 +126,10 @@ def _ask(talk: Conversation, question: str, titles: dict[str, str], console: Con
         answers = talk.ask(question, lambda _answers: None)
         print(sections(shown(answers), titles), flush=True)  # noqa: T201  # plain, unwrapped
         return
-    with Live(console=console, refresh_per_second=12, vertical_overflow="visible") as live:
-        talk.ask(question, lambda answers: live.update(columns(shown(answers), titles)))
+    # While it streams, what is taller than the screen is cut; the whole stays when it is done.
+    with Live(console=console, refresh_per_second=12, transient=True) as live:
+        answers = talk.ask(question, lambda now: live.update(columns(shown(now), titles)))
+    console.print(columns(shown(answers), titles))
 
 
 def _write(run: Run, talk: Conversation) -> None:

@@ -110,7 +110,7 @@ class Conversation:
             end_ids=self.tokenizer.end_ids,
             max_new_tokens=self.settings.max_new_tokens,
             temperature=self.settings.temperature,
-            seed=self.seed,
+            seed=self.seed + len(self.turns),  # a question asked again is answered afresh
             condition=self.conditions[name],
         )
 

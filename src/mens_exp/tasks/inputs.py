@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.corpus.files import records
 from mens_exp.corpus.source import labelling_of
 from mens_exp.errors import Problems, RequestError
 from mens_exp.tokenizer.hf import HfTokenizer
@@ -48,7 +49,7 @@ def describe(
         "heldout_rows": len(rows.heldout),
     }
     if rows.files:
-        rows_of["files"] = [file.as_record() for file in rows.files]
+        rows_of["files"] = records(rows.files)
     dated = {"chat_template_date": DATE.date().isoformat()} if tokenizer.is_dated else {}
     return {
         "base_model": base.name,

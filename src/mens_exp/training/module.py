@@ -196,7 +196,7 @@ class TrainingModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Put adapter and counters back."""
-        self.backend.load_start_state(checkpoint["start"])
+        self.backend.load_start_state(checkpoint.get("start", {}))
         parameters = self.backend.trainable()
         with torch.no_grad():
             for name, value in checkpoint["adapter"].items():

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mens_exp.artifacts.adapter_v3 import AdapterManifest, write_adapter
-from mens_exp.layout.names import PROJECTIONS
 from mens_exp.layout.shape import shape_of
+from mens_exp.layout.targets import chosen
 from mens_exp.plan.checks.adapter import check
 from mens_exp.plan.preflight import preflight
 
@@ -28,12 +28,9 @@ def adapter_for(tmp_path: Path) -> Callable[..., str]:
     def written(config: RunConfig, *, base: str | None) -> str:
         shape, r = shape_of(config.model), config.lora.r
         tensors = {}
-        for layer in range(shape.num_hidden_layers):
-            for target in config.lora.targets:
-                out, into = shape.projections()[target]
-                logical = f"l{layer}.{PROJECTIONS[target]}"
-                tensors[f"{logical}.lora_a"] = np.ones((r, into), np.float32)
-                tensors[f"{logical}.lora_b"] = np.zeros((out, r), np.float32)
+        for one in chosen(config.lora, shape):
+            tensors[f"{one.logical}.lora_a"] = np.ones((r, one.width), np.float32)
+            tensors[f"{one.logical}.lora_b"] = np.zeros((one.out, r), np.float32)
         layers = [name.removesuffix(".lora_a") for name in tensors if name.endswith("_a")]
         manifest = AdapterManifest(
             adapter_method="qlora",
@@ -68,6 +65,9 @@ def test_an_adapter_that_fits_is_accepted(
     [
         (("lora.r=8",), "lora.r", "add lora.r=16"),
         (("lora.alpha=32",), "lora.alpha", "add lora.alpha=16"),
+        (("lora.variant=rslora",), "lora.variant", "add lora.variant=lora"),
+        (("+lora.alpha_pattern.down_proj=4",), "lora.alpha_pattern", "l0.down"),
+        (("+lora.rank_pattern.down_proj=4",), "lora.init_from", "matrices have other shapes"),
         (("lora=mlp",), "lora.init_from", "layers that this run does not train"),
         (("model.intermediate_size=192",), "lora.init_from", "matrices have other shapes"),
         (("model.num_hidden_layers=3",), "lora.init_from", "lacks layers that this run trains"),

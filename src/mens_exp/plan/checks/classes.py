@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "record"]
 
+# Of what every optimizer has, the rate alone is an argument of its class.
+_NOT_ARGUMENTS = {"_target_", "name"}
+
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
@@ -202,7 +205,8 @@ def _argument_problems(
     except (TypeError, ValueError):  # a class in C says nothing of its arguments
         return
     ours = {field.name for field in fields(CLASS_GROUPS[group])}
-    settings = {field.name for field in fields(node)} - ({"_target_"} if group == "optim" else ours)
+    not_arguments = _NOT_ARGUMENTS if group == "optim" else ours
+    settings = {field.name for field in fields(node)} - not_arguments
     settings.discard("_target_")
     names = [name for name, one in parameters.items() if one.kind is not one.VAR_POSITIONAL]
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())

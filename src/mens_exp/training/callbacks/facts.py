@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning import Callback
 
+from mens_exp.config.schedule import warmup_steps
+
 if TYPE_CHECKING:
     from lightning import Trainer
 
@@ -39,6 +41,7 @@ class ManifestFacts(Callback):
             **(_batch_facts(batch) if batch.index == 0 else {}),  # a resumed run has its first
             **pl_module.backend.facts(),
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "warmup_steps": warmup_steps(pl_module.config.schedule, pl_module.total_steps),
             "device": str(pl_module.device),
             "deterministic": _deterministic(),
         }

@@ -9,8 +9,8 @@ import torch
 
 from mens_exp.errors import ModelFileError
 from mens_exp.layout.families import FAMILIES
-from mens_exp.model.published_weights import BaseWeights
 from mens_exp.model.quiet import quiet
+from mens_exp.model.stored_weights import StoredWeights
 from mens_exp.tokenizer import byte_level
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def test_a_projection_is_read_as_linear_has_it(tiny_base: BaseModel) -> None:
 
     with quiet():
         model = AutoModelForCausalLM.from_pretrained(tiny_base.directory)
-    weights = BaseWeights(tiny_base.directory, FAMILIES["llama"])
+    weights = StoredWeights(tiny_base.directory, FAMILIES["llama"])
     found = weights.read("model.layers.1.self_attn.k_proj", CPU)
     assert found.shape == (32, 64)
     assert found.dtype == torch.float32
@@ -44,7 +44,7 @@ def test_gpt2_s_transposed_weights_are_turned(tmp_path: Path, shards: str) -> No
         model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=320))
         model.bfloat16().save_pretrained(tmp_path, max_shard_size=shards)
     byte_level.write_files(tmp_path)
-    weights = BaseWeights(tmp_path, FAMILIES["gpt2"])
+    weights = StoredWeights(tmp_path, FAMILIES["gpt2"])
     for path in ("attn.c_attn", "attn.c_proj"):
         module = model.get_submodule(f"transformer.h.1.{path}")
         found = weights.read(f"transformer.h.1.{path}", CPU)
@@ -56,6 +56,6 @@ def test_gpt2_s_transposed_weights_are_turned(tmp_path: Path, shards: str) -> No
 
 def test_a_weight_that_is_not_there_is_refused(tiny_base: BaseModel) -> None:
     """By the module's name."""
-    weights = BaseWeights(tiny_base.directory, FAMILIES["llama"])
+    weights = StoredWeights(tiny_base.directory, FAMILIES["llama"])
     with pytest.raises(ModelFileError, match=r"layers\.7"):
         weights.read("model.layers.7.self_attn.k_proj", CPU)

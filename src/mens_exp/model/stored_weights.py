@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
     from mens_exp.layout.families import Family
 
-__all__ = ["BaseWeights"]
+__all__ = ["StoredWeights"]
 
 
-class BaseWeights:
+class StoredWeights:
     """Reads weights by module path; nothing is held between two calls."""
 
     def __init__(self, directory: Path, family: Family) -> None:
