@@ -295,7 +295,7 @@ def test_memory_is_within_a_tenth_and_a_bit_of_what_was_measured(
     """SmolLM2-135M on two cores, suite=none: experiments/LOG.md."""
     size, accumulate, value = settings
     overrides = [
-        "trainer=cpu",
+        *("trainer=cpu", "suite=none"),
         f"data.micro_batch_size={size}",
         f"trainer.accumulate_grad_batches={accumulate}",
         f"model.gradient_checkpointing={value}",
