@@ -157,4 +157,5 @@ def test_default_job_is_predicted_as_measured() -> None:
     """2.30 and 2.77 GB in records of the main job, at two threads and sixty steps."""
     config = typed(compose([["trainer=cpu"]])[0].values)
     made = memory(config, shape_of(config.model), Documents(longest=512, typical=330), kind="cpu")
-    assert made.low < 2.30e9 < 2.77e9 < made.high
+    for measured in (2.30e9, 2.77e9):
+        assert made.low < measured < made.high
