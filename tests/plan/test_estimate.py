@@ -132,6 +132,8 @@ def test_cold_plan_of_the_library_reads_file_sizes(
         "estimated from file sizes; nothing is cached yet",
     )
     assert data["train_tokens"] > 10 * data["val_tokens"] > 0
+    assert data["longest_tokens"] == 512
+    assert data["typical_tokens"] == pytest.approx(328, rel=0.02)  # as counted from a warm cache
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,7 +8,7 @@ import pytest
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.plan.ledger import entries, ledger_path
 from mens_exp.tasks import measured
-from mens_exp.tasks.measured import keep_measurement, step_s
+from mens_exp.tasks.measured import keep_measurement, note_plan, step_s
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,6 +83,14 @@ def test_peak_is_that_of_the_device(
     keep_measurement(manifest_of({**results, "peak_cuda_bytes": 11}), plan, tmp_path)
     (entry,) = entries(ledger_path(tmp_path))
     assert (entry.predicted_peak_bytes, entry.measured_peak_bytes) == (5, measured_peak)
+
+
+def test_notes_of_the_plan_are_kept_once(results: dict[str, Any]) -> None:
+    """Conversion for a phone is the operator's; a run that goes on says so no second time."""
+    manifest = manifest_of(results)
+    for _ in range(2):
+        note_plan(manifest, {"notes": ["conversion is yours"], "warnings": ["it may fail"]})
+    assert manifest.notes == ["conversion is yours", "it may fail"]
 
 
 def test_ledger_that_cannot_be_written_is_a_note(

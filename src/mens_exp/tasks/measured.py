@@ -1,4 +1,4 @@
-"""What a finished run measured, kept beside what was predicted for it."""
+"""What was predicted for a run and what it measured, kept side by side."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from mens_exp.artifacts.manifest import Manifest
 
-__all__ = ["keep_measurement", "step_s"]
+__all__ = ["keep_measurement", "note_plan", "step_s"]
 
 
 def keep_measurement(manifest: Manifest, plan: dict[str, Any], cache: Path) -> None:
@@ -39,6 +39,12 @@ def keep_measurement(manifest: Manifest, plan: dict[str, Any], cache: Path) -> N
         append(ledger_path(cache), entry)
     except (MensError, OSError) as error:
         manifest.notes.append(f"the ledger was not written: {error}")
+
+
+def note_plan(manifest: Manifest, plan: dict[str, Any]) -> None:
+    """Keep the plan's notes (what is left to the operator, what may go wrong), each once."""
+    said = [*plan["notes"], *plan["warnings"]]
+    manifest.notes += [note for note in said if note not in manifest.notes]
 
 
 def step_s(results: dict[str, Any]) -> float | None:
