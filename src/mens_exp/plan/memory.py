@@ -61,10 +61,10 @@ _MAPPED = 2  # bytes a weight of the checkpoint's file, resident as long as it i
 _CPU_F32_EXTRA = 130_000_000  # measured: an f32 base built takes so much more than its numbers
 # resident bytes for one byte that autograd keeps: its own, and the holes that temporaries leave
 _CPU_KEPT = {"activations": 1.65, "attention scores": 1.0}
-# measured: SmolLM2 with checkpointing, where nothing else hides them, took 450 MB more on documents
+# measured: SmolLM2 with checkpointing, where nothing else hides them, took 380 MB more on documents
 # of sixteen lengths than on documents of one: each shape keeps its own oneDNN kernels.
-_KERNELS_PER_SHAPE, _BUCKET, _MOST_SHAPES = 28_000_000, 32, 16
-# measured: the main job with its suite took 2.30 and 2.77 GB, against 2.04 by formula without it.
+_KERNELS_PER_SHAPE, _BUCKET, _MOST_SHAPES = 24_000_000, 32, 16
+# measured: the main job with its suite took 2.30 and 2.77 GB, against 2.0 by formula without it.
 _COMPLETIONS = 400_000_000
 _CPU_SPREAD = (0.15, 0.20)  # below and above; unverified guess beyond experiments/memory_model
 # unverified guess: no GPU was at hand. A CUDA context with its libraries takes about half a
