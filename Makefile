@@ -45,8 +45,9 @@ format: $(STAMP) ## Format the code
 golden: $(STAMP) ## Refresh the golden resolved configurations of the experiments
 	PYTHONPATH=src $(BIN)/python tests/golden/refresh.py
 
-docs: $(STAMP) ## Make docs/config.md from the schemas and the config groups
+docs: $(STAMP) ## Make the pages of docs/ that the code knows best
 	PYTHONPATH=src $(BIN)/python -m mens_exp.config.reference_page > docs/config.md
+	PYTHONPATH=src $(BIN)/python -m mens_exp.plan.capabilities > docs/capabilities.md
 
 bench: $(STAMP) ## Measure training speed beside this machine's GEMM rate
 	$(BIN)/python benchmarks/throughput.py

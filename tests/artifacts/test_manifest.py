@@ -54,6 +54,8 @@ def test_a_manifest_is_written_as_committed(
         ({"started_utc": "2026-11-20 05:58"}, "started_utc: wrong value.*expected a UTC time"),
         ({"outputs": {"../x": "ab" * 32}}, "expected a relative path"),
         ({"outputs": {"x": "ab"}}, "expected a SHA-256"),
+        ({"contract": {"digest": "ab"}}, r"contract\.digest.*expected a SHA-256"),
+        ({"contract": {}}, r"contract\.digest.*expected a SHA-256"),
     ],
 )
 def test_a_manifest_is_refused(
@@ -115,3 +117,12 @@ def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, manifest: Ma
 def test_the_time_is_written_in_utc_to_the_millisecond() -> None:
     """The documented form."""
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", utc_now())
+
+
+def test_a_manifest_from_before_there_were_contracts_is_read(golden: Path, tmp_path: Path) -> None:
+    """The key is absent there; what it meant was never written down."""
+    old = json.loads((golden / "manifest_v1.json").read_text("utf-8"))
+    del old["contract"]
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps(old), "utf-8")
+    assert Manifest.read(path).contract is None

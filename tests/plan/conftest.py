@@ -16,3 +16,9 @@ def rows(tmp_path: Path) -> Path:
     lines = [json.dumps({"prompt": f"p{n}", "response": "x" * 100}) for n in range(10)]
     path.write_text("\n".join(lines), "utf-8")
     return path
+
+
+@pytest.fixture(autouse=True)
+def no_ledger(cache: Path) -> None:
+    """Forget what other tests' runs measured, so that a prediction is the formula's."""
+    (cache / "ledger.jsonl").unlink(missing_ok=True)

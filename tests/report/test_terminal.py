@@ -61,6 +61,49 @@ def test_plan_table_says_unknown_where_there_is_no_estimate(plan: dict[str, Any]
     assert "trainable" not in text
 
 
+def test_plan_table_shows_what_the_planner_says(plan: dict[str, Any]) -> None:
+    """Graph, layers, coverage, batch, intervals, disk, contract, notes and problems."""
+    plan |= {
+        "graph_id": "proxy_stack_v1_residual",
+        "layers": 30,
+        "proxy": {"eligible": True, "complete": True, "matched": 30, "expected": 30},
+        "effective_batch": 8,
+        "warmup_steps": 5,
+        "checkpoints": 3,
+        "contract_digest": "ab" * 32,
+        "notes": ["conversion is the operator's"],
+        "warnings": ["it may fail"],
+        "problems": ["not enough disk"],
+        "disk_bytes": {
+            "in_run": 2**20,
+            "base": 2**21,
+            "adapter": 2**10,
+            "checkpoint": 2**11,
+            "merged": 2**30,
+        },
+    }
+    plan["memory_bytes"] |= {"low": 2**30, "high": 3 * 2**30, "free": 2**33}
+    plan["time_s"] |= {"low": 1.0, "high": 2.0, "quantization": 9.0}
+    text = _shown(terminal.plan_table(plan), 120)
+    shown = (
+        "graph proxy_stack_v1_residual, 30 layers",
+        "30 of 30 middle projections",
+        "effective batch 8, warm-up 5, checkpoints 3",
+        "(1.00 GiB to 3.00 GiB)",
+        "8.00 GiB are free",
+        "(1.0 s to 2.0 s)",
+        "and 9.0 s to quantize",
+        "1 MiB in the run directory",
+        "2 MiB for a copy of the base model",
+        "merged model 1.00 GiB",
+        "abababababab",
+        "conversion is the operator's",
+        "it may fail",
+        "not enough disk",
+    )
+    assert [part for part in shown if part not in text] == []
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_result_table_keeps_every_number_whole(
     write_run: Callable[..., RunDir], width: int

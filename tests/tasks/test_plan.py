@@ -1,19 +1,22 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import pytest
+
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_events
+from mens_exp.plan import machine
+from mens_exp.plan.ledger import Entry, append, ledger_path
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 def test_a_plan_is_a_run_that_only_says_what_would_be_done(
@@ -126,3 +129,55 @@ def test_row_of_several_documents_is_shown_one_by_one(
     assert "document 1 of 2: " in said
     assert "document 2 of 2: " in said
     assert ("⟦b│<|im_end|>⟧" in said, "⟦d│<|im_end|>⟧" in said) == (True, True)
+
+
+def test_a_plan_says_how_many_runs_it_rests_on(
+    tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three runs of this device and family, a fifth over the formula, move the next estimate."""
+    monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
+    run = RunDir(tmp_path / "first")
+    assert cli.main([*tiny_run, "task=plan", f"hydra.run.dir={run.path}"]) == 0
+    first = json.loads(run.plan.read_text(encoding="utf-8"))
+    assert first["memory_bytes"]["runs"] == 0
+    formula = first["memory_bytes"]["formula"]
+    for number in range(3):
+        append(
+            ledger_path(tmp_path / "cache"),
+            Entry(
+                utc="2026-11-20T05:58:01.123Z",
+                device=first["device"]["name"],
+                family="llama",
+                backend="qlora",
+                run_id=str(number),
+                contract="ab" * 32,
+                predicted_peak_bytes=formula,
+                measured_peak_bytes=round(1.2 * formula),
+                flop_per_step=None,
+                predicted_step_s=None,
+                measured_step_s=None,
+            ),
+        )
+    run = RunDir(tmp_path / "second")
+    assert cli.main([*tiny_run, "task=plan", f"hydra.run.dir={run.path}"]) == 0
+    second = json.loads(run.plan.read_text(encoding="utf-8"))["memory_bytes"]
+    assert (second["runs"], second["formula"]) == (3, formula)
+    assert second["estimate"] == pytest.approx(1.2 * formula, rel=1e-6)
+
+
+def test_a_plan_shows_what_this_machine_lacks(
+    tiny_run: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The figures come with the problem; the run itself is refused."""
+    found = machine.look("cpu")
+    poor = dataclasses.replace(found, free_bytes=1 << 20)
+    monkeypatch.setattr(machine, "look", lambda _: poor)
+    run = RunDir(tmp_path / "plan")
+    assert cli.main([*tiny_run, "task=plan", f"hydra.run.dir={run.path}"]) == 0
+    assert "does not fit into the memory" in capsys.readouterr().out
+    assert cli.main([*tiny_run, f"hydra.run.dir={tmp_path / 'run'}"]) == 3
+    assert "does not fit into the memory" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -62,6 +62,7 @@ class Manifest:
         overrides: the command line's, as given.
         choices: the option chosen in each config group.
         config_digest: SHA-256 of the resolved configuration.
+        contract: what the run means, with its digest; None for a task that trains nothing.
         seed: the run's seed.
         provenance: code, packages and machine.
         inputs: content hashes and counts of what was read.
@@ -85,6 +86,7 @@ class Manifest:
     overrides: list[str] = field(default_factory=list)
     choices: dict[str, str | None] = field(default_factory=dict)
     config_digest: str
+    contract: dict[str, Any] | None = None
     seed: int
     provenance: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, Any] = field(default_factory=dict)
@@ -125,6 +127,10 @@ class Manifest:
             for name, text in times.items()
             if text is not None and not _UTC.fullmatch(text)
         ]
+        contract = (self.contract or {}).get("digest", "")
+        if self.contract is not None and not _SHA256.fullmatch(str(contract)):
+            place = f"{where}: contract.digest"
+            found.append(_wrong(place, str(contract), "a SHA-256, 64 hexadecimal digits"))
         for name, digest in self.outputs.items():
             place = f"{where}: outputs.{name}"
             if not _is_inside(name):

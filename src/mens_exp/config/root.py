@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from omegaconf import MISSING
@@ -26,7 +27,14 @@ from mens_exp.config.task import ChatConfig, ExportConfig, ExportFormat, PushCon
 from mens_exp.config.tokenizer import TokenizerConfig
 from mens_exp.config.trainer import TrainerConfig
 
-__all__ = ["RunConfig"]
+__all__ = ["DeploymentTarget", "RunConfig"]
+
+
+class DeploymentTarget(Enum):
+    """The machine that the adapter is for."""
+
+    workstation = "workstation"
+    mobile_edge = "mobile_edge"
 
 
 def _group() -> Any:
@@ -55,6 +63,10 @@ class RunConfig:
     format: ExportFormat = setting(ExportFormat.bundle, "What to write (export).")
     resume: str | None = setting(
         None, "A run directory, or `latest`: continue that run from its last checkpoint (train)."
+    )
+    deployment_target: DeploymentTarget = setting(
+        DeploymentTarget.workstation,
+        "What the adapter is for: workstation, or mobile_edge, which bounds length and rank.",
     )
     task: TaskConfig = _group()
     model: ModelConfig = _group()

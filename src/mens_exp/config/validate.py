@@ -55,6 +55,7 @@ _EVERYTHING = frozenset(
         "preset",
         "experiment",
         "resume",
+        "deployment_target",
     ]
 )
 TASK_READS: dict[str, frozenset[str]] = {

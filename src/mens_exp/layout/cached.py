@@ -34,7 +34,8 @@ def place_of(model: BundledModel | RandomModel, cache: Path) -> Path:
 def ready(model: ModelConfig, cache: Path) -> Path | None:
     """Return a model's directory when it can be read at once, else None."""
     if isinstance(model, HfModel):
-        return hub.describe(model).path
+        described = hub.describe(model)
+        return described.path if described.shards else None
     assert isinstance(model, BundledModel | RandomModel)
     place = place_of(model, cache)
     return place if is_whole(place) else None

@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mens_exp.errors import ModelFileError
+from mens_exp.errors import MensError, ModelFileError
 from mens_exp.layout.directory import ModelDirectory, read_description, read_directory
 from mens_exp.layout.hub_snapshot import commit_of, fetch, files_of, headers_of
+from mens_exp.layout.shipped_configs import shipped_config
 
 if TYPE_CHECKING:
     from mens_exp.config.model import HfModel
@@ -51,6 +52,9 @@ def pinned(model: HfModel) -> HfModel:
 def describe(model: HfModel) -> ModelDirectory:
     """Return what the model is made of; weights that are not here are known by their headers.
 
+    Where the hub does not answer, or asks for a login, the dimensions that we ship stand in for a
+    model that our presets name; it has no shards then, and can be planned for but not trained.
+
     Raises:
         ModelFileError: files are missing, truncated or contradictory.
         SetupError: the hub cannot be reached.
@@ -58,8 +62,14 @@ def describe(model: HfModel) -> ModelDirectory:
     directory = local(model.id)
     if directory is not None:
         return read_directory(directory)
-    commit = commit_of(model.id, model.revision)
-    files = files_of(model.id, commit, code=model.trust_remote_code)
+    try:
+        commit = commit_of(model.id, model.revision)
+        files = files_of(model.id, commit, code=model.trust_remote_code)
+    except MensError:
+        shipped = shipped_config(model.id)
+        if shipped is None:
+            raise
+        return ModelDirectory(path=Path(model.id), config=shipped, shards=(), tensors={})
     if not files.missing:
         return read_directory(files.directory)
     return ModelDirectory(

@@ -1,4 +1,4 @@
-"""What a run would do, and what it would take; torch-free, and never slower than a second.
+"""What a run would do, and what it would take; torch-free, and about a second at most.
 
 The figures of memory and time are estimates by formula; each says what it rests on, and a
 figure nothing is known about is null with the reason.
@@ -10,10 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.lora import LoraInit, LoraVariant
 from mens_exp.config.model import HfModel
+from mens_exp.config.schedule import warmup_steps
 from mens_exp.layout import hub, hub_snapshot
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import adapter_parameters, chosen, described
-from mens_exp.plan import cost
+from mens_exp.plan import machine, pace
+from mens_exp.plan.checks.machine import findings
+from mens_exp.plan.contract import contract_of
+from mens_exp.plan.disk import disk
+from mens_exp.plan.forecast import documents_of, forecast
+from mens_exp.plan.planner import execution_plan
+from mens_exp.plan.surroundings import surroundings_of
 from mens_exp.plan.tokens import count_tokens
 
 if TYPE_CHECKING:
@@ -21,6 +28,9 @@ if TYPE_CHECKING:
 
     from mens_exp.config.model import ModelConfig
     from mens_exp.config.root import RunConfig
+    from mens_exp.layout.shape import Shape
+    from mens_exp.plan.disk import Disk
+    from mens_exp.plan.forecast import Forecast
 
 __all__ = ["make_plan", "steps_of"]
 
@@ -39,14 +49,42 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
     """Plan a run from its configuration and what the caches already hold."""
     shape = shape_of(config.model)
     data = count_tokens(config, cache)
-    tokens_per_step = (
-        config.data.seq_len * config.data.micro_batch_size * config.trainer.accumulate_grad_batches
-    )
+    effective = config.data.micro_batch_size * config.trainer.accumulate_grad_batches
+    per_step = config.data.seq_len * effective
     steps = steps_of(config, _blocks(config, data))
-    total = steps * tokens_per_step if steps is not None else None
+    total = steps * per_step if steps is not None else None
+    device = machine.look(config.trainer.accelerator)
+    expected = forecast(config, shape, documents_of(config, data), device, cache)
+    written = disk(config, shape, cache, steps)
+    errors, warnings = findings(config, device, expected.memory, written, cache)
     return {
         "format": "mens_exp_plan",
         "version": 1,
+        **_meaning(config, shape),
+        "layers": shape.num_hidden_layers,
+        "trainable_parameters": adapter_parameters(config.lora, shape),
+        "data": data,
+        "effective_batch": effective,
+        "tokens_per_step": per_step,
+        "steps": steps,
+        "warmup_steps": None if steps is None else warmup_steps(config.schedule, steps),
+        "checkpoints": written.checkpoints_saved,
+        "tokens_total": total,
+        "time_s": _time(config, expected, total, data, per_step)
+        | {"quantization": pace.quantization_s(shape, device.kind)},
+        "memory_bytes": _memory(expected, device),
+        "disk_bytes": _disk(written, cache),
+        "device": {"kind": device.kind, "name": device.name},
+        "problems": [str(error) for error in errors],
+        "warnings": warnings,
+        "measured": None,
+    }
+
+
+def _meaning(config: RunConfig, shape: Shape) -> dict[str, Any]:
+    """Say what the command means: the groups' choices, and the planner's answer."""
+    made = execution_plan(contract_of(config), surroundings_of(config)).record()
+    return {
         "model": _name(config.model),
         "download_bytes": _download(config.model),
         "backend": config.backend.name,
@@ -56,15 +94,29 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         "lora": _lora(config),
         "lora_modules": described(chosen(config.lora, shape), shape.num_hidden_layers),
         "objective": config.objective.name,
-        "trainable_parameters": adapter_parameters(config.lora, shape),
-        "data": data,
-        "tokens_per_step": tokens_per_step,
-        "steps": steps,
-        "tokens_total": total,
-        "time_s": cost.time(config, shape, total, data),
-        "memory_bytes": cost.memory(config, shape),
-        "measured": None,
+        "deployment_target": config.deployment_target.value,
+        **made,
     }
+
+
+def _time(
+    config: RunConfig, expected: Forecast, total: int | None, data: dict[str, Any], per_step: int
+) -> dict[str, Any]:
+    validated = 2 * min(config.data.val_max_tokens, data["val_tokens"])
+    made = pace.time(expected.pace, expected.per_token, total, validated, per_step)
+    return made | {"flop_per_step": per_step * expected.per_token}
+
+
+def _memory(expected: Forecast, device: machine.Machine) -> dict[str, Any]:
+    return expected.memory.record() | {
+        "formula": expected.formula,
+        "runs": expected.runs,
+        "free": device.free_bytes,
+    }
+
+
+def _disk(written: Disk, cache: Path) -> dict[str, Any]:
+    return written.record() | {"free": machine.space(cache)[1]}
 
 
 def _lora(config: RunConfig) -> str:
@@ -89,9 +141,13 @@ def _name(model: ModelConfig) -> str:
     """Name what is trained; of the hub, the commit as well."""
     if not isinstance(model, HfModel) or hub.local(model.id) is not None:
         return model.name
+    if not hub.describe(model).shards:
+        return f"{model.id}, by the dimensions that mens_exp ships: the hub did not answer"
     return f"{model.id} at {hub_snapshot.commit_of(model.id, model.revision)}"
 
 
 def _download(model: ModelConfig) -> int:
     """Count the bytes of weights that have to come from the hub first."""
-    return hub.bytes_to_download(model) if isinstance(model, HfModel) else 0
+    if not isinstance(model, HfModel) or not hub.describe(model).shards:
+        return 0
+    return hub.bytes_to_download(model)

@@ -6,7 +6,19 @@ import os
 from typing import TYPE_CHECKING
 
 from mens_exp.errors import ConfigError, MensError, Problems
-from mens_exp.plan.checks import adapter, classes, data, logger, lora, model, optim, tokenizer
+from mens_exp.plan.checks import (
+    adapter,
+    classes,
+    contract,
+    data,
+    logger,
+    lora,
+    machine,
+    model,
+    optim,
+    tokenizer,
+    weights,
+)
 from mens_exp.rows.cache import cache_root
 
 if TYPE_CHECKING:
@@ -22,8 +34,9 @@ def preflight(config: RunConfig) -> list[MensError]:
     """List everything wrong with the files and limits that a run would meet."""
     problems: list[MensError] = []
     checks = (
-        *(_cache, optim.check, data.check, model.check, lora.check),
-        *(adapter.check, tokenizer.check, logger.check, classes.check),
+        *(_cache, contract.check, optim.check, data.check, model.check, weights.check),
+        *(lora.check, adapter.check, tokenizer.check, logger.check, classes.check),
+        machine.check,
     )
     for check in checks:
         try:

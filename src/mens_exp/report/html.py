@@ -13,10 +13,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 import mens_exp
-from mens_exp.report import plots, sections, summary, wording
+from mens_exp.report import sections, summary, wording
 
 if TYPE_CHECKING:
     from mens_exp.artifacts.scorecard import ItemEvent
+    from mens_exp.report.plots import Plot
     from mens_exp.report.records import Records
 
 __all__ = ["render"]
@@ -72,7 +73,7 @@ def render(records: Records) -> str:
         error=_error(records),
         pairs=[summary.val_loss(records), summary.parse_rate(records)],
         costs=summary.cost(records),
-        plots=[(plot, Markup(plot.svg)) for plot in plots.draw(records)],  # noqa: S704 - drawn here
+        plots=_plots(records),
         items=_shown(records),
         open_items=_OPEN_ITEMS,
         unseen_items=_unseen(records),
@@ -90,6 +91,15 @@ def render(records: Records) -> str:
         unknown=_unknown(records),
         config=None if records.config is None else wording.visible(records.config),
     )
+
+
+def _plots(records: Records) -> list[tuple[Plot, Markup]]:
+    """Draw the telemetry; a plan has none, and matplotlib alone takes a second to import."""
+    if records.manifest.task == "plan":
+        return []
+    from mens_exp.report import plots
+
+    return [(plot, Markup(plot.svg)) for plot in plots.draw(records)]  # noqa: S704 - drawn here
 
 
 def _title(records: Records) -> str:

@@ -99,17 +99,36 @@ def _plan_rows(plan: Mapping[str, Any]) -> Iterable[tuple[str, Text]]:
     yield "model", _text(plan.get("model"))
     if plan.get("download_bytes"):
         yield "download", Text(f"{wording.size(plan['download_bytes'])} of weights, first")
-    yield "backend", _text(plan.get("backend"))
+    yield "backend", _backend(plan)
     yield "quantization", _text(plan.get("quant"))
     yield "LoRA", _lora(plan)
     yield "objective", _text(plan.get("objective"))
     yield "data", _data(plan.get("data") or {})
     yield "steps", _steps(plan)
     time, memory = (plan.get(key) or {} for key in ("time_s", "memory_bytes"))
-    yield "time", _estimate(time, wording.duration)
+    yield "time", _time(time)
     yield "memory", _memory(memory)
+    if plan.get("disk_bytes"):
+        yield "disk", _disk(plan["disk_bytes"])
+    if plan.get("contract_digest"):
+        yield "contract", _text(plan["contract_digest"][:12])
+    for key, style in (("notes", ""), ("warnings", "yellow"), ("problems", "red")):
+        for line in plan.get(key) or ():
+            yield key.removesuffix("s"), Text(wording.visible(line), style=style)
     if plan.get("measured"):
         yield "measured", _measured(plan["measured"])
+
+
+def _backend(plan: Mapping[str, Any]) -> Text:
+    text = _text(plan.get("backend"))
+    if plan.get("graph_id"):
+        text.append(f", graph {wording.visible(plan['graph_id'])}")
+    if plan.get("layers") is not None:
+        text.append(f", {wording.count(plan['layers'])} layers")
+    proxy = plan.get("proxy") or {}
+    if proxy.get("expected") is not None:
+        text.append(f"\n{proxy['matched']} of {proxy['expected']} middle projections")
+    return text
 
 
 def _text(value: Any) -> Text:
@@ -156,17 +175,49 @@ def _steps(plan: Mapping[str, Any]) -> Text:
         parts.append(f"of {wording.count(tokens)} tokens")
     if total is not None:
         parts.append(f"= {wording.count(total)} tokens")
+    more = [
+        f"{words} {wording.count(plan[key])}"
+        for key, words in (
+            ("effective_batch", "effective batch"),
+            ("warmup_steps", "warm-up"),
+            ("checkpoints", "checkpoints"),
+        )
+        if plan.get(key) is not None
+    ]
+    if more:
+        parts.append("\n" + ", ".join(more))
     return Text(" ".join(parts)) if parts else Text("unknown", style="dim")
 
 
+def _time(values: Mapping[str, Any]) -> Text:
+    text = _estimate(values, wording.duration)
+    if values.get("quantization"):
+        text.append(f"\nand {wording.duration(values['quantization'])} to quantize", style="dim")
+    return text
+
+
+def _disk(values: Mapping[str, Any]) -> Text:
+    text = Text(f"{wording.size(values['in_run'])} in the run directory")
+    if values.get("base"):
+        text.append(f"\n{wording.size(values['base'])} for a copy of the base model")
+    parts = (("adapter", "adapter"), ("checkpoint", "checkpoint"), ("merged", "merged model"))
+    sizes = ", ".join(f"{words} {wording.size(values[key])}" for key, words in parts)
+    text.append(f"\n{sizes}", style="dim")
+    return text
+
+
 def _estimate(values: Mapping[str, Any], spell: Callable[[float], str]) -> Text:
-    estimate = values.get("estimate")
+    estimate, low, high = (values.get(key) for key in ("estimate", "low", "high"))
     text = Text("unknown" if estimate is None else f"≈ {spell(estimate)}")
+    if low is not None and high is not None:
+        text.append(f" ({spell(low)} to {spell(high)})")
     return _with_basis(text, values.get("basis"))
 
 
 def _memory(values: Mapping[str, Any]) -> Text:
     text = _estimate(values, wording.size)
+    if values.get("free") is not None:
+        text.append(f"\n{wording.size(values['free'])} are free", style="dim")
     for name, part in sections.components(values):
         text.append(f"\n{wording.size(part):>10}  {wording.label(name)}", style="dim")
     return text

@@ -10,6 +10,7 @@ from mens_exp.artifacts import atomic
 from mens_exp.plan.estimate import make_plan
 from mens_exp.plan.preflight import writable_cache
 from mens_exp.report import terminal, token_view
+from mens_exp.tasks.measured import note_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,6 +32,7 @@ def plan(config: RunConfig, run: Run) -> None:
     made = make_plan(config, cache)
     atomic.write_json(run.dir.plan, made)
     run.telemetry.emit("plan", made)
+    note_plan(run.manifest, made)
     console = Console()
     console.print(terminal.plan_table(made))
     if config.data.show:

@@ -19,6 +19,7 @@ from mens_exp.artifacts.telemetry import Telemetry, rewind
 from mens_exp.config.compose import config_digest, to_yaml
 from mens_exp.errors import MensError, RequestError
 from mens_exp.plan.checks import classes
+from mens_exp.plan.contract import contract_of
 from mens_exp.tasks.cancellation import Cancelled, cancellable, end_at_once
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "open_run", "reopen_run", "run_is_there"]
 
+# Tasks that mean a fine-tune; the others read one that has been.
+_TRAINING = frozenset({"train", "plan"})
 # The part of provenance that may change a result.
 _CONDITIONS = ("commit", "diff_sha256", "packages", "python", "cpu", "environment", "own_classes")
 
@@ -167,6 +170,7 @@ def reopen_run(directory: RunDir, cell: Cell, *, step: int, notes: list[str]) ->
         notes = [*notes, *_condition_notes(manifest, here)]
         manifest.provenance = here
         manifest.config_digest = config_digest(cell.composed.values)
+        manifest.contract = _contract(cell)
         manifest.unknown = {}  # what is null at the end of this attempt says so again
         manifest.notes += notes
         atomic.write_text(directory.config, to_yaml(cell.composed.values))
@@ -188,9 +192,17 @@ def _manifest(run_id: str, cell: Cell) -> Manifest:
         overrides=list(cell.composed.overrides),
         choices=cell.composed.choices,
         config_digest=config_digest(cell.composed.values),
+        contract=_contract(cell),
         seed=cell.config.seed,
         provenance=_provenance(cell),
     )
+
+
+def _contract(cell: Cell) -> dict[str, Any] | None:
+    """Return what the run means, where it trains or plans to."""
+    if cell.config.task.name not in _TRAINING:
+        return None
+    return contract_of(cell.config).record()
 
 
 def _provenance(cell: Cell) -> dict[str, Any]:

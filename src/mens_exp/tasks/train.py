@@ -18,6 +18,7 @@ from mens_exp.plan.preflight import writable_cache
 from mens_exp.report import terminal
 from mens_exp.tasks.initialisation import note_peft_view, report_start
 from mens_exp.tasks.inputs import describe, refuse_changed, tokenizer_of
+from mens_exp.tasks.measured import keep_measurement, note_plan
 from mens_exp.tasks.scoring import score
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def train(config: RunConfig, run: Run, *, checkpoint: Path | None = None) -> Non
     plan = make_plan(config, cache)
     atomic.write_json(run.dir.plan, plan)
     run.telemetry.emit("plan", plan)
+    note_plan(run.manifest, plan)
     console.print(terminal.plan_table(plan))
 
     from mens_exp.training import memory_probe
@@ -178,6 +180,7 @@ def _results(run: Run, trainer: Trainer, module: TrainingModule, plan: dict[str,
             run.unknown(f"results.{name}", reason)
     measured = {"time_s": results.get("train_s"), "peak_bytes": results["peak_rss_bytes"]}
     atomic.write_json(run.dir.plan, {**plan, "measured": measured})
+    keep_measurement(run.manifest, plan, writable_cache())
 
 
 def _higher(earlier: int | None, now: int | None) -> int | None:

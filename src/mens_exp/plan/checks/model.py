@@ -48,6 +48,10 @@ def check(config: RunConfig) -> Iterator[MensError]:
         yield from _room(model, shape)
     if isinstance(model, HfModel):
         directory = hub.describe(model)
+        if not directory.shards:  # its dimensions alone are known, which is enough for a plan
+            if config.task.name != "plan":
+                hub.pinned(model)  # says what keeps it away
+            return
         yield from _without_effect(model)
         yield from _quantized(directory)
         yield from _remote_code(model, directory.config)

@@ -1,0 +1,267 @@
+"""The fine-tune contract: what a run means, apart from where and how it is recorded.
+
+Two runs with one digest learn the same thing from the same data. The parts carry the names that
+decide which kernel runs; `settings` holds every setting that changes what is learned, so that a
+field cannot be forgotten (:mod:`mens_exp.plan.semantics`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.artifacts.digest import digest, sha256_file
+from mens_exp.config.data import JsonlData
+from mens_exp.errors import MensError
+from mens_exp.layout.shape import family_for
+from mens_exp.plan.kernels import FULL_GRAPH, KERNELS
+from mens_exp.plan.semantics import learned_settings
+from mens_exp.rows.files import resolve_files
+
+if TYPE_CHECKING:
+    from mens_exp.config.root import RunConfig
+
+__all__ = [
+    "AdapterPart",
+    "ArtifactPart",
+    "DataPart",
+    "ExecPart",
+    "FineTuneContract",
+    "ModelPart",
+    "ProvenancePart",
+    "QuantPart",
+    "contract_of",
+]
+
+_VERSION = 1  # raise it when the same meaning gets another digest
+_DIGESTED = ("model", "data", "adapter", "quant", "exec", "settings")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelPart:
+    """The frozen base, by what identifies its content.
+
+    Attributes:
+        hf_repo: id of the hub, or path of a directory; None for other sources.
+        weights_sha256: of the file, where the configuration pins it.
+        config_sha256: of a directory's config.json.
+        tokenizer_sha256: of a directory's tokenizer.json.
+    """
+
+    hf_repo: str | None = None
+    weights_sha256: str | None = None
+    config_sha256: str | None = None
+    tokenizer_sha256: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataPart:
+    """What is learned from.
+
+    Attributes:
+        train_file: SHA-256 over the files of rows; None for other sources.
+        generated_from: what a generated corpus depends on beside the settings.
+        tokenizer_mode: ``hf`` or ``vox``.
+    """
+
+    train_file: str | None = None
+    generated_from: str | None = None
+    tokenizer_mode: str = "hf"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterPart:
+    """What learns: ``lora`` or ``qlora``, on the full graph or on the proxy stack."""
+
+    method: str
+    rank: int
+    alpha: int
+    dropout: float
+    targets: str = FULL_GRAPH
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantPart:
+    """How the base is stored: a quantizer's name, or ``none``."""
+
+    base: str
+    double_quant: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecPart:
+    """How learning goes; None leaves a choice open, or is no part of the graph in question.
+
+    The last five belong to the proxy stack: strictness about its keys, the largest share of rows
+    that may be skipped, the head alone, how many middle layers, and how many last targets.
+    """
+
+    seq_len: int
+    batch_size: int
+    grad_accum: int
+    learning_rate: float
+    warmup_steps: int | None
+    seed: int
+    epochs: int | None = None
+    max_steps: int | None = None
+    require_full_proxy_stack: bool = False
+    max_skip_rate: float | None = None
+    lm_head_only: bool = False
+    proxy_max_layers: int | None = None
+    ce_last_k: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArtifactPart:
+    """What is left behind, and for what machine."""
+
+    adapter_schema_version: int = 3
+    deployment_target: str = "workstation"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProvenancePart:
+    """Where the base comes from; unknown is None."""
+
+    base_family: str | None = None
+    upstream_model_id: str | None = None
+    license_class: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FineTuneContract:
+    """What a run means.
+
+    Attributes:
+        settings: every setting that changes what is learned, by dotted path, content hashes in
+            the place of files' names.
+    """
+
+    model: ModelPart
+    data: DataPart
+    adapter: AdapterPart
+    quant: QuantPart
+    exec: ExecPart
+    artifact: ArtifactPart = ArtifactPart()
+    provenance: ProvenancePart = ProvenancePart()
+    settings: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON of everything that changes what is learned.
+
+        A None is left out, so that a choice that did not exist yet changes no older digest.
+        """
+        parts = dataclasses.asdict(self)
+        learned = {name: _known(parts[name]) for name in _DIGESTED}
+        return digest({"version": _VERSION, **learned})
+
+    def record(self) -> dict[str, Any]:
+        """Return the parts as plain JSON, for manifest and plan."""
+        return {"version": _VERSION, "digest": self.digest, **dataclasses.asdict(self)}
+
+
+def _known(part: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in part.items() if value is not None}
+
+
+def contract_of(config: RunConfig) -> FineTuneContract:
+    """Build the contract of a configuration; files are hashed where they can be read."""
+    settings = learned_settings(config)
+    settings["lora.targets"] = sorted(set(config.lora.targets))  # their order means nothing
+    model, data = _model_part(config), _data_part(config)
+    for path, content in _contents(config).items():
+        if content is not None:
+            settings[path] = content  # where a file lies means nothing
+    kernel = KERNELS.get(config.backend.name)
+    trainer = config.trainer
+    return FineTuneContract(
+        model=model,
+        data=data,
+        adapter=AdapterPart(
+            method=kernel.method if kernel else "qlora",
+            rank=config.lora.r,
+            alpha=config.lora.alpha,
+            dropout=config.lora.dropout,
+            targets=kernel.targets if kernel else FULL_GRAPH,
+        ),
+        quant=QuantPart(base=config.quant.quant_type.value, double_quant=config.quant.double_quant),
+        exec=ExecPart(
+            seq_len=config.data.seq_len,
+            batch_size=config.data.micro_batch_size,
+            grad_accum=trainer.accumulate_grad_batches,
+            learning_rate=config.optim.lr,
+            warmup_steps=config.schedule.warmup_steps,
+            seed=config.seed,
+            epochs=trainer.max_epochs if trainer.max_epochs > 0 else None,
+            max_steps=trainer.max_steps if trainer.max_steps > 0 else None,
+        ),
+        artifact=ArtifactPart(deployment_target=config.deployment_target.value),
+        provenance=ProvenancePart(
+            base_family=_family(config),
+            upstream_model_id=model.hf_repo or config.model.name,
+            license_class=getattr(config.model, "license", None),
+        ),
+        settings=settings,
+    )
+
+
+def _model_part(config: RunConfig) -> ModelPart:
+    named = getattr(config.model, "id", None)
+    directory = Path(str(named)).expanduser() if named else None
+    return ModelPart(
+        hf_repo=named,
+        weights_sha256=getattr(config.model, "sha256", None),
+        config_sha256=_hash(directory / "config.json") if directory else None,
+        tokenizer_sha256=_hash(directory / "tokenizer.json") if directory else None,
+    )
+
+
+def _contents(config: RunConfig) -> dict[str, str | None]:
+    """Return the content of every file that a setting names, by the setting's path."""
+    template = config.tokenizer.chat_template
+    return {
+        "data.path": _rows_hash(config, "path"),
+        "data.val_path": _rows_hash(config, "val_path"),
+        "tokenizer.chat_template": _hash(Path(template).expanduser()) if template else None,
+    }
+
+
+def _rows_hash(config: RunConfig, name: str) -> str | None:
+    """Hash the files of rows that a setting names, in their order; None where one is not read."""
+    if not isinstance(config.data, JsonlData) or not getattr(config.data, name):
+        return None
+    try:
+        files = resolve_files(getattr(config.data, name), f"data.{name}")
+    except MensError:
+        return None  # preflight says so
+    hashes = [_hash(file) for file in files]
+    return None if None in hashes else digest(hashes)
+
+
+def _data_part(config: RunConfig) -> DataPart:
+    return DataPart(
+        train_file=_rows_hash(config, "path"),
+        # The corpus is the interpreter's own library.
+        generated_from=f"Python {platform.python_version()}"
+        if config.data.source == "stdlib"
+        else None,
+        tokenizer_mode=config.tokenizer.name,
+    )
+
+
+def _hash(path: Path) -> str | None:
+    try:
+        return sha256_file(path) if path.is_file() else None
+    except OSError:
+        return None  # preflight says so, by name
+
+
+def _family(config: RunConfig) -> str | None:
+    try:
+        return family_for(config.model).model_type
+    except MensError:
+        return None  # preflight says why

@@ -1,0 +1,94 @@
+"""The graphs that can be trained, and what each asks of a contract.
+
+A kernel is what a backend computes; the table knows those that are planned and those that are
+built, and the config groups say which of them are here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mens_exp.config.compose import group_options
+
+__all__ = ["FULL_GRAPH", "KERNELS", "PROXY", "Kernel", "available", "kernel_for"]
+
+FULL_GRAPH = "full_graph"
+PROXY = "lm_head_proxy"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """One trainable graph.
+
+    Attributes:
+        name: the backend that computes it.
+        method: adapter method, ``lora`` or ``qlora``.
+        quantized: whether the base weights are quantized.
+        targets: what the adapter sits on: the full causal graph, or the proxy stack.
+        graph_id: name of the graph in records; the proxy's depends on its composition.
+        depth: what of the model is computed, for people.
+        needs_layout: whether it reads weights by name, so that the family has to be known.
+    """
+
+    name: str
+    method: str
+    quantized: bool
+    targets: str
+    graph_id: str
+    depth: str
+    needs_layout: bool
+
+
+KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel
+    for kernel in (
+        Kernel(
+            name="qlora",
+            method="qlora",
+            quantized=True,
+            targets=FULL_GRAPH,
+            graph_id="full_causal",
+            depth="full causal model",
+            needs_layout=False,
+        ),
+        Kernel(
+            name="proxy",
+            method="qlora",
+            quantized=True,
+            targets=PROXY,
+            graph_id="proxy_stack_v1_residual",
+            depth="embedding, one projection a layer, head: no attention",
+            needs_layout=True,
+        ),
+        Kernel(
+            name="lora",
+            method="lora",
+            quantized=False,
+            targets=FULL_GRAPH,
+            graph_id="full_causal",
+            depth="full causal model",
+            needs_layout=False,
+        ),
+        Kernel(
+            name="burn",
+            method="lora",
+            quantized=False,
+            targets=FULL_GRAPH,
+            graph_id="burn_full_causal",
+            depth="full causal model, f32 research lane",
+            needs_layout=True,
+        ),
+    )
+}
+
+
+def kernel_for(method: str, *, quantized: bool, targets: str) -> Kernel | None:
+    """Return the kernel that computes a method on a base, the first of several; None without."""
+    asked = (method, quantized, targets)
+    fitting = (k for k in KERNELS.values() if (k.method, k.quantized, k.targets) == asked)
+    return next(fitting, None)
+
+
+def available() -> frozenset[str]:
+    """Return the backends that the config groups offer, ours and the user's own."""
+    return frozenset(group_options().get("backend", ()))

@@ -1,0 +1,181 @@
+"""What this machine can do, asked without importing torch.
+
+What only torch or the driver can tell (whether a library loads, whether a kernel runs) is not
+guessed here: `task=doctor` tries it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+__all__ = ["Machine", "look", "space"]
+
+_ASK_S = 3.0  # nvidia-smi answers in a tenth of a second where the driver is well
+_QUERY = "name,memory.total,memory.free,compute_cap"
+_LIBRARY = re.compile(r"libbitsandbytes_(cpu|cuda\d+|rocm\d+|xpu\d*)\.")
+_CGROUP = Path("/sys/fs/cgroup")
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """The device a run would compute on; unknown is None.
+
+    Attributes:
+        kind: ``cpu`` or ``cuda``.
+        name: as the system spells it.
+        total_bytes: its memory.
+        free_bytes: what is free of it now.
+        capability: CUDA compute capability, such as ``9.0``.
+        has_bf16: whether it multiplies bf16 in hardware.
+        torch: version of the installed torch.
+        torch_cuda: CUDA version that torch was built for; None is a CPU build.
+        libraries: names of the libraries in bitsandbytes (``cpu``, ``cuda128``); None without it.
+    """
+
+    kind: str
+    name: str
+    total_bytes: int | None
+    free_bytes: int | None
+    capability: str | None = None
+    has_bf16: bool | None = None
+    torch: str | None = None
+    torch_cuda: str | None = None
+    libraries: frozenset[str] | None = None
+
+
+def look(accelerator: str) -> Machine:
+    """Describe the device that ``trainer.accelerator`` would take.
+
+    Args:
+        accelerator: ``auto``, ``cpu`` or ``gpu``.
+    """
+    version, cuda = _torch()
+    libraries = _libraries()
+    gpu = _gpu() if accelerator != "cpu" else None
+    if accelerator == "gpu" or (gpu is not None and cuda is not None):
+        name, total, free, capability = gpu or ("GPU", None, None, None)
+        return Machine(
+            kind="cuda",
+            name=name,
+            total_bytes=total,
+            free_bytes=free,
+            capability=capability,
+            has_bf16=None if capability is None else float(capability) >= 8.0,  # noqa: PLR2004  # Ampere, the first with bf16
+            torch=version,
+            torch_cuda=cuda,
+            libraries=libraries,
+        )
+    total, free = _host_memory()
+    model, flags = _processor()
+    return Machine(
+        kind="cpu",
+        name=model,
+        total_bytes=total,
+        free_bytes=free,
+        has_bf16=None if flags is None else bool(flags & {"avx512_bf16", "amx_bf16", "bf16"}),
+        torch=version,
+        torch_cuda=cuda,
+        libraries=libraries,
+    )
+
+
+def space(path: Path) -> tuple[Path, int]:
+    """Return the nearest directory of a path that exists, and the bytes free there."""
+    existing = next(parent for parent in (path, *path.resolve().parents) if parent.is_dir())
+    return existing, shutil.disk_usage(existing).free
+
+
+def _gpu() -> tuple[str, int, int, str] | None:
+    """Ask the driver about the first GPU."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        done = subprocess.run(  # noqa: S603  # the driver's own program, by its full path
+            [program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=_ASK_S,
+            check=True,
+        )
+        name, total, free, capability = done.stdout.splitlines()[0].split(", ")
+        return name, int(total) << 20, int(free) << 20, str(float(capability))
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+
+
+def _torch() -> tuple[str | None, str | None]:
+    """Read torch's version and CUDA version from its own version.py, without importing it."""
+    try:
+        distribution = metadata.distribution("torch")
+        text = Path(str(distribution.locate_file("torch/version.py"))).read_text("utf-8")
+    except (metadata.PackageNotFoundError, OSError):
+        return None, None
+    version = re.search(r"^__version__\s*=\s*'([^']+)'", text, re.MULTILINE)
+    cuda = re.search(r"^cuda\b[^=]*=\s*'([^']+)'", text, re.MULTILINE)
+    return version and version[1], cuda and cuda[1]
+
+
+def _libraries() -> frozenset[str] | None:
+    """List the compiled libraries that came with bitsandbytes."""
+    try:
+        folder = Path(str(metadata.distribution("bitsandbytes").locate_file("bitsandbytes")))
+        names = [file.name for file in folder.iterdir()]
+    except (metadata.PackageNotFoundError, OSError):
+        return None
+    return frozenset(match[1] for name in names if (match := _LIBRARY.match(name)))
+
+
+def _processor() -> tuple[str, set[str] | None]:
+    try:
+        text = _CPUINFO.read_text("utf-8", "replace")
+    except OSError:
+        return platform.processor() or platform.machine(), None
+    found = {
+        key.strip(): value.strip()
+        for key, _, value in (line.partition(":") for line in text.splitlines())
+    }
+    flags = found.get("flags") or found.get("Features")
+    name = found.get("model name") or platform.processor() or platform.machine()
+    return name, set(flags.split()) if flags else None
+
+
+def _host_memory() -> tuple[int, int]:
+    """Return total and free memory, as far as the container allows."""
+    memory = psutil.virtual_memory()
+    total, free = int(memory.total), int(memory.available)
+    limit = _number(_CGROUP / "memory.max")
+    used = _number(_CGROUP / "memory.current")
+    if limit is None or used is None:
+        return total, free
+    try:
+        statistics = (_CGROUP / "memory.stat").read_text("ascii").split()
+        used -= int(statistics[statistics.index("inactive_file") + 1])  # given back when needed
+    except (OSError, ValueError, IndexError):
+        pass
+    return min(total, limit), max(0, min(free, limit - used))
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text("ascii"))
+    except (OSError, ValueError):  # absent, or "max"
+        return None
+
+
+def cores() -> int:
+    """Count the cores that this process may use, at least one."""
+    if hasattr(os, "sched_getaffinity"):
+        allowed = len(os.sched_getaffinity(0))
+        return max(1, min(allowed, psutil.cpu_count(logical=False) or 1))
+    return psutil.cpu_count(logical=False) or 1

@@ -1,0 +1,297 @@
+"""The peak memory of a training process, component by component, on CPU and on CUDA.
+
+What the backward pass keeps is counted tensor by tensor, as autograd's hooks show it on the real
+graph (experiments/memory_model); what an allocator adds to that is measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.config.checkpointing import is_wanted
+from mens_exp.config.lora import LoraInit
+from mens_exp.config.objective import CrossEntropyConfig
+from mens_exp.config.quant import ComputeDtype
+from mens_exp.layout.names import HEAD
+from mens_exp.layout.targets import adapter_parameters, chosen, pattern_values, target_problems
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mens_exp.config.root import RunConfig
+    from mens_exp.layout.shape import Shape
+    from mens_exp.layout.targets import LinearModule
+
+__all__ = [
+    "Documents",
+    "Memory",
+    "bits_per_weight",
+    "memory",
+    "modules_of",
+    "optimizer_bytes",
+    "recomputes",
+]
+
+BLOCK, NESTED_BLOCK = 64, 256  # bitsandbytes' defaults; asserted in tests/quant
+
+_F32, _MASK = 4, 2  # bytes of an f32 element, and of an element of the dropout mask (int16)
+# Bytes a parameter of the moments, by the optimizer's class name.
+_MOMENTS = {
+    "AdamW": 8.0,
+    "Adam": 8.0,
+    "Lion": 4.0,
+    "AdamW8bit": 2.0 + 2 * _F32 / 256,  # two moments, one scale for 256 elements of each
+    "PagedAdamW8bit": 2.0 + 2 * _F32 / 256,
+    "PagedAdamW": 8.0,
+    "Lion8bit": 1.0 + _F32 / 256,
+    "SGD": 4.0,
+}
+_MOMENTS_UNKNOWN = 8.0  # Adam's; the user's own optimizer
+# measured: chunks of 512 instead of 64 positions took 177 MB more, 8 bytes a logit; plus the bf16
+# logits, which the smaller chunk's peak hides.
+_LOGITS = 10
+
+# measured: experiments/memory_model, SmolLM2-135M on CPU
+# Computed again, one layer's activations come and go thirty times and leave larger holes; the
+# heap then keeps the scores of every layer though each is freed (measured; not explained).
+_CPU_KEPT_RECOMPUTED = 2.7
+_CPU_FRAMEWORK = 500_000_000  # interpreter, torch, transformers, Lightning, loaded kernels
+_MAPPED = 2  # bytes a weight of the checkpoint's file, resident as long as it is mapped
+_CPU_F32_EXTRA = 130_000_000  # measured: an f32 base built takes so much more than its numbers
+# resident bytes for one byte that autograd keeps: its own, and the holes that temporaries leave
+_CPU_KEPT = {"activations": 1.65, "attention scores": 1.0}
+# measured: SmolLM2 with checkpointing, where nothing else hides them, took 380 MB more on documents
+# of sixteen lengths than on documents of one: each shape keeps its own oneDNN kernels.
+_KERNELS_PER_SHAPE, _BUCKET, _MOST_SHAPES = 24_000_000, 32, 16
+# measured: the main job with its suite took 2.30 and 2.77 GB, against 2.0 by formula without it.
+_COMPLETIONS = 400_000_000
+_CPU_SPREAD = (0.15, 0.20)  # below and above; unverified guess beyond experiments/memory_model
+# unverified guess: no GPU was at hand. A CUDA context with its libraries takes about half a
+# gigabyte, and the caching allocator rounds up.
+_CUDA_FRAMEWORK = 600_000_000
+_CUDA_KEPT = {"activations": 1.10, "attention scores": 1.10}
+_CUDA_SPREAD = (0.25, 0.25)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Documents:
+    """Lengths of the documents to train on, in tokens.
+
+    Attributes:
+        longest: the longest.
+        typical: mean length of the document that a token lies in.
+        varied: whether there are documents of many lengths.
+    """
+
+    longest: int
+    typical: float
+    varied: bool = True
+
+    def squares(self, sequences: int, seq_len: int) -> float:
+        """Return the sum of squared lengths in the largest micro-batch, where attention pays.
+
+        One document is the longest there is, what is left is typical.
+        """
+        longest = min(self.longest, seq_len)
+        return longest**2 + (sequences * seq_len - longest) * min(self.typical, seq_len)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """An estimate of peak memory: bytes, by component.
+
+    Attributes:
+        components: what adds up to the estimate.
+        low: lower bound of the interval.
+        high: its upper bound.
+        outside: the part of the estimate that the probe of a run does not see.
+        basis: what it rests on.
+    """
+
+    components: dict[str, int]
+    low: int
+    high: int
+    outside: int
+    basis: str
+
+    @property
+    def estimate(self) -> int:
+        """The sum of the components."""
+        return sum(self.components.values())
+
+    def record(self) -> dict[str, Any]:
+        """Return it as plain JSON."""
+        return {
+            "estimate": self.estimate,
+            "low": self.low,
+            "high": self.high,
+            "components": self.components,
+            "basis": self.basis,
+        }
+
+
+def bits_per_weight(*, double_quant: bool) -> float:
+    """Return bits of a 4-bit weight with its share of the scales (arXiv:2305.14314, section 3).
+
+    An f32 scale for each block of 64 is half a bit; quantized to 8 bits, with an f32 scale for
+    256 of them, it is 0.127.
+    """
+    if double_quant:
+        return 4 + 8 / BLOCK + 32 / (BLOCK * NESTED_BLOCK)
+    return 4 + 32 / BLOCK
+
+
+def optimizer_bytes(target: str, parameters: int) -> tuple[int, bool]:
+    """Return bytes of an optimizer's state, and whether they lie in pageable host memory.
+
+    Args:
+        target: class of the optimizer.
+        parameters: trainable parameters.
+    """
+    name = target.rpartition(".")[2]
+    return round(_MOMENTS.get(name, _MOMENTS_UNKNOWN) * parameters), name.startswith("Paged")
+
+
+def modules_of(config: RunConfig, shape: Shape) -> tuple[LinearModule, ...]:
+    """Return the modules that get an adapter; none where a target is wrong, which is told."""
+    return () if target_problems(config.lora, shape) else chosen(config.lora, shape)
+
+
+def recomputes(config: RunConfig, shape: Shape, kind: str) -> bool:
+    """Tell whether activations are computed again in the backward pass."""
+    return is_wanted(
+        config.model.gradient_checkpointing,
+        parameters=shape.linear_parameters + shape.embedding_parameters,
+        on_gpu=kind == "cuda",
+    )
+
+
+def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) -> Memory:
+    """Estimate the peak of a training process.
+
+    Args:
+        config: the run.
+        shape: dimensions of its base.
+        documents: what it trains on.
+        kind: ``cpu`` or ``cuda``.
+    """
+    width = 2 if config.quant.compute_dtype is ComputeDtype.bf16 else _F32
+    parameters = adapter_parameters(config.lora, shape)
+    moments, is_paged = optimizer_bytes(config.optim._target_, parameters)  # Hydra's own spelling
+    on_cpu = kind == "cpu"
+    again = recomputes(config, shape, kind)
+    kept = _kept(config, shape, documents, width=width, on_cpu=on_cpu, again=again)
+    factor = dict(_CPU_KEPT if on_cpu else _CUDA_KEPT)
+    if on_cpu and again:
+        factor["activations"] = _CPU_KEPT_RECOMPUTED
+    bits = bits_per_weight(double_quant=config.quant.double_quant)
+    components = {
+        "base weights": round(shape.linear_parameters * bits / 8),
+        **_plain_beside_residual(config, shape, bits),
+        "embedding and head": shape.embedding_parameters * width,
+        "adapter": parameters * (_F32 + (width if width < _F32 else 0)),
+        "gradients": parameters * _F32,
+        "optimizer": 0 if is_paged and not on_cpu else moments,
+        **{name: round(value) for name, value in kept.items()},
+        "allocator": round(max(_holes(kept, factor), _kernels(documents) if on_cpu else 0)),
+        "head chunk": _head_positions(config) * shape.vocab_size * _LOGITS,
+        "framework": (_CPU_FRAMEWORK + _CPU_F32_EXTRA * (width == _F32))
+        if on_cpu
+        else _CUDA_FRAMEWORK,
+    }
+    if on_cpu:
+        components |= {"completions": _COMPLETIONS} if config.suite.name != "none" else {}
+        weights = shape.linear_parameters + shape.embedding_parameters
+        components["weights file, mapped"] = _MAPPED * weights
+    total = sum(components.values())
+    below, above = _CPU_SPREAD if on_cpu else _CUDA_SPREAD
+    # Only documents that are surely there count for the lower bound, and no page of a file, which
+    # the system can take back.
+    sure = total - round(factor["attention scores"] * kept["attention scores"])
+    sure -= components.get("weights file, mapped", 0)
+    return Memory(
+        components=components,
+        low=round(sure * (1 - below)),
+        high=round(total * (1 + above)),
+        outside=0 if on_cpu else _CUDA_FRAMEWORK,
+        basis=f"by formula, one {'CPU' if on_cpu else 'CUDA'} process"
+        + ("" if on_cpu else "; its allowance for the driver was never measured")
+        + ("; activations are computed again" if again else "")
+        + ("; the optimizer's state is paged to host memory" if is_paged and not on_cpu else ""),
+    )
+
+
+def _holes(kept: Mapping[str, float], factor: Mapping[str, float]) -> float:
+    """Return what an allocator holds beside what is kept."""
+    return sum((factor[name] - 1) * value for name, value in kept.items())
+
+
+def _kernels(documents: Documents) -> float:
+    """Return what the kernels of all shapes take; holes of larger tensors have room for them."""
+    shapes = -(-documents.longest // _BUCKET) if documents.varied else 1
+    return float(_KERNELS_PER_SHAPE * min(shapes, _MOST_SHAPES))
+
+
+def _kept(
+    config: RunConfig,
+    shape: Shape,
+    documents: Documents,
+    *,
+    width: int,
+    on_cpu: bool,
+    again: bool,
+) -> dict[str, float]:
+    """Return what the backward pass keeps, by kind, in bytes."""
+    sequences, seq_len = config.data.micro_batch_size, config.data.seq_len
+    if not config.data.packing:
+        seq_len = min(seq_len, documents.longest)
+    tokens, layers = sequences * seq_len, shape.num_hidden_layers
+    per_token = _layer_bytes(config, shape, width=width, on_cpu=on_cpu)
+    scores = 0.0
+    if on_cpu and config.data.packing:  # elsewhere a fused kernel keeps none
+        squares = documents.squares(sequences, config.data.seq_len)
+        scores = shape.num_attention_heads * squares * width
+    if again:  # a layer's input for each, and all of one layer at a time
+        inputs = tokens * layers * shape.hidden_size * width
+        return {"activations": inputs + tokens * per_token, "attention scores": layers * scores}
+    return {"activations": tokens * layers * per_token, "attention scores": layers * scores}
+
+
+def _layer_bytes(config: RunConfig, shape: Shape, *, width: int, on_cpu: bool) -> float:
+    """Return what one decoder layer keeps of one token on average, attention scores apart.
+
+    Read off the saved tensors of the real graph: the residual in f32 for each of two norms;
+    query, key and value (and their fused kernel's output); gate, up and their activation; for
+    each input of an adapter what dropout left of it and the mask; A's output for each target.
+    """
+    wide, heads = shape.intermediate_size, shape.num_attention_heads * shape.head_dim
+    pairs = shape.num_key_value_heads * shape.head_dim
+    is_gated = any(one.logical in {"gate", "gate_up"} for one in shape.family.projections)
+    total = 2.0 * _F32 * shape.hidden_size
+    total += width * (heads + 2 * pairs + (0 if on_cpu else heads))
+    total += width * wide * (3 if is_gated else 5)  # the tanh form of GELU keeps its steps
+    modules = [one for one in modules_of(config, shape) if one.kind != HEAD]
+    inputs = {one.reads: one.width for one in modules}
+    ranks = pattern_values(config.lora.rank_pattern, modules, shape.family, config.lora.r)
+    mask = _MASK if config.lora.dropout > 0 else 0
+    adapters = sum(inputs.values()) * (width + mask) + sum(ranks.values()) * width
+    return total + adapters / shape.num_hidden_layers
+
+
+def _plain_beside_residual(config: RunConfig, shape: Shape, bits: float) -> dict[str, int]:
+    """Return what the plain weights take that are kept beside those of a residual."""
+    lora = config.lora
+    if lora.init is not LoraInit.pissa and not (
+        lora.init is LoraInit.loftq and lora.loftq_iters > 1
+    ):
+        return {}
+    weights = sum(one.out * one.width for one in modules_of(config, shape))
+    return {"plain weights, for the base": round(weights * bits / 8)}
+
+
+def _head_positions(config: RunConfig) -> int:
+    """Return positions whose logits exist at one time; all, where an objective does not say."""
+    if isinstance(config.objective, CrossEntropyConfig):
+        return config.objective.chunk_tokens
+    return config.data.seq_len * config.data.micro_batch_size

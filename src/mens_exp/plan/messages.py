@@ -1,0 +1,277 @@
+"""Every message of planner and preflight about what a run means and what it needs, in one place.
+
+Each says what is wrong, what was found, what is accepted and what to do next.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mens_exp.artifacts.nearest import expected_name
+from mens_exp.errors import ConfigError, ModelFileError, SetupError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+MOST_NAMES = 32  # of missing keys; the rest is a number
+MOST_LAST_TARGETS = 64  # REFERENCE section 2: ce_last_k
+
+_MORE = "docs/capabilities.md says what goes with what"
+
+
+def quantized_base_needs_qlora(base: str, method: str) -> ConfigError:
+    """Gate 1: the f32 LoRA lane has no quantized base."""
+    return ConfigError(
+        "a quantized base is qlora's alone",
+        where="quant",
+        found=f"base {base} under method {method}",
+        expected="method qlora, or an unquantized base",
+        remedy=f"choose backend=qlora, or quant=none; {_MORE}",
+    )
+
+
+def qlora_needs_quantized_base(kernel: str) -> ConfigError:
+    """Gate 1, the other way round: without a quantized base it is plain LoRA."""
+    return ConfigError(
+        "qlora needs a quantized base",
+        where="quant",
+        found=f"base none under backend={kernel}",
+        expected="nf4 or fp4",
+        remedy=f"choose quant=nf4, or a backend of method lora; {_MORE}",
+    )
+
+
+def qlora_needs_hf_tokenizer(mode: str) -> ConfigError:
+    """Gate 2: a pretrained base reads its own ids."""
+    return ConfigError(
+        "qlora needs the base model's own tokenizer.json",
+        where="tokenizer",
+        found=mode,
+        expected="hf",
+        remedy=f"choose tokenizer=hf; {_MORE}",
+    )
+
+
+def lora_needs_warm_start(model_type: str | None, known: Collection[str]) -> ConfigError:
+    """Gate 3: ids of a pretrained tokenizer mean something only to pretrained weights."""
+    return ConfigError(
+        "an f32 lane with the hf tokenizer starts from the model's weights, read by name",
+        where="model",
+        found=f"model_type {model_type}",
+        expected=f"a known layout: {', '.join(sorted(known))}",
+        remedy=f"choose a model of a known family, or tokenizer=vox; {_MORE}",
+    )
+
+
+def kernel_not_available(name: str, have: Collection[str], *, planned: bool) -> ConfigError:
+    """Gate 4: nothing here computes this graph."""
+    return ConfigError(
+        "this kernel is not available here" if planned else "unknown kernel",
+        where="backend",
+        found=name,
+        expected=expected_name(name, sorted(have)),
+        remedy=f"choose backend={'|'.join(sorted(have))}"
+        + (", or write one: a class and a YAML in ./conf/backend" if planned else ""),
+    )
+
+
+def kernel_needs_layout(kernel: str, model_type: str | None, known: Collection[str]) -> ConfigError:
+    """Gate 4 as well: a kernel that reads weights by name has to know the names."""
+    return ConfigError(
+        f"the {kernel} kernel reads weights by name, and this family's names are not verified",
+        where="model",
+        found=f"model_type {model_type}",
+        expected=f"a known layout: {', '.join(sorted(known))}",
+        remedy=f"choose a model of a known family, or backend=qlora; {_MORE}",
+    )
+
+
+def mobile_edge_refuses(where: str, found: object, expected: str, remedy: str) -> ConfigError:
+    """Gate 5: what a phone's runtime will not take."""
+    return ConfigError(
+        "deployment_target=mobile_edge does not go with it",
+        where=where,
+        found=found,
+        expected=expected,
+        remedy=f"{remedy}, or deployment_target=workstation",
+    )
+
+
+def forced_kernel_disagrees(forced: str, chosen: str) -> ConfigError:
+    """Gate 6: what was named is not what the contract asks for."""
+    return ConfigError(
+        "the named kernel is not the one that the contract asks for",
+        where="backend",
+        found=forced,
+        expected=chosen,
+        remedy=f"choose backend={chosen}, or what {forced} needs; {_MORE}",
+    )
+
+
+def skip_rate_out_of_range(found: float) -> ConfigError:
+    """The share of rows that may be skipped is a share."""
+    return ConfigError(
+        "no share of rows",
+        where="max_skip_rate",
+        found=found,
+        expected="a number >= 0 and <= 1",
+        remedy="choose one, such as 0.05",
+    )
+
+
+def proxy_flags_contradict(first: str, second: str) -> ConfigError:
+    """Two settings of the proxy stack that cannot both hold."""
+    return ConfigError(
+        f"contradicts {second}",
+        where=first,
+        found="both are set",
+        expected="one of them",
+        remedy=f"drop {first} or {second}",
+    )
+
+
+def last_targets_out_of_range(found: int, seq_len: int) -> ConfigError:
+    """The last K targets lie inside the sequence, and are few."""
+    return ConfigError(
+        "more last targets than can be learned from",
+        where="ce_last_k",
+        found=found,
+        expected=f"1 to {min(MOST_LAST_TARGETS, seq_len)}: at most {MOST_LAST_TARGETS} "
+        f"and at most data.seq_len ({seq_len})",
+        remedy="lower ce_last_k, or raise data.seq_len",
+    )
+
+
+def proxy_stack_incomplete(missing: Sequence[str], expected: int) -> ModelFileError:
+    """Strict mode: a middle projection is absent."""
+    shown = ", ".join(missing[:MOST_NAMES])
+    more = f", and {len(missing) - MOST_NAMES} more" if len(missing) > MOST_NAMES else ""
+    return ModelFileError(
+        "middle projections of the proxy stack are absent",
+        where="require_full_proxy_stack",
+        found=f"{len(missing)} of {expected}: {shown}{more}",
+        expected=f"all {expected}",
+        remedy="take a complete checkpoint, or drop require_full_proxy_stack to train the head",
+    )
+
+
+def disk_too_small(place: str, needed: int, free: int, parts: str) -> SetupError:
+    """What the run writes does not fit."""
+    return SetupError(
+        "not enough disk",
+        where=place,
+        found=f"{size(free)} free",
+        expected=f"at least {size(needed)}: {parts}",
+        remedy="free some, or choose another place (hydra.run.dir, MENS_EXP_CACHE)",
+    )
+
+
+def memory_too_small(device: str, low: int, free: int) -> SetupError:
+    """Even the lower bound of the estimate is more than there is."""
+    return SetupError(
+        f"the run does not fit into the memory of {device}",
+        where="memory",
+        found=f"{size(free)} free",
+        expected=f"at least {size(low)}, the lower bound of the estimate",
+        remedy="lower data.micro_batch_size, data.seq_len or lora.r; task=plan shows each part",
+    )
+
+
+def memory_may_be_small(device: str, low: int, high: int, free: int) -> str:
+    """Warn: the interval of the estimate reaches past what is free."""
+    return (
+        f"memory of {device}: {size(free)} free, and the run takes {size(low)} to {size(high)}; "
+        "it may fail. Next: lower data.micro_batch_size or data.seq_len"
+    )
+
+
+def bf16_emulated(device: str) -> str:
+    """Warn: bf16 works on any CPU, and is slow without instructions for it."""
+    return (
+        f"{device} has no bf16 instructions, so bf16 products are emulated and slow. "
+        "Next: quant.compute_dtype=f32 is faster there"
+    )
+
+
+def no_four_bit_kernels(device: str, found: str, expected: str) -> SetupError:
+    """No library of bitsandbytes is for this device."""
+    return SetupError(
+        f"bitsandbytes has no 4-bit kernels for {device}",
+        where="quant",
+        found=found,
+        expected=expected,
+        remedy="reinstall bitsandbytes for this machine, or choose trainer=cpu",
+    )
+
+
+def torch_without_cuda(version: str) -> SetupError:
+    """A GPU was asked of a CPU build of torch."""
+    return SetupError(
+        "this torch was built without CUDA",
+        where="trainer",
+        found=f"torch {version}",
+        expected="a CUDA build of torch",
+        remedy="install one (README, CUDA machines), or choose trainer=cpu",
+    )
+
+
+def bf16_unsupported(device: str, capability: str) -> SetupError:
+    """The device has no bf16 products."""
+    return SetupError(
+        f"{device} has no bf16 matrix products",
+        where="quant.compute_dtype",
+        found=f"compute capability {capability}",
+        expected="8.0 or newer for bf16",
+        remedy="choose quant.compute_dtype=f32",
+    )
+
+
+def embedding_of_wrong_shape(
+    where: str, found: Sequence[int], expected: tuple[int, int]
+) -> ModelFileError:
+    """The embedding table is no matrix of vocabulary by width."""
+    if len(found) != 2:  # noqa: PLR2004  # a matrix
+        what, wanted = f"the embedding is of rank {len(found)}", "rank 2"
+    elif found[0] != expected[0]:
+        what, wanted = "the embedding has another vocabulary than config.json", "vocab_size"
+    else:
+        what, wanted = "the embedding has another width than config.json", "hidden_size"
+    return ModelFileError(
+        what,
+        where=where,
+        found=str(list(found)),
+        expected=f"{list(expected)} ({wanted})",
+        remedy="take config.json and weights of one model, or download it again",
+    )
+
+
+def embedding_absent(where: str, tried: Sequence[str]) -> ModelFileError:
+    """No shard has the table."""
+    return ModelFileError(
+        "no shard has the embedding",
+        where=where,
+        found="none of the keys",
+        expected=" or ".join(tried),
+        remedy="download the model again",
+    )
+
+
+def heads_do_not_divide(where: str, heads: int, groups: int) -> ModelFileError:
+    """Grouped-query attention shares each key head among a whole number of query heads."""
+    return ModelFileError(
+        "query heads do not divide evenly over key and value heads",
+        where=where,
+        found=f"{heads} query heads, {groups} key and value heads",
+        expected="num_key_value_heads that divides num_attention_heads",
+        remedy="take config.json and weights of one model, or download it again",
+    )
+
+
+def size(count: float) -> str:
+    """Spell bytes in binary units: ``1.5 GiB``."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:  # noqa: PLR2004  # binary units
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

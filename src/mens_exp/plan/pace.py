@@ -1,0 +1,131 @@
+"""How long a run takes: operations by formula, over a rate that was measured.
+
+The rate is this machine's own where the ledger knows it, else one measured on another CPU. No
+rate has been measured for a GPU; until a run on it is in the ledger its time is unknown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.config.quant import ComputeDtype
+from mens_exp.plan.machine import cores
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mens_exp.config.root import RunConfig
+    from mens_exp.layout.shape import Shape
+    from mens_exp.plan.ledger import Entry, Residuals
+
+__all__ = ["Pace", "flop_per_token", "pace_of", "quantization_s", "time"]
+
+# measured: benchmarks/throughput.py, SmolLM2-135M on two AVX512-BF16 cores
+_FLOPS_PER_CORE = {ComputeDtype.bf16: 1.4e11, ComputeDtype.f32: 4.0e10}
+_SUPERVISED = 0.5  # share of tokens that the head runs on, as in the main job
+_TABLE_SPREAD = 2.0  # another CPU may be so many times faster or slower; unverified guess
+# measured: bitsandbytes 0.50, NF4 with double quantization, weights a second on one EPYC core
+_QUANTIZED_PER_CORE_S = 6e6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """Operations a second, with an interval and what it rests on; None where nothing is known."""
+
+    rate: float | None
+    low: float | None
+    high: float | None
+    runs: int
+    basis: str
+
+
+def flop_per_token(shape: Shape, adapter: int, *, again: bool = False) -> float:
+    """Return training operations for one token.
+
+    Forward and the gradient of the inputs for frozen weights (2 + 2 a weight), all three products
+    for LoRA's (6); the head runs on the supervised tokens alone. Attention scores are left out.
+    """
+    head = shape.vocab_size * shape.hidden_size
+    twice = 2 * (shape.linear_parameters + adapter) if again else 0
+    return twice + 4 * shape.linear_parameters + 6 * adapter + 4 * head * _SUPERVISED
+
+
+def pace_of(config: RunConfig, kind: str, known: Sequence[Entry], spread: Residuals | None) -> Pace:
+    """Return the rate of a device.
+
+    Args:
+        config: the run.
+        kind: ``cpu`` or ``cuda``.
+        known: the ledger's runs of this device and family that measured a step.
+        spread: interval of the ratio of their rates to the last of them, with enough of them.
+    """
+    rates = [
+        one.flop_per_step / one.measured_step_s
+        for one in known
+        if one.flop_per_step and one.measured_step_s
+    ]
+    if rates and spread is not None:
+        last = rates[-1]
+        return Pace(
+            rate=last * spread.centre,
+            low=last * spread.low,
+            high=last * spread.high,
+            runs=len(rates),
+            basis=f"the rate of {len(rates)} earlier runs on this device",
+        )
+    if rates:
+        return Pace(
+            rate=rates[-1],
+            low=rates[-1] / _TABLE_SPREAD,
+            high=rates[-1] * _TABLE_SPREAD,
+            runs=len(rates),
+            basis=f"the rate of the last of {len(rates)} earlier runs on this device",
+        )
+    if kind != "cpu":
+        reason = "unknown: no rate has been measured for a GPU; the first run on it measures one"
+        return Pace(rate=None, low=None, high=None, runs=0, basis=reason)
+    rate = _FLOPS_PER_CORE[config.quant.compute_dtype] * cores()
+    return Pace(
+        rate=rate,
+        low=rate / _TABLE_SPREAD,
+        high=rate * _TABLE_SPREAD,
+        runs=0,
+        basis=f"training and validation on {cores()} CPU cores at a rate measured on AVX512-BF16",
+    )
+
+
+def time(
+    pace: Pace, per_token: float, tokens: int | None, validated: float, tokens_per_step: int
+) -> dict[str, Any]:
+    """Estimate seconds of training and validation, and of one optimizer step.
+
+    Args:
+        pace: the rate.
+        per_token: training operations a token.
+        tokens: tokens to train on; None when only max_epochs over uncounted data bounds them.
+        validated: tokens to validate on, before and after together.
+        tokens_per_step: tokens in one optimizer step.
+    """
+    rate = pace.rate
+    if rate is None:
+        return {"estimate": None, "low": None, "high": None, "step_s": None, "basis": pace.basis}
+    step = round(tokens_per_step * per_token / rate, 3)
+    if tokens is None:
+        reason = "unknown: max_epochs over data not counted yet"
+        return {"estimate": None, "low": None, "high": None, "step_s": step, "basis": reason}
+    work = (tokens + validated / 2) * per_token  # a forward pass is about half of training
+    return {
+        "estimate": round(work / rate, 1),
+        "low": round(work / (pace.high or rate), 1),
+        "high": round(work / (pace.low or rate), 1),
+        "step_s": step,
+        "basis": pace.basis,
+    }
+
+
+def quantization_s(shape: Shape, kind: str) -> float | None:
+    """Estimate seconds of quantizing the base; unknown on a GPU, where it was never measured."""
+    if kind != "cpu":
+        return None
+    return round(shape.linear_parameters / (_QUANTIZED_PER_CORE_S * cores()), 1)

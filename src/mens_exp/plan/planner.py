@@ -1,0 +1,254 @@
+"""From a contract to an execution plan: every gate in order, then what will run.
+
+The gates are those of REFERENCE section 2; the first six bear its numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.layout.families import FAMILIES
+from mens_exp.plan import messages
+from mens_exp.plan.kernels import KERNELS, PROXY, Kernel, kernel_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mens_exp.errors import MensError
+    from mens_exp.layout.families import Family
+    from mens_exp.plan.contract import FineTuneContract
+
+__all__ = [
+    "MOBILE_EDGE_NOTE",
+    "Coverage",
+    "ExecutionPlan",
+    "Gate",
+    "Surroundings",
+    "coverage",
+    "execution_plan",
+    "refusals",
+]
+
+MOBILE_EDGE_NOTE = (
+    "deployment_target=mobile_edge: converting the merged model (LiteRT, Core ML) is the "
+    "operator's, with their own tools; this run leaves the adapter and its manifest"
+)
+# The limits of mobile_edge (REFERENCE section 2).
+_EDGE_SEQ_LEN, _EDGE_RANK, _EDGE_BATCH = 512, 32, 1
+
+
+class Gate(StrEnum):
+    """Why a contract is refused, in the order of asking."""
+
+    QUANTIZED_BASE = "1 quantized base"
+    TOKENIZER = "2 tokenizer"
+    WARM_START = "3 warm start"
+    KERNEL = "4 kernel"
+    DEPLOYMENT = "5 deployment target"
+    FORCED = "6 forced kernel"
+    FLAGS = "flags"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Surroundings:
+    """What a contract meets.
+
+    Attributes:
+        kernels: backends that are here.
+        model_type: the base model's family, None when nothing knows it.
+        device: ``auto``, ``cpu`` or ``gpu``, as asked for.
+        forced: the backend that was named; None lets the contract choose.
+        keys: the checkpoint's tensors, where headers were read; the proxy's coverage needs them.
+        layers: decoder layers, where known.
+    """
+
+    kernels: frozenset[str]
+    model_type: str | None
+    device: str = "cpu"
+    forced: str | None = None
+    keys: frozenset[str] | None = None
+    layers: int | None = None
+
+    @property
+    def family(self) -> Family | None:
+        """The verified layout of the base model, if there is one."""
+        return FAMILIES.get(self.model_type or "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coverage:
+    """How much of the proxy stack a checkpoint holds; all None for another graph."""
+
+    eligible: bool | None = None
+    complete: bool | None = None
+    matched: int | None = None
+    expected: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutionPlan:
+    """What the planner makes of a contract that it accepts."""
+
+    kernel: str
+    graph_id: str
+    method: str
+    contract_digest: str
+    proxy: Coverage
+    notes: tuple[str, ...] = ()
+
+    def record(self) -> dict[str, Any]:
+        """Return the plan as plain JSON."""
+        return {**asdict(self), "notes": list(self.notes)}
+
+
+def refusals(contract: FineTuneContract, around: Surroundings) -> Iterator[tuple[Gate, MensError]]:
+    """Yield every reason to refuse a contract, in the order of the gates."""
+    method, base = contract.adapter.method, contract.quant.base
+    if base != "none" and method != "qlora":
+        yield Gate.QUANTIZED_BASE, messages.quantized_base_needs_qlora(base, method)
+    if base == "none" and method == "qlora":
+        yield Gate.QUANTIZED_BASE, messages.qlora_needs_quantized_base(around.forced or method)
+    mode = contract.data.tokenizer_mode
+    if method == "qlora" and mode != "hf":
+        yield Gate.TOKENIZER, messages.qlora_needs_hf_tokenizer(mode)
+    kernel = _kernel(contract, around)
+    # Other kernels load any model that transformers knows.
+    reads_names = kernel is not None and kernel.needs_layout
+    if method == "lora" and mode == "hf" and reads_names and around.family is None:
+        yield Gate.WARM_START, messages.lora_needs_warm_start(around.model_type, FAMILIES)
+    yield from _kernel_gate(kernel, around)
+    if contract.artifact.deployment_target == "mobile_edge":
+        for error in _edge(contract, around.device):
+            yield Gate.DEPLOYMENT, error
+    chosen = _chosen(contract)
+    if kernel and chosen and not _agrees(kernel, contract):
+        yield Gate.FORCED, messages.forced_kernel_disagrees(kernel.name, chosen.name)
+    for error in _flags(contract, around, kernel):
+        yield Gate.FLAGS, error
+
+
+def execution_plan(contract: FineTuneContract, around: Surroundings) -> ExecutionPlan:
+    """Return the plan of a contract without refusals."""
+    kernel = _kernel(contract, around)
+    found = coverage(contract, around)
+    graph = kernel.graph_id if kernel else "of the user's own class"
+    if kernel and kernel.targets == PROXY and (not found.complete or not found.expected):
+        graph = "lm_head_only"
+    on_edge = contract.artifact.deployment_target == "mobile_edge"
+    return ExecutionPlan(
+        kernel=around.forced or (kernel.name if kernel else "none"),
+        graph_id=graph,
+        method=contract.adapter.method,
+        contract_digest=contract.digest,
+        proxy=found,
+        notes=(MOBILE_EDGE_NOTE,) if on_edge else (),
+    )
+
+
+def coverage(contract: FineTuneContract, around: Surroundings) -> Coverage:
+    """Count the middle projections of the proxy stack; None throughout where it is not one."""
+    if contract.adapter.targets != PROXY:
+        return Coverage()
+    expected = _middle_keys(contract, around)
+    if expected is None or around.keys is None:
+        return Coverage(eligible=around.family is not None)
+    matched = sum(1 for key in expected if key in around.keys)
+    return Coverage(
+        eligible=around.family is not None,
+        complete=matched == len(expected),
+        matched=matched,
+        expected=len(expected),
+    )
+
+
+def _middle_keys(contract: FineTuneContract, around: Surroundings) -> list[str] | None:
+    """Name the checkpoint keys of the middle projections, None where they cannot be known."""
+    family = around.family
+    if family is None or around.layers is None:
+        return None
+    many = around.layers
+    if contract.exec.lm_head_only:
+        many = 0
+    elif contract.exec.proxy_max_layers is not None:
+        many = min(many, contract.exec.proxy_max_layers)
+    path = next(one.path for one in family.projections if one.logical == "o")
+    prefix = family.layers
+    if around.keys is not None and not any(key.startswith(f"{prefix}.") for key in around.keys):
+        prefix = prefix.partition(".")[2]  # saved without its head
+    return [f"{prefix}.{layer}.{path}.weight" for layer in range(many)]
+
+
+def _chosen(contract: FineTuneContract) -> Kernel | None:
+    return kernel_for(
+        contract.adapter.method,
+        quantized=contract.quant.base != "none",
+        targets=contract.adapter.targets,
+    )
+
+
+def _kernel(contract: FineTuneContract, around: Surroundings) -> Kernel | None:
+    """Return what will compute; None for a class of the user's own, which says so itself."""
+    if around.forced is not None:
+        return KERNELS.get(around.forced)
+    return _chosen(contract)
+
+
+def _agrees(kernel: Kernel, contract: FineTuneContract) -> bool:
+    asked = (contract.adapter.method, contract.quant.base != "none", contract.adapter.targets)
+    return (kernel.method, kernel.quantized, kernel.targets) == asked
+
+
+def _kernel_gate(kernel: Kernel | None, around: Surroundings) -> Iterator[tuple[Gate, MensError]]:
+    name = kernel.name if kernel else around.forced
+    if name is None:
+        return  # told by the first gate
+    if name not in around.kernels:
+        planned = kernel is not None
+        error = messages.kernel_not_available(name, around.kernels, planned=planned)
+        yield Gate.KERNEL, error
+    elif kernel and kernel.targets == PROXY and around.family is None:
+        error = messages.kernel_needs_layout(name, around.model_type, FAMILIES)
+        yield Gate.KERNEL, error
+
+
+def _edge(contract: FineTuneContract, device: str) -> Iterator[MensError]:
+    run = contract.exec
+    refuse = messages.mobile_edge_refuses
+    if run.require_full_proxy_stack:
+        where = "require_full_proxy_stack"
+        yield refuse(where, True, "false", f"drop {where}")
+    for where, found, most in (
+        ("data.seq_len", run.seq_len, _EDGE_SEQ_LEN),
+        ("lora.r", contract.adapter.rank, _EDGE_RANK),
+        ("data.micro_batch_size", run.batch_size, _EDGE_BATCH),
+    ):
+        if found > most:
+            yield refuse(where, found, f"at most {most}", f"choose {where}={most}")
+    if device != "cpu":
+        yield refuse("trainer", device, "cpu", "choose trainer=cpu")
+
+
+def _flags(
+    contract: FineTuneContract, around: Surroundings, kernel: Kernel | None
+) -> Iterator[MensError]:
+    run = contract.exec
+    if run.max_skip_rate is not None and not 0 <= run.max_skip_rate <= 1:
+        yield messages.skip_rate_out_of_range(run.max_skip_rate)
+    if run.require_full_proxy_stack and run.lm_head_only:
+        yield messages.proxy_flags_contradict("require_full_proxy_stack", "lm_head_only")
+    if run.lm_head_only and (run.proxy_max_layers or 0) > 0:
+        yield messages.proxy_flags_contradict("lm_head_only", "proxy_max_layers")
+    most = min(messages.MOST_LAST_TARGETS, run.seq_len)
+    if run.ce_last_k is not None and not 1 <= run.ce_last_k <= most:
+        yield messages.last_targets_out_of_range(run.ce_last_k, run.seq_len)
+    if run.require_full_proxy_stack and kernel and kernel.targets == PROXY:
+        missing = _missing(contract, around)
+        if missing:
+            yield messages.proxy_stack_incomplete(missing, coverage(contract, around).expected or 0)
+
+
+def _missing(contract: FineTuneContract, around: Surroundings) -> list[str]:
+    expected, keys = _middle_keys(contract, around), around.keys
+    return [] if expected is None or keys is None else [k for k in expected if k not in keys]

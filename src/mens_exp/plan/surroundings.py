@@ -1,0 +1,45 @@
+"""What a contract meets on this machine, read without weights and without torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mens_exp.config.model import HfModel
+from mens_exp.errors import MensError
+from mens_exp.layout import hub
+from mens_exp.layout.shape import family_for, shape_of
+from mens_exp.plan.kernels import KERNELS, PROXY, available
+from mens_exp.plan.planner import Surroundings
+
+if TYPE_CHECKING:
+    from mens_exp.config.root import RunConfig
+
+__all__ = ["surroundings_of"]
+
+
+def surroundings_of(config: RunConfig) -> Surroundings:
+    """Look around; what a model's files do not tell is None, and told by their own check."""
+    kernel = KERNELS.get(config.backend.name)
+    model_type, layers = None, None
+    try:
+        model_type = family_for(config.model).model_type
+        layers = shape_of(config.model).num_hidden_layers
+    except (MensError, ArithmeticError):
+        pass  # the check of the model's files names it
+    return Surroundings(
+        kernels=available() | {config.backend.name if kernel is None else ""} - {""},
+        model_type=model_type,
+        device=config.trainer.accelerator,
+        forced=config.backend.name,
+        keys=_keys(config) if kernel and kernel.targets == PROXY else None,
+        layers=layers,
+    )
+
+
+def _keys(config: RunConfig) -> frozenset[str] | None:
+    if not isinstance(config.model, HfModel):
+        return None
+    try:
+        return frozenset(hub.describe(config.model).tensors) or None
+    except MensError:
+        return None

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.plan import machine
+from mens_exp.plan.checks.machine import check, findings
+from mens_exp.plan.disk import Disk
+from mens_exp.plan.machine import Machine
+from mens_exp.plan.memory import Memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mens_exp.config.root import RunConfig
+    from mens_exp.errors import MensError
+
+CPU = Machine(
+    kind="cpu",
+    name="a CPU",
+    total_bytes=100,
+    free_bytes=100,
+    has_bf16=True,
+    torch="2.13.0",
+    libraries=frozenset({"cpu", "cuda128"}),
+)
+GPU = dataclasses.replace(CPU, kind="cuda", name="a GPU", torch_cuda="12.9", capability="9.0")
+FITS = Memory(components={"all": 80}, low=70, high=90, outside=0, basis="")
+SMALL = Disk(
+    adapter=1,
+    peft=1,
+    checkpoint=1,
+    checkpoints_kept=2,
+    checkpoints_saved=3,
+    base=1,
+    merged=1,
+)
+
+
+@pytest.fixture
+def told(tiny_config: Callable[..., RunConfig], tmp_path: Path) -> Callable[..., Any]:
+    """Ask for what a device lacks for tiny_llama."""
+
+    def asked(
+        device: Machine = CPU,
+        memory: Memory = FITS,
+        disk: Disk = SMALL,
+        overrides: tuple[str, ...] = (),
+    ) -> tuple[list[MensError], list[str]]:
+        return findings(tiny_config(*overrides), device, memory, disk, tmp_path)
+
+    return asked
+
+
+def test_machine_that_holds_the_run_is_no_problem(told: Callable[..., Any]) -> None:
+    """Neither error nor warning, on CPU and GPU."""
+    assert told() == ([], [])
+    assert told(GPU) == ([], [])
+
+
+def test_lower_bound_over_the_memory_is_refused(told: Callable[..., Any]) -> None:
+    """Only then; both figures are named."""
+    (error,), warnings = told(memory=dataclasses.replace(FITS, low=101, high=120))
+    assert "does not fit into the memory of a CPU" in str(error)
+    assert (error.found, error.exit_code, warnings) == ("100 B free", 3, [])
+
+
+def test_upper_bound_over_the_memory_is_a_warning(told: Callable[..., Any]) -> None:
+    """It may fail, and may not."""
+    errors, (warning,) = told(memory=dataclasses.replace(FITS, low=100, high=101))
+    assert errors == []
+    assert "it may fail" in warning
+    assert "Next: " in warning
+
+
+def test_memory_that_is_unknown_refuses_nothing(told: Callable[..., Any]) -> None:
+    """A driver that does not answer is no reason."""
+    unknown = dataclasses.replace(GPU, free_bytes=None)
+    assert told(unknown, dataclasses.replace(FITS, low=10**15)) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("device", "found"),
+    [
+        (dataclasses.replace(CPU, libraries=frozenset({"cuda128"})), "cuda128"),
+        (dataclasses.replace(CPU, libraries=frozenset()), "no library"),
+        (dataclasses.replace(CPU, libraries=None), "no bitsandbytes"),
+        (dataclasses.replace(GPU, torch_cuda="13.0"), "cuda128"),
+        (dataclasses.replace(GPU, libraries=frozenset({"cpu"})), "no CUDA library"),
+    ],
+)
+def test_device_without_kernels_is_refused(
+    told: Callable[..., Any], device: Machine, found: str
+) -> None:
+    """Bitsandbytes loads one library, for the CPU or of torch's CUDA major version."""
+    (error,), _ = told(device)
+    assert "no 4-bit kernels" in str(error)
+    assert error.found == found
+
+
+def test_cpu_build_of_torch_has_no_gpu(told: Callable[..., Any]) -> None:
+    """Asked for by name, a GPU that torch cannot use is refused before torch is imported."""
+    (error,), _ = told(dataclasses.replace(GPU, torch="2.13.0+cpu", torch_cuda=None))
+    assert error.found == "torch 2.13.0+cpu"
+
+
+def test_bf16_needs_the_device(told: Callable[..., Any]) -> None:
+    """A GPU without it is refused, a CPU without it is warned of; f32 asks for neither."""
+    old = dataclasses.replace(GPU, has_bf16=False, capability="7.5")
+    (error,), _ = told(old)
+    assert error.where == "quant.compute_dtype"
+    assert told(old, overrides=("quant.compute_dtype=f32",)) == ([], [])
+    slow = dataclasses.replace(CPU, has_bf16=False)
+    errors, (warning,) = told(slow)
+    assert errors == []
+    assert "emulated" in warning
+    assert told(slow, overrides=("quant.compute_dtype=f32",)) == ([], [])
+    assert told(dataclasses.replace(CPU, has_bf16=None)) == ([], [])
+
+
+def test_full_disk_is_refused(
+    told: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Run directory and cache on one disk count together: 20,000,006 bytes."""
+    needed = 2 + 3 * 1 + 20_000_000 + 1
+    for free, refused in ((needed, False), (needed - 1, True)):
+        monkeypatch.setattr(machine, "space", lambda _, free=free: (tmp_path, free))
+        errors, _ = told()
+        assert bool(errors) is refused
+    assert "checkpoints 3 B, adapter 2 B, the base model 1 B" in str(errors[0])
+
+
+def test_two_disks_are_judged_apart(
+    told: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The cache is full, the run's place is not."""
+    here = Path.cwd()
+    device = {tmp_path: SimpleStat(1), here: SimpleStat(2)}
+    free = {tmp_path: 0, here: 10**12}
+    monkeypatch.setattr(machine, "space", lambda path: (path, free[path]))
+    monkeypatch.setattr(Path, "stat", lambda self, **_: device[self])
+    (error,), _ = told()
+    assert error.where == str(tmp_path)
+
+
+@dataclasses.dataclass
+class SimpleStat:
+    """The part of a stat result that is asked for."""
+
+    st_dev: int
+
+
+def test_plan_is_not_refused_for_its_machine(
+    tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It shows what the machine lacks beside its figures; a run is refused."""
+    poor = dataclasses.replace(CPU, free_bytes=1)
+    monkeypatch.setattr(machine, "look", lambda _: poor)
+    assert [error.where for error in check(tiny_config())] == ["memory"]
+    assert list(check(tiny_config("task=plan"))) == []

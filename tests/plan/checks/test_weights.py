@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from mens_exp.config.compose import compose, typed
+from mens_exp.plan.preflight import preflight
+
+if TYPE_CHECKING:
+    from mens_exp.config.root import RunConfig
+    from mens_exp.errors import MensError
+    from mens_exp.model.resolve import BaseModel
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.fixture
+def base(tiny_base: BaseModel, tmp_path: Path) -> Path:
+    """A copy of tiny_llama's directory, to be damaged."""
+    return Path(shutil.copytree(tiny_base.directory, tmp_path / "base"))
+
+
+@pytest.fixture
+def config(base: Path) -> RunConfig:
+    """A configuration that takes the directory as the user's own model."""
+    return typed(
+        compose([["model=hf", f"model.id={base}", "logger=none", "trainer=cpu"]])[0].values
+    )
+
+
+def only(config: RunConfig) -> MensError:
+    """Return the one problem, found without delay."""
+    began = time.perf_counter()
+    (problem,) = preflight(config)
+    assert time.perf_counter() - began < 1
+    return problem
+
+
+def configure(base: Path, **changes: Any) -> None:
+    file = base / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | changes), "utf-8")
+
+
+def embed(base: Path, array: np.ndarray | None) -> None:
+    tensors = load_file(base / "model.safetensors")
+    del tensors[EMBEDDING]
+    if array is not None:
+        tensors[EMBEDDING] = array
+    save_file(tensors, base / "model.safetensors")
+
+
+def test_sound_directory_is_no_problem(config: RunConfig) -> None:
+    """For the refusals below, an acceptance."""
+    assert preflight(config) == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "what"),
+    [
+        ((320 * 64,), "of rank 1"),
+        ((320, 64, 1), "of rank 3"),
+        ((319, 64), "another vocabulary"),
+        ((320, 128), "another width"),
+    ],
+)
+def test_embedding_of_another_shape_is_refused(
+    config: RunConfig, base: Path, shape: tuple[int, ...], what: str
+) -> None:
+    """Never a fallback; the table's place, shape and expectation are named."""
+    embed(base, np.zeros(shape, np.float32))
+    problem = only(config)
+    assert what in str(problem)
+    assert problem.where == f"{base}: {EMBEDDING}"
+    assert problem.found == str(list(shape))
+    assert str(problem.expected).startswith("[320, 64]")
+
+
+def test_absent_embedding_is_refused(config: RunConfig, base: Path) -> None:
+    """The keys that were tried are named."""
+    embed(base, None)
+    assert f"{EMBEDDING} or embed_tokens.weight" in str(only(config).expected)
+
+
+def test_heads_that_do_not_divide_are_refused(config: RunConfig, base: Path) -> None:
+    """Four query heads over three; that the shapes of k and v are then others comes beside it."""
+    configure(base, num_key_value_heads=3)
+    told = next(one for one in preflight(config) if "do not divide" in str(one))
+    assert str(told.where).endswith("config.json: num_key_value_heads")
+    assert told.found == "4 query heads, 3 key and value heads"
+
+
+def header_of(file: Path) -> dict[str, Any]:
+    raw = file.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header: dict[str, Any] = json.loads(raw[8 : 8 + length])
+    return header
+
+
+def write(file: Path, header: bytes, length: int | None = None, data: bytes = b"") -> None:
+    file.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header + data)
+
+
+def test_header_longer_than_its_file_is_refused(config: RunConfig, base: Path) -> None:
+    """Nothing past the file is read."""
+    file = base / "model.safetensors"
+    write(file, b"{}", length=10_000)
+    assert "truncated inside its header" in str(only(config))
+
+
+def test_header_of_a_gigabyte_is_refused_unread(
+    config: RunConfig, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sparse file that does hold so much: the length alone decides."""
+    file = base / "model.safetensors"
+    with file.open("wb") as sparse:
+        sparse.write(struct.pack("<Q", 1 << 30))
+        sparse.truncate((1 << 30) + 100)
+    read: list[int] = []
+    monkeypatch.setattr("json.loads", watched(json.loads, read))
+    assert "header length is not credible" in str(only(config))
+    assert max(read, default=0) < 1 << 20
+
+
+def watched(loads: Any, read: list[int]) -> Any:
+    def loading(text: Any, *more: Any, **how: Any) -> Any:
+        read.append(len(text))
+        return loads(text, *more, **how)
+
+    return loading
+
+
+@pytest.mark.parametrize("lie", ["short", "shifted", "beyond"])
+def test_header_that_lies_about_offsets_is_refused(config: RunConfig, base: Path, lie: str) -> None:
+    """Too few bytes for a shape, a hole, or an end past the file."""
+    file = base / "model.safetensors"
+    header = header_of(file)
+    name = max(
+        (n for n in header if n != "__metadata__"), key=lambda n: header[n]["data_offsets"][1]
+    )
+    start, end = header[name]["data_offsets"]
+    changed = {"short": (start, end - 4), "shifted": (start + 8, end + 8), "beyond": (start, end)}
+    header[name]["data_offsets"] = list(changed[lie])
+    if lie == "beyond":
+        header[name]["shape"][0] *= 2
+        header[name]["data_offsets"] = [start, start + 2 * (end - start)]
+    write(file, json.dumps(header).encode(), data=b"\0" * end)
+    assert str(file) in str(only(config).where)

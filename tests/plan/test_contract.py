@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import json
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hydra.utils import get_class
+
+from mens_exp.config.compose import compose, group_options, typed
+from mens_exp.config.root import RunConfig
+from mens_exp.config.store import SCHEMAS
+from mens_exp.plan.contract import FineTuneContract, contract_of
+from mens_exp.plan.semantics import (
+    RECORDING_CALLBACKS,
+    SETTINGS,
+    Part,
+    learned_settings,
+    part_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+# One command for each schema, so that each of its fields can be flipped on it.
+COMMANDS = {
+    "model.bundled": ["model=smollm2_135m"],
+    "model.hf": ["model=hf", "model.id=somewhere/absent"],
+    "model.directory": ["model=hf", "model.id=somewhere/absent"],
+    "objective.causal": ["objective=causal"],
+    "optim.adamw_8bit": ["optim=adamw_8bit"],
+    "optim.paged_adamw_8bit": ["optim=paged_adamw_8bit"],
+    "optim.lion": ["optim=lion"],
+    "logger.csv": ["logger=csv"],
+    "logger.tensorboard": ["logger=tensorboard"],
+    "data.jsonl": ["data=jsonl", "data.path=rows.jsonl"],
+    "logger.wandb": ["logger=wandb"],
+    "suite.heldout_syntax": ["suite=heldout_syntax"],
+}
+# What another value of a setting is where a number plus one or a longer text is none.
+OTHER = {
+    "data.path": "other.jsonl",
+    "data.val_path": "validation.jsonl",
+    "model.id": "elsewhere/absent",
+    "lora.init_from": "a run",
+    "tokenizer.chat_template": "template.jinja",
+}
+
+
+def leaves() -> list[tuple[str, str]]:
+    """List every leaf of every schema: the command it lives on, and its dotted path."""
+    root = dataclasses.fields(RunConfig)
+    found = {("", path) for field in root if field.name not in SCHEMAS for path in inside(field)}
+    for group, schemas in SCHEMAS.items():
+        if group == "callbacks":
+            continue  # told apart by class, below
+        for name, schema in schemas.items():
+            fields = [path for field in dataclasses.fields(schema) for path in inside(field)]
+            found |= {(f"{group}.{name}", f"{group}.{path}") for path in fields}
+    return sorted(found)
+
+
+def inside(field: dataclasses.Field[Any]) -> list[str]:
+    """Return the leaf that a field is, or those of the section that it holds."""
+    if not dataclasses.is_dataclass(field.default_factory):
+        return [field.name]
+    section = dataclasses.fields(field.default_factory)
+    return [f"{field.name}.{one.name}" for one in section]
+
+
+LEAVES = leaves()
+# Settings that have one value so far.
+SINGLE = {"format"}
+
+
+@functools.cache  # Hydra takes a third of a second each time
+def composed(command: str) -> RunConfig:
+    ours = ["model=tiny_llama", "logger=none", "suite=none", *COMMANDS.get(command, [])]
+    by_group = {text.partition("=")[0]: text for text in ours}
+    return typed(compose([list(by_group.values())])[0].values)
+
+
+def base(command: str) -> RunConfig:
+    return copy.deepcopy(composed(command if command in COMMANDS else ""))
+
+
+def other(path: str, value: Any) -> Any:
+    """Return another value of the same type."""
+    if path in OTHER:
+        return OTHER[path]
+    if isinstance(value, Enum):
+        return next(one for one in type(value) if one is not value)
+    others: dict[type, Callable[[Any], Any]] = {
+        bool: lambda is_so: not is_so,
+        int: lambda number: number + 1,
+        float: lambda number: number + 1,
+        dict: lambda mapping: {**mapping, "q_proj": 3},
+        list: lambda entries: [*entries, "another"],
+    }
+    return others.get(type(value), lambda text: f"{text}, another")(value)
+
+
+def flipped(config: RunConfig, path: str) -> RunConfig:
+    parent: Any = config
+    *groups, name = path.split(".")
+    for group in groups:
+        parent = getattr(parent, group)
+    setattr(parent, name, other(path, getattr(parent, name)))
+    return config
+
+
+def test_every_setting_is_classified() -> None:
+    """A new field of any schema has to say whether it changes what is learned."""
+    assert {path for _, path in LEAVES} - SETTINGS.keys() == set()
+
+
+def test_no_setting_is_classified_that_is_none() -> None:
+    """The table names nothing that is gone."""
+    assert SETTINGS.keys() - {path for _, path in LEAVES} == set()
+
+
+FLIPPED = [leaf for leaf in LEAVES if leaf[1] not in SINGLE]
+
+
+@pytest.mark.parametrize(("command", "path"), FLIPPED, ids=lambda value: str(value) or "root")
+def test_digest_moves_exactly_with_what_changes_what_is_learned(command: str, path: str) -> None:
+    """Each field flipped on its own."""
+    before = contract_of(base(command)).digest
+    after = contract_of(flipped(base(command), path)).digest
+    assert (before != after) == (part_of(path) is not Part.RECORD)
+
+
+@pytest.mark.parametrize("option", group_options()["callbacks"])
+def test_our_callbacks_only_record(option: str) -> None:
+    """Without them the contract is the same, but for the one that ends a run early."""
+    bare, with_it = (
+        contract_of(typed(compose([["model=tiny_llama", f"callbacks={name}"]])[0].values))
+        for name in ("minimal", option)
+    )
+    assert (bare.digest == with_it.digest) == (option != "early_stopping")
+
+
+@pytest.mark.parametrize("chooser", ["callbacks=[default,early_stopping]", "adapter.select=best"])
+@pytest.mark.parametrize("more", ["trainer.val_check_interval=7", "data.val_max_tokens=77"])
+def test_validation_counts_where_it_chooses(
+    tiny_config: Callable[..., RunConfig], chooser: str, more: str
+) -> None:
+    """How often and on how much is validated decides which adapter is left."""
+    assert contract_of(tiny_config()).digest == contract_of(tiny_config(more)).digest
+    chosen = contract_of(tiny_config(chooser))
+    assert chosen.digest != contract_of(tiny_config(chooser, more)).digest
+
+
+def test_files_that_a_glob_finds_are_those_that_are_named(
+    tiny_config: Callable[..., RunConfig], rows: Path
+) -> None:
+    """Another spelling of the same rows."""
+    one, two = (
+        contract_of(tiny_config("data=jsonl", f"data.path={path}")).digest
+        for path in (rows, rows.with_name("r*.jsonl"))
+    )
+    assert one == two
+
+
+def test_recording_callbacks_exist() -> None:
+    """The table names classes by path; a moved one would silently count as learned."""
+    assert all(get_class(path) for path in RECORDING_CALLBACKS)
+
+
+def test_callback_of_the_users_own_is_part_of_the_contract(
+    tiny_config: Callable[..., RunConfig],
+) -> None:
+    """What is unknown counts: two runs are told apart rather than taken for one."""
+    config = tiny_config()
+    before = contract_of(config).digest
+    config.callbacks = {**config.callbacks, "mine": dataclasses.replace(config.callbacks["facts"])}
+    config.callbacks["mine"]._target_ = "my_callbacks.Mine"  # Hydra's own spelling
+    assert learned_settings(config)["callbacks.mine._target_"] == "my_callbacks.Mine"
+    assert contract_of(config).digest != before
+
+
+def test_rows_are_their_content_not_their_name(
+    tiny_config: Callable[..., RunConfig], rows: Path, tmp_path: Path
+) -> None:
+    """A copy is the same contract, one changed letter another."""
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes(rows.read_bytes())
+    digests = [
+        contract_of(tiny_config("data=jsonl", f"data.path={path}")).digest for path in (rows, copy)
+    ]
+    assert digests[0] == digests[1]
+    copy.write_bytes(rows.read_bytes().replace(b"x", b"y", 1))
+    assert contract_of(tiny_config("data=jsonl", f"data.path={copy}")).digest != digests[0]
+
+
+def test_order_of_targets_means_nothing(tiny_config: Callable[..., RunConfig]) -> None:
+    """They are a set."""
+    one, two = (
+        contract_of(tiny_config(f"lora.targets=[{names}]")).digest
+        for names in ("q_proj,v_proj", "v_proj,q_proj")
+    )
+    assert one == two
+
+
+def test_contract_carries_the_names_that_decide_the_kernel(
+    tiny_config: Callable[..., RunConfig],
+) -> None:
+    """Typed parts beside the settings, frozen."""
+    contract = contract_of(tiny_config("lora.r=4", "quant=fp4", "trainer.max_steps=7"))
+    assert (contract.adapter.method, contract.adapter.rank) == ("qlora", 4)
+    assert (contract.quant.base, contract.quant.double_quant) == ("fp4", True)
+    assert (contract.exec.max_steps, contract.exec.epochs) == (7, None)
+    assert contract.data.tokenizer_mode == "hf"
+    assert contract.provenance.base_family == "llama"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        contract.quant = contract.quant  # type: ignore[misc]
+
+
+def test_digest_covers_the_parts(tiny_config: Callable[..., RunConfig]) -> None:
+    """A contract that was made by hand is told apart too; its provenance and target are not."""
+    contract = contract_of(tiny_config())
+
+    def changed(part: str, **values: Any) -> FineTuneContract:
+        return dataclasses.replace(
+            contract, **{part: dataclasses.replace(getattr(contract, part), **values)}
+        )
+
+    assert changed("exec", ce_last_k=1).digest != contract.digest
+    assert changed("quant", base="none").digest != contract.digest
+    assert changed("artifact", deployment_target="mobile_edge").digest == contract.digest
+    assert changed("provenance", license_class="MIT").digest == contract.digest
+
+
+def test_record_is_plain_json(tiny_config: Callable[..., RunConfig]) -> None:
+    """It goes into the manifest as it is."""
+    record = contract_of(tiny_config()).record()
+    assert json.loads(json.dumps(record)) == record
+    assert record["digest"] == contract_of(tiny_config()).digest

@@ -1,0 +1,133 @@
+"""The two figures of planning: how long it takes, and how much memory, in fresh processes.
+
+Time is that of the processor, which on an idle machine is that of the clock (planning is one
+thread); the machine that runs the tests is not idle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import mens_exp
+from mens_exp.layout.shipped_configs import shipped_config
+
+if TYPE_CHECKING:
+    from mens_exp.model.resolve import BaseModel
+
+SHARDS = 30
+
+MEASURED = """
+import json, resource, sys
+from mens_exp import cli
+code = cli.main(sys.argv[1:])
+from pathlib import Path
+# VmHWM begins anew at exec, where ru_maxrss is still that of the process that forked.
+status = Path("/proc/self/status").read_text()
+peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+print(json.dumps({
+    "code": code,
+    "cpu_s": sum(resource.getrusage(resource.RUSAGE_SELF)[:2]),
+    "peak_bytes": int(peak.split()[1]) * 1024,
+    "heavy": sorted({"torch", "transformers", "lightning", "peft", "wandb"} & sys.modules.keys()),
+}), file=sys.stderr)
+"""
+
+
+def measured(directory: Path, *overrides: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Plan in a fresh process; return what it cost and the plan."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(mens_exp.__file__ or "").parents[1])}
+    command = [*overrides, "task=plan", "logger=none", f"hydra.run.dir={directory / 'run'}"]
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, *command],
+        env=environment,
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    cost = json.loads(done.stderr.strip().splitlines()[-1])
+    return cost, json.loads((directory / "run" / "plan.json").read_text("utf-8"))
+
+
+def llama_70b(directory: Path, tokenizer: Path) -> None:
+    """Write a 70B-shaped model: real headers in 30 files, whose data are holes."""
+    config = shipped_config("meta-llama/Llama-3.1-70B-Instruct")
+    assert config is not None
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config), "utf-8")
+    shutil.copy(tokenizer, directory / "tokenizer.json")
+    d, f, kv, layers = 8192, 28672, 1024, 80
+    shapes = {"model.embed_tokens.weight": [128256, d], "lm_head.weight": [128256, d]}
+    for n in range(layers):
+        at = f"model.layers.{n}"
+        shapes |= {f"{at}.self_attn.{x}_proj.weight": [d, d] for x in "qo"}
+        shapes |= {f"{at}.self_attn.{x}_proj.weight": [kv, d] for x in "kv"}
+        shapes |= {f"{at}.mlp.{x}_proj.weight": [f, d] for x in ("gate", "up")}
+        shapes[f"{at}.mlp.down_proj.weight"] = [d, f]
+        shapes |= {f"{at}.{x}_layernorm.weight": [d] for x in ("input", "post_attention")}
+    names, places = sorted(shapes), {}
+    for number in range(SHARDS):
+        file = f"model-{number + 1:05d}-of-{SHARDS:05d}.safetensors"
+        header, end = {}, 0
+        for name in names[number::SHARDS]:
+            size = 2
+            for length in shapes[name]:
+                size *= length
+            entry = {"dtype": "BF16", "shape": shapes[name], "data_offsets": [end, end + size]}
+            header[name], end, places[name] = entry, end + size, file
+        raw = json.dumps(header).encode()
+        with (directory / file).open("wb") as sparse:
+            sparse.write(struct.pack("<Q", len(raw)) + raw)
+            sparse.truncate(8 + len(raw) + end)
+    index = {"metadata": {}, "weight_map": places}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
+
+
+@pytest.mark.slow
+def test_seventy_billion_parameters_are_planned_from_headers(
+    tiny_base: BaseModel, rows_file: Path, tmp_path: Path
+) -> None:
+    """Thirty shards of 141 GB in all: under three seconds and 200 MB, without torch."""
+    model = tmp_path / "llama_70b"
+    llama_70b(model, tiny_base.directory / "tokenizer.json")
+    assert sum(file.stat().st_size for file in model.iterdir()) > 140e9
+    cost, plan = measured(
+        tmp_path,
+        *("model=hf", f"model.id={model}", "trainer=cpu"),
+        *("data=jsonl", f"data.path={rows_file}"),
+    )
+    assert (cost["code"], cost["heavy"]) == (0, [])
+    assert cost["cpu_s"] < 3
+    assert cost["peak_bytes"] < 200e6
+    assert plan["layers"] == 80
+    # 80 · (2·8192² + 2·8192·1024 + 3·8192·28672) weights at 4.127 bits.
+    assert plan["memory_bytes"]["components"]["base weights"] == pytest.approx(
+        68_451_041_280 * 4.127 / 8, rel=1e-4
+    )
+    assert plan["graph_id"] == "full_causal"
+
+
+@pytest.mark.slow
+def test_default_is_planned_within_its_time(tmp_path: Path) -> None:
+    """The bare command, nothing cached: under 1.5 s of work, without torch; the best of five."""
+    seconds = []
+    for attempt in range(5):
+        place = tmp_path / str(attempt)
+        place.mkdir()
+        cost, plan = measured(place)
+        assert (cost["code"], cost["heavy"]) == (0, [])
+        assert plan["steps"] == 60
+        seconds.append(cost["cpu_s"])
+        if seconds[-1] < 1.5:
+            return
+    pytest.fail(f"planning took {seconds} seconds of processor time")

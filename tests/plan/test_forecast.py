@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.layout.shape import shape_of
+from mens_exp.plan.forecast import documents_of, forecast
+from mens_exp.plan.ledger import Entry, append, ledger_path
+from mens_exp.plan.machine import Machine
+from mens_exp.plan.memory import Documents
+from mens_exp.plan.pace import flop_per_token, quantization_s, time
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.config.root import RunConfig
+    from mens_exp.plan.forecast import Forecast
+
+CPU = Machine(kind="cpu", name="a CPU", total_bytes=1, free_bytes=1)
+GPU = dataclasses.replace(CPU, kind="cuda", name="a GPU")
+ENTRY = Entry(
+    utc="2026-11-20T05:58:01.123Z",
+    device="a CPU",
+    family="llama",
+    backend="qlora",
+    run_id="run",
+    contract="0" * 64,
+    predicted_peak_bytes=1000,
+    measured_peak_bytes=1200,
+    flop_per_step=3e12,
+    predicted_step_s=9.0,
+    measured_step_s=1.0,
+)
+
+
+@pytest.fixture
+def ahead(tiny_config: Callable[..., RunConfig], tmp_path: Path) -> Callable[..., Forecast]:
+    """Forecast tiny_llama on a device after runs that the ledger knows."""
+
+    def made(*known: Entry, device: Machine = CPU) -> Forecast:
+        ledger_path(tmp_path).unlink(missing_ok=True)
+        for entry in known:
+            append(ledger_path(tmp_path), entry)
+        config = tiny_config()
+        documents = Documents(longest=100, typical=100)
+        return forecast(config, shape_of(config.model), documents, device, tmp_path)
+
+    return made
+
+
+def test_three_runs_correct_and_bound_the_next(ahead: Callable[..., Forecast]) -> None:
+    """A fifth more than the formula: the estimate moves there, the interval is 7 % each way."""
+    plain, known = ahead(), ahead(ENTRY, ENTRY, ENTRY)
+    assert (plain.runs, known.runs) == (0, 3)
+    assert known.memory.estimate == pytest.approx(1.2 * plain.memory.estimate, rel=1e-6)
+    assert known.memory.high / known.memory.estimate == pytest.approx(1.07, abs=0.01)
+    assert known.memory.low / known.memory.estimate == pytest.approx(0.93, abs=0.01)
+    assert "3 earlier runs" in known.memory.basis
+    assert known.formula == plain.formula == plain.memory.estimate
+
+
+@pytest.mark.parametrize(
+    "change", [{"device": "another"}, {"family": "gpt2"}, {"backend": "proxy"}]
+)
+def test_runs_of_another_kind_say_nothing(
+    ahead: Callable[..., Forecast], change: dict[str, str]
+) -> None:
+    """Device, family and backend have to be the same."""
+    other = dataclasses.replace(ENTRY, **change)
+    assert ahead(other, other, other).runs == 0
+
+
+def test_two_runs_leave_the_formula_alone(ahead: Callable[..., Forecast]) -> None:
+    """Too few for a spread."""
+    assert ahead(ENTRY, ENTRY).memory == ahead().memory
+
+
+def test_rate_of_this_machine_beats_the_table(ahead: Callable[..., Forecast]) -> None:
+    """3e12 operations in a second, from the first run on; an interval from the third."""
+    assert ahead(ENTRY).pace.rate == 3e12
+    known = ahead(ENTRY, ENTRY, ENTRY).pace
+    assert known.rate == pytest.approx(3e12)
+    assert known.runs == 3
+    assert known.low is not None
+    assert 0.9 < known.low / 3e12 < 1
+
+
+def test_gpu_without_a_run_has_no_rate(ahead: Callable[..., Forecast]) -> None:
+    """Unknown with the reason; the first run on it measures one."""
+    assert ahead(device=GPU).pace.rate is None
+    measured = ahead(dataclasses.replace(ENTRY, device="a GPU"), device=GPU).pace
+    assert measured.rate == 3e12
+
+
+def test_time_is_operations_over_the_rate(ahead: Callable[..., Forecast]) -> None:
+    """A hundred tokens and sixty to validate on, a forward pass being half of training."""
+    pace = ahead(ENTRY).pace
+    made = time(pace, 3e10, 100, 60, 50)
+    assert (made["estimate"], made["step_s"]) == (1.3, 0.5)
+    assert (made["low"], made["high"]) == (0.7, 2.6)
+    unknown = time(pace, 3e10, None, 60, 50)
+    assert (unknown["estimate"], unknown["step_s"]) == (None, 0.5)
+
+
+def test_operations_of_a_token(tiny_config: Callable[..., RunConfig]) -> None:
+    """4 a frozen weight, 6 an adapter's, 4 a head's on half of the tokens."""
+    shape = shape_of(tiny_config().model)
+    weights = 2 * (64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 128)
+    assert flop_per_token(shape, 1000) == 4 * weights + 6000 + 2 * 320 * 64
+
+
+def test_quantizing_takes_time_on_a_cpu_and_is_unknown_on_a_gpu(
+    tiny_config: Callable[..., RunConfig],
+) -> None:
+    """It was never measured there."""
+    shape = dataclasses.replace(shape_of(tiny_config().model), num_hidden_layers=10_000)
+    assert (quantization_s(shape, "cpu") or 0) > 10
+    assert quantization_s(shape, "cuda") is None
+
+
+def test_unknown_documents_are_as_long_as_they_may_be(
+    tiny_config: Callable[..., RunConfig],
+) -> None:
+    """The limit is what attention pays for at most."""
+    config = tiny_config("data.seq_len=300")
+    assert documents_of(config, {}) == Documents(longest=300, typical=300, varied=True)
+    known = {"longest_tokens": 200, "typical_tokens": 50}
+    assert documents_of(config, known) == Documents(longest=200, typical=50, varied=True)
+    alike = {"longest_tokens": 200, "typical_tokens": 195}
+    assert documents_of(config, alike) == Documents(longest=200, typical=195, varied=False)

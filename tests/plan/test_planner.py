@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.layout.families import FAMILIES
+from mens_exp.plan.contract import (
+    AdapterPart,
+    ArtifactPart,
+    DataPart,
+    ExecPart,
+    FineTuneContract,
+    ModelPart,
+    QuantPart,
+)
+from mens_exp.plan.kernels import FULL_GRAPH, KERNELS, PROXY
+from mens_exp.plan.planner import (
+    Coverage,
+    Gate,
+    Surroundings,
+    coverage,
+    execution_plan,
+    refusals,
+)
+
+if TYPE_CHECKING:
+    from mens_exp.errors import MensError
+
+ALL = frozenset(KERNELS)
+
+
+def contract(
+    method: str = "qlora",
+    base: str = "nf4",
+    tokenizer: str = "hf",
+    deployment: str = "workstation",
+    *,
+    targets: str = FULL_GRAPH,
+    rank: int = 8,
+    **run: Any,
+) -> FineTuneContract:
+    values = {"seq_len": 256, "batch_size": 1, "grad_accum": 4, "learning_rate": 1e-4}
+    return FineTuneContract(
+        model=ModelPart(),
+        data=DataPart(tokenizer_mode=tokenizer),
+        adapter=AdapterPart(method=method, rank=rank, alpha=16, dropout=0.0, targets=targets),
+        quant=QuantPart(base=base, double_quant=base != "none"),
+        exec=ExecPart(**{**values, "warmup_steps": 3, "seed": 1, **run}),
+        artifact=ArtifactPart(deployment_target=deployment),
+    )
+
+
+def around(model_type: str | None = "llama", **values: Any) -> Surroundings:
+    return Surroundings(kernels=values.pop("kernels", ALL), model_type=model_type, **values)
+
+
+def gates(of: FineTuneContract, meets: Surroundings) -> list[Gate]:
+    return [gate for gate, _ in refusals(of, meets)]
+
+
+def errors(of: FineTuneContract, meets: Surroundings) -> list[MensError]:
+    return [error for _, error in refusals(of, meets)]
+
+
+# By hand, from REFERENCE section 2: (method, base, tokenizer, backend) -> gates on a known layout,
+# and those that an unknown layout adds.
+ACCEPTANCE: dict[tuple[str, str, str, str], tuple[list[Gate], list[Gate]]] = {
+    ("qlora", "nf4", "hf", "qlora"): ([], []),
+    ("qlora", "nf4", "vox", "qlora"): ([Gate.TOKENIZER], []),
+    ("qlora", "none", "hf", "qlora"): ([Gate.QUANTIZED_BASE], []),
+    ("qlora", "none", "vox", "qlora"): ([Gate.QUANTIZED_BASE, Gate.TOKENIZER], []),
+    ("lora", "none", "hf", "lora"): ([], []),
+    ("lora", "none", "vox", "lora"): ([], []),
+    ("lora", "nf4", "hf", "lora"): ([Gate.QUANTIZED_BASE], []),
+    ("lora", "nf4", "vox", "lora"): ([Gate.QUANTIZED_BASE], []),
+    ("lora", "none", "hf", "burn"): ([], [Gate.WARM_START]),
+    ("lora", "none", "vox", "burn"): ([], []),
+    ("lora", "nf4", "hf", "burn"): ([Gate.QUANTIZED_BASE], [Gate.WARM_START]),
+    ("lora", "none", "hf", "qlora"): ([Gate.FORCED], []),
+    ("qlora", "nf4", "hf", "burn"): ([Gate.FORCED], []),
+}
+
+
+@pytest.mark.parametrize(
+    ("asked", "layout", "deployment"),
+    list(itertools.product(ACCEPTANCE, ["llama", "gpt2", None], ["workstation", "mobile_edge"])),
+    ids=str,
+)
+def test_acceptance(asked: tuple[str, str, str, str], layout: str | None, deployment: str) -> None:
+    """Method × base × tokenizer × kernel × layout × deployment target, gates in their order."""
+    method, base, tokenizer, backend = asked
+    known, unknown = ACCEPTANCE[asked]
+    expected = sorted([*known, *(unknown if layout is None else [])])
+    made = contract(method, base, tokenizer, deployment)
+    assert gates(made, around(layout, forced=backend)) == expected
+
+
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_kernel_that_is_not_here_is_refused(name: str) -> None:
+    """What is here is named, and how to add one."""
+    kernel = KERNELS[name]
+    base = "nf4" if kernel.quantized else "none"
+    made = contract(kernel.method, base, targets=kernel.targets)
+    assert gates(made, around(forced=name)) == []
+    have = ALL - {name}
+    assert gates(made, around(forced=name, kernels=have)) == [Gate.KERNEL]
+    (error,) = errors(made, around(forced=name, kernels=have))
+    assert error.found == name
+    assert all(other in str(error.remedy) for other in have)
+
+
+def test_kernel_that_nobody_knows_is_refused_unless_it_is_here() -> None:
+    """A class of the user's own is taken at its word."""
+    assert gates(contract(), around(forced="mine", kernels=ALL | {"mine"})) == []
+    (error,) = errors(contract(), around(forced="qlor"))
+    assert "the nearest is qlora" in str(error)
+
+
+def test_proxy_needs_a_known_layout() -> None:
+    """It reads weights by name; the known families are listed."""
+    made = contract(targets=PROXY)
+    assert gates(made, around(forced="proxy")) == []
+    (error,) = errors(made, around("mamba", forced="proxy"))
+    assert error.found == "model_type mamba"
+    assert all(family in str(error.expected) for family in FAMILIES)
+
+
+EDGE = [
+    ({"seq_len": 513}, "data.seq_len", 513),
+    ({"rank": 33}, "lora.r", 33),
+    ({"batch_size": 2}, "data.micro_batch_size", 2),
+    ({"require_full_proxy_stack": True}, "require_full_proxy_stack", True),
+]
+
+
+@pytest.mark.parametrize(("change", "where", "found"), EDGE)
+def test_mobile_edge_has_limits(change: dict[str, Any], where: str, found: object) -> None:
+    """Each is refused there alone; the limit itself is accepted."""
+    (error,) = errors(contract(deployment="mobile_edge", **change), around(forced="qlora"))
+    assert (error.where, error.found) == (where, found)
+    assert errors(contract(**change), around(forced="qlora")) == []
+    at_most = contract(deployment="mobile_edge", seq_len=512, rank=32, batch_size=1)
+    assert errors(at_most, around(forced="qlora")) == []
+
+
+@pytest.mark.parametrize("device", ["gpu", "auto"])
+def test_mobile_edge_is_trained_on_cpu(device: str) -> None:
+    """`auto` may be a GPU."""
+    (error,) = errors(contract(deployment="mobile_edge"), around(device=device))
+    assert (error.where, error.expected) == ("trainer", "cpu")
+
+
+def test_mobile_edge_says_what_is_left_to_the_operator() -> None:
+    """In the plan's notes; a workstation has none."""
+    on_edge, not_on_edge = (
+        execution_plan(contract(deployment=name), around())
+        for name in ("mobile_edge", "workstation")
+    )
+    assert "LiteRT" in on_edge.notes[0]
+    assert not_on_edge.notes == ()
+
+
+FLAGS = [
+    ({"max_skip_rate": 1.5}, "max_skip_rate"),
+    ({"max_skip_rate": -0.1}, "max_skip_rate"),
+    ({"require_full_proxy_stack": True, "lm_head_only": True}, "require_full_proxy_stack"),
+    ({"lm_head_only": True, "proxy_max_layers": 2}, "lm_head_only"),
+    ({"ce_last_k": 65}, "ce_last_k"),
+    ({"ce_last_k": 0}, "ce_last_k"),
+    ({"ce_last_k": 33, "seq_len": 32}, "ce_last_k"),
+]
+
+
+@pytest.mark.parametrize(("run", "where"), FLAGS)
+def test_contradictory_flags_are_refused(run: dict[str, Any], where: str) -> None:
+    """Each with its own message."""
+    found = list(refusals(contract(**run), around(forced="qlora")))
+    assert [(gate, error.where) for gate, error in found] == [(Gate.FLAGS, where)]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        {"max_skip_rate": 0.0},
+        {"max_skip_rate": 1.0},
+        {"lm_head_only": True, "proxy_max_layers": 0},
+        {"ce_last_k": 64},
+        {"ce_last_k": 32, "seq_len": 32},
+        {"require_full_proxy_stack": True, "proxy_max_layers": 2},
+    ],
+)
+def test_flags_at_their_limits_are_accepted(run: dict[str, Any]) -> None:
+    """For each refusal an acceptance."""
+    assert gates(contract(**run), around(forced="qlora")) == []
+
+
+def test_all_refusals_come_in_the_order_of_the_gates() -> None:
+    """Nothing waits behind the first."""
+    made = contract("lora", "nf4", "hf", "mobile_edge", rank=64, ce_last_k=100)
+    meets = around(None, forced="burn", kernels=ALL - {"burn"}, device="gpu")
+    assert gates(made, meets) == [
+        Gate.QUANTIZED_BASE,
+        Gate.WARM_START,
+        Gate.KERNEL,
+        Gate.DEPLOYMENT,
+        Gate.DEPLOYMENT,
+        Gate.FLAGS,
+    ]
+
+
+def test_every_message_says_what_to_do_next() -> None:
+    """What is wrong, found, expected, next."""
+    made = [
+        contract("lora", "nf4", "vox"),
+        contract("qlora", "none", "vox", "mobile_edge", rank=64, ce_last_k=0, max_skip_rate=2.0),
+        contract(require_full_proxy_stack=True, lm_head_only=True),
+    ]
+    meets = [
+        around(None, forced="burn", kernels=frozenset({"qlora"})),
+        around(forced="lora", device="gpu"),
+        around(),
+    ]
+    for error in itertools.chain(*map(errors, made, meets)):
+        parts = (error.where, error.found, error.expected, error.remedy)
+        assert None not in parts, str(error)
+        assert "Next: " in str(error)
+
+
+def keys(
+    layers: int, prefix: str = "model.layers", path: str = "self_attn.o_proj"
+) -> frozenset[str]:
+    return frozenset(f"{prefix}.{n}.{path}.weight" for n in range(layers))
+
+
+@pytest.mark.parametrize(
+    ("run", "model_type", "found", "expected"),
+    [
+        ({}, "llama", keys(3), Coverage(eligible=True, complete=True, matched=3, expected=3)),
+        ({}, "llama", keys(2), Coverage(eligible=True, complete=False, matched=2, expected=3)),
+        (
+            {"proxy_max_layers": 2},
+            "llama",
+            keys(2),
+            Coverage(eligible=True, complete=True, matched=2, expected=2),
+        ),
+        (
+            {"lm_head_only": True},
+            "llama",
+            keys(3),
+            Coverage(eligible=True, complete=True, matched=0, expected=0),
+        ),
+        (
+            {},
+            "gpt2",
+            keys(3, "h", "attn.c_proj"),
+            Coverage(eligible=True, complete=True, matched=3, expected=3),
+        ),
+        (
+            {},
+            "gpt2",
+            keys(3, "transformer.h", "attn.c_proj"),
+            Coverage(eligible=True, complete=True, matched=3, expected=3),
+        ),
+        ({}, "mamba", keys(3), Coverage(eligible=False)),
+    ],
+)
+def test_coverage_of_the_proxy_stack(
+    run: dict[str, Any], model_type: str, found: frozenset[str], expected: Coverage
+) -> None:
+    """Middle keys matched against those expected; none expected is complete with 0 of 0."""
+    made = contract(targets=PROXY, **run)
+    assert coverage(made, around(model_type, keys=found, layers=3)) == expected
+
+
+def test_another_graph_has_no_coverage() -> None:
+    """All null, and the graph has its own name."""
+    made = contract()
+    assert coverage(made, around(keys=keys(3), layers=3)) == Coverage()
+    assert execution_plan(made, around()).graph_id == "full_causal"
+
+
+def test_incomplete_stack_trains_the_head_alone_unless_strict() -> None:
+    """Never a partial stack; strict mode lists what is missing, at most 32 names."""
+    loose, strict = contract(targets=PROXY), contract(targets=PROXY, require_full_proxy_stack=True)
+    meets = around(keys=keys(10), layers=50, forced="proxy")
+    assert gates(loose, meets) == []
+    assert execution_plan(loose, meets).graph_id == "lm_head_only"
+    complete = dataclasses.replace(meets, layers=10)
+    assert execution_plan(loose, complete).graph_id == "proxy_stack_v1_residual"
+    assert gates(strict, complete) == []
+    (error,) = errors(strict, meets)
+    assert str(error.found).startswith("40 of 50: model.layers.10.self_attn.o_proj.weight")
+    assert str(error.found).count("o_proj") == 32
+    assert "and 8 more" in str(error.found)

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.errors import SetupError
+from mens_exp.layout import hub
+from mens_exp.plan.checks import model
+from mens_exp.plan.estimate import make_plan
+from mens_exp.plan.preflight import preflight
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.config.root import RunConfig
+
+LLAMA = ("model=llama3_8b",)
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the hub be out of reach."""
+
+    def away(model_id: str, revision: str | None) -> str:
+        raise SetupError(f"the hub cannot be reached for {model_id} at {revision}")
+
+    monkeypatch.setattr(hub, "commit_of", away)
+
+
+@pytest.mark.usefixtures("offline")
+def test_model_that_is_not_here_is_planned_from_its_dimensions(
+    tiny_config: Callable[..., RunConfig], rows: Path, tmp_path: Path
+) -> None:
+    """Eight billion parameters: layers, adapter, weights, and what a download would bring."""
+    data = ("data=jsonl", f"data.path={rows}", "data.val_frac=0.2", "data.heldout_frac=0.2")
+    config = tiny_config(*LLAMA, "task=plan", *data)
+    assert preflight(config) == []
+    plan = make_plan(config, tmp_path)
+    assert "by the dimensions that mens_exp ships" in plan["model"]
+    assert (plan["layers"], plan["trainable_parameters"]) == (32, 41_943_040)
+    weights = 6_979_321_856 + 2 * 525_336_576
+    assert plan["disk_bytes"]["base"] == 2 * weights
+    assert not plan["data"]["exact"]
+
+
+@pytest.mark.usefixtures("offline")
+def test_model_that_is_not_here_is_not_trained(tiny_config: Callable[..., RunConfig]) -> None:
+    """A run says what keeps it away."""
+    with pytest.raises(SetupError, match="cannot be reached"):
+        list(model.check(tiny_config(*LLAMA)))
+
+
+@pytest.mark.usefixtures("offline")
+def test_model_that_nobody_ships_is_not_planned_either(
+    tiny_config: Callable[..., RunConfig],
+) -> None:
+    """Its dimensions are unknown."""
+    config = tiny_config("model=hf", "model.id=someone/else", "task=plan")
+    assert any("cannot be reached" in str(problem) for problem in preflight(config))
+
+
+def test_mobile_edge_refuses_what_a_phone_does_not_take(
+    tiny_config: Callable[..., RunConfig],
+) -> None:
+    """Through preflight, with the setting's own name; the preset itself passes."""
+    problems = preflight(tiny_config("deployment_target=mobile_edge", "data.seq_len=600"))
+    assert [problem.where for problem in problems] == ["data.seq_len"]
+    assert "mobile_edge" in str(problems[0])
+    assert preflight(tiny_config("preset=mobile_edge")) == []
+
+
+def test_presets_are_those_of_the_reference(tiny_config: Callable[..., RunConfig]) -> None:
+    """rank/alpha/seq/batch/accumulation/epochs/warm-up/rate, from REFERENCE section 2."""
+    expected = {
+        "tiny": (4, 8, 128, 1, 1, 1, 10, 1e-4),
+        "safe": (8, 16, 256, 2, 8, 3, 50, 2e-4),
+        "rtx4080": (16, 32, 384, 1, 8, 3, 80, 1.5e-4),
+        "a100": (32, 64, 1024, 8, 2, 3, 200, 2e-4),
+        "distributed": (16, 32, 512, 4, 8, 3, 150, 1.5e-4),
+        "mobile_edge": (8, 16, 256, 1, 8, 3, 40, 1.5e-4),
+    }
+    for name, values in expected.items():
+        config = tiny_config(f"preset={name}")
+        assert values == (
+            config.lora.r,
+            config.lora.alpha,
+            config.data.seq_len,
+            config.data.micro_batch_size,
+            config.trainer.accumulate_grad_batches,
+            config.trainer.max_epochs,
+            config.schedule.warmup_steps,
+            config.optim.lr,
+        )
+        assert config.trainer.max_steps == -1

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.plan.ledger import entries, ledger_path
+from mens_exp.tasks import measured
+from mens_exp.tasks.measured import keep_measurement, note_plan, step_s
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mens_exp.artifacts.run_dir import RunDir
+
+
+def test_finished_run_is_in_the_ledger(finished: RunDir, cache: Path) -> None:
+    """Once, with what its own plan predicted and its own record measured."""
+    manifest = Manifest.read(finished.manifest)
+    plan = json.loads(finished.plan.read_text("utf-8"))
+    contract = manifest.contract or {}
+    found = [e for e in entries(ledger_path(cache)) if e.contract == contract["digest"]]
+    if not found:  # another test emptied the ledger since
+        keep_measurement(manifest, plan, cache)
+        found = entries(ledger_path(cache))
+    entry = found[-1]
+    assert entry.measured_peak_bytes == manifest.results["peak_rss_bytes"]
+    assert entry.predicted_peak_bytes == plan["memory_bytes"]["formula"]
+    assert (entry.family, entry.backend) == ("llama", "qlora")
+    assert entry.device == plan["device"]["name"]
+    assert entry.measured_step_s is not None
+    assert entry.flop_per_step == plan["time_s"]["flop_per_step"]
+
+
+def test_manifest_and_plan_carry_one_contract(finished: RunDir) -> None:
+    """The digest stands in both, and the report shows it."""
+    manifest = Manifest.read(finished.manifest)
+    assert manifest.contract is not None
+    digest = manifest.contract["digest"]
+    assert json.loads(finished.plan.read_text("utf-8"))["contract_digest"] == digest
+    assert digest in finished.report.read_text("utf-8")
+
+
+@pytest.fixture
+def results() -> dict[str, Any]:
+    """A run of ten steps of a hundred tokens at fifty tokens a second."""
+    return {"tokens": 1000, "steps": 10, "tokens_per_s": 50.0, "peak_rss_bytes": 7}
+
+
+def test_mean_step_follows_from_the_rate(results: dict[str, Any]) -> None:
+    """A hundred tokens at fifty a second are two seconds; one step alone was never timed."""
+    assert step_s(results) == 2.0
+    assert step_s({**results, "tokens_per_s": None}) is None
+
+
+PLAN = {
+    "device": {"kind": "cpu", "name": "a CPU"},
+    "backend": "qlora",
+    "time_s": {"flop_per_step": 1e9, "step_s": 3.0},
+    "memory_bytes": {"formula": 5},
+}
+
+
+def manifest_of(results: dict[str, Any]) -> Manifest:
+    return Manifest(
+        run_id="run",
+        task="train",
+        started_utc="2026-11-20T05:58:01.123Z",
+        config_digest="ab" * 32,
+        seed=1,
+        results=results,
+    )
+
+
+@pytest.mark.parametrize(("kind", "measured_peak"), [("cpu", 7), ("cuda", 11)])
+def test_peak_is_that_of_the_device(
+    results: dict[str, Any], tmp_path: Path, kind: str, measured_peak: int
+) -> None:
+    """Resident memory on a CPU, the allocator's on a GPU."""
+    plan = {**PLAN, "device": {"kind": kind, "name": "a device"}}
+    keep_measurement(manifest_of({**results, "peak_cuda_bytes": 11}), plan, tmp_path)
+    (entry,) = entries(ledger_path(tmp_path))
+    assert (entry.predicted_peak_bytes, entry.measured_peak_bytes) == (5, measured_peak)
+
+
+def test_notes_of_the_plan_are_kept_once(results: dict[str, Any]) -> None:
+    """Conversion for a phone is the operator's; a run that goes on says so no second time."""
+    manifest = manifest_of(results)
+    for _ in range(2):
+        note_plan(manifest, {"notes": ["conversion is yours"], "warnings": ["it may fail"]})
+    assert manifest.notes == ["conversion is yours", "it may fail"]
+
+
+def test_ledger_that_cannot_be_written_is_a_note(
+    results: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run has succeeded whatever becomes of its line."""
+
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(measured, "append", full)
+    manifest = manifest_of(results)
+    keep_measurement(manifest, PLAN, tmp_path)
+    assert manifest.notes == ["the ledger was not written: no space left"]
