@@ -6,14 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from mens_exp.config.backend import ProxyConfig
 from mens_exp.config.checkpointing import is_wanted
 from mens_exp.config.lora import LoraInit
 from mens_exp.config.objective import CrossEntropyConfig
 from mens_exp.config.quant import ComputeDtype
-from mens_exp.layout.targets import adapter_parameters, chosen
+from mens_exp.layout.targets import chosen
 from mens_exp.plan.device import may_use_gpu
+from mens_exp.plan.trained import frozen_linears, trained_parameters
 
 if TYPE_CHECKING:
+    from mens_exp.config.quant import QuantConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.layout.shape import Shape
 
@@ -27,7 +30,6 @@ _FRAMEWORK_BYTES = 550_000_000  # the whole of a process that trains tiny_llama:
 _HEAP_BYTES = 400_000_000  # what is left over: oneDNN's kernels and holes in the heap
 _STATE_BYTES = {"adamw": 8, "adamw_8bit": 2, "paged_adamw_8bit": 2, "lion": 4}  # a parameter
 _WEIGHT_AND_GRADIENT_BYTES = 8  # f32 both
-_BITS = {True: 4.127, False: 4.5}  # bits a weight at block 64, with and without double quantization
 
 
 def time(
@@ -36,14 +38,16 @@ def time(
     """Estimate seconds of training and validation; null where no rate was measured."""
     if may_use_gpu(config.trainer.accelerator):
         return {"estimate": None, "basis": "unknown: no rate has been measured for a GPU"}
+    if isinstance(config.backend, ProxyConfig):
+        return {"estimate": None, "basis": "unknown: depends on how many tokens are supervised"}
     if tokens is None:
         return {"estimate": None, "basis": "unknown: max_epochs over data not counted yet"}
-    adapter = adapter_parameters(config.lora, shape)
+    adapter = trained_parameters(config, shape)
     head = shape.vocab_size * shape.hidden_size
     # Forward and the gradient of the inputs for frozen weights, all three products for LoRA's;
     # the head runs on about half of the tokens. Checkpointing goes forward through layers twice.
-    again = 2 * (shape.linear_parameters + adapter) if checkpoints(config, shape) else 0
-    per_token = 4 * shape.linear_parameters + 6 * adapter + again + 4 * head / 2
+    again = 2 * (frozen_linears(config, shape) + adapter) if checkpoints(config, shape) else 0
+    per_token = 4 * frozen_linears(config, shape) + 6 * adapter + again + 4 * head / 2
     validated = 2 * min(config.data.val_max_tokens, data["val_tokens"]) / 2
     cores = psutil.cpu_count(logical=False) or 1
     rate = _FLOPS_PER_CORE[config.quant.compute_dtype] * cores
@@ -53,17 +57,28 @@ def time(
     }
 
 
+def _bits(quant: QuantConfig) -> float:
+    """Return bits a weight: codes, and scales of 32 bits, or of 8 with their own in blocks of 256.
+
+    Equal to what bitsandbytes stores (tests/quant/test_nf4_reference.py).
+    """
+    if not quant.is_four_bit:
+        return 16 if quant.compute_dtype is ComputeDtype.bf16 else 32
+    scale = 8 + 32 / 256 if quant.double_quant else 32
+    return 4 + scale / quant.block
+
+
 def memory(config: RunConfig, shape: Shape) -> dict[str, Any]:
     """Estimate the peak of a training process, in bytes, part by part."""
     width = 2 if config.quant.compute_dtype is ComputeDtype.bf16 else 4
     per_parameter = _WEIGHT_AND_GRADIENT_BYTES + _STATE_BYTES.get(config.optim.name, 8)
     parameters = shape.linear_parameters + shape.embedding_parameters
     components = {
-        "base weights": round(shape.linear_parameters * _BITS[config.quant.double_quant] / 8),
+        "base weights": round(frozen_linears(config, shape) * _bits(config.quant) / 8),
         **_plain_beside_residual(config, shape),
         "embedding and head": shape.embedding_parameters * width,
         "weights file, mapped": 2 * parameters,
-        "adapter, gradients, moments": per_parameter * adapter_parameters(config.lora, shape),
+        "adapter, gradients, moments": per_parameter * trained_parameters(config, shape),
         "activations": _activations(config, shape) * width,
         "head chunk": _head_positions(config) * shape.vocab_size * 14,
         "framework": _FRAMEWORK_BYTES + _HEAP_BYTES,
@@ -83,7 +98,7 @@ def _plain_beside_residual(config: RunConfig, shape: Shape) -> dict[str, int]:
     if not changes:
         return {}
     weights = sum(one.out * one.width for one in chosen(lora, shape))
-    return {"plain weights, for the base": round(weights * _BITS[config.quant.double_quant] / 8)}
+    return {"plain weights, for the base": round(weights * _bits(config.quant) / 8)}
 
 
 def checkpoints(config: RunConfig, shape: Shape) -> bool:

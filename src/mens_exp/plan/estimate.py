@@ -12,9 +12,9 @@ from mens_exp.config.lora import LoraInit, LoraVariant
 from mens_exp.config.model import HfModel
 from mens_exp.layout import hub, hub_snapshot
 from mens_exp.layout.shape import shape_of
-from mens_exp.layout.targets import adapter_parameters, chosen, described
 from mens_exp.plan import cost
 from mens_exp.plan.tokens import count_tokens
+from mens_exp.plan.trained import described_modules, trained_parameters
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,11 +52,13 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         "backend": config.backend.name,
         "quant": f"{config.quant.quant_type.value}"
         f"{', double quantization' if config.quant.double_quant else ''}"
+        f"{f', blocks of {config.quant.block}' if config.quant.block_size else ''}"
+        f"{f', without {chr(44).join(config.quant.skip)}' if config.quant.skip else ''}"
         f", {config.quant.compute_dtype.value} compute",
         "lora": _lora(config),
-        "lora_modules": described(chosen(config.lora, shape), shape.num_hidden_layers),
+        "lora_modules": described_modules(config, shape),
         "objective": config.objective.name,
-        "trainable_parameters": adapter_parameters(config.lora, shape),
+        "trainable_parameters": trained_parameters(config, shape),
         "data": data,
         "tokens_per_step": tokens_per_step,
         "steps": steps,
@@ -69,6 +71,8 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
 
 def _lora(config: RunConfig) -> str:
     """Say what the adapter is, in one line; what is as usual is left out."""
+    if config.backend.name == "full":
+        return "none"
     lora = config.lora
     kind = [] if lora.variant is LoraVariant.lora else [lora.variant.value]
     start = [] if lora.init is LoraInit.default else [f"starts from {lora.init.value}"]

@@ -6,7 +6,18 @@ import os
 from typing import TYPE_CHECKING
 
 from mens_exp.errors import ConfigError, MensError, Problems
-from mens_exp.plan.checks import adapter, classes, data, logger, lora, model, optim, tokenizer
+from mens_exp.plan.checks import (
+    adapter,
+    backend,
+    classes,
+    data,
+    logger,
+    lora,
+    model,
+    optim,
+    quant,
+    tokenizer,
+)
 from mens_exp.rows.cache import cache_root
 
 if TYPE_CHECKING:
@@ -18,14 +29,31 @@ if TYPE_CHECKING:
 __all__ = ["preflight", "writable_cache"]
 
 
+def _cache(config: RunConfig) -> Iterator[MensError]:
+    del config
+    writable_cache()
+    yield from ()
+
+
+_CHECKS = (
+    _cache,
+    optim.check,
+    data.check,
+    backend.check,
+    model.check,
+    quant.check,
+    lora.check,
+    adapter.check,
+    tokenizer.check,
+    logger.check,
+    classes.check,
+)
+
+
 def preflight(config: RunConfig) -> list[MensError]:
     """List everything wrong with the files and limits that a run would meet."""
     problems: list[MensError] = []
-    checks = (
-        *(_cache, optim.check, data.check, model.check, lora.check),
-        *(adapter.check, tokenizer.check, logger.check, classes.check),
-    )
-    for check in checks:
+    for check in _CHECKS:
         try:
             for problem in check(config):
                 problems.append(problem)  # noqa: PERF402  # kept when the check gives up later
@@ -34,12 +62,6 @@ def preflight(config: RunConfig) -> list[MensError]:
         except MensError as error:
             problems.append(error)
     return list({str(problem): problem for problem in problems}.values())
-
-
-def _cache(config: RunConfig) -> Iterator[MensError]:
-    del config
-    writable_cache()
-    yield from ()
 
 
 def writable_cache() -> Path:
