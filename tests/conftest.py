@@ -44,8 +44,9 @@ def tiny_config() -> Callable[..., RunConfig]:
 
     @functools.cache  # Hydra takes a third of a second each time
     def composed(*overrides: str) -> RunConfig:
-        ours = ["model=tiny_llama", "logger=none", "trainer=cpu", "suite=none", *overrides]
-        return typed(compose([ours])[0].values)
+        usual = ["model=tiny_llama", "logger=none", "trainer=cpu", "suite=none"]
+        by_key = {text.partition("=")[0]: text for text in [*usual, *overrides]}
+        return typed(compose([list(by_key.values())])[0].values)
 
     return lambda *overrides: copy.deepcopy(composed(*overrides))
 
@@ -59,22 +60,22 @@ def tiny_base(cache: Path, tiny_config: Callable[..., RunConfig]) -> BaseModel:
 
 
 @pytest.fixture(scope="session")
-def tiny_backend(
-    tiny_base: BaseModel, tiny_config: Callable[..., RunConfig]
-) -> Callable[..., QloraBackend]:
-    """Build a fresh QLoRA graph on tiny_llama; `live` fills B, which starts at zero."""
+def tiny_backend(cache: Path, tiny_config: Callable[..., RunConfig]) -> Callable[..., QloraBackend]:
+    """Build a fresh graph, QLoRA on tiny_llama by default; `live` fills B, which starts at zero."""
     import torch
 
-    from mens_exp.backends.qlora import QloraBackend
+    from mens_exp.model.resolve import resolve
+    from mens_exp.training.build import build_backend
 
     def build(*overrides: str, live: bool = False) -> QloraBackend:
-        backend = QloraBackend(tiny_config(*overrides), tiny_base, torch.device("cpu"))
+        config = tiny_config(*overrides)
+        backend: Any = build_backend(config, resolve(config.model, cache))
         if live:
             generator = torch.Generator().manual_seed(0)
             for name, parameter in backend.trainable().items():
                 if name.endswith("lora_b"):
                     parameter.data.normal_(std=0.1, generator=generator)
-        return backend
+        return backend  # type: ignore[no-any-return]
 
     return build
 

@@ -146,6 +146,7 @@ def test_facts_are_what_was_built(tiny_backend: Callable[..., QloraBackend]) -> 
         "quant": "nf4",
         "block_size": 64,
         "double_quant": True,
+        "storage_dtype": "uint8",
         "compute_dtype": "bfloat16",
         "gradient_checkpointing": False,
         "attention": "mens_documents",
@@ -211,7 +212,7 @@ def test_a_model_without_four_bit_layers_is_refused(
     tiny_backend: Callable[..., QloraBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loader that leaves the weights as they are does not pass for QLoRA."""
-    monkeypatch.setattr(frozen_base, "quantization_config", lambda config: None)
+    monkeypatch.setattr(frozen_base, "quantization_config", lambda config, skip: None)
     with pytest.raises(SetupError, match="no linear layer was quantized"):
         tiny_backend()
 

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NEEDS = {
+    "quant=none": ["backend=lora"],
+    "tokenizer=vox": ["backend=burn"],
     "model=hf": ["model.id=somewhere"],
     "data=jsonl": ["data.path=rows.jsonl"],
     "task=evaluate": ["path=latest"],

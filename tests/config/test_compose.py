@@ -120,6 +120,7 @@ def test_every_value_enters_the_digest() -> None:
     base.lora.init_from, base.schedule.warmup_steps, base.schedule.warmup_frac = "i", 1, 0.5
     base.resume, base.logger.entity, base.logger.group, base.logger.name = "r", "e", "g", "n"
     base.tokenizer.chat_template = "c"
+    base.data.truncation, base.quant.block_size = "left", 64
     base.prompt, base.repo, base.push.message, base.export.out = "p", "me/x", "m", "o"
     digests = {config_digest(base)}
     paths = [path for path in leaves(base) if path != "format"]  # bundle is all there is

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mens_exp.config.compose import compose, typed
+from mens_exp.config.quant import QuantConfig
 from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.shape import Shape, shape_of
 from mens_exp.plan.memory import Documents, bits_per_weight, memory, optimizer_bytes
@@ -48,8 +49,8 @@ def of(config: RunConfig, shape: Shape = TINY, documents: Documents = FULL, **ho
 
 def test_bits_of_a_weight_are_the_papers() -> None:
     """Half a bit of scale, or 8/64 + 32/(64·256) with the scales quantized (section 3)."""
-    assert bits_per_weight(double_quant=False) == 4.5
-    assert bits_per_weight(double_quant=True) == pytest.approx(4.127, abs=5e-4)
+    assert bits_per_weight(QuantConfig(double_quant=False)) == 4.5
+    assert bits_per_weight(QuantConfig(double_quant=True)) == pytest.approx(4.127, abs=5e-4)
 
 
 def test_llama_8b_on_a_gpu(tiny_config: Callable[..., RunConfig]) -> None:

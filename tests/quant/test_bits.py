@@ -4,6 +4,7 @@ import pytest
 import torch
 from bitsandbytes import functional
 
+from mens_exp.config.quant import QuantConfig
 from mens_exp.plan.memory import bits_per_weight
 
 
@@ -18,4 +19,4 @@ def test_bits_of_a_weight_are_those_that_bitsandbytes_keeps(double_quant: bool) 
     if double_quant:
         kept.append(state.state2.absmax)
     bits = 8 * sum(one.numel() * one.element_size() for one in kept) / weight.numel()
-    assert bits == pytest.approx(bits_per_weight(double_quant=double_quant), abs=1e-9)
+    assert bits == pytest.approx(bits_per_weight(QuantConfig(double_quant=double_quant)), abs=1e-9)

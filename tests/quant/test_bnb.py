@@ -5,7 +5,7 @@ import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
 
-from mens_exp.config.quant import ComputeDtype, QuantConfig, QuantType
+from mens_exp.config.quant import ComputeDtype, QuantConfig, QuantType, StorageDtype
 from mens_exp.quant.bnb import (
     compute_dtype,
     keep_trainable,
@@ -43,16 +43,32 @@ def validate(model: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("double_quant", [True, False])
-@pytest.mark.parametrize("kind", QuantType)
+@pytest.mark.parametrize("kind", [QuantType.nf4, QuantType.fp4])
 def test_every_quant_setting_reaches_bitsandbytes(kind: QuantType, double_quant: bool) -> None:
     """Type, double quantization and compute format, under the loader's own names."""
     config = quantization_config(
         QuantConfig(quant_type=kind, double_quant=double_quant, compute_dtype=ComputeDtype.f32)
     )
+    assert config is not None
     assert config.load_in_4bit is True
     assert config.bnb_4bit_quant_type == kind.value
     assert config.bnb_4bit_use_double_quant is double_quant
     assert config.bnb_4bit_compute_dtype == torch.float32
+    assert config.bnb_4bit_quant_storage == torch.uint8
+    assert config.llm_int8_skip_modules is None
+
+
+def test_no_quantization_is_no_configuration() -> None:
+    """The loader then leaves weights as they are."""
+    assert quantization_config(QuantConfig(quant_type=QuantType.none, double_quant=False)) is None
+
+
+def test_modules_left_out_do_not_bring_the_head_in() -> None:
+    """Naming any replaces the loader's own choice, so the head is named too."""
+    config = quantization_config(QuantConfig(storage_dtype=StorageDtype.f32), ["model.layers.0"])
+    assert config is not None
+    assert config.llm_int8_skip_modules == ["model.layers.0", "lm_head"]
+    assert config.bnb_4bit_quant_storage == torch.float32
 
 
 @pytest.mark.parametrize(

@@ -107,3 +107,24 @@ def test_rendering_twice_gives_the_same_bytes(write_run: Callable[..., RunDir]) 
     """The card is a pure function of the records."""
     run = write_run()
     assert card.render(load(run)) == card.render(load(run))
+
+
+@pytest.mark.parametrize(
+    ("facts", "says", "silent"),
+    [
+        ({"artifact": "weights", "quant": "none"}, 'from_pretrained("weights")', "peft"),
+        (
+            {"artifact": "adapter", "candle_qlora_graph_id": "proxy_stack_v1_residual"},
+            "proxy_stack_v1_residual",
+            "PeftModel",
+        ),
+        ({"artifact": "adapter and PEFT view", "lane": "research"}, "Lane: research.", "no such"),
+    ],
+)
+def test_card_says_what_the_run_left(
+    write_run: Callable[..., RunDir], facts: dict[str, str], says: str, silent: str
+) -> None:
+    """How to load it is how it was written; a research lane is named."""
+    text = card.render(load(write_run(facts=facts)))
+    assert says in text
+    assert silent not in text

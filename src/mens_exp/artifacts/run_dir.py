@@ -78,6 +78,11 @@ class RunDir:
         return self.adapter / "peft"
 
     @property
+    def weights(self) -> Path:
+        """The directory of the model, where its weights were trained."""
+        return self.path / "weights"
+
+    @property
     def scorecard(self) -> Path:
         """The KPIs."""
         return self.path / "scorecard.json"

@@ -8,19 +8,48 @@ import torch
 
 from mens_exp.backends.remote_code import refuse_leaks
 from mens_exp.errors import SetupError
+from mens_exp.layout.shape import shape_of
+from mens_exp.layout.targets import skipped
 from mens_exp.model import attention
 from mens_exp.model.quiet import quiet
-from mens_exp.quant.bnb import compute_dtype, keep_trainable, quantization_config, quantized_linears
+from mens_exp.model.stored_weights import StoredWeights
+from mens_exp.quant.bnb import (
+    compute_dtype,
+    keep_trainable,
+    quantization_config,
+    quantized_like,
+    quantized_linears,
+)
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mens_exp.config.root import RunConfig
     from mens_exp.model.resolve import BaseModel
 
-__all__ = ["load_base"]
+__all__ = ["frozen_weights", "load_base"]
 
 
-def load_base(config: RunConfig, base: BaseModel, device: torch.device) -> Any:
-    """Return the causal model in 4 bits on its device, every parameter frozen.
+def frozen_weights(directory: Path) -> SetupError:
+    """Return the error for who wants the weights of a base that was not trained."""
+    return SetupError(
+        "the base was frozen; its weights are the published ones",
+        where=str(directory),
+        expected="the adapter, which is what was trained",
+        remedy="merge the adapter into the base",
+    )
+
+
+def load_base(
+    config: RunConfig, base: BaseModel, device: torch.device, *, dtype: torch.dtype | None = None
+) -> Any:
+    """Return the causal model on its device, quantized as configured, every parameter frozen.
+
+    Args:
+        config: the whole configuration.
+        base: the model on disk.
+        device: where to put it.
+        dtype: of what is not quantized; None is the compute format.
 
     Raises:
         SetupError: nothing was quantized.
@@ -29,24 +58,20 @@ def load_base(config: RunConfig, base: BaseModel, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
 
     attention.register()
+    left_out = config.quant.skip
+    skip = [one.path for one in skipped(left_out, shape_of(config.model))] if left_out else []
     with quiet():
         model = AutoModelForCausalLM.from_pretrained(
             base.directory,
-            dtype=compute_dtype(config.quant),
-            quantization_config=quantization_config(config.quant),
+            dtype=dtype or compute_dtype(config.quant),
+            quantization_config=quantization_config(config.quant, skip),
             attn_implementation=attention.IMPLEMENTATION,
             device_map={"": device},  # left open, bitsandbytes takes a GPU wherever there is one
             use_safetensors=True,
             trust_remote_code=base.trust_remote_code,  # left open, transformers would ask
         )
-    if not quantized_linears(model):
-        raise SetupError(
-            "no linear layer was quantized",
-            found=f"bitsandbytes on {device}",
-            expected="4-bit linear layers",
-            remedy="reinstall bitsandbytes for this machine",
-        )
-    keep_trainable(model)
+    if config.quant.is_four_bit:
+        _check_and_block(model, config, base)
     if base.source == "hub":
         model.name_or_path = base.name  # what PEFT writes down as the base, and others can load
     for module in model.modules():
@@ -56,3 +81,30 @@ def load_base(config: RunConfig, base: BaseModel, device: torch.device) -> Any:
     if base.trust_remote_code:
         refuse_leaks(model)
     return model
+
+
+def _check_and_block(model: Any, config: RunConfig, base: BaseModel) -> None:
+    """Prepare 4-bit layers for training, in blocks of the size that is asked for.
+
+    bitsandbytes' configuration has no block size, so that other blocks are made here, from the
+    published weights: what 64 have left of them would be rounded twice.
+
+    Raises:
+        SetupError: nothing was quantized.
+    """
+    layers = quantized_linears(model)
+    if not layers:
+        raise SetupError(
+            "no linear layer was quantized",
+            found=f"bitsandbytes on {model.device}",
+            expected="4-bit linear layers",
+            remedy="reinstall bitsandbytes for this machine",
+        )
+    keep_trainable(model)
+    block = config.quant.block
+    others = {p: m for p, m in layers.items() if m.weight.quant_state.blocksize != block}
+    if others:
+        weights = StoredWeights(base.directory, shape_of(config.model).family)
+        for path, module in others.items():
+            values_OI = weights.read(path, module.weight.device)
+            module.weight = quantized_like(module.weight, values_OI, block_size=block)

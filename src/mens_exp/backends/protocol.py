@@ -64,6 +64,17 @@ class Backend(Protocol):
         Empty where the start does not depend on it. An error is ``|W − Ŵ| / |W|``, Frobenius.
         """
 
+    @property
+    def has_adapter(self) -> bool:
+        """Whether an adapter is trained; without one the weights are, see `write_weights`."""
+
+    def write_weights(self, directory: Path) -> None:
+        """Write the trained weights as a Hugging Face directory."""
+
+    @property
+    def has_peft_view(self) -> bool:
+        """Whether PEFT knows such a graph; without one there is nothing for `write_peft`."""
+
     def write_peft(self, directory: Path) -> None:
         """Write the adapter as a PEFT directory."""
 

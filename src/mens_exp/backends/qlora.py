@@ -20,7 +20,7 @@ from mens_exp.backends.adapter_form import (
     unstacked_tensors,
 )
 from mens_exp.backends.adapting import ADAPTER, adapted, parameters_of, tied_head_is_meant
-from mens_exp.backends.frozen_base import load_base
+from mens_exp.backends.frozen_base import frozen_weights, load_base
 from mens_exp.backends.greedy import greedy
 from mens_exp.backends.starting import start_all, start_facts
 from mens_exp.backends.streaming import step
@@ -32,7 +32,7 @@ from mens_exp.lora.keyed import share_dropout
 from mens_exp.model import attention, checkpointing
 from mens_exp.model.quiet import quiet
 from mens_exp.model.stored_weights import StoredWeights
-from mens_exp.quant.bnb import compute_dtype, quantized_linears
+from mens_exp.quant.bnb import compute_dtype, quantization_facts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -130,6 +130,24 @@ class QloraBackend(torch.nn.Module):
                 yield
         finally:
             self.residuals.use(plain=False)
+
+    @property
+    def has_adapter(self) -> bool:
+        """An adapter is what is trained."""
+        return True
+
+    def write_weights(self, directory: Path) -> None:
+        """Refuse: the base is the published one.
+
+        Raises:
+            SetupError: always; see ``has_adapter``.
+        """
+        raise frozen_weights(directory)
+
+    @property
+    def has_peft_view(self) -> bool:
+        """PEFT's own layers are what it is made of."""
+        return True
 
     @property
     def peft_view_is_exact(self) -> bool:
@@ -239,17 +257,12 @@ class QloraBackend(torch.nn.Module):
 
     def facts(self) -> dict[str, Any]:
         """Read back what was built."""
-        quantized = quantized_linears(self.model)
-        state = next(iter(quantized.values())).weight.quant_state
         parameters = self.trainable().values()
         return {
             "trainable_parameters": sum(p.numel() for p in parameters),
             "trainable_matrices": len(self.trainable()),
             "total_parameters": int(self.causal_lm.num_parameters()),
-            "quantized_linears": len(quantized),
-            "quant": str(state.quant_type),
-            "block_size": int(state.blocksize),
-            "double_quant": bool(state.nested),
+            **quantization_facts(self.model),
             "compute_dtype": str(self.compute_dtype).removeprefix("torch."),
             "gradient_checkpointing": bool(self.causal_lm.is_activation_checkpointing),
             "attention": str(self.causal_lm.config._attn_implementation),  # noqa: SLF001

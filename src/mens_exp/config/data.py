@@ -53,10 +53,11 @@ class DataConfig:
     val_max_tokens: int = setting(
         8192, "Validation stops after about so many tokens (about 7 s on two cores).", ge=1
     )
-    truncation: Truncation = setting(
-        Truncation.right,
+    truncation: Truncation | None = setting(
+        None,
         "Side on which a document longer than seq_len loses tokens; left keeps the newest turns, "
-        "and a begin-of-sequence token before them.",
+        "and a begin-of-sequence token before them. null: left under objective=last_k, whose "
+        "tokens are the last ones, else right.",
     )
     show: int = setting(
         0, "Training rows that task=plan shows token by token; 0 shows none (plan).", ge=0

@@ -14,11 +14,12 @@ __all__ = [
     "AssistantObjective",
     "CausalObjective",
     "CrossEntropyConfig",
+    "LastKObjective",
     "ObjectiveConfig",
     "Turns",
 ]
 
-LABELLINGS = ("assistant", "causal")  # what rows/encode knows how to label
+LABELLINGS = ("assistant", "causal", "last_k")  # what rows/encode knows how to label
 
 
 class Turns(Enum):
@@ -35,7 +36,7 @@ class ObjectiveConfig:
     _target_: str = setting(MISSING, "Class of the objective; set by the option.")
     name: str = setting(MISSING, "Its name in records; set by the option.")
     labels: str = setting(
-        MISSING, "Which tokens are supervised: assistant or causal; set by the option."
+        MISSING, "Which tokens are supervised: assistant, causal or last_k; set by the option."
     )
 
 
@@ -66,4 +67,19 @@ class AssistantObjective(CrossEntropyConfig):
     labels: str = "assistant"
     turns: Turns = setting(
         Turns.all, "Which assistant turns of a conversation are learned: all, or the last alone."
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class LastKObjective(CrossEntropyConfig):
+    """The last tokens of each text are learned, its last answer's end marker included."""
+
+    name: str = "last_k"
+    labels: str = "last_k"
+    k: int = setting(
+        1,
+        "Tokens learned at the end of each text (1, the seeds' default, is the last one alone); "
+        "0 is every token after the prompt.",
+        ge=0,
+        le=64,
     )

@@ -7,14 +7,15 @@ from enum import Enum
 
 from mens_exp.config.fields import setting
 
-__all__ = ["ComputeDtype", "QuantConfig", "QuantType"]
+__all__ = ["ComputeDtype", "QuantConfig", "QuantType", "StorageDtype"]
 
 
 class QuantType(Enum):
-    """Four-bit data type of the base weights."""
+    """Data type of the base weights."""
 
     nf4 = "nf4"
     fp4 = "fp4"
+    none = "none"
 
 
 class ComputeDtype(Enum):
@@ -24,11 +25,21 @@ class ComputeDtype(Enum):
     f32 = "f32"
 
 
+class StorageDtype(Enum):
+    """Element type of the tensor that packed 4-bit codes lie in."""
+
+    u8 = "u8"
+    bf16 = "bf16"
+    f32 = "f32"
+
+
 @dataclass(kw_only=True, slots=True)
 class QuantConfig:
-    """Four-bit quantization by bitsandbytes, in blocks of 64 weights (QLoRA, arXiv:2305.14314)."""
+    """Four-bit quantization by bitsandbytes, block by block (QLoRA, arXiv:2305.14314), or none."""
 
-    quant_type: QuantType = setting(QuantType.nf4, "Four-bit type: nf4 or fp4.")
+    quant_type: QuantType = setting(
+        QuantType.nf4, "nf4 or fp4, four bits; none leaves the weights in the compute format."
+    )
     double_quant: bool = setting(
         True,  # the value of the setting, named by its position in the schema
         "Quantize the block scales too: 4.127 instead of 4.5 bits a weight (the paper's default).",
@@ -36,3 +47,30 @@ class QuantConfig:
     compute_dtype: ComputeDtype = setting(
         ComputeDtype.bf16, "Format of the matrix products: bf16 or f32 (the paper's is bf16)."
     )
+    block_size: int | None = setting(
+        None,
+        "Weights that share a scale: 64, 128, 256, 512, 1024, 2048 or 4096; null is 64 (the "
+        "paper's). It must divide the width of every layer that is quantized.",
+        ge=64,
+        le=4096,
+    )
+    storage_dtype: StorageDtype = setting(
+        StorageDtype.u8,
+        "Element type of the tensor that holds the packed codes: u8, or bf16 and f32 for sharding "
+        "beside weights of that type. The codes are the same.",
+    )
+    skip: list[str] = setting(
+        [],
+        "Modules left unquantized, in the compute format: targets as in lora.targets (mlp, "
+        "down_proj, '*.layers.0.*'). The head always is.",
+    )
+
+    @property
+    def is_four_bit(self) -> bool:
+        """Whether base weights are quantized at all."""
+        return self.quant_type is not QuantType.none
+
+    @property
+    def block(self) -> int:
+        """Weights that share a scale."""
+        return self.block_size or 64

@@ -45,8 +45,15 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "objective": {
         "causal": objective.CausalObjective,
         "assistant": objective.AssistantObjective,
+        "last_k": objective.LastKObjective,
     },
-    "backend": {"backend": backend.BackendConfig},
+    "backend": {
+        "qlora": backend.QloraConfig,
+        "lora": backend.LoraGraphConfig,
+        "full": backend.FullConfig,
+        "burn": backend.BurnConfig,
+        "proxy": backend.ProxyConfig,
+    },
     "data": {"stdlib": data.StdlibData, "jsonl": data.JsonlData},
     "optim": {
         "adamw": optim.AdamwConfig,
@@ -75,6 +82,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
 DISCRIMINATORS = {
     "model": "source",
     "objective": "name",
+    "backend": "name",
     "data": "source",
     "optim": "name",
     "logger": "sink",

@@ -17,7 +17,9 @@ class TokenizerConfig:
 
     name: str = setting(MISSING, "Its name in records; set by the option.")
     chat_template: str | None = setting(
-        None, "A file with the Jinja chat template to use; null is the tokenizer's own, or ChatML."
+        None,
+        "The chat template to use: a file with Jinja source, `chatml`, or `plain` (the texts, a "
+        "newline between them); null is the tokenizer's own, or ChatML where it has none.",
     )
     allow_control_text: bool = setting(
         False,  # the value of the setting, named by its position in the schema

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.config.fields import range_of
 from mens_exp.config.rules import (
     adapter,
+    backend,
     checkpoint,
     data,
     lora,
     model,
     objective,
     optim,
+    quant,
     schedule,
     task,
     trainer,
@@ -73,7 +75,8 @@ _READ_OF_THE_BASE = frozenset({"model", "tokenizer", "quant", "lora", "backend"}
 def problems_of(config: RunConfig) -> list[MensError]:
     """List everything wrong with typed values that can be told without looking at files."""
     problems: list[MensError] = [*range_problems(config)]
-    for rules in (trainer, schedule, optim, checkpoint, adapter, data, lora, objective):
+    groups = (trainer, schedule, optim, checkpoint, adapter, data, lora, objective, backend, quant)
+    for rules in groups:
         problems += rules.problems(config)
     if not any(range_problems(config.model, "model.")):  # its rules divide by its values
         problems += model.problems(config)
@@ -138,4 +141,4 @@ def ineffective_overrides(config: RunConfig, keys: Iterable[str]) -> list[MensEr
         config: the whole configuration.
         keys: override keys as given.
     """
-    return [*data.unread(config, keys)]
+    return [*data.unread(config, keys), *backend.unread(config, keys)]

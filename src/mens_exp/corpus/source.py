@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.digest import digest
-from mens_exp.config.data import DataConfig, JsonlData
-from mens_exp.config.objective import AssistantObjective, Turns
+from mens_exp.config.data import DataConfig, JsonlData, Truncation
+from mens_exp.config.objective import AssistantObjective, LastKObjective, Turns
 from mens_exp.corpus import stdlib
 from mens_exp.corpus.files import RowsFile, described, pairs_of, read_files, refuse_leakage
 from mens_exp.corpus.split import Side, assert_disjoint, split
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from mens_exp.config.root import RunConfig
     from mens_exp.rows.schema import TrainingPair
-    from mens_exp.tokenizer.hf import HfTokenizer
+    from mens_exp.tokenizer.protocol import Tokenizer
 
 __all__ = ["Rows", "cache_key", "labelling_of", "load_rows"]
 
@@ -95,15 +95,18 @@ def labelling_of(config: RunConfig) -> Labelling:
     """Return how a configuration turns rows into ids and masks."""
     objective = config.objective
     turns = objective.turns if isinstance(objective, AssistantObjective) else Turns.all
+    ends = isinstance(objective, LastKObjective)
+    usual = Truncation.left if ends else Truncation.right
     return Labelling(
         objective=objective.labels,
         turns=turns.value,
         seq_len=config.data.seq_len,
-        truncation=config.data.truncation.value,
+        truncation=(config.data.truncation or usual).value,
+        k=objective.k if isinstance(objective, LastKObjective) else 0,
     )
 
 
-def cache_key(config: RunConfig, rows: Rows, side: Side, tokenizer: HfTokenizer) -> CacheKey:
+def cache_key(config: RunConfig, rows: Rows, side: Side, tokenizer: Tokenizer) -> CacheKey:
     """Name the encoding of one side of the rows."""
     return CacheKey(
         rows_sha256=rows.side_sha256(side),

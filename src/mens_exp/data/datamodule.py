@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from mens_exp.config.root import RunConfig
     from mens_exp.corpus.source import Rows
-    from mens_exp.tokenizer.hf import HfTokenizer
+    from mens_exp.tokenizer.protocol import Tokenizer
 
 __all__ = ["RowsDataModule"]
 
@@ -30,7 +30,7 @@ __all__ = ["RowsDataModule"]
 class RowsDataModule(LightningDataModule):
     """Train and validation streams over one set of rows."""
 
-    def __init__(self, config: RunConfig, rows: Rows, tokenizer: HfTokenizer, cache: Path) -> None:
+    def __init__(self, config: RunConfig, rows: Rows, tokenizer: Tokenizer, cache: Path) -> None:
         """Encode both sides, or open them in the cache.
 
         Raises:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mens_exp.backends.protocol import Backend
     from mens_exp.config.suite import HeldoutSyntaxSuite
     from mens_exp.rows.schema import TrainingPair
-    from mens_exp.tokenizer.hf import HfTokenizer
+    from mens_exp.tokenizer.protocol import Tokenizer
 
 __all__ = ["Item", "choose_items", "code_of", "evaluate", "syntax_error", "to_scorecard"]
 
@@ -40,7 +40,7 @@ class Item:
 
 def choose_items(
     heldout: Sequence[TrainingPair],
-    tokenizer: HfTokenizer,
+    tokenizer: Tokenizer,
     suite: HeldoutSyntaxSuite,
     *,
     max_positions: int,
@@ -64,7 +64,7 @@ def choose_items(
 def evaluate(
     items: Sequence[Item],
     backend: Backend,
-    tokenizer: HfTokenizer,
+    tokenizer: Tokenizer,
     suite: HeldoutSyntaxSuite,
     condition: Condition,
 ) -> list[ItemEvent]:
@@ -85,7 +85,7 @@ def evaluate(
     return events
 
 
-def _judge(item: Item, ids: list[int], tokenizer: HfTokenizer, condition: Condition) -> ItemEvent:
+def _judge(item: Item, ids: list[int], tokenizer: Tokenizer, condition: Condition) -> ItemEvent:
     completion = tokenizer.decode(ids)
     error = syntax_error(code_of(completion))
     return {

@@ -30,6 +30,7 @@ __all__ = [
     "described",
     "linear_modules",
     "pattern_values",
+    "skipped",
     "target_problems",
 ]
 
@@ -103,6 +104,25 @@ def chosen(lora: LoraConfig, shape: Shape) -> tuple[LinearModule, ...]:
     modules = linear_modules(shape)
     matched = {one.path for t in lora.targets for one in _matching(t, modules, shape.family)}
     return tuple(one for one in modules if one.path in matched)
+
+
+def skipped(patterns: Sequence[str], shape: Shape) -> tuple[LinearModule, ...]:
+    """Return the modules of decoder layers that `quant.skip` leaves unquantized.
+
+    Raises:
+        ConfigError: a pattern matches nothing.
+        Problems: several do.
+    """
+    modules = [one for one in linear_modules(shape) if one.layer is not None]
+    Problems.raise_if(
+        [
+            _no_match(pattern, modules, shape.family, where="quant.skip")
+            for pattern in patterns
+            if not _matching(pattern, modules, shape.family)
+        ]
+    )
+    paths = {one.path for p in patterns for one in _matching(p, modules, shape.family)}
+    return tuple(one for one in modules if one.path in paths)
 
 
 def target_problems(lora: LoraConfig, shape: Shape) -> list[ConfigError]:
@@ -194,12 +214,16 @@ def _matching(
     return tuple(one for one in modules if one.is_called(target))
 
 
-def _no_match(target: str, modules: Sequence[LinearModule], family: Family) -> ConfigError:
+def _no_match(
+    target: str, modules: Sequence[LinearModule], family: Family, *, where: str = "lora.targets"
+) -> ConfigError:
+    if target == HEAD:
+        return ConfigError("the head is never quantized", where=where, found=target)
     if target in GROUPS:
         fused = ", ".join(family.groups["qkv"])
         return ConfigError(
             f"cannot be had: {family.model_type} computes query, key and value in one module",
-            where="lora.targets",
+            where=where,
             found=target,
             expected=f"qkv, which is {fused} there, or one of {', '.join(family.groups)}, {HEAD}",
         )
@@ -207,7 +231,7 @@ def _no_match(target: str, modules: Sequence[LinearModule], family: Family) -> C
     known = [one.path for one in modules] if glob else [*_last_names(modules), *family.groups]
     like = f"a glob over paths such as {modules[0].path}" if glob else expected_name(target, known)
     return ConfigError(
-        "matches no linear module of the model", where="lora.targets", found=target, expected=like
+        "matches no linear module of the model", where=where, found=target, expected=like
     )
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.nn import functional
+
+from mens_exp.objective.token_loss import summed_cross_entropy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,9 +62,7 @@ class CrossEntropy:
         for start in range(0, len(targets_M), self.chunk_tokens):
             piece = slice(start, start + self.chunk_tokens)
             hidden_CD = hidden_MD[piece].detach().requires_grad_(gradients.hidden_MD is not None)
-            loss = functional.cross_entropy(
-                head(hidden_CD).float(), targets_M[piece], reduction="sum"
-            )
+            loss = summed_cross_entropy(head(hidden_CD), targets_M[piece])
             gradients.add(piece, hidden_CD, loss)
             total += loss.detach()
         return LossSum(total=gradients.attached_to(total), count=targets_M.numel())

@@ -37,18 +37,21 @@ _WEIGHTS = {
     "proxy": "embedding and one projection a layer, by name",
     "lora": "whole checkpoint, by transformers",
     "burn": "warm start, by name",
+    "full": "whole checkpoint, by transformers",
 }
 _MERGE = {
     "qlora": "exact on the quantized base; a bf16 base differs by the quantization error",
     "proxy": "the merged projections alone",
     "lora": "exact in f32",
     "burn": "exact in f32",
+    "full": "nothing to merge",
 }
 _PARITY = {
     "qlora": "tier C against f32 (losses compared, not tensors)",
     "proxy": "tier B (NF4 round trip, then linear)",
     "lora": "tier A (shared f32 operations)",
     "burn": "tier A (shared f32 operations)",
+    "full": "tier A (shared f32 operations)",
 }
 
 
@@ -108,6 +111,8 @@ def _backend_rows() -> Iterator[tuple[str, ...]]:
 
 
 def _artifacts(kernel: Kernel) -> str:
+    if kernel.name == "full":
+        return "a whole model in f32"
     view = ", PEFT view" if kernel.targets == "full_graph" else ""
     return f"adapter schema v3{view}"
 

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.digest import digest, sha256_file
+from mens_exp.config.backend import ProxyConfig
 from mens_exp.config.data import JsonlData
+from mens_exp.config.objective import LastKObjective
 from mens_exp.errors import MensError
 from mens_exp.layout.shape import family_for
 from mens_exp.plan.kernels import FULL_GRAPH, KERNELS
@@ -198,6 +200,7 @@ def contract_of(config: RunConfig) -> FineTuneContract:
             seed=config.seed,
             epochs=trainer.max_epochs if trainer.max_epochs > 0 else None,
             max_steps=trainer.max_steps if trainer.max_steps > 0 else None,
+            **_proxy_part(config),
         ),
         artifact=ArtifactPart(deployment_target=config.deployment_target.value),
         provenance=ProvenancePart(
@@ -207,6 +210,19 @@ def contract_of(config: RunConfig) -> FineTuneContract:
         ),
         settings=settings,
     )
+
+
+def _proxy_part(config: RunConfig) -> dict[str, Any]:
+    """Return what belongs to the proxy stack, where it is the graph."""
+    backend, objective = config.backend, config.objective
+    if not isinstance(backend, ProxyConfig):
+        return {}
+    return {
+        "require_full_proxy_stack": backend.require_full_stack,
+        "lm_head_only": backend.lm_head_only,
+        "proxy_max_layers": backend.max_layers,
+        "ce_last_k": objective.k or None if isinstance(objective, LastKObjective) else None,
+    }
 
 
 def _model_part(config: RunConfig) -> ModelPart:

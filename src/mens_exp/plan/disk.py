@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.config.model import HfModel, RandomModel, WeightsDtype
 from mens_exp.layout import hub
 from mens_exp.layout.cached import ready
-from mens_exp.layout.targets import adapter_parameters
 from mens_exp.plan.memory import optimizer_bytes
+from mens_exp.plan.trained import trained_parameters
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,7 +61,7 @@ class Disk:
 
 def disk(config: RunConfig, shape: Shape, cache: Path, steps: int | None) -> Disk:
     """Size what a run writes."""
-    parameters = adapter_parameters(config.lora, shape)
+    parameters = trained_parameters(config, shape)
     moments, _ = optimizer_bytes(config.optim._target_, parameters)  # Hydra's own spelling
     whole = shape.linear_parameters + shape.embedding_parameters
     saves = "checkpoint" in config.callbacks

@@ -13,7 +13,6 @@ from mens_exp.config.model import HfModel
 from mens_exp.config.schedule import warmup_steps
 from mens_exp.layout import hub, hub_snapshot
 from mens_exp.layout.shape import shape_of
-from mens_exp.layout.targets import adapter_parameters, chosen, described
 from mens_exp.plan import machine, pace
 from mens_exp.plan.checks.machine import findings
 from mens_exp.plan.contract import contract_of
@@ -22,6 +21,7 @@ from mens_exp.plan.forecast import documents_of, forecast
 from mens_exp.plan.planner import execution_plan
 from mens_exp.plan.surroundings import surroundings_of
 from mens_exp.plan.tokens import count_tokens
+from mens_exp.plan.trained import described_modules, trained_parameters
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,7 +62,7 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         "version": 1,
         **_meaning(config, shape),
         "layers": shape.num_hidden_layers,
-        "trainable_parameters": adapter_parameters(config.lora, shape),
+        "trainable_parameters": trained_parameters(config, shape),
         "data": data,
         "effective_batch": effective,
         "tokens_per_step": per_step,
@@ -90,9 +90,11 @@ def _meaning(config: RunConfig, shape: Shape) -> dict[str, Any]:
         "backend": config.backend.name,
         "quant": f"{config.quant.quant_type.value}"
         f"{', double quantization' if config.quant.double_quant else ''}"
+        f"{f', blocks of {config.quant.block}' if config.quant.block_size else ''}"
+        f"{f', without {chr(44).join(config.quant.skip)}' if config.quant.skip else ''}"
         f", {config.quant.compute_dtype.value} compute",
         "lora": _lora(config),
-        "lora_modules": described(chosen(config.lora, shape), shape.num_hidden_layers),
+        "lora_modules": described_modules(config, shape),
         "objective": config.objective.name,
         "deployment_target": config.deployment_target.value,
         **made,
@@ -121,6 +123,8 @@ def _disk(written: Disk, cache: Path) -> dict[str, Any]:
 
 def _lora(config: RunConfig) -> str:
     """Say what the adapter is, in one line; what is as usual is left out."""
+    if config.backend.name == "full":
+        return "none"
     lora = config.lora
     kind = [] if lora.variant is LoraVariant.lora else [lora.variant.value]
     start = [] if lora.init is LoraInit.default else [f"starts from {lora.init.value}"]

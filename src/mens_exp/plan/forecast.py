@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.layout.targets import adapter_parameters
 from mens_exp.plan import pace
 from mens_exp.plan.ledger import Entry, Residuals, entries, ledger_path, residuals
 from mens_exp.plan.memory import Documents, Memory, memory, recomputes
+from mens_exp.plan.trained import frozen_linears, trained_parameters
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,7 +67,8 @@ def forecast(
     seen = residuals(_ratios(known))
     per_token = pace.flop_per_token(
         shape,
-        adapter_parameters(config.lora, shape),
+        trained_parameters(config, shape),
+        linears=frozen_linears(config, shape),
         again=recomputes(config, shape, machine.kind),
     )
     return Forecast(

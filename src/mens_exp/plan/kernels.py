@@ -22,7 +22,7 @@ class Kernel:
 
     Attributes:
         name: the backend that computes it.
-        method: adapter method, ``lora`` or ``qlora``.
+        method: adapter method, ``lora`` or ``qlora``; ``full`` has no adapter.
         quantized: whether the base weights are quantized.
         targets: what the adapter sits on: the full causal graph, or the proxy stack.
         graph_id: name of the graph in records; the proxy's depends on its composition.
@@ -77,6 +77,15 @@ KERNELS: dict[str, Kernel] = {
             graph_id="burn_full_causal",
             depth="full causal model, f32 research lane",
             needs_layout=True,
+        ),
+        Kernel(
+            name="full",
+            method="full",
+            quantized=False,
+            targets=FULL_GRAPH,
+            graph_id="full_causal",
+            depth="full causal model, every weight trained",
+            needs_layout=False,
         ),
     )
 }

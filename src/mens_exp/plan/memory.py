@@ -14,11 +14,13 @@ from mens_exp.config.lora import LoraInit
 from mens_exp.config.objective import CrossEntropyConfig
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.layout.names import HEAD
-from mens_exp.layout.targets import adapter_parameters, chosen, pattern_values, target_problems
+from mens_exp.layout.targets import chosen, pattern_values, target_problems
+from mens_exp.plan.trained import frozen_linears, proxy_stack, trained_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from mens_exp.config.quant import QuantConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.layout.shape import Shape
     from mens_exp.layout.targets import LinearModule
@@ -33,7 +35,7 @@ __all__ = [
     "recomputes",
 ]
 
-BLOCK, NESTED_BLOCK = 64, 256  # bitsandbytes' defaults; asserted in tests/quant
+NESTED_BLOCK = 256  # bitsandbytes' own; asserted in tests/quant
 
 _F32, _MASK = 4, 2  # bytes of an f32 element, and of an element of the dropout mask (int16)
 # Bytes a parameter of the moments, by the optimizer's class name.
@@ -131,15 +133,17 @@ class Memory:
         }
 
 
-def bits_per_weight(*, double_quant: bool) -> float:
-    """Return bits of a 4-bit weight with its share of the scales (arXiv:2305.14314, section 3).
+def bits_per_weight(quant: QuantConfig) -> float:
+    """Return bits of a weight with its share of the scales (arXiv:2305.14314, section 3).
 
     An f32 scale for each block of 64 is half a bit; quantized to 8 bits, with an f32 scale for
-    256 of them, it is 0.127.
+    256 of them, it is 0.127. A weight that is not quantized is in the compute format.
     """
-    if double_quant:
-        return 4 + 8 / BLOCK + 32 / (BLOCK * NESTED_BLOCK)
-    return 4 + 32 / BLOCK
+    if not quant.is_four_bit:
+        return 16 if quant.compute_dtype is ComputeDtype.bf16 else 32
+    if quant.double_quant:
+        return 4 + 8 / quant.block + 32 / (quant.block * NESTED_BLOCK)
+    return 4 + 32 / quant.block
 
 
 def optimizer_bytes(target: str, parameters: int) -> tuple[int, bool]:
@@ -177,7 +181,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         kind: ``cpu`` or ``cuda``.
     """
     width = 2 if config.quant.compute_dtype is ComputeDtype.bf16 else _F32
-    parameters = adapter_parameters(config.lora, shape)
+    parameters = trained_parameters(config, shape)
     moments, is_paged = optimizer_bytes(config.optim._target_, parameters)  # Hydra's own spelling
     on_cpu = kind == "cpu"
     again = recomputes(config, shape, kind)
@@ -185,11 +189,13 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
     factor = dict(_CPU_KEPT if on_cpu else _CUDA_KEPT)
     if on_cpu and again:
         factor["activations"] = _CPU_KEPT_RECOMPUTED
-    bits = bits_per_weight(double_quant=config.quant.double_quant)
+    bits = bits_per_weight(config.quant)
+    # Where every weight learns, the base is what is counted as learned.
+    frozen = 0 if config.backend.name == "full" else 1
     components = {
-        "base weights": round(shape.linear_parameters * bits / 8),
+        "base weights": round(frozen * frozen_linears(config, shape) * bits / 8),
         **_plain_beside_residual(config, shape, bits),
-        "embedding and head": shape.embedding_parameters * width,
+        "embedding and head": frozen * shape.embedding_parameters * width,
         "adapter": parameters * (_F32 + (width if width < _F32 else 0)),
         "gradients": parameters * _F32,
         "optimizer": 0 if is_paged and not on_cpu else moments,
@@ -247,6 +253,10 @@ def _kept(
     if not config.data.packing:
         seq_len = min(seq_len, documents.longest)
     tokens, layers = sequences * seq_len, shape.num_hidden_layers
+    stack = proxy_stack(config, shape)
+    if stack is not None:  # no attention: of each projection its input, the norm's, and A's output
+        one = width * (2 * shape.hidden_size + config.lora.r) + _F32 * shape.hidden_size
+        return {"activations": float(tokens * len(stack.middle) * one), "attention scores": 0.0}
     per_token = _layer_bytes(config, shape, width=width, on_cpu=on_cpu)
     scores = 0.0
     if on_cpu and config.data.packing:  # elsewhere a fused kernel keeps none

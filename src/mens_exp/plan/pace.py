@@ -40,15 +40,24 @@ class Pace:
     basis: str
 
 
-def flop_per_token(shape: Shape, adapter: int, *, again: bool = False) -> float:
+def flop_per_token(
+    shape: Shape, adapter: int, *, linears: int | None = None, again: bool = False
+) -> float:
     """Return training operations for one token.
 
     Forward and the gradient of the inputs for frozen weights (2 + 2 a weight), all three products
     for LoRA's (6); the head runs on the supervised tokens alone. Attention scores are left out.
+
+    Args:
+        shape: dimensions of the base.
+        adapter: trained parameters.
+        linears: weights of the linear layers that a token goes through; None is all of them.
+        again: whether activations are computed again.
     """
+    through = shape.linear_parameters if linears is None else linears
     head = shape.vocab_size * shape.hidden_size
-    twice = 2 * (shape.linear_parameters + adapter) if again else 0
-    return twice + 4 * shape.linear_parameters + 6 * adapter + 4 * head * _SUPERVISED
+    twice = 2 * (through + adapter) if again else 0
+    return twice + 4 * through + 6 * adapter + 4 * head * _SUPERVISED
 
 
 def pace_of(config: RunConfig, kind: str, known: Sequence[Entry], spread: Residuals | None) -> Pace:
@@ -82,8 +91,9 @@ def pace_of(config: RunConfig, kind: str, known: Sequence[Entry], spread: Residu
             runs=len(rates),
             basis=f"the rate of the last of {len(rates)} earlier runs on this device",
         )
-    if kind != "cpu":
-        reason = "unknown: no rate has been measured for a GPU; the first run on it measures one"
+    if kind != "cpu" or config.backend.name == "proxy":
+        what = "a GPU" if kind != "cpu" else "the proxy, which computes learned tokens alone"
+        reason = f"unknown: no rate has been measured for {what}; the first run here measures one"
         return Pace(rate=None, low=None, high=None, runs=0, basis=reason)
     rate = _FLOPS_PER_CORE[config.quant.compute_dtype] * cores()
     return Pace(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mens_exp.errors import ConfigError, MensError, Problems
 from mens_exp.plan.checks import (
     adapter,
+    backend,
     classes,
     contract,
     data,
@@ -16,6 +17,7 @@ from mens_exp.plan.checks import (
     machine,
     model,
     optim,
+    quant,
     tokenizer,
     weights,
 )
@@ -30,15 +32,34 @@ if TYPE_CHECKING:
 __all__ = ["preflight", "writable_cache"]
 
 
+def _cache(config: RunConfig) -> Iterator[MensError]:
+    del config
+    writable_cache()
+    yield from ()
+
+
+_CHECKS = (
+    _cache,
+    contract.check,
+    optim.check,
+    data.check,
+    backend.check,
+    model.check,
+    weights.check,
+    quant.check,
+    lora.check,
+    adapter.check,
+    tokenizer.check,
+    logger.check,
+    classes.check,
+    machine.check,
+)
+
+
 def preflight(config: RunConfig) -> list[MensError]:
     """List everything wrong with the files and limits that a run would meet."""
     problems: list[MensError] = []
-    checks = (
-        *(_cache, contract.check, optim.check, data.check, model.check, weights.check),
-        *(lora.check, adapter.check, tokenizer.check, logger.check, classes.check),
-        machine.check,
-    )
-    for check in checks:
+    for check in _CHECKS:
         try:
             for problem in check(config):
                 problems.append(problem)  # noqa: PERF402  # kept when the check gives up later
@@ -47,12 +68,6 @@ def preflight(config: RunConfig) -> list[MensError]:
         except MensError as error:
             problems.append(error)
     return list({str(problem): problem for problem in problems}.values())
-
-
-def _cache(config: RunConfig) -> Iterator[MensError]:
-    del config
-    writable_cache()
-    yield from ()
 
 
 def writable_cache() -> Path:

@@ -72,17 +72,25 @@ SETTINGS: dict[str, Part] = {
         "prompt input response messages conversations system rating category group",
     ),
     **_all(Part.RECORD, "data.", "val_max_tokens show"),
-    **_all(Part.QUANT, "quant.", "quant_type double_quant compute_dtype"),
+    **_all(Part.QUANT, "quant.", "quant_type double_quant compute_dtype block_size skip"),
+    # The codes are the same in a container of another type.
+    **_all(Part.RECORD, "quant.", "storage_dtype"),
     **_all(
         Part.ADAPTER,
         "lora.",
         "targets r alpha dropout variant rank_pattern alpha_pattern init loftq_iters init_from",
     ),
     **_all(Part.RECORD, "lora.", "name"),
-    **_all(Part.EXEC, "objective.", "_target_ name labels turns"),
+    **_all(Part.EXEC, "objective.", "_target_ name labels turns k"),
     # The same sum over the same tokens, so many at a time.
     **_all(Part.RECORD, "objective.", "chunk_tokens"),
-    **_all(Part.ADAPTER, "backend.", "_target_ name"),
+    **_all(
+        Part.ADAPTER,
+        "backend.",
+        "_target_ name composition max_layers lm_head_only train_base",
+    ),
+    # It refuses a checkpoint, or does not.
+    **_all(Part.RECORD, "backend.", "require_full_stack"),
     **_all(Part.EXEC, "optim.", "_target_ lr betas eps weight_decay"),
     **_all(Part.RECORD, "optim.", "name"),
     **_all(Part.EXEC, "schedule.", "kind warmup_steps warmup_frac"),

@@ -12,7 +12,7 @@ from mens_exp.corpus.source import cache_key, load_rows
 from mens_exp.corpus.split import Side
 from mens_exp.layout.cached import ready
 from mens_exp.rows.cache import peek
-from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.tokenizer.load import load_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,7 +70,7 @@ def _cached_counts(config: RunConfig, rows: Rows, cache: Path) -> dict[str, int]
     directory = ready(config.model, cache)
     if directory is None:
         return None
-    tokenizer = HfTokenizer.from_directory(directory, config.tokenizer)
+    tokenizer = load_tokenizer(config.tokenizer, directory)
     train, val = (
         peek(cache, cache_key(config, rows, side, tokenizer)) for side in (Side.TRAIN, Side.VAL)
     )

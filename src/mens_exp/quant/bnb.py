@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mens_exp.config.quant import ComputeDtype, QuantConfig
+from mens_exp.config.quant import ComputeDtype, QuantConfig, StorageDtype
+from mens_exp.model.quiet import quiet
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import BitsAndBytesConfig
 
 __all__ = [
@@ -16,9 +19,17 @@ __all__ = [
     "dequantized",
     "keep_trainable",
     "quantization_config",
+    "quantization_facts",
     "quantized_like",
     "quantized_linears",
 ]
+
+
+_STORAGE = {
+    StorageDtype.u8: torch.uint8,
+    StorageDtype.bf16: torch.bfloat16,
+    StorageDtype.f32: torch.float32,
+}
 
 
 def compute_dtype(config: QuantConfig) -> torch.dtype:
@@ -28,8 +39,15 @@ def compute_dtype(config: QuantConfig) -> torch.dtype:
     ]
 
 
-def quantization_config(config: QuantConfig) -> BitsAndBytesConfig:
-    """Translate the `quant` group for transformers' loader."""
+def quantization_config(config: QuantConfig, skip: Sequence[str] = ()) -> BitsAndBytesConfig | None:
+    """Translate the `quant` group for transformers' loader; None leaves weights as they are.
+
+    Args:
+        config: the `quant` group; its block size is not the loader's to choose.
+        skip: paths of modules that stay unquantized, beside the head.
+    """
+    if not config.is_four_bit:
+        return None
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(
@@ -37,14 +55,32 @@ def quantization_config(config: QuantConfig) -> BitsAndBytesConfig:
         bnb_4bit_quant_type=config.quant_type.value,
         bnb_4bit_use_double_quant=config.double_quant,
         bnb_4bit_compute_dtype=compute_dtype(config),
+        bnb_4bit_quant_storage=_STORAGE[config.storage_dtype],
+        # Naming any replaces transformers' own choice, which is the head.
+        llm_int8_skip_modules=[*skip, "lm_head"] if skip else None,
     )
 
 
 def quantized_linears(model: torch.nn.Module) -> dict[str, Any]:
     """Return the 4-bit linear modules (bitsandbytes' untyped ``Linear4bit``) by path."""
-    from bitsandbytes.nn import Linear4bit
-
+    with quiet():  # imported first here where nothing is quantized
+        from bitsandbytes.nn import Linear4bit
     return {name: m for name, m in model.named_modules() if isinstance(m, Linear4bit)}
+
+
+def quantization_facts(model: torch.nn.Module) -> dict[str, Any]:
+    """Read back how a model's linear layers are stored."""
+    layers = list(quantized_linears(model).values())
+    if not layers:
+        return {"quantized_linears": 0, "quant": "none"}
+    state = layers[0].weight.quant_state
+    return {
+        "quantized_linears": len(layers),
+        "quant": str(state.quant_type),
+        "block_size": int(state.blocksize),
+        "double_quant": bool(state.nested),
+        "storage_dtype": str(layers[0].weight.dtype).removeprefix("torch."),
+    }
 
 
 def keep_trainable(model: torch.nn.Module) -> None:
@@ -65,7 +101,7 @@ def dequantized(weight: Any) -> torch.Tensor:
     return values.float()
 
 
-def quantized_like(weight: Any, values_OI: torch.Tensor) -> Any:
+def quantized_like(weight: Any, values_OI: torch.Tensor, *, block_size: int | None = None) -> Any:
     """Quantize other values the way a 4-bit weight was quantized.
 
     They are first rounded to the format that the loader rounds weights to, so that what comes
@@ -76,7 +112,7 @@ def quantized_like(weight: Any, values_OI: torch.Tensor) -> Any:
     fresh = Params4bit(
         values_OI.to(weight.quant_state.dtype),
         requires_grad=False,
-        blocksize=weight.blocksize,
+        blocksize=block_size or weight.blocksize,
         compress_statistics=weight.compress_statistics,
         quant_type=weight.quant_type,
         quant_storage=weight.quant_storage,

@@ -84,11 +84,19 @@ def _base_model(records: Records) -> str:
 
 def _title(records: Records) -> str:
     model = _base_model(records).rsplit("/", 1)[-1]
-    return _plain(records.manifest.experiment or f"{model}: {_method(records)} adapter")
+    kind = "model" if _artifact(records) == "weights" else "adapter"
+    return _plain(records.manifest.experiment or f"{model}: {_method(records)} {kind}")
 
 
 def _method(records: Records) -> str:
+    if records.manifest.facts.get("artifact") == "weights":
+        return "full fine-tuning"
     return "QLoRA" if _quant(records) not in ("", "none") else "LoRA"
+
+
+def _artifact(records: Records) -> str:
+    """Return what the run left; before this was recorded, all left an adapter and its PEFT view."""
+    return str(records.manifest.facts.get("artifact", "adapter and PEFT view"))
 
 
 def _quant(records: Records) -> str:
@@ -102,13 +110,15 @@ def _front_matter(records: Records) -> str:
     # A random base exists nowhere but in its seed, so a hub could not link it.
     if inputs.get("base_model") and source != "random":
         head["base_model"] = _base_model(records)
-    head["library_name"] = "peft"
+    library = {"adapter and PEFT view": "peft", "weights": "transformers"}
+    if _artifact(records) in library:
+        head["library_name"] = library[_artifact(records)]
     head["pipeline_tag"] = "text-generation"
     if license_name := _license(inputs):
         head["license"] = license_name
     head["tags"] = [
         "mens_exp",
-        _method(records).lower(),
+        _method(records).lower().replace(" ", "-"),
         *(["bundled-base"] * (source == "bundled")),
     ]
     body = yaml.safe_dump(head, sort_keys=False, allow_unicode=True, width=1000)
@@ -128,10 +138,15 @@ def _what_it_is(records: Records) -> str:
     manifest = records.manifest
     matrices = manifest.facts.get("trainable_matrices")
     size = f" of {wording.count(matrices)} trainable matrices" if matrices is not None else ""
+    kind = "model" if _artifact(records) == "weights" else "adapter"
+    lane = manifest.facts.get("lane")
+    graph = manifest.facts.get("candle_qlora_graph_id")
     return (
-        f"A {_method(records)} adapter{size} for `{_code(_base_model(records))}`, trained by "
+        f"A {_method(records)} {kind}{size} for `{_code(_base_model(records))}`, trained by "
         f"mens_exp in run `{_code(wording.visible(manifest.run_id))}` "
         f"on {wording.moment(manifest.started_utc)}."
+        + (f" Its graph is `{_code(str(graph))}`, no transformer." if graph else "")
+        + (f" Lane: {_plain(str(lane))}." if lane else "")
     )
 
 
@@ -183,6 +198,16 @@ def _training(records: Records) -> str:
 
 
 def _loading(records: Records) -> str:
+    if _artifact(records) == "weights":
+        return (
+            "from transformers import AutoModelForCausalLM\n\n"
+            'model = AutoModelForCausalLM.from_pretrained("weights").eval()  # in the run directory'
+        )
+    if _artifact(records) == "adapter":
+        return (
+            "from safetensors.numpy import load_file\n\n"
+            'matrices = load_file("adapter/adapter.safetensors")  # PEFT has no such graph'
+        )
     quant = _quant(records)
     config = ""
     if quant in _FOUR_BIT:

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 ENCODING_VERSION = 3  # raise it when the ids or masks of the same row change
-_OBJECTIVES = ("assistant", "causal")
+_OBJECTIVES = ("assistant", "causal", "last_k")
 _ROWS_AT_ONCE = 2048  # their texts are in memory together; unverified guess
 _MOST_PROBLEMS = 20
 
@@ -48,16 +48,19 @@ class Labelling:
     """What decides ids and masks beside the rows and the tokenizer.
 
     Attributes:
-        objective: ``assistant`` learns answers and their end markers, ``causal`` every token.
+        objective: ``assistant`` learns answers and their end markers, ``causal`` every token,
+            ``last_k`` the end of the text as it is rendered, with nothing added to it.
         seq_len: tokens that a document may have.
         turns: ``all`` answers of a conversation are learned, or the ``last``.
         truncation: the side that is cut, ``right`` or ``left``.
+        k: tokens that ``last_k`` learns; 0 is every one after the prompt.
     """
 
     objective: str
     seq_len: int
     turns: str = "all"
     truncation: str = "right"
+    k: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +124,7 @@ def encode(pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Label
     unrolled = 0
     for start in range(0, len(pairs), _ROWS_AT_ONCE):
         for owns in _owns(pairs[start : start + _ROWS_AT_ONCE], encoder, labelling):
-            mine = _documents(owns)
+            mine = _documents(owns) if labelling.objective != "last_k" else _end(owns, labelling.k)
             if labelling.objective == "causal":
                 mine = [(ids, [True] * len(ids)) for ids, _ in mine]
             documents += mine
@@ -136,7 +139,7 @@ def _owns(
     problems: list[MensError] = []
     answers: list[Answer] = []
     counts: list[int] = []
-    last_only = labelling.objective == "causal" or labelling.turns == "last"
+    last_only = labelling.objective != "assistant" or labelling.turns == "last"
     for pair in pairs:
         total = len(pair.exchanges)
         try:
@@ -152,7 +155,11 @@ def _owns(
             break
     Problems.raise_if(problems)
     special = encoder.special_ids
-    documents = (_own(*parts, special, encoder.eos_id) for parts in _ids(answers, encoder))
+    as_rendered = labelling.objective == "last_k"
+    documents = (
+        _own(*parts, special, encoder.eos_id, as_rendered=as_rendered)
+        for parts in _ids(answers, encoder)
+    )
     for pair, count in zip(pairs, counts, strict=True):
         owns = [next(documents) for _ in range(count)]
         known = [own for own in owns if own is not None]
@@ -182,13 +189,22 @@ def _ids(
 
 
 def _own(
-    prompt: list[int], body: list[int], closing: list[int], special: set[int], eos_id: int | None
+    prompt: list[int],
+    body: list[int],
+    closing: list[int],
+    special: set[int],
+    eos_id: int | None,
+    *,
+    as_rendered: bool,
 ) -> _Own | None:
     """Join the parts; learned are the answer and what closes it, to the first control token.
 
-    A closing without one ends with the end-of-sequence token, or generation would never stop.
+    A closing without one ends with the end-of-sequence token, or generation would never stop,
+    unless the text is wanted as it is rendered.
     """
     end = next((i + 1 for i, token in enumerate(closing) if token in special), None)
+    if end is None and as_rendered:
+        end = len(closing)
     if end is None:
         if eos_id is None:
             return None
@@ -196,6 +212,13 @@ def _own(
         end = len(closing)
     start = len(prompt)
     return _Own(ids=prompt + body + closing, start=start, end=start + len(body) + end)
+
+
+def _end(owns: Sequence[_Own], k: int) -> list[_Document]:
+    """Learn the last ``k`` tokens of a row's text, or with 0 all that follow its prompt."""
+    last = owns[-1]
+    first = max(last.end - k, 0) if k else last.start
+    return [(last.ids[: last.end], [place >= first for place in range(last.end)])]
 
 
 def _documents(owns: Sequence[_Own]) -> list[_Document]:

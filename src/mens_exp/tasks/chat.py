@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mens_exp.backends.protocol import Backend
     from mens_exp.config.root import RunConfig
     from mens_exp.tasks.run import Run
-    from mens_exp.tokenizer.hf import HfTokenizer
+    from mens_exp.tokenizer.protocol import Tokenizer
 
 __all__ = ["chat"]
 
@@ -58,7 +58,7 @@ def chat(config: RunConfig, run: Run) -> None:
     console.print(f"Transcript: {run.dir.transcript}", soft_wrap=True)
 
 
-def _loaded(config: RunConfig, run: Run) -> tuple[Backend, HfTokenizer, bool]:
+def _loaded(config: RunConfig, run: Run) -> tuple[Backend, Tokenizer, bool]:
     """Return the graph with the run's adapter, or with none for ``path=base``."""
     from mens_exp.model.resolve import resolve
     from mens_exp.training.build import build_backend, lightning_quiet

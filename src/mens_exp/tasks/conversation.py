@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from mens_exp.backends.protocol import Backend
     from mens_exp.config.task import ChatConfig
-    from mens_exp.tokenizer.hf import HfTokenizer
+    from mens_exp.tokenizer.protocol import Tokenizer
     from mens_exp.tokenizer.templates import Message
 
 __all__ = ["Answer", "Conversation"]
@@ -45,7 +45,7 @@ class Conversation:
     """
 
     backend: Backend
-    tokenizer: HfTokenizer
+    tokenizer: Tokenizer
     settings: ChatConfig
     seed: int
     conditions: Mapping[str, Callable[[], AbstractContextManager[None]]]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.corpus.files import records
 from mens_exp.corpus.source import labelling_of
 from mens_exp.errors import Problems, RequestError
-from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.tokenizer.load import load_tokenizer
 from mens_exp.tokenizer.templates import DATE
 
 if TYPE_CHECKING:
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from mens_exp.corpus.source import Rows
     from mens_exp.data.datamodule import RowsDataModule
     from mens_exp.model.resolve import BaseModel
+    from mens_exp.tokenizer.protocol import Tokenizer
 
 __all__ = ["describe", "refuse_changed", "tokenizer_of"]
 
 
-def tokenizer_of(config: TokenizerConfig, base: BaseModel, run: RunDir) -> HfTokenizer:
+def tokenizer_of(config: TokenizerConfig, base: BaseModel, run: RunDir) -> Tokenizer:
     """Return the tokenizer of a run.
 
     Where its chat template was read from a file, the run's own copy is read once there is one:
@@ -36,11 +37,11 @@ def tokenizer_of(config: TokenizerConfig, base: BaseModel, run: RunDir) -> HfTok
     """
     if config.chat_template is not None and run.chat_template.is_file():
         config = dataclasses.replace(config, chat_template=str(run.chat_template))
-    return HfTokenizer.from_directory(base.directory, config)
+    return load_tokenizer(config, base.directory)
 
 
 def describe(
-    base: BaseModel, tokenizer: HfTokenizer, rows: Rows, data: RowsDataModule | None = None
+    base: BaseModel, tokenizer: Tokenizer, rows: Rows, data: RowsDataModule | None = None
 ) -> dict[str, Any]:
     """Return the manifest's ``inputs``; without ``data``, nothing of the encoded documents."""
     rows_of: dict[str, Any] = {

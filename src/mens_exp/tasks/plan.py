@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.rows.schema import TrainingPair
     from mens_exp.tasks.run import Run
-    from mens_exp.tokenizer.hf import HfTokenizer
+    from mens_exp.tokenizer.protocol import Tokenizer
 
 __all__ = ["plan"]
 
@@ -51,21 +51,21 @@ def _rows(config: RunConfig, cache: Path) -> Iterator[Text]:
         yield from _documents(config, tokenizer, pair, number)
 
 
-def _tokenizer(config: RunConfig, cache: Path) -> HfTokenizer:
+def _tokenizer(config: RunConfig, cache: Path) -> Tokenizer:
     """Read the tokenizer; where the model has to be made first, make it."""
     from mens_exp.layout.cached import ready
-    from mens_exp.tokenizer.hf import HfTokenizer
+    from mens_exp.tokenizer.load import load_tokenizer
 
     directory = ready(config.model, cache)
     if directory is None:
         from mens_exp.model.resolve import resolve
 
         directory = resolve(config.model, cache).directory
-    return HfTokenizer.from_directory(directory, config.tokenizer)
+    return load_tokenizer(config.tokenizer, directory)
 
 
 def _documents(
-    config: RunConfig, tokenizer: HfTokenizer, pair: TrainingPair, number: int
+    config: RunConfig, tokenizer: Tokenizer, pair: TrainingPair, number: int
 ) -> Iterator[Text]:
     import dataclasses
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mens_exp.backends.protocol import Backend
     from mens_exp.rows.schema import TrainingPair
     from mens_exp.tasks.run import Run
-    from mens_exp.tokenizer.hf import HfTokenizer
+    from mens_exp.tokenizer.protocol import Tokenizer
 
 __all__ = ["score"]
 
@@ -24,7 +24,7 @@ def score(
     run: Run,
     backend: Backend,
     heldout: Sequence[TrainingPair],
-    tokenizer: HfTokenizer,
+    tokenizer: Tokenizer,
 ) -> None:
     """Write scorecard.json and events.jsonl, or say in the manifest why there is none."""
     if not isinstance(suite, HeldoutSyntaxSuite):

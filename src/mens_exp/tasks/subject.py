@@ -37,6 +37,14 @@ def subject_of(path: str) -> RunDir:
             expected="a training run",
             remedy="name one, or path=latest",
         )
+    if subject.weights.is_dir() and not subject.adapter.is_dir():
+        raise RequestError(
+            "the run trained every weight and has no adapter",
+            where="path",
+            found=str(subject.path),
+            expected="a run of a backend with an adapter",
+            remedy=f"use its weights as a model: model=hf model.id={subject.weights}",
+        )
     if not (subject.adapter / "adapter_manifest.json").is_file():
         raise RequestError(
             "the run has no adapter",

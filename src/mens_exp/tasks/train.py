@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mens_exp.layout.starting_adapter import StartingAdapter
     from mens_exp.model.resolve import BaseModel
     from mens_exp.tasks.run import Run
-    from mens_exp.tokenizer.hf import HfTokenizer
+    from mens_exp.tokenizer.protocol import Tokenizer
     from mens_exp.training.module import TrainingModule
 
 __all__ = ["train"]
@@ -91,7 +91,7 @@ def train(config: RunConfig, run: Run, *, checkpoint: Path | None = None) -> Non
 
 def _inputs(
     config: RunConfig, run: Run, cache: Path
-) -> tuple[BaseModel, HfTokenizer, Rows, RowsDataModule]:
+) -> tuple[BaseModel, Tokenizer, Rows, RowsDataModule]:
     """Make base model, tokenizer and encoded rows, and record what they are."""
     from mens_exp.data.datamodule import RowsDataModule
     from mens_exp.model.resolve import resolve

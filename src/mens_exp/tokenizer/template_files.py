@@ -7,9 +7,9 @@ from typing import Any
 
 from mens_exp.artifacts.nearest import nearest_file
 from mens_exp.errors import ConfigError, DataError, ModelFileError
-from mens_exp.tokenizer.templates import CHATML, check_syntax
+from mens_exp.tokenizer.templates import CHATML, SHIPPED, check_syntax
 
-__all__ = ["read_template", "template_in_force"]
+__all__ = ["read_template", "template_in_force", "template_named"]
 
 
 def template_in_force(
@@ -20,16 +20,25 @@ def template_in_force(
     Args:
         directory: the model directory.
         config: its tokenizer_config.json.
-        named: the file that `tokenizer.chat_template` names, if it names one.
+        named: what `tokenizer.chat_template` names, if anything.
 
     Raises:
         ConfigError: that file is absent or holds no template.
         ModelFileError: the directory has several templates and none called default.
     """
     if named is not None:
-        return read_template(named), "a file"
+        return template_named(named)
     own = _own_template(directory, config)
     return (CHATML, "ChatML") if own is None else (own, "the tokenizer's own")
+
+
+def template_named(name: str) -> tuple[str, str]:
+    """Return the chat template that `tokenizer.chat_template` names, and its source for records.
+
+    Raises:
+        ConfigError: there is no such file, or it holds no template.
+    """
+    return read_template(name), name if name in SHIPPED else "a file"
 
 
 def read_template(name: str) -> str:
@@ -38,6 +47,8 @@ def read_template(name: str) -> str:
     Raises:
         ConfigError: there is no such file, or it holds no template.
     """
+    if name in SHIPPED:
+        return SHIPPED[name]
     path = Path(name).expanduser()
     where = "tokenizer.chat_template"
     try:

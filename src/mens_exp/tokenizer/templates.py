@@ -27,7 +27,17 @@ if TYPE_CHECKING:
     from jinja2.nodes import Node
     from jinja2.parser import Parser
 
-__all__ = ["CHATML", "DATE", "Message", "check_syntax", "generated_spans", "is_dated", "render"]
+__all__ = [
+    "CHATML",
+    "DATE",
+    "PLAIN",
+    "SHIPPED",
+    "Message",
+    "check_syntax",
+    "generated_spans",
+    "is_dated",
+    "render",
+]
 
 Message = dict[str, str]
 
@@ -43,6 +53,16 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+# The seeds' plain text: `{system}\n{prompt}\n{response}`, nothing before, between or behind.
+PLAIN = (
+    "{% for message in messages %}"
+    "{{ message['content'] }}"
+    "{% if not loop.last or add_generation_prompt %}{{ '\n' }}{% endif %}"
+    "{% endfor %}"
+)
+SHIPPED = {"plain": PLAIN, "chatml": CHATML}  # templates that a configuration may name
 
 
 class _GenerationMarkers(Extension):

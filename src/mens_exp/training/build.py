@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from mens_exp.config.adapter import Selection
 from mens_exp.config.logger import NoLogger, WandbLogger
-from mens_exp.config.objective import AssistantObjective, ObjectiveConfig
+from mens_exp.config.objective import AssistantObjective, LastKObjective, ObjectiveConfig
 from mens_exp.errors import SetupError
 from mens_exp.training.atomic_checkpoint import AtomicCheckpointIO
 from mens_exp.training.loggers import lightning_logger
@@ -74,7 +74,8 @@ def build_module(config: RunConfig, backend: Backend, data: RowsDataModule) -> T
 def _objective(config: RunConfig) -> Objective:
     """Make the objective of its own settings; the others say which tokens it is given."""
     node = config.objective
-    kind = AssistantObjective if isinstance(node, AssistantObjective) else ObjectiveConfig
+    labelling = isinstance(node, AssistantObjective | LastKObjective)
+    kind = type(node) if labelling else ObjectiveConfig
     ours = {field.name for field in fields(kind)} - {"chunk_tokens"}  # what chooses the tokens
     settings = {f.name: getattr(node, f.name) for f in fields(node) if f.name not in ours}
     made: Objective = _made(node._target_, settings, name=node.name)

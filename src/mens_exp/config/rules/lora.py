@@ -21,6 +21,14 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
     lora = config.lora
     yield from _target_problems(lora.targets)
     yield from _pattern_problems(lora)
+    quantized_all = config.quant.is_four_bit and not config.quant.skip
+    if lora.init is not LoraInit.default and not quantized_all:
+        yield ConfigError(
+            "starts from what quantizing a weight misses, and some weights are not quantized",
+            where="lora.init",
+            found=lora.init.value,
+            expected="lora.init=default, or quant=nf4 with an empty quant.skip",
+        )
     if lora.loftq_iters > 1 and lora.init is not LoraInit.loftq:
         yield ConfigError(
             f"has no effect with lora.init={lora.init.value}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mens_exp.config.backend import ProxyConfig
 from mens_exp.config.lora import LoraInit, LoraVariant
 from mens_exp.config.validate import range_problems
 from mens_exp.errors import ConfigError
@@ -23,6 +24,8 @@ __all__ = ["check"]
 
 def check(config: RunConfig) -> Iterator[MensError]:
     """Yield what is wrong with the modules that get an adapter."""
+    if isinstance(config.backend, ProxyConfig):
+        return  # its stack is its targets
     if any(range_problems(config.model)):
         return  # told already, and the model has no shape then
     lora, shape = config.lora, shape_of(config.model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.config.backend import ProxyConfig
 from mens_exp.config.model import BundledModel, HfModel, RandomModel, WeightsDtype
 from mens_exp.config.rules.model import BLOCK_SIZE
 from mens_exp.config.validate import range_problems
@@ -14,7 +15,7 @@ from mens_exp.layout.bundled import locate
 from mens_exp.layout.cached import ready
 from mens_exp.layout.shape import Shape, check_weights, shape_of
 from mens_exp.rows.cache import cache_root
-from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.tokenizer.load import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,8 +57,9 @@ def check(config: RunConfig) -> Iterator[MensError]:
         yield from _quantized(directory)
         yield from _remote_code(model, directory.config)
         yield from _widths(directory.path, shape)
-        yield from _vocabulary(directory.path, shape)
-        check_weights(directory)
+        yield from _vocabulary(config, directory.path, shape)
+        if not isinstance(config.backend, ProxyConfig):  # which reads the attention's outputs only
+            check_weights(directory)
 
 
 def _without_effect(model: HfModel) -> Iterator[MensError]:
@@ -134,9 +136,9 @@ def _widths(directory: Path, shape: Shape) -> Iterator[MensError]:
             )
 
 
-def _vocabulary(directory: Path, shape: Shape) -> Iterator[MensError]:
+def _vocabulary(config: RunConfig, directory: Path, shape: Shape) -> Iterator[MensError]:
     """Refuse a tokenizer whose ids reach past the embedding table."""
-    last = HfTokenizer.from_directory(directory).last_id
+    last = load_tokenizer(config.tokenizer, directory).last_id
     if last >= shape.vocab_size:
         yield ModelFileError(
             "the tokenizer has ids that the model has no embedding for",

@@ -22,21 +22,26 @@ __all__ = ["AdapterWriter"]
 
 
 class AdapterWriter(Callback):
-    """Writes the trained adapter, schema v3 with its PEFT view, when training has ended."""
+    """Writes what was trained when training has ended: the adapter in its forms, or the weights."""
 
     def __init__(self, run: RunRecord) -> None:
         """Listen for ``run``."""
         self.run = run
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Write both forms of the same tensors.
+        """Write the forms there are of the same tensors.
 
         Also where a resumed run had no step left to take, which is when Lightning leaves
         ``on_train_end`` out.
         """
         del trainer
+        if not pl_module.backend.has_adapter:
+            pl_module.backend.write_weights(self.run.dir.weights)
+            return
         manifest, tensors = pl_module.backend.adapter(pl_module.config)
         write_adapter(self.run.dir.adapter, manifest, tensors)
+        if not pl_module.backend.has_peft_view:
+            return
         pl_module.backend.write_peft(self.run.dir.peft)
         template = self.run.dir.chat_template
         if template.is_file():  # whoever loads the adapter elsewhere needs its prompts' form

@@ -14,6 +14,7 @@ from mens_exp.config.schedule import warmup_steps
 if TYPE_CHECKING:
     from lightning import Trainer
 
+    from mens_exp.backends.protocol import Backend
     from mens_exp.data.batch import Batch
     from mens_exp.training.module import TrainingModule
     from mens_exp.training.record import RunRecord
@@ -40,11 +41,15 @@ class ManifestFacts(Callback):
         facts = {
             **(_batch_facts(batch) if batch.index == 0 else {}),  # a resumed run has its first
             **pl_module.backend.facts(),
+            "artifact": _artifact(pl_module.backend),
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "warmup_steps": warmup_steps(pl_module.config.schedule, pl_module.total_steps),
             "device": str(pl_module.device),
             "deterministic": _deterministic(),
         }
+        notes = facts.pop("notes", [])
+        known = self.run.manifest.notes
+        known += [note for note in notes if note not in known]
         self.run.manifest.facts.update(facts)
         self.run.save()
         self.run.telemetry.emit("facts", facts)
@@ -61,6 +66,13 @@ def _batch_facts(batch: Batch) -> dict[str, Any]:
         "tokens_in_first_batch": batch.tokens,
         "supervised_tokens_in_first_batch": int(batch.targets_M.numel()),
     }
+
+
+def _artifact(backend: Backend) -> str:
+    """Say what the run will leave: the card and whoever loads it go by this."""
+    if not backend.has_adapter:
+        return "weights"
+    return "adapter and PEFT view" if backend.has_peft_view else "adapter"
 
 
 def _deterministic() -> bool:

@@ -1,0 +1,133 @@
+"""Every weight of the causal model trained: what adapters are held against.
+
+Weights, gradients and optimizer state are f32; ``quant.compute_dtype`` is the products' format.
+
+Shapes: M supervised positions, D hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from mens_exp.backends.frozen_base import load_base
+from mens_exp.backends.own_form import OwnForm
+from mens_exp.backends.qlora import QloraBackend
+from mens_exp.backends.saved_model import write_model
+from mens_exp.errors import RequestError
+from mens_exp.layout.shape import shape_of
+from mens_exp.quant.bnb import compute_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import numpy as np
+
+    from mens_exp.artifacts.adapter_v3 import AdapterManifest
+    from mens_exp.config.root import RunConfig
+    from mens_exp.model.resolve import BaseModel
+
+__all__ = ["FullBackend"]
+
+
+class FullBackend(OwnForm, QloraBackend):
+    """The causal graph without adapters; forward, head and generation are the same."""
+
+    def __init__(self, config: RunConfig, base: BaseModel, device: torch.device) -> None:
+        """Load the base model in f32 and make every weight learn.
+
+        Raises:
+            SetupError: the device cannot hold the model.
+        """
+        torch.nn.Module.__init__(self)  # the parent's own would put an adapter on the model
+        self.base, self.config, self.device = base, config, device
+        self.compute_dtype = compute_dtype(config.quant)
+        self.shape = shape_of(config.model)
+        self.model = load_base(config, base, device, dtype=torch.float32)
+        self.causal_lm = self.model
+        self.model.requires_grad_(requires_grad=True)
+        self.layers: dict[str, Any] = {}
+        self.dropouts = []
+
+    @property
+    def has_adapter(self) -> bool:
+        """There is none: the weights themselves are what was trained."""
+        return False
+
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        """Return every weight, f32, by transformers' name; a tied head is the embedding."""
+        return dict(self.causal_lm.named_parameters())
+
+    @contextmanager
+    def base_only(self) -> Iterator[None]:
+        """Put the published weights in place inside the block, read from disk again."""
+        tuned = {name: p.detach().to("cpu", copy=True) for name, p in self.trainable().items()}
+        published = load_base(self.config, self.base, torch.device("cpu"), dtype=torch.float32)
+        self._put(dict(published.named_parameters()))
+        del published
+        try:
+            yield
+        finally:
+            self._put(tuned)
+
+    def _put(self, values: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.trainable().items():
+                parameter.copy_(values[name])
+
+    def write_weights(self, directory: Path) -> None:
+        """Write the model as a Hugging Face directory; it appears whole or not at all."""
+        write_model(self.causal_lm, self.trainable(), self.base.directory, directory)
+
+    def _no_adapter(self) -> NoReturn:
+        raise RequestError(
+            "every weight was trained, and there is no adapter",
+            where="backend",
+            found="full",
+            expected="a run of a backend with an adapter: qlora, lora, proxy or burn",
+            remedy="load the run's weights/ as a model of its own: model=hf model.id=<it>",
+        )
+
+    def adapter(self, config: RunConfig) -> tuple[AdapterManifest, dict[str, np.ndarray]]:
+        """Refuse: there is none.
+
+        Raises:
+            RequestError: always; see ``has_adapter``.
+        """
+        del config
+        self._no_adapter()
+
+    def load_adapter(self, tensors: dict[str, np.ndarray]) -> None:
+        """Refuse: there is no place for one.
+
+        Raises:
+            RequestError: always.
+        """
+        del tensors
+        self._no_adapter()
+
+    def write_peft(self, directory: Path) -> None:
+        """Refuse: there is no adapter.
+
+        Raises:
+            RequestError: always.
+        """
+        del directory
+        self._no_adapter()
+
+    def facts(self) -> dict[str, Any]:
+        """Read back what was built."""
+        parameters = self.trainable().values()
+        count = sum(p.numel() for p in parameters)
+        return {
+            "trainable_parameters": count,
+            "trainable_matrices": len(parameters),
+            "total_parameters": count,
+            "quantized_linears": 0,
+            "quant": "none",
+            "compute_dtype": str(self.compute_dtype).removeprefix("torch."),
+            "attention": str(self.causal_lm.config._attn_implementation),  # noqa: SLF001
+        }

@@ -1,0 +1,290 @@
+"""The proxy projection stack, v1: the next token from the last one alone, cheaply.
+
+No attention, no position: a frozen embedding row goes through the 4-bit attention outputs of all
+decoder layers, each with LoRA beside it, and through the tied 4-bit head. It measures what
+projections can learn, not what a transformer can.
+
+Shapes: M supervised positions, D hidden width, V vocabulary, n middle projections.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mens_exp.artifacts.adapter_v3 import AdapterManifest
+from mens_exp.backends.frozen_base import frozen_weights
+from mens_exp.backends.greedy import evaluating
+from mens_exp.backends.loading import load_into
+from mens_exp.backends.own_form import OwnForm
+from mens_exp.backends.projection import Projection
+from mens_exp.config.backend import Composition, ProxyConfig
+from mens_exp.config.objective import LastKObjective
+from mens_exp.errors import SetupError
+from mens_exp.layout.directory import read_directory
+from mens_exp.layout.names import HEAD, base_key
+from mens_exp.layout.proxy_stack import stack_of
+from mens_exp.layout.shape import shape_of
+from mens_exp.model.mapped import mapped
+from mens_exp.model.stored_weights import StoredWeights
+from mens_exp.quant.bnb import compute_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    import numpy as np
+
+    from mens_exp.config.root import RunConfig
+    from mens_exp.data.batch import Batch
+    from mens_exp.model.resolve import BaseModel
+
+__all__ = ["ProxyBackend"]
+
+_NORM_EPS = 1e-5  # the seeds'
+
+
+class ProxyBackend(OwnForm, torch.nn.Module):
+    """Embedding rows through the projection stack; LoRA on every projection."""
+
+    def __init__(self, config: RunConfig, base: BaseModel, device: torch.device) -> None:
+        """Map the embedding, quantize the stack, and put a fresh adapter on it.
+
+        Raises:
+            ModelFileError: the checkpoint lacks what the stack needs, or it is not square.
+        """
+        super().__init__()
+        assert isinstance(config.backend, ProxyConfig), "Hydra pairs class and schema"
+        self.base, self.device = base, device
+        self.quant = config.quant
+        self.shape = shape_of(config.model)
+        keys = read_directory(base.directory).tensors
+        self.stack = stack_of(self.shape, config.backend, keys)
+        family = self.shape.family
+        table = f"{family.embedding}"
+        self.keys = {
+            **{f"mid{i}": base_key(path, family, keys) for i, path in enumerate(self.stack.middle)},
+            HEAD: base_key(table, family, keys),
+        }
+        # No buffer, so that no `.to()` and no checkpoint reads the whole of it.
+        self.embedding_VD = mapped(base.directory, self.keys[HEAD])
+        weights = StoredWeights(base.directory, family)
+        (attention_output,) = family.groups["o_proj"]
+        self.middle = torch.nn.ModuleList(
+            Projection(
+                weights.read(path, device),
+                config,
+                name=f"mid{i}",
+                draws_as=f"l{i}.{attention_output}",
+            )
+            for i, path in enumerate(self.stack.middle)
+        )
+        table_VD = self.embedding_VD.to(device).float()
+        self.lm_head = Projection(table_VD, config, name=HEAD, draws_as=HEAD)
+        self.compute_dtype = compute_dtype(config.quant)
+        self.k = config.objective.k if isinstance(config.objective, LastKObjective) else None
+
+    @property
+    def projections(self) -> dict[str, Projection]:
+        """Every projection by logical name, first to last."""
+        parts = [*self.middle, self.lm_head]
+        return dict(zip(self.stack.layers, parts, strict=True))
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Return hidden states at the supervised positions, ``[M, D]`` in f32."""
+        return self.hidden(batch.input_ids_BT.flatten().index_select(0, batch.predict_M))
+
+    def hidden(self, last_M: torch.Tensor) -> torch.Tensor:
+        """Return the hidden state that each last token leads to, ``[M, D]`` in f32."""
+        rows = self.embedding_VD.index_select(0, last_M.to("cpu"))
+        h_MD = rows.to(last_M.device).float()
+        with self._compute():
+            for projection in self.middle:
+                h_MD = self._step(h_MD, projection)
+        if self.stack.composition is Composition.residual and len(self.middle):
+            h_MD = h_MD / math.sqrt(len(self.middle))
+        return h_MD
+
+    def _step(self, h_MD: torch.Tensor, projection: torch.nn.Module) -> torch.Tensor:
+        kind = self.stack.composition
+        if kind is Composition.sequential:
+            out_MD: torch.Tensor = projection(h_MD).float()
+        elif kind is Composition.residual_plain:
+            out_MD = h_MD + projection(h_MD).float()
+        else:
+            out_MD = h_MD + projection(_normalized(h_MD)).float() / math.sqrt(len(self.middle))
+        return out_MD
+
+    def head(self, hidden_MD: torch.Tensor) -> torch.Tensor:
+        """Return logits ``[M, V]`` of the tied head."""
+        with self._compute():
+            logits: torch.Tensor = self.lm_head(hidden_MD)
+        return logits
+
+    def begin(self, micro_batch: int) -> None:
+        """Move every dropout stream to a micro-batch."""
+        for projection in self.projections.values():
+            projection.dropout.begin(micro_batch)
+
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        """Return the adapter's parameters, f32, by logical name."""
+        return {
+            f"{logical}.{which}": getattr(projection, which)
+            for logical, projection in self.projections.items()
+            for which in ("lora_a", "lora_b")
+        }
+
+    @contextmanager
+    def base_only(self) -> Iterator[None]:
+        """Switch the adapter off inside the block."""
+        parts = list(self.projections.values())
+        for projection in parts:
+            projection.adapts = False
+        try:
+            yield
+        finally:
+            for projection in parts:
+                projection.adapts = True
+
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        *,
+        max_new_tokens: int,
+        end_ids: set[int],
+        pad_id: int,
+    ) -> list[list[int]]:
+        """Continue prompts greedily: each token follows from the one before it alone."""
+        del pad_id  # nothing is padded: only last tokens are looked at
+        made: list[list[int]] = [[] for _ in prompts]
+        with torch.inference_mode(), evaluating(self):
+            for _ in range(max_new_tokens):
+                open_rows = [i for i, ids in enumerate(made) if not ids or ids[-1] not in end_ids]
+                if not open_rows:
+                    break
+                last = [(made[i] or prompts[i])[-1] for i in open_rows]
+                logits = self.head(self.hidden(torch.tensor(last, device=self.device)))
+                for i, token in zip(open_rows, logits.argmax(-1).tolist(), strict=True):
+                    made[i].append(token)
+        return made
+
+    def next_logits(self, ids: Sequence[int], cache: Any = None) -> tuple[torch.Tensor, Any]:
+        """Return the logits of the token that follows, ``[V]``, f32; no cache is needed."""
+        del cache
+        last = torch.tensor([ids[-1]], device=self.device)
+        with torch.inference_mode(), evaluating(self):
+            return self.head(self.hidden(last))[0].float(), None
+
+    def adapter(self, config: RunConfig) -> tuple[AdapterManifest, dict[str, np.ndarray]]:
+        """Return the adapter's manifest and its f32 tensors under logical names."""
+        tensors = {
+            name: parameter.detach().to("cpu", torch.float32, copy=True).numpy()
+            for name, parameter in self.trainable().items()
+        }
+        manifest = AdapterManifest(
+            adapter_method="qlora",
+            quant={
+                "base_quant": self.quant.quant_type.value,
+                "double_quant": self.quant.double_quant,
+            },
+            base_key_map=self.keys,
+            layer_order=self.stack.layers,
+            vocab=self.shape.vocab_size,
+            d_model=self.shape.hidden_size,
+            rank=config.lora.r,
+            alpha=config.lora.alpha,
+            base_model=self.base.name,
+            mens_exp={
+                "base_weights_sha256": self.base.weights_sha256,
+                "candle_qlora_graph_id": self.stack.graph_id,
+            },
+        )
+        return manifest, tensors
+
+    def load_adapter(self, tensors: dict[str, np.ndarray]) -> None:
+        """Copy an adapter's tensors into the graph.
+
+        Raises:
+            ConfigError: the tensors are not those of this graph.
+        """
+        load_into(self.trainable(), tensors)
+
+    @property
+    def has_adapter(self) -> bool:
+        """An adapter is what is trained."""
+        return True
+
+    def write_weights(self, directory: Path) -> None:
+        """Refuse: the base is the published one.
+
+        Raises:
+            SetupError: always; see ``has_adapter``.
+        """
+        raise frozen_weights(directory)
+
+    def write_peft(self, directory: Path) -> None:
+        """Refuse: PEFT has no such graph.
+
+        Raises:
+            SetupError: always; see ``has_peft_view``.
+        """
+        raise SetupError(
+            "the proxy stack has no PEFT form",
+            where=str(directory),
+            found=self.stack.graph_id,
+            expected="a causal graph",
+            remedy="read adapter/adapter.safetensors, schema v3",
+        )
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence the base was made for, in tokens; the stack itself sees one."""
+        return self.shape.max_position_embeddings
+
+    def facts(self) -> dict[str, Any]:
+        """Read back what was built, under the seeds' names where they have one."""
+        parts = self.projections.values()
+        weights = sum(p.weight_OI.numel() for p in parts)
+        stack, shape = self.stack, self.shape
+        return {
+            "trainable_parameters": sum(p.numel() for p in self.trainable().values()),
+            "trainable_matrices": len(self.trainable()),
+            "total_parameters": weights,
+            "quantized_linears": len(parts),
+            "quant": self.quant.quant_type.value,
+            "double_quant": self.quant.double_quant,
+            "block_size": self.quant.block,
+            "bits_per_parameter": round(8 * sum(p.stored_bytes for p in parts) / weights, 4),
+            "compute_dtype": str(self.compute_dtype).removeprefix("torch."),
+            "candle_qlora_graph_id": stack.graph_id,
+            "trainable_projection_stack": stack.layers,
+            "training_objective_note": self._note(),
+            "candle_qlora_ce_last_k": self.k,
+            "proxy_stack_complete": stack.complete,
+            "middle_layers_active": len(stack.middle),
+            "middle_keys_expected": stack.expected,
+            "middle_keys_matched": stack.matched,
+            "n_layers": shape.num_hidden_layers,
+            "n_heads": shape.num_attention_heads,
+            "d_model": shape.hidden_size,
+            "vocab_size": shape.vocab_size,
+            "notes": stack.warnings,
+        }
+
+    def _note(self) -> str:
+        return f"candle_qlora_proxy_v1_{'supervised' if self.k is None else f'k{self.k}'}"
+
+    @contextmanager
+    def _compute(self) -> Iterator[None]:
+        """Learn under bf16 autocast; measure with the adapter in f32, as ``backend=qlora`` does."""
+        in_bf16 = torch.is_grad_enabled() and self.compute_dtype == torch.bfloat16
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=in_bf16):
+            yield
+
+
+def _normalized(h_MD: torch.Tensor) -> torch.Tensor:
+    """RMS-normalize with gamma 1."""
+    return h_MD * torch.rsqrt(h_MD.square().mean(-1, keepdim=True) + _NORM_EPS)

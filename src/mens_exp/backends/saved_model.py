@@ -1,0 +1,40 @@
+"""A trained model as a Hugging Face directory of its own, tokenizer files beside it."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.artifacts import atomic
+from mens_exp.model.quiet import quiet
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    import torch
+
+__all__ = ["write_model"]
+
+_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "chat_template.jinja", "vocab.*", "merges.*")
+
+
+def write_model(
+    model: Any, weights: Mapping[str, torch.Tensor], tokenizer: Path | None, directory: Path
+) -> None:
+    """Write weights under a model's configuration; the directory appears whole or not at all.
+
+    Args:
+        model: transformers' model, for its configuration.
+        weights: by transformers' names.
+        tokenizer: a directory whose tokenizer files are copied; None where the model was trained
+            on another tokenizer's ids.
+        directory: where to write.
+    """
+    with atomic.directory(directory) as temporary, quiet():
+        plain = type(model)(model.config)  # without PEFT's layers, whose names would be saved
+        plain.load_state_dict(dict(weights), strict=False)  # a tied head is named once
+        plain.save_pretrained(temporary)
+        for pattern in _TOKENIZER:
+            for file in tokenizer.glob(pattern) if tokenizer is not None else ():
+                shutil.copyfile(file, temporary / file.name)

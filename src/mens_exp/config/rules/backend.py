@@ -1,0 +1,110 @@
+"""What each backend goes together with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.config.backend import ProxyConfig
+from mens_exp.config.lora import LoraInit, LoraVariant
+from mens_exp.config.quant import ComputeDtype
+from mens_exp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from mens_exp.config.root import RunConfig
+
+__all__ = ["PROXY_STACK", "problems", "unread"]
+
+PROXY_STACK = "proxy_stack"  # the proxy's only target
+_HF_ONLY = ("lora", "full")  # the planner's second gate speaks for quantized bases
+
+
+def problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what is wrong with `backend`, alone and beside the other groups."""
+    if isinstance(config.backend, ProxyConfig):
+        yield from _proxy(config, config.backend)
+    if config.tokenizer.name == "vox":
+        yield from _vox(config)
+    if config.backend.name == "burn" and config.quant.compute_dtype is not ComputeDtype.f32:
+        yield ConfigError(
+            "the research lane computes in f32",
+            where="quant.compute_dtype",
+            found=config.quant.compute_dtype.value,
+            expected="f32",
+            remedy="choose backend=lora for bf16",
+        )
+
+
+def _vox(config: RunConfig) -> Iterator[ConfigError]:
+    if config.backend.name in _HF_ONLY:
+        yield ConfigError(
+            "the vox tokenizer goes with the f32 research lane alone",
+            where="tokenizer",
+            found="vox",
+            expected=f"tokenizer=hf with backend={config.backend.name}",
+            remedy="choose tokenizer=hf, or backend=burn",
+        )
+    if not config.tokenizer.allow_control_text:
+        yield ConfigError(
+            "the vox tokenizer has no way to tell a row's markers from the template's",
+            where="tokenizer.allow_control_text",
+            found=False,
+            expected="true, or tokenizer=hf",
+        )
+
+
+def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
+    """Yield explicit settings of adapters where there is none.
+
+    Args:
+        config: the whole configuration.
+        keys: override keys as given.
+    """
+    if config.backend.name == "full":
+        for key in keys:
+            if key.partition(".")[0] == "lora":
+                yield ConfigError(
+                    "has no effect with backend=full, which has no adapter",
+                    where=key,
+                    remedy=f"drop {key}, or choose another backend",
+                )
+
+
+def _proxy(config: RunConfig, backend: ProxyConfig) -> Iterator[ConfigError]:
+    if backend.lm_head_only and backend.max_layers is not None:
+        yield ConfigError(
+            "has no effect with backend.lm_head_only=true",
+            where="backend.max_layers",
+            found=backend.max_layers,
+            expected="null",
+        )
+    if backend.require_full_stack and (backend.lm_head_only or backend.max_layers == 0):
+        yield ConfigError(
+            "a head alone is no full stack",
+            where="backend.require_full_stack",
+            found=True,
+            expected="false, or middle projections",
+        )
+    yield from _only_plain_lora(config)
+
+
+def _only_plain_lora(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what the proxy's own LoRA has no place for."""
+    lora = config.lora
+    usual: dict[str, tuple[Any, Any]] = {
+        "targets": (lora.targets, [PROXY_STACK]),
+        "variant": (lora.variant, LoraVariant.lora),
+        "init": (lora.init, LoraInit.default),
+        "rank_pattern": (lora.rank_pattern, {}),
+        "alpha_pattern": (lora.alpha_pattern, {}),
+    }
+    for name, (found, expected) in usual.items():
+        if found != expected:
+            yield ConfigError(
+                "the proxy stack has plain LoRA on every projection",
+                where=f"lora.{name}",
+                found=getattr(found, "value", found),
+                expected=getattr(expected, "value", expected),
+                remedy="choose lora=proxy_stack, or backend=qlora",
+            )

@@ -1,0 +1,89 @@
+"""How the base is stored, and which backend takes it so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.config.quant import QuantType, StorageDtype
+from mens_exp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mens_exp.config.quant import QuantConfig
+    from mens_exp.config.root import RunConfig
+
+__all__ = ["problems"]
+
+# What each of ours is built on; a backend of the user's own may be built on either.
+_FOUR_BIT = {"qlora": True, "proxy": True, "lora": False, "full": False, "burn": False}
+_BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)  # bitsandbytes' own; 32 is for other devices
+
+
+def problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what is wrong with `quant`, alone and under the chosen backend."""
+    quant, name = config.quant, config.backend.name
+    if quant.is_four_bit != _FOUR_BIT.get(name, quant.is_four_bit):
+        yield ConfigError(
+            f"backend={name} has {'no quantized' if quant.is_four_bit else 'a 4-bit'} base",
+            where="quant.quant_type",
+            found=quant.quant_type.value,
+            expected="none" if quant.is_four_bit else "nf4 or fp4",
+            remedy="choose quant=none"
+            if quant.is_four_bit
+            else "choose backend=lora, or quant=nf4",
+        )
+    if quant.block_size is not None and quant.block_size not in _BLOCKS:
+        yield ConfigError(
+            "is no block size of bitsandbytes",
+            where="quant.block_size",
+            found=quant.block_size,
+            expected=f"one of {', '.join(map(str, _BLOCKS))}",
+        )
+    if len(set(quant.skip)) < len(quant.skip):
+        yield ConfigError(
+            "a module is named twice",
+            where="quant.skip",
+            found=", ".join(quant.skip),
+            expected="each module once",
+        )
+    if not quant.is_four_bit:
+        yield from _without_effect(quant)
+    elif name == "proxy":
+        yield from _unused_by_the_proxy(quant)
+
+
+def _without_effect(quant: QuantConfig) -> Iterator[ConfigError]:
+    """Yield what only quantized weights have."""
+    usual: dict[str, tuple[Any, Any]] = {
+        "double_quant": (quant.double_quant, False),
+        "block_size": (quant.block_size, None),
+        "storage_dtype": (quant.storage_dtype, StorageDtype.u8),
+        "skip": (quant.skip, []),
+    }
+    for field, (found, expected) in usual.items():
+        if found != expected:
+            yield ConfigError(
+                f"has no effect with quant.quant_type={QuantType.none.value}",
+                where=f"quant.{field}",
+                found=getattr(found, "value", found),
+                expected=getattr(expected, "value", "null" if expected is None else expected),
+            )
+
+
+def _unused_by_the_proxy(quant: QuantConfig) -> Iterator[ConfigError]:
+    """Yield what the stack, quantized once and read from its compute copy, has no use for."""
+    if quant.storage_dtype is not StorageDtype.u8:
+        yield ConfigError(
+            "has no effect with backend=proxy, which keeps no packed codes",
+            where="quant.storage_dtype",
+            found=quant.storage_dtype.value,
+            expected=StorageDtype.u8.value,
+        )
+    if quant.skip:
+        yield ConfigError(
+            "the proxy stack quantizes all of its projections",
+            where="quant.skip",
+            found=", ".join(quant.skip),
+            expected="nothing",
+        )

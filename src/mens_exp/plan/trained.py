@@ -1,0 +1,53 @@
+"""What a backend would train of a model, counted without building it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mens_exp.config.backend import ProxyConfig, trains_base
+from mens_exp.layout.proxy_stack import ProxyStack, stack_of
+from mens_exp.layout.targets import adapter_parameters, chosen, described
+
+if TYPE_CHECKING:
+    from mens_exp.config.root import RunConfig
+    from mens_exp.layout.shape import Shape
+
+__all__ = ["described_modules", "frozen_linears", "proxy_stack", "trained_parameters"]
+
+
+def proxy_stack(config: RunConfig, shape: Shape) -> ProxyStack | None:
+    """Return the proxy's stack as far as the configuration tells it; None for other backends."""
+    backend = config.backend
+    return stack_of(shape, backend) if isinstance(backend, ProxyConfig) else None
+
+
+def trained_parameters(config: RunConfig, shape: Shape) -> int:
+    """Count the parameters that learn; norms and biases, a thousandth, are left out."""
+    if config.backend.name == "full":
+        return shape.linear_parameters + shape.embedding_parameters
+    stack = proxy_stack(config, shape)
+    if stack is None:
+        base = shape.linear_parameters + shape.embedding_parameters
+        learns = trains_base(config.backend, config.model.source)
+        return adapter_parameters(config.lora, shape) + learns * base
+    d = shape.hidden_size
+    return config.lora.r * (len(stack.middle) * 2 * d + shape.vocab_size + d)
+
+
+def frozen_linears(config: RunConfig, shape: Shape) -> int:
+    """Count the weights of linear layers that a token goes through, the head left out."""
+    stack = proxy_stack(config, shape)
+    if stack is None:
+        return shape.linear_parameters
+    return len(stack.middle) * shape.hidden_size**2
+
+
+def described_modules(config: RunConfig, shape: Shape) -> str:
+    """Say in a line which modules learn."""
+    if config.backend.name == "full":
+        return "every weight"
+    stack = proxy_stack(config, shape)
+    if stack is None:
+        return described(chosen(config.lora, shape), shape.num_hidden_layers)
+    middle = len(stack.middle)
+    return f"mid in {middle} of {shape.num_hidden_layers} layers; lm_head: {middle + 1} modules"

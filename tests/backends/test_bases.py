@@ -1,0 +1,128 @@
+"""The base under the causal graph: unquantized, in blocks of other sizes, modules left out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from mens_exp.data.batch import packed_batch
+from mens_exp.layout.directory import read_directory
+from mens_exp.model.stored_weights import StoredWeights
+from mens_exp.quant.bnb import dequantized, quantized_linears
+from mens_exp.quant.nf4_reference import FP4_LEVELS, NF4_LEVELS, quantize
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mens_exp.data.batch import Batch
+    from mens_exp.rows.encode import Encoded
+
+F32 = "quant.compute_dtype=f32"
+WIDE = ["model=random", "model.name=wide", "model.hidden_size=256", "model.intermediate_size=512"]
+
+
+@pytest.fixture
+def batch(random_documents: Callable[..., Encoded]) -> Batch:
+    return packed_batch(random_documents([11, 6, 17]), [[0, 1, 2]], index=0)
+
+
+def logits_of(backend: Any, batch: Batch) -> torch.Tensor:
+    backend.eval()
+    with torch.no_grad():
+        logits: torch.Tensor = backend.head(backend(batch))
+    return logits
+
+
+def weights_of(backend: Any) -> StoredWeights:
+    return StoredWeights(backend.base.directory, backend.shape.family)
+
+
+def test_an_unquantized_base_is_the_checkpoint(
+    tiny_backend: Callable[..., Any], batch: Batch
+) -> None:
+    """No 4-bit layer; logits of packed documents equal transformers' own model, f32, to 1e-5."""
+    from transformers import AutoModelForCausalLM
+
+    backend = tiny_backend("backend=lora", F32)
+    assert quantized_linears(backend.model) == {}
+    model: Any = AutoModelForCausalLM.from_pretrained(backend.base.directory, dtype=torch.float32)
+    assert batch.documents is not None
+    parts = []
+    with torch.no_grad():
+        for start, end in batch.documents:
+            logits = model(input_ids=batch.input_ids_BT[:, start:end]).logits[0]
+            inside = [int(i) - start for i in batch.predict_M if start <= i < end]
+            parts.append(logits[inside])
+    assert torch.allclose(logits_of(backend, batch), torch.cat(parts), atol=1e-5)
+    assert backend.facts()["quant"] == "none"
+
+
+def test_the_adapter_of_an_unquantized_base_says_so(
+    tiny_backend: Callable[..., Any], tiny_config: Callable[..., Any]
+) -> None:
+    """Method lora, base_quant none; qlora and nf4 beside it."""
+    for overrides, method, quant in (
+        (["backend=lora"], "lora", {"base_quant": "none", "double_quant": False}),
+        ([], "qlora", {"base_quant": "nf4", "double_quant": True}),
+    ):
+        manifest, _ = tiny_backend(*overrides).adapter(tiny_config(*overrides))
+        assert (manifest.adapter_method, manifest.quant) == (method, quant)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("block", [64, 128, 256])
+def test_blocks_are_of_the_size_asked_for(
+    tiny_backend: Callable[..., Any], kind: str, block: int
+) -> None:
+    """Every layer equals the reference's round trip of the published weight at that size."""
+    backend = tiny_backend(*WIDE, F32, f"quant={kind}", f"quant.block_size={block}")
+    assert backend.facts()["block_size"] == block
+    weights = weights_of(backend)
+    levels = {"nf4": NF4_LEVELS, "fp4": FP4_LEVELS}[kind]
+    for path, module in quantized_linears(backend.causal_lm).items():
+        published = weights.read(path.replace(".base_layer", ""), torch.device("cpu"))
+        expected = quantize(published, levels=levels, block_size=block, double_quant=True)
+        assert (dequantized(module.weight) - expected.dequantize()).abs().max() <= 1e-6, path
+
+
+def test_blocks_of_other_sizes_compute_and_learn(
+    tiny_backend: Callable[..., Any], batch: Batch
+) -> None:
+    """Logits differ from those of 64, and every matrix gets a gradient."""
+    usual = logits_of(tiny_backend(*WIDE, F32), batch)
+    backend = tiny_backend(*WIDE, F32, "quant.block_size=256", live=True)
+    with backend.base_only():
+        assert (logits_of(backend, batch) - usual).abs().max() > 1e-4
+    backend.train()
+    logits = backend.head(backend(batch))
+    torch.nn.functional.cross_entropy(logits, batch.targets_M).backward()
+    assert all(float(p.grad.abs().sum()) > 0 for p in backend.trainable().values())
+
+
+@pytest.mark.parametrize("storage", ["u8", "bf16", "f32"])
+def test_codes_are_the_same_whatever_they_lie_in(
+    tiny_backend: Callable[..., Any], batch: Batch, storage: str
+) -> None:
+    """The element type of the packed tensor changes no bit of the logits."""
+    expected = logits_of(tiny_backend(F32), batch)
+    backend = tiny_backend(F32, f"quant.storage_dtype={storage}")
+    name = {"u8": "uint8", "bf16": "bfloat16", "f32": "float32"}[storage]
+    assert backend.facts()["storage_dtype"] == name
+    assert torch.equal(logits_of(backend, batch), expected)
+
+
+def test_modules_left_out_keep_their_weights(tiny_backend: Callable[..., Any]) -> None:
+    """`mlp` and one more layer's query are the checkpoint's; everything else has four bits."""
+    backend = tiny_backend(F32, "quant.skip=[mlp,'*.layers.1.*.q_proj']")
+    quantized = {path.replace(".base_layer", "") for path in quantized_linears(backend.causal_lm)}
+    kinds = {(path.split(".")[2], path.rpartition(".")[2]) for path in quantized}
+    attention = {(layer, f"{x}_proj") for layer in "01" for x in "qkvo"}
+    assert kinds == attention - {("1", "q_proj")}
+    weights = weights_of(backend)
+    layer = backend.causal_lm.get_submodule("model.layers.1.self_attn.q_proj.base_layer")
+    assert torch.equal(
+        layer.weight, weights.read("model.layers.1.self_attn.q_proj", layer.weight.device)
+    )
+    assert read_directory(backend.base.directory).tensors

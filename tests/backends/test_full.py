@@ -1,0 +1,198 @@
+"""The graphs whose base learns: every weight, and the research lane from scratch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from mens_exp.artifacts.adapter_v3 import read_adapter
+from mens_exp.data.batch import packed_batch
+from mens_exp.errors import RequestError, SetupError
+from mens_exp.objective.causal import CrossEntropy
+from mens_exp.tasks.evaluate import subject_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.data.batch import Batch
+    from mens_exp.rows.encode import Encoded
+
+F32 = "quant.compute_dtype=f32"
+FULL = ["backend=full", F32]
+SCRATCH = ["backend=burn"]
+GPT2 = [*SCRATCH, "model=tiny_gpt2"]
+graphs = pytest.mark.parametrize(
+    "overrides", [FULL, SCRATCH, GPT2], ids=["full", "burn from scratch", "burn on gpt2"]
+)
+
+
+@pytest.fixture
+def batch(random_documents: Callable[..., Encoded]) -> Batch:
+    return packed_batch(random_documents([11, 6, 17]), [[0, 1, 2]], index=0)
+
+
+def logits_of(backend: Any, batch: Batch) -> torch.Tensor:
+    backend.eval()
+    with torch.no_grad():
+        logits: torch.Tensor = backend.head(backend(batch))
+    return logits
+
+
+def step(backend: Any, batch: Batch) -> None:
+    """Move every weight against its gradient."""
+    backend.train()
+    backend.zero_grad()
+    loss = CrossEntropy("causal", 4)(backend(batch), batch.targets_M, backend.head)
+    loss.total.backward()
+    with torch.no_grad():
+        for parameter in backend.trainable().values():
+            if parameter.grad is not None:
+                parameter.sub_(0.01 * parameter.grad)
+
+
+def test_gradients_are_those_of_transformers_own_loss(
+    tiny_backend: Callable[..., Any], batch: Batch
+) -> None:
+    """Each weight's, the tied embedding's two parts included, over chunks of the head, to 1e-4."""
+    from transformers import AutoModelForCausalLM
+
+    backend = tiny_backend(*FULL).train()
+    loss = CrossEntropy("causal", 4)(backend(batch), batch.targets_M, backend.head)
+    loss.total.backward()
+    model: Any = AutoModelForCausalLM.from_pretrained(backend.base.directory, dtype=torch.float32)
+    total = torch.zeros(())
+    for start, end in batch.documents or ():
+        logits = model(input_ids=batch.input_ids_BT[:, start:end]).logits[0]
+        mask = (batch.predict_M >= start) & (batch.predict_M < end)
+        total = total + torch.nn.functional.cross_entropy(
+            logits[batch.predict_M[mask] - start], batch.targets_M[mask], reduction="sum"
+        )
+    total.backward()
+    assert torch.allclose(loss.total.detach(), total.detach(), rtol=1e-5)
+    theirs = dict(model.named_parameters())
+    assert backend.trainable().keys() == theirs.keys()
+    for name, parameter in backend.trainable().items():
+        difference = (parameter.grad - theirs[name].grad).norm()
+        assert difference <= 1e-4 * theirs[name].grad.norm(), name
+
+
+@graphs
+def test_every_weight_learns_in_f32(
+    tiny_backend: Callable[..., Any], batch: Batch, overrides: list[str]
+) -> None:
+    """One step moves all base weights; B, which starts at zero, moves too."""
+    backend = tiny_backend(*overrides)
+    before = {name: p.detach().clone() for name, p in backend.trainable().items()}
+    assert {p.dtype for p in backend.trainable().values()} == {torch.float32}
+    step(backend, batch)
+    still = [n for n, p in backend.trainable().items() if torch.equal(p, before[n])]
+    assert all(name.endswith("lora_a") for name in still)  # whose gradient B = 0 stops
+    assert len(before) > len(still)
+
+
+@graphs
+def test_the_base_is_the_published_one_after_training(
+    tiny_backend: Callable[..., Any], batch: Batch, overrides: list[str]
+) -> None:
+    """Inside the block the first logits again, after it the trained ones, bit for bit."""
+    backend = tiny_backend(*overrides)
+    first = logits_of(backend, batch)
+    step(backend, batch)
+    trained = logits_of(backend, batch)
+    assert not torch.equal(trained, first)
+    with backend.base_only():
+        assert torch.equal(logits_of(backend, batch), first)
+    assert torch.equal(logits_of(backend, batch), trained)
+
+
+@graphs
+def test_written_weights_are_the_trained_model(
+    tiny_backend: Callable[..., Any], batch: Batch, overrides: list[str], tmp_path: Path
+) -> None:
+    """Loaded by transformers alone, one document's logits agree to 1e-5."""
+    from transformers import AutoModelForCausalLM
+
+    backend = tiny_backend(*overrides)
+    step(backend, batch)
+    step(backend, batch)
+    backend.write_weights(tmp_path / "weights")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "weights", dtype=torch.float32)
+    (start, end), *_ = batch.documents or ()
+    inside = [int(i) for i in batch.predict_M if start <= i < end]
+    with torch.no_grad():
+        theirs = model(input_ids=batch.input_ids_BT[:, start:end]).logits[0][inside]
+    assert torch.allclose(logits_of(backend, batch)[: len(inside)], theirs, atol=1e-5)
+
+
+@graphs
+def test_there_is_no_adapter(
+    tiny_backend: Callable[..., Any], tiny_config: Callable[..., Any], overrides: list[str]
+) -> None:
+    """And none is taken, where every weight was trained."""
+    backend = tiny_backend(*overrides)
+    assert not backend.has_adapter
+    assert not backend.has_peft_view
+    if overrides is FULL:
+        with pytest.raises(RequestError, match="no adapter"):
+            backend.adapter(tiny_config(*overrides))
+        with pytest.raises(RequestError, match="no adapter"):
+            backend.load_adapter({})
+
+
+def test_a_frozen_base_writes_no_weights(tiny_backend: Callable[..., Any], tmp_path: Path) -> None:
+    """Warm-started, the research lane leaves an adapter, as qlora and the proxy do."""
+    for overrides in (["backend=burn", "backend.train_base=false"], [], ["backend=proxy"]):
+        backend = tiny_backend(*overrides)
+        assert backend.has_adapter
+        with pytest.raises(SetupError, match="frozen"):
+            backend.write_weights(tmp_path / "weights")
+
+
+def test_the_research_lane_says_so(
+    tiny_backend: Callable[..., Any], tiny_config: Callable[..., Any]
+) -> None:
+    """In the facts, a note, and the adapter's manifest."""
+    overrides = ["backend=burn", "backend.train_base=false"]
+    backend = tiny_backend(*overrides)
+    facts = backend.facts()
+    assert facts["lane"] == "research"
+    assert facts["notes"][0].startswith("lane: research")
+    manifest, _ = backend.adapter(tiny_config(*overrides))
+    assert manifest.mens_exp is not None
+    assert manifest.mens_exp["lane"] == "research"
+    assert "lane" not in tiny_backend().facts()
+
+
+def test_a_full_run_leaves_weights_and_adapter_tasks_refuse_it(
+    train_in: Callable[..., RunDir], tmp_path: Path
+) -> None:
+    """The command line end to end: weights/ is hashed, and evaluate names what to do instead."""
+    run = train_in(tmp_path / "run", "backend=full")
+    assert (run.weights / "model.safetensors").is_file()
+    assert not run.adapter.exists()
+    with pytest.raises(RequestError, match="model=hf"):
+        subject_of(str(run.path))
+
+
+@pytest.mark.parametrize("overrides", [["backend=proxy"], ["backend=burn"], ["backend=lora"]])
+def test_each_backend_trains_through_the_command_line(
+    train_in: Callable[..., RunDir], tmp_path: Path, overrides: list[str]
+) -> None:
+    """The run succeeds, its loss falls, and what it leaves can be read."""
+    from mens_exp.artifacts.manifest import Manifest
+
+    run = train_in(tmp_path / "run", *overrides)
+    manifest = Manifest.read(run.manifest)
+    assert manifest.status == "succeeded"
+    assert manifest.results["tuned_val_loss"] < manifest.results["base_val_loss"]
+    if overrides == ["backend=burn"]:
+        assert (run.weights / "config.json").is_file()
+        assert manifest.facts["train_base"]
+    else:
+        adapter, _ = read_adapter(run.adapter)
+        assert adapter.quant["base_quant"] == ("none" if "lora" in overrides[0] else "nf4")
+    assert run.peft.is_dir() is (overrides == ["backend=lora"])

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pytest
+
+from mens_exp.config.overrides import check
+from mens_exp.plan.preflight import preflight
+
+TINY = ["model=tiny_llama", "trainer=cpu", "logger=none"]
+WIDE = ["model=random", "model.name=wide", "model.hidden_size=256", "model.intermediate_size=512"]
+
+
+def problems_of(*overrides: str) -> list[tuple[str | None, str]]:
+    """Compose a command and list what is wrong with it, files and limits included."""
+    by_key = {text.partition("=")[0]: text for text in [*TINY, *overrides]}
+    checked = check(list(by_key.values()))
+    problems = list(checked.problems)
+    if not problems:
+        problems += preflight(checked.cells[0].config)
+    return [(problem.where, str(problem)) for problem in problems]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["backend=proxy"],
+        ["backend=proxy", "quant=fp4", "quant.block_size=64"],
+        ["backend=proxy", "objective=causal"],
+        ["backend=proxy", "backend.max_layers=1", "backend.require_full_stack=true"],
+        ["backend=proxy", "backend.lm_head_only=true"],
+        ["backend=lora"],
+        ["backend=lora", "quant.compute_dtype=f32", "lora=qv"],
+        ["quant.skip=[mlp,q_proj]"],
+        ["objective=last_k", "objective.k=0"],
+        ["objective=last_k", "objective.k=64", "data.truncation=right"],
+        ["tokenizer.chat_template=plain"],
+        [*WIDE, "quant.block_size=256"],
+    ],
+)
+def test_combination_is_accepted(overrides: list[str]) -> None:
+    """Nothing is wrong with it."""
+    assert problems_of(*overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where", "says"),
+    [
+        (["backend=lora", "quant=nf4"], "quant.quant_type", "quant=none"),
+        (["quant=none"], "quant.quant_type", "backend=lora"),
+        (["backend=proxy", "quant=none"], "quant.quant_type", "nf4 or fp4"),
+        (["backend=lora", "quant.double_quant=true"], "quant.double_quant", "no effect"),
+        (["backend=lora", "quant.block_size=128"], "quant.block_size", "no effect"),
+        (["backend=lora", "quant.storage_dtype=bf16"], "quant.storage_dtype", "no effect"),
+        (["backend=lora", "quant.skip=[mlp]"], "quant.skip", "no effect"),
+        (["quant.block_size=96"], "quant.block_size", "64, 128, 256"),
+        (["quant.block_size=32"], "quant.block_size", ">= 64"),
+        (["quant.block_size=128"], "quant.block_size", "q (64)"),
+        (["quant.skip=[nothing]"], "quant.skip", "nothing"),
+        (["quant.skip=[lm_head]"], "quant.skip", "never quantized"),
+        (["quant.skip=[mlp,mlp]"], "quant.skip", "twice"),
+        (["backend=proxy", "quant.skip=[mlp]"], "quant.skip", "all of its"),
+        (["backend=proxy", "quant.storage_dtype=f32"], "quant.storage_dtype", "packed"),
+        (["backend=proxy", "lora=qv"], "lora.targets", "proxy_stack"),
+        (["backend=proxy", "lora.variant=dora"], "lora.variant", "plain LoRA"),
+        (["backend=proxy", "lora.init=pissa"], "lora.init", "plain LoRA"),
+        (["lora=proxy_stack"], "lora.targets", "proxy_stack"),
+        (["backend=proxy", "backend.max_layers=3"], "backend.max_layers", "at most 2"),
+        (
+            ["backend=proxy", "backend.lm_head_only=true", "backend.max_layers=1"],
+            "backend.max_layers",
+            "no effect",
+        ),
+        (
+            ["backend=proxy", "backend.lm_head_only=true", "backend.require_full_stack=true"],
+            "backend.require_full_stack",
+            "no full stack",
+        ),
+        (["backend.composition=residual"], "backend.composition", "backend=proxy"),
+        (["backend=proxy", "model.head_dim=32", "model=random"], "self_attn.o_proj", "[64, 128]"),
+        (["objective=last_k", "objective.k=65"], "objective.k", "<= 64"),
+        (["objective.k=2"], "objective.k", "objective=last_k"),
+        (["backend.name=lora"], "backend.name", "set by the option"),
+    ],
+)
+def test_combination_is_refused(overrides: list[str], where: str, says: str) -> None:
+    """Before a run directory exists, by the place that is wrong and what would be right."""
+    found = problems_of(*overrides)
+    assert [(place, text) for place, text in found if place == where and says in text], found

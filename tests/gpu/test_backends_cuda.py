@@ -1,0 +1,100 @@
+"""The other backends on a CUDA machine: what they compute there is what they compute on CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from mens_exp.data.batch import packed_batch
+from mens_exp.model.resolve import resolve
+from mens_exp.objective.causal import CrossEntropy
+from mens_exp.training.build import build_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.config.root import RunConfig
+    from mens_exp.rows.encode import Encoded
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason="needs a CUDA device; on one, install a CUDA build of torch (README, 'A CUDA "
+        "machine') and run: pytest -m gpu",
+    ),
+]
+F32 = "quant.compute_dtype=f32"
+WIDE = ["model=random", "model.name=wide", "model.hidden_size=256", "model.intermediate_size=512"]
+
+
+def built(config: RunConfig, cache: Path) -> Any:
+    backend: Any = build_backend(config, resolve(config.model, cache))
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in backend.trainable().items():
+        if name.endswith("lora_b"):
+            draws = torch.empty(parameter.shape).normal_(std=0.1, generator=generator)
+            parameter.data.copy_(draws)
+    return backend.train()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["backend=proxy", F32],
+        ["backend=lora", F32],
+        ["backend=full", F32],
+        ["backend=burn"],
+        [*WIDE, "quant.block_size=256", F32],
+        ["quant.skip=[mlp]", F32],
+        ["quant.storage_dtype=f32", F32],
+    ],
+)
+def test_loss_and_gradients_are_those_of_the_cpu(
+    tiny_config: Callable[..., RunConfig],
+    random_documents: Callable[..., Encoded],
+    cache: Path,
+    overrides: list[str],
+) -> None:
+    """In f32 and without dropout, to 1e-3."""
+    found = []
+    for accelerator in ("cpu", "gpu"):
+        config = tiny_config(*overrides)
+        config.trainer.accelerator = accelerator
+        config.lora.dropout = 0.0
+        backend = built(config, cache)
+        batch = packed_batch(random_documents([11, 6, 17]), [[0, 1, 2]], index=0)
+        batch = batch.to("cuda" if accelerator == "gpu" else "cpu")
+        loss = CrossEntropy("causal", 4)(backend(batch), batch.targets_M, backend.head)
+        loss.total.backward()
+        gradients = {n: p.grad.to("cpu") for n, p in backend.trainable().items()}
+        found.append((loss.total.detach().to("cpu"), gradients))
+    (there, theirs), (here, ours) = found
+    assert torch.allclose(here, there, rtol=1e-3)
+    for name, gradient in theirs.items():
+        assert (ours[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("overrides", [["backend=proxy"], ["backend=full"], ["backend=lora"]])
+def test_bf16_learns_and_goes_back_to_its_base(
+    tiny_config: Callable[..., RunConfig],
+    random_documents: Callable[..., Encoded],
+    cache: Path,
+    overrides: list[str],
+) -> None:
+    """A gradient for every parameter; a continuation; and the base inside its block."""
+    config = tiny_config(*overrides)
+    config.trainer.accelerator = "gpu"
+    backend = built(config, cache)
+    batch = packed_batch(random_documents([11, 6]), [[0, 1]], index=0).to("cuda")
+    backend.begin(0)
+    loss = CrossEntropy("causal", 4)(backend(batch), batch.targets_M, backend.head)
+    loss.total.backward()
+    assert all(p.grad is not None for p in backend.trainable().values())
+    made = backend.generate([[5, 6], [7]], max_new_tokens=3, end_ids=set(), pad_id=0)
+    assert [len(ids) for ids in made] == [3, 3]
+    with backend.base_only():
+        backend.generate([[5]], max_new_tokens=1, end_ids=set(), pad_id=0)

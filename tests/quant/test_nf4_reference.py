@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from bitsandbytes.functional import (
+    create_dynamic_map,
+    dequantize_4bit,
+    get_4bit_type,
+    quantize_4bit,
+)
+
+from mens_exp.quant.nf4_reference import (
+    BLOCK_SIZES,
+    FP4_LEVELS,
+    NF4_LEVELS,
+    dynamic_levels,
+    quantize,
+)
+
+LEVELS = {"nf4": NF4_LEVELS, "fp4": FP4_LEVELS}
+
+
+def weights(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Draw weights of a trained layer's size, with rows of very different norms."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.logspace(-4, 0, shape[0])[:, None]
+    return torch.randn(shape, generator=generator) * scale
+
+
+@pytest.mark.parametrize("kind", LEVELS)
+def test_levels_are_those_of_the_library(kind: str) -> None:
+    """All 16, in the order of their codes, to the bit."""
+    theirs = get_4bit_type(kind, device="cpu")
+    assert torch.equal(torch.tensor(LEVELS[kind], dtype=torch.float32), theirs)
+
+
+def test_nf4_levels_by_hand() -> None:
+    """Eight quantiles above zero, seven below, zero itself, and both ends."""
+    assert len(NF4_LEVELS) == 16
+    assert sorted(NF4_LEVELS) == list(NF4_LEVELS)
+    assert (NF4_LEVELS[0], NF4_LEVELS[7], NF4_LEVELS[15]) == (-1.0, 0.0, 1.0)
+
+
+def test_dynamic_levels_are_those_of_the_library() -> None:
+    """256 of them, to the bit."""
+    assert torch.equal(dynamic_levels(), create_dynamic_map(signed=True))
+
+
+@pytest.mark.parametrize("double_quant", [False, True])
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("kind", LEVELS)
+def test_codes_and_values_are_those_of_the_library(
+    kind: str, block_size: int, double_quant: bool
+) -> None:
+    """Codes and magnitudes bit for bit, dequantized values to 1e-6, at every block size."""
+    weight = weights(96, 4096)
+    packed, state = quantize_4bit(
+        weight, blocksize=block_size, compress_statistics=double_quant, quant_type=kind
+    )
+    ours = quantize(weight, levels=LEVELS[kind], block_size=block_size, double_quant=double_quant)
+    assert torch.equal(ours.packed(), packed.view(-1))
+    assert torch.equal(ours.scales_K, state.absmax)
+    if double_quant:
+        assert ours.scale_scales_S is not None
+        assert torch.equal(ours.scale_scales_S, state.state2.absmax)
+        assert ours.offset is not None
+        assert torch.equal(ours.offset, state.offset)
+    theirs = dequantize_4bit(packed, state)
+    assert (ours.dequantize() - theirs).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize(("double_quant", "bits"), [(False, 4.5), (True, 4.127)])
+def test_bits_per_parameter_of_what_is_stored(double_quant: bool, bits: float) -> None:
+    """4 + 32/64, and 4 + 8/64 + 32/(64·256): both ours and the library's stored tensors."""
+    weight = weights(576, 1536)
+    assert quantize(weight, double_quant=double_quant).bits_per_parameter() == pytest.approx(
+        bits, abs=0.005
+    )
+    packed, state = quantize_4bit(weight, compress_statistics=double_quant, quant_type="nf4")
+    stored = [packed, state.absmax]
+    if double_quant:
+        stored += [state.state2.absmax, state.offset]
+    size = sum(part.numel() * part.element_size() for part in stored)
+    assert 8 * size / weight.numel() == pytest.approx(bits, abs=0.005)
+
+
+def test_a_block_of_zeros_stays_zero() -> None:
+    """No division by nothing; the neighbours are not touched."""
+    weight = torch.cat([torch.zeros(64), torch.linspace(-1, 1, 64)])
+    values = quantize(weight).dequantize()
+    assert torch.equal(values[:64], torch.zeros(64))
+    assert (values[64:] - weight[64:]).abs().max() < 0.16
+
+
+def test_a_last_block_that_is_not_full_is_quantized_by_itself() -> None:
+    """100 weights: 64 and 36, as the library has it."""
+    weight = weights(1, 100)
+    packed, state = quantize_4bit(weight, quant_type="nf4")
+    ours = quantize(weight)
+    assert torch.equal(ours.packed(), packed.view(-1))
+    assert (ours.dequantize() - dequantize_4bit(packed, state)).abs().max() <= 1e-6
+
+
+def test_levels_themselves_come_back() -> None:
+    """A block that holds the levels times a magnitude loses nothing."""
+    weight = torch.tensor(NF4_LEVELS * 4) * 0.25
+    ours = quantize(weight)
+    assert ours.codes_N[:16].tolist() == list(range(16))
+    assert torch.equal(ours.dequantize(), weight)
+
+
+def test_halfway_takes_the_lower_level() -> None:
+    """0.5 between levels 0 and 1 of a two-level world: here between -1 and the next."""
+    halfway = (torch.tensor(NF4_LEVELS[0]) + torch.tensor(NF4_LEVELS[1])) / 2
+    weight = torch.cat([halfway[None], torch.ones(63)])
+    assert quantize(weight).codes_N[0] == 0
+    up = torch.nextafter(halfway, torch.tensor(1.0))
+    assert quantize(torch.cat([up[None], torch.ones(63)])).codes_N[0] == 1
+
+
+def test_without_the_cpu_kernels_grid_every_magnitude_takes_its_nearest_level() -> None:
+    """By the definition; the grid moves no more than one code in 100, each by one step."""
+    weight = weights(96, 4096)
+    exact = quantize(weight, double_quant=True, scale_grid=None)
+    offset, spread = exact.offset, exact.scale_scales_S
+    assert offset is not None
+    assert spread is not None
+    values = (quantize(weight).scales_K - offset).view(-1, 256) / spread[:, None]
+    nearest = (values[..., None] - dynamic_levels()).abs().argmin(-1).view(-1)
+    away = (exact.scales_K.long() - nearest).abs()
+    assert away.max() <= 1  # a tie, seen from its other side
+    assert (away > 0).sum() <= 2
+    moved = (quantize(weight, double_quant=True).scales_K.long() - exact.scales_K.long()).abs()
+    assert 0 < (moved > 0).sum() <= 61
+    assert moved[(values.abs() > 1e-3).view(-1)].max() <= 1

@@ -1,0 +1,127 @@
+"""The last k tokens, under chat templates and in the seeds' plain text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mens_exp.config.tokenizer import TokenizerConfig
+from mens_exp.rows.encode import Encoded, Labelling, encode
+from mens_exp.rows.schema import TrainingPair
+from mens_exp.tokenizer import byte_level
+from mens_exp.tokenizer.load import load_tokenizer
+from mens_exp.tokenizer.vox import VoxTokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.tokenizer.protocol import Tokenizer
+
+PAIR = TrainingPair(prompt="Say hi.", response="hello", system="Be brief.")
+TEXTS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tokenizer]:
+    """Load the byte-level tokenizer under a named template."""
+    directory: Path = tmp_path_factory.mktemp("tokenizer")
+    byte_level.write_files(directory)
+
+    def made(template: str | None = None, name: str = "hf") -> Tokenizer:
+        return load_tokenizer(TokenizerConfig(name=name, chat_template=template), directory)
+
+    return made
+
+
+def encoded(
+    tokenizer: Tokenizer, k: int, *pairs: TrainingPair, seq_len: int = 10_000, cut: str = "left"
+) -> Encoded:
+    labelling = Labelling(objective="last_k", seq_len=seq_len, truncation=cut, k=k)
+    return encode(pairs or [PAIR], tokenizer, labelling)
+
+
+def whole(tokenizer: Tokenizer, documents: Encoded) -> str:
+    return tokenizer.spell(documents.ids.tolist())
+
+
+def learned(tokenizer: Tokenizer, documents: Encoded) -> str:
+    return tokenizer.spell(documents.ids[documents.supervised].tolist())
+
+
+@pytest.mark.parametrize(
+    ("k", "text"), [(1, "o"), (3, "llo"), (5, "hello"), (8, "i.\nhello"), (0, "hello")]
+)
+def test_plain_text_has_nothing_added(
+    tokenizer_of: Callable[..., Tokenizer], k: int, text: str
+) -> None:
+    """System, prompt and response on lines; the last k characters; 0 is the whole response."""
+    tokenizer = tokenizer_of("plain")
+    documents = encoded(tokenizer, k)
+    assert whole(tokenizer, documents) == "Be brief.\nSay hi.\nhello"
+    assert learned(tokenizer, documents) == text
+
+
+@pytest.mark.parametrize(
+    ("k", "text"), [(1, "<|im_end|>"), (3, "lo<|im_end|>"), (0, "hello<|im_end|>")]
+)
+def test_chat_text_ends_with_its_end_marker(
+    tokenizer_of: Callable[..., Tokenizer], k: int, text: str
+) -> None:
+    """One token of the k; the text stops there."""
+    tokenizer = tokenizer_of()
+    documents = encoded(tokenizer, k)
+    assert whole(tokenizer, documents).endswith("hello<|im_end|>")
+    assert learned(tokenizer, documents) == text
+
+
+@given(prompt=TEXTS, response=TEXTS, k=st.integers(1, 64), seq_len=st.integers(2, 40))
+def test_the_last_k_targets_of_the_last_tokens(
+    tokenizer_of: Callable[..., Tokenizer], prompt: str, response: str, k: int, seq_len: int
+) -> None:
+    """By the definition: cut to the last seq_len ids, min(k, ids − 1) of them are learned."""
+    tokenizer = tokenizer_of("plain")
+    documents = encoded(
+        tokenizer, k, TrainingPair(prompt=prompt, response=response), seq_len=seq_len
+    )
+    ids = tokenizer.encode_all([f"{prompt}\n{response}"])[0][-seq_len:]
+    count = min(k, len(ids) - 1)
+    assert documents.ids.tolist() == ids
+    assert documents.supervised.tolist() == [False] * (len(ids) - count) + [True] * count
+
+
+def test_cut_on_the_right_the_end_may_be_lost(tokenizer_of: Callable[..., Tokenizer]) -> None:
+    """Asked for explicitly, the last token is cut off, and the row is dropped and counted."""
+    documents = encoded(tokenizer_of("plain"), 1, seq_len=10, cut="right")
+    assert (len(documents), documents.dropped, documents.truncated) == (0, 1, 1)
+
+
+def test_the_last_answer_of_a_conversation_alone(tokenizer_of: Callable[..., Tokenizer]) -> None:
+    """One document a row, earlier answers part of the prompt."""
+    tokenizer = tokenizer_of("plain")
+    pair = TrainingPair(prompt="b", response="B", history=(("a", "A"),))
+    documents = encoded(tokenizer, 0, pair)
+    assert whole(tokenizer, documents) == "a\nA\nb\nB"
+    assert learned(tokenizer, documents) == "B"
+
+
+@pytest.mark.parametrize("objective", ["assistant", "causal", "last_k"])
+def test_the_vox_tokenizer_goes_through_the_same_masks(
+    tokenizer_of: Callable[..., Tokenizer], objective: str
+) -> None:
+    """ChatML's markers are one id each; a newline is UNK; the end marker is learned."""
+    tokenizer = tokenizer_of(name="vox")
+    assert isinstance(tokenizer, VoxTokenizer)
+    documents = encode([PAIR], tokenizer, Labelling(objective=objective, seq_len=1000))
+    text = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nSay hi.<|im_end|>\n"
+        "<|im_start|>assistant\nhello<|im_end|>"
+    )
+    assert documents.ids.tolist() == tokenizer.encode(text)
+    expected = {"assistant": "hello<|im_end|>", "last_k": "hello<|im_end|>"}
+    if objective in expected:
+        assert learned(tokenizer, documents) == expected[objective]
+    assert documents.ids.max() <= 130
