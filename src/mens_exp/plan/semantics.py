@@ -87,10 +87,8 @@ SETTINGS: dict[str, Part] = {
     **_all(
         Part.ADAPTER,
         "backend.",
-        "_target_ name composition max_layers lm_head_only train_base",
+        "_target_ name composition max_layers lm_head_only require_full_stack train_base",
     ),
-    # It refuses a checkpoint, or does not.
-    **_all(Part.RECORD, "backend.", "require_full_stack"),
     **_all(Part.EXEC, "optim.", "_target_ lr betas eps weight_decay"),
     **_all(Part.RECORD, "optim.", "name"),
     **_all(Part.EXEC, "schedule.", "kind warmup_steps warmup_frac"),
