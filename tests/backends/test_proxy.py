@@ -294,8 +294,9 @@ def test_more_layers_than_there_are_is_refused(tiny_backend: Callable[..., Any])
 def test_a_deep_plain_product_is_warned_about(
     tiny_backend: Callable[..., Any], tiny_config: Callable[..., RunConfig]
 ) -> None:
-    """Eight layers in sequence: a note names the remedy; residually there is none."""
+    """Eight layers without the factors: a note names the remedy; residually there is none."""
     deep = [*PROXY, "model=random", "model.name=deep", "model.num_hidden_layers=8"]
-    notes = tiny_backend(*deep, "backend.composition=sequential").facts()["notes"]
-    assert "backend.composition=residual" in notes[0]
+    for kind in ("sequential", "residual_plain"):
+        notes = tiny_backend(*deep, f"backend.composition={kind}").facts()["notes"]
+        assert "backend.composition=residual" in notes[0]
     assert tiny_backend(*deep).facts()["notes"] == []
