@@ -69,7 +69,7 @@ def test_drawn_tokens_repeat_under_a_seed(backend: QloraBackend) -> None:
     first = finished(stream(backend, seed=1, **warm))
     assert finished(stream(backend, seed=1, **warm)) == first
     assert finished(stream(backend, seed=2, **warm)) != first
-    assert finished(stream(backend, temperature=1e-4)) == finished(stream(backend))
+    assert finished(stream(backend, temperature=1e-7)) == finished(stream(backend))
 
 
 def test_an_answer_ends_where_the_models_positions_do(

@@ -108,7 +108,7 @@ def test_types_follow_the_values(write: Callable[[str, str], Path]) -> None:
     (one,) = compose([good])
     assert (one.values.optim.beta, one.values.optim.ks, one.values.optim.extra) == (1.0, [3], "x")
     assert "true or false" in str(only("optim=mine", "optim.nesterov=perhaps"))
-    assert "optim.eps: unknown key" in str(only("optim=mine", "optim.eps=1"))
+    assert "optim.eps: is no key of the chosen optim" in str(only("optim=mine", "optim.eps=1"))
     assert "out of range" in str(only("optim=mine", "optim.lr=0"))
 
 

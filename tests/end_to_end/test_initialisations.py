@@ -101,7 +101,7 @@ def test_a_run_that_goes_on_ends_as_one_never_stopped(
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["lora.variant=rslora"],
+        ["lora.variant=rslora", "optim.lr=1e-3"],
         ["lora.variant=dora"],
         ["lora.targets=[all_linear,lm_head]"],
         ["lora.rank_pattern={mlp:4}"],
@@ -116,7 +116,7 @@ def test_variants_reach_the_disk_as_they_were_validated(
     overrides: list[str],
 ) -> None:
     """PEFT alone reproduces the loss of the run, in f32."""
-    run = train_in(tmp_path / "run", *overrides, *LEARN)
+    run = train_in(tmp_path / "run", *LEARN, *overrides)
     results = Manifest.read(run.manifest).results
     assert results["tuned_val_loss"] < 0.99 * results["base_val_loss"]
     found = peft_loss(run)

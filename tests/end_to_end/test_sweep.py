@@ -11,7 +11,7 @@ import pytest
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.config import compose
+from mens_exp.config import compose, own_conf
 from mens_exp.config.compose import config_digest, from_yaml
 
 if TYPE_CHECKING:
@@ -111,10 +111,11 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A copy of the config groups that may be edited."""
     copy = tmp_path / "conf"
     shutil.copytree(compose.config_directory(), copy)
-    monkeypatch.setattr(compose, "config_directory", lambda: copy)
-    compose.group_options.cache_clear()
+    for module in (compose, own_conf):
+        monkeypatch.setattr(module, "config_directory", lambda: copy)
+    own_conf.our_options.cache_clear()
     yield copy
-    compose.group_options.cache_clear()
+    own_conf.our_options.cache_clear()
 
 
 @pytest.mark.parametrize("edit", ["  r: 4", "  - not: [yaml"], ids=["other value", "broken"])

@@ -14,6 +14,7 @@ from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.errors import DataError, MensError, ModelFileError, RequestError
+from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.starting_adapter import find, read
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 BASE = "ab" * 32
+
+LLAMA = FAMILIES["llama"]
 
 
 @pytest.fixture
@@ -73,7 +76,7 @@ def peft_in(
 def test_a_run_and_its_adapter_directory_are_one_adapter(run: RunDir, place: str) -> None:
     """Found under either name, read with what its manifest says."""
     assert find(str(run.path / place)) == run.adapter
-    adapter = read(run.adapter)
+    adapter = read(run.adapter, LLAMA)
     assert (adapter.form, adapter.rank, adapter.alpha) == ("v3", 2, 6)
     assert adapter.base_weights_sha256 == BASE
     assert adapter.sha256 == sha256_file(run.adapter / "adapter.safetensors")
@@ -91,8 +94,8 @@ def test_a_peft_directory_is_read_under_logical_names(
     run: RunDir, tmp_path: Path, dtype: torch.dtype
 ) -> None:
     """In any format that PEFT writes; the values here are exact in each."""
-    ours = read(run.adapter).tensors
-    theirs = read(find(str(peft_in(tmp_path / "peft", ours, dtype))))
+    ours = read(run.adapter, LLAMA).tensors
+    theirs = read(find(str(peft_in(tmp_path / "peft", ours, dtype))), LLAMA)
     assert (theirs.form, theirs.rank, theirs.alpha) == ("peft", 2, 6)
     assert theirs.base_weights_sha256 is None
     assert theirs.tensors.keys() == ours.keys()
@@ -103,7 +106,7 @@ def test_a_peft_directory_is_read_under_logical_names(
 
 def test_the_peft_view_of_a_run_knows_its_base(run: RunDir) -> None:
     """The manifest of schema v3 lies beside it."""
-    assert read(find(str(run.peft))).base_weights_sha256 == BASE
+    assert read(find(str(run.peft)), LLAMA).base_weights_sha256 == BASE
 
 
 @pytest.mark.parametrize(
@@ -120,19 +123,19 @@ def test_another_update_than_plain_lora_is_refused(
     run: RunDir, tmp_path: Path, name: str, value: object
 ) -> None:
     """Its matrices would be taken for what they are not."""
-    directory = peft_in(tmp_path / "peft", read(run.adapter).tensors, **{name: value})
+    directory = peft_in(tmp_path / "peft", read(run.adapter, LLAMA).tensors, **{name: value})
     with pytest.raises(DataError, match="no plain LoRA") as caught:
-        read(directory)
+        read(directory, LLAMA)
     assert name in str(caught.value)
 
 
 def test_a_tensor_that_is_no_lora_matrix_is_refused(run: RunDir, tmp_path: Path) -> None:
     """Named, with what was expected."""
-    directory = peft_in(tmp_path / "peft", read(run.adapter).tensors)
+    directory = peft_in(tmp_path / "peft", read(run.adapter, LLAMA).tensors)
     file = directory / "adapter_model.safetensors"
     save_file({**load_file(file), "base_model.model.lm_head.weight": torch.ones(2, 2)}, file)
     with pytest.raises(ModelFileError, match="no matrix of a LoRA adapter"):
-        read(directory)
+        read(directory, LLAMA)
 
 
 @pytest.mark.parametrize("text", ["nowhere", "latest"])
@@ -169,8 +172,8 @@ def test_a_damaged_peft_directory_is_refused(
     run: RunDir, tmp_path: Path, damage: Callable[[Path], object]
 ) -> None:
     """With a message of ours, whatever is wrong."""
-    directory = peft_in(tmp_path / "peft", read(run.adapter).tensors)
+    directory = peft_in(tmp_path / "peft", read(run.adapter, LLAMA).tensors)
     damage(directory)
     with pytest.raises(MensError) as caught:
-        read(directory)
+        read(directory, LLAMA)
     assert str(directory) in str(caught.value)

@@ -29,6 +29,7 @@ PACKAGES = (
     "matplotlib",
     "numpy",
     "omegaconf",
+    "packaging",
     "peft",
     "psutil",
     "pyyaml",

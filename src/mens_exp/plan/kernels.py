@@ -28,6 +28,7 @@ class Kernel:
         graph_id: name of the graph in records; the proxy's depends on its composition.
         depth: what of the model is computed, for people.
         needs_layout: whether it reads weights by name, so that the family has to be known.
+        tokenizers: whose ids it takes; ids of its own mean nothing to pretrained weights.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Kernel:
     graph_id: str
     depth: str
     needs_layout: bool
+    tokenizers: tuple[str, ...] = ("hf",)
 
 
 KERNELS: dict[str, Kernel] = {
@@ -77,6 +79,7 @@ KERNELS: dict[str, Kernel] = {
             graph_id="burn_full_causal",
             depth="full causal model, f32 research lane",
             needs_layout=True,
+            tokenizers=("hf", "vox"),
         ),
         Kernel(
             name="full",

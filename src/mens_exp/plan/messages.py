@@ -52,6 +52,17 @@ def qlora_needs_hf_tokenizer(mode: str) -> ConfigError:
     )
 
 
+def kernel_needs_hf_tokenizer(name: str, mode: str) -> ConfigError:
+    """Gate 2: only the research lane learns ids of its own."""
+    return ConfigError(
+        f"backend={name} needs the base model's own tokenizer.json",
+        where="tokenizer",
+        found=mode,
+        expected="hf",
+        remedy=f"choose tokenizer=hf, or backend=burn; {_MORE}",
+    )
+
+
 def lora_needs_warm_start(model_type: str | None, known: Collection[str]) -> ConfigError:
     """Gate 3: ids of a pretrained tokenizer mean something only to pretrained weights."""
     return ConfigError(

@@ -114,6 +114,8 @@ def refusals(contract: FineTuneContract, around: Surroundings) -> Iterator[tuple
     if method == "qlora" and mode != "hf":
         yield Gate.TOKENIZER, messages.qlora_needs_hf_tokenizer(mode)
     kernel = _kernel(contract, around)
+    if method != "qlora" and kernel is not None and mode not in kernel.tokenizers:
+        yield Gate.TOKENIZER, messages.kernel_needs_hf_tokenizer(kernel.name, mode)
     # Other kernels load any model that transformers knows.
     reads_names = kernel is not None and kernel.needs_layout
     if method == "lora" and mode == "hf" and reads_names and around.family is None:

@@ -364,7 +364,10 @@ def test_mirror_collects_nothing_about_the_machine(
     started(run)
     run.close()
     found = b"".join(path.read_bytes() for path in run.dir.wandb.rglob("*") if path.is_file())
-    secrets = [socket.gethostname(), str(Path.cwd()), sys.argv[0], "0123456789"]
+    host = socket.gethostname()
+    secrets = [str(Path.cwd()), sys.argv[0], "0123456789"]
+    if len(host) > 4:  # a shorter one stands in binary files by chance
+        secrets.append(host)
     assert [text for text in secrets if text.encode() in found] == []
 
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 __all__ = ["PROXY_STACK", "problems", "unread"]
 
 PROXY_STACK = "proxy_stack"  # the proxy's only target
-_HF_ONLY = ("lora", "full")  # the planner's second gate speaks for quantized bases
 
 
 def problems(config: RunConfig) -> Iterator[ConfigError]:
@@ -37,14 +36,6 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def _vox(config: RunConfig) -> Iterator[ConfigError]:
-    if config.backend.name in _HF_ONLY:
-        yield ConfigError(
-            "the vox tokenizer goes with the f32 research lane alone",
-            where="tokenizer",
-            found="vox",
-            expected=f"tokenizer=hf with backend={config.backend.name}",
-            remedy="choose tokenizer=hf, or backend=burn",
-        )
     if not config.tokenizer.allow_control_text:
         yield ConfigError(
             "the vox tokenizer has no way to tell a row's markers from the template's",
