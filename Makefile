@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ARGS ?=
+# One process a core; the tests of a file stay together, since they share what is dear to make.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test quick check format golden docs bench clean
@@ -28,10 +30,10 @@ run: $(STAMP) ## Run the main job; ARGS="lora.r=8 seed=1" changes it
 	$(BIN)/python -m mens_exp $(ARGS)
 
 test: $(STAMP) ## Run every test (those that need a GPU skip where there is none)
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 quick: $(STAMP) ## Run the tests of the inner loop
-	$(BIN)/python -m pytest -m 'not slow and not gpu' $(ARGS)
+	$(PYTEST) -m 'not slow and not gpu' $(ARGS)
 
 check: $(STAMP) ## Lint, format and type checks
 	$(BIN)/ruff check .

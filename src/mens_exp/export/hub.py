@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.errors import MensError, RequestError, SetupError
+from mens_exp.layout.hub_errors import client_error
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,8 +80,6 @@ def push(run: RunDir, repo: str, *, private: bool, message: str) -> Pushed:
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
-    # Of the HTTP client that the hub's builds on, which differs from version to version.
-    unreachable: type[BaseException] = HfHubHTTPError.__bases__[0]
     api = HfApi()
     try:
         is_private = _made(api, repo, private=private)
@@ -91,7 +90,7 @@ def push(run: RunDir, repo: str, *, private: bool, message: str) -> Pushed:
         commit = api.create_commit(repo, operations, commit_message=message)
     except HfHubHTTPError as error:
         raise _refused(repo, error) from error
-    except (unreachable, OSError) as error:
+    except (client_error(), OSError) as error:
         raise SetupError(
             "the Hugging Face hub cannot be reached",
             where="repo",

@@ -14,10 +14,21 @@ from mens_exp.errors import ConfigError, MensError, ModelFileError, SetupError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["translated"]
+__all__ = ["client_error", "translated"]
 
 _SEARCHED = 50  # models looked at for the nearest id, by downloads; unverified guess
 _LOGIN = "hf auth login"
+
+
+def client_error() -> type[Exception]:
+    """Return what the HTTP client raises that huggingface_hub builds on.
+
+    Which client that is differs from version to version; the hub's own error tells it.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
+
+    found: type[Exception] = HfHubHTTPError.__bases__[0]
+    return found
 
 
 @contextmanager
@@ -29,7 +40,6 @@ def translated(model_id: str, revision: str | None) -> Iterator[None]:
         ConfigError: there is no such revision, or the id is none.
         SetupError: the hub cannot be reached and the cache does not hold what is needed.
     """
-    from httpx2 import HTTPError
     from huggingface_hub.errors import (
         HfHubHTTPError,
         HFValidationError,
@@ -53,7 +63,7 @@ def translated(model_id: str, revision: str | None) -> Iterator[None]:
         raise _away(model_id, revision, error) from error
     except HfHubHTTPError as error:
         raise _refused(model_id, error) from error
-    except (HTTPError, ConnectionError) as error:
+    except (client_error(), ConnectionError) as error:
         raise _away(model_id, revision, error) from error
     except OSError as error:
         raise SetupError(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from mens_exp.errors import MensError, ModelFileError, SetupError
 from mens_exp.layout.directory import INDEX, SINGLE
-from mens_exp.layout.hub_errors import translated
+from mens_exp.layout.hub_errors import client_error, translated
 from mens_exp.layout.safetensors_header import TensorInfo
 
 if TYPE_CHECKING:
@@ -98,17 +98,16 @@ def _away(model_id: str) -> Exception | None:
     Asked once a process, and with a limit of time, which huggingface_hub's own requests lack: a
     network that swallows packets would otherwise hold a command for ever.
     """
-    from httpx2 import TransportError
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     try:
         HfApi().model_info(model_id, timeout=_PATIENCE_S)
-    except (TransportError, OfflineModeIsEnabled) as error:
-        return error
     except HfHubHTTPError as error:
         if error.response.status_code < HTTPStatus.INTERNAL_SERVER_ERROR:
             raise
+        return error
+    except (client_error(), OfflineModeIsEnabled) as error:
         return error
     return None
 
