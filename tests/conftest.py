@@ -90,6 +90,7 @@ _FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 32},
     "phi3": {"sliding_window": 6},
     "gemma2": {"head_dim": 32, "sliding_window": 5},
+    "gemma3_text": {"head_dim": 32, "sliding_window": 5},
     "olmo2": {},
 }
 _FAMILY_EXTRAS: dict[str, dict[str, Any]] = {
@@ -97,6 +98,10 @@ _FAMILY_EXTRAS: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 3.0,
         "query_pre_attn_scalar": 7,
+    },
+    "gemma3_text": {
+        "query_pre_attn_scalar": 7,
+        "layer_types": ["sliding_attention", "full_attention"],
     },
 }
 
@@ -117,7 +122,7 @@ def family_base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bas
             name=name,
             family=ModelFamily(name),
             max_position_embeddings=256,
-            tie_word_embeddings=name in ("gpt2", "gemma2"),
+            tie_word_embeddings=name in ("gpt2", "gemma2", "gemma3_text"),
             **_FAMILY_CONFIGS[name],
         )
         extras = {"initializer_range": 0.15, **_FAMILY_EXTRAS.get(name, {})}

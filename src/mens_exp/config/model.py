@@ -30,6 +30,7 @@ class ModelFamily(Enum):
     qwen3 = "qwen3"
     phi3 = "phi3"
     gemma2 = "gemma2"
+    gemma3_text = "gemma3_text"
     olmo2 = "olmo2"
 
 

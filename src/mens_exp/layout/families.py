@@ -133,6 +133,7 @@ _ALL = (
     Family(model_type="qwen2"),
     Family(model_type="qwen3", head_dim=128),
     Family(model_type="gemma2", tied=True, head_dim=256),
+    Family(model_type="gemma3_text", tied=True, head_dim=256),
     Family(model_type="olmo2"),
     Family(
         model_type="phi3",

@@ -45,7 +45,17 @@ def test_every_family_is_accepted(
     family_base: Callable[[str], BaseModel], problems_of: Callable[..., list[MensError]]
 ) -> None:
     """As saved by the tests of the backends."""
-    for name in ("llama", "gpt2", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "olmo2"):
+    for name in (
+        "llama",
+        "gpt2",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "phi3",
+        "gemma2",
+        "gemma3_text",
+        "olmo2",
+    ):
         assert problems_of(HfModel(id=str(family_base(name).directory))) == [], name
 
 

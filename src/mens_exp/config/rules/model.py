@@ -26,6 +26,7 @@ _HAVE_WINDOWS = (
     ModelFamily.qwen3,
     ModelFamily.phi3,
     ModelFamily.gemma2,
+    ModelFamily.gemma3_text,
 )
 
 
