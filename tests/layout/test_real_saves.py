@@ -1,0 +1,105 @@
+"""Layouts against what transformers itself saves, family by family."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.config.model import HfModel
+from mens_exp.layout.directory import read_directory
+from mens_exp.layout.families import FAMILIES
+from mens_exp.layout.names import HEAD, base_key
+from mens_exp.layout.shape import check_weights, shape_of
+from mens_exp.layout.targets import linear_modules
+from mens_exp.tokenizer import byte_level
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Grouped queries, heads whose width is not hidden_size / heads where a family allows that.
+_COMMON = {
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    **{name: dict(_COMMON) for name in ("llama", "mistral", "qwen2", "phi3", "olmo2")},
+    **{name: {**_COMMON, "head_dim": 32} for name in ("qwen3", "gemma2", "gemma3_text")},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 300},
+}
+# [out, in] by hand: queries 4 × 16 or 4 × 32 wide, keys and values half of that.
+NARROW = {"q": (64, 64), "k": (32, 64), "v": (32, 64), "o": (64, 64)}
+WIDE = {"q": (128, 64), "k": (64, 64), "v": (64, 64), "o": (64, 128)}
+GATED = {"gate": (192, 64), "up": (192, 64), "down": (64, 192)}
+EXPECTED: dict[str, dict[str, tuple[int, int]]] = {
+    **{name: {**NARROW, **GATED} for name in ("llama", "mistral", "qwen2", "olmo2")},
+    **{name: {**WIDE, **GATED} for name in ("qwen3", "gemma2", "gemma3_text")},
+    "phi3": {"qkv": (128, 64), "o": (64, 64), "gate_up": (384, 64), "down": (64, 192)},
+    "gpt2": {"qkv": (192, 64), "o": (64, 64), "fc": (256, 64), "proj": (64, 256)},
+}
+
+
+def save(name: str, directory: Path, *, headless: bool = False) -> Path:
+    """Let transformers make and save a small random model."""
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(name, **CONFIGS[name])
+    maker = AutoModel if headless else AutoModelForCausalLM
+    maker.from_config(config).save_pretrained(directory)
+    byte_level.write_files(directory)
+    return directory
+
+
+def test_every_family_is_here() -> None:
+    """A family added to the table has to be saved and read back too."""
+    assert CONFIGS.keys() == EXPECTED.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_real_save_has_the_shapes_that_its_config_tells(name: str, tmp_path: Path) -> None:
+    """Every projection of every layer, under its own name, in the stored orientation."""
+    directory = read_directory(save(name, tmp_path / name))
+    shape = shape_of(HfModel(id=str(directory.path)))
+    check_weights(directory)
+    modules = [one for one in linear_modules(shape) if one.logical != HEAD]
+    assert len(modules) == 2 * len(EXPECTED[name])
+    for one in modules:
+        key = base_key(one.path, shape.family, directory.tensors)
+        stored = directory.tensors[key].shape
+        assert (one.out, one.width) == EXPECTED[name][one.kind]
+        assert stored == ((one.width, one.out) if name == "gpt2" else (one.out, one.width))
+    # Nothing that a layer multiplies with is missed: no other matrix lies in it.
+    matrices = {
+        key
+        for key, info in directory.tensors.items()
+        if len(info.shape) == 2 and f"{shape.family.layers.partition('.')[2]}." in key
+    }
+    known = {base_key(one.path, shape.family, directory.tensors) for one in modules}
+    assert matrices == known
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_tied_head_has_no_tensor_of_its_own(name: str, tmp_path: Path) -> None:
+    """As the config tells it, the head's key is the table's or its own."""
+    directory = read_directory(save(name, tmp_path / name))
+    shape = shape_of(HfModel(id=str(directory.path)))
+    own = [key for key in directory.tensors if "lm_head" in key]
+    assert bool(own) is not shape.tied
+    key = base_key(HEAD, shape.family, directory.tensors)
+    assert directory.tensors[key].shape == (300, 64)
+
+
+def test_gpt2_is_read_without_its_prefix_too(tmp_path: Path) -> None:
+    """Published GPT-2 checkpoints lack `transformer.`, as a model saved without its head does."""
+    directory = read_directory(save("gpt2", tmp_path / "gpt2", headless=True))
+    assert "h.0.attn.c_attn.weight" in directory.tensors
+    check_weights(directory)
+    shape = shape_of(HfModel(id=str(directory.path)))
+    for one in linear_modules(shape):
+        assert base_key(one.path, shape.family, directory.tensors) in directory.tensors
