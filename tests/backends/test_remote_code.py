@@ -124,5 +124,5 @@ def test_code_that_would_mix_documents_is_refused(
         code=2,
     )
     said = " ".join(capsys.readouterr().err.split())
-    assert "cannot keep documents apart" in said
+    assert "cannot keep packed documents apart" in said
     assert found in said

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mens_exp.errors import ModelFileError
-from mens_exp.layout.families import FAMILIES, family_of
+from mens_exp.layout.families import FAMILIES
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -22,10 +21,3 @@ def test_groups_hold_projections_and_all_linear_holds_all(name: str) -> None:
     assert set(family.groups["all_linear"]) == logical
     assert set(family.groups["attention"]) | set(family.groups["mlp"]) == logical
     assert all(set(members) <= logical for members in family.groups.values())
-
-
-@pytest.mark.parametrize(("model_type", "hint"), [("lama", "nearest is llama"), (None, "one of")])
-def test_unknown_family_is_refused(model_type: object, hint: str) -> None:
-    """The nearest known one is named, or all."""
-    with pytest.raises(ModelFileError, match=hint):
-        family_of(model_type)

@@ -105,7 +105,6 @@ def test_width_of_a_head_may_be_stated(base: Path) -> None:
         ({"vocab_size": "many"}, "unusable dimension"),
         ({"num_hidden_layers": [2]}, "unusable dimension"),
         ({"num_attention_heads": 0}, "unusable dimension"),
-        ({"model_type": "mamba"}, "unknown model_type"),
     ],
 )
 def test_directory_without_its_shape_is_refused(

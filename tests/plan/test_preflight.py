@@ -161,9 +161,17 @@ def test_limit_and_absent_layer_are_told_together(on_directory: RunConfig, base:
     ]
 
 
-def test_unknown_family_is_refused(on_directory: RunConfig, base: Path) -> None:
-    """Its layers have other names."""
-    configure(base, model_type="mamba")
+def test_unknown_family_is_read_off_its_headers(on_directory: RunConfig, base: Path) -> None:
+    """What the headers cannot tell, whether all weights are there, is told when they are loaded."""
+    configure(base, model_type="novel")
+    assert preflight(on_directory) == []
+
+
+def test_unknown_family_without_layers_is_refused(on_directory: RunConfig, base: Path) -> None:
+    """Nothing could get an adapter."""
+    configure(base, model_type="novel")
+    tensors = load_file(base / "model.safetensors")
+    save_file({k: v for k, v in tensors.items() if "layers" not in k}, base / "model.safetensors")
     assert "unknown model_type" in str(only(on_directory))
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mens_exp.backends.remote_code import refuse_leaks
-from mens_exp.errors import SetupError
+from mens_exp.errors import ModelFileError, SetupError
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import skipped
 from mens_exp.model import attention
@@ -22,6 +22,7 @@ from mens_exp.quant.bnb import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
     from mens_exp.config.root import RunConfig
@@ -53,15 +54,15 @@ def load_base(
 
     Raises:
         SetupError: nothing was quantized.
-        ModelFileError: code that comes with the model cannot do what is asked of it.
+        ModelFileError: the model's code cannot do what is asked of it.
     """
     from transformers import AutoModelForCausalLM
 
     attention.register()
-    left_out = config.quant.skip
-    skip = [one.path for one in skipped(left_out, shape_of(config.model))] if left_out else []
+    left_out, shape = config.quant.skip, shape_of(config.model)
+    skip = [one.path for one in skipped(left_out, shape)] if left_out else []
     with quiet():
-        model = AutoModelForCausalLM.from_pretrained(
+        model, loading = AutoModelForCausalLM.from_pretrained(
             base.directory,
             dtype=dtype or compute_dtype(config.quant),
             quantization_config=quantization_config(config.quant, skip),
@@ -69,7 +70,9 @@ def load_base(
             device_map={"": device},  # left open, bitsandbytes takes a GPU wherever there is one
             use_safetensors=True,
             trust_remote_code=base.trust_remote_code,  # left open, transformers would ask
+            output_loading_info=True,
         )
+    _refuse_random(loading["missing_keys"], base)
     if config.quant.is_four_bit:
         _check_and_block(model, config, base)
     if base.source == "hub":
@@ -78,9 +81,25 @@ def load_base(
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # a frozen base drops nothing of its own; GPT-2 would, at three places
     model.requires_grad_(requires_grad=False)
-    if base.trust_remote_code:
+    if base.trust_remote_code or (config.data.packing and not shape.family.verified):
         refuse_leaks(model)
     return model
+
+
+def _refuse_random(missing: Collection[str], base: BaseModel) -> None:
+    """Refuse a checkpoint that lacks weights, which transformers draws at random with a notice.
+
+    Raises:
+        ModelFileError: naming the first of them.
+    """
+    if missing:
+        raise ModelFileError(
+            "the checkpoint lacks weights of the model that its config.json names",
+            where=str(base.directory),
+            found=f"no {min(missing)}, {len(missing)} in all",
+            expected="every weight; what is absent would be random",
+            remedy="look at model_type in config.json, or download the model again",
+        )
 
 
 def _check_and_block(model: Any, config: RunConfig, base: BaseModel) -> None:

@@ -1,7 +1,8 @@
-"""Whether code that came with a model keeps packed documents apart, tried before it trains.
+"""Whether a model's code keeps packed documents apart, tried before it trains.
 
-Packing hands document bounds down to attention. transformers' own models pass them on; code that
-somebody ships with a model may drop them, and every document would read its neighbours in silence.
+Packing hands document bounds down to attention. The families that we know pass them on; another's
+code, or code that somebody ships with a model, may drop them, and every document would read its
+neighbours in silence.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _BY_NEIGHBOUR, _BY_PACKING = 1e-3, 0.05
 
 
 def refuse_leaks(causal_lm: Any) -> None:
-    """Compare two documents packed, packed with another neighbour, and alone.
+    """Compare two documents packed, packed with another neighbour, alone, and without packing.
 
     Raises:
         ModelFileError: the model's code takes no document bounds, or a document's hidden states
@@ -40,11 +41,13 @@ def refuse_leaks(causal_lm: Any) -> None:
             packed = _hidden(causal_lm, ids, _BOUNDS)[:, second]
             other = _hidden(causal_lm, changed, _BOUNDS)[:, second]
             alone = _hidden(causal_lm, ids[:, second], ((0, _LENGTHS[1]),))
+            plain = causal_lm.base_model(input_ids=ids[:, second], use_cache=False)
     except TypeError as error:
         raise _refusal(causal_lm, str(error)) from error
     for what, found, limit in (
         ("another neighbour", other, _BY_NEIGHBOUR),
         ("no neighbour", alone, _BY_PACKING),
+        ("no packing", plain.last_hidden_state, _BY_PACKING),
     ):
         moved = float((found - packed).float().norm() / packed.float().norm())
         if not moved <= limit:
@@ -65,9 +68,10 @@ def _hidden(causal_lm: Any, ids: torch.Tensor, bounds: tuple[tuple[int, int], ..
 
 def _refusal(causal_lm: Any, found: str) -> ModelFileError:
     return ModelFileError(
-        "the code that comes with the model cannot keep documents apart",
+        "the model's code cannot keep packed documents apart",
         where=type(causal_lm).__name__,
         found=found,
         expected="attention through transformers' attention interface, arguments handed on",
-        remedy="set model.trust_remote_code=false where transformers has the model itself",
+        remedy="set data.packing=false; or model.trust_remote_code=false, where transformers has "
+        "the model itself",
     )

@@ -9,13 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mens_exp.artifacts.nearest import expected_name
-from mens_exp.errors import ModelFileError
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["FAMILIES", "Family", "Projection", "family_of"]
+__all__ = ["FAMILIES", "Family", "Projection"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +102,8 @@ class Family:
         tied: whether the head is the embedding where config.json does not say.
         head_dim: width of a head where config.json does not say; None is hidden_size / heads.
         transposed: whether checkpoints store these weights ``[in, out]`` (transformers' Conv1D).
+        sizes: dimensions that a checkpoint's own headers told.
+        verified: whether the names are those of this table, held against real checkpoints.
     """
 
     model_type: str
@@ -125,6 +124,8 @@ class Family:
     tied: bool = False
     head_dim: int | None = None
     transposed: bool = False
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    verified: bool = True
 
 
 _ALL = (
@@ -164,20 +165,3 @@ _ALL = (
     ),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
-
-
-def family_of(model_type: object) -> Family:
-    """Return the family of a ``model_type``.
-
-    Raises:
-        ModelFileError: its layers are not known; the known families are named.
-    """
-    family = FAMILIES.get(str(model_type))
-    if family is None:
-        raise ModelFileError(
-            "unknown model_type",
-            where="config.json: model_type",
-            found=str(model_type),
-            expected=expected_name(str(model_type), FAMILIES),
-        )
-    return family

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.config.model import BundledModel, HfModel, ModelConfig, RandomModel
 from mens_exp.errors import ModelFileError
 from mens_exp.layout import hub
-from mens_exp.layout.families import FAMILIES, Family, family_of
+from mens_exp.layout.families import FAMILIES, Family
+from mens_exp.layout.found_family import family_in
 from mens_exp.layout.random_config import config_of
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ __all__ = ["Shape", "check_weights", "family_for", "shape_of"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """Dimensions of a model of a known family."""
+    """Dimensions of a model."""
 
     family: Family
     hidden_size: int
@@ -35,6 +36,7 @@ class Shape:
     def projections(self) -> dict[str, tuple[int, int]]:
         """Return ``(out, in)`` of each projection by its path inside a decoder layer."""
         sizes = {
+            **self.family.sizes,
             "d": self.hidden_size,
             "f": self.intermediate_size,
             "q": self.num_attention_heads * self.head_dim,
@@ -64,7 +66,7 @@ def family_for(model: ModelConfig) -> Family:
         SetupError: the model is on the hub, which cannot be reached.
     """
     if isinstance(model, HfModel):
-        return family_of(hub.describe(model).config.get("model_type"))
+        return family_in(hub.describe(model))
     return FAMILIES[model.family.value if isinstance(model, RandomModel) else "llama"]
 
 
@@ -77,9 +79,10 @@ def shape_of(model: ModelConfig) -> Shape:
     """
     if isinstance(model, HfModel):
         directory = hub.describe(model)
-        return _from_config(directory.config, str(directory.path / "config.json"))
+        where = str(directory.path / "config.json")
+        return _from_config(directory.config, where, family_in(directory))
     if isinstance(model, RandomModel):
-        return _from_config(config_of(model), "model")
+        return _from_config(config_of(model), "model", family_for(model))
     assert isinstance(model, BundledModel)
     return Shape(
         family=family_for(model),
@@ -95,14 +98,13 @@ def shape_of(model: ModelConfig) -> Shape:
     )
 
 
-def _from_config(config: dict[str, Any], where: str) -> Shape:
-    family = family_of(config.get("model_type"))
+def _from_config(config: dict[str, Any], where: str, family: Family) -> Shape:
     keys = family.keys
     try:
         hidden, heads = int(config[keys["hidden_size"]]), int(config[keys["num_attention_heads"]])
         width = config.get(keys["intermediate_size"])
-        if width is None and family.transposed:
-            width = 4 * hidden  # GPT-2 leaves its usual width open
+        if width is None and (family.transposed or not family.verified):
+            width = 4 * hidden  # GPT-2 leaves its usual width open; headers tell the others'
         return Shape(
             family=family,
             hidden_size=hidden,
@@ -129,7 +131,8 @@ def check_weights(directory: ModelDirectory) -> None:
     Raises:
         ModelFileError: naming the first projection that is absent or of another shape.
     """
-    shape = _from_config(directory.config, str(directory.path / "config.json"))
+    where = str(directory.path / "config.json")
+    shape = _from_config(directory.config, where, family_in(directory))
     layers = shape.family.layers.partition(".")[2]
     # Saved without its head, a model's keys lack the first part of each name.
     found = {

@@ -219,6 +219,14 @@ def _no_match(
 ) -> ConfigError:
     if target == HEAD:
         return ConfigError("the head is never quantized", where=where, found=target)
+    if target in GROUPS and "qkv" not in family.groups:
+        return ConfigError(
+            f"no such group is known of {family.model_type}",
+            where="lora.targets",
+            found=target,
+            expected=f"one of {', '.join(family.groups)}, or names such as "
+            f"{', '.join(_last_names(modules))}",
+        )
     if target in GROUPS:
         fused = ", ".join(family.groups["qkv"])
         return ConfigError(

@@ -77,6 +77,7 @@ def _attention(  # noqa: PLR0913  # the arguments that transformers hands over
     _refuse_others(module, is_causal, kwargs)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if documents is None:
+        _refuse_stand_in(module, query, attention_mask)
         if softcap is not None:
             return _capped_batch(query, key, value, attention_mask, scale, softcap), None
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -101,6 +102,20 @@ def _attention(  # noqa: PLR0913  # the arguments that transformers hands over
     if beyond:  # what fills a sequence up belongs to no document
         parts.append(torch.zeros_like(query[0, :, :beyond]))
     return torch.cat(parts, dim=1).transpose(0, 1)[None], None
+
+
+def _refuse_stand_in(
+    module: torch.nn.Module, query: torch.Tensor, mask: torch.Tensor | None
+) -> None:
+    """Refuse a packed sequence whose bounds did not arrive: the stand-in hides every position."""
+    if mask is not None and mask.shape == (1, 1, 1, 1) and query.shape[2] > 1:
+        raise ModelFileError(
+            "the model's code cannot keep packed documents apart",
+            where=type(module).__name__,
+            found="no bounds of documents",
+            expected="arguments handed on to transformers' attention interface",
+            remedy="set data.packing=false",
+        )
 
 
 def _refuse_others(module: torch.nn.Module, is_causal: bool | None, others: dict[str, Any]) -> None:

@@ -1,0 +1,138 @@
+"""A family read off a checkpoint's own headers, where the table does not know its ``model_type``.
+
+Names and sizes are the checkpoint's, so such a model trains; what reads weights by meaning (the
+proxy stack, a warm start) wants a family of the table, whose names are verified.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.artifacts.nearest import expected_name
+from mens_exp.errors import ModelFileError
+from mens_exp.layout.families import FAMILIES, Family, Projection
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from mens_exp.layout.directory import ModelDirectory
+
+__all__ = ["family_in"]
+
+_IN_LAYER = re.compile(r"(?P<layers>.+?)\.(?P<number>\d+)\.(?P<path>.+)\.weight$")
+_MATRIX = 2
+# What transformers' configurations call a dimension, the usual name first.
+_NAMES = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
+    "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "vocab_size": ("vocab_size",),
+    "max_position_embeddings": (
+        *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),
+    ),
+}
+_LOGICAL = {one.path.rpartition(".")[2]: one.logical for one in FAMILIES["llama"].projections}
+Shapes = dict[str, tuple[int, int]]
+
+
+def family_in(directory: ModelDirectory) -> Family:
+    """Return the family of a model directory: the table's, or one that its headers tell.
+
+    Raises:
+        ModelFileError: the table does not know the model_type, and no headers are there or they
+            show no layers that are alike.
+    """
+    model_type = str(directory.config.get("model_type"))
+    known = FAMILIES.get(model_type)
+    if known is not None:
+        return known
+    prefix, matrices = _layers(directory, model_type)
+    names = _logical_names(matrices)
+    groups = FAMILIES["llama"].groups
+    vocabulary = _tables(directory, prefix)
+    return Family(
+        model_type=model_type,
+        layers=prefix,
+        embedding=next(iter(vocabulary), FAMILIES["llama"].embedding),
+        projections=tuple(
+            Projection(
+                path=path, logical=names[path], reads=path, out=(f"{path} out",), width=f"{path} in"
+            )
+            for path in matrices
+        ),
+        groups={
+            "all_linear": tuple(names.values()),
+            **{
+                name: members
+                for name, members in groups.items()
+                if name != "all_linear" and set(members) <= set(names.values())
+            },
+        },
+        keys={
+            dimension: next((one for one in tried if one in directory.config), tried[0])
+            for dimension, tried in _NAMES.items()
+        },
+        tied=len(vocabulary) < _MATRIX,  # a table and a head of the same shape are two
+        sizes={
+            f"{path} {side}": size
+            for path, (out, width) in matrices.items()
+            for side, size in (("out", out), ("in", width))
+        },
+        verified=False,
+    )
+
+
+def _layers(directory: ModelDirectory, model_type: str) -> tuple[str, Shapes]:
+    """Return the path of the decoder layers, and the shape of each matrix in one of them."""
+    found: dict[str, dict[int, Shapes]] = defaultdict(lambda: defaultdict(dict))
+    for name, info in directory.tensors.items():
+        match = _IN_LAYER.match(name)
+        if match and len(info.shape) == _MATRIX:
+            out, width = info.shape
+            found[match["layers"]][int(match["number"])][match["path"]] = (out, width)
+    if not found:
+        raise ModelFileError(
+            "unknown model_type, and its headers show no decoder layers",
+            where=f"{directory.path}: config.json: model_type",
+            found=model_type,
+            expected=f"{expected_name(model_type, FAMILIES)}, or weights of numbered layers",
+        )
+    prefix, layers = max(found.items(), key=lambda item: sum(map(len, item[1].values())))
+    first = layers[min(layers)]
+    for number, matrices in sorted(layers.items()):
+        if matrices != first:
+            odd = sorted(matrices.items() ^ first.items())
+            raise ModelFileError(
+                "unknown model_type, and its layers are not alike",
+                where=f"{directory.path}: {prefix}.{number}",
+                found=f"{odd[0][0]} {list(odd[0][1])}",
+                expected=f"the matrices of {prefix}.{min(layers)}, or one of {', '.join(FAMILIES)}",
+            )
+    return prefix, first
+
+
+def _logical_names(paths: Iterable[str]) -> dict[str, str]:
+    """Name each matrix by the last part of its path, or by all of it where that is no name."""
+    last = {path: path.rpartition(".")[2] for path in paths}
+    names = {path: _LOGICAL.get(leaf, leaf) for path, leaf in last.items()}
+    times = Counter(names.values())
+    return {
+        path: name if times[name] == 1 else path.replace(".", "_") for path, name in names.items()
+    }
+
+
+def _tables(directory: ModelDirectory, prefix: str) -> list[str]:
+    """Return the paths of the matrices as wide as the vocabulary; the embedding comes first."""
+    config: Mapping[str, Any] = directory.config
+    found = [
+        name.removesuffix(".weight")
+        for name, info in directory.tensors.items()
+        if len(info.shape) == _MATRIX
+        and info.shape[0] == config.get("vocab_size")
+        and not name.startswith(f"{prefix}.")
+    ]
+    # An embedding lies inside the backbone, a head at the root.
+    return sorted(found, key=lambda path: (-path.count("."), path))

@@ -1,0 +1,120 @@
+"""A model whose family the table does not know: trained, and loaded by PEFT alone."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.tokenizer import byte_level
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.model.resolve import BaseModel
+
+# Each with something of its own: multipliers, one fused matrix, plain MLPs. StableLM's layers do
+# not hand the bounds of documents on.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "granite": {"num_key_value_heads": 2},
+    "stablelm": {"num_key_value_heads": 2},
+    "gpt_neox": {},
+    "starcoder2": {"num_key_value_heads": 2},
+}
+
+LOSES = ("stablelm", True)
+
+
+@pytest.fixture
+def novel(tmp_path: Path) -> Callable[[str], Path]:
+    """Let transformers make and save a small random model, weights far apart."""
+
+    def saved(name: str) -> Path:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.for_model(
+            name,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            vocab_size=320,
+            max_position_embeddings=256,
+            initializer_range=0.15,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            **CONFIGS[name],
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
+        byte_level.write_files(tmp_path / name)
+        return tmp_path / name
+
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("name", "packing"),
+    [(name, packing) for name in CONFIGS for packing in (True, False) if (name, packing) != LOSES],
+)
+def test_peft_reproduces_the_loss(
+    name: str,
+    packing: bool,
+    novel: Callable[[str], Path],
+    train_in: Callable[..., RunDir],
+    peft_loss: Callable[..., float],
+    tmp_path: Path,
+) -> None:
+    """In f32 on the NF4 base, one document at a time: nothing leaked, no layer was missed."""
+    run = train_in(
+        tmp_path / "run",
+        "model=hf",
+        f"model.id={novel(name)}",
+        f"data.packing={packing}",
+        "quant.compute_dtype=f32",
+        "optim.lr=5e-3",
+        "data.val_max_tokens=100000",
+    )
+    results = Manifest.read(run.manifest).results
+    assert results["tuned_val_loss"] < 0.99 * results["base_val_loss"]
+    assert peft_loss(run) == pytest.approx(results["tuned_val_loss"], rel=1e-3)
+
+
+def test_a_family_that_drops_the_bounds_is_refused_when_packed(
+    novel: Callable[[str], Path],
+    train_in: Callable[..., RunDir],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Every position would have seen all the others, or none, without a word."""
+    train_in(tmp_path / "run", "model=hf", f"model.id={novel(LOSES[0])}", code=2)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "cannot keep packed documents apart" in said
+    assert "data.packing=false" in said
+
+
+def test_weights_that_would_be_random_are_refused(
+    tiny_base: BaseModel,
+    train_in: Callable[..., RunDir],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Llama's weights under Qwen 3's name lack the norms of queries and keys."""
+    directory = tmp_path / "base"
+    directory.mkdir()
+    for file in tiny_base.directory.iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    config = json.loads((directory / "config.json").read_text("utf-8"))
+    config |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    (directory / "config.json").write_text(json.dumps(config), "utf-8")
+    train_in(tmp_path / "run", "model=hf", f"model.id={directory}", code=2)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the checkpoint lacks weights" in said
+    assert "k_norm.weight" in said

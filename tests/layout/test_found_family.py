@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from mens_exp.errors import ModelFileError
+from mens_exp.layout.directory import read_directory
+from mens_exp.layout.families import FAMILIES
+from mens_exp.layout.found_family import family_in
+from mens_exp.layout.names import logical_name
+from mens_exp.layout.shape import shape_of
+from mens_exp.layout.targets import linear_modules
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.layout.directory import ModelDirectory
+
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 300,
+    "max_position_embeddings": 128,
+}
+LAYER = {"attention.query_key_value": (192, 64), "attention.dense": (64, 64), "mlp.up": (256, 64)}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Callable[..., ModelDirectory]:
+    """Write a model directory of two layers, some of its tensors replaced or, as None, left out."""
+
+    def written(changes: dict[str, Any] | None = None, **config: Any) -> ModelDirectory:
+        shapes: dict[str, Any] = {"net.embed_in.weight": (300, 64), "embed_out.weight": (300, 64)}
+        for layer in range(2):
+            shapes |= {f"net.layers.{layer}.{path}.weight": out for path, out in LAYER.items()}
+            shapes[f"net.layers.{layer}.norm.weight"] = (64,)
+        shapes |= changes or {}
+        tensors = {k: np.zeros(v, np.float32) for k, v in shapes.items() if v is not None}
+        save_file(tensors, tmp_path / "model.safetensors")
+        values = {"model_type": "novel", **SIZES, **config}
+        (tmp_path / "config.json").write_text(json.dumps(values), "utf-8")
+        (tmp_path / "tokenizer.json").write_text("{}", "utf-8")
+        return read_directory(tmp_path)
+
+    return written
+
+
+def test_a_known_model_type_keeps_its_table(directory: Callable[..., ModelDirectory]) -> None:
+    """Whatever the headers say; they are checked against it elsewhere."""
+    assert family_in(directory(model_type="gpt2")) is FAMILIES["gpt2"]
+
+
+def test_an_unknown_one_is_read_off_its_headers(directory: Callable[..., ModelDirectory]) -> None:
+    """Paths, sizes, layers, the embedding, and that the head is one of its own."""
+    from mens_exp.config.model import HfModel
+
+    made = directory()
+    shape = shape_of(HfModel(id=str(made.path)))
+    assert shape.projections() == LAYER
+    assert (shape.num_hidden_layers, shape.tied, shape.family.verified) == (2, False, False)
+    assert shape.family.embedding == "net.embed_in"
+    assert shape.linear_parameters == 2 * 64 * (192 + 64 + 256)
+    paths = {one.logical: one.path for one in linear_modules(shape)}
+    assert paths["l1.query_key_value"] == "net.layers.1.attention.query_key_value"
+    assert logical_name(paths["l1.dense"], shape.family) == "l1.dense"
+
+
+def test_one_table_alone_is_a_tied_head(directory: Callable[..., ModelDirectory]) -> None:
+    """Unless config.json says otherwise."""
+    assert family_in(directory({"embed_out.weight": None})).tied
+
+
+def test_usual_names_get_the_usual_logical_names_and_groups(
+    directory: Callable[..., ModelDirectory],
+) -> None:
+    """So an adapter on them is called what it is called elsewhere."""
+    usual = {"self_attn.q_proj": (64, 64), "self_attn.v_proj": (64, 64), "mlp.fc": (128, 64)}
+    changes: dict[str, Any] = {}
+    for layer in range(2):
+        changes |= dict.fromkeys(f"net.layers.{layer}.{path}.weight" for path in LAYER)
+        changes |= {f"net.layers.{layer}.{path}.weight": out for path, out in usual.items()}
+    family = family_in(directory(changes))
+    assert [one.logical for one in family.projections] == ["fc", "q", "v"]
+    assert family.groups["qv"] == ("q", "v")
+    assert "mlp" not in family.groups
+
+
+def test_names_that_are_not_unique_are_whole_paths(
+    directory: Callable[..., ModelDirectory],
+) -> None:
+    """Two dense layers of one decoder layer are told apart."""
+    twice = {f"net.layers.{layer}.mlp.dense.weight": (64, 256) for layer in range(2)}
+    logical = [one.logical for one in family_in(directory(twice)).projections]
+    assert {"attention_dense", "mlp_dense"} <= set(logical)
+
+
+def test_layers_that_differ_are_refused(directory: Callable[..., ModelDirectory]) -> None:
+    """A plan for one layer would be wrong about the other."""
+    with pytest.raises(ModelFileError, match="its layers are not alike"):
+        family_in(directory({"net.layers.1.mlp.up.weight": (512, 64)}))
+
+
+def test_weights_without_layers_are_refused(directory: Callable[..., ModelDirectory]) -> None:
+    """The nearest known family is named, or all."""
+    without = {f"net.layers.{layer}.{path}.weight": None for layer in range(2) for path in LAYER}
+    with pytest.raises(ModelFileError, match=r"unknown model_type.*nearest is llama"):
+        family_in(directory(without, model_type="lama"))
