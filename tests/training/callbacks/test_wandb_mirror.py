@@ -361,6 +361,7 @@ def test_mirror_collects_nothing_about_the_machine(
 ) -> None:
     """Neither host, nor working directory, nor program, nor credentials are in its files."""
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
+    monkeypatch.setattr(sys, "argv", ["a_program_of_its_own.py"])
     started(run)
     run.close()
     found = b"".join(path.read_bytes() for path in run.dir.wandb.rglob("*") if path.is_file())
