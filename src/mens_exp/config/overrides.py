@@ -69,7 +69,8 @@ def check(texts: Sequence[str], *, multirun: bool = False) -> Checked:
     groups = [o for o in overrides if _is_group(o)]
     for override in groups:
         found[_line(override)] += _group_problems(override)
-    references = _references([o for o in groups if not found[_line(o)]])
+    made = _references([o for o in groups if not found[_line(o)]])
+    references = [one.values for one in made]
     unsure = {o.key_or_group for o in groups if found[_line(o)]}
     good = []
     for override in overrides:
@@ -79,7 +80,8 @@ def check(texts: Sequence[str], *, multirun: bool = False) -> Checked:
         if not problems and _has_place(override, references):
             good.append(override)
     late: list[MensError] = []
-    cells = _cells(_without_refused_hydra(good, late), late, {o.key_or_group for o in overrides})
+    named = {o.key_or_group for o in overrides}
+    cells = _cells(_without_refused_hydra(good, late), late, named, made)
     unique = {str(problem): problem for problem in [*itertools.chain(*found.values()), *late]}
     return Checked(cells=tuple(cells), problems=tuple(unique.values()))
 
@@ -207,10 +209,10 @@ def _split(overrides: Sequence[Override]) -> list[list[str]]:
     return [list(cell) for cell in itertools.product(*given.values())]
 
 
-def _references(groups: Sequence[Override]) -> list[DictConfig]:
+def _references(groups: Sequence[Override]) -> list[Composed]:
     """Compose each combination of options, to judge the values of the command against."""
     try:
-        return [one.values for one in compose(_split([o for o in groups if not _is_hydra(o)]))]
+        return compose(_split([o for o in groups if not _is_hydra(o)]))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(
             "the chosen options do not go together",
@@ -232,12 +234,20 @@ def _without_refused_hydra(overrides: list[Override], problems: list[MensError])
     return overrides
 
 
-def _cells(overrides: list[Override], problems: list[MensError], named: set[str]) -> list[Cell]:
+def _composed(overrides: list[Override], made: list[Composed]) -> list[Composed]:
+    """Compose the cells, unless all overrides are options and ``made`` are just these."""
+    cells = _split(overrides)
+    return made if [list(one.overrides) for one in made] == cells else compose(cells)
+
+
+def _cells(
+    overrides: list[Override], problems: list[MensError], named: set[str], made: list[Composed]
+) -> list[Cell]:
     """Compose the cells and judge their values; ``named`` keys are never called missing."""
     cells: list[Cell] = []
     keys = [o.key_or_group for o in overrides]
     try:
-        for one in compose(_split(overrides)):
+        for one in _composed(overrides, made):
             missing = sorted(OmegaConf.missing_keys(one.values))
             problems += [_required(key) for key in missing if key not in named]
             if missing:
