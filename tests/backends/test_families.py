@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from mens_exp.model.resolve import BaseModel
     from mens_exp.rows.encode import Encoded
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 LENGTHS = [11, 6, 40, 1, 19]  # longer than every window, and longer than the 32 tokens of a bucket
 families = pytest.mark.parametrize("name", FAMILIES)

@@ -16,6 +16,8 @@ from mens_exp.artifacts.digest import sha256_file
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = "import sys; from mens_exp.cli import main; sys.exit(main(sys.argv[1:]))"
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.model.resolve import BaseModel
 
+pytestmark = pytest.mark.slow
+
 # Each with something of its own: multipliers, one fused matrix, plain MLPs. StableLM's layers do
 # not hand the bounds of documents on.
 CONFIGS: dict[str, dict[str, Any]] = {
