@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 
 def adapter(run: RunDir) -> bytes:
     return (run.adapter / "adapter.safetensors").read_bytes()

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.model.resolve import BaseModel
 
+pytestmark = pytest.mark.slow
+
 NAME = "lab/tiny-llama"
 ON_HUB = ["model=hf", f"model.id={NAME}"]
 

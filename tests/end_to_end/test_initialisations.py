@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 SUITE = ["suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=40"]
 LEARN = ["quant.compute_dtype=f32", "optim.lr=5e-3", "data.val_max_tokens=100000"]
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.model.resolve import BaseModel
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("compute", ["f32", "bf16"])
 def test_peft_reproduces_the_tuned_validation_loss(

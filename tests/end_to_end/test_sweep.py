@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 
 def runs_under(directory: Path) -> list[RunDir]:
     found = [RunDir(path.parent) for path in directory.glob("*/manifest.json")]
