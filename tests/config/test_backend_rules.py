@@ -31,6 +31,7 @@ def problems_of(*overrides: str) -> list[tuple[str | None, str]]:
         ["backend=lora", "quant.compute_dtype=f32", "lora=qv"],
         ["quant.skip=[mlp,q_proj]"],
         ["objective=last_k", "objective.k=0"],
+        ["objective=last_k", "objective.k=8", "data.seq_len=8"],
         ["objective=last_k", "objective.k=64", "data.truncation=right"],
         ["tokenizer.chat_template=plain"],
         [*WIDE, "quant.block_size=256"],
@@ -78,6 +79,7 @@ def test_combination_is_accepted(overrides: list[str]) -> None:
         (["backend=proxy", "model.head_dim=32", "model=random"], "self_attn.o_proj", "[64, 128]"),
         (["objective=last_k", "objective.k=65"], "objective.k", "<= 64"),
         (["objective.k=2"], "objective.k", "objective=last_k"),
+        (["objective=last_k", "objective.k=9", "data.seq_len=8"], "objective.k", "(8)"),
         (["backend.name=lora"], "backend.name", "set by the option"),
     ],
 )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mens_exp.backends.remote_code import refuse_leaks
+from mens_exp.backends.leak_trial import refuse_leaks
 from mens_exp.errors import ModelFileError, SetupError
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import skipped

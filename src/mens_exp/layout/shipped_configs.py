@@ -7,17 +7,12 @@ import json
 from importlib import resources
 from typing import Any
 
-__all__ = ["shipped_config", "shipped_ids"]
+__all__ = ["shipped_config"]
 
 
 def shipped_config(model_id: str) -> dict[str, Any] | None:
     """Return the dimensions part of a hub model's config.json, or None where we ship none."""
     return _all().get(model_id)
-
-
-def shipped_ids() -> tuple[str, ...]:
-    """List the hub ids whose dimensions are shipped."""
-    return tuple(sorted(_all()))
 
 
 @functools.cache

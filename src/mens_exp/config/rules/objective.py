@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.nearest import expected_name
-from mens_exp.config.objective import LABELLINGS
+from mens_exp.config.objective import LABELLINGS, LastKObjective
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,4 +24,12 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
             where="objective.labels",
             found=config.objective.labels,
             expected=expected_name(config.objective.labels, LABELLINGS),
+        )
+    if isinstance(config.objective, LastKObjective) and config.objective.k > config.data.seq_len:
+        yield ConfigError(
+            "more last tokens than a sequence has",
+            where="objective.k",
+            found=config.objective.k,
+            expected=f"at most data.seq_len ({config.data.seq_len})",
+            remedy="lower objective.k, or raise data.seq_len",
         )
