@@ -121,7 +121,7 @@ def test_every_value_enters_the_digest() -> None:
     base.resume, base.logger.entity, base.logger.group, base.logger.name = "r", "e", "g", "n"
     base.tokenizer.chat_template = "c"
     base.data.truncation, base.quant.block_size = "left", 64
-    base.prompt, base.repo, base.push.message, base.export.out = "p", "me/x", "m", "o"
+    base.prompt, base.repo, base.push.message, base.out = "p", "me/x", "m", "o"
     digests = {config_digest(base)}
     paths = [path for path in leaves(base) if path != "format"]  # bundle is all there is
     for path in paths:

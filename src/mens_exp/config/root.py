@@ -61,6 +61,10 @@ class RunConfig:
     )
     repo: str | None = setting(None, "The hub's repository, <user>/<name> (push).")
     format: ExportFormat = setting(ExportFormat.bundle, "What to write (export).")
+    out: str | None = setting(
+        None,
+        "File or directory to write (export); null is one in the task's own run directory.",
+    )
     resume: str | None = setting(
         None, "A run directory, or `latest`: continue that run from its last checkpoint (train)."
     )

@@ -45,13 +45,10 @@ class PushConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ExportConfig:
-    """What task=export packs."""
+    """What task=export packs; `out` names the file."""
 
     checkpoints: bool = setting(
         False, "Pack the training states too, so that the run can go on elsewhere."
-    )
-    out: str | None = setting(
-        None, "File to write; null is <run>.tar.gz in the export's own run directory."
     )
     allow_absolute_paths: bool = setting(
         False, "Pack even where the records name absolute paths of this machine."

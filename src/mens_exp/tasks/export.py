@@ -23,11 +23,11 @@ def export(config: RunConfig, run: Run) -> None:
     assert config.path is not None, "validation has asked for it"
     subject = subject_of(config.path)
     name = f"{subject.path.resolve().name}.tar.gz"
-    archive = Path(config.export.out) if config.export.out else run.dir.path / name
+    archive = Path(config.out) if config.out else run.dir.path / name
     hashes = pack(subject, archive, checkpoints=config.export.checkpoints)
     run.manifest.inputs.update(subject=str(subject.path), files_sha256=hashes)
     run.manifest.results.update(
-        bundle=name if config.export.out is None else config.export.out,
+        bundle=name if config.out is None else config.out,
         bundle_sha256=sha256_file(archive),
         bundle_bytes=archive.stat().st_size,
         files=len(hashes),
