@@ -17,7 +17,7 @@ from mens_exp.plan.estimate import make_plan
 from mens_exp.plan.preflight import writable_cache
 from mens_exp.report import terminal
 from mens_exp.tasks.initialisation import note_peft_view, report_start
-from mens_exp.tasks.inputs import describe, refuse_changed, tokenizer_of
+from mens_exp.tasks.inputs import describe, note_origin, refuse_changed, tokenizer_of
 from mens_exp.tasks.measured import keep_measurement, note_plan
 from mens_exp.tasks.scoring import score
 
@@ -105,6 +105,7 @@ def _inputs(
     inputs = describe(base, tokenizer, rows, data)
     refuse_changed(run.manifest.inputs, inputs)  # empty, unless this goes on with a run
     run.manifest.inputs.update(inputs)
+    note_origin(config, run.manifest)
     atomic.write_text(run.dir.chat_template, tokenizer.chat_template)
     run.manifest.facts.update(
         seq_len=config.data.seq_len,
