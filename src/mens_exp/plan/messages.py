@@ -63,14 +63,36 @@ def kernel_needs_hf_tokenizer(name: str, mode: str) -> ConfigError:
     )
 
 
-def lora_needs_warm_start(model_type: str | None, known: Collection[str]) -> ConfigError:
-    """Gate 3: ids of a pretrained tokenizer mean something only to pretrained weights."""
+def needs_verified_layout(
+    what: str, model_type: str | None, known: Collection[str], *, instead: str | None = None
+) -> ConfigError:
+    """Gates 3 and 4, and every task that takes weights by their names.
+
+    Args:
+        what: reads weights by name, such as ``backend=proxy`` or ``format=gguf``.
+        model_type: of the base model.
+        known: the model types whose names are verified.
+        instead: a setting that does without, where there is one.
+    """
     return ConfigError(
-        "an f32 lane with the hf tokenizer starts from the model's weights, read by name",
+        f"{what} reads weights by name, and this family's names are not verified",
         where="model",
         found=f"model_type {model_type}",
         expected=f"a known layout: {', '.join(sorted(known))}",
-        remedy=f"choose a model of a known family, or tokenizer=vox; {_MORE}",
+        remedy="choose a model of a known family"
+        + (f", or {instead}" if instead else "")
+        + f"; {_MORE}",
+    )
+
+
+def layout_is_not_verified(
+    model_type: str, known: Collection[str], refusing: Collection[str]
+) -> str:
+    """Note of a plan: an unknown family trains, and what it will not do."""
+    return (
+        f"model_type {model_type} is none of the verified layouts ({', '.join(sorted(known))}): "
+        "it trains by the names in its headers; what reads weights by name refuses it: "
+        + ", ".join(refusing)
     )
 
 
@@ -83,17 +105,6 @@ def kernel_not_available(name: str, have: Collection[str], *, planned: bool) -> 
         expected=expected_name(name, sorted(have)),
         remedy=f"choose backend={'|'.join(sorted(have))}"
         + (", or write one: a class and a YAML in ./conf/backend" if planned else ""),
-    )
-
-
-def kernel_needs_layout(kernel: str, model_type: str | None, known: Collection[str]) -> ConfigError:
-    """Gate 4 as well: a kernel that reads weights by name has to know the names."""
-    return ConfigError(
-        f"the {kernel} kernel reads weights by name, and this family's names are not verified",
-        where="model",
-        found=f"model_type {model_type}",
-        expected=f"a known layout: {', '.join(sorted(known))}",
-        remedy=f"choose a model of a known family, or backend=qlora; {_MORE}",
     )
 
 

@@ -127,7 +127,9 @@ def _backend(plan: Mapping[str, Any]) -> Text:
         text.append(f", {wording.count(plan['layers'])} layers")
     proxy = plan.get("proxy") or {}
     if proxy.get("expected") is not None:
-        text.append(f"\n{proxy['matched']} of {proxy['expected']} middle projections")
+        matched = proxy.get("matched")
+        known = f"{proxy['expected']}" if matched is None else f"{matched} of {proxy['expected']}"
+        text.append(f"\n{known} middle projections")
     return text
 
 
