@@ -5,6 +5,7 @@ Nothing here reads a model's text as markup, and control characters are shown, n
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -110,6 +111,8 @@ def _plan_rows(plan: Mapping[str, Any]) -> Iterable[tuple[str, Text]]:
     yield "memory", _memory(memory)
     if plan.get("disk_bytes"):
         yield "disk", _disk(plan["disk_bytes"])
+    if changed := _differences(plan.get("differs_from_default") or {}):
+        yield "not as usual", Text(changed)
     if plan.get("contract_digest"):
         yield "contract", _text(plan["contract_digest"][:12])
     for key, style in (("notes", ""), ("warnings", "yellow"), ("problems", "red")):
@@ -131,6 +134,24 @@ def _backend(plan: Mapping[str, Any]) -> Text:
         known = f"{proxy['expected']}" if matched is None else f"{matched} of {proxy['expected']}"
         text.append(f"\n{known} middle projections")
     return text
+
+
+# What the lines above say: the model by its name, rows by their files.
+_SAID = ("model.", "data.path", "data.val_path")
+
+
+def _differences(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Spell settings as they are typed, our defaults behind them where there are such."""
+    return ", ".join(
+        f"{path}={_typed(one['found'])}"
+        + (f" ({_typed(one['default'])})" if "default" in one else "")
+        for path, one in found.items()
+        if not path.startswith(_SAID) and not path.endswith("_target_")
+    )
+
+
+def _typed(value: Any) -> str:
+    return wording.visible(value if isinstance(value, str) else json.dumps(value))
 
 
 def _text(value: Any) -> Text:

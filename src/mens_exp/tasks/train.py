@@ -13,12 +13,11 @@ from mens_exp.errors import Problems
 from mens_exp.layout.shape import family_for
 from mens_exp.layout.starting_adapter import find, read
 from mens_exp.plan.checks.adapter import other_base
-from mens_exp.plan.estimate import make_plan
 from mens_exp.plan.preflight import writable_cache
 from mens_exp.report import terminal
 from mens_exp.tasks.initialisation import note_peft_view, report_start
 from mens_exp.tasks.inputs import describe, note_origin, refuse_changed, tokenizer_of
-from mens_exp.tasks.measured import keep_measurement, note_plan
+from mens_exp.tasks.measured import keep_measurement, note_plan, planned
 from mens_exp.tasks.scoring import score
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def train(config: RunConfig, run: Run, *, checkpoint: Path | None = None) -> Non
     """
     console = Console(stderr=True)
     cache = writable_cache()
-    plan = make_plan(config, cache)
+    plan = planned(config, run.manifest, cache)
     atomic.write_json(run.dir.plan, plan)
     run.telemetry.emit("plan", plan)
     note_plan(run.manifest, plan)
