@@ -77,3 +77,10 @@ def test_command_that_says_nothing_differs_in_nothing(
     assert changed(*overrides) == {}
     if overrides != ("seed=42",):
         assert differences(tiny_config("lora.r=3"), overrides) == {}
+
+
+def test_command_that_is_not_known_is_compared_in_full(
+    tiny_config: Callable[..., RunConfig],
+) -> None:
+    """A run that goes on under other settings differs, whatever it began with."""
+    assert differences(tiny_config("lora.r=3"), None)["lora.r"] == {"default": 16, "found": 3}

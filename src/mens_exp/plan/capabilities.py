@@ -20,6 +20,7 @@ from mens_exp.plan.contract import (
     QuantPart,
 )
 from mens_exp.plan.kernels import KERNELS, Kernel, available, readers_of_names
+from mens_exp.plan.messages import COMPARISON
 from mens_exp.plan.planner import Gate, Surroundings, refusals
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ def page() -> str:
         "## Backends",
         "",
         *_table(("", *KERNELS), _backend_rows()),
+        "",
+        "What a contrast of them may conclude: " + COMPARISON + ".",
         "",
         "## Bases and tokenizers",
         "",

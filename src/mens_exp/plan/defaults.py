@@ -19,18 +19,18 @@ __all__ = ["differences"]
 _APART = ("task=", "hydra.", "path=", "out=")
 
 
-def differences(config: RunConfig, overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
+def differences(config: RunConfig, overrides: Sequence[str] | None) -> dict[str, dict[str, Any]]:
     """Return the settings that change what is learned and are not our defaults, by dotted path.
 
     Args:
         config: the run.
-        overrides: what made it, as typed. Without any that could change a setting the defaults
-            are not composed, which takes a third of a second.
+        overrides: what made it, as typed, or None where that is not known. Without any that could
+            change a setting the defaults are not composed, which takes a third of a second.
 
     Returns:
         ``found``, and ``default`` where the setting exists there, for each.
     """
-    if all(text.lstrip("+").startswith(_APART) for text in overrides):
+    if overrides is not None and all(text.lstrip("+").startswith(_APART) for text in overrides):
         return {}
     usual = _usual()
     return {

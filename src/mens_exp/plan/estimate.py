@@ -13,7 +13,7 @@ from mens_exp.config.model import HfModel
 from mens_exp.config.schedule import warmup_steps
 from mens_exp.layout import hub, hub_snapshot
 from mens_exp.layout.shape import shape_of
-from mens_exp.plan import machine, pace
+from mens_exp.plan import machine, messages, pace
 from mens_exp.plan.checks.machine import findings
 from mens_exp.plan.contract import contract_of
 from mens_exp.plan.disk import disk
@@ -79,6 +79,7 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         "disk_bytes": _disk(written, cache),
         "device": {"kind": device.kind, "name": device.name},
         "problems": [str(error) for error in errors],
+        "comparison": messages.COMPARISON,
         "warnings": [*(stack.warnings if stack else ()), *warnings],
         "measured": None,
     }

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 MOST_NAMES = 32  # of missing keys; the rest is a number
 MOST_LAST_TARGETS = 64  # REFERENCE section 2: ce_last_k
 
+COMPARISON = (
+    "arms that share tokenizer, data and objective are compared by loss; on the same texts under "
+    "another tokenizer by bits per byte; everything else by the suite's KPIs alone"
+)
 _MORE = "docs/capabilities.md says what goes with what"
 
 

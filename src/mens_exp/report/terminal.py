@@ -62,7 +62,7 @@ def result_table(records: Records) -> RenderableType:
     for name in _CONDITIONS:
         table.add_column(name, justify="right")
     table.add_column("change", justify="right")
-    for pair in (summary.val_loss(records), summary.parse_rate(records)):
+    for pair in summary.pairs(records):
         table.add_row(*_pair_row(pair))
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)

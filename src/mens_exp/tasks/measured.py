@@ -45,10 +45,13 @@ def keep_measurement(manifest: Manifest, plan: dict[str, Any], cache: Path) -> N
 
 
 def planned(config: RunConfig, manifest: Manifest, cache: Path) -> dict[str, Any]:
-    """Make the plan of a run; plan and manifest say where it differs from our defaults."""
-    changed = {"differs_from_default": differences(config, manifest.overrides)}
-    manifest.facts |= changed
-    return make_plan(config, cache) | changed
+    """Make the plan of a run; it and the manifest say where the run differs from our defaults."""
+    # A resumed run's overrides are not all that made its configuration.
+    overrides = manifest.overrides if len(manifest.attempts) == 1 else None
+    changed = {"differs_from_default": differences(config, overrides)}
+    plan = make_plan(config, cache)
+    manifest.facts |= changed | {"comparison": plan["comparison"]}
+    return plan | changed
 
 
 def note_plan(manifest: Manifest, plan: dict[str, Any]) -> None:
