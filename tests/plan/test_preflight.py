@@ -213,6 +213,10 @@ def test_width_that_blocks_do_not_divide_is_refused(on_directory: RunConfig, bas
     problem = only(on_directory)
     assert problem.where == f"{base}: mlp.down_proj"
     assert (problem.found, problem.expected) == ("width 96", "a multiple of 64")
+    assert "quant.skip" in str(problem)
+    for remedy in ("backend=lora", "quant.skip=[down_proj]"):
+        overrides = ["model=hf", f"model.id={base}", "logger=none", remedy]
+        assert preflight(typed(compose([overrides])[0].values)) == [], remedy
 
 
 def test_tokenizer_beyond_the_embedding_is_refused(on_directory: RunConfig, base: Path) -> None:

@@ -252,47 +252,6 @@ def bf16_unsupported(device: str, capability: str) -> SetupError:
     )
 
 
-def embedding_of_wrong_shape(
-    where: str, found: Sequence[int], expected: tuple[int, int]
-) -> ModelFileError:
-    """The embedding table is no matrix of vocabulary by width."""
-    if len(found) != 2:  # noqa: PLR2004  # a matrix
-        what, wanted = f"the embedding is of rank {len(found)}", "rank 2"
-    elif found[0] != expected[0]:
-        what, wanted = "the embedding has another vocabulary than config.json", "vocab_size"
-    else:
-        what, wanted = "the embedding has another width than config.json", "hidden_size"
-    return ModelFileError(
-        what,
-        where=where,
-        found=str(list(found)),
-        expected=f"{list(expected)} ({wanted})",
-        remedy="take config.json and weights of one model, or download it again",
-    )
-
-
-def embedding_absent(where: str, tried: Sequence[str]) -> ModelFileError:
-    """No shard has the table."""
-    return ModelFileError(
-        "no shard has the embedding",
-        where=where,
-        found="none of the keys",
-        expected=" or ".join(tried),
-        remedy="download the model again",
-    )
-
-
-def heads_do_not_divide(where: str, heads: int, groups: int) -> ModelFileError:
-    """Grouped-query attention shares each key head among a whole number of query heads."""
-    return ModelFileError(
-        "query heads do not divide evenly over key and value heads",
-        where=where,
-        found=f"{heads} query heads, {groups} key and value heads",
-        expected="num_key_value_heads that divides num_attention_heads",
-        remedy="take config.json and weights of one model, or download it again",
-    )
-
-
 def size(count: float) -> str:
     """Spell bytes in binary units: ``1.5 GiB``."""
     value = float(count)
