@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 F32 = "quant.compute_dtype=f32"
 STILL = "lora.dropout=0"
+# Four heads of a quarter of the width, so that the proxy's projections are square.
+HEADS = ["model.head_dim=16", "model.tie_word_embeddings=true"]
+GEMMA = ["model=random", "model.name=gemma2", "model.family=gemma2", *HEADS]
 ARMS = {
     "bf16": [],
     "f32": [F32],
@@ -39,6 +43,13 @@ ARMS = {
     "lora in bf16": ["backend=lora"],
     "lora on gpt2": ["backend=lora", "model=tiny_gpt2", F32],
     "burn": ["backend=burn", "backend.train_base=false"],
+    # Norms scale by 1 + weight, the embedding by a root of the width; head and scores are capped.
+    "gemma2": [*GEMMA, F32],
+    "gemma2 in bf16": GEMMA,
+    "proxy on gemma2": ["backend=proxy", *GEMMA, F32],
+    "lora on gemma2": ["backend=lora", *GEMMA, F32],
+    "burn on gemma2": ["backend=burn", "backend.train_base=false", *GEMMA],
+    "gemma3": ["model=random", "model.name=gemma3", "model.family=gemma3_text", *HEADS, F32],
 }
 arms = pytest.mark.parametrize("overrides", ARMS.values(), ids=ARMS.keys())
 LENGTHS, SUPERVISED = [11, 6, 17, 9], [3, 1, 12, 0]
@@ -297,3 +308,27 @@ def test_four_micro_batches_are_one_batch_of_four(
     for name, gradient in whole.items():
         total = sum((part[name] for part in parts), torch.zeros(()))
         assert (gradient - total).norm() <= rounding * gradient.norm(), name
+
+
+@pytest.mark.parametrize("overrides", [[], ["backend=proxy"]])
+@pytest.mark.parametrize(
+    ("licence", "required"), [("apache-2.0", True), ("cc0-1.0", False), ("own", None), (None, None)]
+)
+def test_an_adapter_names_the_origin_of_its_base_where_that_is_known(
+    tiny_backend: Callable[..., Backend],
+    tiny_config: Callable[..., RunConfig],
+    overrides: list[str],
+    licence: str | None,
+    required: bool | None,
+) -> None:
+    """Family, name, licence and what it asks; the schema has no null for the last."""
+    backend = tiny_backend(*overrides)
+    backend.base = dataclasses.replace(backend.base, license=licence)  # type: ignore[attr-defined]
+    manifest, _ = backend.adapter(tiny_config(*overrides))
+    known = {
+        "base_family": "llama",
+        "upstream_model_id": "tiny_llama",
+        "license_class": licence,
+        "attribution_required": required,
+    }
+    assert manifest.provenance == (None if required is None else known)

@@ -188,3 +188,15 @@ def test_encoding_is_opened_from_the_cache_the_second_time(
     first = module()
     monkeypatch.setattr("mens_exp.data.datamodule.encode", None)
     assert module().train_counts == first.train_counts
+
+
+def test_bytes_are_those_of_the_learned_text_that_is_validated(
+    module: Callable[..., RowsDataModule],
+) -> None:
+    """Byte-level ids: every learned token is a byte, but one end marker a document."""
+    data = module("data.val_max_tokens=200")
+    documents = len(documents_in(data.val_dataloader()))
+    learned = sum(batch.targets_M.numel() for batch in data.val_dataloader())
+    assert 0 < documents < 30
+    assert len(data.validated_ids) == learned
+    assert data.validated_bytes == (learned - documents, None)

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mens_exp.config.compose import compose, typed
 from mens_exp.config.model import HfModel
 from mens_exp.layout.directory import read_directory
 from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.names import HEAD, base_key
 from mens_exp.layout.shape import check_weights, shape_of
 from mens_exp.layout.targets import linear_modules
+from mens_exp.plan.preflight import preflight
 from mens_exp.tokenizer import byte_level
 
 if TYPE_CHECKING:
@@ -103,3 +105,23 @@ def test_gpt2_is_read_without_its_prefix_too(tmp_path: Path) -> None:
     shape = shape_of(HfModel(id=str(directory.path)))
     for one in linear_modules(shape):
         assert base_key(one.path, shape.family, directory.tensors) in directory.tensors
+
+
+def test_model_that_reads_images_too_is_refused_by_the_name_of_the_text_only_one(
+    tmp_path: Path,
+) -> None:
+    """Gemma 3 with a vision tower, as transformers saves it: once, with exit code 2."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(
+        text_config={**_COMMON, "head_dim": 16}, vision_config=vision, mm_tokens_per_image=4
+    )
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    byte_level.write_files(tmp_path)
+    overrides = ["model=hf", f"model.id={tmp_path}", "logger=none", "trainer=cpu"]
+    (problem,) = preflight(typed(compose([overrides])[0].values))
+    assert problem.found == "gemma3, whose text_config is of gemma3_text"
+    assert "of model_type gemma3_text, such as google/gemma-3-1b-it" in str(problem.expected)
+    assert problem.exit_code == 2

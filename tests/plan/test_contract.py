@@ -4,7 +4,9 @@ import copy
 import dataclasses
 import functools
 import json
+import shutil
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,7 +26,8 @@ from mens_exp.plan.semantics import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
+
+    from mens_exp.model.resolve import BaseModel
 
 # One command for each schema, so that each of its fields can be flipped on it.
 COMMANDS = {
@@ -245,3 +248,55 @@ def test_record_is_plain_json(tiny_config: Callable[..., RunConfig]) -> None:
     record = contract_of(tiny_config()).record()
     assert json.loads(json.dumps(record)) == record
     assert record["digest"] == contract_of(tiny_config()).digest
+
+
+def card(directory: Path, licence: str) -> Path:
+    (directory / "README.md").write_text(f"---\nlicense: {licence}\n---\n", "utf-8")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("licence", "required"), [("mit", True), ("cc0-1.0", False), ("own-terms", None)]
+)
+def test_origin_is_what_the_model_card_states(
+    tiny_base: BaseModel,
+    tiny_config: Callable[..., RunConfig],
+    tmp_path: Path,
+    licence: str,
+    required: bool | None,
+) -> None:
+    """The licence as stated; what it asks where that is known, else null with the reason."""
+    directory = card(Path(shutil.copytree(tiny_base.directory, tmp_path / "base")), licence)
+    contract = contract_of(tiny_config("model=hf", f"model.id={directory}"))
+    assert contract.record()["provenance"] == {
+        "base_family": "llama",
+        "upstream_model_id": str(directory),
+        "license_class": licence,
+        "attribution_required": required,
+    }
+    place = "contract.provenance.attribution_required"
+    reason = {place: "what own-terms asks is not known here"}
+    assert contract.unknown == (reason if required is None else {})
+
+
+def test_origin_of_a_bundled_model_is_the_configuration_s(
+    tiny_config: Callable[..., RunConfig],
+) -> None:
+    """SmolLM2's Apache-2.0 asks for its notice."""
+    part = contract_of(tiny_config("model=smollm2_135m")).provenance
+    assert (part.license_class, part.attribution_required) == ("Apache-2.0", True)
+    assert part.unknown == {}
+
+
+def test_origin_that_nobody_states_is_null_with_its_reason(
+    tiny_config: Callable[..., RunConfig],
+) -> None:
+    """Random weights have no publisher, a directory that is absent no family either."""
+    random = contract_of(tiny_config())
+    assert random.provenance.attribution_required is None
+    assert [path.rpartition(".")[2] for path in random.unknown] == [
+        "license_class",
+        "attribution_required",
+    ]
+    absent = contract_of(tiny_config("model=hf", "model.id=somewhere/absent/at/all"))
+    assert "contract.provenance.base_family" in absent.unknown

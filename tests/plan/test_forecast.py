@@ -10,7 +10,7 @@ from mens_exp.plan.forecast import documents_of, forecast
 from mens_exp.plan.ledger import Entry, append, ledger_path
 from mens_exp.plan.machine import Machine
 from mens_exp.plan.memory import Documents
-from mens_exp.plan.pace import flop_per_token, quantization_s, time
+from mens_exp.plan.pace import flop_per_token, learned_frac, quantization_s, time
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,3 +131,38 @@ def test_unknown_documents_are_as_long_as_they_may_be(
     assert documents_of(config, known) == Documents(longest=200, typical=50, varied=True)
     alike = {"longest_tokens": 200, "typical_tokens": 195}
     assert documents_of(config, alike) == Documents(longest=200, typical=195, varied=False)
+
+
+@pytest.mark.parametrize(
+    ("objective", "share"),
+    [
+        (("objective=last_k",), 1 / 50),
+        (("objective=last_k", "objective.k=40"), 40 / 50),
+        (("objective=last_k", "objective.k=64"), 1.0),
+        (("objective=last_k", "objective.k=0"), 0.5),
+        (("objective=assistant",), 0.5),
+        (("objective=causal",), 1.0),
+    ],
+)
+def test_share_of_learned_tokens(
+    tiny_config: Callable[..., RunConfig], objective: tuple[str, ...], share: float
+) -> None:
+    """Documents of fifty tokens: the last k, all, or about half, as in the main job."""
+    assert learned_frac(tiny_config(*objective).objective, 50.0) == share
+
+
+def test_operations_of_the_proxy_are_those_of_learned_positions(
+    tiny_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """Two squares of 64 and the head, LoRA on each; unpacking a micro-batch is 154 positions."""
+    config = tiny_config("backend=proxy", "objective.k=40", "data.seq_len=512")
+    shape = shape_of(config.model)
+    made = forecast(config, shape, Documents(longest=50, typical=50), CPU, tmp_path)
+    weights, adapter = 2 * 64 * 64 + 320 * 64, 16 * (2 * 128 + 320 + 64)
+    expected = (40 / 50 + 154 / 512) * (4 * weights + 6 * adapter)
+    assert made.per_token == pytest.approx(expected)
+    assert made.pace.rate is not None
+    assert made.pace.low == pytest.approx(made.pace.rate / 3)
+    assert "learned positions alone" in made.pace.basis
+    unknown = forecast(config, shape, Documents(longest=50, typical=50), GPU, tmp_path).pace
+    assert unknown.rate is None

@@ -295,3 +295,40 @@ def test_incomplete_stack_trains_the_head_alone_unless_strict() -> None:
     assert str(error.found).startswith("40 of 50: model.layers.10.self_attn.o_proj.weight")
     assert str(error.found).count("o_proj") == 32
     assert "and 8 more" in str(error.found)
+
+
+def test_graph_of_the_proxy_is_named_by_its_composition() -> None:
+    """As the run will name it; where the headers are not here, as a whole checkpoint's."""
+    made = dataclasses.replace(
+        contract(targets=PROXY), settings={"backend.composition": "sequential"}
+    )
+    meets = around(keys=keys(3), layers=3, forced="proxy")
+    assert execution_plan(made, meets).graph_id == "proxy_stack_v1_sequential"
+    unread = dataclasses.replace(meets, keys=None)
+    assert execution_plan(made, unread).graph_id == "proxy_stack_v1_sequential"
+    assert coverage(made, unread) == Coverage(eligible=True, expected=3)
+
+
+def test_unknown_family_is_planned_with_a_note_of_what_refuses_it() -> None:
+    """The known types are listed; a known family has no such note."""
+    (note,) = execution_plan(contract(), around("mamba", forced="qlora")).notes
+    assert note.startswith("model_type mamba is none of the verified layouts (gemma2, ")
+    assert all(family in note for family in FAMILIES)
+    assert note.endswith("refuses it: backend=proxy, backend=burn with tokenizer=hf")
+    assert execution_plan(contract(), around("llama", forced="qlora")).notes == ()
+    # What nobody has read is not called unknown.
+    assert execution_plan(contract(), around(None, forced="qlora")).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("asked", "backend"),
+    [(("qlora", "nf4"), "proxy"), (("lora", "none"), "burn")],
+)
+def test_what_the_note_names_refuses_an_unknown_family(
+    asked: tuple[str, str], backend: str
+) -> None:
+    """One message for each of them, with the known types."""
+    made = contract(*asked, targets=KERNELS[backend].targets)
+    (error,) = errors(made, around("mamba", forced=backend))
+    assert f"backend={backend} reads weights by name" in str(error)
+    assert all(family in str(error.expected) for family in FAMILIES)

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from mens_exp.config.compose import compose, typed
 from mens_exp.config.model import BundledModel, RandomModel
+from mens_exp.plan.estimate import make_plan
 from mens_exp.plan.preflight import preflight, writable_cache
 
 if TYPE_CHECKING:
@@ -167,6 +168,23 @@ def test_unknown_family_is_read_off_its_headers(on_directory: RunConfig, base: P
     assert preflight(on_directory) == []
 
 
+def test_unknown_family_is_planned_with_what_refuses_it(
+    on_directory: RunConfig, base: Path, tmp_path: Path
+) -> None:
+    """The known types and the refusing backends stand in the plan; they do refuse."""
+    configure(base, model_type="novel")
+    plan = make_plan(on_directory, tmp_path)
+    refusing = ["backend=proxy", "backend=burn with tokenizer=hf"]
+    assert plan["layout"] == {"model_type": "novel", "verified": False, "refused": refusing}
+    (note,) = plan["notes"]
+    assert "gemma2, gemma3_text, gpt2, llama, mistral, olmo2, phi3, qwen2, qwen3" in note
+    for backend in ("proxy", "burn"):
+        overrides = ["model=hf", f"model.id={base}", f"backend={backend}", "tokenizer=hf"]
+        (problem,) = preflight(typed(compose([[*overrides, "logger=none"]])[0].values))
+        assert f"backend={backend} reads weights by name" in str(problem)
+        assert problem.exit_code == 2
+
+
 def test_unknown_family_without_layers_is_refused(on_directory: RunConfig, base: Path) -> None:
     """Nothing could get an adapter."""
     configure(base, model_type="novel")
@@ -195,6 +213,10 @@ def test_width_that_blocks_do_not_divide_is_refused(on_directory: RunConfig, bas
     problem = only(on_directory)
     assert problem.where == f"{base}: mlp.down_proj"
     assert (problem.found, problem.expected) == ("width 96", "a multiple of 64")
+    assert "quant.skip" in str(problem)
+    for remedy in ("backend=lora", "quant.skip=[down_proj]"):
+        overrides = ["model=hf", f"model.id={base}", "logger=none", remedy]
+        assert preflight(typed(compose([overrides])[0].values)) == [], remedy
 
 
 def test_tokenizer_beyond_the_embedding_is_refused(on_directory: RunConfig, base: Path) -> None:

@@ -93,3 +93,18 @@ def test_by_item_puts_conditions_together(item: Callable[..., ItemEvent]) -> Non
     first, second = summary.by_item(events)
     assert set(first.completions) == {"base", "tuned"}
     assert set(second.completions) == {"base"}
+
+
+def test_bits_per_byte_stand_beside_the_loss_where_they_are_known(
+    write_run: Callable[..., RunDir],
+) -> None:
+    """Half the bits is better; a run that could not tell has no such row."""
+    known = {"base_val_bits_per_byte": 1.0, "tuned_val_bits_per_byte": 0.5, "val_text_bytes": 100}
+    losses = {"base_val_loss": 2.0, "tuned_val_loss": 1.0}
+    pairs = summary.pairs(load(write_run(results=losses | known)))
+    (pair,) = [one for one in pairs if "bits per byte" in one.label]
+    assert (pair.base.text, pair.tuned.text, pair.verdict) == ("1.0000", "0.5000", "better")
+    assert pair.change == "\N{MINUS SIGN}50.0%"
+    unknown = dict.fromkeys(known)
+    labels = [one.label for one in summary.pairs(load(write_run(results=losses | unknown)))]
+    assert labels == ["Validation loss", "Held-out completions that parse"]

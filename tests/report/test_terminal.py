@@ -104,6 +104,13 @@ def test_plan_table_shows_what_the_planner_says(plan: dict[str, Any]) -> None:
     assert [part for part in shown if part not in text] == []
 
 
+def test_plan_table_leaves_a_stack_that_nobody_has_read_open(plan: dict[str, Any]) -> None:
+    """Where the headers are not here, what is expected is all that is known."""
+    plan["proxy"] = {"eligible": True, "complete": None, "matched": None, "expected": 30}
+    text = _shown(terminal.plan_table(plan))
+    assert "\n                30 middle projections" in text
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_result_table_keeps_every_number_whole(
     write_run: Callable[..., RunDir], width: int

@@ -1,9 +1,22 @@
 from __future__ import annotations
 
+import copy
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import pytest
 
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.config.model import HfModel
 from mens_exp.errors import Problems, RequestError
-from mens_exp.tasks.inputs import refuse_changed
+from mens_exp.plan.contract import origin_of
+from mens_exp.tasks.inputs import note_origin, refuse_changed
+
+if TYPE_CHECKING:
+    from mens_exp.config.overrides import Cell
+    from mens_exp.model.resolve import BaseModel
 
 RECORDED = {
     "base_model": "tiny_llama",
@@ -39,3 +52,30 @@ def test_all_changes_are_reported_together() -> None:
         "inputs.base_weights_sha256",
         "inputs.data.rows_sha256",
     ]
+
+
+def test_card_that_was_fetched_tells_the_origin(
+    cell: Cell, tiny_base: BaseModel, tmp_path: Path
+) -> None:
+    """What was null when the run opened is known then, and no longer said to be unknown."""
+    config = copy.deepcopy(cell.config)
+    manifest = Manifest(
+        run_id="r",
+        task="train",
+        started_utc="",
+        config_digest="",
+        seed=1,
+        contract={"provenance": {}},
+        unknown={"contract.provenance.license_class": "not yet", "results.x": "another"},
+    )
+    note_origin(config, manifest)
+    assert manifest.contract == {"provenance": dataclasses.asdict(origin_of(config))}
+    assert "contract.provenance.license_class" in manifest.unknown  # random weights have none
+
+    directory = Path(shutil.copytree(tiny_base.directory, tmp_path / "base"))
+    (directory / "README.md").write_text("---\nlicense: mit\n---\n", "utf-8")
+    config.model = HfModel(id=str(directory))
+    note_origin(config, manifest)
+    assert manifest.contract["provenance"]["license_class"] == "mit"
+    assert manifest.contract["provenance"]["attribution_required"] is True
+    assert manifest.unknown == {"results.x": "another"}

@@ -181,3 +181,18 @@ def test_a_plan_shows_what_this_machine_lacks(
     assert cli.main([*tiny_run, f"hydra.run.dir={tmp_path / 'run'}"]) == 3
     assert "does not fit into the memory" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_and_its_manifest_say_where_a_preset_differs(
+    tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As typed, our own value behind it."""
+    run = RunDir(tmp_path / "run")
+    overrides = ["preset=litgpt_like", "task=plan", f"hydra.run.dir={run.path}"]
+    assert cli.main([*tiny_run, *overrides]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert 'lora.targets=["qv"] (["all_linear"])' in said
+    assert "quant.double_quant=false (true)" in said
+    found = Manifest.read(run.manifest).facts["differs_from_default"]
+    assert found["seed"] == {"default": 42, "found": 1337}
+    assert json.loads(run.plan.read_text(encoding="utf-8"))["differs_from_default"] == found

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING
 
 import pytest
@@ -67,10 +68,28 @@ def test_what_is_unknown_says_why(finished: RunDir) -> None:
     manifest = Manifest.read(finished.manifest)
     null = {f"results.{name}" for name, value in manifest.results.items() if value is None}
     assert null == {"results.peak_cuda_bytes"}
-    assert manifest.unknown == {
+    origin = {
+        "contract.provenance.license_class": "no publisher's card states one",
+        "contract.provenance.attribution_required": "the licence is unknown",
+    }
+    assert manifest.unknown == origin | {
         "results.peak_cuda_bytes": "no GPU was used",
         "scorecard": "suite=none",
     }
+
+
+def test_bits_per_byte_are_the_loss_over_the_learned_text(finished: RunDir) -> None:
+    """Nats times tokens over bytes and ln 2; each token is a byte, but one end marker a row."""
+    manifest = Manifest.read(finished.manifest)
+    results, data = manifest.results, manifest.inputs["data"]
+    read = [e["payload"] for e in read_events(finished.telemetry) if e["event"] == "validation"]
+    tokens = read[0]["val/supervised_tokens"]
+    assert results["val_text_bytes"] == tokens - data["val_rows"]
+    for condition, event in zip(("base", "tuned"), read, strict=True):
+        per_byte = results[f"{condition}_val_loss"] * tokens / results["val_text_bytes"]
+        found = results[f"{condition}_val_bits_per_byte"]
+        assert found == pytest.approx(per_byte / math.log(2))
+        assert event["val/bits_per_byte"] == pytest.approx(found)
 
 
 def test_inputs_are_on_record_by_content(finished: RunDir, rows_file: Path) -> None:

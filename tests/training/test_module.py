@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -301,6 +302,12 @@ def test_validation_loss_is_the_mean_over_all_supervised_tokens(
         expected = mean_loss(module.backend, batch)
     assert module.validation["val/loss"] == pytest.approx(expected.item(), rel=1e-6)
     assert module.validation["val/supervised_tokens"] == 53
+    assert "val/bits_per_byte" not in module.validation  # nobody has said of how many bytes
+    module.validated_bytes = 106
+    with lightning_quiet():
+        trainer.validate(module, stream(documents, size=3, total=3, seed=None), verbose=False)
+    bits = expected.item() / 2 / math.log(2)
+    assert module.validation["val/bits_per_byte"] == pytest.approx(bits, rel=1e-6)
 
 
 def test_as_base_validates_without_the_adapter(

@@ -140,6 +140,14 @@ _TABLE = (
         note="tokens the validation loss is a mean of",
     ),
     Metric(
+        name="val/bits_per_byte",
+        unit="bits/byte",
+        direction="min",
+        reduction="last",
+        alias=("bits_per_byte", "bpb", "val_bits_per_byte"),
+        note="the same sum over the UTF-8 bytes that those tokens stand for; compares tokenizers",
+    ),
+    Metric(
         name="suite/parse_rate",
         unit="1",
         direction="max",

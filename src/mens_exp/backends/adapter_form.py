@@ -20,6 +20,7 @@ from mens_exp.artifacts.adapter_v3 import AdapterManifest
 from mens_exp.backends.adapting import ADAPTER
 from mens_exp.config.lora import LoraInit, LoraVariant
 from mens_exp.layout.directory import read_directory
+from mens_exp.layout.licence import attribution_required
 from mens_exp.layout.names import HEAD, base_key
 from mens_exp.layout.targets import pattern_values
 from mens_exp.lora.from_weights import stacked
@@ -28,13 +29,22 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from mens_exp.artifacts.adapter_v3 import AdapterProvenance
     from mens_exp.config.lora import LoraConfig
     from mens_exp.config.root import RunConfig
+    from mens_exp.layout.families import Family
     from mens_exp.layout.shape import Shape
     from mens_exp.layout.targets import LinearModule
     from mens_exp.model.resolve import BaseModel
 
-__all__ = ["in_fixed_order", "manifest_of", "peft_form", "stacked_tensors", "unstacked_tensors"]
+__all__ = [
+    "in_fixed_order",
+    "manifest_of",
+    "peft_form",
+    "provenance_of",
+    "stacked_tensors",
+    "unstacked_tensors",
+]
 
 Tensors = dict[str, torch.Tensor]
 
@@ -125,8 +135,25 @@ def manifest_of(
         rank=lora.r * times,
         alpha=lora.alpha * times,
         base_model=base.name,
+        provenance=provenance_of(base, family),
         mens_exp={key: value for key, value in ours.items() if value or value is False},
     )
+
+
+def provenance_of(base: BaseModel, family: Family) -> AdapterProvenance | None:
+    """Say where the base comes from; None where what its licence asks is unknown.
+
+    The schema has no null for that, so that an unknown origin is left out whole.
+    """
+    asked = attribution_required(base.license)
+    if asked is None:
+        return None
+    return {
+        "base_family": family.model_type,
+        "upstream_model_id": base.name,
+        "license_class": base.license,
+        "attribution_required": asked,
+    }
 
 
 def in_fixed_order(path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mens_exp.artifacts.adapter_v3 import AdapterManifest
+from mens_exp.backends.adapter_form import provenance_of
 from mens_exp.backends.frozen_base import frozen_weights
 from mens_exp.backends.greedy import evaluating
 from mens_exp.backends.loading import load_into
@@ -197,6 +198,7 @@ class ProxyBackend(OwnForm, torch.nn.Module):
             rank=config.lora.r,
             alpha=config.lora.alpha,
             base_model=self.base.name,
+            provenance=provenance_of(self.base, self.shape.family),
             mens_exp={
                 "base_weights_sha256": self.base.weights_sha256,
                 "candle_qlora_graph_id": self.stack.graph_id,

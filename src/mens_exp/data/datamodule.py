@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ from mens_exp.data.stream import MicroBatches
 from mens_exp.errors import DataError
 from mens_exp.rows.cache import TokenCounts, encoded
 from mens_exp.rows.encode import Encoded, encode
+from mens_exp.tokenizer.text_bytes import text_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -114,6 +116,20 @@ class RowsDataModule(LightningDataModule):
     def train_dataloader(self) -> MicroBatches:
         """Return the training stream."""
         return self._train
+
+    @cached_property
+    def validated_bytes(self) -> tuple[int | None, str | None]:
+        """UTF-8 bytes of the text of :attr:`validated_ids`, or None and the reason."""
+        return text_bytes(self.tokenizer, self.validated_ids)
+
+    @property
+    def validated_ids(self) -> np.ndarray:
+        """The learned tokens of the documents that are validated on, ``[n] int32``."""
+        documents = self.val_documents
+        chosen = _sample(documents.lengths, self.config.data.val_max_tokens)
+        bounds = [documents.offsets[i : i + 2] for i in chosen]
+        parts = [documents.ids[a:b][documents.supervised[a:b]] for a, b in bounds]
+        return np.concatenate(parts)
 
     def val_dataloader(self) -> MicroBatches:
         """Return the validation documents, of which ``data.val_max_tokens`` says how many."""

@@ -23,6 +23,8 @@ __all__ = ["family_in"]
 
 _IN_LAYER = re.compile(r"(?P<layers>.+?)\.(?P<number>\d+)\.(?P<path>.+)\.weight$")
 _MATRIX = 2
+# Published text-only models of a family that otherwise reads images too.
+_TEXT_ONLY = {"gemma3_text": "google/gemma-3-1b-it"}
 # What transformers' configurations call a dimension, the usual name first.
 _NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
@@ -43,12 +45,13 @@ def family_in(directory: ModelDirectory) -> Family:
 
     Raises:
         ModelFileError: the table does not know the model_type, and no headers are there or they
-            show no layers that are alike.
+            show no layers that are alike; or the model is more than text.
     """
     model_type = str(directory.config.get("model_type"))
     known = FAMILIES.get(model_type)
     if known is not None:
         return known
+    _refuse_more_than_text(directory, model_type)
     prefix, matrices = _layers(directory, model_type)
     names = _logical_names(matrices)
     groups = FAMILIES["llama"].groups
@@ -82,6 +85,22 @@ def family_in(directory: ModelDirectory) -> Family:
             for side, size in (("out", out), ("in", width))
         },
         verified=False,
+    )
+
+
+def _refuse_more_than_text(directory: ModelDirectory, model_type: str) -> None:
+    """Refuse a model whose decoder is one part of several; their names and classes are others."""
+    text = directory.config.get("text_config")
+    if not isinstance(text, dict):
+        return
+    inner = str(text.get("model_type"))
+    examples = f", such as {_TEXT_ONLY[inner]}" if inner in _TEXT_ONLY else ""
+    raise ModelFileError(
+        "the model is more than text, and only text models are trained",
+        where=f"{directory.path}: config.json: model_type",
+        found=f"{model_type}, whose text_config is of {inner}",
+        expected=f"a text-only model, of model_type {inner}{examples}",
+        remedy="choose one, or save the text part alone as a model of its own",
     )
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mens_exp.config.backend import ProxyConfig
     from mens_exp.layout.shape import Shape
 
-__all__ = ["DEEP", "ProxyStack", "stack_of"]
+__all__ = ["DEEP", "ProxyStack", "graph_name", "stack_of"]
 
 _LISTED = 32  # missing keys that a message names, as the seeds' preflight did
 # Middle projections from which a composition without factors is warned about. measured: SmolLM2's
@@ -57,7 +57,7 @@ class ProxyStack:
     @property
     def graph_id(self) -> str:
         """Name of the graph, as the seeds write it."""
-        return f"proxy_stack_v1_{self.composition.value}" if self.middle else "lm_head_only"
+        return graph_name(self.composition.value, len(self.middle))
 
     @property
     def layers(self) -> list[str]:
@@ -80,6 +80,11 @@ class ProxyStack:
                 "backend.composition=residual is the remedy"
             )
         return found
+
+
+def graph_name(composition: str, middle: int) -> str:
+    """Name a graph of so many middle projections as the seeds do."""
+    return f"proxy_stack_v1_{composition}" if middle else "lm_head_only"
 
 
 def stack_of(shape: Shape, backend: ProxyConfig, keys: Collection[str] | None = None) -> ProxyStack:

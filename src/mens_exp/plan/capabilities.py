@@ -19,7 +19,8 @@ from mens_exp.plan.contract import (
     ModelPart,
     QuantPart,
 )
-from mens_exp.plan.kernels import KERNELS, Kernel, available
+from mens_exp.plan.kernels import KERNELS, Kernel, available, readers_of_names
+from mens_exp.plan.messages import COMPARISON
 from mens_exp.plan.planner import Gate, Surroundings, refusals
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ def page() -> str:
         "",
         *_table(("", *KERNELS), _backend_rows()),
         "",
+        "What a contrast of them may conclude: " + COMPARISON + ".",
+        "",
         "## Bases and tokenizers",
         "",
         "Each backend with each base and tokenizer, on a known model family. A number is the gate",
@@ -80,6 +83,10 @@ def page() -> str:
         "",
         "Names and shapes of these are verified against checkpoints that transformers writes:",
         ", ".join(f"`{name}`" for name in sorted(FAMILIES)) + ".",
+        "A causal model of any other `model_type` trains by the names in its headers. What reads",
+        "weights by name needs one of these and refuses it, and a plan says so: "
+        + ", ".join(f"`{what}`" for what in readers_of_names())
+        + ".",
         "",
         *_table(("layout", *KERNELS), _layout_rows()),
         "",

@@ -16,8 +16,13 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.artifacts.digest import digest, sha256_file
 from mens_exp.config.backend import ProxyConfig
 from mens_exp.config.data import JsonlData
+from mens_exp.config.model import BundledModel, HfModel
 from mens_exp.config.objective import LastKObjective
 from mens_exp.errors import MensError
+from mens_exp.layout import hub
+from mens_exp.layout.directory import license_of
+from mens_exp.layout.found_family import family_in
+from mens_exp.layout.licence import attribution_required
 from mens_exp.layout.shape import family_for
 from mens_exp.plan.kernels import FULL_GRAPH, KERNELS
 from mens_exp.plan.semantics import learned_settings
@@ -36,6 +41,7 @@ __all__ = [
     "ProvenancePart",
     "QuantPart",
     "contract_of",
+    "origin_of",
 ]
 
 _VERSION = 1  # raise it when the same meaning gets another digest
@@ -126,11 +132,32 @@ class ArtifactPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProvenancePart:
-    """Where the base comes from; unknown is None."""
+    """Where the base comes from; unknown is None.
+
+    Attributes:
+        base_family: model_type of the base.
+        upstream_model_id: id of the hub, path of a directory, or the name of another source.
+        license_class: the weights' licence as their publisher names it.
+        attribution_required: whether that asks for a notice of origin.
+    """
 
     base_family: str | None = None
     upstream_model_id: str | None = None
     license_class: str | None = None
+    attribution_required: bool | None = None
+
+    @property
+    def unknown(self) -> dict[str, str]:
+        """Why a part is None, by its name."""
+        reasons = {
+            "base_family": "the model's files could not be read",
+            "upstream_model_id": "the model has no name",
+            "license_class": "no publisher's card states one",
+            "attribution_required": "the licence is unknown"
+            if self.license_class is None
+            else f"what {self.license_class} asks is not known here",
+        }
+        return {name: why for name, why in reasons.items() if getattr(self, name) is None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,6 +191,12 @@ class FineTuneContract:
     def record(self) -> dict[str, Any]:
         """Return the parts as plain JSON, for manifest and plan."""
         return {"version": _VERSION, "digest": self.digest, **dataclasses.asdict(self)}
+
+    @property
+    def unknown(self) -> dict[str, str]:
+        """Why a part of the record is null, by its dotted path in a manifest."""
+        reasons = self.provenance.unknown
+        return {f"contract.provenance.{name}": why for name, why in reasons.items()}
 
 
 def _known(part: dict[str, Any]) -> dict[str, Any]:
@@ -203,11 +236,7 @@ def contract_of(config: RunConfig) -> FineTuneContract:
             **_proxy_part(config),
         ),
         artifact=ArtifactPart(deployment_target=config.deployment_target.value),
-        provenance=ProvenancePart(
-            base_family=_family(config),
-            upstream_model_id=model.hf_repo or config.model.name,
-            license_class=getattr(config.model, "license", None),
-        ),
+        provenance=origin_of(config),
         settings=settings,
     )
 
@@ -276,8 +305,21 @@ def _hash(path: Path) -> str | None:
         return None  # preflight says so, by name
 
 
-def _family(config: RunConfig) -> str | None:
+def origin_of(config: RunConfig) -> ProvenancePart:
+    """Say where the base comes from; its licence is the configuration's, or the model card's."""
+    model = config.model
+    family, licence = None, model.license if isinstance(model, BundledModel) else None
     try:
-        return family_for(config.model).model_type
+        if isinstance(model, HfModel):
+            directory = hub.describe(model)
+            family, licence = family_in(directory).model_type, license_of(directory.path)
+        else:
+            family = family_for(model).model_type
     except MensError:
-        return None  # preflight says why
+        pass  # preflight says why
+    return ProvenancePart(
+        base_family=family,
+        upstream_model_id=getattr(model, "id", None) or model.name,
+        license_class=licence,
+        attribution_required=attribution_required(licence),
+    )

@@ -13,21 +13,23 @@ from mens_exp.config.model import HfModel
 from mens_exp.config.schedule import warmup_steps
 from mens_exp.layout import hub, hub_snapshot
 from mens_exp.layout.shape import shape_of
-from mens_exp.plan import machine, pace
+from mens_exp.plan import machine, messages, pace
 from mens_exp.plan.checks.machine import findings
 from mens_exp.plan.contract import contract_of
 from mens_exp.plan.disk import disk
 from mens_exp.plan.forecast import documents_of, forecast
+from mens_exp.plan.kernels import readers_of_names
 from mens_exp.plan.planner import execution_plan
 from mens_exp.plan.surroundings import surroundings_of
 from mens_exp.plan.tokens import count_tokens
-from mens_exp.plan.trained import described_modules, trained_parameters
+from mens_exp.plan.trained import described_modules, proxy_stack, trained_parameters
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from mens_exp.config.model import ModelConfig
     from mens_exp.config.root import RunConfig
+    from mens_exp.layout.families import Family
     from mens_exp.layout.shape import Shape
     from mens_exp.plan.disk import Disk
     from mens_exp.plan.forecast import Forecast
@@ -57,6 +59,7 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
     expected = forecast(config, shape, documents_of(config, data), device, cache)
     written = disk(config, shape, cache, steps)
     errors, warnings = findings(config, device, expected.memory, written, cache)
+    stack = proxy_stack(config, shape)
     return {
         "format": "mens_exp_plan",
         "version": 1,
@@ -76,7 +79,8 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         "disk_bytes": _disk(written, cache),
         "device": {"kind": device.kind, "name": device.name},
         "problems": [str(error) for error in errors],
-        "warnings": warnings,
+        "comparison": messages.COMPARISON,
+        "warnings": [*(stack.warnings if stack else ()), *warnings],
         "measured": None,
     }
 
@@ -97,7 +101,17 @@ def _meaning(config: RunConfig, shape: Shape) -> dict[str, Any]:
         "lora_modules": described_modules(config, shape),
         "objective": config.objective.name,
         "deployment_target": config.deployment_target.value,
+        "layout": _layout(shape.family),
         **made,
+    }
+
+
+def _layout(family: Family) -> dict[str, Any]:
+    """Say whether the names of weights are verified, and what refuses where they are not."""
+    return {
+        "model_type": family.model_type,
+        "verified": family.verified,
+        "refused": [] if family.verified else list(readers_of_names()),
     }
 
 

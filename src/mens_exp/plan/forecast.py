@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.config.backend import ProxyConfig
 from mens_exp.plan import pace
 from mens_exp.plan.ledger import Entry, Residuals, entries, ledger_path, residuals
 from mens_exp.plan.memory import Documents, Memory, memory, recomputes
@@ -65,19 +66,27 @@ def forecast(
     ][-_RECENT:]
     plain = memory(config, shape, documents, kind=machine.kind)
     seen = residuals(_ratios(known))
-    per_token = pace.flop_per_token(
-        shape,
-        trained_parameters(config, shape),
-        linears=frozen_linears(config, shape),
-        again=recomputes(config, shape, machine.kind),
-    )
     return Forecast(
         memory=_corrected(plain, seen),
         formula=plain.estimate - plain.outside,
         runs=seen.runs if seen else 0,
         pace=pace.pace_of(config, machine.kind, known, _rate_spread(known)),
-        per_token=per_token,
+        per_token=_per_token(config, shape, documents, machine),
     )
+
+
+def _per_token(config: RunConfig, shape: Shape, documents: Documents, machine: Machine) -> float:
+    """Return training operations for one token."""
+    adapter, linears = trained_parameters(config, shape), frozen_linears(config, shape)
+    if isinstance(config.backend, ProxyConfig):
+        return pace.proxy_flop_per_token(
+            linears + shape.vocab_size * shape.hidden_size,
+            adapter,
+            learned_frac=pace.learned_frac(config.objective, documents.typical),
+            micro_batch_tokens=config.data.micro_batch_size * config.data.seq_len,
+        )
+    again = recomputes(config, shape, machine.kind)
+    return pace.flop_per_token(shape, adapter, linears=linears, again=again)
 
 
 def _ratios(known: list[Entry]) -> list[float]:

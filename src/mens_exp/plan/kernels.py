@@ -10,7 +10,15 @@ from dataclasses import dataclass
 
 from mens_exp.config.compose import group_options
 
-__all__ = ["FULL_GRAPH", "KERNELS", "PROXY", "Kernel", "available", "kernel_for"]
+__all__ = [
+    "FULL_GRAPH",
+    "KERNELS",
+    "PROXY",
+    "Kernel",
+    "available",
+    "kernel_for",
+    "readers_of_names",
+]
 
 FULL_GRAPH = "full_graph"
 PROXY = "lm_head_proxy"
@@ -104,3 +112,13 @@ def kernel_for(method: str, *, quantized: bool, targets: str) -> Kernel | None:
 def available() -> frozenset[str]:
     """Return the backends that the config groups offer, ours and the user's own."""
     return frozenset(group_options().get("backend", ()))
+
+
+def readers_of_names() -> tuple[str, ...]:
+    """Return what is here and reads weights by name, as it is typed; they want a known family."""
+    here = available()
+    return tuple(
+        f"backend={one.name}" + (" with tokenizer=hf" if len(one.tokenizers) > 1 else "")
+        for one in KERNELS.values()
+        if one.needs_layout and one.name in here
+    )

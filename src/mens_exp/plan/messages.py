@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 MOST_NAMES = 32  # of missing keys; the rest is a number
 MOST_LAST_TARGETS = 64  # REFERENCE section 2: ce_last_k
 
+COMPARISON = (
+    "arms that share tokenizer, data and objective are compared by loss; on the same texts under "
+    "another tokenizer by bits per byte; everything else by the suite's KPIs alone"
+)
 _MORE = "docs/capabilities.md says what goes with what"
 
 
@@ -63,14 +67,36 @@ def kernel_needs_hf_tokenizer(name: str, mode: str) -> ConfigError:
     )
 
 
-def lora_needs_warm_start(model_type: str | None, known: Collection[str]) -> ConfigError:
-    """Gate 3: ids of a pretrained tokenizer mean something only to pretrained weights."""
+def needs_verified_layout(
+    what: str, model_type: str | None, known: Collection[str], *, instead: str | None = None
+) -> ConfigError:
+    """Gates 3 and 4, and every task that takes weights by their names.
+
+    Args:
+        what: reads weights by name, such as ``backend=proxy`` or ``format=gguf``.
+        model_type: of the base model.
+        known: the model types whose names are verified.
+        instead: a setting that does without, where there is one.
+    """
     return ConfigError(
-        "an f32 lane with the hf tokenizer starts from the model's weights, read by name",
+        f"{what} reads weights by name, and this family's names are not verified",
         where="model",
         found=f"model_type {model_type}",
         expected=f"a known layout: {', '.join(sorted(known))}",
-        remedy=f"choose a model of a known family, or tokenizer=vox; {_MORE}",
+        remedy="choose a model of a known family"
+        + (f", or {instead}" if instead else "")
+        + f"; {_MORE}",
+    )
+
+
+def layout_is_not_verified(
+    model_type: str, known: Collection[str], refusing: Collection[str]
+) -> str:
+    """Note of a plan: an unknown family trains, and what it will not do."""
+    return (
+        f"model_type {model_type} is none of the verified layouts ({', '.join(sorted(known))}): "
+        "it trains by the names in its headers; what reads weights by name refuses it: "
+        + ", ".join(refusing)
     )
 
 
@@ -83,17 +109,6 @@ def kernel_not_available(name: str, have: Collection[str], *, planned: bool) -> 
         expected=expected_name(name, sorted(have)),
         remedy=f"choose backend={'|'.join(sorted(have))}"
         + (", or write one: a class and a YAML in ./conf/backend" if planned else ""),
-    )
-
-
-def kernel_needs_layout(kernel: str, model_type: str | None, known: Collection[str]) -> ConfigError:
-    """Gate 4 as well: a kernel that reads weights by name has to know the names."""
-    return ConfigError(
-        f"the {kernel} kernel reads weights by name, and this family's names are not verified",
-        where="model",
-        found=f"model_type {model_type}",
-        expected=f"a known layout: {', '.join(sorted(known))}",
-        remedy=f"choose a model of a known family, or backend=qlora; {_MORE}",
     )
 
 
@@ -234,47 +249,6 @@ def bf16_unsupported(device: str, capability: str) -> SetupError:
         found=f"compute capability {capability}",
         expected="8.0 or newer for bf16",
         remedy="choose quant.compute_dtype=f32",
-    )
-
-
-def embedding_of_wrong_shape(
-    where: str, found: Sequence[int], expected: tuple[int, int]
-) -> ModelFileError:
-    """The embedding table is no matrix of vocabulary by width."""
-    if len(found) != 2:  # noqa: PLR2004  # a matrix
-        what, wanted = f"the embedding is of rank {len(found)}", "rank 2"
-    elif found[0] != expected[0]:
-        what, wanted = "the embedding has another vocabulary than config.json", "vocab_size"
-    else:
-        what, wanted = "the embedding has another width than config.json", "hidden_size"
-    return ModelFileError(
-        what,
-        where=where,
-        found=str(list(found)),
-        expected=f"{list(expected)} ({wanted})",
-        remedy="take config.json and weights of one model, or download it again",
-    )
-
-
-def embedding_absent(where: str, tried: Sequence[str]) -> ModelFileError:
-    """No shard has the table."""
-    return ModelFileError(
-        "no shard has the embedding",
-        where=where,
-        found="none of the keys",
-        expected=" or ".join(tried),
-        remedy="download the model again",
-    )
-
-
-def heads_do_not_divide(where: str, heads: int, groups: int) -> ModelFileError:
-    """Grouped-query attention shares each key head among a whole number of query heads."""
-    return ModelFileError(
-        "query heads do not divide evenly over key and value heads",
-        where=where,
-        found=f"{heads} query heads, {groups} key and value heads",
-        expected="num_key_value_heads that divides num_attention_heads",
-        remedy="take config.json and weights of one model, or download it again",
     )
 
 

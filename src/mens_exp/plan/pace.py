@@ -9,17 +9,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.config.backend import ProxyConfig
+from mens_exp.config.objective import LastKObjective
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.plan.machine import cores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mens_exp.config.objective import ObjectiveConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.layout.shape import Shape
     from mens_exp.plan.ledger import Entry, Residuals
 
-__all__ = ["Pace", "flop_per_token", "pace_of", "quantization_s", "time"]
+__all__ = [
+    "Pace",
+    "flop_per_token",
+    "learned_frac",
+    "pace_of",
+    "proxy_flop_per_token",
+    "quantization_s",
+    "time",
+]
 
 # measured: benchmarks/throughput.py, SmolLM2-135M on two AVX512-BF16 cores
 _FLOPS_PER_CORE = {ComputeDtype.bf16: 1.4e11, ComputeDtype.f32: 4.0e10}
@@ -27,6 +38,10 @@ _SUPERVISED = 0.5  # share of tokens that the head runs on, as in the main job
 _TABLE_SPREAD = 2.0  # another CPU may be so many times faster or slower; unverified guess
 # measured: bitsandbytes 0.50, NF4 with double quantization, weights a second on one EPYC core
 _QUANTIZED_PER_CORE_S = 6e6
+# measured: SmolLM2's stack (38.3 M weights) on one core, k = 64: 4, 64 and 512 positions took 0.19,
+# 0.25 and 0.82 s, so 0.19 s a micro-batch for unpacking and 1.2e11 operations a second beyond it.
+_PROXY_POSITIONS = 154  # that the unpacking of a micro-batch costs as much as
+_PROXY_SPREAD = 3.0  # unverified guess
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +75,36 @@ def flop_per_token(
     return twice + 4 * through + 6 * adapter + 4 * head * _SUPERVISED
 
 
+def proxy_flop_per_token(
+    weights: int, adapter: int, *, learned_frac: float, micro_batch_tokens: int
+) -> float:
+    """Return the proxy's training operations for one token of the stream.
+
+    It computes learned positions alone, 4 a frozen weight and 6 an adapter's; unpacking the
+    weights of each micro-batch costs as much as some positions more.
+
+    Args:
+        weights: of the stack, its head included.
+        adapter: trained parameters.
+        learned_frac: share of the tokens that are learned.
+        micro_batch_tokens: tokens of one micro-batch.
+    """
+    positions = learned_frac + _PROXY_POSITIONS / micro_batch_tokens
+    return positions * (4 * weights + 6 * adapter)
+
+
+def learned_frac(objective: ObjectiveConfig, typical: float) -> float:
+    """Estimate the share of tokens that an objective learns.
+
+    Args:
+        objective: the `objective` group.
+        typical: tokens of a document.
+    """
+    if isinstance(objective, LastKObjective) and objective.k:
+        return min(1.0, objective.k / typical)
+    return 1.0 if objective.labels == "causal" else _SUPERVISED
+
+
 def pace_of(config: RunConfig, kind: str, known: Sequence[Entry], spread: Residuals | None) -> Pace:
     """Return the rate of a device.
 
@@ -91,17 +136,19 @@ def pace_of(config: RunConfig, kind: str, known: Sequence[Entry], spread: Residu
             runs=len(rates),
             basis=f"the rate of the last of {len(rates)} earlier runs on this device",
         )
-    if kind != "cpu" or config.backend.name == "proxy":
-        what = "a GPU" if kind != "cpu" else "the proxy, which computes learned tokens alone"
-        reason = f"unknown: no rate has been measured for {what}; the first run here measures one"
+    if kind != "cpu":
+        reason = "unknown: no rate has been measured for a GPU; the first run here measures one"
         return Pace(rate=None, low=None, high=None, runs=0, basis=reason)
     rate = _FLOPS_PER_CORE[config.quant.compute_dtype] * cores()
+    is_proxy = isinstance(config.backend, ProxyConfig)
+    wide = _PROXY_SPREAD if is_proxy else _TABLE_SPREAD
     return Pace(
         rate=rate,
-        low=rate / _TABLE_SPREAD,
-        high=rate * _TABLE_SPREAD,
+        low=rate / wide,
+        high=rate * wide,
         runs=0,
-        basis=f"training and validation on {cores()} CPU cores at a rate measured on AVX512-BF16",
+        basis=f"training and validation{' of learned positions alone' if is_proxy else ''} "
+        f"on {cores()} CPU cores at a rate measured on AVX512-BF16",
     )
 
 

@@ -10,8 +10,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.layout.families import FAMILIES
+from mens_exp.layout.proxy_stack import graph_name
 from mens_exp.plan import messages
-from mens_exp.plan.kernels import KERNELS, PROXY, Kernel, kernel_for
+from mens_exp.plan.kernels import KERNELS, PROXY, Kernel, kernel_for, readers_of_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,6 +36,7 @@ MOBILE_EDGE_NOTE = (
     "deployment_target=mobile_edge: converting the merged model (LiteRT, Core ML) is the "
     "operator's, with their own tools; this run leaves the adapter and its manifest"
 )
+_COMPOSITION = "backend.composition"  # among the contract's settings
 # The limits of mobile_edge (REFERENCE section 2).
 _EDGE_SEQ_LEN, _EDGE_RANK, _EDGE_BATCH = 512, 32, 1
 
@@ -79,7 +81,10 @@ class Surroundings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coverage:
-    """How much of the proxy stack a checkpoint holds; all None for another graph."""
+    """How much of the proxy stack a checkpoint holds; all None for another graph.
+
+    Complete and matched are None as long as its headers are not here.
+    """
 
     eligible: bool | None = None
     complete: bool | None = None
@@ -119,7 +124,13 @@ def refusals(contract: FineTuneContract, around: Surroundings) -> Iterator[tuple
     # Other kernels load any model that transformers knows.
     reads_names = kernel is not None and kernel.needs_layout
     if method == "lora" and mode == "hf" and reads_names and around.family is None:
-        yield Gate.WARM_START, messages.lora_needs_warm_start(around.model_type, FAMILIES)
+        unread = messages.needs_verified_layout(
+            f"a warm start of backend={kernel.name if kernel else method}",
+            around.model_type,
+            FAMILIES,
+            instead="tokenizer=vox",
+        )
+        yield Gate.WARM_START, unread
     yield from _kernel_gate(kernel, around)
     if contract.artifact.deployment_target == "mobile_edge":
         for error in _edge(contract, around.device):
@@ -136,16 +147,22 @@ def execution_plan(contract: FineTuneContract, around: Surroundings) -> Executio
     kernel = _kernel(contract, around)
     found = coverage(contract, around)
     graph = kernel.graph_id if kernel else "of the user's own class"
-    if kernel and kernel.targets == PROXY and (not found.complete or not found.expected):
-        graph = "lm_head_only"
-    on_edge = contract.artifact.deployment_target == "mobile_edge"
+    if kernel and kernel.targets == PROXY and found.expected is not None:
+        middle = 0 if found.complete is False else found.expected
+        graph = graph_name(str(contract.settings.get(_COMPOSITION, "residual")), middle)
+    notes = []
+    if contract.artifact.deployment_target == "mobile_edge":
+        notes.append(MOBILE_EDGE_NOTE)
+    if around.model_type is not None and around.family is None:
+        refusing = readers_of_names()
+        notes.append(messages.layout_is_not_verified(around.model_type, FAMILIES, refusing))
     return ExecutionPlan(
         kernel=around.forced or (kernel.name if kernel else "none"),
         graph_id=graph,
         method=contract.adapter.method,
         contract_digest=contract.digest,
         proxy=found,
-        notes=(MOBILE_EDGE_NOTE,) if on_edge else (),
+        notes=tuple(notes),
     )
 
 
@@ -154,8 +171,10 @@ def coverage(contract: FineTuneContract, around: Surroundings) -> Coverage:
     if contract.adapter.targets != PROXY:
         return Coverage()
     expected = _middle_keys(contract, around)
-    if expected is None or around.keys is None:
+    if expected is None:
         return Coverage(eligible=around.family is not None)
+    if around.keys is None:
+        return Coverage(eligible=True, expected=len(expected))
     matched = sum(1 for key in expected if key in around.keys)
     return Coverage(
         eligible=around.family is not None,
@@ -211,7 +230,9 @@ def _kernel_gate(kernel: Kernel | None, around: Surroundings) -> Iterator[tuple[
         error = messages.kernel_not_available(name, around.kernels, planned=planned)
         yield Gate.KERNEL, error
     elif kernel and kernel.targets == PROXY and around.family is None:
-        error = messages.kernel_needs_layout(name, around.model_type, FAMILIES)
+        error = messages.needs_verified_layout(
+            f"backend={name}", around.model_type, FAMILIES, instead="backend=qlora"
+        )
         yield Gate.KERNEL, error
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mens_exp.config.backend import ProxyConfig, trains_base
+from mens_exp.config.model import HfModel
+from mens_exp.layout import hub
 from mens_exp.layout.proxy_stack import ProxyStack, stack_of
 from mens_exp.layout.targets import adapter_parameters, chosen, described
 
@@ -16,9 +18,18 @@ __all__ = ["described_modules", "frozen_linears", "proxy_stack", "trained_parame
 
 
 def proxy_stack(config: RunConfig, shape: Shape) -> ProxyStack | None:
-    """Return the proxy's stack as far as the configuration tells it; None for other backends."""
+    """Return the proxy's stack; None for other backends.
+
+    A checkpoint that is made here is whole, and so is taken to be one whose headers are not here.
+
+    Raises:
+        MensError: the stack cannot be built, or a directory's headers cannot be read.
+    """
     backend = config.backend
-    return stack_of(shape, backend) if isinstance(backend, ProxyConfig) else None
+    if not isinstance(backend, ProxyConfig):
+        return None
+    keys = hub.describe(config.model).tensors if isinstance(config.model, HfModel) else None
+    return stack_of(shape, backend, keys or None)
 
 
 def trained_parameters(config: RunConfig, shape: Shape) -> int:

@@ -153,7 +153,7 @@ def _what_it_is(records: Records) -> str:
 def _results(records: Records) -> str:
     rows = [
         (pair.label + (f" ({pair.unit})" if pair.unit else ""), *_sides(pair))
-        for pair in (summary.val_loss(records), summary.parse_rate(records))
+        for pair in summary.pairs(records)
     ]
     return _table(("KPI", "base", "tuned", "change"), rows)
 

@@ -71,7 +71,7 @@ def render(records: Records) -> str:
         command=summary.command(records),
         commit=_commit(records.manifest.provenance),
         error=_error(records),
-        pairs=[summary.val_loss(records), summary.parse_rate(records)],
+        pairs=summary.pairs(records),
         costs=summary.cost(records),
         plots=_plots(records),
         items=_shown(records),

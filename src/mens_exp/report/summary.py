@@ -27,6 +27,7 @@ __all__ = [
     "command",
     "cost",
     "headline",
+    "pairs",
     "parse_rate",
     "val_loss",
 ]
@@ -112,6 +113,29 @@ def val_loss(records: Records) -> Pair:
         change=change,
         verdict=verdict,
         note="lower is better",
+    )
+
+
+def pairs(records: Records) -> list[Pair]:
+    """Every figure that base and tuned both have; bits a byte where the run could tell them."""
+    found = [val_loss(records)]
+    if records.manifest.results.get("val_text_bytes") is not None:
+        found.append(_bits_per_byte(records))
+    return [*found, parse_rate(records)]
+
+
+def _bits_per_byte(records: Records) -> Pair:
+    """Validation loss in bits per byte of text; lower is better, across tokenizers too."""
+    results = records.manifest.results
+    base, tuned = (results[f"{name}_val_bits_per_byte"] for name in _CONDITIONS)
+    return Pair(
+        label="Validation bits per byte",
+        unit="",
+        base=Cell(label="base", text=wording.loss(base)),
+        tuned=Cell(label="tuned", text=wording.loss(tuned)),
+        change=wording.percent(tuned / base - 1, signed=True) if base > 0 else "",
+        verdict=_verdict(base - tuned),
+        note="lower is better; comparable across tokenizers",
     )
 
 

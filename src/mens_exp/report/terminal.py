@@ -5,6 +5,7 @@ Nothing here reads a model's text as markup, and control characters are shown, n
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -61,7 +62,7 @@ def result_table(records: Records) -> RenderableType:
     for name in _CONDITIONS:
         table.add_column(name, justify="right")
     table.add_column("change", justify="right")
-    for pair in (summary.val_loss(records), summary.parse_rate(records)):
+    for pair in summary.pairs(records):
         table.add_row(*_pair_row(pair))
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
@@ -110,6 +111,8 @@ def _plan_rows(plan: Mapping[str, Any]) -> Iterable[tuple[str, Text]]:
     yield "memory", _memory(memory)
     if plan.get("disk_bytes"):
         yield "disk", _disk(plan["disk_bytes"])
+    if changed := _differences(plan.get("differs_from_default") or {}):
+        yield "not as usual", Text(changed)
     if plan.get("contract_digest"):
         yield "contract", _text(plan["contract_digest"][:12])
     for key, style in (("notes", ""), ("warnings", "yellow"), ("problems", "red")):
@@ -127,8 +130,28 @@ def _backend(plan: Mapping[str, Any]) -> Text:
         text.append(f", {wording.count(plan['layers'])} layers")
     proxy = plan.get("proxy") or {}
     if proxy.get("expected") is not None:
-        text.append(f"\n{proxy['matched']} of {proxy['expected']} middle projections")
+        matched = proxy.get("matched")
+        known = f"{proxy['expected']}" if matched is None else f"{matched} of {proxy['expected']}"
+        text.append(f"\n{known} middle projections")
     return text
+
+
+# What the lines above say: the model by its name, rows by their files.
+_SAID = ("model.", "data.path", "data.val_path")
+
+
+def _differences(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Spell settings as they are typed, our defaults behind them where there are such."""
+    return ", ".join(
+        f"{path}={_typed(one['found'])}"
+        + (f" ({_typed(one['default'])})" if "default" in one else "")
+        for path, one in found.items()
+        if not path.startswith(_SAID) and not path.endswith("_target_")
+    )
+
+
+def _typed(value: Any) -> str:
+    return wording.visible(value if isinstance(value, str) else json.dumps(value))
 
 
 def _text(value: Any) -> Text:

@@ -8,20 +8,23 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.corpus.files import records
 from mens_exp.corpus.source import labelling_of
 from mens_exp.errors import Problems, RequestError
+from mens_exp.plan.contract import origin_of
 from mens_exp.tokenizer.load import load_tokenizer
 from mens_exp.tokenizer.templates import DATE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from mens_exp.artifacts.manifest import Manifest
     from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.config.root import RunConfig
     from mens_exp.config.tokenizer import TokenizerConfig
     from mens_exp.corpus.source import Rows
     from mens_exp.data.datamodule import RowsDataModule
     from mens_exp.model.resolve import BaseModel
     from mens_exp.tokenizer.protocol import Tokenizer
 
-__all__ = ["describe", "refuse_changed", "tokenizer_of"]
+__all__ = ["describe", "note_origin", "refuse_changed", "tokenizer_of"]
 
 
 def tokenizer_of(config: TokenizerConfig, base: BaseModel, run: RunDir) -> Tokenizer:
@@ -85,6 +88,17 @@ def _encoded(data: RowsDataModule) -> dict[str, Any]:
         "truncation": labelling.truncation,
         "turns": labelling.turns,
     }
+
+
+def note_origin(config: RunConfig, manifest: Manifest) -> None:
+    """Read the contract's provenance again: a model card that was just fetched states a licence."""
+    part = origin_of(config)
+    assert manifest.contract is not None, "it trains"
+    manifest.contract["provenance"] = dataclasses.asdict(part)
+    place = "contract.provenance."
+    for name in [name for name in manifest.unknown if name.startswith(place)]:
+        if name.removeprefix(place) not in part.unknown:
+            del manifest.unknown[name]
 
 
 def refuse_changed(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -6,14 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.manifest import utc_now
 from mens_exp.errors import MensError
+from mens_exp.plan.defaults import differences
+from mens_exp.plan.estimate import make_plan
 from mens_exp.plan.ledger import Entry, append, ledger_path
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from mens_exp.artifacts.manifest import Manifest
+    from mens_exp.config.root import RunConfig
 
-__all__ = ["keep_measurement", "note_plan", "step_s"]
+__all__ = ["keep_measurement", "note_plan", "planned", "step_s"]
 
 
 def keep_measurement(manifest: Manifest, plan: dict[str, Any], cache: Path) -> None:
@@ -39,6 +42,16 @@ def keep_measurement(manifest: Manifest, plan: dict[str, Any], cache: Path) -> N
         append(ledger_path(cache), entry)
     except (MensError, OSError) as error:
         manifest.notes.append(f"the ledger was not written: {error}")
+
+
+def planned(config: RunConfig, manifest: Manifest, cache: Path) -> dict[str, Any]:
+    """Make the plan of a run; it and the manifest say where the run differs from our defaults."""
+    # A resumed run's overrides are not all that made its configuration.
+    overrides = manifest.overrides if len(manifest.attempts) == 1 else None
+    changed = {"differs_from_default": differences(config, overrides)}
+    plan = make_plan(config, cache)
+    manifest.facts |= changed | {"comparison": plan["comparison"]}
+    return plan | changed
 
 
 def note_plan(manifest: Manifest, plan: dict[str, Any]) -> None:

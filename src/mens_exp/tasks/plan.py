@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from mens_exp.artifacts import atomic
-from mens_exp.plan.estimate import make_plan
 from mens_exp.plan.preflight import writable_cache
 from mens_exp.report import terminal, token_view
-from mens_exp.tasks.measured import note_plan
+from mens_exp.tasks.measured import note_plan, planned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +28,7 @@ __all__ = ["plan"]
 def plan(config: RunConfig, run: Run) -> None:
     """Write plan.json and show it, and the first training rows where `data.show` asks for them."""
     cache = writable_cache()
-    made = make_plan(config, cache)
+    made = planned(config, run.manifest, cache)
     atomic.write_json(run.dir.plan, made)
     run.telemetry.emit("plan", made)
     note_plan(run.manifest, made)

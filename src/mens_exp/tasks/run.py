@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from mens_exp.config.overrides import Cell
+    from mens_exp.config.root import RunConfig
 
 __all__ = ["Run", "open_run", "reopen_run", "run_is_there"]
 
@@ -170,8 +171,8 @@ def reopen_run(directory: RunDir, cell: Cell, *, step: int, notes: list[str]) ->
         notes = [*notes, *_condition_notes(manifest, here)]
         manifest.provenance = here
         manifest.config_digest = config_digest(cell.composed.values)
-        manifest.contract = _contract(cell)
-        manifest.unknown = {}  # what is null at the end of this attempt says so again
+        # What is null at the end of this attempt says so again.
+        manifest.contract, manifest.unknown = _contract(cell.config)
         manifest.notes += notes
         atomic.write_text(directory.config, to_yaml(cell.composed.values))
         run = Run(directory, manifest)
@@ -183,6 +184,7 @@ def reopen_run(directory: RunDir, cell: Cell, *, step: int, notes: list[str]) ->
 
 def _manifest(run_id: str, cell: Cell) -> Manifest:
     now = utc_now()
+    contract, unknown = _contract(cell.config)
     return Manifest(
         run_id=run_id,
         task=cell.config.task.name,
@@ -192,17 +194,19 @@ def _manifest(run_id: str, cell: Cell) -> Manifest:
         overrides=list(cell.composed.overrides),
         choices=cell.composed.choices,
         config_digest=config_digest(cell.composed.values),
-        contract=_contract(cell),
+        contract=contract,
         seed=cell.config.seed,
+        unknown=unknown,
         provenance=_provenance(cell),
     )
 
 
-def _contract(cell: Cell) -> dict[str, Any] | None:
-    """Return what the run means, where it trains or plans to."""
-    if cell.config.task.name not in _TRAINING:
-        return None
-    return contract_of(cell.config).record()
+def _contract(config: RunConfig) -> tuple[dict[str, Any] | None, dict[str, str]]:
+    """Return what a run means, where it trains or plans to, and why parts of that are null."""
+    if config.task.name not in _TRAINING:
+        return None, {}
+    contract = contract_of(config)
+    return contract.record(), contract.unknown
 
 
 def _provenance(cell: Cell) -> dict[str, Any]:

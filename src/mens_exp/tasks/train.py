@@ -13,12 +13,12 @@ from mens_exp.errors import Problems
 from mens_exp.layout.shape import family_for
 from mens_exp.layout.starting_adapter import find, read
 from mens_exp.plan.checks.adapter import other_base
-from mens_exp.plan.estimate import make_plan
 from mens_exp.plan.preflight import writable_cache
 from mens_exp.report import terminal
+from mens_exp.tasks.comparison import note_bits_per_byte
 from mens_exp.tasks.initialisation import note_peft_view, report_start
-from mens_exp.tasks.inputs import describe, refuse_changed, tokenizer_of
-from mens_exp.tasks.measured import keep_measurement, note_plan
+from mens_exp.tasks.inputs import describe, note_origin, refuse_changed, tokenizer_of
+from mens_exp.tasks.measured import keep_measurement, note_plan, planned
 from mens_exp.tasks.scoring import score
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def train(config: RunConfig, run: Run, *, checkpoint: Path | None = None) -> Non
     """
     console = Console(stderr=True)
     cache = writable_cache()
-    plan = make_plan(config, cache)
+    plan = planned(config, run.manifest, cache)
     atomic.write_json(run.dir.plan, plan)
     run.telemetry.emit("plan", plan)
     note_plan(run.manifest, plan)
@@ -86,7 +86,7 @@ def train(config: RunConfig, run: Run, *, checkpoint: Path | None = None) -> Non
                 run.manifest.results["peft_view_val_loss"] = _validate(trainer, module, data)
             note_peft_view(run)
     score(config.suite, run, module.backend, rows.heldout, tokenizer)
-    _results(run, trainer, module, plan)
+    _results(run, trainer, module, data, plan)
 
 
 def _inputs(
@@ -105,6 +105,7 @@ def _inputs(
     inputs = describe(base, tokenizer, rows, data)
     refuse_changed(run.manifest.inputs, inputs)  # empty, unless this goes on with a run
     run.manifest.inputs.update(inputs)
+    note_origin(config, run.manifest)
     atomic.write_text(run.dir.chat_template, tokenizer.chat_template)
     run.manifest.facts.update(
         seq_len=config.data.seq_len,
@@ -154,11 +155,18 @@ def _validate(trainer: Trainer, module: TrainingModule, data: RowsDataModule) ->
     return module.validation["val/loss"]
 
 
-def _results(run: Run, trainer: Trainer, module: TrainingModule, plan: dict[str, Any]) -> None:
+def _results(
+    run: Run,
+    trainer: Trainer,
+    module: TrainingModule,
+    data: RowsDataModule,
+    plan: dict[str, Any],
+) -> None:
     """Write the figures of the run, measured beside predicted."""
     from mens_exp.training import memory_probe
 
     results = run.manifest.results
+    note_bits_per_byte(module.config.objective, run, data)
     results.update(
         val_loss_change_frac=results["tuned_val_loss"] / results["base_val_loss"] - 1,
         steps=trainer.global_step,

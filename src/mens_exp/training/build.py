@@ -17,7 +17,12 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from mens_exp.config.adapter import Selection
 from mens_exp.config.logger import NoLogger, WandbLogger
-from mens_exp.config.objective import AssistantObjective, LastKObjective, ObjectiveConfig
+from mens_exp.config.objective import (
+    AssistantObjective,
+    CrossEntropyConfig,
+    LastKObjective,
+    ObjectiveConfig,
+)
 from mens_exp.errors import SetupError
 from mens_exp.training.atomic_checkpoint import AtomicCheckpointIO
 from mens_exp.training.loggers import lightning_logger
@@ -67,6 +72,8 @@ def build_backend(config: RunConfig, base: BaseModel) -> Backend:
 def build_module(config: RunConfig, backend: Backend, data: RowsDataModule) -> TrainingModule:
     """Put backend and objective together, in training mode."""
     module = TrainingModule(config, backend, _objective(config), total_steps=data.max_steps)
+    if isinstance(config.objective, CrossEntropyConfig):
+        module.validated_bytes, _ = data.validated_bytes
     module.train()  # from_pretrained leaves evaluation mode on, and Lightning keeps what it finds
     return module
 

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from mens_exp.artifacts.metrics import metric
 from mens_exp.config.schedule import warmup_steps
 from mens_exp.errors import DataError
+from mens_exp.tokenizer.text_bytes import bits_per_byte
 from mens_exp.training.optimizer import build_optimizer
 from mens_exp.training.schedule import multiplier
 
@@ -37,6 +38,8 @@ class TrainingModule(LightningModule):
     training has ended.
     ``step_metrics`` holds the declared metrics of the current step; callbacks add to it with
     :meth:`record` and the telemetry callback writes it.
+    ``validated_bytes`` is the text that validation predicts, where that is known and the objective
+    is a likelihood; the loss is then told in bits a byte too.
     """
 
     strict_loading = False  # a checkpoint holds the adapter alone; the frozen base is rebuilt
@@ -55,6 +58,7 @@ class TrainingModule(LightningModule):
         self.supervised_tokens = 0
         self.condition = "tuned"
         self.validation: dict[str, float] = {}
+        self.validated_bytes: int | None = None
         self.selected: tuple[int, float] | None = None
         self._step_loss = 0.0
         self._step_count = 0
@@ -142,6 +146,10 @@ class TrainingModule(LightningModule):
             "val/loss": self._val_loss / self._val_count,
             "val/supervised_tokens": self._val_count,
         }
+        if self.validated_bytes is not None:
+            loss = self.validation["val/loss"]
+            per_byte = bits_per_byte(loss, self._val_count, self.validated_bytes)
+            self.validation["val/bits_per_byte"] = per_byte
         self.log("val/loss", self.validation["val/loss"])
         if self.trainer.state.fn is TrainerFn.FITTING:
             self.selected = (self.trainer.global_step, self.validation["val/loss"])

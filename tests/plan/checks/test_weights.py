@@ -104,37 +104,8 @@ def header_of(file: Path) -> dict[str, Any]:
     return header
 
 
-def write(file: Path, header: bytes, length: int | None = None, data: bytes = b"") -> None:
-    file.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header + data)
-
-
-def test_header_longer_than_its_file_is_refused(config: RunConfig, base: Path) -> None:
-    """Nothing past the file is read."""
-    file = base / "model.safetensors"
-    write(file, b"{}", length=10_000)
-    assert "truncated inside its header" in str(only(config))
-
-
-def test_header_of_a_gigabyte_is_refused_unread(
-    config: RunConfig, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A sparse file that does hold so much: the length alone decides."""
-    file = base / "model.safetensors"
-    with file.open("wb") as sparse:
-        sparse.write(struct.pack("<Q", 1 << 30))
-        sparse.truncate((1 << 30) + 100)
-    read: list[int] = []
-    monkeypatch.setattr("json.loads", watched(json.loads, read))
-    assert "header length is not credible" in str(only(config))
-    assert max(read, default=0) < 1 << 20
-
-
-def watched(loads: Any, read: list[int]) -> Any:
-    def loading(text: Any, *more: Any, **how: Any) -> Any:
-        read.append(len(text))
-        return loads(text, *more, **how)
-
-    return loading
+def write(file: Path, header: bytes, data: bytes) -> None:
+    file.write_bytes(struct.pack("<Q", len(header)) + header + data)
 
 
 @pytest.mark.parametrize("lie", ["short", "shifted", "beyond"])

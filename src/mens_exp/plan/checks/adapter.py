@@ -12,6 +12,7 @@ from mens_exp.layout.cached import marked_weights, ready
 from mens_exp.layout.shape import family_for, shape_of
 from mens_exp.layout.starting_adapter import StartingAdapter, find, read
 from mens_exp.layout.targets import chosen, pattern_values, target_problems
+from mens_exp.plan.file_messages import another_in_the_adapter
 from mens_exp.rows.cache import cache_root
 
 if TYPE_CHECKING:
@@ -31,24 +32,14 @@ def check(config: RunConfig) -> Iterator[MensError]:
     if config.lora.init_from is None:
         return
     adapter = read(find(config.lora.init_from), family_for(config.model))
-    if adapter.variant != config.lora.variant.value:
-        yield ConfigError(
-            "is not that of the adapter to start from",
-            where="lora.variant",
-            found=config.lora.variant.value,
-            expected=f"{adapter.variant}, as {adapter.directory} has",
-            remedy=f"add lora.variant={adapter.variant}, or start from another adapter",
-        )
-    for name, theirs in (("r", adapter.rank), ("alpha", adapter.alpha)):
-        ours = getattr(config.lora, name)
+    lora = config.lora
+    for name, ours, theirs in (
+        ("variant", lora.variant.value, adapter.variant),
+        ("r", lora.r, adapter.rank),
+        ("alpha", lora.alpha, adapter.alpha),
+    ):
         if ours != theirs:
-            yield ConfigError(
-                "is not that of the adapter to start from",
-                where=f"lora.{name}",
-                found=ours,
-                expected=f"{theirs}, as {adapter.directory} has",
-                remedy=f"add lora.{name}={theirs}, or start from another adapter",
-            )
+            yield another_in_the_adapter(f"lora.{name}", ours, theirs, adapter.directory)
     same = adapter.rank == config.lora.r and adapter.variant == config.lora.variant.value
     if same and not any(range_problems(config.model)):
         yield from _layers(config, adapter)

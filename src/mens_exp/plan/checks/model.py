@@ -14,6 +14,8 @@ from mens_exp.layout import hub
 from mens_exp.layout.bundled import locate
 from mens_exp.layout.cached import ready
 from mens_exp.layout.shape import Shape, check_weights, shape_of
+from mens_exp.layout.targets import linear_modules, skipped
+from mens_exp.plan import file_messages
 from mens_exp.rows.cache import cache_root
 from mens_exp.tokenizer.load import load_tokenizer
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from mens_exp.config.quant import QuantConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.errors import MensError
     from mens_exp.layout.directory import ModelDirectory
@@ -39,12 +42,8 @@ def check(config: RunConfig) -> Iterator[MensError]:
         return  # told already, and nothing can be computed from such dimensions
     shape = shape_of(model)
     if config.data.seq_len > shape.max_position_embeddings:
-        yield ConfigError(
-            "longer than the model's positions reach",
-            where="data.seq_len",
-            found=config.data.seq_len,
-            expected=f"at most {shape.max_position_embeddings} for {model.name}",
-        )
+        most = shape.max_position_embeddings
+        yield file_messages.sequence_past_positions(config.data.seq_len, most, model.name)
     if isinstance(model, RandomModel) and ready(model, cache_root()) is None:
         yield from _room(model, shape)
     if isinstance(model, HfModel):
@@ -56,7 +55,7 @@ def check(config: RunConfig) -> Iterator[MensError]:
         yield from _without_effect(model)
         yield from _quantized(directory)
         yield from _remote_code(model, directory.config)
-        yield from _widths(directory.path, shape)
+        yield from _widths(config.quant, directory.path, shape)
         yield from _vocabulary(config, directory.path, shape)
         if not isinstance(config.backend, ProxyConfig):  # which reads the attention's outputs only
             check_weights(directory)
@@ -78,13 +77,8 @@ def _quantized(directory: ModelDirectory) -> Iterator[MensError]:
     weights = (info for name, info in directory.tensors.items() if name.endswith("weight"))
     formats = {info.dtype for info in weights} - _FLOATS
     if method is not None or formats:
-        yield ModelFileError(
-            "the weights are quantized already",
-            where=str(directory.path),
-            found=str(method or ", ".join(sorted(formats))),
-            expected=f"weights in {', '.join(sorted(_FLOATS))}",
-            remedy="take the model that these weights were made from",
-        )
+        found = str(method or ", ".join(sorted(formats)))
+        yield file_messages.quantized_already(str(directory.path), found, _FLOATS)
 
 
 def _room(model: RandomModel, shape: Shape) -> Iterator[MensError]:
@@ -124,25 +118,24 @@ def _remote_code(model: HfModel, config: dict[str, Any]) -> Iterator[MensError]:
         )
 
 
-def _widths(directory: Path, shape: Shape) -> Iterator[MensError]:
-    """Refuse widths that 4-bit blocks do not divide, which bitsandbytes gets wrong in silence."""
-    for name, (_, width) in shape.projections().items():
-        if width % BLOCK_SIZE:
-            yield ModelFileError(
-                "4-bit blocks would straddle the rows of a projection",
-                where=f"{directory}: {name}",
-                found=f"width {width}",
-                expected=f"a multiple of {BLOCK_SIZE}",
-            )
+def _widths(quant: QuantConfig, directory: Path, shape: Shape) -> Iterator[MensError]:
+    """Refuse widths that the usual blocks do not divide; other blocks are the quantizer's check."""
+    if not quant.is_four_bit or quant.block_size is not None:
+        return
+    left = {one.path for one in skipped(quant.skip, shape)}
+    layers = (one for one in linear_modules(shape) if one.layer is not None)
+    quantized = {one.kind for one in layers if one.path not in left}
+    sizes = shape.projections()
+    for one in shape.family.projections:
+        width = sizes[one.path][1]
+        if width % BLOCK_SIZE and one.logical in quantized:
+            where, expected = f"{directory}: {one.path}", f"a multiple of {BLOCK_SIZE}"
+            yield file_messages.blocks_straddle(where, f"width {width}", expected)
 
 
 def _vocabulary(config: RunConfig, directory: Path, shape: Shape) -> Iterator[MensError]:
     """Refuse a tokenizer whose ids reach past the embedding table."""
     last = load_tokenizer(config.tokenizer, directory).last_id
     if last >= shape.vocab_size:
-        yield ModelFileError(
-            "the tokenizer has ids that the model has no embedding for",
-            where=str(directory / "tokenizer.json"),
-            found=f"id {last}",
-            expected=f"less than vocab_size ({shape.vocab_size})",
-        )
+        where = str(directory / "tokenizer.json")
+        yield file_messages.ids_without_embedding(where, last, shape.vocab_size)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mens_exp.config.validate import range_problems
-from mens_exp.errors import ConfigError
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import linear_modules, skipped
+from mens_exp.plan.file_messages import blocks_straddle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,10 +34,5 @@ def check(config: RunConfig) -> Iterator[MensError]:
     }
     if wide:
         listed = ", ".join(f"{kind} ({width})" for kind, width in wide.items())
-        yield ConfigError(
-            "blocks would straddle the rows of layers",
-            where="quant.block_size",
-            found=f"{quant.block} for {listed}",
-            expected="a divisor of every width",
-            remedy="choose a smaller block, or leave those layers out with quant.skip",
-        )
+        found = f"{quant.block} for {listed}"
+        yield blocks_straddle("quant.block_size", found, "a divisor of every width")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mens_exp.config.model import HfModel
 from mens_exp.layout import hub
 from mens_exp.layout.shape import shape_of
-from mens_exp.plan import messages
+from mens_exp.plan import file_messages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,13 +33,13 @@ def problems(directory: ModelDirectory, shape: Shape) -> Iterator[MensError]:
     heads, groups = shape.num_attention_heads, shape.num_key_value_heads
     if groups < 1 or heads % groups:
         where = f"{directory.path / 'config.json'}: num_key_value_heads"
-        yield messages.heads_do_not_divide(where, heads, groups)
+        yield file_messages.heads_do_not_divide(where, heads, groups)
     embedding = shape.family.embedding
     tried = [f"{embedding}.weight", f"{embedding.partition('.')[2]}.weight"]
     key = next((key for key in tried if key in directory.tensors), None)
     if key is None:
-        yield messages.embedding_absent(str(directory.path), tried)
+        yield file_messages.embedding_absent(str(directory.path), tried)
         return
     found, expected = directory.tensors[key].shape, (shape.vocab_size, shape.hidden_size)
     if found != expected:
-        yield messages.embedding_of_wrong_shape(f"{directory.path}: {key}", found, expected)
+        yield file_messages.embedding_of_wrong_shape(f"{directory.path}: {key}", found, expected)

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import pytest
+
+from mens_exp.layout.licence import attribution_required
+
+
+@pytest.mark.parametrize(
+    ("licence", "required"),
+    [
+        ("apache-2.0", True),
+        ("Apache-2.0", True),
+        ("MIT", True),
+        ("llama3.1", True),
+        ("gemma", True),
+        ("cc0-1.0", False),
+        ("Unlicense", False),
+        ("my-own-terms", None),
+        ("other", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_licence_asks_what_its_text_says(licence: str | None, required: bool | None) -> None:
+    """Of a text that nobody here has read, nothing is claimed."""
+    assert attribution_required(licence) is required
