@@ -36,7 +36,7 @@ class TrainingModule(LightningModule):
     with has a loss. ``selected`` is the step and validation loss of the adapter in the graph when
     training has ended.
     ``step_metrics`` holds the declared metrics of the current step; callbacks add to it with
-    :meth:`record` and the telemetry callback writes it.
+    :meth:`record` and the telemetry callback writes it, ``step_digests`` beside it.
     """
 
     strict_loading = False  # a checkpoint holds the adapter alone; the frozen base is rebuilt
@@ -51,6 +51,7 @@ class TrainingModule(LightningModule):
         self.objective = objective
         self.total_steps = total_steps
         self.step_metrics: dict[str, float] = {}
+        self.step_digests: dict[str, str] = {}
         self.tokens = 0
         self.supervised_tokens = 0
         self.condition = "tuned"
