@@ -56,7 +56,8 @@ def check(config: RunConfig) -> Iterator[MensError]:
         yield from _without_effect(model)
         yield from _quantized(directory)
         yield from _remote_code(model, directory.config)
-        yield from _widths(directory.path, shape)
+        if config.quant.is_four_bit:
+            yield from _widths(directory.path, shape)
         yield from _vocabulary(config, directory.path, shape)
         if not isinstance(config.backend, ProxyConfig):  # which reads the attention's outputs only
             check_weights(directory)
