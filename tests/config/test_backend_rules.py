@@ -4,6 +4,7 @@ import pytest
 
 from mens_exp.config.overrides import check
 from mens_exp.plan.preflight import preflight
+from mens_exp.report import terminal
 
 TINY = ["model=tiny_llama", "trainer=cpu", "logger=none"]
 WIDE = ["model=random", "model.name=wide", "model.hidden_size=256", "model.intermediate_size=512"]
@@ -16,6 +17,7 @@ def problems_of(*overrides: str) -> list[tuple[str | None, str]]:
     problems = list(checked.problems)
     if not problems:
         problems += preflight(checked.cells[0].config)
+    assert bool(terminal.problems(problems)) == bool(problems)  # what the command line prints
     return [(problem.where, str(problem)) for problem in problems]
 
 

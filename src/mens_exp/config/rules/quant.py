@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.config.fields import shown
 from mens_exp.config.quant import QuantType, StorageDtype
 from mens_exp.errors import ConfigError
 
@@ -72,7 +73,7 @@ def _without_effect(quant: QuantConfig) -> Iterator[ConfigError]:
                 f"has no effect with quant.quant_type={quant.quant_type.value}",
                 where=f"quant.{field}",
                 found=getattr(found, "value", found),
-                expected=getattr(expected, "value", "null" if expected is None else expected),
+                expected=shown(getattr(expected, "value", expected)),
             )
 
 
