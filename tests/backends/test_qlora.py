@@ -51,7 +51,9 @@ def ours_on(backend: QloraBackend, ids: list[int], documents_of: Callable[..., E
         return backend.head(backend(packed_batch(encoded, [[0]], index=0)))
 
 
-@pytest.mark.parametrize("overrides", [[], ["quant=fp4"], ["quant.double_quant=false"]])
+@pytest.mark.parametrize(
+    "overrides", [[], ["quant=fp4"], ["quant=int8"], ["quant.double_quant=false"]]
+)
 def test_a_fresh_graph_is_the_quantized_base(
     tiny_backend: Callable[..., QloraBackend],
     tiny_base: BaseModel,

@@ -4,6 +4,7 @@ import pytest
 
 from mens_exp.config.overrides import check
 from mens_exp.plan.preflight import preflight
+from mens_exp.report import terminal
 
 TINY = ["model=tiny_llama", "trainer=cpu", "logger=none"]
 WIDE = ["model=random", "model.name=wide", "model.hidden_size=256", "model.intermediate_size=512"]
@@ -16,6 +17,7 @@ def problems_of(*overrides: str) -> list[tuple[str | None, str]]:
     problems = list(checked.problems)
     if not problems:
         problems += preflight(checked.cells[0].config)
+    assert bool(terminal.problems(problems)) == bool(problems)  # what the command line prints
     return [(problem.where, str(problem)) for problem in problems]
 
 
@@ -30,6 +32,9 @@ def problems_of(*overrides: str) -> list[tuple[str | None, str]]:
         ["backend=lora"],
         ["backend=lora", "quant.compute_dtype=f32", "lora=qv"],
         ["quant.skip=[mlp,q_proj]"],
+        ["quant=int8"],
+        ["quant=int8", "quant.skip=[mlp]", "lora.variant=dora"],
+        [*WIDE, "model.hidden_size=96", "quant=int8"],
         ["objective=last_k", "objective.k=0"],
         ["objective=last_k", "objective.k=8", "data.seq_len=8"],
         ["objective=last_k", "objective.k=64", "data.truncation=right"],
@@ -52,6 +57,14 @@ def test_combination_is_accepted(overrides: list[str]) -> None:
         (["backend=lora", "quant.block_size=128"], "quant.block_size", "no effect"),
         (["backend=lora", "quant.storage_dtype=bf16"], "quant.storage_dtype", "no effect"),
         (["backend=lora", "quant.skip=[mlp]"], "quant.skip", "no effect"),
+        (["quant=int8", "quant.double_quant=true"], "quant.double_quant", "quant_type=int8"),
+        (["quant=int8", "quant.block_size=128"], "quant.block_size", "quant_type=int8"),
+        (["quant=int8", "quant.storage_dtype=bf16"], "quant.storage_dtype", "quant_type=int8"),
+        (["quant=int8", "lora.init=pissa"], "lora.init", "four bits"),
+        (["quant=int8", "lora.init=loftq"], "lora.init", "four bits"),
+        (["quant=int8", "backend=lora"], "quant.quant_type", "no quantized base"),
+        (["quant=int8", "backend=proxy"], "quant.quant_type", "4-bit projections"),
+        ([*WIDE, "model.hidden_size=96"], "model.hidden_size", "multiple of 64"),
         (["quant.block_size=96"], "quant.block_size", "64, 128, 256"),
         (["quant.block_size=32"], "quant.block_size", ">= 64"),
         (["quant.block_size=128"], "quant.block_size", "q (64)"),

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from mens_exp.config.fields import Range, range_of, setting
+from mens_exp.config.fields import Range, range_of, setting, shown
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -55,3 +55,11 @@ def test_list_default_is_a_copy_for_each_instance() -> None:
     first, second = Example(), Example()
     first.tags.append("b")
     assert second.tags == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "null"), (False, "false"), ("", "''"), (3, "3"), ("nf4", "nf4")]
+)
+def test_a_value_is_spelled_as_on_the_command_line(value: object, text: str) -> None:
+    """What YAML calls it, not what Python does."""
+    assert shown(value) == text

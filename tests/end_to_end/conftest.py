@@ -28,7 +28,7 @@ CHATML = (
 
 
 def peft_model(run: RunDir, base: Path) -> Any:
-    """Load the 4-bit base and the adapter with transformers and PEFT alone.
+    """Load the quantized base and the adapter with transformers and PEFT alone.
 
     bitsandbytes' own inference kernel for AVX512-BF16 is left out: SmolLM2's loss is 2.2206 with
     it, and 2.2223 without it, in f32, and by ours (12 documents, experiments/LOG.md).
@@ -37,8 +37,9 @@ def peft_model(run: RunDir, base: Path) -> Any:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    compute = typed(from_yaml(run.config)).quant.compute_dtype.value
-    dtype = {"bf16": torch.bfloat16, "f32": torch.float32}[compute]
+    quant = typed(from_yaml(run.config)).quant
+    dtype = {"bf16": torch.bfloat16, "f32": torch.float32}[quant.compute_dtype.value]
+    int8 = BitsAndBytesConfig(load_in_8bit=True)
     nf4 = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -46,7 +47,8 @@ def peft_model(run: RunDir, base: Path) -> Any:
         bnb_4bit_compute_dtype=dtype,
     )
     with quiet():
-        model = AutoModelForCausalLM.from_pretrained(base, quantization_config=nf4, dtype=dtype)
+        stored = {"nf4": nf4, "int8": int8}[quant.quant_type.value]
+        model = AutoModelForCausalLM.from_pretrained(base, quantization_config=stored, dtype=dtype)
         for module in model.modules():
             if isinstance(module, Linear4bit):
                 module.support_avx512bf16_for_cpu = False

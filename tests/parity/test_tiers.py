@@ -39,10 +39,24 @@ def relative(ours: torch.Tensor, theirs: Any) -> float:
     return float((ours.detach().double() - expected).norm() / expected.norm())
 
 
-def test_a_matmul(draw: Callable[..., torch.Tensor]) -> None:
-    """The f32 product against numpy's f64 one: 1e-5."""
-    x, weight = draw(ROWS, INPUTS), draw(OUTPUTS, INPUTS)
-    assert relative(x @ weight.T, x.double().numpy() @ weight.double().numpy().T) <= 1e-5
+def test_a_matmul(draw: Callable[..., torch.Tensor], tiny_config: Callable[..., RunConfig]) -> None:
+    """Torch's product, our projection and PEFT's layer, adapters off, against numpy: 1e-5."""
+    from peft.tuners.lora import LoraConfig
+    from peft.tuners.lora.layer import Linear
+
+    x = draw(ROWS, INPUTS)
+    config = tiny_config("backend=proxy", "quant.compute_dtype=f32")
+    ours = Projection(draw(OUTPUTS, INPUTS), config, name="mid0", draws_as="l0.o").eval()
+    ours.lora_b.data, ours.adapts = draw(OUTPUTS, config.lora.r), False
+    plain = torch.nn.Linear(INPUTS, OUTPUTS, bias=False)
+    plain.weight.data = ours.weight_OI.clone()
+    theirs: Any = Linear(plain, "default", LoraConfig(r=4), r=4, lora_alpha=8)
+    theirs.lora_B["default"].weight.data = draw(OUTPUTS, 4)
+    theirs.enable_adapters(enabled=False)
+    expected = x.double().numpy() @ ours.weight_OI.double().numpy().T
+    assert relative(x @ ours.weight_OI.T, expected) <= 1e-5
+    assert relative(ours(x), expected) <= 1e-5
+    assert relative(theirs(x), expected) <= 1e-5
 
 
 def test_a_biased_linear(draw: Callable[..., torch.Tensor]) -> None:
@@ -82,7 +96,10 @@ def test_a_lora_linear(
 
 
 def test_a_cross_entropy(draw: Callable[..., torch.Tensor]) -> None:
-    """Our chunked sum and torch's against the formula in f64: 5e-5."""
+    """Our chunked sum, torch's, and ours through PEFT's head, against the formula in f64: 5e-5."""
+    from peft.tuners.lora import LoraConfig
+    from peft.tuners.lora.layer import Linear
+
     hidden, weight = draw(ROWS, INPUTS), draw(VOCABULARY, INPUTS)
     targets = torch.arange(ROWS) * 7
     logits = hidden.double() @ weight.double().T
@@ -94,6 +111,11 @@ def test_a_cross_entropy(draw: Callable[..., torch.Tensor]) -> None:
     theirs = functional.cross_entropy(hidden @ weight.T, targets, reduction="sum")
     assert abs(float(loss.total) - expected) <= 5e-5 * expected
     assert abs(float(theirs) - expected) <= 5e-5 * expected
+    plain = torch.nn.Linear(INPUTS, VOCABULARY, bias=False)
+    plain.weight.data = weight
+    head: Any = Linear(plain, "default", LoraConfig(r=4), r=4, lora_alpha=8)
+    through = CrossEntropy("causal", 3)(hidden, targets, head)
+    assert abs(float(through.total.detach()) - expected) <= 5e-5 * expected
 
 
 @pytest.mark.parametrize("double_quant", [False, True])

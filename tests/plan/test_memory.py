@@ -53,6 +53,18 @@ def test_bits_of_a_weight_are_the_papers() -> None:
     assert bits_per_weight(QuantConfig(double_quant=True)) == pytest.approx(4.127, abs=5e-4)
 
 
+def test_eight_bits_and_a_scale_a_row(tiny_config: Callable[..., RunConfig]) -> None:
+    """By hand; with dropout, each layer's four inputs are kept as they were too."""
+    eight, four = (of(tiny_config(*more)).components for more in (["quant=int8"], []))
+    rows = 2 * (64 + 32 + 32 + 64 + 128 + 128 + 64)
+    weights = 2 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 64 * 128)
+    assert eight["base weights"] == weights + 4 * rows
+    tokens = 512  # data.seq_len
+    assert eight["activations"] - four["activations"] == tokens * 2 * 2 * (64 + 64 + 64 + 128)
+    still = [of(tiny_config("lora.dropout=0", *more)) for more in (["quant=int8"], [])]
+    assert still[0].components["activations"] == still[1].components["activations"]
+
+
 def test_llama_8b_on_a_gpu(tiny_config: Callable[..., RunConfig]) -> None:
     """The arithmetic of r 16, seven projections, batch 2 × 2048, NF4 with double quantization."""
     sizes = ["data.seq_len=2048", "data.micro_batch_size=2", "lora.r=16"]

@@ -70,6 +70,10 @@ def errors(of: FineTuneContract, meets: Surroundings) -> list[MensError]:
 ACCEPTANCE: dict[tuple[str, str, str, str], tuple[list[Gate], list[Gate]]] = {
     ("qlora", "nf4", "hf", "qlora"): ([], []),
     ("qlora", "nf4", "vox", "qlora"): ([Gate.TOKENIZER], []),
+    ("qlora", "fp4", "hf", "qlora"): ([], []),
+    ("qlora", "int8", "hf", "qlora"): ([], []),
+    ("qlora", "int8", "vox", "qlora"): ([Gate.TOKENIZER], []),
+    ("lora", "int8", "hf", "lora"): ([Gate.QUANTIZED_BASE], []),
     ("qlora", "none", "hf", "qlora"): ([Gate.QUANTIZED_BASE], []),
     ("qlora", "none", "vox", "qlora"): ([Gate.QUANTIZED_BASE, Gate.TOKENIZER], []),
     ("lora", "none", "hf", "lora"): ([], []),
@@ -96,6 +100,15 @@ def test_acceptance(asked: tuple[str, str, str, str], layout: str | None, deploy
     expected = sorted([*known, *(unknown if layout is None else [])])
     made = contract(method, base, tokenizer, deployment)
     assert gates(made, around(layout, forced=backend)) == expected
+
+
+@pytest.mark.parametrize(("base", "refused"), [("nf4", False), ("fp4", False), ("int8", True)])
+def test_the_proxy_has_four_bits_only(base: str, refused: bool) -> None:
+    """The message names the bases there are."""
+    made = contract("qlora", base, targets=PROXY)
+    found = list(refusals(made, around(forced="proxy")))
+    assert [gate for gate, _ in found] == ([Gate.QUANTIZED_BASE] if refused else [])
+    assert all("nf4 or fp4" in str(error) for _, error in found)
 
 
 @pytest.mark.parametrize("name", sorted(KERNELS))

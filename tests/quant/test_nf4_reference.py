@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from bitsandbytes.functional import (
@@ -8,7 +11,12 @@ from bitsandbytes.functional import (
     get_4bit_type,
     quantize_4bit,
 )
+from bitsandbytes.nn import Params4bit
 
+from mens_exp.config.quant import QuantConfig
+from mens_exp.config.rules import quant as rules
+from mens_exp.config.validate import range_problems
+from mens_exp.quant.bnb import dequantized, quantized_like
 from mens_exp.quant.nf4_reference import (
     BLOCK_SIZES,
     FP4_LEVELS,
@@ -17,6 +25,7 @@ from mens_exp.quant.nf4_reference import (
     quantize,
 )
 
+ADMITTED = (64, 128, 256, 512, 1024, 2048, 4096)
 LEVELS = {"nf4": NF4_LEVELS, "fp4": FP4_LEVELS}
 
 
@@ -69,14 +78,45 @@ def test_codes_and_values_are_those_of_the_library(
     assert (ours.dequantize() - theirs).abs().max() <= 1e-6
 
 
+@pytest.mark.parametrize("double_quant", [False, True])
+@pytest.mark.parametrize("block_size", ADMITTED)
+@pytest.mark.parametrize("kind", LEVELS)
+def test_a_loaded_weight_is_the_reference_s_at_every_admitted_block(
+    kind: str, block_size: int, double_quant: bool
+) -> None:
+    """The way a base is quantized: its published values in bf16, to 1e-6 once taken back."""
+    published = weights(64, 4096).bfloat16()
+    loaded = Params4bit(
+        published, requires_grad=False, quant_type=kind, compress_statistics=double_quant
+    ).to("cpu")
+    made = quantized_like(loaded, published.float(), block_size=block_size)
+    ours = quantize(
+        published, levels=LEVELS[kind], block_size=block_size, double_quant=double_quant
+    )
+    assert (made.quant_state.blocksize, made.quant_state.nested) == (block_size, double_quant)
+    assert torch.equal(ours.packed(), made.data.view(-1))
+    rounded = ours.dequantize().bfloat16().float()  # the layer's weights are of the loader's format
+    assert (dequantized(made) - rounded).abs().max() <= 1e-6
+
+
+def test_the_planner_admits_the_reference_s_blocks_but_one() -> None:
+    """32 is for other devices; a schema says 64 to 4096, a rule which."""
+    assert set(ADMITTED) == set(BLOCK_SIZES) - {32}
+    for size in BLOCK_SIZES:
+        config = QuantConfig(block_size=size)
+        run: Any = SimpleNamespace(quant=config, backend=SimpleNamespace(name="qlora"))
+        refused = [*rules.problems(run), *range_problems(config)]
+        assert (not refused) == (size in ADMITTED)
+
+
+@pytest.mark.parametrize("kind", LEVELS)
 @pytest.mark.parametrize(("double_quant", "bits"), [(False, 4.5), (True, 4.127)])
-def test_bits_per_parameter_of_what_is_stored(double_quant: bool, bits: float) -> None:
+def test_bits_per_parameter_of_what_is_stored(kind: str, double_quant: bool, bits: float) -> None:
     """4 + 32/64, and 4 + 8/64 + 32/(64·256): both ours and the library's stored tensors."""
     weight = weights(576, 1536)
-    assert quantize(weight, double_quant=double_quant).bits_per_parameter() == pytest.approx(
-        bits, abs=0.005
-    )
-    packed, state = quantize_4bit(weight, compress_statistics=double_quant, quant_type="nf4")
+    ours = quantize(weight, levels=LEVELS[kind], double_quant=double_quant)
+    assert ours.bits_per_parameter() == pytest.approx(bits, abs=0.005)
+    packed, state = quantize_4bit(weight, compress_statistics=double_quant, quant_type=kind)
     stored = [packed, state.absmax]
     if double_quant:
         stored += [state.state2.absmax, state.offset]

@@ -46,7 +46,7 @@ _VARIANTS = ("lora", "rslora", "dora")
 
 
 class Quant(TypedDict):
-    """How the base model was quantized: ``none`` or ``nf4``, and its constants once more."""
+    """How the base was quantized: ``nf4``, ``fp4``, ``int8`` or ``none``, and its constants."""
 
     base_quant: str
     double_quant: bool

@@ -66,8 +66,11 @@ class Manifest:
         seed: the run's seed.
         provenance: code, packages and machine.
         inputs: content hashes and counts of what was read.
-        facts: the resolved settings, read back from the first batch and the model.
-        results: the numbers it ended with.
+        facts: the resolved settings, read back from the first batch and the model. Equal
+            ``lora_init_sha256`` means equal matrices A and B at the start; under other targets,
+            ``lora_init_layers_sha256`` says so layer by layer, by logical name.
+        results: the numbers it ended with. Equal ``batches_sha256`` means the same micro-batches
+            in the same order; telemetry's step events have the chain as it grew.
         unknown: dotted field that is null -> why it is.
         outputs: path relative to the run directory -> SHA-256.
         error: what ended it, when it failed.

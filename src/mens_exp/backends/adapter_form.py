@@ -123,7 +123,7 @@ def manifest_of(
     if HEAD in name_of.values():
         ours["tied_head"] = shape.tied  # a merge into a tied head would change the embedding too
     return AdapterManifest(
-        adapter_method="qlora" if config.quant.is_four_bit else "lora",
+        adapter_method="qlora" if config.quant.is_quantized else "lora",
         quant={
             "base_quant": config.quant.quant_type.value,
             "double_quant": config.quant.double_quant,

@@ -73,7 +73,7 @@ def load_base(
             output_loading_info=True,
         )
     _refuse_random(loading["missing_keys"], base)
-    if config.quant.is_four_bit:
+    if config.quant.is_quantized:
         _check_and_block(model, config, base)
     if base.source == "hub":
         model.name_or_path = base.name  # what PEFT writes down as the base, and others can load
@@ -103,7 +103,7 @@ def _refuse_random(missing: Collection[str], base: BaseModel) -> None:
 
 
 def _check_and_block(model: Any, config: RunConfig, base: BaseModel) -> None:
-    """Prepare 4-bit layers for training, in blocks of the size that is asked for.
+    """Prepare quantized layers for training, 4-bit ones in blocks of the size that is asked for.
 
     bitsandbytes' configuration has no block size, so that other blocks are made here, from the
     published weights: what 64 have left of them would be rounded twice.
@@ -116,10 +116,12 @@ def _check_and_block(model: Any, config: RunConfig, base: BaseModel) -> None:
         raise SetupError(
             "no linear layer was quantized",
             found=f"bitsandbytes on {model.device}",
-            expected="4-bit linear layers",
+            expected=f"{config.quant.quant_type.value} linear layers",
             remedy="reinstall bitsandbytes for this machine",
         )
     keep_trainable(model)
+    if not config.quant.is_four_bit:
+        return
     block = config.quant.block
     others = {p: m for p, m in layers.items() if m.weight.quant_state.blocksize != block}
     if others:

@@ -1,4 +1,4 @@
-"""QLoRA: the full causal model on a frozen 4-bit base, LoRA trained in f32 (arXiv:2305.14314).
+"""QLoRA: the full causal model on a frozen quantized base, LoRA trained in f32 (arXiv:2305.14314).
 
 Shapes: B sequences, T tokens, D hidden width, M supervised positions, V vocabulary,
 R rank, I inputs and O outputs of a projection.
@@ -32,7 +32,12 @@ from mens_exp.lora.keyed import share_dropout
 from mens_exp.model import attention, checkpointing
 from mens_exp.model.quiet import quiet
 from mens_exp.model.stored_weights import StoredWeights
-from mens_exp.quant.bnb import compute_dtype, quantization_facts
+from mens_exp.quant.bnb import (
+    as_published,
+    compute_dtype,
+    differs_in_evaluation,
+    quantization_facts,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -49,7 +54,7 @@ __all__ = ["QloraBackend"]
 
 
 class QloraBackend(torch.nn.Module):
-    """A transformers model loaded in 4 bits with PEFT's LoRA layers on it."""
+    """A transformers model loaded in 4 or 8 bits with PEFT's LoRA layers on it."""
 
     def __init__(self, config: RunConfig, base: BaseModel, device: torch.device) -> None:
         """Load and quantize the base model, and put a fresh adapter on it.
@@ -67,6 +72,7 @@ class QloraBackend(torch.nn.Module):
         self.model, self.layers = adapted(
             load_base(config, base, device), config.lora, self.modules_chosen, self.shape.family
         )
+        self.differs_in_evaluation = differs_in_evaluation(self.model)  # Lightning moves it later
         self.model.peft_config[ADAPTER].revision = base.revision
         self.causal_lm = self.model.get_base_model()
         if is_wanted(
@@ -151,15 +157,20 @@ class QloraBackend(torch.nn.Module):
 
     @property
     def peft_view_is_exact(self) -> bool:
-        """Whether the PEFT directory, loaded on the plainly quantized base, is this very model."""
-        return not self.residuals.layers
+        """Whether the PEFT directory, loaded on the plainly quantized base, is this very model.
+
+        It is not where a start changed the base, nor on an 8-bit base on CPU, whose layers
+        quantize their inputs elsewhere.
+        """
+        return not self.residuals.layers and not self.differs_in_evaluation
 
     @contextmanager
     def as_peft_view(self) -> Iterator[None]:
         """Make it, inside the block, what others get who load the PEFT directory on the base."""
         self.residuals.use(plain=True)
         try:
-            with peft_form(self.model, self.lora, self.layers, self.residuals.taken()):
+            taken = self.residuals.taken()
+            with peft_form(self.model, self.lora, self.layers, taken), as_published(self.model):
                 yield
         finally:
             self.residuals.use(plain=False)
@@ -198,8 +209,9 @@ class QloraBackend(torch.nn.Module):
             for name, parameter in self.trainable().items()
         }
         stacked = stacked_tensors(tensors, self.residuals.taken())
+        residual = bool(self.residuals.layers)
         manifest = manifest_of(
-            config, self.base, self.shape, self.modules_chosen, residual=not self.peft_view_is_exact
+            config, self.base, self.shape, self.modules_chosen, residual=residual
         )
         return manifest, {name: values.numpy() for name, values in stacked.items()}
 

@@ -1,4 +1,4 @@
-"""How a schema field states its meaning, unit, range and the source of its default.
+"""How a schema field states its meaning, range and default, and how a message spells a value.
 
 The metadata is the single place for these facts: validation reads the range, generated
 documentation reads the rest.
@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Range", "range_of", "setting"]
+__all__ = ["Range", "range_of", "setting", "shown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +73,10 @@ def range_of(field: dataclasses.Field[Any]) -> Range | None:
     """Return the accepted interval of a field declared with :func:`setting`, if it has one."""
     found = field.metadata.get("range")
     return found if isinstance(found, Range) else None
+
+
+def shown(value: object) -> str:
+    """Write a value as YAML has it, for a message."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value) or "''"

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mens_exp.artifacts.nearest import expected_name, nearest
 from mens_exp.config.compose import compose, group_options
+from mens_exp.config.fields import shown
 from mens_exp.config.peers import peer_of
 from mens_exp.config.root import RunConfig
 from mens_exp.config.store import SCHEMAS, SET_BY_OPTION, is_open
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from hydra.core.override_parser.types import Override
 
-__all__ = ["exists", "shown", "value_problems"]
+__all__ = ["exists", "value_problems"]
 
 _WORDS = {
     IntegerNode: "a whole number",
@@ -235,10 +236,3 @@ def _options_with(group: str, field: str) -> list[str]:
     # First the options that leave the key to the user, then those that are a choice of it.
     owners.sort(key=lambda cell: not OmegaConf.is_missing(cell.values[group], field))
     return [owner.choices[group] or "" for owner in owners]
-
-
-def shown(value: object) -> str:
-    """Write a value as YAML has it, for a message."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value) or "''"

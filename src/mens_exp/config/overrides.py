@@ -19,7 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mens_exp.artifacts.nearest import nearest
 from mens_exp.config.compose import Composed, compose, group_options, typed
-from mens_exp.config.override_values import exists, shown, value_problems
+from mens_exp.config.fields import shown
+from mens_exp.config.override_values import exists, value_problems
 from mens_exp.config.own_conf import own_problems
 from mens_exp.config.root import RunConfig
 from mens_exp.config.validate import ineffective_overrides, problems_of, unread_overrides

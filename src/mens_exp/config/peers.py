@@ -70,6 +70,7 @@ PEERS: dict[str, Peer] = {
     "lora_target_linear": Peer("lora", _AX, "lora=all_linear"),
     "finetuning_type": Peer("backend", _LF, "backend=qlora"),
     "load_in_4bit": Peer("backend", f"Transformers, {_AX} and {_UN}", "backend=qlora"),
+    "load_in_8bit": Peer("quant", f"Transformers, {_AX} and {_UN}", "quant=int8"),
     "quantization_bit": Peer("backend", _LF, "backend=qlora"),
     "quantize": Peer("quant.quant_type", "LitGPT"),
     "bnb_4bit_quant_type": Peer("quant.quant_type", f"Transformers and {_BNB}"),

@@ -15,6 +15,7 @@ class QuantType(Enum):
 
     nf4 = "nf4"
     fp4 = "fp4"
+    int8 = "int8"
     none = "none"
 
 
@@ -35,10 +36,12 @@ class StorageDtype(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class QuantConfig:
-    """Four-bit quantization by bitsandbytes, block by block (QLoRA, arXiv:2305.14314), or none."""
+    """Quantization by bitsandbytes, in four bits by blocks (QLoRA, arXiv:2305.14314) or eight."""
 
     quant_type: QuantType = setting(
-        QuantType.nf4, "nf4 or fp4, four bits; none leaves the weights in the compute format."
+        QuantType.nf4,
+        "nf4 or fp4, four bits; int8, eight, one scale a row (LLM.int8, arXiv:2208.07339); none "
+        "leaves the weights in the compute format.",
     )
     double_quant: bool = setting(
         True,  # the value of the setting, named by its position in the schema
@@ -67,6 +70,11 @@ class QuantConfig:
 
     @property
     def is_four_bit(self) -> bool:
+        """Whether base weights are quantized to four bits, in blocks."""
+        return self.quant_type in {QuantType.nf4, QuantType.fp4}
+
+    @property
+    def is_quantized(self) -> bool:
         """Whether base weights are quantized at all."""
         return self.quant_type is not QuantType.none
 

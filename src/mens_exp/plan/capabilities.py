@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["page"]
 
-_BASES = ("nf4", "fp4", "none")
+_BASES = ("nf4", "fp4", "int8", "none")
 _TOKENIZERS = ("hf", "vox")
 _TARGETS = ("workstation", "mobile_edge")
 
@@ -105,7 +105,7 @@ def _backend_rows() -> Iterator[tuple[str, ...]]:
     yield ("adapter method", *(one.method for one in kernels))
     yield ("graph", *(f"`{one.graph_id}`" for one in kernels))
     yield ("graph depth", *(one.depth for one in kernels))
-    yield ("base quantization", *("4-bit" if one.quantized else "none" for one in kernels))
+    yield ("base quantization", *(", ".join(one.bases) for one in kernels))
     yield ("tokenizer", *(_accepted_tokenizers(one) for one in kernels))
     merges = here if "merge" in group_options()["task"] else frozenset()
     for label, said, where in (
@@ -125,7 +125,7 @@ def _artifacts(kernel: Kernel) -> str:
 
 
 def _accepted_tokenizers(kernel: Kernel) -> str:
-    base = "nf4" if kernel.quantized else "none"
+    base = kernel.bases[0]
     return ", ".join(mode for mode in _TOKENIZERS if not _gates(kernel, base=base, tokenizer=mode))
 
 
@@ -141,7 +141,7 @@ def _combination_rows() -> Iterator[tuple[str, ...]]:
 def _layout_rows() -> Iterator[tuple[str, ...]]:
     for label, model_type in (("known family", "llama"), ("any other", None)):
         answers = (
-            _answer(_gates(one, base="nf4" if one.quantized else "none", model_type=model_type))
+            _answer(_gates(one, base=one.bases[0], model_type=model_type))
             for one in KERNELS.values()
         )
         yield (label, *answers)
@@ -188,7 +188,7 @@ def _gates(
             dropout=0.0,
             targets=kernel.targets,
         ),
-        quant=QuantPart(base=base, double_quant=base != "none"),
+        quant=QuantPart(base=base, double_quant=base in {"nf4", "fp4"}),
         exec=ExecPart(
             seq_len=asked["seq_len"],
             batch_size=asked["batch_size"],

@@ -24,6 +24,9 @@ FULL_GRAPH = "full_graph"
 PROXY = "lm_head_proxy"
 
 
+_PLAIN = ("none",)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
     """One trainable graph.
@@ -31,7 +34,7 @@ class Kernel:
     Attributes:
         name: the backend that computes it.
         method: adapter method, ``lora`` or ``qlora``; ``full`` has no adapter.
-        quantized: whether the base weights are quantized.
+        bases: what the base weights may be stored as; ``none`` is as they are.
         targets: what the adapter sits on: the full causal graph, or the proxy stack.
         graph_id: name of the graph in records; the proxy's depends on its composition.
         depth: what of the model is computed, for people.
@@ -41,12 +44,17 @@ class Kernel:
 
     name: str
     method: str
-    quantized: bool
+    bases: tuple[str, ...]
     targets: str
     graph_id: str
     depth: str
     needs_layout: bool
     tokenizers: tuple[str, ...] = ("hf",)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the base weights are quantized."""
+        return self.bases != _PLAIN
 
 
 KERNELS: dict[str, Kernel] = {
@@ -55,7 +63,7 @@ KERNELS: dict[str, Kernel] = {
         Kernel(
             name="qlora",
             method="qlora",
-            quantized=True,
+            bases=("nf4", "fp4", "int8"),
             targets=FULL_GRAPH,
             graph_id="full_causal",
             depth="full causal model",
@@ -64,7 +72,7 @@ KERNELS: dict[str, Kernel] = {
         Kernel(
             name="proxy",
             method="qlora",
-            quantized=True,
+            bases=("nf4", "fp4"),
             targets=PROXY,
             graph_id="proxy_stack_v1_residual",
             depth="embedding, one projection a layer, head: no attention",
@@ -73,7 +81,7 @@ KERNELS: dict[str, Kernel] = {
         Kernel(
             name="lora",
             method="lora",
-            quantized=False,
+            bases=_PLAIN,
             targets=FULL_GRAPH,
             graph_id="full_causal",
             depth="full causal model",
@@ -82,7 +90,7 @@ KERNELS: dict[str, Kernel] = {
         Kernel(
             name="burn",
             method="lora",
-            quantized=False,
+            bases=_PLAIN,
             targets=FULL_GRAPH,
             graph_id="burn_full_causal",
             depth="full causal model, f32 research lane",
@@ -92,7 +100,7 @@ KERNELS: dict[str, Kernel] = {
         Kernel(
             name="full",
             method="full",
-            quantized=False,
+            bases=_PLAIN,
             targets=FULL_GRAPH,
             graph_id="full_causal",
             depth="full causal model, every weight trained",

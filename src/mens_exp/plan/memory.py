@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.config.checkpointing import is_wanted
 from mens_exp.config.lora import LoraInit
 from mens_exp.config.objective import CrossEntropyConfig
-from mens_exp.config.quant import ComputeDtype
+from mens_exp.config.quant import ComputeDtype, QuantType
 from mens_exp.layout.names import HEAD
-from mens_exp.layout.targets import chosen, pattern_values, target_problems
+from mens_exp.layout.targets import chosen, linear_modules, pattern_values, target_problems
 from mens_exp.plan.trained import frozen_linears, proxy_stack, trained_parameters
 
 if TYPE_CHECKING:
@@ -133,13 +133,20 @@ class Memory:
         }
 
 
-def bits_per_weight(quant: QuantConfig) -> float:
+def bits_per_weight(quant: QuantConfig, rows_per_weight: float = 0.0) -> float:
     """Return bits of a weight with its share of the scales (arXiv:2305.14314, section 3).
 
     An f32 scale for each block of 64 is half a bit; quantized to 8 bits, with an f32 scale for
-    256 of them, it is 0.127. A weight that is not quantized is in the compute format.
+    256 of them, it is 0.127. A weight of eight bits shares an f32 scale with its row. One that is
+    not quantized is in the compute format.
+
+    Args:
+        quant: the `quant` group.
+        rows_per_weight: rows over weights, which only eight bits ask for.
     """
-    if not quant.is_four_bit:
+    if quant.quant_type is QuantType.int8:
+        return 8 + 32 * rows_per_weight
+    if not quant.is_quantized:
         return 16 if quant.compute_dtype is ComputeDtype.bf16 else 32
     if quant.double_quant:
         return 4 + 8 / quant.block + 32 / (quant.block * NESTED_BLOCK)
@@ -189,7 +196,8 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
     factor = dict(_CPU_KEPT if on_cpu else _CUDA_KEPT)
     if on_cpu and again:
         factor["activations"] = _CPU_KEPT_RECOMPUTED
-    bits = bits_per_weight(config.quant)
+    sizes = shape.projections().values()
+    bits = bits_per_weight(config.quant, sum(o for o, _ in sizes) / sum(o * i for o, i in sizes))
     # Where every weight learns, the base is what is counted as learned.
     frozen = 0 if config.backend.name == "full" else 1
     components = {
@@ -286,6 +294,10 @@ def _layer_bytes(config: RunConfig, shape: Shape, *, width: int, on_cpu: bool) -
     ranks = pattern_values(config.lora.rank_pattern, modules, shape.family, config.lora.r)
     mask = _MASK if config.lora.dropout > 0 else 0
     adapters = sum(inputs.values()) * (width + mask) + sum(ranks.values()) * width
+    if config.quant.quant_type is QuantType.int8:  # whose layers keep their inputs as they were
+        shared = inputs.keys() if config.lora.dropout == 0 else set()  # with A, which keeps them
+        every = {one.reads: one.width for one in linear_modules(shape) if one.layer is not None}
+        adapters += width * sum(w for reads, w in every.items() if reads not in shared)
     return total + adapters / shape.num_hidden_layers
 
 

@@ -40,8 +40,19 @@ def qlora_needs_quantized_base(kernel: str) -> ConfigError:
         "qlora needs a quantized base",
         where="quant",
         found=f"base none under backend={kernel}",
-        expected="nf4 or fp4",
+        expected="nf4, fp4 or, on the full graph, int8",
         remedy=f"choose quant=nf4, or a backend of method lora; {_MORE}",
+    )
+
+
+def kernel_without_base(name: str, base: str, bases: Sequence[str]) -> ConfigError:
+    """Gate 1 as well: a quantizer that a kernel has no form for."""
+    return ConfigError(
+        f"backend={name} has no base of this kind",
+        where="quant",
+        found=f"base {base}",
+        expected=" or ".join(bases),
+        remedy=f"choose quant={bases[0]}, or backend=qlora; {_MORE}",
     )
 
 

@@ -110,15 +110,12 @@ class ExecutionPlan:
 
 def refusals(contract: FineTuneContract, around: Surroundings) -> Iterator[tuple[Gate, MensError]]:
     """Yield every reason to refuse a contract, in the order of the gates."""
-    method, base = contract.adapter.method, contract.quant.base
-    if base != "none" and method != "qlora":
-        yield Gate.QUANTIZED_BASE, messages.quantized_base_needs_qlora(base, method)
-    if base == "none" and method == "qlora":
-        yield Gate.QUANTIZED_BASE, messages.qlora_needs_quantized_base(around.forced or method)
+    method, kernel = contract.adapter.method, _kernel(contract, around)
+    for error in _base(contract, around, kernel):
+        yield Gate.QUANTIZED_BASE, error
     mode = contract.data.tokenizer_mode
     if method == "qlora" and mode != "hf":
         yield Gate.TOKENIZER, messages.qlora_needs_hf_tokenizer(mode)
-    kernel = _kernel(contract, around)
     if method != "qlora" and kernel is not None and mode not in kernel.tokenizers:
         yield Gate.TOKENIZER, messages.kernel_needs_hf_tokenizer(kernel.name, mode)
     # Other kernels load any model that transformers knows.
@@ -140,6 +137,18 @@ def refusals(contract: FineTuneContract, around: Surroundings) -> Iterator[tuple
         yield Gate.FORCED, messages.forced_kernel_disagrees(kernel.name, chosen.name)
     for error in _flags(contract, around, kernel):
         yield Gate.FLAGS, error
+
+
+def _base(
+    contract: FineTuneContract, around: Surroundings, kernel: Kernel | None
+) -> Iterator[MensError]:
+    method, base = contract.adapter.method, contract.quant.base
+    if base != "none" and method != "qlora":
+        yield messages.quantized_base_needs_qlora(base, method)
+    if base == "none" and method == "qlora":
+        yield messages.qlora_needs_quantized_base(around.forced or method)
+    elif method == "qlora" and kernel and kernel.quantized and base not in kernel.bases:
+        yield messages.kernel_without_base(kernel.name, base, kernel.bases)
 
 
 def execution_plan(contract: FineTuneContract, around: Surroundings) -> ExecutionPlan:

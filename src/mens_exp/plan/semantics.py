@@ -110,6 +110,7 @@ RECORDING_CALLBACKS = frozenset(
     for name in (
         "adapter_writer.AdapterWriter",
         "checkpoint.Checkpoint",
+        "digests.Digests",
         "facts.ManifestFacts",
         "finite_guard.FiniteGuard",
         "memory.MemoryWatch",

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mens_exp.config.quant import ComputeDtype, QuantConfig, StorageDtype
+from mens_exp.config.quant import ComputeDtype, QuantConfig, QuantType, StorageDtype
 from mens_exp.model.quiet import quiet
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from transformers import BitsAndBytesConfig
 
 __all__ = [
+    "as_published",
     "compute_dtype",
     "dequantized",
+    "differs_in_evaluation",
     "keep_trainable",
     "quantization_config",
     "quantization_facts",
@@ -25,6 +28,7 @@ __all__ = [
 ]
 
 
+INT8_THRESHOLD = 6.0  # arXiv:2208.07339, section 3.2, and transformers' own
 _STORAGE = {
     StorageDtype.u8: torch.uint8,
     StorageDtype.bf16: torch.bfloat16,
@@ -46,26 +50,34 @@ def quantization_config(config: QuantConfig, skip: Sequence[str] = ()) -> BitsAn
         config: the `quant` group; its block size is not the loader's to choose.
         skip: paths of modules that stay unquantized, beside the head.
     """
-    if not config.is_four_bit:
+    if not config.is_quantized:
         return None
     from transformers import BitsAndBytesConfig
 
+    # Naming any replaces transformers' own choice, which is the head.
+    left_out = [*skip, "lm_head"] if skip else None
+    if config.quant_type is QuantType.int8:
+        return BitsAndBytesConfig(
+            load_in_8bit=True,
+            llm_int8_threshold=INT8_THRESHOLD,
+            llm_int8_skip_modules=left_out,
+        )
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=config.quant_type.value,
         bnb_4bit_use_double_quant=config.double_quant,
         bnb_4bit_compute_dtype=compute_dtype(config),
         bnb_4bit_quant_storage=_STORAGE[config.storage_dtype],
-        # Naming any replaces transformers' own choice, which is the head.
-        llm_int8_skip_modules=[*skip, "lm_head"] if skip else None,
+        llm_int8_skip_modules=left_out,
     )
 
 
 def quantized_linears(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the 4-bit linear modules (bitsandbytes' untyped ``Linear4bit``) by path."""
+    """Return bitsandbytes' linear modules, of 4 or of 8 bits and untyped, by path."""
     with quiet():  # imported first here where nothing is quantized
-        from bitsandbytes.nn import Linear4bit
-    return {name: m for name, m in model.named_modules() if isinstance(m, Linear4bit)}
+        from bitsandbytes.nn import Linear4bit, Linear8bitLt
+    kinds = (Linear4bit, Linear8bitLt)
+    return {name: m for name, m in model.named_modules() if isinstance(m, kinds)}
 
 
 def quantization_facts(model: torch.nn.Module) -> dict[str, Any]:
@@ -73,28 +85,78 @@ def quantization_facts(model: torch.nn.Module) -> dict[str, Any]:
     layers = list(quantized_linears(model).values())
     if not layers:
         return {"quantized_linears": 0, "quant": "none"}
-    state = layers[0].weight.quant_state
+    weight, found = layers[0].weight, {"quantized_linears": len(layers)}
+    if _is_int8(layers[0]):
+        inputs = (
+            "as computed" if _on_cpu(layers[0]) else f"int8, outliers above {INT8_THRESHOLD} in f16"
+        )
+        return {**found, "quant": "int8", "double_quant": False, "int8_inputs": inputs}
     return {
-        "quantized_linears": len(layers),
-        "quant": str(state.quant_type),
-        "block_size": int(state.blocksize),
-        "double_quant": bool(state.nested),
-        "storage_dtype": str(layers[0].weight.dtype).removeprefix("torch."),
+        **found,
+        "quant": str(weight.quant_state.quant_type),
+        "block_size": int(weight.quant_state.blocksize),
+        "double_quant": bool(weight.quant_state.nested),
+        "storage_dtype": str(weight.dtype).removeprefix("torch."),
     }
 
 
 def keep_trainable(model: torch.nn.Module) -> None:
-    """Keep 4-bit modules in the layout that has a backward pass.
+    """Keep quantized modules computing what they compute in training, with a backward pass.
 
-    With AVX512-BF16, one evaluation forward repacks a module's weight for inference; from then
-    on its backward returns no input gradient and every adapter below stops learning in silence.
+    With AVX512-BF16, one evaluation forward repacks a 4-bit module's weight for inference; from
+    then on its backward returns no input gradient and every adapter below stops learning in
+    silence. What 8-bit modules do is in :mod:`mens_exp.quant.int8`.
     """
+    eight_bit = []
     for module in quantized_linears(model).values():
-        module.support_avx512bf16_for_cpu = False
+        if _is_int8(module):
+            eight_bit.append(module)
+        else:
+            module.support_avx512bf16_for_cpu = False
+    if eight_bit:
+        from mens_exp.quant.int8 import in_one_mode
+
+        in_one_mode(eight_bit)
+
+
+def differs_in_evaluation(model: torch.nn.Module) -> bool:
+    """Whether others, who load the quantized base and evaluate, compute something else here."""
+    return any(_is_int8(m) and _on_cpu(m) for m in quantized_linears(model).values())
+
+
+@contextmanager
+def as_published(model: torch.nn.Module) -> Iterator[None]:
+    """Compute, inside the block and in evaluation, as others do who load the quantized base."""
+    eight_bit = [m for m in quantized_linears(model).values() if _is_int8(m)]
+    if not eight_bit:
+        yield
+        return
+    from mens_exp.quant.int8 import as_the_library_has_it
+
+    with as_the_library_has_it(eight_bit):
+        yield
+
+
+def _is_int8(module: Any) -> bool:
+    return bool(module.weight.dtype == torch.int8)
+
+
+def _on_cpu(module: Any) -> bool:
+    return bool(module.weight.device.type == "cpu")
 
 
 def dequantized(weight: Any) -> torch.Tensor:
-    """Return what a 4-bit weight (bitsandbytes' untyped ``Params4bit``) stands for, f32 [O, I]."""
+    """Return what a quantized weight stands for, f32 ``[O, I]``.
+
+    Args:
+        weight: bitsandbytes' untyped ``Params4bit``, or the ``Int8Params`` of a module that
+            :func:`keep_trainable` has seen.
+    """
+    if weight.dtype == torch.int8:
+        from mens_exp.quant.int8 import LEVELS
+
+        stands_for: torch.Tensor = weight.data.float() * (weight.SCB / LEVELS)[:, None]
+        return stands_for
     from bitsandbytes.functional import dequantize_4bit
 
     values: torch.Tensor = dequantize_4bit(weight.data, weight.quant_state)

@@ -31,6 +31,7 @@ _DECIMALS_UNDER = 100  # a rate or a size of two digits still says something wit
 _LABELS = {
     "accumulate_grad_batches": "gradient accumulation",
     "base_weights_sha256": "base weights SHA-256",
+    "batches_sha256": "micro-batches SHA-256",
     "chat_template_sha256": "chat template SHA-256",
     "completed": "ended with the end marker",
     "cpu": "CPU",
@@ -38,6 +39,7 @@ _LABELS = {
     "dirty": "uncommitted changes",
     "double_quant": "double quantization",
     "heldout_rows": "held-out rows",
+    "lora_init_sha256": "first adapter SHA-256",
     "lr": "learning rate",
     "memory_bytes": "memory",
     "micro_batch_size": "micro-batch size",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from statistics import mean
 from typing import TYPE_CHECKING
 
+from mens_exp.config.quant import QuantType
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -31,11 +33,16 @@ def report_start(run: Run, backend: Backend, console: Console) -> None:
 
 def note_peft_view(run: Run) -> None:
     """Say in the manifest what the PEFT directory is worth on the plainly quantized base."""
-    results = run.manifest.results
+    results, quant = run.manifest.results, run.manifest.facts.get("quant")
+    why = (
+        "evaluated elsewhere, 8-bit layers quantize their inputs, which on CPU they do not here"
+        if quant == QuantType.int8.value
+        else "the base of this run was changed by its initialisation"
+    )
+    losses = (results["peft_view_val_loss"], results["tuned_val_loss"])
     note = (
-        "the base of this run was changed by its initialisation: adapter/peft on the plainly "
-        f"quantized base has a validation loss of {results['peft_view_val_loss']:.4f}, the trained "
-        f"model of {results['tuned_val_loss']:.4f}"
+        f"{why}: adapter/peft on the plainly quantized base has a validation loss of "
+        f"{losses[0]:.4f}, the trained model of {losses[1]:.4f}"
     )
     if note not in run.manifest.notes:  # a resumed run measures again
         run.manifest.notes.append(note)

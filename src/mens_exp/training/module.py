@@ -37,7 +37,7 @@ class TrainingModule(LightningModule):
     with has a loss. ``selected`` is the step and validation loss of the adapter in the graph when
     training has ended.
     ``step_metrics`` holds the declared metrics of the current step; callbacks add to it with
-    :meth:`record` and the telemetry callback writes it.
+    :meth:`record` and the telemetry callback writes it, ``step_digests`` beside it.
     ``validated_bytes`` is the text that validation predicts, where that is known and the objective
     is a likelihood; the loss is then told in bits a byte too.
     """
@@ -54,6 +54,7 @@ class TrainingModule(LightningModule):
         self.objective = objective
         self.total_steps = total_steps
         self.step_metrics: dict[str, float] = {}
+        self.step_digests: dict[str, str] = {}
         self.tokens = 0
         self.supervised_tokens = 0
         self.condition = "tuned"

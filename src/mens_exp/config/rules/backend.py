@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.backend import ProxyConfig
+from mens_exp.config.fields import shown
 from mens_exp.config.lora import LoraInit, LoraVariant
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.errors import ConfigError
@@ -96,6 +97,6 @@ def _only_plain_lora(config: RunConfig) -> Iterator[ConfigError]:
                 "the proxy stack has plain LoRA on every projection",
                 where=f"lora.{name}",
                 found=getattr(found, "value", found),
-                expected=getattr(expected, "value", expected),
+                expected=shown(getattr(expected, "value", expected)),
                 remedy="choose lora=proxy_stack, or backend=qlora",
             )

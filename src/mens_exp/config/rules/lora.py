@@ -24,7 +24,7 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
     quantized_all = config.quant.is_four_bit and not config.quant.skip
     if lora.init is not LoraInit.default and not quantized_all:
         yield ConfigError(
-            "starts from what quantizing a weight misses, and some weights are not quantized",
+            "starts from what four bits miss of a weight, and some weights are not in four bits",
             where="lora.init",
             found=lora.init.value,
             expected="lora.init=default, or quant=nf4 with an empty quant.skip",

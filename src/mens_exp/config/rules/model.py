@@ -41,7 +41,8 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
             expected=expected_name(model.gradient_checkpointing, Checkpointing.__members__),
         )
     if isinstance(model, RandomModel):
-        yield from _widths(model)
+        if config.quant.is_four_bit:
+            yield from _widths(model)
         yield from _heads(model)
         yield from _without_effect(model)
 

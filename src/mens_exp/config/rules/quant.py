@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.config.fields import shown
 from mens_exp.config.quant import QuantType, StorageDtype
 from mens_exp.errors import ConfigError
 
@@ -16,21 +17,21 @@ if TYPE_CHECKING:
 __all__ = ["problems"]
 
 # What each of ours is built on; a backend of the user's own may be built on either.
-_FOUR_BIT = {"qlora": True, "proxy": True, "lora": False, "full": False, "burn": False}
+_QUANTIZED = {"qlora": True, "proxy": True, "lora": False, "full": False, "burn": False}
 _BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)  # bitsandbytes' own; 32 is for other devices
 
 
 def problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield what is wrong with `quant`, alone and under the chosen backend."""
     quant, name = config.quant, config.backend.name
-    if quant.is_four_bit != _FOUR_BIT.get(name, quant.is_four_bit):
+    if quant.is_quantized != _QUANTIZED.get(name, quant.is_quantized):
         yield ConfigError(
-            f"backend={name} has {'no quantized' if quant.is_four_bit else 'a 4-bit'} base",
+            f"backend={name} has {'no' if quant.is_quantized else 'a'} quantized base",
             where="quant.quant_type",
             found=quant.quant_type.value,
-            expected="none" if quant.is_four_bit else "nf4 or fp4",
+            expected="none" if quant.is_quantized else _bases(name),
             remedy="choose quant=none"
-            if quant.is_four_bit
+            if quant.is_quantized
             else "choose backend=lora, or quant=nf4",
         )
     if quant.block_size is not None and quant.block_size not in _BLOCKS:
@@ -49,30 +50,43 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
         )
     if not quant.is_four_bit:
         yield from _without_effect(quant)
-    elif name == "proxy":
+    if quant.is_quantized and name == "proxy":
         yield from _unused_by_the_proxy(quant)
 
 
+def _bases(backend: str) -> str:
+    return "nf4 or fp4" if backend == "proxy" else "nf4, fp4 or int8"
+
+
 def _without_effect(quant: QuantConfig) -> Iterator[ConfigError]:
-    """Yield what only quantized weights have."""
+    """Yield what only 4-bit weights have, and, of weights left as they are, what to leave out."""
     usual: dict[str, tuple[Any, Any]] = {
         "double_quant": (quant.double_quant, False),
         "block_size": (quant.block_size, None),
         "storage_dtype": (quant.storage_dtype, StorageDtype.u8),
-        "skip": (quant.skip, []),
     }
+    if not quant.is_quantized:
+        usual["skip"] = (quant.skip, [])
     for field, (found, expected) in usual.items():
         if found != expected:
             yield ConfigError(
-                f"has no effect with quant.quant_type={QuantType.none.value}",
+                f"has no effect with quant.quant_type={quant.quant_type.value}",
                 where=f"quant.{field}",
                 found=getattr(found, "value", found),
-                expected=getattr(expected, "value", "null" if expected is None else expected),
+                expected=shown(getattr(expected, "value", expected)),
             )
 
 
 def _unused_by_the_proxy(quant: QuantConfig) -> Iterator[ConfigError]:
     """Yield what the stack, quantized once and read from its compute copy, has no use for."""
+    if quant.quant_type is QuantType.int8:
+        yield ConfigError(
+            "the proxy stack is defined over 4-bit projections",
+            where="quant.quant_type",
+            found=quant.quant_type.value,
+            expected=_bases("proxy"),
+            remedy="choose quant=nf4, or backend=qlora",
+        )
     if quant.storage_dtype is not StorageDtype.u8:
         yield ConfigError(
             "has no effect with backend=proxy, which keeps no packed codes",

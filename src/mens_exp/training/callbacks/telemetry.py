@@ -19,7 +19,7 @@ __all__ = ["TelemetryWriter"]
 
 
 class TelemetryWriter(Callback):
-    """Writes the metrics of every step and validation into telemetry.jsonl."""
+    """Writes metrics and digests of every step, and validations, into telemetry.jsonl."""
 
     def __init__(self, run: RunRecord) -> None:
         """Listen for ``run``."""
@@ -43,7 +43,7 @@ class TelemetryWriter(Callback):
         del outputs, batch, batch_idx
         if pl_module.at_step_boundary:
             payload = {"step": trainer.global_step, **pl_module.step_metrics}
-            self.run.telemetry.emit("step", payload)
+            self.run.telemetry.emit("step", {**payload, **pl_module.step_digests})
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Write the validation loss."""

@@ -136,7 +136,8 @@ class WandbMirror(Callback):
         match record["event"]:
             case "step":
                 self._tokens = payload.get(_TOKENS, self._tokens)
-                self._sink.log(_known(payload), step=payload["step"])
+                numbers = {k: v for k, v in _known(payload).items() if not isinstance(v, str)}
+                self._sink.log(numbers, step=payload["step"])  # a digest is no point of a curve
             case "validation":
                 self._mirror_validation(self._sink, payload)
             case "run_started" if "config" in payload:

@@ -1,0 +1,103 @@
+"""The 8-bit base on a CUDA machine, where LLM.int8 quantizes its inputs in both modes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from mens_exp.data.batch import packed_batch
+from mens_exp.model.resolve import resolve
+from mens_exp.objective.causal import CrossEntropy
+from mens_exp.training.build import build_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.config.root import RunConfig
+    from mens_exp.data.batch import Batch
+    from mens_exp.rows.encode import Encoded
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason="needs a CUDA device; on one, install a CUDA build of torch (README, 'A CUDA "
+        "machine') and run: pytest -m gpu",
+    ),
+]
+
+
+@pytest.fixture
+def batch(random_documents: Callable[..., Encoded]) -> Batch:
+    return packed_batch(random_documents([11, 6, 17]), [[0, 1, 2]], index=0)
+
+
+@pytest.fixture
+def built(tiny_config: Callable[..., RunConfig], cache: Path) -> Callable[[str], Any]:
+    """Build the graph on a device, B filled, without dropout."""
+
+    def made(accelerator: str) -> Any:
+        config = tiny_config("quant=int8", "lora.dropout=0")
+        config.trainer.accelerator = accelerator
+        backend: Any = build_backend(config, resolve(config.model, cache))
+        generator = torch.Generator().manual_seed(0)
+        for name, parameter in backend.trainable().items():
+            if name.endswith("lora_b"):
+                draws = torch.empty(parameter.shape).normal_(std=0.1, generator=generator)
+                parameter.data.copy_(draws)
+        return backend
+
+    return made
+
+
+def gradients(backend: Any, batch: Batch) -> dict[str, torch.Tensor]:
+    backend.train().zero_grad()
+    CrossEntropy("causal", 4)(backend(batch), batch.targets_M, backend.head).total.backward()
+    return {name: p.grad.to("cpu", copy=True) for name, p in backend.trainable().items()}
+
+
+def logits(backend: Any, batch: Batch) -> torch.Tensor:
+    backend.eval()
+    with torch.no_grad():
+        found: torch.Tensor = backend.head(backend(batch)).float().cpu()
+    return found
+
+
+def test_it_is_the_cpu_s_graph_but_for_rounded_inputs(
+    built: Callable[[str], Any], batch: Batch
+) -> None:
+    """Logits to three per cent, and a gradient for every matrix to ten."""
+    there, here = built("cpu"), built("gpu")  # tolerances: unverified guess, no GPU was at hand
+    theirs, ours = logits(there, batch), logits(here, batch.to("cuda"))
+    assert (ours - theirs).norm() <= 0.03 * theirs.norm()
+    expected = gradients(there, batch)
+    for name, gradient in gradients(here, batch.to("cuda")).items():
+        assert (gradient - expected[name]).norm() <= 0.1 * expected[name].norm(), name
+
+
+def test_the_peft_view_is_exact_there(built: Callable[[str], Any], batch: Batch) -> None:
+    """The library computes one function in both modes, and says so in the facts."""
+    backend = built("gpu")
+    assert backend.peft_view_is_exact
+    assert backend.facts()["int8_inputs"] == "int8, outliers above 6.0 in f16"
+    ours = logits(backend, batch.to("cuda"))
+    with backend.as_peft_view():
+        assert torch.equal(logits(backend, batch.to("cuda")), ours)
+
+
+def test_it_learns_after_validation_and_after_a_way_to_the_cpu_and_back(
+    built: Callable[[str], Any], batch: Batch
+) -> None:
+    """Lightning moves a module between fits: codes and scales go with it."""
+    backend = built("gpu")
+    before = gradients(backend, batch.to("cuda"))
+    expected = logits(backend, batch.to("cuda"))
+    backend.cpu()
+    assert torch.isfinite(logits(backend, batch)).all()
+    backend.cuda()
+    assert torch.equal(logits(backend, batch.to("cuda")), expected)
+    after = gradients(backend, batch.to("cuda"))
+    assert all(torch.allclose(after[name], before[name]) for name in before)

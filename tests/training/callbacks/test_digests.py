@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.telemetry import read_events
+from mens_exp.data.batch import packed_batch, padded_batch
+from mens_exp.training.callbacks.digests import Digests
+from mens_exp.training.callbacks.telemetry import TelemetryWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mens_exp.data.batch import Batch
+
+
+def sha256(*pieces: bytes) -> str:
+    return hashlib.sha256(b"".join(pieces)).hexdigest()
+
+
+def array(*values: int, shape: tuple[int, ...]) -> bytes:
+    return str(shape).encode() + np.array(values, dtype="<i8").tobytes()
+
+
+def chained(*batches: Batch) -> str | None:
+    """Return the chain of micro-batches after a fresh start."""
+    record: Any = SimpleNamespace(manifest=SimpleNamespace(facts={}, unknown={}), save=lambda: None)
+    module: Any = SimpleNamespace(step_digests={}, backend=SimpleNamespace(trainable=dict))
+    trainer: Any = SimpleNamespace(global_step=0)
+    callback = Digests(record)
+    callback.setup(trainer, module, "fit")
+    callback.on_train_start(trainer, module)
+    for batch in batches:
+        callback.on_train_batch_start(trainer, module, batch, 0)
+    assert module.step_digests["batches_sha256"] == callback.state_dict()["chain"]
+    chain: str | None = callback.state_dict()["chain"]
+    return chain
+
+
+@pytest.fixture
+def packed(documents_of: Callable[..., Any]) -> Batch:
+    """Documents 5 6 7 and 8 9, of which 7 and 9 are learned."""
+    documents = documents_of([[5, 6, 7], [8, 9]], [[0, 0, 1], [0, 1]])
+    return packed_batch(documents, [[0, 1]], 0)
+
+
+def test_the_chain_is_over_everything_that_a_graph_sees(packed: Batch) -> None:
+    """Written out by hand: the chain so far, bounds, ids, positions, mask, labels."""
+    first = sha256(
+        sha256().encode(),
+        b"((0, 3), (3, 5))",
+        array(5, 6, 7, 8, 9, shape=(1, 5)),
+        array(0, 1, 2, 0, 1, shape=(1, 5)),
+        b"none",
+        array(1, 3, shape=(2,)),
+        array(7, 9, shape=(2,)),
+    )
+    assert chained(packed) == first
+
+
+def test_a_padded_batch_has_its_mask_in_the_chain(documents_of: Callable[..., Any]) -> None:
+    """Two sequences of which the second is filled up: its fill is in the ids and in the mask."""
+    batch = padded_batch(
+        documents_of([[5, 6, 7], [8, 9]], [[0, 0, 1], [0, 1]]), [[0], [1]], 0, pad_id=2
+    )
+    expected = sha256(
+        sha256().encode(),
+        b"None",
+        array(5, 6, 7, 8, 9, 2, shape=(2, 3)),
+        array(0, 1, 2, 0, 1, 2, shape=(2, 3)),
+        array(1, 1, 1, 1, 1, 0, shape=(2, 3)),
+        array(1, 3, shape=(2,)),
+        array(7, 9, shape=(2,)),
+    )
+    assert chained(batch) == expected
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"input_ids_BT": torch.tensor([[5, 6, 7, 8, 8]])},
+        {"position_ids_BT": torch.arange(5)[None]},
+        {"documents": ((0, 5),)},
+        {"predict_M": torch.tensor([0, 3])},
+        {"targets_M": torch.tensor([7, 8])},
+        {"attention_mask_BT": torch.ones(1, 5, dtype=torch.int64)},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_every_part_of_a_micro_batch_counts(packed: Batch, changed: dict[str, Any]) -> None:
+    """One changed part is another chain."""
+    assert chained(dataclasses.replace(packed, **changed)) != chained(packed)
+
+
+def test_order_counts_and_the_place_in_the_stream_does_not(
+    packed: Batch, documents_of: Callable[..., Any]
+) -> None:
+    """The chain is over contents: two batches the other way round are another stream."""
+    other = packed_batch(documents_of([[1, 2]], [[0, 1]]), [[0]], 1)
+    assert chained(packed, other) != chained(other, packed)
+    assert chained(dataclasses.replace(packed, index=9)) == chained(packed)
+
+
+def test_a_fit_leaves_the_chain_of_each_step_and_of_the_run(fit: Any) -> None:
+    """Two micro-batches a step: the second step's chain is that of the stream's first four."""
+    stream = fit.data.train_dataloader()
+    batches = [stream.batch(index) for index in range(4)]
+    fit.run(fit.trainer(Digests(fit.record), TelemetryWriter(fit.record)))
+    events = read_events(fit.record.dir.telemetry)
+    steps = [e["payload"]["batches_sha256"] for e in events if e["event"] == "step"]
+    assert steps == [chained(*batches[:2]), chained(*batches)]
+    assert fit.record.manifest.results["batches_sha256"] == steps[-1]
+
+
+def test_the_first_adapter_is_that_before_training(fit: Any) -> None:
+    """A layer's digest is over A and B as they were built, the whole one over all layers'."""
+    before = {n: p.detach().numpy().copy() for n, p in fit.module.backend.trainable().items()}
+    fit.run(fit.trainer(Digests(fit.record)))
+    after = fit.module.backend.trainable()["l0.q.lora_b"].detach().numpy()
+    facts = Manifest.read(fit.record.dir.manifest).facts
+    A, B = before["l0.q.lora_a"], before["l0.q.lora_b"]
+    expected = sha256(str(A.shape).encode(), A.tobytes(), str(B.shape).encode(), B.tobytes())
+    assert facts["lora_init_layers_sha256"]["l0.q"] == expected
+    assert len(facts["lora_init_layers_sha256"]) == 14
+    listed = ",".join(f'"{k}":"{v}"' for k, v in sorted(facts["lora_init_layers_sha256"].items()))
+    assert facts["lora_init_sha256"] == sha256(f"{{{listed}}}".encode())
+    assert not np.array_equal(after, B)
+
+
+def test_a_graph_without_lora_says_why_it_has_no_digest(fit: Any) -> None:
+    """Every weight trained: null with a reason."""
+    callback = Digests(fit.record)
+    module: Any = SimpleNamespace(backend=SimpleNamespace(trainable=lambda: {"w": torch.ones(2)}))
+    callback.setup(fit.trainer(), module, "fit")
+    callback.on_train_start(fit.trainer(), module)
+    manifest = Manifest.read(fit.record.dir.manifest)
+    assert manifest.facts["lora_init_sha256"] is None
+    assert manifest.unknown["facts.lora_init_sha256"] == "no LoRA matrix"
+
+
+def test_a_checkpoint_without_the_chain_makes_it_unknown(fit: Any) -> None:
+    """A run that began before there were digests: no chain that leaves its beginning out."""
+    trainer = fit.trainer(Digests(fit.record), TelemetryWriter(fit.record))
+    callback = trainer.callbacks[0]
+    later: Any = SimpleNamespace(global_step=2)
+    callback.setup(later, fit.module, "fit")
+    callback.on_train_start(later, fit.module)
+    callback.on_train_batch_start(later, fit.module, fit.data.train_dataloader().batch(4), 0)
+    callback.on_fit_end(later, fit.module)
+    assert fit.module.step_digests == {}
+    assert fit.record.manifest.results["batches_sha256"] is None
+    assert "no digest" in fit.record.manifest.unknown["results.batches_sha256"]
