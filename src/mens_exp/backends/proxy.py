@@ -21,6 +21,7 @@ from mens_exp.backends.greedy import evaluating
 from mens_exp.backends.loading import load_into
 from mens_exp.backends.own_form import OwnForm
 from mens_exp.backends.projection import Projection
+from mens_exp.backends.tracing import Trace
 from mens_exp.config.backend import Composition, ProxyConfig
 from mens_exp.config.objective import LastKObjective
 from mens_exp.errors import SetupError
@@ -99,14 +100,21 @@ class ProxyBackend(OwnForm, torch.nn.Module):
 
     def hidden(self, last_M: torch.Tensor) -> torch.Tensor:
         """Return the hidden state that each last token leads to, ``[M, D]`` in f32."""
+        *_, (_, h_MD) = self._states(last_M)
+        return h_MD
+
+    def _states(self, last_M: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the states after each layer, ``[M, D]`` in f32; the last is what the head reads."""
         rows = self.embedding_VD.index_select(0, last_M.to("cpu"))
         h_MD = rows.to(last_M.device).float()
-        with self._compute():
-            for projection in self.middle:
+        yield "embedding", h_MD
+        for i, projection in enumerate(self.middle):
+            with self._compute():
                 h_MD = self._step(h_MD, projection)
+            yield f"mid{i}", h_MD
         if self.stack.composition is Composition.residual and len(self.middle):
             h_MD = h_MD / math.sqrt(len(self.middle))
-        return h_MD
+        yield "head's input", h_MD
 
     def _step(self, h_MD: torch.Tensor, projection: torch.nn.Module) -> torch.Tensor:
         kind = self.stack.composition
@@ -177,6 +185,14 @@ class ProxyBackend(OwnForm, torch.nn.Module):
         last = torch.tensor([ids[-1]], device=self.device)
         with torch.inference_mode(), evaluating(self):
             return self.head(self.hidden(last))[0].float(), None
+
+    def trace(self, ids: Sequence[int]) -> Trace:
+        """Return the hidden states after each layer, and the logits, of one document."""
+        ids_M = torch.tensor(list(ids), device=self.device)
+        with torch.inference_mode(), evaluating(self):
+            hidden = dict(self._states(ids_M))
+            logits_TV = self.head(hidden["head's input"]).float()
+        return Trace(hidden=hidden, logits_TV=logits_TV)
 
     def adapter(self, config: RunConfig) -> tuple[AdapterManifest, dict[str, np.ndarray]]:
         """Return the adapter's manifest and its f32 tensors under logical names."""
