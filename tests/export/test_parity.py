@@ -101,6 +101,8 @@ def test_figures_are_those_worked_out_by_hand(tmp_path: Path) -> None:
         ["model=tiny_qwen2"],
         ["lora.variant=rslora"],
         ["lora.variant=dora"],
+        ["lora.init=pissa"],
+        ["lora.init=loftq", "lora.loftq_iters=3"],
         ["lora=lm_head"],
         ["backend=lora"],
         ["quant.skip=[mlp]"],

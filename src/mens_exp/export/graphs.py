@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,16 +32,7 @@ if TYPE_CHECKING:
     from mens_exp.export.parity import Forward
     from mens_exp.model.resolve import BaseModel
 
-__all__ = ["MergedInto", "from_directory", "merged", "quantized_from"]
-
-_PREFIX = "base_model.model."
-
-
-class MergedInto:
-    """The base that deltas are added to."""
-
-    dequantized = "dequantized"
-    original = "original"
+__all__ = ["from_directory", "merged", "quantized_from"]
 
 
 @contextmanager
@@ -63,11 +54,11 @@ def merged(
     device = next(backend.model.parameters()).device
     model = load_base(plain, base, device, dtype=torch.float32)
     with torch.no_grad():
-        if into == MergedInto.dequantized:
+        if into == "dequantized":
             for path, module in quantized_linears(backend.causal_lm).items():
                 _put(model, path.removesuffix(".base_layer"), dequantized(module.weight))
-        # What a start took out of the base is part of the delta, as it leaves.
-        with backend.as_peft_view():
+        # What a start took out of the base is, on the published one, part of the delta.
+        with nullcontext() if into == "dequantized" else backend.as_peft_view():
             for one in backend.modules_chosen:
                 _add(model, one.path, backend.layers[one.logical], is_head=one.logical == HEAD)
     yield functools.partial(trace, model)
