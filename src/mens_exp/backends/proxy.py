@@ -24,6 +24,7 @@ from mens_exp.backends.projection import Projection
 from mens_exp.backends.tracing import Trace
 from mens_exp.config.backend import Composition, ProxyConfig
 from mens_exp.config.objective import LastKObjective
+from mens_exp.config.quant import ComputeDtype
 from mens_exp.errors import SetupError
 from mens_exp.layout.directory import read_directory
 from mens_exp.layout.names import HEAD, base_key
@@ -31,7 +32,7 @@ from mens_exp.layout.proxy_stack import stack_of
 from mens_exp.layout.shape import shape_of
 from mens_exp.model.mapped import mapped
 from mens_exp.model.stored_weights import StoredWeights
-from mens_exp.quant.bnb import compute_dtype
+from mens_exp.quant.bnb import compute_dtype, quantizer_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -216,6 +217,10 @@ class ProxyBackend(OwnForm, torch.nn.Module):
             mens_exp={
                 "base_weights_sha256": self.base.weights_sha256,
                 "candle_qlora_graph_id": self.stack.graph_id,
+                # It quantizes f32 weights, each projection of the stack.
+                "quantizer": quantizer_named(
+                    self.quant, rounded_to=ComputeDtype.f32, skip=[]
+                ).record(),
             },
         )
         return manifest, tensors

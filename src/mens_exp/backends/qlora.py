@@ -33,7 +33,7 @@ from mens_exp.lora.keyed import share_dropout
 from mens_exp.model import attention, checkpointing
 from mens_exp.model.quiet import quiet
 from mens_exp.model.stored_weights import StoredWeights
-from mens_exp.quant.bnb import compute_dtype, quantization_facts
+from mens_exp.quant.bnb import compute_dtype, quantization_facts, quantizer_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -206,7 +206,12 @@ class QloraBackend(torch.nn.Module):
         }
         stacked = stacked_tensors(tensors, self.residuals.taken())
         manifest = manifest_of(
-            config, self.base, self.shape, self.modules_chosen, residual=not self.peft_view_is_exact
+            config,
+            self.base,
+            self.shape,
+            self.modules_chosen,
+            residual=not self.peft_view_is_exact,
+            quantizer=quantizer_in(self.causal_lm, config.quant, self.shape),
         )
         return manifest, {name: values.numpy() for name, values in stacked.items()}
 

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mens_exp.artifacts.adapter_v3 import MANIFEST_NAME, TENSORS_NAME, read_adapter
+from mens_exp.artifacts.adapter_v3 import (
+    MANIFEST_NAME,
+    OLDER_MANIFEST_NAME,
+    TENSORS_NAME,
+    read_adapter,
+)
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.record import read_bytes
 from mens_exp.artifacts.run_dir import RunDir, resolve
@@ -26,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["StartingAdapter", "find", "read"]
 
 _WHERE = "lora.init_from"
-_OLDER_MANIFEST_NAME = "populi_adapter_manifest_v3.json"
 _PEFT_CONFIG, _PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _HALVES = {".lora_A.weight": "lora_a", ".lora_B.weight": "lora_b"}
 _NUMPY: dict[str, np.dtype[Any]] = {
@@ -142,7 +146,7 @@ def read(directory: Path, family: Family) -> StartingAdapter:
 
 
 def _form(directory: Path) -> str | None:
-    if any((directory / name).is_file() for name in (MANIFEST_NAME, _OLDER_MANIFEST_NAME)):
+    if any((directory / name).is_file() for name in (MANIFEST_NAME, OLDER_MANIFEST_NAME)):
         return "v3"
     return "peft" if (directory / _PEFT_CONFIG).is_file() else None
 
