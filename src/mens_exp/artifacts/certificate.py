@@ -119,6 +119,17 @@ class Certificate:
         """
         return read_record(cls, path)
 
+    def exceeded(self) -> list[str]:
+        """Name what is over the budget, with figures."""
+        if self.judged is not None:
+            return list(self.comparisons[self.judged]["exceeded"])
+        limit = self.budget.get("weight_error")
+        return [
+            f"{name}: relative error {one['relative']:.3g} > {limit:g}"
+            for name, one in self.tensors.items()
+            if limit is not None and one["relative"] > limit
+        ]
+
     def problems(self, where: str) -> list[DataError]:
         """Return what no certificate can say: a verdict that its own figures deny."""
         found = []
@@ -128,17 +139,15 @@ class Certificate:
             found.append(
                 DataError("was not compared", where=place, found=self.judged, expected=known)
             )
-        elif self.judged is not None:
-            exceeded = self.comparisons[self.judged]["exceeded"]
-            if self.passed == bool(exceeded):
-                found.append(
-                    DataError(
-                        "the verdict is not that of its own comparison",
-                        where=f"{where}: passed",
-                        found=self.passed,
-                        expected=f"{not exceeded}, as {len(exceeded)} limits are exceeded",
-                    )
+        elif self.passed == bool(exceeded := self.exceeded()):
+            found.append(
+                DataError(
+                    "the verdict is not that of its own figures",
+                    where=f"{where}: passed",
+                    found=self.passed,
+                    expected=f"{not exceeded}, as {len(exceeded)} limits are exceeded",
                 )
+            )
         if self.passed and self.accepted:
             found.append(
                 DataError("nothing had to be accepted", where=f"{where}: accepted", found=True)

@@ -19,6 +19,7 @@ from mens_exp.config.logger import LoggerConfig
 from mens_exp.config.lora import LoraConfig
 from mens_exp.config.model import ModelConfig
 from mens_exp.config.objective import ObjectiveConfig
+from mens_exp.config.parity import ParityConfig
 from mens_exp.config.optim import OptimizerConfig
 from mens_exp.config.quant import QuantConfig
 from mens_exp.config.schedule import ScheduleConfig
@@ -91,3 +92,4 @@ class RunConfig:
     chat: ChatConfig = field(default_factory=ChatConfig, metadata={"doc": "See its keys."})
     push: PushConfig = field(default_factory=PushConfig, metadata={"doc": "See its keys."})
     export: ExportConfig = field(default_factory=ExportConfig, metadata={"doc": "See its keys."})
+    parity: ParityConfig = field(default_factory=ParityConfig, metadata={"doc": "See its keys."})

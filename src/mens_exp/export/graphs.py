@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import tempfile
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -24,15 +25,16 @@ from mens_exp.model.quiet import quiet
 from mens_exp.quant.bnb import dequantized, quantized_linears
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from mens_exp.backends.proxy import ProxyBackend
     from mens_exp.backends.qlora import QloraBackend
     from mens_exp.config.root import RunConfig
     from mens_exp.export.parity import Forward
     from mens_exp.model.resolve import BaseModel
 
-__all__ = ["from_directory", "merged", "quantized_from"]
+__all__ = ["from_directory", "merged", "merged_stack", "quantized_from"]
 
 
 @contextmanager
@@ -96,31 +98,29 @@ def _put(model: Any, path: str, weight_OI: torch.Tensor) -> None:
 
 
 @contextmanager
-def from_directory(
-    directory: Path, *, memory_bytes: int | None = None, scratch: Path | None = None
-) -> Iterator[Forward]:
+def from_directory(directory: Path, *, memory_bytes: int | None = None) -> Iterator[Forward]:
     """Open a complete model directory as anybody would, its stored weights computed in f32.
 
     Args:
         directory: config.json and safetensors.
-        memory_bytes: where the weights are larger, they stay on disk and are read layer by layer.
-        scratch: an empty folder for weights that lie on disk in another format than they
-            compute in; needed with ``memory_bytes``.
+        memory_bytes: where the weights are larger, they stay on disk and are read layer by layer;
+            in another format than they compute in, from a copy beside the directory.
     """
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {"device_map": {"": "cpu"}}
     if memory_bytes is not None:
-        options = {
-            "device_map": "auto",
-            "max_memory": {"cpu": memory_bytes},
-            "offload_folder": str(scratch),
-        }
-    with quiet():
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, use_safetensors=True, **options
-        )
-    yield functools.partial(trace, model, device=torch.device("cpu"))
+        options = {"device_map": "auto", "max_memory": {"cpu": memory_bytes}}
+    with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
+        with quiet():
+            model = AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=torch.float32,
+                use_safetensors=True,
+                offload_folder=scratch,
+                **options,
+            )
+        yield functools.partial(trace, model, device=torch.device("cpu"))
 
 
 @contextmanager
@@ -135,3 +135,25 @@ def quantized_from(directory: Path, config: RunConfig, base: BaseModel) -> Itera
     there = dataclasses.replace(base, directory=directory, source="directory")
     device = torch.device("cpu")
     yield functools.partial(trace, load_base(config, there, device))
+
+
+@contextmanager
+def merged_stack(
+    backend: ProxyBackend, weights_OI: Mapping[str, torch.Tensor]
+) -> Iterator[Forward]:
+    """Make the proxy stack of merged projections, without adapters, in f32.
+
+    Args:
+        backend: the trained stack; as it was after the block.
+        weights_OI: of each projection, by logical name.
+    """
+    parts = backend.projections
+    trained = {name: part.weight_OI for name, part in parts.items()}
+    for name, part in parts.items():
+        part.weight_OI = weights_OI[name].to(backend.device).float()
+    try:
+        with backend.base_only():
+            yield backend.trace
+    finally:
+        for name, part in parts.items():
+            part.weight_OI = trained[name]

@@ -45,6 +45,12 @@ SETTINGS: dict[str, Part] = {
     **_all(Part.EXEC, "adapter.", "select"),
     **_all(Part.RECORD, "chat.", "max_new_tokens temperature"),
     **_all(Part.RECORD, "push.", "private message"),
+    **_all(Part.RECORD, "parity.", "tokens text accept"),
+    **_all(
+        Part.RECORD,
+        "parity.budget.",
+        "mean_kl max_kl top1_agreement nll_difference hidden_error weight_error",
+    ),
     **_all(Part.RECORD, "export.", "checkpoints allow_absolute_paths"),
     # The dimensions and the seed are the weights of a random model.
     **_all(

@@ -1,0 +1,228 @@
+"""The certificate of a merge or an export: what was trained, held against what was written."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from rich.console import Console
+
+from mens_exp.artifacts.adapter_v3 import TENSORS_NAME, read_adapter
+from mens_exp.artifacts.certificate import Certificate, Comparison, Evidence
+from mens_exp.artifacts.digest import sha256_file
+from mens_exp.corpus.source import labelling_of, load_rows
+from mens_exp.export import graphs, parity, probe
+from mens_exp.export.verdict import hashes_of
+from mens_exp.report.parity_view import parity_table
+from mens_exp.tasks.inputs import tokenizer_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.backends.protocol import Backend
+    from mens_exp.config.parity import ParityConfig
+    from mens_exp.config.root import RunConfig
+    from mens_exp.export.parity import Forward
+    from mens_exp.export.probe import Probe
+    from mens_exp.model.resolve import BaseModel
+
+    Opening = Callable[[], AbstractContextManager[Forward]]
+
+__all__ = ["Trained", "certify_model", "certify_stack", "trained_run"]
+
+_WRITTEN = "written"
+_ROOM_FRAC = 0.8  # of free memory that a dense copy may take (unverified guess)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """A model as it was trained, and the text to compare others with it on.
+
+    Attributes:
+        config: under which its graph was built.
+        base: that its adapter sits on.
+        backend: the graph, its adapter loaded.
+        probe: the text.
+        sources: content hashes and names for the certificate.
+    """
+
+    config: RunConfig
+    base: BaseModel
+    backend: Backend
+    probe: Probe
+    sources: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Opened:
+    """The graphs to compare, by name, and why others are not among them."""
+
+    graphs: dict[str, tuple[str, Opening]] = field(default_factory=dict)
+    unknown: dict[str, str] = field(default_factory=dict)
+
+
+def trained_run(subject: RunDir, theirs: RunConfig, settings: ParityConfig, cache: Path) -> Trained:
+    """Build the graph of a run with its adapter, and choose the text.
+
+    Args:
+        subject: the run.
+        theirs: its configuration, the device set.
+        settings: the `parity` node of the command.
+        cache: folder of models and rows.
+    """
+    from mens_exp.model.resolve import resolve
+    from mens_exp.training.build import build_backend, lightning_quiet
+
+    base = resolve(theirs.model, cache)
+    tokenizer = tokenizer_of(theirs.tokenizer, base, subject)
+    if settings.text is not None:
+        text = probe.of_text(
+            Path(settings.text).expanduser(),
+            tokenizer,
+            seq_len=theirs.data.seq_len,
+            tokens=settings.tokens,
+        )
+    else:
+        rows = load_rows(theirs.data, cache)
+        sides = {"held out": rows.heldout, "validation": rows.val, "training": rows.train}
+        text = probe.of_rows(sides, tokenizer, labelling_of(theirs), settings.tokens)
+    manifest, tensors = read_adapter(subject.adapter)
+    with lightning_quiet():
+        backend = build_backend(theirs, base)
+    backend.load_adapter(tensors)
+    return Trained(
+        config=theirs,
+        base=base,
+        backend=backend,
+        probe=text,
+        sources={
+            "run": subject.path.resolve().name,
+            "adapter_sha256": sha256_file(subject.adapter / TENSORS_NAME),
+            "base_model": base.name,
+            "base_weights_sha256": base.weights_sha256,
+            "quant": manifest.quant,
+        },
+    )
+
+
+def certify_model(
+    trained: Trained, directory: Path, settings: ParityConfig, *, what: str
+) -> Certificate:
+    """Hold a complete model directory against the model that was trained.
+
+    Args:
+        trained: the latter.
+        directory: the former.
+        settings: the `parity` node.
+        what: the directory in words.
+    """
+    opened = _causal(trained, directory, what)
+    return _certificate(trained, opened, settings, directory)
+
+
+def certify_stack(
+    trained: Trained,
+    weights_OI: dict[str, torch.Tensor],
+    directory: Path,
+    settings: ParityConfig,
+    *,
+    what: str,
+) -> Certificate:
+    """Hold merged projections of the proxy stack against the stack that was trained.
+
+    Args:
+        trained: the latter.
+        weights_OI: merged weights by logical name, read back from what was written.
+        directory: where they were written.
+        settings: the `parity` node.
+        what: what was written, in words.
+    """
+    stack: Any = trained.backend
+    opened = _Opened({_WRITTEN: (what, lambda: graphs.merged_stack(stack, weights_OI))})
+    return _certificate(trained, opened, settings, directory)
+
+
+def _causal(trained: Trained, directory: Path, what: str) -> _Opened:
+    """List the graphs that a merged causal model is one of."""
+    config, base = trained.config, trained.base
+    backend: Any = trained.backend
+    dense_bytes = 4 * int(backend.causal_lm.num_parameters())
+    free_bytes = int(psutil.virtual_memory().available * _ROOM_FRAC)
+    if dense_bytes > free_bytes:
+        reason = (
+            f"a dense f32 copy takes {dense_bytes / 2**30:.1f} GiB, "
+            f"and {free_bytes / 2**30:.1f} GiB may be used"
+        )
+        opened = _Opened(unknown=dict.fromkeys(_ALSO, reason))
+        opened.graphs[_WRITTEN] = (
+            what,
+            lambda: graphs.from_directory(directory, memory_bytes=free_bytes),
+        )
+        return opened
+    opened = _Opened({_WRITTEN: (what, lambda: graphs.from_directory(directory))})
+    opened.graphs["original_merged"] = (
+        "published base + merged delta, f32",
+        lambda: graphs.merged(backend, config, base, into="original"),
+    )
+    if not config.quant.is_four_bit:
+        reason = "the base was not quantized"
+        opened.unknown.update(dequantized_merged=reason, requantized=reason)
+        return opened
+    opened.graphs["dequantized_merged"] = (
+        "dequantized base + merged delta, f32",
+        lambda: graphs.merged(backend, config, base, into="dequantized"),
+    )
+    opened.graphs["requantized"] = (
+        f"written, then quantized again to {config.quant.quant_type.value}",
+        lambda: graphs.quantized_from(directory, config, base),
+    )
+    return opened
+
+
+_ALSO = ("original_merged", "dequantized_merged", "requantized")
+
+
+def _certificate(
+    trained: Trained, opened: _Opened, settings: ParityConfig, directory: Path
+) -> Certificate:
+    """Run the reference, then every other graph, one at a time."""
+    comparisons: dict[str, Comparison] = {}
+    with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
+        reference = parity.record(trained.backend.trace, trained.probe, Path(folder))
+        for name, (what, opening) in opened.graphs.items():
+            with opening() as forward:
+                comparisons[name] = parity.compare(reference, forward, what, settings.budget)
+    passed = not comparisons[_WRITTEN]["exceeded"]
+    certificate = Certificate(
+        evidence=Evidence.GRAPH,
+        reference=f"as trained: {trained.config.backend.name}, base {_stored(trained.config)}",
+        reference_nll=reference.nll,
+        probe=trained.probe.record(),
+        judged=_WRITTEN,
+        comparisons=comparisons,
+        tensors={},
+        budget=dataclasses.asdict(settings.budget),
+        passed=passed,
+        accepted=settings.accept and not passed,
+        sources=trained.sources,
+        files=hashes_of(directory),
+        unknown=opened.unknown,
+    )
+    Console(stderr=True).print(parity_table(certificate))
+    return certificate
+
+
+def _stored(config: RunConfig) -> str:
+    quant = config.quant
+    if not quant.is_four_bit:
+        return quant.compute_dtype.value
+    double = " with double quantization" if quant.double_quant else ""
+    return f"{quant.quant_type.value}{double}, {quant.compute_dtype.value} products"
