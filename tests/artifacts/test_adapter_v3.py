@@ -18,6 +18,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Tensors = dict[str, np.ndarray]
+RANKS = {"rank_pattern": {"l0.v": 1}}
+QUANTIZER = {
+    "quant_type": "nf4",
+    "block_size": 64,
+    "double_quant": True,
+    "compute_dtype": "bf16",
+    "rounded_to": "bf16",
+    "skip": [],
+    "library": "bitsandbytes 0.50.2",
+}
 
 
 def copied(golden: Path, target: Path, **changes: Any) -> Path:
@@ -108,6 +118,19 @@ def test_a_manifest_with_the_base_models_provenance_is_read(golden: Path, tmp_pa
         (
             {"mens_exp": {"rank_pattern": {"l0.v": 1}, "scale": "header", "variant": "rslora"}},
             "scale: contradicts the variant",
+        ),
+        ({"mens_exp": {**RANKS, "quantizer": []}}, "quantizer: wrong value.*an object"),
+        (
+            {"mens_exp": {**RANKS, "quantizer": {**QUANTIZER, "quant_type": "nf5"}}},
+            r"quantizer\.quant_type: unknown.*found nf5.*nf4",
+        ),
+        (
+            {"mens_exp": {**RANKS, "quantizer": {**QUANTIZER, "block_size": 0}}},
+            r"quantizer\.block_size: wrong value.*1 or more",
+        ),
+        (
+            {"mens_exp": {**RANKS, "quantizer": {"quant_type": "nf4"}}},
+            r"quantizer\.block_size: missing key",
         ),
         ({"adapter_method": "prefix"}, "adapter_method: unknown.*lora, qlora"),
         ({"mens_exp": {"rank_pattern": [1]}}, "rank_pattern: wrong value"),

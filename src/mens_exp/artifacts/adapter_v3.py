@@ -23,6 +23,7 @@ from mens_exp.artifacts.adapter_tensors import (
     write_tensors,
 )
 from mens_exp.artifacts.nearest import expected_name
+from mens_exp.artifacts.quantizer import Quantizer, quantizer_problems
 from mens_exp.artifacts.record import read_record, write_record
 from mens_exp.artifacts.typed_json import check_keys
 from mens_exp.errors import DataError
@@ -92,6 +93,7 @@ class _Ours(TypedDict, total=False):
     embed_key: str
     init: _Start
     lane: str
+    quantizer: Quantizer
     rank_pattern: dict[str, int]
     scale: str
     tied_head: bool
@@ -117,7 +119,8 @@ class AdapterManifest:
         provenance: of the base model.
         mens_exp: what we add: content hashes, `rank_pattern` and `alpha_pattern` by logical
             layer, `variant` (lora where absent), `scale`, `init`, the embedding's key
-            (`embed_key`), and whether an adapted head is tied.
+            (`embed_key`), what quantized the base (`quantizer`), and whether an adapted head is
+            tied.
     """
 
     format: str = "vox_mens_adapter"
@@ -143,6 +146,9 @@ class AdapterManifest:
         if self.mens_exp is not None:
             hints = get_type_hints(_Ours)
             found += check_keys(self.mens_exp, hints, (), f"{where}: mens_exp")
+            quantizer = self.mens_exp.get("quantizer")
+            if isinstance(quantizer, dict):
+                found += quantizer_problems(quantizer, f"{where}: mens_exp.quantizer")
             names += [
                 ("mens_exp.variant", self.variant, _VARIANTS),
                 ("mens_exp.scale", str(self.mens_exp.get("scale", "header")), _SCALES),
@@ -172,6 +178,11 @@ class AdapterManifest:
     def variant(self) -> str:
         """What the matrices do to a weight: ``lora``, ``rslora`` or ``dora``."""
         return str((self.mens_exp or {}).get("variant", "lora"))
+
+    @property
+    def quantizer(self) -> Quantizer | None:
+        """What quantized the base, where the writer put it down."""
+        return (self.mens_exp or {}).get("quantizer")
 
     def scale_of(self, layer: str) -> float:
         """Return the factor before ``B @ A`` of one logical layer.

@@ -5,28 +5,24 @@ Key `mens_exp.quantizer` of schema v3: enough to make the base's 4-bit values ag
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from mens_exp.artifacts.nearest import expected_name
-from mens_exp.artifacts.typed_json import check_keys
-from mens_exp.errors import DataError, Problems
+from mens_exp.errors import DataError
 
 if TYPE_CHECKING:
-    from mens_exp.artifacts.adapter_v3 import AdapterManifest
+    from collections.abc import Mapping
 
-__all__ = ["Quantizer", "quantizer_of"]
+__all__ = ["Quantizer", "quantizer_problems"]
 
 _KNOWN = {
     "quant_type": ("nf4", "fp4"),
     "compute_dtype": ("bf16", "f32"),
     "rounded_to": ("bf16", "f32"),
 }
-_WHERE = "adapter_manifest.json: mens_exp.quantizer"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Quantizer:
+class Quantizer(TypedDict):
     """What made 4-bit values of a base's weights.
 
     Attributes:
@@ -47,38 +43,26 @@ class Quantizer:
     skip: list[str]
     library: str
 
-    def record(self) -> dict[str, Any]:
-        """Return it as plain JSON."""
-        return asdict(self)
 
+def quantizer_problems(stored: Mapping[str, Any], where: str) -> list[DataError]:
+    """List what is wrong with a record beyond its types.
 
-def quantizer_of(manifest: AdapterManifest) -> Quantizer | None:
-    """Return what quantized an adapter's base, or None where the manifest does not say.
-
-    Raises:
-        DataError: the record breaks a rule.
-        Problems: it breaks several.
+    Args:
+        stored: the record; a value of the wrong type is passed over.
+        where: its place, for the messages.
     """
-    stored = (manifest.mens_exp or {}).get("quantizer")
-    if stored is None:
-        return None
-    hints = get_type_hints(Quantizer)
-    names = [field.name for field in fields(Quantizer)]
-    problems = check_keys(stored, {name: hints[name] for name in names}, names, _WHERE)
-    problems += [
+    found = [
         DataError(
             "unknown",
-            where=f"{_WHERE}.{name}",
+            where=f"{where}.{name}",
             found=stored[name],
             expected=expected_name(stored[name], known),
         )
         for name, known in _KNOWN.items()
-        if isinstance(stored, dict) and isinstance(stored.get(name), str)
-        if stored[name] not in known
+        if isinstance(stored.get(name), str) and stored[name] not in known
     ]
-    if not problems and stored["block_size"] < 1:
-        place = f"{_WHERE}.block_size"
-        found = stored["block_size"]
-        problems.append(DataError("wrong value", where=place, found=found, expected="1 or more"))
-    Problems.raise_if(problems)
-    return Quantizer(**stored)
+    block = stored.get("block_size")
+    if type(block) is int and block < 1:
+        place = f"{where}.block_size"
+        found.append(DataError("wrong value", where=place, found=block, expected="1 or more"))
+    return found

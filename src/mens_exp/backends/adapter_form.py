@@ -111,7 +111,7 @@ def manifest_of(
     if lora.init is LoraInit.loftq:
         ours["init"]["loftq_iters"] = lora.loftq_iters
     if quantizer is not None:
-        ours["quantizer"] = quantizer.record()  # a merge makes the same 4-bit values from it
+        ours["quantizer"] = quantizer  # a merge makes the same 4-bit values from it
     if HEAD in name_of.values():
         ours["tied_head"] = shape.tied  # a merge into a tied head would change the embedding too
     return AdapterManifest(

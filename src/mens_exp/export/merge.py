@@ -128,7 +128,7 @@ def _as_trained(place: Place, published: Rows, delta: Delta | None, quantizer: Q
     """Return what gives rows of a weight as the adapter met it."""
     if not place.quantized:
         return lambda first, last: (
-            published(first, last).to(DTYPES[quantizer.compute_dtype]).float()
+            published(first, last).to(DTYPES[quantizer["compute_dtype"]]).float()
         )
 
     def left(first: int, last: int) -> torch.Tensor:

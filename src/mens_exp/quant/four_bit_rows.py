@@ -54,7 +54,7 @@ class FourBitRows:
         with quiet():
             from bitsandbytes import functional
         outputs, self._width = shape
-        self._quantizer, self._block = quantizer, quantizer.block_size
+        self._quantizer, self._block = quantizer, quantizer["block_size"]
         if self._width % self._block:
             raise RequestError(
                 "the width is no multiple of the quantizer's block",
@@ -63,7 +63,7 @@ class FourBitRows:
                 expected=f"a multiple of {self._block}",
                 remedy="add merge.base=original",
             )
-        self._dtype = DTYPES[quantizer.rounded_to]
+        self._dtype = DTYPES[quantizer["rounded_to"]]
         self._codes = torch.empty(outputs * self._width // 2, dtype=torch.uint8)
         scales = torch.empty(outputs * self._width // self._block)
         step = max(1, _PIECE // self._width)
@@ -72,11 +72,11 @@ class FourBitRows:
             codes, state = functional.quantize_4bit(
                 read(first, last).to(self._dtype).contiguous(),
                 blocksize=self._block,
-                quant_type=quantizer.quant_type,
+                quant_type=quantizer["quant_type"],
             )
             self._codes[self._halves(first, last)] = codes.flatten()
             scales[self._blocks(first, last)] = state.absmax
-        if quantizer.double_quant:
+        if quantizer["double_quant"]:
             offset = scales.mean()
             small, state = functional.quantize_blockwise(scales - offset, blocksize=_SCALES_BLOCK)
             scales = functional.dequantize_blockwise(small, state)
@@ -93,9 +93,9 @@ class FourBitRows:
             absmax=self._scales[self._blocks(first, last)],
             out=out_NI,
             blocksize=self._block,
-            quant_type=self._quantizer.quant_type,
+            quant_type=self._quantizer["quant_type"],
         )
-        return out_NI.to(DTYPES[self._quantizer.compute_dtype]).float()
+        return out_NI.to(DTYPES[self._quantizer["compute_dtype"]]).float()
 
     def _halves(self, first: int, last: int) -> slice:
         return slice(first * self._width // 2, last * self._width // 2)
