@@ -19,8 +19,8 @@ from mens_exp.config.logger import LoggerConfig
 from mens_exp.config.lora import LoraConfig
 from mens_exp.config.model import ModelConfig
 from mens_exp.config.objective import ObjectiveConfig
-from mens_exp.config.parity import ParityConfig
 from mens_exp.config.optim import OptimizerConfig
+from mens_exp.config.parity import ParityConfig
 from mens_exp.config.quant import QuantConfig
 from mens_exp.config.schedule import ScheduleConfig
 from mens_exp.config.suite import SuiteConfig
