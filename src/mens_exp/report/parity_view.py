@@ -49,9 +49,11 @@ def card_section(certificate: Certificate) -> str:
     lines = ["## Parity with the trained model", "", f"Verdict: {verdict(certificate)}.", ""]
     if certificate.comparisons:
         assert certificate.probe is not None, "graphs are compared on a text"
-        lines += [
+        lines.append(
             f"Compared on {certificate.probe['tokens']} tokens ({certificate.probe['source']}) "
-            f"with {certificate.reference}; KL and NLL in nats.",
+            f"with {certificate.reference}; KL and NLL in nats."
+        )
+        lines += [
             "",
             f"| graph | {' | '.join(_COLUMNS)} |",
             f"|---|{'---:|' * len(_COLUMNS)}",
