@@ -62,11 +62,14 @@ def main(arguments: Sequence[str]) -> int:
 def _dispatch(arguments: list[str]) -> int:
     from hydra._internal.utils import get_args_parser
 
+    from mens_exp.config.overrides import spelled_out
+
     if "--version" in arguments:
         from mens_exp import __version__
 
         print(f"mens_exp {__version__}")  # noqa: T201  # what was asked for
         return 0
+    arguments = spelled_out(arguments)
     parsed, rest = get_args_parser().parse_known_args(arguments)
     _refuse_flags(parsed, rest)
     if parsed.help or parsed.hydra_help or parsed.info or parsed.shell_completion:
@@ -164,6 +167,8 @@ def _settle_subject(cell: Cell) -> list[MensError]:
     from mens_exp.tasks.subject import base_problems, config_of, sending_problems, subject_of
 
     config = cell.config
+    if config.task.name == "merge":
+        return _settle_merge(cell)
     if config.path is None:
         return []
     try:
@@ -180,6 +185,17 @@ def _settle_subject(cell: Cell) -> list[MensError]:
         return [error]
     cell.composed.values.path = config.path
     return sending_problems(config, subject)
+
+
+def _settle_merge(cell: Cell) -> list[MensError]:
+    """Replace what `path` names by the adapter directory that it means now."""
+    from mens_exp.tasks.merge_inputs import adapter_directory, input_problems
+
+    problems = input_problems(cell.config)
+    if cell.config.path is not None and not problems:
+        cell.config.path = str(adapter_directory(cell.config.path))
+        cell.composed.values.path = cell.config.path
+    return problems
 
 
 def _settle_start(cell: Cell) -> list[MensError]:

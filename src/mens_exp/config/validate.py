@@ -13,6 +13,7 @@ from mens_exp.config.rules import (
     checkpoint,
     data,
     lora,
+    merge,
     model,
     objective,
     optim,
@@ -67,6 +68,7 @@ TASK_READS: dict[str, frozenset[str]] = {
     "chat": frozenset({"path", "prompt", "chat", "seed", "trainer.accelerator"}),
     "push": frozenset({"path", "repo", "push"}),
     "export": frozenset({"path", "format", "export"}),
+    "merge": frozenset({"path", "adapter.file", "meta", "base_shard", "base", "out", "merge"}),
     "doctor": frozenset(),
 }
 _READ_OF_THE_BASE = frozenset({"model", "tokenizer", "quant", "lora", "backend"})
@@ -81,6 +83,7 @@ def problems_of(config: RunConfig) -> list[MensError]:
     if not any(range_problems(config.model, "model.")):  # its rules divide by its values
         problems += model.problems(config)
     problems += task.problems(config)
+    problems += merge.problems(config)
     return problems
 
 
