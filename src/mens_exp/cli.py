@@ -166,6 +166,8 @@ def _settle_subject(cell: Cell) -> list[MensError]:
     config = cell.config
     if config.path is None:
         return []
+    if config.task.name == "export" and config.format.value != "bundle":
+        return _settle_adapter(cell)
     try:
         if config.path == "base":
             _settle_model(cell)
@@ -180,6 +182,25 @@ def _settle_subject(cell: Cell) -> list[MensError]:
         return [error]
     cell.composed.values.path = config.path
     return sending_problems(config, subject)
+
+
+def _settle_adapter(cell: Cell) -> list[MensError]:
+    """Replace what ``path`` names by the adapter's directory, and check its conversion."""
+    from mens_exp.errors import MensError, Problems
+    from mens_exp.tasks.conversion import place_of, problems
+
+    config = cell.config
+    assert config.path is not None, "the caller has asked"
+    try:
+        place = place_of(config.path)
+    except Problems as several:
+        return list(several.problems)
+    except MensError as error:
+        return [error]
+    config.path = cell.composed.values.path = str(place.directory)
+    if place.run is None:
+        _settle_model(cell)
+    return problems(config, cell.composed.overrides)
 
 
 def _settle_start(cell: Cell) -> list[MensError]:
