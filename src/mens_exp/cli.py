@@ -119,7 +119,9 @@ def _checked_cells(
     checked = check(overrides, multirun=multirun)
     problems = list(checked.problems)
     for cell in checked.cells if with_files else ():
-        if "path" in TASK_READS[cell.config.task.name]:
+        if cell.config.task.name == "merge":
+            problems += _settle_merge(cell)
+        elif "path" in TASK_READS[cell.config.task.name]:
             problems += _settle_subject(cell)
         elif cell.config.task.name != "doctor":
             _settle_model(cell)
@@ -167,10 +169,10 @@ def _settle_subject(cell: Cell) -> list[MensError]:
     from mens_exp.tasks.subject import base_problems, config_of, sending_problems, subject_of
 
     config = cell.config
-    if config.task.name == "merge":
-        return _settle_merge(cell)
     if config.path is None:
         return []
+    if config.task.name == "export" and config.format.value != "bundle":
+        return _settle_adapter(cell)
     try:
         if config.path == "base":
             _settle_model(cell)
@@ -189,13 +191,32 @@ def _settle_subject(cell: Cell) -> list[MensError]:
 
 def _settle_merge(cell: Cell) -> list[MensError]:
     """Replace what `path` names by the adapter directory that it means now."""
-    from mens_exp.tasks.merge_inputs import adapter_directory, input_problems
+    from mens_exp.tasks.merge_inputs import adapter_place, input_problems
 
     problems = input_problems(cell.config)
     if cell.config.path is not None and not problems:
-        cell.config.path = str(adapter_directory(cell.config.path))
+        cell.config.path = str(adapter_place(cell.config.path).directory)
         cell.composed.values.path = cell.config.path
     return problems
+
+
+def _settle_adapter(cell: Cell) -> list[MensError]:
+    """Replace what ``path`` names by the adapter's directory, and check its conversion."""
+    from mens_exp.errors import MensError, Problems
+    from mens_exp.tasks.conversion import place_of, problems
+
+    config = cell.config
+    assert config.path is not None, "the caller has asked"
+    try:
+        place = place_of(config.path)
+    except Problems as several:
+        return list(several.problems)
+    except MensError as error:
+        return [error]
+    config.path = cell.composed.values.path = str(place.directory)
+    if place.run is None:
+        _settle_model(cell)
+    return problems(config, cell.composed.overrides)
 
 
 def _settle_start(cell: Cell) -> list[MensError]:

@@ -55,13 +55,17 @@ class RunConfig:
     path: str | None = setting(
         None,
         "The run a task reads: a run directory, or `latest` (evaluate, chat, push, export, merge); "
-        "chat takes `base` too, the model of the command alone; merge takes an adapter directory.",
+        "chat takes `base` too, the model of the command alone; merge, and export of an adapter, "
+        "take its directory too, in schema v2, v3 or PEFT's form.",
     )
     prompt: str | None = setting(
         None, "One question: chat answers it and ends; null talks until Ctrl-D."
     )
     repo: str | None = setting(None, "The hub's repository, <user>/<name> (push).")
-    format: ExportFormat = setting(ExportFormat.bundle, "What to write (export).")
+    format: ExportFormat = setting(
+        ExportFormat.bundle,
+        "What to write (export): a run packed whole, or its adapter in another form.",
+    )
     out: str | None = setting(
         None,
         "File or directory to write (export, merge); null is one in the task's own run directory.",

@@ -67,7 +67,7 @@ TASK_READS: dict[str, frozenset[str]] = {
     "evaluate": frozenset({"path", "suite", "trainer.accelerator"}),
     "chat": frozenset({"path", "prompt", "chat", "seed", "trainer.accelerator"}),
     "push": frozenset({"path", "repo", "push"}),
-    "export": frozenset({"path", "format", "export"}),
+    "export": frozenset({"path", "format", "export", "out", "model"}),
     "merge": frozenset({"path", "adapter.file", "meta", "base_shard", "base", "out", "merge"}),
     "doctor": frozenset(),
 }
@@ -144,4 +144,8 @@ def ineffective_overrides(config: RunConfig, keys: Iterable[str]) -> list[MensEr
         config: the whole configuration.
         keys: override keys as given.
     """
-    return [*data.unread(config, keys), *backend.unread(config, keys)]
+    return [
+        *data.unread(config, keys),
+        *backend.unread(config, keys),
+        *task.unread(config, keys),
+    ]

@@ -51,7 +51,7 @@ SETTINGS: dict[str, Part] = {
     **_all(Part.RECORD, "merge.", "mode dtype base untie any_base"),
     **_all(Part.RECORD, "chat.", "max_new_tokens temperature"),
     **_all(Part.RECORD, "push.", "private message"),
-    **_all(Part.RECORD, "export.", "checkpoints allow_absolute_paths"),
+    **_all(Part.RECORD, "export.", "checkpoints allow_absolute_paths base_quant double_quant"),
     # The dimensions and the seed are the weights of a random model.
     **_all(
         Part.MODEL,

@@ -7,32 +7,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.artifacts.adapter_files import read_directory, read_files, schema_in
-from mens_exp.artifacts.adapter_v3 import AdapterManifest, Quant, read_adapter
+from mens_exp.artifacts.adapter_files import read_files
+from mens_exp.artifacts.adapter_v3 import AdapterManifest, read_adapter
 from mens_exp.artifacts.digest import digest, sha256_file
-from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.model import HfModel
-from mens_exp.errors import DataError, ModelFileError, Problems, RequestError
+from mens_exp.errors import ModelFileError, Problems, RequestError
+from mens_exp.export.adapter import AdapterPlace, out_problems, read
 from mens_exp.layout.adapter_base import AdapterBase
-from mens_exp.layout.directory import ModelDirectory
-from mens_exp.layout.directory import read_directory as read_model
+from mens_exp.layout.directory import ModelDirectory, read_directory
 from mens_exp.layout.hub import local
-from mens_exp.layout.peft_adapter import is_peft, manifest_of, read_peft
 from mens_exp.layout.peft_config import read_settings
 from mens_exp.layout.shape import Shape, shape_of
-from mens_exp.tasks.subject import config_of, subject_of
+from mens_exp.tasks.conversion import place_of
+from mens_exp.tasks.subject import config_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy as np
 
+    from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.config.model import ModelConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.errors import MensError
     from mens_exp.model.resolve import BaseModel
 
-__all__ = ["MergeInputs", "adapter_directory", "gather", "input_problems"]
-
-_UNQUANTIZED: Quant = {"base_quant": "none", "double_quant": False}
+__all__ = ["MergeInputs", "adapter_place", "gather", "input_problems"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +55,7 @@ class MergeInputs:
     where: str
     schema: str
     manifest: AdapterManifest
-    tensors: dict[str, np.ndarray]
+    tensors: Mapping[str, np.ndarray]
     sha256: str
     shards: tuple[Path, ...]
     base: BaseModel | None = None
@@ -70,8 +70,8 @@ class MergeInputs:
         return digest({shard.name: sha256_file(shard) for shard in self.shards})
 
 
-def adapter_directory(text: str) -> Path:
-    """Return the directory of the adapter that ``path`` names.
+def adapter_place(text: str) -> AdapterPlace:
+    """Return the adapter that ``path`` names.
 
     Args:
         text: ``latest``, a run, or a directory that holds an adapter.
@@ -80,30 +80,19 @@ def adapter_directory(text: str) -> Path:
         RequestError: there is none, or the run has none.
         DataError: the run is an unpacked bundle, and not what was packed.
     """
-    directory = Path(text).expanduser()
-    if text != "latest" and _is_adapter(directory):
-        return directory.resolve()
-    burn = sorted(directory.glob("*.bin")) if directory.is_dir() else []
-    if directory.suffix == ".bin" or (burn and not RunDir(directory).manifest.is_file()):
+    try:
+        return place_of(text)
+    except RequestError as error:
+        directory = Path(text).expanduser()
+        burn = [directory] if directory.suffix == ".bin" else sorted(directory.glob("*.bin"))
+        if not burn:
+            raise
         raise RequestError(
             "a Burn checkpoint is no safetensors adapter",
             where="path",
-            found=str(burn[0] if burn else directory),
+            found=str(burn[0]),
             expected="a run, or an adapter directory (schema v2, v3 or PEFT)",
             remedy="merge it where it was made, with: vox mens merge-weights",
-        )
-    try:
-        return subject_of(text).adapter.resolve()
-    except RequestError as error:
-        if RunDir(directory).manifest.is_file() or text == "latest":
-            raise
-        raise RequestError(
-            "is neither a run nor an adapter",
-            where="path",
-            found=text,
-            expected="latest, a run directory, or a directory with adapter_manifest.json, "
-            "candle_qlora_adapter_meta.json or adapter_config.json",
-            remedy=error.remedy,
         ) from error
 
 
@@ -112,7 +101,7 @@ def input_problems(config: RunConfig) -> list[MensError]:
     problems: list[MensError] = []
     if config.path is not None:
         try:
-            adapter_directory(config.path)
+            adapter_place(config.path)
         except Problems as several:
             problems += several.problems
         except RequestError as error:
@@ -124,17 +113,8 @@ def input_problems(config: RunConfig) -> list[MensError]:
             for name in files
             if name is not None and not Path(name).expanduser().is_file()
         ]
-    out = None if config.out is None else Path(config.out).expanduser()
-    if out is not None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        problems.append(
-            RequestError(
-                "is there already",
-                where="out",
-                found=config.out,
-                expected="a path that does not exist, or an empty directory",
-                remedy="name another, or remove it",
-            )
-        )
+    if config.out is not None:
+        problems += out_problems(Path(config.out).expanduser())
     return problems
 
 
@@ -166,83 +146,73 @@ def _of_directory(config: RunConfig, cache: Path) -> MergeInputs:
     from mens_exp.model.resolve import resolve
 
     assert config.path is not None, "validation has asked for it"
-    directory = adapter_directory(config.path)
-    run = _run_of(directory)
-    model = _model(config, directory, run)
+    place = adapter_place(config.path)
+    model = _model(config, place)
     base = resolve(model, cache)
-    found = read_model(base.directory)
+    found = read_directory(base.directory)
     if "quantization_config" in found.config:
         raise ModelFileError(
             "the base is quantized itself, and has no weights to add to",
             where=f"{base.directory}: config.json: quantization_config",
-            found=str(found.config["quantization_config"].get("quant_method")),
+            found=str(found.config["quantization_config"]),
             expected="an unquantized model",
             remedy="name the model that it was made from with base=",
         )
     shape = shape_of(model)
-    schema = schema_in(directory) or "peft"
-    if schema == "peft":
-        manifest, tensors = _from_peft(directory, run, shape, base.name, found)
+    if place.form == "peft":
+        manifest, tensors = _from_peft(
+            place, AdapterBase(name=base.name, shape=shape, keys=found.tensors)
+        )
     else:
-        manifest, tensors = read_directory(directory)
+        manifest, tensors = read(place, None, None)
     return MergeInputs(
-        where=str(directory),
-        schema=schema,
+        where=str(place.directory),
+        schema=place.form,
         manifest=manifest,
         tensors=tensors,
-        sha256=digest({one.name: sha256_file(one) for one in directory.glob("*.safetensors")}),
+        sha256=sha256_file(place.tensors),
         shards=found.shards,
         base=base,
         model=found,
         shape=shape,
-        run=run,
+        run=place.run,
     )
 
 
-def _from_peft(
-    directory: Path, run: RunDir | None, shape: Shape, name: str, model: ModelDirectory
-) -> tuple[AdapterManifest, dict[str, Any]]:
+def _from_peft(place: AdapterPlace, base: AdapterBase) -> tuple[AdapterManifest, Mapping[str, Any]]:
     """Read a PEFT directory; what made its base 4-bit is told where it is a run's own view."""
-    own = None if run is None else read_adapter(run.adapter)[0]
-    base = AdapterBase(name=name, shape=shape, keys=model.tensors)
-    quant = _UNQUANTIZED if own is None else own.quant
-    manifest, tensors = manifest_of(read_peft(directory, shape.family), base, quant, str(directory))
-    if own is not None:
-        theirs, told = own.mens_exp or {}, ("quantizer", "base_weights_sha256")
-        ours = manifest.mens_exp or {}
-        manifest.mens_exp = ours | {name: theirs[name] for name in told if name in theirs}
+    if place.run is None:
+        return read(place, base, None)
+    own, _ = read_adapter(place.run.adapter)
+    manifest, tensors = read(place, base, own.quant)
+    theirs, ours = own.mens_exp or {}, manifest.mens_exp or {}
+    told = ("quantizer", "base_weights_sha256")
+    manifest.mens_exp = ours | {name: theirs[name] for name in told if name in theirs}
     return manifest, tensors
 
 
-def _is_adapter(directory: Path) -> bool:
-    return schema_in(directory) is not None or is_peft(directory)
-
-
-def _run_of(directory: Path) -> RunDir | None:
-    """Return the run that an adapter's directory is part of."""
-    for place in (directory.parent, directory.parent.parent):
-        run = RunDir(place)
-        if run.manifest.is_file() and directory in {run.adapter.resolve(), run.peft.resolve()}:
-            return run
-    return None
-
-
-def _model(config: RunConfig, directory: Path, run: RunDir | None) -> ModelConfig:
+def _model(config: RunConfig, place: AdapterPlace) -> ModelConfig:
     """Return the base that is asked for, or else the recorded one."""
-    if config.base is not None:
-        return HfModel(id=config.base)
-    if run is not None:
-        return config_of(run).model
-    if schema_in(directory) is None:
-        name = read_settings(directory).base_model
-    else:
-        name = read_directory(directory)[0].base_model
-    if not name or (name.count("/") != 1 and local(name) is None):
-        raise DataError(
-            "the adapter does not say where its base is",
-            where=str(directory),
+    if config.base is None and place.run is not None:
+        return config_of(place.run).model
+    name, where = config.base, "base"
+    if name is None:
+        where = str(place.directory)
+        if place.form == "peft":
+            name = read_settings(place.directory).base_model
+        else:
+            name = read(place, None, None)[0].base_model
+    try:
+        is_here = name is not None and local(name) is not None
+        is_asked = config.base is not None or (name is not None and name.count("/") == 1)
+    except ModelFileError:  # written as a path, and no directory is there
+        is_here = is_asked = False
+    if name is None or not (is_here or is_asked):
+        raise RequestError(
+            "no such base is here" if config.base else "the adapter does not say where its base is",
+            where=where,
             found=name,
-            expected="an id of the hub, or a directory that is here",
+            expected="an id of the hub, or a directory with config.json and safetensors",
             remedy="add base=<id or directory>",
         )
     return HfModel(id=name)
