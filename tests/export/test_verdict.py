@@ -8,7 +8,7 @@ import pytest
 
 from mens_exp.artifacts.certificate import Certificate, Comparison, Evidence, TensorError
 from mens_exp.errors import GateError
-from mens_exp.export.verdict import hashes_of, rejected_place, settle
+from mens_exp.export.verdict import certificate_place, hashes_of, rejected_place, settle
 from mens_exp.report.parity_view import card_section, verdict
 
 if TYPE_CHECKING:
@@ -110,11 +110,32 @@ def test_what_is_over_the_budget_is_set_aside(
 def test_what_is_accepted_stays_and_says_so(tmp_path: Path) -> None:
     """The certificate keeps both facts, and so does the card."""
     directory = written(tmp_path)
+    (directory / "README.md").write_text("# Merged\n")
     certificate = of_graphs("mean_kl 0.25 > 0.002", accepted=True)
     settle(directory, tmp_path / "merged", certificate)
     found = Certificate.read(directory / "parity.json")
     assert (found.passed, found.accepted) == (False, True)
-    assert "accepted" in card_section(found)
+    card = (directory / "README.md").read_text()
+    assert card.startswith("# Merged\n")
+    assert "over the budget (mean_kl 0.25 > 0.002), and accepted" in card
+    assert found.files == {"README.md": hashes_of(directory)["README.md"]}
+
+
+@pytest.mark.parametrize("relative", [0.001, 0.5])
+def test_the_certificate_of_a_file_lies_beside_it(tmp_path: Path, relative: float) -> None:
+    """Under its name, or under that of the file set aside."""
+    temporary, out = tmp_path / ".tmp", tmp_path / "merged.safetensors"
+    temporary.write_bytes(b"weights")
+    if relative < 0.004:
+        settle(temporary, out, of_tensors(relative))
+        temporary.replace(out)
+    else:
+        with pytest.raises(GateError):
+            settle(temporary, out, of_tensors(relative))
+        out = rejected_place(out)
+    assert out.read_bytes() == b"weights"
+    assert Certificate.read(certificate_place(out)).passed is (relative < 0.004)
+    assert hashes_of(out) == {"": hashes_of(out)[""]}
 
 
 def test_hashes_are_of_every_file_but_the_certificate(tmp_path: Path) -> None:

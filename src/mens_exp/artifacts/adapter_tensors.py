@@ -24,6 +24,7 @@ __all__ = [
     "MAGNITUDE",
     "Header",
     "TensorFile",
+    "disagreements",
     "header_problems",
     "write_tensors",
 ]
@@ -108,7 +109,7 @@ class TensorFile:
 
     def problems(self, header: Header) -> list[DataError]:
         """List what of the file disagrees with a header."""
-        found = _disagreements(header, self.shapes, self.kinds, str(self.path))
+        found = disagreements(header, self.shapes, self.kinds, str(self.path))
         for name in ("rank", "alpha"):  # safetensors' own notes, where a writer left some
             noted, ours = self.notes.get(name), getattr(header, name)
             if noted is not None and noted != str(ours):
@@ -154,7 +155,7 @@ def write_tensors(
     """
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     kinds = {name: _kind_of(tensor.dtype) for name, tensor in tensors.items()}
-    found = problems or _disagreements(header, shapes, kinds, str(path))
+    found = problems or disagreements(header, shapes, kinds, str(path))
     if found:
         raise MensError(
             "an adapter could not be read back, so it is not written",
@@ -164,7 +165,7 @@ def write_tensors(
     write_bytes(path, save(ordered))
 
 
-def _disagreements(
+def disagreements(
     header: Header,
     shapes: Mapping[str, tuple[int, ...]],
     kinds: Mapping[str, str],

@@ -33,6 +33,7 @@ __all__ = [
     "META_NAME",
     "TENSORS_NAME",
     "AdapterMeta",
+    "embed_key_of",
     "lift",
     "lower",
     "read_adapter_v2",
@@ -172,7 +173,7 @@ def lower(manifest: AdapterManifest, *, embed_key: str | None = None) -> Adapter
         DataError: v2 cannot say what the manifest says.
         Problems: for several reasons.
     """
-    known = _embed_key(manifest) or embed_key
+    known = embed_key_of(manifest) or embed_key
     found = list(_obstacles(manifest))
     if known is None:
         found.append(_cannot("base_key_map", "no key of the embedding table", "mens_exp.embed_key"))
@@ -214,8 +215,11 @@ def _obstacles(manifest: AdapterManifest) -> list[DataError]:
     return found
 
 
-def _embed_key(manifest: AdapterManifest) -> str | None:
-    """Return the embedding's key; a head whose key is not a head's own is tied to it."""
+def embed_key_of(manifest: AdapterManifest) -> str | None:
+    """Return the key of the embedding table, or None where the manifest does not tell it.
+
+    It is told, or a head's, where that is not a head's own: then the two are tied.
+    """
     told = (manifest.mens_exp or {}).get("embed_key")
     head = manifest.base_key_map.get(HEAD, f"{HEAD}.weight")
     tied = head if head.rpartition(f"{HEAD}.weight")[1] == "" else None

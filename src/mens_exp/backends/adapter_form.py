@@ -99,6 +99,7 @@ def manifest_of(
     name_of = {one.path: one.logical for one in modules}
     ours: dict[str, Any] = {
         "base_weights_sha256": base.weights_sha256,
+        "embed_key": base_key(family.embedding, family, keys),
         "variant": lora.variant.value,
         "rank_pattern": {name_of[p]: r * times for p, r in ranks.items() if r != lora.r},
         "alpha_pattern": {name_of[p]: a * times for p, a in alphas.items() if a != lora.alpha},

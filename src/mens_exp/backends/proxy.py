@@ -217,6 +217,7 @@ class ProxyBackend(OwnForm, torch.nn.Module):
             mens_exp={
                 "base_weights_sha256": self.base.weights_sha256,
                 "candle_qlora_graph_id": self.stack.graph_id,
+                "embed_key": self.keys[HEAD],
                 # It quantizes f32 weights, each projection of the stack.
                 "quantizer": quantizer_named(self.quant, rounded_to=ComputeDtype.f32, skip=[]),
             },

@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 
 from mens_exp.backends.adapting import ADAPTER
 from mens_exp.backends.frozen_base import load_base
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from mens_exp.export.parity import Forward
     from mens_exp.model.resolve import BaseModel
 
-__all__ = ["from_directory", "merged", "merged_stack", "quantized_from"]
+__all__ = ["from_directory", "merged", "merged_stack", "quantized_from", "with_tensors"]
 
 
 @contextmanager
@@ -49,12 +50,8 @@ def merged(
         base: the model it was trained on.
         into: ``dequantized``, what 4-bit weights stand for, or ``original``, the published ones.
     """
-    plain = dataclasses.replace(config)
-    plain.quant = QuantConfig(
-        quant_type=QuantType.none, double_quant=False, compute_dtype=ComputeDtype.f32
-    )
     device = next(backend.model.parameters()).device
-    model = load_base(plain, base, device, dtype=torch.float32)
+    model = _dense(config, base, device)
     with torch.no_grad():
         if into == "dequantized":
             for path, module in quantized_linears(backend.causal_lm).items():
@@ -66,11 +63,46 @@ def merged(
     yield functools.partial(trace, model)
 
 
+@contextmanager
+def with_tensors(
+    config: RunConfig, base: BaseModel, file: Path, names: Mapping[str, str]
+) -> Iterator[Forward]:
+    """Make the dense f32 model of a published base with some of its weights replaced.
+
+    Args:
+        config: of the run.
+        base: the published model.
+        file: of the weights that take the place of its own, each stored as the base stores it.
+        names: name in the file by module path.
+    """
+    model = _dense(config, base, torch.device("cpu"))
+    with torch.no_grad(), safe_open(file, framework="pt") as stored:
+        for path, name in names.items():
+            if path == HEAD:
+                _untie(model)
+            model.get_submodule(path).weight.copy_(stored.get_tensor(name))
+    yield functools.partial(trace, model)
+
+
+def _dense(config: RunConfig, base: BaseModel, device: torch.device) -> Any:
+    """Load a base unquantized, in f32."""
+    plain = dataclasses.replace(config)
+    plain.quant = QuantConfig(
+        quant_type=QuantType.none, double_quant=False, compute_dtype=ComputeDtype.f32
+    )
+    return load_base(plain, base, device, dtype=torch.float32)
+
+
+def _untie(model: Any) -> None:
+    """Give the head a weight of its own, or the embedding would change with it."""
+    head = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+
+
 def _add(model: Any, path: str, layer: Any, *, is_head: bool) -> None:
     """Add one layer's trained delta to the dense model."""
-    if is_head:  # or the embedding would change with it
-        head = model.get_output_embeddings()
-        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    if is_head:
+        _untie(model)
     A_RI, B_OR = layer.lora_A[ADAPTER].weight.float(), layer.lora_B[ADAPTER].weight.float()
     delta_OI = layer.scaling[ADAPTER] * (B_OR.double() @ A_RI.double())
     weight_OI = _get(model, path).double() + delta_OI

@@ -9,12 +9,13 @@ Shapes: O outputs and I inputs of a projection, N rows of a piece.
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 
-from mens_exp.errors import RequestError
+from mens_exp.errors import RequestError, SetupError
 from mens_exp.layout.merge_map import FLOATS
 from mens_exp.layout.safetensors_writer import Outline, SafetensorsWriter
 from mens_exp.model.stored_rows import TORCH_DTYPES, StoredRows
@@ -22,6 +23,7 @@ from mens_exp.quant.four_bit_rows import DTYPES, FourBitRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
 
     from mens_exp.artifacts.quantizer import Quantizer
     from mens_exp.layout.merge_map import Place
@@ -29,9 +31,10 @@ if TYPE_CHECKING:
 
     Rows = Callable[[int, int], torch.Tensor]  # rows first to last, the last one excluded, f32
 
-__all__ = ["Merge", "outlines", "write_tensors"]
+__all__ = ["Merge", "outlines", "refuse_full_disk", "write_tensors"]
 
 _PIECE = 1 << 20  # weights at work at once: 4 MB of f32, near the processor
+_SPARE = 50_000_000  # bytes for everything but weights: tokenizers take up to 35 MB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,3 +164,22 @@ def _rounded(values: torch.Tensor, place: Place, dtype: str) -> torch.Tensor:
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def refuse_full_disk(out: Path, places: Iterable[Place], dtype: str) -> None:
+    """See that the output has room before a byte of it is written.
+
+    Raises:
+        SetupError: it has not.
+    """
+    needed = sum(one.nbytes for one in outlines(places, dtype).values())
+    there = next(parent for parent in (out, *out.absolute().parents) if parent.is_dir())
+    free = shutil.disk_usage(there).free
+    if free < needed + _SPARE:
+        raise SetupError(
+            "the disk has no room for the merged weights",
+            where=str(there),
+            found=f"{free / 1e9:.2f} GB free",
+            expected=f"{(needed + _SPARE) / 1e9:.2f} GB",
+            remedy="make room, or name another place with out=",
+        )

@@ -85,16 +85,17 @@ class FourBitRows:
 
     def read(self, first: int, last: int) -> torch.Tensor:
         """Return what rows of the weight stand for, f32 ``[N, I]``, rounded as it is computed."""
-        from bitsandbytes.functional import dequantize_4bit
+        from bitsandbytes.functional import QuantState, dequantize_4bit
 
-        out_NI = torch.empty((last - first, self._width), dtype=self._dtype)
-        dequantize_4bit(
-            self._codes[self._halves(first, last)].unsqueeze(1),
+        state = QuantState(
             absmax=self._scales[self._blocks(first, last)],
-            out=out_NI,
+            shape=(last - first, self._width),
+            dtype=self._dtype,
             blocksize=self._block,
             quant_type=self._quantizer["quant_type"],
         )
+        codes = self._codes[self._halves(first, last)].unsqueeze(1)
+        out_NI: torch.Tensor = dequantize_4bit(codes, state)
         return out_NI.to(DTYPES[self._quantizer["compute_dtype"]]).float()
 
     def _halves(self, first: int, last: int) -> slice:

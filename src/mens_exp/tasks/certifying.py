@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from rich.console import Console
 
 from mens_exp.artifacts.adapter_v3 import TENSORS_NAME, read_adapter
 from mens_exp.artifacts.certificate import Certificate, Comparison, Evidence
@@ -17,8 +16,9 @@ from mens_exp.artifacts.digest import sha256_file
 from mens_exp.corpus.source import labelling_of, load_rows
 from mens_exp.export import graphs, parity, probe
 from mens_exp.export.verdict import hashes_of
-from mens_exp.report.parity_view import parity_table
+from mens_exp.tasks.adapter_graph import config_of_adapter, with_scale_one
 from mens_exp.tasks.inputs import tokenizer_of
+from mens_exp.tokenizer.load import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from mens_exp.artifacts.quantizer import Quantizer
     from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.backends.protocol import Backend
     from mens_exp.config.parity import ParityConfig
@@ -33,10 +34,19 @@ if TYPE_CHECKING:
     from mens_exp.export.parity import Forward
     from mens_exp.export.probe import Probe
     from mens_exp.model.resolve import BaseModel
+    from mens_exp.tasks.merge_inputs import MergeInputs
+    from mens_exp.tokenizer.protocol import Tokenizer
 
     Opening = Callable[[], AbstractContextManager[Forward]]
 
-__all__ = ["Trained", "certify_model", "certify_stack", "trained_run"]
+__all__ = [
+    "Trained",
+    "certify_model",
+    "certify_stack",
+    "certify_tensors",
+    "trained_adapter",
+    "trained_run",
+]
 
 _WRITTEN = "written"
 _ROOM_FRAC = 0.8  # of free memory that a dense copy may take (unverified guess)
@@ -83,21 +93,11 @@ def trained_run(subject: RunDir, theirs: RunConfig, settings: ParityConfig, cach
 
     base = resolve(theirs.model, cache)
     tokenizer = tokenizer_of(theirs.tokenizer, base, subject)
-    if settings.text is not None:
-        text = probe.of_text(
-            Path(settings.text).expanduser(),
-            tokenizer,
-            seq_len=theirs.data.seq_len,
-            tokens=settings.tokens,
-        )
-    else:
-        rows = load_rows(theirs.data, cache)
-        sides = {"held out": rows.heldout, "validation": rows.val, "training": rows.train}
-        text = probe.of_rows(sides, tokenizer, labelling_of(theirs), settings.tokens)
     manifest, tensors = read_adapter(subject.adapter)
     with lightning_quiet():
         backend = build_backend(theirs, base)
     backend.load_adapter(tensors)
+    text = _text(theirs, tokenizer, settings, cache, longest=backend.max_positions)
     return Trained(
         config=theirs,
         base=base,
@@ -111,6 +111,56 @@ def trained_run(subject: RunDir, theirs: RunConfig, settings: ParityConfig, cach
             "quant": manifest.quant,
         },
     )
+
+
+def trained_adapter(
+    config: RunConfig, inputs: MergeInputs, quantizer: Quantizer | None, cache: Path
+) -> Trained:
+    """Build the graph of an adapter whose run is not at hand.
+
+    Args:
+        config: of the command; its data is the text.
+        inputs: adapter and base.
+        quantizer: what made 4-bit values of the base; None where nothing did.
+        cache: folder of rows.
+    """
+    from mens_exp.training.build import build_backend, lightning_quiet
+
+    assert inputs.base is not None, "the caller has asked"
+    assert inputs.shape is not None, "the caller has asked"
+    base, manifest = inputs.base, inputs.manifest
+    theirs = config_of_adapter(config, manifest, base, inputs.shape, quantizer)
+    tokenizer = load_tokenizer(theirs.tokenizer, base.directory)
+    with lightning_quiet():
+        backend = build_backend(theirs, base)
+    backend.load_adapter(with_scale_one(manifest, inputs.tensors))
+    text = _text(theirs, tokenizer, config.parity, cache, longest=backend.max_positions)
+    return Trained(
+        config=theirs,
+        base=base,
+        backend=backend,
+        probe=text,
+        sources={
+            "adapter_sha256": inputs.sha256,
+            "base_model": base.name,
+            "base_weights_sha256": base.weights_sha256,
+            "quant": manifest.quant,
+        },
+    )
+
+
+def _text(
+    theirs: RunConfig, tokenizer: Tokenizer, settings: ParityConfig, cache: Path, *, longest: int
+) -> Probe:
+    """Choose what is compared on: a file where one is named, else rows, held-out ones first."""
+    length = min(theirs.data.seq_len, longest)
+    if settings.text is not None:
+        path = Path(settings.text).expanduser()
+        return probe.of_text(path, tokenizer, seq_len=length, tokens=settings.tokens)
+    rows = load_rows(theirs.data, cache)
+    sides = {"held out": rows.heldout, "validation": rows.val, "training": rows.train}
+    labelling = dataclasses.replace(labelling_of(theirs), seq_len=length)
+    return probe.of_rows(sides, tokenizer, labelling, settings.tokens)
 
 
 def certify_model(
@@ -148,6 +198,30 @@ def certify_stack(
     stack: Any = trained.backend
     opened = _Opened({_WRITTEN: (what, lambda: graphs.merged_stack(stack, weights_OI))})
     return _certificate(trained, opened, settings, directory)
+
+
+def certify_tensors(
+    trained: Trained,
+    written: Path,
+    names: dict[str, str],
+    settings: ParityConfig,
+    *,
+    what: str,
+) -> Certificate:
+    """Hold the published base with merged tensors in it against the model that was trained.
+
+    Args:
+        trained: the latter.
+        written: the file of merged tensors.
+        names: of each layer's tensor in it, by logical name.
+        settings: the `parity` node.
+        what: what was written, in words.
+    """
+    config, base = trained.config, trained.base
+    backend: Any = trained.backend
+    paths = {one.path: names[one.logical] for one in backend.modules_chosen}
+    opened = _Opened({_WRITTEN: (what, lambda: graphs.with_tensors(config, base, written, paths))})
+    return _certificate(trained, opened, settings, written)
 
 
 def _causal(trained: Trained, directory: Path, what: str) -> _Opened:
@@ -201,7 +275,7 @@ def _certificate(
             with opening() as forward:
                 comparisons[name] = parity.compare(reference, forward, what, settings.budget)
     passed = not comparisons[_WRITTEN]["exceeded"]
-    certificate = Certificate(
+    return Certificate(
         evidence=Evidence.GRAPH,
         reference=f"as trained: {trained.config.backend.name}, base {_stored(trained.config)}",
         reference_nll=reference.nll,
@@ -216,8 +290,6 @@ def _certificate(
         files=hashes_of(directory),
         unknown=opened.unknown,
     )
-    Console(stderr=True).print(parity_table(certificate))
-    return certificate
 
 
 def _stored(config: RunConfig) -> str:
