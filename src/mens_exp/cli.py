@@ -62,11 +62,14 @@ def main(arguments: Sequence[str]) -> int:
 def _dispatch(arguments: list[str]) -> int:
     from hydra._internal.utils import get_args_parser
 
+    from mens_exp.config.overrides import spelled_out
+
     if "--version" in arguments:
         from mens_exp import __version__
 
         print(f"mens_exp {__version__}")  # noqa: T201  # what was asked for
         return 0
+    arguments = spelled_out(arguments)
     parsed, rest = get_args_parser().parse_known_args(arguments)
     _refuse_flags(parsed, rest)
     if parsed.help or parsed.hydra_help or parsed.info or parsed.shell_completion:
@@ -116,7 +119,9 @@ def _checked_cells(
     checked = check(overrides, multirun=multirun)
     problems = list(checked.problems)
     for cell in checked.cells if with_files else ():
-        if "path" in TASK_READS[cell.config.task.name]:
+        if cell.config.task.name == "merge":
+            problems += _settle_merge(cell)
+        elif "path" in TASK_READS[cell.config.task.name]:
             problems += _settle_subject(cell)
         elif cell.config.task.name != "doctor":
             _settle_model(cell)
@@ -166,6 +171,8 @@ def _settle_subject(cell: Cell) -> list[MensError]:
     config = cell.config
     if config.path is None:
         return []
+    if config.task.name == "export" and config.format.value != "bundle":
+        return _settle_adapter(cell)
     try:
         if config.path == "base":
             _settle_model(cell)
@@ -180,6 +187,36 @@ def _settle_subject(cell: Cell) -> list[MensError]:
         return [error]
     cell.composed.values.path = config.path
     return sending_problems(config, subject)
+
+
+def _settle_merge(cell: Cell) -> list[MensError]:
+    """Replace what `path` names by the adapter directory that it means now."""
+    from mens_exp.tasks.merge_inputs import adapter_place, input_problems
+
+    problems = input_problems(cell.config)
+    if cell.config.path is not None and not problems:
+        cell.config.path = str(adapter_place(cell.config.path).directory)
+        cell.composed.values.path = cell.config.path
+    return problems
+
+
+def _settle_adapter(cell: Cell) -> list[MensError]:
+    """Replace what ``path`` names by the adapter's directory, and check its conversion."""
+    from mens_exp.errors import MensError, Problems
+    from mens_exp.tasks.conversion import place_of, problems
+
+    config = cell.config
+    assert config.path is not None, "the caller has asked"
+    try:
+        place = place_of(config.path)
+    except Problems as several:
+        return list(several.problems)
+    except MensError as error:
+        return [error]
+    config.path = cell.composed.values.path = str(place.directory)
+    if place.run is None:
+        _settle_model(cell)
+    return problems(config, cell.composed.overrides)
 
 
 def _settle_start(cell: Cell) -> list[MensError]:

@@ -74,7 +74,7 @@ def scorecard() -> Scorecard:
 
 @pytest.fixture
 def adapter() -> AdapterManifest:
-    """Two layers of ranks 2 and 1; golden/adapter_v3."""
+    """Two layers of ranks 2 and 1; golden/adapters/v3."""
     return AdapterManifest(
         adapter_method="qlora",
         quant={"base_quant": "nf4", "double_quant": True},

@@ -18,10 +18,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Tensors = dict[str, np.ndarray]
+RANKS = {"rank_pattern": {"l0.v": 1}}
+QUANTIZER = {
+    "quant_type": "nf4",
+    "block_size": 64,
+    "double_quant": True,
+    "compute_dtype": "bf16",
+    "rounded_to": "bf16",
+    "skip": [],
+    "library": "bitsandbytes 0.50.2",
+}
 
 
 def copied(golden: Path, target: Path, **changes: Any) -> Path:
-    shutil.copytree(golden / "adapter_v3", target)
+    shutil.copytree(golden / "adapters" / "v3", target)
     path = target / "adapter_manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changes))
     return target
@@ -31,7 +41,7 @@ def test_the_committed_adapter_is_read(
     golden: Path, adapter: AdapterManifest, tensors: Tensors
 ) -> None:
     """Manifest and every matrix come back as they were meant."""
-    manifest, read = read_adapter(golden / "adapter_v3")
+    manifest, read = read_adapter(golden / "adapters" / "v3")
     assert manifest == adapter
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -46,12 +56,14 @@ def test_an_adapter_is_written_as_committed(
         shuffled = {name: np.asfortranarray(tensors[name]) for name in order}
         write_adapter(tmp_path, adapter, shuffled)
         for name in ("adapter_manifest.json", "adapter.safetensors"):
-            assert (tmp_path / name).read_bytes() == (golden / "adapter_v3" / name).read_bytes()
+            assert (tmp_path / name).read_bytes() == (
+                golden / "adapters" / "v3" / name
+            ).read_bytes()
 
 
 def test_optional_keys_are_absent_when_there_is_nothing_to_say(golden: Path) -> None:
     """The schema has no null in their place."""
-    value = json.loads((golden / "adapter_v3" / "adapter_manifest.json").read_text("utf-8"))
+    value = json.loads((golden / "adapters" / "v3" / "adapter_manifest.json").read_text("utf-8"))
     assert "base_model" not in value
     assert "provenance" not in value
 
@@ -98,7 +110,29 @@ def test_a_manifest_with_the_base_models_provenance_is_read(golden: Path, tmp_pa
         ({"rank": 3}, r"l0\.q\.lora_a: wrong shape.*found \[2, 3\].*expected \[3, in\]"),
         ({"mens_exp": None}, r"l0\.v\.lora_b: wrong shape.*found \[2, 1\].*expected \[out, 2\]"),
         ({"mens_exp": {"rank_pattern": {"l0.k": 1}}}, "unknown layer.*found l0.k"),
-        ({"mens_exp": {"rank_pattern": {"l0.v": "1"}}}, "wrong rank"),
+        ({"mens_exp": {"rank_pattern": {"l0.v": "1"}}}, r"rank_pattern\.l0\.v: wrong value.*'1'"),
+        ({"mens_exp": {"rank_pattern": {"l0.v": 0}}}, "wrong rank.*found 0"),
+        ({"mens_exp": {"rank_pattern": {"l0.v": 1}, "init": {"dubled": True}}}, "init.dubled"),
+        ({"mens_exp": {"rank_patern": {"l0.v": 1}}}, "rank_patern: unknown key.*rank_pattern"),
+        ({"mens_exp": {"rank_pattern": {"l0.v": 1}, "scale": "mine"}}, "scale: unknown"),
+        (
+            {"mens_exp": {"rank_pattern": {"l0.v": 1}, "scale": "header", "variant": "rslora"}},
+            "scale: contradicts the variant",
+        ),
+        ({"mens_exp": {**RANKS, "quantizer": []}}, "quantizer: wrong value.*an object"),
+        (
+            {"mens_exp": {**RANKS, "quantizer": {**QUANTIZER, "quant_type": "nf5"}}},
+            r"quantizer\.quant_type: unknown.*found nf5.*nf4",
+        ),
+        (
+            {"mens_exp": {**RANKS, "quantizer": {**QUANTIZER, "block_size": 0}}},
+            r"quantizer\.block_size: wrong value.*1 or more",
+        ),
+        (
+            {"mens_exp": {**RANKS, "quantizer": {"quant_type": "nf4"}}},
+            r"quantizer\.block_size: missing key",
+        ),
+        ({"adapter_method": "prefix"}, "adapter_method: unknown.*lora, qlora"),
         ({"mens_exp": {"rank_pattern": [1]}}, "rank_pattern: wrong value"),
         ({"mens_exp": {"alpha_pattern": {"l0.k": 1}}}, "alpha_pattern: unknown layer"),
         ({"mens_exp": {"alpha_pattern": {"l0.v": 0}}}, "wrong alpha"),
@@ -116,6 +150,30 @@ def test_an_adapter_manifest_is_refused(
     """Each wrong thing is named with its place."""
     with pytest.raises((DataError, Problems), match=message):
         read_adapter(copied(golden, tmp_path / "a", **changes))
+
+
+def test_problems_of_both_files_are_reported_together(golden: Path, tmp_path: Path) -> None:
+    """An alpha of zero in one, a matrix of another rank in the other."""
+    with pytest.raises(Problems) as caught:
+        read_adapter(copied(golden, tmp_path / "a", alpha=0, rank=3))
+    said = str(caught.value)
+    assert "adapter_manifest.json: alpha: wrong value" in said
+    assert "adapter.safetensors: l0.q.lora_a: wrong shape" in said
+
+
+def test_a_file_that_notes_another_alpha_is_refused(
+    golden: Path, tmp_path: Path, tensors: Tensors
+) -> None:
+    """Safetensors' own notes, where a writer left some, agree with the header or are refused."""
+    directory = copied(golden, tmp_path / "a")
+    for alpha, refused in (("4", False), ("8", True)):
+        content = save(tensors, metadata={"alpha": alpha, "rank": "2"})
+        (directory / "adapter.safetensors").write_bytes(content)
+        if refused:
+            with pytest.raises(DataError, match=r"notes another alpha.*found 8.*expected 4"):
+                read_adapter(directory)
+        else:
+            assert read_adapter(directory)[0].alpha == 4
 
 
 @pytest.mark.parametrize("keep", [0, 4, 20, -1])
@@ -201,6 +259,7 @@ def with_ours(adapter: AdapterManifest, **ours: Any) -> AdapterManifest:
         ({"variant": "dora"}, {"l0.q": 2.0, "l0.v": 4.0}),
         ({"variant": "rslora"}, {"l0.q": 4 / math.sqrt(2), "l0.v": 4.0}),
         ({"alpha_pattern": {"l0.v": 3}}, {"l0.q": 2.0, "l0.v": 3.0}),
+        ({"scale": "header"}, {"l0.q": 2.0, "l0.v": 2.0}),
         ({"rank_pattern": {}, "init": {"doubled_rank": True}}, {"l0.q": 2.0, "l0.v": 2.0}),
         (
             {"rank_pattern": {}, "variant": "rslora", "init": {"doubled_rank": True}},

@@ -45,7 +45,8 @@ def test_the_wheel_carries_every_config_file_and_template(wheel: Path) -> None:
         for path in source.rglob("templates/*")
         if path.is_file()
     }
-    assert conf | templates <= names
+    schemas = {f"mens_exp/artifacts/schemas/adapter_{v}.schema.json" for v in ("v2", "v3")}
+    assert conf | templates | schemas <= names
     assert len(templates) >= 3
     assert not [name for name in names if name.startswith(("tests", "conf/"))]
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from typing import TYPE_CHECKING, Any
@@ -7,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from mens_exp.artifacts.adapter_v3 import AdapterManifest, write_adapter
+from mens_exp.artifacts.adapter_v3 import AdapterManifest, read_adapter, write_adapter
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.errors import DataError, MensError, ModelFileError, RequestError
+from mens_exp.errors import DataError, MensError, RequestError
 from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.starting_adapter import find, read
 
@@ -109,33 +110,47 @@ def test_the_peft_view_of_a_run_knows_its_base(run: RunDir) -> None:
     assert read(find(str(run.peft)), LLAMA).base_weights_sha256 == BASE
 
 
+def test_a_variant_and_its_patterns_are_read_from_peft(run: RunDir, tmp_path: Path) -> None:
+    """An alpha of its own is told by layer; the rank is the matrices'."""
+    directory = peft_in(
+        tmp_path / "peft",
+        read(run.adapter, LLAMA).tensors,
+        r=4,
+        rank_pattern={"q_proj": 2},
+        alpha_pattern={"q_proj": 3},
+        use_rslora=True,
+    )
+    adapter = read(directory, LLAMA)
+    assert (adapter.variant, adapter.rank, adapter.alpha) == ("rslora", 4, 6)
+    assert adapter.alphas == {"l0.q": 3}
+
+
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("config", "message"),
     [
-        ("use_dora", True),
-        ("use_rslora", True),
-        ("rank_pattern", {"q_proj": 4}),
-        ("modules_to_save", ["lm_head"]),
-        ("bias", "all"),
+        ({"lora_alpha": 0.5}, "no whole alpha.*0.5"),
+        ({"alpha_pattern": {"q_proj": 2.5}}, "no whole alpha.*2.5"),
+        ({"use_dora": True, "use_rslora": True}, "two variants at once"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ],
 )
-def test_another_update_than_plain_lora_is_refused(
-    run: RunDir, tmp_path: Path, name: str, value: object
+def test_a_peft_adapter_that_no_run_could_have_left_is_refused(
+    run: RunDir, tmp_path: Path, config: dict[str, Any], message: str
 ) -> None:
-    """Its matrices would be taken for what they are not."""
-    directory = peft_in(tmp_path / "peft", read(run.adapter, LLAMA).tensors, **{name: value})
-    with pytest.raises(DataError, match="no plain LoRA") as caught:
+    """No setting of ours says its scale or its variant."""
+    directory = peft_in(tmp_path / "peft", read(run.adapter, LLAMA).tensors, **config)
+    with pytest.raises(DataError, match=message):
         read(directory, LLAMA)
-    assert name in str(caught.value)
 
 
-def test_a_tensor_that_is_no_lora_matrix_is_refused(run: RunDir, tmp_path: Path) -> None:
-    """Named, with what was expected."""
-    directory = peft_in(tmp_path / "peft", read(run.adapter, LLAMA).tensors)
-    file = directory / "adapter_model.safetensors"
-    save_file({**load_file(file), "base_model.model.lm_head.weight": torch.ones(2, 2)}, file)
-    with pytest.raises(ModelFileError, match="no matrix of a LoRA adapter"):
-        read(directory, LLAMA)
+def test_an_export_of_mixed_ranks_is_no_start(run: RunDir, tmp_path: Path) -> None:
+    """Its one scale is no alpha over each layer's rank; the way to a PEFT form is named."""
+    manifest, tensors = read_adapter(run.adapter)
+    ours = {"rank_pattern": {"l0.q": 2}, "scale": "header"}
+    mixed = dataclasses.replace(manifest, rank=4, mens_exp=ours)
+    write_adapter(tmp_path / "mixed", mixed, tensors)
+    with pytest.raises(DataError, match=r"one scale.*task=export path=.*format=peft"):
+        read(tmp_path / "mixed", LLAMA)
 
 
 @pytest.mark.parametrize("text", ["nowhere", "latest"])

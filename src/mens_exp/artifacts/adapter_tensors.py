@@ -1,46 +1,183 @@
-"""What the tensors of an adapter must be, given its manifest."""
+"""The tensors of an adapter, and what they must be given its header (schema v2 or v3)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
+from mens_exp.artifacts.atomic import write_bytes
 from mens_exp.artifacts.nearest import expected_name
-from mens_exp.errors import DataError
+from mens_exp.errors import DataError, MensError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
-    from mens_exp.artifacts.adapter_v3 import AdapterManifest
+    import numpy.typing as npt
 
-__all__ = ["HALVES", "MAGNITUDE", "disagreements", "kind_of"]
+__all__ = [
+    "HALVES",
+    "HEAD",
+    "MAGNITUDE",
+    "Header",
+    "TensorFile",
+    "disagreements",
+    "header_problems",
+    "write_tensors",
+]
 
 _MATRIX_RANK = 2
 HALVES = {"lora_a": "[{rank}, in]", "lora_b": "[out, {rank}]"}
 MAGNITUDE = "lora_magnitude"
+HEAD = "lm_head"
+
+
+class Header(Protocol):
+    """What a header of either schema says of the tensors."""
+
+    layer_order: list[str]
+    base_key_map: dict[str, str]
+    vocab: int
+    d_model: int
+    rank: int
+    alpha: int
+
+    def rank_of(self, layer: str) -> int:
+        """Return r of one logical layer."""
+        ...
+
+    def parts(self) -> tuple[str, ...]:
+        """Return the names of the tensors that every layer has."""
+        ...
+
+
+def header_problems(header: Header, where: str) -> list[DataError]:
+    """List layers that are repeated or lack a key of their own, keys of no layer, sizes below 1.
+
+    Args:
+        header: as it was read.
+        where: the file, for the messages.
+    """
+    layers, keys = header.layer_order, header.base_key_map
+    found = [
+        DataError("a layer without a base key", where=f"{where}: base_key_map", found=layer)
+        for layer in layers
+        if layer not in keys
+    ]
+    found += [
+        DataError(
+            "a base key of no layer",
+            where=f"{where}: base_key_map",
+            found=layer,
+            expected=expected_name(layer, layers),
+        )
+        for layer in sorted(set(keys) - set(layers))
+    ]
+    for name, values in (("layer_order", layers), ("base_key_map", list(keys.values()))):
+        if len(set(values)) < len(values):
+            repeated = sorted({x for x in values if values.count(x) > 1})
+            found.append(DataError("repeated", where=f"{where}: {name}", found=repeated))
+    for name in ("vocab", "d_model", "rank", "alpha"):
+        size = getattr(header, name)
+        if size < 1:
+            place = f"{where}: {name}"
+            found.append(DataError("wrong value", where=place, found=size, expected="1 or more"))
+    return found
+
+
+class TensorFile:
+    """A safetensors file of an adapter, opened: types and shapes first, values when asked for."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the file's header.
+
+        Raises:
+            DataError: the file is missing or truncated.
+        """
+        self.path = path
+        try:
+            with safe_open(path, framework="numpy") as file:
+                slices = {name: file.get_slice(name) for name in list(file.keys())}
+                self.shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+                self.kinds = {name: str(part.get_dtype()) for name, part in slices.items()}
+                self.notes: dict[str, str] = file.metadata() or {}
+        except (OSError, SafetensorError) as error:
+            raise _not_whole(path, error) from error
+
+    def problems(self, header: Header) -> list[DataError]:
+        """List what of the file disagrees with a header."""
+        found = disagreements(header, self.shapes, self.kinds, str(self.path))
+        for name in ("rank", "alpha"):  # safetensors' own notes, where a writer left some
+            noted, ours = self.notes.get(name), getattr(header, name)
+            if noted is not None and noted != str(ours):
+                found.append(
+                    DataError(
+                        f"the file notes another {name} than the header",
+                        where=f"{self.path}: __metadata__.{name}",
+                        found=noted,
+                        expected=str(ours),
+                    )
+                )
+        return found
+
+    def read(self) -> dict[str, npt.NDArray[np.float32]]:
+        """Return the tensors by name.
+
+        Raises:
+            DataError: the file is no longer whole.
+        """
+        try:
+            with safe_open(self.path, framework="numpy") as file:
+                return {name: file.get_tensor(name) for name in self.shapes}
+        except (OSError, SafetensorError) as error:
+            raise _not_whole(self.path, error) from error
+
+
+def write_tensors(
+    header: Header,
+    tensors: Mapping[str, npt.NDArray[np.float32]],
+    path: Path,
+    problems: list[DataError],
+) -> None:
+    """Write the tensors of an adapter, atomically; equal tensors give equal bytes.
+
+    Args:
+        header: what they belong to.
+        tensors: float32, by name.
+        path: the target.
+        problems: those of the header itself.
+
+    Raises:
+        MensError: header and tensors disagree, or could not be read back; nothing is written.
+    """
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    kinds = {name: _kind_of(tensor.dtype) for name, tensor in tensors.items()}
+    found = problems or disagreements(header, shapes, kinds, str(path))
+    if found:
+        raise MensError(
+            "an adapter could not be read back, so it is not written",
+            found="; ".join(str(problem) for problem in found),
+        )
+    ordered = {name: np.ascontiguousarray(tensors[name]) for name in sorted(tensors)}
+    write_bytes(path, save(ordered))
 
 
 def disagreements(
-    manifest: AdapterManifest,
+    header: Header,
     shapes: Mapping[str, tuple[int, ...]],
     kinds: Mapping[str, str],
     where: str,
 ) -> list[DataError]:
-    """List the tensors that are absent, of no layer, of another type or of another shape.
-
-    Args:
-        manifest: what the tensors belong to.
-        shapes: of each tensor by name.
-        kinds: type of each tensor by name, as safetensors calls it.
-        where: the file, for the messages.
-    """
+    """List the tensors that are absent, of no layer, of another type or of another shape."""
     found = [
         DataError("wrong type", where=f"{where}: {name}", found=kind, expected="F32")
         for name, kind in kinds.items()
         if kind != "F32"
     ]
-    expected = {f"{layer}.{half}" for layer in manifest.layer_order for half in manifest.parts()}
+    expected = {f"{layer}.{half}" for layer in header.layer_order for half in header.parts()}
     for name in sorted(set(shapes) - expected):
         known = expected_name(name, expected)
         found.append(DataError("a tensor of no layer", where=where, found=name, expected=known))
@@ -48,9 +185,9 @@ def disagreements(
         DataError("a tensor is missing", where=where, expected=name)
         for name in sorted(expected - set(shapes))
     ]
-    for layer in manifest.layer_order:
-        found += _shape_problems(layer, manifest.rank_of(layer), shapes, where)
-    return found
+    for layer in dict.fromkeys(header.layer_order):
+        found += _shape_problems(layer, header.rank_of(layer), shapes, where)
+    return found + _head_problems(header, shapes, where)
 
 
 def _shape_problems(
@@ -61,24 +198,41 @@ def _shape_problems(
         name = f"{layer}.{half}"
         shape = shapes.get(name)
         if shape is not None and (len(shape) != _MATRIX_RANK or shape[axis] != rank):
-            expected = form.format(rank=rank)
-            place = f"{where}: {name}"
-            found.append(
-                DataError("wrong shape", where=place, found=list(shape), expected=expected)
-            )
+            found.append(_wrong_shape(f"{where}: {name}", shape, form.format(rank=rank)))
     magnitude, out = shapes.get(f"{layer}.{MAGNITUDE}"), shapes.get(f"{layer}.lora_b", ())[:1]
     if magnitude is not None and magnitude != out:
-        found.append(
-            DataError(
-                "wrong shape",
-                where=f"{where}: {layer}.{MAGNITUDE}",
-                found=list(magnitude),
-                expected=f"{list(out)}, the rows of lora_b",
-            )
-        )
+        place = f"{where}: {layer}.{MAGNITUDE}"
+        found.append(_wrong_shape(place, magnitude, f"{list(out)}, the rows of lora_b"))
     return found
 
 
-def kind_of(dtype: np.dtype[Any]) -> str:
+def _head_problems(
+    header: Header, shapes: Mapping[str, tuple[int, ...]], where: str
+) -> list[DataError]:
+    """Hold the head's matrices, which alone span vocabulary and width, against the header."""
+    wanted = {"lora_a": (-1, header.d_model, "d_model"), "lora_b": (0, header.vocab, "vocab")}
+    found = []
+    for half, (axis, size, name) in wanted.items():
+        shape = shapes.get(f"{HEAD}.{half}", ())
+        if len(shape) == _MATRIX_RANK and shape[axis] != size:
+            expected = f"{size} {'columns' if axis else 'rows'}, the header's {name}"
+            found.append(_wrong_shape(f"{where}: {HEAD}.{half}", shape, expected))
+    return found
+
+
+def _wrong_shape(where: str, shape: tuple[int, ...], expected: str) -> DataError:
+    return DataError("wrong shape", where=where, found=list(shape), expected=expected)
+
+
+def _not_whole(path: Path, error: Exception) -> DataError:
+    return DataError(
+        "not a whole safetensors file",
+        where=str(path),
+        found=str(error),
+        remedy="copy the adapter again, or write it again from a checkpoint of its run",
+    )
+
+
+def _kind_of(dtype: np.dtype[Any]) -> str:
     """Return safetensors' name of float32, and numpy's of any other type."""
     return "F32" if dtype == np.float32 else str(dtype)

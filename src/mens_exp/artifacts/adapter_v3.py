@@ -3,46 +3,59 @@
 Tensors are ``{logical}.lora_a`` A_RI [r, in] and ``{logical}.lora_b`` B_OR [out, r], float32.
 The layout is the Vox mens trainer's; our additions are the key `mens_exp` and, where its variant
 is ``dora``, ``{logical}.lora_magnitude`` [out].
+
+A reader that knows nothing of `mens_exp` takes ``(B @ A) * alpha / max(rank, 1)`` for every
+layer's delta. A training run writes the matrices that it trained, whose scale may be another one;
+:func:`mens_exp.artifacts.adapter_delta.portable` makes the header's scale true of every layer.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, get_type_hints
 
-import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
-
-from mens_exp.artifacts.adapter_tensors import HALVES, MAGNITUDE, disagreements, kind_of
-from mens_exp.artifacts.atomic import write_bytes
+from mens_exp.artifacts.adapter_tensors import (
+    HALVES,
+    MAGNITUDE,
+    TensorFile,
+    header_problems,
+    write_tensors,
+)
 from mens_exp.artifacts.nearest import expected_name
+from mens_exp.artifacts.quantizer import Quantizer, quantizer_problems
 from mens_exp.artifacts.record import read_record, write_record
-from mens_exp.errors import DataError, MensError, Problems
+from mens_exp.artifacts.typed_json import check_keys
+from mens_exp.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    import numpy as np
     import numpy.typing as npt
 
 __all__ = [
+    "FORMATS",
     "MANIFEST_NAME",
+    "OLDER_MANIFEST_NAME",
     "TENSORS_NAME",
     "AdapterManifest",
     "AdapterProvenance",
     "Quant",
     "read_adapter",
+    "read_manifest",
     "write_adapter",
 ]
 
 MANIFEST_NAME = "adapter_manifest.json"
 TENSORS_NAME = "adapter.safetensors"
-_OLDER_MANIFEST_NAME = "populi_adapter_manifest_v3.json"
-_OLDER_FORMATS = ("vox_populi_adapter",)
+OLDER_MANIFEST_NAME = "populi_adapter_manifest_v3.json"
+FORMATS = ("vox_mens_adapter", "vox_populi_adapter")  # today's name, then older ones
 _OPTIONAL = ("base_model", "provenance", "mens_exp")  # absent, not null, in the schema
+_METHODS = ("lora", "qlora")
 _VARIANTS = ("lora", "rslora", "dora")
+_SCALES = ("header",)
 
 
 class Quant(TypedDict):
@@ -64,6 +77,29 @@ class AdapterProvenance(_Origin, total=False):
     license_class: str | None
 
 
+class _Start(TypedDict, total=False):
+    name: str
+    doubled_rank: bool
+    exactness: str
+    loftq_iters: int
+
+
+class _Ours(TypedDict, total=False):
+    """The keys that `mens_exp` may hold."""
+
+    alpha_pattern: dict[str, int]
+    base_weights_sha256: str
+    candle_qlora_graph_id: str
+    embed_key: str
+    init: _Start
+    lane: str
+    quantizer: Quantizer
+    rank_pattern: dict[str, int]
+    scale: str
+    tied_head: bool
+    variant: str
+
+
 @dataclass(kw_only=True, slots=True)
 class AdapterManifest:
     """What the tensors belong to.
@@ -82,7 +118,9 @@ class AdapterManifest:
         base_model: the base model's name.
         provenance: of the base model.
         mens_exp: what we add: content hashes, `rank_pattern` and `alpha_pattern` by logical
-            layer, `variant` (lora where absent), `init`, and whether an adapted head is tied.
+            layer, `variant` (lora where absent), `scale`, `init`, the embedding's key
+            (`embed_key`), what quantized the base (`quantizer`), and whether an adapted head is
+            tied.
     """
 
     format: str = "vox_mens_adapter"
@@ -100,80 +138,94 @@ class AdapterManifest:
     mens_exp: dict[str, Any] | None = None
 
     def problems(self, where: str) -> list[DataError]:
-        """Return the layers that are repeated or lack a key, and sizes below 1."""
-        found = [
-            DataError("a layer without a base key", where=f"{where}: base_key_map", found=layer)
-            for layer in self.layer_order
-            if layer not in self.base_key_map
+        """Return what of layers, keys, sizes and our own additions contradicts itself."""
+        found = header_problems(self, where)
+        names: list[tuple[str, str, tuple[str, ...]]] = [
+            ("adapter_method", self.adapter_method, _METHODS)
         ]
-        if len(set(self.layer_order)) < len(self.layer_order):
-            repeated = sorted({x for x in self.layer_order if self.layer_order.count(x) > 1})
-            found.append(DataError("repeated", where=f"{where}: layer_order", found=repeated))
-        sizes = {"vocab": self.vocab, "d_model": self.d_model, "rank": self.rank}
-        sizes |= {"alpha": self.alpha}
-        for name, size in sizes.items():
-            if size < 1:
-                place = f"{where}: {name}"
-                found.append(
-                    DataError("wrong value", where=place, found=size, expected="1 or more")
-                )
-        if self.variant not in _VARIANTS:
-            place, expected = f"{where}: mens_exp.variant", expected_name(self.variant, _VARIANTS)
-            found.append(DataError("unknown", where=place, found=self.variant, expected=expected))
+        if self.mens_exp is not None:
+            hints = get_type_hints(_Ours)
+            found += check_keys(self.mens_exp, hints, (), f"{where}: mens_exp")
+            quantizer = self.mens_exp.get("quantizer")
+            if isinstance(quantizer, dict):
+                found += quantizer_problems(quantizer, f"{where}: mens_exp.quantizer")
+            names += [
+                ("mens_exp.variant", self.variant, _VARIANTS),
+                ("mens_exp.scale", str(self.mens_exp.get("scale", "header")), _SCALES),
+            ]
+        for name, value, known in names:
+            if value not in known:
+                place, expected = f"{where}: {name}", expected_name(value, known)
+                found.append(DataError("unknown", where=place, found=value, expected=expected))
         for name in ("rank", "alpha"):
             found += self._pattern_problems(where, name)
+        if self._scale_is_the_headers and (self.variant == "rslora" or self._pattern("alpha")):
+            found.append(
+                DataError(
+                    "contradicts the variant or alpha_pattern beside it",
+                    where=f"{where}: mens_exp.scale",
+                    found="header",
+                    expected="no such key, or lora or dora without an alpha_pattern",
+                )
+            )
         return found
 
     def rank_of(self, layer: str) -> int:
         """Return r of one logical layer."""
-        pattern = (self.mens_exp or {}).get("rank_pattern") or {}
-        return int(pattern.get(layer, self.rank))
-
-    def alpha_of(self, layer: str) -> int:
-        """Return alpha of one logical layer."""
-        pattern = (self.mens_exp or {}).get("alpha_pattern") or {}
-        return int(pattern.get(layer, self.alpha))
+        return self._pattern("rank").get(layer, self.rank)
 
     @property
     def variant(self) -> str:
         """What the matrices do to a weight: ``lora``, ``rslora`` or ``dora``."""
         return str((self.mens_exp or {}).get("variant", "lora"))
 
+    @property
+    def quantizer(self) -> Quantizer | None:
+        """What quantized the base, where the writer put it down."""
+        return (self.mens_exp or {}).get("quantizer")
+
     def scale_of(self, layer: str) -> float:
         """Return the factor before ``B @ A`` of one logical layer.
 
-        It is ``alpha / r``, in rslora ``alpha / sqrt(r)``. Where an initialisation doubled both
-        (`init`), the scale is still that of the trained pair.
+        It is ``alpha / r`` of the layer, in rslora ``alpha / sqrt(r)``; where `mens_exp.scale` is
+        ``header``, the header's ``alpha / rank`` whatever the layer's rank. Where an
+        initialisation doubled both (`init`), the scale is still that of the trained pair.
         """
+        if self._scale_is_the_headers:
+            return self.alpha / self.rank
         init = (self.mens_exp or {}).get("init") or {}
         times = 2 if init.get("doubled_rank") else 1
-        rank, alpha = self.rank_of(layer) / times, self.alpha_of(layer) / times
+        rank = self.rank_of(layer) / times
+        alpha = self._pattern("alpha").get(layer, self.alpha) / times
         return alpha / (math.sqrt(rank) if self.variant == "rslora" else rank)
 
     def parts(self) -> tuple[str, ...]:
         """Return the names of the tensors that every layer has."""
         return (*HALVES, *((MAGNITUDE,) if self.variant == "dora" else ()))
 
+    @property
+    def _scale_is_the_headers(self) -> bool:
+        return (self.mens_exp or {}).get("scale") == "header"
+
+    def _pattern(self, name: str) -> dict[str, int]:
+        """Return a pattern; what of it is no whole number is reported, and not followed."""
+        pattern = (self.mens_exp or {}).get(f"{name}_pattern")
+        entries = pattern.items() if isinstance(pattern, dict) else ()
+        return {layer: value for layer, value in entries if type(value) is int}
+
     def _pattern_problems(self, where: str, name: str) -> list[DataError]:
         place = f"{where}: mens_exp.{name}_pattern"
-        pattern = (self.mens_exp or {}).get(f"{name}_pattern") or {}
-        if not isinstance(pattern, dict):
-            return [DataError("wrong value", where=place, found=pattern, expected="an object")]
         found = []
-        for layer, value in pattern.items():
+        for layer, value in self._pattern(name).items():
             if layer not in self.layer_order:
                 expected = expected_name(layer, self.layer_order)
                 found.append(
                     DataError("unknown layer", where=place, found=layer, expected=expected)
                 )
-            if type(value) is not int or value < 1:
+            if value < 1:
+                inside = f"{place}.{layer}"
                 found.append(
-                    DataError(
-                        f"wrong {name}",
-                        where=f"{place}.{layer}",
-                        found=value,
-                        expected="1 or more",
-                    )
+                    DataError(f"wrong {name}", where=inside, found=value, expected="1 or more")
                 )
         return found
 
@@ -193,22 +245,10 @@ def write_adapter(
         MensError: manifest and tensors disagree, or could not be read back; nothing is
             written then.
     """
-    where = str(directory / TENSORS_NAME)
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    kinds = {name: kind_of(tensor.dtype) for name, tensor in tensors.items()}
-    found = manifest.problems(str(directory / MANIFEST_NAME))
-    found = found or disagreements(manifest, shapes, kinds, where)
-    if found:
-        raise MensError(
-            "an adapter could not be read back, so it is not written",
-            found="; ".join(str(problem) for problem in found),
-        )
+    path = directory / MANIFEST_NAME
     # Last the manifest: where it is, the tensors are.
-    write_bytes(
-        directory / TENSORS_NAME,
-        save({name: np.ascontiguousarray(tensors[name]) for name in sorted(tensors)}),
-    )
-    write_record(manifest, directory / MANIFEST_NAME, omit_null=_OPTIONAL)
+    write_tensors(manifest, tensors, directory / TENSORS_NAME, manifest.problems(str(path)))
+    write_record(manifest, path, omit_null=_OPTIONAL)
 
 
 def read_adapter(directory: Path) -> tuple[AdapterManifest, dict[str, npt.NDArray[np.float32]]]:
@@ -222,29 +262,24 @@ def read_adapter(directory: Path) -> tuple[AdapterManifest, dict[str, npt.NDArra
 
     Raises:
         DataError: a file is missing, truncated, of a newer version or breaks one rule.
-        Problems: several rules are broken.
+        Problems: several rules are broken, in either file.
     """
     path = directory / MANIFEST_NAME
-    older = directory / _OLDER_MANIFEST_NAME
+    older = directory / OLDER_MANIFEST_NAME
     if not path.exists() and older.exists():
         path = older
-    manifest = read_record(AdapterManifest, path, older_formats=_OLDER_FORMATS)
-    return manifest, _read_tensors(manifest, directory / TENSORS_NAME)
+    return read_manifest(path, directory / TENSORS_NAME)
 
 
-def _read_tensors(manifest: AdapterManifest, path: Path) -> dict[str, npt.NDArray[np.float32]]:
-    try:
-        with safe_open(path, framework="numpy") as file:
-            names = list(file.keys())
-            slices = {name: file.get_slice(name) for name in names}
-            shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
-            kinds = {name: str(part.get_dtype()) for name, part in slices.items()}
-            Problems.raise_if(disagreements(manifest, shapes, kinds, str(path)))
-            return {name: file.get_tensor(name) for name in names}
-    except (OSError, SafetensorError) as error:
-        raise DataError(
-            "not a whole safetensors file",
-            where=str(path),
-            found=str(error),
-            remedy="copy the adapter again, or write it again from a checkpoint of its run",
-        ) from error
+def read_manifest(
+    path: Path, tensors: Path
+) -> tuple[AdapterManifest, dict[str, npt.NDArray[np.float32]]]:
+    """Read a manifest and a file of tensors, wherever they lie; see :func:`read_adapter`."""
+    file: list[TensorFile] = []
+
+    def further(manifest: AdapterManifest) -> list[DataError]:
+        file.append(TensorFile(tensors))
+        return file[0].problems(manifest)
+
+    manifest = read_record(AdapterManifest, path, older_formats=FORMATS[1:], further=further)
+    return manifest, file[0].read()

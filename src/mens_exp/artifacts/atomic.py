@@ -16,7 +16,7 @@ import re
 import secrets
 import shutil
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import psutil
 
@@ -30,6 +30,7 @@ __all__ = [
     "directory",
     "json_line",
     "remove_stale",
+    "stream",
     "write_bytes",
     "write_json",
     "write_text",
@@ -52,11 +53,28 @@ def write_bytes(path: Path, data: bytes) -> None:
     Raises:
         OSError: the disk refused; the target is then as it was.
     """
+    with stream(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def stream(path: Path) -> Iterator[BinaryIO]:
+    """Write a file beside `path` and put it in place when the block ends well.
+
+    Args:
+        path: the target; missing parent directories are made.
+
+    Yields:
+        The open file, empty.
+
+    Raises:
+        OSError: the disk refused; the target is then as it was.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _beside(path, "tmp")
     try:
         with temporary.open("xb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -15,7 +15,7 @@ from mens_exp.artifacts.typed_json import check, check_keys, is_enum, parse_json
 from mens_exp.errors import DataError, MensError, Problems
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
 __all__ = ["Record", "read_bytes", "read_lines", "read_record", "write_lines", "write_record"]
@@ -36,7 +36,13 @@ class Record(Protocol):
 R = TypeVar("R", bound=Record)
 
 
-def read_record(cls: type[R], path: Path, *, older_formats: Iterable[str] = ()) -> R:
+def read_record(
+    cls: type[R],
+    path: Path,
+    *,
+    older_formats: Iterable[str] = (),
+    further: Callable[[R], list[DataError]] | None = None,
+) -> R:
     """Read one record from a JSON file.
 
     Args:
@@ -44,6 +50,7 @@ def read_record(cls: type[R], path: Path, *, older_formats: Iterable[str] = ()) 
         path: the file.
         older_formats: further `format` names of the same content; the record that is
             returned carries today's name.
+        further: lists problems of a well-typed record with other files, reported with its own.
 
     Raises:
         DataError: the file is missing, is not JSON, or breaks one rule.
@@ -56,7 +63,7 @@ def read_record(cls: type[R], path: Path, *, older_formats: Iterable[str] = ()) 
     Problems.raise_if(check_keys(value, declared, _required(cls), str(path)))
     current = {**value, "format": _default(cls, "format")}
     record = cls(**{name: _coerce(item, declared[name]) for name, item in current.items()})
-    Problems.raise_if(record.problems(str(path)))
+    Problems.raise_if(record.problems(str(path)) + (further(record) if further else []))
     return record
 
 

@@ -83,6 +83,21 @@ class RunDir:
         return self.path / "weights"
 
     @property
+    def merged(self) -> Path:
+        """The directory of a merged model, where a merge was not told another."""
+        return self.path / "merged"
+
+    @property
+    def merged_tensors(self) -> Path:
+        """The file of merged tensors alone, where a merge was not told another."""
+        return self.path / "merged.safetensors"
+
+    @property
+    def parity(self) -> Path:
+        """The certificate of what a merge or an export wrote."""
+        return self.path / "parity.json"
+
+    @property
     def scorecard(self) -> Path:
         """The KPIs."""
         return self.path / "scorecard.json"

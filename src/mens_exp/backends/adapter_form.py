@@ -23,13 +23,14 @@ from mens_exp.layout.directory import read_directory
 from mens_exp.layout.licence import attribution_required
 from mens_exp.layout.names import HEAD, base_key
 from mens_exp.layout.targets import pattern_values
-from mens_exp.lora.from_weights import stacked
+from mens_exp.lora.from_weights import stacked, unstacked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from mens_exp.artifacts.adapter_v3 import AdapterProvenance
+    from mens_exp.artifacts.quantizer import Quantizer
     from mens_exp.config.lora import LoraConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.layout.families import Family
@@ -74,13 +75,10 @@ def unstacked_tensors(tensors: Tensors, taken: Tensors) -> tuple[Tensors, Tensor
         taken: of the same layers, for their names.
     """
     tuned, out = dict(tensors), {}
-    for name in taken:
-        if name.endswith("lora_a"):
-            r = tensors[name].shape[0] // 2
-            tuned[name], out[name] = tensors[name][:r], tensors[name][r:]
-        else:
-            r = tensors[name].shape[1] // 2
-            tuned[name], out[name] = tensors[name][:, :r], -tensors[name][:, r:]
+    for a in [name for name in taken if name.endswith("lora_a")]:
+        b = f"{a[:-1]}b"
+        trained, first = unstacked((tensors[a], tensors[b]))
+        (tuned[a], tuned[b]), (out[a], out[b]) = trained, first
     return tuned, out
 
 
@@ -91,6 +89,7 @@ def manifest_of(
     modules: Sequence[LinearModule],
     *,
     residual: bool,
+    quantizer: Quantizer | None,
 ) -> AdapterManifest:
     """Describe an adapter.
 
@@ -100,6 +99,7 @@ def manifest_of(
         shape: its dimensions.
         modules: what the adapter sits on.
         residual: whether its start took something out of the base.
+        quantizer: of the base; None where it is unquantized.
     """
     lora, family = config.lora, shape.family
     keys = read_directory(base.directory).tensors
@@ -109,6 +109,7 @@ def manifest_of(
     name_of = {one.path: one.logical for one in modules}
     ours: dict[str, Any] = {
         "base_weights_sha256": base.weights_sha256,
+        "embed_key": base_key(family.embedding, family, keys),
         "variant": lora.variant.value,
         "rank_pattern": {name_of[p]: r * times for p, r in ranks.items() if r != lora.r},
         "alpha_pattern": {name_of[p]: a * times for p, a in alphas.items() if a != lora.alpha},
@@ -120,6 +121,8 @@ def manifest_of(
     }
     if lora.init is LoraInit.loftq:
         ours["init"]["loftq_iters"] = lora.loftq_iters
+    if quantizer is not None:
+        ours["quantizer"] = quantizer  # a merge makes the same 4-bit values from it
     if HEAD in name_of.values():
         ours["tied_head"] = shape.tied  # a merge into a tied head would change the embedding too
     return AdapterManifest(

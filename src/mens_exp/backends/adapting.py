@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.lora import LoraVariant
 from mens_exp.errors import SetupError
-from mens_exp.layout.targets import pattern_values
+from mens_exp.layout.targets import pattern_values, shortest_names
 from mens_exp.model.quiet import quiet
 
 if TYPE_CHECKING:
@@ -93,21 +93,13 @@ def peft_config(
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=_shortest([one.path for one in modules], paths),
+        target_modules=shortest_names([one.path for one in modules], list(paths)),
         rank_pattern={re.escape(path): r for path, r in ranks.items() if r != lora.r},
         alpha_pattern={re.escape(path): a for path, a in alphas.items() if a != lora.alpha},
         use_rslora=lora.variant is LoraVariant.rslora,
         use_dora=lora.variant is LoraVariant.dora,
         task_type="CAUSAL_LM",
     )
-
-
-def _shortest(matched: Sequence[str], paths: Iterable[str]) -> list[str]:
-    """Return the last names of the paths where those say it all, else the whole paths."""
-    names = {path.rpartition(".")[2] for path in matched}
-    if {path for path in paths if path.rpartition(".")[2] in names} == set(matched):
-        return sorted(names)
-    return list(matched)
 
 
 def _linear_paths(model: torch.nn.Module) -> list[str]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from mens_exp.artifacts.adapter_v3 import AdapterManifest
+    from mens_exp.backends.tracing import Trace
     from mens_exp.config.root import RunConfig
     from mens_exp.data.batch import Batch
 
@@ -45,6 +46,9 @@ class Backend(Protocol):
 
     def next_logits(self, ids: Sequence[int], cache: Any = None) -> tuple[torch.Tensor, Any]:
         """Return the logits ``[V]`` that follow ids, and the cache grown by these."""
+
+    def trace(self, ids: Sequence[int]) -> Trace:
+        """Return the hidden states after each layer, and the logits, of one document."""
 
     def adapter(self, config: RunConfig) -> tuple[AdapterManifest, dict[str, np.ndarray]]:
         """Return the adapter under logical names, with its manifest."""

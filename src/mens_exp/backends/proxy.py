@@ -22,8 +22,10 @@ from mens_exp.backends.greedy import evaluating
 from mens_exp.backends.loading import load_into
 from mens_exp.backends.own_form import OwnForm
 from mens_exp.backends.projection import Projection
+from mens_exp.backends.tracing import Trace
 from mens_exp.config.backend import Composition, ProxyConfig
 from mens_exp.config.objective import LastKObjective
+from mens_exp.config.quant import ComputeDtype
 from mens_exp.errors import SetupError
 from mens_exp.layout.directory import read_directory
 from mens_exp.layout.names import HEAD, base_key
@@ -31,7 +33,7 @@ from mens_exp.layout.proxy_stack import stack_of
 from mens_exp.layout.shape import shape_of
 from mens_exp.model.mapped import mapped
 from mens_exp.model.stored_weights import StoredWeights
-from mens_exp.quant.bnb import compute_dtype
+from mens_exp.quant.bnb import compute_dtype, quantizer_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -100,14 +102,21 @@ class ProxyBackend(OwnForm, torch.nn.Module):
 
     def hidden(self, last_M: torch.Tensor) -> torch.Tensor:
         """Return the hidden state that each last token leads to, ``[M, D]`` in f32."""
+        *_, (_, h_MD) = self._states(last_M)
+        return h_MD
+
+    def _states(self, last_M: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the states after each layer, ``[M, D]`` in f32; the last is what the head reads."""
         rows = self.embedding_VD.index_select(0, last_M.to("cpu"))
         h_MD = rows.to(last_M.device).float()
-        with self._compute():
-            for projection in self.middle:
+        yield "embedding", h_MD
+        for i, projection in enumerate(self.middle):
+            with self._compute():
                 h_MD = self._step(h_MD, projection)
+            yield f"mid{i}", h_MD
         if self.stack.composition is Composition.residual and len(self.middle):
             h_MD = h_MD / math.sqrt(len(self.middle))
-        return h_MD
+        yield "head's input", h_MD
 
     def _step(self, h_MD: torch.Tensor, projection: torch.nn.Module) -> torch.Tensor:
         kind = self.stack.composition
@@ -179,6 +188,14 @@ class ProxyBackend(OwnForm, torch.nn.Module):
         with torch.inference_mode(), evaluating(self):
             return self.head(self.hidden(last))[0].float(), None
 
+    def trace(self, ids: Sequence[int]) -> Trace:
+        """Return the hidden states after each layer, and the logits, of one document."""
+        ids_M = torch.tensor(list(ids), device=self.device)
+        with torch.inference_mode(), evaluating(self):
+            hidden = dict(self._states(ids_M))
+            logits_TV = self.head(hidden["head's input"]).float()
+        return Trace(hidden=hidden, logits_TV=logits_TV)
+
     def adapter(self, config: RunConfig) -> tuple[AdapterManifest, dict[str, np.ndarray]]:
         """Return the adapter's manifest and its f32 tensors under logical names."""
         tensors = {
@@ -202,6 +219,9 @@ class ProxyBackend(OwnForm, torch.nn.Module):
             mens_exp={
                 "base_weights_sha256": self.base.weights_sha256,
                 "candle_qlora_graph_id": self.stack.graph_id,
+                "embed_key": self.keys[HEAD],
+                # It quantizes f32 weights, each projection of the stack.
+                "quantizer": quantizer_named(self.quant, rounded_to=ComputeDtype.f32, skip=[]),
             },
         )
         return manifest, tensors

@@ -24,6 +24,7 @@ from mens_exp.backends.frozen_base import frozen_weights, load_base
 from mens_exp.backends.greedy import greedy
 from mens_exp.backends.starting import start_all, start_facts
 from mens_exp.backends.streaming import step
+from mens_exp.backends.tracing import trace
 from mens_exp.config.checkpointing import is_wanted
 from mens_exp.errors import ConfigError
 from mens_exp.layout.shape import shape_of
@@ -37,6 +38,7 @@ from mens_exp.quant.bnb import (
     compute_dtype,
     differs_in_evaluation,
     quantization_facts,
+    quantizer_in,
 )
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from mens_exp.artifacts.adapter_v3 import AdapterManifest
+    from mens_exp.backends.tracing import Trace
     from mens_exp.config.root import RunConfig
     from mens_exp.data.batch import Batch
     from mens_exp.model.resolve import BaseModel
@@ -198,6 +201,11 @@ class QloraBackend(torch.nn.Module):
         with self._compute():
             return step(self.causal_lm, ids, cache)
 
+    def trace(self, ids: Sequence[int]) -> Trace:
+        """Return the hidden states after each layer, and the logits, of one document."""
+        with self._compute():
+            return trace(self.causal_lm, ids)
+
     def adapter(self, config: RunConfig) -> tuple[AdapterManifest, dict[str, np.ndarray]]:
         """Return the adapter's manifest and its f32 tensors under logical names.
 
@@ -211,7 +219,12 @@ class QloraBackend(torch.nn.Module):
         stacked = stacked_tensors(tensors, self.residuals.taken())
         residual = bool(self.residuals.layers)
         manifest = manifest_of(
-            config, self.base, self.shape, self.modules_chosen, residual=residual
+            config,
+            self.base,
+            self.shape,
+            self.modules_chosen,
+            residual=residual,
+            quantizer=quantizer_in(self.causal_lm, config.quant, self.shape),
         )
         return manifest, {name: values.numpy() for name, values in stacked.items()}
 

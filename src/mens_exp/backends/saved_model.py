@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["write_model"]
+__all__ = ["copy_tokenizer", "write_model"]
 
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "chat_template.jinja", "vocab.*", "merges.*")
 
@@ -35,6 +35,12 @@ def write_model(
         plain = type(model)(model.config)  # without PEFT's layers, whose names would be saved
         plain.load_state_dict(dict(weights), strict=False)  # a tied head is named once
         plain.save_pretrained(temporary)
-        for pattern in _TOKENIZER:
-            for file in tokenizer.glob(pattern) if tokenizer is not None else ():
-                shutil.copyfile(file, temporary / file.name)
+        if tokenizer is not None:
+            copy_tokenizer(tokenizer, temporary)
+
+
+def copy_tokenizer(source: Path, directory: Path) -> None:
+    """Copy a tokenizer's files, its chat template among them, from one directory to another."""
+    for pattern in _TOKENIZER:
+        for file in source.glob(pattern):
+            shutil.copyfile(file, directory / file.name)

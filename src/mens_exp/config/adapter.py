@@ -1,4 +1,4 @@
-"""Which adapter a run leaves behind."""
+"""Which adapter a run leaves behind, and which one a merge reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ class Selection(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class AdapterConfig:
-    """Which adapter is the run's result."""
+    """Which adapter is the run's result, and the one that a merge reads."""
+
+    file: str | None = setting(
+        None,
+        "A safetensors file of an adapter, with meta= beside it (merge); `adapter=<file>` on the "
+        "command line says the same.",
+    )
 
     select: Selection = setting(
         Selection.last,

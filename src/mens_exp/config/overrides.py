@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
-__all__ = ["Cell", "Checked", "check"]
+__all__ = ["Cell", "Checked", "check", "spelled_out"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +51,17 @@ class Checked:
     problems: tuple[MensError, ...]
 
 
+def spelled_out(texts: Sequence[str]) -> list[str]:
+    """Return overrides with ``adapter=<file>`` as the key that it means, ``adapter.file``."""
+    short = "adapter="
+    return [
+        f"adapter.file={text.removeprefix(short)}"
+        if text.startswith(short) and not text.startswith(f"{short}{{")  # a mapping of its keys
+        else text
+        for text in texts
+    ]
+
+
 def check(texts: Sequence[str], *, multirun: bool = False) -> Checked:
     """Judge the overrides of one command.
 
@@ -65,6 +76,7 @@ def check(texts: Sequence[str], *, multirun: bool = False) -> Checked:
     own = tuple(own_problems())
     if own:  # what ./conf adds cannot be told before it is in order
         return Checked(cells=(), problems=own)
+    texts = spelled_out(texts)
     found: dict[str, list[MensError]] = {text: [] for text in texts}
     overrides = [o for text in texts for o in _parsed(text, found[text], multirun=multirun)]
     groups = [o for o in overrides if _is_group(o)]

@@ -17,9 +17,11 @@ from mens_exp.config.data import DataConfig
 from mens_exp.config.fields import setting
 from mens_exp.config.logger import LoggerConfig
 from mens_exp.config.lora import LoraConfig
+from mens_exp.config.merge import MergeConfig
 from mens_exp.config.model import ModelConfig
 from mens_exp.config.objective import ObjectiveConfig
 from mens_exp.config.optim import OptimizerConfig
+from mens_exp.config.parity import ParityConfig
 from mens_exp.config.quant import QuantConfig
 from mens_exp.config.schedule import ScheduleConfig
 from mens_exp.config.suite import SuiteConfig
@@ -53,17 +55,31 @@ class RunConfig:
     seed: int = setting(42, "Seed of data order, LoRA initialisation and dropout.", ge=0)
     path: str | None = setting(
         None,
-        "The run a task reads: a run directory, or `latest` (evaluate, chat, push, export); "
-        "chat takes `base` too, the model of the command alone.",
+        "The run a task reads: a run directory, or `latest` (evaluate, chat, push, export, merge); "
+        "chat takes `base` too, the model of the command alone; merge, and export of an adapter, "
+        "take its directory too, in schema v2, v3 or PEFT's form.",
     )
     prompt: str | None = setting(
         None, "One question: chat answers it and ends; null talks until Ctrl-D."
     )
     repo: str | None = setting(None, "The hub's repository, <user>/<name> (push).")
-    format: ExportFormat = setting(ExportFormat.bundle, "What to write (export).")
+    format: ExportFormat = setting(
+        ExportFormat.bundle,
+        "What to write (export): a run packed whole, or its adapter in another form.",
+    )
     out: str | None = setting(
         None,
-        "File or directory to write (export); null is one in the task's own run directory.",
+        "File or directory to write (export, merge); null is one in the task's own run directory.",
+    )
+    base: str | None = setting(
+        None,
+        "The base to merge into, a hub id or a directory; null is the recorded one (merge).",
+    )
+    meta: str | None = setting(
+        None, "JSON header, of schema v2 or v3, of the tensors that adapter= names (merge)."
+    )
+    base_shard: list[str] = setting(
+        [], "Safetensors files of the base to merge into, beside adapter= and meta= (merge)."
     )
     resume: str | None = setting(
         None, "A run directory, or `latest`: continue that run from its last checkpoint (train)."
@@ -90,4 +106,6 @@ class RunConfig:
     suite: SuiteConfig = _group()
     chat: ChatConfig = field(default_factory=ChatConfig, metadata={"doc": "See its keys."})
     push: PushConfig = field(default_factory=PushConfig, metadata={"doc": "See its keys."})
+    merge: MergeConfig = field(default_factory=MergeConfig, metadata={"doc": "See its keys."})
     export: ExportConfig = field(default_factory=ExportConfig, metadata={"doc": "See its keys."})
+    parity: ParityConfig = field(default_factory=ParityConfig, metadata={"doc": "See its keys."})

@@ -8,6 +8,7 @@ from enum import Enum
 from omegaconf import MISSING
 
 from mens_exp.config.fields import setting
+from mens_exp.config.quant import QuantType
 
 __all__ = ["ChatConfig", "ExportConfig", "ExportFormat", "PushConfig", "TaskConfig"]
 
@@ -16,6 +17,9 @@ class ExportFormat(Enum):
     """What task=export writes."""
 
     bundle = "bundle"
+    peft = "peft"
+    v2 = "v2"
+    v3 = "v3"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,11 +49,19 @@ class PushConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ExportConfig:
-    """What task=export packs; `out` names the file."""
+    """What task=export writes beside `format` and `out`."""
 
     checkpoints: bool = setting(
-        False, "Pack the training states too, so that the run can go on elsewhere."
+        False, "Pack the training states too, so that the run can go on elsewhere (bundle)."
     )
     allow_absolute_paths: bool = setting(
-        False, "Pack even where the records name absolute paths of this machine."
+        False, "Pack even where the records name absolute paths of this machine (bundle)."
+    )
+    base_quant: QuantType | None = setting(
+        None,
+        "How the base was quantized while an adapter that does not tell was trained; null is nf4 "
+        "for schema v2, whose trainer knows nothing else, and none for PEFT.",
+    )
+    double_quant: bool | None = setting(
+        None, "Whether its constants were quantized once more; null is yes where it was quantized."
     )

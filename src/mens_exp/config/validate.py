@@ -13,6 +13,7 @@ from mens_exp.config.rules import (
     checkpoint,
     data,
     lora,
+    merge,
     model,
     objective,
     optim,
@@ -66,7 +67,8 @@ TASK_READS: dict[str, frozenset[str]] = {
     "evaluate": frozenset({"path", "suite", "trainer.accelerator"}),
     "chat": frozenset({"path", "prompt", "chat", "seed", "trainer.accelerator"}),
     "push": frozenset({"path", "repo", "push"}),
-    "export": frozenset({"path", "format", "export"}),
+    "export": frozenset({"path", "format", "export", "out", "model"}),
+    "merge": frozenset({"path", "adapter.file", "meta", "base_shard", "base", "out", "merge"}),
     "doctor": frozenset(),
 }
 _READ_OF_THE_BASE = frozenset({"model", "tokenizer", "quant", "lora", "backend"})
@@ -81,6 +83,7 @@ def problems_of(config: RunConfig) -> list[MensError]:
     if not any(range_problems(config.model, "model.")):  # its rules divide by its values
         problems += model.problems(config)
     problems += task.problems(config)
+    problems += merge.problems(config)
     return problems
 
 
@@ -141,4 +144,8 @@ def ineffective_overrides(config: RunConfig, keys: Iterable[str]) -> list[MensEr
         config: the whole configuration.
         keys: override keys as given.
     """
-    return [*data.unread(config, keys), *backend.unread(config, keys)]
+    return [
+        *data.unread(config, keys),
+        *backend.unread(config, keys),
+        *task.unread(config, keys),
+    ]

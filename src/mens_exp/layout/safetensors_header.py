@@ -17,11 +17,11 @@ from mens_exp.errors import ModelFileError
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["TensorInfo", "read_header"]
+__all__ = ["ITEM_BYTES", "TensorInfo", "data_start", "read_header"]
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the reference implementation's own limit
-_BYTES = {
+ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
@@ -55,6 +55,12 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     tensors = _parse(path, raw)
     _check_extent(path, tensors, size - _LENGTH_BYTES - length)
     return tensors
+
+
+def data_start(path: Path) -> int:
+    """Return the offset, in bytes, of the data of a safetensors file whose header was read."""
+    with path.open("rb") as file:
+        return _LENGTH_BYTES + int.from_bytes(file.read(_LENGTH_BYTES), "little")
 
 
 def _check_length(path: Path, length: int, size: int) -> None:
@@ -94,9 +100,9 @@ def _entry(path: Path, name: str, value: dict[str, Any]) -> TensorInfo:
     start, end = (operator.index(offset) for offset in value["data_offsets"])
     shape = tuple(operator.index(n) for n in value["shape"])
     info = TensorInfo(value["dtype"], shape, start, end)
-    if info.dtype not in _BYTES:
+    if info.dtype not in ITEM_BYTES:
         raise ModelFileError("unknown dtype", where=f"{path}: {name}", found=info.dtype)
-    needed = math.prod(info.shape) * _BYTES[info.dtype]
+    needed = math.prod(info.shape) * ITEM_BYTES[info.dtype]
     if end - start != needed:
         raise ModelFileError(
             "offsets disagree with shape and dtype",

@@ -4,45 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from mens_exp.artifacts.adapter_v3 import MANIFEST_NAME, TENSORS_NAME, read_adapter
+from mens_exp.artifacts.adapter_files import schema_in
+from mens_exp.artifacts.adapter_v3 import TENSORS_NAME, read_adapter
 from mens_exp.artifacts.digest import sha256_file
-from mens_exp.artifacts.record import read_bytes
 from mens_exp.artifacts.run_dir import RunDir, resolve
-from mens_exp.artifacts.typed_json import parse_json
-from mens_exp.errors import DataError, ModelFileError, RequestError
-from mens_exp.layout.names import logical_name
-from mens_exp.layout.safetensors_header import read_header
+from mens_exp.errors import DataError, RequestError
+from mens_exp.layout.peft_adapter import TENSORS_NAME as PEFT_TENSORS
+from mens_exp.layout.peft_adapter import is_peft, read_peft
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
 
     from mens_exp.layout.families import Family
-    from mens_exp.layout.safetensors_header import TensorInfo
 
 __all__ = ["StartingAdapter", "find", "read"]
 
 _WHERE = "lora.init_from"
-_OLDER_MANIFEST_NAME = "populi_adapter_manifest_v3.json"
-_PEFT_CONFIG, _PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_HALVES = {".lora_A.weight": "lora_a", ".lora_B.weight": "lora_b"}
-_NUMPY: dict[str, np.dtype[Any]] = {
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),
-}
-# What of a PEFT configuration makes another update than (alpha / r) B A on the listed modules.
-_PLAIN: dict[str, Any] = {
-    "use_rslora": False,
-    "use_dora": False,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "modules_to_save": None,
-    "bias": "none",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +100,14 @@ def read(directory: Path, family: Family) -> StartingAdapter:
         return _read_peft(directory, family)
     manifest, tensors = read_adapter(directory)
     ours = manifest.mens_exp or {}
+    if ours.get("scale") == "header" and ours.get("rank_pattern"):
+        raise DataError(
+            "the adapter's layers have ranks of their own and one scale, which no alpha says",
+            where=_WHERE,
+            found="mens_exp.scale=header",
+            expected="the adapter of a run, or a PEFT directory",
+            remedy=f"make one: task=export path={directory} format=peft",
+        )
     if manifest.variant == "rslora" and ours.get("init", {}).get("doubled_rank"):
         raise DataError(
             "the adapter's scale is no alpha over a root of its rank",
@@ -142,39 +130,35 @@ def read(directory: Path, family: Family) -> StartingAdapter:
 
 
 def _form(directory: Path) -> str | None:
-    if any((directory / name).is_file() for name in (MANIFEST_NAME, _OLDER_MANIFEST_NAME)):
+    if schema_in(directory) == "v3":
         return "v3"
-    return "peft" if (directory / _PEFT_CONFIG).is_file() else None
+    return "peft" if is_peft(directory) else None
 
 
 def _read_peft(directory: Path, family: Family) -> StartingAdapter:
-    place = directory / _PEFT_CONFIG
-    config = parse_json(read_bytes(place), str(place))
-    if not isinstance(config, dict):
-        raise DataError("not an object", where=str(place))
-    for name, plain in _PLAIN.items():
-        if (config.get(name) or plain) != plain:
-            raise DataError(
-                "the adapter is no plain LoRA",
-                where=f"{place}: {name}",
-                found=str(config[name]),
-                expected=str(plain),
-            )
-    try:
-        rank, alpha = int(config["r"]), int(config["lora_alpha"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError("has no whole r and lora_alpha", where=str(place)) from error
-    path = directory / _PEFT_TENSORS
+    adapter = read_peft(directory, family)
+    settings = adapter.settings
+    alphas = {layer: settings.alpha_of(path) for layer, path in adapter.paths.items()}
+    for found in (settings.alpha, *alphas.values()):
+        if not float(found).is_integer():
+            raise DataError("has no whole alpha", where=str(directory), found=found)
+    if settings.rslora and settings.dora:
+        raise DataError(
+            "is of two variants at once, which no lora.variant is",
+            where=str(directory),
+            found="use_dora and use_rslora",
+            expected="one of the two",
+        )
     return StartingAdapter(
         directory=directory,
         form="peft",
-        sha256=sha256_file(path) if path.is_file() else "",
-        rank=rank,
-        alpha=alpha,
-        alphas={},
-        variant="lora",
+        sha256=sha256_file(directory / PEFT_TENSORS),
+        rank=settings.r,
+        alpha=int(settings.alpha),
+        alphas={layer: int(one) for layer, one in alphas.items() if one != settings.alpha},
+        variant="dora" if settings.dora else "rslora" if settings.rslora else "lora",
         base_weights_sha256=_recorded_base(directory),
-        tensors=_peft_tensors(path, family),
+        tensors=adapter.tensors,
     )
 
 
@@ -185,29 +169,3 @@ def _recorded_base(directory: Path) -> str | None:
     manifest, _ = read_adapter(directory.parent)
     found = (manifest.mens_exp or {}).get("base_weights_sha256")
     return str(found) if found else None
-
-
-def _peft_tensors(path: Path, family: Family) -> dict[str, npt.NDArray[np.float32]]:
-    header = read_header(path)
-    raw = path.read_bytes()
-    data = raw[len(raw) - max((info.end for info in header.values()), default=0) :]
-    tensors = {}
-    for name, info in header.items():
-        suffix = next((end for end in _HALVES if name.endswith(end)), None)
-        if suffix is None or info.dtype not in _NUMPY:
-            raise ModelFileError(
-                "is no matrix of a LoRA adapter",
-                where=f"{path}: {name}",
-                found=info.dtype,
-                expected="….lora_A.weight or ….lora_B.weight in F32, F16 or BF16",
-            )
-        logical = logical_name(name.removesuffix(suffix), family)
-        tensors[f"{logical}.{_HALVES[suffix]}"] = _as_f32(data, info)
-    return tensors
-
-
-def _as_f32(data: bytes, info: TensorInfo) -> npt.NDArray[np.float32]:
-    values: npt.NDArray[Any] = np.frombuffer(data[info.start : info.end], _NUMPY[info.dtype])
-    if info.dtype == "BF16":  # the upper half of an f32
-        values = (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32).reshape(info.shape)

@@ -30,6 +30,7 @@ __all__ = [
     "described",
     "linear_modules",
     "pattern_values",
+    "shortest_names",
     "skipped",
     "target_problems",
 ]
@@ -199,6 +200,19 @@ def described(modules: Iterable[LinearModule], layers: int) -> str:
     ]
     count = len(matched)
     return f"{'; '.join(parts)}: {count} module{'s' if count != 1 else ''}"
+
+
+def shortest_names(matched: Sequence[str], paths: Iterable[str]) -> list[str]:
+    """Return the last names of module paths where those say it all, else the whole paths.
+
+    Args:
+        matched: the modules that are meant.
+        paths: of every linear module of the model.
+    """
+    names = {path.rpartition(".")[2] for path in matched}
+    if {path for path in paths if path.rpartition(".")[2] in names} == set(matched):
+        return sorted(names)
+    return list(matched)
 
 
 def _matching(

@@ -10,14 +10,13 @@ import torch
 
 from mens_exp.errors import ModelFileError
 from mens_exp.layout.directory import read_directory
-from mens_exp.layout.safetensors_header import read_header
+from mens_exp.layout.safetensors_header import data_start, read_header
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = ["mapped"]
 
-_LENGTH_BYTES = 8  # of the header's length, before the header
 _FORMATS = {
     "F32": (np.float32, torch.float32),
     "F16": (np.float16, torch.float16),
@@ -49,9 +48,7 @@ def mapped(directory: Path, key: str) -> torch.Tensor:
                 expected=f"one of {', '.join(_FORMATS)}",
             )
         stored, meant = _FORMATS[info.dtype]
-        with shard.open("rb") as file:
-            header = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        start = _LENGTH_BYTES + header + info.start
+        start = data_start(shard) + info.start
         if start % np.dtype(stored).itemsize:  # a header of odd length; the format allows it
             return _read(shard, start, info.shape, stored, meant)
         values = np.memmap(shard, dtype=stored, mode="c", offset=start, shape=info.shape)

@@ -40,12 +40,24 @@ def _all(part: Part, group: str, fields: str) -> dict[str, Part]:
 # One line for each reason; a test compares the keys with the schemas.
 SETTINGS: dict[str, Part] = {
     **_all(Part.EXEC, "", "seed"),
-    **_all(Part.RECORD, "", "path prompt repo format out resume deployment_target task.name"),
+    **_all(
+        Part.RECORD,
+        "",
+        "path prompt repo format out base meta base_shard resume deployment_target task.name",
+    ),
     **_all(Part.RECORD, "checkpoint.", "every_n_steps keep"),
     **_all(Part.EXEC, "adapter.", "select"),
+    **_all(Part.RECORD, "adapter.", "file"),
+    **_all(Part.RECORD, "merge.", "mode dtype base untie any_base"),
     **_all(Part.RECORD, "chat.", "max_new_tokens temperature"),
     **_all(Part.RECORD, "push.", "private message"),
-    **_all(Part.RECORD, "export.", "checkpoints allow_absolute_paths"),
+    **_all(Part.RECORD, "parity.", "tokens text accept"),
+    **_all(
+        Part.RECORD,
+        "parity.budget.",
+        "mean_kl max_kl top1_agreement nll_difference hidden_error weight_error",
+    ),
+    **_all(Part.RECORD, "export.", "checkpoints allow_absolute_paths base_quant double_quant"),
     # The dimensions and the seed are the weights of a random model.
     **_all(
         Part.MODEL,

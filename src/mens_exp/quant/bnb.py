@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mens_exp.artifacts.quantizer import Quantizer
 from mens_exp.config.quant import ComputeDtype, QuantConfig, QuantType, StorageDtype
+from mens_exp.layout.targets import linear_modules
 from mens_exp.model.quiet import quiet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from transformers import BitsAndBytesConfig
+
+    from mens_exp.layout.shape import Shape
 
 __all__ = [
     "as_published",
@@ -25,6 +30,8 @@ __all__ = [
     "quantization_facts",
     "quantized_like",
     "quantized_linears",
+    "quantizer_in",
+    "quantizer_named",
 ]
 
 
@@ -98,6 +105,49 @@ def quantization_facts(model: torch.nn.Module) -> dict[str, Any]:
         "double_quant": bool(weight.quant_state.nested),
         "storage_dtype": str(weight.dtype).removeprefix("torch."),
     }
+
+
+def quantizer_named(
+    config: QuantConfig, *, rounded_to: ComputeDtype, skip: Sequence[str]
+) -> Quantizer:
+    """Describe the quantizer of the `quant` group for the record.
+
+    Args:
+        config: the `quant` group, of four bits.
+        rounded_to: what weights are rounded to before they are quantized.
+        skip: paths of the projections that stay unquantized.
+    """
+    return Quantizer(
+        quant_type=config.quant_type.value,
+        block_size=config.block,
+        double_quant=config.double_quant,
+        compute_dtype=config.compute_dtype.value,
+        rounded_to=rounded_to.value,
+        skip=list(skip),
+        library=f"bitsandbytes {metadata.version('bitsandbytes')}",
+    )
+
+
+def quantizer_in(model: torch.nn.Module, config: QuantConfig, shape: Shape) -> Quantizer | None:
+    """Describe what quantized a causal model, its unquantized layers read back from the graph.
+
+    Args:
+        model: transformers' model; PEFT's layers may be on it.
+        config: the `quant` group it was loaded with.
+        shape: of the model.
+
+    Returns:
+        None where nothing is quantized.
+    """
+    if not config.is_four_bit:
+        return None
+    there = {path.removesuffix(".base_layer") for path in quantized_linears(model)}
+    inside = [one.path for one in linear_modules(shape) if one.layer is not None]
+    return quantizer_named(
+        config,
+        rounded_to=config.compute_dtype,  # the loader's own cast
+        skip=[path for path in inside if path not in there],
+    )
 
 
 def keep_trainable(model: torch.nn.Module) -> None:

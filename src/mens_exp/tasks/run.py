@@ -115,7 +115,9 @@ def _failure(error: BaseException) -> Failure:
 def _hash_outputs(run: RunDir) -> dict[str, str]:
     """Hash every finished file of the run; checkpoints and sinks' own files are not outputs."""
     files = [run.config, run.plan, run.telemetry, run.scorecard, run.events, run.transcript]
-    files += sorted([*run.adapter.rglob("*"), *run.weights.rglob("*")])
+    files += [run.merged_tensors, run.parity]
+    for made in (run.adapter, run.weights, run.merged):
+        files += sorted(made.rglob("*"))
     paths = {path.relative_to(run.path): path for path in files if path.is_file()}
     # A dot begins the name of what a dead writer left half-written.
     whole = {name for name in paths if not any(part.startswith(".") for part in name.parts)}

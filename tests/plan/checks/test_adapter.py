@@ -35,7 +35,7 @@ def adapter_for(tmp_path: Path) -> Callable[..., str]:
         manifest = AdapterManifest(
             adapter_method="qlora",
             quant={"base_quant": "nf4", "double_quant": True},
-            base_key_map=dict.fromkeys(layers, "key"),
+            base_key_map={layer: f"{layer}.weight" for layer in layers},
             layer_order=layers,
             vocab=shape.vocab_size,
             d_model=shape.hidden_size,

@@ -5,22 +5,27 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from mens_exp.config.quant import QuantType
+from mens_exp.config.task import ExportFormat
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from mens_exp.config.root import RunConfig
 
-__all__ = ["problems"]
+__all__ = ["problems", "unread"]
 
 
 _READS_A_RUN = {
     "evaluate": "no run to evaluate",
     "chat": "no run to talk to",
     "push": "no run to upload",
-    "export": "no run to pack",
+    "export": "nothing to export",
 }
+# What of the export's settings a bundle alone reads, and what another form alone.
+_PACKING = frozenset({"export.checkpoints", "export.allow_absolute_paths"})
+_CONVERTING = frozenset({"export.base_quant", "export.double_quant"})
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -56,5 +61,40 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
             expected="<user>/<name>, the user or organisation and a name",
             remedy="add repo=<user>/<name>",
         )
+    export = config.export
+    if export.double_quant is not None and export.base_quant is QuantType.none:
+        yield ConfigError(
+            "contradicts export.base_quant=none, which has no constants",
+            where="export.double_quant",
+            found=export.double_quant,
+            expected="null, or another export.base_quant",
+        )
     if name == "chat" and config.prompt is not None and not config.prompt.strip():
         yield ConfigError("asks nothing", where="prompt", expected="a question, or null")
+
+
+def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
+    """Yield overrides of task=export that its format leaves without effect.
+
+    Args:
+        config: the whole configuration.
+        keys: override keys as given.
+    """
+    if config.task.name != "export":
+        return
+    is_bundle = config.format is ExportFormat.bundle
+    for key in keys:
+        of_the_base = key.partition(".")[0] == "model"
+        if (key in _CONVERTING and is_bundle) or (key in _PACKING and not is_bundle):
+            yield _without_effect(key, config.format, "a format that reads it")
+        elif of_the_base and is_bundle:
+            yield _without_effect(key, config.format, "the model of the run itself")
+
+
+def _without_effect(key: str, form: ExportFormat, expected: str) -> ConfigError:
+    return ConfigError(
+        f"has no effect with format={form.value}",
+        where=key,
+        expected=expected,
+        remedy=f"drop {key}, or choose another format",
+    )

@@ -1,0 +1,236 @@
+"""The adapter on disk, schema v2, of the Candle QLoRA trainer; it lifts to v3 and back.
+
+``candle_qlora_adapter.safetensors`` holds ``{logical}.lora_a`` A_RI [r, in] and
+``{logical}.lora_b`` B_OR [out, r], float32, ``candle_qlora_adapter_meta.json`` what they belong
+to. The delta of every layer is ``(B @ A) * alpha / max(rank, 1)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mens_exp.artifacts.adapter_tensors import (
+    HALVES,
+    HEAD,
+    TensorFile,
+    header_problems,
+    write_tensors,
+)
+from mens_exp.artifacts.adapter_v3 import AdapterManifest
+from mens_exp.artifacts.record import read_record, write_record
+from mens_exp.errors import DataError, Problems
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    import numpy as np
+    import numpy.typing as npt
+
+__all__ = [
+    "FORMATS",
+    "META_NAME",
+    "TENSORS_NAME",
+    "AdapterMeta",
+    "embed_key_of",
+    "lift",
+    "lower",
+    "read_adapter_v2",
+    "read_meta",
+    "write_adapter_v2",
+]
+
+META_NAME = "candle_qlora_adapter_meta.json"
+TENSORS_NAME = "candle_qlora_adapter.safetensors"
+FORMATS = ("vox_mens_qlora_lora_only_v2", "vox_populi_qlora_lora_only_v2")  # today's, then older
+_OPTIONAL = ("base_model",)
+
+
+@dataclass(kw_only=True, slots=True)
+class AdapterMeta:
+    """What the tensors belong to.
+
+    Attributes:
+        format: always ``vox_mens_qlora_lora_only_v2``.
+        version: of the schema.
+        embed_key: key of the embedding table in the base checkpoint.
+        vocab: rows of that table.
+        d_model: width of the base model.
+        rank: r of every layer.
+        alpha: the delta is (B @ A) * alpha / max(rank, 1).
+        layer_order: every logical layer that has an adapter, first to last.
+        base_key_map: logical layer -> key in the base checkpoint.
+        base_model: the base model's name, where the writer put it down.
+    """
+
+    format: str = FORMATS[0]
+    version: int = 2
+    embed_key: str
+    vocab: int
+    d_model: int
+    rank: int
+    alpha: int
+    layer_order: list[str]
+    base_key_map: dict[str, str]
+    base_model: str | None = None
+
+    def problems(self, where: str) -> list[DataError]:
+        """Return the layers and sizes that contradict each other."""
+        return header_problems(self, where)
+
+    def rank_of(self, layer: str) -> int:
+        """Return r, which all layers share."""
+        del layer
+        return self.rank
+
+    def parts(self) -> tuple[str, ...]:
+        """Return the names of the tensors that every layer has."""
+        return tuple(HALVES)
+
+
+def read_adapter_v2(directory: Path) -> tuple[AdapterMeta, dict[str, npt.NDArray[np.float32]]]:
+    """Read both files strictly; the older format name is read as today's.
+
+    Args:
+        directory: holds the two files.
+
+    Returns:
+        The sidecar, and float32 tensors by name.
+
+    Raises:
+        DataError: a file is missing, truncated, of a newer version or breaks one rule.
+        Problems: several rules are broken, in either file.
+    """
+    return read_meta(directory / META_NAME, directory / TENSORS_NAME)
+
+
+def read_meta(path: Path, tensors: Path) -> tuple[AdapterMeta, dict[str, npt.NDArray[np.float32]]]:
+    """Read a sidecar and a file of tensors, wherever they lie; see :func:`read_adapter_v2`."""
+    file: list[TensorFile] = []
+
+    def further(meta: AdapterMeta) -> list[DataError]:
+        file.append(TensorFile(tensors))
+        return file[0].problems(meta)
+
+    meta = read_record(AdapterMeta, path, older_formats=FORMATS[1:], further=further)
+    return meta, file[0].read()
+
+
+def write_adapter_v2(
+    directory: Path, meta: AdapterMeta, tensors: Mapping[str, npt.NDArray[np.float32]]
+) -> None:
+    """Write both files, each atomically; equal inputs give equal bytes.
+
+    Args:
+        directory: made when missing; other files in it are left alone.
+        meta: what the tensors belong to.
+        tensors: ``{logical}.lora_a`` [r, in] and ``{logical}.lora_b`` [out, r], float32.
+
+    Raises:
+        MensError: sidecar and tensors disagree, or could not be read back; nothing is
+            written then.
+    """
+    path = directory / META_NAME
+    # Last the sidecar: where it is, the tensors are.
+    write_tensors(meta, tensors, directory / TENSORS_NAME, meta.problems(str(path)))
+    write_record(meta, path, omit_null=_OPTIONAL)
+
+
+def lift(meta: AdapterMeta, *, double_quant: bool = True) -> AdapterManifest:
+    """Return the same adapter's manifest of schema v3; the tensors stay as they are.
+
+    Args:
+        meta: of schema v2, whose trainer knows one method (qlora) on one format (nf4).
+        double_quant: whether the base's constants were quantized once more; v2 does not tell.
+    """
+    return AdapterManifest(
+        adapter_method="qlora",
+        quant={"base_quant": "nf4", "double_quant": double_quant},
+        base_key_map=dict(meta.base_key_map),
+        layer_order=list(meta.layer_order),
+        vocab=meta.vocab,
+        d_model=meta.d_model,
+        rank=meta.rank,
+        alpha=meta.alpha,
+        base_model=meta.base_model,
+        mens_exp={"embed_key": meta.embed_key},
+    )
+
+
+def lower(manifest: AdapterManifest, *, embed_key: str | None = None) -> AdapterMeta:
+    """Return the same adapter's sidecar of schema v2; the tensors stay as they are.
+
+    The quantization of the base is left out, and whatever else v2 has no word for.
+
+    Args:
+        manifest: of schema v3; see :func:`mens_exp.artifacts.adapter_delta.portable` for one
+            whose layers have scales of their own.
+        embed_key: key of the embedding table in the base checkpoint, where the manifest does
+            not tell it.
+
+    Raises:
+        DataError: v2 cannot say what the manifest says.
+        Problems: for several reasons.
+    """
+    known = embed_key_of(manifest) or embed_key
+    found = list(_obstacles(manifest))
+    if known is None:
+        found.append(_cannot("base_key_map", "no key of the embedding table", "mens_exp.embed_key"))
+    Problems.raise_if(found)
+    assert known is not None
+    return AdapterMeta(
+        embed_key=known,
+        vocab=manifest.vocab,
+        d_model=manifest.d_model,
+        rank=manifest.rank,
+        alpha=manifest.alpha,
+        layer_order=list(manifest.layer_order),
+        base_key_map=dict(manifest.base_key_map),
+        base_model=manifest.base_model,
+    )
+
+
+def _obstacles(manifest: AdapterManifest) -> list[DataError]:
+    ranks = {layer: manifest.rank_of(layer) for layer in manifest.layer_order}
+    found = []
+    if manifest.variant == "dora":
+        found.append(_cannot("mens_exp.variant", "dora, which is no delta", "lora"))
+    mixed = {layer: r for layer, r in ranks.items() if r != manifest.rank}
+    if mixed:
+        found.append(
+            _cannot("mens_exp.rank_pattern", mixed, f"rank {manifest.rank} in every layer")
+        )
+    usual = manifest.alpha / manifest.rank
+    scales = {x: s for x in ranks if (s := manifest.scale_of(x)) != usual}
+    if scales and manifest.variant != "dora":
+        layer = next(iter(scales))
+        found.append(
+            _cannot(
+                "mens_exp",
+                f"{manifest.variant}, where {layer} has the scale {scales[layer]:g}",
+                f"alpha / rank = {usual:g} in every layer",
+            )
+        )
+    return found
+
+
+def embed_key_of(manifest: AdapterManifest) -> str | None:
+    """Return the key of the embedding table, or None where the manifest does not tell it.
+
+    It is told, or a head's, where that is not a head's own: then the two are tied.
+    """
+    told = (manifest.mens_exp or {}).get("embed_key")
+    head = manifest.base_key_map.get(HEAD, f"{HEAD}.weight")
+    tied = head if head.rpartition(f"{HEAD}.weight")[1] == "" else None
+    return told or tied
+
+
+def _cannot(place: str, found: object, expected: str) -> DataError:
+    return DataError(
+        "schema v2 cannot say this",
+        where=place,
+        found=found,
+        expected=expected,
+        remedy="write it with format=v3 or format=peft",
+    )

@@ -1,0 +1,60 @@
+"""How a merged or exported model is held against the model that was trained."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from mens_exp.config.fields import setting
+
+__all__ = ["BudgetConfig", "ParityConfig"]
+
+
+@dataclass(kw_only=True, slots=True)
+class BudgetConfig:
+    """How far what leaves may be from what was trained; null sets no limit."""
+
+    mean_kl: float | None = setting(
+        0.002,
+        "Mean KL(trained‖written) over the probe's tokens, nats (measured: a right merge of a "
+        "bf16 run of SmolLM2 has 0.0004, its delta on the unquantized base 0.05).",
+        gt=0,
+    )
+    max_kl: float | None = setting(None, "The same of the worst token, nats.", gt=0)
+    top1_agreement: float | None = setting(
+        0.97,
+        "Least share of tokens whose likeliest next token is the same (measured: a right merge "
+        "has 0.99, on the unquantized base 0.90).",
+        gt=0,
+        le=1,
+    )
+    nll_difference: float | None = setting(
+        0.01, "Mean negative log likelihood, written less trained, either sign, nats.", gt=0
+    )
+    hidden_error: float | None = setting(
+        None, "Relative error of the hidden states after any layer, Frobenius.", gt=0
+    )
+    weight_error: float | None = setting(
+        0.004,
+        "Bare shards: relative error of a merged tensor against W + delta in f64, Frobenius "
+        "(bf16 rounds by up to 2^-8).",
+        gt=0,
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class ParityConfig:
+    """The certificate that a merge or an export carries, parity.json."""
+
+    tokens: int = setting(
+        2048, "Tokens of real text to compare on, at least; held-out rows come first.", ge=2
+    )
+    text: str | None = setting(
+        None, "A file of plain text to compare on; null takes the run's held-out rows."
+    )
+    accept: bool = setting(
+        False, "Keep what is over the budget; the certificate and the card say that it was."
+    )
+    budget: BudgetConfig = dataclasses.field(
+        default_factory=BudgetConfig, metadata={"doc": BudgetConfig.__doc__, "range": None}
+    )

@@ -1,0 +1,186 @@
+"""format=peft|v2|v3: an adapter in another form, equal in what it adds to every weight.
+
+Each form is read as (manifest, tensors) of schema v3 and written from it, so that what was
+written can be read back and held against what it was made from
+(:func:`mens_exp.artifacts.adapter_delta.deltas`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mens_exp.artifacts import adapter_files, adapter_v2, adapter_v3, atomic
+from mens_exp.artifacts.adapter_delta import portable
+from mens_exp.artifacts.adapter_v2 import lower, write_adapter_v2
+from mens_exp.artifacts.adapter_v3 import write_adapter
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.config.task import ExportFormat
+from mens_exp.errors import Problems, RequestError
+from mens_exp.layout import peft_adapter
+from mens_exp.layout.peft_adapter import is_peft, manifest_of, read_peft, write_peft
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from mens_exp.artifacts.adapter_v3 import AdapterManifest, Quant
+    from mens_exp.layout.adapter_base import AdapterBase
+
+    Tensors = Mapping[str, npt.NDArray[np.float32]]
+
+__all__ = ["AdapterPlace", "find", "needs_base", "out_problems", "read", "write"]
+
+_TENSORS = {
+    "v3": adapter_v3.TENSORS_NAME,
+    "v2": adapter_v2.TENSORS_NAME,
+    "peft": peft_adapter.TENSORS_NAME,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterPlace:
+    """Where an adapter lies.
+
+    Attributes:
+        directory: holds its files.
+        form: ``v3``, ``v2`` or ``peft``.
+        run: the run that it belongs to, where it lies in one.
+    """
+
+    directory: Path
+    form: str
+    run: RunDir | None
+
+    @property
+    def tensors(self) -> Path:
+        """Its file of tensors."""
+        return self.directory / _TENSORS[self.form]
+
+
+def find(directory: Path) -> AdapterPlace:
+    """Return the adapter that a directory holds; v3 where it holds several forms.
+
+    Args:
+        directory: a run's directory, its adapter's, or one with the files of a schema or of PEFT.
+
+    Raises:
+        RequestError: there is none.
+    """
+    for place in (directory, RunDir(directory).adapter):
+        form = adapter_files.schema_in(place) or ("peft" if is_peft(place) else None)
+        if form is not None:
+            return AdapterPlace(directory=place, form=form, run=_owner(place.absolute()))
+    raise RequestError(
+        "there is no adapter",
+        where="path",
+        found=str(directory),
+        expected=f"a run directory, latest, or a directory with {adapter_v3.MANIFEST_NAME}, "
+        f"{adapter_v2.META_NAME} or adapter_config.json",
+    )
+
+
+def _owner(place: Path) -> RunDir | None:
+    """Return the training run whose own adapter a directory is."""
+    for run in (RunDir(place.parent), RunDir(place.parent.parent)):
+        if place in (run.adapter, run.peft) and run.manifest.is_file():
+            return run if Manifest.read(run.manifest).task == "train" else None
+    return None
+
+
+def needs_base(place: AdapterPlace, form: ExportFormat) -> bool:
+    """Tell whether a conversion asks the base model for names and keys that the files lack."""
+    if place.form == "peft" or form is ExportFormat.peft:
+        return True
+    if place.form == "v2" or form is not ExportFormat.v2:
+        return False
+    manifest, _ = adapter_files.read_directory(place.directory)
+    return adapter_v2.embed_key_of(manifest) is None
+
+
+def read(
+    place: AdapterPlace, base: AdapterBase | None, quant: Quant | None
+) -> tuple[AdapterManifest, Tensors]:
+    """Read an adapter of any form.
+
+    Args:
+        place: where it lies.
+        base: the model that it is for; None where :func:`needs_base` says so. The adapter is held
+            against it.
+        quant: how its base was quantized, for a form that does not tell; None takes nf4 with
+            double quantization for v2, whose trainer knows nothing else, and none for PEFT.
+
+    Returns:
+        Its manifest in schema v3, scales as they were trained, and its tensors.
+
+    Raises:
+        DataError: a file is missing, damaged, or the adapter is another base's.
+        Problems: several of these.
+    """
+    where = str(place.directory)
+    if place.form == "peft":
+        assert base is not None, "needs_base says so"
+        adapter = read_peft(place.directory, base.shape.family)
+        unknown: Quant = {"base_quant": "none", "double_quant": False}
+        manifest, tensors = manifest_of(adapter, base, quant or unknown, where)
+    else:
+        manifest, tensors = adapter_files.read_directory(place.directory)
+        if place.form == "v2" and quant is not None:
+            manifest.quant = quant
+            manifest.adapter_method = "lora" if quant["base_quant"] == "none" else "qlora"
+    if base is not None:
+        Problems.raise_if(base.problems(manifest, tensors, where))
+    return manifest, tensors
+
+
+def write(
+    manifest: AdapterManifest,
+    tensors: Tensors,
+    form: ExportFormat,
+    directory: Path,
+    base: AdapterBase | None,
+) -> None:
+    """Write an adapter in a form; the directory appears whole or not at all.
+
+    v2 and v3 are written so that the header's ``alpha / rank`` is the scale of every layer.
+
+    Args:
+        manifest: in schema v3.
+        tensors: by logical name.
+        form: peft, v2 or v3.
+        directory: that does not exist.
+        base: the model that it is for; None where :func:`needs_base` says so.
+
+    Raises:
+        DataError: the form cannot say what the adapter is.
+        Problems: for several reasons.
+    """
+    if form is ExportFormat.peft:
+        assert base is not None, "needs_base says so"
+        write_peft(directory, manifest, tensors, base)
+        return
+    light, folded = portable(manifest, tensors)
+    meta = None
+    if form is ExportFormat.v2:
+        meta = lower(light, embed_key=None if base is None else base.embed_key)
+    with atomic.directory(directory) as temporary:
+        if meta is not None:
+            write_adapter_v2(temporary, meta, folded)
+        else:
+            write_adapter(temporary, light, folded)
+
+
+def out_problems(out: Path) -> Iterator[RequestError]:
+    """Yield what keeps a directory from being written: something is there that would be lost."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        yield RequestError(
+            "is there already",
+            where="out",
+            found=str(out),
+            expected="a directory that does not exist, or is empty",
+            remedy="choose another, or remove it",
+        )

@@ -1,0 +1,185 @@
+"""An adapter merged into a checkpoint's files, tensor by tensor.
+
+Nothing is held but the tensor at work: half a byte for each of its weights where the base is made
+4-bit again, a whole copy where it is stored the other way round, else a block of rows.
+
+Shapes: O outputs and I inputs of a projection, N rows of a piece.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, BinaryIO
+
+import torch
+
+from mens_exp.errors import RequestError, SetupError
+from mens_exp.layout.merge_map import FLOATS
+from mens_exp.layout.safetensors_writer import Outline, SafetensorsWriter
+from mens_exp.model.stored_rows import TORCH_DTYPES, StoredRows
+from mens_exp.quant.four_bit_rows import DTYPES, FourBitRows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from mens_exp.artifacts.quantizer import Quantizer
+    from mens_exp.layout.merge_map import Place
+    from mens_exp.lora.merge import Delta
+
+    Rows = Callable[[int, int], torch.Tensor]  # rows first to last, the last one excluded, f32
+
+__all__ = ["Merge", "outlines", "refuse_full_disk", "write_tensors"]
+
+_PIECE = 1 << 20  # weights at work at once: 4 MB of f32, near the processor
+_SPARE = 50_000_000  # bytes for everything but weights: tokenizers take up to 35 MB
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Merge:
+    """What becomes of a checkpoint's tensors.
+
+    Attributes:
+        deltas: of the adapter, by logical name.
+        dtype: safetensors' name of the output's floating-point format. Sums are f32, rounded to it
+            once, to the nearest and ties to even.
+        quantizer: what made 4-bit values of the base, which the delta is then added to; what it
+            left alone is rounded as it is computed. None merges into the published weights.
+    """
+
+    deltas: Mapping[str, Delta]
+    dtype: str
+    quantizer: Quantizer | None = None
+
+
+def outlines(places: Iterable[Place], dtype: str) -> dict[str, Outline]:
+    """Return the header of one output file; what is no floating-point tensor keeps its type."""
+    return {
+        one.name: Outline(
+            dtype=dtype if one.info.dtype in FLOATS else one.info.dtype, shape=one.info.shape
+        )
+        for one in places
+    }
+
+
+def write_tensors(file: BinaryIO, places: Iterable[Place], merge: Merge) -> None:
+    """Write one safetensors file.
+
+    Args:
+        file: open and empty.
+        places: where each tensor comes from.
+        merge: what becomes of it.
+
+    Raises:
+        RequestError: a number is beyond the output's format, or blocks of 4-bit values would run
+            over the ends of rows.
+        ModelFileError: a file of the base ended while it was read.
+    """
+    by_name = {one.name: one for one in places}
+    writer = SafetensorsWriter(file, outlines(by_name.values(), merge.dtype))
+    for name in writer.order:
+        _write(writer, by_name[name], merge)
+    writer.close()
+
+
+def _write(writer: SafetensorsWriter, place: Place, merge: Merge) -> None:
+    stored = StoredRows(place.shard, place.key, place.info)
+    changes = place.logical is not None or merge.quantizer is not None
+    inner = math.prod(stored.inner)
+    if place.info.dtype not in FLOATS or (not changes and place.info.dtype == merge.dtype):
+        for first, last in _pieces(stored.rows, inner):
+            writer.write(place.name, _bytes(stored.read(first, last)))
+    elif place.transposed and changes:
+        _write_transposed(writer, place, stored, merge)
+    else:
+        rows = _merged(place, lambda first, last: stored.read(first, last).float(), merge)
+        for first, last in _pieces(stored.rows, inner):
+            writer.write(place.name, _bytes(_rounded(rows(first, last), place, merge.dtype)))
+
+
+def _write_transposed(
+    writer: SafetensorsWriter, place: Place, stored: StoredRows, merge: Merge
+) -> None:
+    """Merge a weight that is stored ``[I, O]``: quantizer and lengths go by rows of ``[O, I]``."""
+    stored_IO = stored.read(0, stored.rows)
+    rows = _merged(
+        place, lambda first, last: stored_IO[:, first:last].T.float().contiguous(), merge
+    )
+    out_IO = torch.empty(stored_IO.shape, dtype=TORCH_DTYPES[merge.dtype])
+    for first, last in _pieces(stored_IO.shape[1], stored_IO.shape[0]):
+        out_IO[:, first:last] = _rounded(rows(first, last), place, merge.dtype).T
+    writer.write(place.name, _bytes(out_IO))
+
+
+def _merged(place: Place, published: Rows, merge: Merge) -> Rows:
+    """Return what gives rows of the merged weight, from what gives rows of the published one."""
+    delta = None if place.logical is None else merge.deltas[place.logical]
+    base = published
+    if merge.quantizer is not None:
+        base = _as_trained(place, published, delta, merge.quantizer)
+
+    def rows(first: int, last: int) -> torch.Tensor:
+        weight_NI = base(first, last)
+        return weight_NI if delta is None else delta.onto(weight_NI, first)
+
+    return rows
+
+
+def _as_trained(place: Place, published: Rows, delta: Delta | None, quantizer: Quantizer) -> Rows:
+    """Return what gives rows of a weight as the adapter met it."""
+    if not place.quantized:
+        return lambda first, last: (
+            published(first, last).to(DTYPES[quantizer["compute_dtype"]]).float()
+        )
+
+    def left(first: int, last: int) -> torch.Tensor:
+        weight_NI = published(first, last)
+        return weight_NI if delta is None else delta.left_of(weight_NI, first)
+
+    rows, columns = place.info.shape
+    shape = (columns, rows) if place.transposed else (rows, columns)
+    return FourBitRows(left, shape, quantizer, where=place.key).read
+
+
+def _pieces(rows: int, inner: int) -> Iterator[tuple[int, int]]:
+    step = max(1, _PIECE // max(1, inner))
+    return ((first, min(first + step, rows)) for first in range(0, rows, step))
+
+
+def _rounded(values: torch.Tensor, place: Place, dtype: str) -> torch.Tensor:
+    """Round f32 values to the output's format, in which none may become infinite."""
+    out = values.to(TORCH_DTYPES[dtype])
+    if dtype == "F16" and bool((out.isinf() & values.isfinite()).any()):
+        raise RequestError(
+            "a merged weight is beyond f16",
+            where=place.name,
+            found=f"{float(values.abs().max()):g}",
+            expected="at most 65504",
+            remedy="add merge.dtype=bf16",
+        )
+    return out
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def refuse_full_disk(out: Path, places: Iterable[Place], dtype: str) -> None:
+    """See that the output has room before a byte of it is written.
+
+    Raises:
+        SetupError: it has not.
+    """
+    needed = sum(one.nbytes for one in outlines(places, dtype).values())
+    there = next(parent for parent in (out, *out.absolute().parents) if parent.is_dir())
+    free = shutil.disk_usage(there).free
+    if free < needed + _SPARE:
+        raise SetupError(
+            "the disk has no room for the merged weights",
+            where=str(there),
+            found=f"{free / 1e9:.2f} GB free",
+            expected=f"{(needed + _SPARE) / 1e9:.2f} GB",
+            remedy="make room, or name another place with out=",
+        )

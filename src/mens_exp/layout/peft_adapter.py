@@ -1,0 +1,282 @@
+"""A PEFT directory: a LoRA adapter under module paths, read and written without its base model.
+
+Tensors are ``base_model.model.{path}.lora_A.weight`` A_RI, ``….lora_B.weight`` B_OR and, in DoRA,
+``….lora_magnitude_vector`` [out]. Shapes: R rank, I inputs and O outputs of a projection.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from safetensors.numpy import save
+
+from mens_exp.artifacts import atomic
+from mens_exp.artifacts.adapter_delta import portable
+from mens_exp.artifacts.adapter_tensors import MAGNITUDE, disagreements
+from mens_exp.artifacts.adapter_v3 import AdapterManifest
+from mens_exp.errors import DataError, ModelFileError, Problems
+from mens_exp.layout.names import HEAD, logical_name
+from mens_exp.layout.peft_config import CONFIG_NAME, PeftSettings, read_settings
+from mens_exp.layout.safetensors_header import read_header
+from mens_exp.layout.targets import shortest_names
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+    from mens_exp.artifacts.adapter_v3 import Quant
+    from mens_exp.errors import MensError
+    from mens_exp.layout.adapter_base import AdapterBase
+    from mens_exp.layout.families import Family
+    from mens_exp.layout.safetensors_header import TensorInfo
+
+    Tensors = dict[str, npt.NDArray[np.float32]]
+
+__all__ = ["TENSORS_NAME", "PeftAdapter", "is_peft", "manifest_of", "read_peft", "write_peft"]
+
+TENSORS_NAME = "adapter_model.safetensors"
+_PICKLED = "adapter_model.bin"
+_PREFIX = "base_model.model."
+# A name that training frameworks leave in a key is the adapter's own, `default`.
+_TENSOR = re.compile(
+    r"(?P<path>.+)\.(?:(?P<half>lora_[AB])(?:\.default)?\.weight"
+    r"|(?P<lengths>lora_magnitude_vector)(?:\.default)?(?:\.weight)?)"
+)
+_PARTS = {"lora_A": "lora_a", "lora_B": "lora_b", "lora_magnitude_vector": MAGNITUDE}
+_NUMPY: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeftAdapter:
+    """An adapter as PEFT has it.
+
+    Attributes:
+        settings: of its configuration.
+        paths: logical layer to module path, without PEFT's prefix.
+        tensors: under logical names as in schema v3, f32.
+    """
+
+    settings: PeftSettings
+    paths: dict[str, str]
+    tensors: Tensors
+
+
+def is_peft(directory: Path) -> bool:
+    """Tell whether a directory holds a PEFT adapter."""
+    return (directory / CONFIG_NAME).is_file()
+
+
+def read_peft(directory: Path, family: Family) -> PeftAdapter:
+    """Read a PEFT directory, whoever made it.
+
+    Args:
+        directory: holds adapter_config.json and adapter_model.safetensors.
+        family: of the model that it is for; PEFT names modules by their paths.
+
+    Raises:
+        DataError: a file is missing, damaged, or says more than LoRA matrices.
+        ModelFileError: a tensor belongs to no projection with a logical name.
+        Problems: several of these.
+    """
+    settings = read_settings(directory)
+    path = directory / TENSORS_NAME
+    if not path.is_file() and (directory / _PICKLED).is_file():
+        raise DataError(
+            "the tensors are a pickle, which can run code when it is read",
+            where=str(directory),
+            found=_PICKLED,
+            expected=TENSORS_NAME,
+            remedy="load it where you trust it and save it again with safe_serialization=True",
+        )
+    header = read_header(path)
+    raw = path.read_bytes()
+    data = raw[len(raw) - max((info.end for info in header.values()), default=0) :]
+    problems: list[MensError] = []
+    paths: dict[str, str] = {}
+    tensors: Tensors = {}
+    for name, info in header.items():
+        try:
+            logical, part, module = _named(name, info, path, family)
+        except (DataError, ModelFileError) as error:
+            problems.append(error)
+            continue
+        paths[logical] = module
+        tensors[f"{logical}.{part}"] = _as_f32(data, info)
+    Problems.raise_if(problems)
+    return PeftAdapter(settings=settings, paths=paths, tensors=tensors)
+
+
+def _named(name: str, info: TensorInfo, path: Path, family: Family) -> tuple[str, str, str]:
+    match = _TENSOR.fullmatch(name)
+    if match is None or info.dtype not in _NUMPY:
+        embedding = ".lora_embedding_" in name
+        raise DataError(
+            "adapts the embedding table, which has no logical name"
+            if embedding
+            else "is no matrix of a LoRA adapter",
+            where=f"{path}: {name}",
+            found=info.dtype,
+            expected="….lora_A.weight, ….lora_B.weight or ….lora_magnitude_vector of a linear "
+            "module, in F32, F16 or BF16",
+        )
+    module = match["path"].removeprefix(_PREFIX)
+    try:
+        logical = logical_name(module, family)
+    except ModelFileError as error:
+        raise ModelFileError(
+            error.what,
+            where=f"{path}: {name}",
+            expected=f"modules of a {family.model_type} model, in {family.layers} or {HEAD}",
+            remedy="name the model that it was trained on: model=hf model.id=<directory or hub id>",
+        ) from error
+    return logical, _PARTS[match["half"] or match["lengths"]], module
+
+
+def manifest_of(
+    adapter: PeftAdapter, base: AdapterBase, quant: Quant, where: str
+) -> tuple[AdapterManifest, Tensors]:
+    """Describe a PEFT adapter in schema v3; the variant and the patterns stay what they are.
+
+    A scale that whole numbers cannot say is multiplied into B, under ``alpha = rank``.
+
+    Args:
+        adapter: as it was read.
+        base: the model that it is for.
+        quant: how that was quantized while the adapter was trained.
+        where: the adapter's place, for the messages.
+
+    Raises:
+        DataError: matrices are missing, or are not of the rank that the configuration says.
+        Problems: several of these.
+    """
+    settings, paths = adapter.settings, adapter.paths
+    layers = [layer for layer in base.modules if layer in paths]
+    ranks = {layer: settings.rank_of(paths[layer]) for layer in layers}
+    alphas = {layer: settings.alpha_of(paths[layer]) for layer in layers}
+    whole = all(float(one).is_integer() for one in (settings.alpha, *alphas.values()))
+    folds = not whole or (settings.dora and settings.rslora)
+    ours: dict[str, Any] = {
+        "embed_key": base.embed_key,
+        "variant": "dora" if settings.dora else "rslora" if settings.rslora else "lora",
+        "rank_pattern": {layer: r for layer, r in ranks.items() if r != settings.r},
+    }
+    if folds:
+        ours |= {"variant": "dora" if settings.dora else "lora", "scale": "header"}
+    else:
+        others = {layer: int(one) for layer, one in alphas.items() if one != settings.alpha}
+        ours["alpha_pattern"] = others
+    if HEAD in layers:
+        ours["tied_head"] = base.shape.tied
+    manifest = AdapterManifest(
+        adapter_method="lora" if quant["base_quant"] == "none" else "qlora",
+        quant=quant,
+        base_key_map={layer: base.key_of(layer) for layer in layers},
+        layer_order=layers,
+        vocab=base.shape.vocab_size,
+        d_model=base.shape.hidden_size,
+        rank=settings.r,
+        alpha=settings.r if folds else int(settings.alpha),
+        base_model=settings.base_model or base.name,
+        mens_exp={key: value for key, value in ours.items() if value or value is False},
+    )
+    shapes = {name: values.shape for name, values in adapter.tensors.items()}
+    kinds = dict.fromkeys(shapes, "F32")
+    Problems.raise_if(manifest.problems(where) or disagreements(manifest, shapes, kinds, where))
+    tensors = dict(adapter.tensors)
+    if folds:
+        for layer in layers:
+            B_OR = tensors[f"{layer}.lora_b"].astype(np.float64) * settings.scale_of(paths[layer])
+            tensors[f"{layer}.lora_b"] = B_OR.astype(np.float32)
+    return manifest, tensors
+
+
+def write_peft(
+    directory: Path,
+    manifest: AdapterManifest,
+    tensors: Mapping[str, npt.NDArray[np.float32]],
+    base: AdapterBase,
+) -> None:
+    """Write an adapter as a PEFT directory that did not exist; it appears whole or not at all.
+
+    Args:
+        directory: the target.
+        manifest: of schema v3; all its layers are modules of the base.
+        tensors: under logical names, f32.
+        base: the model that it is for.
+    """
+    doubled = ((manifest.mens_exp or {}).get("init") or {}).get("doubled_rank")
+    if manifest.variant == "rslora" and doubled:  # whose scale no alpha over a root says
+        manifest, tensors = portable(manifest, tensors)
+    names = {logical: peft for peft, logical in _PARTS.items()}
+    content = {}
+    for name, values in tensors.items():
+        layer, _, part = name.rpartition(".")
+        end = names[part] if part == MAGNITUDE else f"{names[part]}.weight"
+        content[f"{_PREFIX}{base.modules[layer].path}.{end}"] = np.ascontiguousarray(values)
+    with atomic.directory(directory) as temporary:
+        (temporary / TENSORS_NAME).write_bytes(save(dict(sorted(content.items()))))
+        settings = json.dumps(_settings(manifest, base), indent=2, sort_keys=True)
+        (temporary / CONFIG_NAME).write_text(settings + "\n", encoding="utf-8")
+
+
+def _settings(manifest: AdapterManifest, base: AdapterBase) -> dict[str, Any]:
+    paths = {layer: base.modules[layer].path for layer in manifest.layer_order}
+    ranks = {layer: manifest.rank_of(layer) for layer in paths}
+    rslora = manifest.variant == "rslora"
+    # PEFT divides by the layer's own rank (or its root), so that is what alpha is made for.
+    alphas = {
+        layer: _whole(manifest.scale_of(layer) * (math.sqrt(r) if rslora else r))
+        for layer, r in ranks.items()
+    }
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": manifest.base_model or base.name,
+        "inference_mode": True,
+        "r": manifest.rank,
+        "lora_alpha": manifest.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": _targets(list(paths.values()), base),
+        "rank_pattern": {
+            re.escape(paths[layer]): r for layer, r in ranks.items() if r != manifest.rank
+        },
+        "alpha_pattern": {
+            re.escape(paths[layer]): one for layer, one in alphas.items() if one != manifest.alpha
+        },
+        "use_rslora": rslora,
+        "use_dora": manifest.variant == "dora",
+        "fan_in_fan_out": base.shape.family.transposed and set(paths) != {HEAD},
+        "bias": "none",
+        "modules_to_save": None,
+        "init_lora_weights": True,
+    }
+
+
+def _targets(paths: Sequence[str], base: AdapterBase) -> list[str]:
+    if not base.shape.family.verified:
+        return list(paths)  # it may have linear modules beside those that have logical names
+    return shortest_names(paths, [one.path for one in base.modules.values()])
+
+
+def _whole(alpha: float) -> int | float:
+    """Return an alpha as the whole number that it is but for rounding, or as it is."""
+    near = round(alpha)
+    return near if math.isclose(alpha, near, rel_tol=1e-12) else alpha
+
+
+def _as_f32(data: bytes, info: TensorInfo) -> npt.NDArray[np.float32]:
+    values: npt.NDArray[Any] = np.frombuffer(data[info.start : info.end], _NUMPY[info.dtype])
+    if info.dtype == "BF16":  # the upper half of an f32
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32).reshape(info.shape)

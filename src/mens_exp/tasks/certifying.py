@@ -1,0 +1,300 @@
+"""The certificate of a merge or an export: what was trained, held against what was written."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from mens_exp.artifacts.adapter_v3 import TENSORS_NAME, read_adapter
+from mens_exp.artifacts.certificate import Certificate, Comparison, Evidence
+from mens_exp.artifacts.digest import sha256_file
+from mens_exp.corpus.source import labelling_of, load_rows
+from mens_exp.export import graphs, parity, probe
+from mens_exp.export.verdict import hashes_of
+from mens_exp.tasks.adapter_graph import config_of_adapter, with_scale_one
+from mens_exp.tasks.inputs import tokenizer_of
+from mens_exp.tokenizer.load import load_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    from mens_exp.artifacts.quantizer import Quantizer
+    from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.backends.protocol import Backend
+    from mens_exp.config.parity import ParityConfig
+    from mens_exp.config.root import RunConfig
+    from mens_exp.export.parity import Forward
+    from mens_exp.export.probe import Probe
+    from mens_exp.model.resolve import BaseModel
+    from mens_exp.tasks.merge_inputs import MergeInputs
+    from mens_exp.tokenizer.protocol import Tokenizer
+
+    Opening = Callable[[], AbstractContextManager[Forward]]
+
+__all__ = [
+    "Trained",
+    "certify_model",
+    "certify_stack",
+    "certify_tensors",
+    "trained_adapter",
+    "trained_run",
+]
+
+_WRITTEN = "written"
+_ROOM_FRAC = 0.8  # of free memory that a dense copy may take (unverified guess)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """A model as it was trained, and the text to compare others with it on.
+
+    Attributes:
+        config: under which its graph was built.
+        base: that its adapter sits on.
+        backend: the graph, its adapter loaded.
+        probe: the text.
+        sources: content hashes and names for the certificate.
+    """
+
+    config: RunConfig
+    base: BaseModel
+    backend: Backend
+    probe: Probe
+    sources: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Opened:
+    """The graphs to compare, by name, and why others are not among them."""
+
+    graphs: dict[str, tuple[str, Opening]] = field(default_factory=dict)
+    unknown: dict[str, str] = field(default_factory=dict)
+
+
+def trained_run(subject: RunDir, theirs: RunConfig, settings: ParityConfig, cache: Path) -> Trained:
+    """Build the graph of a run with its adapter, and choose the text.
+
+    Args:
+        subject: the run.
+        theirs: its configuration, the device set.
+        settings: the `parity` node of the command.
+        cache: folder of models and rows.
+    """
+    from mens_exp.model.resolve import resolve
+    from mens_exp.training.build import build_backend, lightning_quiet
+
+    base = resolve(theirs.model, cache)
+    tokenizer = tokenizer_of(theirs.tokenizer, base, subject)
+    manifest, tensors = read_adapter(subject.adapter)
+    with lightning_quiet():
+        backend = build_backend(theirs, base)
+    backend.load_adapter(tensors)
+    text = _text(theirs, tokenizer, settings, cache, longest=backend.max_positions)
+    return Trained(
+        config=theirs,
+        base=base,
+        backend=backend,
+        probe=text,
+        sources={
+            "run": subject.path.resolve().name,
+            "adapter_sha256": sha256_file(subject.adapter / TENSORS_NAME),
+            "base_model": base.name,
+            "base_weights_sha256": base.weights_sha256,
+            "quant": manifest.quant,
+        },
+    )
+
+
+def trained_adapter(
+    config: RunConfig, inputs: MergeInputs, quantizer: Quantizer | None, cache: Path
+) -> Trained:
+    """Build the graph of an adapter whose run is not at hand.
+
+    Args:
+        config: of the command; its data is the text.
+        inputs: adapter and base.
+        quantizer: what made 4-bit values of the base; None where nothing did.
+        cache: folder of rows.
+    """
+    from mens_exp.training.build import build_backend, lightning_quiet
+
+    assert inputs.base is not None, "the caller has asked"
+    assert inputs.shape is not None, "the caller has asked"
+    base, manifest = inputs.base, inputs.manifest
+    theirs = config_of_adapter(config, manifest, base, inputs.shape, quantizer)
+    tokenizer = load_tokenizer(theirs.tokenizer, base.directory)
+    with lightning_quiet():
+        backend = build_backend(theirs, base)
+    backend.load_adapter(with_scale_one(manifest, inputs.tensors))
+    text = _text(theirs, tokenizer, config.parity, cache, longest=backend.max_positions)
+    return Trained(
+        config=theirs,
+        base=base,
+        backend=backend,
+        probe=text,
+        sources={
+            "adapter_sha256": inputs.sha256,
+            "base_model": base.name,
+            "base_weights_sha256": base.weights_sha256,
+            "quant": manifest.quant,
+        },
+    )
+
+
+def _text(
+    theirs: RunConfig, tokenizer: Tokenizer, settings: ParityConfig, cache: Path, *, longest: int
+) -> Probe:
+    """Choose what is compared on: a file where one is named, else rows, held-out ones first."""
+    length = min(theirs.data.seq_len, longest)
+    if settings.text is not None:
+        path = Path(settings.text).expanduser()
+        return probe.of_text(path, tokenizer, seq_len=length, tokens=settings.tokens)
+    rows = load_rows(theirs.data, cache)
+    sides = {"held out": rows.heldout, "validation": rows.val, "training": rows.train}
+    labelling = dataclasses.replace(labelling_of(theirs), seq_len=length)
+    return probe.of_rows(sides, tokenizer, labelling, settings.tokens)
+
+
+def certify_model(
+    trained: Trained, directory: Path, settings: ParityConfig, *, what: str
+) -> Certificate:
+    """Hold a complete model directory against the model that was trained.
+
+    Args:
+        trained: the latter.
+        directory: the former.
+        settings: the `parity` node.
+        what: the directory in words.
+    """
+    opened = _causal(trained, directory, what)
+    return _certificate(trained, opened, settings, directory)
+
+
+def certify_stack(
+    trained: Trained,
+    weights_OI: dict[str, torch.Tensor],
+    directory: Path,
+    settings: ParityConfig,
+    *,
+    what: str,
+) -> Certificate:
+    """Hold merged projections of the proxy stack against the stack that was trained.
+
+    Args:
+        trained: the latter.
+        weights_OI: merged weights by logical name, read back from what was written.
+        directory: where they were written.
+        settings: the `parity` node.
+        what: what was written, in words.
+    """
+    stack: Any = trained.backend
+    opened = _Opened({_WRITTEN: (what, lambda: graphs.merged_stack(stack, weights_OI))})
+    return _certificate(trained, opened, settings, directory)
+
+
+def certify_tensors(
+    trained: Trained,
+    written: Path,
+    names: dict[str, str],
+    settings: ParityConfig,
+    *,
+    what: str,
+) -> Certificate:
+    """Hold the published base with merged tensors in it against the model that was trained.
+
+    Args:
+        trained: the latter.
+        written: the file of merged tensors.
+        names: of each layer's tensor in it, by logical name.
+        settings: the `parity` node.
+        what: what was written, in words.
+    """
+    config, base = trained.config, trained.base
+    backend: Any = trained.backend
+    paths = {one.path: names[one.logical] for one in backend.modules_chosen}
+    opened = _Opened({_WRITTEN: (what, lambda: graphs.with_tensors(config, base, written, paths))})
+    return _certificate(trained, opened, settings, written)
+
+
+def _causal(trained: Trained, directory: Path, what: str) -> _Opened:
+    """List the graphs that a merged causal model is one of."""
+    config, base = trained.config, trained.base
+    backend: Any = trained.backend
+    dense_bytes = 4 * int(backend.causal_lm.num_parameters())
+    free_bytes = int(psutil.virtual_memory().available * _ROOM_FRAC)
+    if dense_bytes > free_bytes:
+        reason = (
+            f"a dense f32 copy takes {dense_bytes / 2**30:.1f} GiB, "
+            f"and {free_bytes / 2**30:.1f} GiB may be used"
+        )
+        opened = _Opened(unknown=dict.fromkeys(_ALSO, reason))
+        opened.graphs[_WRITTEN] = (
+            what,
+            lambda: graphs.from_directory(directory, memory_bytes=free_bytes),
+        )
+        return opened
+    opened = _Opened({_WRITTEN: (what, lambda: graphs.from_directory(directory))})
+    opened.graphs["original_merged"] = (
+        "published base + merged delta, f32",
+        lambda: graphs.merged(backend, config, base, into="original"),
+    )
+    if not config.quant.is_four_bit:
+        reason = "the base was not quantized"
+        opened.unknown.update(dequantized_merged=reason, requantized=reason)
+        return opened
+    opened.graphs["dequantized_merged"] = (
+        "dequantized base + merged delta, f32",
+        lambda: graphs.merged(backend, config, base, into="dequantized"),
+    )
+    opened.graphs["requantized"] = (
+        f"written, then quantized again to {config.quant.quant_type.value}",
+        lambda: graphs.quantized_from(directory, config, base),
+    )
+    return opened
+
+
+_ALSO = ("original_merged", "dequantized_merged", "requantized")
+
+
+def _certificate(
+    trained: Trained, opened: _Opened, settings: ParityConfig, directory: Path
+) -> Certificate:
+    """Run the reference, then every other graph, one at a time."""
+    comparisons: dict[str, Comparison] = {}
+    with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
+        reference = parity.record(trained.backend.trace, trained.probe, Path(folder))
+        for name, (what, opening) in opened.graphs.items():
+            with opening() as forward:
+                comparisons[name] = parity.compare(reference, forward, what, settings.budget)
+    passed = not comparisons[_WRITTEN]["exceeded"]
+    return Certificate(
+        evidence=Evidence.GRAPH,
+        reference=f"as trained: {trained.config.backend.name}, base {_stored(trained.config)}",
+        reference_nll=reference.nll,
+        probe=trained.probe.record(),
+        judged=_WRITTEN,
+        comparisons=comparisons,
+        tensors={},
+        budget=dataclasses.asdict(settings.budget),
+        passed=passed,
+        accepted=settings.accept and not passed,
+        sources=trained.sources,
+        files=hashes_of(directory),
+        unknown=opened.unknown,
+    )
+
+
+def _stored(config: RunConfig) -> str:
+    quant = config.quant
+    if not quant.is_four_bit:
+        return quant.compute_dtype.value
+    double = " with double quantization" if quant.double_quant else ""
+    return f"{quant.quant_type.value}{double}, {quant.compute_dtype.value} products"

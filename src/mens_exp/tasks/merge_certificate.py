@@ -1,0 +1,142 @@
+"""The certificate of a merge: of graphs wherever a model can run, of tensors where none can."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.artifacts.certificate import Certificate, Evidence
+from mens_exp.layout.directory import SINGLE
+from mens_exp.plan.preflight import writable_cache
+from mens_exp.tasks.certifying import (
+    certify_model,
+    certify_stack,
+    certify_tensors,
+    trained_adapter,
+    trained_run,
+)
+from mens_exp.tasks.subject import config_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from mens_exp.config.parity import ParityConfig
+    from mens_exp.config.root import RunConfig
+    from mens_exp.lora.merge import Delta
+    from mens_exp.tasks.certifying import Trained
+    from mens_exp.tasks.merge_choices import Choices
+    from mens_exp.tasks.merge_inputs import MergeInputs
+
+__all__ = ["certify_merge"]
+
+
+def certify_merge(
+    config: RunConfig,
+    inputs: MergeInputs,
+    choices: Choices,
+    deltas: Mapping[str, Delta],
+    written: Path,
+) -> Certificate:
+    """Hold what a merge wrote against the model that was trained.
+
+    Args:
+        config: of the command.
+        inputs: adapter and base.
+        choices: what the merge was.
+        deltas: what it added, by logical name.
+        written: the complete directory, or the file of merged tensors, not in its place yet.
+    """
+    reason = _no_graph(inputs, choices)
+    if reason is not None:
+        return _of_weights(config.parity, inputs, choices, deltas, written, reason)
+    trained = _trained(config, inputs, choices)
+    base = "published" if choices.quantizer is None else "dequantized"
+    what = f"written: {base} base + merged delta, {choices.dtype}"
+    if trained.config.backend.name == "proxy":
+        return certify_stack(
+            trained, _stack_weights(choices, written), written, config.parity, what=what
+        )
+    if not choices.only_merged:
+        return certify_model(trained, written, config.parity, what=what)
+    tensors = {one.logical: one.name for one in choices.all_places if one.logical}
+    return certify_tensors(trained, written, tensors, config.parity, what=what)
+
+
+def _no_graph(inputs: MergeInputs, choices: Choices) -> str | None:
+    """Say why no model can run, or nothing where one can."""
+    if inputs.base is None or inputs.shape is None:
+        return "bare shards are no model that runs"
+    if inputs.run is not None:
+        return None
+    if not (inputs.base.directory / "tokenizer.json").is_file():
+        return "the base has no tokenizer to make a probe with"
+    ours = inputs.manifest.mens_exp or {}
+    if choices.is_proxy:
+        return "a proxy stack needs the run that trained it"
+    if (ours.get("init") or {}).get("doubled_rank"):
+        return "a start that changed its base needs the run that made it"
+    return None
+
+
+def _trained(config: RunConfig, inputs: MergeInputs, choices: Choices) -> Trained:
+    if inputs.run is not None:
+        theirs = config_of(inputs.run)
+        theirs.trainer.accelerator = config.trainer.accelerator
+        return trained_run(inputs.run, theirs, config.parity, writable_cache())
+    return trained_adapter(config, inputs, choices.quantizer, writable_cache())
+
+
+def _stack_weights(choices: Choices, written: Path) -> dict[str, Any]:
+    """Read merged projections back, ``[O, I]`` by logical name."""
+    from safetensors import safe_open
+
+    found = {}
+    for shard, listed in choices.places.items():
+        path = written if written.is_file() else written / shard.name
+        with safe_open(path, framework="pt") as file:
+            for place in listed:
+                if place.logical is not None:
+                    tensor = file.get_tensor(place.name)
+                    found[place.logical] = tensor.T if place.transposed else tensor
+    return found
+
+
+def _of_weights(  # what a merge is of
+    settings: ParityConfig,
+    inputs: MergeInputs,
+    choices: Choices,
+    deltas: Mapping[str, Delta],
+    written: Path,
+    reason: str,
+) -> Certificate:
+    from mens_exp.export.verdict import hashes_of
+    from mens_exp.export.weight_parity import tensor_errors
+
+    shards = {one.name: shard for shard, listed in choices.places.items() for one in listed}
+    files = {
+        name: written if written.is_file() else written / (shard.name or SINGLE)
+        for name, shard in shards.items()
+    }
+    errors = tensor_errors(files, choices.all_places, deltas, choices.quantizer)
+    limit = settings.budget.weight_error
+    over = [name for name, one in errors.items() if limit is not None and one["relative"] > limit]
+    return Certificate(
+        evidence=Evidence.WEIGHTS,
+        reference="W + scale · B A in f64, W as the adapter met it",
+        reference_nll=None,
+        probe=None,
+        judged=None,
+        comparisons={},
+        tensors=errors,
+        budget=dataclasses.asdict(settings.budget),
+        passed=not over,
+        accepted=settings.accept and bool(over),
+        sources={
+            "adapter_sha256": inputs.sha256,
+            "base_weights_sha256": inputs.weights_sha256(),
+            "quantizer": None if choices.quantizer is None else dict(choices.quantizer),
+        },
+        files=hashes_of(written),
+        unknown={"comparisons": reason},
+    )

@@ -1,0 +1,270 @@
+"""What a merge leaves open, decided: how much is written, in which format, onto which weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mens_exp.config.merge import MergeBase, MergeMode
+from mens_exp.errors import Problems, RequestError
+from mens_exp.layout.merge_map import (
+    AdaptedLayer,
+    Place,
+    dtype_of,
+    layer_problems,
+    places,
+    stored_key,
+    untied,
+)
+from mens_exp.layout.names import HEAD, base_key
+from mens_exp.layout.targets import linear_modules
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from mens_exp.artifacts.quantizer import Quantizer
+    from mens_exp.config.merge import MergeConfig
+    from mens_exp.errors import MensError
+    from mens_exp.tasks.merge_inputs import MergeInputs
+
+__all__ = ["Choices", "decide"]
+
+_NF4_BLOCK = 64  # the paper's, and every trainer's that lets nobody choose
+_DTYPES = {"f32": "F32", "bf16": "BF16", "f16": "F16"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choices:
+    """What a merge does.
+
+    Attributes:
+        layers: of the adapter, in its order.
+        only_merged: whether merged tensors alone are written.
+        quantizer: what makes 4-bit values of the base first; None merges into published weights.
+        why: the reason for that base, for the operator.
+        dtype: of the output, as safetensors calls it.
+        unties: whether a tied head gets a weight of its own.
+        places: where each tensor of the output comes from, by the base's file.
+        is_proxy: whether the adapter's graph is the proxy stack.
+    """
+
+    layers: tuple[AdaptedLayer, ...]
+    only_merged: bool
+    quantizer: Quantizer | None
+    why: str
+    dtype: str
+    unties: bool
+    places: dict[Path, list[Place]]
+    is_proxy: bool
+
+    @property
+    def all_places(self) -> list[Place]:
+        """Every tensor of the output, file by file."""
+        return [one for listed in self.places.values() for one in listed]
+
+
+def decide(inputs: MergeInputs, asked: MergeConfig) -> Choices:
+    """Compare adapter and base by their headers and settle what `merge` leaves open.
+
+    Raises:
+        RequestError: they do not belong together, or what is asked for cannot be made of them.
+        ModelFileError: the base lacks a tensor, or has another shape.
+        Problems: several of these.
+    """
+    layers = tuple(
+        AdaptedLayer(
+            logical=layer,
+            key=inputs.manifest.base_key_map[layer],
+            shape=(
+                inputs.tensors[f"{layer}.lora_b"].shape[0],
+                inputs.tensors[f"{layer}.lora_a"].shape[1],
+            ),
+        )
+        for layer in inputs.manifest.layer_order
+    )
+    Problems.raise_if(layer_problems(layers, inputs.shards, inputs.where))
+    if not asked.any_base:
+        _refuse_other_base(inputs)
+    proxy = _is_proxy(inputs)
+    only_merged = _only_merged(inputs, asked, proxy=proxy)
+    unties = _unties(layers, inputs)
+    Problems.raise_if(
+        list(_head_problems(layers, inputs, asked, unties=unties, only_merged=only_merged))
+    )
+    quantizer, why = _base(inputs, asked)
+    planned = places(
+        layers,
+        inputs.shards,
+        only_merged=only_merged,
+        quantized=() if quantizer is None else _quantized(inputs, layers, quantizer, proxy=proxy),
+    )
+    every = [one for listed in planned.values() for one in listed]
+    dtype = dtype_of(one.info for one in every) if asked.dtype is None else asked.dtype.value
+    return Choices(
+        layers=layers,
+        only_merged=only_merged,
+        quantizer=quantizer,
+        why=why,
+        dtype=_DTYPES.get(dtype, dtype),
+        unties=unties,
+        places=planned,
+        is_proxy=proxy,
+    )
+
+
+def _refuse_other_base(inputs: MergeInputs) -> None:
+    recorded = (inputs.manifest.mens_exp or {}).get("base_weights_sha256")
+    if recorded is None:
+        return
+    found = inputs.weights_sha256()
+    if found != recorded:
+        raise RequestError(
+            "the base is not the one that the adapter was trained on",
+            where="base" if inputs.base is not None else "base_shard",
+            found=f"weights of sha256 {found}",
+            expected=recorded,
+            remedy="name that base, or add merge.any_base=true",
+        )
+
+
+def _is_proxy(inputs: MergeInputs) -> bool:
+    """Tell whether the adapter's graph is the proxy stack, whose head is the quantized table."""
+    ours = inputs.manifest.mens_exp or {}
+    is_theirs = inputs.schema == "v2" or (inputs.schema == "v3" and not ours)
+    layers = inputs.manifest.layer_order
+    return (
+        "candle_qlora_graph_id" in ours
+        or any(layer.startswith("mid") for layer in layers)
+        or (is_theirs and layers == [HEAD])
+    )
+
+
+def _only_merged(inputs: MergeInputs, asked: MergeConfig, *, proxy: bool) -> bool:
+    if asked.mode is not None:
+        return asked.mode is MergeMode.subset
+    return proxy or inputs.base is None
+
+
+def _unties(layers: Sequence[AdaptedLayer], inputs: MergeInputs) -> bool:
+    heads = [one for one in layers if one.logical == HEAD]
+    tied = inputs.shape is not None and inputs.shape.tied
+    return any(untied(one) or tied for one in heads)
+
+
+def _head_problems(
+    layers: Sequence[AdaptedLayer],
+    inputs: MergeInputs,
+    asked: MergeConfig,
+    *,
+    unties: bool,
+    only_merged: bool,
+) -> list[MensError]:
+    if not unties:
+        return []
+    if not asked.untie:
+        return [
+            RequestError(
+                "the head with a delta is the embedding table, which would change too",
+                where="merge.untie",
+                found=False,
+                expected="true, which gives the head a weight of its own",
+                remedy="drop merge.untie=false, or train without lm_head",
+            )
+        ]
+    tied = inputs.shape is None or inputs.shape.tied
+    if not only_merged and not tied and any(untied(one) for one in layers):
+        return [
+            RequestError(
+                "the adapter's head is the embedding table, and this base has a head of its own",
+                where="merge.mode",
+                found="full",
+                expected="subset: the merged projections alone",
+                remedy="add merge.mode=subset",
+            )
+        ]
+    return []
+
+
+def _base(inputs: MergeInputs, asked: MergeConfig) -> tuple[Quantizer | None, str]:
+    """Return what makes 4-bit values of the base first, if anything does, and why."""
+    manifest, recorded = inputs.manifest, inputs.manifest.quantizer
+    header = manifest.quant["base_quant"]
+    if asked.base is MergeBase.original:
+        differs = f"; it was trained on {header} values of them" if header != "none" else ""
+        return None, f"the published weights, as asked{differs}"
+    if recorded is not None:
+        says = f"{header} values in blocks of {recorded['block_size']}"
+        return recorded, f"{says}, which the adapter was trained against, as it records"
+    if header != "none" and (asked.base is not None or inputs.base is not None):
+        return _assumed(inputs), (
+            f"{header} values in blocks of {_NF4_BLOCK}: the header's quantization; the adapter "
+            "records no more of it"
+        )
+    if asked.base is None:
+        if header == "none":
+            return None, "the published weights, which the adapter was trained on"
+        return None, (
+            "the published weights: the adapter does not record what made "
+            f"{header} of them; merge.base=dequantized takes blocks of {_NF4_BLOCK}"
+        )
+    if inputs.schema == "peft":
+        return _assumed(inputs), (
+            f"nf4 values in blocks of {_NF4_BLOCK}, double quantized: a PEFT directory does not "
+            "say what its base was, and this is what 4-bit trainers take unless told"
+        )
+    raise RequestError(
+        "the adapter was trained on an unquantized base",
+        where="merge.base",
+        found="dequantized",
+        expected="original",
+        remedy="drop merge.base",
+    )
+
+
+def _assumed(inputs: MergeInputs) -> Quantizer:
+    """Return the quantizer of an adapter that does not record it.
+
+    The seeds' trainer quantizes f32 weights; transformers' loader first rounds them to bf16.
+    """
+    is_peft = inputs.schema == "peft"
+    quant = inputs.manifest.quant
+    dtype = "bf16" if is_peft else "f32"
+    return {
+        "quant_type": "fp4" if quant["base_quant"] == "fp4" else "nf4",
+        "block_size": _NF4_BLOCK,
+        "double_quant": is_peft or quant["double_quant"],
+        "compute_dtype": dtype,
+        "rounded_to": dtype,
+        "skip": [],
+        "library": "assumed",
+    }
+
+
+def _quantized(
+    inputs: MergeInputs,
+    layers: Sequence[AdaptedLayer],
+    quantizer: Quantizer,
+    *,
+    proxy: bool,
+) -> set[str]:
+    """Return the keys of the base of which the adapter met 4-bit values."""
+    if inputs.model is not None and inputs.shape is not None and not proxy:
+        keys, family = inputs.model.tensors, inputs.shape.family
+        return {
+            base_key(one.path, family, keys)
+            for one in linear_modules(inputs.shape)
+            if one.layer is not None and one.path not in quantizer["skip"]
+        }
+    found = {key for shard in inputs.shards for key in _keys(shard)}
+    skip = {stored_key(f"{path}.weight", found) for path in quantizer["skip"]}
+    here = {stored_key(one.key, found) for one in layers if one.logical != HEAD} - skip
+    heads = [one for one in layers if one.logical == HEAD and proxy]
+    here |= {HEAD if untied(one) else stored_key(one.key, found) for one in heads}
+    return {key for key in here if key is not None}
+
+
+def _keys(shard: Path) -> set[str]:
+    from mens_exp.layout.safetensors_header import read_header
+
+    return set(read_header(shard))

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from mens_exp.artifacts.adapter_files import read_directory, read_files, schema_in
+from mens_exp.artifacts.adapter_v2 import (
+    AdapterMeta,
+    lift,
+    lower,
+    read_adapter_v2,
+    write_adapter_v2,
+)
+from mens_exp.artifacts.adapter_v3 import AdapterManifest, read_adapter, write_adapter
+from mens_exp.errors import DataError, MensError, Problems
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FILES = ("candle_qlora_adapter_meta.json", "candle_qlora_adapter.safetensors")
+
+
+def copied(golden: Path, target: Path, **changes: Any) -> Path:
+    shutil.copytree(golden / "adapters" / "v2", target)
+    path = target / FILES[0]
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changes), encoding="utf-8")
+    return target
+
+
+def test_the_committed_adapter_is_read(golden: Path) -> None:
+    """A proxy stack of one middle projection and the tied head; the figures of the seeds' test."""
+    meta, tensors = read_adapter_v2(golden / "adapters" / "v2")
+    assert meta == AdapterMeta(
+        embed_key="wte.weight",
+        vocab=4,
+        d_model=3,
+        rank=2,
+        alpha=4,
+        layer_order=["mid0", "lm_head"],
+        base_key_map={"mid0": "h.0.attn.c_proj.weight", "lm_head": "wte.weight"},
+    )
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {
+        "mid0.lora_a": (2, 3),
+        "mid0.lora_b": (3, 2),
+        "lm_head.lora_a": (2, 3),
+        "lm_head.lora_b": (4, 2),
+    }
+    np.testing.assert_array_equal(tensors["mid0.lora_a"], [[0, 1, 2], [3, 4, 5]])
+
+
+def test_what_was_read_is_written_as_it_was(golden: Path, tmp_path: Path) -> None:
+    """Byte for byte, also by way of v3 on disk."""
+    there = golden / "adapters" / "v2"
+    write_adapter_v2(tmp_path / "again", *read_adapter_v2(there))
+    meta, tensors = read_adapter_v2(there)
+    write_adapter(tmp_path / "v3", lift(meta), tensors)
+    manifest, lifted = read_adapter(tmp_path / "v3")
+    write_adapter_v2(tmp_path / "back", lower(manifest), lifted)
+    for place in ("again", "back"):
+        for name in FILES:
+            assert (tmp_path / place / name).read_bytes() == (there / name).read_bytes()
+
+
+def test_the_older_format_name_is_read_as_todays(golden: Path, tmp_path: Path) -> None:
+    """vox_populi_qlora_lora_only_v2."""
+    directory = copied(golden, tmp_path / "a", format="vox_populi_qlora_lora_only_v2")
+    assert read_adapter_v2(directory)[0] == read_adapter_v2(golden / "adapters" / "v2")[0]
+
+
+@pytest.mark.parametrize("name", [None, "org/model"])
+def test_the_base_models_name_may_be_there(golden: Path, tmp_path: Path, name: str | None) -> None:
+    """Later writers of v2 put it down, as null too."""
+    directory = copied(golden, tmp_path / "a", base_model=name)
+    assert read_adapter_v2(directory)[0].base_model == name
+
+
+def test_lifted_it_is_qlora_on_nf4(golden: Path) -> None:
+    """With double quantization, unless told otherwise; layers and sizes are the same."""
+    meta, _ = read_adapter_v2(golden / "adapters" / "v2")
+    manifest = lift(meta)
+    assert manifest.adapter_method == "qlora"
+    assert manifest.quant == {"base_quant": "nf4", "double_quant": True}
+    assert lift(meta, double_quant=False).quant["double_quant"] is False
+    for name in ("layer_order", "base_key_map", "vocab", "d_model", "rank", "alpha"):
+        assert getattr(manifest, name) == getattr(meta, name)
+    assert manifest.scale_of("mid0") == 2.0
+
+
+@pytest.fixture
+def tied(golden: Path) -> AdapterManifest:
+    """The committed v2 as a v3 that does not tell the embedding's key."""
+    manifest = lift(read_adapter_v2(golden / "adapters" / "v2")[0])
+    return dataclasses.replace(manifest, mens_exp=None)
+
+
+def test_a_tied_head_tells_the_embeddings_key(tied: AdapterManifest) -> None:
+    """As the seeds' own conversion takes it."""
+    assert lower(tied).embed_key == "wte.weight"
+
+
+def test_an_untied_head_does_not_tell_the_embeddings_key(tied: AdapterManifest) -> None:
+    """The caller does, or the conversion is refused."""
+    keys = tied.base_key_map | {"lm_head": "lm_head.weight"}
+    untied = dataclasses.replace(tied, base_key_map=keys)
+    with pytest.raises(DataError, match="no key of the embedding table"):
+        lower(untied)
+    assert lower(untied, embed_key="model.embed_tokens.weight").embed_key == (
+        "model.embed_tokens.weight"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ours", "message"),
+    [
+        ({"variant": "dora"}, "dora, which is no delta"),
+        ({"variant": "rslora"}, r"rslora, where mid0 has the scale 2\.82843.*alpha / rank = 2 "),
+        ({"alpha_pattern": {"lm_head": 8}}, "lora, where lm_head has the scale 4"),
+        ({"rank_pattern": {"mid0": 1}}, r"rank_pattern.*mid0.*expected rank 2 in every layer"),
+    ],
+)
+def test_what_v2_has_no_word_for_is_refused(
+    tied: AdapterManifest, ours: dict[str, Any], message: str
+) -> None:
+    """Each with what keeps it out and the formats that take it."""
+    with pytest.raises((DataError, Problems), match=message) as caught:
+        lower(dataclasses.replace(tied, mens_exp=ours))
+    assert "format=v3" in str(caught.value)
+
+
+def test_a_v2_is_no_v3_and_the_other_way_round(golden: Path, tmp_path: Path) -> None:
+    """A reader of one schema refuses the other's header."""
+    two, three = golden / "adapters" / "v2", golden / "adapters" / "v3"
+    shutil.copy(three / "adapter_manifest.json", tmp_path / FILES[0])
+    shutil.copy(two / FILES[1], tmp_path / FILES[1])
+    with pytest.raises(DataError, match=r"not this format.*expected vox_mens_qlora_lora_only_v2"):
+        read_adapter_v2(tmp_path)
+
+
+def test_a_directory_is_read_in_its_own_schema(golden: Path) -> None:
+    """v2 comes lifted."""
+    assert schema_in(golden / "adapters" / "v2") == "v2"
+    assert schema_in(golden / "adapters" / "v3") == "v3"
+    assert schema_in(golden) is None
+    meta, _ = read_adapter_v2(golden / "adapters" / "v2")
+    assert read_directory(golden / "adapters" / "v2")[0] == lift(meta)
+    manifest, _ = read_directory(golden / "adapters" / "v3")
+    assert manifest == read_adapter(golden / "adapters" / "v3")[0]
+
+
+@pytest.mark.parametrize(
+    ("version", "name", "older"),
+    [
+        ("v2", "candle_qlora_adapter_meta.json", "vox_populi_qlora_lora_only_v2"),
+        ("v3", "adapter_manifest.json", "vox_populi_adapter"),
+    ],
+)
+def test_two_files_of_any_names_are_told_by_their_format(
+    golden: Path, tmp_path: Path, version: str, name: str, older: str
+) -> None:
+    """Today's format name or the older one, as merge takes them."""
+    there = golden / "adapters" / version
+    manifest, tensors = read_directory(there)
+    header = json.loads((there / name).read_text("utf-8"))
+    (weights,) = there.glob("*.safetensors")
+    for form in (header["format"], older):
+        (tmp_path / "meta.json").write_text(json.dumps(header | {"format": form}))
+        found, read = read_files(weights, tmp_path / "meta.json")
+        assert found == manifest
+        assert read.keys() == tensors.keys()
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"format": "peft"}'])
+def test_a_header_of_no_adapter_is_refused(golden: Path, tmp_path: Path, content: str) -> None:
+    """All four names are listed."""
+    (tmp_path / "meta.json").write_text(content)
+    weights = golden / "adapters" / "v2" / FILES[1]
+    with pytest.raises(DataError, match=r"no header of an adapter.*vox_populi_qlora_lora_only_v2"):
+        read_files(weights, tmp_path / "meta.json")
+
+
+def test_an_adapter_that_could_not_be_read_is_not_written(golden: Path, tmp_path: Path) -> None:
+    """A matrix too few, a rank that is not the matrices'; the directory stays empty."""
+    meta, tensors = read_adapter_v2(golden / "adapters" / "v2")
+    with pytest.raises(MensError, match="wrong shape"):
+        write_adapter_v2(tmp_path, dataclasses.replace(meta, rank=1), tensors)
+    del tensors["mid0.lora_b"]
+    with pytest.raises(MensError, match=r"a tensor is missing.*mid0\.lora_b"):
+        write_adapter_v2(tmp_path, meta, tensors)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,160 @@
+"""What a certificate lets through, and what is set aside."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.artifacts.certificate import Certificate, Comparison, Evidence, TensorError
+from mens_exp.errors import GateError
+from mens_exp.export.verdict import certificate_place, hashes_of, rejected_place, settle
+from mens_exp.report.parity_view import card_section, verdict
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def comparison(*exceeded: str) -> Comparison:
+    return Comparison(
+        what="written",
+        tokens=9,
+        mean_kl=0.25,
+        p99_kl=0.5,
+        max_kl=1.0,
+        top1_agreement=0.5,
+        nll_difference=-0.125,
+        worst_layer={"layer": "l3", "relative_error": 0.75},
+        exceeded=list(exceeded),
+    )
+
+
+def of_graphs(*exceeded: str, accepted: bool = False) -> Certificate:
+    return Certificate(
+        evidence=Evidence.GRAPH,
+        reference="as trained",
+        reference_nll=1.0,
+        probe={"source": "rows: 3 of held out", "documents": 3, "tokens": 12, "sha256": "0" * 64},
+        judged="written",
+        comparisons={"written": comparison(*exceeded)},
+        tensors={},
+        budget={"mean_kl": 0.002},
+        passed=not exceeded,
+        accepted=accepted,
+        sources={},
+        files={},
+    )
+
+
+def of_tensors(relative: float, **changes: Any) -> Certificate:
+    tensors = {"a": TensorError(max_abs=1.0, relative=relative)}
+    usual: dict[str, Any] = {
+        "evidence": Evidence.WEIGHTS,
+        "reference": "W + delta in f64",
+        "reference_nll": None,
+        "probe": None,
+        "judged": None,
+        "comparisons": {},
+        "tensors": tensors,
+        "budget": {"weight_error": 0.004},
+        "passed": relative <= 0.004,
+        "accepted": False,
+        "sources": {},
+        "files": {},
+    }
+    return Certificate(**{**usual, **changes})
+
+
+def written(tmp_path: Path) -> Path:
+    directory = tmp_path / ".merged.tmp"
+    directory.mkdir()
+    (directory / "model.safetensors").write_bytes(b"weights")
+    return directory
+
+
+@pytest.mark.parametrize("certificate", [of_graphs(), of_tensors(0.001)])
+def test_what_is_within_the_budget_stays_with_its_certificate(
+    tmp_path: Path, certificate: Certificate
+) -> None:
+    """Nothing is moved; the certificate lies beside the weights."""
+    directory = written(tmp_path)
+    settle(directory, tmp_path / "merged", certificate)
+    assert Certificate.read(directory / "parity.json") == certificate
+    assert not (tmp_path / "merged.rejected").exists()
+
+
+@pytest.mark.parametrize(
+    ("certificate", "figure"),
+    [
+        (of_graphs("mean_kl 0.25 > 0.002"), "mean_kl 0.25"),
+        (of_tensors(0.5), "a: relative error 0.5"),
+    ],
+)
+def test_what_is_over_the_budget_is_set_aside(
+    tmp_path: Path, certificate: Certificate, figure: str
+) -> None:
+    """Exit code 4, the figure in the message, the directory under .rejected, an older one gone."""
+    directory = written(tmp_path)
+    (tmp_path / "merged.rejected").mkdir()
+    (tmp_path / "merged.rejected" / "older").touch()
+    with pytest.raises(GateError, match=figure) as raised:
+        settle(directory, tmp_path / "merged", certificate)
+    assert raised.value.exit_code == 4
+    assert not directory.exists()
+    assert sorted(path.name for path in rejected_place(tmp_path / "merged").iterdir()) == [
+        "model.safetensors",
+        "parity.json",
+    ]
+
+
+def test_what_is_accepted_stays_and_says_so(tmp_path: Path) -> None:
+    """The certificate keeps both facts, and so does the card."""
+    directory = written(tmp_path)
+    (directory / "README.md").write_text("# Merged\n")
+    certificate = of_graphs("mean_kl 0.25 > 0.002", accepted=True)
+    settle(directory, tmp_path / "merged", certificate)
+    found = Certificate.read(directory / "parity.json")
+    assert (found.passed, found.accepted) == (False, True)
+    card = (directory / "README.md").read_text()
+    assert card.startswith("# Merged\n")
+    assert "over the budget (mean_kl 0.25 > 0.002), and accepted" in card
+    assert found.files == {"README.md": hashes_of(directory)["README.md"]}
+
+
+@pytest.mark.parametrize("relative", [0.001, 0.5])
+def test_the_certificate_of_a_file_lies_beside_it(tmp_path: Path, relative: float) -> None:
+    """Under its name, or under that of the file set aside."""
+    temporary, out = tmp_path / ".tmp", tmp_path / "merged.safetensors"
+    temporary.write_bytes(b"weights")
+    if relative < 0.004:
+        settle(temporary, out, of_tensors(relative))
+        temporary.replace(out)
+    else:
+        with pytest.raises(GateError):
+            settle(temporary, out, of_tensors(relative))
+        out = rejected_place(out)
+    assert out.read_bytes() == b"weights"
+    assert Certificate.read(certificate_place(out)).passed is (relative < 0.004)
+    assert hashes_of(out) == {"": hashes_of(out)[""]}
+
+
+def test_hashes_are_of_every_file_but_the_certificate(tmp_path: Path) -> None:
+    """Paths are relative, folders included."""
+    directory = written(tmp_path)
+    (directory / "below").mkdir()
+    (directory / "below" / "x").write_bytes(b"")
+    (directory / "parity.json").write_bytes(b"{}")
+    found = hashes_of(directory)
+    assert sorted(found) == ["below/x", "model.safetensors"]
+    assert found["below/x"].startswith("e3b0c442")  # SHA-256 of nothing
+
+
+def test_the_card_shows_every_figure() -> None:
+    """One row a graph; for tensors, how many and the worst."""
+    text = card_section(of_graphs())
+    assert "| written | 0.25 | 1 | 50.00% | -0.12 | l3 0.75 |" in text
+    assert "12 tokens (rows: 3 of held out)" in text
+    assert "1 compared with W + delta in f64, largest relative error 0.001" in card_section(
+        of_tensors(0.001)
+    )
+    assert verdict(of_graphs()) == "within the budget"

@@ -1,0 +1,122 @@
+"""Bare tensors against ``W + s · B A``: right ones pass, each planted fault shows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mens_exp.errors import ModelFileError
+from mens_exp.export.weight_parity import tensor_errors
+from mens_exp.layout.merge_map import AdaptedLayer, Place, places
+from mens_exp.lora.merge import Delta
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mens_exp.artifacts.certificate import TensorError
+
+KEY = "model.layers.0.self_attn.q_proj.weight"
+OUT, WIDTH, RANK = 6, 64, 2
+QUANTIZER: Any = {
+    "quant_type": "nf4",
+    "block_size": 64,
+    "double_quant": False,
+    "compute_dtype": "f32",
+    "rounded_to": "f32",
+    "skip": [],
+    "library": "bitsandbytes",
+}
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+DELTA = Delta(A_RI=drawn(RANK, WIDTH), B_OR=drawn(OUT, RANK, seed=1), scale=0.5)
+WEIGHT_OI = drawn(OUT, WIDTH, seed=2)
+
+
+def place_of(tmp_path: Path, weight_OI: torch.Tensor = WEIGHT_OI) -> Place:
+    """Store a base of one layer and find its place."""
+    shard = tmp_path / "base.safetensors"
+    save_file({KEY: weight_OI}, shard)
+    layer = AdaptedLayer(logical="l0.q", key=KEY, shape=(OUT, WIDTH))
+    (found,) = places([layer], [shard], only_merged=True)[shard]
+    return found
+
+
+def error_of(tmp_path: Path, written_OI: torch.Tensor, **changes: Any) -> TensorError:
+    """Compare one written tensor with the merge of DELTA."""
+    path = tmp_path / "merged.safetensors"
+    save_file({KEY: written_OI.contiguous()}, path)
+    place = dataclasses.replace(place_of(tmp_path), **changes.pop("place", {}))
+    delta = dataclasses.replace(DELTA, **changes.pop("delta", {}))
+    return tensor_errors({KEY: path}, [place], {"l0.q": delta}, **{"quantizer": None, **changes})[
+        KEY
+    ]
+
+
+MERGED_OI = WEIGHT_OI + 0.5 * DELTA.B_OR @ DELTA.A_RI
+
+
+def test_a_right_merge_differs_by_rounding_alone(tmp_path: Path) -> None:
+    """f32 against f64."""
+    assert error_of(tmp_path, MERGED_OI)["relative"] < 1e-6
+
+
+def test_the_figures_are_those_of_the_difference(tmp_path: Path) -> None:
+    """One entry off by one: the largest error is 1, the relative one 1 over the norm."""
+    wrong_OI = MERGED_OI.clone()
+    wrong_OI[2, 3] += 1
+    found = error_of(tmp_path, wrong_OI)
+    assert found["max_abs"] == pytest.approx(1, abs=1e-5)
+    assert found["relative"] == pytest.approx(1 / float(MERGED_OI.norm()), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "wrong_OI",
+    [
+        WEIGHT_OI + 1.0 * DELTA.B_OR @ DELTA.A_RI,
+        WEIGHT_OI,
+        MERGED_OI.flip(0),
+    ],
+    ids=["alpha off by two", "left out", "rows in another order"],
+)
+def test_a_wrong_merge_shows(tmp_path: Path, wrong_OI: torch.Tensor) -> None:
+    """Far above any rounding."""
+    assert error_of(tmp_path, wrong_OI)["relative"] > 0.1
+
+
+def test_bf16_rounds_within_the_usual_limit(tmp_path: Path) -> None:
+    """2^-9 at most for each weight."""
+    assert 1e-4 < error_of(tmp_path, MERGED_OI.bfloat16())["relative"] < 0.004
+
+
+def test_the_base_is_the_one_that_the_adapter_met(tmp_path: Path) -> None:
+    """Where 4-bit values were met, a merge into the published weights is off by their error."""
+    found = error_of(tmp_path, MERGED_OI, quantizer=QUANTIZER, place={"quantized": True})
+    assert 0.01 < found["relative"] < 0.2
+    left_alone = error_of(tmp_path, MERGED_OI, quantizer=QUANTIZER, place={"quantized": False})
+    assert left_alone["relative"] < 1e-6
+
+
+def test_dora_sets_the_length_of_each_row(tmp_path: Path) -> None:
+    """Rows of length three whatever the sum's was."""
+    lengths_O = torch.full((OUT,), 3.0)
+    right_OI = 3 * MERGED_OI / MERGED_OI.norm(dim=1, keepdim=True)
+    delta = {"magnitude_O": lengths_O}
+    assert error_of(tmp_path, right_OI, delta=delta)["relative"] < 1e-6
+    assert error_of(tmp_path, MERGED_OI, delta=delta)["relative"] > 0.1
+
+
+def test_a_tensor_that_is_absent_or_of_another_shape_is_refused(tmp_path: Path) -> None:
+    """Neither counts as compared."""
+    place = place_of(tmp_path)
+    with pytest.raises(ModelFileError, match="not in the output"):
+        tensor_errors({}, [place], {"l0.q": DELTA}, None)
+    with pytest.raises(ModelFileError, match="another shape"):
+        error_of(tmp_path, MERGED_OI[:-1])

@@ -1,0 +1,284 @@
+"""A merged directory, loaded by transformers alone, against the graph that holds the adapter."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mens_exp import cli
+from mens_exp.artifacts.adapter_v3 import write_adapter
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.config.model import HfModel
+from mens_exp.data.batch import packed_batch
+from mens_exp.layout.families import FAMILIES
+from mens_exp.model.quiet import quiet
+from mens_exp.model.resolve import resolve
+from mens_exp.quant.bnb import dequantized, quantized_linears
+from mens_exp.training.build import build_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.config.root import RunConfig
+    from mens_exp.model.resolve import BaseModel
+    from mens_exp.rows.encode import Encoded
+
+F32 = "quant.compute_dtype=f32"
+KINDS = {"lora": ["backend=lora"], "qlora": [], "qlora, one scale": ["quant.double_quant=false"]}
+
+
+def graph_on(directory: Path, config: RunConfig, *, std: float = 0.05) -> Any:
+    """Build the graph of a configuration on a model directory, its adapter not nothing."""
+    config.model = HfModel(id=str(directory))
+    graph: Any = build_backend(config, resolve(config.model, directory))
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in graph.trainable().items():
+        if name.endswith("lora_b"):
+            parameter.data.normal_(std=std, generator=generator)
+        elif name.endswith("lora_magnitude"):
+            parameter.data.mul_(1 + 0.1 * torch.rand(parameter.shape, generator=generator))
+    return graph.eval()
+
+
+def written(graph: Any, config: RunConfig, directory: Path) -> Path:
+    write_adapter(directory, *graph.adapter(config))
+    return directory
+
+
+def merge(adapter: Path, base: Path, out: Path, *overrides: str, code: int = 0) -> Manifest:
+    """Type the command; its record lies beside the output."""
+    record = out.with_name(f"{out.name}_record")
+    command = ["task=merge", f"path={adapter}", f"base={base}", f"out={out}", *overrides]
+    assert cli.main([*command, f"hydra.run.dir={record}"]) == code
+    return Manifest.read(RunDir(record).manifest)
+
+
+def loaded(directory: Path, **how: Any) -> Any:
+    """Load a model as anyone would; every key of it is there and none is left over."""
+    from transformers import AutoModelForCausalLM
+
+    with quiet():
+        model, told = AutoModelForCausalLM.from_pretrained(
+            directory, attn_implementation="eager", output_loading_info=True, **how
+        )
+    assert not any(told[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()
+
+
+@pytest.fixture
+def document(random_documents: Callable[..., Encoded]) -> Encoded:
+    return random_documents([24], [23])
+
+
+def largest_difference(graph: Any, model: Any, document: Encoded) -> float:
+    with torch.no_grad():
+        ours = graph.head(graph(packed_batch(document, [[0]], index=0)))
+        ids = torch.from_numpy(document.ids).long()[None]
+        theirs = model(input_ids=ids, use_cache=False).logits[0, :-1]
+    assert ours.std() > 0.1
+    return float((ours - theirs).abs().max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    [n if n in ("llama", "gpt2") else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES],
+)
+def test_the_merged_model_is_the_trained_one(
+    name: str,
+    kind: str,
+    family_base: Callable[[str], BaseModel],
+    tiny_config: Callable[..., RunConfig],
+    document: Encoded,
+    tmp_path: Path,
+) -> None:
+    """Fused, transposed, gated, capped or windowed: logits within 1e-4 in f32."""
+    base = family_base(name).directory
+    config = tiny_config(F32, *KINDS[kind])
+    graph = graph_on(base, config)
+    made = merge(written(graph, config, tmp_path / "adapter"), base, tmp_path / "merged")
+    assert made.results["base"] == ("original" if kind == "lora" else "dequantized")
+    assert largest_difference(graph, loaded(tmp_path / "merged"), document) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["lora.variant=rslora", "lora.r=4"],
+        ["lora.variant=rslora", "lora.rank_pattern={mlp:9}"],
+        ["lora.rank_pattern={down_proj:3}", "lora.alpha_pattern={mlp:7}"],
+        ["lora.variant=dora"],
+        ["lora.init=pissa", "lora.r=4"],
+        ["lora.init=pissa", "lora.r=4", "lora.variant=rslora"],
+        ["lora.init=loftq", "lora.loftq_iters=2", "lora.r=4"],
+        ["quant.quant_type=fp4", "quant.skip=[down_proj,'*.layers.0.*']"],
+    ],
+    ids=" ".join,
+)
+def test_every_variant_and_start_merges_exactly(
+    overrides: list[str],
+    tiny_base: BaseModel,
+    tiny_config: Callable[..., RunConfig],
+    document: Encoded,
+    tmp_path: Path,
+) -> None:
+    """Onto the 4-bit base that it was trained on, what its start took out of it included."""
+    config = tiny_config(F32, *overrides)
+    graph = graph_on(tiny_base.directory, config)
+    adapter = written(graph, config, tmp_path / "adapter")
+    merge(adapter, tiny_base.directory, tmp_path / "merged")
+    assert largest_difference(graph, loaded(tmp_path / "merged"), document) <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+def test_peft_merges_the_same_into_the_unquantized_base(
+    name: str,
+    variant: str,
+    family_base: Callable[[str], BaseModel],
+    tiny_config: Callable[..., RunConfig],
+    tmp_path: Path,
+) -> None:
+    """merge_and_unload of the same adapter's PEFT form, weight for weight; DoRA's lengths too."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = family_base(name).directory
+    config = tiny_config(F32, "backend=lora", f"lora.variant={variant}")
+    graph = graph_on(base, config)
+    graph.write_peft(tmp_path / "peft")
+    merge(written(graph, config, tmp_path / "adapter"), base, tmp_path / "merged")
+    with quiet():
+        plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        theirs = PeftModel.from_pretrained(plain, tmp_path / "peft").merge_and_unload()
+    ours = loaded(tmp_path / "merged").state_dict()
+    assert ours.keys() == theirs.state_dict().keys()
+    for key, weight in theirs.state_dict().items():
+        torch.testing.assert_close(ours[key], weight, rtol=1e-6, atol=1e-6, msg=key)
+
+
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("with_prefix", [True, False])
+def test_a_tied_head_with_a_delta_gets_a_weight_of_its_own(
+    name: str,
+    kind: str,
+    with_prefix: bool,
+    family_base: Callable[[str], BaseModel],
+    tiny_config: Callable[..., RunConfig],
+    document: Encoded,
+    tmp_path: Path,
+) -> None:
+    """The embedding stays as it was; also where the checkpoint was saved without its head."""
+    base = shutil.copytree(family_base(name).directory, tmp_path / "base")
+    config_json = json.loads((base / "config.json").read_text("utf-8"))
+    config_json["tie_word_embeddings"] = True
+    (base / "config.json").write_text(json.dumps(config_json))
+    stored = {
+        k: v for k, v in load_file(base / "model.safetensors").items() if k != "lm_head.weight"
+    }
+    first = next(iter(stored)).partition(".")[0]
+    if not with_prefix:
+        stored = {key.removeprefix(f"{first}."): weight for key, weight in stored.items()}
+    save_file(stored, base / "model.safetensors", metadata={"format": "pt"})
+    config = tiny_config(F32, *KINDS[kind], "lora.targets=[o_proj,lm_head]")
+    graph = graph_on(base, config)
+    made = merge(written(graph, config, tmp_path / "adapter"), base, tmp_path / "merged")
+    assert made.results["untied"] is True
+    assert made.results["merged_keys"]["lm_head"] == "lm_head.weight"
+    assert json.loads((tmp_path / "merged/config.json").read_text())["tie_word_embeddings"] is False
+    model = loaded(tmp_path / "merged")
+    assert largest_difference(graph, model, document) <= 1e-4
+    table = FAMILIES[name].embedding + ".weight"
+    key = table if with_prefix else table.partition(".")[2]
+    assert torch.equal(model.get_input_embeddings().weight, stored[key].float())
+    assert not torch.equal(model.get_output_embeddings().weight, stored[key].float())
+
+
+WIDE = ["quant.block_size=128", "model.hidden_size=128", "model.intermediate_size=256"]
+BITWISE = {
+    "nf4 in bf16": [],
+    "nf4 in f32": [F32],
+    "one scale": ["quant.double_quant=false"],
+    "blocks of 128": [
+        "quant.block_size=128",
+        "model.hidden_size=128",
+        "model.intermediate_size=256",
+    ],
+    "blocks of 128, one scale": [
+        "quant.block_size=128",
+        "quant.double_quant=false",
+        "model.hidden_size=128",
+        "model.intermediate_size=256",
+    ],
+    "fp4": ["quant=fp4"],
+    "fp4 in f32": ["quant=fp4", F32],
+    "skipped modules": ["quant.skip=[mlp,'*.layers.1.self_attn.q_proj']"],
+    "a bf16 base": ["model.dtype=bf16"],
+    "a bf16 base in f32": ["model.dtype=bf16", F32],
+    "gpt2": ["model=tiny_gpt2"],
+    "gpt2 in f32": ["model=tiny_gpt2", F32],
+    "phi3": ["model=random", "model.family=phi3"],
+}
+
+
+@pytest.mark.parametrize("overrides", BITWISE.values(), ids=BITWISE.keys())
+def test_the_dequantized_base_is_bit_for_bit_the_backend_s(
+    overrides: list[str],
+    tiny_backend: Callable[..., Any],
+    tiny_config: Callable[..., RunConfig],
+    tmp_path: Path,
+) -> None:
+    """With B = 0 nothing is added: every weight, the unquantized ones as they were computed."""
+    graph = tiny_backend(*overrides)
+    config = tiny_config(*overrides)
+    base = graph.base.directory
+    adapter = written(graph, config, tmp_path / "adapter")
+    merge(adapter, base, tmp_path / "merged", "merge.dtype=f32")
+    found = loaded(tmp_path / "merged", dtype=torch.float32).state_dict()
+    plain = graph.model.get_base_model()
+    four_bit = {path.removesuffix(".base_layer") for path in quantized_linears(plain)}
+    assert four_bit
+    is_gpt2 = graph.shape.family.transposed
+    for path in four_bit:
+        seen = dequantized(plain.get_submodule(path).get_base_layer().weight)
+        ours = found.pop(f"{path}.weight")
+        assert torch.equal(ours, seen.T if is_gpt2 else seen), path
+    theirs = {key.replace(".base_layer", ""): value for key, value in plain.state_dict().items()}
+    for key, weight in found.items():
+        assert torch.equal(weight, theirs[key].float()), key
+
+
+@pytest.mark.parametrize("compute", ["f32", "bf16"])
+@pytest.mark.parametrize("model", ["tiny_llama", "tiny_gpt2"])
+def test_the_proxy_s_merged_projections_are_those_of_its_graph(
+    model: str,
+    compute: str,
+    tiny_backend: Callable[..., Any],
+    tiny_config: Callable[..., RunConfig],
+    tmp_path: Path,
+) -> None:
+    """Every projection of the stack and the tied head, and not one tensor more."""
+    overrides = [f"model={model}", "backend=proxy", f"quant.compute_dtype={compute}"]
+    graph = tiny_backend(*overrides, live=True)
+    adapter = written(graph, tiny_config(*overrides), tmp_path / "adapter")
+    made = merge(adapter, graph.base.directory, tmp_path / "o.safetensors", "merge.dtype=f32")
+    assert made.results["mode"] == "subset"
+    found = load_file(tmp_path / "o.safetensors")
+    names = made.results["merged_keys"]
+    assert names["lm_head"] == "lm_head.weight"
+    for logical, projection in graph.projections.items():
+        weight = projection.weight_OI.float() + projection.scale * (
+            projection.lora_b @ projection.lora_a
+        )
+        ours = found.pop(names[logical])
+        stored = weight.T if model == "tiny_gpt2" and logical != "lm_head" else weight
+        torch.testing.assert_close(ours, stored.detach(), rtol=1e-6, atol=1e-6)
+    assert found == {}
