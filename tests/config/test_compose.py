@@ -122,8 +122,11 @@ def test_every_value_enters_the_digest() -> None:
     base.tokenizer.chat_template = "c"
     base.data.truncation, base.quant.block_size = "left", 64
     base.prompt, base.repo, base.push.message, base.out = "p", "me/x", "m", "o"
+    base.base, base.meta, base.adapter.file = "b", "j", "s"
+    base.merge.mode, base.merge.dtype, base.merge.base = "full", "bf16", "original"
+    base.export.base_quant, base.export.double_quant = "nf4", True
     digests = {config_digest(base)}
-    paths = [path for path in leaves(base) if path != "format"]  # bundle is all there is
+    paths = leaves(base)
     for path in paths:
         other = base.copy()
         OmegaConf.update(other, path, changed(OmegaConf.select(base, path)))

@@ -1,0 +1,280 @@
+"""task=export of an adapter, typed as a user would."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from mens_exp import cli
+from mens_exp.artifacts.adapter_delta import deltas
+from mens_exp.artifacts.adapter_files import read_directory
+from mens_exp.artifacts.adapter_v3 import read_adapter, write_adapter
+from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.backends.adapting import tied_head_is_meant
+from mens_exp.model.quiet import quiet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.model.resolve import BaseModel
+
+
+@pytest.fixture
+def export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Type the command in an empty directory, and return what it said."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+    def typed(*overrides: str, code: int = 0) -> str:
+        assert cli.main(["task=export", *overrides]) == code
+        said = capsys.readouterr()
+        return said.out + said.err
+
+    return typed
+
+
+def logits(base: BaseModel, directory: Path) -> Any:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    with quiet(), tied_head_is_meant():
+        model = AutoModelForCausalLM.from_pretrained(base.directory, dtype=torch.float32)
+        tuned = PeftModel.from_pretrained(model, directory).eval()
+    with torch.inference_mode():
+        return tuned(input_ids=torch.arange(3, 27)[None]).logits.numpy()
+
+
+def test_a_runs_adapter_leaves_as_peft(
+    finished: RunDir, tiny_base: BaseModel, export: Callable[..., str], tmp_path: Path
+) -> None:
+    """Equal logits to the view that PEFT itself wrote; the prompts' template goes along."""
+    said = export(f"path={finished.path}", "format=peft", "out=there", "hydra.run.dir=own")
+    there = tmp_path / "here" / "there"
+    expected = logits(tiny_base, finished.peft)
+    np.testing.assert_allclose(logits(tiny_base, there), expected, atol=1e-5, rtol=0)
+    assert (there / "chat_template.jinja").is_file()
+    assert "v3 to peft: 14 layers" in said
+    record = Manifest.read(tmp_path / "here" / "own" / "manifest.json")
+    assert record.inputs["subject"] == str(finished.adapter)
+    assert record.results["form"] == "peft"
+    assert record.results["tensors_sha256"] == sha256_file(there / "adapter_model.safetensors")
+    assert record.results["parameters"] == sum(
+        values.size for values in read_adapter(finished.adapter)[1].values()
+    )
+
+
+@pytest.mark.parametrize("form", ["v2", "v3", "peft"])
+def test_without_out_it_lies_in_the_exports_own_run(
+    finished: RunDir, export: Callable[..., str], tmp_path: Path, form: str
+) -> None:
+    """Its files are hashed among the run's outputs; the export of an export is one too."""
+    export(f"path={finished.path}", f"format={form}", "hydra.run.dir=own")
+    own = tmp_path / "here" / "own"
+    outputs = Manifest.read(own / "manifest.json").outputs
+    assert {one for one in outputs if one.startswith("adapter/")} == {
+        f"adapter/{file.name}" for file in (own / "adapter").iterdir()
+    }
+    given = ["model=tiny_llama"] if form == "peft" else []
+    export("path=own/adapter", "format=v3", "out=again", *given)
+    source, ours = read_adapter(finished.adapter)
+    after, again = read_directory(tmp_path / "here" / "again")
+    for layer, (A_RI, B_OR, scale) in deltas(source, ours).items():
+        np.testing.assert_array_equal(again[f"{layer}.lora_a"], A_RI)
+        np.testing.assert_array_equal(again[f"{layer}.lora_b"], B_OR)
+        assert after.scale_of(layer) == scale
+
+
+def test_latest_is_the_training_run_that_started_last(
+    finished: RunDir, export: Callable[..., str], tmp_path: Path
+) -> None:
+    """Under ./outputs; the record names it, not the word."""
+    run = shutil.copytree(finished.path, tmp_path / "here" / "outputs" / "train" / "x" / "run")
+    export("path=latest", "format=v3", "hydra.run.dir=own")
+    record = Manifest.read(tmp_path / "here" / "own" / "manifest.json")
+    assert record.inputs["subject"] == str(run.relative_to(tmp_path / "here") / "adapter")
+
+
+def test_a_plain_run_leaves_as_v3_byte_for_byte(
+    finished: RunDir, export: Callable[..., str], tmp_path: Path
+) -> None:
+    """Nothing is folded where nothing has to be."""
+    export(f"path={finished.path}", "format=v3", "out=there")
+    for name in ("adapter.safetensors", "adapter_manifest.json"):
+        written = (tmp_path / "here" / "there" / name).read_bytes()
+        assert written == (finished.adapter / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["path=nowhere", "format=peft"], "there is no adapter"),
+        (["path={run}", "format=peft", "model=tiny_llama"], "which names its own"),
+        (["path={run}", "format=v3", "export.base_quant=nf4"], "tells how its base was quantized"),
+        (["path={run}", "format=v3", "export.checkpoints=true"], "no effect with format=v3"),
+        (["path={run}", "format=bundle", "model=tiny_gpt2"], "no effect with format=bundle"),
+        (["path={run}", "export.double_quant=true"], "no effect with format=bundle"),
+        (["path={run}", "format=gguf7"], "gguf7"),
+        (["path={run}", "format=v3", "out={run}"], "is there already"),
+        (
+            ["path={run}", "format=v3", "export.base_quant=none", "export.double_quant=true"],
+            "contradicts export.base_quant=none",
+        ),
+    ],
+)
+def test_an_export_is_refused_before_a_run_directory_is_made(
+    finished: RunDir,
+    export: Callable[..., str],
+    tmp_path: Path,
+    overrides: list[str],
+    said: str,
+) -> None:
+    """Exit code 2, with what is wrong; nothing is left behind."""
+    text = export(*(one.format(run=finished.path) for one in overrides), code=2)
+    assert said in " ".join(text.split())
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_several_reasons_are_given_together(
+    finished: RunDir, export: Callable[..., str], tmp_path: Path
+) -> None:
+    """A DoRA that has no delta, and a target that is full."""
+    manifest, tensors = read_adapter(finished.adapter)
+    assert manifest.mens_exp is not None
+    manifest.mens_exp["variant"] = "dora"
+    tensors |= {
+        f"{layer}.lora_magnitude": np.ones(tensors[f"{layer}.lora_b"].shape[0], np.float32)
+        for layer in manifest.layer_order
+    }
+    write_adapter(tmp_path / "dora", manifest, tensors)
+    text = export(f"path={tmp_path / 'dora'}", "format=v3", f"out={tmp_path / 'dora'}", code=2)
+    assert "DoRA is no delta" in text
+    assert "is there already" in text
+
+
+@pytest.fixture
+def theirs(finished: RunDir, tmp_path: Path) -> Path:
+    """A PEFT directory as somebody else made it: no run around it, its base by another name."""
+    place = shutil.copytree(finished.peft, tmp_path / "theirs")
+    file = place / "adapter_config.json"
+    config = json.loads(file.read_text("utf-8")) | {"base_model_name_or_path": "org/model"}
+    file.write_text(json.dumps(config), encoding="utf-8")
+    return place
+
+
+@pytest.mark.parametrize(
+    ("given", "quant", "method"),
+    [
+        ([], {"base_quant": "none", "double_quant": False}, "lora"),
+        (["export.base_quant=nf4"], {"base_quant": "nf4", "double_quant": True}, "qlora"),
+        (["export.double_quant=false"], {"base_quant": "nf4", "double_quant": False}, "qlora"),
+    ],
+)
+def test_somebody_elses_peft_directory_becomes_v3(
+    theirs: Path,
+    finished: RunDir,
+    export: Callable[..., str],
+    tmp_path: Path,
+    given: list[str],
+    quant: dict[str, Any],
+    method: str,
+) -> None:
+    """Its layers are named by the model of the command; what it does not tell may be told."""
+    export(f"path={theirs}", "format=v3", "model=tiny_llama", "out=v3", "hydra.run.dir=own", *given)
+    manifest, tensors = read_adapter(tmp_path / "here" / "v3")
+    source, ours = read_adapter(finished.adapter)
+    assert manifest.base_key_map == source.base_key_map
+    assert (manifest.quant, manifest.adapter_method) == (quant, method)
+    assert manifest.base_model == "org/model"
+    assert all(np.array_equal(tensors[name], values) for name, values in ours.items())
+    notes = Manifest.read(tmp_path / "here" / "own" / "manifest.json").notes
+    assert any("recorded as none" in one for one in notes) is not bool(given)
+
+
+def test_a_runs_own_peft_view_is_recorded_as_the_run_was(
+    finished: RunDir, export: Callable[..., str], tmp_path: Path
+) -> None:
+    """Quantization and model are the run's; neither has to be given."""
+    export(f"path={finished.peft}", "format=v3", "out=v3")
+    manifest, _ = read_adapter(tmp_path / "here" / "v3")
+    source, _ = read_adapter(finished.adapter)
+    assert (manifest.quant, manifest.adapter_method) == (source.quant, source.adapter_method)
+
+
+def test_a_peft_directory_of_another_model_is_refused(
+    theirs: Path, export: Callable[..., str]
+) -> None:
+    """The model of the command is SmolLM2 unless it is named."""
+    text = export(f"path={theirs}", "format=v3", code=2)
+    assert "the adapter is for another base model" in text
+    assert "model.id" in text
+
+
+def test_a_v2_is_lifted_with_what_it_does_not_tell(
+    finished: RunDir, export: Callable[..., str], tmp_path: Path
+) -> None:
+    """Double quantization, unless told otherwise; a model is not asked for, and refused."""
+    export(f"path={finished.path}", "format=v2", "out=v2")
+    export("path=v2", "format=v3", "out=lifted", "export.double_quant=false")
+    manifest, _ = read_adapter(tmp_path / "here" / "lifted")
+    assert manifest.quant == {"base_quant": "nf4", "double_quant": False}
+    assert "takes all it needs" in export("path=v2", "format=v3", "model=tiny_llama", code=2)
+
+
+def test_a_bundle_goes_where_out_says(
+    finished: RunDir, export: Callable[..., str], tmp_path: Path
+) -> None:
+    """The file, and its name in the record."""
+    export(
+        f"path={finished.path}",
+        "out=there.tar.gz",
+        "export.allow_absolute_paths=true",
+        "hydra.run.dir=own",
+    )
+    record = Manifest.read(tmp_path / "here" / "own" / "manifest.json")
+    assert record.results["bundle"] == "there.tar.gz"
+    assert record.results["bundle_sha256"] == sha256_file(tmp_path / "here" / "there.tar.gz")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["lora.variant=dora"],
+        ["lora.variant=rslora", "lora.rank_pattern={q_proj:4}", "lora.alpha_pattern={v_proj:3}"],
+        ["lora.init=pissa"],
+        ["lora.init=pissa", "lora.variant=rslora"],
+    ],
+    ids=["dora", "rslora", "pissa", "pissa rslora"],
+)
+def test_what_a_run_trained_is_what_leaves(
+    train_in: Callable[..., RunDir],
+    tiny_base: BaseModel,
+    export: Callable[..., str],
+    tmp_path: Path,
+    overrides: list[str],
+) -> None:
+    """To PEFT, and by way of v3: equal logits to the view that PEFT itself wrote, to 1e-5."""
+    run = train_in(tmp_path / "run", "optim.lr=2e-2", *overrides)
+    expected = logits(tiny_base, run.peft)
+    export(f"path={run.path}", "format=peft", "out=peft")
+    ours = logits(tiny_base, tmp_path / "here" / "peft")
+    np.testing.assert_allclose(ours, expected, atol=1e-5, rtol=0)
+    if overrides == ["lora.variant=dora"]:
+        assert "DoRA is no delta" in export(f"path={run.path}", "format=v3", code=2)
+        return
+    export(f"path={run.path}", "format=v3", "out=v3")
+    export("path=v3", "format=peft", "out=back", "model=tiny_llama")
+    back = logits(tiny_base, tmp_path / "here" / "back")
+    np.testing.assert_allclose(back, expected, atol=1e-5, rtol=0)
+    manifest, _ = read_adapter(tmp_path / "here" / "v3")
+    assert manifest.rank == (32 if "lora.init=pissa" in overrides else 16)
