@@ -41,11 +41,13 @@ class AdapterBase:
         name: the hub's id, or the directory's or option's name.
         shape: its dimensions.
         keys: of its checkpoint.
+        revision: the hub's commit or branch, where it is told.
     """
 
     name: str
     shape: Shape
     keys: Collection[str]
+    revision: str | None = None
 
     @cached_property
     def modules(self) -> dict[str, LinearModule]:
@@ -124,14 +126,16 @@ def base_of(model: ModelConfig, cache: Path) -> AdapterBase:
         ModelFileError: a model's files are missing, truncated, or of an unknown family.
         SetupError: the model is on the hub, which cannot be reached.
     """
-    shape = shape_of(model)
+    shape, revision = shape_of(model), None
     if isinstance(model, HfModel):
-        name = model.id if hub.local(model.id) is None else hub.describe(model).path.name
-        keys: Collection[str] = hub.describe(model).tensors
+        described = hub.describe(model)
+        name = model.id if hub.local(model.id) is None else described.path.resolve().name
+        keys: Collection[str] = described.tensors
+        revision = model.revision
     else:
         name, place = model.name, ready(model, cache)
         keys = () if place is None else read_directory(place).tensors
-    return AdapterBase(name=name, shape=shape, keys=keys or _usual_keys(shape))
+    return AdapterBase(name=name, shape=shape, keys=keys or _usual_keys(shape), revision=revision)
 
 
 def _usual_keys(shape: Shape) -> set[str]:

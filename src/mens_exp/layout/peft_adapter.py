@@ -243,6 +243,7 @@ def _settings(manifest: AdapterManifest, base: AdapterBase) -> dict[str, Any]:
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": manifest.base_model or base.name,
+        "revision": base.revision,
         "inference_mode": True,
         "r": manifest.rank,
         "lora_alpha": manifest.alpha,
