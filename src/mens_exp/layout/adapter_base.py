@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from mens_exp.artifacts.adapter_tensors import few
 from mens_exp.artifacts.nearest import expected_name
 from mens_exp.config.model import HfModel
 from mens_exp.errors import DataError
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from mens_exp.layout.targets import LinearModule
 
 __all__ = ["AdapterBase", "base_of"]
-
-_LISTED = 8  # problems of one kind that are shown before the rest is counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +82,7 @@ class AdapterBase:
                 found.append(
                     _of_another_base(f"{where}: {name}", theirs, f"{ours}, as {self.name} has it")
                 )
-        more = len(found) - _LISTED
-        if more > 0:
-            rest = DataError(f"and {more} more problems of this kind", where=where)
-            found = [*found[:_LISTED], rest]
-        return found
+        return few(found, where)
 
     def _layer_problems(self, manifest: AdapterManifest, where: str) -> Iterator[DataError]:
         for layer in manifest.layer_order:
