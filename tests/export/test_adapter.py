@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +24,6 @@ from mens_exp.model.quiet import quiet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from mens_exp.layout.adapter_base import AdapterBase
     from mens_exp.model.resolve import BaseModel
@@ -78,6 +79,11 @@ def logits(model: Any) -> np.ndarray:
     with torch.inference_mode():
         found: np.ndarray = model(input_ids=IDS).logits.numpy()
     return found
+
+
+@pytest.fixture
+def golden() -> Path:
+    return Path(__file__).parents[1] / "golden"
 
 
 @pytest.fixture
@@ -252,6 +258,34 @@ def test_a_v3_of_another_base_is_refused(
     with pytest.raises(Problems, match=r"another base model.*l0\.q.*model\.id") as caught:
         read(find(three), foreign, None)
     assert "more problems of this kind" in str(caught.value)
+
+
+@pytest.mark.parametrize("ours", [None, {"candle_qlora_graph_id": "lm_head_only"}])
+def test_a_proxy_stack_has_no_peft_form(
+    golden: Path, family_base: Callable[[str], BaseModel], tmp_path: Path, ours: dict[str, str]
+) -> None:
+    """Told by its layers or by its graph; both schemas take it."""
+    manifest, tensors = read(find(golden / "adapters" / "v2"), None, None)
+    if ours is not None:
+        manifest.layer_order, manifest.base_key_map = ["lm_head"], {"lm_head": "wte.weight"}
+        manifest.mens_exp = ours
+        del tensors["mid0.lora_a"], tensors["mid0.lora_b"]
+    write(manifest, tensors, V3, tmp_path / "v3", None)
+    write(manifest, tensors, V2, tmp_path / "v2", None)
+    described = base_of(HfModel(id=str(family_base("gpt2").directory)), tmp_path)
+    with pytest.raises(DataError, match=r"proxy stack has no PEFT form.*(mid0|lm_head_only)"):
+        read(find(tmp_path / "v3"), described, None)
+
+
+def test_a_runs_revision_is_put_down_for_whoever_loads_it(
+    made: Callable[..., tuple[Path, BaseModel, AdapterBase]], tmp_path: Path
+) -> None:
+    """The commit of the hub, as PEFT itself records it."""
+    theirs, _, described = made("llama", **QV)
+    pinned = dataclasses.replace(described, revision="ab" * 20)
+    ours = convert(theirs, PEFT, tmp_path / "peft", pinned)
+    written = json.loads((ours / "adapter_config.json").read_text("utf-8"))
+    assert written["revision"] == "ab" * 20
 
 
 def test_what_lies_at_the_target_is_not_replaced(tmp_path: Path) -> None:

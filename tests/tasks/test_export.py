@@ -197,6 +197,7 @@ def test_somebody_elses_peft_directory_becomes_v3(
     assert manifest.base_model == "org/model"
     assert all(np.array_equal(tensors[name], values) for name, values in ours.items())
     notes = Manifest.read(tmp_path / "here" / "own" / "manifest.json").notes
+    assert any("names its base org/model; names and shapes are those of tiny" in n for n in notes)
     assert any("recorded as none" in one for one in notes) is not bool(given)
 
 

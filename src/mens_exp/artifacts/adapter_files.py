@@ -33,13 +33,12 @@ def schema_in(directory: Path) -> str | None:
 
 
 def read_directory(
-    directory: Path, *, double_quant: bool = True
+    directory: Path,
 ) -> tuple[AdapterManifest, dict[str, npt.NDArray[np.float32]]]:
     """Read an adapter under its schema's own file names; v3 where both lie there.
 
     Args:
         directory: holds the two files.
-        double_quant: what a v2 is lifted with.
 
     Raises:
         DataError: a file is missing, truncated, of a newer version or breaks one rule.
@@ -47,7 +46,7 @@ def read_directory(
     """
     if schema_in(directory) == "v2":
         meta, tensors = adapter_v2.read_adapter_v2(directory)
-        return adapter_v2.lift(meta, double_quant=double_quant), tensors
+        return adapter_v2.lift(meta), tensors
     return adapter_v3.read_adapter(directory)
 
 

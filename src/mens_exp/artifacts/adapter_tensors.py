@@ -25,11 +25,13 @@ __all__ = [
     "Header",
     "TensorFile",
     "disagreements",
+    "few",
     "header_problems",
     "write_tensors",
 ]
 
 _MATRIX_RANK = 2
+_SHOWN = 8
 HALVES = {"lora_a": "[{rank}, in]", "lora_b": "[out, {rank}]"}
 MAGNITUDE = "lora_magnitude"
 HEAD = "lm_head"
@@ -55,14 +57,15 @@ class Header(Protocol):
 
 
 def header_problems(header: Header, where: str) -> list[DataError]:
-    """List layers that are repeated or lack a key of their own, keys of no layer, sizes below 1.
+    """List layers that lack a key of their own, keys that lack a layer, and sizes below 1.
 
     Args:
         header: as it was read.
         where: the file, for the messages.
     """
     layers, keys = header.layer_order, header.base_key_map
-    found = [
+    found = [] if layers else [DataError("no layer at all", where=f"{where}: layer_order")]
+    found += [
         DataError("a layer without a base key", where=f"{where}: base_key_map", found=layer)
         for layer in layers
         if layer not in keys
@@ -109,7 +112,7 @@ class TensorFile:
 
     def problems(self, header: Header) -> list[DataError]:
         """List what of the file disagrees with a header."""
-        found = disagreements(header, self.shapes, self.kinds, str(self.path))
+        found = few(disagreements(header, self.shapes, self.kinds, str(self.path)), str(self.path))
         for name in ("rank", "alpha"):  # safetensors' own notes, where a writer left some
             noted, ours = self.notes.get(name), getattr(header, name)
             if noted is not None and noted != str(ours):
@@ -163,6 +166,14 @@ def write_tensors(
         )
     ordered = {name: np.ascontiguousarray(tensors[name]) for name in sorted(tensors)}
     write_bytes(path, save(ordered))
+
+
+def few(problems: list[DataError], where: str) -> list[DataError]:
+    """Return the first problems of a file, and how many more there are: a model has many layers."""
+    more = len(problems) - _SHOWN
+    if more <= 0:
+        return problems
+    return [*problems[:_SHOWN], DataError(f"and {more} more problems of this kind", where=where)]
 
 
 def disagreements(

@@ -7,6 +7,7 @@ written can be read back and held against what it was made from
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from mens_exp.artifacts.adapter_v3 import write_adapter
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.task import ExportFormat
-from mens_exp.errors import Problems, RequestError
+from mens_exp.errors import DataError, Problems, RequestError
 from mens_exp.layout import peft_adapter
 from mens_exp.layout.peft_adapter import is_peft, manifest_of, read_peft, write_peft
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AdapterPlace", "find", "needs_base", "out_problems", "read", "write"]
 
+_MIDDLE = re.compile(r"mid\d+")
 _TENSORS = {
     "v3": adapter_v3.TENSORS_NAME,
     "v2": adapter_v2.TENSORS_NAME,
@@ -133,8 +135,27 @@ def read(
             manifest.quant = quant
             manifest.adapter_method = "lora" if quant["base_quant"] == "none" else "qlora"
     if base is not None:
+        _refuse_proxy(manifest, where)
         Problems.raise_if(base.problems(manifest, tensors, where))
     return manifest, tensors
+
+
+def _refuse_proxy(manifest: AdapterManifest, where: str) -> None:
+    """Refuse what was trained on another graph than the base model's own.
+
+    The schemas name its middle projections ``mid0`` and so on; a stack of the head alone is told
+    by the name of its graph.
+    """
+    middle = [layer for layer in manifest.layer_order if _MIDDLE.fullmatch(layer)]
+    graph = (manifest.mens_exp or {}).get("candle_qlora_graph_id")
+    if middle or graph is not None:
+        raise DataError(
+            "the proxy stack has no PEFT form: the base model's own graph is another",
+            where=where,
+            found=graph or ", ".join(middle[:4]),
+            expected="an adapter of a causal graph",
+            remedy="write it with format=v2 or format=v3",
+        )
 
 
 def write(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from mens_exp.artifacts.adapter_tensors import few
 from mens_exp.artifacts.nearest import expected_name
 from mens_exp.config.model import HfModel
 from mens_exp.errors import DataError
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AdapterBase", "base_of"]
 
-_LISTED = 8  # problems of one kind that are shown before the rest is counted
-
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterBase:
@@ -41,11 +40,13 @@ class AdapterBase:
         name: the hub's id, or the directory's or option's name.
         shape: its dimensions.
         keys: of its checkpoint.
+        revision: the hub's commit or branch, where it is told.
     """
 
     name: str
     shape: Shape
     keys: Collection[str]
+    revision: str | None = None
 
     @cached_property
     def modules(self) -> dict[str, LinearModule]:
@@ -81,11 +82,7 @@ class AdapterBase:
                 found.append(
                     _of_another_base(f"{where}: {name}", theirs, f"{ours}, as {self.name} has it")
                 )
-        more = len(found) - _LISTED
-        if more > 0:
-            rest = DataError(f"and {more} more problems of this kind", where=where)
-            found = [*found[:_LISTED], rest]
-        return found
+        return few(found, where)
 
     def _layer_problems(self, manifest: AdapterManifest, where: str) -> Iterator[DataError]:
         for layer in manifest.layer_order:
@@ -124,14 +121,16 @@ def base_of(model: ModelConfig, cache: Path) -> AdapterBase:
         ModelFileError: a model's files are missing, truncated, or of an unknown family.
         SetupError: the model is on the hub, which cannot be reached.
     """
-    shape = shape_of(model)
+    shape, revision = shape_of(model), None
     if isinstance(model, HfModel):
-        name = model.id if hub.local(model.id) is None else hub.describe(model).path.name
-        keys: Collection[str] = hub.describe(model).tensors
+        described = hub.describe(model)
+        name = model.id if hub.local(model.id) is None else described.path.resolve().name
+        keys: Collection[str] = described.tensors
+        revision = model.revision
     else:
         name, place = model.name, ready(model, cache)
         keys = () if place is None else read_directory(place).tensors
-    return AdapterBase(name=name, shape=shape, keys=keys or _usual_keys(shape))
+    return AdapterBase(name=name, shape=shape, keys=keys or _usual_keys(shape), revision=revision)
 
 
 def _usual_keys(shape: Shape) -> set[str]:

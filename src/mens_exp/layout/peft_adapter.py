@@ -17,7 +17,7 @@ from safetensors.numpy import save
 
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.adapter_delta import portable
-from mens_exp.artifacts.adapter_tensors import MAGNITUDE, disagreements
+from mens_exp.artifacts.adapter_tensors import MAGNITUDE, disagreements, few
 from mens_exp.artifacts.adapter_v3 import AdapterManifest
 from mens_exp.errors import DataError, ModelFileError, Problems
 from mens_exp.layout.names import HEAD, logical_name
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from mens_exp.artifacts.adapter_v3 import Quant
-    from mens_exp.errors import MensError
     from mens_exp.layout.adapter_base import AdapterBase
     from mens_exp.layout.families import Family
     from mens_exp.layout.safetensors_header import TensorInfo
@@ -85,8 +84,9 @@ def read_peft(directory: Path, family: Family) -> PeftAdapter:
         family: of the model that it is for; PEFT names modules by their paths.
 
     Raises:
-        DataError: a file is missing, damaged, or says more than LoRA matrices.
-        ModelFileError: a tensor belongs to no projection with a logical name.
+        DataError: a file is missing, or says more than LoRA matrices of projections that have
+            logical names.
+        ModelFileError: the file of tensors is damaged.
         Problems: several of these.
     """
     settings = read_settings(directory)
@@ -102,18 +102,18 @@ def read_peft(directory: Path, family: Family) -> PeftAdapter:
     header = read_header(path)
     raw = path.read_bytes()
     data = raw[len(raw) - max((info.end for info in header.values()), default=0) :]
-    problems: list[MensError] = []
+    problems: list[DataError] = []
     paths: dict[str, str] = {}
     tensors: Tensors = {}
     for name, info in header.items():
         try:
             logical, part, module = _named(name, info, path, family)
-        except (DataError, ModelFileError) as error:
+        except DataError as error:
             problems.append(error)
             continue
         paths[logical] = module
         tensors[f"{logical}.{part}"] = _as_f32(data, info)
-    Problems.raise_if(problems)
+    Problems.raise_if(few(problems, str(path)))
     return PeftAdapter(settings=settings, paths=paths, tensors=tensors)
 
 
@@ -134,7 +134,7 @@ def _named(name: str, info: TensorInfo, path: Path, family: Family) -> tuple[str
     try:
         logical = logical_name(module, family)
     except ModelFileError as error:
-        raise ModelFileError(
+        raise DataError(
             error.what,
             where=f"{path}: {name}",
             expected=f"modules of a {family.model_type} model, in {family.layers} or {HEAD}",
@@ -192,7 +192,8 @@ def manifest_of(
     )
     shapes = {name: values.shape for name, values in adapter.tensors.items()}
     kinds = dict.fromkeys(shapes, "F32")
-    Problems.raise_if(manifest.problems(where) or disagreements(manifest, shapes, kinds, where))
+    found = manifest.problems(where) or disagreements(manifest, shapes, kinds, where)
+    Problems.raise_if(few(found, where))
     tensors = dict(adapter.tensors)
     if folds:
         for layer in layers:
@@ -243,6 +244,7 @@ def _settings(manifest: AdapterManifest, base: AdapterBase) -> dict[str, Any]:
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": manifest.base_model or base.name,
+        "revision": base.revision,
         "inference_mode": True,
         "r": manifest.rank,
         "lora_alpha": manifest.alpha,

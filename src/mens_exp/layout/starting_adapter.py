@@ -93,8 +93,10 @@ def read(directory: Path, family: Family) -> StartingAdapter:
         family: of the model that it is for; a PEFT directory names modules by their paths.
 
     Raises:
-        DataError: a file is missing, damaged, or breaks a rule of its form.
-        ModelFileError: a tensor belongs to no projection with a logical name.
+        DataError: a file is missing, damaged, or breaks a rule of its form, or no setting of a
+            run says its scale.
+        ModelFileError: a PEFT directory's file of tensors is damaged.
+        Problems: several of these.
     """
     if _form(directory) == "peft":
         return _read_peft(directory, family)

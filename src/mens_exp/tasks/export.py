@@ -77,6 +77,11 @@ def _adapter(config: RunConfig, run: Run) -> None:
             "PEFT's form does not tell how the base was quantized while the adapter was trained: "
             "recorded as none, unless export.base_quant says otherwise"
         )
+    if asked.base is not None and manifest.base_model != asked.base.name:
+        run.manifest.notes.append(
+            f"the adapter names its base {manifest.base_model}; names and shapes are those of "
+            f"{asked.base.name}"
+        )
     console = Console()
     size = written.tensors.stat().st_size / 2**20
     console.print(
