@@ -113,7 +113,8 @@ def _failure(error: BaseException) -> Failure:
 
 def _hash_outputs(run: RunDir) -> dict[str, str]:
     """Hash every finished file of the run; checkpoints and sinks' own files are not outputs."""
-    files = [run.config, run.plan, run.telemetry, run.scorecard, run.events, run.transcript]
+    files = [run.config, run.plan, run.telemetry, run.scorecard, run.events]
+    files += [run.transcript, run.attribution]
     files += sorted([*run.adapter.rglob("*"), *run.weights.rglob("*")])
     paths = {path.relative_to(run.path): path for path in files if path.is_file()}
     # A dot begins the name of what a dead writer left half-written.
