@@ -23,7 +23,14 @@ from mens_exp.config.optim import OptimizerConfig
 from mens_exp.config.quant import QuantConfig
 from mens_exp.config.schedule import ScheduleConfig
 from mens_exp.config.suite import SuiteConfig
-from mens_exp.config.task import ChatConfig, ExportConfig, ExportFormat, PushConfig, TaskConfig
+from mens_exp.config.task import (
+    AttributeConfig,
+    ChatConfig,
+    ExportConfig,
+    ExportFormat,
+    PushConfig,
+    TaskConfig,
+)
 from mens_exp.config.tokenizer import TokenizerConfig
 from mens_exp.config.trainer import TrainerConfig
 
@@ -91,3 +98,4 @@ class RunConfig:
     chat: ChatConfig = field(default_factory=ChatConfig, metadata={"doc": "See its keys."})
     push: PushConfig = field(default_factory=PushConfig, metadata={"doc": "See its keys."})
     export: ExportConfig = field(default_factory=ExportConfig, metadata={"doc": "See its keys."})
+    attribute: AttributeConfig = _section(AttributeConfig)

@@ -67,6 +67,18 @@ TASK_READS: dict[str, frozenset[str]] = {
     "chat": frozenset({"path", "prompt", "chat", "seed", "trainer.accelerator"}),
     "push": frozenset({"path", "repo", "push"}),
     "export": frozenset({"path", "format", "export"}),
+    "attribute": frozenset(
+        {
+            "attribute",
+            "model",
+            "tokenizer",
+            "data",
+            "objective",
+            "trainer.accelerator",
+            *(f"quant.{name}" for name in ("quant_type", "double_quant", "block_size", "skip")),
+            "quant.compute_dtype",
+        }
+    ),
     "doctor": frozenset(),
 }
 _READ_OF_THE_BASE = frozenset({"model", "tokenizer", "quant", "lora", "backend"})

@@ -45,6 +45,7 @@ SETTINGS: dict[str, Part] = {
     **_all(Part.EXEC, "adapter.", "select"),
     **_all(Part.RECORD, "chat.", "max_new_tokens temperature"),
     **_all(Part.RECORD, "push.", "private message"),
+    **_all(Part.RECORD, "attribute.", "tokens position_bounds extra_bits targets_frac"),
     **_all(Part.RECORD, "export.", "checkpoints allow_absolute_paths"),
     # The dimensions and the seed are the weights of a random model.
     **_all(

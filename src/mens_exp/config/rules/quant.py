@@ -23,7 +23,8 @@ _BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)  # bitsandbytes' own; 32 is for 
 def problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield what is wrong with `quant`, alone and under the chosen backend."""
     quant, name = config.quant, config.backend.name
-    if quant.is_four_bit != _FOUR_BIT.get(name, quant.is_four_bit):
+    trains = config.task.name != "attribute"  # which builds no backend, and has a rule of its own
+    if trains and quant.is_four_bit != _FOUR_BIT.get(name, quant.is_four_bit):
         yield ConfigError(
             f"backend={name} has {'no quantized' if quant.is_four_bit else 'a 4-bit'} base",
             where="quant.quant_type",

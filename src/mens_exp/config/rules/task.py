@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from mens_exp.config.quant import QuantType
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,5 +57,26 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
             expected="<user>/<name>, the user or organisation and a name",
             remedy="add repo=<user>/<name>",
         )
+    if name == "attribute":
+        yield from _attribution(config)
     if name == "chat" and config.prompt is not None and not config.prompt.strip():
         yield ConfigError("asks nothing", where="prompt", expected="a question, or null")
+
+
+def _attribution(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what leaves nothing to attribute, or nothing to sort by."""
+    if config.quant.quant_type not in {QuantType.nf4, QuantType.fp4}:
+        yield ConfigError(
+            "has no 4-bit error to attribute",
+            where="quant.quant_type",
+            found=config.quant.quant_type.value,
+            expected="nf4 or fp4",
+        )
+    bounds = config.attribute.position_bounds
+    if bounds[:1] != [0] or bounds != sorted(set(bounds)):
+        yield ConfigError(
+            "are no bounds of buckets",
+            where="attribute.position_bounds",
+            found=bounds,
+            expected="ascending positions, the first 0, such as [0,16,64]",
+        )
