@@ -36,7 +36,7 @@ def test_sqnr_of_what_lost_nothing_is_unknown() -> None:
 def test_activation_error_weighs_a_loss_by_what_is_read() -> None:
     """W = (3, 4), Ŵ = (3, 3): inputs that never use the second weight lose nothing."""
     weight, stored = torch.tensor([[3.0, 4.0]]), torch.tensor([[3.0, 3.0]])
-    first, second = torch.tensor([[[2.0, 0.0]]]), torch.tensor([[[0.0, 2.0]]])
+    first, second = torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 2.0]])
     assert activation_error(weight, stored, [first]) == 0
     assert activation_error(weight, stored, [second]) == pytest.approx(4 / 64)
     assert activation_error(weight, stored, [first, second]) == pytest.approx(4 / (36 + 64))
@@ -44,7 +44,7 @@ def test_activation_error_weighs_a_loss_by_what_is_read() -> None:
 
 def test_activation_error_without_an_output_is_unknown() -> None:
     """Nothing can be divided by an output of zeros."""
-    assert activation_error(torch.ones(1, 2), torch.zeros(1, 2), [torch.zeros(1, 3, 2)]) is None
+    assert activation_error(torch.ones(1, 2), torch.zeros(1, 2), [torch.zeros(3, 2)]) is None
 
 
 @pytest.mark.parametrize(

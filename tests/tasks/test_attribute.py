@@ -97,6 +97,7 @@ def test_skipped_modules_are_not_measured(attributed: Callable[..., RunDir]) -> 
         (["lora.r=8"], "has no effect with task=attribute"),
         (["quant.storage_dtype=bf16"], "has no effect with task=attribute"),
         (["data.val_max_tokens=9"], "attribute.tokens"),
+        (["tokenizer=vox"], "on its own tokens"),
         (["seed=3"], "has no effect with task=attribute"),
     ],
 )

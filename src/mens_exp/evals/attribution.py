@@ -68,8 +68,8 @@ def attribute_modules(
         inside = [one for one in subject.modules if one.layer == layer]
         # Of one layer at a time, or the inputs of all modules would lie in memory.
         inputs = subject.replay.inputs_of(layer, [subject.module(one) for one in inside])
-        for one, inputs_BTI in zip(inside, inputs, strict=True):
-            records.append(_module(subject, one, layer, inputs_BTI))
+        for one, inputs_NI in zip(inside, inputs, strict=True):
+            records.append(_module(subject, one, layer, inputs_NI))
             done(len(records))
     total = sum(record["kl"] for record in records)
     worst_first = sorted(records, key=lambda record: -record["kl"])
@@ -85,7 +85,7 @@ def attribute_whole(subject: Subject) -> dict[str, WholeRecord]:
 
 
 def _module(
-    subject: Subject, one: LinearModule, layer: int, inputs_BTI: list[torch.Tensor]
+    subject: Subject, one: LinearModule, layer: int, inputs_NI: list[torch.Tensor]
 ) -> ModuleRecord:
     weight_OI, errors = subject.weight(one), {}
     configured_OI = weight_OI
@@ -95,7 +95,7 @@ def _module(
             configured_OI = made.values
         error: VariantError = {
             "sqnr_db": sqnr_db(weight_OI, made.values),
-            "activation_error": activation_error(weight_OI, made.values, inputs_BTI),
+            "activation_error": activation_error(weight_OI, made.values, inputs_NI),
             "bits_per_parameter": _BITS * made.stored_bytes / weight_OI.numel(),
         }
         errors[variant.name] = error

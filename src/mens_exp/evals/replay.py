@@ -4,8 +4,8 @@ Each decoder layer's output is kept once. A layer that is replayed gives back wh
 without computing, so that a change in layer n costs the layers from n on, and looking at a layer's
 modules costs that layer alone. The model's own forward pass does the rest, whatever its family.
 
-Shapes: B sequences, T tokens, D hidden width, M supervised positions of one batch, O outputs and
-I inputs of a module.
+Shapes: B sequences, T tokens, D hidden width, M supervised positions and N tokens of one batch,
+O outputs and I inputs of a module.
 """
 
 from __future__ import annotations
@@ -58,14 +58,19 @@ class Replay:
                 hidden_MD = hidden_states(self.causal_lm, batch)
             yield hidden_MD  # outside of the block, so that whoever stops asking leaves no trace
 
-    def inputs_of(self, layer: int, modules: Collection[torch.nn.Module]) -> list[list[Any]]:
-        """Return what modules of one layer read, ``[B, T, I]``, by module and batch.
+    def inputs_of(
+        self, layer: int, modules: Collection[torch.nn.Module]
+    ) -> list[list[torch.Tensor]]:
+        """Return what modules of one layer read, ``[N, I]``, by module and batch; N real tokens.
+
+        What fills a batch up is left out, unless a module of unknown code reads other rows than
+        there are tokens.
 
         Args:
             layer: number of the decoder layer, which alone is computed.
             modules: of that layer.
         """
-        found: list[list[Any]] = [[] for _ in modules]
+        found: list[list[torch.Tensor]] = [[] for _ in modules]
         hooks = [
             module.register_forward_pre_hook(lambda _, args, into=into: into.append(args[0]))
             for module, into in zip(modules, found, strict=True)
@@ -78,7 +83,8 @@ class Replay:
         finally:
             for hook in hooks:
                 hook.remove()
-        return found
+        real = [_real_tokens(batch) for batch in self.batches]
+        return [[_rows_of(*pair) for pair in zip(inputs, real, strict=True)] for inputs in found]
 
     def compared(
         self,
@@ -124,6 +130,19 @@ class Replay:
         finally:
             for layer in replayed:
                 layer.__dict__.pop("forward", None)
+
+
+def _real_tokens(batch: Batch) -> torch.Tensor:
+    """Tell for each place of the flattened batch whether a document's token is there, ``[B·T]``."""
+    if batch.attention_mask_BT is not None:
+        return batch.attention_mask_BT.flatten().bool()
+    places = torch.arange(batch.input_ids_BT.numel(), device=batch.input_ids_BT.device)
+    return places < batch.tokens  # documents follow each other; what fills up comes last
+
+
+def _rows_of(inputs: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    rows = inputs.flatten(0, -2)
+    return rows[real] if len(rows) == len(real) else rows
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """What a module's weight becomes when it is quantized, and how far that is from what it was.
 
-Shapes: O outputs and I inputs of a module, B sequences, T tokens.
+Shapes: O outputs and I inputs of a module, N tokens.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ def sqnr_db(weight_OI: torch.Tensor, stored_OI: torch.Tensor) -> float | None:
 
 
 def activation_error(
-    weight_OI: torch.Tensor, stored_OI: torch.Tensor, inputs_BTI: Iterable[torch.Tensor]
+    weight_OI: torch.Tensor, stored_OI: torch.Tensor, inputs_NI: Iterable[torch.Tensor]
 ) -> float | None:
     """Return ``‖(W−Ŵ)X‖² / ‖WX‖²`` over the tokens of all batches; None where WX is zero."""
     lost_OI = weight_OI - stored_OI
     signal = noise = 0.0
-    for x_BTI in inputs_BTI:
-        signal += _energy(torch.nn.functional.linear(x_BTI, weight_OI))
-        noise += _energy(torch.nn.functional.linear(x_BTI, lost_OI))
+    for x_NI in inputs_NI:
+        signal += _energy(torch.nn.functional.linear(x_NI, weight_OI))
+        noise += _energy(torch.nn.functional.linear(x_NI, lost_OI))
     return noise / signal if signal else None
 
 

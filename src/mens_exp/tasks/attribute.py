@@ -45,6 +45,14 @@ def attribute(config: RunConfig, run: Run) -> None:
     device = device_of(config.trainer.accelerator)
     base, subject = _subject(config, run, device)
     replay, configured = subject.replay, subject.variants[0].name
+    run.manifest.facts.update(
+        device=str(device),
+        quant=config.quant.quant_type.value,
+        compute_dtype=config.quant.compute_dtype.value,
+        quantized_linears=len(subject.modules),
+        calibration_tokens=sum(batch.tokens for batch in replay.batches),
+        supervised_tokens=sum(len(batch.targets_M) for batch in replay.batches),
+    )
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal) as bar:
         shown = bar.add_task("modules", total=len(subject.modules))
@@ -61,8 +69,8 @@ def attribute(config: RunConfig, run: Run) -> None:
         variants=[one.name for one in subject.variants],
         compute_dtype=config.quant.compute_dtype.value,
         block_size=config.quant.block,
-        tokens=sum(batch.tokens for batch in replay.batches),
-        supervised_tokens=sum(len(batch.targets_M) for batch in replay.batches),
+        tokens=run.manifest.facts["calibration_tokens"],
+        supervised_tokens=run.manifest.facts["supervised_tokens"],
         reference_loss=parity["reference_nll"],
         modules=modules,
         whole=attribute_whole(subject),

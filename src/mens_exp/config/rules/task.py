@@ -72,6 +72,13 @@ def _attribution(config: RunConfig) -> Iterator[ConfigError]:
             found=config.quant.quant_type.value,
             expected="nf4 or fp4",
         )
+    if config.tokenizer.name == "vox":
+        yield ConfigError(
+            "a 4-bit base is measured on its own tokens",
+            where="tokenizer",
+            found="vox",
+            expected="hf",
+        )
     bounds = config.attribute.position_bounds
     if bounds[:1] != [0] or bounds != sorted(set(bounds)):
         yield ConfigError(
