@@ -79,7 +79,10 @@ REFUSED = [
     (
         "task.name=plan",
         "task.name",
-        ["is set by the option", "task=<chat|doctor|evaluate|export|merge|plan|push|train>"],
+        [
+            "is set by the option",
+            "task=<attribute|chat|doctor|evaluate|export|merge|plan|push|train>",
+        ],
     ),
     ("suite.name=none", "suite.name", ["is set by the option", "suite=<"]),
     ("schedule.warmup_steps=1,2", "schedule.warmup_steps", ["several values need", "add -m"]),

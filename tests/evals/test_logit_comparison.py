@@ -55,6 +55,15 @@ def test_a_small_difference_of_f32_logits_is_not_lost() -> None:
     assert result.mean_kl == pytest.approx(1e-8 / 8, rel=1e-6)
 
 
+def test_standard_error_is_that_of_paired_differences() -> None:
+    """Differences of 0 and 2d have mean d and standard error d, whatever the tokens' own losses."""
+    result = compared(two_way([1.0, 5.0]), two_way([1.0, 1.0]))
+    d = (math.log(2) - math.log(6 / 5)) / 2
+    assert result.nll_difference == pytest.approx(d, rel=1e-12)
+    assert result.nll_difference_se == pytest.approx(d, rel=1e-12)
+    assert compared(two_way([1.0]), two_way([3.0])).nll_difference_se == 0.0  # one token
+
+
 def test_agreement_counts_the_same_likeliest_id() -> None:
     """Two of three positions prefer the same id."""
     result = compared(two_way([2.0, 0.5, 2.0]), two_way([3.0, 2.0, 1.5]))

@@ -103,6 +103,11 @@ class RunDir:
         return self.path / "scorecard.json"
 
     @property
+    def attribution(self) -> Path:
+        """What quantizing the base costs, module by module."""
+        return self.path / "attribution.json"
+
+    @property
     def events(self) -> Path:
         """One line per evaluated item and condition."""
         return self.path / "events.jsonl"

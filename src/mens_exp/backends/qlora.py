@@ -1,7 +1,6 @@
 """QLoRA: the full causal model on a frozen quantized base, LoRA trained in f32 (arXiv:2305.14314).
 
-Shapes: B sequences, T tokens, D hidden width, M supervised positions, V vocabulary,
-R rank, I inputs and O outputs of a projection.
+Shapes: D hidden width, M supervised positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mens_exp.artifacts import atomic
+from mens_exp.backends import causal_forward
 from mens_exp.backends.adapter_form import (
     in_fixed_order,
     manifest_of,
@@ -30,7 +30,7 @@ from mens_exp.errors import ConfigError
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import chosen, described
 from mens_exp.lora.keyed import share_dropout
-from mens_exp.model import attention, checkpointing
+from mens_exp.model import checkpointing
 from mens_exp.model.quiet import quiet
 from mens_exp.model.stored_weights import StoredWeights
 from mens_exp.quant.bnb import (
@@ -97,25 +97,13 @@ class QloraBackend(torch.nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return hidden states at the supervised positions, ``[M, D]``."""
-        packed = batch.documents is not None
-        ids_BT = batch.input_ids_BT
         with self._compute():
-            output = self.causal_lm.base_model(
-                input_ids=ids_BT,
-                position_ids=batch.position_ids_BT,
-                attention_mask=attention.no_mask(ids_BT) if packed else batch.attention_mask_BT,
-                use_cache=False,
-                **({"documents": batch.documents} if packed else {}),
-            )
-        hidden_BTD: torch.Tensor = output.last_hidden_state
-        return hidden_BTD.flatten(0, 1).index_select(0, batch.predict_M)
+            return causal_forward.hidden_states(self.causal_lm, batch)
 
     def head(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         """Return logits ``[M, V]`` in the compute format, squeezed where the model does so."""
         with self._compute():
-            logits: torch.Tensor = self.causal_lm.get_output_embeddings()(hidden_MD)
-            cap = getattr(self.causal_lm.config, "final_logit_softcapping", None)
-            return logits if cap is None else cap * torch.tanh(logits / cap)
+            return causal_forward.logits(self.causal_lm, hidden_MD)
 
     def begin(self, micro_batch: int) -> None:
         """Move every dropout stream to a micro-batch."""

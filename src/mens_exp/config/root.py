@@ -25,7 +25,14 @@ from mens_exp.config.parity import ParityConfig
 from mens_exp.config.quant import QuantConfig
 from mens_exp.config.schedule import ScheduleConfig
 from mens_exp.config.suite import SuiteConfig
-from mens_exp.config.task import ChatConfig, ExportConfig, ExportFormat, PushConfig, TaskConfig
+from mens_exp.config.task import (
+    AttributeConfig,
+    ChatConfig,
+    ExportConfig,
+    ExportFormat,
+    PushConfig,
+    TaskConfig,
+)
 from mens_exp.config.tokenizer import TokenizerConfig
 from mens_exp.config.trainer import TrainerConfig
 
@@ -109,3 +116,4 @@ class RunConfig:
     merge: MergeConfig = field(default_factory=MergeConfig, metadata={"doc": "See its keys."})
     export: ExportConfig = field(default_factory=ExportConfig, metadata={"doc": "See its keys."})
     parity: ParityConfig = field(default_factory=ParityConfig, metadata={"doc": "See its keys."})
+    attribute: AttributeConfig = _section(AttributeConfig)

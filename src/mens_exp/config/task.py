@@ -10,7 +10,14 @@ from omegaconf import MISSING
 from mens_exp.config.fields import setting
 from mens_exp.config.quant import QuantType
 
-__all__ = ["ChatConfig", "ExportConfig", "ExportFormat", "PushConfig", "TaskConfig"]
+__all__ = [
+    "AttributeConfig",
+    "ChatConfig",
+    "ExportConfig",
+    "ExportFormat",
+    "PushConfig",
+    "TaskConfig",
+]
 
 
 class ExportFormat(Enum):
@@ -45,6 +52,35 @@ class PushConfig:
 
     private: bool = setting(True, "Make a repository that is not there yet a private one.")
     message: str | None = setting(None, "Commit message; null names the run.")
+
+
+@dataclass(kw_only=True, slots=True)
+class AttributeConfig:
+    """What task=attribute measures on, and what its suggestion may cost."""
+
+    tokens: int = setting(
+        1024,
+        "Calibration tokens: about so many of the validation documents, the same for every seed.",
+        ge=1,
+    )
+    position_bounds: list[int] = setting(
+        [0, 16, 64, 256],
+        "Lowest position of each bucket in the comparison by position, ascending from 0 "
+        "(unverified guess).",
+    )
+    extra_bits: float = setting(
+        0.25,
+        "Bits per parameter of the quantized modules that the suggested quant.skip may add "
+        "(unverified guess).",
+        ge=0,
+        le=28,
+    )
+    targets_frac: float = setting(
+        0.8,
+        "Share of the modules' summed KL that the suggested lora.targets cover (unverified guess).",
+        gt=0,
+        le=1,
+    )
 
 
 @dataclass(kw_only=True, slots=True)

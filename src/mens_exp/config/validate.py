@@ -67,8 +67,25 @@ TASK_READS: dict[str, frozenset[str]] = {
     "evaluate": frozenset({"path", "suite", "trainer.accelerator"}),
     "chat": frozenset({"path", "prompt", "chat", "seed", "trainer.accelerator"}),
     "push": frozenset({"path", "repo", "push"}),
-    "export": frozenset({"path", "format", "export", "out", "model"}),
-    "merge": frozenset({"path", "adapter.file", "meta", "base_shard", "base", "out", "merge"}),
+    "export": frozenset({"path", "format", "export", "out", "model", "parity"}),
+    "merge": frozenset(
+        {
+            *("path", "adapter.file", "meta", "base_shard", "base", "out", "merge", "parity"),
+            *("data", "tokenizer", "trainer.accelerator"),
+        }
+    ),
+    "attribute": frozenset(
+        {
+            "attribute",
+            "model",
+            "tokenizer",
+            "data",
+            "objective",
+            "trainer.accelerator",
+            *(f"quant.{name}" for name in ("quant_type", "double_quant", "block_size", "skip")),
+            "quant.compute_dtype",
+        }
+    ),
     "doctor": frozenset(),
 }
 _READ_OF_THE_BASE = frozenset({"model", "tokenizer", "quant", "lora", "backend"})

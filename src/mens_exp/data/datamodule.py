@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from mens_exp.config.data import DataConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.corpus.source import Rows
     from mens_exp.tokenizer.protocol import Tokenizer
 
-__all__ = ["RowsDataModule"]
+__all__ = ["RowsDataModule", "encoded_side", "sampled_stream"]
 
 
 class RowsDataModule(LightningDataModule):
@@ -51,39 +52,12 @@ class RowsDataModule(LightningDataModule):
         self._validation: MicroBatches | None = None
 
     def _encoded(self, side: Side, cache: Path) -> tuple[Encoded, TokenCounts]:
-        pairs = getattr(self.rows, side.value)
-        key = cache_key(self.config, self.rows, side, self.tokenizer)
-
-        def build() -> Encoded:
-            return encode(pairs, self.tokenizer, key.labelling)
-
-        documents, counts = encoded(cache, key, build)
-        if not len(documents):
-            raise DataError(
-                "no row keeps a supervised token",
-                where=f"data ({side.value})",
-                found=f"{counts.dropped} rows dropped, {counts.truncated} over the limit",
-                expected=f"answers that begin within data.seq_len={key.labelling.seq_len} tokens",
-                remedy="raise data.seq_len",
-            )
-        return documents, counts
+        return encoded_side(self.config, self.rows, side, self.tokenizer, cache)
 
     def _stream(
         self, documents: Encoded, chosen: Sequence[int], *, seed: int | None
     ) -> MicroBatches:
-        """Lay out a stream over the chosen documents, without its length."""
-        data = self.config.data
-        lengths = documents.lengths[list(chosen)].tolist()
-        blocks = pack(lengths, data.seq_len) if data.packing else [[i] for i in range(len(chosen))]
-        return MicroBatches(
-            documents,
-            [[chosen[i] for i in block] for block in blocks],
-            micro_batch_size=data.micro_batch_size,
-            total=0,
-            seed=seed,
-            packing=data.packing,
-            pad_id=self.tokenizer.pad_id,
-        )
+        return _stream(self.config.data, documents, chosen, seed=seed, pad_id=self.tokenizer.pad_id)
 
     @property
     def max_steps(self) -> int:
@@ -134,11 +108,69 @@ class RowsDataModule(LightningDataModule):
     def val_dataloader(self) -> MicroBatches:
         """Return the validation documents, of which ``data.val_max_tokens`` says how many."""
         if self._validation is None:
-            chosen = _sample(self.val_documents.lengths, self.config.data.val_max_tokens)
-            stream = self._stream(self.val_documents, chosen, seed=None)
-            stream.total = math.ceil(len(stream.blocks) / stream.micro_batch_size)
-            self._validation = stream
+            data = self.config.data
+            self._validation = sampled_stream(
+                data, self.val_documents, data.val_max_tokens, pad_id=self.tokenizer.pad_id
+            )
         return self._validation
+
+
+def encoded_side(
+    config: RunConfig, rows: Rows, side: Side, tokenizer: Tokenizer, cache: Path
+) -> tuple[Encoded, TokenCounts]:
+    """Encode one side of the rows, or open it in the cache.
+
+    Raises:
+        DataError: it has no supervised token at all.
+    """
+    pairs = getattr(rows, side.value)
+    key = cache_key(config, rows, side, tokenizer)
+
+    def build() -> Encoded:
+        return encode(pairs, tokenizer, key.labelling)
+
+    documents, counts = encoded(cache, key, build)
+    if not len(documents):
+        raise DataError(
+            "no row keeps a supervised token",
+            where=f"data ({side.value})",
+            found=f"{counts.dropped} rows dropped, {counts.truncated} over the limit",
+            expected=f"answers that begin within data.seq_len={key.labelling.seq_len} tokens",
+            remedy="raise data.seq_len",
+        )
+    return documents, counts
+
+
+def sampled_stream(
+    data: DataConfig, documents: Encoded, most_tokens: int, *, pad_id: int
+) -> MicroBatches:
+    """Lay out one pass over a fair sample of documents, about so many tokens of them."""
+    chosen = _sample(documents.lengths, most_tokens)
+    stream = _stream(data, documents, chosen, seed=None, pad_id=pad_id)
+    stream.total = math.ceil(len(stream.blocks) / stream.micro_batch_size)
+    return stream
+
+
+def _stream(
+    data: DataConfig,
+    documents: Encoded,
+    chosen: Sequence[int],
+    *,
+    seed: int | None,
+    pad_id: int,
+) -> MicroBatches:
+    """Lay out a stream over the chosen documents, without its length."""
+    lengths = documents.lengths[list(chosen)].tolist()
+    blocks = pack(lengths, data.seq_len) if data.packing else [[i] for i in range(len(chosen))]
+    return MicroBatches(
+        documents,
+        [[chosen[i] for i in block] for block in blocks],
+        micro_batch_size=data.micro_batch_size,
+        total=0,
+        seed=seed,
+        packing=data.packing,
+        pad_id=pad_id,
+    )
 
 
 def _sample(lengths: np.ndarray, limit: int) -> list[int]:

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["LogitComparison", "LogitDifference", "PositionBucket"]
 
-_ELEMENTS = 1_000_000  # f64 numbers of one model in work at a time, 8 MB (unverified guess)
+# f64 numbers of one model in work at a time; measured: 507 tokens of 49,152 entries on one core
+# take 0.12 s by a few rows, which stay in the processor's cache, and 0.65 s at once.
+_ELEMENTS = 100_000
 _P99 = 0.99
 
 
@@ -58,6 +60,8 @@ class LogitDifference:
         top1_agreement: share of tokens whose likeliest next token is the same id; among equal
             logits the lowest id counts.
         nll_difference: mean of the targets' negative log likelihood, other minus reference, nats.
+        nll_difference_se: standard error of that over the tokens taken as independent draws; 0 for
+            a single token.
         reference_nll: mean of the targets' negative log likelihood under the reference, nats.
         by_position: the same by position, buckets without a token left out.
     """
@@ -68,6 +72,7 @@ class LogitDifference:
     max_kl: float
     top1_agreement: float
     nll_difference: float
+    nll_difference_se: float
     reference_nll: float
     by_position: tuple[PositionBucket, ...]
 
@@ -118,7 +123,8 @@ class LogitComparison:
             self._agrees.append(same_C.cpu())
             self._reference_nll.append(-reference_CV.gather(1, targets_C1)[:, 0].cpu())
             self._other_nll.append(-other_CV.gather(1, targets_C1)[:, 0].cpu())
-            kl_C = (reference_CV.exp() * reference_CV.sub(other_CV)).sum(-1)
+            difference_CV = reference_CV - other_CV
+            kl_C = torch.linalg.vecdot(reference_CV.exp_(), difference_CV)
             self._kl.append(kl_C.clamp(min=0).cpu())  # rounding alone is below zero
         self._positions.append(positions_M.cpu())
 
@@ -157,6 +163,8 @@ class LogitComparison:
             max_kl=float(kl_M.max()),
             top1_agreement=_mean(agrees_M),
             nll_difference=_mean(difference_M),
+            nll_difference_se=float(difference_M.std(correction=min(1, len(kl_M) - 1)))
+            / math.sqrt(len(kl_M)),
             reference_nll=_mean(reference_M),
             by_position=tuple(buckets),
         )
@@ -193,7 +201,7 @@ def _log_probabilities(logits_CV: torch.Tensor, whose: str) -> torch.Tensor:
     """
     if not torch.isfinite(logits_CV).all():
         raise MensError(f"a logit of the {whose} model is not finite", expected="finite logits")
-    return torch.log_softmax(logits_CV.double(), dim=-1)
+    return torch.log_softmax(logits_CV, dim=-1, dtype=torch.float64)
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -54,12 +54,23 @@ _CHECKS = (
     classes.check,
     machine.check,
 )
+# It builds neither a backend nor an adapter and trains nothing.
+_OF_ATTRIBUTION = (
+    _cache,
+    data.check,
+    model.check,
+    weights.check,
+    quant.check,
+    tokenizer.check,
+    classes.check,
+    machine.check,
+)
 
 
 def preflight(config: RunConfig) -> list[MensError]:
     """List everything wrong with the files and limits that a run would meet."""
     problems: list[MensError] = []
-    for check in _CHECKS:
+    for check in _OF_ATTRIBUTION if config.task.name == "attribute" else _CHECKS:
         try:
             for problem in check(config):
                 problems.append(problem)  # noqa: PERF402  # kept when the check gives up later

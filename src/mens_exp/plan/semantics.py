@@ -51,6 +51,7 @@ SETTINGS: dict[str, Part] = {
     **_all(Part.RECORD, "merge.", "mode dtype base untie any_base"),
     **_all(Part.RECORD, "chat.", "max_new_tokens temperature"),
     **_all(Part.RECORD, "push.", "private message"),
+    **_all(Part.RECORD, "attribute.", "tokens position_bounds extra_bits targets_frac"),
     **_all(Part.RECORD, "parity.", "tokens text accept"),
     **_all(
         Part.RECORD,

@@ -13,10 +13,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 import mens_exp
-from mens_exp.report import sections, summary, wording
+from mens_exp.report import attribution_view, sections, summary, wording
 
 if TYPE_CHECKING:
     from mens_exp.artifacts.scorecard import ItemEvent
+    from mens_exp.report.attribution_view import AttributionPage
     from mens_exp.report.plots import Plot
     from mens_exp.report.records import Records
 
@@ -67,13 +68,14 @@ def render(records: Records) -> str:
         m=records.manifest,
         status=records.status,
         say=wording,
-        headline=summary.headline(records),
+        headline=_headline(records),
         command=summary.command(records),
         commit=_commit(records.manifest.provenance),
         error=_error(records),
         pairs=summary.pairs(records),
         costs=summary.cost(records),
         plots=_plots(records),
+        attribution=_attribution(records),
         items=_shown(records),
         open_items=_OPEN_ITEMS,
         unseen_items=_unseen(records),
@@ -93,9 +95,22 @@ def render(records: Records) -> str:
     )
 
 
+def _headline(records: Records) -> str:
+    if records.attribution is not None and records.status == "succeeded":
+        return attribution_view.headline(records.attribution)
+    return summary.headline(records)
+
+
+def _attribution(records: Records) -> tuple[AttributionPage, list[tuple[Plot, Markup]]] | None:
+    if records.attribution is None:
+        return None
+    page = attribution_view.page(records.attribution)
+    return page, [(plot, Markup(plot.svg)) for plot in page.maps]  # noqa: S704 - drawn here
+
+
 def _plots(records: Records) -> list[tuple[Plot, Markup]]:
-    """Draw the telemetry; a plan has none, and matplotlib alone takes a second to import."""
-    if records.manifest.task == "plan":
+    """Draw the telemetry; these tasks have none, and matplotlib alone takes a second to import."""
+    if records.manifest.task in {"plan", "attribute"}:
         return []
     from mens_exp.report import plots
 

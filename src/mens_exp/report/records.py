@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.artifacts.attribution import Attribution
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.scorecard import ItemEvent, Scorecard, read_item_events
 from mens_exp.artifacts.telemetry import Event, read_events
@@ -37,6 +38,7 @@ class Records:
         items: one mapping per evaluated item and condition.
         plan: the execution plan, None when the run failed before it was made.
         config: the composed configuration as YAML text, None when there is none.
+        attribution: what quantizing the base costs, None when it was not measured.
     """
 
     manifest: Manifest
@@ -45,6 +47,7 @@ class Records:
     items: tuple[ItemEvent, ...] = ()
     plan: dict[str, Any] | None = None
     config: str | None = None
+    attribution: Attribution | None = None
 
     @property
     def status(self) -> str:
@@ -86,6 +89,7 @@ def load(run: RunDir) -> Records:
         items=tuple(read_item_events(run.events)) if run.events.is_file() else (),
         plan=_read_plan(run.plan) if run.plan.is_file() else None,
         config=run.config.read_text(encoding="utf-8") if run.config.is_file() else None,
+        attribution=Attribution.read(run.attribution) if run.attribution.is_file() else None,
     )
 
 

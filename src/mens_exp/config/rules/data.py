@@ -58,6 +58,12 @@ def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
             expected="task=plan, which shows rows",
             remedy="add task=plan, or drop data.show",
         )
+    if "data.val_max_tokens" in named and config.task.name == "attribute":
+        yield ConfigError(
+            "has no effect with task=attribute",
+            where="data.val_max_tokens",
+            expected="attribute.tokens, which says how many tokens are measured on",
+        )
     if "data.val_frac" in named and isinstance(data, JsonlData) and data.val_path is not None:
         yield ConfigError(
             "has no effect with data.val_path",

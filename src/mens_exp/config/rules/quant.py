@@ -24,7 +24,8 @@ _BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)  # bitsandbytes' own; 32 is for 
 def problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield what is wrong with `quant`, alone and under the chosen backend."""
     quant, name = config.quant, config.backend.name
-    if quant.is_quantized != _QUANTIZED.get(name, quant.is_quantized):
+    trains = config.task.name != "attribute"  # which builds no backend, and has a rule of its own
+    if trains and quant.is_quantized != _QUANTIZED.get(name, quant.is_quantized):
         yield ConfigError(
             f"backend={name} has {'no' if quant.is_quantized else 'a'} quantized base",
             where="quant.quant_type",

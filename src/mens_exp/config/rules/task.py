@@ -69,6 +69,8 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
             found=export.double_quant,
             expected="null, or another export.base_quant",
         )
+    if name == "attribute":
+        yield from _attribution(config)
     if name == "chat" and config.prompt is not None and not config.prompt.strip():
         yield ConfigError("asks nothing", where="prompt", expected="a question, or null")
 
@@ -98,3 +100,29 @@ def _without_effect(key: str, form: ExportFormat, expected: str) -> ConfigError:
         expected=expected,
         remedy=f"drop {key}, or choose another format",
     )
+
+
+def _attribution(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what leaves nothing to attribute, or nothing to sort by."""
+    if config.quant.quant_type not in {QuantType.nf4, QuantType.fp4}:
+        yield ConfigError(
+            "has no 4-bit error to attribute",
+            where="quant.quant_type",
+            found=config.quant.quant_type.value,
+            expected="nf4 or fp4",
+        )
+    if config.tokenizer.name == "vox":
+        yield ConfigError(
+            "a 4-bit base is measured on its own tokens",
+            where="tokenizer",
+            found="vox",
+            expected="hf",
+        )
+    bounds = config.attribute.position_bounds
+    if bounds[:1] != [0] or bounds != sorted(set(bounds)):
+        yield ConfigError(
+            "are no bounds of buckets",
+            where="attribute.position_bounds",
+            found=bounds,
+            expected="ascending positions, the first 0, such as [0,16,64]",
+        )

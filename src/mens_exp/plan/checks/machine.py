@@ -10,6 +10,7 @@ from mens_exp.config.validate import range_problems
 from mens_exp.errors import MensError
 from mens_exp.layout.shape import shape_of
 from mens_exp.plan import machine, messages
+from mens_exp.plan.attribution import attribution_memory
 from mens_exp.plan.disk import disk
 from mens_exp.plan.forecast import documents_of, forecast
 from mens_exp.rows.cache import cache_root
@@ -34,8 +35,11 @@ def check(config: RunConfig) -> Iterator[MensError]:
         return  # told by the check of the model's files
     cache = cache_root()
     device = machine.look(config.trainer.accelerator)
-    expected = forecast(config, shape, documents_of(config, {}), device, cache)
-    errors, _ = findings(config, device, expected.memory, disk(config, shape, cache, None), cache)
+    if config.task.name == "attribute":
+        memory = attribution_memory(config, shape)
+    else:
+        memory = forecast(config, shape, documents_of(config, {}), device, cache).memory
+    errors, _ = findings(config, device, memory, disk(config, shape, cache, None), cache)
     yield from errors
 
 
@@ -47,7 +51,12 @@ def findings(
     warnings = []
     if device.free_bytes is not None:
         if expected.low > device.free_bytes:
-            error = messages.memory_too_small(device.name, expected.low, device.free_bytes)
+            error = messages.memory_too_small(
+                device.name,
+                expected.low,
+                device.free_bytes,
+                attributes=config.task.name == "attribute",
+            )
             errors.append(error)
         elif expected.high > device.free_bytes:
             bounds = (expected.low, expected.high, device.free_bytes)

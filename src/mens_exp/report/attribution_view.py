@@ -1,0 +1,239 @@
+"""What quantizing a base costs: a table for the terminal, tables and heat maps for the page."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from mens_exp.report import wording
+
+if TYPE_CHECKING:
+    from mens_exp.artifacts.attribution import Attribution
+    from mens_exp.report.plots import Plot
+
+__all__ = ["AttributionPage", "headline", "page", "worst_table"]
+
+_WORST = 10
+_LEAST_KL = 1e-9  # nats; below, a logarithm would stretch rounding
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttributionPage:
+    """The parts of the page, as text.
+
+    Attributes:
+        maps: heat maps.
+        worst: head and rows of the modules that cost most.
+        whole: head and rows of all modules at once, by variant, and the sum of the parts.
+        positions: head and rows of the comparison by position.
+        parity: one sentence about the comparison over all tokens.
+        overrides: the suggestion as typed.
+        rule: how it was chosen.
+        cost: what it costs and covers.
+    """
+
+    maps: list[Plot]
+    worst: tuple[list[str], list[list[str]]]
+    whole: tuple[list[str], list[list[str]]]
+    positions: tuple[list[str], list[list[str]]]
+    parity: str
+    overrides: list[str]
+    rule: str
+    cost: str
+
+
+def worst_table(record: Attribution) -> RenderableType:
+    """Show the worst ten modules, all of them at once, and the suggested overrides."""
+    table = Table(box=box.SIMPLE_HEAD, title_justify="left", show_edge=False, pad_edge=False)
+    table.title = f"What {record.configured} costs, each module alone"
+    heads, rows = _worst(record, "logical")
+    for number, head in enumerate(heads):
+        table.add_column(head, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    lines = [headline(record), _parity(record), _cost(record)]
+    overrides = [Text(line, style="bold") for line in record.suggestion["overrides"]]
+    return Group(table, Text(), *(Text(line) for line in lines), Text(), *overrides)
+
+
+def headline(record: Attribution) -> str:
+    """Say what all modules at once cost beside the sum of the parts."""
+    whole, parts = record.whole[record.configured], record.sum_of_parts
+    return (
+        f"All {len(record.modules)} modules in {record.configured}: KL {_nats(whole['kl'])}, loss "
+        f"{_signed(whole['loss_change'])} ± {_nats(whole['loss_change_se'])} nats per token; each "
+        f"alone, summed: KL {_nats(parts['kl'])}, loss {_signed(parts['loss_change'])}."
+    )
+
+
+def page(record: Attribution) -> AttributionPage:
+    """Return what the page shows."""
+    return AttributionPage(
+        maps=_maps(record),
+        worst=_worst(record, "path"),
+        whole=_whole(record),
+        positions=_positions(record),
+        parity=_parity(record),
+        overrides=record.suggestion["overrides"],
+        rule=record.suggestion["rule"],
+        cost=_cost(record),
+    )
+
+
+def _maps(record: Attribution) -> list[Plot]:
+    from mens_exp.report.heat_map import Grid, heat_map
+
+    kinds = list(dict.fromkeys(one["kind"] for one in record.modules))
+    layers = max(one["layer"] for one in record.modules) + 1
+
+    def grid(value: Any) -> Grid:
+        values = {(one["kind"], one["layer"]): value(one) for one in record.modules}
+        return Grid(kinds=kinds, layers=layers, values=values)
+
+    def error(key: str) -> Any:
+        return lambda one: one["variants"][record.configured][key]
+
+    return [
+        heat_map(
+            "kl",
+            "KL, each module alone",
+            "nats per token; the shade is logarithmic",
+            grid(lambda one: one["kl"]),
+            spell=lambda value: f"{value:.2g}",
+            scale=lambda value: math.log(max(value, _LEAST_KL)),
+        ),
+        heat_map(
+            "loss_change",
+            "Loss change, each module alone",
+            "nats per token; dark is a higher loss",
+            grid(lambda one: one["loss_change"]),
+            spell=_signed,
+        ),
+        heat_map(
+            "activation_error",
+            "Activation-weighted error",
+            "share of the output's energy that is lost",
+            grid(error("activation_error")),
+            spell=lambda value: f"{value:.2%}",
+        ),
+        heat_map(
+            "sqnr",
+            "Weight SQNR",
+            "decibels; dark is low",
+            grid(error("sqnr_db")),
+            spell=lambda value: f"{value:.1f} dB",
+            high_is_dark=False,
+        ),
+    ]
+
+
+def _worst(
+    record: Attribution, name: Literal["logical", "path"]
+) -> tuple[list[str], list[list[str]]]:
+    heads = ["module", "KL", "share", "loss change", "lost output", "SQNR"]
+    rows = [
+        [
+            one[name],
+            _nats(one["kl"]),
+            wording.percent(one["share"]),
+            f"{_signed(one['loss_change'])} ± {_nats(one['loss_change_se'])}",
+            _known(one["variants"][record.configured]["activation_error"], ".2%"),
+            _known(one["variants"][record.configured]["sqnr_db"], ".1f", " dB"),
+        ]
+        for one in sorted(record.modules, key=lambda one: one["rank"])[:_WORST]
+    ]
+    return heads, rows
+
+
+def _whole(record: Attribution) -> tuple[list[str], list[list[str]]]:
+    heads = [
+        "all modules at once",
+        "bits",
+        "KL",
+        "loss change",
+        "mean SQNR",
+        "mean activation error",
+    ]
+    rows = []
+    for name in record.variants:
+        one = record.whole[name]
+        rows.append(
+            [
+                f"{name}, as configured" if name == record.configured else name,
+                f"{one['bits_per_parameter']:.3f}",
+                _nats(one["kl"]),
+                f"{_signed(one['loss_change'])} ± {_nats(one['loss_change_se'])}",
+                _known(_mean(record, name, "sqnr_db"), ".2f", " dB"),
+                _known(_mean(record, name, "activation_error"), ".3%"),
+            ]
+        )
+    parts = record.sum_of_parts
+    rows.append(
+        ["sum of the modules alone", "", _nats(parts["kl"]), _signed(parts["loss_change"]), "", ""]
+    )
+    return heads, rows
+
+
+def _mean(record: Attribution, variant: str, key: str) -> float | None:
+    values: list[Any] = [dict(one["variants"][variant])[key] for one in record.modules]
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _positions(record: Attribution) -> tuple[list[str], list[list[str]]]:
+    heads = ["positions", "tokens", "mean KL", "same top token", "loss change"]
+    return heads, [
+        [
+            f"{one['first']} and on" if one["last"] is None else f"{one['first']} to {one['last']}",
+            wording.count(one["tokens"]),
+            _nats(one["mean_kl"]),
+            wording.percent(one["top1_agreement"]),
+            _signed(one["nll_difference"]),
+        ]
+        for one in record.parity["by_position"]
+    ]
+
+
+def _parity(record: Attribution) -> str:
+    found = record.parity
+    return (
+        f"The 4-bit model as training loads it ({record.compute_dtype}) against f32, over "
+        f"{wording.count(found['tokens'])} tokens: KL {_nats(found['mean_kl'])} in the mean, "
+        f"{_nats(found['p99_kl'])} at the 99th percentile, {_nats(found['max_kl'])} at most; the "
+        f"likeliest token is the same in {wording.percent(found['top1_agreement'])}; loss "
+        f"{_signed(found['nll_difference'])} on {wording.loss(found['reference_nll'])}."
+    )
+
+
+def _cost(record: Attribution) -> str:
+    one = record.suggestion
+    before, after = one["bits_per_parameter"], one["bits_per_parameter_after"]
+    skip = "no module fits into the extra bits of quant.skip"
+    if after > before:
+        skip = (
+            f"quant.skip takes {before:.3f} to {after:.3f} bits a parameter and leaves out "
+            f"{wording.percent(one['skip_share'])} of the summed KL"
+        )
+    return (
+        f"Suggested: {skip}; lora.targets cover "
+        f"{wording.percent(one['targets_share'])} with {wording.percent(one['targets_cost'])} of "
+        "all modules' adapter parameters."
+    )
+
+
+def _nats(value: float) -> str:
+    return f"{value:.2g}" if value < 0.1 else f"{value:.3f}"  # noqa: PLR2004 - three digits either way
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.5f}".replace("-", wording.MINUS)
+
+
+def _known(value: float | None, form: str, unit: str = "") -> str:
+    return "none" if value is None else f"{value:{form}}{unit}"

@@ -1,0 +1,149 @@
+"""task=attribute: what quantizing the base costs, module by module, and what to do about it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from mens_exp.artifacts.attribution import Attribution
+from mens_exp.config.quant import QuantConfig, QuantType
+from mens_exp.corpus.source import load_rows
+from mens_exp.corpus.split import Side
+from mens_exp.evals.suggestion import suggested
+from mens_exp.layout.shape import shape_of
+from mens_exp.layout.targets import linear_modules, skipped
+from mens_exp.plan.preflight import writable_cache
+from mens_exp.report.attribution_view import worst_table
+from mens_exp.tasks.inputs import describe, tokenizer_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from mens_exp.config.root import RunConfig
+    from mens_exp.evals.attribution import Subject
+    from mens_exp.model.resolve import BaseModel
+    from mens_exp.tasks.run import Run
+
+__all__ = ["attribute"]
+
+_PLAIN_EVERY = 30  # modules, where the output is no terminal
+_CHUNK_TOKENS = 64  # where the objective is the user's own and has no such setting
+
+
+def attribute(config: RunConfig, run: Run) -> None:
+    """Measure every module alone and all at once, and write attribution.json."""
+    from mens_exp.backends.frozen_base import load_base
+    from mens_exp.evals.attribution import attribute_modules, attribute_whole, parity_with
+    from mens_exp.quant.bnb import compute_dtype
+    from mens_exp.training import memory_probe
+    from mens_exp.training.build import device_of
+
+    memory_probe.reset_peak()
+    device = device_of(config.trainer.accelerator)
+    base, subject = _subject(config, run, device)
+    replay, configured = subject.replay, subject.variants[0].name
+    run.manifest.facts.update(
+        device=str(device),
+        quant=config.quant.quant_type.value,
+        compute_dtype=config.quant.compute_dtype.value,
+        quantized_linears=len(subject.modules),
+        calibration_tokens=sum(batch.tokens for batch in replay.batches),
+        supervised_tokens=sum(len(batch.targets_M) for batch in replay.batches),
+    )
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal) as bar:
+        shown = bar.add_task("modules", total=len(subject.modules))
+
+        def tell(done: int) -> None:
+            bar.update(shown, completed=done)
+            if not console.is_terminal and done % _PLAIN_EVERY == 0:
+                console.print(f"{done} of {len(subject.modules)} modules")
+
+        modules = attribute_modules(subject, tell)
+    parity = parity_with(load_base(config, base, device), replay, config.attribute.position_bounds)
+    record = Attribution(
+        configured=configured,
+        variants=[one.name for one in subject.variants],
+        compute_dtype=config.quant.compute_dtype.value,
+        block_size=config.quant.block,
+        tokens=run.manifest.facts["calibration_tokens"],
+        supervised_tokens=run.manifest.facts["supervised_tokens"],
+        reference_loss=parity["reference_nll"],
+        modules=modules,
+        whole=attribute_whole(subject),
+        sum_of_parts={name: sum(one[name] for one in modules) for name in ("loss_change", "kl")},
+        suggestion=suggested(
+            modules,
+            variant=configured,
+            already=config.quant.skip,
+            kept_bits=8 * compute_dtype(config.quant).itemsize,
+            extra_bits=config.attribute.extra_bits,
+            targets_share=config.attribute.targets_frac,
+        ),
+        parity=parity,
+    )
+    record.write(run.dir.attribution)
+    run.manifest.results.update(_results(record), peak_rss_bytes=memory_probe.peak_rss_bytes())
+    if run.manifest.results["peak_rss_bytes"] is None:
+        run.unknown("results.peak_rss_bytes", "this system does not tell")
+    console = Console()
+    console.print(worst_table(record))
+    console.print(f"Report: {run.dir.report}", soft_wrap=True)
+
+
+def _subject(config: RunConfig, run: Run, device: torch.device) -> tuple[BaseModel, Subject]:
+    """Load the unquantized model and the calibration batch, and record what they are."""
+    import torch
+
+    from mens_exp.backends.frozen_base import load_base
+    from mens_exp.data.datamodule import encoded_side, sampled_stream
+    from mens_exp.evals.attribution import Subject
+    from mens_exp.evals.replay import Replay
+    from mens_exp.model.resolve import resolve
+    from mens_exp.quant.stored_as import variants_of
+
+    cache, shape = writable_cache(), shape_of(config.model)
+    left_out = {one.path for one in skipped(config.quant.skip, shape)}
+    inside = [one for one in linear_modules(shape) if one.layer is not None]
+    modules = [one for one in inside if one.path not in left_out]
+    base = resolve(config.model, cache)
+    tokenizer = tokenizer_of(config.tokenizer, base, run.dir)
+    rows = load_rows(config.data, cache)
+    documents, counts = encoded_side(config, rows, Side.VAL, tokenizer, cache)
+    inputs = describe(base, tokenizer, rows)
+    inputs["data"] |= {"val_rows": counts.documents, "val_sha256": counts.sha256}
+    run.manifest.inputs.update(inputs)
+    stream = sampled_stream(
+        config.data, documents, config.attribute.tokens, pad_id=tokenizer.pad_id
+    )
+    plain = dataclasses.replace(config, quant=QuantConfig(quant_type=QuantType.none))
+    model = load_base(plain, base, device, dtype=torch.float32).eval()
+    replay = Replay(
+        model,
+        shape.family.layers,
+        [batch.to(device) for batch in stream],
+        chunk_tokens=getattr(config.objective, "chunk_tokens", _CHUNK_TOKENS),
+    )
+    return base, Subject(
+        replay=replay,
+        modules=modules,
+        variants=variants_of(config.quant),
+        transposed=shape.family.transposed,
+    )
+
+
+def _results(record: Attribution) -> dict[str, Any]:
+    """Return the headline figures for the manifest."""
+    whole = record.whole[record.configured]
+    return {
+        "reference_loss": record.reference_loss,
+        "loss_change": whole["loss_change"],
+        "kl": whole["kl"],
+        "kl_sum_of_parts": record.sum_of_parts["kl"],
+        "worst_module": min(record.modules, key=lambda one: one["rank"])["path"],
+        "top1_agreement_frac": record.parity["top1_agreement"],
+        "suggested_overrides": record.suggestion["overrides"],
+    }

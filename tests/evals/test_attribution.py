@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from mens_exp.backends.causal_forward import hidden_states
+from mens_exp.backends.frozen_base import load_base
+from mens_exp.config.quant import QuantConfig, QuantType
+from mens_exp.data.batch import packed_batch
+from mens_exp.evals.attribution import Subject, attribute_modules, attribute_whole, parity_with
+from mens_exp.evals.replay import Replay, replaced
+from mens_exp.layout.shape import shape_of
+from mens_exp.layout.targets import linear_modules
+from mens_exp.model.resolve import resolve
+from mens_exp.quant.stored_as import stored_as, variants_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.config.root import RunConfig
+    from mens_exp.rows.encode import Encoded
+
+PLANTED = "model.layers.1.mlp.up_proj"
+
+
+@pytest.fixture
+def config(family_config: Callable[[str], RunConfig]) -> RunConfig:
+    return family_config("llama")
+
+
+@pytest.fixture
+def subject(config: RunConfig, tmp_path: Path, random_documents: Callable[..., Encoded]) -> Subject:
+    """A small Llama in f32 over two packed batches."""
+    documents = random_documents([30, 25, 40])
+    shape = shape_of(config.model)
+    plain = dataclasses.replace(config, quant=QuantConfig(quant_type=QuantType.none))
+    base = resolve(config.model, tmp_path)
+    model = load_base(plain, base, torch.device("cpu"), dtype=torch.float32).eval()
+    batches = [packed_batch(documents, blocks, i) for i, blocks in enumerate([[[0, 1]], [[2]]])]
+    return Subject(
+        replay=Replay(model, shape.family.layers, batches, chunk_tokens=64),
+        modules=[one for one in linear_modules(shape) if one.layer is not None],
+        variants=variants_of(config.quant),
+        transposed=False,
+    )
+
+
+def plant(subject: Subject) -> None:
+    """Make a module hard to quantize: a column a thousand times as large, its input as small."""
+    layer = subject.replay.causal_lm.model.layers[1]
+    with torch.no_grad():
+        layer.mlp.up_proj.weight[:, 0] *= 1000
+        layer.post_attention_layernorm.weight[0] /= 1000
+    batches, layers = subject.replay.batches, "model.layers"
+    subject.replay.__init__(  # type: ignore[misc]  # the reference is the planted model
+        subject.replay.causal_lm, layers, batches, chunk_tokens=64
+    )
+
+
+def test_module_that_is_hard_to_quantize_ranks_first(subject: Subject) -> None:
+    """Its blocks are mostly zeros afterwards; no other module comes near."""
+    plant(subject)
+    records = {one["path"]: one for one in attribute_modules(subject)}
+    planted = records.pop(PLANTED)
+    assert planted["rank"] == 1
+    assert planted["share"] > 0.5
+    errors = [one["variants"]["nf4_double"]["activation_error"] or 0 for one in records.values()]
+    others = [one["kl"] for one in records.values()]
+    assert planted["kl"] > 3 * max(others)
+    assert max(errors) < 0.05
+
+
+def test_loss_change_is_that_of_a_plain_forward_with_one_module_replaced(
+    subject: Subject, config: RunConfig
+) -> None:
+    """Losses by torch over all logits, with and without; every module, to f32's rounding."""
+    model, batches = subject.replay.causal_lm, subject.replay.batches
+
+    def loss() -> float:
+        with torch.inference_mode():
+            scores = torch.cat([model.lm_head(hidden_states(model, batch)) for batch in batches])
+        targets = torch.cat([batch.targets_M for batch in batches])
+        return float(torch.nn.functional.cross_entropy(scores.double(), targets))
+
+    before = loss()
+    for record in attribute_modules(subject):
+        module: Any = model.get_submodule(record["path"])
+        stored_OI = stored_as(module.weight.data, config.quant).values
+        with replaced(module, stored_OI, transposed=False):
+            change = loss() - before
+        assert record["loss_change"] == pytest.approx(change, abs=1e-6), record["path"]
+
+
+def test_shares_sum_to_one_and_ranks_follow_kl(subject: Subject) -> None:
+    """One record for each module, in the model's order; progress is told after each."""
+    told: list[int] = []
+    records = attribute_modules(subject, told.append)
+    assert [one["path"] for one in records] == [one.path for one in subject.modules]
+    assert told == list(range(1, len(records) + 1))
+    assert sum(one["share"] for one in records) == pytest.approx(1)
+    ranked = sorted(records, key=lambda one: one["rank"])
+    assert [one["rank"] for one in ranked] == list(range(1, len(records) + 1))
+    assert [one["kl"] for one in ranked] == sorted((one["kl"] for one in records), reverse=True)
+
+
+def test_double_quantization_has_its_own_part(subject: Subject) -> None:
+    """Another SQNR (of so few blocks either may win) in fewer bits than 4.5; fp4 costs more KL."""
+    for one in attribute_modules(subject):
+        double, plain = one["variants"]["nf4_double"], one["variants"]["nf4"]
+        assert double["sqnr_db"] != plain["sqnr_db"]
+        assert double["bits_per_parameter"] < plain["bits_per_parameter"] == 4.5
+    whole = attribute_whole(subject)
+    assert whole.keys() == {"nf4_double", "nf4", "fp4_double"}
+    assert whole["nf4"]["bits_per_parameter"] == 4.5
+    assert whole["nf4_double"]["kl"] != whole["nf4"]["kl"]
+    assert whole["fp4_double"]["kl"] > whole["nf4_double"]["kl"]
+
+
+def test_all_modules_at_once_are_the_model_that_training_loads(
+    subject: Subject, config: RunConfig, tmp_path: Path
+) -> None:
+    """In f32, exchanged weights and bitsandbytes' own layers: the same KL to rounding."""
+    loaded = load_base(config, resolve(config.model, tmp_path), torch.device("cpu"))
+    parity = parity_with(loaded, subject.replay, (0, 20))
+    whole = attribute_whole(subject)["nf4_double"]
+    assert parity["mean_kl"] == pytest.approx(whole["kl"], rel=1e-3)
+    assert parity["nll_difference"] == pytest.approx(whole["loss_change"], abs=1e-5)
+    assert 0 < parity["mean_kl"] <= parity["p99_kl"] <= parity["max_kl"]
+    assert [one["first"] for one in parity["by_position"]] == [0, 20]
+    assert sum(one["tokens"] for one in parity["by_position"]) == parity["tokens"]
+
+
+def test_model_is_unquantized_afterwards(subject: Subject) -> None:
+    """Every weight is put back: the reference comes out again bit for bit."""
+    attribute_modules(subject)
+    attribute_whole(subject)
+    again = list(subject.replay.hidden_from(0))
+    assert all(map(torch.equal, again, subject.replay.reference_MD))

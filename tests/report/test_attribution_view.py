@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import shutil
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from rich.console import Console
+
+from mens_exp.artifacts.attribution import Attribution
+from mens_exp.report import html
+from mens_exp.report.attribution_view import headline, page, worst_table
+from mens_exp.report.heat_map import Grid, heat_map
+from mens_exp.report.records import load
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mens_exp.artifacts.run_dir import RunDir
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "attribution_v1.json"
+
+
+@pytest.fixture
+def record() -> Attribution:
+    """Two modules of four layers; golden/attribution_v1.json."""
+    return Attribution.read(GOLDEN)
+
+
+def cells(svg: str) -> list[tuple[str, float]]:
+    """Return what each cell says, and its opacity."""
+    found = []
+    for rect in ET.fromstring(svg).iter("rect"):  # noqa: S314 - drawn here
+        title = rect.find("title")
+        if title is not None:
+            found.append((title.text or "", float(rect.attrib["fill-opacity"])))
+    return found
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_terminal_table_fits_and_shows_the_overrides(record: Attribution, width: int) -> None:
+    """The module that costs most is first, nothing is cut off."""
+    console = Console(width=width, force_terminal=False, color_system=None)
+    with console.capture() as capture:
+        console.print(worst_table(record))
+    text = capture.get()
+    assert text.index("l0.v") < text.index("l3.up")
+    assert "…" not in text
+    assert "quant.skip=[model.layers.0.self_attn.v_proj]" in text
+    assert "lora.targets=[self_attn.v_proj]" in text
+
+
+def test_headline_puts_the_whole_beside_the_sum_of_its_parts(record: Attribution) -> None:
+    """Both numbers, in nats."""
+    text = headline(record)
+    assert "All 2 modules in nf4_double: KL 0.005" in text
+    assert "summed: KL 0.004" in text
+
+
+def test_page_shows_maps_tables_and_parity(
+    record: Attribution, write_run: Callable[..., RunDir]
+) -> None:
+    """In the place of what only training has."""
+    run = write_run(task="attribute")
+    shutil.copy(GOLDEN, run.attribution)
+    text = html.render(load(run))
+    shown = (
+        headline(record),
+        "Weight SQNR",
+        "Activation-weighted error",
+        "Loss change, each module alone",
+        "v, layer 0: 0.003",
+        "model.layers.3.mlp.up_proj",
+        "4 bits against f32",
+        "95.5%",
+        "16 and on",
+        "sum of the modules alone",
+        "lora.targets=[self_attn.v_proj]",
+    )
+    assert [part for part in shown if part not in text] == []
+    assert "Held-out completions" not in text
+
+
+def test_a_run_without_attribution_has_no_such_part(write_run: Callable[..., RunDir]) -> None:
+    """A training run's page is as it was."""
+    text = html.render(load(write_run()))
+    assert "4 bits against f32" not in text
+    assert "Held-out completions" in text
+
+
+def test_map_has_a_cell_for_each_known_value(record: Attribution) -> None:
+    """Two modules; the SQNR of both is known in the configured variant."""
+    maps = {plot.name: cells(plot.svg) for plot in page(record).maps}
+    assert [len(found) for found in maps.values()] == [2, 2, 2, 2]
+    assert [said for said, _ in maps["sqnr"]] == ["v, layer 0: 20.5 dB", "up, layer 3: 20.5 dB"]
+
+
+@pytest.mark.parametrize(("high_is_dark", "darkest"), [(True, "b, layer 1"), (False, "a, layer 0")])
+def test_bad_values_are_dark(high_is_dark: bool, darkest: str) -> None:
+    """The worst cell is opaque, the best is still visible, and an unknown one is empty."""
+    values = {("a", 0): 1.0, ("a", 1): 2.0, ("b", 1): 3.0, ("b", 0): None}
+    grid = Grid(kinds=("a", "b"), layers=2, values=values)
+    plot = heat_map("m", "M", "", grid, spell=str, high_is_dark=high_is_dark)
+    found = sorted(cells(plot.svg), key=lambda cell: cell[1])
+    assert len(found) == 3
+    assert found[-1][0].startswith(darkest)
+    assert found[-1][1] == 1
+    assert found[1][1] == pytest.approx(0.53)
+    assert 0 < found[0][1] < 0.1
+
+
+def test_map_without_values_says_so() -> None:
+    """Nothing is drawn, and the reason stands in its place."""
+    grid = Grid(kinds=("a",), layers=1, values={("a", 0): None})
+    assert heat_map("m", "M", "", grid, spell=str).absent == "no value is known"
+
+
+def test_names_from_a_model_are_escaped() -> None:
+    """A checkpoint names its modules as it likes."""
+    grid = Grid(kinds=("<b>&",), layers=1, values={("<b>&", 0): 1.0})
+    plot = heat_map("m", "M", "", grid, spell=str)
+    assert "<b>" not in plot.svg
+    assert cells(plot.svg) == [("<b>&, layer 0: 1.0", 1.0)]

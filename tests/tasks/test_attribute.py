@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp import cli
+from mens_exp.artifacts.attribution import Attribution
+from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.config.overrides import check
+from mens_exp.plan.preflight import preflight
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def attributed(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RunDir]:
+    """Run task=attribute on two random layers and sixty small rows."""
+
+    def run(*overrides: str, code: int = 0) -> RunDir:
+        directory = tmp_path_factory.mktemp("attribute") / "run"
+        usual = ["task=attribute", "model=tiny_llama", "trainer=cpu", "data=jsonl"]
+        usual += [f"data.path={rows_file}", "data.seq_len=192", "data.val_frac=0.2"]
+        arguments = [*usual, "attribute.tokens=150", *overrides, f"hydra.run.dir={directory}"]
+        assert cli.main(arguments) == code
+        return RunDir(directory)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(attributed: Callable[..., RunDir]) -> RunDir:
+    """One such run, a suggestion allowed to leave modules out; only to be read."""
+    return attributed("attribute.extra_bits=3", "attribute.position_bounds=[0,20]")
+
+
+def test_every_quantized_module_is_measured(run: RunDir) -> None:
+    """Seven projections in two layers; the head is never quantized."""
+    record = Attribution.read(run.attribution)
+    assert len(record.modules) == 14
+    assert record.variants == ["nf4_double", "nf4", "fp4_double"]
+    assert all(one["path"].startswith("model.layers.") for one in record.modules)
+    assert record.sum_of_parts["kl"] == pytest.approx(sum(one["kl"] for one in record.modules))
+    assert {one["first"] for one in record.parity["by_position"]} <= {0, 20}
+
+
+def test_record_and_figures_are_in_the_manifest(run: RunDir) -> None:
+    """The file by its hash, the headline figures as results."""
+    manifest = Manifest.read(run.manifest)
+    record = Attribution.read(run.attribution)
+    assert manifest.status is Status.SUCCEEDED
+    assert manifest.outputs["attribution.json"] == sha256_file(run.attribution)
+    assert manifest.results["kl"] == record.whole["nf4_double"]["kl"]
+    assert manifest.results["suggested_overrides"] == record.suggestion["overrides"]
+    assert manifest.inputs["data"]["val_rows"] > 0
+    assert "4 bits against f32" in run.report.read_text("utf-8")
+
+
+def test_printed_overrides_compose_and_plan(run: RunDir, rows_file: Path) -> None:
+    """Our own parser and preflight take them."""
+    overrides = Attribution.read(run.attribution).suggestion["overrides"]
+    assert [text.partition("=")[0] for text in overrides] == ["quant.skip", "lora.targets"]
+    base = ["model=tiny_llama", "trainer=cpu", "logger=none", "data=jsonl"]
+    checked = check([*base, f"data.path={rows_file}", *overrides])
+    assert checked.problems == ()
+    assert preflight(checked.cells[0].config) == []
+
+
+def test_the_same_command_measures_the_same(run: RunDir, attributed: Callable[..., RunDir]) -> None:
+    """Byte for byte, on one thread."""
+    again = attributed("attribute.extra_bits=3", "attribute.position_bounds=[0,20]")
+    assert again.attribution.read_bytes() == run.attribution.read_bytes()
+
+
+def test_skipped_modules_are_not_measured(attributed: Callable[..., RunDir]) -> None:
+    """What is left out is no error of quantization; fp4 is a configured type like nf4."""
+    record = Attribution.read(attributed("quant=fp4", "quant.skip=[mlp]").attribution)
+    assert {one["kind"] for one in record.modules} == {"q", "k", "v", "o"}
+    assert record.configured == "fp4_double"
+    assert record.suggestion["skip"] in ([], ["mlp"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["quant=none"], "has no 4-bit error to attribute"),
+        (["quant.skip=[all_linear]"], "leaves nothing quantized"),
+        (["quant.skip=[nothing]"], "matches no linear module"),
+        (["attribute.position_bounds=[16,64]"], "the first 0"),
+        (["attribute.position_bounds=[0,64,16]"], "ascending"),
+        (["attribute.tokens=0"], "out of range"),
+        (["backend=qlora"], "has no effect with task=attribute"),
+        (["lora.r=8"], "has no effect with task=attribute"),
+        (["quant.storage_dtype=bf16"], "has no effect with task=attribute"),
+        (["data.val_max_tokens=9"], "attribute.tokens"),
+        (["tokenizer=vox"], "on its own tokens"),
+        (["seed=3"], "has no effect with task=attribute"),
+    ],
+)
+def test_request_is_refused(
+    attributed: Callable[..., RunDir],
+    capsys: pytest.CaptureFixture[str],
+    overrides: list[str],
+    said: str,
+) -> None:
+    """Before a run directory exists, with what is wrong once."""
+    run = attributed(*overrides, code=2)
+    message = " ".join(capsys.readouterr().err.split())
+    assert message.count(said) == 1
+    assert not run.path.exists()
+
+
+def test_settings_of_attribution_are_refused_elsewhere() -> None:
+    """They would do nothing in training."""
+    assert cli.main(["attribute.tokens=9"]) == 2
