@@ -44,6 +44,10 @@ def config_of_adapter(
     theirs = copy.deepcopy(config)
     theirs.model = HfModel(id=str(base.directory), trust_remote_code=base.trust_remote_code)
     theirs.lora = _lora(manifest, shape)
+    if quantizer is None and manifest.quant["base_quant"] == "int8":
+        theirs.quant = QuantConfig(quant_type=QuantType.int8, double_quant=False)
+        theirs.backend = QloraConfig(_target_="mens_exp.backends.qlora.QloraBackend")
+        return theirs
     if quantizer is None:
         theirs.quant = QuantConfig(
             quant_type=QuantType.none, double_quant=False, compute_dtype=ComputeDtype.f32

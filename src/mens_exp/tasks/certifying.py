@@ -246,7 +246,7 @@ def _causal(trained: Trained, directory: Path, what: str) -> _Opened:
         "published base + merged delta, f32",
         lambda: graphs.merged(backend, config, base, into="original"),
     )
-    if not config.quant.is_four_bit:
+    if not config.quant.is_quantized:
         reason = "the base was not quantized"
         opened.unknown.update(dequantized_merged=reason, requantized=reason)
         return opened
@@ -294,7 +294,7 @@ def _certificate(
 
 def _stored(config: RunConfig) -> str:
     quant = config.quant
-    if not quant.is_four_bit:
+    if not quant.is_quantized:
         return quant.compute_dtype.value
     double = " with double quantization" if quant.double_quant else ""
     return f"{quant.quant_type.value}{double}, {quant.compute_dtype.value} products"

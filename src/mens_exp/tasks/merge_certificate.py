@@ -84,7 +84,7 @@ def _trained(config: RunConfig, inputs: MergeInputs, choices: Choices) -> Traine
         theirs = config_of(inputs.run)
         theirs.trainer.accelerator = config.trainer.accelerator
         return trained_run(inputs.run, theirs, config.parity, writable_cache())
-    return trained_adapter(config, inputs, choices.quantizer, writable_cache())
+    return trained_adapter(config, inputs, choices.trained_on, writable_cache())
 
 
 def _stack_weights(choices: Choices, written: Path) -> dict[str, Any]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Choices", "decide"]
 
 _NF4_BLOCK = 64  # the paper's, and every trainer's that lets nobody choose
+_FOUR_BIT = ("nf4", "fp4")
 _DTYPES = {"f32": "F32", "bf16": "BF16", "f16": "F16"}
 
 
@@ -47,6 +48,7 @@ class Choices:
         unties: whether a tied head gets a weight of its own.
         places: where each tensor of the output comes from, by the base's file.
         is_proxy: whether the adapter's graph is the proxy stack.
+        trained_on: what made 4-bit values of the base while the adapter was trained.
     """
 
     layers: tuple[AdaptedLayer, ...]
@@ -57,6 +59,7 @@ class Choices:
     unties: bool
     places: dict[Path, list[Place]]
     is_proxy: bool
+    trained_on: Quantizer | None
 
     @property
     def all_places(self) -> list[Place]:
@@ -110,6 +113,7 @@ def decide(inputs: MergeInputs, asked: MergeConfig) -> Choices:
         unties=unties,
         places=planned,
         is_proxy=proxy,
+        trained_on=_trained_on(inputs, quantizer),
     )
 
 
@@ -193,6 +197,8 @@ def _base(inputs: MergeInputs, asked: MergeConfig) -> tuple[Quantizer | None, st
     if asked.base is MergeBase.original:
         differs = f"; it was trained on {header} values of them" if header != "none" else ""
         return None, f"the published weights, as asked{differs}"
+    if header == "int8":
+        return _of_eight_bits(asked)
     if recorded is not None:
         says = f"{header} values in blocks of {recorded['block_size']}"
         return recorded, f"{says}, which the adapter was trained against, as it records"
@@ -220,6 +226,25 @@ def _base(inputs: MergeInputs, asked: MergeConfig) -> tuple[Quantizer | None, st
         expected="original",
         remedy="drop merge.base",
     )
+
+
+def _of_eight_bits(asked: MergeConfig) -> tuple[None, str]:
+    if asked.base is MergeBase.dequantized:
+        raise RequestError(
+            "8-bit values are not made again",
+            where="merge.base",
+            found="dequantized",
+            expected="original, whose distance from them the certificate measures",
+            remedy="drop merge.base",
+        )
+    return None, "the published weights; the adapter was trained on 8-bit values of them"
+
+
+def _trained_on(inputs: MergeInputs, quantizer: Quantizer | None) -> Quantizer | None:
+    """Return what made 4-bit values of the base while the adapter was trained, as far as told."""
+    if quantizer is not None or inputs.manifest.quantizer is not None:
+        return quantizer or inputs.manifest.quantizer
+    return _assumed(inputs) if inputs.manifest.quant["base_quant"] in _FOUR_BIT else None
 
 
 def _assumed(inputs: MergeInputs) -> Quantizer:
