@@ -95,7 +95,8 @@ def decide(inputs: MergeInputs, asked: MergeConfig) -> Choices:
     Problems.raise_if(
         list(_head_problems(layers, inputs, asked, unties=unties, only_merged=only_merged))
     )
-    quantizer, why = _base(inputs, asked)
+    eight_bits = inputs.manifest.quant["base_quant"] == "int8"
+    quantizer, why = _of_eight_bits(asked) if eight_bits else _base(inputs, asked)
     planned = places(
         layers,
         inputs.shards,
@@ -197,8 +198,6 @@ def _base(inputs: MergeInputs, asked: MergeConfig) -> tuple[Quantizer | None, st
     if asked.base is MergeBase.original:
         differs = f"; it was trained on {header} values of them" if header != "none" else ""
         return None, f"the published weights, as asked{differs}"
-    if header == "int8":
-        return _of_eight_bits(asked)
     if recorded is not None:
         says = f"{header} values in blocks of {recorded['block_size']}"
         return recorded, f"{says}, which the adapter was trained against, as it records"
