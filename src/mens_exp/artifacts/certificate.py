@@ -73,9 +73,9 @@ class Certificate:
         reference: what everything was compared with, in words.
         reference_nll: its mean negative log likelihood on the probe, nats; None for weights.
         probe: the text; None for weights.
-        judged: the comparison that decides; None for weights, where every tensor does.
+        judged: the comparison that decides, beside the tensors; None where they alone do.
         comparisons: by name.
-        tensors: by key of the written file; empty for a graph.
+        tensors: by key of the written file, or by layer of an adapter; empty where there are none.
         budget: the limits, None where there is none.
         passed: whether what is judged is within the budget.
         accepted: whether it was kept in spite of that, by parity.accept=true.
@@ -121,13 +121,15 @@ class Certificate:
 
     def exceeded(self) -> list[str]:
         """Name what is over the budget, with figures."""
-        if self.judged is not None:
-            return list(self.comparisons[self.judged]["exceeded"])
+        judged = [] if self.judged is None else self.comparisons[self.judged]["exceeded"]
         limit = self.budget.get("weight_error")
         return [
-            f"{name}: relative error {one['relative']:.3g} > {limit:g}"
-            for name, one in self.tensors.items()
-            if limit is not None and one["relative"] > limit
+            *judged,
+            *(
+                f"{name}: relative error {one['relative']:.3g} > {limit:g}"
+                for name, one in self.tensors.items()
+                if limit is not None and one["relative"] > limit
+            ),
         ]
 
     def problems(self, where: str) -> list[DataError]:

@@ -35,7 +35,14 @@ if TYPE_CHECKING:
     from mens_exp.export.parity import Forward
     from mens_exp.model.resolve import BaseModel
 
-__all__ = ["from_directory", "merged", "merged_stack", "quantized_from", "with_tensors"]
+__all__ = [
+    "from_directory",
+    "from_peft",
+    "merged",
+    "merged_stack",
+    "quantized_from",
+    "with_tensors",
+]
 
 
 @contextmanager
@@ -82,6 +89,23 @@ def with_tensors(
                 _untie(model)
             model.get_submodule(path).weight.copy_(stored.get_tensor(name))
     yield functools.partial(trace, model)
+
+
+@contextmanager
+def from_peft(directory: Path, config: RunConfig, base: BaseModel) -> Iterator[Forward]:
+    """Load a PEFT directory on a run's base, quantized as the run has it.
+
+    Args:
+        directory: adapter_config.json and its tensors.
+        config: of the run.
+        base: the published model.
+    """
+    from peft import PeftModel
+
+    model = load_base(config, base, torch.device("cpu"))
+    with quiet():
+        adapted = PeftModel.from_pretrained(model, str(directory))
+    yield functools.partial(trace, adapted.get_base_model())
 
 
 def _dense(config: RunConfig, base: BaseModel, device: torch.device) -> Any:

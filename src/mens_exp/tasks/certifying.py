@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Trained",
     "certify_model",
+    "certify_peft",
     "certify_stack",
     "certify_tensors",
     "trained_adapter",
@@ -197,6 +198,20 @@ def certify_stack(
     """
     stack: Any = trained.backend
     opened = _Opened({_WRITTEN: (what, lambda: graphs.merged_stack(stack, weights_OI))})
+    return _certificate(trained, opened, settings, directory)
+
+
+def certify_peft(trained: Trained, directory: Path, settings: ParityConfig) -> Certificate:
+    """Hold a PEFT directory, loaded on the plainly quantized base, against what was trained.
+
+    Args:
+        trained: the latter.
+        directory: the former.
+        settings: the `parity` node.
+    """
+    config, base = trained.config, trained.base
+    what = f"PEFT on the base, {_stored(config)}"
+    opened = _Opened({_WRITTEN: (what, lambda: graphs.from_peft(directory, config, base))})
     return _certificate(trained, opened, settings, directory)
 
 

@@ -12,7 +12,10 @@ from mens_exp.artifacts.digest import sha256_file
 from mens_exp.config.task import ExportFormat
 from mens_exp.export.adapter import find, read, write
 from mens_exp.export.bundle import pack
+from mens_exp.export.verdict import settle
+from mens_exp.report.parity_view import parity_table, verdict
 from mens_exp.tasks.conversion import conversion_of
+from mens_exp.tasks.export_certificate import certify_adapter
 from mens_exp.tasks.subject import subject_of
 
 if TYPE_CHECKING:
@@ -53,9 +56,14 @@ def _adapter(config: RunConfig, run: Run) -> None:
     asked = conversion_of(config)
     out = Path(config.out).expanduser() if config.out else run.dir.adapter
     manifest, tensors = read(asked.place, asked.base, asked.quant)
-    write(manifest, tensors, config.format, out, asked.base)
-    _add_template(config, asked.place.run, out)
-    # What a reader gets: it is read as strictly as what it was made from.
+    with atomic.directory(out) as temporary:
+        write(manifest, tensors, config.format, temporary, asked.base)
+        _add_template(config, asked.place.run, temporary)
+        certificate = certify_adapter(config, asked, temporary)
+        certificate.write(run.dir.parity)
+        run.manifest.results.update(parity=verdict(certificate))
+        Console().print(parity_table(certificate))
+        settle(temporary, out, certificate)
     written = find(out)
     after, _ = read(written, asked.base, asked.quant)
     run.manifest.inputs.update(
