@@ -74,7 +74,7 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         "checkpoints": written.checkpoints_saved,
         "tokens_total": total,
         "time_s": _time(config, expected, total, data, per_step)
-        | {"quantization": pace.quantization_s(shape, device.kind)},
+        | {"quantization": pace.quantization_s(shape, device.kind, config.quant.quant_type)},
         "memory_bytes": _memory(expected, device),
         "disk_bytes": _disk(written, cache),
         "device": {"kind": device.kind, "name": device.name},

@@ -6,12 +6,13 @@ rate has been measured for a GPU; until a run on it is in the ledger its time is
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.backend import ProxyConfig
 from mens_exp.config.objective import LastKObjective
-from mens_exp.config.quant import ComputeDtype
+from mens_exp.config.quant import ComputeDtype, QuantType
 from mens_exp.plan.machine import cores
 
 if TYPE_CHECKING:
@@ -36,8 +37,14 @@ __all__ = [
 _FLOPS_PER_CORE = {ComputeDtype.bf16: 1.4e11, ComputeDtype.f32: 4.0e10}
 _SUPERVISED = 0.5  # share of tokens that the head runs on, as in the main job
 _TABLE_SPREAD = 2.0  # another CPU may be so many times faster or slower; unverified guess
-# measured: bitsandbytes 0.50, NF4 with double quantization, weights a second on one EPYC core
-_QUANTIZED_PER_CORE_S = 6e6
+# measured: bitsandbytes 0.50, NF4 with double quantization, weights a second on one EPYC core;
+# eight bits took 5.6 times as many as NF4 in the same minute
+_QUANTIZED_PER_CORE_S = {
+    QuantType.nf4: 6e6,
+    QuantType.fp4: 6e6,
+    QuantType.int8: 3.4e7,
+    QuantType.none: math.inf,
+}
 # measured: SmolLM2's stack (38.3 M weights) on one core, k = 64: 4, 64 and 512 positions took 0.19,
 # 0.25 and 0.82 s, so 0.19 s a micro-batch for unpacking and 1.2e11 operations a second beyond it.
 _PROXY_POSITIONS = 154  # that the unpacking of a micro-batch costs as much as
@@ -181,8 +188,8 @@ def time(
     }
 
 
-def quantization_s(shape: Shape, kind: str) -> float | None:
+def quantization_s(shape: Shape, kind: str, to: QuantType) -> float | None:
     """Estimate seconds of quantizing the base; unknown on a GPU, where it was never measured."""
     if kind != "cpu":
         return None
-    return round(shape.linear_parameters / (_QUANTIZED_PER_CORE_S * cores()), 1)
+    return round(shape.linear_parameters / (_QUANTIZED_PER_CORE_S[to] * cores()), 1)
