@@ -104,6 +104,22 @@ def test_plan_table_shows_what_the_planner_says(plan: dict[str, Any]) -> None:
     assert [part for part in shown if part not in text] == []
 
 
+def test_plan_table_shows_settings_beside_our_defaults(plan: dict[str, Any]) -> None:
+    """As typed; names, the model and what our defaults lack are said elsewhere."""
+    plan["differs_from_default"] = {
+        "lora.targets": {"default": ["all_linear"], "found": ["qv"]},
+        "backend.name": {"default": "qlora", "found": "proxy"},
+        "backend.max_layers": {"found": 3},
+        "model.hidden_size": {"default": 576, "found": 64},
+        "seed": {"default": 42, "found": 1337},
+    }
+    text = " ".join(_shown(terminal.plan_table(plan), 120).split())
+    assert 'not as usual lora.targets=["qv"] (["all_linear"]), seed=1337 (42)' in text
+    assert all(name not in text for name in ("backend.name", "max_layers", "hidden_size"))
+    plan["differs_from_default"] = {}
+    assert "not as usual" not in _shown(terminal.plan_table(plan))
+
+
 def test_plan_table_leaves_a_stack_that_nobody_has_read_open(plan: dict[str, Any]) -> None:
     """Where the headers are not here, what is expected is all that is known."""
     plan["proxy"] = {"eligible": True, "complete": None, "matched": None, "expected": 30}

@@ -1,6 +1,7 @@
 """What the licence of published weights asks of whoever passes them on.
 
-Only licences whose text was read are here; of any other the answer is unknown.
+Only licences whose terms are plain are here, each with its clause; of any other the answer is
+unknown. It is no legal advice, and no reading of what else a licence asks.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 __all__ = ["attribution_required"]
 
 # Ids as the hub writes them. Those that ask for a notice of origin: Apache-2.0 section 4, the
-# copyright line of MIT and BSD, section 3(a) of CC BY 4.0, "Built with Llama" and its notice
-# (section 1.b of each Llama licence), the notice file of the Gemma terms (section 3.1).
+# copyright line of MIT and BSD, section 3(a) of CC BY 4.0, the notice file of each Llama licence
+# (section 1.b, since Llama 3 with "Built with Llama"), that of the Gemma terms (section 3.1).
 _ASK = frozenset(
     {
         *("apache-2.0", "mit", "bsd-2-clause", "bsd-3-clause"),

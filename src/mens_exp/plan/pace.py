@@ -45,8 +45,9 @@ _QUANTIZED_PER_CORE_S = {
     QuantType.int8: 3.4e7,
     QuantType.none: math.inf,
 }
-# measured: SmolLM2's stack (38.3 M weights) on one core, k = 64: 4, 64 and 512 positions took 0.19,
-# 0.25 and 0.82 s, so 0.19 s a micro-batch for unpacking and 1.2e11 operations a second beyond it.
+# measured: SmolLM2's stack (38.3 M weights), forward and backward in bf16: 4, 64, 512 and 1,024
+# positions took 0.19, 0.25, 0.82 and 1.67 s of processor time on a busy machine, so 0.19 s for
+# unpacking and 1.1e11 to 1.2e11 operations a second of a core beyond it, near the table's rate.
 _PROXY_POSITIONS = 154  # that the unpacking of a micro-batch costs as much as
 _PROXY_SPREAD = 3.0  # unverified guess
 

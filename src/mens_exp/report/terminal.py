@@ -138,15 +138,18 @@ def _backend(plan: Mapping[str, Any]) -> Text:
 
 # What the lines above say: the model by its name, rows by their files.
 _SAID = ("model.", "data.path", "data.val_path")
+_NAMES = ("._target_", ".name")
 
 
 def _differences(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Spell settings as they are typed, our defaults behind them where there are such."""
+    """Spell settings as they are typed, our defaults behind them.
+
+    What only the chosen option has is left out: the lines above name the option.
+    """
     return ", ".join(
-        f"{path}={_typed(one['found'])}"
-        + (f" ({_typed(one['default'])})" if "default" in one else "")
+        f"{path}={_typed(one['found'])} ({_typed(one['default'])})"
         for path, one in found.items()
-        if not path.startswith(_SAID) and not path.endswith("_target_")
+        if "default" in one and not path.startswith(_SAID) and not path.endswith(_NAMES)
     )
 
 
