@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -80,7 +81,7 @@ def test_an_adapter_of_something_else_is_refused(
 ) -> None:
     """Each with what was found and what to do."""
     (problem,) = layer_problems(layers, [shard_of(tmp_path, LLAMA)], "adapter")
-    assert __import__("re").search(reason, str(problem)), str(problem)
+    assert re.search(reason, str(problem)), str(problem)
 
 
 def test_a_quantized_tensor_cannot_be_merged_into(tmp_path: Path) -> None:
