@@ -71,15 +71,18 @@ class SafetensorsWriter:
 
     def write(self, name: str, piece: bytes | memoryview) -> None:
         """Append bytes to a tensor; tensors come in `order`, each whole before the next."""
+        self._pass_whole()
         assert self._left, "every tensor is whole"
         assert name == self._left[-1], f"{self._left[-1]} comes first"
         self._written += self._file.write(piece)
         assert self._written <= self._ends[name], f"{name} has more bytes than its header says"
-        if self._written == self._ends[name]:
-            self._left.pop()
 
     def close(self) -> None:
         """See that every tensor is whole; the file itself is its opener's to close."""
-        while self._left and self._written == self._ends[self._left[-1]]:
-            self._left.pop()  # of no elements
+        self._pass_whole()
         assert not self._left, f"{self._left[-1]} is not whole"
+
+    def _pass_whole(self) -> None:
+        """Go on to the next tensor, past those of no elements."""
+        while self._left and self._written == self._ends[self._left[-1]]:
+            self._left.pop()

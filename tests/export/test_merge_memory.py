@@ -1,0 +1,68 @@
+"""What a merge holds, whatever the size of the model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Sixteen projections of 67 MB in bf16, 1.07 GB in one shard; zeros that no disk block holds.
+SHARD = """
+import json, sys
+header, end = {}, 0
+for i in range(16):
+    end += 4096 * 8192 * 2
+    header[f"model.layers.{i}.mlp.up_proj.weight"] = {
+        "dtype": "BF16", "shape": [8192, 4096], "data_offsets": [end - 4096 * 8192 * 2, end]}
+text = json.dumps(header).encode()
+text += b" " * (-len(text) % 8)
+with open(sys.argv[1], "wb") as file:
+    file.write(len(text).to_bytes(8, "little") + text)
+    file.truncate(8 + len(text) + end)
+"""
+MERGE = """
+import resource, sys
+from pathlib import Path
+import torch
+from bitsandbytes import functional
+from mens_exp.export.merge import Merge, write_tensors
+from mens_exp.layout.merge_map import AdaptedLayer, places
+from mens_exp.lora.merge import Delta
+shard, out, base = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+keys = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(2)]
+layers = [AdaptedLayer(logical=f"l{i}.up", key=k, shape=(8192, 4096)) for i, k in enumerate(keys)]
+deltas = {one.logical: Delta(A_RI=torch.ones(16, 4096), B_OR=torch.ones(8192, 16), scale=1.0)
+          for one in layers}
+quantizer = None if base == "original" else {
+    "quant_type": "nf4", "block_size": 64, "double_quant": True, "compute_dtype": "bf16",
+    "rounded_to": "bf16", "skip": [], "library": "here"}
+functional.quantize_4bit(torch.ones(64, 64))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+(planned,) = places(layers, [shard], only_merged=False, quantized=keys).values()
+with out.open("wb") as file:
+    write_tensors(file, planned, Merge(deltas=deltas, dtype="BF16", quantizer=quantizer))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", ["original", "dequantized"])
+def test_a_merge_holds_a_tensor_and_no_shard(tmp_path: Path, base: str) -> None:
+    """Under the largest tensor times four, where the bound allows 600 MB more."""
+    shard, out = tmp_path / "a.safetensors", tmp_path / "o.safetensors"
+    subprocess.run([sys.executable, "-c", SHARD, shard], check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", MERGE, shard, out, base],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert out.stat().st_size >= 16 * 8192 * 4096 * 2
+    assert json.loads(done.stdout) < 4 * 8192 * 4096 * 2

@@ -1,0 +1,310 @@
+"""task=merge as it is typed: bare shards, what it refuses, and what a kill leaves."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as load_tensors
+
+from mens_exp import cli
+from mens_exp.artifacts.adapter_v2 import AdapterMeta, write_adapter_v2
+from mens_exp.artifacts.adapter_v3 import AdapterManifest, write_adapter
+from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mens_exp.model.resolve import BaseModel
+
+MID, TABLE = "h.0.attn.c_proj.weight", "wte.weight"
+KEYS = {"mid0": MID, "lm_head": TABLE}
+
+
+@pytest.fixture
+def ones(tmp_path: Path) -> Path:
+    """Width 3, vocabulary 4, rank 2, alpha 4, every number one: v2, v3 and the base's shard."""
+    tensors = {
+        "mid0.lora_a": np.ones((2, 3), np.float32),
+        "mid0.lora_b": np.ones((3, 2), np.float32),
+        "lm_head.lora_a": np.ones((2, 3), np.float32),
+        "lm_head.lora_b": np.ones((4, 2), np.float32),
+    }
+    sizes: dict[str, Any] = {"vocab": 4, "d_model": 3, "rank": 2, "alpha": 4}
+    order = ["mid0", "lm_head"]
+    meta = AdapterMeta(embed_key=TABLE, layer_order=order, base_key_map=KEYS, **sizes)
+    write_adapter_v2(tmp_path / "v2", meta, tensors)
+    manifest = AdapterManifest(
+        adapter_method="qlora",
+        quant={"base_quant": "nf4", "double_quant": True},
+        layer_order=order,
+        base_key_map=KEYS,
+        **sizes,
+    )
+    write_adapter(tmp_path / "v3", manifest, tensors)
+    base = {MID: np.ones((3, 3), np.float32), TABLE: np.ones((4, 3), np.float32)}
+    save_file({**base, "ln_f.weight": np.ones(3, np.float32)}, tmp_path / "base.safetensors")
+    return tmp_path
+
+
+FILES = {
+    "v2": ("v2/candle_qlora_adapter.safetensors", "v2/candle_qlora_adapter_meta.json"),
+    "v3": ("v3/adapter.safetensors", "v3/adapter_manifest.json"),
+}
+
+
+def typed(here: Path, *overrides: str, code: int = 0, schema: str = "v2") -> Manifest | None:
+    """Type the seeds' form in a directory; a later override takes the place of an earlier one."""
+    tensors, meta = FILES[schema]
+    usual = [
+        "task=merge",
+        f"adapter={here / tensors}",
+        f"meta={here / meta}",
+        f"base_shard=[{here / 'base.safetensors'}]",
+        f"out={here / 'out.safetensors'}",
+        f"hydra.run.dir={here / 'record'}",
+    ]
+    by_key = {text.partition("=")[0]: text for text in [*usual, *overrides]}
+    assert cli.main([text for text in by_key.values() if not text.endswith("=-")]) == code
+    record = RunDir(here / "record").manifest
+    return Manifest.read(record) if record.is_file() else None
+
+
+@pytest.mark.parametrize("schema", FILES)
+def test_ones_merge_to_five(ones: Path, schema: str) -> None:
+    """1 + (B A = 2) · 4 / 2, in both tensors that have a delta; the norm is left out."""
+    record = typed(ones, schema=schema)
+    found = load_file(ones / "out.safetensors")
+    assert found.keys() == {MID, "lm_head.weight"}
+    for tensor in found.values():
+        np.testing.assert_allclose(tensor, 5.0, atol=1e-6)
+    assert record is not None
+    assert record.results["merged_keys"] == {"mid0": MID, "lm_head": "lm_head.weight"}
+    assert record.results["base"] == "original"
+    digest = sha256_file(ones / "out.safetensors")
+    assert record.results["out_sha256"] == {"out.safetensors": digest}
+
+
+def test_the_header_s_quantizer_is_assumed_when_asked_and_said(
+    ones: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Width 3 is no multiple of its block of 64, which is refused and not computed wrongly."""
+    typed(ones, "merge.base=dequantized", code=2)
+    said = capsys.readouterr()
+    assert "records no more of it" in said.out
+    assert "no multiple of the quantizer's block" in said.err
+    assert not (ones / "out.safetensors").exists()
+
+
+def test_bytes_are_stable_and_numbers_are_rounded_to_nearest(ones: Path) -> None:
+    """A half in bf16's last place goes to the even neighbour."""
+    close = np.array([[1 + 2**-8, 1 + 3 * 2**-8, 1.0]] * 3, np.float32)
+    base = {MID: close, TABLE: np.ones((4, 3), np.float32)}
+    save_file(base, ones / "base.safetensors")
+    tensors = {name: value * 0 for name, value in load_file(ones / FILES["v2"][0]).items()}
+    save_file(tensors, ones / FILES["v2"][0])
+    for name in ("one", "two"):
+        typed(ones, "merge.dtype=bf16", f"out={ones / name}", f"hydra.run.dir={ones / name}_record")
+    assert (ones / "one").read_bytes() == (ones / "two").read_bytes()
+    merged = load_tensors(ones / "one")[MID].float()
+    assert torch.equal(merged[0], torch.tensor([1.0, 1 + 2**-6, 1.0]))
+
+
+def test_a_number_beyond_f16_is_refused(ones: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would become infinite in silence."""
+    big = {MID: np.full((3, 3), 1e5, np.float32), TABLE: np.ones((4, 3), np.float32)}
+    save_file(big, ones / "base.safetensors")
+    typed(ones, "merge.dtype=f16", code=2)
+    assert "beyond f16" in capsys.readouterr().err
+    assert not (ones / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["adapter=burn/model.bin"], r"Burn checkpoint.*vox mens merge-weights"),
+        (["meta=-"], r"meta: is needed beside adapter="),
+        (["base_shard=-"], r"base_shard: is needed.*add base_shard=\[a\.safetensors"),
+        (["out=-"], r"out: is needed.*add out=<file>"),
+        (["base=x/y"], r"base: has no effect beside adapter="),
+        (["merge.mode=full"], r"shards alone are no whole model"),
+        (["merge.untie=false"], r"the head with a delta is the embedding table"),
+        (["adapter=nowhere.safetensors"], r"adapter\.file: no such file.*nowhere"),
+        (["base_shard=[nowhere.safetensors]"], r"base_shard: no such file"),
+        (["task=plan", "meta=-", "base_shard=-", "out=-"], r"adapter\.file: has no effect.*plan"),
+        (["adapter=-", "path=latest"], r"meta: has no effect without adapter="),
+        (["adapter=-", "meta=-", "base_shard=-"], r"path: no adapter to merge.*path=latest"),
+        (["adapter=-", "meta=-", "base_shard=-", "path=base"], r"base model alone has nothing"),
+        (["adapter=-", "meta=-", "base_shard=-", "path=no/such"], r"path: .*no/such"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_command_without_its_parts_is_refused(
+    ones: Path, overrides: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2, and nothing is written."""
+    typed(ones, *overrides, code=2)
+    said = " ".join(capsys.readouterr().err.split())
+    assert re.search(reason, said), said
+    assert not (ones / "out.safetensors").exists()
+
+
+def test_an_output_that_is_there_stays(ones: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Byte for byte; nothing is replaced."""
+    (ones / "out.safetensors").write_bytes(b"mine")
+    typed(ones, code=2)
+    assert "out: is there already" in capsys.readouterr().err
+    assert (ones / "out.safetensors").read_bytes() == b"mine"
+
+
+def test_a_disk_without_room_is_told_before(
+    ones: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 3: the machine lacks something."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
+    typed(ones, code=3)
+    assert "no room for the merged weights" in capsys.readouterr().err
+
+
+@pytest.fixture
+def adapter(tmp_path: Path, tiny_base: BaseModel) -> Path:
+    """An adapter of one layer of tiny_llama in schema v3."""
+    generator = np.random.default_rng(0)
+    tensors = {
+        "l0.q.lora_a": generator.normal(size=(2, 64)).astype(np.float32),
+        "l0.q.lora_b": generator.normal(size=(64, 2)).astype(np.float32),
+    }
+    manifest = AdapterManifest(
+        adapter_method="lora",
+        quant={"base_quant": "none", "double_quant": False},
+        layer_order=["l0.q"],
+        base_key_map={"l0.q": "model.layers.0.self_attn.q_proj.weight"},
+        vocab=320,
+        d_model=64,
+        rank=2,
+        alpha=4,
+        mens_exp={"base_weights_sha256": tiny_base.weights_sha256},
+    )
+    write_adapter(tmp_path / "adapter", manifest, tensors)
+    return tmp_path / "adapter"
+
+
+def by_path(adapter: Path, base: Path | None, *overrides: str, code: int = 0) -> Path:
+    out = adapter.parent / "merged"
+    named = [] if base is None else [f"base={base}"]
+    usual = ["task=merge", f"path={adapter}", *named, f"out={out}"]
+    usual.append(f"hydra.run.dir={adapter.parent / 'record'}")
+    by_key = {text.partition("=")[0]: text for text in [*usual, *overrides]}
+    assert cli.main([*by_key.values()]) == code
+    return out
+
+
+def split(base: Path, target: Path, *, files: int = 3) -> Path:
+    """Divide a model's one file into several, with an index."""
+    shutil.copytree(base, target)
+    tensors = load_file(base / "model.safetensors")
+    (target / "model.safetensors").unlink()
+    names = sorted(tensors)
+    places = {name: f"model-{i % files}.safetensors" for i, name in enumerate(names)}
+    for file in set(places.values()):
+        own = {name: tensors[name] for name in names if places[name] == file}
+        save_file(own, target / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": places}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    return target
+
+
+def test_another_base_is_refused_unless_that_is_meant(
+    adapter: Path, tiny_base: BaseModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One bit of one weight is another base; its shards, divided otherwise, are too."""
+    other = split(tiny_base.directory, tmp_path / "other")
+    by_path(adapter, other, code=2)
+    said = capsys.readouterr().err
+    assert "not the one that the adapter was trained on" in said
+    assert "merge.any_base=true" in said
+    out = by_path(adapter, other, "merge.any_base=true", f"hydra.run.dir={tmp_path / 'again'}")
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    theirs = json.loads((other / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == theirs["weight_map"]
+    merged = {key: load_file(out / file)[key] for key, file in index["weight_map"].items()}
+    assert index["metadata"]["total_size"] == sum(one.nbytes for one in merged.values())
+    key = "model.layers.0.self_attn.q_proj.weight"
+    tensors, plain = (
+        load_file(adapter / "adapter.safetensors"),
+        load_file(tiny_base.directory / "model.safetensors"),
+    )
+    delta = 2 * tensors["l0.q.lora_b"] @ tensors["l0.q.lora_a"]
+    np.testing.assert_allclose(merged.pop(key), plain.pop(key) + delta, atol=1e-5)
+    for name, tensor in plain.items():
+        np.testing.assert_array_equal(merged[name], tensor)
+
+
+def test_a_base_that_was_never_quantized_is_not_dequantized(
+    adapter: Path, tiny_base: BaseModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The adapter's header says so."""
+    by_path(adapter, tiny_base.directory, "merge.base=dequantized", code=2)
+    assert "trained on an unquantized base" in capsys.readouterr().err
+
+
+def test_a_quantized_checkpoint_and_an_unnamed_base_are_refused(
+    adapter: Path, tiny_base: BaseModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is nothing to add to in the one, and nothing to find in the other."""
+    other = split(tiny_base.directory, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes"}
+    (other / "config.json").write_text(json.dumps(config))
+    by_path(adapter, other, code=2)
+    assert "quantized itself" in capsys.readouterr().err
+    by_path(adapter, None, f"hydra.run.dir={tmp_path / 'again'}", code=2)
+    assert "does not say where its base is" in capsys.readouterr().err
+    by_path(adapter, tmp_path / "none", f"hydra.run.dir={tmp_path / 'third'}", code=2)
+    assert "no such base is here" in capsys.readouterr().err
+
+
+KILLED = """
+import os, signal, sys
+from mens_exp import cli
+from mens_exp.layout import safetensors_writer
+original = safetensors_writer.SafetensorsWriter.write
+calls = 0
+def write(self, name, piece):
+    global calls
+    original(self, name, piece)
+    calls += 1
+    if calls == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+safetensors_writer.SafetensorsWriter.write = write
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_a_kill_leaves_nothing_and_the_next_merge_tidies_up(
+    adapter: Path, tiny_base: BaseModel, tmp_path: Path
+) -> None:
+    """In the middle of the weights; the temporary directory is gone after the next merge."""
+    command = ["task=merge", f"path={adapter}", f"base={tiny_base.directory}"]
+    command += [f"out={tmp_path / 'merged'}", f"hydra.run.dir={tmp_path / 'killed'}"]
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, *command], capture_output=True, check=False, timeout=300
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not (tmp_path / "merged").exists()
+    assert len(list(tmp_path.glob(".merged.*"))) == 1
+    out = by_path(adapter, tiny_base.directory)
+    assert (out / "model.safetensors").is_file()
+    assert list(tmp_path.glob(".merged.*")) == []
