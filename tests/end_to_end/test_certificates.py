@@ -1,0 +1,216 @@
+"""A real run's adapter on SmolLM2: a right merge passes its certificate, every wrong one fails."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mens_exp import cli
+from mens_exp.artifacts.certificate import Certificate
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.export.verdict import rejected_place
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.slow
+
+SQUARE = "base_model.model.model.layers.14.self_attn.q_proj"  # 576 by 576
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """Four steps on SmolLM2, enough for an adapter that matters."""
+    directory = tmp_path_factory.mktemp("smollm2") / "run"
+    command = [
+        "trainer=cpu",
+        "trainer.max_steps=4",
+        "trainer.accumulate_grad_batches=2",
+        "data.seq_len=256",
+        "data.val_max_tokens=256",
+        "optim.lr=2e-3",
+        "suite=none",
+        "logger=none",
+    ]
+    assert cli.main([*command, f"hydra.run.dir={directory}"]) == 0
+    return RunDir(directory)
+
+
+@pytest.fixture
+def merged(run: RunDir, tmp_path: Path) -> Callable[..., tuple[int, Path]]:
+    """Merge the run's adapter, or a directory that stands for it; return exit code and output."""
+
+    def merge(*overrides: str, path: Path | None = None) -> tuple[int, Path]:
+        out = tmp_path / "merged"
+        command = [
+            "task=merge",
+            f"path={path or run.path}",
+            f"out={out}",
+            "parity.tokens=256",
+            "merge.dtype=f32",
+        ]
+        code = cli.main([*command, f"hydra.run.dir={tmp_path / 'record'}", *overrides])
+        return code, out
+
+    return merge
+
+
+@pytest.fixture
+def tampered(run: RunDir, tmp_path: Path) -> Callable[[Callable[..., None]], Path]:
+    """Copy the run and change its PEFT directory; return that directory."""
+
+    def changed(change: Callable[..., None]) -> Path:
+        copy = tmp_path / "run"
+        shutil.copytree(run.path, copy, ignore=shutil.ignore_patterns("checkpoints"))
+        peft = RunDir(copy).peft
+        tensors = load_file(peft / "adapter_model.safetensors")
+        config = json.loads((peft / "adapter_config.json").read_text())
+        change(tensors, config)
+        save_file(tensors, peft / "adapter_model.safetensors")
+        (peft / "adapter_config.json").write_text(json.dumps(config))
+        return peft
+
+    return changed
+
+
+def certificate_of(tmp_path: Path, directory: Path) -> Certificate:
+    """Read the certificate; the task's own record has the same one."""
+    found = Certificate.read(directory / "parity.json")
+    own = Certificate.read(RunDir(tmp_path / "record").parity)
+    assert found.comparisons == own.comparisons
+    return found
+
+
+def test_a_right_merge_of_a_real_adapter_passes(
+    tmp_path: Path, merged: Callable[..., tuple[int, Path]]
+) -> None:
+    """Every graph is compared; what was written lies beside the dequantized base with the delta."""
+    code, out = merged()
+    assert code == 0
+    found = certificate_of(tmp_path, out)
+    assert found.passed
+    assert not found.accepted
+    assert set(found.comparisons) == {
+        "written",
+        "dequantized_merged",
+        "original_merged",
+        "requantized",
+    }
+    written, dense = found.comparisons["written"], found.comparisons["dequantized_merged"]
+    assert written["mean_kl"] == pytest.approx(dense["mean_kl"], rel=0.02)
+    assert found.comparisons["original_merged"]["mean_kl"] > 10 * written["mean_kl"]
+    assert found.probe is not None
+    assert found.probe["tokens"] >= 256
+    card = (out / "README.md").read_text()
+    assert "Parity with the trained model" in card
+    assert "within the budget" in card
+    assert Manifest.read(RunDir(tmp_path / "record").manifest).results["parity"] == (
+        "within the budget"
+    )
+
+
+def test_the_published_base_under_an_nf4_adapter_is_set_aside(
+    tmp_path: Path, merged: Callable[..., tuple[int, Path]]
+) -> None:
+    """Exit code 4; nothing lies where it was to lie, and everything beside it."""
+    code, out = merged("merge.base=original")
+    assert code == 4
+    assert not out.exists()
+    found = certificate_of(tmp_path, rejected_place(out))
+    assert not found.passed
+    assert any(text.startswith("mean_kl") for text in found.exceeded())
+
+
+def test_what_is_accepted_is_kept_and_says_so(
+    tmp_path: Path, merged: Callable[..., tuple[int, Path]]
+) -> None:
+    """parity.accept=true leaves both facts in the certificate and in the card."""
+    code, out = merged("merge.base=original", "parity.accept=true")
+    assert code == 0
+    found = certificate_of(tmp_path, out)
+    assert (found.passed, found.accepted) == (False, True)
+    assert "and accepted" in (out / "README.md").read_text()
+
+
+def _alpha_doubled(_: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    config["lora_alpha"] *= 2
+
+
+def _a_module_dropped(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    for name in [name for name in tensors if ".mlp.down_proj." in name]:
+        del tensors[name]
+    config["target_modules"] = [one for one in config["target_modules"] if "down_proj" not in one]
+
+
+def _a_and_b_swapped(tensors: dict[str, torch.Tensor], _: dict[str, Any]) -> None:
+    a, b = f"{SQUARE}.lora_A.weight", f"{SQUARE}.lora_B.weight"
+    tensors[a], tensors[b] = tensors[b].T.contiguous(), tensors[a].T.contiguous()
+
+
+@pytest.mark.parametrize(
+    ("change", "budget"),
+    [
+        (_alpha_doubled, []),
+        (_a_module_dropped, []),
+        # One layer of 210 after four steps: far above rounding, below a whole merge's limits.
+        (_a_and_b_swapped, ["parity.budget.hidden_error=0.02"]),
+    ],
+    ids=["alpha doubled", "a module dropped", "A and B swapped in one square layer"],
+)
+def test_an_adapter_that_is_not_the_trained_one_is_found(
+    merged: Callable[..., tuple[int, Path]],
+    tampered: Callable[..., Path],
+    change: Callable[..., None],
+    budget: list[str],
+) -> None:
+    """The reference is the run's own adapter, whichever form of it was merged."""
+    code, out = merged(*budget, path=tampered(change))
+    assert code == 4
+    assert not Certificate.read(rejected_place(out) / "parity.json").passed
+
+
+def test_the_same_form_untampered_passes_the_same_budget(
+    merged: Callable[..., tuple[int, Path]], tampered: Callable[..., Path]
+) -> None:
+    """What the swapped layer is over, a right merge is under."""
+    path = tampered(lambda *_: None)
+    code, _ = merged("parity.budget.hidden_error=0.02", path=path)
+    assert code == 0
+
+
+def test_a_base_of_another_revision_is_found(
+    run: RunDir, tmp_path: Path, merged: Callable[..., tuple[int, Path]], smollm2: Path
+) -> None:
+    """Merged on request into weights that were trained a little further, it is another model."""
+    other = tmp_path / "revision"
+    shutil.copytree(smollm2, other)
+    weights = load_file(other / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name, values in weights.items():
+        if values.dim() == 2:
+            noise = torch.randn(values.shape, generator=generator) * values.float().std()
+            weights[name] = (values.float() + 0.03 * noise).to(values.dtype)
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    code, out = merged(f"base={other}")
+    assert code == 2  # its content hash is not the recorded one
+    assert not out.exists()
+    code, out = merged(f"base={other}", "merge.any_base=true", f"hydra.run.dir={tmp_path / 'two'}")
+    assert code == 4
+    assert not Certificate.read(rejected_place(out) / "parity.json").passed
+    assert run.manifest.is_file()
+
+
+@pytest.fixture
+def smollm2(run: RunDir, cache: Path) -> Path:
+    """The directory of the base model."""
+    from mens_exp.config.compose import from_yaml, typed
+    from mens_exp.model.resolve import resolve
+
+    return resolve(typed(from_yaml(run.config)).model, cache).directory
