@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.quantizer import Quantizer
     from mens_exp.layout.merge_map import Place
 
-WIDTH, RANK = 4096, 16
+WIDTH, RANK, ROWS = 4096, 16, 256
 QUANTIZER: Quantizer = {
     "quant_type": "nf4",
     "block_size": 64,
@@ -53,18 +53,20 @@ def make(path: Path, count: int) -> None:
     with path.open("wb") as file:
         writer = SafetensorsWriter(file, dict.fromkeys(names, outline))
         for name in names:
-            weight = torch.randn(WIDTH, WIDTH, generator=generator) * 0.02
-            writer.write(name, weight.bfloat16().view(torch.uint8).numpy().data)
+            for _ in range(0, WIDTH, ROWS):
+                weight = torch.randn(ROWS, WIDTH, generator=generator) * 0.02
+                writer.write(name, weight.bfloat16().view(torch.uint8).numpy().data)
         writer.close()
 
 
 def bare(planned: list[Place], out: Path) -> None:
-    """Read, to f32, cast, write."""
+    """Read, to f32, cast, write, as many rows at a time as keep it fast."""
     with out.open("wb") as file:
         for place in planned:
             stored = StoredRows(place.shard, place.key, place.info)
-            weight = stored.read(0, stored.rows).float().bfloat16()
-            file.write(weight.view(torch.uint8).numpy().data)
+            for first in range(0, WIDTH, ROWS):
+                weight = stored.read(first, first + ROWS).float().bfloat16()
+                file.write(weight.view(torch.uint8).numpy().data)
 
 
 def bitsandbytes(planned: list[Place]) -> None:
