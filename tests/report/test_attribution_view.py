@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shlex
 import shutil
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from mens_exp.artifacts.attribution import Attribution
 from mens_exp.report import html
-from mens_exp.report.attribution_view import headline, page, worst_table
+from mens_exp.report.attribution_view import headline, page, suggested_command, worst_table
 from mens_exp.report.heat_map import Grid, heat_map
 from mens_exp.report.records import load
 
@@ -39,7 +40,7 @@ def cells(svg: str) -> list[tuple[str, float]]:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_terminal_table_fits_and_shows_the_overrides(record: Attribution, width: int) -> None:
+def test_terminal_table_fits(record: Attribution, width: int) -> None:
     """The module that costs most is first, nothing is cut off."""
     console = Console(width=width, force_terminal=False, color_system=None)
     with console.capture() as capture:
@@ -47,8 +48,17 @@ def test_terminal_table_fits_and_shows_the_overrides(record: Attribution, width:
     text = capture.get()
     assert text.index("l0.v") < text.index("l3.up")
     assert "…" not in text
-    assert "quant.skip=[model.layers.0.self_attn.v_proj]" in text
-    assert "lora.targets=[self_attn.v_proj]" in text
+    assert "leaves out 75.0% of the summed KL" in " ".join(text.split())
+
+
+def test_suggestion_is_a_command_for_a_shell(record: Attribution) -> None:
+    """Split by a shell it is the overrides again, on one line however narrow the terminal."""
+    console = Console(width=40, force_terminal=False, color_system=None)
+    with console.capture() as capture:
+        console.print(suggested_command(record), soft_wrap=True)
+    words = shlex.split(capture.get())
+    assert words == ["python", "-m", "mens_exp", *record.suggestion["overrides"]]
+    assert capture.get().count("\n") == 1
 
 
 def test_headline_puts_the_whole_beside_the_sum_of_its_parts(record: Attribution) -> None:

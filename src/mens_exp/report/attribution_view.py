@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.attribution import Attribution
     from mens_exp.report.plots import Plot
 
-__all__ = ["AttributionPage", "headline", "page", "worst_table"]
+__all__ = ["AttributionPage", "headline", "page", "suggested_command", "worst_table"]
 
 _WORST = 10
 _LEAST_KL = 1e-9  # nats; below, a logarithm would stretch rounding
@@ -49,7 +50,7 @@ class AttributionPage:
 
 
 def worst_table(record: Attribution) -> RenderableType:
-    """Show the worst ten modules, all of them at once, and the suggested overrides."""
+    """Show the worst ten modules, and what all of them cost at once."""
     table = Table(box=box.SIMPLE_HEAD, title_justify="left", show_edge=False, pad_edge=False)
     table.title = f"What {record.configured} costs, each module alone"
     heads, rows = _worst(record, "logical")
@@ -58,8 +59,13 @@ def worst_table(record: Attribution) -> RenderableType:
     for row in rows:
         table.add_row(*row)
     lines = [headline(record), _parity(record), _cost(record)]
-    overrides = [Text(line, style="bold") for line in record.suggestion["overrides"]]
-    return Group(table, Text(), *(Text(line) for line in lines), Text(), *overrides)
+    return Group(table, Text(), *(Text(line) for line in lines), Text())
+
+
+def suggested_command(record: Attribution) -> Text:
+    """Return the suggestion as a command, quoted for a shell; print it with ``soft_wrap=True``."""
+    words = ["python", "-m", "mens_exp", *record.suggestion["overrides"]]
+    return Text(wording.visible(shlex.join(words)), style="bold")
 
 
 def headline(record: Attribution) -> str:

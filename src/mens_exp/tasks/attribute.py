@@ -16,7 +16,7 @@ from mens_exp.evals.suggestion import suggested
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import linear_modules, skipped
 from mens_exp.plan.preflight import writable_cache
-from mens_exp.report.attribution_view import worst_table
+from mens_exp.report.attribution_view import suggested_command, worst_table
 from mens_exp.tasks.inputs import describe, tokenizer_of
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ def attribute(config: RunConfig, run: Run) -> None:
         run.unknown("results.peak_rss_bytes", "this system does not tell")
     console = Console()
     console.print(worst_table(record))
+    console.print(suggested_command(record), soft_wrap=True)
     console.print(f"Report: {run.dir.report}", soft_wrap=True)
 
 
