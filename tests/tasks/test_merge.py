@@ -165,7 +165,7 @@ def test_peft_merges_the_same_into_the_unquantized_base(
 
 
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("gemma2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("with_prefix", [True, False])
 def test_a_tied_head_with_a_delta_gets_a_weight_of_its_own(
     name: str,

@@ -308,3 +308,76 @@ def test_a_kill_leaves_nothing_and_the_next_merge_tidies_up(
     out = by_path(adapter, tiny_base.directory)
     assert (out / "model.safetensors").is_file()
     assert list(tmp_path.glob(".merged.*")) == []
+
+
+def typed_run(here: Path, path: Path, *overrides: str, code: int = 0) -> dict[str, torch.Tensor]:
+    command = ["task=merge", f"path={path}", f"out={here / 'merged'}", *overrides]
+    assert cli.main([*command, f"hydra.run.dir={here / 'record'}"]) == code
+    return {} if code else load_tensors(here / "merged" / "model.safetensors")
+
+
+def test_a_run_its_peft_view_and_a_copy_of_that_merge_alike(
+    finished: RunDir, tiny_base: BaseModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run names its base; elsewhere a PEFT directory is told its base, and how that was."""
+    for name in ("run", "view", "copy"):
+        (tmp_path / name).mkdir()
+    ours = typed_run(tmp_path / "run", finished.path)
+    assert "which the adapter was trained against" in capsys.readouterr().out
+    view = typed_run(tmp_path / "view", finished.peft)
+    copy = shutil.copytree(finished.peft, tmp_path / "peft")
+    told = [f"base={tiny_base.directory}", "merge.base=dequantized"]
+    foreign = typed_run(tmp_path / "copy", copy, *told)
+    assert "a PEFT directory does not say" in capsys.readouterr().out
+    for name, weight in ours.items():
+        assert torch.equal(weight, view[name])
+        assert torch.equal(weight, foreign[name])
+    plain = load_tensors(tiny_base.directory / "model.safetensors")
+    key = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(ours[key], plain[key])
+
+
+def test_a_merged_run_is_a_whole_directory(finished: RunDir, tmp_path: Path) -> None:
+    """Tokenizer, the template that it was trained in, a card, and the run's own."""
+    from transformers import AutoTokenizer
+
+    typed_run(tmp_path, finished.path)
+    out = tmp_path / "merged"
+    template = finished.chat_template.read_text("utf-8")
+    assert AutoTokenizer.from_pretrained(out).chat_template == template
+    assert "summed in f32" in (out / "README.md").read_text("utf-8")
+    assert (out / "MODEL_CARD.md").read_bytes() == finished.model_card.read_bytes()
+    record = Manifest.read(RunDir(tmp_path / "record").manifest)
+    assert record.inputs["adapter_sha256"] == sha256_file(finished.adapter / "adapter.safetensors")
+    assert record.results["out_sha256"] == {
+        f"merged/{one.name}": sha256_file(one) for one in sorted(out.iterdir())
+    }
+
+
+def test_the_default_place_is_the_merge_s_own_run(finished: RunDir, tmp_path: Path) -> None:
+    """Its files are among the outputs that the record vouches for."""
+    record = tmp_path / "record"
+    assert cli.main(["task=merge", f"path={finished.path}", f"hydra.run.dir={record}"]) == 0
+    outputs = Manifest.read(RunDir(record).manifest).outputs
+    weights = record / "merged/model.safetensors"
+    assert outputs["merged/model.safetensors"] == sha256_file(weights)
+
+
+def test_a_run_that_trained_every_weight_has_nothing_to_merge(
+    finished: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is named as the model that it is."""
+    run = RunDir(shutil.copytree(finished.path, tmp_path / "full"))
+    run.adapter.rename(run.weights)
+    typed_run(tmp_path, run.path, code=2)
+    assert "trained every weight and has no adapter" in capsys.readouterr().err
+
+
+def test_a_directory_of_a_burn_checkpoint_names_the_right_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither our files nor PEFT's are in it."""
+    (tmp_path / "burn").mkdir()
+    (tmp_path / "burn" / "model.bin").write_bytes(b"")
+    typed_run(tmp_path, tmp_path / "burn", code=2)
+    assert "vox mens merge-weights" in capsys.readouterr().err
