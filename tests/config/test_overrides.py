@@ -11,7 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from mens_exp.config.compose import config_directory
 from mens_exp.config.data import JsonlData
-from mens_exp.config.overrides import Checked, check
+from mens_exp.config.overrides import Checked, check, spelled_out
 from mens_exp.config.schedule import ScheduleKind
 from mens_exp.errors import ConfigError
 
@@ -320,3 +320,9 @@ def test_options_that_do_not_go_together_are_told(
         check(["experiment=torn"])
     assert "no_such_suite" in str(caught.value)
     assert caught.value.remedy is not None
+
+
+def test_an_adapter_s_file_may_be_named_in_short() -> None:
+    """A mapping of the section's keys stays what it is."""
+    given = ["adapter=a.safetensors", "adapter={select:best}", "adapter.select=best", "seed=1"]
+    assert spelled_out(given) == ["adapter.file=a.safetensors", *given[1:]]

@@ -141,12 +141,13 @@ def test_a_subset_holds_the_merged_tensors_alone(tmp_path: Path) -> None:
     assert found["lm_head.weight"].key == head.key
 
 
-def test_a_new_head_beside_names_without_their_first_part_gets_them_named(tmp_path: Path) -> None:
-    """Transformers takes lm_head.weight for one of the backbone's where no name has its prefix."""
+def test_a_new_head_stands_beside_every_tensor_of_the_base(tmp_path: Path) -> None:
+    """The table keeps its name and nothing is merged into it."""
     head = layer("lm_head", "transformer.wte.weight", (4, 3))
     found = by_name(places([head], [shard_of(tmp_path, GPT2)], only_merged=False))
-    assert found.keys() == {"lm_head.weight", *(f"transformer.{name}" for name in GPT2)}
-    assert found["transformer.wte.weight"].logical is None
+    assert found.keys() == {"lm_head.weight", *GPT2}
+    assert found["wte.weight"].logical is None
+    assert found["lm_head.weight"].key == "wte.weight"
 
 
 def test_a_base_keeps_its_precision(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ read.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.nearest import expected_name
@@ -274,25 +274,7 @@ def places(
             quantized=HEAD in quantized,
         )
         out[max(out)].append(made)
-    for head in [one for one in layers if untied(one) and not only_merged]:
-        prefix = _absent_prefix(head.key, keys)
-        out = {shard: [_named(one, prefix) for one in listed] for shard, listed in out.items()}
     return out
-
-
-def _absent_prefix(key: str, keys: Collection[str]) -> str:
-    """Return what a checkpoint saved without its head leaves out before every name, or nothing."""
-    stored = stored_key(key, keys)
-    for family in FAMILIES.values():
-        prefix, _, table = family.embedding.partition(".")
-        if stored == f"{table}.weight":
-            return f"{prefix}."
-    return ""
-
-
-def _named(place: Place, prefix: str) -> Place:
-    """Name a tensor as a model with a head does: beside ``lm_head.weight`` no other name loads."""
-    return place if place.name == _HEAD_KEY else replace(place, name=f"{prefix}{place.name}")
 
 
 def dtype_of(infos: Iterable[TensorInfo]) -> str:
