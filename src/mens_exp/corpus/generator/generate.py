@@ -29,7 +29,6 @@ __all__ = [
     "BENCHMARK_REPAIR_FRAC",
     "Generated",
     "benchmark_tasks",
-    "counts",
     "draw_task",
     "generate",
     "tasks_digest",
@@ -68,12 +67,6 @@ class _Source:
         return int((self.made + 1 + self.phase) * repair_frac) > int(
             (self.made + self.phase) * repair_frac
         )
-
-
-def counts(rows: int, val_frac: float, heldout_frac: float) -> dict[Side, int]:
-    """Return how many rows each side gets: its share rounded, and one at least."""
-    val, heldout = (max(1, round(rows * share)) for share in (val_frac, heldout_frac))
-    return {Side.TRAIN: max(rows - val - heldout, 0), Side.VAL: val, Side.HELDOUT: heldout}
 
 
 def benchmark_tasks(
