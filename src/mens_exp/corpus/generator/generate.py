@@ -54,7 +54,7 @@ class Generated:
 
 @dataclass(slots=True)
 class _Source:
-    """One family and how far its draws have come."""
+    """One family and how far its draws have come; `phase`, in [0, 1), shifts its repairs."""
 
     family: Family
     phase: float
@@ -64,9 +64,8 @@ class _Source:
 
     def wants_repair(self, repair_frac: float) -> bool:
         """Tell whether the next task is one to repair: exactly their share, spread evenly."""
-        return int((self.made + 1 + self.phase) * repair_frac) > int(
-            (self.made + self.phase) * repair_frac
-        )
+        before, after = (each * repair_frac + self.phase for each in (self.made, self.made + 1))
+        return int(after) > int(before)
 
 
 def benchmark_tasks(
