@@ -103,8 +103,8 @@ def _digits(draw: Draw) -> Draft:
         does=(
             f"returns {times}{powers} of {which}{start}",
             (
-                f"writes the number `{arg}` in base {base} and returns {times}{powers} of {which}"
-                f"{start}"
+                f"takes {which}{start} and returns {times}{powers.replace('the', 'their')}"
+                f"{'' if powers else ' of them'}"
             ),
         ),
         note=f"`{arg}` is a whole number that is not negative.",

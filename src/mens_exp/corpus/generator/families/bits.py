@@ -65,7 +65,9 @@ def _masked_bits(draw: Draw) -> Draft:
 def _change_bit(draw: Draw) -> Draft:
     name = draw.pick(("change_bits", "apply_bits", "edit_bits", "switch_bits"))
     arg, places = draw.pick(("flags", "number", "state")), draw.pick(("places", "bits", "which"))
-    what, sign = draw.pick((("sets", "|="), ("clears", "&= ~"), ("inverts", "^=")))
+    what, done, sign = draw.pick(
+        (("sets", "set", "|="), ("clears", "cleared", "&= ~"), ("inverts", "inverted", "^="))
+    )
     offset, most = draw.number(0, 5), draw.number(4, 12)
     shift = f"place + {offset}" if offset else "place"
     shifted = f"({shift})" if offset else shift
@@ -93,7 +95,8 @@ def _change_bit(draw: Draw) -> Draft:
                 f"{what} {bit} of the whole number `{arg}` for every p in the list `{places}`, one "
                 "after the other, and returns the number"
             ),
-            f"returns the number `{arg}` after it {what} {bit} for each p of `{places}` in turn",
+            f"returns the number `{arg}` with {bit} {done} for each p of the list `{places}` in "
+            f"turn",
         ),
         note=f"Bit 0 is the lowest one; bits from {most} on are left alone.",
         solution=code(solution, f=name, x=arg, p=places),

@@ -165,7 +165,7 @@ def _date_form(draw: Draw) -> Draft:
         for day in days
     ]
     bad = {"day": "12", "month": "13", "year": "44"}
-    added = f"A year is given by its last two digits and counted from {century}. " if short else ""
+    added = f"A year is given by two digits, which are added to {century}. " if short else ""
     return Draft(
         signature=f"{name}({arg})",
         does=(

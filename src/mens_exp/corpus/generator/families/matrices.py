@@ -59,11 +59,11 @@ def _reshape(draw: Draw) -> Draft:
         }[what]
         return [[factor * each + offset for each in row] for row in turned]
 
-    change = ", every number"
-    change += f" multiplied by {factor}" if factor > 1 else ""
-    change += f" changed by {offset:+d}" if offset else ""
+    changes = [f"multiplied by {factor}"] * (factor > 1) + [f"changed by {offset:+d}"] * (
+        offset != 0
+    )
+    change = f", every number {' and then '.join(changes)}" if changes else ""
     cases = [(_matrix(draw, draw.number(1, 3), draw.number(1, 3)),) for _ in range(4)]
-    change = "" if change == ", every number" else change.replace("er multi", "er first multi")
     return Draft(
         signature=f"{name}({arg})",
         does=(
@@ -128,7 +128,7 @@ def _line_sums(draw: Draw) -> Draft:
     """
     squares = [_matrix(draw, size, size) for size in (1, 2, 2, 3, 3)]
     plus = f", plus {offset}" if offset else ""
-    both = "both diagonals, the one from the top left first" if shape == "diagonal" else ""
+    both = "both diagonals (that from the top left first)" if shape == "diagonal" else ""
     every = both or f"every {shape}"
     return Draft(
         signature=f"{name}({arg})",
@@ -153,7 +153,7 @@ def _product_matrix(draw: Draw) -> Draft:
     name = draw.pick(("multiply", "matmul", "product", "combine_matrices"))
     first, second = draw.pick((("a", "b"), ("left", "right"), ("m", "n"), ("p", "q")))
     modulus, sign = draw.number(5, 60), draw.pick("+-")
-    extra = draw.number(0, 6)
+    extra = draw.number(1, 6)
     what, how = draw.pick((("times", "*"), ("plus", "+"), ("minus", "-")))
     solution = f"""
         def $f($x, $y):

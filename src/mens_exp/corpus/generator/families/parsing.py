@@ -56,7 +56,7 @@ def _key_values(draw: Draw) -> Draft:
                 f"dict with {kind} as values"
             ),
         ),
-        note=f"White space around keys does not count; parts without {inside!r} are skipped."
+        note=f"White space around keys and values does not count; parts without {inside!r} are skipped."
         + (" Keys are put in lower case." if lower else "")
         + f" Of a repeated key the {'first' if first else 'last'} value is kept.",
         solution=code(solution, f=name, x=arg),
@@ -156,7 +156,7 @@ def _postfix(draw: Draw) -> Draft:
         return [*term(depth - 1), *term(draw.number(0, depth - 1)), draw.pick(chosen)]
 
     texts = [sign.join(term(depth)) for depth in (0, 1, 1, 2, 2, 3)]
-    told = "; ".join(f"{each!r} {table[each][1]} the two numbers" for each in chosen)
+    told = "; ".join(f"{each!r} {table[each][1]} the two numbers before it" for each in chosen)
     plus = f", plus {base}" if base else ""
     return Draft(
         signature=f"{name}({arg})",
@@ -171,7 +171,7 @@ def _postfix(draw: Draw) -> Draft:
                 f"tokens, and returns the number{plus}"
             ),
         ),
-        note=f"The operators are these: {told} before it. All other tokens are whole numbers.",
+        note=f"The operators are these: {told}. All other tokens are whole numbers.",
         solution=code(solution, f=name, x=arg),
         cases=calls(name, [(text,) for text in texts]),
         difficulty=7,
