@@ -95,8 +95,7 @@ def _change_bit(draw: Draw) -> Draft:
                 f"{what} {bit} of the whole number `{arg}` for every p in the list `{places}`, one "
                 "after the other, and returns the number"
             ),
-            f"returns the number `{arg}` with {bit} {done} for each p of the list `{places}` in "
-            f"turn",
+            f"returns the number `{arg}` with {bit} {done} for each p of the list `{places}`",
         ),
         note=f"Bit 0 is the lowest one; bits from {most} on are left alone.",
         solution=code(solution, f=name, x=arg, p=places),

@@ -56,7 +56,8 @@ def _key_values(draw: Draw) -> Draft:
                 f"dict with {kind} as values"
             ),
         ),
-        note=f"White space around keys and values does not count; parts without {inside!r} are skipped."
+        note="White space around keys and values does not count; "
+        f"parts without {inside!r} are skipped."
         + (" Keys are put in lower case." if lower else "")
         + f" Of a repeated key the {'first' if first else 'last'} value is kept.",
         solution=code(solution, f=name, x=arg),
