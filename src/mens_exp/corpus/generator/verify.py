@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["STEP_LIMIT", "Failure", "Suite", "first_failure", "results_of"]
 
-# measured: no reference takes more than 1,000 steps for all its tests.
+# measured: 60 draws of each family take at most 620 steps for all tests of a reference.
 STEP_LIMIT: Final = 10_000
 _COUNTER: Final = "__count_step__"
 
