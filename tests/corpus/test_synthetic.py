@@ -15,6 +15,7 @@ from mens_exp.corpus.synthetic import counts, is_cached, load, made_by
 from mens_exp.errors import DataError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -64,12 +65,17 @@ def test_second_load_reads_the_cache(
     assert load(config, tmp_path) == first
 
 
-def test_damaged_cache_is_made_anew(config: SyntheticData, tmp_path: Path) -> None:
-    """Byte for byte as it was."""
+@pytest.mark.parametrize(
+    "damage", [lambda whole: whole[:-9], lambda whole: whole.replace(b"dropped", b"droped", 1)]
+)
+def test_damaged_cache_is_made_anew(
+    config: SyntheticData, tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    """Byte for byte as it was, whether a row or the header lost something."""
     first = load(config, tmp_path)
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
-    path.write_bytes(whole[:-9])
+    path.write_bytes(damage(whole))
     assert load(config, tmp_path) == first
     assert path.read_bytes() == whole
 

@@ -56,9 +56,8 @@ def load(config: SyntheticData, cache: Path) -> Corpus:
     """
     content = _content(config)
     path = _path(cache, content)
-    kept = recall(path, content)
-    if kept is not None:
-        header, pairs = kept
+    header, pairs = recall(path, content) or ({}, [])
+    if isinstance(header.get("dropped"), dict):
         return Corpus(pairs=pairs, dropped=header["dropped"])
     from mens_exp.corpus.generator.generate import generate
 
