@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mens_exp.config.data import SyntheticData
+from mens_exp.config.rules.data import problems
 from mens_exp.corpus import synthetic
 from mens_exp.corpus.generator import generate as module
 from mens_exp.corpus.generator.families.catalogue import families_of
@@ -17,6 +18,8 @@ from mens_exp.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from mens_exp.config.root import RunConfig
 
 
 @pytest.fixture
@@ -121,7 +124,24 @@ def test_more_rows_than_there_are_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_shares_that_leave_nothing_to_train_on_are_refused(tmp_path: Path) -> None:
-    """Ten rows of which five validate and five are held out."""
+def test_shares_that_leave_nothing_to_train_on_are_refused(
+    tmp_path: Path, tiny_config: Callable[..., RunConfig]
+) -> None:
+    """Ten rows of which five validate and five are held out; by the rules, before any is made."""
+    config = tiny_config("data=synthetic")
+    config.data = SyntheticData(rows=10, val_frac=0.48, heldout_frac=0.5)
+    (problem,) = problems(config)
+    assert (problem.where, "nothing is left to train on" in str(problem)) == ("data.rows", True)
     with pytest.raises(DataError, match="no row is left for train"):
-        load_rows(SyntheticData(rows=10, val_frac=0.48, heldout_frac=0.5), tmp_path)
+        load_rows(config.data, tmp_path)
+    config.data = SyntheticData(rows=10, val_frac=0.38, heldout_frac=0.5)
+    assert list(problems(config)) == []
+
+
+def test_shares_of_one_and_more_are_told_once(tiny_config: Callable[..., RunConfig]) -> None:
+    """By their sum, as for every source; a share that is no number is left to its range."""
+    config = tiny_config("data=synthetic")
+    config.data = SyntheticData(rows=10, val_frac=float("nan"))
+    assert list(problems(config)) == []
+    config.data = SyntheticData(rows=10, val_frac=0.6, heldout_frac=0.5)
+    assert [problem.where for problem in problems(config)] == ["data.val_frac"]

@@ -103,6 +103,16 @@ class SyntheticData(DataConfig):
         0.05, "Share of the rows that come from benchmark families.", gt=0, lt=1
     )
 
+    def rows_by_side(self) -> tuple[int, int, int]:
+        """Return the rows to train on, validate on and hold out.
+
+        A share is rounded, and is one row at least; train has the rest, which may be none.
+        """
+        val, heldout = (
+            max(1, round(self.rows * share)) for share in (self.val_frac, self.heldout_frac)
+        )
+        return max(self.rows - val - heldout, 0), val, heldout
+
 
 @dataclass(kw_only=True, slots=True)
 class ColumnsConfig:

@@ -83,11 +83,9 @@ def load(config: SyntheticData, cache: Path) -> Corpus:
 
 
 def counts(config: SyntheticData) -> dict[Side, int]:
-    """Return how many rows each side gets: its share rounded, and one at least."""
-    val, heldout = (
-        max(1, round(config.rows * share)) for share in (config.val_frac, config.heldout_frac)
-    )
-    return {Side.TRAIN: max(config.rows - val - heldout, 0), Side.VAL: val, Side.HELDOUT: heldout}
+    """Return how many rows each side gets."""
+    train, val, heldout = config.rows_by_side()
+    return {Side.TRAIN: train, Side.VAL: val, Side.HELDOUT: heldout}
 
 
 def is_cached(config: SyntheticData, cache: Path) -> bool:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 
 import pytest
 from hypothesis import given
@@ -77,8 +78,6 @@ def test_a_task_becomes_a_row_of_bare_code() -> None:
 
 def test_identity_is_prompt_solution_and_tests() -> None:
     """A label moves nothing; another test is another task."""
-    import dataclasses
-
     repair = Repair(operator="off_by_one", program="", failing_test="", error="")
     same = dataclasses.replace(TASK, difficulty=9, seed="1/double/0", repair=repair)
     assert same.id == TASK.id
