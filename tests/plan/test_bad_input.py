@@ -122,7 +122,9 @@ DAMAGES: dict[Callable[[Path], None], str] = {
 }
 # What is told before any shard is opened.
 UNOPENED = {without_configuration, unreadable_configuration, without_a_shard}
-damages = pytest.mark.parametrize(("damage", "said"), DAMAGES.items(), ids=lambda it: str(it)[:40])
+damages = pytest.mark.parametrize(
+    ("damage", "said"), DAMAGES.items(), ids=lambda it: getattr(it, "__name__", "") or str(it)[:40]
+)
 
 PROXY = ["model=tiny_llama", "backend=proxy"]
 COMMANDS: dict[str, tuple[list[str], str]] = {

@@ -15,6 +15,7 @@ from hydra.utils import get_class
 from mens_exp.config.compose import compose, group_options, typed
 from mens_exp.config.root import RunConfig
 from mens_exp.config.store import SCHEMAS
+from mens_exp.corpus import synthetic
 from mens_exp.plan.contract import FineTuneContract, contract_of
 from mens_exp.plan.semantics import (
     RECORDING_CALLBACKS,
@@ -46,6 +47,7 @@ COMMANDS = {
     "logger.csv": ["logger=csv"],
     "logger.tensorboard": ["logger=tensorboard"],
     "data.jsonl": ["data=jsonl", "data.path=rows.jsonl"],
+    "data.synthetic": ["data=synthetic"],
     "logger.wandb": ["logger=wandb"],
     "suite.heldout_syntax": ["suite=heldout_syntax"],
 }
@@ -203,6 +205,18 @@ def test_rows_are_their_content_not_their_name(
     assert digests[0] == digests[1]
     copy.write_bytes(rows.read_bytes().replace(b"x", b"y", 1))
     assert contract_of(tiny_config("data=jsonl", f"data.path={copy}")).digest != digests[0]
+
+
+def test_generated_rows_are_what_makes_them(
+    tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same settings under another generator are another contract, whatever the run's seed."""
+    contract = contract_of(tiny_config("data=synthetic"))
+    assert str(contract.data.generated_from).startswith("generator ")
+    monkeypatch.setattr(synthetic, "generator_sha256", lambda: "0" * 64)
+    other = contract_of(tiny_config("data=synthetic"))
+    assert "generator 000000000000, Python 3" in str(other.data.generated_from)
+    assert other.digest != contract.digest
 
 
 def test_order_of_targets_means_nothing(tiny_config: Callable[..., RunConfig]) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import mens_exp
 from mens_exp.config.compose import compose, typed
+from mens_exp.corpus.generator import generate
 from mens_exp.corpus.source import cache_key, load_rows
 from mens_exp.corpus.split import Side
 from mens_exp.plan import machine
@@ -135,6 +136,25 @@ def test_cold_plan_of_the_library_reads_file_sizes(
     assert data["longest_tokens"] == 512
     assert data["typical_tokens"] == pytest.approx(328, rel=0.02)  # as counted from a warm cache
     assert list(tmp_path.iterdir()) == []
+
+
+def test_cold_plan_of_generated_rows_generates_none(
+    tiny_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are those asked for; tokens are about what a warm cache gives, marked as an estimate."""
+    config = tiny_config("data=synthetic", "data.rows=400", "data.repair_frac=0.5")
+    with monkeypatch.context() as patch:
+        patch.setattr(generate, "generate", None)
+        cold = make_plan(config, tmp_path)["data"]
+    assert (cold["train_rows"], cold["exact"]) == (360, False)
+    assert cold["basis"] == "rows as asked for, tokens estimated; nothing is generated yet"
+    assert list(tmp_path.iterdir()) == []
+    rows = load_rows(config.data, tmp_path)
+    warm = make_plan(config, tmp_path)["data"]
+    assert len(rows.train) == warm["train_rows"] == 360
+    for name in ("train_tokens", "val_tokens", "typical_tokens"):
+        assert cold[name] == pytest.approx(warm[name], rel=0.15)
+    assert cold["longest_tokens"] == 512
 
 
 def test_plan_states_steps_and_tokens(on_rows: Callable[..., RunConfig], cache: Path) -> None:

@@ -11,7 +11,15 @@ from omegaconf import MISSING
 
 from mens_exp.config.fields import setting
 
-__all__ = ["ColumnsConfig", "DataConfig", "JsonlData", "RowFormat", "StdlibData", "Truncation"]
+__all__ = [
+    "ColumnsConfig",
+    "DataConfig",
+    "JsonlData",
+    "RowFormat",
+    "StdlibData",
+    "SyntheticData",
+    "Truncation",
+]
 
 
 class RowFormat(Enum):
@@ -69,6 +77,41 @@ class StdlibData(DataConfig):
     """Documented functions of the running interpreter's standard library."""
 
     source: str = "stdlib"
+
+
+@dataclass(kw_only=True, slots=True)
+class SyntheticData(DataConfig):
+    """Programming tasks in Python with verified solutions, drawn from a seed."""
+
+    source: str = "synthetic"
+    rows: int = setting(
+        2000, "Rows of all three sides together, no two alike (about a thousand a second).", ge=10
+    )
+    repair_frac: float = setting(
+        0.25,
+        "Share of rows that ask to repair a broken program (unverified guess).",
+        ge=0,
+        le=1,
+    )
+    generator_seed: int = setting(
+        0, "Seed of the rows, apart from the run's seed, so that runs of any seed share them.", ge=0
+    )
+    val_frac: float = setting(
+        0.05, "Share of the rows that come from validation families.", gt=0, lt=1
+    )
+    heldout_frac: float = setting(
+        0.05, "Share of the rows that come from benchmark families.", gt=0, lt=1
+    )
+
+    def rows_by_side(self) -> tuple[int, int, int]:
+        """Return the rows to train on, validate on and hold out.
+
+        A share is rounded, and is one row at least; train has the rest, which may be none.
+        """
+        val, heldout = (
+            max(1, round(self.rows * share)) for share in (self.val_frac, self.heldout_frac)
+        )
+        return max(self.rows - val - heldout, 0), val, heldout
 
 
 @dataclass(kw_only=True, slots=True)

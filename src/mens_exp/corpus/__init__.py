@@ -1,1 +1,1 @@
-"""Where training pairs come from: extraction, deduplication and the split."""
+"""Where training pairs come from: extraction, generation, deduplication and the split."""

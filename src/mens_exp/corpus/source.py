@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.digest import digest
-from mens_exp.config.data import DataConfig, JsonlData, Truncation
+from mens_exp.config.data import DataConfig, JsonlData, SyntheticData, Truncation
 from mens_exp.config.objective import AssistantObjective, LastKObjective, Turns
-from mens_exp.corpus import stdlib
+from mens_exp.corpus import stdlib, synthetic
 from mens_exp.corpus.files import RowsFile, described, pairs_of, read_files, refuse_leakage
 from mens_exp.corpus.split import Side, assert_disjoint, split
 from mens_exp.errors import DataError
@@ -45,16 +45,17 @@ class Rows:
 def load_rows(config: DataConfig, cache: Path) -> Rows:
     """Read or extract the rows that a configuration asks for, and split them.
 
-    Where `data.val_path` names files, their rows validate and none of `data.path`'s do;
-    `heldout_frac` holds out rows of `data.path` either way.
+    Synthetic rows come with their sides. Where `data.val_path` names files, their rows validate
+    and none of `data.path`'s do; `heldout_frac` holds out rows of `data.path` either way.
 
     Args:
         config: the `data` group.
         cache: folder where an extraction is kept.
 
     Raises:
-        DataError: a file or a row in it is wrong, a side of the split is empty, or a row of
-            `data.val_path` is also one of `data.path`.
+        DataError: a file or a row in it is wrong, a side of the split is empty, a row of
+            `data.val_path` is also one of `data.path`, or more synthetic rows are asked for
+            than there are.
         Problems: several of them.
     """
     files: tuple[RowsFile, ...] = ()
@@ -66,9 +67,15 @@ def load_rows(config: DataConfig, cache: Path) -> Rows:
         if config.val_path is not None:
             val = pairs_of(apart)
             refuse_leakage(pairs, val)
+    elif isinstance(config, SyntheticData):
+        pairs = synthetic.load(config, cache).pairs
     else:
         pairs = stdlib.load(cache).pairs
-    sides = split(pairs, config.val_frac if val is None else 0, config.heldout_frac)
+    sides = (
+        synthetic.sides_of(pairs)
+        if isinstance(config, SyntheticData)
+        else split(pairs, config.val_frac if val is None else 0, config.heldout_frac)
+    )
     if val is not None:
         sides[Side.VAL] = val
     assert_disjoint(sides)

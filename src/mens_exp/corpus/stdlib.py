@@ -7,24 +7,23 @@ name that holds the hash of the files read: another interpreter, another cache f
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sysconfig
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from mens_exp.artifacts import atomic, digest
+from mens_exp.artifacts import digest
 from mens_exp.corpus.dedupe import dedupe
 from mens_exp.corpus.functions import pairs_of
+from mens_exp.corpus.kept import keep, recall
 from mens_exp.corpus.python_source import decode
-from mens_exp.errors import DataError, Problems, SetupError
-from mens_exp.rows.parse import parse_row
-from mens_exp.rows.schema import TrainingPair, to_json
+from mens_exp.errors import SetupError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from mens_exp.rows.schema import TrainingPair
 
 __all__ = ["Extraction", "extract", "is_cached", "load", "source_bytes", "stdlib_digest"]
 
@@ -133,15 +132,14 @@ def load(cache: Path, root: Path | None = None) -> Extraction:
     if cached is not None:
         return cached
     extraction = extract(root)
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        atomic.write_bytes(path, _cache_bytes(extraction))
-    except OSError as error:
-        raise SetupError(
-            f"the cache cannot be written: {error.strerror or error}",
-            where=str(path),
-            remedy="name a cache directory that can be written",
-        ) from error
+    header = {
+        "format": CACHE_FORMAT,
+        "version": CACHE_VERSION,
+        "content_sha256": content,
+        "files": extraction.files,
+        "dropped": extraction.dropped,
+    }
+    keep(path, header, extraction.pairs)
     return extraction
 
 
@@ -196,35 +194,15 @@ def _walk(directory: Path) -> Iterator[Path]:
             yield entry
 
 
-def _cache_bytes(extraction: Extraction) -> bytes:
-    """Write one header line, then the rows; the header holds the hash of the rows' bytes."""
-    rows = b"".join(digest.canonical_json(to_json(pair)) + b"\n" for pair in extraction.pairs)
-    header = {
-        "format": CACHE_FORMAT,
-        "version": CACHE_VERSION,
-        "content_sha256": extraction.content_sha256,
-        "rows_sha256": digest.sha256_bytes(rows),
-        "files": extraction.files,
-        "dropped": extraction.dropped,
-    }
-    return digest.canonical_json(header) + b"\n" + rows
-
-
 def _read(path: Path, content: str) -> Extraction | None:
     """Read a cache file; None where there is none, or none that can be trusted."""
     try:
-        head, _, rows = path.read_bytes().partition(b"\n")
-        header = json.loads(head)
-        if (
-            header["content_sha256"] != content
-            or header["rows_sha256"] != hashlib.sha256(rows).hexdigest()
-        ):
-            return None
+        header, pairs = recall(path, content) or ({}, [])
         return Extraction(
-            pairs=[parse_row(json.loads(line), str(path)) for line in rows.splitlines()],
+            pairs=pairs,
             content_sha256=content,
             files=int(header["files"]),
             dropped={str(reason): int(count) for reason, count in header["dropped"].items()},
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, DataError, Problems):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None

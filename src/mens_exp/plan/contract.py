@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.digest import digest, sha256_file
 from mens_exp.config.backend import ProxyConfig
-from mens_exp.config.data import JsonlData
+from mens_exp.config.data import JsonlData, StdlibData, SyntheticData
 from mens_exp.config.model import BundledModel, HfModel
 from mens_exp.config.objective import LastKObjective
+from mens_exp.corpus import synthetic
 from mens_exp.errors import MensError
 from mens_exp.layout import hub
 from mens_exp.layout.directory import license_of
@@ -288,12 +289,14 @@ def _rows_hash(config: RunConfig, name: str) -> str | None:
 
 
 def _data_part(config: RunConfig) -> DataPart:
+    made_of = None
+    if isinstance(config.data, StdlibData):  # the corpus is the interpreter's own library
+        made_of = f"Python {platform.python_version()}"
+    elif isinstance(config.data, SyntheticData):
+        made_of = synthetic.made_by()
     return DataPart(
         train_file=_rows_hash(config, "path"),
-        # The corpus is the interpreter's own library.
-        generated_from=f"Python {platform.python_version()}"
-        if config.data.source == "stdlib"
-        else None,
+        generated_from=made_of,
         tokenizer_mode=config.tokenizer.name,
     )
 

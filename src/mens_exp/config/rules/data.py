@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.config.data import ColumnsConfig, JsonlData, RowFormat
+from mens_exp.config.data import ColumnsConfig, JsonlData, RowFormat, SyntheticData
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,12 +28,21 @@ _NEEDED = {
 def problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield what is wrong with `data`."""
     data = config.data
-    if data.val_frac + data.heldout_frac >= 1:
+    shares = data.val_frac + data.heldout_frac
+    if shares >= 1:
         yield ConfigError(
             "nothing is left to train on",
             where="data.val_frac",
             found=f"{data.val_frac} + heldout_frac {data.heldout_frac}",
             expected="a sum under 1",
+        )
+    elif isinstance(data, SyntheticData) and shares < 1 and not data.rows_by_side()[0]:
+        yield ConfigError(
+            "nothing is left to train on",
+            where="data.rows",
+            found=f"{data.rows} for val_frac {data.val_frac} and heldout_frac {data.heldout_frac}",
+            expected="rows for all three sides, each share rounded",
+            remedy="raise data.rows, or lower a share",
         )
     if isinstance(data, JsonlData):
         yield from _files("data.path", data.path)

@@ -1,0 +1,1 @@
+"""``data=synthetic``: small programming tasks with verified tests, drawn from a seed."""

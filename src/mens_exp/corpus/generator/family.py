@@ -1,0 +1,240 @@
+"""What a family of tasks is, and what a task drawn from one holds.
+
+A family's template draws parameters and returns a `Draft`: the reference solution's source, what
+it does in several wordings, and cases to try it on. `generate` makes the draft a `Task`: one
+wording chosen, every case an assert statement whose expected value came from running the reference.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from enum import Enum
+from string import Template
+from typing import TYPE_CHECKING, Any, Final
+
+from mens_exp.artifacts import digest
+from mens_exp.rows.schema import TrainingPair
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mens_exp.corpus.generator.draw import Draw
+    from mens_exp.corpus.split import Side
+
+__all__ = [
+    "NOT_TOLD",
+    "Case",
+    "Draft",
+    "Family",
+    "Noun",
+    "Repair",
+    "Task",
+    "call",
+    "calls",
+    "code",
+    "literal",
+]
+
+
+class _NotTold(Enum):
+    """The expected value of a case that has no second source."""
+
+    NOT_TOLD = 0
+
+
+NOT_TOLD: Final = _NotTold.NOT_TOLD
+
+
+class Noun(Enum):
+    """What a task asks for."""
+
+    FUNCTION = "function"
+    GENERATOR = "generator function"
+    CLASS = "class"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One thing to try a solution on.
+
+    Attributes:
+        expression: Python, evaluated after the setup.
+        setup: statements before it.
+        want: its value worked out apart from the reference, where that is cheap; the reference
+            is held against it.
+        raises: the name of the exception that evaluating it must raise; empty where none.
+    """
+
+    expression: str
+    setup: tuple[str, ...] = ()
+    want: Any = NOT_TOLD
+    raises: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draft:
+    """What a template returns.
+
+    Attributes:
+        signature: name and parameters as the instruction gives them, ``clamp(value, low)``.
+        does: wordings of what it does, each to be read after "it": "returns …".
+        solution: the reference, Python source in ASCII without a final newline.
+        cases: what to try it on; their results are not all the same.
+        difficulty: from 1, one line of a beginner's, to 10.
+        note: sentences that every wording needs: edge cases, exceptions, methods of a class.
+        noun: what the instruction calls it.
+    """
+
+    signature: str
+    does: tuple[str, ...]
+    solution: str
+    cases: Sequence[Case]
+    difficulty: int
+    note: str = ""
+    noun: Noun = Noun.FUNCTION
+
+    @property
+    def entry_point(self) -> str:
+        """The name that the cases call."""
+        return self.signature.partition("(")[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """A template.
+
+    Attributes:
+        name: unique; the group of its rows, so that no split divides it.
+        theme: what it exercises; the category of its rows.
+        side: the one side whose rows it makes. Fixed here: neither a seed nor a share moves it.
+        draft: the template.
+    """
+
+    name: str
+    theme: str
+    side: Side
+    draft: Callable[[Draw], Draft]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Repair:
+    """A broken version of a solution, and how its tests find it out.
+
+    Attributes:
+        operator: what was done to the solution, one of `mutate.OPERATORS`.
+        program: the broken program.
+        failing_test: the first of the tests that fails; empty where the program does not parse.
+        error: the last line of the traceback.
+    """
+
+    operator: str
+    program: str
+    failing_test: str
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One task with its verified solution and tests.
+
+    Attributes:
+        family: the family's name.
+        theme: the family's theme.
+        seed: what its random stream is named by; the same seed gives the same task.
+        entry_point: the function or class that the tests call.
+        instruction: what is asked for, entry point included.
+        prompt: what the model is given: the instruction, or the repair around it.
+        solution: the reference, bare code; also the answer of a repair.
+        tests: statements that pass silently after the solution, and raise otherwise.
+        difficulty: 1 to 10; a repair has its task's.
+        repair: what is to be repaired; None where the task is to write it.
+    """
+
+    family: str
+    theme: str
+    seed: str
+    entry_point: str
+    instruction: str
+    prompt: str
+    solution: str
+    tests: tuple[str, ...]
+    difficulty: int
+    repair: Repair | None = None
+
+    @property
+    def id(self) -> str:
+        """16 hex digits of the SHA-256 of prompt, solution and tests."""
+        return digest.digest([self.prompt, self.solution, list(self.tests)])[:16]
+
+    @property
+    def pair(self) -> TrainingPair:
+        """The task as a row: no fence and no chatter around the solution."""
+        return TrainingPair(
+            prompt=self.prompt, response=self.solution, category=self.theme, group=self.family
+        )
+
+
+def code(text: str, **values: object) -> str:
+    """Fill in a template of source text.
+
+    Args:
+        text: Python, indented as one likes, ``$name`` where a value goes.
+        values: the values, as `str` shows them.
+
+    Returns:
+        The source, dedented, without blank lines at its ends.
+    """
+    return Template(textwrap.dedent(text).strip("\n").rstrip()).substitute(
+        {name: str(value) for name, value in values.items()}
+    )
+
+
+def call(name: str, *arguments: Any, want: Any = NOT_TOLD, raises: str = "") -> Case:
+    """Return the case of one call.
+
+    Args:
+        name: the function.
+        arguments: what it is called with; lists, tuples, sets, dicts and plain values.
+        want: the value it must give, known apart from the reference.
+        raises: the exception it must raise.
+    """
+    given = ", ".join(map(literal, arguments))
+    return Case(f"{name}({given})", want=want, raises=raises)
+
+
+def calls(
+    name: str, arguments: Sequence[Sequence[Any]], oracle: Callable[..., Any] | None = None
+) -> list[Case]:
+    """Return a case of each list of arguments.
+
+    Args:
+        name: the function.
+        arguments: the arguments of each call.
+        oracle: a second implementation, written in another way than the reference.
+    """
+    return [call(name, *each, want=oracle(*each) if oracle else NOT_TOLD) for each in arguments]
+
+
+def literal(value: Any) -> str:
+    """Spell a value in Python, the same in every process: a set's elements come sorted.
+
+    Args:
+        value: a plain value, or lists, tuples, sets and dicts of them.
+
+    Raises:
+        TypeError: a value of any other kind.
+    """
+    if isinstance(value, dict):
+        inside = ", ".join(f"{literal(key)}: {literal(each)}" for key, each in value.items())
+        return f"{{{inside}}}"
+    if isinstance(value, set):
+        return f"{{{', '.join(map(literal, sorted(value)))}}}" if value else "set()"
+    if isinstance(value, list):
+        return f"[{', '.join(map(literal, value))}]"
+    if isinstance(value, tuple):
+        inside = ", ".join(map(literal, value))
+        return f"({inside},)" if len(value) == 1 else f"({inside})"
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    raise TypeError(f"no literal for a {type(value).__name__}")

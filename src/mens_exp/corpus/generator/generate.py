@@ -1,0 +1,240 @@
+"""Tasks from a seed: drawn family by family, verified, and free of duplicates.
+
+The n-th draw of a family depends on the seed, the family's name and n alone, so that a family
+that is added, or a share that is changed, leaves the others' draws as they were.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from mens_exp.artifacts.digest import digest
+from mens_exp.corpus.generator import wording
+from mens_exp.corpus.generator.draw import Draw
+from mens_exp.corpus.generator.families.catalogue import families_of
+from mens_exp.corpus.generator.family import NOT_TOLD, Case, Repair, Task, literal
+from mens_exp.corpus.generator.mutate import mutants
+from mens_exp.corpus.generator.verify import Suite, first_failure, results_of
+from mens_exp.corpus.split import Side
+from mens_exp.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mens_exp.corpus.generator.family import Draft, Family
+
+__all__ = [
+    "BENCHMARK_REPAIR_FRAC",
+    "Generated",
+    "benchmark_tasks",
+    "draw_task",
+    "generate",
+    "tasks_digest",
+]
+
+BENCHMARK_REPAIR_FRAC: Final = 0.25
+_FRUITLESS: Final = 400  # draws of a family without a new task, after which it counts as used up
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generated:
+    """Tasks of one side.
+
+    Attributes:
+        tasks: no two ask the same for the same answer; families take turns.
+        dropped: draws that made no task, by reason: `duplicate`, or `weak_tests` where all
+            results were the same or no mutant failed.
+    """
+
+    tasks: list[Task]
+    dropped: dict[str, int]
+
+
+@dataclass(slots=True)
+class _Source:
+    """One family and how far its draws have come; `phase`, in [0, 1), shifts its repairs."""
+
+    family: Family
+    phase: float
+    drawn: int = 0
+    made: int = 0
+    seen: set[str] = field(default_factory=set)
+
+    def wants_repair(self, repair_frac: float) -> bool:
+        """Tell whether the next task is one to repair: exactly their share, spread evenly."""
+        before, after = (each * repair_frac + self.phase for each in (self.made, self.made + 1))
+        return int(after) > int(before)
+
+
+def benchmark_tasks(
+    seed: int, count: int, repair_frac: float = BENCHMARK_REPAIR_FRAC
+) -> list[Task]:
+    """Return tasks of the families that nothing is ever trained or validated on.
+
+    Args:
+        seed: the generator's seed.
+        count: how many.
+        repair_frac: share of them that are to be repaired.
+
+    Returns:
+        The tasks; of the same seed and share, the first ones of any larger count.
+
+    Raises:
+        DataError: there are not so many different ones.
+    """
+    return generate(Side.HELDOUT, count, seed, repair_frac).tasks
+
+
+def tasks_digest(tasks: Sequence[Task]) -> str:
+    """Return the SHA-256 of tasks in their order: prompts, solutions and tests."""
+    return digest([[task.prompt, task.solution, list(task.tests)] for task in tasks])
+
+
+def generate(side: Side, count: int, seed: int, repair_frac: float) -> Generated:
+    """Draw tasks from the families of one side.
+
+    Args:
+        side: whose families.
+        count: how many tasks.
+        seed: the generator's seed.
+        repair_frac: share of tasks to repair, in [0, 1].
+
+    Raises:
+        DataError: the families have not so many different tasks.
+    """
+    families = families_of(side)
+    sources = [
+        _Source(family, phase=place / len(families)) for place, family in enumerate(families)
+    ]
+    dropped: Counter[str] = Counter()
+    tasks: list[Task] = []
+    while len(tasks) < count:
+        if not sources:
+            raise DataError(
+                "the families have not so many different tasks",
+                where="data.rows",
+                found=f"{count} for {side.value}",
+                expected=f"at most {len(tasks)} with data.generator_seed={seed}",
+                remedy="ask for fewer rows",
+            )
+        for source in sources[: count - len(tasks)]:
+            task = _next(source, seed, repair_frac, dropped)
+            if task is None:
+                sources.remove(source)  # used up
+            else:
+                tasks.append(task)
+    return Generated(tasks=tasks, dropped=dict(sorted(dropped.items())))
+
+
+def _next(source: _Source, seed: int, repair_frac: float, dropped: Counter[str]) -> Task | None:
+    """Return the family's next new task; None where it is used up."""
+    for _ in range(_FRUITLESS):
+        name = f"{seed}/{source.family.name}/{source.drawn}"
+        source.drawn += 1
+        task = draw_task(source.family, name, repair=source.wants_repair(repair_frac))
+        if task is None:
+            dropped["weak_tests"] += 1
+            continue
+        # Without its examples: other inputs make no other task.
+        key = digest(
+            [task.instruction, task.solution, task.repair.program if task.repair else None]
+        )
+        if key in source.seen:
+            dropped["duplicate"] += 1
+            continue
+        source.seen.add(key)
+        source.made += 1
+        return task
+    return None
+
+
+def draw_task(family: Family, seed: str, *, repair: bool) -> Task | None:
+    """Draw a task of a family and verify it.
+
+    Args:
+        family: the family.
+        seed: what its random stream is named by.
+        repair: whether it is to be repaired.
+
+    Returns:
+        A task whose solution passes its tests while a mutant fails; the mutant is what is to
+        be repaired. None where this draw's tests tell too little apart.
+
+    Raises:
+        AssertionError: the family's reference contradicts its own second source.
+    """
+    draw = Draw(seed)
+    draft = family.draft(draw)
+    values = _values(draft)
+    if len(set(values)) == 1:
+        return None
+    tests = [
+        wording.assert_statement(case.setup, case.expression, value, case.raises)
+        for case, value in zip(draft.cases, values, strict=True)
+    ]
+    suite = Suite(tests)
+    failure = first_failure(draft.solution, suite)
+    assert failure is None, f"{seed}: the reference fails {failure}"
+    asked = wording.instruction(draft, draw)
+    shown = wording.examples(
+        [
+            (case.expression, value)
+            for case, value in zip(draft.cases, values, strict=True)
+            if not case.setup and not case.raises
+        ],
+        draw,
+    )
+    broken = _broken(draft.solution, suite, draw)
+    if broken is None:
+        return None
+    return Task(
+        family=family.name,
+        theme=family.theme,
+        seed=seed,
+        entry_point=draft.entry_point,
+        instruction=asked,
+        prompt=wording.repair_prompt(asked, broken, draw)
+        if repair
+        else wording.prompt(asked, shown),
+        solution=draft.solution,
+        tests=suite.tests,
+        difficulty=draft.difficulty,
+        repair=broken if repair else None,
+    )
+
+
+def _values(draft: Draft) -> list[str]:
+    """Return what each case gives, as source text; the exception's name where one is wanted."""
+    pairs = [("\n".join(case.setup), case.expression) for case in draft.cases]
+    results = results_of(draft.solution, pairs)
+    return [_value(case, result) for case, result in zip(draft.cases, results, strict=True)]
+
+
+def _value(case: Case, result: object) -> str:
+    if isinstance(result, Exception):
+        assert type(result).__name__ == case.raises, f"{case.expression} raised {result!r}"
+        return f"raises {case.raises}"
+    assert not case.raises, f"{case.expression} did not raise {case.raises}"
+    agrees = case.want is NOT_TOLD or (result == case.want and type(result) is type(case.want))
+    assert agrees, f"{case.expression} gave {result!r}, not {case.want!r}"
+    return literal(result)
+
+
+def _broken(solution: str, suite: Suite, draw: Draw) -> Repair | None:
+    """Return the first mutant that fails and ends; None where no mutant fails a test."""
+    first = None
+    for mutant in mutants(solution, draw):
+        failure = first_failure(mutant.program, suite)
+        # An address in a message would be another one in the next process.
+        if failure is not None and failure.ends and " at 0x" not in failure.error:
+            first = first or Repair(
+                operator=mutant.operator,
+                program=mutant.program,
+                failing_test=failure.test,
+                error=failure.error,
+            )
+            if failure.test:  # one that does not even parse says nothing of the tests
+                return first
+    return None

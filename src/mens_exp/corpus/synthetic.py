@@ -1,0 +1,135 @@
+"""``data=synthetic``: rows of the generator, kept in the cache.
+
+A side's rows come from families of its own, so that what is validated or held out is never a
+variant of what is trained on. The cache file is named by all that the rows depend on: the
+settings, the generator's own source and the interpreter, whose messages repair rows quote.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from mens_exp.artifacts.digest import digest, sha256_file
+from mens_exp.corpus import generator
+from mens_exp.corpus.kept import keep, recall
+from mens_exp.corpus.split import Side
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from mens_exp.config.data import SyntheticData
+    from mens_exp.rows.schema import TrainingPair
+
+__all__ = ["Corpus", "counts", "generator_sha256", "is_cached", "load", "made_by", "sides_of"]
+
+CACHE_FORMAT: Final = "mens_exp_synthetic"
+CACHE_VERSION: Final = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Corpus:
+    """The rows of all sides.
+
+    Attributes:
+        pairs: train, validation, held out, each side's families taking turns.
+        dropped: draws of the generator that made no row, counted by reason.
+    """
+
+    pairs: list[TrainingPair]
+    dropped: dict[str, int]
+
+
+def load(config: SyntheticData, cache: Path) -> Corpus:
+    """Return the rows that a configuration asks for, from the cache where they are there.
+
+    Args:
+        config: the `data` group.
+        cache: the cache directory; made where it is missing.
+
+    Raises:
+        DataError: the families have not so many different tasks.
+        SetupError: the cache cannot be written.
+    """
+    content = _content(config)
+    path = _path(cache, content)
+    header, pairs = recall(path, content) or ({}, [])
+    if isinstance(header.get("dropped"), dict):
+        return Corpus(pairs=pairs, dropped=header["dropped"])
+    from mens_exp.corpus.generator.generate import generate
+
+    made = {
+        side: generate(side, count, config.generator_seed, config.repair_frac)
+        for side, count in counts(config).items()
+    }
+    dropped: dict[str, int] = {}
+    for each in made.values():
+        for reason, count in each.dropped.items():
+            dropped[reason] = dropped.get(reason, 0) + count
+    corpus = Corpus(
+        pairs=[task.pair for each in made.values() for task in each.tasks], dropped=dropped
+    )
+    header = {
+        "format": CACHE_FORMAT,
+        "version": CACHE_VERSION,
+        "content_sha256": content,
+        "dropped": dropped,
+    }
+    keep(path, header, corpus.pairs)
+    return corpus
+
+
+def counts(config: SyntheticData) -> dict[Side, int]:
+    """Return how many rows each side gets."""
+    train, val, heldout = config.rows_by_side()
+    return {Side.TRAIN: train, Side.VAL: val, Side.HELDOUT: heldout}
+
+
+def is_cached(config: SyntheticData, cache: Path) -> bool:
+    """Tell whether `load` would find its cache file, without reading it."""
+    return _path(cache, _content(config)).is_file()
+
+
+def sides_of(pairs: Iterable[TrainingPair]) -> dict[Side, list[TrainingPair]]:
+    """Divide the rows of `load`: each goes where its family belongs, whatever the shares."""
+    from mens_exp.corpus.generator.families.catalogue import SIDES
+
+    sides: dict[Side, list[TrainingPair]] = {side: [] for side in Side}
+    for pair in pairs:
+        sides[SIDES[pair.group]].append(pair)
+    return sides
+
+
+def made_by() -> str:
+    """Name what made the rows, apart from the settings."""
+    return f"generator {generator_sha256()[:12]}, Python {_python()}"
+
+
+@functools.cache
+def generator_sha256() -> str:
+    """Hash the generator's own source files."""
+    root = Path(generator.__file__).parent
+    files = sorted(root.rglob("*.py"))
+    return digest([(file.relative_to(root).as_posix(), sha256_file(file)) for file in files])
+
+
+def _python() -> str:
+    return ".".join(platform.python_version_tuple()[:2])
+
+
+def _content(config: SyntheticData) -> str:
+    return digest(
+        {
+            "made_by": [generator_sha256(), _python()],
+            "rows": counts(config),
+            "seed": config.generator_seed,
+            "repair_frac": config.repair_frac,
+        }
+    )
+
+
+def _path(cache: Path, content: str) -> Path:
+    return cache / f"synthetic-{content[:12]}-v{CACHE_VERSION}.jsonl"

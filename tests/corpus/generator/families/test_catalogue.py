@@ -1,0 +1,206 @@
+"""What every family must keep, whatever it draws."""
+
+from __future__ import annotations
+
+import ast
+import traceback
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from mens_exp.corpus.generator.draw import Draw
+from mens_exp.corpus.generator.families.catalogue import FAMILIES, SIDES, families_of
+from mens_exp.corpus.generator.family import NOT_TOLD, Draft, Family, Noun, Task
+from mens_exp.corpus.generator.generate import draw_task
+from mens_exp.corpus.generator.mutate import all_mutants
+from mens_exp.corpus.generator.verify import Suite, first_failure
+from mens_exp.corpus.generator.wording import instruction
+from mens_exp.corpus.split import Side
+
+DRAWS = 8
+every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+
+
+def tasks(family: Family, *, repair: bool = False) -> list[Task]:
+    drawn = [draw_task(family, f"test/{family.name}/{n}", repair=repair) for n in range(DRAWS)]
+    return [task for task in drawn if task is not None]
+
+
+def drafts(family: Family, count: int) -> list[tuple[Draft, str]]:
+    """Return drafts with an instruction of each."""
+    draws = [Draw(f"test/{family.name}/{n}") for n in range(count)]
+    made = [(family.draft(draw), draw) for draw in draws]
+    return [(draft, instruction(draft, draw)) for draft, draw in made]
+
+
+def run(program: str, tests: tuple[str, ...]) -> None:
+    """Run a program and its tests as Python does, nothing counted."""
+    scope: dict[str, Any] = {"__name__": "solution"}
+    for source in (program, *tests):
+        exec(compile(source, "<task>", "exec"), scope)  # noqa: S102  # the generator's own
+
+
+def stubs(task: Task) -> list[str]:
+    """Return programs that do nothing: no answer, one fixed answer, or an exception."""
+    if "class " in task.solution:
+        return [f"class {task.entry_point}:\n    def __init__(self, *given):\n        pass"]
+    answer = task.tests[0].rpartition(" == ")[2]
+    bodies = ("pass", f"return {answer}", "raise ValueError", f"return iter({answer})")
+    return [f"def {task.entry_point}(*given):\n    {body}" for body in bodies]
+
+
+def test_there_are_forty_families_and_more_of_as_many_kinds_as_were_asked_for() -> None:
+    """Named once each; a dozen themes are trained on."""
+    assert len(FAMILIES) == len({family.name for family in FAMILIES}) == len(SIDES) >= 40
+    assert {family.theme for family in FAMILIES} >= {
+        *("strings", "lists", "dicts", "arithmetic", "recursion", "parsing", "dates", "classes"),
+        *("iterators", "sorting", "sets", "matrices", "formatting", "bits", "validation"),
+        "simulation",
+    }
+
+
+def test_each_family_is_on_one_side_and_every_side_has_several() -> None:
+    """The sides between them hold every family once; none is left out."""
+    sides = {side: {family.name for family in families_of(side)} for side in Side}
+    assert sum(map(len, sides.values())) == len(set().union(*sides.values())) == len(FAMILIES)
+    assert len(sides[Side.TRAIN]) >= 40
+    assert min(len(names) for names in sides.values()) >= 8
+
+
+def test_benchmark_and_validation_families_are_the_ones_that_were_chosen() -> None:
+    """Moving a family from one side to another makes earlier scores worthless: not by accident."""
+    assert {family.name for family in families_of(Side.HELDOUT)} == {
+        *("run_lengths", "ranked", "frequent", "orbit", "bisect", "product_matrix", "postfix"),
+        *("checksum", "count_weekdays", "extreme_stack", "until"),
+    }
+    assert {family.name for family in families_of(Side.VAL)} == {
+        *("palindrome", "streak", "select_entries", "primes", "subsets", "ranges"),
+        *("recent_numbers", "merge_sorted"),
+    }
+
+
+@every_family
+def test_reference_passes_its_tests_and_stubs_fail(family: Family) -> None:
+    """Run without the generator's own counter; a stub returns nothing, or one fixed answer."""
+    found = tasks(family)
+    assert len(found) >= DRAWS * 0.7
+    for task in found:
+        run(task.solution, task.tests)
+        for stub in stubs(task):
+            with pytest.raises((AssertionError, AttributeError, TypeError, ValueError)):
+                run(stub, task.tests)
+
+
+@every_family
+def test_broken_programs_fail_with_the_error_that_is_told(family: Family) -> None:
+    """The last line of a real traceback, at the test that is told."""
+    for task in tasks(family, repair=True):
+        assert task.repair is not None
+        assert task.repair.program != task.solution
+        before = task.tests
+        if task.repair.failing_test:
+            place = task.tests.index(task.repair.failing_test)
+            run(task.repair.program, task.tests[:place])
+            before = task.tests[: place + 1]
+        try:
+            run(task.repair.program, before)
+        except Exception:  # noqa: BLE001  # whichever it is
+            said = traceback.format_exc().strip().splitlines()[-1]
+        assert said == task.repair.error
+        assert task.repair.error in task.prompt
+        assert task.repair.program in task.prompt
+
+
+@every_family
+def test_tests_find_most_mutants_and_all_mutants_come_to_an_end(family: Family) -> None:
+    """Three of four at least; the others say the same as the reference, or nearly."""
+    (task, *_) = tasks(family)
+    suite = Suite(task.tests)
+    fates = Counter(
+        first_failure(mutant.program, suite) is not None for mutant in all_mutants(task.solution)
+    )
+    assert fates[True] >= 0.7 * fates.total()
+
+
+@every_family
+def test_tasks_are_asked_for_in_full(family: Family) -> None:
+    """Entry point and parameters stand in the prompt, the answer is bare code of Python 3.11."""
+    for task in tasks(family):
+        assert f"`{task.entry_point}(" in task.instruction
+        assert task.instruction in task.prompt
+        assert task.prompt.endswith("Answer with the code only.")
+        assert task.solution.isascii()
+        assert task.solution == task.solution.strip()
+        assert "```" not in task.solution
+        tree = ast.parse(task.solution, feature_version=(3, 11))
+        names = [
+            node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        ]
+        assert names == [task.entry_point]
+        assert 1 <= task.difficulty <= 10
+        assert len(task.tests) >= 4
+
+
+@every_family
+def test_parameters_give_thousands_of_tasks(family: Family) -> None:
+    """Among 200 of 2,000 equally likely ones ten repetitions are expected; hardly more come."""
+    made = drafts(family, 200)
+    assert len({(draft.solution, asked) for draft, asked in made}) >= 188
+    assert len({draft.solution for draft, _ in made}) >= 120
+    assert len({asked for _, asked in made}) >= 120
+
+
+@every_family
+def test_programs_import_only_what_computes(family: Family) -> None:
+    """No file, no process, no network: what is run in this process cannot do more than compute."""
+    for draft, _ in drafts(family, 25):
+        tree = ast.parse(draft.solution)
+        imported = {
+            alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+        }
+        assert imported <= {"datetime", "math"}
+        called = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        assert not called & {"open", "exec", "eval", "compile", "__import__", "input", "print"}
+
+
+@every_family
+def test_a_task_is_what_it_is_called(family: Family) -> None:
+    """Generator functions yield, classes are classes, functions return."""
+    for draft, _ in drafts(family, 5):
+        kinds = {Noun.GENERATOR: ast.Yield | ast.YieldFrom, Noun.CLASS: ast.ClassDef}
+        found = [
+            isinstance(n, kinds.get(draft.noun, ast.Return))
+            for n in ast.walk(ast.parse(draft.solution))
+        ]
+        assert any(found)
+
+
+@every_family
+def test_parameters_are_not_taken_for_something_else(family: Family) -> None:
+    """A parameter is assigned to only where the family counts it down or moves it along."""
+    moved = {"digits", "orbit", "change_bits", "bisect", "stepping"}
+    for draft, _ in drafts(family, 40):
+        for node in ast.walk(ast.parse(draft.solution)):
+            if isinstance(node, ast.FunctionDef) and family.name not in moved:
+                names = {argument.arg for argument in node.args.args}
+                stored = [
+                    each.id
+                    for each in ast.walk(node)
+                    if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+                ]
+                assert not names & set(stored)
+
+
+def test_most_families_have_a_second_source_of_their_results() -> None:
+    """What the reference gives is held against another implementation when a task is drawn."""
+    checked = [
+        family.name
+        for family in FAMILIES
+        for draft, _ in drafts(family, 1)
+        if any(case.want is not NOT_TOLD for case in list(draft.cases)[:3])
+    ]
+    assert len(checked) >= 40

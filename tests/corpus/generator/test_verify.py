@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import pytest
+
+from mens_exp.corpus.generator.verify import STEP_LIMIT, Suite, first_failure, results_of
+
+DOUBLE = "def double(x):\n    return 2 * x"
+SUITE = Suite(["assert double(2) == 4", "assert double(3) == 6"])
+
+
+def test_right_program_passes() -> None:
+    """Nothing is returned where no test fails."""
+    assert first_failure(DOUBLE, SUITE) is None
+
+
+def test_first_failing_test_and_its_error_are_told() -> None:
+    """2 + 2 is 4, so that a sum is found out by the second test."""
+    failure = first_failure("def double(x):\n    return 2 + x", SUITE)
+    assert failure is not None
+    assert (failure.test, failure.error) == ("assert double(3) == 6", "AssertionError")
+    assert failure.ends
+
+
+@pytest.mark.parametrize(
+    ("program", "test", "error"),
+    [
+        ("def double(x):\n    return y", SUITE.tests[0], "NameError: name 'y' is not defined"),
+        ("def double(x)\n    return x", "", "SyntaxError: expected ':'"),
+        ("def other(x):\n    return x", SUITE.tests[0], "NameError: name 'double' is not defined"),
+        ("1 / 0", "", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_error_is_the_last_line_of_the_traceback(program: str, test: str, error: str) -> None:
+    """Where the program itself fails, no test is named."""
+    failure = first_failure(program, SUITE)
+    assert failure is not None
+    assert (failure.test, failure.error) == (test, error)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "def double(x):\n    while True:\n        pass",
+        "def double(x):\n  while True:\n    try:\n      x += 1\n    except Exception:\n      pass",
+        "def double(x):\n    numbers = [1]\n    for n in numbers:\n        numbers.append(n)",
+        "def double(x):\n    return double(x + 1)",
+        "def count():\n    while True:\n        yield 1\ndef double(x):\n    return sum(count())",
+        "while True:\n    pass",
+    ],
+)
+def test_program_that_does_not_end_is_stopped(program: str) -> None:
+    """Loops, recursion, endless generators, a loop that catches every Exception."""
+    failure = first_failure(program, SUITE)
+    assert failure is not None
+    assert not failure.ends
+
+
+def test_steps_are_counted_over_all_tests() -> None:
+    """Three passes a test and the call: four steps each, eight for both."""
+    program = "def double(x):\n    for _ in range(3):\n        pass\n    return 2 * x"
+    assert first_failure(program, SUITE, limit=8) is None
+    failure = first_failure(program, SUITE, limit=7)
+    assert failure is not None
+    assert failure.test == SUITE.tests[1]
+    assert STEP_LIMIT >= 10_000
+
+
+def test_results_come_in_order_exceptions_among_them() -> None:
+    """A setup is run before its expression, and its names stay."""
+    first, second, third = results_of(
+        DOUBLE, [("n = 4", "double(n)"), ("", "double(None)"), ("", "double(n)")]
+    )
+    assert (first, third) == (8, 8)
+    assert isinstance(second, TypeError)

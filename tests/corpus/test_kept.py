@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.corpus.kept import keep, recall
+from mens_exp.errors import SetupError
+from mens_exp.rows.schema import TrainingPair
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HEADER = {"format": "own", "version": 1, "content_sha256": "c" * 64, "dropped": {"long": 2}}
+PAIRS = [
+    TrainingPair(prompt="p\u2028", response="r\n", category="c", group="g"),
+    TrainingPair(prompt="q", response="s", rating=3, system=""),
+]
+
+
+def test_rows_come_back_with_what_they_are(tmp_path: Path) -> None:
+    """Line separators of Unicode inside a row end no line."""
+    path = tmp_path / "cache" / "rows.jsonl"
+    keep(path, HEADER, PAIRS)
+    found = recall(path, "c" * 64)
+    assert found is not None
+    header, pairs = found
+    assert pairs == PAIRS
+    assert header.items() >= HEADER.items()
+
+
+def test_no_file_or_one_of_other_content_gives_nothing(tmp_path: Path) -> None:
+    """The header names what the rows were made of."""
+    path = tmp_path / "rows.jsonl"
+    assert recall(path, "c" * 64) is None
+    keep(path, HEADER, PAIRS)
+    assert recall(path, "d" * 64) is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-2],
+        lambda data: data.replace(b'"q"', b'"Q"'),
+        lambda data: b"",
+        lambda data: b"[]\n" + data,
+        lambda data: b"\xff" + data,
+        lambda data: data.replace(b"rows_sha256", b"rows_sha512"),
+    ],
+    ids=["cut", "changed row", "empty", "no header", "not UTF-8", "no hash"],
+)
+def test_damaged_file_gives_nothing(tmp_path: Path, damage: object) -> None:
+    """Whoever asked makes the rows anew."""
+    path = tmp_path / "rows.jsonl"
+    keep(path, HEADER, PAIRS)
+    path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
+    assert recall(path, "c" * 64) is None
+
+
+def test_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    """A file stands where its directory should be."""
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(SetupError, match="the cache cannot be written") as caught:
+        keep(tmp_path / "cache" / "rows.jsonl", HEADER, PAIRS)
+    assert caught.value.where == str(tmp_path / "cache" / "rows.jsonl")
