@@ -155,34 +155,37 @@ def _a_and_b_swapped(tensors: dict[str, torch.Tensor], _: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("change", "budget"),
-    [
-        (_alpha_doubled, []),
-        (_a_module_dropped, []),
-        # One layer of 210 after four steps: far above rounding, below a whole merge's limits.
-        (_a_and_b_swapped, ["parity.budget.hidden_error=0.02"]),
-    ],
+    ("change", "layers"),
+    [(_alpha_doubled, 210), (_a_module_dropped, 30), (_a_and_b_swapped, 1)],
     ids=["alpha doubled", "a module dropped", "A and B swapped in one square layer"],
 )
 def test_an_adapter_that_is_not_the_trained_one_is_found(
     merged: Callable[..., tuple[int, Path]],
     tampered: Callable[..., Path],
     change: Callable[..., None],
-    budget: list[str],
+    layers: int,
 ) -> None:
-    """The reference is the run's own adapter, whichever form of it was merged."""
-    code, out = merged(*budget, path=tampered(change))
+    """The reference is the run's own adapter, whichever form of it was merged.
+
+    One layer of 210 is far below the noise of bf16 products on a text; its tensor is not.
+    """
+    code, out = merged(path=tampered(change))
     assert code == 4
-    assert not Certificate.read(rejected_place(out) / "parity.json").passed
+    found = Certificate.read(rejected_place(out) / "parity.json")
+    assert not found.passed
+    wrong = [name for name, one in found.tensors.items() if one["relative"] > 0.5]
+    assert len(wrong) == layers
 
 
-def test_the_same_form_untampered_passes_the_same_budget(
+def test_the_same_form_untampered_passes(
     merged: Callable[..., tuple[int, Path]], tampered: Callable[..., Path]
 ) -> None:
-    """What the swapped layer is over, a right merge is under."""
-    path = tampered(lambda *_: None)
-    code, _ = merged("parity.budget.hidden_error=0.02", path=path)
+    """The run's PEFT directory is the run's adapter."""
+    code, out = merged(path=tampered(lambda *_: None))
     assert code == 0
+    tensors = Certificate.read(out / "parity.json").tensors
+    assert len(tensors) == 210
+    assert max(one["relative"] for one in tensors.values()) < 1e-3
 
 
 def test_a_base_of_another_revision_is_found(

@@ -154,7 +154,5 @@ def test_the_card_shows_every_figure() -> None:
     text = card_section(of_graphs())
     assert "| written | 0.25 | 1 | 50.00% | -0.12 | l3 0.75 |" in text
     assert "12 tokens (rows: 3 of held out)" in text
-    assert "1 compared with W + delta in f64, largest relative error 0.001" in card_section(
-        of_tensors(0.001)
-    )
+    assert "1 tensors against W + ΔW in f64: at most 0.001 of ΔW" in card_section(of_tensors(0.001))
     assert verdict(of_graphs()) == "within the budget"

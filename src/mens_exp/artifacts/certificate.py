@@ -47,7 +47,7 @@ class Comparison(TypedDict):
 
 
 class TensorError(TypedDict):
-    """One merged tensor against ``W + delta`` in f64; ``relative`` is Frobenius."""
+    """One tensor against ``W + ΔW`` in f64, rounded alike; ``relative`` is a share of ``|ΔW|``."""
 
     max_abs: float
     relative: float

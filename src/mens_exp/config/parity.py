@@ -15,29 +15,29 @@ class BudgetConfig:
     """How far what leaves may be from what was trained; null sets no limit."""
 
     mean_kl: float | None = setting(
-        0.002,
+        0.005,
         "Mean KL(trained‖written) over the probe's tokens, nats (measured: a right merge of a "
-        "bf16 run of SmolLM2 has 0.0004, its delta on the unquantized base 0.05).",
+        "bf16 run of SmolLM2 has 0.0016, its delta on the unquantized base 0.29).",
         gt=0,
     )
     max_kl: float | None = setting(None, "The same of the worst token, nats.", gt=0)
     top1_agreement: float | None = setting(
-        0.97,
+        0.95,
         "Least share of tokens whose likeliest next token is the same (measured: a right merge "
-        "has 0.99, on the unquantized base 0.90).",
+        "has 0.975, on the unquantized base 0.78).",
         gt=0,
         le=1,
     )
     nll_difference: float | None = setting(
-        0.01, "Mean negative log likelihood, written less trained, either sign, nats.", gt=0
+        0.02, "Mean negative log likelihood, written less trained, either sign, nats.", gt=0
     )
     hidden_error: float | None = setting(
         None, "Relative error of the hidden states after any layer, Frobenius.", gt=0
     )
     weight_error: float | None = setting(
-        0.004,
-        "Bare shards: relative error of a merged tensor against W + delta in f64, Frobenius "
-        "(bf16 rounds by up to 2^-8).",
+        0.05,
+        "What a written tensor differs by from W + ΔW, rounded to its format, as a share of ΔW, "
+        "Frobenius (an adapter's form: ΔW alone). A wrong scale, layer or side is near 1.",
         gt=0,
     )
 

@@ -22,15 +22,17 @@ def parity_table(certificate: Certificate) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title_justify="left", show_edge=False, pad_edge=False)
     table.title = f"Parity: {verdict(certificate)}"
     table.add_column(f"against {certificate.reference}", overflow="fold")
-    columns = _COLUMNS if certificate.comparisons else ("max error", "relative")
+    columns = _COLUMNS if certificate.comparisons else ("max error", "share")
     for name in columns:
         table.add_column(name, justify="right")
     for name, one in certificate.comparisons.items():
         mark = " ←" if name == certificate.judged else ""
         table.add_row(Text(f"{one['what']}{mark}"), *_figures(one))
     worst = sorted(certificate.tensors.items(), key=lambda item: -item[1]["relative"])
-    for name, error in worst[:_WORST]:
-        table.add_row(Text(name), f"{error['max_abs']:.2g}", f"{error['relative']:.2g}")
+    for name, error in worst[: 1 if certificate.comparisons else _WORST]:
+        apart = f"{error['relative']:.2g} of ΔW"
+        cells = [apart] if certificate.comparisons else [f"{error['max_abs']:.2g}", apart]
+        table.add_row(Text(f"worst of {len(worst)} tensors: {name}"), *cells)
     for name, reason in certificate.unknown.items():
         table.add_row(Text(f"{name}: not compared, {reason}", style="dim"), *[""] * len(columns))
     return table
@@ -62,12 +64,10 @@ def card_section(certificate: Certificate) -> str:
             f"| {one['what']} | {' | '.join(_figures(one))} |"
             for one in certificate.comparisons.values()
         ]
-    else:
+    if certificate.tensors:
         worst = max(one["relative"] for one in certificate.tensors.values())
-        lines.append(
-            f"Bare tensors, which are no model that runs: {len(certificate.tensors)} compared with "
-            f"{certificate.reference}, largest relative error {worst:.2g}."
-        )
+        many = len(certificate.tensors)
+        lines += ["", f"{many} tensors against W + ΔW in f64: at most {worst:.2g} of ΔW apart."]
     return "\n".join([*lines, "", "parity.json beside this card has every figure and hash.", ""])
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from mens_exp.artifacts.certificate import TensorError
     from mens_exp.artifacts.quantizer import Quantizer
     from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.backends.protocol import Backend
@@ -47,6 +48,7 @@ __all__ = [
     "certify_tensors",
     "trained_adapter",
     "trained_run",
+    "with_tensors",
 ]
 
 _WRITTEN = "written"
@@ -237,6 +239,21 @@ def certify_tensors(
     paths = {one.path: names[one.logical] for one in backend.modules_chosen}
     opened = _Opened({_WRITTEN: (what, lambda: graphs.with_tensors(config, base, written, paths))})
     return _certificate(trained, opened, settings, written)
+
+
+def with_tensors(
+    certificate: Certificate, tensors: dict[str, TensorError], *, accept: bool
+) -> Certificate:
+    """Return a certificate that judges by tensors too.
+
+    Args:
+        certificate: without any.
+        tensors: their errors.
+        accept: whether it is to be kept in spite of what it says.
+    """
+    found = dataclasses.replace(certificate, tensors=tensors)
+    passed = not found.exceeded()
+    return dataclasses.replace(found, passed=passed, accepted=accept and not passed)
 
 
 def _causal(trained: Trained, directory: Path, what: str) -> _Opened:

@@ -12,6 +12,7 @@ from mens_exp.export.adapter import find, read
 from mens_exp.export.adapter_parity import adapter_errors
 from mens_exp.export.verdict import hashes_of
 from mens_exp.plan.preflight import writable_cache
+from mens_exp.tasks.certifying import certify_peft, trained_run, with_tensors
 from mens_exp.tasks.subject import config_of
 
 if TYPE_CHECKING:
@@ -37,30 +38,25 @@ def certify_adapter(config: RunConfig, asked: Conversion, written: Path) -> Cert
     before = read(asked.place, asked.base, asked.quant)
     place = find(written)
     errors = adapter_errors(*before, *read(place, asked.base, asked.quant))
-    limit = config.parity.budget.weight_error
-    over = [name for name, one in errors.items() if limit is not None and one["relative"] > limit]
     if config.format is ExportFormat.peft and asked.place.run is not None:
-        from mens_exp.tasks.certifying import certify_peft, trained_run
-
         theirs = config_of(asked.place.run)
         theirs.trainer.accelerator = config.trainer.accelerator
         trained = trained_run(asked.place.run, theirs, config.parity, writable_cache())
         of_graph = certify_peft(trained, written, config.parity)
-        passed = of_graph.passed and not over
-        accepted = config.parity.accept and not passed
-        return dataclasses.replace(of_graph, tensors=errors, passed=passed, accepted=accepted)
-    return Certificate(
+        return with_tensors(of_graph, errors, accept=config.parity.accept)
+    of_deltas = Certificate(
         evidence=Evidence.WEIGHTS,
         reference=f"the deltas of the {asked.place.form} adapter, in f64",
         reference_nll=None,
         probe=None,
         judged=None,
         comparisons={},
-        tensors=errors,
+        tensors={},
         budget=dataclasses.asdict(config.parity.budget),
-        passed=not over,
-        accepted=config.parity.accept and bool(over),
+        passed=True,
+        accepted=False,
         sources={"adapter_sha256": sha256_file(asked.place.tensors)},
         files=hashes_of(written),
         unknown={"comparisons": "deltas that are equal make equal models"},
     )
+    return with_tensors(of_deltas, errors, accept=config.parity.accept)

@@ -6,7 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.certificate import Certificate, Evidence
-from mens_exp.layout.directory import SINGLE
+from mens_exp.export.verdict import hashes_of
+from mens_exp.export.weight_parity import tensor_errors
+from mens_exp.layout.safetensors_header import read_header
 from mens_exp.plan.preflight import writable_cache
 from mens_exp.tasks.certifying import (
     certify_model,
@@ -14,7 +16,10 @@ from mens_exp.tasks.certifying import (
     certify_tensors,
     trained_adapter,
     trained_run,
+    with_tensors,
 )
+from mens_exp.tasks.merge_choices import decide, deltas_of
+from mens_exp.tasks.merge_inputs import gather
 from mens_exp.tasks.subject import config_of
 
 if TYPE_CHECKING:
@@ -47,20 +52,52 @@ def certify_merge(
         deltas: what it added, by logical name.
         written: the complete directory, or the file of merged tensors, not in its place yet.
     """
+    expected, expected_deltas = _expected(config, inputs, choices, deltas)
+    tensors = tensor_errors(
+        _files(written), expected.all_places, expected_deltas, expected.quantizer
+    )
     reason = _no_graph(inputs, choices)
     if reason is not None:
-        return _of_weights(config.parity, inputs, choices, deltas, written, reason)
+        of_graph = _of_weights(config.parity, inputs, choices, written, reason)
+    else:
+        of_graph = _of_graph(config, inputs, choices, written)
+    return with_tensors(of_graph, tensors, accept=config.parity.accept)
+
+
+def _expected(
+    config: RunConfig, inputs: MergeInputs, choices: Choices, deltas: Mapping[str, Delta]
+) -> tuple[Choices, Mapping[str, Delta]]:
+    """Return what should have been merged: of a run, its own adapter into its own base."""
+    if inputs.run is None:
+        return choices, deltas
+    plain = dataclasses.replace(config, path=str(inputs.run.path), base=None)
+    own = gather(plain, writable_cache())
+    same = (own.where, own.weights_sha256()) == (inputs.where, inputs.weights_sha256())
+    if same:
+        return choices, deltas
+    expected = decide(own, config.merge)
+    return expected, deltas_of(own, expected)
+
+
+def _files(written: Path) -> dict[str, Path]:
+    """Return the file of each written tensor."""
+    files = [written] if written.is_file() else sorted(written.glob("*.safetensors"))
+    return {name: file for file in files for name in read_header(file)}
+
+
+def _of_graph(
+    config: RunConfig, inputs: MergeInputs, choices: Choices, written: Path
+) -> Certificate:
     trained = _trained(config, inputs, choices)
     base = "published" if choices.quantizer is None else "dequantized"
     what = f"written: {base} base + merged delta, {choices.dtype}"
     if trained.config.backend.name == "proxy":
-        return certify_stack(
-            trained, _stack_weights(choices, written), written, config.parity, what=what
-        )
+        weights = _stack_weights(choices, written)
+        return certify_stack(trained, weights, written, config.parity, what=what)
     if not choices.only_merged:
         return certify_model(trained, written, config.parity, what=what)
-    tensors = {one.logical: one.name for one in choices.all_places if one.logical}
-    return certify_tensors(trained, written, tensors, config.parity, what=what)
+    names = {one.logical: one.name for one in choices.all_places if one.logical}
+    return certify_tensors(trained, written, names, config.parity, what=what)
 
 
 def _no_graph(inputs: MergeInputs, choices: Choices) -> str | None:
@@ -102,25 +139,10 @@ def _stack_weights(choices: Choices, written: Path) -> dict[str, Any]:
     return found
 
 
-def _of_weights(  # what a merge is of
-    settings: ParityConfig,
-    inputs: MergeInputs,
-    choices: Choices,
-    deltas: Mapping[str, Delta],
-    written: Path,
-    reason: str,
+def _of_weights(
+    settings: ParityConfig, inputs: MergeInputs, choices: Choices, written: Path, reason: str
 ) -> Certificate:
-    from mens_exp.export.verdict import hashes_of
-    from mens_exp.export.weight_parity import tensor_errors
-
-    shards = {one.name: shard for shard, listed in choices.places.items() for one in listed}
-    files = {
-        name: written if written.is_file() else written / (shard.name or SINGLE)
-        for name, shard in shards.items()
-    }
-    errors = tensor_errors(files, choices.all_places, deltas, choices.quantizer)
-    limit = settings.budget.weight_error
-    over = [name for name, one in errors.items() if limit is not None and one["relative"] > limit]
+    """Return the certificate of tensors alone, still without them."""
     return Certificate(
         evidence=Evidence.WEIGHTS,
         reference="W + scale · B A in f64, W as the adapter met it",
@@ -128,10 +150,10 @@ def _of_weights(  # what a merge is of
         probe=None,
         judged=None,
         comparisons={},
-        tensors=errors,
+        tensors={},
         budget=dataclasses.asdict(settings.budget),
-        passed=not over,
-        accepted=settings.accept and bool(over),
+        passed=True,
+        accepted=False,
         sources={
             "adapter_sha256": inputs.sha256,
             "base_weights_sha256": inputs.weights_sha256(),
