@@ -9,13 +9,32 @@ from omegaconf import MISSING
 
 from mens_exp.config.fields import setting
 
-__all__ = ["ChatConfig", "ExportConfig", "ExportFormat", "PushConfig", "TaskConfig"]
+__all__ = [
+    "ChatConfig",
+    "ExportConfig",
+    "ExportFormat",
+    "GgufConfig",
+    "GgufDtype",
+    "PushConfig",
+    "ServeConfig",
+    "TaskConfig",
+]
 
 
 class ExportFormat(Enum):
     """What task=export writes."""
 
     bundle = "bundle"
+    gguf = "gguf"
+
+
+class GgufDtype(Enum):
+    """How a GGUF file holds a model's matrices."""
+
+    f32 = "f32"
+    f16 = "f16"
+    bf16 = "bf16"
+    q8_0 = "q8_0"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -53,3 +72,24 @@ class ExportConfig:
     allow_absolute_paths: bool = setting(
         False, "Pack even where the records name absolute paths of this machine."
     )
+
+
+@dataclass(kw_only=True, slots=True)
+class GgufConfig:
+    """What task=export format=gguf writes."""
+
+    dtype: GgufDtype = setting(
+        GgufDtype.f16,
+        "Of the matrices: f32 and bf16 hold a model of that type exactly, q8_0 takes half of f16 "
+        "(default: what every reader runs).",
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class ServeConfig:
+    """How task=serve listens."""
+
+    host: str = setting(
+        "127.0.0.1", "Address to listen on; the default is this machine alone, without a password."
+    )
+    port: int = setting(0, "Port to listen on; 0 takes a free one.", ge=0, le=65535)
