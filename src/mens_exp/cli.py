@@ -161,12 +161,24 @@ def _used_directory(cell: Cell, *, multirun: bool) -> list[MensError]:
 def _settle_subject(cell: Cell) -> list[MensError]:
     """Replace ``latest`` by the run it means now, before a run of our own becomes the latest."""
     from mens_exp.errors import MensError, Problems
-    from mens_exp.tasks.subject import base_problems, config_of, sending_problems, subject_of
+    from mens_exp.export.model_source import model_directory
+    from mens_exp.tasks.subject import (
+        base_problems,
+        config_of,
+        leaving_problems,
+        reads_a_model,
+        sending_problems,
+        subject_of,
+    )
 
     config = cell.config
     if config.path is None:
         return []
     try:
+        if reads_a_model(config):
+            config.path = str(model_directory(config.path))
+            cell.composed.values.path = config.path
+            return leaving_problems(config)
         if config.path == "base":
             _settle_model(cell)
             return base_problems(config)

@@ -23,7 +23,15 @@ from mens_exp.config.optim import OptimizerConfig
 from mens_exp.config.quant import QuantConfig
 from mens_exp.config.schedule import ScheduleConfig
 from mens_exp.config.suite import SuiteConfig
-from mens_exp.config.task import ChatConfig, ExportConfig, ExportFormat, PushConfig, TaskConfig
+from mens_exp.config.task import (
+    ChatConfig,
+    ExportConfig,
+    ExportFormat,
+    GgufConfig,
+    PushConfig,
+    ServeConfig,
+    TaskConfig,
+)
 from mens_exp.config.tokenizer import TokenizerConfig
 from mens_exp.config.trainer import TrainerConfig
 
@@ -54,7 +62,8 @@ class RunConfig:
     path: str | None = setting(
         None,
         "The run a task reads: a run directory, or `latest` (evaluate, chat, push, export); "
-        "chat takes `base` too, the model of the command alone.",
+        "chat takes `base` too, the model of the command alone; serve and "
+        "export format=gguf take a complete model directory.",
     )
     prompt: str | None = setting(
         None, "One question: chat answers it and ends; null talks until Ctrl-D."
@@ -91,3 +100,5 @@ class RunConfig:
     chat: ChatConfig = field(default_factory=ChatConfig, metadata={"doc": "See its keys."})
     push: PushConfig = field(default_factory=PushConfig, metadata={"doc": "See its keys."})
     export: ExportConfig = field(default_factory=ExportConfig, metadata={"doc": "See its keys."})
+    gguf: GgufConfig = field(default_factory=GgufConfig, metadata={"doc": "See its keys."})
+    serve: ServeConfig = field(default_factory=ServeConfig, metadata={"doc": "See its keys."})

@@ -66,7 +66,8 @@ TASK_READS: dict[str, frozenset[str]] = {
     "evaluate": frozenset({"path", "suite", "trainer.accelerator"}),
     "chat": frozenset({"path", "prompt", "chat", "seed", "trainer.accelerator"}),
     "push": frozenset({"path", "repo", "push"}),
-    "export": frozenset({"path", "format", "export"}),
+    "export": frozenset({"path", "format", "out", "export", "gguf"}),
+    "serve": frozenset({"path", "serve"}),
     "doctor": frozenset(),
 }
 _READ_OF_THE_BASE = frozenset({"model", "tokenizer", "quant", "lora", "backend"})
@@ -141,4 +142,8 @@ def ineffective_overrides(config: RunConfig, keys: Iterable[str]) -> list[MensEr
         config: the whole configuration.
         keys: override keys as given.
     """
-    return [*data.unread(config, keys), *backend.unread(config, keys)]
+    return [
+        *data.unread(config, keys),
+        *backend.unread(config, keys),
+        *task.unread(config, keys),
+    ]

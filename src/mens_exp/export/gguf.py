@@ -17,6 +17,7 @@ from mens_exp.errors import MissingExtra, ModelFileError
 from mens_exp.export.gguf_layout import Form, layout_of
 from mens_exp.export.gguf_tokenizer import vocabulary_of
 from mens_exp.layout.safetensors_header import read_header
+from mens_exp.model.quiet import quiet
 from mens_exp.tokenizer.hf import HfTokenizer
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def write_gguf(source: Path, target: Path, dtype: GgufDtype) -> None:
     tokenizer = HfTokenizer.from_directory(source)
     vocabulary = vocabulary_of(tokenizer, int(layout.config.vocab_size))
     _refuse_second_head(layout)
-    with atomic.file(target) as temporary:
+    with quiet(), atomic.file(target) as temporary:
         writer = gguf.GGUFWriter(temporary, layout.architecture)
         try:
             _add_model(writer, layout, dtype)
@@ -138,7 +139,7 @@ def _add_tokenizer(writer: Any, tokenizer: HfTokenizer, vocabulary: GgufVocabula
     writer.add_add_bos_token(vocabulary.adds_bos)
     writer.add_add_eos_token(vocabulary.adds_eos)
     writer.add_add_space_prefix(vocabulary.adds_space)
-    if tokenizer.template_source == "the tokenizer's own":
+    if tokenizer.has_own_template:
         writer.add_chat_template(tokenizer.chat_template)
 
 

@@ -46,6 +46,8 @@ SETTINGS: dict[str, Part] = {
     **_all(Part.RECORD, "chat.", "max_new_tokens temperature"),
     **_all(Part.RECORD, "push.", "private message"),
     **_all(Part.RECORD, "export.", "checkpoints allow_absolute_paths"),
+    **_all(Part.RECORD, "gguf.", "dtype"),
+    **_all(Part.RECORD, "serve.", "host port"),
     # The dimensions and the seed are the weights of a random model.
     **_all(
         Part.MODEL,
