@@ -79,7 +79,7 @@ REFUSED = [
     (
         "task.name=plan",
         "task.name",
-        ["is set by the option", "task=<chat|doctor|evaluate|export|plan|push|train>"],
+        ["is set by the option", "task=<chat|doctor|evaluate|export|plan|push|serve|train>"],
     ),
     ("suite.name=none", "suite.name", ["is set by the option", "suite=<"]),
     ("schedule.warmup_steps=1,2", "schedule.warmup_steps", ["several values need", "add -m"]),
