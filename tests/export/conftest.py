@@ -75,17 +75,17 @@ def real_texts() -> Callable[[int], list[str]]:
 
 
 @pytest.fixture(scope="session")
-def same_ids() -> Callable[[Path, Path], None]:
+def same_ids() -> Callable[..., None]:
     """Compare what transformers makes of a file with the directory's own tokenizer."""
     from mens_exp.model.quiet import quiet
 
-    def compare(source: Path, file: Path) -> None:
+    def compare(source: Path, file: Path, *, strip: bool = False) -> None:
         from transformers import AutoTokenizer
 
         theirs = Tokenizer.from_file(str(source / "tokenizer.json"))
         with quiet():
             read = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        texts = _real_texts(200)
+        texts = [text.strip() if strip else text for text in _real_texts(200)]
         assert len(texts) == 200
         wanted = [theirs.encode(text, add_special_tokens=False).ids for text in texts]
         assert read(texts, add_special_tokens=False).input_ids == wanted

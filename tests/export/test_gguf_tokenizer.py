@@ -106,7 +106,9 @@ def sentencepiece_like(target: Path, *, change: Callable[[Any], None] | None = N
         if word[:cut] in vocab and word[cut:] in vocab
     ]
     tokenizer = Tokenizer(with_bytes(vocab, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
@@ -121,7 +123,7 @@ def sentencepiece_like(target: Path, *, change: Callable[[Any], None] | None = N
 
 
 def test_a_sentencepiece_like_tokenizer_read_back_gives_the_same_ids(
-    same_ids: Callable[[Path, Path], None], source_of: Callable[[str], Path], tmp_path: Path
+    same_ids: Callable[..., None], source_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Scores take the place of merges; bytes stand in for what the vocabulary lacks."""
     source = copied(source_of("llama"), tmp_path / "m")
@@ -131,10 +133,42 @@ def test_a_sentencepiece_like_tokenizer_read_back_gives_the_same_ids(
     assert values["tokenizer.ggml.model"] == "llama"
     assert values["tokenizer.ggml.token_type"][:5] == [2, 3, 3, 6, 6]
     assert "tokenizer.ggml.merges" not in values
-    same_ids(source, tmp_path / "m.gguf")
+    # The reader in transformers adds no space to a text that has one; llama.cpp does, as here.
+    same_ids(source, tmp_path / "m.gguf", strip=True)
+
+
+def never_spaced(tokenizer: Any) -> None:
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+
+
+def replaced_alone(tokenizer: Any) -> None:
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+
+
+@pytest.mark.parametrize(
+    ("change", "adds"), [(None, True), (never_spaced, False), (replaced_alone, False)]
+)
+def test_the_header_says_whether_a_space_stands_before_a_text(
+    change: Callable[[Any], None] | None,
+    adds: bool,
+    source_of: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    """Two ways to say that none does."""
+    source = copied(source_of("llama"), tmp_path / "m")
+    sentencepiece_like(source, change=change)
+    write_gguf(source, tmp_path / "m.gguf", GgufDtype.f16)
+    assert header(tmp_path / "m.gguf")["tokenizer.ggml.add_space_prefix"] is adds
+
+
+def spaced_unless_it_is(tokenizer: Any) -> None:
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
 
 
 def spaced_at_first(tokenizer: Any) -> None:
+    tokenizer.normalizer = None
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
 
 
@@ -158,6 +192,7 @@ def one_short(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (spaced_unless_it_is, "its normalizer and pre-tokenizer"),
         (spaced_at_first, "its normalizer and pre-tokenizer"),
         (lowercased, "its normalizer and pre-tokenizer"),
         (out_of_order, "the order of its merges"),

@@ -182,10 +182,10 @@ def _adds_space(core: dict[str, Any]) -> bool:
         return True
     if splitting is None and parts == [replace]:
         return False
-    if not parts and splitting is not None and splitting.get("type") == "Metaspace":
-        scheme = splitting["prepend_scheme"]
-        if scheme in {"always", "never"} and splitting["split"] is False:
-            return bool(scheme == "always")
+    # Metaspace's other schemes put none before a text that begins with one; llama.cpp does.
+    never = {"type": "Metaspace", "prepend_scheme": "never", "split": False, "replacement": _SPACE}
+    if not parts and splitting == never:
+        return False
     raise _unsayable(
         "its normalizer and pre-tokenizer",
         [normalizer, splitting],
