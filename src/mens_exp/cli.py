@@ -112,44 +112,16 @@ def _checked_cells(
 ) -> list[Cell]:
     """Compose every cell, and raise all problems of the command together."""
     from mens_exp.config.overrides import check
-    from mens_exp.config.validate import TASK_READS
     from mens_exp.errors import Problems
-    from mens_exp.plan.preflight import preflight
+    from mens_exp.tasks.settle import settled
 
     checked = check(overrides, multirun=multirun)
     problems = list(checked.problems)
     for cell in checked.cells if with_files else ():
-        if cell.config.task.name == "merge":
-            problems += _settle_merge(cell)
-        elif "path" in TASK_READS[cell.config.task.name]:
-            problems += _settle_subject(cell)
-        elif cell.config.task.name != "doctor":
-            _settle_model(cell)
-            problems += _settle_start(cell) or preflight(cell.config)
+        problems += settled(cell)
         problems += _used_directory(cell, multirun=multirun)
     Problems.raise_if(list({str(problem): problem for problem in problems}.values()))
     return list(checked.cells)
-
-
-def _settle_model(cell: Cell) -> None:
-    """Replace a branch of the hub by the commit it means now, and a relative path by a whole one.
-
-    What cannot be settled stays as it is; preflight says why.
-    """
-    from mens_exp.config.model import HfModel
-    from mens_exp.errors import MensError
-    from mens_exp.layout.hub import pinned
-
-    model = cell.config.model
-    if not isinstance(model, HfModel):
-        return
-    try:
-        settled = pinned(model)
-    except MensError:
-        return
-    cell.config.model = settled
-    cell.composed.values.model.id = settled.id
-    cell.composed.values.model.revision = settled.revision
 
 
 def _used_directory(cell: Cell, *, multirun: bool) -> list[MensError]:
@@ -161,77 +133,6 @@ def _used_directory(cell: Cell, *, multirun: bool) -> list[MensError]:
     if directory is None or not RunDir(Path(directory)).manifest.exists():
         return []
     return [run_is_there(Path(directory))]
-
-
-def _settle_subject(cell: Cell) -> list[MensError]:
-    """Replace ``latest`` by the run it means now, before a run of our own becomes the latest."""
-    from mens_exp.errors import MensError, Problems
-    from mens_exp.tasks.subject import base_problems, config_of, sending_problems, subject_of
-
-    config = cell.config
-    if config.path is None:
-        return []
-    if config.task.name == "export" and config.format.value != "bundle":
-        return _settle_adapter(cell)
-    try:
-        if config.path == "base":
-            _settle_model(cell)
-            return base_problems(config)
-        subject = subject_of(config.path)
-        if config.task.name in {"evaluate", "chat"}:
-            config_of(subject)  # they build what it names
-        config.path = str(subject.path)
-    except Problems as several:
-        return list(several.problems)
-    except MensError as error:
-        return [error]
-    cell.composed.values.path = config.path
-    return sending_problems(config, subject)
-
-
-def _settle_merge(cell: Cell) -> list[MensError]:
-    """Replace what `path` names by the adapter directory that it means now."""
-    from mens_exp.tasks.merge_inputs import adapter_place, input_problems
-
-    problems = input_problems(cell.config)
-    if cell.config.path is not None and not problems:
-        cell.config.path = str(adapter_place(cell.config.path).directory)
-        cell.composed.values.path = cell.config.path
-    return problems
-
-
-def _settle_adapter(cell: Cell) -> list[MensError]:
-    """Replace what ``path`` names by the adapter's directory, and check its conversion."""
-    from mens_exp.errors import MensError, Problems
-    from mens_exp.tasks.conversion import place_of, problems
-
-    config = cell.config
-    assert config.path is not None, "the caller has asked"
-    try:
-        place = place_of(config.path)
-    except Problems as several:
-        return list(several.problems)
-    except MensError as error:
-        return [error]
-    config.path = cell.composed.values.path = str(place.directory)
-    if place.run is None:
-        _settle_model(cell)
-    return problems(config, cell.composed.overrides)
-
-
-def _settle_start(cell: Cell) -> list[MensError]:
-    """Replace what ``lora.init_from`` names by the adapter directory that it means now."""
-    from mens_exp.errors import MensError
-    from mens_exp.layout.starting_adapter import find
-
-    if cell.config.lora.init_from is None:
-        return []
-    try:
-        cell.config.lora.init_from = str(find(cell.config.lora.init_from))
-    except MensError:
-        return []  # preflight says so, beside everything else
-    cell.composed.values.lora.init_from = cell.config.lora.init_from
-    return []
 
 
 def _hydra(arguments: list[str], cells: list[Cell]) -> int:

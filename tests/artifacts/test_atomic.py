@@ -218,3 +218,16 @@ def test_a_directory_left_between_its_two_moves_is_restored(tmp_path: Path) -> N
 def test_nothing_is_stale_where_there_is_no_directory(tmp_path: Path) -> None:
     """A missing parent is no error."""
     assert atomic.remove_stale(tmp_path / "missing") == []
+
+
+def test_a_file_that_a_library_writes_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    """It is written beside its target; a library that writes nothing leaves the earlier file."""
+    target = tmp_path / "deep" / "x.bin"
+    with atomic.file(target) as place:
+        place.write_bytes(b"first")
+        assert not target.exists()
+    with pytest.raises(FileNotFoundError), atomic.file(target) as place:
+        place.with_name("elsewhere").write_bytes(b"second")
+    (target.parent / "elsewhere").unlink()
+    assert target.read_bytes() == b"first"
+    assert list(target.parent.iterdir()) == [target]

@@ -16,6 +16,7 @@ NEEDS = {
     "model=hf": ["model.id=somewhere"],
     "data=jsonl": ["data.path=rows.jsonl"],
     "task=evaluate": ["path=latest"],
+    "task=serve": ["path=merged"],
     "callbacks=early_stopping": ["trainer.val_check_interval=4"],
     "task=chat": ["path=latest"],
     "task=export": ["path=latest"],

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import functools
 import importlib.util
+import pydoc
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.model.resolve import BaseModel
 
 
 def _stand_in() -> Any:
@@ -53,3 +58,78 @@ def portable(train_in: Callable[..., RunDir], tmp_path_factory: pytest.TempPathF
     from mens_exp.artifacts.run_dir import RunDir
 
     return RunDir(place / "run")
+
+
+def _real_texts(number: int) -> list[str]:
+    """Paragraphs of the standard library's own documentation, code and numbers among them."""
+    texts = [pydoc.plain(pydoc.render_doc(name)) for name in ("json", "textwrap", "decimal", "re")]
+    parts = [line for text in texts for line in text.splitlines() if line.strip()]
+    extra = ["  two  spaces", "tab\tand\r\nnewline", "Ünïcödé 漢字 🙂 café", "it's we'll 123456.78"]
+    return [*extra, *parts][:number]
+
+
+@pytest.fixture(scope="session")
+def real_texts() -> Callable[[int], list[str]]:
+    """So many lines of real text."""
+    return _real_texts
+
+
+@pytest.fixture(scope="session")
+def same_ids() -> Callable[..., None]:
+    """Compare what transformers makes of a file with the directory's own tokenizer."""
+    from mens_exp.model.quiet import quiet
+
+    def compare(source: Path, file: Path, *, strip: bool = False) -> None:
+        from transformers import AutoTokenizer
+
+        theirs = Tokenizer.from_file(str(source / "tokenizer.json"))
+        with quiet():
+            read = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        texts = [text.strip() if strip else text for text in _real_texts(200)]
+        assert len(texts) == 200
+        wanted = [theirs.encode(text, add_special_tokens=False).ids for text in texts]
+        assert read(texts, add_special_tokens=False).input_ids == wanted
+
+    return compare
+
+
+@pytest.fixture(scope="session")
+def trained_vocabulary() -> Callable[..., Tokenizer]:
+    """Train a small byte-level BPE under a splitting."""
+    from tokenizers import decoders, trainers
+
+    def trained(splitting: Any) -> Tokenizer:
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = splitting
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.train_from_iterator(
+            _real_texts(400),
+            trainers.BpeTrainer(
+                vocab_size=310,
+                special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+                initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+                show_progress=False,
+            ),
+        )
+        return tokenizer
+
+    return trained
+
+
+@pytest.fixture(scope="session")
+def source_of(
+    family_base: Callable[[str], BaseModel],
+    trained_vocabulary: Callable[..., Tokenizer],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], Path]:
+    """Return a family's small random model with a tokenizer that has merges; only to be read."""
+    root = tmp_path_factory.mktemp("sources")
+
+    @functools.cache
+    def made(family: str) -> Path:
+        source = shutil.copytree(family_base(family).directory, root / family)
+        gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        trained_vocabulary(gpt2).save(str(source / "tokenizer.json"))
+        return source
+
+    return made

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "directory",
+    "file",
     "json_line",
     "remove_stale",
     "stream",
@@ -135,6 +136,29 @@ def directory(path: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+@contextlib.contextmanager
+def file(path: Path) -> Iterator[Path]:
+    """Let a library write a file beside `path`, and put it in place when the block ends well.
+
+    Args:
+        path: the target; missing parents are made.
+
+    Yields:
+        Where to write it; nothing is there yet.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _beside(path, "tmp")
+    try:
+        yield temporary
+        with temporary.open("rb+") as written:
+            os.fsync(written.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
 
 
 def remove_stale(parent: Path) -> list[Path]:

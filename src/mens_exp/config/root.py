@@ -30,7 +30,10 @@ from mens_exp.config.task import (
     ChatConfig,
     ExportConfig,
     ExportFormat,
+    GgufConfig,
+    OllamaConfig,
     PushConfig,
+    ServeConfig,
     TaskConfig,
 )
 from mens_exp.config.tokenizer import TokenizerConfig
@@ -63,8 +66,9 @@ class RunConfig:
     path: str | None = setting(
         None,
         "The run a task reads: a run directory, or `latest` (evaluate, chat, push, export, merge); "
-        "chat takes `base` too, the model of the command alone; merge, and export of an adapter, "
-        "take its directory too, in schema v2, v3 or PEFT's form.",
+        "chat takes `base` too, the model of the command alone; merge and export take an adapter's "
+        "directory too, in schema v2, v3 or PEFT's form; serve, and export format=gguf, take a "
+        "complete model directory.",
     )
     prompt: str | None = setting(
         None, "One question: chat answers it and ends; null talks until Ctrl-D."
@@ -117,3 +121,6 @@ class RunConfig:
     export: ExportConfig = field(default_factory=ExportConfig, metadata={"doc": "See its keys."})
     parity: ParityConfig = field(default_factory=ParityConfig, metadata={"doc": "See its keys."})
     attribute: AttributeConfig = _section(AttributeConfig)
+    gguf: GgufConfig = field(default_factory=GgufConfig, metadata={"doc": "See its keys."})
+    ollama: OllamaConfig = field(default_factory=OllamaConfig, metadata={"doc": "See its keys."})
+    serve: ServeConfig = field(default_factory=ServeConfig, metadata={"doc": "See its keys."})

@@ -15,7 +15,12 @@ __all__ = [
     "ChatConfig",
     "ExportConfig",
     "ExportFormat",
+    "GgufConfig",
+    "GgufDtype",
+    "OllamaConfig",
+    "OllamaForm",
     "PushConfig",
+    "ServeConfig",
     "TaskConfig",
 ]
 
@@ -27,6 +32,19 @@ class ExportFormat(Enum):
     peft = "peft"
     v2 = "v2"
     v3 = "v3"
+    hf = "hf"
+    ollama = "ollama"
+    vllm = "vllm"
+    gguf = "gguf"
+
+
+class GgufDtype(Enum):
+    """How a GGUF file holds a model's matrices."""
+
+    f32 = "f32"
+    f16 = "f16"
+    bf16 = "bf16"
+    q8_0 = "q8_0"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -101,3 +119,42 @@ class ExportConfig:
     double_quant: bool | None = setting(
         None, "Whether its constants were quantized once more; null is yes where it was quantized."
     )
+
+
+@dataclass(kw_only=True, slots=True)
+class GgufConfig:
+    """What task=export format=gguf writes."""
+
+    dtype: GgufDtype = setting(
+        GgufDtype.f16,
+        "Of the matrices: f32 and bf16 hold a model of that type exactly, q8_0 takes half of f16 "
+        "(default: what every reader runs).",
+    )
+
+
+class OllamaForm(Enum):
+    """What a Modelfile for Ollama names."""
+
+    merged = "merged"
+    adapter = "adapter"
+
+
+@dataclass(kw_only=True, slots=True)
+class OllamaConfig:
+    """What task=export format=ollama writes beside its Modelfile; format=gguf writes one too."""
+
+    form: OllamaForm = setting(
+        OllamaForm.merged,
+        "merged: the whole model in safetensors; adapter: the adapter alone, on a base that Ollama "
+        "knows by the name that the Modelfile gives.",
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class ServeConfig:
+    """How task=serve listens."""
+
+    host: str = setting(
+        "127.0.0.1", "Address to listen on; the default is this machine alone, without a password."
+    )
+    port: int = setting(0, "Port to listen on; 0 takes a free one.", ge=0, le=65535)

@@ -67,7 +67,12 @@ TASK_READS: dict[str, frozenset[str]] = {
     "evaluate": frozenset({"path", "suite", "trainer.accelerator"}),
     "chat": frozenset({"path", "prompt", "chat", "seed", "trainer.accelerator"}),
     "push": frozenset({"path", "repo", "push"}),
-    "export": frozenset({"path", "format", "export", "out", "model", "parity"}),
+    "export": frozenset(
+        {
+            *("path", "format", "export", "out", "model", "base", "merge", "gguf", "ollama"),
+            *("parity", "data", "tokenizer", "trainer.accelerator"),
+        }
+    ),
     "merge": frozenset(
         {
             *("path", "adapter.file", "meta", "base_shard", "base", "out", "merge", "parity"),
@@ -86,6 +91,7 @@ TASK_READS: dict[str, frozenset[str]] = {
             "quant.compute_dtype",
         }
     ),
+    "serve": frozenset({"path", "serve"}),
     "doctor": frozenset(),
 }
 _READ_OF_THE_BASE = frozenset({"model", "tokenizer", "quant", "lora", "backend"})

@@ -21,6 +21,7 @@ from mens_exp.backends.adapting import ADAPTER
 from mens_exp.backends.frozen_base import load_base
 from mens_exp.backends.tracing import trace
 from mens_exp.config.quant import ComputeDtype, QuantConfig, QuantType
+from mens_exp.export.gguf_export import FILE as GGUF
 from mens_exp.layout.names import HEAD
 from mens_exp.model.quiet import quiet
 from mens_exp.quant.bnb import dequantized, quantized_linears
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "from_directory",
+    "from_gguf",
     "from_peft",
     "merged",
     "merged_stack",
@@ -177,6 +179,18 @@ def from_directory(directory: Path, *, memory_bytes: int | None = None) -> Itera
                 **options,
             )
         yield functools.partial(trace, model, device=torch.device("cpu"))
+
+
+@contextmanager
+def from_gguf(directory: Path) -> Iterator[Forward]:
+    """Read the GGUF file of an export by transformers, its weights computed in f32."""
+    from transformers import AutoModelForCausalLM
+
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, gguf_file=GGUF, dtype=torch.float32, device_map={"": "cpu"}
+        )
+    yield functools.partial(trace, model)
 
 
 @contextmanager

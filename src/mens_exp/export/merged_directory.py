@@ -1,4 +1,4 @@
-"""A merged model as a complete Hugging Face directory, which appears whole or not at all."""
+"""A merged model as a complete Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mens_exp.export.merge import outlines, write_tensors
 from mens_exp.layout.directory import INDEX, SINGLE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from mens_exp.export.merge import Merge
@@ -68,45 +68,38 @@ def merged_config(config: Mapping[str, Any], dtype: str, *, unties: bool) -> dic
 
 
 def write_directory(
-    out: Path,
-    places: Mapping[Path, Sequence[Place]],
-    merge: Merge,
-    model: MergedModel,
-    then: Callable[[Path], None],
+    directory: Path, places: Mapping[Path, Sequence[Place]], merge: Merge, model: MergedModel
 ) -> None:
     """Write a merged model, its weights in files of the base's names.
 
     Args:
-        out: a directory that is absent or empty.
+        directory: an empty one.
         places: where each tensor comes from, by the base's file.
         merge: what becomes of it.
         model: everything else.
-        then: called with the directory once it is complete, before it is put in its place.
 
     Raises:
         RequestError: a number is beyond the output's format.
         ModelFileError: a file of the base cannot be read.
     """
     source = model.base.directory
-    with atomic.directory(out) as temporary:
-        for shard, listed in places.items():
-            with (temporary / shard.name).open("xb") as file:
-                write_tensors(file, listed, merge)
-        if set(places) != {source / SINGLE}:
-            atomic.write_json(temporary / INDEX, _index(places, merge.dtype))
-        config = merged_config(model.config, merge.dtype, unties=model.unties)
-        atomic.write_json(temporary / "config.json", config)
-        for pattern in _COPIED:
-            for path in source.glob(pattern):
-                shutil.copyfile(path, temporary / path.name)
-        if model.tokenizer:
-            copy_tokenizer(source, temporary)
-            if model.chat_template is not None:
-                _replace_template(temporary, model.chat_template)
-        if model.model_card is not None:
-            shutil.copyfile(model.model_card, temporary / "MODEL_CARD.md")
-        atomic.write_text(temporary / "README.md", _card(model))
-        then(temporary)
+    for shard, listed in places.items():
+        with (directory / shard.name).open("xb") as file:
+            write_tensors(file, listed, merge)
+    if set(places) != {source / SINGLE}:
+        atomic.write_json(directory / INDEX, _index(places, merge.dtype))
+    config = merged_config(model.config, merge.dtype, unties=model.unties)
+    atomic.write_json(directory / "config.json", config)
+    for pattern in _COPIED:
+        for path in source.glob(pattern):
+            shutil.copyfile(path, directory / path.name)
+    if model.tokenizer:
+        copy_tokenizer(source, directory)
+        if model.chat_template is not None:
+            _replace_template(directory, model.chat_template)
+    if model.model_card is not None:
+        shutil.copyfile(model.model_card, directory / "MODEL_CARD.md")
+    atomic.write_text(directory / "README.md", _card(model))
 
 
 def _index(places: Mapping[Path, Iterable[Place]], dtype: str) -> dict[str, Any]:

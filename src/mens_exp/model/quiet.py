@@ -19,17 +19,19 @@ def quiet() -> Iterator[None]:
     from transformers.utils import logging as hf_logging
 
     level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    bitsandbytes = logging.getLogger("bitsandbytes")
-    before = bitsandbytes.level
+    loggers = [logging.getLogger(name) for name in ("bitsandbytes", "gguf")]
+    before = [logger.level for logger in loggers]
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
-    bitsandbytes.setLevel(logging.ERROR)
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the libraries', about each other
             yield
     finally:
         hf_logging.set_verbosity(level)
-        bitsandbytes.setLevel(before)
+        for logger, its in zip(loggers, before, strict=True):
+            logger.setLevel(its)
         if bars:
             hf_logging.enable_progress_bar()

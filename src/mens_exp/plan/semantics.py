@@ -59,6 +59,9 @@ SETTINGS: dict[str, Part] = {
         "mean_kl max_kl top1_agreement nll_difference hidden_error weight_error",
     ),
     **_all(Part.RECORD, "export.", "checkpoints allow_absolute_paths base_quant double_quant"),
+    **_all(Part.RECORD, "gguf.", "dtype"),
+    **_all(Part.RECORD, "serve.", "host port"),
+    **_all(Part.RECORD, "ollama.", "form"),
     # The dimensions and the seed are the weights of a random model.
     **_all(
         Part.MODEL,

@@ -13,9 +13,13 @@ import psutil
 from mens_exp.artifacts.adapter_v3 import TENSORS_NAME, read_adapter
 from mens_exp.artifacts.certificate import Certificate, Comparison, Evidence
 from mens_exp.artifacts.digest import sha256_file
+from mens_exp.config.model import HfModel
 from mens_exp.corpus.source import labelling_of, load_rows
 from mens_exp.export import graphs, parity, probe
 from mens_exp.export.verdict import hashes_of
+from mens_exp.layout.cached import hash_weights
+from mens_exp.layout.shape import shape_of
+from mens_exp.plan.preflight import writable_cache
 from mens_exp.tasks.adapter_graph import config_of_adapter, with_scale_one
 from mens_exp.tasks.inputs import tokenizer_of
 from mens_exp.tokenizer.load import load_tokenizer
@@ -42,6 +46,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Trained",
+    "certify_gguf",
+    "certify_gguf_of",
     "certify_model",
     "certify_peft",
     "certify_stack",
@@ -217,6 +223,46 @@ def certify_peft(trained: Trained, directory: Path, settings: ParityConfig) -> C
     return _certificate(trained, opened, settings, directory)
 
 
+def certify_gguf(
+    trained: Trained, directory: Path, settings: ParityConfig, *, what: str
+) -> Certificate:
+    """Hold a GGUF file, read by transformers, against the model that was trained.
+
+    Args:
+        trained: the latter.
+        directory: of the former.
+        settings: the `parity` node.
+        what: the file in words.
+    """
+    opened = _Opened({_WRITTEN: (what, lambda: graphs.from_gguf(directory))})
+    return _certificate(trained, opened, settings, directory)
+
+
+def certify_gguf_of(config: RunConfig, source: Path, directory: Path) -> Certificate:
+    """Hold a GGUF file, read by transformers, against the model directory it was made from.
+
+    Args:
+        config: of the command; its data is the text.
+        source: the model directory.
+        directory: of the file.
+    """
+    tokenizer = load_tokenizer(config.tokenizer, source)
+    longest = shape_of(HfModel(id=str(source))).max_position_embeddings
+    text = _text(config, tokenizer, config.parity, writable_cache(), longest=longest)
+    what = f"written: GGUF in {config.gguf.dtype.value}"
+    opened = _Opened({_WRITTEN: (what, lambda: graphs.from_gguf(directory))})
+    with graphs.from_directory(source) as forward:
+        return _compared(
+            forward,
+            f"the model in {source.name}, f32",
+            text,
+            {"base_weights_sha256": hash_weights(source)},
+            opened,
+            config.parity,
+            directory,
+        )
+
+
 def certify_tensors(
     trained: Trained,
     written: Path,
@@ -299,26 +345,47 @@ _ALSO = ("original_merged", "dequantized_merged", "requantized")
 def _certificate(
     trained: Trained, opened: _Opened, settings: ParityConfig, directory: Path
 ) -> Certificate:
+    reference = f"as trained: {trained.config.backend.name}, base {_stored(trained.config)}"
+    return _compared(
+        trained.backend.trace,
+        reference,
+        trained.probe,
+        trained.sources,
+        opened,
+        settings,
+        directory,
+    )
+
+
+def _compared(  # what a certificate is of
+    forward: Forward,
+    reference: str,
+    text: Probe,
+    sources: dict[str, Any],
+    opened: _Opened,
+    settings: ParityConfig,
+    directory: Path,
+) -> Certificate:
     """Run the reference, then every other graph, one at a time."""
     comparisons: dict[str, Comparison] = {}
     with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
-        reference = parity.record(trained.backend.trace, trained.probe, Path(folder))
+        recorded = parity.record(forward, text, Path(folder))
         for name, (what, opening) in opened.graphs.items():
-            with opening() as forward:
-                comparisons[name] = parity.compare(reference, forward, what, settings.budget)
+            with opening() as other:
+                comparisons[name] = parity.compare(recorded, other, what, settings.budget)
     passed = not comparisons[_WRITTEN]["exceeded"]
     return Certificate(
         evidence=Evidence.GRAPH,
-        reference=f"as trained: {trained.config.backend.name}, base {_stored(trained.config)}",
-        reference_nll=reference.nll,
-        probe=trained.probe.record(),
+        reference=reference,
+        reference_nll=recorded.nll,
+        probe=text.record(),
         judged=_WRITTEN,
         comparisons=comparisons,
         tensors={},
         budget=dataclasses.asdict(settings.budget),
         passed=passed,
         accepted=settings.accept and not passed,
-        sources=trained.sources,
+        sources=sources,
         files=hashes_of(directory),
         unknown=opened.unknown,
     )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.adapter_v3 import Quant
     from mens_exp.config.root import RunConfig
 
-__all__ = ["Conversion", "conversion_of", "place_of", "problems"]
+__all__ = ["Conversion", "conversion_of", "form_of", "place_of", "problems"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +54,12 @@ def place_of(path: str) -> AdapterPlace:
     return find(directory)
 
 
+def form_of(config: RunConfig) -> ExportFormat:
+    """Return the adapter's own form in an export: vLLM and Ollama read PEFT's."""
+    others = {ExportFormat.vllm, ExportFormat.ollama}
+    return ExportFormat.peft if config.format in others else config.format
+
+
 def conversion_of(config: RunConfig) -> Conversion:
     """Find the adapter and what its conversion needs.
 
@@ -64,7 +70,7 @@ def conversion_of(config: RunConfig) -> Conversion:
     place = place_of(config.path)
     owner = None if place.run is None else config_of(place.run)
     base = None
-    if needs_base(place, config.format):
+    if needs_base(place, form_of(config)):
         base = base_of((owner or config).model, cache_root())
     quant = _told(config)
     if place.form == "peft" and owner is not None:
@@ -86,7 +92,7 @@ def problems(config: RunConfig, given: Iterable[str]) -> list[MensError]:
         conversion = conversion_of(config)
         found += _without_effect(config, conversion, given)
         manifest, tensors = read(conversion.place, conversion.base, conversion.quant)
-        if config.format is ExportFormat.peft:
+        if form_of(config) is ExportFormat.peft:
             return found
         light, _ = portable(manifest, tensors)
         if config.format is ExportFormat.v2:

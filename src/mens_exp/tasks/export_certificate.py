@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.certificate import Certificate, Evidence
 from mens_exp.artifacts.digest import sha256_file
-from mens_exp.config.task import ExportFormat
 from mens_exp.export.adapter import find, read
 from mens_exp.export.adapter_parity import adapter_errors
 from mens_exp.export.verdict import hashes_of
@@ -38,7 +37,7 @@ def certify_adapter(config: RunConfig, asked: Conversion, written: Path) -> Cert
     before = read(asked.place, asked.base, asked.quant)
     place = find(written)
     errors = adapter_errors(*before, *read(place, asked.base, asked.quant))
-    if config.format is ExportFormat.peft and asked.place.run is not None:
+    if place.form == "peft" and asked.place.run is not None:
         theirs = config_of(asked.place.run)
         theirs.trainer.accelerator = config.trainer.accelerator
         trained = trained_run(asked.place.run, theirs, config.parity, writable_cache())

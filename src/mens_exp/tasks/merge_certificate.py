@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mens_exp.tasks.merge_choices import Choices
     from mens_exp.tasks.merge_inputs import MergeInputs
 
-__all__ = ["certify_merge"]
+__all__ = ["certify_merge", "trained_for"]
 
 
 def certify_merge(
@@ -88,7 +88,7 @@ def _files(written: Path) -> dict[str, Path]:
 def _of_graph(
     config: RunConfig, inputs: MergeInputs, choices: Choices, written: Path
 ) -> Certificate:
-    trained = _trained(config, inputs, choices)
+    trained = trained_for(config, inputs, choices)
     base = "published" if choices.quantizer is None else "dequantized"
     what = f"written: {base} base + merged delta, {choices.dtype}"
     if trained.config.backend.name == "proxy":
@@ -116,7 +116,8 @@ def _no_graph(inputs: MergeInputs, choices: Choices) -> str | None:
     return None
 
 
-def _trained(config: RunConfig, inputs: MergeInputs, choices: Choices) -> Trained:
+def trained_for(config: RunConfig, inputs: MergeInputs, choices: Choices) -> Trained:
+    """Build the model that a merge should equal: a run's own, or the adapter on its base."""
     if inputs.run is not None:
         theirs = config_of(inputs.run)
         theirs.trainer.accelerator = config.trainer.accelerator

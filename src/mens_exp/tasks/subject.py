@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.config.compose import from_yaml, typed
-from mens_exp.errors import Problems, RequestError
-from mens_exp.export import hub
+from mens_exp.config.task import ExportFormat
+from mens_exp.errors import MissingExtra, Problems, RequestError
+from mens_exp.export import hub, serving
 from mens_exp.export.bundle import packing_problems, verify
 from mens_exp.export.contents import changed_files, run_files, secret_problems
+from mens_exp.export.gguf import require_gguf
 from mens_exp.plan.checks import classes, model
 
 if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.errors import MensError
 
-__all__ = ["base_problems", "config_of", "sending_problems", "subject_of"]
+__all__ = [
+    "base_problems",
+    "config_of",
+    "leaving_problems",
+    "reads_a_model",
+    "sending_problems",
+    "subject_of",
+]
 
 
 def subject_of(path: str) -> RunDir:
@@ -88,4 +98,25 @@ def sending_problems(config: RunConfig, subject: RunDir) -> list[MensError]:
     if config.task.name == "push":
         files = run_files(subject).items()
         return [*hub.login_problems(), *changed_files(subject), *secret_problems(files)]
+    return []
+
+
+def reads_a_model(config: RunConfig) -> bool:
+    """Tell whether the task reads a complete model directory, and no run or adapter."""
+    name = config.task.name
+    is_gguf = name == "export" and config.format is ExportFormat.gguf
+    return name == "serve" or (is_gguf and (Path(config.path or "") / "config.json").is_file())
+
+
+def leaving_problems(config: RunConfig) -> list[MensError]:
+    """List what keeps a model from being written as GGUF, or from being served, on this machine."""
+    if config.task.name == "serve":
+        address = serving.address_problems(config.serve.host, config.serve.port)
+        return [*serving.missing_packages(), *address]
+    if config.format is not ExportFormat.gguf:
+        return []
+    try:
+        require_gguf()
+    except MissingExtra as error:
+        return [error]
     return []

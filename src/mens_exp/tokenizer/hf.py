@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from mens_exp.artifacts.digest import sha256_bytes, sha256_file
 from mens_exp.errors import DataError, ModelFileError
 from mens_exp.tokenizer.control import ControlText
-from mens_exp.tokenizer.template_files import template_in_force
+from mens_exp.tokenizer.template_files import OWN, template_in_force
 from mens_exp.tokenizer.templates import Message, generated_spans, is_dated, render
 
 if TYPE_CHECKING:
@@ -95,6 +95,11 @@ class HfTokenizer:
     def template_sha256(self) -> str:
         """Hash of the chat template in force."""
         return sha256_bytes(self.chat_template.encode())
+
+    @property
+    def has_own_template(self) -> bool:
+        """Whether the chat template is one that came with the tokenizer."""
+        return self.template_source == OWN
 
     @property
     def is_dated(self) -> bool:

@@ -9,7 +9,9 @@ from mens_exp.artifacts.nearest import nearest_file
 from mens_exp.errors import ConfigError, DataError, ModelFileError
 from mens_exp.tokenizer.templates import CHATML, SHIPPED, check_syntax
 
-__all__ = ["read_template", "template_in_force", "template_named"]
+__all__ = ["OWN", "read_template", "template_in_force", "template_named"]
+
+OWN = "the tokenizer's own"  # what records call the source of a template that came with it
 
 
 def template_in_force(
@@ -29,7 +31,7 @@ def template_in_force(
     if named is not None:
         return template_named(named)
     own = _own_template(directory, config)
-    return (CHATML, "ChatML") if own is None else (own, "the tokenizer's own")
+    return (CHATML, "ChatML") if own is None else (own, OWN)
 
 
 def template_named(name: str) -> tuple[str, str]:

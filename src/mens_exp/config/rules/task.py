@@ -17,29 +17,47 @@ if TYPE_CHECKING:
 __all__ = ["problems", "unread"]
 
 
-_READS_A_RUN = {
+_READS_A_PATH = {
     "evaluate": "no run to evaluate",
     "chat": "no run to talk to",
     "push": "no run to upload",
     "export": "nothing to export",
+    "serve": "no model to serve",
 }
-# What of the export's settings a bundle alone reads, and what another form alone.
-_PACKING = frozenset({"export.checkpoints", "export.allow_absolute_paths"})
-_CONVERTING = frozenset({"export.base_quant", "export.double_quant"})
+_ADAPTERS = frozenset({ExportFormat.peft, ExportFormat.v2, ExportFormat.v3})
+_MERGED = frozenset({ExportFormat.hf, ExportFormat.gguf, ExportFormat.ollama})
+# Which formats read a setting of task=export, by its key or its node.
+_READ_BY = {
+    "export.checkpoints": frozenset({ExportFormat.bundle}),
+    "export.allow_absolute_paths": frozenset({ExportFormat.bundle}),
+    "export.base_quant": _ADAPTERS,
+    "export.double_quant": _ADAPTERS,
+    "gguf": frozenset({ExportFormat.gguf}),
+    "ollama": frozenset({ExportFormat.ollama}),
+    "base": _MERGED,
+    "merge": _MERGED,
+    "model": frozenset(ExportFormat) - _MERGED - {ExportFormat.bundle},
+    "parity": frozenset(ExportFormat) - {ExportFormat.bundle},
+    "data": frozenset(ExportFormat) - {ExportFormat.bundle},
+    "tokenizer": frozenset(ExportFormat) - {ExportFormat.bundle},
+    "trainer": frozenset(ExportFormat) - {ExportFormat.bundle},
+}
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield what the chosen task lacks."""
     name = config.task.name
-    if name in _READS_A_RUN and config.path is None:
+    if name in _READS_A_PATH and config.path is None:
         yield ConfigError(
-            _READS_A_RUN[name],
+            _READS_A_PATH[name],
             where="path",
-            expected="a run directory, or latest",
-            remedy="add path=latest",
+            expected="a model directory"
+            if _reads_a_model(config)
+            else "a run directory, or latest",
+            remedy="add path=<directory>" if _reads_a_model(config) else "add path=latest",
         )
-    if config.path == "base" and name in _READS_A_RUN and name != "chat":
+    if config.path == "base" and name in _READS_A_PATH and name != "chat":
         yield ConfigError(
             "the base model alone can only be talked to",
             where="path",
@@ -84,22 +102,15 @@ def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
     """
     if config.task.name != "export":
         return
-    is_bundle = config.format is ExportFormat.bundle
     for key in keys:
-        of_the_base = key.partition(".")[0] == "model"
-        if (key in _CONVERTING and is_bundle) or (key in _PACKING and not is_bundle):
-            yield _without_effect(key, config.format, "a format that reads it")
-        elif of_the_base and is_bundle:
-            yield _without_effect(key, config.format, "the model of the run itself")
-
-
-def _without_effect(key: str, form: ExportFormat, expected: str) -> ConfigError:
-    return ConfigError(
-        f"has no effect with format={form.value}",
-        where=key,
-        expected=expected,
-        remedy=f"drop {key}, or choose another format",
-    )
+        readers = _READ_BY.get(key) or _READ_BY.get(key.partition(".")[0])
+        if readers is not None and config.format not in readers:
+            yield ConfigError(
+                f"has no effect with format={config.format.value}",
+                where=key,
+                expected=f"format={'|'.join(sorted(one.value for one in readers))}",
+                remedy=f"drop {key}, or choose another format",
+            )
 
 
 def _attribution(config: RunConfig) -> Iterator[ConfigError]:
@@ -126,3 +137,7 @@ def _attribution(config: RunConfig) -> Iterator[ConfigError]:
             found=bounds,
             expected="ascending positions, the first 0, such as [0,16,64]",
         )
+
+
+def _reads_a_model(config: RunConfig) -> bool:
+    return config.task.name == "serve"

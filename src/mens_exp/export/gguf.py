@@ -1,0 +1,249 @@
+"""A complete model directory as one GGUF file, written tensor by tensor.
+
+What is held at once is one tensor as it is stored and as it is written. The same directory gives
+the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mens_exp.artifacts import atomic
+from mens_exp.config.task import GgufDtype
+from mens_exp.errors import MissingExtra, ModelFileError
+from mens_exp.export.gguf_layout import Form, layout_of
+from mens_exp.export.gguf_tokenizer import vocabulary_of
+from mens_exp.layout.safetensors_header import read_header
+from mens_exp.model.quiet import quiet
+from mens_exp.tokenizer.hf import HfTokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import torch
+
+    from mens_exp.export.gguf_layout import GgufLayout, Stored
+    from mens_exp.export.gguf_tokenizer import GgufVocabulary
+
+__all__ = ["require_gguf", "write_gguf"]
+
+_PIECE = 1 << 22  # elements converted at once: 16 MB of f32
+_QUANTIZATION_VERSION = 2  # of the block formats, as gguf's own constants have it
+_ROPE_FACTORS = "rope_freqs.weight"
+# The largest finite number of each type; a block of Q8_0 has an F16 scale for 127 steps.
+_LARGEST = {"F32": 3.4028235e38, "BF16": 3.3895314e38, "F16": 65504.0, "Q8_0": 65504.0 * 127}
+
+
+def require_gguf() -> None:
+    """See that the library is installed.
+
+    Raises:
+        MissingExtra: it is not.
+    """
+    try:
+        import gguf  # noqa: F401  # asked for, not used
+    except ImportError as error:
+        raise MissingExtra(
+            "gguf is needed to write a GGUF file",
+            where="format",
+            remedy="run: pip install 'mens-exp[gguf]'",
+        ) from error
+
+
+def write_gguf(source: Path, target: Path, dtype: GgufDtype) -> None:
+    """Write a model as a GGUF file; it appears whole or not at all.
+
+    Args:
+        source: a complete Hugging Face directory: config.json, safetensors, tokenizer files.
+        target: the file.
+        dtype: of the matrices. Vectors and GPT-2's position table stay F32, as readers expect,
+            and Q8_0 leaves a matrix whose rows are no multiple of its blocks of 32 in F16.
+
+    Raises:
+        MissingExtra: gguf is not installed.
+        ModelFileError: a file or tensor is missing, or a weight is not finite or beyond the type.
+        RequestError: the model or its tokenizer cannot be said in GGUF exactly.
+        Problems: several of these.
+    """
+    require_gguf()
+    import gguf
+
+    layout = layout_of(source)
+    tokenizer = HfTokenizer.from_directory(source)
+    vocabulary = vocabulary_of(tokenizer, int(layout.config.vocab_size))
+    _refuse_second_head(layout)
+    with quiet(), atomic.file(target) as temporary:
+        writer = gguf.GGUFWriter(temporary, layout.architecture)
+        try:
+            _add_model(writer, layout, dtype)
+            _add_tokenizer(writer, tokenizer, vocabulary)
+            _write_tensors(writer, layout, dtype)
+        finally:
+            writer.close()
+
+
+def _add_model(writer: Any, layout: GgufLayout, dtype: GgufDtype) -> None:
+    import gguf
+
+    config = layout.config
+    writer.add_type("model")
+    writer.add_file_type(int(gguf.LlamaFileType[_FILE_TYPES[dtype]]))
+    writer.add_quantization_version(_QUANTIZATION_VERSION)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(layout.context_length)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_head_count(config.num_attention_heads)
+    if config.model_type == "gpt2":
+        writer.add_feed_forward_length(config.n_inner or 4 * config.hidden_size)
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+        return
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if config.rope_parameters["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+
+
+def _add_tokenizer(writer: Any, tokenizer: HfTokenizer, vocabulary: GgufVocabulary) -> None:
+    writer.add_tokenizer_model(vocabulary.model)
+    writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    if vocabulary.merges is not None:
+        writer.add_token_merges(vocabulary.merges)
+    if vocabulary.scores is not None:
+        writer.add_token_scores(vocabulary.scores)
+    for add, name in (
+        (writer.add_bos_token_id, "bos_token"),
+        (writer.add_eos_token_id, "eos_token"),
+        (writer.add_unk_token_id, "unk_token"),
+        (writer.add_pad_token_id, "pad_token"),
+    ):
+        token = tokenizer.core.token_to_id(tokenizer.special_tokens.get(name, ""))
+        if token is not None:
+            add(token)
+    turn_ends = sorted(tokenizer.end_ids - {tokenizer.eos_id})
+    if turn_ends:
+        writer.add_eot_token_id(turn_ends[0])
+    writer.add_add_bos_token(vocabulary.adds_bos)
+    writer.add_add_eos_token(vocabulary.adds_eos)
+    writer.add_add_space_prefix(vocabulary.adds_space)
+    if tokenizer.has_own_template:
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+_FILE_TYPES = {
+    GgufDtype.f32: "ALL_F32",
+    GgufDtype.f16: "MOSTLY_F16",
+    GgufDtype.bf16: "MOSTLY_BF16",
+    GgufDtype.q8_0: "MOSTLY_Q8_0",
+}
+
+
+def _kind(stored: Stored, dtype: GgufDtype) -> Any:
+    """Return gguf's type of one tensor."""
+    import gguf
+
+    kinds = gguf.GGMLQuantizationType
+    if stored.is_small:
+        return kinds.F32
+    kind = kinds[dtype.value.upper()]
+    block, _ = gguf.GGML_QUANT_SIZES[kind]
+    return kind if stored.shape[-1] % block == 0 else kinds.F16
+
+
+def _write_tensors(writer: Any, layout: GgufLayout, dtype: GgufDtype) -> None:
+    import gguf
+
+    kinds = {stored.name: _kind(stored, dtype) for stored in layout.tensors}
+    factors = np.array(layout.rope_factors or [], np.float32)
+    if layout.rope_factors is not None:
+        writer.add_tensor_info(_ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
+    for stored in layout.tensors:
+        block, size = gguf.GGML_QUANT_SIZES[kinds[stored.name]]
+        n_bytes = int(np.prod(stored.shape)) // block * size
+        info = (stored.name, stored.shape, np.dtype(np.float32), n_bytes, kinds[stored.name])
+        writer.add_tensor_info(*info)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    if layout.rope_factors is not None:
+        writer.write_tensor_data(factors)
+    for stored, tensor in _read(layout):
+        writer.write_tensor_data(_converted(stored, tensor, kinds[stored.name]))
+
+
+def _read(layout: GgufLayout) -> Iterator[tuple[Stored, torch.Tensor]]:
+    """Yield every tensor as the file has it, one at a time, in the type it is stored in."""
+    from safetensors import safe_open
+
+    shard_of = {key: shard for shard in layout.directory.shards for key in read_header(shard)}
+    for stored in layout.tensors:
+        with safe_open(shard_of[stored.key], framework="pt") as file:
+            yield stored, _formed(stored, file.get_tensor(stored.key))
+
+
+def _formed(stored: Stored, tensor: torch.Tensor) -> torch.Tensor:
+    if stored.form is Form.transposed:
+        return tensor.T.contiguous()
+    if stored.form is Form.interleaved:  # rows i and i + d/2 of a head stand side by side
+        halves = tensor.reshape(stored.heads, 2, -1, *tensor.shape[1:])
+        return halves.transpose(1, 2).reshape(tensor.shape)
+    return tensor
+
+
+def _converted(stored: Stored, tensor: torch.Tensor, kind: Any) -> np.ndarray[Any, Any]:
+    """Round a tensor to the file's type, piece by piece."""
+    from gguf.quants import quantize
+
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    step = max(1, _PIECE // rows.shape[1])
+    pieces = []
+    for start in range(0, len(rows), step):
+        piece = rows[start : start + step].float().numpy()
+        largest = float(np.abs(piece).max())
+        if not largest <= _LARGEST[kind.name]:  # NaN is under nothing
+            raise ModelFileError(
+                f"a weight is not finite in {kind.name}",
+                where=stored.key,
+                found=f"magnitude {largest:g}",
+                expected=f"at most {_LARGEST[kind.name]:g}",
+                remedy="write gguf.dtype=f32" if math.isfinite(largest) else "merge or train again",
+            )
+        pieces.append(quantize(piece, kind))
+    return np.concatenate(pieces)
+
+
+def _refuse_second_head(layout: GgufLayout) -> None:
+    """Refuse a tied model whose checkpoint has another head: transformers would use that one."""
+    written = {stored.key for stored in layout.tensors}
+    second = [key for key in layout.directory.tensors if key == "lm_head.weight"]
+    if not second or second[0] in written:
+        return
+    import torch
+    from safetensors import safe_open
+
+    embedding = next(stored.key for stored in layout.tensors if stored.name == "token_embd.weight")
+    shard_of = {key: shard for shard in layout.directory.shards for key in read_header(shard)}
+    with (
+        safe_open(shard_of[second[0]], framework="pt") as heads,
+        safe_open(shard_of[embedding], framework="pt") as tables,
+    ):
+        if torch.equal(heads.get_tensor(second[0]), tables.get_tensor(embedding)):
+            return
+    raise ModelFileError(
+        "has a head of its own, and config.json ties it to the embedding",
+        where=f"{layout.directory.path}: lm_head.weight",
+        remedy="set tie_word_embeddings to false in config.json, or merge again",
+    )

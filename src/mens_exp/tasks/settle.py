@@ -1,0 +1,139 @@
+"""What a command names loosely, put down exactly before a run of its own begins.
+
+``latest`` is the run it means now, a branch of the hub the commit, a relative path the whole one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mens_exp.config.model import HfModel
+from mens_exp.config.task import ExportFormat, OllamaForm
+from mens_exp.config.validate import TASK_READS
+from mens_exp.errors import MensError, Problems
+from mens_exp.layout.hub import pinned
+from mens_exp.layout.starting_adapter import find
+from mens_exp.plan.preflight import preflight
+
+if TYPE_CHECKING:
+    from mens_exp.config.overrides import Cell
+    from mens_exp.config.root import RunConfig
+
+__all__ = ["settled"]
+
+_ALWAYS_MERGED = (ExportFormat.hf, ExportFormat.gguf)
+
+
+def settled(cell: Cell) -> list[MensError]:
+    """Settle what a cell names, and list what keeps its task from being done."""
+    config = cell.config
+    if "path" not in TASK_READS[config.task.name]:
+        if config.task.name == "doctor":
+            return []
+        _settle_model(cell)
+        return _settle_start(cell) or preflight(config)
+    if config.path is None and config.task.name != "merge":
+        return []  # told by the rules
+    try:
+        return _settle_path(cell)
+    except Problems as several:
+        return list(several.problems)
+    except MensError as error:
+        return [error]
+
+
+def _settle_path(cell: Cell) -> list[MensError]:
+    from mens_exp.tasks.subject import leaving_problems, reads_a_model
+
+    config = cell.config
+    if reads_a_model(config):
+        from mens_exp.export.model_source import model_directory, occupied
+
+        assert config.path is not None, "the caller has asked"
+        _put_path(cell, str(model_directory(config.path)))
+        return [*leaving_problems(config), *occupied(config.out)]
+    if _merges(config):
+        return [*_settle_merge(cell), *leaving_problems(config)]
+    if config.task.name == "export" and config.format is not ExportFormat.bundle:
+        return _settle_adapter(cell)
+    return _settle_subject(cell)
+
+
+def _put_path(cell: Cell, path: str) -> None:
+    cell.config.path = cell.composed.values.path = path
+
+
+def _settle_model(cell: Cell) -> None:
+    """Replace a branch of the hub by the commit it means now, and a relative path by a whole one.
+
+    What cannot be settled stays as it is; preflight says why.
+    """
+    model = cell.config.model
+    if not isinstance(model, HfModel):
+        return
+    try:
+        settled = pinned(model)
+    except MensError:
+        return
+    cell.config.model = settled
+    cell.composed.values.model.id = settled.id
+    cell.composed.values.model.revision = settled.revision
+
+
+def _settle_subject(cell: Cell) -> list[MensError]:
+    """Replace ``latest`` by the run it means now, before a run of our own becomes the latest."""
+    from mens_exp.tasks.subject import base_problems, config_of, sending_problems, subject_of
+
+    config = cell.config
+    assert config.path is not None, "the caller has asked"
+    if config.path == "base":
+        _settle_model(cell)
+        return base_problems(config)
+    subject = subject_of(config.path)
+    if config.task.name in {"evaluate", "chat"}:
+        config_of(subject)  # they build what it names
+    _put_path(cell, str(subject.path))
+    return sending_problems(config, subject)
+
+
+def _merges(config: RunConfig) -> bool:
+    """Tell whether the task merges an adapter: to keep the model, or on the way to an export."""
+    if config.task.name != "export":
+        return config.task.name == "merge"
+    for_ollama = config.format is ExportFormat.ollama and config.ollama.form is OllamaForm.merged
+    return config.format in _ALWAYS_MERGED or for_ollama
+
+
+def _settle_merge(cell: Cell) -> list[MensError]:
+    """Replace what `path` names by the adapter directory that it means now."""
+    from mens_exp.tasks.merge_inputs import adapter_place, input_problems
+
+    problems = input_problems(cell.config)
+    if cell.config.path is not None and not problems:
+        _put_path(cell, str(adapter_place(cell.config.path).directory))
+    return problems
+
+
+def _settle_adapter(cell: Cell) -> list[MensError]:
+    """Replace what ``path`` names by the adapter's directory, and check its conversion."""
+    from mens_exp.tasks.conversion import place_of, problems
+
+    config = cell.config
+    assert config.path is not None, "the caller has asked"
+    place = place_of(config.path)
+    _put_path(cell, str(place.directory))
+    if place.run is None:
+        _settle_model(cell)
+    return problems(config, cell.composed.overrides)
+
+
+def _settle_start(cell: Cell) -> list[MensError]:
+    """Replace what ``lora.init_from`` names by the adapter directory that it means now."""
+    if cell.config.lora.init_from is None:
+        return []
+    try:
+        cell.config.lora.init_from = str(find(cell.config.lora.init_from))
+    except MensError:
+        return []  # preflight says so, beside everything else
+    cell.composed.values.lora.init_from = cell.config.lora.init_from
+    return []

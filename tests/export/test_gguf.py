@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from mens_exp.config.task import GgufDtype
+from mens_exp.errors import MensError
+from mens_exp.export.gguf import _kind, write_gguf
+from mens_exp.export.gguf_layout import Form, Stored
+from mens_exp.model.quiet import quiet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.config.root import RunConfig
+
+gguf = pytest.importorskip("gguf", reason="gguf is missing: pip install 'mens-exp[gguf]'")
+FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+
+
+def copied(source: Path, target: Path) -> Path:
+    return shutil.copytree(source, target)
+
+
+def changed(directory: Path, file: str, **values: Any) -> Path:
+    path = directory / file
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | values), encoding="utf-8")
+    return directory
+
+
+def logits_of(directory: Path, ids: torch.Tensor, **how: Any) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    with quiet(), torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **how)
+        logits: torch.Tensor = model(ids).logits
+    return logits
+
+
+def read_back(file: Path, ids: torch.Tensor, config: Any = None) -> torch.Tensor:
+    from transformers import GgufConfig
+
+    how = {} if config is None else {"config": config}
+    unpacked = GgufConfig(dequantize=True)
+    return logits_of(file.parent, ids, gguf_file=file.name, quantization_config=unpacked, **how)
+
+
+def header(file: Path) -> dict[str, Any]:
+    return {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
+
+
+def tensors(file: Path) -> dict[str, Any]:
+    return {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_read_back_gives_the_same_logits(
+    family: str, source_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """In F32, by transformers' own reader: names, orientation, and the order of q and k."""
+    from transformers import AutoConfig
+
+    source = source_of(family)
+    write_gguf(source, tmp_path / "m.gguf", GgufDtype.f32)
+    ids = torch.arange(3, 67).reshape(2, 32)
+    if family == "mistral":  # read as what it is written as, and the same within the window
+        config, ids = None, ids[:, :5]
+    else:
+        config = AutoConfig.from_pretrained(source)
+    found = read_back(tmp_path / "m.gguf", ids, config)
+    assert (found - logits_of(source, ids)).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_the_header_alone_makes_the_same_model(
+    family: str, source_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Without config.json: heads, widths, norms and rotary base are in the file."""
+    source = source_of(family)
+    write_gguf(source, tmp_path / "m.gguf", GgufDtype.f32)
+    ids = torch.arange(3, 35)[None]
+    assert (read_back(tmp_path / "m.gguf", ids) - logits_of(source, ids)).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most"), [("f16", 2**-11), ("bf16", 2**-8), ("q8_0", 1 / 254 + 2**-11)]
+)
+def test_matrices_are_rounded_and_vectors_are_not(
+    dtype: str, most: float, source_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Relative to each value, or for Q8_0 to the largest of its block of 32; norms stay exact."""
+    source = source_of("llama")
+    write_gguf(source, tmp_path / "m.gguf", GgufDtype(dtype))
+    found = tensors(tmp_path / "m.gguf")
+    kept = load_file(source / "model.safetensors")["model.embed_tokens.weight"].float()
+    table = found["token_embd.weight"]
+    assert table.tensor_type.name == dtype.upper()
+    read = torch.from_numpy(gguf.dequantize(table.data, table.tensor_type).copy())
+    scale = kept.abs()
+    if dtype == "q8_0":
+        scale = scale.view(-1, 32).amax(1, keepdim=True).expand(-1, 32).reshape(kept.shape)
+    assert ((read - kept).abs() <= most * scale + 1e-7).all()
+    assert found["blk.0.attn_norm.weight"].tensor_type.name == "F32"
+
+
+def test_a_matrix_that_blocks_do_not_divide_stays_in_f16() -> None:
+    """Rows of 48 are no whole number of blocks of 32; rows of 64 are."""
+    for width, kind in ((48, "F16"), (64, "Q8_0")):
+        stored = Stored(
+            name="x", key="x", shape=(4, width), form=Form.plain, heads=0, is_small=False
+        )
+        assert _kind(stored, GgufDtype.q8_0).name == kind
+
+
+def test_the_same_directory_gives_the_same_bytes(
+    source_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """No time, no path, a fixed order."""
+    for number in ("1", "2"):
+        source = copied(source_of("llama"), tmp_path / f"from{number}")
+        write_gguf(source, tmp_path / f"{number}.gguf", GgufDtype.f16)
+    assert (tmp_path / "1.gguf").read_bytes() == (tmp_path / "2.gguf").read_bytes()
+    assert str(tmp_path).encode() not in (tmp_path / "1.gguf").read_bytes()
+
+
+def test_a_window_bounds_the_context(source_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """The Llama graph has no window; up to its length the two are one."""
+    write_gguf(source_of("mistral"), tmp_path / "m.gguf", GgufDtype.f16)
+    assert header(tmp_path / "m.gguf")["llama.context_length"] == 5
+
+
+def test_a_tied_head_is_written_once(source_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """GPT-2's is, tiny Llama's is not."""
+    for family, has_head in (("gpt2", False), ("llama", True)):
+        write_gguf(source_of(family), tmp_path / "m.gguf", GgufDtype.f32)
+        assert ("output.weight" in tensors(tmp_path / "m.gguf")) is has_head
+
+
+def test_a_tied_model_with_another_head_is_refused(
+    source_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """What transformers loads is the head that lies in the file; the same one twice is no harm."""
+    source = copied(source_of("llama"), tmp_path / "m")
+    changed(source, "config.json", tie_word_embeddings=True)
+    with pytest.raises(MensError, match="has a head of its own"):
+        write_gguf(source, tmp_path / "m.gguf", GgufDtype.f16)
+    weights = load_file(source / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    write_gguf(source, tmp_path / "m.gguf", GgufDtype.f16)
+    assert "output.weight" not in tensors(tmp_path / "m.gguf")
+
+
+def test_llama_3_scaling_is_written_as_factors(
+    source_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """By hand: wavelengths under 8192/4 are kept, over 8192/1 divided by 8, between blended."""
+    source = copied(source_of("llama"), tmp_path / "m")
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    changed(source, "config.json", rope_parameters=rope)
+    write_gguf(source, tmp_path / "m.gguf", GgufDtype.f32)
+    factors = tensors(tmp_path / "m.gguf")["rope_freqs.weight"].data
+    width = 2 * len(factors)
+    for index, factor in enumerate(factors):
+        wave = 2 * 3.141592653589793 * 500000.0 ** (2 * index / width)
+        smooth = (8192 / wave - 1) / 3
+        blend = 1 / ((1 - smooth) / 8 + smooth)
+        expected = 1.0 if wave < 2048 else 8.0 if wave > 8192 else blend
+        assert factor == pytest.approx(expected, rel=1e-4)
+    assert {1.0, 8.0} < set(factors.round(3).tolist())
+
+
+def test_linear_scaling_is_a_value_of_the_header(
+    source_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Positions divided by the factor."""
+    source = copied(source_of("llama"), tmp_path / "m")
+    rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    write_gguf(
+        changed(source, "config.json", rope_parameters=rope), tmp_path / "m.gguf", GgufDtype.f32
+    )
+    values = header(tmp_path / "m.gguf")
+    assert values["llama.rope.scaling.type"] == "linear"
+    assert values["llama.rope.scaling.factor"] == 4.0
+    assert "rope_freqs.weight" not in tensors(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "said"),
+    [
+        ("llama", {"model_type": "phi3"}, "models of this family are not written as GGUF"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act has no equal in GGUF"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function has no equal in GGUF"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx has no equal"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "scaling of the rotary frequencies .* found dynamic",
+        ),
+        ("llama", {"num_hidden_layers": 3}, r"layers\.2\..*found no such tensor"),
+        ("llama", {"num_hidden_layers": 1}, "is no tensor of the model"),
+        ("llama", {"num_key_value_heads": 4}, r"k_proj.*weights disagree|weights disagree"),
+    ],
+)
+def test_a_model_that_gguf_cannot_say_is_refused(
+    family: str,
+    values: dict[str, Any],
+    said: str,
+    source_of: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    """By name, and nothing is written."""
+    source = changed(copied(source_of(family), tmp_path / "m"), "config.json", **values)
+    with pytest.raises(MensError, match=said):
+        write_gguf(source, tmp_path / "out" / "m.gguf", GgufDtype.f16)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "said"),
+    [
+        (float("nan"), "f32", "not finite in F32"),
+        (float("inf"), "q8_0", "not finite in Q8_0"),
+        (1e5, "f16", r"not finite in F16.*100000.*gguf\.dtype=f32"),
+    ],
+)
+def test_a_weight_beyond_the_type_is_refused(
+    value: float, dtype: str, said: str, source_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A half-written file is gone, and an earlier one stays."""
+    source = copied(source_of("llama"), tmp_path / "m")
+    weights = load_file(source / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "m.gguf").write_bytes(b"earlier")
+    with pytest.raises(MensError, match=said):
+        write_gguf(source, tmp_path / "m.gguf", GgufDtype(dtype))
+    assert (tmp_path / "m.gguf").read_bytes() == b"earlier"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "m.gguf"]
+
+
+@pytest.mark.slow
+def test_smollm2_survives(
+    real_texts: Callable[[int], list[str]],
+    same_ids: Callable[[Path, Path], None],
+    cache: Path,
+    tiny_config: Callable[..., RunConfig],
+    tmp_path: Path,
+) -> None:
+    """The default model: F32 to 1e-4, the others within their rounding, the same ids."""
+    from mens_exp.model.resolve import resolve
+
+    source = resolve(tiny_config("model=smollm2_135m").model, cache).directory
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    ids = torch.tensor([tokenizer.encode("\n\n".join(real_texts(40))).ids[:256]])
+    wanted = logits_of(source, ids)
+    for dtype, most in (("f32", 1e-12), ("bf16", 1e-12), ("f16", 1e-6), ("q8_0", 5e-3)):
+        file = tmp_path / f"{dtype}.gguf"
+        write_gguf(source, file, GgufDtype(dtype))
+        found = read_back(file, ids)
+        if dtype == "f32":
+            assert (found - wanted).abs().max() <= 1e-4
+            same_ids(source, file)
+        p, q = wanted.log_softmax(-1).double(), found.log_softmax(-1).double()
+        kl = (p.exp() * (p - q)).sum(-1)
+        print(f"{dtype}: mean KL {kl.mean():.2e}, max {kl.max():.2e}")  # noqa: T201  # the figures
+        assert kl.mean() <= most
+        file.unlink()

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+from tokenizers import Tokenizer
+
+from mens_exp import cli
+from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.export.handoff import BackendFamily, read_handoff
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.model.resolve import BaseModel
+
+
+@pytest.fixture
+def model(tiny_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """tiny_llama with one merge, which readers ask for, in the working directory."""
+    source: Path = shutil.copytree(tiny_base.directory, tmp_path / "merged")
+    path = source / "tokenizer.json"
+    core = json.loads(path.read_text("utf-8"))
+    core["model"]["vocab"]["ab"] = 259
+    core["model"]["merges"] = [["a", "b"]]
+    core["pre_tokenizer"]["use_regex"] = True
+    path.write_text(json.dumps(core), encoding="utf-8")
+    assert Tokenizer.from_file(str(path)).encode("ab").ids == [259]
+    monkeypatch.chdir(tmp_path)
+    return source
+
+
+def test_the_command_writes_the_file_a_modelfile_and_the_record(
+    model: Path, tmp_path: Path
+) -> None:
+    """task=export format=gguf path=… out=…; written again, the directory is replaced."""
+    for number in ("1", "2"):
+        overrides = ["format=gguf", "path=merged", "out=out", f"hydra.run.dir=run{number}"]
+        assert cli.main(["task=export", *overrides]) == 0
+    out = tmp_path / "out"
+    names = ["Modelfile", "external_serving_handoff_v1.json", "model.gguf"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    assert (out / "Modelfile").read_text("utf-8").startswith("FROM ./model.gguf\nTEMPLATE ")
+    record = read_handoff(out)
+    assert record.backend_family is BackendFamily.OLLAMA
+    assert (record.base_model, record.prompt_format) == ("merged", "chatml")
+    results = [
+        Manifest.read(tmp_path / f"run{number}" / "manifest.json").results for number in ("1", "2")
+    ]
+    assert results[0]["gguf_sha256"] == results[1]["gguf_sha256"]
+    assert results[0]["gguf_sha256"] == sha256_file(out / "model.gguf")
+
+
+def test_without_out_it_lies_in_the_run(model: Path, tmp_path: Path) -> None:
+    """In a folder named after the format."""
+    overrides = ["format=gguf", f"path={model}", "gguf.dtype=q8_0", "hydra.run.dir=run"]
+    assert cli.main(["task=export", *overrides]) == 0
+    assert (tmp_path / "run" / "gguf" / "model.gguf").is_file()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["format=gguf"], "path: nothing to export"),
+        (["format=gguf", "path=merged", "out=merged"], "out: is there already"),
+        (
+            ["format=gguf", "path=merged", "export.checkpoints=true"],
+            "has no effect with format=gguf",
+        ),
+        (["path=merged", "gguf.dtype=f32"], "has no effect with format=bundle"),
+        (["format=gguf", "path=base"], "path: "),
+        (["format=gguf", "path=merged", "gguf.dtype=q4_0"], "gguf.dtype"),
+    ],
+)
+def test_a_command_that_asks_for_something_else_is_refused(
+    model: Path,
+    tmp_path: Path,
+    overrides: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Before a run is opened."""
+    assert cli.main(["task=export", *overrides]) == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [model]
+
+
+def test_a_run_is_sent_to_the_merge(
+    finished: RunDir,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its adapter is no model yet."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["task=export", "format=gguf", f"path={finished.path}"]) == 2
+    assert f"task=merge path={finished.path} out=<directory>" in capsys.readouterr().err
+
+
+def test_a_missing_library_is_told_before_a_run_is_opened(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Exit code 3 and the extra's name."""
+    import sys
+
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert cli.main(["task=export", "format=gguf", f"path={model}"]) == 3
+    assert "pip install 'mens-exp[gguf]'" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [model]

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mens_exp.errors import MensError
+from mens_exp.export.handoff import FILE, BackendFamily, Handoff, read_handoff, write_handoff
+
+GOLDEN = Path(__file__).parents[1] / "golden" / FILE
+
+
+def record(**changes: Any) -> Handoff:
+    values: dict[str, Any] = {
+        "backend_family": BackendFamily.VLLM,
+        "base_model": "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "adapter_path": "adapter",
+        "artifact_dir": ".",
+        "tokenizer_source": "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "prompt_format": "chatml",
+        "openai_base_url": "http://127.0.0.1:8000/v1",
+        "notes": "rank 16",
+    }
+    return Handoff(**values | changes)
+
+
+def test_the_record_is_the_committed_one(tmp_path: Path) -> None:
+    """The same bytes, and read back the same values."""
+    write_handoff(record(), tmp_path)
+    assert (tmp_path / FILE).read_bytes() == GOLDEN.read_bytes()
+    assert read_handoff(GOLDEN) == read_handoff(tmp_path) == record()
+
+
+def test_what_is_unknown_is_left_out(tmp_path: Path) -> None:
+    """Three keys are optional, and absent rather than null."""
+    bare = record(adapter_path=None, openai_base_url=None, notes=None)
+    write_handoff(bare, tmp_path)
+    written = json.loads((tmp_path / FILE).read_text("utf-8"))
+    assert {"adapter_path", "openai_base_url", "notes"} & written.keys() == set()
+    assert read_handoff(tmp_path) == bare
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"schema": "other"}, "not this format"),
+        ({"schema_version": 2}, "of a version that this program does not read"),
+        ({"schema_version": True}, "of a version that this program does not read"),
+        ({"backend_family": "olama"}, "backend_family.*ollama"),
+        ({"base_model": 3}, "base_model.*a string"),
+        ({"tokenizer_source": None}, "tokenizer_source"),
+        ({"prompt_format": " "}, "prompt_format: is empty"),
+        ({"artifact_dir": "/srv/model"}, "leads out of the export"),
+        ({"adapter_path": "../adapter"}, "leads out of the export"),
+        ({"note": "x"}, "unknown key.*notes"),
+    ],
+)
+def test_a_record_that_is_wrong_is_refused(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    """Its schema and version first, then every key."""
+    values = json.loads(GOLDEN.read_text("utf-8")) | changes
+    (tmp_path / FILE).write_text(json.dumps(values), encoding="utf-8")
+    with pytest.raises(MensError, match=said):
+        read_handoff(tmp_path)
+
+
+def test_a_missing_key_is_named(tmp_path: Path) -> None:
+    """As is a file that is none, or no object."""
+    values = json.loads(GOLDEN.read_text("utf-8"))
+    del values["prompt_format"]
+    for text, said in (
+        (json.dumps(values), "prompt_format: missing key"),
+        ("[]", "an object"),
+        ("{", "not JSON"),
+    ):
+        (tmp_path / FILE).write_text(text, encoding="utf-8")
+        with pytest.raises(MensError, match=said):
+            read_handoff(tmp_path)
+    with pytest.raises(MensError, match="cannot be read"):
+        read_handoff(tmp_path / "absent.json")
+
+
+def test_a_record_that_could_not_be_read_is_not_written(tmp_path: Path) -> None:
+    """The writer holds to the reader's rules."""
+    with pytest.raises(MensError, match="leads out of the export"):
+        write_handoff(record(artifact_dir="/srv"), tmp_path)
+    assert list(tmp_path.iterdir()) == []

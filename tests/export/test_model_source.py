@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.errors import MensError
+from mens_exp.export.handoff import FILE, BackendFamily, Handoff, write_handoff
+from mens_exp.export.model_source import model_directory, occupied
+
+if TYPE_CHECKING:
+    from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.model.resolve import BaseModel
+
+
+def exported(directory: Path, **changes: str) -> Path:
+    directory.mkdir(exist_ok=True)
+    values = {
+        "base_model": "base",
+        "artifact_dir": ".",
+        "tokenizer_source": ".",
+        "prompt_format": "chatml",
+    }
+    write_handoff(Handoff(backend_family=BackendFamily.OTHER, **values | changes), directory)
+    return directory
+
+
+def test_a_complete_directory_is_itself(tiny_base: BaseModel, tmp_path: Path) -> None:
+    """With or without a hand-off record in it."""
+    assert model_directory(str(tiny_base.directory)) == tiny_base.directory
+    copy = Path(shutil.copytree(tiny_base.directory, tmp_path / "m"))
+    assert model_directory(str(exported(copy))) == copy
+
+
+def test_an_export_names_its_model(tiny_base: BaseModel, tmp_path: Path) -> None:
+    """The record's artifact_dir, below the export."""
+    export = exported(tmp_path / "export", artifact_dir="model")
+    shutil.copytree(tiny_base.directory, export / "model")
+    assert model_directory(str(export)) == export / "model"
+
+
+def test_an_adapter_is_sent_to_the_merge(finished: RunDir) -> None:
+    """A run with one, its adapter directory, and the PEFT directory in it."""
+    for path in (finished.path, finished.adapter, finished.peft):
+        with pytest.raises(MensError, match="is an adapter, no complete model") as refused:
+            model_directory(str(path))
+        assert f"task=merge path={path} out=<directory>" in str(refused.value)
+
+
+def test_the_weights_of_a_full_run_are_its_model(tiny_base: BaseModel, tmp_path: Path) -> None:
+    """A run that trained every weight has them as a directory."""
+    run = tmp_path / "run"
+    shutil.copytree(tiny_base.directory, run / "weights")
+    (run / "manifest.json").write_text("{}", encoding="utf-8")
+    assert model_directory(str(run)) == run / "weights"
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "is no complete model directory"),
+        ({"manifest.json": "{}"}, "is no complete model directory"),
+        ({"x.gguf": ""}, "llama-server -m .*x.gguf"),
+        ({"config.json": "{}"}, "tokenizer.json: is missing"),
+        ({"config.json": "{}", "tokenizer.json": "{}"}, "holds no safetensors weights"),
+        ({FILE: "{}"}, "not this format"),
+    ],
+)
+def test_what_is_no_model_is_refused(tmp_path: Path, files: dict[str, str], said: str) -> None:
+    """With what is missing, or with the program that reads it."""
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(MensError, match=said):
+        model_directory(str(tmp_path))
+
+
+def test_a_path_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """As one that does not exist."""
+    with pytest.raises(MensError, match="which does not exist"):
+        model_directory(str(tmp_path / "absent"))
+
+
+def test_weights_that_config_json_denies_are_refused(tiny_base: BaseModel, tmp_path: Path) -> None:
+    """Loading would fill a missing layer at random."""
+    copy = shutil.copytree(tiny_base.directory, tmp_path / "m")
+    config = json.loads((copy / "config.json").read_text("utf-8"))
+    config["num_hidden_layers"] += 1
+    (copy / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(MensError, match=r"weights disagree with config\.json"):
+        model_directory(str(copy))
+
+
+def test_only_an_export_is_written_over(tmp_path: Path) -> None:
+    """A new directory, an empty one and an earlier export may be written; nothing else."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x", encoding="utf-8")
+    exported(tmp_path / "earlier")
+    for free in (None, str(tmp_path / "new"), str(tmp_path / "empty"), str(tmp_path / "earlier")):
+        assert occupied(free) == []
+    for taken in (tmp_path / "mine", tmp_path / "mine" / "thesis.txt"):
+        (problem,) = occupied(str(taken))
+        assert "is there already, and no earlier export" in str(problem)
