@@ -275,12 +275,12 @@ def test_ctrl_c_before_a_run_is_open_exits_with_130(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without a traceback."""
-    from mens_exp.plan import preflight
+    from mens_exp.tasks import settle
 
     def interrupted(_config: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(preflight, "preflight", interrupted)
+    monkeypatch.setattr(settle, "preflight", interrupted)
     assert cli.main(["model=tiny_llama"]) == 130
     assert capsys.readouterr().err == "Cancelled.\n"
 

@@ -14,7 +14,8 @@ from mens_exp import cli
 from mens_exp.artifacts.certificate import Certificate
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.export.verdict import rejected_place
+from mens_exp.export.handoff import read_handoff
+from mens_exp.export.verdict import hashes_of, rejected_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -217,3 +218,59 @@ def smollm2(run: RunDir, cache: Path) -> Path:
     from mens_exp.model.resolve import resolve
 
     return resolve(typed(from_yaml(run.config)).model, cache).directory
+
+
+@pytest.fixture
+def exported(run: RunDir, tmp_path: Path) -> Callable[..., Path]:
+    """Export the run in a form; return the directory."""
+
+    def export(*overrides: str) -> Path:
+        out = tmp_path / "out"
+        command = ["task=export", f"path={run.path}", f"out={out}", "parity.tokens=256"]
+        assert cli.main([*command, f"hydra.run.dir={tmp_path / 'record'}", *overrides]) == 0
+        found = certificate_of(tmp_path, out)
+        assert found.passed
+        hashes = hashes_of(out)
+        assert found.files == hashes
+        results = Manifest.read(RunDir(tmp_path / "record").manifest).results
+        assert results["files_sha256"] == hashes
+        return out
+
+    return export
+
+
+def test_a_run_leaves_as_gguf_with_its_certificate(exported: Callable[..., Path]) -> None:
+    """Merged on the way in f32, rounded once, read back by transformers."""
+    out = exported("format=gguf", "gguf.dtype=bf16")
+    found = Certificate.read(out / "parity.json").comparisons["written"]
+    assert found["mean_kl"] < 0.005
+    assert read_handoff(out).tokenizer_source == "model.gguf"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "family", "files"),
+    [
+        (["format=hf"], "hf-transformers", {"config.json", "model.safetensors"}),
+        (["format=ollama"], "ollama", {"Modelfile", "config.json", "model.safetensors"}),
+        (
+            ["format=ollama", "ollama.form=adapter"],
+            "ollama",
+            {"Modelfile", "adapter_config.json", "adapter_model.safetensors"},
+        ),
+        (["format=vllm"], "vllm", {"adapter_config.json", "adapter_model.safetensors"}),
+    ],
+    ids=["hf", "ollama", "ollama adapter", "vllm"],
+)
+def test_a_run_leaves_for_other_programs_with_its_certificate(
+    exported: Callable[..., Path], overrides: list[str], family: str, files: set[str]
+) -> None:
+    """What the program reads, the hand-off record, and the card or Modelfile beside it."""
+    out = exported(*overrides)
+    assert files < {path.name for path in out.iterdir()}
+    assert read_handoff(out).backend_family == family
+    tensors = Certificate.read(out / "parity.json").tensors
+    assert len(tensors) == 210
+    assert max(one["relative"] for one in tensors.values()) < 0.01
+    if "Modelfile" in files:
+        begins = "FROM .\n" if "config.json" in files else "FROM SmolLM2-135M-Instruct\nADAPTER .\n"
+        assert (out / "Modelfile").read_text().startswith(begins)

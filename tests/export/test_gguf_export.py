@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from mens_exp import cli
+from mens_exp.artifacts.certificate import Certificate
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.export.handoff import BackendFamily, read_handoff
@@ -15,7 +16,6 @@ from mens_exp.export.handoff import BackendFamily, read_handoff
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.model.resolve import BaseModel
 
 
@@ -42,17 +42,21 @@ def test_the_command_writes_the_file_a_modelfile_and_the_record(
         overrides = ["format=gguf", "path=merged", "out=out", f"hydra.run.dir=run{number}"]
         assert cli.main(["task=export", *overrides]) == 0
     out = tmp_path / "out"
-    names = ["Modelfile", "external_serving_handoff_v1.json", "model.gguf"]
+    names = ["Modelfile", "external_serving_handoff_v1.json", "model.gguf", "parity.json"]
     assert sorted(path.name for path in out.iterdir()) == names
     assert (out / "Modelfile").read_text("utf-8").startswith("FROM ./model.gguf\nTEMPLATE ")
     record = read_handoff(out)
     assert record.backend_family is BackendFamily.OLLAMA
     assert (record.base_model, record.prompt_format) == ("merged", "chatml")
-    results = [
-        Manifest.read(tmp_path / f"run{number}" / "manifest.json").results for number in ("1", "2")
-    ]
-    assert results[0]["gguf_sha256"] == results[1]["gguf_sha256"]
-    assert results[0]["gguf_sha256"] == sha256_file(out / "model.gguf")
+    first, second = (
+        Manifest.read(tmp_path / f"run{number}" / "manifest.json").results["files_sha256"]
+        for number in ("1", "2")
+    )
+    assert first == second
+    assert first["model.gguf"] == sha256_file(out / "model.gguf")
+    certificate = Certificate.read(out / "parity.json")
+    assert certificate.passed
+    assert certificate.files == first
 
 
 def test_without_out_it_lies_in_the_run(model: Path, tmp_path: Path) -> None:
@@ -89,16 +93,14 @@ def test_a_command_that_asks_for_something_else_is_refused(
     assert list(tmp_path.iterdir()) == [model]
 
 
-def test_a_run_is_sent_to_the_merge(
-    finished: RunDir,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_what_is_neither_a_model_nor_an_adapter_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its adapter is no model yet."""
+    """Before a run is opened."""
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["task=export", "format=gguf", f"path={finished.path}"]) == 2
-    assert f"task=merge path={finished.path} out=<directory>" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["task=export", "format=gguf", "path=empty"]) == 2
+    assert "there is no adapter" in capsys.readouterr().err
 
 
 def test_a_missing_library_is_told_before_a_run_is_opened(

@@ -112,7 +112,7 @@ def test_what_is_accepted_stays_and_says_so(tmp_path: Path) -> None:
     directory = written(tmp_path)
     (directory / "README.md").write_text("# Merged\n")
     certificate = of_graphs("mean_kl 0.25 > 0.002", accepted=True)
-    settle(directory, tmp_path / "merged", certificate)
+    settle(directory, tmp_path / "merged", certificate, card_section(certificate))
     found = Certificate.read(directory / "parity.json")
     assert (found.passed, found.accepted) == (False, True)
     card = (directory / "README.md").read_text()

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.errors import GateError
-from mens_exp.report.parity_view import card_section
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,13 +43,14 @@ def certificate_place(out: Path) -> Path:
     return out / PARITY_NAME if out.is_dir() else out.with_name(f"{out.name}.{PARITY_NAME}")
 
 
-def settle(temporary: Path, out: Path, certificate: Certificate) -> None:
+def settle(temporary: Path, out: Path, certificate: Certificate, card: str = "") -> None:
     """Put the certificate with what it is of, and set both aside when it says no.
 
     Args:
         temporary: the directory or the file, not yet in its place.
         out: that place; whoever made ``temporary`` moves it there.
         certificate: of what lies in ``temporary``.
+        card: what the model card of a directory, where it has one, is to say of it; Markdown.
 
     Raises:
         GateError: it is over the budget and nobody accepted that; it lies beside ``out`` now.
@@ -58,7 +58,7 @@ def settle(temporary: Path, out: Path, certificate: Certificate) -> None:
     kept = certificate.passed or certificate.accepted
     aside = rejected_place(out)
     if temporary.is_dir():
-        _tell(temporary, certificate)
+        _tell(temporary, certificate, card)
         certificate.write(temporary / PARITY_NAME)
     else:
         certificate.write(certificate_place(out if kept else aside))
@@ -78,9 +78,9 @@ def settle(temporary: Path, out: Path, certificate: Certificate) -> None:
     )
 
 
-def _tell(directory: Path, certificate: Certificate) -> None:
+def _tell(directory: Path, certificate: Certificate, section: str) -> None:
     """Let the card of a written directory, where it has one, say what was measured."""
     card = directory / CARD_NAME
-    if card.is_file():
-        atomic.write_text(card, f"{card.read_text('utf-8')}\n{card_section(certificate)}")
+    if card.is_file() and section:
+        atomic.write_text(card, f"{card.read_text('utf-8')}\n{section}")
         certificate.files[CARD_NAME] = sha256_file(card)

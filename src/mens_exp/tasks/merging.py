@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.plan.preflight import writable_cache
-from mens_exp.report.parity_view import parity_table, verdict
+from mens_exp.report.parity_view import card_section, parity_table, verdict
 from mens_exp.tasks.merge_choices import decide, deltas_of
 from mens_exp.tasks.merge_inputs import gather
 from mens_exp.tasks.subject import config_of
@@ -94,7 +94,7 @@ def settle_certified(
     certificate.write(run.dir.parity)
     run.manifest.results.update(parity=verdict(certificate))
     console.print(parity_table(certificate))
-    settle(written, out, certificate)
+    settle(written, out, certificate, card_section(certificate))
 
 
 def _read(inputs: MergeInputs) -> dict[str, Any]:
