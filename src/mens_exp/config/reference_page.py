@@ -126,9 +126,19 @@ def _settable(schema: Any) -> list[dataclasses.Field[Any]]:
 
 
 def _table(schema: Any, fields: Any, prefix: str, group: str | None = None) -> Iterator[str]:
-    hints = get_type_hints(schema)
     yield "| key | type | default | range | meaning |\n|---|---|---|---|---|"
+    yield from _rows(schema, fields, prefix, group)
+
+
+def _rows(schema: Any, fields: Any, prefix: str, group: str | None) -> Iterator[str]:
+    hints = get_type_hints(schema)
     for field in fields:
+        node = hints[field.name]
+        if dataclasses.is_dataclass(node):
+            doc = _cell(_doc(schema, field.name))
+            yield f"| `{prefix}{field.name}` | the keys below |  |  | {doc} |"
+            yield from _rows(node, _settable(node), f"{prefix}{field.name}.", None)
+            continue
         bounds = range_of(field)
         key = f"{prefix}{field.name}"
         setters = [] if group in {None, "callbacks"} else _setters(str(group), field.name)
