@@ -27,6 +27,6 @@ def test_a_command_of_the_page_composes(command: str) -> None:
 
 def test_the_page_has_commands_and_quotes_the_vllm_command_that_is_written() -> None:
     """The markers still enclose what they should."""
-    assert len(_commands()) == 4
+    assert len(_commands()) == 9
     base = "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert serve_command(base, "mine", "adapter/peft", 16) in PAGE.read_text("utf-8")
