@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self, TypedDict
+from typing import TypedDict
 
-from mens_exp.artifacts.record import read_record, write_record
+from mens_exp.artifacts.record import StoredRecord
 from mens_exp.errors import DataError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 __all__ = [
     "Attribution",
@@ -130,7 +127,7 @@ class Suggestion(TypedDict):
 
 
 @dataclass(kw_only=True, slots=True)
-class Attribution:
+class Attribution(StoredRecord):
     """What quantizing a base costs.
 
     Attributes:
@@ -164,25 +161,6 @@ class Attribution:
     sum_of_parts: dict[str, float]
     suggestion: Suggestion
     parity: Comparison
-
-    def write(self, path: Path) -> None:
-        """Write the record atomically.
-
-        Raises:
-            MensError: a field is of the wrong type or not finite; nothing is written.
-        """
-        write_record(self, path)
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read a record strictly.
-
-        Raises:
-            DataError: the file is missing, of another format or a newer version, or holds
-                an unknown key or a wrong value.
-            Problems: several of these.
-        """
-        return read_record(cls, path)
 
     def problems(self, where: str) -> list[DataError]:
         """Return what no attribution can say: other variants than it lists, ranks not by KL."""

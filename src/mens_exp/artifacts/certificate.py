@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Self, TypedDict
+from typing import Any, TypedDict
 
-from mens_exp.artifacts.record import read_record, write_record
+from mens_exp.artifacts.record import StoredRecord
 from mens_exp.errors import DataError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 __all__ = ["Certificate", "Comparison", "Evidence", "ProbeRecord", "TensorError", "WorstLayer"]
 
@@ -63,7 +60,7 @@ class ProbeRecord(TypedDict):
 
 
 @dataclass(kw_only=True, slots=True)
-class Certificate:
+class Certificate(StoredRecord):
     """What was measured, of what, and whether it is within the budget.
 
     Attributes:
@@ -99,25 +96,6 @@ class Certificate:
     sources: dict[str, Any]
     files: dict[str, str]
     unknown: dict[str, str] = field(default_factory=dict)
-
-    def write(self, path: Path) -> None:
-        """Write the record atomically.
-
-        Raises:
-            MensError: a field is of the wrong type or not finite; nothing is written.
-        """
-        write_record(self, path)
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read a record strictly.
-
-        Raises:
-            DataError: the file is missing, of another format or a newer version, or holds
-                an unknown key or a wrong value.
-            Problems: several of these.
-        """
-        return read_record(cls, path)
 
     def exceeded(self) -> list[str]:
         """Name what is over the budget, with figures."""

@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
-from pathlib import Path, PurePosixPath
-from typing import Any, Self, TypedDict
+from pathlib import PurePosixPath
+from typing import Any, TypedDict
 
-from mens_exp.artifacts.record import read_record, write_record
+from mens_exp.artifacts.record import StoredRecord
 from mens_exp.errors import DataError
 
 __all__ = ["Attempt", "Failure", "Manifest", "Status", "utc_now"]
@@ -46,7 +46,7 @@ class Failure(TypedDict):
 
 
 @dataclass(kw_only=True, slots=True)
-class Manifest:
+class Manifest(StoredRecord):
     """What ran, on what, and what came of it.
 
     Attributes:
@@ -99,25 +99,6 @@ class Manifest:
     outputs: dict[str, str] = field(default_factory=dict)
     error: Failure | None = None
     notes: list[str] = field(default_factory=list)
-
-    def write(self, path: Path) -> None:
-        """Write the record atomically.
-
-        Raises:
-            MensError: a field is of the wrong type or not finite; nothing is written.
-        """
-        write_record(self, path)
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read a record strictly.
-
-        Raises:
-            DataError: the file is missing, of another format or a newer version, or holds
-                an unknown key or a wrong value.
-            Problems: several of these.
-        """
-        return read_record(cls, path)
 
     def problems(self, where: str) -> list[DataError]:
         """Return the times, digests and paths that are not written as they should be."""

@@ -8,7 +8,7 @@ together. Writing applies the same rules, so that nothing is written that cannot
 from __future__ import annotations
 
 from dataclasses import MISSING, Field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar, cast, get_type_hints
 
 from mens_exp.artifacts.atomic import json_line, write_bytes, write_json
 from mens_exp.artifacts.typed_json import check, check_keys, is_enum, parse_json, wrong
@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-__all__ = ["Record", "read_bytes", "read_lines", "read_record", "write_lines", "write_record"]
+__all__ = [
+    "Record",
+    "StoredRecord",
+    "read_bytes",
+    "read_lines",
+    "read_record",
+    "write_lines",
+    "write_record",
+]
 
 
 class Record(Protocol):
@@ -34,6 +42,31 @@ class Record(Protocol):
 
 
 R = TypeVar("R", bound=Record)
+
+
+class StoredRecord:
+    """A record class that writes and reads its own file."""
+
+    __slots__ = ()
+
+    def write(self: Record, path: Path) -> None:
+        """Write the record atomically.
+
+        Raises:
+            MensError: a field is of the wrong type or not finite; nothing is written.
+        """
+        write_record(self, path)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a record strictly.
+
+        Raises:
+            DataError: the file is missing, of another format or a newer version, or holds
+                an unknown key or a wrong value.
+            Problems: several of these.
+        """
+        return read_record(cls, path)  # type: ignore[type-var]  # what mixes it in is a Record
 
 
 def read_record(

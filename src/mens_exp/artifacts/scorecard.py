@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Self, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
-from mens_exp.artifacts.record import read_lines, read_record, write_lines, write_record
+from mens_exp.artifacts.record import StoredRecord, read_lines, write_lines
 from mens_exp.errors import DataError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class ItemEvent(TypedDict):
 
 
 @dataclass(kw_only=True, slots=True)
-class Scorecard:
+class Scorecard(StoredRecord):
     """The KPIs of one run.
 
     Attributes:
@@ -59,25 +59,6 @@ class Scorecard:
     items: int
     conditions: dict[str, dict[str, float | int | None]]
     unknown: dict[str, str] = field(default_factory=dict)
-
-    def write(self, path: Path) -> None:
-        """Write the record atomically.
-
-        Raises:
-            MensError: a field is of the wrong type or not finite; nothing is written.
-        """
-        write_record(self, path)
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read a record strictly.
-
-        Raises:
-            DataError: the file is missing, of another format or a newer version, or holds
-                an unknown key or a wrong value.
-            Problems: several of these.
-        """
-        return read_record(cls, path)
 
     def problems(self, where: str) -> list[DataError]:
         """Return what no scorecard can say."""
