@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -121,8 +122,20 @@ def test_the_manifest_describes_the_adapter(
     assert (manifest.rank, manifest.alpha, manifest.vocab, manifest.d_model) == (4, 8, 320, 64)
     assert manifest.quant == {"base_quant": "fp4", "double_quant": False}
     assert manifest.base_model == "tiny_llama"
+    assert manifest.mens_exp is not None
+    library = manifest.mens_exp["quantizer"].pop("library")
+    assert library == f"bitsandbytes {metadata.version('bitsandbytes')}"
     assert manifest.mens_exp == {
         "base_weights_sha256": tiny_base.weights_sha256,
+        "embed_key": "model.embed_tokens.weight",
+        "quantizer": {
+            "quant_type": "fp4",
+            "block_size": 64,
+            "double_quant": False,
+            "compute_dtype": "bf16",
+            "rounded_to": "bf16",
+            "skip": [],
+        },
         "variant": "lora",
         "init": {
             "name": "default",

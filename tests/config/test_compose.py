@@ -55,7 +55,8 @@ def changed(value: Any) -> Any:
         return value + 1
     if isinstance(value, str):
         return f"{value}x"
-    return [*value, 0.5] if value and isinstance(value[0], float) else [*value, "x"]
+    more = {float: 0.5, int: 7}.get(type(value[0]) if value else str, "x")
+    return [*value, more]
 
 
 @pytest.mark.parametrize("override", OPTIONS)
@@ -125,6 +126,7 @@ def test_every_value_enters_the_digest() -> None:
     base.base, base.meta, base.adapter.file = "b", "j", "s"
     base.merge.mode, base.merge.dtype, base.merge.base = "full", "bf16", "original"
     base.export.base_quant, base.export.double_quant = "nf4", True
+    base.parity.text, base.parity.budget.max_kl, base.parity.budget.hidden_error = "t", 1.0, 1.0
     digests = {config_digest(base)}
     paths = leaves(base)
     for path in paths:

@@ -79,7 +79,7 @@ def inside(field: dataclasses.Field[Any]) -> list[str]:
     if not dataclasses.is_dataclass(field.default_factory):
         return [field.name]
     section = dataclasses.fields(field.default_factory)
-    return [f"{field.name}.{one.name}" for one in section]
+    return [f"{field.name}.{path}" for one in section for path in inside(one)]
 
 
 LEAVES = leaves()

@@ -104,7 +104,8 @@ def test_the_planner_admits_the_reference_s_blocks_but_one() -> None:
     assert set(ADMITTED) == set(BLOCK_SIZES) - {32}
     for size in BLOCK_SIZES:
         config = QuantConfig(block_size=size)
-        run: Any = SimpleNamespace(quant=config, backend=SimpleNamespace(name="qlora"))
+        backend, task = SimpleNamespace(name="qlora"), SimpleNamespace(name="train")
+        run: Any = SimpleNamespace(quant=config, backend=backend, task=task)
         refused = [*rules.problems(run), *range_problems(config)]
         assert (not refused) == (size in ADMITTED)
 

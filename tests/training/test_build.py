@@ -89,6 +89,7 @@ def test_the_default_callbacks_are_there_and_the_checkpoint_is_last(
     """Whatever belongs to a step has happened when its checkpoint is written."""
     assert names(built()) == [
         "ManifestFacts",
+        "Digests",
         "Throughput",
         "MemoryWatch",
         "FiniteGuard",
@@ -102,7 +103,7 @@ def test_the_default_callbacks_are_there_and_the_checkpoint_is_last(
 def test_callbacks_can_be_chosen(built: Callable[..., Trainer]) -> None:
     """Lightning adds none of its own in place of what was left out."""
     minimal = built("callbacks=minimal")
-    assert names(minimal) == ["ManifestFacts", "TelemetryWriter", "AdapterWriter"]
+    assert names(minimal) == ["ManifestFacts", "Digests", "TelemetryWriter", "AdapterWriter"]
     assert "Progress" not in names(built("~callbacks.progress"))
 
 
