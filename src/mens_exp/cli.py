@@ -121,6 +121,8 @@ def _checked_cells(
     for cell in checked.cells if with_files else ():
         if cell.config.task.name == "merge":
             problems += _settle_merge(cell)
+        elif cell.config.task.name == "inspect":
+            problems += _settle_inspected(cell)
         elif "path" in TASK_READS[cell.config.task.name]:
             problems += _settle_subject(cell)
         elif cell.config.task.name != "doctor":
@@ -198,6 +200,24 @@ def _settle_merge(cell: Cell) -> list[MensError]:
         cell.config.path = str(adapter_place(cell.config.path).directory)
         cell.composed.values.path = cell.config.path
     return problems
+
+
+def _settle_inspected(cell: Cell) -> list[MensError]:
+    """Replace what `path` names by what it means now, and refuse what cannot be done with that."""
+    from mens_exp.errors import MensError, Problems
+    from mens_exp.tasks.inspected import inspected, problems
+
+    config = cell.config
+    if config.path is None:
+        return []
+    try:
+        found = inspected(config.path)
+        config.path = cell.composed.values.path = str(found.path)
+        return problems(config, found)
+    except Problems as several:
+        return list(several.problems)
+    except MensError as error:
+        return [error]
 
 
 def _settle_adapter(cell: Cell) -> list[MensError]:

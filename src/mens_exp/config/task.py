@@ -15,6 +15,7 @@ __all__ = [
     "ChatConfig",
     "ExportConfig",
     "ExportFormat",
+    "InspectConfig",
     "PushConfig",
     "TaskConfig",
 ]
@@ -100,4 +101,13 @@ class ExportConfig:
     )
     double_quant: bool | None = setting(
         None, "Whether its constants were quantized once more; null is yes where it was quantized."
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class InspectConfig:
+    """How much task=inspect does again."""
+
+    replay_steps: int = setting(
+        3, "Optimizer steps that replay=true takes again, from the first (unverified guess).", ge=1
     )

@@ -86,6 +86,7 @@ TASK_READS: dict[str, frozenset[str]] = {
             "quant.compute_dtype",
         }
     ),
+    "inspect": frozenset({"path", "verify", "replay", "inspect", "trainer.accelerator"}),
     "doctor": frozenset(),
 }
 _READ_OF_THE_BASE = frozenset({"model", "tokenizer", "quant", "lora", "backend"})

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mens_exp.layout.merge_map import Place
     from mens_exp.lora.merge import Delta
 
-__all__ = ["tensor_errors"]
+__all__ = ["row_lengths", "tensor_errors"]
 
 
 def tensor_errors(
@@ -73,6 +73,24 @@ def tensor_errors(
     return errors
 
 
+def row_lengths(place: Place, delta: Delta, quantizer: Quantizer | None) -> torch.Tensor:
+    """Return the length of each row of a weight as an adapter met it, ``[out]``, f64.
+
+    PEFT takes them in the number format of a 4-bit layer's products, and so they are rounded here.
+
+    Args:
+        place: of the weight, which an adapter sits on.
+        delta: of the adapter.
+        quantizer: what made 4-bit values of the base; None for the published weights.
+    """
+    stored = _read(place.shard, place.key)
+    stored_OI = stored.T if place.transposed else stored
+    lengths_O: torch.Tensor = _met(stored_OI, place, delta, quantizer).norm(dim=1)
+    if quantizer is not None:
+        lengths_O = lengths_O.to(DTYPES[quantizer["compute_dtype"]]).double()
+    return lengths_O
+
+
 def _read(path: Path, name: str) -> torch.Tensor:
     with safe_open(path, framework="pt") as file:
         tensor: torch.Tensor = file.get_tensor(name)
@@ -83,16 +101,22 @@ def _expected(
     stored_OI: torch.Tensor, place: Place, delta: Delta, quantizer: Quantizer | None
 ) -> torch.Tensor:
     """Return ``W + s · B A`` in f64, W as the adapter met it."""
-    if quantizer is None:
-        weight_OI = stored_OI.double()
-    elif not place.quantized:
-        weight_OI = stored_OI.to(DTYPES[quantizer["compute_dtype"]]).double()
-    else:
-        weight_OI = _four_bit(stored_OI, delta, quantizer)
+    weight_OI = _met(stored_OI, place, delta, quantizer)
     weight_OI = weight_OI + delta.scale * (delta.B_OR.double() @ delta.A_RI.double())
     if delta.magnitude_O is not None:  # DoRA, arXiv:2402.09353, equation 5
         weight_OI = weight_OI * (delta.magnitude_O.double() / weight_OI.norm(dim=1))[:, None]
     return weight_OI
+
+
+def _met(
+    stored_OI: torch.Tensor, place: Place, delta: Delta, quantizer: Quantizer | None
+) -> torch.Tensor:
+    """Return W as the adapter met it, f64."""
+    if quantizer is None:
+        return stored_OI.double()
+    if not place.quantized:
+        return stored_OI.to(DTYPES[quantizer["compute_dtype"]]).double()
+    return _four_bit(stored_OI, delta, quantizer)
 
 
 def _four_bit(stored_OI: torch.Tensor, delta: Delta, quantizer: Quantizer) -> torch.Tensor:

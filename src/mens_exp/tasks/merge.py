@@ -11,14 +11,13 @@ from mens_exp.artifacts import atomic
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.plan.preflight import writable_cache
 from mens_exp.report.parity_view import parity_table, verdict
-from mens_exp.tasks.merge_choices import decide
+from mens_exp.tasks.merge_choices import decide, deltas_of
 from mens_exp.tasks.merge_inputs import gather
 from mens_exp.tasks.subject import config_of
 
 if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.export.merged_directory import MergedModel
-    from mens_exp.lora.merge import Delta
     from mens_exp.tasks.merge_choices import Choices
     from mens_exp.tasks.merge_inputs import MergeInputs
     from mens_exp.tasks.run import Run
@@ -43,7 +42,7 @@ def merge(config: RunConfig, run: Run) -> None:
     out = usual if config.out is None else Path(config.out).expanduser()
     atomic.remove_stale(out.parent)
     refuse_full_disk(out, choices.all_places, choices.dtype)
-    deltas = _deltas(inputs, choices)
+    deltas = deltas_of(inputs, choices)
     what = Merge(deltas=deltas, dtype=choices.dtype, quantizer=choices.quantizer)
 
     def certified(written: Path) -> None:
@@ -99,28 +98,6 @@ def _decided(choices: Choices) -> dict[str, Any]:
         "merged_keys": {one.logical: one.name for one in choices.all_places if one.logical},
         "untied": choices.unties,
     }
-
-
-def _deltas(inputs: MergeInputs, choices: Choices) -> dict[str, Delta]:
-    """Return what is added to each weight; a doubled pair is taken apart for a 4-bit base."""
-    import torch
-
-    from mens_exp.lora.merge import Delta
-
-    manifest, tensors = inputs.manifest, inputs.tensors
-    init = (manifest.mens_exp or {}).get("init") or {}
-    found = {}
-    for layer in manifest.layer_order:
-        magnitude = tensors.get(f"{layer}.lora_magnitude")
-        whole = Delta(
-            A_RI=torch.from_numpy(tensors[f"{layer}.lora_a"]),
-            B_OR=torch.from_numpy(tensors[f"{layer}.lora_b"]),
-            scale=manifest.scale_of(layer),
-            magnitude_O=None if magnitude is None else torch.from_numpy(magnitude),
-        )
-        apart = init.get("doubled_rank") and choices.quantizer is not None
-        found[layer] = whole.as_trained() if apart else whole
-    return found
 
 
 def _model(inputs: MergeInputs, choices: Choices) -> MergedModel:

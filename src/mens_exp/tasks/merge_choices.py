@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.quantizer import Quantizer
     from mens_exp.config.merge import MergeConfig
     from mens_exp.errors import MensError
+    from mens_exp.lora.merge import Delta
     from mens_exp.tasks.merge_inputs import MergeInputs
 
-__all__ = ["Choices", "decide"]
+__all__ = ["Choices", "decide", "deltas_of"]
 
 _NF4_BLOCK = 64  # the paper's, and every trainer's that lets nobody choose
 _FOUR_BIT = ("nf4", "fp4")
@@ -116,6 +117,28 @@ def decide(inputs: MergeInputs, asked: MergeConfig) -> Choices:
         is_proxy=proxy,
         trained_on=_trained_on(inputs, quantizer),
     )
+
+
+def deltas_of(inputs: MergeInputs, choices: Choices) -> dict[str, Delta]:
+    """Return what is added to each weight; a doubled pair is taken apart for a 4-bit base."""
+    import torch
+
+    from mens_exp.lora.merge import Delta
+
+    manifest, tensors = inputs.manifest, inputs.tensors
+    init = (manifest.mens_exp or {}).get("init") or {}
+    found = {}
+    for layer in manifest.layer_order:
+        magnitude = tensors.get(f"{layer}.lora_magnitude")
+        whole = Delta(
+            A_RI=torch.from_numpy(tensors[f"{layer}.lora_a"]),
+            B_OR=torch.from_numpy(tensors[f"{layer}.lora_b"]),
+            scale=manifest.scale_of(layer),
+            magnitude_O=None if magnitude is None else torch.from_numpy(magnitude),
+        )
+        apart = init.get("doubled_rank") and choices.quantizer is not None
+        found[layer] = whole.as_trained() if apart else whole
+    return found
 
 
 def _refuse_other_base(inputs: MergeInputs) -> None:

@@ -22,6 +22,7 @@ _READS_A_RUN = {
     "chat": "no run to talk to",
     "push": "no run to upload",
     "export": "nothing to export",
+    "inspect": "nothing to inspect",
 }
 # What of the export's settings a bundle alone reads, and what another form alone.
 _PACKING = frozenset({"export.checkpoints", "export.allow_absolute_paths"})
@@ -76,12 +77,14 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
-    """Yield overrides of task=export that its format leaves without effect.
+    """Yield overrides that another setting of the same task leaves without effect.
 
     Args:
         config: the whole configuration.
         keys: override keys as given.
     """
+    if config.task.name == "inspect":
+        yield from _unread_by_inspect(config, keys)
     if config.task.name != "export":
         return
     is_bundle = config.format is ExportFormat.bundle
@@ -91,6 +94,19 @@ def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
             yield _without_effect(key, config.format, "a format that reads it")
         elif of_the_base and is_bundle:
             yield _without_effect(key, config.format, "the model of the run itself")
+
+
+def _unread_by_inspect(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
+    for key in keys:
+        needs = {"inspect.replay_steps": config.replay, "trainer.accelerator": config.verify}
+        if not needs.get(key, True):
+            switch = "replay" if key == "inspect.replay_steps" else "verify"
+            yield ConfigError(
+                f"has no effect with {switch}=false",
+                where=key,
+                expected=f"{switch}=true beside it",
+                remedy=f"add {switch}=true, or drop {key}",
+            )
 
 
 def _without_effect(key: str, form: ExportFormat, expected: str) -> ConfigError:
