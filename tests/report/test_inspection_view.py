@@ -94,17 +94,18 @@ def test_lineage_says_what_is_missing() -> None:
     assert "→ base" not in text
 
 
-def test_differences_come_first_and_whole() -> None:
-    """What is equal is shortened; what is not shows both values in full."""
+def test_of_a_verification_only_what_is_not_equal_is_listed() -> None:
+    """Differences first, both values in full; what is equal is counted."""
     checks = [
         check(Outcome.EQUAL, "a" * 64, "a" * 64),
         check(Outcome.NOT_HERE, "b" * 64, None, "the base is elsewhere"),
         check(Outcome.DIFFERS, "c" * 64, "d" * 64),
     ]
     text = shown(inspection(verification=Verification(checks=checks)))
-    assert text.index("c" * 64) < text.index("aaaa")
+    assert text.index("c" * 64) < text.index("bbbb")
     assert "d" * 64 in text
-    assert "a" * 64 not in text
+    assert "aaaa" not in text
+    assert "Verified: 1 equal, 1 differs, 1 not here" in text
     assert "the base is elsewhere" in text
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from mens_exp import cli
 from mens_exp.artifacts.adapter_v3 import read_adapter
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.inspection import Inspection, Kind
@@ -20,36 +19,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mens_exp.artifacts.run_dir import RunDir
-
-
-@pytest.fixture
-def typed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
-    """Type a command in an empty directory, and return what it said."""
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def command(*overrides: str, code: int = 0) -> str:
-        assert cli.main(list(overrides)) == code
-        said = capsys.readouterr()
-        return said.out + said.err
-
-    return command
-
-
-@pytest.fixture
-def inspect(typed: Callable[..., str], tmp_path: Path) -> Callable[..., Inspection]:
-    """Inspect a path and return the record."""
-    number = iter(range(99))
-
-    def command(path: Any, *overrides: str, code: int = 0) -> Inspection:
-        own = tmp_path / "here" / f"inspection_{next(number)}"
-        typed("task=inspect", f"path={path}", *overrides, f"hydra.run.dir={own}", code=code)
-        return Inspection.read(own / "inspection.json")
-
-    return command
 
 
 def test_a_run_is_told_layer_by_layer(finished: RunDir, inspect: Callable[..., Inspection]) -> None:

@@ -35,7 +35,7 @@ _MARKS = {
 
 
 def inspection_view(found: Inspection) -> RenderableType:
-    """Show everything that an inspection found; every layer has a line."""
+    """Show what an inspection found; of a verification, all that is not equal."""
     parts: list[RenderableType] = [_title(found.path), _head(found)]
     if found.layers:
         parts += [_title("Layers"), _places(found.layers)]
@@ -43,7 +43,8 @@ def inspection_view(found: Inspection) -> RenderableType:
     parts += [_title("Lineage"), _lineage(found.lineage)]
     if found.verification is not None:
         checks = found.verification["checks"]
-        parts += [_title(f"Verified: {verification_verdict(checks)}"), _checks(checks)]
+        parts.append(_title(f"Verified: {verification_verdict(checks)}"))
+        parts.append(_checks([one for one in checks if one["outcome"] != Outcome.EQUAL]))
     if found.replay is not None:
         again = found.replay
         parts += [_title(f"Replayed: {replay_verdict(again)}"), _checks(again["checks"])]
@@ -161,7 +162,9 @@ def _lineage(line: Sequence[Ancestor]) -> Table:
     return table
 
 
-def _checks(checks: Sequence[Check]) -> Table:
+def _checks(checks: Sequence[Check]) -> RenderableType:
+    if not checks:
+        return Text()
     table = _table()
     for name in ("", "what", "recorded", "found"):
         table.add_column(name, overflow="fold")

@@ -7,14 +7,22 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from mens_exp.artifacts.certificate import Certificate
-from mens_exp.artifacts.inspection import BaseRecord, CertificateRecord, Inspection, Kind
+from mens_exp.artifacts.inspection import (
+    BaseRecord,
+    CertificateRecord,
+    Inspection,
+    Kind,
+    Verification,
+)
 from mens_exp.artifacts.manifest import Manifest
-from mens_exp.report.inspection_view import inspection_view
+from mens_exp.report.inspection_view import inspection_view, verification_verdict
 from mens_exp.report.parity_view import verdict
 from mens_exp.tasks import adapter_anatomy, checkpoint_anatomy
+from mens_exp.tasks.checking import refuse_differences
 from mens_exp.tasks.inspected import Inspected, inspected
 from mens_exp.tasks.lineage import base_of_run, lineage
 from mens_exp.tasks.row_lengths import tell_magnitudes
+from mens_exp.tasks.verifying import verification
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,6 +45,8 @@ def inspect(config: RunConfig, run: Run) -> None:
     if certificate is not None:
         record.certificate = _told(certificate, found)
     record.lineage = lineage(found, record.base, certificate)
+    if config.verify:
+        record.verification = Verification(checks=verification(config, found, certificate))
     record.write(run.dir.inspection)
     run.manifest.results.update(layers=len(record.layers), parameters=record.parameters)
     if record.parameters is None:
@@ -44,6 +54,20 @@ def inspect(config: RunConfig, run: Run) -> None:
     console = Console()
     console.print(inspection_view(record))
     console.print(f"Record: {run.dir.inspection}", soft_wrap=True)
+    _judge(record, run)
+
+
+def _judge(record: Inspection, run: Run) -> None:
+    """Let what differs decide how the task ends, once everything is on record.
+
+    Raises:
+        GateError: something does.
+    """
+    where, remedy = record.path, f"read {run.dir.inspection}; copy it again from where it was made"
+    if record.verification is not None:
+        checks = record.verification["checks"]
+        run.manifest.results.update(verified=verification_verdict(checks))
+        refuse_differences("is not what its records say", where, checks, remedy)
 
 
 def _certificate(found: Inspected) -> Certificate | None:
