@@ -83,6 +83,30 @@ def test_every_form_of_an_adapter_has_the_same_deltas(
     assert found.lineage[1]["place"] == str(beside / "run")
 
 
+def test_a_peft_directory_of_another_family_is_read_by_its_names(
+    train_in: Callable[..., RunDir], inspect: Callable[..., Inspection], tmp_path: Path
+) -> None:
+    """GPT-2's modules, apart from any run; how its base was quantized nobody tells."""
+    run = train_in(tmp_path / "gpt2", "model=tiny_gpt2", "trainer.max_steps=1")
+    expected = inspect(run.path)
+    found = inspect(shutil.copytree(run.peft, tmp_path / "alone"))
+    assert (found.kind, found.form) == (Kind.ADAPTER, "peft")
+    assert found.layers.keys() == expected.layers.keys()
+    assert found.layers["l0.qkv"]["shape"] == expected.layers["l0.qkv"]["shape"]
+    assert "base.base_quant" in found.unknown
+
+
+def test_a_run_of_every_weight_has_no_layers(
+    train_in: Callable[..., RunDir], inspect: Callable[..., Inspection], tmp_path: Path
+) -> None:
+    """Neither in the run nor in its training state, and both say why."""
+    run = train_in(tmp_path / "full", "backend=full", "optim.lr=1e-5", "trainer.max_steps=1")
+    for path in (run.path, run.checkpoint(1)):
+        found = inspect(path)
+        assert found.layers == {}
+        assert "every weight" in found.unknown["layers"]
+
+
 def test_a_written_adapter_whose_run_is_gone_says_so(
     finished: RunDir, typed: Callable[..., str], inspect: Callable[..., Inspection], tmp_path: Path
 ) -> None:

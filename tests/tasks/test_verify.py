@@ -259,3 +259,25 @@ def test_something_without_records_has_nothing_to_verify(
     assert found.verification is not None
     (check,) = found.verification["checks"]
     assert (check["outcome"], check["recorded"]) == (Outcome.NOT_HERE, None)
+
+
+def test_a_truncated_adapter_is_found_and_the_rest_verified(
+    run: RunDir, inspect: Callable[..., Inspection], typed: Callable[..., str]
+) -> None:
+    """It has no layers to show; without verify=true it is refused."""
+    whole = (run.path / TENSORS).read_bytes()
+    (run.path / TENSORS).write_bytes(whole[:100])
+    assert "not a whole safetensors file" in typed("task=inspect", f"path={run.path}", code=2)
+    found = inspect(run.path, "verify=true", code=4)
+    assert differing(found) == ["layers", f"outputs.{TENSORS}", "adapter"]
+    assert "layers" in found.unknown
+
+
+def test_a_certificate_whose_verdict_was_edited_is_found(
+    spoilt: Path, inspect: Callable[..., Inspection]
+) -> None:
+    """Its own figures deny it, so that it is no certificate."""
+    edit(spoilt / "model" / "parity.json", lambda value: value.update(passed=not value["passed"]))
+    found = inspect(spoilt / "model", "verify=true", code=4)
+    assert differing(found) == ["certificate"]
+    assert found.certificate is None

@@ -12,7 +12,7 @@ from mens_exp.artifacts.adapter_files import read_directory
 from mens_exp.artifacts.adapter_tensors import MAGNITUDE
 from mens_exp.artifacts.inspection import BaseRecord, LayerRecord
 from mens_exp.config.lora import LoraVariant
-from mens_exp.errors import DataError
+from mens_exp.errors import DataError, Problems
 from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.peft_adapter import PeftAdapter, read_peft
 from mens_exp.layout.shape import family_for, shape_of
@@ -106,7 +106,7 @@ def _read_any_family(directory: Path) -> PeftAdapter:
     for family in FAMILIES.values():
         try:
             return read_peft(directory, family)
-        except DataError as error:
+        except (DataError, Problems) as error:
             errors.append(error)
     raise errors[0]
 
@@ -126,6 +126,10 @@ def of_state(
     if config is None:
         found = _measured(tensors, {}, dict.fromkeys(layers), where)
         found.unknown["layers.scale"] = bare
+        return found
+    if not layers:
+        found = _measured(tensors, {}, {}, where)
+        found.unknown["layers"] = "every weight was trained, and there is no LoRA matrix"
         return found
     lora, shape = config.lora, shape_of(config.model)
     modules = {one.logical: one for one in linear_modules(shape)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
@@ -15,22 +15,32 @@ from mens_exp.artifacts.inspection import (
     Verification,
 )
 from mens_exp.artifacts.manifest import Manifest
-from mens_exp.report.inspection_view import inspection_view, verification_verdict
+from mens_exp.errors import MensError
+from mens_exp.report.inspection_view import (
+    inspection_view,
+    replay_verdict,
+    verification_verdict,
+)
 from mens_exp.report.parity_view import verdict
 from mens_exp.tasks import adapter_anatomy, checkpoint_anatomy
-from mens_exp.tasks.checking import refuse_differences
+from mens_exp.tasks.checking import compared, refuse_differences
 from mens_exp.tasks.inspected import Inspected, inspected
 from mens_exp.tasks.lineage import base_of_run, lineage
+from mens_exp.tasks.replaying import replay
 from mens_exp.tasks.row_lengths import tell_magnitudes
 from mens_exp.tasks.verifying import verification
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
+    from mens_exp.artifacts.inspection import Check
     from mens_exp.config.root import RunConfig
     from mens_exp.tasks.run import Run
 
 __all__ = ["inspect"]
+
+T = TypeVar("T")
 
 
 def inspect(config: RunConfig, run: Run) -> None:
@@ -39,14 +49,20 @@ def inspect(config: RunConfig, run: Run) -> None:
     found = inspected(config.path)
     record = Inspection(kind=found.kind, path=str(found.path), what=found.what)
     run.manifest.inputs.update(subject=str(found.path), subject_kind=found.kind.value)
-    certificate = _certificate(found)
-    _anatomy(config, record, found)
+    damage: list[Check] = []
+    certificate = _tried(config, damage, "certificate", lambda: _certificate(found))
+    _tried(config, damage, "layers", lambda: _anatomy(config, record, found))
+    record.unknown |= dict.fromkeys((one["name"] for one in damage), "it cannot be read")
     _base(record, found, certificate)
     if certificate is not None:
         record.certificate = _told(certificate, found)
     record.lineage = lineage(found, record.base, certificate)
     if config.verify:
-        record.verification = Verification(checks=verification(config, found, certificate))
+        checks = [*damage, *verification(config, found, certificate)]
+        record.verification = Verification(checks=checks)
+    if config.replay:
+        assert found.run is not None, "the command was refused otherwise"
+        record.replay = replay(found.run, config.inspect.replay_steps)
     record.write(run.dir.inspection)
     run.manifest.results.update(layers=len(record.layers), parameters=record.parameters)
     if record.parameters is None:
@@ -63,11 +79,30 @@ def _judge(record: Inspection, run: Run) -> None:
     Raises:
         GateError: something does.
     """
-    where, remedy = record.path, f"read {run.dir.inspection}; copy it again from where it was made"
+    checks: list[Check] = []
     if record.verification is not None:
-        checks = record.verification["checks"]
+        checks += record.verification["checks"]
         run.manifest.results.update(verified=verification_verdict(checks))
-        refuse_differences("is not what its records say", where, checks, remedy)
+    if record.replay is not None:
+        checks += record.replay["checks"]
+        run.manifest.results.update(replayed=replay_verdict(record.replay))
+    remedy = f"read {run.dir.inspection}: it has every value, and what of this machine is other"
+    refuse_differences("is not what its records say", record.path, checks, remedy)
+
+
+def _tried(config: RunConfig, damage: list[Check], name: str, read: Callable[[], T]) -> T | None:
+    """Read something; under verify=true, what cannot be read is one more thing that differs.
+
+    Raises:
+        MensError: it cannot be read, and nothing is to be verified.
+    """
+    try:
+        return read()
+    except MensError as error:
+        if not config.verify:
+            raise
+        damage.append(compared(name, "something that can be read", str(error)))
+        return None
 
 
 def _certificate(found: Inspected) -> Certificate | None:
@@ -84,10 +119,9 @@ def _anatomy(config: RunConfig, record: Inspection, found: Inspected) -> None:
         anatomy = adapter_anatomy.of_adapter(found.adapter)
         tell_magnitudes(anatomy, found.adapter, config)
     else:
-        reasons: dict[Kind, str] = {
-            Kind.RUN: "the run has no adapter: it has not ended, or it trained every weight",
-        }
-        record.unknown["layers"] = reasons.get(found.kind, "what was merged is no adapter any more")
+        unfinished = "the run has no adapter: it has not ended, or it trained every weight"
+        merged = "what was merged is no adapter any more"
+        record.unknown["layers"] = unfinished if found.kind is Kind.RUN else merged
         return
     record.layers, record.parameters = anatomy.layers, anatomy.parameters
     record.variant, record.base = anatomy.variant, anatomy.base

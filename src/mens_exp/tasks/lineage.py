@@ -38,8 +38,7 @@ def lineage(
     if certificate is None:
         return [_base(base), _unnamed(found)]
     sources = certificate.sources
-    sha256 = str(sources["adapter_sha256"])
-    run = trained_by(sha256, found.path)
+    run = trained_by(sources.get("adapter_sha256"), found.path)
     line = _of_run(run, frozenset()) if run is not None else [_base(base), _absent(sources, found)]
     files = {name or found.path.name: one for name, one in certificate.files.items()}
     return [*line, _ancestor(Role.WRITTEN, found.path.resolve().name, found.path, files)]
@@ -63,7 +62,7 @@ def _absent(sources: Mapping[str, Any], found: Inspected) -> Ancestor:
         Role.RUN if "run" in sources else Role.ADAPTER,
         str(sources.get("run", "unknown")),
         None,
-        {"adapter_sha256": str(sources["adapter_sha256"])},
+        {name: str(sources[name]) for name in ("adapter_sha256",) if name in sources},
         f"no run below {_OUTPUTS} or beside {found.path} has an adapter of this hash",
     )
 
@@ -98,11 +97,11 @@ def base_of_run(manifest: Manifest) -> BaseRecord:
     )
 
 
-def trained_by(adapter_sha256: str, near: Path) -> RunDir | None:
+def trained_by(adapter_sha256: str | None, near: Path) -> RunDir | None:
     """Return the training run that wrote a file of tensors.
 
     Args:
-        adapter_sha256: of the file.
+        adapter_sha256: of the file; None finds nothing.
         near: what was inspected; runs beside it are looked at, and all below ``outputs``.
     """
     for run, manifest in _at_hand(near):

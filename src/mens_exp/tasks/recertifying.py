@@ -77,7 +77,7 @@ def _asked(
     config: RunConfig, found: Inspected, certificate: Certificate, writer: RunDir | None
 ) -> tuple[RunConfig | None, str]:
     """Return the command that would write the same again, or why there is none."""
-    trained = trained_by(str(certificate.sources["adapter_sha256"]), found.path)
+    trained = trained_by(certificate.sources.get("adapter_sha256"), found.path)
     if writer is not None:
         asked = config_of(writer)
         asked.trainer.accelerator = config.trainer.accelerator

@@ -152,7 +152,11 @@ def _of_adapter(run: RunDir, manifest: Manifest) -> Iterator[Check]:
     path = None if step is None else run.checkpoint(int(step))
     if path is None or not path.is_file() or (ours.get("init") or {}).get("doubled_rank"):
         return
-    state = read_state(path).adapter
+    try:
+        state = read_state(path).adapter
+    except MensError as error:
+        yield compared(path.name, "a whole training state", str(error))
+        return
     saved = {name: _bytes_hash(state[name].float().numpy()) for name in tensors if name in state}
     now = {name: _bytes_hash(tensors[name]) for name in saved}
     check = compared(f"{path.name}: adapter", digest(saved), digest(now))
@@ -265,7 +269,7 @@ def _sources(found: Inspected, certificate: Certificate) -> Iterator[Check]:
     """Hash what a certificate says it was made of, where the run that trained it is at hand."""
     sources = certificate.sources
     name, recorded = "sources.adapter_sha256", sources.get("adapter_sha256")
-    run = None if recorded is None else trained_by(str(recorded), found.path)
+    run = trained_by(recorded, found.path)
     if run is None:
         yield not_here(name, recorded, "the run that has this adapter is not at hand")
         return
