@@ -99,7 +99,6 @@ class LayerRecord(TypedDict):
 class CertificateRecord(TypedDict):
     """What a parity.json says; ``worst`` is the tensor of the largest relative error."""
 
-    file: str
     verdict: str
     passed: bool
     accepted: bool

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 
 from mens_exp.artifacts.certificate import Certificate
 from mens_exp.artifacts.inspection import (
-    BaseRecord,
-    CertificateRecord,
     Inspection,
     Kind,
     Verification,
 )
-from mens_exp.artifacts.manifest import Manifest
 from mens_exp.errors import MensError
 from mens_exp.report.inspection_view import (
     inspection_view,
     replay_verdict,
     verification_verdict,
 )
-from mens_exp.report.parity_view import verdict
 from mens_exp.tasks import adapter_anatomy, checkpoint_anatomy
 from mens_exp.tasks.checking import compared, refuse_differences
 from mens_exp.tasks.inspected import Inspected, inspected
-from mens_exp.tasks.lineage import base_of_run, lineage
+from mens_exp.tasks.lineage import lineage
 from mens_exp.tasks.replaying import replay
 from mens_exp.tasks.row_lengths import tell_magnitudes
+from mens_exp.tasks.told import named_base, shortened
 from mens_exp.tasks.verifying import verification
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from mens_exp.artifacts.inspection import Check
     from mens_exp.config.root import RunConfig
@@ -53,9 +49,13 @@ def inspect(config: RunConfig, run: Run) -> None:
     certificate = _tried(config, damage, "certificate", lambda: _certificate(found))
     _tried(config, damage, "layers", lambda: _anatomy(config, record, found))
     record.unknown |= dict.fromkeys((one["name"] for one in damage), "it cannot be read")
-    _base(record, found, certificate)
+    record.base = named_base(found, record.base, certificate)
+    if record.base is None:
+        record.unknown["base"] = "no record beside it names one"
+    if record.base is not None and record.base["base_quant"] is not None:
+        record.unknown.pop("base.base_quant", None)
     if certificate is not None:
-        record.certificate = _told(certificate, found)
+        record.certificate = shortened(certificate)
     record.lineage = lineage(found, record.base, certificate)
     if config.verify:
         checks = [*damage, *verification(config, found, certificate)]
@@ -126,51 +126,3 @@ def _anatomy(config: RunConfig, record: Inspection, found: Inspected) -> None:
     record.layers, record.parameters = anatomy.layers, anatomy.parameters
     record.variant, record.base = anatomy.variant, anatomy.base
     record.unknown |= anatomy.unknown
-
-
-def _base(record: Inspection, found: Inspected, certificate: Certificate | None) -> None:
-    """Name the base: by the run's manifest, else the adapter itself, else the certificate."""
-    own = record.base
-    if found.run is not None:
-        record.base = base_of_run(Manifest.read(found.run.manifest))
-        if own is not None:
-            told = {name: value for name, value in own.items() if value is not None}
-            record.base = BaseRecord(**{**record.base, **told})  # type: ignore[typeddict-item]
-            record.unknown.pop("base.base_quant", None)
-    elif certificate is not None and (own is None or own["weights_sha256"] is None):
-        record.base = _base_of(certificate.sources, own)
-    if record.base is None:
-        record.unknown["base"] = "no record beside it names one"
-
-
-def _base_of(sources: dict[str, Any], own: BaseRecord | None) -> BaseRecord | None:
-    """Return the base that a certificate names, as far as the adapter does not tell."""
-    quant = sources.get("quant") or {}
-    told = BaseRecord(
-        name=sources.get("base_model"),
-        revision=None,
-        weights_sha256=sources.get("base_weights_sha256"),
-        base_quant=quant.get("base_quant"),
-        double_quant=quant.get("double_quant"),
-        quantizer=sources.get("quantizer"),
-    )
-    if own is not None:
-        known = {name: value for name, value in own.items() if value is not None}
-        told = BaseRecord(**{**told, **known})  # type: ignore[typeddict-item]
-    return told if any(value is not None for value in told.values()) else None
-
-
-def _told(certificate: Certificate, found: Inspected) -> CertificateRecord:
-    place: Path | None = found.certificate
-    assert place is not None, "it was read from there"
-    worst = sorted(certificate.tensors.items(), key=lambda item: -item[1]["relative"])[:1]
-    return CertificateRecord(
-        file=place.name,
-        verdict=verdict(certificate),
-        passed=certificate.passed,
-        accepted=certificate.accepted,
-        evidence=certificate.evidence,
-        comparisons=certificate.comparisons,
-        tensors=len(certificate.tensors),
-        worst=dict(worst),
-    )
