@@ -120,6 +120,18 @@ def test_a_written_adapter_whose_run_is_gone_says_so(
     assert before["hashes"] == {"adapter_sha256": sha256_file(tensors)}
 
 
+def test_a_damaged_record_beside_it_hides_no_run(
+    finished: RunDir, inspect: Callable[..., Inspection], tmp_path: Path
+) -> None:
+    """The run of an adapter is looked for among others, of which one is no JSON."""
+    shutil.copytree(finished.path, tmp_path / "runs" / "run")
+    (tmp_path / "runs" / "broken").mkdir()
+    (tmp_path / "runs" / "broken" / "manifest.json").write_text("{", "utf-8")
+    copied = shutil.copytree(finished.adapter, tmp_path / "runs" / "copied")
+    last = inspect(copied).lineage[-1]
+    assert (last["role"], last["name"], last["missing"]) == ("adapter", "of run run", None)
+
+
 def test_a_checkpoint_tells_step_optimizer_and_whether_it_goes_on(
     finished: RunDir, inspect: Callable[..., Inspection]
 ) -> None:

@@ -127,6 +127,18 @@ def test_an_edited_loss_is_found_by_step_and_name(
     assert max(one["step"] or 0 for one in found["checks"]) == 2
 
 
+def test_a_step_that_telemetry_no_longer_has_is_found(
+    run: RunDir, replay: Callable[..., Replay]
+) -> None:
+    """A line taken out is no step that was the same."""
+    lines = run.telemetry.read_text("utf-8").splitlines(keepends=True)
+    kept = [one for one in lines if not ('"event":"step"' in one and '"step":2' in one)]
+    assert len(kept) == len(lines) - 1
+    run.telemetry.write_text("".join(kept), "utf-8")
+    found = replay(run.path, code=4)
+    assert found["first_difference"] == "step 2: step: recorded not in telemetry, found taken"
+
+
 def test_another_batch_is_found_before_the_loss_it_gives(
     run: RunDir, replay: Callable[..., Replay]
 ) -> None:

@@ -116,6 +116,43 @@ def test_an_edited_manifest_is_found(
     assert name in differing(inspect(run.path, "verify=true", code=4))
 
 
+def test_a_resumed_run_is_what_its_records_say_and_replays(
+    broken: Callable[..., RunDir], inspect: Callable[..., Inspection], tmp_path: Path
+) -> None:
+    """Stopped in the fourth step, gone on with from the second."""
+    from mens_exp import cli
+
+    stopped = broken(tmp_path / "stopped", 13)
+    assert cli.main([f"resume={stopped.path}"]) == 0
+    found = inspect(stopped.path, "verify=true", "replay=true", "inspect.replay_steps=4")
+    assert differing(found) == []
+    assert found.replay is not None
+    assert found.replay["identical_through"] == 4
+    assert "resumed" in found.replay["conditions"][0]
+
+
+def test_an_unpacked_bundle_is_held_against_its_list(
+    run: RunDir, typed: Callable[..., str], inspect: Callable[..., Inspection], tmp_path: Path
+) -> None:
+    """The manifest too, which no output hash covers."""
+    import tarfile
+
+    typed(
+        "task=export",
+        f"path={run.path}",
+        f"out={tmp_path / 'run.tar.gz'}",
+        "export.allow_absolute_paths=true",
+    )
+    with tarfile.open(tmp_path / "run.tar.gz") as archive:
+        archive.extractall(tmp_path / "there", filter="data")
+    (there,) = (tmp_path / "there").iterdir()
+    assert differing(inspect(there, "verify=true")) == []
+    edit(there / "manifest.json", lambda value: value["notes"].append("trust me"))
+    found = differing(inspect(there, "verify=true", code=4))
+    assert [name.partition(": ")[0] for name in found] == ["bundle"]
+    assert found[0].endswith("manifest.json")
+
+
 def test_an_edited_adapter_manifest_is_found(
     run: RunDir, inspect: Callable[..., Inspection]
 ) -> None:
@@ -209,6 +246,28 @@ def test_an_edited_figure_of_a_certificate_is_found(
     found = differing(inspect(spoilt / "model", "verify=true", code=4))
     assert "certificate: requantized.max_kl" in found
     assert ("certificate of its run: requantized.max_kl" in found) == with_record
+
+
+def test_a_figure_of_an_unknown_machine_may_be_close(
+    spoilt: Path, inspect: Callable[..., Inspection]
+) -> None:
+    """A thousandth more is close, and the note says why that counts; a tenth more differs."""
+    shutil.rmtree(spoilt / "record")
+    before = json.loads((spoilt / "model" / "parity.json").read_text("utf-8"))
+    figure = before["comparisons"]["requantized"]["worst_layer"]["relative_error"]
+    for factor, code in ((1.001, 0), (1.1, 4)):
+
+        def more(value: dict[str, Any], factor: float = factor) -> None:
+            value["comparisons"]["requantized"]["worst_layer"]["relative_error"] = figure * factor
+
+        edit(spoilt / "model" / "parity.json", more)
+        found = inspect(spoilt / "model", "verify=true", code=code)
+        assert found.verification is not None
+        (check,) = [
+            one for one in found.verification["checks"] if one["recorded"] == figure * factor
+        ]
+        assert check["outcome"] == (Outcome.CLOSE if code == 0 else Outcome.DIFFERS)
+        assert "a machine that nothing names" in (check["note"] or "")
 
 
 def test_a_flipped_byte_of_a_merged_model_is_found(

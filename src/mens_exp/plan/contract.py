@@ -202,8 +202,8 @@ class FineTuneContract:
 
 def recorded_digest(record: Mapping[str, Any]) -> str:
     """Return the digest of a contract as a manifest has it, whatever digest stands there."""
-    learned = {name: _known(record[name]) for name in _DIGESTED}
-    return digest({"version": record["version"], **learned})
+    learned = {name: _known(record.get(name) or {}) for name in _DIGESTED}
+    return digest({"version": record.get("version"), **learned})
 
 
 def _known(part: dict[str, Any]) -> dict[str, Any]:

@@ -171,13 +171,17 @@ def _checks(checks: Sequence[Check]) -> RenderableType:
     for check in sorted(checks, key=lambda one: one["outcome"] != Outcome.DIFFERS):
         mark, style = _MARKS[Outcome(check["outcome"])]
         step = "" if check["step"] is None else f"step {check['step']}: "
-        differs = check["outcome"] == Outcome.DIFFERS
-        found = check["note"] if check["outcome"] == Outcome.NOT_HERE else check["found"]
+        is_equal = check["outcome"] == Outcome.EQUAL
+        found = check["note"] if check["outcome"] == Outcome.NOT_HERE else str(check["found"])
         table.add_row(
             Text(mark, style=style),
             Text(f"{step}{check['name']}"),
-            Text(_short(check["recorded"], whole=differs)),
-            Text(_short(found, whole=True) if differs or found is check["note"] else "same"),
+            Text(
+                _short(
+                    check["recorded"], whole=check["outcome"] != Outcome.NOT_HERE and not is_equal
+                )
+            ),
+            Text("same" if is_equal else found or ""),
         )
     return table
 

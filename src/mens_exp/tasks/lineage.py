@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,11 +130,13 @@ def written_by(certificate: Certificate, near: Path) -> RunDir | None:
 
 def _at_hand(near: Path) -> Iterator[tuple[RunDir, Manifest]]:
     beside = near.absolute().parent
-    places = [RunDir(place) for place in (beside, beside.parent)]
-    places += [RunDir(place) for place in sorted(beside.iterdir()) if place.is_dir()]
+    try:
+        places = [beside, beside.parent, *sorted(beside.iterdir())]
+    except OSError:  # somebody else's folder, which may not be listed
+        places = []
     seen = set()
-    for run in (*places, *runs(_OUTPUTS)):
-        if run.path.resolve() in seen or not run.manifest.is_file():
+    for run in (*map(RunDir, places), *runs(_OUTPUTS)):
+        if run.path.resolve() in seen or not os.access(run.manifest, os.R_OK):
             continue
         seen.add(run.path.resolve())
         try:

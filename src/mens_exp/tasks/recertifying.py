@@ -63,7 +63,7 @@ def certificate_checks(
         return
     try:
         again = _measured(asked, found)
-    except MensError as error:
+    except (MensError, OSError) as error:
         yield not_here("certificate", None, f"it cannot be measured here: {error}")
         return
     yield from _figure_checks(certificate, again, "certificate: ", tolerance=_tolerance(writer))
@@ -77,29 +77,39 @@ def _asked(
     config: RunConfig, found: Inspected, certificate: Certificate, writer: RunDir | None
 ) -> tuple[RunConfig | None, str]:
     """Return the command that would write the same again, or why there is none."""
-    trained = trained_by(certificate.sources.get("adapter_sha256"), found.path)
+    adapter = _adapter(certificate, found)
     if writer is not None:
         asked = config_of(writer)
         asked.trainer.accelerator = config.trainer.accelerator
-        if asked.path is not None and not Path(asked.path).expanduser().exists():
-            if trained is None:
-                return None, f"{asked.path}, which it was made of, is no longer there"
-            asked.path = str(trained.adapter)
+        if adapter is not None:
+            asked.path = str(adapter)
+        elif asked.path is not None and not Path(asked.path).expanduser().exists():
+            return None, f"{asked.path}, which it was made of, is no longer there"
         return asked, ""
-    if trained is None:
+    if adapter is None:
         return None, "neither the run that wrote it nor the one that trained it is at hand"
-    return _like(config, found, certificate, trained)
+    return _like(config, found, certificate, adapter)
+
+
+def _adapter(certificate: Certificate, found: Inspected) -> Path | None:
+    """Return the directory of the adapter that it was made of, where its run is at hand."""
+    sha256 = certificate.sources.get("adapter_sha256")
+    run = trained_by(sha256, found.path)
+    if run is None:
+        return None
+    outputs = Manifest.read(run.manifest).outputs
+    return (run.path / next(name for name, one in outputs.items() if one == sha256)).parent
 
 
 def _like(
-    config: RunConfig, found: Inspected, certificate: Certificate, trained: RunDir
+    config: RunConfig, found: Inspected, certificate: Certificate, adapter: Path
 ) -> tuple[RunConfig | None, str]:
     """Return a command that would have written it, as far as the certificate tells."""
     probe, accept = certificate.probe, certificate.accepted
     if probe is not None and probe["source"].startswith("text:"):
         return None, f"its {probe['source']} is not named by a path"
     asked = copy.deepcopy(config)
-    asked.path = str(trained.path)
+    asked.path = str(adapter)
     limits = {one.name: certificate.budget.get(one.name) for one in fields(BudgetConfig)}
     tokens = asked.parity.tokens if probe is None else probe["tokens"]
     asked.parity = ParityConfig(tokens=tokens, text=None, accept=accept)

@@ -223,7 +223,7 @@ def _steps(again: _Again, backend: Backend, data: RowsDataModule) -> None:
 def _figure_checks(again: _Again, step: int, figures: dict[str, Any]) -> list[Check]:
     recorded = again.recorded.get(step)
     if recorded is None:
-        return [not_here("figures", None, "telemetry has no such step", step=step)]
+        return [compared("step", "not in telemetry", "taken", step=step)]
     return [
         compared(name, recorded[name], figures[name], step=step)
         if name in recorded

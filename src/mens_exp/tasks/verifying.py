@@ -71,9 +71,9 @@ def _of_run(run: RunDir) -> Iterator[Check]:
     yield from input_checks(run, manifest)
 
 
-def _outputs(run: RunDir, manifest: Manifest, prefix: str = "outputs") -> Iterator[Check]:
+def _outputs(run: RunDir, manifest: Manifest) -> Iterator[Check]:
     for name, recorded in manifest.outputs.items():
-        yield compared(f"{prefix}.{name}", recorded, _hash(run.path / name))
+        yield compared(f"outputs.{name}", recorded, _hash(run.path / name))
 
 
 def _hash(path: Path) -> str:
@@ -174,7 +174,9 @@ def _of_written(config: RunConfig, found: Inspected, certificate: Certificate) -
     writer = written_by(certificate, found.path)
     if writer is not None:
         manifest = Manifest.read(writer.manifest)
-        yield from _outputs(writer, manifest, f"{manifest.task} {manifest.run_id}")
+        for name in (writer.config.name, writer.parity.name):  # what the rest leans on
+            what = f"{manifest.task} {manifest.run_id}: {name}"
+            yield compared(what, manifest.outputs.get(name), _hash(writer.path / name))
     yield from _sources(found, certificate)
     files_hold = whole == certificate.files
     yield from certificate_checks(config, found, certificate, writer, files_hold=files_hold)
