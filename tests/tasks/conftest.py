@@ -4,10 +4,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mens_exp import cli
+from mens_exp.artifacts.inspection import Inspection
 from mens_exp.config.overrides import check
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.config.overrides import Cell
@@ -53,3 +56,33 @@ def broken(break_at: Callable[..., None], train_in: Callable[..., RunDir]) -> Ca
         return run
 
     return made
+
+
+@pytest.fixture
+def typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Type a command in an empty directory, and return what it said."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def command(*overrides: str, code: int = 0) -> str:
+        assert cli.main(list(overrides)) == code
+        said = capsys.readouterr()
+        return said.out + said.err
+
+    return command
+
+
+@pytest.fixture
+def inspect(typed: Callable[..., str], tmp_path: Path) -> Callable[..., Inspection]:
+    """Inspect a path and return the record."""
+    number = iter(range(99))
+
+    def command(path: Any, *overrides: str, code: int = 0) -> Inspection:
+        own = tmp_path / "here" / f"inspection_{next(number)}"
+        typed("task=inspect", f"path={path}", *overrides, f"hydra.run.dir={own}", code=code)
+        return Inspection.read(own / "inspection.json")
+
+    return command

@@ -16,7 +16,7 @@ from mens_exp.errors import DataError, RequestError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["RunDir", "resolve"]
+__all__ = ["RunDir", "resolve", "runs"]
 
 _CHECKPOINT = re.compile(r"step_(\d{8,})\.ckpt")
 _MANIFEST = "manifest.json"
@@ -96,6 +96,11 @@ class RunDir:
     def parity(self) -> Path:
         """The certificate of what a merge or an export wrote."""
         return self.path / "parity.json"
+
+    @property
+    def inspection(self) -> Path:
+        """What was found of a run, an adapter, a checkpoint or a merged model."""
+        return self.path / "inspection.json"
 
     @property
     def scorecard(self) -> Path:
@@ -188,7 +193,7 @@ def resolve(text: str, outputs: Path = Path("outputs"), *, task: str | None = No
 
 
 def _latest(outputs: Path, task: str | None) -> RunDir:
-    started = [(_started_utc(run, task), str(run.path), run) for run in _runs(outputs)]
+    started = [(_started_utc(run, task), str(run.path), run) for run in runs(outputs)]
     dated = [entry for entry in started if entry[0]]
     if not dated:
         raise RequestError(
@@ -201,7 +206,8 @@ def _latest(outputs: Path, task: str | None) -> RunDir:
     return max(dated, key=lambda entry: entry[:2])[2]
 
 
-def _runs(outputs: Path) -> Iterator[RunDir]:
+def runs(outputs: Path) -> Iterator[RunDir]:
+    """Yield every run below a directory; a run that lies in another is not looked for."""
     for directory, names, files in os.walk(outputs):
         if _MANIFEST in files:
             names.clear()  # a run holds no runs, and its checkpoints are many
@@ -221,6 +227,6 @@ def _started_utc(run: RunDir, task: str | None) -> str:
 
 
 def _nearest(path: Path, outputs: Path) -> str:
-    runs = [run.path.as_posix() for run in _runs(outputs)]
+    known = [run.path.as_posix() for run in runs(outputs)]
     existing = next((parent for parent in (path, *path.parents) if parent.exists()), Path())
-    return nearest(path.as_posix(), runs) or existing.as_posix()
+    return nearest(path.as_posix(), known) or existing.as_posix()

@@ -31,6 +31,7 @@ from mens_exp.config.task import (
     ExportConfig,
     ExportFormat,
     GgufConfig,
+    InspectConfig,
     OllamaConfig,
     PushConfig,
     ServeConfig,
@@ -65,10 +66,11 @@ class RunConfig:
     seed: int = setting(42, "Seed of data order, LoRA initialisation and dropout.", ge=0)
     path: str | None = setting(
         None,
-        "The run a task reads: a run directory, or `latest` (evaluate, chat, push, export, merge); "
-        "chat takes `base` too, the model of the command alone; merge and export take an adapter's "
-        "directory too, in schema v2, v3 or PEFT's form; serve, and export format=gguf, take a "
-        "complete model directory.",
+        "The run a task reads: a run directory, or `latest` (evaluate, chat, push, export, merge, "
+        "inspect); chat takes `base` too, the model of the command alone; merge and export take an "
+        "adapter's directory too, in schema v2, v3 or PEFT's form; serve, and export format=gguf, "
+        "take a complete model directory; inspect takes all of these, a checkpoint, and what a "
+        "merge or an export wrote.",
     )
     prompt: str | None = setting(
         None, "One question: chat answers it and ends; null talks until Ctrl-D."
@@ -91,6 +93,16 @@ class RunConfig:
     )
     base_shard: list[str] = setting(
         [], "Safetensors files of the base to merge into, beside adapter= and meta= (merge)."
+    )
+    verify: bool = setting(
+        False,  # a plain inspection reads and hashes nothing that is large
+        "Compute every content hash and the certificate again and compare them with the records; "
+        "a difference ends with exit code 4 (inspect).",
+    )
+    replay: bool = setting(
+        False,  # as above
+        "Take the first steps of a run again and name the first tensor that differs; a difference "
+        "ends with exit code 4 (inspect).",
     )
     resume: str | None = setting(
         None, "A run directory, or `latest`: continue that run from its last checkpoint (train)."
@@ -124,3 +136,4 @@ class RunConfig:
     gguf: GgufConfig = field(default_factory=GgufConfig, metadata={"doc": "See its keys."})
     ollama: OllamaConfig = field(default_factory=OllamaConfig, metadata={"doc": "See its keys."})
     serve: ServeConfig = field(default_factory=ServeConfig, metadata={"doc": "See its keys."})
+    inspect: InspectConfig = _section(InspectConfig)

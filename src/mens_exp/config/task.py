@@ -17,6 +17,7 @@ __all__ = [
     "ExportFormat",
     "GgufConfig",
     "GgufDtype",
+    "InspectConfig",
     "OllamaConfig",
     "OllamaForm",
     "PushConfig",
@@ -158,3 +159,12 @@ class ServeConfig:
         "127.0.0.1", "Address to listen on; the default is this machine alone, without a password."
     )
     port: int = setting(0, "Port to listen on; 0 takes a free one.", ge=0, le=65535)
+
+
+@dataclass(kw_only=True, slots=True)
+class InspectConfig:
+    """How much task=inspect does again."""
+
+    replay_steps: int = setting(
+        3, "Optimizer steps that replay=true takes again, from the first (unverified guess).", ge=1
+    )

@@ -92,6 +92,7 @@ TASK_READS: dict[str, frozenset[str]] = {
         }
     ),
     "serve": frozenset({"path", "serve"}),
+    "inspect": frozenset({"path", "verify", "replay", "inspect", "trainer.accelerator"}),
     "doctor": frozenset(),
 }
 _READ_OF_THE_BASE = frozenset({"model", "tokenizer", "quant", "lora", "backend"})

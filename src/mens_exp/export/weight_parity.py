@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mens_exp.layout.merge_map import Place
     from mens_exp.lora.merge import Delta
 
-__all__ = ["tensor_errors"]
+__all__ = ["row_lengths", "tensor_errors"]
 
 
 def tensor_errors(
@@ -77,6 +77,24 @@ def tensor_errors(
             max_abs=float(apart_OI.abs().max()), relative=float(apart_OI.norm()) / changed
         )
     return errors
+
+
+def row_lengths(place: Place, delta: Delta, quantizer: Quantizer | None) -> torch.Tensor:
+    """Return the length of each row of a weight as an adapter met it, ``[out]``, f64.
+
+    PEFT takes them in the number format of a 4-bit layer's products, and so they are rounded here.
+
+    Args:
+        place: of the weight, which an adapter sits on.
+        delta: of the adapter.
+        quantizer: what made 4-bit values of the base; None for the published weights.
+    """
+    stored = _read(place.shard, place.key)
+    stored_OI = stored.T if place.transposed else stored
+    lengths_O: torch.Tensor = _base(stored_OI, place, delta, quantizer).norm(dim=1)
+    if quantizer is not None:
+        lengths_O = lengths_O.to(DTYPES[quantizer["compute_dtype"]]).double()
+    return lengths_O
 
 
 def _read(path: Path, name: str) -> torch.Tensor:

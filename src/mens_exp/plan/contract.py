@@ -30,6 +30,8 @@ from mens_exp.plan.semantics import learned_settings
 from mens_exp.rows.files import resolve_files
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from mens_exp.config.root import RunConfig
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "QuantPart",
     "contract_of",
     "origin_of",
+    "recorded_digest",
 ]
 
 _VERSION = 1  # raise it when the same meaning gets another digest
@@ -185,9 +188,7 @@ class FineTuneContract:
 
         A None is left out, so that a choice that did not exist yet changes no older digest.
         """
-        parts = dataclasses.asdict(self)
-        learned = {name: _known(parts[name]) for name in _DIGESTED}
-        return digest({"version": _VERSION, **learned})
+        return recorded_digest({"version": _VERSION, **dataclasses.asdict(self)})
 
     def record(self) -> dict[str, Any]:
         """Return the parts as plain JSON, for manifest and plan."""
@@ -198,6 +199,12 @@ class FineTuneContract:
         """Why a part of the record is null, by its dotted path in a manifest."""
         reasons = self.provenance.unknown
         return {f"contract.provenance.{name}": why for name, why in reasons.items()}
+
+
+def recorded_digest(record: Mapping[str, Any]) -> str:
+    """Return the digest of a contract as a manifest has it, whatever digest stands there."""
+    learned = {name: _known(record.get(name) or {}) for name in _DIGESTED}
+    return digest({"version": record.get("version"), **learned})
 
 
 def _known(part: dict[str, Any]) -> dict[str, Any]:

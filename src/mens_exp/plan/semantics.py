@@ -43,7 +43,8 @@ SETTINGS: dict[str, Part] = {
     **_all(
         Part.RECORD,
         "",
-        "path prompt repo format out base meta base_shard resume deployment_target task.name",
+        "path prompt repo format out base meta base_shard verify replay resume deployment_target "
+        "task.name",
     ),
     **_all(Part.RECORD, "checkpoint.", "every_n_steps keep"),
     **_all(Part.EXEC, "adapter.", "select"),
@@ -52,6 +53,7 @@ SETTINGS: dict[str, Part] = {
     **_all(Part.RECORD, "chat.", "max_new_tokens temperature"),
     **_all(Part.RECORD, "push.", "private message"),
     **_all(Part.RECORD, "attribute.", "tokens position_bounds extra_bits targets_frac"),
+    **_all(Part.RECORD, "inspect.", "replay_steps"),
     **_all(Part.RECORD, "parity.", "tokens text accept"),
     **_all(
         Part.RECORD,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mens_exp.model.resolve import BaseModel
     from mens_exp.tokenizer.protocol import Tokenizer
 
-__all__ = ["describe", "note_origin", "refuse_changed", "tokenizer_of"]
+__all__ = ["describe", "hashes_in", "note_origin", "refuse_changed", "tokenizer_of"]
 
 
 def tokenizer_of(config: TokenizerConfig, base: BaseModel, run: RunDir) -> Tokenizer:
@@ -112,7 +112,7 @@ def refuse_changed(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         RequestError: a content hash is another one.
         Problems: several are.
     """
-    before, after = dict(_hashes(recorded)), dict(_hashes(now))
+    before, after = dict(hashes_in(recorded)), dict(hashes_in(now))
     Problems.raise_if(
         [
             RequestError(
@@ -128,9 +128,10 @@ def refuse_changed(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     )
 
 
-def _hashes(inputs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def hashes_in(inputs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every content hash of a manifest's ``inputs`` by its dotted name."""
     for name, value in inputs.items():
         if isinstance(value, dict):
-            yield from _hashes(value, f"{prefix}{name}.")
+            yield from hashes_in(value, f"{prefix}{name}.")
         elif name.endswith("_sha256"):
             yield f"{prefix}{name}", str(value)

@@ -119,6 +119,28 @@ def decide(inputs: MergeInputs, asked: MergeConfig) -> Choices:
     )
 
 
+def deltas_of(inputs: MergeInputs, choices: Choices) -> dict[str, Delta]:
+    """Return what is added to each weight; a doubled pair is taken apart for a 4-bit base."""
+    import torch
+
+    from mens_exp.lora.merge import Delta
+
+    manifest, tensors = inputs.manifest, inputs.tensors
+    init = (manifest.mens_exp or {}).get("init") or {}
+    found = {}
+    for layer in manifest.layer_order:
+        magnitude = tensors.get(f"{layer}.lora_magnitude")
+        whole = Delta(
+            A_RI=torch.from_numpy(tensors[f"{layer}.lora_a"]),
+            B_OR=torch.from_numpy(tensors[f"{layer}.lora_b"]),
+            scale=manifest.scale_of(layer),
+            magnitude_O=None if magnitude is None else torch.from_numpy(magnitude),
+        )
+        apart = init.get("doubled_rank") and choices.quantizer is not None
+        found[layer] = whole.as_trained() if apart else whole
+    return found
+
+
 def _refuse_other_base(inputs: MergeInputs) -> None:
     recorded = (inputs.manifest.mens_exp or {}).get("base_weights_sha256")
     if recorded is None:
@@ -293,25 +315,3 @@ def _keys(shard: Path) -> set[str]:
     from mens_exp.layout.safetensors_header import read_header
 
     return set(read_header(shard))
-
-
-def deltas_of(inputs: MergeInputs, choices: Choices) -> dict[str, Delta]:
-    """Return what is added to each weight; a doubled pair is taken apart for a 4-bit base."""
-    import torch
-
-    from mens_exp.lora.merge import Delta
-
-    manifest, tensors = inputs.manifest, inputs.tensors
-    init = (manifest.mens_exp or {}).get("init") or {}
-    found = {}
-    for layer in manifest.layer_order:
-        magnitude = tensors.get(f"{layer}.lora_magnitude")
-        whole = Delta(
-            A_RI=torch.from_numpy(tensors[f"{layer}.lora_a"]),
-            B_OR=torch.from_numpy(tensors[f"{layer}.lora_b"]),
-            scale=manifest.scale_of(layer),
-            magnitude_O=None if magnitude is None else torch.from_numpy(magnitude),
-        )
-        apart = init.get("doubled_rank") and choices.quantizer is not None
-        found[layer] = whole.as_trained() if apart else whole
-    return found

@@ -46,6 +46,8 @@ def _settle_path(cell: Cell) -> list[MensError]:
     from mens_exp.tasks.subject import leaving_problems, reads_a_model
 
     config = cell.config
+    if config.task.name == "inspect":
+        return _settle_inspected(cell)
     if reads_a_model(config):
         from mens_exp.export.model_source import model_directory, occupied
 
@@ -102,6 +104,16 @@ def _merges(config: RunConfig) -> bool:
         return config.task.name == "merge"
     for_ollama = config.format is ExportFormat.ollama and config.ollama.form is OllamaForm.merged
     return config.format in _ALWAYS_MERGED or for_ollama
+
+
+def _settle_inspected(cell: Cell) -> list[MensError]:
+    """Replace what `path` names by what it means now, and refuse what cannot be done with that."""
+    from mens_exp.tasks.inspected import inspected, problems
+
+    assert cell.config.path is not None, "the caller has asked"
+    found = inspected(cell.config.path)
+    _put_path(cell, str(found.path))
+    return problems(cell.config, found)
 
 
 def _settle_merge(cell: Cell) -> list[MensError]:

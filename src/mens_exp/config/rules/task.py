@@ -23,6 +23,7 @@ _READS_A_PATH = {
     "push": "no run to upload",
     "export": "nothing to export",
     "serve": "no model to serve",
+    "inspect": "nothing to inspect",
 }
 _ADAPTERS = frozenset({ExportFormat.peft, ExportFormat.v2, ExportFormat.v3})
 _MERGED = frozenset({ExportFormat.hf, ExportFormat.gguf, ExportFormat.ollama})
@@ -94,12 +95,14 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
-    """Yield overrides of task=export that its format leaves without effect.
+    """Yield overrides that another setting of the same task leaves without effect.
 
     Args:
         config: the whole configuration.
         keys: override keys as given.
     """
+    if config.task.name == "inspect":
+        yield from _unread_by_inspect(config, keys)
     if config.task.name != "export":
         return
     for key in keys:
@@ -110,6 +113,19 @@ def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
                 where=key,
                 expected=f"format={'|'.join(sorted(one.value for one in readers))}",
                 remedy=f"drop {key}, or choose another format",
+            )
+
+
+def _unread_by_inspect(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
+    for key in keys:
+        needs = {"inspect.replay_steps": config.replay, "trainer.accelerator": config.verify}
+        if not needs.get(key, True):
+            switch = "replay" if key == "inspect.replay_steps" else "verify"
+            yield ConfigError(
+                f"has no effect with {switch}=false",
+                where=key,
+                expected=f"{switch}=true beside it",
+                remedy=f"add {switch}=true, or drop {key}",
             )
 
 

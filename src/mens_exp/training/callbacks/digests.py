@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mens_exp.training.module import TrainingModule
     from mens_exp.training.record import RunRecord
 
-__all__ = ["Digests"]
+__all__ = ["Digests", "layer_digests"]
 
 _BATCHES = "batches_sha256"
 _INIT, _INIT_LAYERS = "lora_init_sha256", "lora_init_layers_sha256"
@@ -48,7 +48,7 @@ class Digests(Callback):
         del trainer
         if stage == "fit":
             self._chain = None
-            self._layers = _layers(pl_module.backend.trainable())
+            self._layers = layer_digests(pl_module.backend.trainable())
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Write down what training starts from, and start the chain of a run's first step."""
@@ -105,7 +105,7 @@ def _chained(chain: str, batch: Batch) -> str:
     return sha256.hexdigest()
 
 
-def _layers(trainable: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def layer_digests(trainable: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return a digest of A and B, f32, by logical layer; what else learns is left out."""
     found: dict[str, str] = {}
     for name in trainable:

@@ -1,0 +1,214 @@
+"""inspection.json: what a run, an adapter, a checkpoint or a merged model is, and whether it holds.
+
+Not finite is not written: a delta of nothing has no rank, and what nobody knows is null with the
+reason in `unknown`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypedDict
+
+from mens_exp.artifacts.certificate import (  # noqa: TC001  # the reader asks for the types
+    Comparison,
+    Evidence,
+    TensorError,
+)
+from mens_exp.artifacts.record import StoredRecord
+from mens_exp.errors import DataError
+
+__all__ = [
+    "Ancestor",
+    "BaseRecord",
+    "CertificateRecord",
+    "Check",
+    "CheckpointRecord",
+    "Inspection",
+    "Kind",
+    "LayerRecord",
+    "Outcome",
+    "Replay",
+    "Role",
+    "Verification",
+]
+
+
+class Kind(StrEnum):
+    """What lies at the inspected path."""
+
+    RUN = "run"
+    ADAPTER = "adapter"
+    CHECKPOINT = "checkpoint"
+    MODEL = "model"
+    TENSORS = "tensors"
+
+
+class Role(StrEnum):
+    """What an ancestor was to what came of it."""
+
+    BASE = "base"
+    START = "starting adapter"
+    RUN = "run"
+    ADAPTER = "adapter"
+    WRITTEN = "written"
+
+
+class Outcome(StrEnum):
+    """What a comparison came to; ``close`` is within the tolerance that its note states."""
+
+    EQUAL = "equal"
+    CLOSE = "close"
+    DIFFERS = "differs"
+    NOT_HERE = "not here"
+
+
+class BaseRecord(TypedDict):
+    """The base model, as the records name it; ``quantizer`` is adapter schema v3's."""
+
+    name: str | None
+    revision: str | None
+    weights_sha256: str | None
+    base_quant: str | None
+    double_quant: bool | None
+    quantizer: dict[str, Any] | None
+
+
+class LayerRecord(TypedDict):
+    """One adapted layer: ``shape`` [out, in] of its weight, and its delta ``scale · B A``.
+
+    ``scale`` is null where nobody tells it; the norms are then those of ``B A``.
+    ``magnitude_change`` is, in DoRA, ``|m - m0| / |m0|`` of the lengths of rows, m0 those of the
+    weight that training began with.
+    """
+
+    base_key: str | None
+    shape: list[int]
+    rank: int
+    scale: float | None
+    frobenius: float
+    spectral: float
+    effective_rank: float | None
+    stable_rank: float | None
+    magnitude_change: float | None
+
+
+class CertificateRecord(TypedDict):
+    """What a parity.json says; ``worst`` is the tensor of the largest relative error."""
+
+    verdict: str
+    passed: bool
+    accepted: bool
+    evidence: Evidence
+    comparisons: dict[str, Comparison]
+    tensors: int
+    worst: dict[str, TensorError]
+
+
+class Ancestor(TypedDict):
+    """One of what the inspected thing came from, oldest first; ``place`` is null if not here."""
+
+    role: Role
+    name: str
+    place: str | None
+    hashes: dict[str, str]
+    missing: str | None
+
+
+class CheckpointRecord(TypedDict):
+    """A training state; ``optimizer_tensors`` is 0 where it holds no optimizer state."""
+
+    step: int
+    bytes: int
+    optimizer_tensors: int
+    optimizer_bytes: int
+    resumable: bool
+    why: str
+
+
+class Check(TypedDict):
+    """One value as it is recorded, and as it was found; ``step`` in a replay."""
+
+    name: str
+    step: int | None
+    outcome: Outcome
+    recorded: Any
+    found: Any
+    note: str | None
+
+
+class Verification(TypedDict):
+    """Every comparison of verify=true."""
+
+    checks: list[Check]
+
+
+class Replay(TypedDict):
+    """The first steps of a run, taken again; ``conditions`` are those that were other ones."""
+
+    steps: int
+    identical_through: int
+    conditions: list[str]
+    first_difference: str | None
+    checks: list[Check]
+
+
+@dataclass(kw_only=True, slots=True)
+class Inspection(StoredRecord):
+    """What was found.
+
+    Attributes:
+        format: always ``mens_exp_inspection``.
+        version: of this layout.
+        kind: what lies there.
+        path: as it was inspected.
+        what: the same in words.
+        form: of its adapter, ``v3``, ``v2`` or ``peft``; None where there is none.
+        variant: ``lora``, ``rslora`` or ``dora``; None as above.
+        base: None where no record names one.
+        parameters: of the adapter.
+        layers: by logical name.
+        checkpoint: of a training state.
+        certificate: of something written by a merge or an export.
+        lineage: oldest first.
+        verification: of verify=true.
+        replay: of replay=true.
+        unknown: field that is null, or figure that is absent -> why.
+    """
+
+    format: str = "mens_exp_inspection"
+    version: int = 1
+    kind: Kind
+    path: str
+    what: str
+    form: str | None = None
+    variant: str | None = None
+    base: BaseRecord | None = None
+    parameters: int | None = None
+    layers: dict[str, LayerRecord] = field(default_factory=dict)
+    checkpoint: CheckpointRecord | None = None
+    certificate: CertificateRecord | None = None
+    lineage: list[Ancestor] = field(default_factory=list)
+    verification: Verification | None = None
+    replay: Replay | None = None
+    unknown: dict[str, str] = field(default_factory=dict)
+
+    def problems(self, where: str) -> list[DataError]:
+        """Return the comparisons whose outcome their own values deny."""
+        named: list[tuple[str, list[Check]]] = []
+        if self.verification is not None:
+            named.append(("verification", self.verification["checks"]))
+        if self.replay is not None:
+            named.append(("replay", self.replay["checks"]))
+        return [
+            DataError(
+                "the outcome is not that of its own values",
+                where=f"{where}: {name}.checks[{number}].outcome",
+                found=str(check["outcome"]),
+                expected=f"{check['recorded']!r} beside {check['found']!r}",
+            )
+            for name, checks in named
+            for number, check in enumerate(checks)
+            if check["outcome"] != Outcome.NOT_HERE
+            and (check["outcome"] == Outcome.EQUAL) != (check["recorded"] == check["found"])
+        ]

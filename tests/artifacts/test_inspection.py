@@ -1,0 +1,73 @@
+"""inspection.json: strict, and no outcome that its own values deny."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.artifacts.inspection import Check, Inspection, Kind, Outcome, Verification
+from mens_exp.errors import DataError, MensError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def inspection(outcome: Outcome, recorded: Any, found: Any) -> Inspection:
+    check = Check(
+        name="a", step=None, outcome=outcome, recorded=recorded, found=found, note="why not"
+    )
+    return Inspection(
+        kind=Kind.RUN, path="run", what="a run", verification=Verification(checks=[check])
+    )
+
+
+@pytest.mark.parametrize(
+    ("outcome", "recorded", "found"),
+    [
+        (Outcome.EQUAL, 1.5, 1.5),
+        (Outcome.DIFFERS, "aa", "bb"),
+        (Outcome.CLOSE, 1.0, 1.0000001),
+        (Outcome.NOT_HERE, "aa", None),
+    ],
+)
+def test_what_is_written_is_read_back(
+    tmp_path: Path, outcome: Outcome, recorded: Any, found: Any
+) -> None:
+    """Every outcome with values that it is true of."""
+    written = inspection(outcome, recorded, found)
+    written.write(tmp_path / "inspection.json")
+    assert Inspection.read(tmp_path / "inspection.json") == written
+
+
+@pytest.mark.parametrize(
+    ("outcome", "recorded", "found"), [(Outcome.EQUAL, 1, 2), (Outcome.DIFFERS, 1, 1)]
+)
+def test_an_outcome_that_its_values_deny_is_not_written(
+    tmp_path: Path, outcome: Outcome, recorded: Any, found: Any
+) -> None:
+    """Equal beside two values, different beside one."""
+    with pytest.raises(MensError, match="not that of its own values"):
+        inspection(outcome, recorded, found).write(tmp_path / "inspection.json")
+    assert not (tmp_path / "inspection.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": 2}, "newer version"),
+        ({"format": "mens_exp_run"}, "not this format"),
+        ({"kind": "lorry"}, "kind"),
+        ({"mood": "good"}, "unknown key"),
+    ],
+)
+def test_a_record_of_another_kind_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    """A newer version, another format, an unknown key or value."""
+    path = tmp_path / "inspection.json"
+    inspection(Outcome.EQUAL, 1, 1).write(path)
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changes), "utf-8")
+    with pytest.raises(DataError, match=message):
+        Inspection.read(path)

@@ -1,0 +1,221 @@
+"""task=inspect replay=true: the first steps of a run, bit for bit, or the first that is not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from mens_exp.artifacts.inspection import Inspection, Outcome, Replay
+from mens_exp.artifacts.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def run(finished: RunDir, tmp_path: Path) -> RunDir:
+    """A finished run of four steps to spoil; states of steps 2 and 4 are kept."""
+    return RunDir(shutil.copytree(finished.path, tmp_path / "run"))
+
+
+@pytest.fixture
+def replay(inspect: Callable[..., Inspection]) -> Callable[..., Replay]:
+    def command(path: Any, *overrides: str, code: int = 0) -> Replay:
+        found = inspect(path, "replay=true", *overrides, code=code).replay
+        assert found is not None
+        return found
+
+    return command
+
+
+def names(found: Replay) -> list[str]:
+    return [f"{one['step']} {one['name']}" for one in found["checks"]]
+
+
+def edit_step(run: RunDir, step: int, **changes: Any) -> None:
+    lines = [json.loads(line) for line in run.telemetry.read_text("utf-8").splitlines()]
+    for line in lines:
+        if line["event"] == "step" and line["payload"]["step"] == step:
+            line["payload"] |= {name.replace("__", "/"): value for name, value in changes.items()}
+    run.telemetry.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+
+
+def test_an_untouched_run_replays_identically(run: RunDir, replay: Callable[..., Replay]) -> None:
+    """Start, batches, losses, norms, states of steps 2 and 4, and the adapter it ended with."""
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    found = replay(run.path, "inspect.replay_steps=9")
+    assert (found["steps"], found["identical_through"], found["first_difference"]) == (4, 4, None)
+    assert found["conditions"] == []
+    assert {one["outcome"] for one in found["checks"]} == {Outcome.EQUAL}
+    compared = names(found)
+    for name in (
+        *("0 start of the adapter, 14 layers", "1 batches_sha256", "4 train/grad_norm"),
+        *("2 step_00000002.ckpt: adapter 28 tensors", "4 step_00000004.ckpt: optimizer 84 tensors"),
+        "4 adapter/adapter.safetensors: 28 tensors",
+    ):
+        assert name in compared
+    assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
+
+
+def test_only_so_many_steps_are_taken_as_are_asked_for(
+    run: RunDir, replay: Callable[..., Replay], typed: Callable[..., str]
+) -> None:
+    """One step, under the schedule of the whole run."""
+    found = replay(run.path, "inspect.replay_steps=1")
+    assert (found["steps"], found["identical_through"]) == (1, 1)
+    assert {one["step"] for one in found["checks"]} == {0, 1}
+    said = typed("task=inspect", f"path={run.path}", "replay=true", "inspect.replay_steps=1")
+    assert "identical through step 1" in said
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["schedule=cosine", "lora.dropout=0.1", "trainer.val_check_interval=4"],
+        ["lora.init=pissa", "lora.r=4"],
+        [
+            "backend=lora",
+            "lora.variant=dora",
+            "callbacks=[default,early_stopping]",
+            "trainer.val_check_interval=4",
+        ],
+        ["backend=proxy", "objective.k=4"],
+        ["backend=full", "optim.lr=1e-5"],
+    ],
+    ids=" ".join,
+)
+def test_every_kind_of_run_replays(
+    train_in: Callable[..., RunDir],
+    replay: Callable[..., Replay],
+    tmp_path: Path,
+    overrides: list[str],
+) -> None:
+    """Dropout, a start from the weights, another graph, validations in between."""
+    found = replay(train_in(tmp_path / "other", *overrides).path, "inspect.replay_steps=4")
+    assert (found["identical_through"], found["first_difference"]) == (4, None)
+
+
+def test_a_run_that_began_with_an_adapter_replays(
+    finished: RunDir,
+    train_in: Callable[..., RunDir],
+    replay: Callable[..., Replay],
+    tmp_path: Path,
+) -> None:
+    """Its start is the adapter, whose hash is compared too."""
+    second = train_in(tmp_path / "second", f"lora.init_from={finished.path}")
+    found = replay(second.path, "inspect.replay_steps=2")
+    assert found["identical_through"] == 2
+    assert "0 inputs.init_from.adapter_sha256" in names(found)
+
+
+def test_an_edited_loss_is_found_by_step_and_name(
+    run: RunDir, replay: Callable[..., Replay]
+) -> None:
+    """The second step's; the step before it was the same."""
+    edit_step(run, 2, train__loss=1.5)
+    found = replay(run.path, code=4)
+    assert found["identical_through"] == 1
+    assert found["first_difference"] is not None
+    assert found["first_difference"].startswith("step 2: train/loss: recorded 1.5, found ")
+    assert max(one["step"] or 0 for one in found["checks"]) == 2
+
+
+def test_a_step_that_telemetry_no_longer_has_is_found(
+    run: RunDir, replay: Callable[..., Replay]
+) -> None:
+    """A line taken out is no step that was the same."""
+    lines = run.telemetry.read_text("utf-8").splitlines(keepends=True)
+    kept = [one for one in lines if not ('"event":"step"' in one and '"step":2' in one)]
+    assert len(kept) == len(lines) - 1
+    run.telemetry.write_text("".join(kept), "utf-8")
+    found = replay(run.path, code=4)
+    assert found["first_difference"] == "step 2: step: recorded not in telemetry, found taken"
+
+
+def test_another_batch_is_found_before_the_loss_it_gives(
+    run: RunDir, replay: Callable[..., Replay]
+) -> None:
+    """In the order in which a difference comes about."""
+    edit_step(run, 1, batches_sha256="0" * 64, train__loss=1.5)
+    found = replay(run.path, code=4)
+    assert found["first_difference"] is not None
+    assert found["first_difference"].startswith("step 1: batches_sha256")
+
+
+def test_an_edited_seed_is_found_in_the_first_layer(
+    run: RunDir, replay: Callable[..., Replay]
+) -> None:
+    """Nothing is trained then, and the configuration is said to be another."""
+    text = run.config.read_text("utf-8")
+    assert text.startswith("seed: 42\n")
+    run.config.write_text(text.replace("seed: 42\n", "seed: 43\n", 1), "utf-8")
+    found = replay(run.path, code=4)
+    assert found["identical_through"] == 0
+    assert found["first_difference"] is not None
+    assert found["first_difference"].startswith("step 0: start of l0.q: recorded ")
+    assert found["conditions"] == ["config.yaml is not the one that the manifest is of"]
+
+
+@pytest.mark.parametrize(
+    ("part", "name"), [("adapter", "l0.q.lora_b"), ("optimizer", "l0.q.lora_b.exp_avg")]
+)
+def test_a_tensor_that_differs_in_a_kept_state_is_named(
+    run: RunDir, replay: Callable[..., Replay], part: str, name: str
+) -> None:
+    """One element of one tensor, of the adapter or of the optimizer."""
+    path = run.checkpoint(2)
+    state = torch.load(path, weights_only=True)
+    if part == "adapter":
+        state["adapter"][name][0, 0] += 1e-6
+    else:
+        number = list(state["adapter"]).index(name.removesuffix(".exp_avg"))
+        state["optimizer_states"][0]["state"][number]["exp_avg"][0, 0] += 1e-6
+    torch.save(state, path)
+    found = replay(run.path, code=4)
+    assert found["identical_through"] == 1
+    assert found["first_difference"] is not None
+    assert found["first_difference"].startswith(f"step 2: step_00000002.ckpt: {part} {name}: ")
+
+
+def test_other_libraries_are_labelled(run: RunDir, replay: Callable[..., Replay]) -> None:
+    """Whatever comes of it."""
+    value = json.loads(run.manifest.read_text("utf-8"))
+    value["provenance"]["packages"]["torch"] = "1.0"
+    run.manifest.write_text(json.dumps(value), "utf-8")
+    assert replay(run.path, "inspect.replay_steps=1")["conditions"] == ["packages"]
+
+
+def test_a_run_without_digests_is_replayed_as_far_as_it_tells(
+    train_in: Callable[..., RunDir], replay: Callable[..., Replay], tmp_path: Path
+) -> None:
+    """Losses and norms alone; what is not recorded is said."""
+    run = train_in(tmp_path / "old", "~callbacks.digests")
+    found = replay(run.path, "inspect.replay_steps=2")
+    assert found["identical_through"] == 2
+    absent = {one["name"] for one in found["checks"] if one["outcome"] == Outcome.NOT_HERE}
+    assert absent == {"start of the adapter", "batches_sha256"}
+
+
+def test_a_run_without_steps_is_refused(run: RunDir, typed: Callable[..., str]) -> None:
+    """There is nothing to compare with."""
+    run.telemetry.write_text("", "utf-8")
+    assert "no step that could be" in typed(
+        "task=inspect", f"path={run.path}", "replay=true", code=2
+    )
+
+
+def test_verify_and_replay_go_together(run: RunDir, inspect: Callable[..., Inspection]) -> None:
+    """Both are in one record, and either decides."""
+    edit_step(run, 2, train__loss=1.5)
+    found = inspect(run.path, "verify=true", "replay=true", code=4)
+    assert found.replay is not None
+    assert found.verification is not None
+    odd = [one for one in found.verification["checks"] if one["outcome"] == Outcome.DIFFERS]
+    assert [one["name"] for one in odd] == ["outputs.telemetry.jsonl"]

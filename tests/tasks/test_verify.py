@@ -1,0 +1,342 @@
+"""task=inspect verify=true: whatever was changed is found and named, with exit code 4."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.artifacts.inspection import Inspection, Outcome
+from mens_exp.artifacts.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+TENSORS = "adapter/adapter.safetensors"
+
+
+def differing(found: Inspection) -> list[str]:
+    assert found.verification is not None
+    return [
+        one["name"]
+        for one in found.verification["checks"]
+        if one["outcome"] not in {Outcome.EQUAL, Outcome.NOT_HERE}
+    ]
+
+
+def flip(path: Path, position: int = -5) -> None:
+    """Flip one bit of one byte; near its end a tensor file holds values."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    value = json.loads(path.read_text("utf-8"))
+    change(value)
+    path.write_text(json.dumps(value), "utf-8")
+
+
+@pytest.fixture
+def run(finished: RunDir, tmp_path: Path) -> RunDir:
+    """A finished run to spoil."""
+    return RunDir(shutil.copytree(finished.path, tmp_path / "runs" / "run"))
+
+
+def test_an_untouched_run_is_what_its_records_say(
+    run: RunDir, inspect: Callable[..., Inspection]
+) -> None:
+    """Outputs, record, adapter, base, tokenizer and rows, every one computed again."""
+    found = inspect(run.path, "verify=true")
+    assert found.verification is not None
+    outcomes = {one["name"]: one["outcome"] for one in found.verification["checks"]}
+    assert set(outcomes.values()) == {Outcome.EQUAL}
+    for name in (
+        *(f"outputs.{TENSORS}", "config_digest", "contract.digest", "results.tuned_val_loss"),
+        *("inputs.base_weights_sha256", "inputs.data.rows_sha256", "step_00000004.ckpt: adapter"),
+    ):
+        assert name in outcomes
+
+
+def test_one_flipped_byte_of_a_tensor_file_is_found(
+    run: RunDir, typed: Callable[..., str], inspect: Callable[..., Inspection]
+) -> None:
+    """Named twice: by its hash, and beside the state that it was written from."""
+    flip(run.path / TENSORS)
+    found = inspect(run.path, "verify=true", code=4)
+    assert differing(found) == [f"outputs.{TENSORS}", "step_00000004.ckpt: adapter"]
+    said = typed("task=inspect", f"path={run.adapter}", "verify=true", code=4)
+    assert "is not what its records say" in said
+    assert f"outputs.{TENSORS}" in said
+
+
+def test_a_swapped_adapter_file_is_found(
+    run: RunDir,
+    train_in: Callable[..., RunDir],
+    inspect: Callable[..., Inspection],
+    tmp_path: Path,
+) -> None:
+    """The adapter of another seed, whole and of the same shapes."""
+    other = train_in(tmp_path / "other", "seed=7")
+    shutil.copy(other.path / TENSORS, run.path / TENSORS)
+    assert f"outputs.{TENSORS}" in differing(inspect(run.path, "verify=true", code=4))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda value: value.update(seed=7), "seed"),
+        (lambda value: value["results"].update(tuned_val_loss=1.0), "results.tuned_val_loss"),
+        (lambda value: value.update(config_digest="0" * 64), "config_digest"),
+        (lambda value: value["contract"]["settings"].update(seed=7), "contract.digest"),
+        (
+            lambda value: value["inputs"].update(base_weights_sha256="0" * 64),
+            "inputs.base_weights_sha256",
+        ),
+        (
+            lambda value: value["facts"]["lora_init_layers_sha256"].update({"l0.q": "0" * 64}),
+            "facts.lora_init_sha256",
+        ),
+        (lambda value: value["facts"].update(quant="fp4"), "facts.quant"),
+        (lambda value: value["outputs"].update({TENSORS: "0" * 64}), f"outputs.{TENSORS}"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_edited_manifest_is_found(
+    run: RunDir,
+    inspect: Callable[..., Inspection],
+    change: Callable[[dict[str, Any]], object],
+    name: str,
+) -> None:
+    """By the configuration, telemetry, the contract itself, or the base on disk."""
+    edit(run.manifest, change)
+    assert name in differing(inspect(run.path, "verify=true", code=4))
+
+
+def test_a_resumed_run_is_what_its_records_say_and_replays(
+    broken: Callable[..., RunDir], inspect: Callable[..., Inspection], tmp_path: Path
+) -> None:
+    """Stopped in the fourth step, gone on with from the second."""
+    from mens_exp import cli
+
+    stopped = broken(tmp_path / "stopped", 13)
+    assert cli.main([f"resume={stopped.path}"]) == 0
+    found = inspect(stopped.path, "verify=true", "replay=true", "inspect.replay_steps=4")
+    assert differing(found) == []
+    assert found.replay is not None
+    assert found.replay["identical_through"] == 4
+    assert "resumed" in found.replay["conditions"][0]
+
+
+def test_an_unpacked_bundle_is_held_against_its_list(
+    run: RunDir, typed: Callable[..., str], inspect: Callable[..., Inspection], tmp_path: Path
+) -> None:
+    """The manifest too, which no output hash covers."""
+    import tarfile
+
+    typed(
+        "task=export",
+        f"path={run.path}",
+        f"out={tmp_path / 'run.tar.gz'}",
+        "export.allow_absolute_paths=true",
+    )
+    with tarfile.open(tmp_path / "run.tar.gz") as archive:
+        archive.extractall(tmp_path / "there", filter="data")
+    (there,) = (tmp_path / "there").iterdir()
+    assert differing(inspect(there, "verify=true")) == []
+    edit(there / "manifest.json", lambda value: value["notes"].append("trust me"))
+    found = differing(inspect(there, "verify=true", code=4))
+    assert [name.partition(": ")[0] for name in found] == ["bundle"]
+    assert found[0].endswith("manifest.json")
+
+
+def test_an_edited_adapter_manifest_is_found(
+    run: RunDir, inspect: Callable[..., Inspection]
+) -> None:
+    """Twice the alpha: another model of the same tensors."""
+    edit(run.adapter / "adapter_manifest.json", lambda value: value.update(alpha=32))
+    found = inspect(run.path, "verify=true", code=4)
+    assert differing(found) == ["outputs.adapter/adapter_manifest.json"]
+
+
+def test_rows_that_changed_are_found_and_absent_ones_are_not_here(
+    run: RunDir, inspect: Callable[..., Inspection], tmp_path: Path
+) -> None:
+    """A file of rows that is gone is no error; one with another word is."""
+    rows = tmp_path / "rows.jsonl"
+    config = run.config.read_text("utf-8")
+    (line,) = [text for text in config.splitlines() if text.strip().startswith("path: /")]
+    original = line.split(": ", 1)[1]
+    shutil.copy(original, rows)
+    run.config.write_text(config.replace(original, str(rows)), "utf-8")
+    rows.write_text(rows.read_text("utf-8").replace("a", "e", 1), "utf-8")
+    assert "inputs.data.rows_sha256" in differing(inspect(run.path, "verify=true", code=4))
+    rows.unlink()
+    found = inspect(run.path, "verify=true", code=4)  # its configuration was edited
+    assert "inputs.data.rows_sha256" not in differing(found)
+    assert found.verification is not None
+    (absent,) = [one for one in found.verification["checks"] if one["outcome"] == Outcome.NOT_HERE]
+    assert (absent["name"], absent["found"]) == ("inputs.data.rows_sha256", None)
+
+
+@pytest.fixture(scope="module")
+def merged(finished: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run beside its merge, and the merge's own record; only to be copied."""
+    from mens_exp import cli
+
+    root = tmp_path_factory.mktemp("merged") / "all"
+    root.mkdir()
+    shutil.copytree(finished.path, root / "run")
+    command = ["task=merge", f"path={root / 'run'}", f"out={root / 'model'}"]
+    record = f"hydra.run.dir={root / 'record'}"
+    assert cli.main([*command, record, "parity.tokens=64", "parity.accept=true"]) == 0
+    return root
+
+
+@pytest.fixture
+def spoilt(merged: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(merged, tmp_path / "all")
+
+
+def test_a_merge_is_certified_again_figure_by_figure(
+    spoilt: Path, inspect: Callable[..., Inspection]
+) -> None:
+    """On the machine that wrote it, every figure comes out the same to the last bit."""
+    found = inspect(spoilt / "model", "verify=true")
+    assert found.verification is not None
+    checks = {one["name"]: one["outcome"] for one in found.verification["checks"]}
+    assert checks["certificate: written.mean_kl"] == Outcome.EQUAL
+    assert checks["certificate: requantized.worst_layer.relative_error"] == Outcome.EQUAL
+    assert checks["files.model.safetensors"] == Outcome.EQUAL
+    assert differing(found) == []
+
+
+def test_without_the_run_that_wrote_it_the_trained_run_is_enough(
+    spoilt: Path, inspect: Callable[..., Inspection]
+) -> None:
+    """The command is made of what the certificate says; without both it says so."""
+    shutil.rmtree(spoilt / "record")
+    found = inspect(spoilt / "model", "verify=true")
+    assert found.verification is not None
+    assert "certificate: written.mean_kl" in {one["name"] for one in found.verification["checks"]}
+    shutil.rmtree(spoilt / "run")
+    found = inspect(spoilt / "model", "verify=true")
+    assert found.verification is not None
+    absent = {
+        one["name"] for one in found.verification["checks"] if one["outcome"] == Outcome.NOT_HERE
+    }
+    assert absent == {"certificate", "sources.adapter_sha256"}
+
+
+@pytest.mark.parametrize("with_record", [True, False])
+def test_an_edited_figure_of_a_certificate_is_found(
+    spoilt: Path, inspect: Callable[..., Inspection], *, with_record: bool
+) -> None:
+    """A better KL than was measured, and the verdict left as it was."""
+
+    def prettier(value: dict[str, Any]) -> None:
+        value["comparisons"]["requantized"]["max_kl"] *= 0.5
+
+    if not with_record:
+        shutil.rmtree(spoilt / "record")
+    edit(spoilt / "model" / "parity.json", prettier)
+    found = differing(inspect(spoilt / "model", "verify=true", code=4))
+    assert "certificate: requantized.max_kl" in found
+    assert ("certificate of its run: requantized.max_kl" in found) == with_record
+
+
+def test_a_figure_of_an_unknown_machine_may_be_close(
+    spoilt: Path, inspect: Callable[..., Inspection]
+) -> None:
+    """A thousandth more is close, and the note says why that counts; a tenth more differs."""
+    shutil.rmtree(spoilt / "record")
+    before = json.loads((spoilt / "model" / "parity.json").read_text("utf-8"))
+    figure = before["comparisons"]["requantized"]["worst_layer"]["relative_error"]
+    for factor, code in ((1.001, 0), (1.1, 4)):
+
+        def more(value: dict[str, Any], factor: float = factor) -> None:
+            value["comparisons"]["requantized"]["worst_layer"]["relative_error"] = figure * factor
+
+        edit(spoilt / "model" / "parity.json", more)
+        found = inspect(spoilt / "model", "verify=true", code=code)
+        assert found.verification is not None
+        (check,) = [
+            one for one in found.verification["checks"] if one["recorded"] == figure * factor
+        ]
+        assert check["outcome"] == (Outcome.CLOSE if code == 0 else Outcome.DIFFERS)
+        assert "a machine that nothing names" in (check["note"] or "")
+
+
+def test_a_flipped_byte_of_a_merged_model_is_found(
+    spoilt: Path, inspect: Callable[..., Inspection]
+) -> None:
+    """By its hash; a certificate of other files is not measured again."""
+    flip(spoilt / "model" / "model.safetensors")
+    found = inspect(spoilt / "model", "verify=true", code=4)
+    assert differing(found) == ["files.model.safetensors"]
+
+
+def test_a_file_too_many_and_one_too_few_are_found(
+    spoilt: Path, inspect: Callable[..., Inspection]
+) -> None:
+    """A certificate is of all files and of no other."""
+    (spoilt / "model" / "config.json").rename(spoilt / "model" / "generation_config.json")
+    (spoilt / "model" / "config.json").write_text("{}", "utf-8")
+    found = inspect(spoilt / "model", "verify=true", code=4)
+    assert differing(found) == ["files.config.json", "files.generation_config.json"]
+
+
+@pytest.mark.parametrize("form", ["v2", "peft"])
+def test_an_exported_adapter_is_certified_again(
+    run: RunDir,
+    typed: Callable[..., str],
+    inspect: Callable[..., Inspection],
+    form: str,
+) -> None:
+    """Its tensors, and PEFT's graph; then with one byte of it flipped."""
+    out = run.path.parent / "out"
+    record = f"hydra.run.dir={run.path.parent / 'record'}"
+    typed("task=export", f"path={run.path}", f"format={form}", f"out={out}", record)
+    found = inspect(out, "verify=true")
+    assert found.verification is not None
+    assert "certificate: l0.q.relative" in {one["name"] for one in found.verification["checks"]}
+    assert differing(found) == []
+    (tensors,) = out.glob("*.safetensors")
+    flip(tensors)
+    assert differing(inspect(out, "verify=true", code=4)) == [f"files.{tensors.name}"]
+
+
+def test_something_without_records_has_nothing_to_verify(
+    run: RunDir, inspect: Callable[..., Inspection], tmp_path: Path
+) -> None:
+    """An adapter directory by itself: said, and no error."""
+    bare = shutil.copytree(run.adapter, tmp_path / "bare" / "adapter")
+    found = inspect(bare, "verify=true")
+    assert found.verification is not None
+    (check,) = found.verification["checks"]
+    assert (check["outcome"], check["recorded"]) == (Outcome.NOT_HERE, None)
+
+
+def test_a_truncated_adapter_is_found_and_the_rest_verified(
+    run: RunDir, inspect: Callable[..., Inspection], typed: Callable[..., str]
+) -> None:
+    """It has no layers to show; without verify=true it is refused."""
+    whole = (run.path / TENSORS).read_bytes()
+    (run.path / TENSORS).write_bytes(whole[:100])
+    assert "not a whole safetensors file" in typed("task=inspect", f"path={run.path}", code=2)
+    found = inspect(run.path, "verify=true", code=4)
+    assert differing(found) == ["layers", f"outputs.{TENSORS}", "adapter"]
+    assert "layers" in found.unknown
+
+
+def test_a_certificate_whose_verdict_was_edited_is_found(
+    spoilt: Path, inspect: Callable[..., Inspection]
+) -> None:
+    """Its own figures deny it, so that it is no certificate."""
+    edit(spoilt / "model" / "parity.json", lambda value: value.update(passed=not value["passed"]))
+    found = inspect(spoilt / "model", "verify=true", code=4)
+    assert differing(found) == ["certificate"]
+    assert found.certificate is None
