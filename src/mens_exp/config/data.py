@@ -88,12 +88,13 @@ class ColumnsConfig:
 
 @dataclass(kw_only=True, slots=True)
 class JsonlData(DataConfig):
-    """Rows from files of JSON."""
+    """Rows from files: lines or arrays of JSON, compressed or not, and tables."""
 
     source: str = "jsonl"
     path: Any = setting(
         MISSING,
-        "Files of rows: one .jsonl or .json file, a list of them, or a glob (rows/*.jsonl).",
+        "Files of rows: one file, a list of them, or a glob (rows/*.jsonl). By their names: .jsonl "
+        "and .json, also with .gz or .zst, .parquet and .arrow.",
     )
     val_path: Any = setting(
         None,

@@ -63,7 +63,7 @@ def read_rows(path: Path, how: Reading | None = None, max_problems: int = 20) ->
     """Read a file of training rows.
 
     Args:
-        path: the file: JSON Lines, or in a ``.json`` file an array of objects.
+        path: the file: JSON Lines, in a ``.json`` file an array of objects, or a table.
         how: how to read it; by default our own keys in whichever format they tell.
         max_problems: how many problems to tell in full; the rest is counted.
 
@@ -106,7 +106,7 @@ class _FileReader:
         """Read every row and return what is wrong."""
         problems: list[MensError] = []
         last: Mapping[str, object] = {}
-        for where, value in decoded_rows(self.path, self.how.setting):
+        for where, value, _, _ in decoded_rows(self.path, self.how.setting):
             try:
                 if isinstance(value, DataError):
                     raise value  # told with the others
