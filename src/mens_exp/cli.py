@@ -125,6 +125,7 @@ def _checked_cells(
             problems += _settle_subject(cell)
         elif cell.config.task.name != "doctor":
             _settle_model(cell)
+            _settle_rows(cell)
             problems += _settle_start(cell) or preflight(cell.config)
         problems += _used_directory(cell, multirun=multirun)
     Problems.raise_if(list({str(problem): problem for problem in problems}.values()))
@@ -150,6 +151,22 @@ def _settle_model(cell: Cell) -> None:
     cell.config.model = settled
     cell.composed.values.model.id = settled.id
     cell.composed.values.model.revision = settled.revision
+
+
+def _settle_rows(cell: Cell) -> None:
+    """Replace a branch of a dataset by the commit it means now; what cannot be stays as it is."""
+    from mens_exp.config.data import HubData
+    from mens_exp.corpus.hub_rows import pinned
+    from mens_exp.errors import MensError
+
+    data = cell.config.data
+    if not isinstance(data, HubData):
+        return
+    try:
+        data.revision = pinned(data)
+    except MensError:
+        return
+    cell.composed.values.data.revision = data.revision
 
 
 def _used_directory(cell: Cell, *, multirun: bool) -> list[MensError]:

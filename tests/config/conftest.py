@@ -15,6 +15,7 @@ NEEDS = {
     "tokenizer=vox": ["backend=burn"],
     "model=hf": ["model.id=somewhere"],
     "data=jsonl": ["data.path=rows.jsonl"],
+    "data=hub": ["data.id=lab/rows"],
     "task=evaluate": ["path=latest"],
     "callbacks=early_stopping": ["trainer.val_check_interval=4"],
     "task=chat": ["path=latest"],

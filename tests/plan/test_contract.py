@@ -46,6 +46,7 @@ COMMANDS = {
     "logger.csv": ["logger=csv"],
     "logger.tensorboard": ["logger=tensorboard"],
     "data.jsonl": ["data=jsonl", "data.path=rows.jsonl"],
+    "data.hub": ["data=hub", "data.id=lab/rows"],
     "logger.wandb": ["logger=wandb"],
     "suite.heldout_syntax": ["suite=heldout_syntax"],
 }

@@ -11,7 +11,16 @@ from omegaconf import MISSING
 
 from mens_exp.config.fields import setting
 
-__all__ = ["ColumnsConfig", "DataConfig", "JsonlData", "RowFormat", "StdlibData", "Truncation"]
+__all__ = [
+    "ColumnsConfig",
+    "DataConfig",
+    "HubData",
+    "JsonlData",
+    "RowFormat",
+    "RowsData",
+    "StdlibData",
+    "Truncation",
+]
 
 
 class RowFormat(Enum):
@@ -87,20 +96,9 @@ class ColumnsConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class JsonlData(DataConfig):
-    """Rows from files: lines or arrays of JSON, compressed or not, and tables."""
+class RowsData(DataConfig):
+    """Rows that somebody wrote, in whichever format."""
 
-    source: str = "jsonl"
-    path: Any = setting(
-        MISSING,
-        "Files of rows: one file, a list of them, or a glob (rows/*.jsonl). By their names: .jsonl "
-        "and .json, also with .gz or .zst, .parquet and .arrow.",
-    )
-    val_path: Any = setting(
-        None,
-        "Files of rows to validate on, written like path; then no row of path validates, and "
-        "heldout_frac still holds out rows of path. Null: val_frac of path validates.",
-    )
     format: RowFormat = setting(
         RowFormat.auto,
         "How rows are written: pair (prompt, response), messages, alpaca, sharegpt; auto tells "
@@ -118,4 +116,38 @@ class JsonlData(DataConfig):
             "columns that are not named are left out, and said to be.",
             "range": None,
         },
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class JsonlData(RowsData):
+    """Rows from files: lines or arrays of JSON, compressed or not, and tables."""
+
+    source: str = "jsonl"
+    path: Any = setting(
+        MISSING,
+        "Files of rows: one file, a list of them, or a glob (rows/*.jsonl). By their names: .jsonl "
+        "and .json, also with .gz or .zst, .parquet and .arrow.",
+    )
+    val_path: Any = setting(
+        None,
+        "Files of rows to validate on, written like path; then no row of path validates, and "
+        "heldout_frac still holds out rows of path. Null: val_frac of path validates.",
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class HubData(RowsData):
+    """Rows from a dataset of the Hugging Face Hub; its repository is fetched whole."""
+
+    source: str = "hub"
+    id: str = setting(MISSING, "Id of the dataset, such as HuggingFaceH4/no_robots.")
+    revision: str | None = setting(
+        None, "Branch, tag or commit; put down as a commit when the run starts. Null: main."
+    )
+    subset: str | None = setting(None, "Subset (configuration) of the dataset, where it has some.")
+    split: str = setting("train", "Split to read, also a part of one: train[:1000].")
+    val_split: str | None = setting(
+        None,
+        "Split to validate on; then no row of split validates. Null: val_frac of split validates.",
     )

@@ -54,7 +54,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "burn": backend.BurnConfig,
         "proxy": backend.ProxyConfig,
     },
-    "data": {"stdlib": data.StdlibData, "jsonl": data.JsonlData},
+    "data": {"stdlib": data.StdlibData, "jsonl": data.JsonlData, "hub": data.HubData},
     "optim": {
         "adamw": optim.AdamwConfig,
         "adamw_8bit": optim.Adamw8bitConfig,

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.digest import digest
-from mens_exp.config.data import DataConfig, JsonlData, Truncation
+from mens_exp.config.data import DataConfig, RowsData, Truncation
 from mens_exp.config.objective import AssistantObjective, LastKObjective, Turns
 from mens_exp.corpus import stdlib
-from mens_exp.corpus.files import RowsFile, described, pairs_of, read_files, refuse_leakage
+from mens_exp.corpus.files import RowsFile, described, pairs_of, read_own, refuse_leakage
 from mens_exp.corpus.split import Side, assert_disjoint, split
 from mens_exp.errors import DataError
 from mens_exp.rows.cache import CacheKey
@@ -45,25 +45,26 @@ class Rows:
 def load_rows(config: DataConfig, cache: Path) -> Rows:
     """Read or extract the rows that a configuration asks for, and split them.
 
-    Where `data.val_path` names files, their rows validate and none of `data.path`'s do;
-    `heldout_frac` holds out rows of `data.path` either way.
+    Where `data.val_path` or `data.val_split` names rows to validate on, no other row does;
+    `heldout_frac` holds out other rows either way.
 
     Args:
         config: the `data` group.
         cache: folder where an extraction is kept.
 
     Raises:
-        DataError: a file or a row in it is wrong, a side of the split is empty, or a row of
-            `data.val_path` is also one of `data.path`.
+        DataError: a file or a row in it is wrong, a side of the split is empty, or a row to
+            validate on is also one of the others.
         Problems: several of them.
+        MensError: a dataset of the hub cannot be had.
     """
     files: tuple[RowsFile, ...] = ()
     val = None
-    if isinstance(config, JsonlData):
-        own, apart = read_files(config)
+    if isinstance(config, RowsData):
+        own, apart = read_own(config)
         pairs = pairs_of(own)
-        files = (*described(own, "rows"), *described(apart, "validation"))
-        if config.val_path is not None:
+        files = (*described(config, own, "rows"), *described(config, apart or [], "validation"))
+        if apart is not None:
             val = pairs_of(apart)
             refuse_leakage(pairs, val)
     else:

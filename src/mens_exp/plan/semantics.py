@@ -77,7 +77,7 @@ SETTINGS: dict[str, Part] = {
         Part.DATA,
         "data.",
         "source path seq_len micro_batch_size packing val_frac heldout_frac truncation val_path "
-        "format group_column",
+        "format group_column id revision subset split val_split",
     ),
     **_all(
         Part.DATA,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.config.data import JsonlData
+from mens_exp.config.data import RowsData
 from mens_exp.corpus import stdlib
 from mens_exp.corpus.files import records
 from mens_exp.corpus.source import cache_key, load_rows
@@ -31,7 +31,7 @@ _STDLIB_SHARE = 0.33  # measured: characters of rows over bytes of source read
 
 def count_tokens(config: RunConfig, cache: Path) -> dict[str, Any]:
     """Count tokens: exactly from a warm cache, else from characters or file sizes."""
-    if not isinstance(config.data, JsonlData) and not stdlib.is_cached(cache):
+    if not isinstance(config.data, RowsData) and not stdlib.is_cached(cache):
         characters = stdlib.source_bytes() * _STDLIB_SHARE
         train = 1 - config.data.val_frac - config.data.heldout_frac
         return {

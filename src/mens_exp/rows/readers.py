@@ -16,7 +16,7 @@ from mens_exp.artifacts import digest
 from mens_exp.artifacts.nearest import expected_name
 from mens_exp.config.data import RowFormat
 from mens_exp.errors import DataError, MensError, Problems
-from mens_exp.rows.decode import decoded_rows
+from mens_exp.rows.decode import Located, decoded_rows
 from mens_exp.rows.formats import ALIASES, KEYS, format_of, joined
 from mens_exp.rows.parse import UNKNOWN_KEY, as_object, parse_row
 from mens_exp.rows.problems import json_type, shown
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-__all__ = ["FileOfRows", "Reading", "read_rows", "rows_digest"]
+__all__ = ["FileOfRows", "Reading", "read_located", "read_rows", "rows_digest"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,10 +50,11 @@ class Reading:
 class FileOfRows:
     """What a file held: its rows in order, how they were written, and which columns were left.
 
-    ``ignored`` counts the rows that had each column which `data.columns` does not name.
+    ``name`` is its path, or what messages call it; ``ignored`` counts the rows that had each
+    column which `data.columns` does not name.
     """
 
-    path: Path
+    name: str
     form: RowFormat
     pairs: list[TrainingPair]
     ignored: dict[str, int]
@@ -74,16 +75,29 @@ def read_rows(path: Path, how: Reading | None = None, max_problems: int = 20) ->
         DataError: the file cannot be read, or one thing in it is wrong.
         Problems: several things in it are wrong; each names ``file:line``.
     """
-    reader = _FileReader(path, how or Reading())
+    how = how or Reading()
+    return read_located(str(path), decoded_rows(path, how.setting), how, max_problems)
+
+
+def read_located(
+    name: str, rows: Iterable[Located], how: Reading, max_problems: int = 20
+) -> FileOfRows:
+    """Read rows that were decoded already, as `read_rows` does those of a file.
+
+    Args:
+        name: what holds them, for messages and the record.
+        rows: the decoded rows; they are of one format.
+        how: how to read them.
+        max_problems: how many problems to tell in full; the rest is counted.
+    """
+    reader = _FileReader(name, rows, how)
     problems = reader.read()
     if len(problems) > max_problems:
-        more = DataError(
-            f"{len(problems) - max_problems} more problems in this file", where=str(path)
-        )
+        more = DataError(f"{len(problems) - max_problems} more problems in this file", where=name)
         problems = [*problems[:max_problems], more]
     Problems.raise_if(problems)
     return FileOfRows(
-        path=path,
+        name=name,
         form=reader.form or RowFormat.pair,
         pairs=reader.pairs,
         ignored=dict(sorted(reader.ignored.items())),
@@ -93,8 +107,9 @@ def read_rows(path: Path, how: Reading | None = None, max_problems: int = 20) ->
 class _FileReader:
     """Reads the rows of one file, whose format the rows settle between them."""
 
-    def __init__(self, path: Path, how: Reading) -> None:
-        self.path = path
+    def __init__(self, name: str, rows: Iterable[Located], how: Reading) -> None:
+        self.name = name
+        self.rows = rows
         self.how = how
         self.form: RowFormat | None = None if how.form is RowFormat.auto else how.form
         self.pairs: list[TrainingPair] = []
@@ -106,7 +121,7 @@ class _FileReader:
         """Read every row and return what is wrong."""
         problems: list[MensError] = []
         last: Mapping[str, object] = {}
-        for where, value, _, _ in decoded_rows(self.path, self.how.setting):
+        for where, value, _, _ in self.rows:
             try:
                 if isinstance(value, DataError):
                     raise value  # told with the others
@@ -117,7 +132,7 @@ class _FileReader:
             except DataError as problem:
                 problems.append(problem)
         absent = [
-            _no_column(f"data.columns.{name}", column, str(self.path), last)
+            _no_column(f"data.columns.{name}", column, self.name, last)
             for name, column in self.how.columns.items()
             if last and not self._seen[name]
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.config.data import ColumnsConfig, JsonlData, RowFormat
+from mens_exp.config.data import ColumnsConfig, HubData, JsonlData, RowFormat, RowsData
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,6 +39,14 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
         yield from _files("data.path", data.path)
         if data.val_path is not None:
             yield from _files("data.val_path", data.val_path)
+    if isinstance(data, HubData) and data.val_split == data.split:
+        yield ConfigError(
+            "the rows to train on would validate",
+            where="data.val_split",
+            found=data.val_split,
+            expected="another split than data.split",
+        )
+    if isinstance(data, RowsData):
         yield from _columns(data)
 
 
@@ -64,14 +72,15 @@ def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
             where="data.val_max_tokens",
             expected="attribute.tokens, which says how many tokens are measured on",
         )
-    if "data.val_frac" in named and isinstance(data, JsonlData) and data.val_path is not None:
-        yield ConfigError(
-            "has no effect with data.val_path",
-            where="data.val_frac",
-            found=data.val_frac,
-            expected="one of the two",
-            remedy="drop data.val_frac, or data.val_path",
-        )
+    for other in ("val_path", "val_split"):
+        if "data.val_frac" in named and getattr(data, other, None) is not None:
+            yield ConfigError(
+                f"has no effect with data.{other}",
+                where="data.val_frac",
+                found=data.val_frac,
+                expected="one of the two",
+                remedy=f"drop data.val_frac, or data.{other}",
+            )
 
 
 def _files(where: str, value: Any) -> Iterator[ConfigError]:
@@ -82,7 +91,7 @@ def _files(where: str, value: Any) -> Iterator[ConfigError]:
         yield ConfigError("wrong type", where=where, found=value, expected=f"the path of {_FILES}")
 
 
-def _columns(data: JsonlData) -> Iterator[ConfigError]:
+def _columns(data: RowsData) -> Iterator[ConfigError]:
     fields = [field.name for field in dataclasses.fields(ColumnsConfig)]
     given = {name: column for name in fields if (column := getattr(data.columns, name)) is not None}
     if data.group_column is not None and "group" in given:
