@@ -14,6 +14,7 @@ from mens_exp.config.fields import setting
 __all__ = [
     "ColumnsConfig",
     "DataConfig",
+    "FilterConfig",
     "HubData",
     "JsonlData",
     "RowFormat",
@@ -38,6 +39,32 @@ class Truncation(Enum):
 
     right = "right"
     left = "left"
+
+
+@dataclass(kw_only=True, slots=True)
+class FilterConfig:
+    """Which rows are taken; null lets every row pass."""
+
+    min_rating: int | None = setting(
+        None, "Lowest rating, 1 to 5; rows that nobody rated pass.", ge=1, le=5
+    )
+    category: str | None = setting(
+        None, "Part of a row's category, in either case; rows without a category fail."
+    )
+    exclude_category: str | None = setting(
+        None, "Part of the categories to leave out; rows without a category pass."
+    )
+    min_chars: int | None = setting(
+        None, "Fewest characters of a row: prompts and answers together.", ge=1
+    )
+    max_chars: int | None = setting(
+        None, "Most characters of a row: prompts and answers together.", ge=1
+    )
+    language: str | None = setting(
+        None,
+        "A row's language, in either case: the row's field where it has one, else the name after "
+        "any code fence (```python) of its answers; rows with neither fail.",
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -71,6 +98,10 @@ class DataConfig:
     show: int = setting(
         0, "Training rows that task=plan shows token by token; 0 shows none (plan).", ge=0
     )
+    filter: FilterConfig = dataclasses.field(
+        default_factory=FilterConfig,
+        metadata={"doc": "Which rows are taken, before the split.", "range": None},
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -92,6 +123,7 @@ class ColumnsConfig:
     system: str | None = setting(None, "Column of the system prompt.")
     rating: str | None = setting(None, "Column of a rating from 1 to 5.")
     category: str | None = setting(None, "Column of a free tag.")
+    language: str | None = setting(None, "Column of the language that an answer is written in.")
     group: str | None = setting(None, "Column of what must stay on one side of the split.")
 
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.digest import digest
 from mens_exp.config.data import DataConfig, RowsData, Truncation
 from mens_exp.config.objective import AssistantObjective, LastKObjective, Turns
 from mens_exp.corpus import stdlib
-from mens_exp.corpus.files import RowsFile, described, pairs_of, read_own, refuse_leakage
+from mens_exp.corpus.files import (
+    RowsFile,
+    described,
+    pairs_of,
+    read_own,
+    records,
+    refuse_leakage,
+)
+from mens_exp.corpus.filters import asked, filtered, refuse_nothing_left
 from mens_exp.corpus.split import Side, assert_disjoint, split
 from mens_exp.errors import DataError
 from mens_exp.rows.cache import CacheKey
@@ -28,7 +37,10 @@ __all__ = ["Rows", "cache_key", "labelling_of", "load_rows"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """The three sides of a split, and the hash of all rows in order."""
+    """The three sides of a split, the hash of all rows in order, and where they come from.
+
+    ``taken`` says how they were chosen: what filters refused.
+    """
 
     source: str
     train: list[TrainingPair]
@@ -36,6 +48,11 @@ class Rows:
     heldout: list[TrainingPair]
     sha256: str
     files: tuple[RowsFile, ...] = ()
+    taken: dict[str, Any] = field(default_factory=dict)
+
+    def record(self) -> dict[str, Any]:
+        """Return files and choice for a manifest or a plan; nothing of what does not apply."""
+        return ({"files": records(self.files)} if self.files else {}) | self.taken
 
     def side_sha256(self, side: Side) -> str:
         """Hash the rows of one side."""
@@ -53,8 +70,8 @@ def load_rows(config: DataConfig, cache: Path) -> Rows:
         cache: folder where an extraction is kept.
 
     Raises:
-        DataError: a file or a row in it is wrong, a side of the split is empty, or a row to
-            validate on is also one of the others.
+        DataError: a file or a row in it is wrong, no row passes the filters, a side of the split
+            is empty, or a row to validate on is also one of the others.
         Problems: several of them.
         MensError: a dataset of the hub cannot be had.
     """
@@ -69,6 +86,9 @@ def load_rows(config: DataConfig, cache: Path) -> Rows:
             refuse_leakage(pairs, val)
     else:
         pairs = stdlib.load(cache).pairs
+    taken: dict[str, Any] = {}
+    if asked(config.filter):
+        pairs, val = _filtered(config, pairs, val, taken)
     sides = split(pairs, config.val_frac if val is None else 0, config.heldout_frac)
     if val is not None:
         sides[Side.VAL] = val
@@ -89,7 +109,30 @@ def load_rows(config: DataConfig, cache: Path) -> Rows:
         heldout=sides[Side.HELDOUT],
         sha256=rows_digest([*pairs, *(val or [])]),
         files=files,
+        taken=taken,
     )
+
+
+def _filtered(
+    config: DataConfig,
+    pairs: list[TrainingPair],
+    val: list[TrainingPair] | None,
+    taken: dict[str, Any],
+) -> tuple[list[TrainingPair], list[TrainingPair] | None]:
+    """Filter both kinds of rows alike, and note how many each filter refused."""
+    refused: Counter[str] = Counter()
+    sides = []
+    for side in (pairs, val or []):
+        kept, gone = filtered(side, config.filter)
+        refuse_nothing_left(len(side), gone)
+        refused += gone
+        sides.append(kept)
+    taken["filtered"] = {
+        "rows": len(pairs) + len(val or []),
+        "kept": len(sides[0]) + len(sides[1]),
+        "refused": {name: refused[name] for name in asked(config.filter)},
+    }
+    return sides[0], None if val is None else sides[1]
 
 
 def labelling_of(config: RunConfig) -> Labelling:

@@ -82,7 +82,12 @@ SETTINGS: dict[str, Part] = {
     **_all(
         Part.DATA,
         "data.columns.",
-        "prompt input response messages conversations system rating category group",
+        "prompt input response messages conversations system rating category language group",
+    ),
+    **_all(
+        Part.DATA,
+        "data.filter.",
+        "min_rating category exclude_category min_chars max_chars language",
     ),
     **_all(Part.RECORD, "data.", "val_max_tokens show"),
     **_all(Part.QUANT, "quant.", "quant_type double_quant compute_dtype block_size skip"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.data import RowsData
 from mens_exp.corpus import stdlib
-from mens_exp.corpus.files import records
+from mens_exp.corpus.filters import asked
 from mens_exp.corpus.source import cache_key, load_rows
 from mens_exp.corpus.split import Side
 from mens_exp.layout.cached import ready
@@ -31,7 +31,8 @@ _STDLIB_SHARE = 0.33  # measured: characters of rows over bytes of source read
 
 def count_tokens(config: RunConfig, cache: Path) -> dict[str, Any]:
     """Count tokens: exactly from a warm cache, else from characters or file sizes."""
-    if not isinstance(config.data, RowsData) and not stdlib.is_cached(cache):
+    known = isinstance(config.data, RowsData) or asked(config.data.filter)
+    if not known and not stdlib.is_cached(cache):
         characters = stdlib.source_bytes() * _STDLIB_SHARE
         train = 1 - config.data.val_frac - config.data.heldout_frac
         return {
@@ -47,16 +48,16 @@ def count_tokens(config: RunConfig, cache: Path) -> dict[str, Any]:
             "basis": "estimated from file sizes; nothing is cached yet",
         }
     rows = load_rows(config.data, cache)
-    files = {"files": records(rows.files)} if rows.files else {}
+    about = rows.record()
     exact = _cached_counts(config, rows, cache)
     lengths = _lengths(rows, config.data.seq_len)
     if exact is not None:
         basis = "counted, from the cache"
-        counted = {**files, **exact, **lengths}
+        counted = {**about, **exact, **lengths}
         return {"source": rows.source, **counted, "exact": True, "basis": basis}
     return {
         "source": rows.source,
-        **files,
+        **about,
         "train_rows": len(rows.train),
         "train_tokens": _estimate_tokens(rows, Side.TRAIN, config.data.seq_len),
         "val_tokens": _estimate_tokens(rows, Side.VAL, config.data.seq_len),

@@ -176,6 +176,8 @@ def _data(data: Mapping[str, Any]) -> Text:
     text = _text(data.get("source"))
     for path, file in (data.get("files") or {}).items():
         text.append(f"\n{path}: {_file(file)}")
+    if data.get("filtered"):
+        text.append(f"\n{_filtered(data['filtered'])}")
     for key, words in (
         ("train_rows", "rows to train on"),
         ("train_tokens", "tokens in them"),
@@ -184,6 +186,11 @@ def _data(data: Mapping[str, Any]) -> Text:
         if data.get(key) is not None:
             text.append(f"\n{about}{wording.count(data[key])} {words}")
     return text if not about else _with_basis(text, data.get("basis"))
+
+
+def _filtered(counts: Mapping[str, Any]) -> str:
+    gone = ", ".join(f"{name} refused {wording.count(n)}" for name, n in counts["refused"].items())
+    return f"{wording.count(counts['kept'])} of {wording.count(counts['rows'])} rows pass: {gone}"
 
 
 def _file(file: Mapping[str, Any]) -> str:

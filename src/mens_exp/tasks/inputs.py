@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.corpus.files import records
 from mens_exp.corpus.source import labelling_of
 from mens_exp.errors import Problems, RequestError
 from mens_exp.plan.contract import origin_of
@@ -52,8 +51,7 @@ def describe(
         "rows_sha256": rows.sha256,
         "heldout_rows": len(rows.heldout),
     }
-    if rows.files:
-        rows_of["files"] = records(rows.files)
+    rows_of |= rows.record()
     dated = {"chat_template_date": DATE.date().isoformat()} if tokenizer.is_dated else {}
     return {
         "base_model": base.name,

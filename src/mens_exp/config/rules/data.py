@@ -35,6 +35,14 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
             found=f"{data.val_frac} + heldout_frac {data.heldout_frac}",
             expected="a sum under 1",
         )
+    least, most = data.filter.min_chars, data.filter.max_chars
+    if least is not None and most is not None and least > most:
+        yield ConfigError(
+            "no row can pass",
+            where="data.filter.min_chars",
+            found=least,
+            expected=f"at most data.filter.max_chars ({most})",
+        )
     if isinstance(data, JsonlData):
         yield from _files("data.path", data.path)
         if data.val_path is not None:

@@ -8,6 +8,7 @@ from mens_exp.config.data import RowsData
 from mens_exp.config.rules.data import problems as rule_problems
 from mens_exp.config.validate import range_problems
 from mens_exp.corpus.files import read_own
+from mens_exp.corpus.filters import asked
 from mens_exp.corpus.source import load_rows
 from mens_exp.rows.cache import cache_root
 
@@ -24,6 +25,8 @@ def check(config: RunConfig) -> Iterator[MensError]:
     """Yield what is wrong with the files of rows."""
     data = config.data
     if not isinstance(data, RowsData):
+        if asked(data.filter) and not any(range_problems(data)) and not any(rule_problems(config)):
+            load_rows(data, cache_root())  # says where nothing is left
         return
     problems = {problem.where for problem in rule_problems(config)}
     if not any(range_problems(data)) and not problems:
