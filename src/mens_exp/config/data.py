@@ -17,10 +17,12 @@ __all__ = [
     "FilterConfig",
     "HubData",
     "JsonlData",
+    "OnBadRow",
     "RowFormat",
     "RowsData",
     "StdlibData",
     "Truncation",
+    "WrittenData",
 ]
 
 
@@ -32,6 +34,13 @@ class RowFormat(Enum):
     messages = "messages"
     alpaca = "alpaca"
     sharegpt = "sharegpt"
+
+
+class OnBadRow(Enum):
+    """What becomes of a row that cannot be used."""
+
+    error = "error"
+    quarantine = "quarantine"
 
 
 class Truncation(Enum):
@@ -128,8 +137,25 @@ class ColumnsConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class RowsData(DataConfig):
-    """Rows that somebody wrote, in whichever format."""
+class WrittenData(DataConfig):
+    """Rows that somebody wrote, some of which may be bad."""
+
+    on_bad_row: OnBadRow = setting(
+        OnBadRow.error,
+        "A row that cannot be used: error refuses all of them, quarantine puts it into the run's "
+        "quarantine.jsonl with its place and reason and goes on.",
+    )
+    max_bad_frac: float = setting(
+        0.01,
+        "Share of bad rows over which quarantine is an error too (unverified guess).",
+        gt=0,
+        lt=1,
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class RowsData(WrittenData):
+    """Rows in whichever format, from one place."""
 
     format: RowFormat = setting(
         RowFormat.auto,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.digest import sha256_file
-from mens_exp.config.data import ColumnsConfig, HubData, JsonlData
+from mens_exp.config.data import ColumnsConfig, HubData, JsonlData, OnBadRow
 from mens_exp.corpus import hub_rows
 from mens_exp.corpus.split import group_of
 from mens_exp.errors import DataError, MensError, Problems, RequestError
@@ -92,7 +92,11 @@ def _how(config: RowsData, setting: str) -> Reading:
         if (column := getattr(config.columns, field.name)) is not None
     }
     return Reading(
-        form=config.format, columns=columns, group_column=config.group_column, setting=setting
+        form=config.format,
+        columns=columns,
+        group_column=config.group_column,
+        setting=setting,
+        quarantine=config.on_bad_row is OnBadRow.quarantine,
     )
 
 

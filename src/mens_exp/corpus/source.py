@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.digest import digest
-from mens_exp.config.data import DataConfig, RowsData, Truncation
+from mens_exp.config.data import DataConfig, OnBadRow, RowsData, Truncation
 from mens_exp.config.objective import AssistantObjective, LastKObjective, Turns
 from mens_exp.corpus import stdlib
 from mens_exp.corpus.files import (
@@ -21,6 +21,7 @@ from mens_exp.corpus.files import (
 from mens_exp.corpus.filters import asked, filtered, refuse_nothing_left
 from mens_exp.corpus.split import Side, assert_disjoint, split
 from mens_exp.errors import DataError
+from mens_exp.rows import quarantine
 from mens_exp.rows.cache import CacheKey
 from mens_exp.rows.encode import Labelling
 from mens_exp.rows.readers import rows_digest
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mens_exp.config.root import RunConfig
+    from mens_exp.rows.quarantine import BadRow
+    from mens_exp.rows.readers import FileOfRows
     from mens_exp.rows.schema import TrainingPair
     from mens_exp.tokenizer.protocol import Tokenizer
 
@@ -39,7 +42,8 @@ __all__ = ["Rows", "cache_key", "labelling_of", "load_rows"]
 class Rows:
     """The three sides of a split, the hash of all rows in order, and where they come from.
 
-    ``taken`` says how they were chosen: what filters refused.
+    ``taken`` says how they were chosen: what was put aside, what filters refused. ``bad`` are the
+    rows that were put aside.
     """
 
     source: str
@@ -49,6 +53,7 @@ class Rows:
     sha256: str
     files: tuple[RowsFile, ...] = ()
     taken: dict[str, Any] = field(default_factory=dict)
+    bad: tuple[BadRow, ...] = ()
 
     def record(self) -> dict[str, Any]:
         """Return files and choice for a manifest or a plan; nothing of what does not apply."""
@@ -70,23 +75,27 @@ def load_rows(config: DataConfig, cache: Path) -> Rows:
         cache: folder where an extraction is kept.
 
     Raises:
-        DataError: a file or a row in it is wrong, no row passes the filters, a side of the split
-            is empty, or a row to validate on is also one of the others.
+        DataError: a file or a row in it is wrong, too many rows are bad, no row passes the
+            filters, a side of the split is empty, or a row to validate on is also one of the
+            others.
         Problems: several of them.
         MensError: a dataset of the hub cannot be had.
     """
     files: tuple[RowsFile, ...] = ()
+    bad: tuple[BadRow, ...] = ()
+    taken: dict[str, Any] = {}
     val = None
     if isinstance(config, RowsData):
         own, apart = read_own(config)
         pairs = pairs_of(own)
         files = (*described(config, own, "rows"), *described(config, apart or [], "validation"))
+        if config.on_bad_row is OnBadRow.quarantine:
+            bad = _put_aside(config, [*own, *(apart or [])], taken)
         if apart is not None:
             val = pairs_of(apart)
             refuse_leakage(pairs, val)
     else:
         pairs = stdlib.load(cache).pairs
-    taken: dict[str, Any] = {}
     if asked(config.filter):
         pairs, val = _filtered(config, pairs, val, taken)
     sides = split(pairs, config.val_frac if val is None else 0, config.heldout_frac)
@@ -110,7 +119,23 @@ def load_rows(config: DataConfig, cache: Path) -> Rows:
         sha256=rows_digest([*pairs, *(val or [])]),
         files=files,
         taken=taken,
+        bad=bad,
     )
+
+
+def _put_aside(
+    config: RowsData, files: list[FileOfRows], taken: dict[str, Any]
+) -> tuple[BadRow, ...]:
+    """Return the rows of files that were put aside, and note how many and why."""
+    bad = tuple(row for file in files for row in file.bad)
+    rows = len(bad) + sum(len(file.pairs) for file in files)
+    quarantine.refuse_too_many(bad, rows, config.max_bad_frac)
+    taken["quarantined"] = {
+        "rows": rows,
+        "bad": len(bad),
+        "reasons": dict(sorted(quarantine.counts(bad).items())),
+    }
+    return bad
 
 
 def _filtered(

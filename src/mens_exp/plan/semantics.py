@@ -77,7 +77,8 @@ SETTINGS: dict[str, Part] = {
         Part.DATA,
         "data.",
         "source path seq_len micro_batch_size packing val_frac heldout_frac truncation val_path "
-        "format group_column id revision subset split val_split",
+        "format group_column id revision subset split val_split "
+        "on_bad_row",
     ),
     **_all(
         Part.DATA,
@@ -89,6 +90,8 @@ SETTINGS: dict[str, Part] = {
         "data.filter.",
         "min_rating category exclude_category min_chars max_chars language",
     ),
+    # It refuses a run, or changes nothing.
+    **_all(Part.RECORD, "data.", "max_bad_frac"),
     **_all(Part.RECORD, "data.", "val_max_tokens show"),
     **_all(Part.QUANT, "quant.", "quant_type double_quant compute_dtype block_size skip"),
     # The codes are the same in a container of another type.

@@ -176,6 +176,8 @@ def _data(data: Mapping[str, Any]) -> Text:
     text = _text(data.get("source"))
     for path, file in (data.get("files") or {}).items():
         text.append(f"\n{path}: {_file(file)}")
+    if data.get("quarantined"):
+        text.append(f"\n{_quarantined(data['quarantined'])}")
     if data.get("filtered"):
         text.append(f"\n{_filtered(data['filtered'])}")
     for key, words in (
@@ -186,6 +188,12 @@ def _data(data: Mapping[str, Any]) -> Text:
         if data.get(key) is not None:
             text.append(f"\n{about}{wording.count(data[key])} {words}")
     return text if not about else _with_basis(text, data.get("basis"))
+
+
+def _quarantined(counts: Mapping[str, Any]) -> str:
+    reasons = "; ".join(f"{wording.visible(why)} ({n})" for why, n in counts["reasons"].items())
+    put = f"{wording.count(counts['bad'])} of {wording.count(counts['rows'])} rows put aside"
+    return f"{put}: {reasons}" if reasons else put
 
 
 def _filtered(counts: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from mens_exp.rows.decode import Located, decoded_rows
 from mens_exp.rows.formats import ALIASES, KEYS, format_of, joined
 from mens_exp.rows.parse import UNKNOWN_KEY, as_object, parse_row
 from mens_exp.rows.problems import json_type, shown
+from mens_exp.rows.quarantine import BadRow, put_aside
 from mens_exp.rows.schema import TrainingPair, to_json
 
 if TYPE_CHECKING:
@@ -38,12 +39,14 @@ class Reading:
         columns: the column that holds each field; empty where files have our own keys.
         group_column: the column whose value is the row's group.
         setting: the setting that names the files, for messages.
+        quarantine: put bad rows aside instead of refusing the file.
     """
 
     form: RowFormat = RowFormat.auto
     columns: Mapping[str, str] = field(default_factory=dict)
     group_column: str | None = None
     setting: str = "data.path"
+    quarantine: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,13 +54,14 @@ class FileOfRows:
     """What a file held: its rows in order, how they were written, and which columns were left.
 
     ``name`` is its path, or what messages call it; ``ignored`` counts the rows that had each
-    column which `data.columns` does not name.
+    column which `data.columns` does not name, and ``bad`` are the rows that were put aside.
     """
 
     name: str
     form: RowFormat
     pairs: list[TrainingPair]
     ignored: dict[str, int]
+    bad: tuple[BadRow, ...] = ()
 
 
 def read_rows(path: Path, how: Reading | None = None, max_problems: int = 20) -> FileOfRows:
@@ -69,7 +73,7 @@ def read_rows(path: Path, how: Reading | None = None, max_problems: int = 20) ->
         max_problems: how many problems to tell in full; the rest is counted.
 
     Returns:
-        The rows in file order, at least one.
+        The rows in file order, at least one unless all were put aside.
 
     Raises:
         DataError: the file cannot be read, or one thing in it is wrong.
@@ -101,6 +105,7 @@ def read_located(
         form=reader.form or RowFormat.pair,
         pairs=reader.pairs,
         ignored=dict(sorted(reader.ignored.items())),
+        bad=tuple(reader.bad),
     )
 
 
@@ -114,6 +119,7 @@ class _FileReader:
         self.form: RowFormat | None = None if how.form is RowFormat.auto else how.form
         self.pairs: list[TrainingPair] = []
         self.ignored: Counter[str] = Counter()
+        self.bad: list[BadRow] = []
         self._told_by = ""  # the place of the row that settled the format
         self._seen: Counter[str] = Counter()
 
@@ -121,16 +127,20 @@ class _FileReader:
         """Read every row and return what is wrong."""
         problems: list[MensError] = []
         last: Mapping[str, object] = {}
-        for where, value, _, _ in self.rows:
+        for located in self.rows:
+            settled = self.form, self._told_by
             try:
-                if isinstance(value, DataError):
-                    raise value  # told with the others
-                last = as_object(value, where)
-                self.pairs.append(self._pair(last, where))
-            except Problems as several:
-                problems.extend(several.problems)
-            except DataError as problem:
-                problems.append(problem)
+                if isinstance(located.value, DataError):
+                    raise located.value  # told with the others
+                last = as_object(located.value, located.where)
+                self.pairs.append(self._pair(last, located.where))
+            except (DataError, Problems) as error:
+                wrong = getattr(error, "problems", [error])
+                if self.how.quarantine and not located.ends:
+                    self.form, self._told_by = settled  # a bad row settles nothing
+                    self.bad.append(put_aside(located, wrong))
+                else:
+                    problems.extend(wrong)
         absent = [
             _no_column(f"data.columns.{name}", column, self.name, last)
             for name, column in self.how.columns.items()

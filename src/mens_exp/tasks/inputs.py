@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.corpus.source import labelling_of
 from mens_exp.errors import Problems, RequestError
 from mens_exp.plan.contract import origin_of
+from mens_exp.rows import quarantine
 from mens_exp.tokenizer.load import load_tokenizer
 from mens_exp.tokenizer.templates import DATE
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from mens_exp.model.resolve import BaseModel
     from mens_exp.tokenizer.protocol import Tokenizer
 
-__all__ = ["describe", "note_origin", "refuse_changed", "tokenizer_of"]
+__all__ = ["describe", "keep_bad_rows", "note_origin", "refuse_changed", "tokenizer_of"]
 
 
 def tokenizer_of(config: TokenizerConfig, base: BaseModel, run: RunDir) -> Tokenizer:
@@ -65,6 +66,12 @@ def describe(
         **dated,
         "data": rows_of if data is None else {**rows_of, **_encoded(data)},
     }
+
+
+def keep_bad_rows(run: RunDir, rows: Rows) -> None:
+    """Write the rows that were put aside into the run's directory, where there are any."""
+    if rows.bad:
+        quarantine.write(run.quarantine, rows.bad)
 
 
 def _from_hub(base: BaseModel) -> dict[str, Any]:

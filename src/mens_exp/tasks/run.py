@@ -114,7 +114,15 @@ def _failure(error: BaseException) -> Failure:
 
 def _hash_outputs(run: RunDir) -> dict[str, str]:
     """Hash every finished file of the run; checkpoints and sinks' own files are not outputs."""
-    files = [run.config, run.plan, run.telemetry, run.scorecard, run.events, run.transcript]
+    files = [
+        run.config,
+        run.plan,
+        run.telemetry,
+        run.scorecard,
+        run.events,
+        run.transcript,
+        run.quarantine,
+    ]
     files += [run.attribution, run.merged_tensors, run.parity]
     for made in (run.adapter, run.weights, run.merged):
         files += sorted(made.rglob("*"))

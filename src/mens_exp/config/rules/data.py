@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.config.data import ColumnsConfig, HubData, JsonlData, RowFormat, RowsData
+from mens_exp.config.data import ColumnsConfig, HubData, JsonlData, OnBadRow, RowFormat, RowsData
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,6 +79,13 @@ def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
             "has no effect with task=attribute",
             where="data.val_max_tokens",
             expected="attribute.tokens, which says how many tokens are measured on",
+        )
+    if "data.max_bad_frac" in named and getattr(data, "on_bad_row", None) is OnBadRow.error:
+        yield ConfigError(
+            "has no effect with data.on_bad_row=error",
+            where="data.max_bad_frac",
+            expected="data.on_bad_row=quarantine, which puts bad rows aside",
+            remedy="add data.on_bad_row=quarantine, or drop data.max_bad_frac",
         )
     for other in ("val_path", "val_split"):
         if "data.val_frac" in named and getattr(data, other, None) is not None:
