@@ -155,18 +155,23 @@ def _settle_model(cell: Cell) -> None:
 
 def _settle_rows(cell: Cell) -> None:
     """Replace a branch of a dataset by the commit it means now; what cannot be stays as it is."""
-    from mens_exp.config.data import HubData
+    from mens_exp.config.data import HubData, MixData
+    from mens_exp.config.mix import sources_of
     from mens_exp.corpus.hub_rows import pinned
     from mens_exp.errors import MensError
 
     data = cell.config.data
-    if not isinstance(data, HubData):
-        return
     try:
-        data.revision = pinned(data)
+        if isinstance(data, HubData):
+            data.revision = pinned(data)
+            cell.composed.values.data.revision = data.revision
+        elif isinstance(data, MixData):
+            for entry, source in zip(data.sources, sources_of(data), strict=True):
+                if isinstance(source.data, HubData):
+                    entry["revision"] = pinned(source.data)
+            cell.composed.values.data.sources = data.sources
     except MensError:
         return
-    cell.composed.values.data.revision = data.revision
 
 
 def _used_directory(cell: Cell, *, multirun: bool) -> list[MensError]:

@@ -16,6 +16,7 @@ NEEDS = {
     "model=hf": ["model.id=somewhere"],
     "data=jsonl": ["data.path=rows.jsonl"],
     "data=hub": ["data.id=lab/rows"],
+    "data=mix": ["data.sources=[{path:a.jsonl,weight:0.7},{source:stdlib,weight:0.3}]"],
     "task=evaluate": ["path=latest"],
     "callbacks=early_stopping": ["trainer.val_check_interval=4"],
     "task=chat": ["path=latest"],

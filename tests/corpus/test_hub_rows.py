@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -233,3 +234,27 @@ def test_split_to_train_on_may_not_validate(tiny_config: Any) -> None:
     config.data.val_split = "train"
     (problem,) = problems(config)
     assert (problem.where, isinstance(problem, ConfigError)) == ("data.val_split", True)
+
+
+def test_command_puts_branches_down_as_commits(repository: Any, tiny_config: Any) -> None:
+    """Of the dataset, and of every source of a mix; what is not there is left for preflight."""
+    from omegaconf import OmegaConf
+
+    from mens_exp.cli import _settle_rows
+
+    def settled(*overrides: str) -> Any:
+        config = tiny_config(*overrides)
+        cell: Any = SimpleNamespace(
+            config=config, composed=SimpleNamespace(values=OmegaConf.structured(config))
+        )
+        _settle_rows(cell)
+        return OmegaConf.to_object(cell.composed.values.data)
+
+    commit = repository.refs["main"]
+    assert settled("data=hub", f"data.id={NAME}").revision == commit
+    assert settled("data=hub", "data.id=lab/none").revision is None
+    sources = f"[{{path:a.jsonl,weight:1}},{{id:{NAME},weight:1}}]"
+    assert settled("data=mix", f"data.sources={sources}").sources == [
+        {"path": "a.jsonl", "weight": 1},
+        {"id": NAME, "weight": 1, "revision": commit},
+    ]

@@ -17,6 +17,8 @@ __all__ = [
     "FilterConfig",
     "HubData",
     "JsonlData",
+    "MixData",
+    "MixStop",
     "OnBadRow",
     "RowFormat",
     "RowsData",
@@ -34,6 +36,14 @@ class RowFormat(Enum):
     messages = "messages"
     alpaca = "alpaca"
     sharegpt = "sharegpt"
+
+
+class MixStop(Enum):
+    """When drawing rows of several sources ends."""
+
+    all_exhausted = "all_exhausted"
+    first_exhausted = "first_exhausted"
+    budget = "budget"
 
 
 class OnBadRow(Enum):
@@ -208,4 +218,31 @@ class HubData(RowsData):
     val_split: str | None = setting(
         None,
         "Split to validate on; then no row of split validates. Null: val_frac of split validates.",
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class MixData(WrittenData):
+    """Rows of several sources, by weight: the training rows are drawn, the others left as are."""
+
+    source: str = "mix"
+    sources: Any = setting(
+        MISSING,
+        "List of sources: {path:a.jsonl,weight:0.7}, {id:lab/rows,weight:0.2} or "
+        "{source:stdlib,weight:0.1}, with format, columns, filter and the like of that option. "
+        "Weights are shares of the rows; only their ratios count. name is for the record.",
+    )
+    stop: MixStop = setting(
+        MixStop.all_exhausted,
+        "When the draw ends: all_exhausted repeats sources until each was gone through, "
+        "first_exhausted repeats none, budget ends at budget_tokens.",
+    )
+    budget_tokens: int | None = setting(
+        None,
+        "Tokens to draw under stop=budget, estimated at 3.4 characters a token and 40 for the "
+        "template of an exchange.",
+        ge=1,
+    )
+    mix_seed: int = setting(
+        0, "Which rows of a source are drawn first; not the run's seed, so arms share rows.", ge=0
     )

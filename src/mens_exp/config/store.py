@@ -54,7 +54,12 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "burn": backend.BurnConfig,
         "proxy": backend.ProxyConfig,
     },
-    "data": {"stdlib": data.StdlibData, "jsonl": data.JsonlData, "hub": data.HubData},
+    "data": {
+        "stdlib": data.StdlibData,
+        "jsonl": data.JsonlData,
+        "hub": data.HubData,
+        "mix": data.MixData,
+    },
     "optim": {
         "adamw": optim.AdamwConfig,
         "adamw_8bit": optim.Adamw8bitConfig,

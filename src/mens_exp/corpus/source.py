@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.digest import digest
-from mens_exp.config.data import DataConfig, OnBadRow, RowsData, Truncation
+from mens_exp.config.data import (
+    DataConfig,
+    MixData,
+    OnBadRow,
+    RowsData,
+    Truncation,
+    WrittenData,
+)
+from mens_exp.config.mix import sources_of
 from mens_exp.config.objective import AssistantObjective, LastKObjective, Turns
 from mens_exp.corpus import stdlib
 from mens_exp.corpus.files import (
@@ -19,19 +27,21 @@ from mens_exp.corpus.files import (
     refuse_leakage,
 )
 from mens_exp.corpus.filters import asked, filtered, refuse_nothing_left
+from mens_exp.corpus.mix import mixed
 from mens_exp.corpus.split import Side, assert_disjoint, split
-from mens_exp.errors import DataError
+from mens_exp.errors import DataError, MensError, Problems
 from mens_exp.rows import quarantine
 from mens_exp.rows.cache import CacheKey
 from mens_exp.rows.encode import Labelling
 from mens_exp.rows.readers import rows_digest
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from mens_exp.config.data import FilterConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.rows.quarantine import BadRow
-    from mens_exp.rows.readers import FileOfRows
     from mens_exp.rows.schema import TrainingPair
     from mens_exp.tokenizer.protocol import Tokenizer
 
@@ -42,7 +52,8 @@ __all__ = ["Rows", "cache_key", "labelling_of", "load_rows"]
 class Rows:
     """The three sides of a split, the hash of all rows in order, and where they come from.
 
-    ``taken`` says how they were chosen: what was put aside, what filters refused. ``bad`` are the
+    ``taken`` says how they were chosen: what was put aside, what filters refused, how a
+    mix was drawn. ``bad`` are the
     rows that were put aside.
     """
 
@@ -81,23 +92,102 @@ def load_rows(config: DataConfig, cache: Path) -> Rows:
         Problems: several of them.
         MensError: a dataset of the hub cannot be had.
     """
+    taken: dict[str, Any] = {}
+    corpora = _corpora(config, cache)
+    bad = tuple(row for corpus in corpora.values() for row in corpus.bad)
+    if isinstance(config, WrittenData) and config.on_bad_row is OnBadRow.quarantine:
+        rows = len(bad) + sum(file.rows for corpus in corpora.values() for file in corpus.files)
+        taken["quarantined"] = quarantine.summary(bad, rows, config.max_bad_frac)
+    if asked(config.filter):
+        taken["filtered"] = _filtered(list(corpora.values()), config.filter)
+    pairs = [pair for corpus in corpora.values() for pair in corpus.pairs]
+    apart = [corpus.val for corpus in corpora.values() if corpus.val is not None]
+    val = apart[0] if apart else None  # no source of a mix has any
+    if val is not None:
+        refuse_leakage(pairs, val)
+    sides = _sides(config, pairs, val)
+    if isinstance(config, MixData):
+        sides[Side.TRAIN], taken["mixed"] = _mixed(config, corpora, sides[Side.TRAIN])
+    return Rows(
+        source=config.source,
+        train=sides[Side.TRAIN],
+        val=sides[Side.VAL],
+        heldout=sides[Side.HELDOUT],
+        sha256=rows_digest([*pairs, *(val or [])]),
+        files=tuple(file for corpus in corpora.values() for file in corpus.files),
+        taken=taken,
+        bad=bad,
+    )
+
+
+@dataclass(slots=True)
+class _Corpus:
+    """The rows of one source, those to validate on apart where it names some."""
+
+    pairs: list[TrainingPair]
+    val: list[TrainingPair] | None = None
     files: tuple[RowsFile, ...] = ()
     bad: tuple[BadRow, ...] = ()
-    taken: dict[str, Any] = {}
-    val = None
-    if isinstance(config, RowsData):
-        own, apart = read_own(config)
-        pairs = pairs_of(own)
-        files = (*described(config, own, "rows"), *described(config, apart or [], "validation"))
-        if config.on_bad_row is OnBadRow.quarantine:
-            bad = _put_aside(config, [*own, *(apart or [])], taken)
-        if apart is not None:
-            val = pairs_of(apart)
-            refuse_leakage(pairs, val)
-    else:
-        pairs = stdlib.load(cache).pairs
-    if asked(config.filter):
-        pairs, val = _filtered(config, pairs, val, taken)
+    weight: float = 1.0
+    refused: dict[str, int] = field(default_factory=dict)
+
+
+def _corpora(config: DataConfig, cache: Path) -> dict[str, _Corpus]:
+    """Read the source, or those of a mix, each through its own filter; all problems together."""
+    if not isinstance(config, MixData):
+        return {config.source: _read(config, cache)}
+    found: dict[str, _Corpus] = {}
+    problems: list[MensError] = []
+    for source in sources_of(config):
+        try:
+            corpus = found[source.name] = _read(source.data, cache)
+            corpus.weight = source.weight
+            if asked(source.data.filter):
+                where = f"the filter of source {source.name}"
+                corpus.refused = _filtered([corpus], source.data.filter, where)["refused"]
+        except (DataError, Problems) as error:
+            problems += getattr(error, "problems", [error])
+    Problems.raise_if(problems)
+    return found
+
+
+def _read(config: DataConfig, cache: Path) -> _Corpus:
+    """Read all rows of one source; filters come after."""
+    if not isinstance(config, RowsData):
+        return _Corpus(stdlib.load(cache).pairs)
+    own, apart = read_own(config)
+    return _Corpus(
+        pairs_of(own),
+        None if apart is None else pairs_of(apart),
+        (*described(config, own, "rows"), *described(config, apart or [], "validation")),
+        tuple(row for file in [*own, *(apart or [])] for row in file.bad),
+    )
+
+
+def _filtered(
+    corpora: Sequence[_Corpus], config: FilterConfig, where: str = "data.filter"
+) -> dict[str, Any]:
+    """Filter all rows alike, and return how many each filter refused."""
+    refused: Counter[str] = Counter()
+    before = kept = 0
+    for role in ("pairs", "val"):
+        sides = [(one, side) for one in corpora if (side := getattr(one, role)) is not None]
+        gone: Counter[str] = Counter()
+        for corpus, side in sides:
+            left, failed = filtered(side, config)
+            setattr(corpus, role, left)
+            gone += failed
+            kept += len(left)
+        rows = sum(len(side) for _, side in sides)
+        refuse_nothing_left(rows, gone, where)
+        before, refused = before + rows, refused + gone
+    counts = {name: refused[name] for name in asked(config)}
+    return {"rows": before, "kept": kept, "refused": counts}
+
+
+def _sides(
+    config: DataConfig, pairs: list[TrainingPair], val: list[TrainingPair] | None
+) -> dict[Side, list[TrainingPair]]:
     sides = split(pairs, config.val_frac if val is None else 0, config.heldout_frac)
     if val is not None:
         sides[Side.VAL] = val
@@ -111,53 +201,29 @@ def load_rows(config: DataConfig, cache: Path) -> Rows:
                 expected="at least three groups, or a larger share",
                 remedy="add rows, or give rows that may be parted different `group` values",
             )
-    return Rows(
-        source=config.source,
-        train=sides[Side.TRAIN],
-        val=sides[Side.VAL],
-        heldout=sides[Side.HELDOUT],
-        sha256=rows_digest([*pairs, *(val or [])]),
-        files=files,
-        taken=taken,
-        bad=bad,
-    )
+    return sides
 
 
-def _put_aside(
-    config: RowsData, files: list[FileOfRows], taken: dict[str, Any]
-) -> tuple[BadRow, ...]:
-    """Return the rows of files that were put aside, and note how many and why."""
-    bad = tuple(row for file in files for row in file.bad)
-    rows = len(bad) + sum(len(file.pairs) for file in files)
-    quarantine.refuse_too_many(bad, rows, config.max_bad_frac)
-    taken["quarantined"] = {
-        "rows": rows,
-        "bad": len(bad),
-        "reasons": dict(sorted(quarantine.counts(bad).items())),
+def _mixed(
+    config: MixData,
+    corpora: Mapping[str, _Corpus],
+    train: list[TrainingPair],
+) -> tuple[list[TrainingPair], dict[str, Any]]:
+    """Draw the training rows of a mix; the split is one for all, so that no prompt is on two sides.
+
+    Returns:
+        The rows, and the record of the draw.
+    """
+    trained = {id(pair) for pair in train}
+    own = {
+        name: [pair for pair in corpus.pairs if id(pair) in trained]
+        for name, corpus in corpora.items()
     }
-    return bad
-
-
-def _filtered(
-    config: DataConfig,
-    pairs: list[TrainingPair],
-    val: list[TrainingPair] | None,
-    taken: dict[str, Any],
-) -> tuple[list[TrainingPair], list[TrainingPair] | None]:
-    """Filter both kinds of rows alike, and note how many each filter refused."""
-    refused: Counter[str] = Counter()
-    sides = []
-    for side in (pairs, val or []):
-        kept, gone = filtered(side, config.filter)
-        refuse_nothing_left(len(side), gone)
-        refused += gone
-        sides.append(kept)
-    taken["filtered"] = {
-        "rows": len(pairs) + len(val or []),
-        "kept": len(sides[0]) + len(sides[1]),
-        "refused": {name: refused[name] for name in asked(config.filter)},
-    }
-    return sides[0], None if val is None else sides[1]
+    weights = {name: corpus.weight for name, corpus in corpora.items()}
+    rows, shares = mixed(own, weights, config)
+    for name, corpus in corpora.items():
+        shares[name] |= {"refused": corpus.refused} if corpus.refused else {}
+    return rows, {"rows": len(rows), "stop": config.stop.value, "sources": shares}
 
 
 def labelling_of(config: RunConfig) -> Labelling:

@@ -78,7 +78,7 @@ SETTINGS: dict[str, Part] = {
         "data.",
         "source path seq_len micro_batch_size packing val_frac heldout_frac truncation val_path "
         "format group_column id revision subset split val_split "
-        "on_bad_row",
+        "on_bad_row sources stop budget_tokens mix_seed",
     ),
     **_all(
         Part.DATA,

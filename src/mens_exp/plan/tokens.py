@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.config.data import RowsData
+from mens_exp.config.data import WrittenData
 from mens_exp.corpus import stdlib
 from mens_exp.corpus.filters import asked
+from mens_exp.corpus.mix import CHARS_PER_TOKEN, estimated_tokens
 from mens_exp.corpus.source import cache_key, load_rows
 from mens_exp.corpus.split import Side
 from mens_exp.layout.cached import ready
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["count_tokens"]
 
-_CHARS_PER_TOKEN = 3.4  # measured: the stdlib rows under SmolLM2's tokenizer
 # measured: the stdlib rows' length-weighted mean is 218, 328, 425 and 452 tokens where documents
 # are cut at 256, 512, 1,024 and 2,048.
 _STDLIB_TYPICAL, _STDLIB_SCALE = 470, 430
@@ -31,15 +31,15 @@ _STDLIB_SHARE = 0.33  # measured: characters of rows over bytes of source read
 
 def count_tokens(config: RunConfig, cache: Path) -> dict[str, Any]:
     """Count tokens: exactly from a warm cache, else from characters or file sizes."""
-    known = isinstance(config.data, RowsData) or asked(config.data.filter)
+    known = isinstance(config.data, WrittenData) or asked(config.data.filter)
     if not known and not stdlib.is_cached(cache):
         characters = stdlib.source_bytes() * _STDLIB_SHARE
         train = 1 - config.data.val_frac - config.data.heldout_frac
         return {
             "source": config.data.source,
             "train_rows": None,
-            "train_tokens": round(characters * train / _CHARS_PER_TOKEN),
-            "val_tokens": round(characters * config.data.val_frac / _CHARS_PER_TOKEN),
+            "train_tokens": round(characters * train / CHARS_PER_TOKEN),
+            "val_tokens": round(characters * config.data.val_frac / CHARS_PER_TOKEN),
             "longest_tokens": config.data.seq_len,
             "typical_tokens": round(
                 _STDLIB_TYPICAL * (1 - math.exp(-config.data.seq_len / _STDLIB_SCALE))
@@ -89,12 +89,7 @@ def _estimate_tokens(rows: Rows, side: Side, seq_len: int) -> int:
 
 
 def _document_tokens(rows: Rows, side: Side, seq_len: int) -> list[float]:
-    lengths = (
-        sum(len(user) + len(said) for user, said in pair.exchanges) / _CHARS_PER_TOKEN
-        + 40 * len(pair.exchanges)  # 40: a chat template's own
-        for pair in getattr(rows, side.value)
-    )
-    return [min(length, seq_len) for length in lengths]
+    return [min(estimated_tokens(pair), seq_len) for pair in getattr(rows, side.value)]
 
 
 def _lengths(rows: Rows, seq_len: int) -> dict[str, int]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mens_exp.errors import MensError
     from mens_exp.rows.decode import Located
 
-__all__ = ["BadRow", "counts", "put_aside", "refuse_too_many", "write"]
+__all__ = ["BadRow", "counts", "put_aside", "summary", "write"]
 
 _NUMBER = re.compile(r"(?<![-\w])\d+")  # not that of UTF-8
 
@@ -68,8 +68,10 @@ def counts(bad: Sequence[BadRow]) -> Counter[str]:
     return Counter(reason for row in bad for reason in row.reasons)
 
 
-def refuse_too_many(bad: Sequence[BadRow], rows: int, most_frac: float) -> None:
-    """Refuse rows of which too many are bad: they were meant to be read otherwise.
+def summary(bad: Sequence[BadRow], rows: int, most_frac: float) -> dict[str, Any]:
+    """Say for the record how many rows were put aside and why.
+
+    Too many are refused: rows of which many are bad were meant to be read otherwise.
 
     Args:
         bad: those that are put aside.
@@ -80,7 +82,7 @@ def refuse_too_many(bad: Sequence[BadRow], rows: int, most_frac: float) -> None:
         DataError: more are.
     """
     if len(bad) <= most_frac * rows:
-        return
+        return {"rows": rows, "bad": len(bad), "reasons": dict(sorted(counts(bad).items()))}
     told = "; ".join(f"{reason} ({count})" for reason, count in counts(bad).most_common(5))
     raise DataError(
         "too many bad rows",

@@ -5,12 +5,23 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.config.data import ColumnsConfig, HubData, JsonlData, OnBadRow, RowFormat, RowsData
-from mens_exp.errors import ConfigError
+from mens_exp.config.data import (
+    ColumnsConfig,
+    HubData,
+    JsonlData,
+    MixData,
+    MixStop,
+    OnBadRow,
+    RowFormat,
+    RowsData,
+)
+from mens_exp.config.mix import sources_of
+from mens_exp.errors import ConfigError, Problems
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from mens_exp.config.data import DataConfig
     from mens_exp.config.root import RunConfig
 
 __all__ = ["problems", "unread"]
@@ -35,6 +46,13 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
             found=f"{data.val_frac} + heldout_frac {data.heldout_frac}",
             expected="a sum under 1",
         )
+    yield from _of_source(data)
+    if isinstance(data, MixData):
+        yield from _mix(data)
+
+
+def _of_source(data: DataConfig) -> Iterator[ConfigError]:
+    """Yield what is wrong with what one source needs."""
     least, most = data.filter.min_chars, data.filter.max_chars
     if least is not None and most is not None and least > most:
         yield ConfigError(
@@ -56,6 +74,38 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
         )
     if isinstance(data, RowsData):
         yield from _columns(data)
+
+
+def _mix(data: MixData) -> Iterator[ConfigError]:
+    """Yield what is wrong with a mix and with each of its sources."""
+    from mens_exp.config.validate import range_problems  # which imports this module
+
+    budgeted = data.stop is MixStop.budget
+    if budgeted is (data.budget_tokens is None):
+        yield ConfigError(
+            "is needed with data.stop=budget" if budgeted else "has no effect without a budget",
+            where="data.budget_tokens",
+            found=data.budget_tokens,
+            expected="a number of tokens" if budgeted else "data.stop=budget",
+        )
+    try:
+        sources = sources_of(data)
+    except Problems as several:
+        yield from (one for one in several.problems if isinstance(one, ConfigError))
+        return
+    except ConfigError as problem:
+        yield problem
+        return
+    for number, source in enumerate(sources):
+        prefix = f"data.sources[{number}]."
+        for one in (*range_problems(source.data, "data."), *_of_source(source.data)):
+            yield ConfigError(
+                one.what,
+                where=prefix + str(one.where).removeprefix("data."),
+                found=one.found,
+                expected=one.expected,
+                remedy=one.remedy,
+            )
 
 
 def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:

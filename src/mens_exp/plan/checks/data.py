@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mens_exp.config.data import RowsData
+from mens_exp.config.data import RowsData, WrittenData
 from mens_exp.config.rules.data import problems as rule_problems
 from mens_exp.config.validate import range_problems
 from mens_exp.corpus.files import read_own
@@ -24,13 +24,15 @@ __all__ = ["check"]
 def check(config: RunConfig) -> Iterator[MensError]:
     """Yield what is wrong with the files of rows."""
     data = config.data
-    if not isinstance(data, RowsData):
+    if not isinstance(data, WrittenData):
         if asked(data.filter) and not any(range_problems(data)) and not any(rule_problems(config)):
             load_rows(data, cache_root())  # says where nothing is left
         return
     problems = {problem.where for problem in rule_problems(config)}
     if not any(range_problems(data)) and not problems:
         load_rows(data, cache_root())
-    elif problems <= {"data.val_frac"}:  # told already; the rows can still be judged
+    elif problems <= {"data.val_frac"} and isinstance(
+        data, RowsData
+    ):  # told already; the rows can still be judged
         read_own(data)
     yield from ()
