@@ -224,11 +224,16 @@ def test_filter_and_quarantine_of_the_mix_are_for_all_sources(file: Callable[...
 
 
 def test_problems_of_all_sources_come_together(file: Callable[..., str]) -> None:
-    """Rows of one, and the filter of another."""
+    """Rows of one, the filter of another and the file of a third."""
     a, b = file("a.jsonl", {"prompt": "p"}), file("b.jsonl", "b")
     with pytest.raises(Problems) as caught:
-        load({"path": a, "weight": 1}, {"path": b, "weight": 1, "filter": {"min_chars": 99}})
+        load(
+            {"path": a, "weight": 1},
+            {"path": b, "weight": 1, "filter": {"min_chars": 99}},
+            {"path": f"{b}x", "weight": 1},
+        )
     assert [one.where for one in caught.value.problems] == [
         f"{a}:1",
-        "the filter of source b.jsonl",
+        "data.sources[1].filter",
+        "data.sources[2].path",
     ]

@@ -15,12 +15,12 @@ from omegaconf.errors import OmegaConfBaseException
 from mens_exp.artifacts.nearest import expected_name
 from mens_exp.config.data import DataConfig, MixData, WrittenData
 from mens_exp.config.store import SCHEMAS
-from mens_exp.errors import ConfigError, Problems
+from mens_exp.errors import ConfigError, MensError, Problems
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["MixSource", "sources_of"]
+__all__ = ["MixSource", "in_source", "sources_of"]
 
 _OWN: Final = ("name", "weight", "source")
 # Rows to validate on are those of the whole mix, which says for all sources what is read how.
@@ -83,6 +83,25 @@ def sources_of(config: MixData) -> list[MixSource]:
     ]
     Problems.raise_if(problems)
     return found
+
+
+def in_source(problem: MensError, number: int) -> MensError:
+    """Return a problem of one source's settings, told by their place in the mix.
+
+    Args:
+        problem: as the source alone would have it; what is not about ``data.…`` stays as it is.
+        number: of the source, from 0.
+    """
+    where = problem.where or ""
+    if not where.startswith("data."):
+        return problem
+    return type(problem)(
+        problem.what,
+        where=f"data.sources[{number}].{where.removeprefix('data.')}",
+        found=problem.found,
+        expected=problem.expected,
+        remedy=problem.remedy,
+    )
 
 
 def _problems(entry: Any, where: str) -> Iterator[ConfigError]:

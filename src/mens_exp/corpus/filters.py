@@ -54,13 +54,12 @@ def filtered(
     return kept, refused
 
 
-def refuse_nothing_left(before: int, refused: Counter[str], where: str = "data.filter") -> None:
+def refuse_nothing_left(before: int, refused: Counter[str]) -> None:
     """Refuse filters that no row passes.
 
     Args:
         before: how many rows there were.
         refused: how many each filter refused.
-        where: the setting that has the filters.
 
     Raises:
         DataError: all of them.
@@ -69,7 +68,7 @@ def refuse_nothing_left(before: int, refused: Counter[str], where: str = "data.f
         counts = ", ".join(f"{name} refused {count}" for name, count in refused.items())
         raise DataError(
             "no row passes the filters",
-            where=where,
+            where="data.filter",
             found=f"{before} rows: {counts}",
             expected="at least one row",
             remedy="loosen a filter, or drop it",

@@ -15,7 +15,7 @@ from mens_exp.config.data import (
     Truncation,
     WrittenData,
 )
-from mens_exp.config.mix import sources_of
+from mens_exp.config.mix import in_source, sources_of
 from mens_exp.config.objective import AssistantObjective, LastKObjective, Turns
 from mens_exp.corpus import stdlib
 from mens_exp.corpus.files import (
@@ -29,7 +29,7 @@ from mens_exp.corpus.files import (
 from mens_exp.corpus.filters import asked, filtered, refuse_nothing_left
 from mens_exp.corpus.mix import mixed
 from mens_exp.corpus.split import Side, assert_disjoint, split
-from mens_exp.errors import DataError, MensError, Problems
+from mens_exp.errors import DataError, MensError, Problems, RequestError
 from mens_exp.rows import quarantine
 from mens_exp.rows.cache import CacheKey
 from mens_exp.rows.encode import Labelling
@@ -138,15 +138,14 @@ def _corpora(config: DataConfig, cache: Path) -> dict[str, _Corpus]:
         return {config.source: _read(config, cache)}
     found: dict[str, _Corpus] = {}
     problems: list[MensError] = []
-    for source in sources_of(config):
+    for number, source in enumerate(sources_of(config)):
         try:
             corpus = found[source.name] = _read(source.data, cache)
             corpus.weight = source.weight
             if asked(source.data.filter):
-                where = f"the filter of source {source.name}"
-                corpus.refused = _filtered([corpus], source.data.filter, where)["refused"]
-        except (DataError, Problems) as error:
-            problems += getattr(error, "problems", [error])
+                corpus.refused = _filtered([corpus], source.data.filter)["refused"]
+        except RequestError as error:
+            problems += [in_source(one, number) for one in getattr(error, "problems", [error])]
     Problems.raise_if(problems)
     return found
 
@@ -164,9 +163,7 @@ def _read(config: DataConfig, cache: Path) -> _Corpus:
     )
 
 
-def _filtered(
-    corpora: Sequence[_Corpus], config: FilterConfig, where: str = "data.filter"
-) -> dict[str, Any]:
+def _filtered(corpora: Sequence[_Corpus], config: FilterConfig) -> dict[str, Any]:
     """Filter all rows alike, and return how many each filter refused."""
     refused: Counter[str] = Counter()
     before = kept = 0
@@ -179,7 +176,7 @@ def _filtered(
             gone += failed
             kept += len(left)
         rows = sum(len(side) for _, side in sides)
-        refuse_nothing_left(rows, gone, where)
+        refuse_nothing_left(rows, gone)
         before, refused = before + rows, refused + gone
     counts = {name: refused[name] for name in asked(config)}
     return {"rows": before, "kept": kept, "refused": counts}

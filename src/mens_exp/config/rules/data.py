@@ -15,7 +15,7 @@ from mens_exp.config.data import (
     RowFormat,
     RowsData,
 )
-from mens_exp.config.mix import sources_of
+from mens_exp.config.mix import in_source, sources_of
 from mens_exp.errors import ConfigError, Problems
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from mens_exp.config.data import DataConfig
     from mens_exp.config.root import RunConfig
+    from mens_exp.errors import MensError
 
 __all__ = ["problems", "unread"]
 
@@ -36,7 +37,7 @@ _NEEDED = {
 }
 
 
-def problems(config: RunConfig) -> Iterator[ConfigError]:
+def problems(config: RunConfig) -> Iterator[MensError]:
     """Yield what is wrong with `data`."""
     data = config.data
     if data.val_frac + data.heldout_frac >= 1:
@@ -76,7 +77,7 @@ def _of_source(data: DataConfig) -> Iterator[ConfigError]:
         yield from _columns(data)
 
 
-def _mix(data: MixData) -> Iterator[ConfigError]:
+def _mix(data: MixData) -> Iterator[MensError]:
     """Yield what is wrong with a mix and with each of its sources."""
     from mens_exp.config.validate import range_problems  # which imports this module
 
@@ -91,21 +92,14 @@ def _mix(data: MixData) -> Iterator[ConfigError]:
     try:
         sources = sources_of(data)
     except Problems as several:
-        yield from (one for one in several.problems if isinstance(one, ConfigError))
+        yield from several.problems
         return
     except ConfigError as problem:
         yield problem
         return
     for number, source in enumerate(sources):
-        prefix = f"data.sources[{number}]."
         for one in (*range_problems(source.data, "data."), *_of_source(source.data)):
-            yield ConfigError(
-                one.what,
-                where=prefix + str(one.where).removeprefix("data."),
-                found=one.found,
-                expected=one.expected,
-                remedy=one.remedy,
-            )
+            yield in_source(one, number)
 
 
 def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
