@@ -1,4 +1,4 @@
-"""A small stand-in for the Hugging Face Hub on loopback, as much of it as loading a model asks for.
+"""A small stand-in for the Hugging Face Hub on loopback, as much of it as loading asks for.
 
 What it answers follows the hub's own protocol: https://huggingface.co/docs/hub/api, and what
 huggingface_hub reads from the answers' headers.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Repository:
-    """A model: files by path for each commit, and what branches point to."""
+    """A model or dataset: files by path for each commit, and what branches point to."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
@@ -36,7 +36,10 @@ class Repository:
 
 
 class Hub(ThreadingHTTPServer):
-    """The server; `requests` lists every method and path it was asked for."""
+    """The server; `requests` lists every method and path it was asked for.
+
+    A dataset's name in `repositories` begins with ``datasets/``.
+    """
 
     daemon_threads = True
 
@@ -74,22 +77,27 @@ class _Handler(BaseHTTPRequestHandler):
         path = [unquote(part) for part in parts.path.strip("/").split("/")]
         if self.server.broken:
             self._send(503, b"")
-        elif path == ["api", "models"]:
-            self._search(parse_qs(parts.query))
+        elif path in (["api", "models"], ["api", "datasets"]):
+            self._search(parse_qs(parts.query), datasets=path[1] == "datasets")
         elif path[:2] == ["api", "models"]:
             self._api("/".join(path[2:4]), path[4:])
+        elif path[:2] == ["api", "datasets"]:
+            self._api("/".join(path[1:4]), path[4:])
+        elif path[:1] == ["datasets"] and path[3:4] == ["resolve"]:
+            self._file("/".join(path[:3]), path[4], "/".join(path[5:]))
         elif path[2:3] == ["resolve"]:
             self._file("/".join(path[:2]), path[3], "/".join(path[4:]))
         else:
             self._refuse(404, "EntryNotFound")
 
-    def _search(self, query: dict[str, list[str]]) -> None:
+    def _search(self, query: dict[str, list[str]], *, datasets: bool) -> None:
         text, author = query.get("search", [""])[0], query.get("author", [""])[0]
         names = [
-            name
+            name.removeprefix("datasets/")
             for name in self.server.repositories
-            if text.lower() in name.lower() and name.startswith(author)
+            if name.startswith("datasets/") is datasets
         ]
+        names = [n for n in names if text.lower() in n.lower() and n.startswith(author)]
         self._json([{"id": name, "modelId": name} for name in names])
 
     def _api(self, name: str, rest: list[str]) -> None:
@@ -110,7 +118,9 @@ class _Handler(BaseHTTPRequestHandler):
             elif kind == "tree":
                 self._json([_entry(*item) for item in repository.commits[sha].items()])
             else:
-                self._json({"id": name, "modelId": name, "sha": sha, "siblings": []})
+                siblings = [{"rfilename": path} for path in repository.commits[sha]]
+                bare = name.removeprefix("datasets/")
+                self._json({"id": bare, "modelId": bare, "sha": sha, "siblings": siblings})
 
     def _file(self, name: str, revision: str, file: str) -> None:
         repository = self.server.repositories[name]

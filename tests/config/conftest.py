@@ -15,6 +15,8 @@ NEEDS = {
     "tokenizer=vox": ["backend=burn"],
     "model=hf": ["model.id=somewhere"],
     "data=jsonl": ["data.path=rows.jsonl"],
+    "data=hub": ["data.id=lab/rows"],
+    "data=mix": ["data.sources=[{path:a.jsonl,weight:0.7},{source:stdlib,weight:0.3}]"],
     "task=evaluate": ["path=latest"],
     "task=serve": ["path=merged"],
     "callbacks=early_stopping": ["trainer.val_check_interval=4"],

@@ -48,6 +48,8 @@ COMMANDS = {
     "logger.tensorboard": ["logger=tensorboard"],
     "data.jsonl": ["data=jsonl", "data.path=rows.jsonl"],
     "data.synthetic": ["data=synthetic"],
+    "data.hub": ["data=hub", "data.id=lab/rows"],
+    "data.mix": ["data=mix", "data.sources=[{path:a.jsonl,weight:0.7},{source:stdlib,weight:1}]"],
     "logger.wandb": ["logger=wandb"],
     "suite.heldout_syntax": ["suite=heldout_syntax"],
 }
@@ -314,3 +316,23 @@ def test_origin_that_nobody_states_is_null_with_its_reason(
     ]
     absent = contract_of(tiny_config("model=hf", "model.id=somewhere/absent/at/all"))
     assert "contract.provenance.base_family" in absent.unknown
+
+
+def test_sources_of_a_mix_are_their_content_and_weight(
+    tiny_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """Where a file lies and how the record calls it mean nothing; a weight and a row do."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "p", "response": "r"}\n', "utf-8")
+    copy_ = tmp_path / "copy.jsonl"
+    shutil.copy(rows, copy_)
+
+    def of(entry: str) -> str:
+        return contract_of(tiny_config("data=mix", f"data.sources=[{entry}]")).digest
+
+    first = of(f"{{path:{rows},weight:1}}")
+    assert of(f"{{path:{copy_},weight:1,name:other}}") == first
+    assert of(f"{{path:{rows},weight:2}}") != first
+    assert of(f"{{path:{rows},weight:1,filter:{{min_rating:2}}}}") != first
+    copy_.write_text('{"prompt": "p", "response": "s"}\n', "utf-8")
+    assert of(f"{{path:{copy_},weight:1}}") != first

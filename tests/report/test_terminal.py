@@ -204,3 +204,20 @@ def test_a_long_path_in_a_problem_stays_one_word() -> None:
     path = "/data/" + "x" * 200
     text = _shown(terminal.problems([DataError("no such file", where=path)]), soft_wrap=True)
     assert f"{path}: no such file\n" == text
+
+
+def test_plan_table_says_how_rows_were_chosen(plan: dict[str, Any]) -> None:
+    """What was put aside, what filters refused, and what of each source was drawn."""
+    plan["data"] |= {
+        "quarantined": {"rows": 1000, "bad": 3, "reasons": {"the line is blank": 3}},
+        "filtered": {"rows": 997, "kept": 900, "refused": {"min_rating": 97, "language": 0}},
+        "mixed": {
+            "sources": {
+                "a.jsonl": {"rows": 1500, "of": 750, "share": 0.75, "share_asked": 0.7},
+            }
+        },
+    }
+    text = " ".join(_shown(terminal.plan_table(plan)).split())
+    assert "3 of 1,000 rows put aside: the line is blank (3)" in text
+    assert "900 of 997 rows pass: min_rating refused 97, language refused 0" in text
+    assert "a.jsonl: 1,500 rows drawn of 750, 75.00% (70.00% asked)" in text

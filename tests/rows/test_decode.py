@@ -20,7 +20,7 @@ ROW = {"prompt": "p", "response": "r"}
 def located(path: Path, text: str) -> list[tuple[str, object]]:
     path.write_text(text, "utf-8")
     found = decoded_rows(path, "data.path")
-    return [(where.removeprefix(f"{path}:"), value) for where, value in found]
+    return [(row.where.removeprefix(f"{path}:"), row.value) for row in found]
 
 
 def test_array_is_read_with_the_line_of_each_element(tmp_path: Path) -> None:

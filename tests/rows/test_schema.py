@@ -15,6 +15,7 @@ FULL = {
     "response": "a + b",
     "rating": 4,
     "category": "maths",
+    "language": "rust",
     "system": "Be brief.",
     "group": "sums.py",
 }
@@ -27,6 +28,7 @@ pairs = st.builds(
     response=some_text,
     rating=st.none() | st.integers(1, 5),
     category=st.none() | any_text,
+    language=st.none() | any_text,
     system=st.none() | any_text,
     group=any_text,
 )
@@ -46,6 +48,7 @@ def test_row_with_every_field_is_read() -> None:
         response="a + b",
         rating=4,
         category="maths",
+        language="rust",
         system="Be brief.",
         group="sums.py",
     )
@@ -111,7 +114,7 @@ def test_prompt_that_is_no_string_is_refused(value: object) -> None:
     assert "'prompt' must be a string" in refusal(FULL | {"prompt": value})
 
 
-@pytest.mark.parametrize("key", ["category", "system", "group"])
+@pytest.mark.parametrize("key", ["category", "language", "system", "group"])
 def test_optional_text_of_wrong_type_is_refused(key: str) -> None:
     """The type is named as JSON names it."""
     message = refusal(FULL | {key: 3})
@@ -137,7 +140,7 @@ def test_misspelt_key_is_refused_with_the_nearest() -> None:
     message = refusal({"promt": "p", "response": "r"})
     assert "unknown key 'promt' · found 'p'" in message
     assert "the nearest is 'prompt'" in message
-    assert "'rating', 'category', 'system' and 'group'" in message
+    assert "'rating', 'category', 'language', 'system' and 'group'" in message
 
 
 def test_key_in_capitals_is_refused_with_the_nearest() -> None:
@@ -175,7 +178,7 @@ def test_every_problem_of_a_row_is_told() -> None:
 
 def test_long_value_is_shortened_in_the_message() -> None:
     """A message stays readable whatever the row holds."""
-    assert len(refusal(FULL | {"extra": "x" * 10_000})) < 400
+    assert len(refusal(FULL | {"extra": "x" * 10_000})) < 450
 
 
 def test_id_is_the_hash_of_what_is_trained_on() -> None:
@@ -188,7 +191,9 @@ def test_id_is_the_hash_of_what_is_trained_on() -> None:
 def test_id_does_not_depend_on_labels() -> None:
     """Relabelling a row keeps its identity."""
     bare = TrainingPair(prompt="p", response="r")
-    labelled = TrainingPair(prompt="p", response="r", rating=3, category="c", group="g")
+    labelled = TrainingPair(
+        prompt="p", response="r", rating=3, category="c", language="l", group="g"
+    )
     assert labelled.id == bare.id
 
 

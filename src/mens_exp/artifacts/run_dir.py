@@ -63,6 +63,11 @@ class RunDir:
         return self.path / "telemetry.jsonl"
 
     @property
+    def quarantine(self) -> Path:
+        """The rows that could not be used, one a line, where they were to be put aside."""
+        return self.path / "quarantine.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         """The directory of training states."""
         return self.path / "checkpoints"

@@ -14,11 +14,18 @@ from mens_exp.config.fields import setting
 __all__ = [
     "ColumnsConfig",
     "DataConfig",
+    "FilterConfig",
+    "HubData",
     "JsonlData",
+    "MixData",
+    "MixStop",
+    "OnBadRow",
     "RowFormat",
+    "RowsData",
     "StdlibData",
     "SyntheticData",
     "Truncation",
+    "WrittenData",
 ]
 
 
@@ -32,11 +39,52 @@ class RowFormat(Enum):
     sharegpt = "sharegpt"
 
 
+class MixStop(Enum):
+    """When drawing rows of several sources ends."""
+
+    all_exhausted = "all_exhausted"
+    first_exhausted = "first_exhausted"
+    budget = "budget"
+
+
+class OnBadRow(Enum):
+    """What becomes of a row that cannot be used."""
+
+    error = "error"
+    quarantine = "quarantine"
+
+
 class Truncation(Enum):
     """Which side of a document that is too long is cut."""
 
     right = "right"
     left = "left"
+
+
+@dataclass(kw_only=True, slots=True)
+class FilterConfig:
+    """Which rows are taken; null lets every row pass."""
+
+    min_rating: int | None = setting(
+        None, "Lowest rating, 1 to 5; rows that nobody rated pass.", ge=1, le=5
+    )
+    category: str | None = setting(
+        None, "Part of a row's category, in either case; rows without a category fail."
+    )
+    exclude_category: str | None = setting(
+        None, "Part of the categories to leave out; rows without a category pass."
+    )
+    min_chars: int | None = setting(
+        None, "Fewest characters of a row: prompts and answers together.", ge=1
+    )
+    max_chars: int | None = setting(
+        None, "Most characters of a row: prompts and answers together.", ge=1
+    )
+    language: str | None = setting(
+        None,
+        "A row's language, in either case: the row's field where it has one, else the name after "
+        "any code fence (```python) of its answers; rows with neither fail.",
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,6 +117,10 @@ class DataConfig:
     )
     show: int = setting(
         0, "Training rows that task=plan shows token by token; 0 shows none (plan).", ge=0
+    )
+    filter: FilterConfig = dataclasses.field(
+        default_factory=FilterConfig,
+        metadata={"doc": "Which rows are taken, before the split.", "range": None},
     )
 
 
@@ -126,23 +178,31 @@ class ColumnsConfig:
     system: str | None = setting(None, "Column of the system prompt.")
     rating: str | None = setting(None, "Column of a rating from 1 to 5.")
     category: str | None = setting(None, "Column of a free tag.")
+    language: str | None = setting(None, "Column of the language that an answer is written in.")
     group: str | None = setting(None, "Column of what must stay on one side of the split.")
 
 
 @dataclass(kw_only=True, slots=True)
-class JsonlData(DataConfig):
-    """Rows from files of JSON."""
+class WrittenData(DataConfig):
+    """Rows that somebody wrote, some of which may be bad."""
 
-    source: str = "jsonl"
-    path: Any = setting(
-        MISSING,
-        "Files of rows: one .jsonl or .json file, a list of them, or a glob (rows/*.jsonl).",
+    on_bad_row: OnBadRow = setting(
+        OnBadRow.error,
+        "A row that cannot be used: error refuses all of them, quarantine puts it into the run's "
+        "quarantine.jsonl with its place and reason and goes on.",
     )
-    val_path: Any = setting(
-        None,
-        "Files of rows to validate on, written like path; then no row of path validates, and "
-        "heldout_frac still holds out rows of path. Null: val_frac of path validates.",
+    max_bad_frac: float = setting(
+        0.01,
+        "Share of bad rows over which quarantine is an error too (unverified guess).",
+        gt=0,
+        lt=1,
     )
+
+
+@dataclass(kw_only=True, slots=True)
+class RowsData(WrittenData):
+    """Rows in whichever format, from one place."""
+
     format: RowFormat = setting(
         RowFormat.auto,
         "How rows are written: pair (prompt, response), messages, alpaca, sharegpt; auto tells "
@@ -160,4 +220,65 @@ class JsonlData(DataConfig):
             "columns that are not named are left out, and said to be.",
             "range": None,
         },
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class JsonlData(RowsData):
+    """Rows from files: lines or arrays of JSON, compressed or not, and tables."""
+
+    source: str = "jsonl"
+    path: Any = setting(
+        MISSING,
+        "Files of rows: one file, a list of them, or a glob (rows/*.jsonl). By their names: .jsonl "
+        "and .json, also with .gz or .zst, .parquet and .arrow.",
+    )
+    val_path: Any = setting(
+        None,
+        "Files of rows to validate on, written like path; then no row of path validates, and "
+        "heldout_frac still holds out rows of path. Null: val_frac of path validates.",
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class HubData(RowsData):
+    """Rows from a dataset of the Hugging Face Hub; its repository is fetched whole."""
+
+    source: str = "hub"
+    id: str = setting(MISSING, "Id of the dataset, such as HuggingFaceH4/no_robots.")
+    revision: str | None = setting(
+        None, "Branch, tag or commit; put down as a commit when the run starts. Null: main."
+    )
+    subset: str | None = setting(None, "Subset (configuration) of the dataset, where it has some.")
+    split: str = setting("train", "Split to read, also a part of one: train[:1000].")
+    val_split: str | None = setting(
+        None,
+        "Split to validate on; then no row of split validates. Null: val_frac of split validates.",
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class MixData(WrittenData):
+    """Rows of several sources, by weight: the training rows are drawn, the others left as are."""
+
+    source: str = "mix"
+    sources: Any = setting(
+        MISSING,
+        "List of sources: {path:a.jsonl,weight:0.7}, {id:lab/rows,weight:0.2} or "
+        "{source:stdlib,weight:0.1}, with format, columns, filter and the like of that option. "
+        "Weights are shares of the rows; only their ratios count. name is for the record.",
+    )
+    stop: MixStop = setting(
+        MixStop.all_exhausted,
+        "When the draw ends: all_exhausted repeats sources until each was gone through, "
+        "first_exhausted repeats none, budget ends at budget_tokens.",
+    )
+    budget_tokens: int | None = setting(
+        None,
+        "Tokens to draw under stop=budget, estimated at 3.4 characters a token and 40 for the "
+        "template of an exchange.",
+        ge=1,
+    )
+    mix_seed: int = setting(
+        0, "Which rows of a source are drawn first; not the run's seed, so arms share rows.", ge=0
     )

@@ -91,7 +91,7 @@ PEERS: dict[str, Peer] = {
         "model.id", "torchtune and LitGPT", "model=hf model.id=<hub id or directory>"
     ),
     "dataset_path": Peer("data.path", "TRL", "data=jsonl data.path=<file>"),
-    "dataset_name": Peer("data.path", "TRL", "data=jsonl data.path=<file>"),
+    "dataset_name": Peer("data.id", "TRL", "data=hub data.id=<id>, or data=jsonl data.path=<file>"),
     "dataset": Peer("data.path", _LF, "data=jsonl data.path=<file>"),
     "datasets": Peer("data.path", _AX, "data=jsonl data.path=<file>"),
     "val_size": Peer("data.val_frac", _LF),

@@ -57,6 +57,8 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "data": {
         "stdlib": data.StdlibData,
         "jsonl": data.JsonlData,
+        "hub": data.HubData,
+        "mix": data.MixData,
         "synthetic": data.SyntheticData,
     },
     "optim": {

@@ -1,53 +1,106 @@
-"""Rows from the files that a configuration names, and the files as a record has them."""
+"""Rows from the files or splits that a configuration names, and these as a record has them."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.digest import sha256_file
-from mens_exp.config.data import ColumnsConfig
+from mens_exp.config.data import ColumnsConfig, HubData, JsonlData, OnBadRow
+from mens_exp.corpus import hub_rows
 from mens_exp.corpus.split import group_of
-from mens_exp.errors import DataError, MensError, Problems
+from mens_exp.errors import DataError, MensError, Problems, RequestError
 from mens_exp.rows.files import resolve_files
-from mens_exp.rows.readers import FileOfRows, Reading, read_rows
+from mens_exp.rows.readers import FileOfRows, Reading, read_located, read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from mens_exp.config.data import JsonlData
+    from mens_exp.config.data import RowsData
     from mens_exp.rows.schema import TrainingPair
 
-__all__ = ["RowsFile", "described", "pairs_of", "read_files", "records", "refuse_leakage"]
+__all__ = ["RowsFile", "described", "pairs_of", "read_own", "records", "refuse_leakage"]
 
 _MOST_LEAKS = 5  # told in full; the rest is counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowsFile:
-    """One file of rows as the record has it."""
+    """One file of rows, or split of a dataset, as the record has it.
+
+    A file has the hash of its content, a split the commit that it is of.
+    """
 
     path: str
     role: str
     form: str
     rows: int
     ignored: dict[str, int]
-    sha256: str
+    sha256: str | None = None
+    revision: str | None = None
 
 
 def records(files: Sequence[RowsFile]) -> dict[str, Any]:
     """Return files for a manifest or a plan, by path; columns left out only where there are any."""
     found = {}
     for file in files:
-        record = dataclasses.asdict(file)
+        record = {name: one for name, one in dataclasses.asdict(file).items() if one is not None}
         if not file.ignored:
             del record["ignored"]
         found[record.pop("path")] = record
     return found
 
 
-def read_files(config: JsonlData) -> tuple[list[FileOfRows], list[FileOfRows]]:
+def read_own(config: RowsData) -> tuple[list[FileOfRows], list[FileOfRows] | None]:
+    """Read the rows that somebody wrote, and those to validate on where some are named.
+
+    Raises:
+        MensError: a file or a split cannot be had.
+        DataError: a file or a row in it is wrong.
+        Problems: several are.
+    """
+    if isinstance(config, HubData):
+        return _read_splits(config)
+    assert isinstance(config, JsonlData), "the only other one"
+    own, apart = _read_files(config)
+    return own, None if config.val_path is None else apart
+
+
+def _read_splits(config: HubData) -> tuple[list[FileOfRows], list[FileOfRows] | None]:
+    dataset = hub_rows.opened(config)
+    problems: list[MensError] = []
+    sides: list[list[FileOfRows]] = []
+    for setting, split in (("data.split", config.split), ("data.val_split", config.val_split)):
+        sides.append([])
+        if split is None:
+            continue
+        try:
+            rows = dataset.rows(split, setting)
+            sides[-1].append(read_located(dataset.name(split), rows, _how(config, setting)))
+        except (RequestError, Problems) as error:
+            problems += getattr(error, "problems", [error])
+    Problems.raise_if(problems)
+    return sides[0], None if config.val_split is None else sides[1]
+
+
+def _how(config: RowsData, setting: str) -> Reading:
+    columns = {
+        field.name: column
+        for field in dataclasses.fields(ColumnsConfig)
+        if (column := getattr(config.columns, field.name)) is not None
+    }
+    return Reading(
+        form=config.format,
+        columns=columns,
+        group_column=config.group_column,
+        setting=setting,
+        quarantine=config.on_bad_row is OnBadRow.quarantine,
+    )
+
+
+def _read_files(config: JsonlData) -> tuple[list[FileOfRows], list[FileOfRows]]:
     """Read the files of `data.path`, and those of `data.val_path`.
 
     Raises:
@@ -55,20 +108,9 @@ def read_files(config: JsonlData) -> tuple[list[FileOfRows], list[FileOfRows]]:
         Problems: several are; of all files.
     """
     problems: list[MensError] = []
-    columns = {
-        field.name: column
-        for field in dataclasses.fields(ColumnsConfig)
-        if (column := getattr(config.columns, field.name)) is not None
-    }
     sides = []
     for setting, names in (("data.path", config.path), ("data.val_path", config.val_path)):
-        how = Reading(
-            form=config.format,
-            columns=columns,
-            group_column=config.group_column,
-            setting=setting,
-        )
-        sides.append([] if names is None else _read(names, how, problems))
+        sides.append([] if names is None else _read(names, _how(config, setting), problems))
     Problems.raise_if(problems)
     return sides[0], sides[1]
 
@@ -93,21 +135,24 @@ def pairs_of(files: Sequence[FileOfRows]) -> list[TrainingPair]:
     return [pair for file in files for pair in file.pairs]
 
 
-def described(files: Sequence[FileOfRows], role: str) -> Iterator[RowsFile]:
-    """Yield what the record says of each file.
+def described(config: RowsData, files: Sequence[FileOfRows], role: str) -> Iterator[RowsFile]:
+    """Yield what the record says of each file or split.
 
     Args:
-        files: the files.
+        config: what named them.
+        files: what was read.
         role: what their rows are for.
     """
+    commit = hub_rows.pinned(config) if isinstance(config, HubData) else None
     for file in files:
         yield RowsFile(
-            path=str(file.path),
+            path=file.name,
             role=role,
             form=file.form.value,
             rows=len(file.pairs),
             ignored=file.ignored,
-            sha256=sha256_file(file.path),
+            sha256=sha256_file(Path(file.name)) if commit is None else None,
+            revision=commit,
         )
 
 
@@ -115,11 +160,11 @@ def refuse_leakage(rows: Sequence[TrainingPair], val: Sequence[TrainingPair]) ->
     """Refuse validation rows that the other rows answer already.
 
     Args:
-        rows: the rows of `data.path`.
-        val: the rows of `data.val_path`.
+        rows: the rows to train on and to hold out.
+        val: the rows to validate on.
 
     Raises:
-        DataError: a validation row is also a row of `data.path`, or shares its group (its
+        DataError: a validation row is also one of the others, or shares its group (its
             prompt, where it has no group); both places are named.
         Problems: several do.
     """
@@ -136,14 +181,14 @@ def refuse_leakage(rows: Sequence[TrainingPair], val: Sequence[TrainingPair]) ->
             DataError(
                 "a validation row is trained on"
                 if same
-                else f"a validation row shares its {shared} with a row of data.path",
+                else f"a validation row shares its {shared} with another row",
                 where=pair.place,
                 found=f"the same in {first.place}",
-                expected="rows that data.path has nothing of",
-                remedy="take it out of one of the two files",
+                expected="rows that the others have nothing of",
+                remedy="take it out of one of the two",
             )
         )
     if len(leaks) > _MOST_LEAKS:
-        more = DataError(f"{len(leaks) - _MOST_LEAKS} more such rows", where="data.val_path")
+        more = DataError(f"{len(leaks) - _MOST_LEAKS} more such rows", where="data")
         leaks = [*leaks[:_MOST_LEAKS], more]
     Problems.raise_if(leaks)

@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.digest import digest
-from mens_exp.config.data import DataConfig, JsonlData, SyntheticData, Truncation
+from mens_exp.config.data import (
+    DataConfig,
+    MixData,
+    OnBadRow,
+    RowsData,
+    SyntheticData,
+    Truncation,
+    WrittenData,
+)
+from mens_exp.config.mix import in_source, sources_of
 from mens_exp.config.objective import AssistantObjective, LastKObjective, Turns
 from mens_exp.corpus import stdlib, synthetic
-from mens_exp.corpus.files import RowsFile, described, pairs_of, read_files, refuse_leakage
+from mens_exp.corpus.files import (
+    RowsFile,
+    described,
+    pairs_of,
+    read_own,
+    records,
+    refuse_leakage,
+)
+from mens_exp.corpus.filters import asked, filtered, refuse_nothing_left
+from mens_exp.corpus.mix import mixed
 from mens_exp.corpus.split import Side, assert_disjoint, split
-from mens_exp.errors import DataError
+from mens_exp.errors import DataError, MensError, Problems, RequestError
+from mens_exp.rows import quarantine
 from mens_exp.rows.cache import CacheKey
 from mens_exp.rows.encode import Labelling
 from mens_exp.rows.readers import rows_digest
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from mens_exp.config.data import FilterConfig
     from mens_exp.config.root import RunConfig
+    from mens_exp.rows.quarantine import BadRow
     from mens_exp.rows.schema import TrainingPair
     from mens_exp.tokenizer.protocol import Tokenizer
 
@@ -28,7 +51,12 @@ __all__ = ["Rows", "cache_key", "labelling_of", "load_rows"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """The three sides of a split, and the hash of all rows in order."""
+    """The three sides of a split, the hash of all rows in order, and where they come from.
+
+    ``taken`` says how they were chosen: what was put aside, what filters refused, how a
+    mix was drawn. ``bad`` are the
+    rows that were put aside.
+    """
 
     source: str
     train: list[TrainingPair]
@@ -36,6 +64,12 @@ class Rows:
     heldout: list[TrainingPair]
     sha256: str
     files: tuple[RowsFile, ...] = ()
+    taken: dict[str, Any] = field(default_factory=dict)
+    bad: tuple[BadRow, ...] = ()
+
+    def record(self) -> dict[str, Any]:
+        """Return files and choice for a manifest or a plan; nothing of what does not apply."""
+        return ({"files": records(self.files)} if self.files else {}) | self.taken
 
     def side_sha256(self, side: Side) -> str:
         """Hash the rows of one side."""
@@ -45,37 +79,119 @@ class Rows:
 def load_rows(config: DataConfig, cache: Path) -> Rows:
     """Read or extract the rows that a configuration asks for, and split them.
 
-    Synthetic rows come with their sides. Where `data.val_path` names files, their rows validate
-    and none of `data.path`'s do; `heldout_frac` holds out rows of `data.path` either way.
+    Synthetic rows come with their sides. Where `data.val_path` or `data.val_split` names rows to
+    validate on, no other row does; `heldout_frac` holds out other rows either way.
 
     Args:
         config: the `data` group.
         cache: folder where an extraction is kept.
 
     Raises:
-        DataError: a file or a row in it is wrong, a side of the split is empty, a row of
-            `data.val_path` is also one of `data.path`, or more synthetic rows are asked for
-            than there are.
+        DataError: a file or a row in it is wrong, too many rows are bad, no row passes the
+            filters, a side of the split is empty, or a row to validate on is also one of the
+            others, or more synthetic rows are asked for than there are.
         Problems: several of them.
+        MensError: a dataset of the hub cannot be had.
     """
-    files: tuple[RowsFile, ...] = ()
-    val = None
-    if isinstance(config, JsonlData):
-        own, apart = read_files(config)
-        pairs = pairs_of(own)
-        files = (*described(own, "rows"), *described(apart, "validation"))
-        if config.val_path is not None:
-            val = pairs_of(apart)
-            refuse_leakage(pairs, val)
-    elif isinstance(config, SyntheticData):
-        pairs = synthetic.load(config, cache).pairs
-    else:
-        pairs = stdlib.load(cache).pairs
-    sides = (
-        synthetic.sides_of(pairs)
-        if isinstance(config, SyntheticData)
-        else split(pairs, config.val_frac if val is None else 0, config.heldout_frac)
+    taken: dict[str, Any] = {}
+    corpora = _corpora(config, cache)
+    bad = tuple(row for corpus in corpora.values() for row in corpus.bad)
+    if isinstance(config, WrittenData) and config.on_bad_row is OnBadRow.quarantine:
+        rows = len(bad) + sum(file.rows for corpus in corpora.values() for file in corpus.files)
+        taken["quarantined"] = quarantine.summary(bad, rows, config.max_bad_frac)
+    if asked(config.filter):
+        taken["filtered"] = _filtered(list(corpora.values()), config.filter)
+    pairs = [pair for corpus in corpora.values() for pair in corpus.pairs]
+    apart = [corpus.val for corpus in corpora.values() if corpus.val is not None]
+    val = apart[0] if apart else None  # no source of a mix has any
+    if val is not None:
+        refuse_leakage(pairs, val)
+    sides = _sides(config, pairs, val)
+    if isinstance(config, MixData):
+        sides[Side.TRAIN], taken["mixed"] = _mixed(config, corpora, sides[Side.TRAIN])
+    return Rows(
+        source=config.source,
+        train=sides[Side.TRAIN],
+        val=sides[Side.VAL],
+        heldout=sides[Side.HELDOUT],
+        sha256=rows_digest([*pairs, *(val or [])]),
+        files=tuple(file for corpus in corpora.values() for file in corpus.files),
+        taken=taken,
+        bad=bad,
     )
+
+
+@dataclass(slots=True)
+class _Corpus:
+    """The rows of one source, those to validate on apart where it names some."""
+
+    pairs: list[TrainingPair]
+    val: list[TrainingPair] | None = None
+    files: tuple[RowsFile, ...] = ()
+    bad: tuple[BadRow, ...] = ()
+    weight: float = 1.0
+    refused: dict[str, int] = field(default_factory=dict)
+
+
+def _corpora(config: DataConfig, cache: Path) -> dict[str, _Corpus]:
+    """Read the source, or those of a mix, each through its own filter; all problems together."""
+    if not isinstance(config, MixData):
+        return {config.source: _read(config, cache)}
+    found: dict[str, _Corpus] = {}
+    problems: list[MensError] = []
+    for number, source in enumerate(sources_of(config)):
+        try:
+            corpus = found[source.name] = _read(source.data, cache)
+            corpus.weight = source.weight
+            if asked(source.data.filter):
+                corpus.refused = _filtered([corpus], source.data.filter)["refused"]
+        except RequestError as error:
+            problems += [in_source(one, number) for one in getattr(error, "problems", [error])]
+    Problems.raise_if(problems)
+    return found
+
+
+def _read(config: DataConfig, cache: Path) -> _Corpus:
+    """Read all rows of one source; filters come after."""
+    if isinstance(config, SyntheticData):
+        return _Corpus(synthetic.load(config, cache).pairs)
+    if not isinstance(config, RowsData):
+        return _Corpus(stdlib.load(cache).pairs)
+    own, apart = read_own(config)
+    return _Corpus(
+        pairs_of(own),
+        None if apart is None else pairs_of(apart),
+        (*described(config, own, "rows"), *described(config, apart or [], "validation")),
+        tuple(row for file in [*own, *(apart or [])] for row in file.bad),
+    )
+
+
+def _filtered(corpora: Sequence[_Corpus], config: FilterConfig) -> dict[str, Any]:
+    """Filter all rows alike, and return how many each filter refused."""
+    refused: Counter[str] = Counter()
+    before = kept = 0
+    for role in ("pairs", "val"):
+        sides = [(one, side) for one in corpora if (side := getattr(one, role)) is not None]
+        gone: Counter[str] = Counter()
+        for corpus, side in sides:
+            left, failed = filtered(side, config)
+            setattr(corpus, role, left)
+            gone += failed
+            kept += len(left)
+        rows = sum(len(side) for _, side in sides)
+        refuse_nothing_left(rows, gone)
+        before, refused = before + rows, refused + gone
+    counts = {name: refused[name] for name in asked(config)}
+    return {"rows": before, "kept": kept, "refused": counts}
+
+
+def _sides(
+    config: DataConfig, pairs: list[TrainingPair], val: list[TrainingPair] | None
+) -> dict[Side, list[TrainingPair]]:
+    if isinstance(config, SyntheticData):
+        sides = synthetic.sides_of(pairs)
+    else:
+        sides = split(pairs, config.val_frac if val is None else 0, config.heldout_frac)
     if val is not None:
         sides[Side.VAL] = val
     assert_disjoint(sides)
@@ -88,14 +204,29 @@ def load_rows(config: DataConfig, cache: Path) -> Rows:
                 expected="at least three groups, or a larger share",
                 remedy="add rows, or give rows that may be parted different `group` values",
             )
-    return Rows(
-        source=config.source,
-        train=sides[Side.TRAIN],
-        val=sides[Side.VAL],
-        heldout=sides[Side.HELDOUT],
-        sha256=rows_digest([*pairs, *(val or [])]),
-        files=files,
-    )
+    return sides
+
+
+def _mixed(
+    config: MixData,
+    corpora: Mapping[str, _Corpus],
+    train: list[TrainingPair],
+) -> tuple[list[TrainingPair], dict[str, Any]]:
+    """Draw the training rows of a mix; the split is one for all, so that no prompt is on two sides.
+
+    Returns:
+        The rows, and the record of the draw.
+    """
+    trained = {id(pair) for pair in train}
+    own = {
+        name: [pair for pair in corpus.pairs if id(pair) in trained]
+        for name, corpus in corpora.items()
+    }
+    weights = {name: corpus.weight for name, corpus in corpora.items()}
+    rows, shares = mixed(own, weights, config)
+    for name, corpus in corpora.items():
+        shares[name] |= {"refused": corpus.refused} if corpus.refused else {}
+    return rows, {"rows": len(rows), "stop": config.stop.value, "sources": shares}
 
 
 def labelling_of(config: RunConfig) -> Labelling:

@@ -3,21 +3,58 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from mens_exp.artifacts.nearest import nearest
 from mens_exp.config.compose import config_directory
-from mens_exp.errors import ConfigError, MensError, ModelFileError, SetupError
+from mens_exp.errors import ConfigError, DataError, MensError, ModelFileError, SetupError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["client_error", "translated"]
+__all__ = ["DATASET", "MODEL", "Kind", "client_error", "translated"]
 
-_SEARCHED = 50  # models looked at for the nearest id, by downloads; unverified guess
+_SEARCHED = 50  # repositories looked at for the nearest id, by downloads; unverified guess
 _LOGIN = "hf auth login"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """A kind of repository: as the hub calls it, the settings that name it, and a way without it.
+
+    Attributes:
+        name: the hub's word, and ours.
+        group: the config group with `id` and `revision`.
+        accepted: what the id may be.
+        flag: of ``hf download``.
+        instead: what to give where the hub is no help.
+    """
+
+    name: str
+    group: str
+    accepted: str
+    flag: str
+    instead: str
+
+
+MODEL = Kind(
+    name="model",
+    group="model",
+    accepted="a directory that exists, or an id of the hub",
+    flag="",
+    instead="give a directory instead",
+)
+DATASET = Kind(
+    name="dataset",
+    group="data",
+    accepted="an id of a dataset of the hub",
+    flag="--repo-type dataset ",
+    instead="give files instead: data=jsonl data.path=<files>",
+)
+_EXAMPLES = {MODEL: "Qwen/Qwen2.5-7B-Instruct", DATASET: "HuggingFaceH4/no_robots"}
 
 
 def client_error() -> type[Exception]:
@@ -32,11 +69,11 @@ def client_error() -> type[Exception]:
 
 
 @contextmanager
-def translated(model_id: str, revision: str | None) -> Iterator[None]:
+def translated(repo_id: str, revision: str | None, kind: Kind = MODEL) -> Iterator[None]:
     """Turn what huggingface_hub raises inside the block into an error with a remedy.
 
     Raises:
-        ModelFileError: the model is gated, private or not there.
+        ModelFileError: the model is gated, private or not there; for a dataset a DataError.
         ConfigError: there is no such revision, or the id is none.
         SetupError: the hub cannot be reached and the cache does not hold what is needed.
     """
@@ -52,98 +89,103 @@ def translated(model_id: str, revision: str | None) -> Iterator[None]:
         yield
     except HFValidationError as error:
         raise ConfigError(
-            "is neither a directory nor an id of the hub",
-            where="model.id",
-            found=model_id,
-            expected="a directory that exists, or an id such as Qwen/Qwen2.5-7B-Instruct",
+            "is neither a directory nor an id of the hub"
+            if kind is MODEL
+            else "is no id of the hub",
+            where=f"{kind.group}.id",
+            found=repo_id,
+            expected=f"{kind.accepted}, such as {_EXAMPLES[kind]}",
         ) from error
     except RevisionNotFoundError as error:
-        raise _no_revision(model_id, revision) from error
+        raise _no_revision(repo_id, revision, kind) from error
     except (LocalEntryNotFoundError, RevisionResolutionError) as error:
-        raise _away(model_id, revision, error) from error
+        raise _away(repo_id, revision, error, kind) from error
     except HfHubHTTPError as error:
-        raise _refused(model_id, error) from error
+        raise _refused(repo_id, error, kind) from error
     except (client_error(), ConnectionError) as error:
-        raise _away(model_id, revision, error) from error
+        raise _away(repo_id, revision, error, kind) from error
     except OSError as error:
         raise SetupError(
-            "a file of the model cannot be stored",
-            where=f"model.id={model_id}",
+            f"a file of the {kind.name} cannot be stored",
+            where=f"{kind.group}.id={repo_id}",
             found=error.strerror or str(error),
             remedy="free space or permissions in the folder that HF_HOME names",
         ) from error
 
 
-def _away(model_id: str, revision: str | None, error: Exception) -> MensError:
+def _away(repo_id: str, revision: str | None, error: Exception, kind: Kind) -> MensError:
     from huggingface_hub import constants
 
     cause = error.__cause__ or error
     reason = f"{constants.ENDPOINT} does not answer ({type(cause).__name__})"
     if constants.is_offline_mode():
         reason = "HF_HUB_OFFLINE is set"
-    wanted = f"{model_id} --revision {revision}" if revision else model_id
+    wanted = kind.flag + (f"{repo_id} --revision {revision}" if revision else repo_id)
     return SetupError(
-        "the model is not whole in the cache, and the hub cannot be reached",
-        where="model.id",
-        found=f"{model_id}, {reason}",
+        f"the {kind.name} is not whole in the cache, and the hub cannot be reached",
+        where=f"{kind.group}.id",
+        found=f"{repo_id}, {reason}",
         expected=f"its files under {constants.HF_HUB_CACHE}",
-        remedy=f"where there is a network, run: hf download {wanted}; or give a directory instead",
+        remedy=f"where there is a network, run: hf download {wanted}; or {kind.instead}",
     )
 
 
-def _no_revision(model_id: str, revision: str | None) -> MensError:
+def _no_revision(repo_id: str, revision: str | None, kind: Kind) -> MensError:
     from huggingface_hub import HfApi
 
     names: list[str] = []
     try:
-        refs = HfApi().list_repo_refs(model_id)
+        refs = HfApi().list_repo_refs(repo_id, repo_type=kind.name)
         names = [ref.name for ref in (*refs.branches, *refs.tags)]
     except Exception:  # noqa: BLE001, S110  # a hint must not replace the error itself
         pass
     close = nearest(revision or "", names)
     hint = f"; the nearest is {close}" if close else ""
     return ConfigError(
-        f"{model_id} has no such revision",
-        where="model.revision",
+        f"{repo_id} has no such revision",
+        where=f"{kind.group}.revision",
         found=revision,
         expected=f"a branch, a tag or a whole commit hash{hint}",
     )
 
 
-def _refused(model_id: str, error: Exception) -> MensError:
+def _refused(repo_id: str, error: Exception, kind: Kind) -> MensError:
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
+    wrong = ModelFileError if kind is MODEL else DataError
     if isinstance(error, GatedRepoError):
-        return ModelFileError(
-            "the model is gated",
-            where="model.id",
-            found=model_id,
+        page = repo_id if kind is MODEL else f"datasets/{repo_id}"
+        return wrong(
+            f"the {kind.name} is gated",
+            where=f"{kind.group}.id",
+            found=repo_id,
             expected="terms that you have accepted, and a login",
-            remedy=f"accept them at {constants.ENDPOINT}/{model_id}, then run: {_LOGIN}",
+            remedy=f"accept them at {constants.ENDPOINT}/{page}, then run: {_LOGIN}",
         )
     if isinstance(error, RepositoryNotFoundError):
-        close = _nearest_id(model_id)
+        close = _nearest_id(repo_id, kind)
         hint = f"; the nearest is {close}" if close else ""
-        return ModelFileError(
-            "there is no such model, or it is private",
-            where="model.id",
-            found=model_id,
-            expected=f"a directory that exists, or an id of the hub{hint}",
-            remedy=f"correct model.id; for a private model run: {_LOGIN}",
+        return wrong(
+            f"there is no such {kind.name}, or it is private",
+            where=f"{kind.group}.id",
+            found=repo_id,
+            expected=f"{kind.accepted}{hint}",
+            remedy=f"correct {kind.group}.id; for a private {kind.name} run: {_LOGIN}",
         )
     return SetupError(
-        "the hub does not give the model",
-        where="model.id",
-        found=f"{model_id}: {' '.join(str(error).split())}",
-        remedy="try again later, or give a directory instead",
+        f"the hub does not give the {kind.name}",
+        where=f"{kind.group}.id",
+        found=f"{repo_id}: {' '.join(str(error).split())}",
+        remedy=f"try again later, or {kind.instead}",
     )
 
 
-def _nearest_id(model_id: str) -> str | None:
+def _nearest_id(repo_id: str, kind: Kind) -> str | None:
     """Search the presets' ids, and the hub's as far as it answers."""
-    owner, _, name = model_id.rpartition("/")
-    return nearest(model_id, [*_preset_ids(), *_found(owner=owner), *_found(name=name)])
+    owner, _, name = repo_id.rpartition("/")
+    ours = _preset_ids() if kind is MODEL else []
+    return nearest(repo_id, [*ours, *_found(kind, owner=owner), *_found(kind, name=name)])
 
 
 def _preset_ids() -> list[str]:
@@ -154,15 +196,15 @@ def _preset_ids() -> list[str]:
     return [str(preset["id"]) for preset in presets if "id" in preset]
 
 
-def _found(*, owner: str = "", name: str = "") -> list[str]:
+def _found(kind: Kind, *, owner: str = "", name: str = "") -> list[str]:
     from huggingface_hub import HfApi
 
     if not owner and not name:
         return []
+    api = HfApi()
+    search: Any = api.list_models if kind is MODEL else api.list_datasets
     try:
-        models = HfApi().list_models(
-            author=owner or None, search=name or None, sort="downloads", limit=_SEARCHED
-        )
-        return [model.id for model in models]
+        found = search(author=owner or None, search=name or None, sort="downloads", limit=_SEARCHED)
+        return [one.id for one in found]
     except Exception:  # noqa: BLE001  # a hint must not replace the error itself
         return []

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING
 
 from mens_exp.errors import MensError, ModelFileError, SetupError
 from mens_exp.layout.directory import INDEX, SINGLE
-from mens_exp.layout.hub_errors import client_error, translated
+from mens_exp.layout.hub_errors import DATASET, MODEL, Kind, client_error, translated
 from mens_exp.layout.safetensors_header import TensorInfo
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["HubFiles", "commit_of", "fetch", "files_of", "forget", "headers_of"]
+__all__ = ["HubFiles", "commit_of", "dataset_files", "fetch", "files_of", "forget", "headers_of"]
 
 _SMALL = (
     "README.md",  # its head states the licence
@@ -58,31 +58,34 @@ class HubFiles:
     missing: dict[str, int]
 
 
-def commit_of(model_id: str, revision: str | None) -> str:
+def commit_of(repo_id: str, revision: str | None, kind: Kind = MODEL) -> str:
     """Return the commit that a branch, a tag or nothing at all (main) stands for.
 
     A process asks once: every cell of a sweep gets the same answer.
 
     Raises:
-        MensError: there is no such model or revision, or the hub cannot be reached.
+        MensError: there is no such repository or revision, or the hub cannot be reached.
     """
-    outcome = _outcome(model_id, revision)
+    outcome = _outcome(repo_id, revision, kind)
     if isinstance(outcome, MensError):
         raise outcome
     return outcome
 
 
 @functools.cache
-def _outcome(model_id: str, revision: str | None) -> str | MensError:
+def _outcome(repo_id: str, revision: str | None, kind: Kind) -> str | MensError:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RevisionResolutionError
 
     try:
-        with translated(model_id, revision), _silent():
-            away = _away(model_id)
+        with translated(repo_id, revision, kind), _silent():
+            away = _away(repo_id, kind)
             try:
                 resolved = HfApi().resolve_revision(
-                    model_id, revision=revision, local_files_only=away is not None
+                    repo_id,
+                    repo_type=kind.name,
+                    revision=revision,
+                    local_files_only=away is not None,
                 )
             except RevisionResolutionError as error:
                 raise error from away
@@ -92,7 +95,7 @@ def _outcome(model_id: str, revision: str | None) -> str | MensError:
 
 
 @functools.cache
-def _away(model_id: str) -> Exception | None:
+def _away(repo_id: str, kind: Kind = MODEL) -> Exception | None:
     """Return why the hub does not answer, or None where it does.
 
     Asked once a process, and with a limit of time, which huggingface_hub's own requests lack: a
@@ -102,7 +105,7 @@ def _away(model_id: str) -> Exception | None:
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     try:
-        HfApi().model_info(model_id, timeout=_PATIENCE_S)
+        HfApi().repo_info(repo_id, repo_type=kind.name, timeout=_PATIENCE_S)
     except HfHubHTTPError as error:
         if error.response.status_code < HTTPStatus.INTERNAL_SERVER_ERROR:
             raise
@@ -167,6 +170,25 @@ def fetch(model_id: str, commit: str, files: HubFiles) -> None:
     with translated(model_id, commit):
         snapshot_download(model_id, revision=commit, allow_patterns=exactly)
     files_of.cache_clear()
+
+
+def dataset_files(dataset_id: str, commit: str) -> Path:
+    """Return the directory of a dataset's commit, fetched as far as it is not here.
+
+    Every file of the repository is fetched, whichever split is asked for: which files make a
+    split is for `datasets` to say, and it reads a directory.
+
+    Raises:
+        SetupError: the hub cannot be reached and the cache does not hold all of it.
+    """
+    from huggingface_hub import snapshot_download
+
+    with translated(dataset_id, commit, DATASET):
+        away = _away(dataset_id, DATASET) is not None
+        directory = snapshot_download(
+            dataset_id, repo_type="dataset", revision=commit, local_files_only=away
+        )
+    return Path(directory)
 
 
 def _whole(directory: Path) -> list[str] | None:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.digest import digest, sha256_file
 from mens_exp.config.backend import ProxyConfig
-from mens_exp.config.data import JsonlData, StdlibData, SyntheticData
+from mens_exp.config.data import JsonlData, MixData, StdlibData, SyntheticData
+from mens_exp.config.mix import sources_of
 from mens_exp.config.model import BundledModel, HfModel
 from mens_exp.config.objective import LastKObjective
 from mens_exp.corpus import synthetic
@@ -273,22 +274,44 @@ def _model_part(config: RunConfig) -> ModelPart:
     )
 
 
-def _contents(config: RunConfig) -> dict[str, str | None]:
+def _contents(config: RunConfig) -> dict[str, Any]:
     """Return the content of every file that a setting names, by the setting's path."""
     template = config.tokenizer.chat_template
     return {
         "data.path": _rows_hash(config, "path"),
         "data.val_path": _rows_hash(config, "val_path"),
+        "data.sources": _sources(config),
         "tokenizer.chat_template": _hash(Path(template).expanduser()) if template else None,
     }
+
+
+def _sources(config: RunConfig) -> list[dict[str, Any]] | None:
+    """Return the sources of a mix, each path replaced by the content of its files."""
+    if not isinstance(config.data, MixData):
+        return None
+    try:
+        sources = sources_of(config.data)
+    except MensError:
+        return None  # validation says so
+    found = []
+    for entry, source in zip(config.data.sources, sources, strict=True):
+        path = _files_hash(source.data.path) if isinstance(source.data, JsonlData) else None
+        # Nor does it mean anything how a source is called.
+        settings = {name: value for name, value in entry.items() if name != "name"}
+        found.append(settings if path is None else {**settings, "path": path})
+    return found
 
 
 def _rows_hash(config: RunConfig, name: str) -> str | None:
     """Hash the files of rows that a setting names, in their order; None where one is not read."""
     if not isinstance(config.data, JsonlData) or not getattr(config.data, name):
         return None
+    return _files_hash(getattr(config.data, name))
+
+
+def _files_hash(names: Any) -> str | None:
     try:
-        files = resolve_files(getattr(config.data, name), f"data.{name}")
+        files = resolve_files(names, "data.path")
     except MensError:
         return None  # preflight says so
     hashes = [_hash(file) for file in files]

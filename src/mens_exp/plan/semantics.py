@@ -82,13 +82,21 @@ SETTINGS: dict[str, Part] = {
         Part.DATA,
         "data.",
         "source path seq_len micro_batch_size packing val_frac heldout_frac truncation val_path "
-        "format group_column rows repair_frac generator_seed",
+        "format group_column id revision subset split val_split "
+        "rows repair_frac generator_seed on_bad_row sources stop budget_tokens mix_seed",
     ),
     **_all(
         Part.DATA,
         "data.columns.",
-        "prompt input response messages conversations system rating category group",
+        "prompt input response messages conversations system rating category language group",
     ),
+    **_all(
+        Part.DATA,
+        "data.filter.",
+        "min_rating category exclude_category min_chars max_chars language",
+    ),
+    # It refuses a run, or changes nothing.
+    **_all(Part.RECORD, "data.", "max_bad_frac"),
     **_all(Part.RECORD, "data.", "val_max_tokens show"),
     **_all(Part.QUANT, "quant.", "quant_type double_quant compute_dtype block_size skip"),
     # The codes are the same in a container of another type.

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.data import StdlibData, SyntheticData
 from mens_exp.corpus import stdlib, synthetic
-from mens_exp.corpus.files import records
+from mens_exp.corpus.filters import asked
+from mens_exp.corpus.mix import estimated_tokens
 from mens_exp.corpus.source import cache_key, load_rows
 from mens_exp.corpus.split import Side
 from mens_exp.layout.cached import ready
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["count_tokens"]
 
-_CHARS_PER_TOKEN = 3.4  # measured: the stdlib rows under SmolLM2's tokenizer
 # measured: the stdlib rows' length-weighted mean is 218, 328, 425 and 452 tokens where documents
 # are cut at 256, 512, 1,024 and 2,048.
 _STDLIB_TYPICAL, _STDLIB_SCALE = 470, 430
@@ -38,21 +38,22 @@ _STDLIB_SHARE = 0.33  # measured: characters of rows over bytes of source read
 def count_tokens(config: RunConfig, cache: Path) -> dict[str, Any]:
     """Count tokens: exactly from a warm cache, else from characters or file sizes."""
     data = config.data
-    if isinstance(data, StdlibData) and not stdlib.is_cached(cache):
+    if isinstance(data, StdlibData) and not asked(data.filter) and not stdlib.is_cached(cache):
         return _of_library(data)
-    if isinstance(data, SyntheticData) and not synthetic.is_cached(data, cache):
-        return _of_generator(data)
+    if isinstance(data, SyntheticData) and not asked(data.filter):
+        if not synthetic.is_cached(data, cache):
+            return _of_generator(data)
     rows = load_rows(config.data, cache)
-    files = {"files": records(rows.files)} if rows.files else {}
+    about = rows.record()
     exact = _cached_counts(config, rows, cache)
     lengths = _lengths(rows, config.data.seq_len)
     if exact is not None:
         basis = "counted, from the cache"
-        counted = {**files, **exact, **lengths}
+        counted = {**about, **exact, **lengths}
         return {"source": rows.source, **counted, "exact": True, "basis": basis}
     return {
         "source": rows.source,
-        **files,
+        **about,
         "train_rows": len(rows.train),
         "train_tokens": _estimate_tokens(rows, Side.TRAIN, config.data.seq_len),
         "val_tokens": _estimate_tokens(rows, Side.VAL, config.data.seq_len),
@@ -69,8 +70,8 @@ def _of_library(data: StdlibData) -> dict[str, Any]:
     return {
         "source": data.source,
         "train_rows": None,
-        "train_tokens": round(characters * train / _CHARS_PER_TOKEN),
-        "val_tokens": round(characters * data.val_frac / _CHARS_PER_TOKEN),
+        "train_tokens": round(characters * train / CHARS_PER_TOKEN),
+        "val_tokens": round(characters * data.val_frac / CHARS_PER_TOKEN),
         "longest_tokens": data.seq_len,
         "typical_tokens": round(typical),
         "exact": False,
@@ -81,7 +82,7 @@ def _of_library(data: StdlibData) -> dict[str, Any]:
 def _of_generator(data: SyntheticData) -> dict[str, Any]:
     rows = synthetic.counts(data)
     characters = _WRITING_CHARS + data.repair_frac * (_REPAIR_CHARS - _WRITING_CHARS)
-    tokens = min(characters / _CHARS_PER_TOKEN + _TEMPLATE_TOKENS, data.seq_len)
+    tokens = min(characters / CHARS_PER_TOKEN + _TEMPLATE_TOKENS, data.seq_len)
     return {
         "source": data.source,
         "train_rows": rows[Side.TRAIN],
@@ -116,12 +117,7 @@ def _estimate_tokens(rows: Rows, side: Side, seq_len: int) -> int:
 
 
 def _document_tokens(rows: Rows, side: Side, seq_len: int) -> list[float]:
-    lengths = (
-        sum(len(user) + len(said) for user, said in pair.exchanges) / _CHARS_PER_TOKEN
-        + _TEMPLATE_TOKENS * len(pair.exchanges)
-        for pair in getattr(rows, side.value)
-    )
-    return [min(length, seq_len) for length in lengths]
+    return [min(estimated_tokens(pair), seq_len) for pair in getattr(rows, side.value)]
 
 
 def _lengths(rows: Rows, seq_len: int) -> dict[str, int]:

@@ -176,6 +176,12 @@ def _data(data: Mapping[str, Any]) -> Text:
     text = _text(data.get("source"))
     for path, file in (data.get("files") or {}).items():
         text.append(f"\n{path}: {_file(file)}")
+    if data.get("quarantined"):
+        text.append(f"\n{_quarantined(data['quarantined'])}")
+    if data.get("filtered"):
+        text.append(f"\n{_filtered(data['filtered'])}")
+    for name, drawn in ((data.get("mixed") or {}).get("sources") or {}).items():
+        text.append(f"\n{_drawn(name, drawn)}")
     for key, words in (
         ("train_rows", "rows to train on"),
         ("train_tokens", "tokens in them"),
@@ -184,6 +190,24 @@ def _data(data: Mapping[str, Any]) -> Text:
         if data.get(key) is not None:
             text.append(f"\n{about}{wording.count(data[key])} {words}")
     return text if not about else _with_basis(text, data.get("basis"))
+
+
+def _quarantined(counts: Mapping[str, Any]) -> str:
+    reasons = "; ".join(f"{wording.visible(why)} ({n})" for why, n in counts["reasons"].items())
+    put = f"{wording.count(counts['bad'])} of {wording.count(counts['rows'])} rows put aside"
+    return f"{put}: {reasons}" if reasons else put
+
+
+def _drawn(name: str, drawn: Mapping[str, Any]) -> str:
+    rows = f"{wording.count(drawn['rows'])} rows drawn of {wording.count(drawn['of'])}"
+    return (
+        f"{wording.visible(name)}: {rows}, {drawn['share']:.2%} ({drawn['share_asked']:.2%} asked)"
+    )
+
+
+def _filtered(counts: Mapping[str, Any]) -> str:
+    gone = ", ".join(f"{name} refused {wording.count(n)}" for name, n in counts["refused"].items())
+    return f"{wording.count(counts['kept'])} of {wording.count(counts['rows'])} rows pass: {gone}"
 
 
 def _file(file: Mapping[str, Any]) -> str:

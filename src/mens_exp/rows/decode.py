@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import codecs
 import json
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from mens_exp.artifacts.nearest import nearest_file
 from mens_exp.errors import DataError
-from mens_exp.rows.files import ROWS
+from mens_exp.rows.files import inner_suffix
+from mens_exp.rows.stored import MAX_LINE_BYTES, Line, chunks, lines
+from mens_exp.rows.tables import rows_of_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,11 +16,24 @@ if TYPE_CHECKING:
 
 __all__ = ["Located", "decoded_rows"]
 
-UTF16_MARKS: Final = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _SPACE: Final = " \t\r\n"
+_TABLES: Final[dict[str, Literal["parquet", "arrow"]]] = {".parquet": "parquet", ".arrow": "arrow"}
 
-Located = tuple[str, object]
-"""A place, as ``file:line``, and what stands there: a decoded value, or why there is none."""
+
+class Located(NamedTuple):
+    """What stands at one place of a file.
+
+    Attributes:
+        where: the place, as ``file:line``; in a table as ``file:row``, the first row being 1.
+        value: what was decoded, or the `DataError` that says why nothing was.
+        raw: the line as it was read; empty where rows are no lines.
+        ends: nothing behind this place can be read.
+    """
+
+    where: str
+    value: object
+    raw: bytes = b""
+    ends: bool = False
 
 
 def decoded_rows(path: Path, field: str) -> Iterator[Located]:
@@ -28,70 +41,48 @@ def decoded_rows(path: Path, field: str) -> Iterator[Located]:
 
     Args:
         path: UTF-8 (a byte order mark is tolerated); one object a line, or in a ``.json`` file
-            an array of objects.
+            an array of objects; either may be compressed (``.gz``, ``.zst``). Or a table:
+            ``.parquet``, ``.arrow``.
         field: the setting that names the file, for messages.
 
     Yields:
         Each row's place with its value, or with the `DataError` that kept it from being read.
+        A line over `MAX_LINE_BYTES` is such an error.
 
     Raises:
         DataError: the file cannot be read, or is no file of rows.
+        MissingExtra: it is a table, and pyarrow is not installed.
     """
-    data = _content(path, field)
-    if path.suffix == ".json" and data.lstrip().startswith(b"["):
-        yield from _array(data, path)
+    suffix = inner_suffix(path)
+    if suffix in _TABLES:
+        for number, row in rows_of_file(path, _TABLES[suffix], field):
+            yield Located(f"{path}:{number}", row)
         return
-    # Not splitlines: only a newline ends a row, a lone carriage return does not.
-    for number, raw in enumerate(data.removesuffix(b"\n").split(b"\n"), start=1):
+    pieces = chunks(path, field)
+    if suffix == ".json":
+        data = b"".join(pieces)  # an array has no lines to read it by
+        if data.lstrip().startswith(b"["):
+            yield from _array(data, path)
+            return
+        pieces = iter([data])
+    for number, line in enumerate(lines(pieces), start=1):
         where = f"{path}:{number}"
         try:
-            yield where, _json(_text(raw.removesuffix(b"\r"), where), where)
+            yield Located(where, _json(_text(line, where), where), line.raw)
         except DataError as problem:
-            yield where, problem
+            yield Located(where, problem, line.raw)
 
 
-def _content(path: Path, field: str) -> bytes:
-    data = _bytes(path, field)
-    if data.startswith(UTF16_MARKS):
-        raise DataError(
-            "the file is UTF-16", where=str(path), expected="UTF-8", remedy="save it as UTF-8"
-        )
-    data = data.removeprefix(codecs.BOM_UTF8)
-    if not data:
-        raise DataError(
-            "the file is empty", where=str(path), expected="at least one row, one JSON object"
-        )
-    return data
-
-
-def _bytes(path: Path, field: str) -> bytes:
-    try:
-        # Asked first, because opening a directory is PermissionError on Windows.
-        if path.is_dir():
-            raise DataError(
-                "this is a directory, not a file of rows",
-                where=field,
-                found=str(path),
-                expected=f"a file of rows{nearest_file(path, path.name, ROWS)}",
-                remedy=f"for all files in it: {field}='{path}/*.jsonl'",
-            )
-        return path.read_bytes()
-    except FileNotFoundError as error:
-        raise DataError(
-            "no such file",
-            where=field,
-            found=str(path),
-            expected=f"an existing file of rows{nearest_file(path.parent, path.name, ROWS)}",
-        ) from error
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise DataError(
-            f"the file cannot be read: {reason}", where=field, found=str(path)
-        ) from error
-
-
-def _text(raw: bytes, where: str) -> str:
+def _text(line: Line, where: str) -> str:
     """Decode one line; each way in which it can fail has its own message."""
+    if line.size > MAX_LINE_BYTES:
+        raise DataError(
+            "the line is too long",
+            where=where,
+            found=f"{line.size:,} bytes",
+            expected=f"at most {MAX_LINE_BYTES:,} bytes, one JSON object a line",
+        )
+    raw = line.raw.removesuffix(b"\r")
     if b"\0" in raw:
         raise DataError(
             "the line holds NUL bytes",
@@ -136,7 +127,8 @@ def _array(data: bytes, path: Path) -> Iterator[Located]:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        yield f"{path}:{line}", DataError("the file is not UTF-8", where=f"{path}:{line}")
+        problem = DataError("the file is not UTF-8", where=f"{path}:{line}")
+        yield Located(f"{path}:{line}", problem, ends=True)
         return
     position, line, counted = _skip(text, text.index("[") + 1), 1, 0
     while not text.startswith("]", position):
@@ -145,13 +137,15 @@ def _array(data: bytes, path: Path) -> Iterator[Located]:
         try:
             value, position = _element(text, position, where)
         except DataError as problem:
-            yield where, problem
+            yield Located(where, problem, ends=True)
             return
-        yield where, value
+        yield Located(where, value)
     if counted == 0:
-        yield f"{path}:1", DataError("the array is empty", where=str(path), expected="a row")
+        empty = DataError("the array is empty", where=str(path), expected="a row")
+        yield Located(f"{path}:1", empty, ends=True)
     elif rest := text[position + 1 :].strip():
-        yield where, DataError("something follows the array", where=where, found=rest[:60])
+        more = DataError("something follows the array", where=where, found=rest[:60])
+        yield Located(where, more, ends=True)
 
 
 def _element(text: str, position: int, where: str) -> tuple[object, int]:

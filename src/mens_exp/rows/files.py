@@ -8,9 +8,18 @@ from pathlib import Path
 from mens_exp.artifacts.nearest import nearest_file
 from mens_exp.errors import DataError, MensError, Problems
 
-__all__ = ["ROWS", "resolve_files"]
+__all__ = ["ROWS", "inner_suffix", "resolve_files"]
 
-ROWS = (".jsonl", ".json")
+_COMPRESSED = (".gz", ".zst")
+_TEXT = (".jsonl", ".json")
+ROWS = (*_TEXT, *(f"{text}{end}" for text in _TEXT for end in _COMPRESSED), ".parquet", ".arrow")
+
+
+def inner_suffix(path: Path) -> str:
+    """Return how the name of a file ends, in lower case, less what says how it is compressed."""
+    if path.suffix.lower() in _COMPRESSED:
+        path = path.with_suffix("")
+    return path.suffix.lower()
 
 
 def resolve_files(names: str | list[str], field: str) -> list[Path]:

@@ -85,6 +85,7 @@ class _RowReader:
             response=conversation.exchanges[-1][1],
             rating=self._rating(values.get("rating")),
             category=self._optional(values, "category"),
+            language=self._optional(values, "language"),
             system=self._system(values, conversation),
             group=self._optional(values, "group") or "",
             history=conversation.exchanges[:-1],

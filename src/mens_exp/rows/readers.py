@@ -16,17 +16,18 @@ from mens_exp.artifacts import digest
 from mens_exp.artifacts.nearest import expected_name
 from mens_exp.config.data import RowFormat
 from mens_exp.errors import DataError, MensError, Problems
-from mens_exp.rows.decode import decoded_rows
+from mens_exp.rows.decode import Located, decoded_rows
 from mens_exp.rows.formats import ALIASES, KEYS, format_of, joined
 from mens_exp.rows.parse import UNKNOWN_KEY, as_object, parse_row
 from mens_exp.rows.problems import json_type, shown
+from mens_exp.rows.quarantine import BadRow, put_aside
 from mens_exp.rows.schema import TrainingPair, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-__all__ = ["FileOfRows", "Reading", "read_rows", "rows_digest"]
+__all__ = ["FileOfRows", "Reading", "read_located", "read_rows", "rows_digest"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,67 +39,87 @@ class Reading:
         columns: the column that holds each field; empty where files have our own keys.
         group_column: the column whose value is the row's group.
         setting: the setting that names the files, for messages.
+        quarantine: put bad rows aside instead of refusing the file.
     """
 
     form: RowFormat = RowFormat.auto
     columns: Mapping[str, str] = field(default_factory=dict)
     group_column: str | None = None
     setting: str = "data.path"
+    quarantine: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileOfRows:
     """What a file held: its rows in order, how they were written, and which columns were left.
 
-    ``ignored`` counts the rows that had each column which `data.columns` does not name.
+    ``name`` is its path, or what messages call it; ``ignored`` counts the rows that had each
+    column which `data.columns` does not name, and ``bad`` are the rows that were put aside.
     """
 
-    path: Path
+    name: str
     form: RowFormat
     pairs: list[TrainingPair]
     ignored: dict[str, int]
+    bad: tuple[BadRow, ...] = ()
 
 
 def read_rows(path: Path, how: Reading | None = None, max_problems: int = 20) -> FileOfRows:
     """Read a file of training rows.
 
     Args:
-        path: the file: JSON Lines, or in a ``.json`` file an array of objects.
+        path: the file: JSON Lines, in a ``.json`` file an array of objects, or a table.
         how: how to read it; by default our own keys in whichever format they tell.
         max_problems: how many problems to tell in full; the rest is counted.
 
     Returns:
-        The rows in file order, at least one.
+        The rows in file order, at least one unless all were put aside.
 
     Raises:
         DataError: the file cannot be read, or one thing in it is wrong.
         Problems: several things in it are wrong; each names ``file:line``.
     """
-    reader = _FileReader(path, how or Reading())
+    how = how or Reading()
+    return read_located(str(path), decoded_rows(path, how.setting), how, max_problems)
+
+
+def read_located(
+    name: str, rows: Iterable[Located], how: Reading, max_problems: int = 20
+) -> FileOfRows:
+    """Read rows that were decoded already, as `read_rows` does those of a file.
+
+    Args:
+        name: what holds them, for messages and the record.
+        rows: the decoded rows; they are of one format.
+        how: how to read them.
+        max_problems: how many problems to tell in full; the rest is counted.
+    """
+    reader = _FileReader(name, rows, how)
     problems = reader.read()
     if len(problems) > max_problems:
-        more = DataError(
-            f"{len(problems) - max_problems} more problems in this file", where=str(path)
-        )
+        more = DataError(f"{len(problems) - max_problems} more problems in this file", where=name)
         problems = [*problems[:max_problems], more]
     Problems.raise_if(problems)
     return FileOfRows(
-        path=path,
+        name=name,
         form=reader.form or RowFormat.pair,
         pairs=reader.pairs,
         ignored=dict(sorted(reader.ignored.items())),
+        bad=tuple(reader.bad),
     )
 
 
 class _FileReader:
     """Reads the rows of one file, whose format the rows settle between them."""
 
-    def __init__(self, path: Path, how: Reading) -> None:
-        self.path = path
+    def __init__(self, name: str, rows: Iterable[Located], how: Reading) -> None:
+        self.name = name
+        self.rows = rows
         self.how = how
         self.form: RowFormat | None = None if how.form is RowFormat.auto else how.form
         self.pairs: list[TrainingPair] = []
         self.ignored: Counter[str] = Counter()
+        self.bad: list[BadRow] = []
         self._told_by = ""  # the place of the row that settled the format
         self._seen: Counter[str] = Counter()
 
@@ -106,18 +127,22 @@ class _FileReader:
         """Read every row and return what is wrong."""
         problems: list[MensError] = []
         last: Mapping[str, object] = {}
-        for where, value in decoded_rows(self.path, self.how.setting):
+        for located in self.rows:
+            settled = self.form, self._told_by
             try:
-                if isinstance(value, DataError):
-                    raise value  # told with the others
-                last = as_object(value, where)
-                self.pairs.append(self._pair(last, where))
-            except Problems as several:
-                problems.extend(several.problems)
-            except DataError as problem:
-                problems.append(problem)
+                if isinstance(located.value, DataError):
+                    raise located.value  # told with the others
+                last = as_object(located.value, located.where)
+                self.pairs.append(self._pair(last, located.where))
+            except (DataError, Problems) as error:
+                wrong = getattr(error, "problems", [error])
+                if self.how.quarantine and not located.ends:
+                    self.form, self._told_by = settled  # a bad row settles nothing
+                    self.bad.append(put_aside(located, wrong))
+                else:
+                    problems.extend(wrong)
         absent = [
-            _no_column(f"data.columns.{name}", column, str(self.path), last)
+            _no_column(f"data.columns.{name}", column, self.name, last)
             for name, column in self.how.columns.items()
             if last and not self._seen[name]
         ]

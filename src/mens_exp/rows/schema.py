@@ -23,6 +23,7 @@ class TrainingPair:
         response: what the assistant answers; not blank.
         rating: quality, 1 (worst) to 5 (best); None where nobody rated it.
         category: a free tag that filters may look at.
+        language: what the answer is written in, a programming language say; filters look at it.
         system: the system prompt; None leaves the chat template's own in force, while
             an empty string asks for an empty one.
         group: what must not be on two sides of a split, a source file say; an empty
@@ -36,6 +37,7 @@ class TrainingPair:
     response: str
     rating: int | None = None
     category: str | None = None
+    language: str | None = None
     system: str | None = None
     group: str = ""
     history: tuple[tuple[str, str], ...] = ()
@@ -45,7 +47,7 @@ class TrainingPair:
     def id(self) -> str:
         """16 hex digits of the SHA-256 of what is trained on: system, history, prompt, response.
 
-        Labels (rating, category, group) do not enter, so that relabelling a corpus
+        Labels (rating, category, language, group) do not enter, so that relabelling a corpus
         keeps the identity of its items.
         """
         content: dict[str, Any] = {
@@ -81,6 +83,7 @@ def to_json(pair: TrainingPair) -> dict[str, Any]:
     optional = {
         "rating": pair.rating,
         "category": pair.category,
+        "language": pair.language,
         "system": pair.system,
         "group": pair.group or None,
     }

@@ -17,7 +17,7 @@ from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import linear_modules, skipped
 from mens_exp.plan.preflight import writable_cache
 from mens_exp.report.attribution_view import suggested_command, worst_table
-from mens_exp.tasks.inputs import describe, tokenizer_of
+from mens_exp.tasks.inputs import describe, keep_bad_rows, tokenizer_of
 
 if TYPE_CHECKING:
     import torch
@@ -113,6 +113,7 @@ def _subject(config: RunConfig, run: Run, device: torch.device) -> tuple[BaseMod
     base = resolve(config.model, cache)
     tokenizer = tokenizer_of(config.tokenizer, base, run.dir)
     rows = load_rows(config.data, cache)
+    keep_bad_rows(run.dir, rows)
     documents, counts = encoded_side(config, rows, Side.VAL, tokenizer, cache)
     inputs = describe(base, tokenizer, rows)
     inputs["data"] |= {"val_rows": counts.documents, "val_sha256": counts.sha256}

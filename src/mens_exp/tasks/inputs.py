@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.corpus.files import records
 from mens_exp.corpus.source import labelling_of
 from mens_exp.errors import Problems, RequestError
 from mens_exp.plan.contract import origin_of
+from mens_exp.rows import quarantine
 from mens_exp.tokenizer.load import load_tokenizer
 from mens_exp.tokenizer.templates import DATE
 
@@ -24,7 +24,14 @@ if TYPE_CHECKING:
     from mens_exp.model.resolve import BaseModel
     from mens_exp.tokenizer.protocol import Tokenizer
 
-__all__ = ["describe", "hashes_in", "note_origin", "refuse_changed", "tokenizer_of"]
+__all__ = [
+    "describe",
+    "hashes_in",
+    "keep_bad_rows",
+    "note_origin",
+    "refuse_changed",
+    "tokenizer_of",
+]
 
 
 def tokenizer_of(config: TokenizerConfig, base: BaseModel, run: RunDir) -> Tokenizer:
@@ -52,8 +59,7 @@ def describe(
         "rows_sha256": rows.sha256,
         "heldout_rows": len(rows.heldout),
     }
-    if rows.files:
-        rows_of["files"] = records(rows.files)
+    rows_of |= rows.record()
     dated = {"chat_template_date": DATE.date().isoformat()} if tokenizer.is_dated else {}
     return {
         "base_model": base.name,
@@ -67,6 +73,12 @@ def describe(
         **dated,
         "data": rows_of if data is None else {**rows_of, **_encoded(data)},
     }
+
+
+def keep_bad_rows(run: RunDir, rows: Rows) -> None:
+    """Write the rows that were put aside into the run's directory, where there are any."""
+    if rows.bad:
+        quarantine.write(run.quarantine, rows.bad)
 
 
 def _from_hub(base: BaseModel) -> dict[str, Any]:

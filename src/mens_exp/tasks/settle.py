@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mens_exp.config.data import HubData, MixData
+from mens_exp.config.mix import sources_of
 from mens_exp.config.model import HfModel
 from mens_exp.config.task import ExportFormat, OllamaForm
 from mens_exp.config.validate import TASK_READS
+from mens_exp.corpus import hub_rows
 from mens_exp.errors import MensError, Problems
 from mens_exp.layout.hub import pinned
 from mens_exp.layout.starting_adapter import find
@@ -31,6 +34,7 @@ def settled(cell: Cell) -> list[MensError]:
         if config.task.name == "doctor":
             return []
         _settle_model(cell)
+        _settle_rows(cell)
         return _settle_start(cell) or preflight(config)
     if config.path is None and config.task.name != "merge":
         return []  # told by the rules
@@ -80,6 +84,22 @@ def _settle_model(cell: Cell) -> None:
     cell.config.model = settled
     cell.composed.values.model.id = settled.id
     cell.composed.values.model.revision = settled.revision
+
+
+def _settle_rows(cell: Cell) -> None:
+    """Replace a branch of a dataset by the commit it means now; what cannot be stays as it is."""
+    data = cell.config.data
+    try:
+        if isinstance(data, HubData):
+            data.revision = hub_rows.pinned(data)
+            cell.composed.values.data.revision = data.revision
+        elif isinstance(data, MixData):
+            for entry, source in zip(data.sources, sources_of(data), strict=True):
+                if isinstance(source.data, HubData):
+                    entry["revision"] = hub_rows.pinned(source.data)
+            cell.composed.values.data.sources = data.sources
+    except MensError:
+        return
 
 
 def _settle_subject(cell: Cell) -> list[MensError]:

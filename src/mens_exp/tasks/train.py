@@ -17,7 +17,13 @@ from mens_exp.plan.preflight import writable_cache
 from mens_exp.report import terminal
 from mens_exp.tasks.comparison import note_bits_per_byte
 from mens_exp.tasks.initialisation import note_peft_view, report_start
-from mens_exp.tasks.inputs import describe, note_origin, refuse_changed, tokenizer_of
+from mens_exp.tasks.inputs import (
+    describe,
+    keep_bad_rows,
+    note_origin,
+    refuse_changed,
+    tokenizer_of,
+)
 from mens_exp.tasks.measured import keep_measurement, note_plan, planned
 from mens_exp.tasks.scoring import score
 
@@ -99,6 +105,7 @@ def _inputs(
     base = resolve(config.model, cache)
     tokenizer = tokenizer_of(config.tokenizer, base, run.dir)
     rows = load_rows(config.data, cache)
+    keep_bad_rows(run.dir, rows)
     data = RowsDataModule(config, rows, tokenizer, cache)
     bound = f"the optimizer steps of {config.trainer.max_epochs} epochs"
     Problems.raise_if(list(too_long(config, data.max_steps, bound)))

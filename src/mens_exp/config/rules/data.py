@@ -5,13 +5,26 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.config.data import ColumnsConfig, JsonlData, RowFormat, SyntheticData
-from mens_exp.errors import ConfigError
+from mens_exp.config.data import (
+    ColumnsConfig,
+    HubData,
+    JsonlData,
+    MixData,
+    MixStop,
+    OnBadRow,
+    RowFormat,
+    RowsData,
+    SyntheticData,
+)
+from mens_exp.config.mix import in_source, sources_of
+from mens_exp.errors import ConfigError, Problems
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from mens_exp.config.data import DataConfig
     from mens_exp.config.root import RunConfig
+    from mens_exp.errors import MensError
 
 __all__ = ["problems", "unread"]
 
@@ -25,7 +38,7 @@ _NEEDED = {
 }
 
 
-def problems(config: RunConfig) -> Iterator[ConfigError]:
+def problems(config: RunConfig) -> Iterator[MensError]:
     """Yield what is wrong with `data`."""
     data = config.data
     shares = data.val_frac + data.heldout_frac
@@ -44,11 +57,59 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
             expected="rows for all three sides, each share rounded",
             remedy="raise data.rows, or lower a share",
         )
+    yield from _of_source(data)
+    if isinstance(data, MixData):
+        yield from _mix(data)
+
+
+def _of_source(data: DataConfig) -> Iterator[ConfigError]:
+    """Yield what is wrong with what one source needs."""
+    least, most = data.filter.min_chars, data.filter.max_chars
+    if least is not None and most is not None and least > most:
+        yield ConfigError(
+            "no row can pass",
+            where="data.filter.min_chars",
+            found=least,
+            expected=f"at most data.filter.max_chars ({most})",
+        )
     if isinstance(data, JsonlData):
         yield from _files("data.path", data.path)
         if data.val_path is not None:
             yield from _files("data.val_path", data.val_path)
+    if isinstance(data, HubData) and data.val_split == data.split:
+        yield ConfigError(
+            "the rows to train on would validate",
+            where="data.val_split",
+            found=data.val_split,
+            expected="another split than data.split",
+        )
+    if isinstance(data, RowsData):
         yield from _columns(data)
+
+
+def _mix(data: MixData) -> Iterator[MensError]:
+    """Yield what is wrong with a mix and with each of its sources."""
+    from mens_exp.config.validate import range_problems  # which imports this module
+
+    budgeted = data.stop is MixStop.budget
+    if budgeted is (data.budget_tokens is None):
+        yield ConfigError(
+            "is needed with data.stop=budget" if budgeted else "has no effect without a budget",
+            where="data.budget_tokens",
+            found=data.budget_tokens,
+            expected="a number of tokens" if budgeted else "data.stop=budget",
+        )
+    try:
+        sources = sources_of(data)
+    except Problems as several:
+        yield from several.problems
+        return
+    except ConfigError as problem:
+        yield problem
+        return
+    for number, source in enumerate(sources):
+        for one in (*range_problems(source.data, "data."), *_of_source(source.data)):
+            yield in_source(one, number)
 
 
 def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
@@ -73,14 +134,22 @@ def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
             where="data.val_max_tokens",
             expected="attribute.tokens, which says how many tokens are measured on",
         )
-    if "data.val_frac" in named and isinstance(data, JsonlData) and data.val_path is not None:
+    if "data.max_bad_frac" in named and getattr(data, "on_bad_row", None) is OnBadRow.error:
         yield ConfigError(
-            "has no effect with data.val_path",
-            where="data.val_frac",
-            found=data.val_frac,
-            expected="one of the two",
-            remedy="drop data.val_frac, or data.val_path",
+            "has no effect with data.on_bad_row=error",
+            where="data.max_bad_frac",
+            expected="data.on_bad_row=quarantine, which puts bad rows aside",
+            remedy="add data.on_bad_row=quarantine, or drop data.max_bad_frac",
         )
+    for other in ("val_path", "val_split"):
+        if "data.val_frac" in named and getattr(data, other, None) is not None:
+            yield ConfigError(
+                f"has no effect with data.{other}",
+                where="data.val_frac",
+                found=data.val_frac,
+                expected="one of the two",
+                remedy=f"drop data.val_frac, or data.{other}",
+            )
 
 
 def _files(where: str, value: Any) -> Iterator[ConfigError]:
@@ -91,7 +160,7 @@ def _files(where: str, value: Any) -> Iterator[ConfigError]:
         yield ConfigError("wrong type", where=where, found=value, expected=f"the path of {_FILES}")
 
 
-def _columns(data: JsonlData) -> Iterator[ConfigError]:
+def _columns(data: RowsData) -> Iterator[ConfigError]:
     fields = [field.name for field in dataclasses.fields(ColumnsConfig)]
     given = {name: column for name in fields if (column := getattr(data.columns, name)) is not None}
     if data.group_column is not None and "group" in given:

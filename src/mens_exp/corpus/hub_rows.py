@@ -1,0 +1,138 @@
+"""``data=hub``: rows of a dataset of the Hugging Face Hub, through `datasets`.
+
+The hub is asked for a commit and its files as it is for a model's, so that a cached dataset needs
+no network and a branch that moves on changes nothing; `datasets` then reads the directory: it
+knows which files make a subset and a split, and every format that datasets come in.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.artifacts.nearest import expected_name
+from mens_exp.errors import ConfigError, DataError, MissingExtra
+from mens_exp.layout.hub_errors import DATASET
+from mens_exp.layout.hub_snapshot import commit_of, dataset_files
+from mens_exp.rows.decode import Located
+from mens_exp.rows.tables import EXTRA, rows_of_batches
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mens_exp.config.data import HubData
+
+__all__ = ["Dataset", "opened", "pinned"]
+
+_AT_ONCE = 1_000  # rows
+
+
+def pinned(config: HubData) -> str:
+    """Return the commit that is meant right now.
+
+    Raises:
+        MensError: there is no such dataset or revision, or the hub cannot be reached.
+    """
+    return commit_of(config.id, config.revision, DATASET)
+
+
+class Dataset:
+    """The splits of one commit of a dataset."""
+
+    def __init__(self, config: HubData, directory: str) -> None:
+        """Open a directory; `opened` fetches it first."""
+        self._config = config
+        self._directory = directory
+
+    def name(self, split: str) -> str:
+        """Return what messages and the record call a split."""
+        parts = (self._config.id, self._config.subset, split)
+        return "/".join(part for part in parts if part is not None)
+
+    def rows(self, split: str, setting: str) -> Iterator[Located]:
+        """Yield the rows of a split, each with its place as ``<id>/<split>:<row>``.
+
+        Args:
+            split: the split, or a part of one.
+            setting: the setting that names it.
+
+        Raises:
+            ConfigError: there is no such subset or split.
+            DataError: `datasets` cannot read the files, or the split is empty.
+        """
+        import datasets
+
+        builder = self._builder()
+        splits = _splits(builder)
+        bare = split.partition("[")[0]
+        if splits and bare not in splits and "+" not in split:
+            raise ConfigError(
+                "the dataset has no such split",
+                where=setting,
+                found=split,
+                expected=expected_name(bare, splits),
+            )
+        try:
+            builder.download_and_prepare()
+            loaded: Any = builder.as_dataset(split=split)
+        except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:
+            raise DataError(
+                "datasets cannot read this split",
+                where=f"{setting}={split}",
+                found=f"{self._config.id}: {' '.join(str(error.__cause__ or error).split())[:200]}",
+                remedy="choose another split or revision, or give files: data=jsonl data.path=…",
+            ) from error
+        name, number = self.name(split), 0
+        batches = loaded.with_format("arrow").iter(_AT_ONCE)
+        for number, row in rows_of_batches(loaded.column_names, batches, name):
+            yield Located(f"{name}:{number}", row)
+        if number == 0:
+            raise DataError("the split is empty", where=name, expected="at least one row")
+
+    def _builder(self) -> Any:
+        import datasets
+
+        subset, names = self._config.subset, []
+        try:
+            if subset is not None:
+                names = datasets.get_dataset_config_names(self._directory)
+            if subset is None or subset in names:
+                return datasets.load_dataset_builder(self._directory, name=subset)
+        except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:
+            raise DataError(
+                "datasets cannot read this dataset",
+                where="data.id",
+                found=f"{self._config.id}: {' '.join(str(error).split())[:200]}",
+                remedy="choose data.subset or another revision, or give files: data=jsonl",
+            ) from error
+        raise ConfigError(
+            "the dataset has no such subset",
+            where="data.subset",
+            found=subset,
+            expected=expected_name(str(subset), names),
+        )
+
+
+def opened(config: HubData) -> Dataset:
+    """Fetch a dataset as far as it is not here, and open it.
+
+    Raises:
+        MissingExtra: `datasets` is not installed.
+        MensError: there is no such dataset or revision, or the hub cannot be reached.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingExtra(
+            "datasets is needed to read datasets of the hub",
+            where="data=hub",
+            remedy=f"run: {EXTRA}",
+        ) from error
+    directory = dataset_files(config.id, pinned(config))
+    datasets.disable_progress_bars()
+    return Dataset(config, str(directory))
+
+
+def _splits(builder: Any) -> list[str]:
+    """Name the splits that the files make; none where only reading them would tell."""
+    files = builder.config.data_files
+    return sorted(str(name) for name in files) if files else []

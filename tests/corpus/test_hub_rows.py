@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import io
+import sys
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from huggingface_hub import constants
+
+from mens_exp.config.data import ColumnsConfig, HubData
+from mens_exp.corpus.files import records
+from mens_exp.corpus.hub_rows import pinned
+from mens_exp.corpus.source import Rows, load_rows
+from mens_exp.errors import ConfigError, DataError, MensError, MissingExtra, Problems, SetupError
+from mens_exp.layout import hub_snapshot
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NAME = "lab/rows"
+CARD = """---
+configs:
+- config_name: code
+  data_files:
+  - {split: train, path: code/train.parquet}
+  - {split: test, path: code/test.parquet}
+- config_name: chat
+  data_files:
+  - {split: train, path: chat.parquet}
+---
+"""
+
+
+def table(prompts: str, **columns: list[Any]) -> bytes:
+    sink = io.BytesIO()
+    rows = {"prompt": list(prompts), "response": ["r"] * len(prompts), **columns}
+    pq.write_table(pa.table(rows), sink)
+    return sink.getvalue()
+
+
+def chat(prompts: str) -> bytes:
+    turns = [
+        [{"role": "user", "content": prompt}, {"role": "assistant", "content": "r"}]
+        for prompt in prompts
+    ]
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"messages": turns}), sink)
+    return sink.getvalue()
+
+
+@pytest.fixture
+def repository(hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A dataset of two subsets on the hub; both caches are empty folders."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    made = hub.new()
+    made.commit(
+        {
+            "README.md": CARD.encode(),
+            "code/train.parquet": table("abcdefgh"),
+            "code/test.parquet": table("xy"),
+            "chat.parquet": chat("klmnop"),
+        }
+    )
+    hub.repositories[f"datasets/{NAME}"] = made
+    return made
+
+
+def load(tmp_path: Path, **values: Any) -> Rows:
+    shares = {"id": NAME, "subset": "code", "val_frac": 0.2, "heldout_frac": 0.2}
+    return load_rows(HubData(**{**shares, **values}), tmp_path / "unused")
+
+
+def prompts(rows: Rows, *sides: str) -> str:
+    return "".join(sorted(pair.prompt for side in sides for pair in getattr(rows, side)))
+
+
+def refusal(tmp_path: Path, **values: Any) -> MensError:
+    with pytest.raises(MensError) as caught:
+        load(tmp_path, **values)
+    return caught.value
+
+
+def test_rows_of_a_split_are_read_and_recorded(repository: Any, tmp_path: Path) -> None:
+    """The record has the commit, a row its split and number."""
+    rows = load(tmp_path)
+    assert prompts(rows, "train", "val", "heldout") == "abcdefgh"
+    assert {pair.place for pair in rows.train} <= {f"{NAME}/code/train:{n}" for n in range(1, 9)}
+    assert records(rows.files) == {
+        f"{NAME}/code/train": {
+            "role": "rows",
+            "form": "pair",
+            "rows": 8,
+            "revision": repository.refs["main"],
+        }
+    }
+
+
+@pytest.mark.usefixtures("repository")
+def test_split_may_validate(tmp_path: Path) -> None:
+    """Then no other row does."""
+    rows = load(tmp_path, val_split="test")
+    assert (prompts(rows, "val"), prompts(rows, "train", "heldout")) == ("xy", "abcdefgh")
+    assert [file.role for file in rows.files] == ["rows", "validation"]
+
+
+@pytest.mark.usefixtures("repository")
+def test_part_of_a_split_is_read(tmp_path: Path) -> None:
+    """As `datasets` writes it."""
+    assert prompts(load(tmp_path, split="train[:5]"), "train", "val", "heldout") == "abcde"
+
+
+@pytest.mark.usefixtures("repository")
+def test_subset_of_another_format_is_read(tmp_path: Path) -> None:
+    """Lists of turns, as chat datasets have them."""
+    rows = load(tmp_path, subset="chat")
+    assert prompts(rows, "train", "val", "heldout") == "klmnop"
+    assert rows.files[0].form == "messages"
+
+
+def test_bad_rows_are_refused_with_split_and_number(repository: Any, tmp_path: Path) -> None:
+    """Those of both splits together."""
+    repository.commit(
+        {
+            "README.md": CARD.encode(),
+            "code/train.parquet": table("abc", rating=[1, 9, 2]),
+            "code/test.parquet": table(" y"),
+            "chat.parquet": chat("k"),
+        }
+    )
+    problem = refusal(tmp_path, val_split="test")
+    assert isinstance(problem, Problems)
+    assert [one.where for one in problem.problems] == [
+        f"{NAME}/code/train:2",
+        f"{NAME}/code/test:1",
+    ]
+
+
+def test_columns_are_named(repository: Any, tmp_path: Path) -> None:
+    """And those that are left out are counted."""
+    columns = ColumnsConfig(prompt="prompt", response="response")
+    repository.commit({"train.parquet": table("abcdef", id=[1] * 6)})
+    rows = load(tmp_path, subset=None, columns=columns)
+    assert rows.files[0].ignored == {"id": 6}
+
+
+@pytest.mark.parametrize(
+    ("values", "where", "told"),
+    [
+        ({"split": "tset"}, "data.split", "the nearest is test"),
+        ({"val_split": "validation"}, "data.val_split", "one of test, train"),
+        ({"subset": "cde"}, "data.subset", "the nearest is code"),
+        ({"revision": "man"}, "data.revision", "the nearest is main"),
+        ({"id": "lab/row"}, "data.id", "the nearest is lab/rows"),
+        ({"id": "no id"}, "data.id", "is no id of the hub"),
+        ({"subset": None}, "data.id", "datasets cannot read this dataset"),
+        ({"split": "train[5"}, "data.split=train[5", "datasets cannot read this split"),
+    ],
+)
+@pytest.mark.usefixtures("repository")
+def test_name_that_is_not_there_is_refused_with_the_nearest(
+    tmp_path: Path, values: dict[str, str | None], where: str, told: str
+) -> None:
+    """By the setting that has it."""
+    problem = refusal(tmp_path, **values)
+    assert (problem.where, problem.exit_code) == (where, 2)
+    assert told in str(problem)
+
+
+def test_gated_dataset_names_its_page_and_the_login(repository: Any, tmp_path: Path) -> None:
+    """The page of a dataset is not that of a model."""
+    repository.gated = True
+    problem = refusal(tmp_path)
+    assert isinstance(problem, DataError)
+    assert f"/datasets/{NAME}, then run: hf auth login" in str(problem)
+
+
+@pytest.mark.usefixtures("repository")
+def test_cached_dataset_needs_no_network(
+    hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same commit gives the same rows."""
+    rows = load(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub_snapshot.forget()
+    before = len(hub.requests)
+    assert load(tmp_path).sha256 == rows.sha256
+    assert len(hub.requests) == before
+
+
+@pytest.mark.usefixtures("repository")
+def test_dataset_that_is_not_cached_needs_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment lacks it, and the command that would fetch it is told."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    problem = refusal(tmp_path)
+    assert isinstance(problem, SetupError)
+    assert "the dataset is not whole in the cache" in str(problem)
+    assert f"hf download --repo-type dataset {NAME}; or give files instead" in str(problem)
+
+
+def test_branch_is_put_down_as_its_commit(repository: Any, tmp_path: Path) -> None:
+    """A branch that moves on changes nothing for who names the commit."""
+    first = pinned(HubData(id=NAME))
+    assert first == repository.refs["main"]
+    repository.commit({"train.parquet": table("stuvwx")})
+    hub_snapshot.forget()
+    assert pinned(HubData(id=NAME)) != first
+    assert prompts(load(tmp_path, revision=first), "train", "val", "heldout") == "abcdefgh"
+
+
+@pytest.mark.usefixtures("repository")
+def test_without_datasets_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is fetched."""
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    problem = refusal(tmp_path)
+    assert isinstance(problem, MissingExtra)
+    assert "mens-exp[datasets]" in str(problem)
+
+
+def test_split_to_train_on_may_not_validate(tiny_config: Any) -> None:
+    """Its rows would be on both sides."""
+    from mens_exp.config.rules.data import problems
+
+    config = tiny_config("data=hub", f"data.id={NAME}")
+    assert list(problems(config)) == []
+    config.data.val_split = "train"
+    (problem,) = problems(config)
+    assert (problem.where, isinstance(problem, ConfigError)) == ("data.val_split", True)
+
+
+def test_command_puts_branches_down_as_commits(repository: Any, tiny_config: Any) -> None:
+    """Of the dataset, and of every source of a mix; what is not there is left for preflight."""
+    from omegaconf import OmegaConf
+
+    from mens_exp.cli import _settle_rows
+
+    def settled(*overrides: str) -> Any:
+        config = tiny_config(*overrides)
+        cell: Any = SimpleNamespace(
+            config=config, composed=SimpleNamespace(values=OmegaConf.structured(config))
+        )
+        _settle_rows(cell)
+        return OmegaConf.to_object(cell.composed.values.data)
+
+    commit = repository.refs["main"]
+    assert settled("data=hub", f"data.id={NAME}").revision == commit
+    assert settled("data=hub", "data.id=lab/none").revision is None
+    sources = f"[{{path:a.jsonl,weight:1}},{{id:{NAME},weight:1}}]"
+    assert settled("data=mix", f"data.sources={sources}").sources == [
+        {"path": "a.jsonl", "weight": 1},
+        {"id": NAME, "weight": 1, "revision": commit},
+    ]
