@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.config.data import StdlibData, SyntheticData
 from mens_exp.corpus import stdlib, synthetic
 from mens_exp.corpus.filters import asked
-from mens_exp.corpus.mix import estimated_tokens
+from mens_exp.corpus.mix import CHARS_PER_TOKEN, estimated_tokens
 from mens_exp.corpus.source import cache_key, load_rows
 from mens_exp.corpus.split import Side
 from mens_exp.layout.cached import ready
@@ -38,11 +38,11 @@ _STDLIB_SHARE = 0.33  # measured: characters of rows over bytes of source read
 def count_tokens(config: RunConfig, cache: Path) -> dict[str, Any]:
     """Count tokens: exactly from a warm cache, else from characters or file sizes."""
     data = config.data
-    if isinstance(data, StdlibData) and not asked(data.filter) and not stdlib.is_cached(cache):
+    is_whole = not asked(data.filter)
+    if is_whole and isinstance(data, StdlibData) and not stdlib.is_cached(cache):
         return _of_library(data)
-    if isinstance(data, SyntheticData) and not asked(data.filter):
-        if not synthetic.is_cached(data, cache):
-            return _of_generator(data)
+    if is_whole and isinstance(data, SyntheticData) and not synthetic.is_cached(data, cache):
+        return _of_generator(data)
     rows = load_rows(config.data, cache)
     about = rows.record()
     exact = _cached_counts(config, rows, cache)
