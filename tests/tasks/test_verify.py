@@ -340,3 +340,21 @@ def test_a_certificate_whose_verdict_was_edited_is_found(
     found = inspect(spoilt / "model", "verify=true", code=4)
     assert differing(found) == ["certificate"]
     assert found.certificate is None
+
+
+def test_of_two_merges_of_one_run_each_is_held_against_its_own_record(
+    spoilt: Path, typed: Callable[..., str], inspect: Callable[..., Inspection]
+) -> None:
+    """Files that both have say nothing; nor do equal tensors that were certified on other text."""
+    for name, overrides in {"other": ["parity.tokens=200"], "half": ["merge.dtype=bf16"]}.items():
+        typed(
+            *("task=merge", f"path={spoilt / 'run'}", f"out={spoilt / name}", *overrides),
+            *("parity.accept=true", f"hydra.run.dir={spoilt / f'a_{name}_record'}"),
+        )
+        assert differing(inspect(spoilt / name, "verify=true")) == []
+    (spoilt / "model").rename(spoilt / "moved")
+    found = inspect(spoilt / "half", "verify=true")
+    assert found.verification is not None
+    assert any(
+        one["name"].startswith("merge a_half_record: ") for one in found.verification["checks"]
+    )
