@@ -22,6 +22,7 @@ NEEDS = {
     "callbacks=early_stopping": ["trainer.val_check_interval=4"],
     "task=chat": ["path=latest"],
     "task=export": ["path=latest"],
+    "task=inspect": ["path=latest"],
     "task=merge": ["path=latest"],
     "task=push": ["path=latest", "repo=me/adapter"],
 }

@@ -51,7 +51,7 @@ def test_it_reads_and_is_on_record_like_every_task(
     """The table on the terminal; the record is an output of the task's own run."""
     said = typed("task=inspect", f"path={finished.path}", "hydra.run.dir=own")
     assert "model.layers.0.self_attn.q_proj.weight" in said
-    assert "effective rank" in said
+    assert "eff. rank" in said
     own = Manifest.read(tmp_path / "here" / "own" / "manifest.json")
     record = tmp_path / "here" / "own" / "inspection.json"
     assert own.outputs["inspection.json"] == sha256_file(record)
@@ -188,6 +188,7 @@ def test_a_truncated_checkpoint_is_refused(
     assert "no training state that can be read" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full", "subset"])
 def test_what_a_merge_wrote_leads_back_to_its_run(
     finished: RunDir,
@@ -216,6 +217,7 @@ def test_what_a_merge_wrote_leads_back_to_its_run(
     assert inspect(beside / "merging").kind is found.kind
 
 
+@pytest.mark.slow
 def test_a_run_that_began_with_an_adapter_names_all_its_ancestors(
     finished: RunDir,
     train_in: Callable[..., RunDir],
@@ -235,6 +237,7 @@ def test_a_run_that_began_with_an_adapter_names_all_its_ancestors(
     assert line[1]["missing"] is not None
 
 
+@pytest.mark.slow
 def test_a_dora_tells_how_far_its_lengths_moved(
     train_in: Callable[..., RunDir], inspect: Callable[..., Inspection], tmp_path: Path
 ) -> None:

@@ -116,6 +116,7 @@ def test_an_edited_manifest_is_found(
     assert name in differing(inspect(run.path, "verify=true", code=4))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_what_its_records_say_and_replays(
     broken: Callable[..., RunDir], inspect: Callable[..., Inspection], tmp_path: Path
 ) -> None:
@@ -214,6 +215,7 @@ def test_a_merge_is_certified_again_figure_by_figure(
     assert differing(found) == []
 
 
+@pytest.mark.slow
 def test_without_the_run_that_wrote_it_the_trained_run_is_enough(
     spoilt: Path, inspect: Callable[..., Inspection]
 ) -> None:
@@ -289,6 +291,7 @@ def test_a_file_too_many_and_one_too_few_are_found(
     assert differing(found) == ["files.config.json", "files.generation_config.json"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["v2", "peft"])
 def test_an_exported_adapter_is_certified_again(
     run: RunDir,
@@ -340,3 +343,22 @@ def test_a_certificate_whose_verdict_was_edited_is_found(
     found = inspect(spoilt / "model", "verify=true", code=4)
     assert differing(found) == ["certificate"]
     assert found.certificate is None
+
+
+@pytest.mark.slow
+def test_of_two_merges_of_one_run_each_is_held_against_its_own_record(
+    spoilt: Path, typed: Callable[..., str], inspect: Callable[..., Inspection]
+) -> None:
+    """Files that both have say nothing; nor do equal tensors that were certified on other text."""
+    for name, overrides in {"other": ["parity.tokens=200"], "half": ["merge.dtype=bf16"]}.items():
+        typed(
+            *("task=merge", f"path={spoilt / 'run'}", f"out={spoilt / name}", *overrides),
+            *("parity.accept=true", f"hydra.run.dir={spoilt / f'a_{name}_record'}"),
+        )
+        assert differing(inspect(spoilt / name, "verify=true")) == []
+    (spoilt / "model").rename(spoilt / "moved")
+    found = inspect(spoilt / "half", "verify=true")
+    assert found.verification is not None
+    assert any(
+        one["name"].startswith("merge a_half_record: ") for one in found.verification["checks"]
+    )

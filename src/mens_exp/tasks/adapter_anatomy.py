@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 __all__ = ["Anatomy", "of_adapter", "of_state"]
 
 
+_PATHS = "as the modules are called; a checkpoint of the base may put a prefix before it"
+
+
 @dataclass(kw_only=True, slots=True)
 class Anatomy:
     """What an adapter is made of.
@@ -97,6 +100,7 @@ def _of_peft(place: AdapterPlace) -> Anatomy:
         quantizer=None,
     )
     found.unknown["base.base_quant"] = "a PEFT directory does not tell how its base was quantized"
+    found.unknown["layers.base_key"] = _PATHS
     return found
 
 
@@ -112,20 +116,26 @@ def _read_any_family(directory: Path) -> PeftAdapter:
 
 
 def of_state(
-    tensors: Mapping[str, Array], config: RunConfig | None, *, bare: str, where: str
+    tensors: Mapping[str, Array],
+    config: RunConfig | None,
+    keys: Mapping[str, str],
+    *,
+    bare: str,
+    where: str,
 ) -> Anatomy:
     """Measure the deltas of a training state.
 
     Args:
         tensors: f32, by logical name; what is no LoRA matrix is left out.
         config: of the run that it belongs to; None where that is not at hand.
+        keys: of the base by logical name, where the run's adapter tells them.
         bare: why there is no configuration.
         where: the file, for the messages.
     """
     layers = [name.removesuffix(".lora_a") for name in tensors if name.endswith(".lora_a")]
     if config is None:
         found = _measured(tensors, {}, dict.fromkeys(layers), where)
-        found.unknown["layers.scale"] = bare
+        found.unknown |= {"layers.scale": bare, "layers.base_key": bare}
         return found
     if not layers:
         found = _measured(tensors, {}, {}, where)
@@ -141,9 +151,11 @@ def of_state(
         rank = len(tensors[f"{layer}.lora_a"])
         alpha = alphas[modules[layer].path] if layer in modules else lora.alpha
         scales[layer] = alpha / (math.sqrt(rank) if is_rs else rank)
-    keys = {one.logical: f"{one.path}.weight" for one in known}
-    found = _measured(tensors, keys, scales, where)
+    paths = {one.logical: f"{one.path}.weight" for one in known}
+    found = _measured(tensors, keys or paths, scales, where)
     found.variant = lora.variant.value
+    if not keys:
+        found.unknown["layers.base_key"] = _PATHS
     return found
 
 

@@ -6,6 +6,7 @@ import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.artifacts.adapter_v3 import MANIFEST_NAME, read_adapter
 from mens_exp.artifacts.inspection import CheckpointRecord
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.errors import DataError
@@ -82,8 +83,9 @@ def anatomy_of(path: Path, run: RunDir | None) -> tuple[CheckpointRecord, Anatom
     state = read_state(path)
     tensors = {name: values.float().numpy() for name, values in state.adapter.items()}
     config = None if run is None else config_of(run)
-    bare = "no run is at hand that says the scale; norms are those of B A"
-    anatomy = of_state(tensors, config, bare=bare, where=str(path))
+    bare = "no run is at hand that says it; norms are those of B A"
+    keys = {} if run is None else _keys(run)
+    anatomy = of_state(tensors, config, keys, bare=bare, where=str(path))
     moments = [
         value
         for one in state.optimizer.values()
@@ -100,6 +102,13 @@ def anatomy_of(path: Path, run: RunDir | None) -> tuple[CheckpointRecord, Anatom
         why=why or f"resume={None if run is None else run.path} goes on from here",
     )
     return record, anatomy
+
+
+def _keys(run: RunDir) -> dict[str, str]:
+    """Return the base's keys as the run's adapter has them, or none before it is written."""
+    if not (run.adapter / MANIFEST_NAME).is_file():
+        return {}
+    return read_adapter(run.adapter)[0].base_key_map
 
 
 def _why_not(state: State, path: Path, run: RunDir | None) -> str | None:

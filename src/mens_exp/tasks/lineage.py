@@ -119,13 +119,17 @@ def written_by(certificate: Certificate, near: Path) -> RunDir | None:
         near: where it lies.
     """
     hashes = set(certificate.files.values())
+    found = []
     for run, manifest in _at_hand(near):
-        if manifest.task not in {"merge", "export"}:
-            continue
-        wrote = manifest.results.get("out_sha256") or {}
-        if hashes & {*wrote.values(), manifest.results.get("tensors_sha256")}:
-            return run
-    return None
+        results = manifest.results
+        whole = {*(results.get("out_sha256") or {}).values()} | {results.get("tensors_sha256")}
+        is_merge = manifest.task == "merge" and hashes <= whole
+        if is_merge or (manifest.task == "export" and hashes & whole):
+            out = str(results.get("out") or results.get("adapter"))
+            places = {(run.path / out).resolve(), Path(out).expanduser().resolve()}
+            found.append((near.resolve() not in places, run))
+    # The same may have been written twice, and certified on other texts.
+    return min(found, key=lambda one: one[0])[1] if found else None
 
 
 def _at_hand(near: Path) -> Iterator[tuple[RunDir, Manifest]]:
