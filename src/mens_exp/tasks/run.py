@@ -113,16 +113,11 @@ def _failure(error: BaseException) -> Failure:
 
 
 def _hash_outputs(run: RunDir) -> dict[str, str]:
-    """Hash every finished file of the run; checkpoints and sinks' own files are not outputs."""
-    files = [
-        run.config,
-        run.plan,
-        run.telemetry,
-        run.scorecard,
-        run.events,
-        run.transcript,
-        run.quarantine,
-    ]
+    """Hash every finished file of the run; checkpoints and sinks' own files are not outputs.
+
+    Nor are rows that were put aside: they stay where they are when the run goes elsewhere.
+    """
+    files = [run.config, run.plan, run.telemetry, run.scorecard, run.events, run.transcript]
     files += [run.attribution, run.merged_tensors, run.parity]
     for made in (run.adapter, run.weights, run.merged):
         files += sorted(made.rglob("*"))
