@@ -206,7 +206,7 @@ class JsonlData(RowsData):
 
 @dataclass(kw_only=True, slots=True)
 class HubData(RowsData):
-    """Rows from a dataset of the Hugging Face Hub; its repository is fetched whole, by task=plan too."""
+    """Rows from a dataset of the Hub; its repository is fetched whole, by task=plan too."""
 
     source: str = "hub"
     id: str = setting(MISSING, "Id of the dataset, such as HuggingFaceH4/no_robots.")
