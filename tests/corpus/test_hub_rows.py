@@ -109,9 +109,12 @@ def test_split_may_validate(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("repository")
-def test_part_of_a_split_is_read(tmp_path: Path) -> None:
+def test_parts_and_sums_of_splits_are_read(tmp_path: Path) -> None:
     """As `datasets` writes it."""
     assert prompts(load(tmp_path, split="train[:5]"), "train", "val", "heldout") == "abcde"
+    every = load(tmp_path, split="all")
+    assert prompts(every, "train", "val", "heldout") == "abcdefghxy"
+    assert prompts(load(tmp_path, split="test+train"), "train", "val", "heldout") == "abcdefghxy"
 
 
 @pytest.mark.usefixtures("repository")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,10 +10,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.model import HfModel
+from mens_exp.corpus.source import Rows
 from mens_exp.errors import Problems, RequestError
 from mens_exp.plan.contract import origin_of
-from mens_exp.tasks.inputs import note_origin, refuse_changed
+from mens_exp.rows.quarantine import BadRow
+from mens_exp.tasks.inputs import keep_bad_rows, note_origin, refuse_changed
 
 if TYPE_CHECKING:
     from mens_exp.config.overrides import Cell
@@ -79,3 +83,19 @@ def test_card_that_was_fetched_tells_the_origin(
     assert manifest.contract["provenance"]["license_class"] == "mit"
     assert manifest.contract["provenance"]["attribution_required"] is True
     assert manifest.unknown == {"results.x": "another"}
+
+
+def test_bad_rows_are_kept_in_the_run_where_there_are_any(tmp_path: Path) -> None:
+    """A run whose rows were all good has no such file."""
+    run = RunDir(tmp_path)
+    good = Rows(source="jsonl", train=[], val=[], heldout=[], sha256="aa")
+    keep_bad_rows(run, good)
+    assert not run.quarantine.exists()
+    bad = BadRow(file="a.jsonl", line=3, raw="no", problems=("not JSON",), reasons=("not JSON",))
+    keep_bad_rows(run, dataclasses.replace(good, bad=(bad,)))
+    assert json.loads(run.quarantine.read_text("utf-8")) == {
+        "file": "a.jsonl",
+        "line": 3,
+        "problems": ["not JSON"],
+        "raw": "no",
+    }

@@ -231,7 +231,7 @@ class JsonlData(RowsData):
     path: Any = setting(
         MISSING,
         "Files of rows: one file, a list of them, or a glob (rows/*.jsonl). By their names: .jsonl "
-        "and .json, also with .gz or .zst, .parquet and .arrow.",
+        "and .json, also with .gz or .zst, .parquet and .arrow. A line holds at most 64 MiB.",
     )
     val_path: Any = setting(
         None,
@@ -242,7 +242,7 @@ class JsonlData(RowsData):
 
 @dataclass(kw_only=True, slots=True)
 class HubData(RowsData):
-    """Rows from a dataset of the Hugging Face Hub; its repository is fetched whole."""
+    """Rows from a dataset of the Hub; its repository is fetched whole, by task=plan too."""
 
     source: str = "hub"
     id: str = setting(MISSING, "Id of the dataset, such as HuggingFaceH4/no_robots.")

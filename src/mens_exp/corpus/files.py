@@ -79,7 +79,7 @@ def _read_splits(config: HubData) -> tuple[list[FileOfRows], list[FileOfRows] | 
         try:
             rows = dataset.rows(split, setting)
             sides[-1].append(read_located(dataset.name(split), rows, _how(config, setting)))
-        except (RequestError, Problems) as error:
+        except RequestError as error:
             problems += getattr(error, "problems", [error])
     Problems.raise_if(problems)
     return sides[0], None if config.val_split is None else sides[1]

@@ -64,7 +64,7 @@ class Dataset:
         builder = self._builder()
         splits = _splits(builder)
         bare = split.partition("[")[0]
-        if splits and bare not in splits and "+" not in split:
+        if splits and bare not in {*splits, "all"} and "+" not in split:
             raise ConfigError(
                 "the dataset has no such split",
                 where=setting,

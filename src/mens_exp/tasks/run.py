@@ -113,9 +113,9 @@ def _failure(error: BaseException) -> Failure:
 
 
 def _hash_outputs(run: RunDir) -> dict[str, str]:
-    """Hash every finished file of the run; checkpoints and sinks' own files are not outputs."""
+    # What a quarantine holds is a row of somebody's, and no bundle carries it.
     files = [run.config, run.plan, run.telemetry, run.scorecard, run.events, run.transcript]
-    files += [run.attribution, run.merged_tensors, run.parity, run.inspection, run.quarantine]
+    files += [run.attribution, run.merged_tensors, run.parity, run.inspection]
     for made in (run.adapter, run.weights, run.merged):
         files += sorted(made.rglob("*"))
     paths = {path.relative_to(run.path): path for path in files if path.is_file()}
