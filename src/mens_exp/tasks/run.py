@@ -113,7 +113,10 @@ def _failure(error: BaseException) -> Failure:
 
 
 def _hash_outputs(run: RunDir) -> dict[str, str]:
-    # What a quarantine holds is a row of somebody's, and no bundle carries it.
+    """Hash every finished file of the run; checkpoints and sinks' own files are not outputs.
+
+    Nor are rows that were put aside: they stay where they are when the run goes elsewhere.
+    """
     files = [run.config, run.plan, run.telemetry, run.scorecard, run.events, run.transcript]
     files += [run.attribution, run.merged_tensors, run.parity, run.inspection]
     for made in (run.adapter, run.weights, run.merged):
