@@ -11,8 +11,9 @@ from mens_exp.export.adapter import find, read
 from mens_exp.export.adapter_parity import adapter_errors
 from mens_exp.export.verdict import hashes_of
 from mens_exp.plan.preflight import writable_cache
-from mens_exp.tasks.certifying import certify_peft, trained_run, with_tensors
+from mens_exp.tasks.certifying import certify_peft, with_tensors
 from mens_exp.tasks.subject import config_of
+from mens_exp.tasks.trained_model import trained_run
 
 if TYPE_CHECKING:
     from pathlib import Path

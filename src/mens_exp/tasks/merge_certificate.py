@@ -14,13 +14,12 @@ from mens_exp.tasks.certifying import (
     certify_model,
     certify_stack,
     certify_tensors,
-    trained_adapter,
-    trained_run,
     with_tensors,
 )
 from mens_exp.tasks.merge_choices import decide, deltas_of
 from mens_exp.tasks.merge_inputs import gather
 from mens_exp.tasks.subject import config_of
+from mens_exp.tasks.trained_model import trained_adapter, trained_run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,9 +28,9 @@ if TYPE_CHECKING:
     from mens_exp.config.parity import ParityConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.lora.merge import Delta
-    from mens_exp.tasks.certifying import Trained
     from mens_exp.tasks.merge_choices import Choices
     from mens_exp.tasks.merge_inputs import MergeInputs
+    from mens_exp.tasks.trained_model import Trained
 
 __all__ = ["certify_merge", "trained_for"]
 
