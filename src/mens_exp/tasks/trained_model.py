@@ -125,7 +125,7 @@ def probe_of(
     length = min(theirs.data.seq_len, longest)
     if settings.text is not None:
         path = Path(settings.text).expanduser()
-        return probe.ofprobe_of(path, tokenizer, seq_len=length, tokens=settings.tokens)
+        return probe.of_text(path, tokenizer, seq_len=length, tokens=settings.tokens)
     rows = load_rows(theirs.data, cache)
     sides = {"held out": rows.heldout, "validation": rows.val, "training": rows.train}
     labelling = dataclasses.replace(labelling_of(theirs), seq_len=length)
