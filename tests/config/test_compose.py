@@ -126,6 +126,9 @@ def test_every_value_enters_the_digest() -> None:
     base.base, base.meta, base.adapter.file = "b", "j", "s"
     base.merge.mode, base.merge.dtype, base.merge.base = "full", "bf16", "original"
     base.export.base_quant, base.export.double_quant = "nf4", True
+    base.data.filter.min_rating, base.data.filter.min_chars, base.data.filter.max_chars = 3, 1, 9
+    for name in ("category", "exclude_category", "language"):
+        base.data.filter[name] = "f"
     base.parity.text, base.parity.budget.max_kl, base.parity.budget.hidden_error = "t", 1.0, 1.0
     digests = {config_digest(base)}
     paths = leaves(base)

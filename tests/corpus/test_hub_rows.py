@@ -243,14 +243,14 @@ def test_command_puts_branches_down_as_commits(repository: Any, tiny_config: Any
     """Of the dataset, and of every source of a mix; what is not there is left for preflight."""
     from omegaconf import OmegaConf
 
-    from mens_exp.cli import _settle_rows
+    from mens_exp.tasks.settle import settle_rows
 
     def settled(*overrides: str) -> Any:
         config = tiny_config(*overrides)
         cell: Any = SimpleNamespace(
             config=config, composed=SimpleNamespace(values=OmegaConf.structured(config))
         )
-        _settle_rows(cell)
+        settle_rows(cell)
         return OmegaConf.to_object(cell.composed.values.data)
 
     commit = repository.refs["main"]

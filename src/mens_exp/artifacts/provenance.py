@@ -40,6 +40,7 @@ PACKAGES = (
     "torch",
     "transformers",
     "wandb",
+    "zstandard",
 )
 _PACKAGE_DIRECTORY = Path(__file__).resolve().parents[1]
 _CPU_FLAGS = ("amx_bf16", "avx2", "avx512_bf16", "avx512f")

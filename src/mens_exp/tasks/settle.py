@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mens_exp.config.overrides import Cell
     from mens_exp.config.root import RunConfig
 
-__all__ = ["settled"]
+__all__ = ["settle_rows", "settled"]
 
 _ALWAYS_MERGED = (ExportFormat.hf, ExportFormat.gguf)
 
@@ -34,7 +34,7 @@ def settled(cell: Cell) -> list[MensError]:
         if config.task.name == "doctor":
             return []
         _settle_model(cell)
-        _settle_rows(cell)
+        settle_rows(cell)
         return _settle_start(cell) or preflight(config)
     if config.path is None and config.task.name != "merge":
         return []  # told by the rules
@@ -86,7 +86,7 @@ def _settle_model(cell: Cell) -> None:
     cell.composed.values.model.revision = settled.revision
 
 
-def _settle_rows(cell: Cell) -> None:
+def settle_rows(cell: Cell) -> None:
     """Replace a branch of a dataset by the commit it means now; what cannot be stays as it is."""
     data = cell.config.data
     try:
