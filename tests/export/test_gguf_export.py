@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from mens_exp.model.resolve import BaseModel
 
+pytestmark = pytest.mark.slow  # commands typed whole; `make quick` has their parts
+
 
 @pytest.fixture
 def model(tiny_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+pytestmark = pytest.mark.slow  # commands typed whole; `make quick` has their parts
+
 
 @pytest.fixture(scope="module")
 def attributed(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RunDir]:

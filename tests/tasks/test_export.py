@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.model.resolve import BaseModel
 
+pytestmark = pytest.mark.slow  # commands typed whole; `make quick` has their parts
+
 
 @pytest.fixture
 def export(

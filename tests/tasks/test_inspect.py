@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from mens_exp.artifacts.run_dir import RunDir
 
+pytestmark = pytest.mark.slow  # commands typed whole; `make quick` has their parts
+
 
 def test_a_run_is_told_layer_by_layer(finished: RunDir, inspect: Callable[..., Inspection]) -> None:
     """Base, keys and shapes; the norm of a delta is that of the product itself."""

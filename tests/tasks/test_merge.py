@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from mens_exp.model.resolve import BaseModel
     from mens_exp.rows.encode import Encoded
 
+pytestmark = pytest.mark.slow  # commands typed whole; `make quick` has their parts
+
 F32 = "quant.compute_dtype=f32"
 KINDS = {"lora": ["backend=lora"], "qlora": [], "qlora, one scale": ["quant.double_quant=false"]}
 

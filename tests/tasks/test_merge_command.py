@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from mens_exp.model.resolve import BaseModel
 
+pytestmark = pytest.mark.slow  # commands typed whole; `make quick` has their parts
+
 MID, TABLE = "h.0.attn.c_proj.weight", "wte.weight"
 KEYS = {"mid0": MID, "lm_head": TABLE}
 

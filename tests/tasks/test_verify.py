@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+pytestmark = pytest.mark.slow  # commands typed whole; `make quick` has their parts
+
 TENSORS = "adapter/adapter.safetensors"
 
 
