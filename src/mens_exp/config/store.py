@@ -106,13 +106,18 @@ SET_BY_OPTION = frozenset(
 )
 
 
+_LAST = "root"  # where it is, the others are
+
+
 def register() -> None:
-    """Put every schema into Hydra's config store; doing so again changes nothing."""
+    """Put every schema into Hydra's config store, once; each composition asks for it."""
     store = ConfigStore.instance()
-    store.store(group="schema", name="root", node=root.RunConfig)
+    if f"{_LAST}.yaml" in store.repo.get("schema", {}):
+        return
     for group, schemas in SCHEMAS.items():
         for name, schema in schemas.items():
             store.store(group=f"schema/{group}", name=name, node=_open(schema))
+    store.store(group="schema", name=_LAST, node=root.RunConfig)
 
 
 def _open(schema: type) -> DictConfig:
