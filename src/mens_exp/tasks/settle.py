@@ -12,7 +12,6 @@ from mens_exp.config.mix import sources_of
 from mens_exp.config.model import HfModel
 from mens_exp.config.task import ExportFormat, OllamaForm
 from mens_exp.config.validate import TASK_READS
-from mens_exp.corpus import hub_rows
 from mens_exp.errors import MensError, Problems
 from mens_exp.layout.hub import pinned
 from mens_exp.layout.starting_adapter import find
@@ -89,11 +88,15 @@ def _settle_model(cell: Cell) -> None:
 def settle_rows(cell: Cell) -> None:
     """Replace a branch of a dataset by the commit it means now; what cannot be stays as it is."""
     data = cell.config.data
+    if not isinstance(data, HubData | MixData):
+        return
+    from mens_exp.corpus import hub_rows  # 30 ms, which other plans do without
+
     try:
         if isinstance(data, HubData):
             data.revision = hub_rows.pinned(data)
             cell.composed.values.data.revision = data.revision
-        elif isinstance(data, MixData):
+        else:
             for entry, source in zip(data.sources, sources_of(data), strict=True):
                 if isinstance(source.data, HubData):
                     entry["revision"] = hub_rows.pinned(source.data)
