@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.tokenizer import byte_level
 
@@ -87,6 +88,36 @@ def test_peft_reproduces_the_loss(
     results = Manifest.read(run.manifest).results
     assert results["tuned_val_loss"] < 0.99 * results["base_val_loss"]
     assert peft_loss(run) == pytest.approx(results["tuned_val_loss"], rel=1e-3)
+
+
+def test_it_merges_whole_and_names_what_wants_a_known_family(
+    novel: Callable[[str], Path],
+    train_in: Callable[..., RunDir],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The whole model with its certificate; single tensors and GGUF refuse, the known listed."""
+    run = train_in(
+        tmp_path / "run",
+        "model=hf",
+        f"model.id={novel('granite')}",
+        "quant.compute_dtype=f32",
+        "optim.lr=5e-3",
+    )
+    merge = ["task=merge", f"path={run.path}", "parity.tokens=64", "merge.dtype=f32"]
+    assert cli.main([*merge, f"out={tmp_path / 'a'}", f"hydra.run.dir={tmp_path / 'm'}"]) == 0
+    capsys.readouterr()
+    refused = [
+        [*merge, "merge.mode=subset", f"out={tmp_path / 'b'}"],
+        ["task=export", "format=gguf", f"path={run.path}", f"out={tmp_path / 'c'}"],
+    ]
+    for number, command in enumerate(refused):
+        assert cli.main([*command, f"hydra.run.dir={tmp_path / str(number)}"]) == 2
+        said = capsys.readouterr().err
+        assert "granite" in said
+        assert "qwen2" in said
+    assert not (tmp_path / "b").exists()
+    assert not (tmp_path / "c").exists()
 
 
 def test_a_family_that_drops_the_bounds_is_refused_when_packed(

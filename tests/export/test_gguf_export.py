@@ -78,6 +78,13 @@ def test_without_out_it_lies_in_the_run(model: Path, tmp_path: Path) -> None:
             "has no effect with format=gguf",
         ),
         (["path=merged", "gguf.dtype=f32"], "has no effect with format=bundle"),
+        (["format=v3", "path=merged", "parity.tokens=9"], "has no effect with format=v3"),
+        (["format=vllm", "path=merged", "data=stdlib"], "has no effect with format=vllm"),
+        (["format=ollama", "path=merged", "model=tiny_llama"], "has no effect with format=ollama"),
+        (
+            ["format=ollama", "ollama.form=adapter", "path=merged", "merge.dtype=f32"],
+            "has no effect with format=ollama",
+        ),
         (["format=gguf", "path=base"], "path: "),
         (["format=gguf", "path=merged", "gguf.dtype=q4_0"], "gguf.dtype"),
     ],

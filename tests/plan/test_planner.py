@@ -327,7 +327,10 @@ def test_unknown_family_is_planned_with_a_note_of_what_refuses_it() -> None:
     (note,) = execution_plan(contract(), around("mamba", forced="qlora")).notes
     assert note.startswith("model_type mamba is none of the verified layouts (gemma2, ")
     assert all(family in note for family in FAMILIES)
-    assert note.endswith("refuses it: backend=proxy, backend=burn with tokenizer=hf")
+    assert note.endswith(
+        "refuses it: backend=proxy, backend=burn with tokenizer=hf, task=merge merge.mode=subset, "
+        "task=export format=gguf"
+    )
     assert execution_plan(contract(), around("llama", forced="qlora")).notes == ()
     # What nobody has read is not called unknown.
     assert execution_plan(contract(), around(None, forced="qlora")).notes == ()

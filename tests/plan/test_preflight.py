@@ -174,7 +174,12 @@ def test_unknown_family_is_planned_with_what_refuses_it(
     """The known types and the refusing backends stand in the plan; they do refuse."""
     configure(base, model_type="novel")
     plan = make_plan(on_directory, tmp_path)
-    refusing = ["backend=proxy", "backend=burn with tokenizer=hf"]
+    refusing = [
+        "backend=proxy",
+        "backend=burn with tokenizer=hf",
+        "task=merge merge.mode=subset",
+        "task=export format=gguf",
+    ]
     assert plan["layout"] == {"model_type": "novel", "verified": False, "refused": refusing}
     (note,) = plan["notes"]
     assert "gemma2, gemma3_text, gpt2, llama, mistral, olmo2, phi3, qwen2, qwen3" in note

@@ -383,3 +383,16 @@ def test_a_directory_of_a_burn_checkpoint_names_the_right_command(
     (tmp_path / "burn" / "model.bin").write_bytes(b"")
     typed_run(tmp_path, tmp_path / "burn", code=2)
     assert "vox mens merge-weights" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["data.seq_len=64", "tokenizer.allow_control_text=true"])
+def test_what_the_run_answers_itself_is_refused(
+    finished: RunDir, tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its certificate is measured on its own rows; another setting of them would do nothing."""
+    out = tmp_path / "merged"
+    assert cli.main(["task=merge", f"path={finished.path}", f"out={out}", key]) == 2
+    said = capsys.readouterr().err
+    assert key.partition("=")[0] in said
+    assert "has no effect on the adapter of a run" in said
+    assert not out.exists()

@@ -14,12 +14,14 @@ __all__ = [
     "FULL_GRAPH",
     "KERNELS",
     "PROXY",
+    "SUBSET_MERGE",
     "Kernel",
     "available",
     "kernel_for",
     "readers_of_names",
 ]
 
+SUBSET_MERGE = "task=merge merge.mode=subset"
 FULL_GRAPH = "full_graph"
 PROXY = "lm_head_proxy"
 
@@ -125,8 +127,9 @@ def available() -> frozenset[str]:
 def readers_of_names() -> tuple[str, ...]:
     """Return what is here and reads weights by name, as it is typed; they want a known family."""
     here = available()
-    return tuple(
+    backends = (
         f"backend={one.name}" + (" with tokenizer=hf" if len(one.tokenizers) > 1 else "")
         for one in KERNELS.values()
         if one.needs_layout and one.name in here
     )
+    return (*backends, SUBSET_MERGE, "task=export format=gguf")

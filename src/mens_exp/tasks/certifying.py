@@ -242,7 +242,7 @@ def _certificate(
     )
 
 
-def _compared(  # what a certificate is of
+def _compared(
     forward: Forward,
     reference: str,
     text: Probe,

@@ -57,10 +57,10 @@ def certify_merge(
     )
     reason = _no_graph(inputs, choices)
     if reason is not None:
-        of_graph = _of_weights(config.parity, inputs, choices, written, reason)
+        certificate = _of_weights(config.parity, inputs, choices, written, reason)
     else:
-        of_graph = _of_graph(config, inputs, choices, written)
-    return with_tensors(of_graph, tensors, accept=config.parity.accept)
+        certificate = _of_graph(config, inputs, choices, written)
+    return with_tensors(certificate, tensors, accept=config.parity.accept)
 
 
 def _expected(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from mens_exp.config.merge import MergeBase, MergeMode
 from mens_exp.errors import Problems, RequestError
+from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.merge_map import (
     AdaptedLayer,
     Place,
@@ -18,6 +19,8 @@ from mens_exp.layout.merge_map import (
 )
 from mens_exp.layout.names import HEAD, base_key
 from mens_exp.layout.targets import linear_modules
+from mens_exp.plan.kernels import SUBSET_MERGE
+from mens_exp.plan.messages import needs_verified_layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,6 +95,8 @@ def decide(inputs: MergeInputs, asked: MergeConfig) -> Choices:
         _refuse_other_base(inputs)
     proxy = _is_proxy(inputs)
     only_merged = _only_merged(inputs, asked, proxy=proxy)
+    if only_merged:
+        _refuse_unverified(inputs)
     unties = _unties(layers, inputs)
     Problems.raise_if(
         list(_head_problems(layers, inputs, asked, unties=unties, only_merged=only_merged))
@@ -172,6 +177,15 @@ def _only_merged(inputs: MergeInputs, asked: MergeConfig, *, proxy: bool) -> boo
     if asked.mode is not None:
         return asked.mode is MergeMode.subset
     return proxy or inputs.base is None
+
+
+def _refuse_unverified(inputs: MergeInputs) -> None:
+    """Refuse single tensors of a family whose names nothing vouches for."""
+    if inputs.shape is not None and not inputs.shape.family.verified:
+        model_type = inputs.shape.family.model_type
+        raise needs_verified_layout(
+            SUBSET_MERGE, model_type, FAMILIES, instead="merge the whole model: merge.mode=full"
+        )
 
 
 def _unties(layers: Sequence[AdaptedLayer], inputs: MergeInputs) -> bool:
