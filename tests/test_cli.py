@@ -194,6 +194,7 @@ def test_a_truncated_base_model_is_told_by_its_file(
     assert "model.safetensors" in refused("model=hf", f"model.id={copy}", "data.seq_len=64")
 
 
+@pytest.mark.slow
 def test_a_whole_base_model_directory_is_accepted(
     tiny_base: BaseModel, train_in: Callable[..., RunDir], tmp_path: Path
 ) -> None:
@@ -204,6 +205,7 @@ def test_a_whole_base_model_directory_is_accepted(
     assert inputs["base_weights_sha256"] == tiny_base.weights_sha256
 
 
+@pytest.mark.slow
 def test_no_supervised_token_is_told_when_the_rows_are_encoded(
     train_in: Callable[..., RunDir], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -285,6 +287,7 @@ def test_ctrl_c_before_a_run_is_open_exits_with_130(
     assert capsys.readouterr().err == "Cancelled.\n"
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_same_directory_is_refused(
     train_in: Callable[..., RunDir], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -332,6 +335,7 @@ def test_python_m_mens_exp_exits_with_the_code_of_the_command(here: Path) -> Non
         assert bool(done.stdout) == (code == 0)
 
 
+@pytest.mark.slow
 def test_a_used_directory_is_refused_before_hydra_writes_into_it(
     tiny_run: list[str], here: Path, refused: Callable[..., str]
 ) -> None:
@@ -344,6 +348,7 @@ def test_a_used_directory_is_refused_before_hydra_writes_into_it(
     assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_a_used_sweep_directory_is_refused_as_well(
     tiny_run: list[str], here: Path, refused: Callable[..., str]
 ) -> None:
@@ -354,6 +359,7 @@ def test_a_used_sweep_directory_is_refused_as_well(
     assert refused(*sweep).count("a run is there already") == 2
 
 
+@pytest.mark.slow
 def test_the_same_command_twice_in_one_process_makes_two_runs(
     tiny_run: list[str], here: Path
 ) -> None:
@@ -363,6 +369,7 @@ def test_the_same_command_twice_in_one_process_makes_two_runs(
     assert len(list(here.glob("outputs/plan/default/*/manifest.json"))) == 2
 
 
+@pytest.mark.slow
 def test_a_sweep_takes_options_of_the_working_directory(tiny_run: list[str], here: Path) -> None:
     """Each cell is composed from the copy made at launch."""
     for name, rate in (("slow", 1e-5), ("fast", 1e-3)):

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from mens_exp.data.batch import Batch
     from mens_exp.rows.encode import Encoded
 
+pytestmark = pytest.mark.slow  # whole runs
+
 F32 = "quant.compute_dtype=f32"
 FULL = ["backend=full", F32]
 SCRATCH = ["backend=burn"]

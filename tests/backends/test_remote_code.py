@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.model.resolve import BaseModel
 
+pytestmark = pytest.mark.slow  # whole runs
+
 GOOD = """
 from pathlib import Path
 from transformers import LlamaForCausalLM

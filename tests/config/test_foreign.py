@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from mens_exp.artifacts.run_dir import RunDir
 
+pytestmark = pytest.mark.slow  # whole runs
+
 
 @pytest.fixture
 def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], Path]:

@@ -98,6 +98,7 @@ def test_adding_a_callback_with_a_plus_says_how_to_write_it() -> None:
     assert "write callbacks=[default,print_every]" in str(only("+callbacks=print_every"))
 
 
+@pytest.mark.slow
 def test_types_follow_the_values(write: Callable[[str, str], Path]) -> None:
     """A whole number stays one; a list keeps the kind of its entries; null takes anything."""
     text = (

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+pytestmark = pytest.mark.slow  # whole runs
+
 
 def unpack(archive: Path, place: Path) -> RunDir:
     with tarfile.open(archive) as tar:
@@ -82,7 +84,6 @@ def test_unpacked_it_is_the_same_run(portable: RunDir, tmp_path: Path) -> None:
     assert with_states.keys() - hashes.keys() == {"checkpoints/step_00000001.ckpt"}
 
 
-@pytest.mark.slow
 def test_a_colleague_scores_the_unpacked_run(
     portable: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

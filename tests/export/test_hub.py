@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from mens_exp.model.resolve import BaseModel
 
+pytestmark = pytest.mark.slow  # whole runs
+
 
 @pytest.fixture
 def asked(finished: RunDir) -> list[str]:

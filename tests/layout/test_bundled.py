@@ -106,6 +106,7 @@ def test_pinned_hash_is_that_of_the_published_wheel(smollm2: BundledModel) -> No
     assert metadata.version(smollm2.distribution) == smollm2.version
 
 
+@pytest.mark.slow
 def test_stated_dimensions_are_those_of_the_gguf(smollm2: BundledModel) -> None:
     """The file's own metadata, read without its tensors."""
     _installed(smollm2)

@@ -163,6 +163,7 @@ def refused(
     return both
 
 
+@pytest.mark.slow
 @damages
 def test_damaged_model_is_refused_by_plan_and_run_alike(
     refused: Callable[..., list[str]], base: Path, damage: Callable[[Path], None], said: str
@@ -175,6 +176,7 @@ def test_damaged_model_is_refused_by_plan_and_run_alike(
     assert of_run == of_plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("overrides", "said"), COMMANDS.values(), ids=COMMANDS)
 def test_contradictory_command_is_refused_by_plan_and_run_alike(
     refused: Callable[..., list[str]], overrides: list[str], said: str

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     Broken = Callable[..., RunDir]
     TrainIn = Callable[..., RunDir]
 
+pytestmark = pytest.mark.slow  # whole runs
+
 VALIDATING = "trainer.val_check_interval=4"  # after each optimizer step
 # A rate so high that the third validation is the best of six (found by trying).
 OVERSHOOTS = ("trainer.max_steps=6", "optim.lr=6", VALIDATING)
@@ -158,7 +160,6 @@ def test_a_warm_up_longer_than_the_epochs_is_refused(
     assert "warm-up lasts as long as the run" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_clipping_reaches_the_optimizer_and_can_be_switched_off(
     train_in: TrainIn, finished: RunDir, tmp_path: Path
 ) -> None:

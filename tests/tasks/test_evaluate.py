@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+pytestmark = pytest.mark.slow  # whole runs
+
 SUITE = ["suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=40"]
 
 

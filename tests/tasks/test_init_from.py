@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     Broken = Callable[..., RunDir]
     TrainIn = Callable[..., RunDir]
 
+pytestmark = pytest.mark.slow  # whole runs
+
 ONE = "trainer.max_steps=1"
 
 
@@ -105,7 +107,6 @@ def test_latest_is_settled_when_the_command_is_given(
     assert Manifest.read(run.manifest).inputs["init_from"]["path"] == stored
 
 
-@pytest.mark.slow
 def test_a_killed_second_phase_goes_on_to_the_same_bytes(
     finished: RunDir, broken: Broken, train_in: TrainIn, tmp_path: Path
 ) -> None:
@@ -154,7 +155,6 @@ def test_an_adapter_of_another_run_is_refused(
     assert text in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_sigilderg_s_phases_chain(
     rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

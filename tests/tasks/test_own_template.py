@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+pytestmark = pytest.mark.slow  # whole runs
+
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }} on {{ strftime_now('%Y-%m-%d') }}: {{ m.content }}"
     "<|im_end|>{% endfor %}{% if add_generation_prompt %}"

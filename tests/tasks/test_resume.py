@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     Broken = Callable[..., RunDir]
     TrainIn = Callable[..., RunDir]
 
+pytestmark = pytest.mark.slow  # whole runs
+
 
 def adapter(run: RunDir) -> bytes:
     return (run.adapter / "adapter.safetensors").read_bytes()

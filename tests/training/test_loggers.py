@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.config.root import RunConfig
 
+pytestmark = pytest.mark.slow  # whole runs
+
 
 def test_csv_holds_every_steps_metrics_and_the_settings(
     train_in: Callable[..., RunDir], tmp_path: Path

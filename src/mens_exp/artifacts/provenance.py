@@ -20,6 +20,7 @@ __all__ = ["PACKAGES", "collect"]
 # What a result may depend on: our own dependencies and the optional packages we load.
 PACKAGES = (
     "bitsandbytes",
+    "datasketch",
     "gguf",
     "huggingface-hub",
     "hydra-core",
@@ -35,10 +36,13 @@ PACKAGES = (
     "pyyaml",
     "rich",
     "safetensors",
+    "scipy",
     "tensorboard",
     "tokenizers",
     "torch",
     "transformers",
+    "tree-sitter",
+    "tree-sitter-rust",
     "wandb",
     "zstandard",
 )

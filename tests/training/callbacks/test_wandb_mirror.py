@@ -23,6 +23,8 @@ from mens_exp.training.callbacks.wandb_mirror import WandbMirror
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+pytestmark = pytest.mark.slow  # whole runs
+
 RUN_ID = "20261120T055801_abcd1234"
 SHA = "ab" * 32
 CONFIG = {"seed": 42, "model": {"name": "tiny_llama"}, "lora": {"r": 8}}
