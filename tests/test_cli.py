@@ -336,6 +336,25 @@ def test_python_m_mens_exp_exits_with_the_code_of_the_command(here: Path) -> Non
 
 
 @pytest.mark.slow
+def test_a_reader_that_has_gone_ends_no_run(here: Path) -> None:
+    """With `… | head` the run succeeds, whichever of the two outputs nobody reads."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    for output, other in (("stdout", "stderr"), ("stderr", "stdout")):
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run(
+            [sys.executable, "-m", "mens_exp", "task=plan", "model=tiny_llama"],
+            check=False,
+            env=environment,
+            **{output: writer, other: subprocess.PIPE},
+        )
+        os.close(writer)
+        assert done.returncode == 0, done
+    manifests = sorted(here.glob("outputs/plan/**/manifest.json"))
+    assert [Manifest.read(path).status for path in manifests] == [Status.SUCCEEDED] * 2
+
+
+@pytest.mark.slow
 def test_a_used_directory_is_refused_before_hydra_writes_into_it(
     tiny_run: list[str], here: Path, refused: Callable[..., str]
 ) -> None:

@@ -5,6 +5,7 @@ Exit codes: 0 done, 2 the request, 3 the environment, 4 a gate said no, 1 a bug,
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import sys
@@ -30,7 +31,41 @@ def entry_point() -> None:
     # oneDNN reads it when torch is loaded. Its default keeps 1,024 kernels, one for each shape met,
     # and the process grows for hundreds of steps; 128 hold what a step uses (experiments/LOG.md).
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+    sys.stdout, sys.stderr = _Outliving.of(sys.stdout), _Outliving.of(sys.stderr)
     sys.exit(main(sys.argv[1:]))
+
+
+class _Outliving(io.TextIOWrapper):
+    """Output that outlives its reader: ``… | head`` ends no run."""
+
+    @classmethod
+    def of(cls, stream: Any) -> Any:
+        """Take over a stream of the process; one that is no file of its own stays as it is."""
+        if not isinstance(stream, io.TextIOWrapper):
+            return stream
+        told = {"encoding": stream.encoding, "errors": stream.errors}
+        lines = stream.line_buffering
+        return cls(stream.detach(), **told, line_buffering=lines)  # type: ignore[arg-type]
+
+    def write(self, text: str, /) -> int:
+        """Write, or drop what nobody reads any more."""
+        try:
+            return super().write(text)
+        except BrokenPipeError:
+            self._drop()
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush, or drop what nobody reads any more."""
+        try:
+            super().flush()
+        except BrokenPipeError:
+            self._drop()
+
+    def _drop(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.fileno())
+        os.close(nowhere)
 
 
 def main(arguments: Sequence[str]) -> int:
