@@ -49,8 +49,8 @@ class TrainingPair:
     def id(self) -> str:
         """16 hex digits of the SHA-256 of what is trained on: system, history, prompt, response.
 
-        Labels (rating, category, language, group, difficulty) do not enter, so that relabelling a corpus
-        keeps the identity of its items.
+        Labels (rating, category, language, group, difficulty) do not enter, so that relabelling a
+        corpus keeps the identity of its items.
         """
         content: dict[str, Any] = {
             "prompt": self.prompt,
