@@ -88,7 +88,8 @@ SETTINGS: dict[str, Part] = {
     **_all(
         Part.DATA,
         "data.columns.",
-        "prompt input response messages conversations system rating category language group",
+        "prompt input response messages conversations system rating category language group "
+        "difficulty",
     ),
     **_all(
         Part.DATA,
