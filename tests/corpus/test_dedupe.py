@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import warnings
 
 import pytest
@@ -58,6 +59,36 @@ def test_responses_that_say_the_same_are_equal(one: str, other: str) -> None:
 def test_responses_that_differ_are_not_equal(one: str, other: str) -> None:
     """What is said counts, down to the spaces in a string."""
     assert response_key(one) != response_key(other)
+
+
+def test_a_tree_too_deep_to_be_written_down_is_told_by_its_words() -> None:
+    """A sum of 1,500 terms is parsed, and its tree is deeper than Python recurses."""
+    deep = "x = " + "+".join(["1"] * 1500)
+    assert response_key(deep) == response_key(f"{deep}\n")
+    assert response_key(deep) != response_key(f"{deep}+1")
+
+
+def test_code_is_equal_where_its_dumped_trees_are() -> None:
+    """Held against `ast.dump` over all pairs of statements that differ in one thing."""
+    lines = [
+        *(
+            "x = 1",
+            "x = 1.0",
+            "x = True",
+            "x = '1'",
+            "x = b'1'",
+            "x = u'1'",
+            "x = 0x1",
+            "x = '\\0'",
+        ),
+        *("f(a, b)", "f(a, *b)", "f(a, b=b)", "f(a)(b)", "f([a, b])", "f((a, b))", "f(a, b,)"),
+        *("lambda: None", "lambda: ...", "{**a}", "{None: a}", "x: int", "x: int = 1", "(x): int"),
+        *("global a, b", "global a; global b", "from . import a", "from .. import a", "import a"),
+    ]
+    for one in lines:
+        for other in lines:
+            same = ast.dump(ast.parse(one)) == ast.dump(ast.parse(other))
+            assert (response_key(one) == response_key(other)) == same, (one, other)
 
 
 def test_warnings_of_the_code_are_not_the_users() -> None:

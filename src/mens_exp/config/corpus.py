@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
+from mens_exp.config.corpus_dedupe import DedupeConfig
 from mens_exp.config.data import MixStop, OnBadRow
 from mens_exp.config.fields import setting
 
@@ -171,5 +172,6 @@ class CorpusConfig:
     validate: ValidateConfig = _node(ValidateConfig)
     generate: GenerateConfig = _node(GenerateConfig)
     mix: MixStepConfig = _node(MixStepConfig)
+    dedupe: DedupeConfig = _node(DedupeConfig)
     split: SplitStepConfig = _node(SplitStepConfig)
     curriculum: CurriculumConfig = _node(CurriculumConfig)

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from mens_exp.corpus.side_by_side import in_order, pieces
+from mens_exp.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def doubled(piece: list[int]) -> tuple[int, list[int]]:
+    return os.getpid(), [2 * one for one in piece]
+
+
+def refused(piece: list[int]) -> list[int]:
+    raise DataError("is wrong", where=f"row {piece[0]}")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_results_come_in_the_order_of_the_pieces(processes: int) -> None:
+    """From other processes where there are several."""
+    found = list(in_order(doubled, pieces(range(1000), 30), processes))
+    assert [one for _, piece in found for one in piece] == [2 * n for n in range(1000)]
+    assert (os.getpid() in {process for process, _ in found}) == (processes == 1)
+
+
+def test_one_piece_starts_no_process() -> None:
+    """A small corpus does not pay for it."""
+    assert list(in_order(doubled, [[1]], 2)) == [(os.getpid(), [2])]
+    assert list(in_order(doubled, [], 2)) == []
+
+
+def test_few_pieces_are_read_ahead() -> None:
+    """With two processes at most four, and the one that is waited for."""
+    read = 0
+
+    def stream() -> Iterator[list[int]]:
+        nonlocal read
+        for number in range(40):
+            read += 1
+            yield [number]
+
+    for done, _ in enumerate(in_order(doubled, stream(), 2), start=1):
+        assert read <= done + 4
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_error_is_the_same_from_another_process(processes: int) -> None:
+    """With its place."""
+    with pytest.raises(DataError, match="row 0: is wrong") as caught:
+        list(in_order(refused, [[0], [1], [2]], processes))
+    assert caught.value.where == "row 0"
+
+
+def test_pieces_are_as_long_as_asked_but_the_last() -> None:
+    """Seven by three."""
+    assert list(pieces(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+WAITING = """
+import test_side_by_side as module
+from mens_exp.corpus.side_by_side import in_order
+
+if __name__ == "__main__":
+    list(in_order(module.told, [["a"], ["b"], ["c"]], 2))
+"""
+
+
+def told(piece: list[str]) -> None:
+    sys.stdout.write(f"{os.getpid()}\n")
+    sys.stdout.flush()
+    time.sleep(60)
+
+
+def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+    """Killed, it can tell nobody; its two processes notice."""
+    (tmp_path / "main.py").write_text(WAITING)
+    here = str(Path(__file__).parent)
+    paths = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(tmp_path / "main.py")]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
+    ) as process:
+        assert process.stdout is not None
+        children = [psutil.Process(int(process.stdout.readline())) for _ in range(2)]
+        process.kill()
+    gone, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
+    assert len(gone) == 2
