@@ -15,8 +15,8 @@ from mens_exp.data.packed import packed
 from mens_exp.data.packing import Blocks, pack, single
 from mens_exp.data.stream import MicroBatches
 from mens_exp.errors import DataError
-from mens_exp.rows.cache import TokenCounts, encoded
-from mens_exp.rows.encode import Encoded, encode
+from mens_exp.rows.cache import TokenCounts, encoded_parts
+from mens_exp.rows.shards import encode_parts
 from mens_exp.tokenizer.text_bytes import text_bytes
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mens_exp.config.data import DataConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.corpus.source import Rows
+    from mens_exp.rows.encode import Encoded
     from mens_exp.tokenizer.protocol import Tokenizer
 
 __all__ = ["RowsDataModule", "encoded_side", "sampled_stream"]
@@ -137,10 +138,10 @@ def encoded_side(
     pairs = getattr(rows, side.value)
     key = cache_key(config, rows, side, tokenizer)
 
-    def build() -> Encoded:
-        return encode(pairs, tokenizer, key.labelling)
+    def build(kept: Path) -> list[Encoded]:
+        return encode_parts(pairs, tokenizer, key.labelling, kept)
 
-    documents, counts = encoded(cache, key, build)
+    documents, counts = encoded_parts(cache, key, build)
     if not len(documents):
         raise DataError(
             "no row keeps a supervised token",

@@ -16,7 +16,7 @@ PACKING_METHOD = "best_fit_decreasing 1"  # raise the number when the same lengt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blocks(Sequence[np.ndarray]):
-    """Document indices of each block, in flat arrays; ``bounds`` says where each is in ``order``."""
+    """Document indices of each block, one after the other; ``bounds`` says where each begins."""
 
     order: np.ndarray  # [documents] int64
     bounds: np.ndarray  # [blocks + 1] int64

@@ -50,9 +50,7 @@ class Pieces:
         known = {text: one.ids[1:] for text, one in zip(later, found[len(first) :], strict=True)}
         return [self._joined(parts, begun[parts[0]], known) for parts in cut]
 
-    def _joined(
-        self, parts: list[str], begun: list[int], known: dict[str, list[int]]
-    ) -> list[int]:
+    def _joined(self, parts: list[str], begun: list[int], known: dict[str, list[int]]) -> list[int]:
         ids = begun.copy()
         for token, piece in zip(parts[1::2], parts[2::2], strict=True):
             ids.append(self._ids[token])
