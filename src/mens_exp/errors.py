@@ -20,6 +20,7 @@ what was expected and what to do next.
 
 from __future__ import annotations
 
+import copyreg
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -76,6 +77,10 @@ class MensError(Exception):
         if remedy is not None:
             parts.append(f"Next: {remedy}")
         super().__init__(" · ".join(parts))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Keep the parts on the way from another process; by default only the message arrives."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class RequestError(MensError):

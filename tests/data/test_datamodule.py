@@ -168,6 +168,7 @@ def test_packing_efficiency_is_the_share_of_room_that_tokens_fill(
     blocks = data.train_dataloader().blocks
     tokens = int(data.train_documents.lengths.sum())
     assert data.packing_efficiency_frac == pytest.approx(tokens / (len(blocks) * 128))
+    assert data.documents_per_block == pytest.approx(40 / len(blocks))
 
 
 @pytest.mark.parametrize("side", ["train", "val"])
@@ -186,7 +187,7 @@ def test_encoding_is_opened_from_the_cache_the_second_time(
 ) -> None:
     """With the encoder broken, a datamodule over the same rows still opens."""
     first = module()
-    monkeypatch.setattr("mens_exp.data.datamodule.encode", None)
+    monkeypatch.setattr("mens_exp.data.datamodule.encode_parts", None)
     assert module().train_counts == first.train_counts
 
 

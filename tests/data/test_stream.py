@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import pytest
 
 from mens_exp.data.stream import MicroBatches
+from mens_exp.errors import RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,8 +30,10 @@ def stream(documents_of: Callable[..., Encoded]) -> Callable[..., MicroBatches]:
         packing: bool = True,
         blocks: Sequence[Sequence[int]] = BLOCKS,
         places: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> MicroBatches:
-        return MicroBatches(
+        batches = MicroBatches(
             documents,
             blocks,
             micro_batch_size=size,
@@ -39,6 +43,8 @@ def stream(documents_of: Callable[..., Encoded]) -> Callable[..., MicroBatches]:
             pad_id=0,
             places=places,
         )
+        batches.share(rank, world_size)
+        return batches
 
     return made
 
@@ -157,3 +163,64 @@ def test_without_a_bound_the_last_micro_batch_is_filled_up(
     """Three micro-batches of two blocks hold six: one block is there a second time."""
     found = order(stream(size=2, total=3, blocks=[[i] for i in range(5)]))
     assert sum(map(len, found)) == 6
+
+
+def interleaved(ranks: Sequence[MicroBatches]) -> list[list[int]]:
+    """Take one micro-batch of each rank in turn, as the ranks of one step do side by side."""
+    turns = zip_longest(*[order(rank) for rank in ranks])
+    return [documents for turn in turns for documents in turn if documents is not None]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_ranks_together_take_the_order_of_one(
+    stream: Callable[..., MicroBatches], world: int, accumulate: int
+) -> None:
+    """Each step holds the same micro-batches for any number of ranks, and all epochs' order."""
+    total = 4 * world * accumulate
+    alone = stream(size=2, total=total)
+    ranks = [stream(size=2, total=total, rank=r, world_size=world) for r in range(world)]
+    assert interleaved(ranks) == order(alone)
+    assert [len(rank) for rank in ranks] == [4 * accumulate] * world
+    for step in range(4):  # a rank's micro-batches of a step are among that step's, no other's
+        first = step * world * accumulate
+        mine = [list(ranks[r])[step * accumulate : (step + 1) * accumulate] for r in range(world)]
+        taken = sorted(batch.index for rank in mine for batch in rank)
+        assert taken == list(range(first, first + world * accumulate))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("before", [1, 2, 3, 4])
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
+def test_another_number_of_ranks_goes_on_where_the_first_stopped(
+    stream: Callable[..., MicroBatches], before: int, after: int, accumulate: int
+) -> None:
+    """Twelve times so many micro-batches a step, stopped after three steps inside an epoch."""
+    step = 12 * accumulate
+    total = 5 * step
+    first = [stream(size=2, total=total, rank=r, world_size=before) for r in range(before)]
+    for rank in first:
+        rank.position = list(rank)[3 * step // before - 1].index + 1  # as training does
+    states = [rank.state_dict() for rank in first]
+    assert states == [{"position": 3 * step}] * before
+    second = [stream(size=2, total=total, rank=r, world_size=after) for r in range(after)]
+    for rank in second:
+        rank.load_state_dict(states[0])
+    assert interleaved(second) == order(stream(size=2, total=total))[3 * step :]
+
+
+def test_a_position_inside_what_ranks_take_together_is_refused(
+    stream: Callable[..., MicroBatches],
+) -> None:
+    """Two of three ranks would have no third; the message says what to do."""
+    with pytest.raises(RequestError, match=r"position 4 for 3 ranks.*number of ranks that divides"):
+        stream(rank=0, world_size=3).load_state_dict({"position": 4})
+
+
+def test_the_end_of_the_stream_may_leave_ranks_one_less(
+    stream: Callable[..., MicroBatches],
+) -> None:
+    """Seven micro-batches of three ranks: three, two and two, and none twice."""
+    ranks = [stream(total=7, rank=r, world_size=3) for r in range(3)]
+    assert [len(rank) for rank in ranks] == [3, 2, 2]
+    assert interleaved(ranks) == order(stream(total=7))

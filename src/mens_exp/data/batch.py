@@ -49,7 +49,7 @@ class Batch:
 
 def packed_batch(
     documents: Encoded,
-    blocks: Sequence[Sequence[int]],
+    blocks: Sequence[Sequence[int] | np.ndarray],
     index: int,
     *,
     multiple: int = 1,
@@ -85,7 +85,7 @@ def packed_batch(
 
 
 def padded_batch(
-    documents: Encoded, blocks: Sequence[Sequence[int]], index: int, *, pad_id: int
+    documents: Encoded, blocks: Sequence[Sequence[int] | np.ndarray], index: int, *, pad_id: int
 ) -> Batch:
     """Give each document a sequence of its own, padded on the right to the longest."""
     chosen = [document for block in blocks for document in block]

@@ -11,20 +11,21 @@ from lightning import LightningDataModule
 
 from mens_exp.corpus.source import cache_key
 from mens_exp.corpus.split import Side
-from mens_exp.data.packing import pack
+from mens_exp.data.packed import packed
+from mens_exp.data.packing import Blocks, pack, single
 from mens_exp.data.stream import MicroBatches
 from mens_exp.errors import DataError
-from mens_exp.rows.cache import TokenCounts, encoded
-from mens_exp.rows.encode import Encoded, encode
+from mens_exp.rows.cache import TokenCounts, encoded_parts
+from mens_exp.rows.shards import encode_parts
 from mens_exp.tokenizer.text_bytes import text_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from mens_exp.config.data import DataConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.corpus.source import Rows
+    from mens_exp.rows.encode import Encoded
     from mens_exp.tokenizer.protocol import Tokenizer
 
 __all__ = ["RowsDataModule", "encoded_side", "sampled_stream"]
@@ -45,8 +46,13 @@ class RowsDataModule(LightningDataModule):
         self.tokenizer = tokenizer
         self.train_documents, self.train_counts = self._encoded(Side.TRAIN, cache)
         self.val_documents, self.val_counts = self._encoded(Side.VAL, cache)
-        everything = range(len(self.train_documents))
-        self._train = self._stream(self.train_documents, everything, seed=config.seed)
+        self._train = _stream(
+            config.data,
+            self.train_documents,
+            self._train_blocks(cache),
+            seed=config.seed,
+            pad_id=tokenizer.pad_id,
+        )
         self._train.places = self._train_places
         self._train.total = math.ceil(self._train_places / config.data.micro_batch_size)
         self._validation: MicroBatches | None = None
@@ -54,10 +60,11 @@ class RowsDataModule(LightningDataModule):
     def _encoded(self, side: Side, cache: Path) -> tuple[Encoded, TokenCounts]:
         return encoded_side(self.config, self.rows, side, self.tokenizer, cache)
 
-    def _stream(
-        self, documents: Encoded, chosen: Sequence[int], *, seed: int | None
-    ) -> MicroBatches:
-        return _stream(self.config.data, documents, chosen, seed=seed, pad_id=self.tokenizer.pad_id)
+    def _train_blocks(self, cache: Path) -> Blocks:
+        lengths, data = self.train_documents.lengths, self.config.data
+        if not data.packing:
+            return single(len(lengths))
+        return packed(cache, self.train_counts.sha256, lengths, data.seq_len)
 
     @property
     def max_steps(self) -> int:
@@ -86,6 +93,11 @@ class RowsDataModule(LightningDataModule):
         """Share of the blocks' room that training tokens fill."""
         room = len(self._train.blocks) * self.config.data.seq_len
         return float(self.train_counts.tokens / room)
+
+    @property
+    def documents_per_block(self) -> float:
+        """Training documents in a block, on average."""
+        return len(self.train_documents) / len(self._train.blocks)
 
     def train_dataloader(self) -> MicroBatches:
         """Return the training stream."""
@@ -126,10 +138,10 @@ def encoded_side(
     pairs = getattr(rows, side.value)
     key = cache_key(config, rows, side, tokenizer)
 
-    def build() -> Encoded:
-        return encode(pairs, tokenizer, key.labelling)
+    def build(kept: Path) -> list[Encoded]:
+        return encode_parts(pairs, tokenizer, key.labelling, kept)
 
-    documents, counts = encoded(cache, key, build)
+    documents, counts = encoded_parts(cache, key, build)
     if not len(documents):
         raise DataError(
             "no row keeps a supervised token",
@@ -145,26 +157,21 @@ def sampled_stream(
     data: DataConfig, documents: Encoded, most_tokens: int, *, pad_id: int
 ) -> MicroBatches:
     """Lay out one pass over a fair sample of documents, about so many tokens of them."""
-    chosen = _sample(documents.lengths, most_tokens)
-    stream = _stream(data, documents, chosen, seed=None, pad_id=pad_id)
+    chosen = np.array(_sample(documents.lengths, most_tokens))
+    lengths = documents.lengths[chosen]
+    blocks = pack(lengths, data.seq_len) if data.packing else single(len(chosen))
+    stream = _stream(data, documents, blocks.of(chosen), seed=None, pad_id=pad_id)
     stream.total = math.ceil(len(stream.blocks) / stream.micro_batch_size)
     return stream
 
 
 def _stream(
-    data: DataConfig,
-    documents: Encoded,
-    chosen: Sequence[int],
-    *,
-    seed: int | None,
-    pad_id: int,
+    data: DataConfig, documents: Encoded, blocks: Blocks, *, seed: int | None, pad_id: int
 ) -> MicroBatches:
-    """Lay out a stream over the chosen documents, without its length."""
-    lengths = documents.lengths[list(chosen)].tolist()
-    blocks = pack(lengths, data.seq_len) if data.packing else [[i] for i in range(len(chosen))]
+    """Lay out a stream over blocks, without its length."""
     return MicroBatches(
         documents,
-        [[chosen[i] for i in block] for block in blocks],
+        blocks,
         micro_batch_size=data.micro_batch_size,
         total=0,
         seed=seed,

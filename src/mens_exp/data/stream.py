@@ -3,6 +3,12 @@
 Training sees one endless stream: a permutation of all blocks for each epoch, drawn from the
 seed and the epoch's number, cut into micro-batches. A position in the stream is therefore all
 the state there is, and a run resumes by asking for the next position.
+
+Several ranks share that one stream: of every ``world_size`` micro-batches in it each rank takes
+one, so that an optimizer step holds the same micro-batches however many ranks take it. A position
+counts micro-batches of all ranks, and any number of ranks can go on from it. There are no loader
+workers: a micro-batch is cut out of a memory map, in less time than another process would take to
+hand it over.
 """
 
 from __future__ import annotations
@@ -13,10 +19,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mens_exp.data.batch import Batch, packed_batch, padded_batch
+from mens_exp.errors import RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from mens_exp.data.packing import Blocks
     from mens_exp.rows.encode import Encoded
 
 __all__ = ["MicroBatches"]
@@ -33,7 +41,7 @@ class MicroBatches:
     def __init__(
         self,
         documents: Encoded,
-        blocks: Sequence[Sequence[int]],
+        blocks: Sequence[Sequence[int]] | Blocks,
         *,
         micro_batch_size: int,
         total: int,
@@ -63,15 +71,37 @@ class MicroBatches:
         self.packing = packing
         self.pad_id = pad_id
         self.places = len(blocks) if seed is None else places  # a pass in order is never filled up
-        self.position = 0
+        self.rank, self.world_size = 0, 1
+        self._position = 0
+
+    def share(self, rank: int, world_size: int) -> None:
+        """Take one rank's part of the stream from now on.
+
+        Args:
+            rank: which of the ranks this is, from 0.
+            world_size: ranks that share the stream. An optimizer step must hold a multiple of so
+                many micro-batches; the stream's end may leave the last ranks one less.
+        """
+        assert 0 <= rank < world_size, "a rank is one of the ranks"
+        self.rank, self.world_size = rank, world_size
+
+    @property
+    def position(self) -> int:
+        """Micro-batches that all ranks together have taken."""
+        return self._position
+
+    @position.setter
+    def position(self, taken: int) -> None:
+        """Say that this rank has taken its last one before ``taken``; so have the others theirs."""
+        self._position = -(-taken // self.world_size) * self.world_size
 
     def __len__(self) -> int:
-        """Count the micro-batches of the whole stream, those already taken included."""
-        return self.total
+        """Count this rank's micro-batches in the whole stream, those already taken included."""
+        return len(range(self.rank, self.total, self.world_size))
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield micro-batches from the current position on."""
-        for index in range(self.position, self.total):
+        """Yield this rank's micro-batches from the current position on."""
+        for index in range(self.position + self.rank, self.total, self.world_size):
             yield self.batch(index)
 
     def batch(self, index: int) -> Batch:
@@ -98,8 +128,21 @@ class MicroBatches:
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Start the next iteration from a saved position."""
-        self.position = int(state["position"])
+        """Start the next iteration from a saved position.
+
+        Raises:
+            RequestError: it lies inside what these ranks take together.
+        """
+        position = int(state["position"])
+        if position % self.world_size:
+            raise RequestError(
+                "the ranks cannot share the micro-batches that are left",
+                where="data",
+                found=f"position {position} for {self.world_size} ranks",
+                expected="a position that is a multiple of the number of ranks",
+                remedy="go on with a number of ranks that divides the micro-batches of a step",
+            )
+        self.position = position
 
 
 @functools.lru_cache(maxsize=4)

@@ -97,8 +97,8 @@ def answer_of(pair: TrainingPair, exchange: int, encoder: TextEncoder) -> Answer
     before = messages_of(pair, exchange)
     response = pair.exchanges[exchange][1]
     try:
-        answer = _found(before, response, encoder, pair.name)
-        _check_markers(before, response, answer, encoder, pair.name)
+        answer = _found(before, response, encoder, pair)
+        _check_markers(before, response, answer, encoder, pair)
     except DataError as error:
         if error.where is not None:
             raise
@@ -116,7 +116,9 @@ def _answered(before: list[dict[str, str]], text: str) -> list[dict[str, str]]:
     return [*before, {"role": "assistant", "content": text}]
 
 
-def _found(before: list[dict[str, str]], response: str, encoder: TextEncoder, name: str) -> Answer:
+def _found(
+    before: list[dict[str, str]], response: str, encoder: TextEncoder, pair: TrainingPair
+) -> Answer:
     prompt = encoder.render(before, add_generation_prompt=True)
     full = encoder.render(_answered(before, response), add_generation_prompt=False)
     probed = encoder.render(_answered(before, _PROBE), add_generation_prompt=False)
@@ -133,7 +135,7 @@ def _found(before: list[dict[str, str]], response: str, encoder: TextEncoder, na
             return Answer(prompt=prompt, body=body, closing=closing)
     raise DataError(
         "the chat template does not keep prompt and answer as they are",
-        where=name,
+        where=pair.name,
         found=full[max(0, len(prompt) - 40) :][:120],
         expected="the prompt, then the answer",
     )
@@ -177,7 +179,11 @@ def _normal(text: str) -> str:
 
 
 def _check_markers(
-    before: list[dict[str, str]], response: str, answer: Answer, encoder: TextEncoder, name: str
+    before: list[dict[str, str]],
+    response: str,
+    answer: Answer,
+    encoder: TextEncoder,
+    pair: TrainingPair,
 ) -> None:
     """Hold the answer that was found against the template's own ``{% generation %}`` markers.
 
@@ -198,7 +204,7 @@ def _check_markers(
     if not (start <= begin <= start + lead.end() and said <= until):
         raise DataError(
             "the template's generation markers are not around the answer",
-            where=name,
+            where=pair.name,
             found=repr(full[begin:until][:120]),
             expected=repr(answer.body[:120]),
             remedy="mend or drop the markers: the answer is found without them",

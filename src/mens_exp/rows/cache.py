@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mens_exp.artifacts import atomic
-from mens_exp.artifacts.digest import digest, sha256_bytes
+from mens_exp.artifacts.digest import digest
+from mens_exp.artifacts.wait_lock import waiting
+from mens_exp.errors import SetupError
+from mens_exp.rows import arrays
 from mens_exp.rows.encode import ENCODING_VERSION, Encoded, Labelling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-__all__ = ["CacheKey", "TokenCounts", "cache_root", "encoded", "peek"]
+__all__ = ["CacheKey", "TokenCounts", "cache_root", "encoded", "encoded_parts", "peek"]
 
 _ARRAYS = ("ids", "supervised", "offsets")
 
@@ -63,53 +66,100 @@ class TokenCounts:
 
 def peek(root: Path, key: CacheKey) -> TokenCounts | None:
     """Return the counts of a cached encoding, or None when it is not there or not whole."""
-    try:
-        meta: dict[str, Any] = json.loads((key.directory(root) / "meta.json").read_text("utf-8"))
-        return TokenCounts(**meta["counts"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    meta = arrays.meta_of(key.directory(root))
+    return None if meta is None else _counts_in(meta)
 
 
 def encoded(root: Path, key: CacheKey, build: Callable[[], Encoded]) -> tuple[Encoded, TokenCounts]:
     """Open the cached documents of a key; build and store them when absent or damaged."""
+    return encoded_parts(root, key, lambda _: [build()])
+
+
+def encoded_parts(
+    root: Path, key: CacheKey, build: Callable[[Path], Sequence[Encoded]]
+) -> tuple[Encoded, TokenCounts]:
+    """Open the cached documents of a key, memory-mapped; build them when absent or damaged.
+
+    One process builds and the others wait for what it stores.
+
+    Args:
+        root: the cache folder.
+        key: what the documents depend on.
+        build: returns the documents in parts; it may keep finished parts in the folder it is
+            given, which is cleared when all of them are stored.
+
+    Raises:
+        SetupError: what was stored cannot be read back.
+    """
     directory = key.directory(root)
-    found = _open(directory, peek(root, key))
+    found = _open(directory)
     if found is not None:
         return found
-    documents = build()
-    counts = _counts(documents)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with atomic.directory(directory) as temporary:
-        for name in _ARRAYS:
-            np.save(temporary / f"{name}.npy", getattr(documents, name))
-        atomic.write_json(temporary / "meta.json", {"key": asdict(key), "counts": asdict(counts)})
+    with waiting(root / f".{directory.name}.lock"):
+        atomic.remove_stale(directory.parent)  # nobody else writes there now
+        found = _open(directory)  # somebody may have built it meanwhile
+        if found is None:
+            kept = directory.with_suffix(".parts")
+            _store(directory, key, build(kept))
+            shutil.rmtree(kept, ignore_errors=True)
+            found = _open(directory)
+    if found is None:
+        raise SetupError(
+            "encoded documents cannot be read back as they were written",
+            where=str(directory),
+            remedy="check the disk, or give another one with MENS_EXP_CACHE=<folder>",
+        )
+    return found
+
+
+def _open(directory: Path) -> tuple[Encoded, TokenCounts] | None:
+    found = arrays.opened(directory)
+    counts = None if found is None else _counts_in(found[1])
+    if found is None or counts is None:
+        return None
+    documents = Encoded(
+        **{name: found[0][name] for name in _ARRAYS},
+        truncated=counts.truncated,
+        dropped=counts.dropped,
+        unrolled=counts.unrolled,
+    )
     return documents, counts
 
 
-def _open(directory: Path, counts: TokenCounts | None) -> tuple[Encoded, TokenCounts] | None:
-    if counts is None:
-        return None
+def _counts_in(meta: dict[str, Any]) -> TokenCounts | None:
     try:
-        arrays = {name: np.load(directory / f"{name}.npy") for name in _ARRAYS}
-    except (OSError, ValueError, EOFError):
+        return TokenCounts(**meta["counts"])
+    except (KeyError, TypeError):
         return None
-    documents = Encoded(
-        **arrays, truncated=counts.truncated, dropped=counts.dropped, unrolled=counts.unrolled
+
+
+def _store(directory: Path, key: CacheKey, parts: Sequence[Encoded]) -> None:
+    pieces = {
+        "ids": [part.ids for part in parts],
+        "supervised": [part.supervised for part in parts],
+        "offsets": _offsets(parts),
+    }
+    arrays.store(
+        directory,
+        pieces,
+        lambda sha256: {"key": asdict(key), "counts": asdict(_counts(parts, sha256))},
     )
-    return (documents, counts) if _content(documents) == counts.sha256 else None
 
 
-def _content(documents: Encoded) -> str:
-    return sha256_bytes(b"".join(getattr(documents, name).tobytes() for name in _ARRAYS))
+def _offsets(parts: Sequence[Encoded]) -> list[np.ndarray]:
+    """Return where documents begin in all parts together, one piece for each part."""
+    ends = np.cumsum([0, *(len(part.ids) for part in parts)])
+    shifted = [part.offsets[1:] + end for part, end in zip(parts, ends[:-1], strict=True)]
+    return [np.zeros(1, np.int64), *shifted]
 
 
-def _counts(documents: Encoded) -> TokenCounts:
+def _counts(parts: Sequence[Encoded], sha256: str) -> TokenCounts:
     return TokenCounts(
-        documents=len(documents),
-        tokens=len(documents.ids),
-        supervised_tokens=int(documents.supervised.sum()),
-        truncated=documents.truncated,
-        dropped=documents.dropped,
-        unrolled=documents.unrolled,
-        sha256=_content(documents),
+        documents=sum(len(part) for part in parts),
+        tokens=sum(len(part.ids) for part in parts),
+        supervised_tokens=sum(int(part.supervised.sum()) for part in parts),
+        truncated=sum(part.truncated for part in parts),
+        dropped=sum(part.dropped for part in parts),
+        unrolled=sum(part.unrolled for part in parts),
+        sha256=sha256,
     )

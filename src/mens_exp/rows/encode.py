@@ -12,6 +12,7 @@ token for token what generation had when it was the last one. Some templates cha
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -176,10 +177,17 @@ def _ids(
     answers: Sequence[Answer], encoder: TextEncoder
 ) -> Iterator[tuple[list[int], list[int], list[int]]]:
     """Tokenize parts: as one text where no token straddles a seam, else apart."""
-    prompts = encoder.encode_all([one.prompt for one in answers])
-    answered = encoder.encode_all([one.prompt + one.body for one in answers])
-    whole = encoder.encode_all([one.prompt + one.body + one.closing for one in answers])
-    for one, before, until, ids in zip(answers, prompts, answered, whole, strict=True):
+    count = len(answers)
+    # Together, because they share nearly all of their pieces.
+    found = encoder.encode_all(
+        [
+            *(one.prompt for one in answers),
+            *(one.prompt + one.body for one in answers),
+            *(one.prompt + one.body + one.closing for one in answers),
+        ]
+    )
+    texts = zip(answers, found[:count], found[count : 2 * count], found[2 * count :], strict=True)
+    for one, before, until, ids in texts:
         start, end = len(before), len(until)
         if ids[:start] == before and ids[:end] == until:
             yield before, ids[start:end], ids[end:]
@@ -268,10 +276,11 @@ def _flatten(
         else:
             dropped += 1
     offsets = np.cumsum([0, *(len(ids) for ids, _ in kept)], dtype=np.int64)
-    supervised = np.fromiter((x for _, learned in kept for x in learned), bool, offsets[-1])
+    every = chain.from_iterable(learned for _, learned in kept)
+    supervised = np.fromiter(every, bool, offsets[-1])
     supervised[offsets[:-1]] = False
     return Encoded(
-        ids=np.fromiter((x for ids, _ in kept for x in ids), np.int32, offsets[-1]),
+        ids=np.fromiter(chain.from_iterable(ids for ids, _ in kept), np.int32, offsets[-1]),
         supervised=supervised,
         offsets=offsets,
         truncated=truncated,

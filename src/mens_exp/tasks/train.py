@@ -121,6 +121,7 @@ def _inputs(
         seq_len=config.data.seq_len,
         micro_batch_size=config.data.micro_batch_size,
         packing_efficiency_frac=round(data.packing_efficiency_frac, 4),
+        documents_per_block=round(data.documents_per_block, 2),
     )
     run.save()
     return base, tokenizer, rows, data

@@ -17,6 +17,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
 from mens_exp.errors import DataError
+from mens_exp.tokenizer.pieces import pieces_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,6 +62,7 @@ class ControlText:
         self._number = {text: number for number, text in enumerate(self._texts)}
         self._control = _any_of(controls)
         self._to_guard = _any_of(_RESERVED if allow else self._texts)
+        self._pieces = pieces_of(core)
         self._plain: Tokenizer | None = None
         self._real: dict[int, int] = {}
 
@@ -75,6 +77,8 @@ class ControlText:
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts; control tokens are those that are not guarded."""
         guarded = [number for number, text in enumerate(texts) if _OPEN in text]
+        if not guarded and self._pieces is not None:
+            return self._pieces.encode(texts)
         if not guarded:
             return [
                 one.ids for one in self._core.encode_batch_fast(texts, add_special_tokens=False)

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.artifacts.wait_lock import waiting
+
+if TYPE_CHECKING:
+    from multiprocessing.synchronize import Event
+    from pathlib import Path
+
+
+def _hold(path: Path, has_it: Event) -> None:
+    with waiting(path):
+        has_it.set()
+        time.sleep(60)
+
+
+def test_a_second_one_waits_until_the_first_is_done(tmp_path: Path) -> None:
+    """Eight threads add to a number that they read before and write after a pause."""
+    path = tmp_path / "lock"
+    number = [0]
+
+    def add() -> None:
+        with waiting(path):
+            before = number[0]
+            time.sleep(0.005)
+            number[0] = before + 1
+
+    threads = [threading.Thread(target=add) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert number == [8]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_lets_go(tmp_path: Path) -> None:
+    """The next one does not wait for it."""
+    with pytest.raises(KeyError), waiting(tmp_path / "lock"):
+        raise KeyError
+    with waiting(tmp_path / "lock"):
+        assert (tmp_path / "lock").exists()
+
+
+def test_a_killed_holder_lets_go(tmp_path: Path) -> None:
+    """The kernel holds the lock, and the file that stays behind is nobody's."""
+    context = multiprocessing.get_context("spawn")
+    has_it = context.Event()
+    holder = context.Process(target=_hold, args=(tmp_path / "lock", has_it))
+    holder.start()
+    assert has_it.wait(30)
+    holder.kill()
+    holder.join()
+    assert holder.exitcode == -signal.SIGKILL
+    with waiting(tmp_path / "lock"):
+        pass
