@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 from mens_exp.config.corpus_dedupe import DedupeConfig
 from mens_exp.config.data import MixStop, OnBadRow
 from mens_exp.config.fields import setting
 
 __all__ = [
+    "LANGUAGES",
+    "STEPS",
     "CorpusConfig",
     "CurriculumConfig",
     "DifficultyOrder",
@@ -23,6 +25,10 @@ __all__ = [
     "SplitStepConfig",
     "ValidateConfig",
 ]
+
+# By name; a test holds them against the steps and readers that there are.
+STEPS: Final = ("extract", "validate", "generate", "mix", "split", "curriculum")
+LANGUAGES: Final = ("python", "rust", "markdown")
 
 
 class SplitBy(Enum):

@@ -148,12 +148,16 @@ class RowWriter:
 
     def write(self, pair: TrainingPair, side: Side | None = None) -> None:
         """Append a row to ``rows.jsonl``, or after a split to the file of its side."""
+        self.write_line(json_line(to_json(pair), "a row"), side)
+
+    def write_line(self, line: bytes, side: Side | None = None) -> None:
+        """Append a row that is a line of JSON already, its newline included."""
         name = "rows.jsonl" if side is None else f"{side}.jsonl"
         file = self._files.get(name)
         if file is None:
             file = self._files[name] = (self._directory / name).open("xb")
             self.rows[name] = 0
-        file.write(json_line(to_json(pair), name))
+        file.write(line)
         self.rows[name] += 1
 
     def __enter__(self) -> Self:
