@@ -9,11 +9,13 @@ from mens_exp.artifacts.record import StoredRecord
 from mens_exp.errors import DataError
 
 __all__ = [
+    "Before",
     "Constructs",
     "CorpusReport",
     "Diversity",
     "Finding",
     "Histogram",
+    "Mixed",
     "NGrams",
     "Parsed",
     "Remaining",
@@ -138,6 +140,25 @@ class Share(TypedDict):
     characters_share: float
 
 
+class Mixed(TypedDict):
+    """One source of a mix: the share of the rows that was asked for, and that it has."""
+
+    share_asked: float
+    share: float
+    rows: int
+    passes: float
+
+
+class Before(TypedDict):
+    """A step before the report: what it read, passed on and dropped, and in a mix each source."""
+
+    step: str
+    rows_in: int
+    rows_out: int
+    dropped: dict[str, int]
+    sources: dict[str, Mixed] | None
+
+
 @dataclass(kw_only=True, slots=True)
 class CorpusReport(StoredRecord):
     """What was measured.
@@ -156,6 +177,7 @@ class CorpusReport(StoredRecord):
         diversity: None without rows.
         safety: what the screen found.
         sources: shares by what tells sources apart: category, language, project.
+        before: the steps that made these rows, in order; none where no step did.
         unknown: field that is null -> why.
     """
 
@@ -172,6 +194,7 @@ class CorpusReport(StoredRecord):
     diversity: Diversity | None
     safety: Safety
     sources: dict[str, list[Share]]
+    before: list[Before] = field(default_factory=list)
     unknown: dict[str, str] = field(default_factory=dict)
 
     def problems(self, where: str) -> list[DataError]:

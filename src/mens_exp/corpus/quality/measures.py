@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from mens_exp.rows.schema import TrainingPair
 
-__all__ = ["LISTED", "MOST_NAMES", "N_GRAMS", "Measures", "Source", "measured"]
+__all__ = ["LISTED", "MOST_NAMES", "N_GRAMS", "OTHERS", "Measures", "Source", "measured"]
 
 N_GRAMS: Final = (1, 2, 3)
 LISTED: Final = 20  # findings of a kind; all are counted
@@ -147,12 +147,12 @@ def measured(rows: Sequence[tuple[str, TrainingPair]]) -> Measures:
             for size, distinct in found.distinct.items():
                 distinct.add(runs(tokens, size))
         found.characters["system prompts"] += len(pair.system or "")
-        for by, name in _SOURCES.items():
-            found.add_source(by, name(pair), 1, count)
+        for by, source_of in _SOURCES.items():
+            found.add_source(by, source_of(pair), 1, count)
         _parse(pair, found)
         _screen(pair, found)
-    for name, counts in numbers.items():
-        found.lengths[name].add(counts)
+    for part, counts in numbers.items():
+        found.lengths[part].add(counts)
     text = "\n".join(answers).encode("utf-8", "surrogatepass")
     found.answer_bytes, found.compressed_bytes = len(text), len(zlib.compress(text))
     return found
