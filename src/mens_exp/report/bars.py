@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from markupsafe import Markup, escape
@@ -82,7 +83,7 @@ def histogram(
 
 def _place(value: float, edges: list[float]) -> float | None:
     """Return where a length lies, in bars from the left; None outside."""
-    for number, (low, high) in enumerate(zip(edges, edges[1:], strict=False)):
+    for number, (low, high) in enumerate(pairwise(edges)):
         if low <= value < high:
             return number + (value - low) / (high - low)
     return None
