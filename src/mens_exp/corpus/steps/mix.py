@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from mens_exp.artifacts.nearest import expected_name
 from mens_exp.config.corpus import MixBy
@@ -12,7 +12,7 @@ from mens_exp.corpus.mix import Drawing, draw, record_of
 from mens_exp.corpus.split import Side, project_of
 from mens_exp.corpus.steps.row_store import RowStore
 from mens_exp.corpus.steps.step import RowWriter, StepInput, StepResult, read_sides, side_of_file
-from mens_exp.errors import DataError, Problems
+from mens_exp.errors import DataError, MensError, Problems
 from mens_exp.rows.files import inner_suffix
 
 if TYPE_CHECKING:
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["mix"]
 
-_NODE = "corpus.mix"
-_OF_ROW: dict[MixBy, Callable[[TrainingPair], str]] = {
+_NODE: Final = "corpus.mix"
+_TOLD: Final = 5  # sources told by name
+_OF_ROW: Final[dict[MixBy, Callable[[TrainingPair], str]]] = {
     MixBy.category: lambda pair: pair.category or "",
     MixBy.language: lambda pair: pair.language or "",
     MixBy.project: project_of,
@@ -50,17 +51,23 @@ def mix(step: StepInput) -> StepResult:
     counts: Counter[str] = Counter()
     rows_in = 0
     with ExitStack() as stack, RowWriter(step.directory) as writer:
-        stores = _Stores(step.scratch, stack)
+        # By name: neither the order of files nor of weights moves a draw.
+        corpora = {
+            name: RowStore(step.scratch / f"source-{number:06d}.jsonl")
+            for number, name in enumerate(sorted(config.weights))
+        }
+        for store in corpora.values():
+            stack.callback(store.close)
+        unweighted: Counter[str] = Counter()
         for source, side, pair in _told_apart(step):
             rows_in += 1
-            if side in {None, Side.TRAIN}:
-                stores.of(source).append(pair)
-            else:
+            if side not in {None, Side.TRAIN}:
                 writer.write(pair, side)
-        sources = stores.by_name
-        _check(how.weights, sources)
-        # In the order of the weights: neither the order of files nor of rows moves a draw.
-        corpora = {name: sources[name] for name in sorted(sources)}
+            elif source in corpora:
+                corpora[source].append(pair)
+            else:
+                unweighted[source] += 1
+        _check(corpora, unweighted)
         drawn_side = Side.TRAIN if any(map(side_of_file, step.files)) else None
         for pair in draw(corpora, how, counts):
             writer.write(pair, drawn_side)
@@ -82,48 +89,37 @@ def _stem(path: Path) -> str:
     return path.name[: path.name.lower().rfind(suffix)] if suffix else path.name
 
 
-class _Stores:
-    """A file of rows for each source."""
-
-    def __init__(self, scratch: Path, stack: ExitStack) -> None:
-        self.by_name: dict[str, RowStore] = {}
-        self._scratch = scratch
-        self._stack = stack
-
-    def of(self, source: str) -> RowStore:
-        if source not in self.by_name:
-            store = RowStore(self._scratch / f"source-{len(self.by_name):06d}.jsonl")
-            self._stack.callback(store.close)
-            self.by_name[source] = store
-        return self.by_name[source]
-
-
-def _check(weights: Mapping[str, float], sources: Mapping[str, RowStore]) -> None:
+def _check(corpora: Mapping[str, RowStore], unweighted: Counter[str]) -> None:
     """Refuse sources without a weight, and weights without a source.
 
     Raises:
-        DataError: there is one.
-        Problems: there are several.
+        DataError: there are some.
+        Problems: there are some of both.
     """
-    unweighted = [
-        DataError(
-            "a source has no weight",
-            where=f"{_NODE}.weights",
-            found=f"{name or 'rows that name none'} ({len(sources[name])} rows)",
-            expected="a weight for every source",
-            remedy="add one, or leave the source out of the input",
+    problems: list[MensError] = []
+    known = {*unweighted, *(name for name, store in corpora.items() if store)}
+    if unweighted:
+        told = [
+            f"{name or 'no name'} ({rows} rows)" for name, rows in unweighted.most_common(_TOLD)
+        ]
+        more = f" and {len(unweighted) - _TOLD} more" if len(unweighted) > _TOLD else ""
+        problems.append(
+            DataError(
+                "sources have no weight" if len(unweighted) > 1 else "a source has no weight",
+                where=f"{_NODE}.weights",
+                found=f"{', '.join(told)}{more}",
+                expected="a weight for every source",
+                remedy=f"add one, leave the source out of the input, or choose another {_NODE}.by",
+            )
         )
-        for name in sources
-        if name not in weights
-    ]
-    empty = [
+    problems += [
         DataError(
             "a weight has no source",
             where=f"{_NODE}.weights.{name}",
             found=name,
-            expected=expected_name(name, sources),
+            expected=expected_name(name, known),
         )
-        for name in weights
-        if name not in sources
+        for name in corpora
+        if name not in known
     ]
-    Problems.raise_if([*unweighted, *empty])
+    Problems.raise_if(problems)
