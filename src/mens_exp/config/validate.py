@@ -96,7 +96,10 @@ TASK_READS: dict[str, frozenset[str]] = {
     "inspect": frozenset({"path", "verify", "replay", "inspect", "trainer.accelerator"}),
     "doctor": frozenset(),
     "corpus": frozenset(
-        {"corpus", "model", "tokenizer", "objective", "data.seq_len", "data.truncation"}
+        {
+            *("corpus", "model", "tokenizer", "objective", "backend"),
+            *("data.seq_len", "data.truncation"),
+        }
     ),
 }
 _READ_OF_THE_BASE = frozenset({"model", "tokenizer", "quant", "lora", "backend"})

@@ -32,7 +32,7 @@ _NOT_AFTER: Final[dict[str, tuple[frozenset[str], str]]] = {
     ),
 }
 # Groups that only the report reads: what rows become when they are encoded.
-_OF_THE_REPORT: Final = frozenset({"model", "tokenizer", "objective", "data"})
+_OF_THE_REPORT: Final = frozenset({"model", "tokenizer", "objective", "backend", "data"})
 _NEAR_ALONE: Final = ("corpus.dedupe.shingle_tokens", "corpus.dedupe.permutations")
 
 
