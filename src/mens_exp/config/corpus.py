@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any, Final
 
 from mens_exp.config.corpus_dedupe import DedupeConfig
+from mens_exp.config.corpus_report import ReportConfig
 from mens_exp.config.data import MixStop, OnBadRow
 from mens_exp.config.fields import setting
 
@@ -27,7 +28,10 @@ __all__ = [
 ]
 
 # By name; a test holds them against the steps and readers that there are.
-STEPS: Final = ("extract", "validate", "generate", "mix", "split", "curriculum")
+STEPS: Final = (
+    *("extract", "validate", "generate", "dedupe", "mix", "split", "curriculum"),
+    *("report",),
+)
 LANGUAGES: Final = ("python", "rust", "markdown")
 
 
@@ -156,7 +160,8 @@ class CorpusConfig:
 
     steps: list[str] = setting(
         [],
-        "The steps, in order, each once: extract, validate, generate, mix, split, curriculum.",
+        "The steps, in order, each once: extract, validate, generate, dedupe, mix, split, "
+        "curriculum, report.",
     )
     input: Any = setting(
         None,
@@ -175,3 +180,4 @@ class CorpusConfig:
     dedupe: DedupeConfig = _node(DedupeConfig)
     split: SplitStepConfig = _node(SplitStepConfig)
     curriculum: CurriculumConfig = _node(CurriculumConfig)
+    report: ReportConfig = _node(ReportConfig)

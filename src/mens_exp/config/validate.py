@@ -95,7 +95,12 @@ TASK_READS: dict[str, frozenset[str]] = {
     "serve": frozenset({"path", "serve"}),
     "inspect": frozenset({"path", "verify", "replay", "inspect", "trainer.accelerator"}),
     "doctor": frozenset(),
-    "corpus": frozenset({"corpus"}),
+    "corpus": frozenset(
+        {
+            *("corpus", "model", "tokenizer", "objective", "backend"),
+            *("data.seq_len", "data.truncation"),
+        }
+    ),
 }
 _READ_OF_THE_BASE = frozenset({"model", "tokenizer", "quant", "lora", "backend"})
 

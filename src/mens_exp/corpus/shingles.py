@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-__all__ = ["jaccard", "mixed", "shingles", "tokens"]
+__all__ = ["jaccard", "mixed", "runs", "shingles", "token_hashes", "tokens"]
 
 # Kana, Han: one character is about a word there.
 _UNSPACED: Final = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
@@ -39,14 +39,41 @@ def shingles(text: str, size: int) -> np.ndarray:
     Returns:
         ``[shingles] uint32``, ascending, none twice, at least one; the same on every machine.
     """
-    hashes = _token_hashes(tokens(text))
-    size = min(size, len(hashes))
-    whole = np.full(max(len(hashes) - size + 1, 1), size, np.uint64)
+    hashes = token_hashes(text)
+    found = runs(hashes, min(size, len(hashes)) or 1)
+    if not len(found):  # a text without any token
+        found = np.zeros(1, np.uint64)
+    return np.unique((found >> np.uint64(32)).astype(np.uint32))
+
+
+def token_hashes(text: str) -> np.ndarray:
+    """Return the 64-bit hash of each token of a text, in order."""
+    if len(_known) > _MOST_KNOWN:
+        _known.clear()
+    hashes = []
+    for token in tokens(text):
+        value = _known.get(token)
+        if value is None:
+            raw = token.encode("utf-8", "surrogatepass")
+            value = int.from_bytes(blake2b(raw, digest_size=8).digest(), "little")
+            _known[token] = value
+        hashes.append(value)
+    return np.array(hashes, np.uint64)
+
+
+def runs(hashes: np.ndarray, size: int) -> np.ndarray:
+    """Return the 64-bit hash of each run of so many tokens, in order.
+
+    Args:
+        hashes: those of the tokens.
+        size: tokens of a run, at least 1; runs of two sizes have nothing in common.
+    """
+    found = np.full(max(len(hashes) - size + 1, 0), size, np.uint64)
     with np.errstate(over="ignore"):
         for place in range(size):
-            whole *= np.uint64(_MULTIPLIER)
-            whole += hashes[place : place + len(whole)]
-        return np.unique((mixed(whole) >> np.uint64(32)).astype(np.uint32))
+            found *= np.uint64(_MULTIPLIER)
+            found += hashes[place : place + len(found)]
+    return mixed(found)
 
 
 def jaccard(one: np.ndarray, other: np.ndarray) -> float:
@@ -68,17 +95,3 @@ def mixed(values: np.ndarray) -> np.ndarray:
         values = (values ^ (values >> half)) * np.uint64(0xC4CEB9FE1A85EC53)
     spread: np.ndarray = values ^ (values >> half)
     return spread
-
-
-def _token_hashes(found: list[str]) -> np.ndarray:
-    if len(_known) > _MOST_KNOWN:
-        _known.clear()
-    hashes = []
-    for token in found:
-        value = _known.get(token)
-        if value is None:
-            raw = token.encode("utf-8", "surrogatepass")
-            value = int.from_bytes(blake2b(raw, digest_size=8).digest(), "little")
-            _known[token] = value
-        hashes.append(value)
-    return np.array(hashes, np.uint64)

@@ -65,6 +65,12 @@ SETTINGS: dict[str, Part] = {
     **_all(Part.RECORD, "corpus.curriculum.", "order"),
     **_all(
         Part.RECORD,
+        "corpus.dedupe.",
+        "by threshold shingle_tokens permutations processes",
+    ),
+    **_all(Part.RECORD, "corpus.report.", "token_rows duplicates processes"),
+    **_all(
+        Part.RECORD,
         "parity.budget.",
         "mean_kl max_kl top1_agreement nll_difference hidden_error weight_error",
     ),

@@ -25,6 +25,8 @@ def corpus(config: RunConfig, run: Run) -> None:
     from mens_exp.corpus.steps.pipeline import run_steps
     from mens_exp.corpus.steps.places import hashes, input_files
 
+    if "report" in config.corpus.steps:
+        _prepare_tokenizer(config)
     files = input_files(config.corpus)
     inputs = hashes(files, config.corpus)
     run.manifest.inputs["corpus"] = inputs
@@ -44,7 +46,36 @@ def corpus(config: RunConfig, run: Run) -> None:
     run.manifest.results.update(_results(made, output))
     for name, file in made.files.items():
         console.print(f"{output / name}: {file['rows']} rows", soft_wrap=True)
+    if "report" in config.corpus.steps:
+        console.print(_page(made, output), soft_wrap=True)
     console.print(_next(made, output), soft_wrap=True)
+
+
+def _prepare_tokenizer(config: RunConfig) -> None:
+    """Fetch or make the base model whose tokenizer the report counts with, before any step.
+
+    Raises:
+        MensError: it cannot be had.
+    """
+    from mens_exp.layout.cached import ready
+    from mens_exp.rows.cache import cache_root
+
+    if config.tokenizer.name != "vox" and ready(config.model, cache_root()) is None:
+        from mens_exp.model.resolve import resolve
+
+        resolve(config.model, cache_root())
+
+
+def _page(made: CorpusRecord, output: Path) -> str:
+    """Render the report beside the steps, and say where."""
+    from mens_exp.artifacts.atomic import write_text
+    from mens_exp.artifacts.corpus_report import CorpusReport
+    from mens_exp.corpus.steps.report import RECORD
+    from mens_exp.report.corpus_view import render
+
+    page = output / "corpus_report.html"
+    write_text(page, render(CorpusReport.read(output / made.steps[-1]["directory"] / RECORD)))
+    return f"Report: {page}"
 
 
 def settled_places(config: CorpusConfig) -> CorpusConfig:

@@ -24,12 +24,16 @@ _NOT_AFTER: Final[dict[str, tuple[frozenset[str], str]]] = {
         frozenset({"mix", "split", "curriculum"}),
         "its rows would be of no share, no side and no place in the order",
     ),
+    "dedupe": (frozenset({"mix"}), "it would take away what mix repeats, and the shares with it"),
     "mix": (frozenset({"curriculum"}), "it draws rows in an order of its own"),
     "split": (
         frozenset({"mix"}),
         "mix repeats rows; after a split it repeats rows to train on alone",
     ),
 }
+# Groups that only the report reads: what rows become when they are encoded.
+_OF_THE_REPORT: Final = frozenset({"model", "tokenizer", "objective", "backend", "data"})
+_NEAR_ALONE: Final = ("corpus.dedupe.shingle_tokens", "corpus.dedupe.permutations")
 
 
 def problems(config: RunConfig) -> Iterator[ConfigError]:
@@ -57,7 +61,17 @@ def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
     for key in keys:
         node, _, step = key.partition(".")
         step = step.partition(".")[0]
-        if node == "corpus" and step in STEPS and step not in config.corpus.steps:
+        if node in _OF_THE_REPORT and "report" not in config.corpus.steps:
+            yield ConfigError(
+                "has no effect without the step report, which counts tokens",
+                where=key,
+                found=", ".join(config.corpus.steps) or "no step",
+                expected="report as the last of corpus.steps",
+                remedy=f"add the step, or drop {key}",
+            )
+        if key.startswith("corpus.dedupe.") and _looks_for_duplicates(config.corpus):
+            yield from _near(config.corpus, key)
+        elif node == "corpus" and step in STEPS and step not in config.corpus.steps:
             yield ConfigError(
                 f"has no effect without the step {step}",
                 where=key,
@@ -71,6 +85,22 @@ def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
                 where=key,
                 expected="corpus.mix.stop=budget beside it",
             )
+
+
+def _looks_for_duplicates(corpus: CorpusConfig) -> bool:
+    return "dedupe" in corpus.steps or ("report" in corpus.steps and corpus.report.duplicates)
+
+
+def _near(corpus: CorpusConfig, key: str) -> Iterator[ConfigError]:
+    """Yield a setting of near-duplicates where only exact ones are looked for."""
+    if key in _NEAR_ALONE and corpus.dedupe.threshold is None:
+        yield ConfigError(
+            "has no effect on exact duplicates",
+            where=key,
+            found="corpus.dedupe.threshold=null",
+            expected="a threshold beside it",
+            remedy=f"drop {key}",
+        )
 
 
 def _names(corpus: CorpusConfig) -> Iterator[ConfigError]:
@@ -98,6 +128,13 @@ def _names(corpus: CorpusConfig) -> Iterator[ConfigError]:
 
 
 def _order(corpus: CorpusConfig) -> Iterator[ConfigError]:
+    if "report" in corpus.steps[:-1]:
+        yield ConfigError(
+            "report leaves no rows for another step",
+            where="corpus.steps",
+            found=",".join(corpus.steps),
+            expected="report as the last step",
+        )
     for place, name in enumerate(corpus.steps):
         after, why = _NOT_AFTER.get(name, (frozenset(), ""))
         wrong = [one for one in corpus.steps[:place] if one in after]
@@ -106,8 +143,8 @@ def _order(corpus: CorpusConfig) -> Iterator[ConfigError]:
                 f"{name} cannot come after {wrong[0]}: {why}",
                 where="corpus.steps",
                 found=",".join(corpus.steps),
-                expected="extract or generate, validate, split, mix, curriculum, in this order, "
-                "less those that are not wanted",
+                expected="extract or generate, validate, dedupe, split, mix, curriculum, report in "
+                "this order, less those that are not wanted",
             )
 
 

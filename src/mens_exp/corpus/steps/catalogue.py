@@ -7,9 +7,11 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Final
 
 from mens_exp.corpus.steps.curriculum import curriculum
+from mens_exp.corpus.steps.dedupe import dedupe
 from mens_exp.corpus.steps.extract import extract
 from mens_exp.corpus.steps.generate import generate
 from mens_exp.corpus.steps.mix import mix
+from mens_exp.corpus.steps.report import report
 from mens_exp.corpus.steps.split import split
 from mens_exp.corpus.steps.validate import validate
 from mens_exp.corpus.synthetic import generator_sha256
@@ -32,6 +34,15 @@ def _grammars() -> dict[str, str | None]:
 
 def _generator() -> dict[str, str | None]:
     return {"generator": generator_sha256()}
+
+
+def _signatures() -> dict[str, str | None]:
+    return {"datasketch": _version("datasketch")}
+
+
+def _measures() -> dict[str, str | None]:
+    names = ("datasketch", "tokenizers", "transformers", "tree-sitter", "tree-sitter-rust")
+    return {name: _version(name) for name in names}
 
 
 def _version(package: str) -> str | None:
@@ -65,7 +76,18 @@ STEPS: Final[dict[str, StepKind]] = {
     "extract": StepKind(run=extract, version=1, leans_on=_grammars),
     "validate": StepKind(run=validate, version=1, leans_on=_grammars),
     "generate": StepKind(run=generate, version=1, leans_on=_generator),
+    "dedupe": StepKind(run=dedupe, version=1, leans_on=_signatures),
     "mix": StepKind(run=mix, version=1),
     "split": StepKind(run=split, version=1),
     "curriculum": StepKind(run=curriculum, version=1),
+    "report": StepKind(
+        run=report,
+        version=1,
+        makes_rows=False,
+        reads=(
+            *("model", "tokenizer", "objective", "data.seq_len", "data.truncation"),
+            "corpus.dedupe",
+        ),
+        leans_on=_measures,
+    ),
 }

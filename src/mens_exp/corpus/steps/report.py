@@ -1,0 +1,200 @@
+"""The step report: measures the rows that the other steps left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from mens_exp.artifacts.corpus_report import (
+    Constructs,
+    CorpusReport,
+    Diversity,
+    NGrams,
+    Parsed,
+    Remaining,
+    Safety,
+    Share,
+)
+from mens_exp.corpus.duplicates import duplicates
+from mens_exp.corpus.quality.constructs import KINDS_IN, all_kinds
+from mens_exp.corpus.quality.measures import OTHERS, Measures, Source, measured
+from mens_exp.corpus.quality.screen import without_secrets
+from mens_exp.corpus.quality.token_counts import drawn, token_counts
+from mens_exp.corpus.side_by_side import in_order, pieces
+from mens_exp.corpus.source import labelling_of
+from mens_exp.corpus.steps.lineage import steps_before
+from mens_exp.corpus.steps.step import StepResult, read_rows, read_sides
+from mens_exp.errors import MensError, MissingExtra
+from mens_exp.layout.cached import ready
+from mens_exp.rows.cache import cache_root
+from mens_exp.tokenizer.load import load_tokenizer
+
+if TYPE_CHECKING:
+    from mens_exp.artifacts.corpus_report import Tokens
+    from mens_exp.corpus.steps.step import StepInput
+
+__all__ = ["RECORD", "report"]
+
+RECORD: Final = "corpus_report.json"
+_ROWS_AT_ONCE: Final = 500
+_MOST_SHARES: Final = 50  # sources listed; the rest is one of them
+
+
+def report(step: StepInput) -> StepResult:
+    """Write ``corpus_report.json`` about rows that other steps made.
+
+    In memory are a fixed amount, and while duplicates are looked for some 50 bytes a row.
+
+    Args:
+        step: what to read and where to write; the run's tokenizer and sequence length are those of
+            ``step.run``.
+
+    Raises:
+        DataError: a file cannot be read, or a row in it is wrong.
+    """
+    sums = Measures()
+    named = ((side.value if side else "all", pair) for side, pair in read_sides(step.files))
+    processes = step.config.report.processes
+    for some in in_order(measured, pieces(named, _ROWS_AT_ONCE), processes):
+        sums.join(some)
+    unknown = dict[str, str]()
+    record = CorpusReport(
+        rows=sums.rows,
+        sides=dict(sums.sides),
+        characters=dict(sums.characters),
+        lengths={
+            name: found
+            for name, lengths in sums.lengths.items()
+            if (found := lengths.record()) is not None
+        },
+        tokens=_tokens(step, sums.rows, unknown),
+        parse=_parse(sums, unknown),
+        constructs=_constructs(sums),
+        duplicates=_remaining(step, unknown),
+        diversity=_diversity(sums, unknown),
+        safety=_safety(sums),
+        sources=_sources(sums),
+        before=steps_before(step.files),
+        unknown=unknown,
+    )
+    record.write(step.directory / RECORD)
+    return StepResult(rows_in=sums.rows, rows_out=sums.rows, facts={"unknown": unknown})
+
+
+def _tokens(step: StepInput, rows: int, unknown: dict[str, str]) -> Tokens | None:
+    """Encode rows as the run would; where that cannot be done, say why."""
+    if step.run is None or not rows:
+        unknown["tokens"] = "there are no rows" if not rows else "no run tells the tokenizer"
+        return None
+    # The Vox tokenizer is ours, and reads no file of a model.
+    is_ours = step.run.tokenizer.name == "vox"
+    directory = Path() if is_ours else ready(step.run.model, cache_root())
+    if directory is None:
+        unknown["tokens"] = f"the tokenizer of {step.run.model.name} is not on this machine yet"
+        return None
+    tokenizer = load_tokenizer(step.run.tokenizer, directory)
+    some = drawn(read_rows(step.files), rows, step.config.report.token_rows)
+    try:
+        return token_counts(some, rows, tokenizer, labelling_of(step.run))
+    except MensError as error:
+        # What was found may be a row's text, and that is not for a report.
+        first = getattr(error, "problems", [error])[0]
+        unknown["tokens"] = f"{first.where or 'a row'}: {first.what}"
+        return None
+
+
+def _parse(sums: Measures, unknown: dict[str, str]) -> dict[str, Parsed]:
+    found = {}
+    for language, rows in sorted(sums.languages.items()):
+        name = without_secrets(language)
+        parsed = sums.parsed[language] if language in KINDS_IN else None
+        if language in sums.unparsed:
+            parsed, unknown[f"parse.{name}"] = None, sums.unparsed[language]
+        elif parsed is None:
+            why = "nothing here parses it" if language else "these rows name no language"
+            unknown[f"parse.{name}"] = why
+        found[name] = Parsed(rows=rows, parsed=parsed)
+    return found
+
+
+def _constructs(sums: Measures) -> dict[str, Constructs]:
+    return {
+        language: Constructs(
+            rows=sums.parsed[language],
+            occurring=dict(sorted(kinds.items())),
+            absent=sorted(all_kinds(language) - kinds.keys()),
+        )
+        for language, kinds in sorted(sums.kinds.items())
+        if all_kinds(language)
+    }
+
+
+def _remaining(step: StepInput, unknown: dict[str, str]) -> Remaining | None:
+    if not step.config.report.duplicates:
+        unknown["duplicates"] = "corpus.report.duplicates is false"
+        return None
+    config = step.config.dedupe
+    try:
+        facts = duplicates(read_rows(step.files), config, step.scratch).facts()
+    except MissingExtra as error:
+        unknown["duplicates"] = str(error)
+        return None
+    return Remaining(
+        exact=facts["exact"],
+        near=facts["near"],
+        clusters=facts["clusters"],
+        threshold=config.threshold,
+        by=config.by.value,
+    )
+
+
+def _diversity(sums: Measures, unknown: dict[str, str]) -> Diversity | None:
+    if not sums.compressed_bytes:
+        unknown["diversity"] = "there are no rows"
+        return None
+    return Diversity(
+        distinct={
+            str(size): NGrams(
+                total=one.total,
+                distinct=one.count,
+                exact=one.is_exact,
+                share=one.count / one.total if one.total else 0.0,
+            )
+            for size, one in sums.distinct.items()
+        },
+        compression_ratio=sums.answer_bytes / sums.compressed_bytes,
+    )
+
+
+def _safety(sums: Measures) -> Safety:
+    return Safety(
+        secrets=dict(sorted(sums.secrets.items())),
+        injections=dict(sorted(sums.injections.items())),
+        findings=sums.findings,
+    )
+
+
+def _sources(sums: Measures) -> dict[str, list[Share]]:
+    """Return the largest sources by rows, and all others as one."""
+    characters = sums.characters["prompts"] + sums.characters["answers"]
+    found: dict[str, list[Share]] = {}
+    for by, named in sums.sources.items():
+        ranked = sorted(named.items(), key=lambda one: (-one[1].rows, one[0]))
+        largest = [one for one in ranked if one[0] != OTHERS][:_MOST_SHARES]
+        kept = {name for name, _ in largest}
+        rest = [source for name, source in ranked if name not in kept]
+        others = Source(
+            rows=sum(one.rows for one in rest), characters=sum(one.characters for one in rest)
+        )
+        found[by] = [
+            Share(
+                name=without_secrets(name),
+                rows=one.rows,
+                rows_share=one.rows / sums.rows,
+                characters=one.characters,
+                characters_share=one.characters / characters if characters else 0.0,
+            )
+            for name, one in [*largest, (OTHERS, others)]
+            if one.rows
+        ]
+    return found

@@ -1,0 +1,68 @@
+"""Settings of the steps dedupe and report, and where they stand among the steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from mens_exp.config.overrides import check
+
+
+def told(steps: str, *more: str) -> list[tuple[str | None, str]]:
+    given = ["task=corpus", f"corpus.steps=[{steps}]", "corpus.input=a.jsonl", "corpus.output=out"]
+    return [(one.where, one.what) for one in check([*given, *more], multirun=False).problems]
+
+
+@pytest.mark.parametrize(
+    ("steps", "more"),
+    [
+        ("dedupe", ["corpus.dedupe.threshold=0.7", "corpus.dedupe.permutations=256"]),
+        ("validate,dedupe,split,report", ["data.seq_len=1024", "corpus.report.token_rows=null"]),
+        ("split,dedupe,report", ["model=tiny_llama", "objective=causal"]),
+        ("report", ["corpus.dedupe.threshold=0.9", "tokenizer=vox", "backend=burn"]),
+        ("dedupe", ["corpus.dedupe.threshold=null", "corpus.dedupe.by=row"]),
+    ],
+)
+def test_what_has_an_effect_is_accepted(steps: str, more: list[str]) -> None:
+    """The report reads what duplicates are, and what rows are encoded with."""
+    assert told(steps, *more) == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "more", "where", "what"),
+    [
+        ("mix,dedupe", "corpus.mix.weights={a:1}", "corpus.steps", "dedupe cannot come after mix"),
+        ("report,split", "seed=1", "corpus.steps", "report leaves no rows for another step"),
+        (
+            *("dedupe", "data.seq_len=9", "data.seq_len"),
+            "has no effect without the step report",
+        ),
+        (
+            *("split", "corpus.dedupe.by=row", "corpus.dedupe.by"),
+            "has no effect without the step dedupe",
+        ),
+        (
+            *("dedupe", "corpus.report.processes=1", "corpus.report.processes"),
+            "has no effect without the step report",
+        ),
+        ("dedupe", "corpus.dedupe.threshold=0.3", "corpus.dedupe.threshold", "out of range"),
+        ("dedupe", "corpus.dedupe.permutations=8", "corpus.dedupe.permutations", "out of range"),
+        ("report", "corpus.report.token_rows=0", "corpus.report.token_rows", "out of range"),
+    ],
+)
+def test_what_has_none_is_refused(steps: str, more: str, where: str, what: str) -> None:
+    """With its place; the seed is told of beside the order."""
+    assert any(place == where and what in said for place, said in told(steps, more))
+
+
+def test_settings_of_near_duplicates_need_a_threshold() -> None:
+    """Exact ones have no shingles and no signatures."""
+    more = ["corpus.dedupe.threshold=null", "corpus.dedupe.shingle_tokens=3"]
+    assert told("dedupe", *more) == [
+        ("corpus.dedupe.shingle_tokens", "has no effect on exact duplicates")
+    ]
+
+
+def test_a_report_that_looks_for_no_duplicates_reads_nothing_of_them() -> None:
+    """Then the setting belongs to a step that is not done."""
+    more = ["corpus.report.duplicates=false", "corpus.dedupe.by=row"]
+    assert told("report", *more) == [("corpus.dedupe.by", "has no effect without the step dedupe")]

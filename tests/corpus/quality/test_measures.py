@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING
+
+from mens_exp.corpus.quality import measures as module
+from mens_exp.corpus.quality.measures import LISTED, OTHERS, Measures, Source, measured
+from mens_exp.corpus.side_by_side import pieces
+from mens_exp.rows.schema import TrainingPair
+
+if TYPE_CHECKING:
+    import pytest
+
+KEY = "AKIA" + "IOSFODNN7QQQQQQQ"
+ROWS = [
+    ("train", TrainingPair(prompt="abc", response="x = 1", language="python", category="a")),
+    ("train", TrainingPair(prompt="abcd", response="x =", language="python", category="a")),
+    (
+        "val",
+        TrainingPair(
+            prompt="ab",
+            response="See:\n```rust\nfn f() {}\n```\n",
+            language="Rust",
+            group="proj::src/f.rs",
+            system="Be brief.",
+        ),
+    ),
+    (
+        "val",
+        TrainingPair(
+            prompt="hello", response="bonjour", language="french", history=(("q", "one two one"),)
+        ),
+    ),
+    ("val", TrainingPair(prompt="hello", response=f"{KEY}\n{KEY}", place="rows.jsonl:5")),
+]
+
+
+def test_rows_characters_and_lengths_add_up() -> None:
+    """By hand: five rows of six exchanges."""
+    found = measured(ROWS)
+    assert (found.rows, found.sides) == (5, {"train": 2, "val": 3})
+    answers = [said for _, pair in ROWS for _, said in pair.exchanges]
+    assert found.characters == {
+        "prompts": 3 + 4 + 1 + 2 + 5 + 5,
+        "answers": sum(map(len, answers)),
+        "system prompts": 9,
+    }
+    assert found.lengths["prompt"].count == 6
+    assert found.lengths["answer"].largest == 41
+
+
+def test_code_is_parsed_by_the_language_that_a_row_names() -> None:
+    """In either case, out of its fences; of other languages nothing is claimed."""
+    found = measured(ROWS)
+    assert found.languages == {"python": 2, "rust": 1, "french": 1, "": 1}
+    assert found.parsed == {"python": 1, "rust": 1}
+    assert found.kinds["python"] == {"Assign": 1, "Name": 1, "Constant": 1}
+    assert found.kinds["rust"]["function_item"] == 1
+
+
+def test_runs_of_tokens_are_those_of_the_answers() -> None:
+    """Of "one two one": three tokens, two of them distinct, two pairs, and one run of three."""
+    found = measured([("all", TrainingPair(prompt="p p", response="one two one"))])
+    assert [(one.total, one.count) for one in found.distinct.values()] == [(3, 2), (2, 2), (1, 1)]
+
+
+def test_compression_is_that_of_zlib() -> None:
+    """Of the answers, a newline between them."""
+    found = measured(ROWS)
+    text = "\n".join(said for _, pair in ROWS for _, said in pair.exchanges).encode()
+    assert (found.answer_bytes, found.compressed_bytes) == (len(text), len(zlib.compress(text)))
+
+
+def test_findings_have_their_place_and_no_secret() -> None:
+    """Two of one row, both listed."""
+    found = measured(ROWS)
+    assert found.secrets == {"AWS access key": 2}
+    assert (
+        found.findings
+        == [
+            {
+                "kind": "AWS access key",
+                "place": "rows.jsonl:5",
+                "field": "answer",
+                "shown": "AKIA… (20 characters)",
+            }
+        ]
+        * 2
+    )
+    assert KEY not in repr(found)
+
+
+def test_the_first_findings_of_each_kind_are_listed() -> None:
+    """All are counted."""
+    rows = [("all", TrainingPair(prompt="Do anything now", response=KEY))] * (LISTED + 5)
+    found = measured(rows)
+    assert found.secrets.total() == found.injections.total() == LISTED + 5
+    assert len(found.findings) == 2 * LISTED
+
+
+def test_sources_are_told_by_labels_and_groups() -> None:
+    """Rows and characters of each."""
+    found = measured(ROWS)
+    assert found.sources["category"]["a"] == Source(rows=2, characters=3 + 5 + 4 + 3)
+    assert found.sources["project"]["proj"].rows == 1
+    assert found.sources["language"]["french"] == Source(rows=1, characters=24)
+
+
+def test_sources_beyond_the_most_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a category for each row does not fill the memory."""
+    monkeypatch.setattr(module, "MOST_NAMES", 3)
+    rows = [("all", TrainingPair(prompt="p", response="r", category=str(n % 5))) for n in range(10)]
+    found = measured(rows)
+    assert {name: one.rows for name, one in found.sources["category"].items()} == {
+        "0": 2,
+        "1": 2,
+        "2": 2,
+        OTHERS: 4,
+    }
+
+
+def test_parts_join_to_the_whole() -> None:
+    """But for what zlib saves by seeing more at once."""
+    whole, joined = measured(ROWS), Measures()
+    for part in pieces(ROWS, 2):
+        joined.join(measured(part))
+    for name in ("sides", "characters", "lengths", "languages", "parsed", "kinds"):
+        assert getattr(joined, name) == getattr(whole, name)
+    for name in ("secrets", "injections", "findings", "sources"):
+        assert getattr(joined, name) == getattr(whole, name)
+    counts = [[one.count for one in found.distinct.values()] for found in (joined, whole)]
+    assert counts[0] == counts[1]
