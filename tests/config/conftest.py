@@ -17,6 +17,7 @@ NEEDS = {
     "data=jsonl": ["data.path=rows.jsonl"],
     "data=hub": ["data.id=lab/rows"],
     "data=mix": ["data.sources=[{path:a.jsonl,weight:0.7},{source:stdlib,weight:0.3}]"],
+    "task=corpus": ["corpus.steps=[validate]", "corpus.input=rows.jsonl", "corpus.output=corpus"],
     "task=evaluate": ["path=latest"],
     "task=serve": ["path=merged"],
     "callbacks=early_stopping": ["trainer.val_check_interval=4"],

@@ -129,6 +129,8 @@ def test_every_value_enters_the_digest() -> None:
     base.data.filter.min_rating, base.data.filter.min_chars, base.data.filter.max_chars = 3, 1, 9
     for name in ("category", "exclude_category", "language"):
         base.data.filter[name] = "f"
+    base.corpus.input, base.corpus.output, base.corpus.extract.commit = "i", "o", "c"
+    base.corpus.extract.project, base.corpus.mix.budget_tokens = "p", 1
     base.parity.text, base.parity.budget.max_kl, base.parity.budget.hidden_error = "t", 1.0, 1.0
     digests = {config_digest(base)}
     paths = leaves(base)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mens_exp.artifacts import host_memory
 from mens_exp.training import memory_probe
 
 MIB = 1 << 20
@@ -72,7 +73,7 @@ def test_without_proc_the_peak_is_windows_own_or_unknown(
 
     process = SimpleNamespace(memory_info=lambda: SimpleNamespace(**own))
     monkeypatch.setattr(Path, "read_text", absent)
-    monkeypatch.setattr(memory_probe.psutil, "Process", lambda: process)
+    monkeypatch.setattr(host_memory.psutil, "Process", lambda: process)
     assert memory_probe.peak_rss_bytes() == expected
 
 

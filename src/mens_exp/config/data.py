@@ -185,6 +185,7 @@ class ColumnsConfig:
     category: str | None = setting(None, "Column of a free tag.")
     language: str | None = setting(None, "Column of the language that an answer is written in.")
     group: str | None = setting(None, "Column of what must stay on one side of the split.")
+    difficulty: str | None = setting(None, "Column of a difficulty from 1 to 10.")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -13,6 +13,7 @@ from mens_exp.config.adapter import AdapterConfig
 from mens_exp.config.backend import BackendConfig
 from mens_exp.config.callbacks import CallbackConfig
 from mens_exp.config.checkpoint import CheckpointConfig
+from mens_exp.config.corpus import CorpusConfig
 from mens_exp.config.data import DataConfig
 from mens_exp.config.fields import setting
 from mens_exp.config.logger import LoggerConfig
@@ -137,3 +138,4 @@ class RunConfig:
     ollama: OllamaConfig = field(default_factory=OllamaConfig, metadata={"doc": "See its keys."})
     serve: ServeConfig = field(default_factory=ServeConfig, metadata={"doc": "See its keys."})
     inspect: InspectConfig = _section(InspectConfig)
+    corpus: CorpusConfig = _section(CorpusConfig)

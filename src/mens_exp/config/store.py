@@ -6,7 +6,6 @@ A group's schema is found by its *discriminator*: the one field whose value the 
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -117,17 +116,26 @@ def register() -> None:
     for group, schemas in SCHEMAS.items():
         for name, schema in schemas.items():
             store.store(group=f"schema/{group}", name=name, node=_open(schema))
-    store.store(group="schema", name=_LAST, node=root.RunConfig)
+    store.store(group="schema", name=_LAST, node=_open(root.RunConfig))
 
 
 def _open(schema: type) -> DictConfig:
     """Let overrides add keys to the mappings whose keys the user chooses; no other takes any."""
     node = OmegaConf.structured(schema)
     assert isinstance(node, DictConfig)
-    for field in dataclasses.fields(schema):
-        if is_open(node._get_node(field.name)):  # noqa: SLF001  # a missing value must not raise
-            OmegaConf.set_struct(node[field.name], value=False)
+    _open_within(node)
     return node
+
+
+def _open_within(node: DictConfig) -> None:
+    for name in node:
+        child = node._get_node(name)  # noqa: SLF001  # a missing value must not raise
+        if not isinstance(child, DictConfig):
+            continue
+        if is_open(child):
+            OmegaConf.set_struct(child, value=False)
+        elif not (child._is_none() or child._is_missing()):  # noqa: SLF001  # as above
+            _open_within(child)
 
 
 def is_open(node: Any) -> bool:

@@ -11,6 +11,7 @@ from mens_exp.config.rules import (
     adapter,
     backend,
     checkpoint,
+    corpus,
     data,
     lora,
     merge,
@@ -94,6 +95,7 @@ TASK_READS: dict[str, frozenset[str]] = {
     "serve": frozenset({"path", "serve"}),
     "inspect": frozenset({"path", "verify", "replay", "inspect", "trainer.accelerator"}),
     "doctor": frozenset(),
+    "corpus": frozenset({"corpus"}),
 }
 _READ_OF_THE_BASE = frozenset({"model", "tokenizer", "quant", "lora", "backend"})
 
@@ -108,6 +110,7 @@ def problems_of(config: RunConfig) -> list[MensError]:
         problems += model.problems(config)
     problems += task.problems(config)
     problems += merge.problems(config)
+    problems += corpus.problems(config)
     return problems
 
 
@@ -172,4 +175,5 @@ def ineffective_overrides(config: RunConfig, keys: Iterable[str]) -> list[MensEr
         *data.unread(config, keys),
         *backend.unread(config, keys),
         *task.unread(config, keys),
+        *corpus.unread(config, keys),
     ]

@@ -1,4 +1,4 @@
-"""Training pairs from the documented functions of one Python file.
+"""Training pairs from the documented functions, and classes, of one Python file.
 
 The prompt is the signature and the docstring, the response the source without the
 docstring: what the prompt has already said is not learnt as an answer.
@@ -9,7 +9,14 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING, Final
 
-from mens_exp.corpus.python_source import FunctionNode, cut, parse, same_but_docstring, signature
+from mens_exp.corpus.python_source import (
+    DefinitionNode,
+    FunctionNode,
+    cut,
+    parse,
+    same_but_docstring,
+    signature,
+)
 from mens_exp.rows.schema import TrainingPair
 
 if TYPE_CHECKING:
@@ -23,7 +30,14 @@ MAX_RESPONSE_CHARS: Final = 4_000  # unverified guess: some 1,000 tokens, two pa
 
 
 def pairs_of(
-    text: str, *, module: str, group: str, category: str, dropped: Counter[str]
+    text: str,
+    *,
+    module: str,
+    group: str,
+    category: str,
+    dropped: Counter[str],
+    classes: bool = False,
+    language: str | None = None,
 ) -> list[TrainingPair]:
     """Make a pair of every documented function and method of a file.
 
@@ -35,6 +49,8 @@ def pairs_of(
         group: the group of every pair.
         category: the category of every pair.
         dropped: counts, by reason, what was not taken; added to.
+        classes: make a pair of every documented class too, before those of its methods.
+        language: the language of every pair; None leaves it untold.
 
     Returns:
         The pairs, in the order of the file.
@@ -45,41 +61,56 @@ def pairs_of(
         return []
     lines = text.split("\n")
     pairs = []
-    for node, owner in _functions(tree, module):
+    for node, owner in _definitions(tree, module, classes=classes):
         try:
             docstring = _docstring(node)
             response, bare = _response(lines, node)
         except _UnfitError as unfit:
             dropped[str(unfit)] += 1
             continue
-        task = (
-            f"Write the Python function `{owner}.{node.name}`."
-            if owner == module
-            else f"Write the method `{node.name}` of the Python class `{owner}`."
-        )
         header = signature(response, bare)
-        prompt = f"{task}\n\n```python\n{header}\n```\n\n{docstring}"
-        pairs.append(TrainingPair(prompt=prompt, response=response, category=category, group=group))
+        pairs.append(
+            TrainingPair(
+                prompt=f"{_task(node, owner, module)}\n\n```python\n{header}\n```\n\n{docstring}",
+                response=response,
+                category=category,
+                language=language,
+                group=group,
+            )
+        )
     return pairs
 
 
+def _task(node: DefinitionNode, owner: str, module: str) -> str:
+    if isinstance(node, ast.ClassDef):
+        return f"Write the Python class `{owner}.{node.name}`."
+    if owner == module:
+        return f"Write the Python function `{owner}.{node.name}`."
+    return f"Write the method `{node.name}` of the Python class `{owner}`."
+
+
 class _UnfitError(Exception):
-    """A function makes no pair; the argument is the reason, a key of the counts."""
+    """A definition makes no pair; the argument is the reason, a key of the counts."""
 
 
-def _functions(node: ast.AST, owner: str) -> Iterator[tuple[FunctionNode, str]]:
-    """Yield functions with the dotted name of their module or class, in source order."""
+def _definitions(
+    node: ast.AST, owner: str, *, classes: bool
+) -> Iterator[tuple[DefinitionNode, str]]:
+    """Yield definitions with the dotted name of their module or class, in source order."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, FunctionNode):
             yield child, owner
         elif isinstance(child, ast.ClassDef):
-            yield from _functions(child, f"{owner}.{child.name}")
+            if classes:
+                yield child, owner
+            yield from _definitions(child, f"{owner}.{child.name}", classes=classes)
         elif isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
-            yield from _functions(child, owner)  # a definition under an `if` or a `try`
+            # a definition under an `if` or a `try`
+            yield from _definitions(child, owner, classes=classes)
 
 
-def _docstring(node: FunctionNode) -> str:
-    """Return the docstring of a function that is one to learn from."""
+def _docstring(node: DefinitionNode) -> str:
+    """Return the docstring of a definition that is one to learn from."""
     if node.name.lstrip("_").lower().startswith("test"):
         raise _UnfitError("test")
     docstring = (ast.get_docstring(node) or "").strip()
@@ -92,8 +123,8 @@ def _docstring(node: FunctionNode) -> str:
     return docstring
 
 
-def _response(lines: list[str], node: FunctionNode) -> tuple[str, FunctionNode]:
-    """Return the source without docstring, and the function parsed from it."""
+def _response(lines: list[str], node: DefinitionNode) -> tuple[str, DefinitionNode]:
+    """Return the source without docstring, and the definition parsed from it."""
     response = cut(lines, node)
     if len(response) > MAX_RESPONSE_CHARS:
         raise _UnfitError("long")
@@ -124,7 +155,7 @@ def _is_stub(statement: ast.stmt) -> bool:
     return isinstance(raised, ast.Name) and raised.id == "NotImplementedError"
 
 
-def _body_lines(text: str, node: FunctionNode) -> int:
-    """Count the lines of a function's body that are neither blank nor only a comment."""
+def _body_lines(text: str, node: DefinitionNode) -> int:
+    """Count the lines of a definition's body that are neither blank nor only a comment."""
     body = text.split("\n")[node.body[0].lineno - 1 :]
     return sum(1 for line in body if line.strip() and not line.lstrip().startswith("#"))

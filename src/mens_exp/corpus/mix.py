@@ -9,6 +9,8 @@ not how many.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from mens_exp.config.data import MixData
     from mens_exp.rows.schema import TrainingPair
 
-__all__ = ["CHARS_PER_TOKEN", "estimated_tokens", "mixed"]
+__all__ = ["CHARS_PER_TOKEN", "Drawing", "draw", "estimated_tokens", "mixed", "record_of"]
 
 CHARS_PER_TOKEN: Final = 3.4  # measured: the stdlib rows under SmolLM2's tokenizer
 TEMPLATE_TOKENS: Final = 40  # of an exchange: a chat template's own
@@ -35,6 +37,25 @@ def estimated_tokens(pair: TrainingPair) -> float:
     return sum(
         (len(user) + len(said)) / CHARS_PER_TOKEN + TEMPLATE_TOKENS for user, said in pair.exchanges
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawing:
+    """How rows are drawn.
+
+    Attributes:
+        weights: the weight of each source, by its name, above zero; only their ratios count.
+        stop: when to stop.
+        budget_tokens: estimated tokens to draw under stop=budget.
+        seed: which rows of a source come first.
+        settings: the node of these settings, and the one of the weights, for messages.
+    """
+
+    weights: Mapping[str, float]
+    stop: MixStop
+    budget_tokens: int | None
+    seed: int
+    settings: tuple[str, str] = ("data", "data.sources")
 
 
 def mixed(
@@ -54,43 +75,84 @@ def mixed(
     Raises:
         DataError: a source has no rows, or would be repeated over `MOST_PASSES` times.
     """
+    how = Drawing(
+        weights=weights,
+        stop=config.stop,
+        budget_tokens=config.budget_tokens,
+        seed=config.mix_seed,
+    )
+    counts: Counter[str] = Counter()
+    rows = list(draw(corpora, how, counts))
+    return rows, record_of(corpora, how, counts)
+
+
+def draw(
+    corpora: Mapping[str, Sequence[TrainingPair]], how: Drawing, counts: Counter[str]
+) -> Iterator[TrainingPair]:
+    """Yield rows of several sources by weight, one at a time.
+
+    Args:
+        corpora: the rows of each source, by its name; none empty. Each row is asked for when it is
+            drawn, so that they need not be in memory.
+        how: the weights, when to stop, and the seed.
+        counts: counts the rows of each source; added to.
+
+    Raises:
+        DataError: a source has no rows, or would be repeated over `MOST_PASSES` times.
+    """
     for name, pairs in corpora.items():
         if not pairs:
             raise DataError(
                 "a source has no row to train on",
-                where="data.sources",
+                where=how.settings[1],
                 found=name,
                 expected="at least one, filters and split passed",
                 remedy="drop the source, or loosen its filter",
             )
-    budget = float(config.budget_tokens or 0)
-    exact = [Fraction(repr(weights[name])) for name in corpora]  # 0.1 is a tenth
-    shares = [weight / sum(exact) for weight in exact]
+    names = list(corpora)
+    budget = float(how.budget_tokens or 0)
     sizes = [len(pairs) for pairs in corpora.values()]
-    queues = [
-        _shuffled(pairs, config.mix_seed, number) for number, pairs in enumerate(corpora.values())
-    ]
-    counts, rows = [0] * len(sizes), []
-    for source in _order(shares, _counts(shares, sizes, config.stop)):
-        if counts[source] == MOST_PASSES * sizes[source]:
-            raise _repeated(list(corpora)[source], config)
-        rows.append(next(queues[source]))
-        counts[source] += 1
-        if config.stop is MixStop.budget:
-            budget -= estimated_tokens(rows[-1])
+    queues = [_shuffled(pairs, how.seed, number) for number, pairs in enumerate(corpora.values())]
+    shares = _shares(how.weights, names)
+    for source in _order(shares, _counts(shares, sizes, how.stop)):
+        name = names[source]
+        if counts[name] == MOST_PASSES * sizes[source]:
+            raise _repeated(name, how)
+        row = next(queues[source])
+        counts[name] += 1
+        yield row
+        if how.stop is MixStop.budget:
+            budget -= estimated_tokens(row)
             if budget <= 0:
                 break
-    return rows, {
+
+
+def record_of(
+    corpora: Mapping[str, Sequence[TrainingPair]], how: Drawing, counts: Counter[str]
+) -> dict[str, Any]:
+    """Return the record of a draw.
+
+    Returns:
+        For each source the share asked for and had, its rows, and how often it was gone through.
+    """
+    shares = _shares(how.weights, list(corpora))
+    drawn = counts.total()
+    return {
         name: {
-            "weight": weights[name],
-            "share_asked": round(float(shares[number]), 6),
-            "share": round(counts[number] / len(rows), 6),
-            "rows": counts[number],
-            "of": sizes[number],
-            "passes": round(counts[number] / sizes[number], 4),
+            "weight": how.weights[name],
+            "share_asked": round(float(share), 6),
+            "share": round(counts[name] / drawn, 6),
+            "rows": counts[name],
+            "of": len(pairs),
+            "passes": round(counts[name] / len(pairs), 4),
         }
-        for number, name in enumerate(corpora)
+        for (name, pairs), share in zip(corpora.items(), shares, strict=True)
     }
+
+
+def _shares(weights: Mapping[str, float], names: Sequence[str]) -> list[Fraction]:
+    exact = [Fraction(repr(weights[name])) for name in names]  # 0.1 is a tenth
+    return [weight / sum(exact) for weight in exact]
 
 
 def _counts(shares: Sequence[Fraction], sizes: Sequence[int], stop: MixStop) -> list[int] | None:
@@ -135,11 +197,11 @@ def _shuffled(pairs: Sequence[TrainingPair], seed: int, number: int) -> Iterator
         yield from (pairs[index] for index in generator.permutation(len(pairs)))
 
 
-def _repeated(name: str, config: MixData) -> DataError:
+def _repeated(name: str, how: Drawing) -> DataError:
     return DataError(
         f"the rows of a source would be repeated over {MOST_PASSES} times",
-        where="data.sources",
+        where=how.settings[1],
         found=name,
         expected="weights nearer to the numbers of rows",
-        remedy=f"lower its weight, or choose another data.stop than {config.stop.value}",
+        remedy=f"lower its weight, or choose another {how.settings[0]}.stop than {how.stop.value}",
     )

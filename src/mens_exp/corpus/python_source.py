@@ -1,4 +1,4 @@
-"""Cutting Python functions out of their source text without changing what they say.
+"""Cutting Python functions and classes out of their source text without changing what they say.
 
 The syntax tree tells where things are, the text is what is kept: comments and layout
 stay as the author wrote them. Columns of the tree count UTF-8 bytes; only `_split_at`
@@ -18,9 +18,18 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["FunctionNode", "cut", "decode", "parse", "same_but_docstring", "signature"]
+__all__ = [
+    "DefinitionNode",
+    "FunctionNode",
+    "cut",
+    "decode",
+    "parse",
+    "same_but_docstring",
+    "signature",
+]
 
 FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+DefinitionNode: TypeAlias = FunctionNode | ast.ClassDef
 
 # What may stand between the last name of a header and its colon, comments included.
 HEADER_END: Final = re.compile(r"(?:[^:#]|#[^\n]*\n)*?:")
@@ -62,13 +71,13 @@ def parse(text: str) -> ast.Module | None:
             return None
 
 
-def cut(lines: Sequence[str], node: FunctionNode) -> str:
-    """Cut a function out of its file, less its docstring, dedented.
+def cut(lines: Sequence[str], node: DefinitionNode) -> str:
+    """Cut a function or class out of its file, less its docstring, dedented.
 
     Args:
         lines: the file's text split at newlines (not `str.splitlines`, which also splits
             at form feeds), so that the tree's line numbers count them.
-        node: a function of that file whose first statement is its docstring.
+        node: a definition of that file whose first statement is its docstring.
 
     Returns:
         The source with its decorators and comments. Layouts are endless: whoever trains on
@@ -85,15 +94,15 @@ def cut(lines: Sequence[str], node: FunctionNode) -> str:
     return "\n".join(_dedented(kept, indent))
 
 
-def same_but_docstring(text: str, node: FunctionNode) -> FunctionNode | None:
-    """Parse a text and check that it is a function's code, the docstring left out.
+def same_but_docstring(text: str, node: DefinitionNode) -> DefinitionNode | None:
+    """Parse a text and check that it is a definition's code, the docstring left out.
 
     Args:
-        text: what `cut` made of the function.
-        node: the function as its file was parsed.
+        text: what `cut` made of the definition.
+        node: the function or class as its file was parsed.
 
     Returns:
-        The function as parsed from the text; None where the two differ in more than
+        The definition as parsed from the text; None where the two differ in more than
         positions and the docstring.
     """
     tree = parse(text)
@@ -102,17 +111,17 @@ def same_but_docstring(text: str, node: FunctionNode) -> FunctionNode | None:
     bare = copy.copy(node)
     bare.body = node.body[1:]
     again = tree.body[0]
-    if isinstance(again, FunctionNode) and ast.dump(again) == ast.dump(bare):
+    if isinstance(again, DefinitionNode) and ast.dump(again) == ast.dump(bare):
         return again
     return None
 
 
-def signature(text: str, node: FunctionNode) -> str:
-    """Return a function's ``def`` line or lines, decorators excluded.
+def signature(text: str, node: DefinitionNode) -> str:
+    """Return the ``def`` or ``class`` line or lines, decorators excluded.
 
     Args:
-        text: the function's source.
-        node: the function parsed from that text.
+        text: the definition's source.
+        node: the function or class parsed from that text.
 
     Returns:
         The header up to its colon, as written.
@@ -125,13 +134,16 @@ def signature(text: str, node: FunctionNode) -> str:
     return "\n".join([*lines[node.lineno - 1 : line - 1], before + rest.group()])
 
 
-def _header_parts(node: FunctionNode) -> Iterable[ast.expr | ast.arg]:
-    args = node.args
-    yield from (*args.posonlyargs, *args.args, *args.kwonlyargs)
-    yield from args.defaults
-    for each in (args.vararg, args.kwarg, *args.kw_defaults, node.returns):
-        if each is not None:
-            yield each
+def _header_parts(node: DefinitionNode) -> Iterable[ast.expr | ast.arg]:
+    if isinstance(node, ast.ClassDef):
+        yield from (*node.bases, *(keyword.value for keyword in node.keywords))
+    else:
+        args = node.args
+        yield from (*args.posonlyargs, *args.args, *args.kwonlyargs)
+        yield from args.defaults
+        for each in (args.vararg, args.kwarg, *args.kw_defaults, node.returns):
+            if each is not None:
+                yield each
     type_params: Iterable[ast.expr] = getattr(node, "type_params", ())  # Python 3.12 on
     yield from type_params
 

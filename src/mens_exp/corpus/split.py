@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from mens_exp.corpus.dedupe import normalised
 from mens_exp.errors import ConfigError, DataError
@@ -21,7 +21,21 @@ if TYPE_CHECKING:
 
     from mens_exp.rows.schema import TrainingPair
 
-__all__ = ["Side", "assert_disjoint", "group_of", "side_of", "split"]
+__all__ = [
+    "PROJECT_END",
+    "Side",
+    "assert_disjoint",
+    "group_of",
+    "head_of",
+    "position_of",
+    "project_of",
+    "ranks",
+    "side_at",
+    "side_of",
+    "split",
+]
+
+PROJECT_END: Final = "::"  # after the project in a group such as serde::src/lib.rs
 
 
 class Side(StrEnum):
@@ -45,6 +59,11 @@ def group_of(pair: TrainingPair) -> str:
     return pair.group or f"prompt:{normalised(pair.exchanges[0][0])}"
 
 
+def project_of(pair: TrainingPair) -> str:
+    """Return the project of a row: its group up to the first ``::``; without one, its group."""
+    return pair.group.partition(PROJECT_END)[0] if PROJECT_END in pair.group else group_of(pair)
+
+
 def side_of(group: str, val_frac: float, heldout_frac: float) -> Side:
     """Return the side of one group.
 
@@ -63,7 +82,11 @@ def side_of(group: str, val_frac: float, heldout_frac: float) -> Side:
         ConfigError: a fraction is outside [0, 1), or nothing is left to train on.
     """
     _check_fractions(val_frac, heldout_frac)
-    position = _position(group)
+    return side_at(position_of(head_of(group)), val_frac, heldout_frac)
+
+
+def side_at(position: float, val_frac: float, heldout_frac: float) -> Side:
+    """Return the side of a position in [0, 1), as `position_of` gives it."""
     if position < heldout_frac:
         return Side.HELDOUT
     return Side.VAL if position >= 1 - val_frac else Side.TRAIN
@@ -146,24 +169,39 @@ def _wanted(val_frac: float, heldout_frac: float) -> set[Side]:
     return {side for side, share in shares.items() if share > 0}
 
 
-def _position(group: str) -> float:
-    """Map a group's name to [0, 1), evenly."""
-    head = hashlib.sha256(group.encode("utf-8")).digest()[:8]
+def head_of(group: str) -> int:
+    """Return the first 64 bits of the SHA-256 of a group's name, which place it."""
+    return int.from_bytes(hashlib.sha256(group.encode("utf-8")).digest()[:8], "big")
+
+
+def position_of(head: int) -> float:
+    """Map the head of a group's hash to [0, 1), evenly."""
     # 53 bits, what a float holds exactly: more could round up to 1.0
-    return math.ldexp(int.from_bytes(head, "big") >> 11, -53)
+    return math.ldexp(head >> 11, -53)
 
 
 def _by_rank(groups: Iterable[str], val_frac: float, heldout_frac: float) -> dict[str, Side]:
-    ranked = sorted(groups, key=lambda group: (_position(group), group))
+    ranked = sorted(groups, key=lambda group: (position_of(head_of(group)), group))
     total = len(ranked)
+    heldout, val = ranks(total, val_frac, heldout_frac)
+    sides = dict.fromkeys(ranked, Side.TRAIN)
+    sides.update(dict.fromkeys(ranked[:heldout], Side.HELDOUT))
+    sides.update(dict.fromkeys(ranked[total - val :], Side.VAL))
+    return sides
+
+
+def ranks(total: int, val_frac: float, heldout_frac: float) -> tuple[int, int]:
+    """Return how many of few groups, by rank of their hash, are held out first and validate last.
+
+    Args:
+        total: how many groups there are.
+        val_frac: share of the groups for validation, in [0, 1).
+        heldout_frac: share of the groups to hold out, in [0, 1).
+    """
 
     def share(frac: float, most: int) -> int:
         return min(max(1, round(frac * total)), most) if frac > 0 else 0
 
     spare = max(total - 1, 0)  # one group is train's before any other side gets one
     val = share(val_frac, spare - 1 if heldout_frac > 0 and spare > 1 else spare)
-    heldout = share(heldout_frac, spare - val)
-    sides = dict.fromkeys(ranked, Side.TRAIN)
-    sides.update(dict.fromkeys(ranked[:heldout], Side.HELDOUT))
-    sides.update(dict.fromkeys(ranked[total - val :], Side.VAL))
-    return sides
+    return share(heldout_frac, spare - val), val

@@ -55,6 +55,14 @@ SETTINGS: dict[str, Part] = {
     **_all(Part.RECORD, "attribute.", "tokens position_bounds extra_bits targets_frac"),
     **_all(Part.RECORD, "inspect.", "replay_steps"),
     **_all(Part.RECORD, "parity.", "tokens text accept"),
+    # A corpus is made before a run, which knows its rows by their hash.
+    **_all(Part.RECORD, "corpus.", "steps input output"),
+    **_all(Part.RECORD, "corpus.extract.", "languages commit project"),
+    **_all(Part.RECORD, "corpus.validate.", "on_bad_row"),
+    **_all(Part.RECORD, "corpus.generate.", "rows repair_frac seed"),
+    **_all(Part.RECORD, "corpus.mix.", "by weights stop budget_tokens seed"),
+    **_all(Part.RECORD, "corpus.split.", "by val_frac heldout_frac"),
+    **_all(Part.RECORD, "corpus.curriculum.", "order"),
     **_all(
         Part.RECORD,
         "parity.budget.",
@@ -88,7 +96,8 @@ SETTINGS: dict[str, Part] = {
     **_all(
         Part.DATA,
         "data.columns.",
-        "prompt input response messages conversations system rating category language group",
+        "prompt input response messages conversations system rating category language group "
+        "difficulty",
     ),
     **_all(
         Part.DATA,

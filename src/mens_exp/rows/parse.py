@@ -21,6 +21,7 @@ __all__ = ["UNKNOWN_KEY", "as_object", "parse_row"]
 
 UNKNOWN_KEY: Final = "unknown key"
 RATINGS: Final = range(1, 6)
+DIFFICULTIES: Final = range(1, 11)
 _TURNS: Final = {
     RowFormat.messages: ("messages", MESSAGES),
     RowFormat.sharegpt: ("conversations", SHAREGPT),
@@ -83,11 +84,12 @@ class _RowReader:
         pair = TrainingPair(
             prompt=conversation.exchanges[-1][0],
             response=conversation.exchanges[-1][1],
-            rating=self._rating(values.get("rating")),
+            rating=self._whole(values, "rating", RATINGS),
             category=self._optional(values, "category"),
             language=self._optional(values, "language"),
             system=self._system(values, conversation),
             group=self._optional(values, "group") or "",
+            difficulty=self._whole(values, "difficulty", DIFFICULTIES),
             history=conversation.exchanges[:-1],
             place=self._problems.where,
         )
@@ -179,14 +181,15 @@ class _RowReader:
         value = values.get(name)
         return None if value is None else self._problems.text(repr(name), value)
 
-    def _rating(self, value: object) -> int | None:
+    def _whole(self, values: Mapping[str, object], name: str, accepts: range) -> int | None:
+        value = values.get(name)
         if value is None:
             return None
-        if isinstance(value, int) and not isinstance(value, bool) and value in RATINGS:
+        if isinstance(value, int) and not isinstance(value, bool) and value in accepts:
             return value
         self._problems.add(
-            "'rating' is out of range" if type(value) is int else "'rating' must be an integer",
+            f"{name!r} is out of range" if type(value) is int else f"{name!r} must be an integer",
             f"{json_type(value)} {shown(value)}",
-            f"an integer from {RATINGS[0]} to {RATINGS[-1]}, or no rating",
+            f"an integer from {accepts[0]} to {accepts[-1]}, or no {name}",
         )
         return None

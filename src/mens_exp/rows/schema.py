@@ -28,6 +28,7 @@ class TrainingPair:
             an empty string asks for an empty one.
         group: what must not be on two sides of a split, a source file say; an empty
             string where the source names none.
+        difficulty: from 1, one line of a beginner's, to 10; None where nobody told.
         history: the exchanges before the prompt, oldest first, each what the user said and what
             the assistant answered.
         place: where it was read, as ``file:line``; no part of what the row is.
@@ -40,6 +41,7 @@ class TrainingPair:
     language: str | None = None
     system: str | None = None
     group: str = ""
+    difficulty: int | None = None
     history: tuple[tuple[str, str], ...] = ()
     place: str = field(default="", compare=False, repr=False)
 
@@ -47,8 +49,8 @@ class TrainingPair:
     def id(self) -> str:
         """16 hex digits of the SHA-256 of what is trained on: system, history, prompt, response.
 
-        Labels (rating, category, language, group) do not enter, so that relabelling a corpus
-        keeps the identity of its items.
+        Labels (rating, category, language, group, difficulty) do not enter, so that relabelling a
+        corpus keeps the identity of its items.
         """
         content: dict[str, Any] = {
             "prompt": self.prompt,
@@ -86,6 +88,7 @@ def to_json(pair: TrainingPair) -> dict[str, Any]:
         "language": pair.language,
         "system": pair.system,
         "group": pair.group or None,
+        "difficulty": pair.difficulty,
     }
     labels = {name: value for name, value in optional.items() if value is not None}
     if not pair.history:

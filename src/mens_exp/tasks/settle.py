@@ -11,7 +11,7 @@ from mens_exp.config.data import HubData, MixData
 from mens_exp.config.mix import sources_of
 from mens_exp.config.model import HfModel
 from mens_exp.config.task import ExportFormat, OllamaForm
-from mens_exp.config.validate import TASK_READS
+from mens_exp.config.validate import TASK_READS, problems_of
 from mens_exp.errors import ConfigError, MensError, Problems
 from mens_exp.layout.hub import pinned
 from mens_exp.layout.starting_adapter import find
@@ -30,11 +30,7 @@ def settled(cell: Cell) -> list[MensError]:
     """Settle what a cell names, and list what keeps its task from being done."""
     config = cell.config
     if "path" not in TASK_READS[config.task.name]:
-        if config.task.name == "doctor":
-            return []
-        _settle_model(cell)
-        settle_rows(cell)
-        return _settle_start(cell) or preflight(config)
+        return _settle_without_path(cell)
     if config.path is None and config.task.name != "merge":
         return []  # told by the rules
     try:
@@ -43,6 +39,16 @@ def settled(cell: Cell) -> list[MensError]:
         return list(several.problems)
     except MensError as error:
         return [error]
+
+
+def _settle_without_path(cell: Cell) -> list[MensError]:
+    if cell.config.task.name == "doctor":
+        return []
+    if cell.config.task.name == "corpus":
+        return _settle_corpus(cell)
+    _settle_model(cell)
+    settle_rows(cell)
+    return _settle_start(cell) or preflight(cell.config)
 
 
 def _settle_path(cell: Cell) -> list[MensError]:
@@ -103,6 +109,22 @@ def settle_rows(cell: Cell) -> None:
             cell.composed.values.data.sources = data.sources
     except MensError:
         return
+
+
+def _settle_corpus(cell: Cell) -> list[MensError]:
+    """Replace paths by whole ones and a branch by the commit it means now, and check the places."""
+    from mens_exp.corpus.steps.places import place_problems
+    from mens_exp.tasks.corpus import settled_places
+
+    config = cell.config
+    if problems_of(config):
+        return []  # told by the rules
+    settled = settled_places(config.corpus)
+    cell.config.corpus = settled
+    stored = cell.composed.values.corpus
+    stored.input, stored.output = settled.input, settled.output
+    stored.extract.commit = settled.extract.commit
+    return place_problems(settled)
 
 
 def _settle_subject(cell: Cell) -> list[MensError]:

@@ -1,21 +1,13 @@
-"""Resident and peak memory of this process, in bytes."""
+"""Resident and peak memory of this process and of its GPU, in bytes."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from pathlib import Path
 
-import psutil
+from mens_exp.artifacts.host_memory import peak_rss_bytes, reset_peak_rss, rss_bytes
 
 __all__ = ["peak_cuda_bytes", "peak_rss_bytes", "release_free", "reset_peak", "rss_bytes"]
-
-_RESET_PEAK = "5"  # proc(5): clear_refs, 5 resets the peak resident set size
-
-
-def rss_bytes() -> int:
-    """Return the resident set size."""
-    return int(psutil.Process().memory_info().rss)
 
 
 def release_free() -> bool:
@@ -40,22 +32,7 @@ def reset_peak() -> bool:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    try:
-        Path("/proc/self/clear_refs").write_text(_RESET_PEAK, encoding="ascii")
-    except OSError:
-        return False
-    return True
-
-
-def peak_rss_bytes() -> int | None:
-    """Return the peak resident set size since :func:`reset_peak`, or None where unknown."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-    except OSError:
-        peak = getattr(psutil.Process().memory_info(), "peak_wset", None)  # Windows' own name
-        return int(peak) if peak is not None else None
-    line = next((x for x in status.splitlines() if x.startswith("VmHWM:")), None)
-    return int(line.split()[1]) * 1024 if line is not None else None
+    return reset_peak_rss()
 
 
 def peak_cuda_bytes() -> int | None:

@@ -171,7 +171,11 @@ class Task:
     def pair(self) -> TrainingPair:
         """The task as a row: no fence and no chatter around the solution."""
         return TrainingPair(
-            prompt=self.prompt, response=self.solution, category=self.theme, group=self.family
+            prompt=self.prompt,
+            response=self.solution,
+            category=self.theme,
+            group=self.family,
+            difficulty=self.difficulty,
         )
 
 

@@ -21,7 +21,7 @@ from mens_exp.corpus.split import Side
 from mens_exp.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from mens_exp.corpus.generator.family import Draft, Family
 
@@ -30,6 +30,7 @@ __all__ = [
     "Generated",
     "benchmark_tasks",
     "draw_task",
+    "drawn_tasks",
     "generate",
     "tasks_digest",
 ]
@@ -104,28 +105,53 @@ def generate(side: Side, count: int, seed: int, repair_frac: float) -> Generated
     Raises:
         DataError: the families have not so many different tasks.
     """
+    dropped: Counter[str] = Counter()
+    tasks = list(drawn_tasks(side, count, seed, repair_frac, dropped))
+    return Generated(tasks=tasks, dropped=dict(sorted(dropped.items())))
+
+
+def drawn_tasks(
+    side: Side,
+    count: int,
+    seed: int,
+    repair_frac: float,
+    dropped: Counter[str],
+    where: str = "data.rows",
+) -> Iterator[Task]:
+    """Yield what `generate` returns, a task at a time.
+
+    Args:
+        side: whose families.
+        count: how many tasks.
+        seed: the generator's seed.
+        repair_frac: share of tasks to repair, in [0, 1].
+        dropped: counts draws that made no task, by reason; added to.
+        where: the setting that asks for so many, for messages.
+
+    Raises:
+        DataError: the families have not so many different tasks.
+    """
     families = families_of(side)
     sources = [
         _Source(family, phase=place / len(families)) for place, family in enumerate(families)
     ]
-    dropped: Counter[str] = Counter()
-    tasks: list[Task] = []
-    while len(tasks) < count:
+    made = 0
+    while made < count:
         if not sources:
             raise DataError(
                 "the families have not so many different tasks",
-                where="data.rows",
+                where=where,
                 found=f"{count} for {side.value}",
-                expected=f"at most {len(tasks)} with data.generator_seed={seed}",
+                expected=f"at most {made} with the seed {seed}",
                 remedy="ask for fewer rows",
             )
-        for source in sources[: count - len(tasks)]:
+        for source in sources[: count - made]:
             task = _next(source, seed, repair_frac, dropped)
             if task is None:
                 sources.remove(source)  # used up
             else:
-                tasks.append(task)
-    return Generated(tasks=tasks, dropped=dict(sorted(dropped.items())))
+                made += 1
+                yield task
 
 
 def _next(source: _Source, seed: int, repair_frac: float, dropped: Counter[str]) -> Task | None:

@@ -1,0 +1,175 @@
+"""The steps of task=corpus and the settings of each."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+from mens_exp.config.data import MixStop, OnBadRow
+from mens_exp.config.fields import setting
+
+__all__ = [
+    "LANGUAGES",
+    "STEPS",
+    "CorpusConfig",
+    "CurriculumConfig",
+    "DifficultyOrder",
+    "ExtractConfig",
+    "GenerateConfig",
+    "MixBy",
+    "MixStepConfig",
+    "SplitBy",
+    "SplitStepConfig",
+    "ValidateConfig",
+]
+
+# By name; a test holds them against the steps and readers that there are.
+STEPS: Final = ("extract", "validate", "generate", "mix", "split", "curriculum")
+LANGUAGES: Final = ("python", "rust", "markdown")
+
+
+class SplitBy(Enum):
+    """What stays on one side of the split."""
+
+    file = "file"
+    project = "project"
+
+
+class MixBy(Enum):
+    """What tells the sources of a mix apart."""
+
+    file = "file"
+    category = "category"
+    language = "language"
+    project = "project"
+
+
+class DifficultyOrder(Enum):
+    """Which rows of a curriculum come first."""
+
+    easiest_first = "easiest_first"
+    hardest_first = "hardest_first"
+
+
+@dataclass(kw_only=True, slots=True)
+class ExtractConfig:
+    """What the step extract takes from a directory, a file or a git checkout."""
+
+    languages: list[str] = setting(
+        ["python", "rust", "markdown"],
+        "What to read: python (.py), rust (.rs), markdown (.md, its fenced blocks of code).",
+    )
+    commit: str | None = setting(
+        None,
+        "Commit, tag or branch of the git checkout to read; its work tree is neither read nor "
+        "touched. Null: the files as they stand in the directory.",
+    )
+    project: str | None = setting(
+        None, "Name of the project, the first part of every group; null is the directory's."
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class ValidateConfig:
+    """What the step validate asks of a row."""
+
+    on_bad_row: OnBadRow = setting(
+        OnBadRow.error,
+        "A row that cannot be read or whose code does not parse: error refuses all of them, "
+        "quarantine puts it into quarantine.jsonl with its place and reason and goes on.",
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class GenerateConfig:
+    """What the step generate adds, of the families that data=synthetic trains on."""
+
+    rows: int = setting(1000, "Rows to add, no two alike (about a thousand a second).", ge=1)
+    repair_frac: float = setting(
+        0.25, "Share of rows that ask to repair a broken program (unverified guess).", ge=0, le=1
+    )
+    seed: int = setting(0, "Seed of the rows.", ge=0)
+
+
+@dataclass(kw_only=True, slots=True)
+class MixStepConfig:
+    """How the step mix draws; after a split it draws train and leaves the other sides."""
+
+    by: MixBy = setting(
+        MixBy.category,
+        "What tells sources apart: file (the name of an input file less its endings, in the first "
+        "step), category, language, or project (a group's part before '::').",
+    )
+    weights: dict[str, float] = setting(
+        {},
+        "Weight of each source, such as {stdlib:0.7,strings:0.3}: its share of the rows; only the "
+        "ratios count, and every source there is needs one.",
+    )
+    stop: MixStop = setting(
+        MixStop.all_exhausted,
+        "When the draw ends: all_exhausted repeats sources until each was gone through, "
+        "first_exhausted repeats none, budget ends at budget_tokens.",
+    )
+    budget_tokens: int | None = setting(
+        None,
+        "Tokens to draw under stop=budget, estimated at 3.4 characters a token and 40 for the "
+        "template of an exchange.",
+        ge=1,
+    )
+    seed: int = setting(0, "Which rows of a source are drawn first.", ge=0)
+
+
+@dataclass(kw_only=True, slots=True)
+class SplitStepConfig:
+    """How the step split parts the rows, as data.val_frac and data.heldout_frac do."""
+
+    by: SplitBy = setting(
+        SplitBy.file,
+        "What stays on one side: file (a row's group, its source file; its first prompt where it "
+        "has none) or project (a group's part before '::').",
+    )
+    val_frac: float = setting(0.05, "Share of the groups to validate on.", ge=0, lt=1)
+    heldout_frac: float = setting(0.05, "Share of the groups to hold out.", ge=0, lt=1)
+
+
+@dataclass(kw_only=True, slots=True)
+class CurriculumConfig:
+    """How the step curriculum orders rows; after a split it orders train alone."""
+
+    order: DifficultyOrder = setting(
+        DifficultyOrder.easiest_first,
+        "Which rows come first. A row's difficulty is its own; of a row without one the length of "
+        "its answer and, in Python, the depth of its syntax tree tell.",
+    )
+
+
+def _node(kind: type) -> Any:
+    return dataclasses.field(default_factory=kind, metadata={"doc": kind.__doc__, "range": None})
+
+
+@dataclass(kw_only=True, slots=True)
+class CorpusConfig:
+    """What task=corpus makes rows of, in which steps, and where."""
+
+    steps: list[str] = setting(
+        [],
+        "The steps, in order, each once: extract, validate, generate, mix, split, curriculum.",
+    )
+    input: Any = setting(
+        None,
+        "What the first step reads: files of rows (one, a list, a glob), for extract a directory, "
+        "a file or a git checkout, or a list of them. Null: generate begins, and reads nothing.",
+    )
+    output: str | None = setting(
+        None,
+        "Directory of the corpus: one directory a step, and corpus.json. A step of it that is "
+        "done already, from the same input under the same settings, is not done again.",
+    )
+    extract: ExtractConfig = _node(ExtractConfig)
+    validate: ValidateConfig = _node(ValidateConfig)
+    generate: GenerateConfig = _node(GenerateConfig)
+    mix: MixStepConfig = _node(MixStepConfig)
+    split: SplitStepConfig = _node(SplitStepConfig)
+    curriculum: CurriculumConfig = _node(CurriculumConfig)

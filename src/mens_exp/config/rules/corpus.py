@@ -1,0 +1,209 @@
+"""What the steps of task=corpus need of each other, and of their settings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+from mens_exp.artifacts.nearest import expected_name
+from mens_exp.config.corpus import LANGUAGES, STEPS, CorpusConfig
+from mens_exp.config.data import MixStop
+from mens_exp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from mens_exp.config.root import RunConfig
+
+__all__ = ["problems", "unread"]
+
+# Step -> steps that cannot come before it, and why.
+_NOT_AFTER: Final[dict[str, tuple[frozenset[str], str]]] = {
+    "extract": (frozenset(STEPS), "it reads source files, and no rows of another step"),
+    "generate": (
+        frozenset({"mix", "split", "curriculum"}),
+        "its rows would be of no share, no side and no place in the order",
+    ),
+    "mix": (frozenset({"curriculum"}), "it draws rows in an order of its own"),
+    "split": (
+        frozenset({"mix"}),
+        "mix repeats rows; after a split it repeats rows to train on alone",
+    ),
+}
+
+
+def problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what keeps task=corpus from being done."""
+    if config.task.name != "corpus":
+        return
+    corpus = config.corpus
+    named = list(_names(corpus))
+    yield from named
+    if not named:
+        yield from _order(corpus)
+        yield from _places(corpus)
+    yield from _settings(corpus)
+
+
+def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
+    """Yield overrides of steps that are not done.
+
+    Args:
+        config: the whole configuration.
+        keys: override keys as given.
+    """
+    if config.task.name != "corpus":
+        return
+    for key in keys:
+        node, _, step = key.partition(".")
+        step = step.partition(".")[0]
+        if node == "corpus" and step in STEPS and step not in config.corpus.steps:
+            yield ConfigError(
+                f"has no effect without the step {step}",
+                where=key,
+                found=", ".join(config.corpus.steps) or "no step",
+                expected=f"{step} among corpus.steps",
+                remedy=f"add the step, or drop {key}",
+            )
+        if key == "corpus.mix.budget_tokens" and config.corpus.mix.stop is not MixStop.budget:
+            yield ConfigError(
+                f"has no effect under corpus.mix.stop={config.corpus.mix.stop.value}",
+                where=key,
+                expected="corpus.mix.stop=budget beside it",
+            )
+
+
+def _names(corpus: CorpusConfig) -> Iterator[ConfigError]:
+    if not corpus.steps:
+        yield ConfigError(
+            "no step named",
+            where="corpus.steps",
+            expected=f"a list such as [extract,validate,split]; there are {', '.join(STEPS)}",
+        )
+    for name, count in Counter(corpus.steps).items():
+        if name not in STEPS:
+            yield ConfigError(
+                "no such step",
+                where="corpus.steps",
+                found=name,
+                expected=expected_name(name, STEPS),
+            )
+        elif count > 1:
+            yield ConfigError(
+                f"the step {name} stands {count} times",
+                where="corpus.steps",
+                found=",".join(corpus.steps),
+                expected="each step once",
+            )
+
+
+def _order(corpus: CorpusConfig) -> Iterator[ConfigError]:
+    for place, name in enumerate(corpus.steps):
+        after, why = _NOT_AFTER.get(name, (frozenset(), ""))
+        wrong = [one for one in corpus.steps[:place] if one in after]
+        if wrong:
+            yield ConfigError(
+                f"{name} cannot come after {wrong[0]}: {why}",
+                where="corpus.steps",
+                found=",".join(corpus.steps),
+                expected="extract or generate, validate, split, mix, curriculum, in this order, "
+                "less those that are not wanted",
+            )
+
+
+def _places(corpus: CorpusConfig) -> Iterator[ConfigError]:
+    begins_itself = corpus.steps[0] == "generate"
+    if corpus.input is None and not begins_itself:
+        yield ConfigError(
+            f"nothing for the step {corpus.steps[0]} to read",
+            where="corpus.input",
+            expected="a directory, a file or a git checkout"
+            if corpus.steps[0] == "extract"
+            else "files of rows: one, a list of them, or a glob",
+            remedy="add corpus.input=<path>",
+        )
+    named = corpus.input if isinstance(corpus.input, list) else [corpus.input]
+    if corpus.input is not None and not (named and all(isinstance(one, str) for one in named)):
+        yield ConfigError(
+            "names no files",
+            where="corpus.input",
+            found=corpus.input,
+            expected="a path, a glob, or a list of them",
+        )
+    if corpus.output is None:
+        yield ConfigError(
+            "nowhere to write the corpus",
+            where="corpus.output",
+            expected="a directory; a second run of the same command finds there what is done",
+            remedy="add corpus.output=<directory>",
+        )
+
+
+def _settings(corpus: CorpusConfig) -> Iterator[ConfigError]:
+    if "extract" in corpus.steps:
+        yield from _extraction(corpus)
+    if "mix" in corpus.steps:
+        yield from _mix(corpus)
+    split = corpus.split
+    if "split" in corpus.steps and split.val_frac + split.heldout_frac >= 1:
+        yield ConfigError(
+            "nothing is left to train on",
+            where="corpus.split.val_frac",
+            found=f"val_frac {split.val_frac:g} + heldout_frac {split.heldout_frac:g}",
+            expected="a sum below 1",
+        )
+
+
+def _extraction(corpus: CorpusConfig) -> Iterator[ConfigError]:
+    languages = corpus.extract.languages
+    if not languages:
+        yield ConfigError(
+            "nothing to extract", where="corpus.extract.languages", expected=", ".join(LANGUAGES)
+        )
+    for name in languages:
+        if name not in LANGUAGES:
+            yield ConfigError(
+                "no such language",
+                where="corpus.extract.languages",
+                found=name,
+                expected=expected_name(name, LANGUAGES),
+            )
+    several = isinstance(corpus.input, list) and len(corpus.input) > 1
+    if several and corpus.extract.project is not None:
+        yield ConfigError(
+            "one name for several projects",
+            where="corpus.extract.project",
+            found=f"{len(corpus.input)} inputs",
+            expected="null, so that each is named by its directory",
+        )
+
+
+def _mix(corpus: CorpusConfig) -> Iterator[ConfigError]:
+    mix = corpus.mix
+    if not mix.weights:
+        yield ConfigError(
+            "no weights",
+            where="corpus.mix.weights",
+            expected="the weight of each source, such as {stdlib:0.7,strings:0.3}",
+        )
+    for name, weight in mix.weights.items():
+        if not 0 < weight < float("inf"):  # false for NaN too
+            yield ConfigError(
+                "not a weight",
+                where=f"corpus.mix.weights.{name}",
+                found=weight,
+                expected="a finite number above 0",
+            )
+    if mix.stop is MixStop.budget and mix.budget_tokens is None:
+        yield ConfigError(
+            "no budget to stop at",
+            where="corpus.mix.budget_tokens",
+            expected="a number of tokens, because corpus.mix.stop=budget",
+        )
+    if mix.by.value == "file" and corpus.steps[0] != "mix":
+        yield ConfigError(
+            "only the first step knows the files of its rows",
+            where="corpus.mix.by",
+            found=f"file, and mix after {corpus.steps[0]}",
+            expected="category, language or project, or mix as the first step",
+        )

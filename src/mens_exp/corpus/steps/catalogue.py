@@ -1,0 +1,71 @@
+"""The steps by name: what each does, which settings it reads, and what else its files depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Final
+
+from mens_exp.corpus.steps.curriculum import curriculum
+from mens_exp.corpus.steps.extract import extract
+from mens_exp.corpus.steps.generate import generate
+from mens_exp.corpus.steps.mix import mix
+from mens_exp.corpus.steps.split import split
+from mens_exp.corpus.steps.validate import validate
+from mens_exp.corpus.synthetic import generator_sha256
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mens_exp.corpus.steps.step import Step
+
+__all__ = ["STEPS", "StepKind"]
+
+
+def _nothing() -> dict[str, str | None]:
+    return {}
+
+
+def _grammars() -> dict[str, str | None]:
+    return {name: _version(name) for name in ("tree-sitter", "tree-sitter-rust")}
+
+
+def _generator() -> dict[str, str | None]:
+    return {"generator": generator_sha256()}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepKind:
+    """One kind of step.
+
+    Attributes:
+        run: the step.
+        version: of its code; raise it with every change to what it writes, and what an older
+            version wrote is done again.
+        reads: settings of the whole command that it reads besides its own node.
+        makes_rows: whether it leaves rows for the next step, or only looks at them.
+        leans_on: versions of what its files depend on besides.
+    """
+
+    run: Step
+    version: int
+    reads: tuple[str, ...] = ()
+    makes_rows: bool = True
+    leans_on: Callable[[], dict[str, str | None]] = _nothing
+
+
+STEPS: Final[dict[str, StepKind]] = {
+    "extract": StepKind(run=extract, version=1, leans_on=_grammars),
+    "validate": StepKind(run=validate, version=1, leans_on=_grammars),
+    "generate": StepKind(run=generate, version=1, leans_on=_generator),
+    "mix": StepKind(run=mix, version=1),
+    "split": StepKind(run=split, version=1),
+    "curriculum": StepKind(run=curriculum, version=1),
+}

@@ -1,0 +1,259 @@
+"""The steps of a corpus in order: each done once for the same input, settings and code."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import shutil
+import time
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from mens_exp.artifacts import atomic
+from mens_exp.artifacts.corpus_record import CorpusRecord, OutputFile, StepRecord, StepSummary
+from mens_exp.artifacts.digest import digest, sha256_file
+from mens_exp.artifacts.host_memory import peak_rss_bytes, reset_peak_rss
+from mens_exp.artifacts.run_lock import held
+from mens_exp.corpus.steps.catalogue import STEPS
+from mens_exp.corpus.steps.step import ROW_FILES, StepInput, StepResult
+from mens_exp.errors import DataError, MensError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from mens_exp.config.root import RunConfig
+    from mens_exp.corpus.steps.catalogue import StepKind
+
+__all__ = ["CORPUS_RECORD", "STEP_RECORD", "Done", "directory_name", "run_steps"]
+
+STEP_RECORD: Final = "step.json"
+CORPUS_RECORD: Final = "corpus.json"
+LOCK: Final = ".lock"
+_SCRATCH: Final = ".scratch"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    """One step that is done: its record, where, and why it was done; None where it was already."""
+
+    record: StepRecord
+    directory: Path
+    why: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """One step as it is to be done: what its files depend on, and the files of its input."""
+
+    name: str
+    kind: StepKind
+    files: tuple[Path, ...]
+    inputs: Mapping[str, str]
+    settings: Mapping[str, Any]
+    made_by: Mapping[str, str | None]
+
+    @property
+    def key(self) -> str:
+        """The digest of all that the step's files depend on."""
+        return digest(
+            {
+                "step": self.name,
+                "settings": self.settings,
+                "made_by": self.made_by,
+                "inputs": [list(item) for item in self.inputs.items()],
+            }
+        )
+
+
+def run_steps(
+    config: RunConfig,
+    files: Sequence[Path],
+    inputs: Mapping[str, str],
+    told: Callable[[Done], None],
+) -> CorpusRecord:
+    """Do the steps of a corpus that are not done yet, in order.
+
+    Args:
+        config: the whole command; `corpus.output` is a directory that may be written.
+        files: what the first step reads.
+        inputs: name of each of these -> SHA-256 of its content.
+        told: called with each step when it is done.
+
+    Returns:
+        The record of the corpus, as written.
+
+    Raises:
+        MensError: a step cannot be done; what was done before it stays, and is not done again.
+    """
+    assert config.corpus.output is not None, "the rules ask for it"
+    output = Path(config.corpus.output)
+    output.mkdir(parents=True, exist_ok=True)
+    with held(output / LOCK):
+        atomic.remove_stale(output)
+        steps: list[StepSummary] = []
+        last: tuple[str, StepRecord] | None = None
+        found, names = tuple(files), dict(inputs)
+        is_new = False
+        for number, name in enumerate(config.corpus.steps, start=1):
+            directory = output / directory_name(number, name)
+            plan = _plan(config, name, found, names)
+            record, why = _kept(directory, plan.key)
+            if record is None or is_new:
+                why = why or "a step before it was done again"
+                is_new = True
+                (output / CORPUS_RECORD).unlink(missing_ok=True)  # true again when all is done
+                record = _do(plan, directory, config)
+            told(Done(record=record, directory=directory, why=why))
+            steps.append(_summary(record, directory.name))
+            if plan.kind.makes_rows:
+                last = directory.name, record
+            there = [one for one in ROW_FILES if one in record.outputs]
+            found = tuple(directory / one for one in there)
+            names = {one: record.outputs[one]["sha256"] for one in there}
+        corpus = CorpusRecord(inputs=dict(inputs), steps=steps, files=_files(last))
+        corpus.write(output / CORPUS_RECORD)
+    return corpus
+
+
+def directory_name(number: int, step: str) -> str:
+    """Return the name of a step's directory, such as ``03-split``."""
+    return f"{number:02d}-{step}"
+
+
+def _plan(
+    config: RunConfig, name: str, files: tuple[Path, ...], inputs: Mapping[str, str]
+) -> _Plan:
+    kind = STEPS[name]
+    settings = {name: _plain(getattr(config.corpus, name, None))}
+    settings |= {key: _plain(_selected(config, key)) for key in kind.reads}
+    python = ".".join(platform.python_version_tuple()[:2])  # whose grammar parses Python
+    made_by = {"step": str(kind.version), "python": python, **kind.leans_on()}
+    return _Plan(
+        name=name, kind=kind, files=files, inputs=inputs, settings=settings, made_by=made_by
+    )
+
+
+def _selected(config: RunConfig, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """Return settings as JSON has them."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {str(name): _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _kept(directory: Path, key: str) -> tuple[StepRecord | None, str | None]:
+    """Return the record of a step that is done, or why it has to be done."""
+    if not directory.exists():
+        return None, "new"
+    try:
+        record = StepRecord.read(directory / STEP_RECORD)
+    except MensError:
+        return None, "its record cannot be read"
+    if record.key != key:
+        return None, "its input, its settings or the code changed"
+    there = {path.name for path in directory.iterdir()} - {STEP_RECORD}
+    if there != set(record.outputs):
+        return None, "files of it are missing, or were added"
+    for name, output in record.outputs.items():
+        if sha256_file(directory / name) != output["sha256"]:
+            return None, f"{name} is not what the step wrote"
+    return record, None
+
+
+def _do(plan: _Plan, directory: Path, config: RunConfig) -> StepRecord:
+    """Do a step, and put its directory in place when it is whole."""
+    can_tell = reset_peak_rss()
+    began = time.monotonic()
+    with atomic.directory(directory) as whole:
+        scratch = whole / _SCRATCH
+        scratch.mkdir()
+        step = StepInput(
+            files=plan.files, directory=whole, scratch=scratch, config=config.corpus, run=config
+        )
+        result = plan.kind.run(step)
+        shutil.rmtree(scratch)
+        outputs = _outputs(whole)
+        _refuse(plan, result, outputs)
+        record = StepRecord(
+            step=plan.name,
+            key=plan.key,
+            settings=dict(plan.settings),
+            made_by=dict(plan.made_by),
+            inputs=dict(plan.inputs),
+            outputs=outputs,
+            rows_in=result.rows_in,
+            rows_out=result.rows_out,
+            dropped=result.dropped,
+            facts=result.facts,
+            seconds=round(time.monotonic() - began, 3),
+            peak_bytes=peak_rss_bytes() if can_tell else None,
+        )
+        record.write(whole / STEP_RECORD)
+    return record
+
+
+def _outputs(directory: Path) -> dict[str, OutputFile]:
+    found: dict[str, OutputFile] = {}
+    for path in sorted(directory.iterdir()):
+        rows = _lines(path) if path.name in ROW_FILES else None
+        found[path.name] = {"sha256": sha256_file(path), "rows": rows}
+    return found
+
+
+def _lines(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(piece.count(b"\n") for piece in iter(lambda: file.read(2**20), b""))
+
+
+def _refuse(plan: _Plan, result: StepResult, outputs: Mapping[str, OutputFile]) -> None:
+    """Refuse a step that leaves nothing, or forgets the sides of a split.
+
+    Raises:
+        DataError: no row is left.
+    """
+    rows = sum(output["rows"] or 0 for output in outputs.values())
+    if plan.kind.makes_rows and not rows:
+        told = "; ".join(f"{reason} {count}" for reason, count in result.dropped.items())
+        raise DataError(
+            f"no row is left after the step {plan.name}",
+            where=f"corpus.{plan.name}",
+            found=f"{result.rows_in} read, dropped: {told or 'none'}",
+            expected="at least one",
+            remedy="look at corpus.input, or loosen the step's settings; the steps before it stay",
+        )
+    were_sides = any(path.name in ROW_FILES[1:] for path in plan.files)
+    assert not (were_sides and ROW_FILES[0] in outputs), f"{plan.name} forgets the sides"
+
+
+def _summary(record: StepRecord, directory: str) -> StepSummary:
+    return {
+        "step": record.step,
+        "directory": directory,
+        "key": record.key,
+        "rows_in": record.rows_in,
+        "rows_out": record.rows_out,
+        "dropped": dict(record.dropped),
+    }
+
+
+def _files(last: tuple[str, StepRecord] | None) -> dict[str, OutputFile]:
+    if last is None:
+        return {}
+    directory, record = last
+    return {
+        f"{directory}/{name}": record.outputs[name] for name in ROW_FILES if name in record.outputs
+    }

@@ -1,0 +1,175 @@
+"""What a step of a corpus is given, what it gives back, and its rows on disk.
+
+A step reads files and writes files; it holds a row at a time. Whoever runs it names the files,
+puts the directory in place when it is whole, and records both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Self, TypeAlias
+
+from mens_exp.artifacts.atomic import json_line
+from mens_exp.corpus.split import Side
+from mens_exp.errors import DataError, MensError
+from mens_exp.rows.decode import decoded_rows
+from mens_exp.rows.parse import parse_row
+from mens_exp.rows.schema import to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+    from types import TracebackType
+
+    from mens_exp.config.corpus import CorpusConfig
+    from mens_exp.config.root import RunConfig
+    from mens_exp.rows.schema import TrainingPair
+
+__all__ = [
+    "ROW_FILES",
+    "RowWriter",
+    "Step",
+    "StepInput",
+    "StepResult",
+    "read_rows",
+    "read_sides",
+    "side_of_file",
+]
+
+INPUT: Final = "corpus.input"  # what messages name for a file that cannot be read
+# The files of rows that a step may leave, in the order in which the next one reads them; whatever
+# else stands in its directory is a record beside them (duplicates.jsonl, quarantine.jsonl).
+ROW_FILES: Final = ("rows.jsonl", *(f"{side}.jsonl" for side in Side))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepInput:
+    """What a step works on.
+
+    Attributes:
+        files: the row files of the step before, in order; of the first step what corpus.input
+            names: any files of rows, for extract a directory, a file or a git checkout, for
+            generate none.
+        directory: where the step writes its files; empty, and put in place when it is whole.
+        scratch: an empty directory for sorted runs and the like, deleted afterwards.
+        config: the settings; a step reads its own node, ``config.<step>``.
+        run: the whole command, for the tokenizer and the sequence length; None where a step is
+            called on its own, and what it would have told of them is then unknown.
+    """
+
+    files: tuple[Path, ...]
+    directory: Path
+    scratch: Path
+    config: CorpusConfig
+    run: RunConfig | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class StepResult:
+    """What a step did.
+
+    Attributes:
+        rows_in: rows read, the dropped ones included.
+        rows_out: rows written, over all sides.
+        dropped: rows, or what might have become one, that were not taken, by reason.
+        facts: what else is to be known: plain JSON, sorted by key in step.json.
+    """
+
+    rows_in: int
+    rows_out: int
+    dropped: dict[str, int] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+Step: TypeAlias = Callable[[StepInput], StepResult]
+
+
+def read_rows(files: Iterable[Path]) -> Iterator[TrainingPair]:
+    """Yield the rows of files, one file after the other, a line at a time.
+
+    A JSON array and a table are the exceptions: of those a file, or a batch, is held.
+
+    Raises:
+        DataError: a file cannot be read, or a row in it is wrong; the first one is told.
+    """
+    for _, pair in read_sides(files):
+        yield pair
+
+
+def read_sides(files: Iterable[Path]) -> Iterator[tuple[Side | None, TrainingPair]]:
+    """Yield the rows of files as `read_rows` does, each with the side that its file is of.
+
+    Yields:
+        The side, None before a split, and the row.
+    """
+    for path in files:
+        side = side_of_file(path)
+        for located in decoded_rows(path, INPUT):
+            try:
+                if isinstance(located.value, DataError):
+                    raise located.value
+                pair = parse_row(located.value, located.where)
+            except MensError as error:
+                first = getattr(error, "problems", [error])[0]
+                raise DataError(
+                    first.what,
+                    where=first.where,
+                    found=first.found,
+                    expected=first.expected,
+                    remedy="mend the row, or begin with the step validate, which under "
+                    "corpus.validate.on_bad_row=quarantine puts bad rows aside",
+                ) from error
+            yield side, pair
+
+
+def side_of_file(path: Path) -> Side | None:
+    """Return the side that a row file is of; None before a split."""
+    return next((side for side in Side if path.name == f"{side}.jsonl"), None)
+
+
+class RowWriter:
+    """Writes the rows of a step, a line each, into its directory.
+
+    Attributes:
+        rows: how many rows each file has, by its name.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Write into an existing directory; a file is made with its first row."""
+        self.rows: dict[str, int] = {}
+        self._directory = directory
+        self._files: dict[str, BinaryIO] = {}
+
+    @property
+    def total(self) -> int:
+        """Rows written, over all sides."""
+        return sum(self.rows.values())
+
+    def write(self, pair: TrainingPair, side: Side | None = None) -> None:
+        """Append a row to ``rows.jsonl``, or after a split to the file of its side."""
+        self.write_line(json_line(to_json(pair), "a row"), side)
+
+    def write_line(self, line: bytes, side: Side | None = None) -> None:
+        """Append a row that is a line of JSON already, its newline included."""
+        name = "rows.jsonl" if side is None else f"{side}.jsonl"
+        file = self._files.get(name)
+        if file is None:
+            file = self._files[name] = (self._directory / name).open("xb")
+            self.rows[name] = 0
+        file.write(line)
+        self.rows[name] += 1
+
+    def __enter__(self) -> Self:
+        """Return the writer."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the files, whatever happened."""
+        for file in self._files.values():
+            file.close()

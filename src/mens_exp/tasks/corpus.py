@@ -1,0 +1,119 @@
+"""task=corpus: rows from source files or other rows, in steps that are each done once."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from mens_exp.errors import MensError
+
+if TYPE_CHECKING:
+    from mens_exp.artifacts.corpus_record import CorpusRecord
+    from mens_exp.config.corpus import CorpusConfig
+    from mens_exp.config.root import RunConfig
+    from mens_exp.corpus.steps.pipeline import Done
+    from mens_exp.tasks.run import Run
+
+__all__ = ["corpus", "settled_places"]
+
+
+def corpus(config: RunConfig, run: Run) -> None:
+    """Do the steps that are not done yet, show each, and record what came of them."""
+    from mens_exp.corpus.steps.pipeline import run_steps
+    from mens_exp.corpus.steps.places import hashes, input_files
+
+    files = input_files(config.corpus)
+    inputs = hashes(files, config.corpus)
+    run.manifest.inputs["corpus"] = inputs
+    run.save()
+    console = Console()
+    steps: list[dict[str, Any]] = []
+
+    def told(done: Done) -> None:
+        steps.append(_fact(done))
+        run.manifest.facts["steps"] = steps
+        run.save()
+        console.print(_line(done), soft_wrap=True)
+
+    made = run_steps(config, files, inputs, told)
+    assert config.corpus.output is not None, "the rules ask for it"
+    output = Path(config.corpus.output)
+    run.manifest.results.update(_results(made, output))
+    for name, file in made.files.items():
+        console.print(f"{output / name}: {file['rows']} rows", soft_wrap=True)
+    console.print(_next(made, output), soft_wrap=True)
+
+
+def settled_places(config: CorpusConfig) -> CorpusConfig:
+    """Return the settings with whole paths, and of one checkout the commit that a name means now.
+
+    What cannot be settled stays as it is; the checks of the places say why.
+    """
+    from mens_exp.corpus.git_files import resolved_commit
+
+    named = config.input
+    if named is not None:
+        named = [_whole(one) for one in (named if isinstance(named, list) else [named])]
+        named = named if isinstance(config.input, list) else named[0]
+    commit = config.extract.commit
+    if commit is not None and isinstance(named, str) and Path(named).is_dir():
+        try:
+            commit = resolved_commit(Path(named), commit)
+        except MensError:
+            commit = config.extract.commit
+    return dataclasses.replace(
+        config,
+        input=named,
+        output=None if config.output is None else _whole(config.output),
+        extract=dataclasses.replace(config.extract, commit=commit),
+    )
+
+
+def _whole(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
+
+
+def _fact(done: Done) -> dict[str, Any]:
+    record = done.record
+    return {
+        "step": record.step,
+        "directory": str(done.directory),
+        "key": record.key,
+        "was_done_already": done.why is None,
+        "why": done.why,
+        "rows_in": record.rows_in,
+        "rows_out": record.rows_out,
+        "dropped": record.dropped,
+        "seconds": record.seconds,
+        "peak_bytes": record.peak_bytes,
+    }
+
+
+def _line(done: Done) -> str:
+    """Say what a step did, in one line."""
+    record = done.record
+    state = "already done" if done.why is None else f"{record.seconds:.1f} s ({done.why})"
+    dropped = ", ".join(f"{reason} {count}" for reason, count in record.dropped.items())
+    rows = f"{record.rows_in} in, {record.rows_out} out"
+    return f"{done.directory.name}: {rows}{f'; dropped: {dropped}' if dropped else ''} · {state}"
+
+
+def _results(made: CorpusRecord, output: Path) -> dict[str, Any]:
+    return {
+        "out": str(output),
+        "rows": {name: file["rows"] for name, file in made.files.items()},
+        "out_sha256": {name: file["sha256"] for name, file in made.files.items()},
+    }
+
+
+def _next(made: CorpusRecord, output: Path) -> str:
+    """Return the settings with which a run trains on the corpus."""
+    files = {Path(name).stem: output / name for name in made.files}
+    train = files.get("train") or files.get("rows")
+    if train is None:
+        return "No step left rows to train on."
+    val = f" data.val_path={files['val']}" if "val" in files else ""
+    return f"Train on it: python -m mens_exp data=jsonl data.path={train}{val}"
