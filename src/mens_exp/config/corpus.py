@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
+from mens_exp.config.corpus_decontaminate import DecontaminateConfig
 from mens_exp.config.data import MixStop, OnBadRow
 from mens_exp.config.fields import setting
 
@@ -26,7 +27,7 @@ __all__ = [
 ]
 
 # By name; a test holds them against the steps and readers that there are.
-STEPS: Final = ("extract", "validate", "generate", "mix", "split", "curriculum")
+STEPS: Final = ("extract", "validate", "generate", "decontaminate", "mix", "split", "curriculum")
 LANGUAGES: Final = ("python", "rust", "markdown")
 
 
@@ -155,7 +156,8 @@ class CorpusConfig:
 
     steps: list[str] = setting(
         [],
-        "The steps, in order, each once: extract, validate, generate, mix, split, curriculum.",
+        "The steps, in order, each once: extract, validate, generate, decontaminate, mix, "
+        "split, curriculum.",
     )
     input: Any = setting(
         None,
@@ -170,6 +172,7 @@ class CorpusConfig:
     extract: ExtractConfig = _node(ExtractConfig)
     validate: ValidateConfig = _node(ValidateConfig)
     generate: GenerateConfig = _node(GenerateConfig)
+    decontaminate: DecontaminateConfig = _node(DecontaminateConfig)
     mix: MixStepConfig = _node(MixStepConfig)
     split: SplitStepConfig = _node(SplitStepConfig)
     curriculum: CurriculumConfig = _node(CurriculumConfig)

