@@ -67,6 +67,14 @@ def of_tokens(part: TokenPart, limits: ContractConfig, labelling: Labelling) -> 
             expected="every one",
             remedy=f"{_SHOW}, and report it; or allow it",
         )
+    if part["answer_tokens_missed"] and not ends:
+        yield GateError(
+            "parts of answers are not learned",
+            where="objective.labels",
+            found=f"{part['answer_tokens_missed']} tokens of the documents' last answers",
+            expected="every token of an answer that is within the limit",
+            remedy=f"{_SHOW}, and report it: masks do not stand where the answers are",
+        )
     foreign = _foreign(part)
     if answers and foreign:
         yield GateError(
@@ -171,11 +179,11 @@ def of_probe(part: ProbePart) -> Iterator[GateError]:
             expected="at each position the next token of the same document",
             remedy=report,
         )
-    if (part["peek_loss"] or 0.0) > limit:
+    if (part["peek"] or 0.0) > limit:
         yield GateError(
             "the loss depends on the token that it is to predict",
             where="objective",
-            found=f"another last token moves the loss by {part['peek_loss']:.2%}",
+            found=f"another last token moves it, or what it is made of, by {part['peek']:.2%}",
             expected=expected,
             remedy=f"{report}: labels are not shifted by one",
         )

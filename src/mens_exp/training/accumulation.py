@@ -140,6 +140,6 @@ def _step(config: RunConfig, module: TrainingModule, stream: MicroBatches) -> _S
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
     )
-    trainer.fit(observing, stream)
+    trainer.fit(observing, stream, stream)  # the second is never read: no batch of it is to be
     observing.to(device)  # Lightning leaves it on the CPU
     return _Step(observing.loss, observing.gradients)

@@ -67,7 +67,7 @@ def probe(config: RunConfig, module: TrainingModule, data: RowsDataModule) -> Pr
         "as_asked": list(_otherwise(config, first)),
         "together_loss": together[0],
         "together_hidden": together[1],
-        "peek_loss": peek,
+        "peek": peek,
         "accumulation_documents": uneven.documents if uneven else None,
         "accumulation_loss": uneven.loss if uneven else None,
         "accumulation_gradient": uneven.gradient if uneven else None,
@@ -168,7 +168,7 @@ class _Trial:
         return abs(float(joined.total.detach()) - alone) / max(abs(alone), 1e-12), apart
 
     def peek(self) -> float | None:
-        """Change the last token of a document where it stands, and see whether the loss moves."""
+        """Change the last token of a document where it stands, and see whether anything moves."""
         batch = self._batch([0])
         place = int(batch.predict_M[-1]) + 1
         ids = batch.input_ids_BT.clone()
@@ -176,10 +176,11 @@ class _Trial:
         if not len(others):
             return None
         ids[0, place] = others[0]
-        before, _ = self._pass(batch)
-        after, _ = self._pass(dataclasses.replace(batch, input_ids_BT=ids))
-        moved = abs(float(after.total.detach()) - float(before.total.detach()))
-        return moved / max(abs(float(before.total.detach())), 1e-12)
+        before, states_MD = self._pass(batch)
+        after, moved_MD = self._pass(dataclasses.replace(batch, input_ids_BT=ids))
+        loss = float(before.total.detach())
+        furthest = max(map(_difference, moved_MD, states_MD))
+        return max(abs(float(after.total.detach()) - loss) / max(abs(loss), 1e-12), furthest)
 
     def _batch(self, chosen: Sequence[int]) -> Batch:
         if self.packed:
