@@ -89,6 +89,7 @@ def test_every_document_is_placed_under_published_templates(
     assert found.trained.sum() == documents.supervised.sum()
     assert found.trained[Role.USER] == found.trained[Role.SYSTEM] == 0
     assert found.ends_trained == found.ends
+    assert found.missed == 0
 
 
 @pytest.mark.parametrize("objective", ["assistant", "causal", "last_k"])
@@ -115,6 +116,7 @@ def test_masks_left_behind_by_a_cut_show_as_trained_user_tokens(
     found = role_counts([PAIR], documents, published("chatml_marked"), labelling)
     assert found.trained[Role.ASSISTANT] == 0
     assert found.ends_trained == 0 < found.ends
+    assert found.missed == len("hi")
     assert found.trained.sum() == 3
 
 

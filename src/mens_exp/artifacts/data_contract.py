@@ -24,7 +24,8 @@ class TokenPart(TypedDict):
 
     Roles are system, user, assistant, end_marker (of an answer) and template. ``ends`` counts
     documents that reach the end marker of their last answer, ``ends_trained`` those that learn it;
-    ``end_marker_trained`` says whether all of them do. Shares: of all tokens, of the learned tokens
+    ``end_marker_trained`` says whether all of them do. ``answer_tokens_missed`` are tokens of last
+    answers that are there and not learned. Shares: of all tokens, of the learned tokens
     that there would be without a limit, of all documents.
     """
 
@@ -38,6 +39,7 @@ class TokenPart(TypedDict):
     ends: int | None
     ends_trained: int | None
     end_marker_trained_frac: float | None
+    answer_tokens_missed: int | None
     trained_tokens_lost: int
     trained_tokens_lost_frac: float
     nothing_to_learn: int
@@ -92,7 +94,8 @@ class ProbePart(TypedDict):
 
     Differences are relative: ``|a − b| / |b|``. ``together`` is a batch against its documents
     alone: the sum of losses, and the hidden states at learned positions. ``peek`` is how far the
-    loss moves when a document's last token, which nothing has to predict from, is another one.
+    loss or a hidden state moves when a document's last token, which nothing is predicted from, is
+    another one.
     ``accumulation`` is one batch against micro-batches of one document: loss and gradients, over
     ``parameters_compared`` of them.
     """
@@ -106,7 +109,7 @@ class ProbePart(TypedDict):
     as_asked: list[str]
     together_loss: float | None
     together_hidden: float | None
-    peek_loss: float | None
+    peek: float | None
     accumulation_documents: int | None
     accumulation_loss: float | None
     accumulation_gradient: float | None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mens_exp.config.data_contract import ContractConfig
     from mens_exp.rows.encode import Labelling
 
-__all__ = ["of_overlap", "of_probe", "of_rows", "of_tokens"]
+__all__ = ["notes_of_tokens", "of_overlap", "of_probe", "of_rows", "of_tokens"]
 
 _SETTINGS = "data.contract"
 _MOST_OFF = 2  # rows; under a budget of tokens the last rows drawn leave a source that far behind
@@ -58,14 +58,22 @@ def of_tokens(part: TokenPart, limits: ContractConfig, labelling: Labelling) -> 
             expected=f"at most {labelling.seq_len} tokens",
             remedy="report this: the sequence length has not reached the encoding",
         )
-    untrained_end = part["end_marker_trained"] is False
-    if untrained_end and not limits.allow_untrained_end and not ends:
+    untrained = (part["ends"] or 0) - (part["ends_trained"] or 0)
+    if untrained and not limits.allow_untrained_end and not ends:
         yield GateError(
             "the end of an answer is not learned, so the model would not stop",
             where=f"{_SETTINGS}.allow_untrained_end",
             found=f"{part['ends_trained']} of {part['ends']} end markers within the limit",
-            expected="every one, and one at least",
-            remedy=f"raise data.seq_len where all are cut off; {_SHOW}; or allow it",
+            expected="every one",
+            remedy=f"{_SHOW}, and report it; or allow it",
+        )
+    if part["answer_tokens_missed"] and not ends:
+        yield GateError(
+            "parts of answers are not learned",
+            where="objective.labels",
+            found=f"{part['answer_tokens_missed']} tokens of the documents' last answers",
+            expected="every token of an answer that is within the limit",
+            remedy=f"{_SHOW}, and report it: masks do not stand where the answers are",
         )
     foreign = _foreign(part)
     if answers and foreign:
@@ -75,6 +83,15 @@ def of_tokens(part: TokenPart, limits: ContractConfig, labelling: Labelling) -> 
             found=f"{foreign} tokens",
             expected="assistant texts and their end markers alone",
             remedy="report this: masks do not stand where the answers are",
+        )
+
+
+def notes_of_tokens(part: TokenPart, labelling: Labelling) -> Iterator[str]:
+    """Yield what refuses nothing and yet should be known."""
+    if labelling.objective != "last_k" and part["ends"] == 0:
+        yield (
+            f"no document's answer ends within data.seq_len={labelling.seq_len}: "
+            "no end marker is learned, and the model will not learn to stop"
         )
 
 
@@ -162,11 +179,11 @@ def of_probe(part: ProbePart) -> Iterator[GateError]:
             expected="at each position the next token of the same document",
             remedy=report,
         )
-    if (part["peek_loss"] or 0.0) > limit:
+    if (part["peek"] or 0.0) > limit:
         yield GateError(
             "the loss depends on the token that it is to predict",
             where="objective",
-            found=f"another last token moves the loss by {part['peek_loss']:.2%}",
+            found=f"another last token moves it, or what it is made of, by {part['peek']:.2%}",
             expected=expected,
             remedy=f"{report}: labels are not shifted by one",
         )

@@ -144,6 +144,7 @@ def _mix_off(mixed: dict[str, Any] | None) -> float | None:
     """Return by how many rows the source furthest from its exact share is off."""
     if mixed is None:
         return None
-    shares = mixed["sources"].values()
-    off = (abs(one["rows"] - one["share_asked"] * mixed["rows"]) for one in shares)
+    sources = mixed["sources"].values()
+    total = sum(one["weight"] for one in sources)
+    off = (abs(one["rows"] - one["weight"] / total * mixed["rows"]) for one in sources)
     return round(float(max(off)), 4)

@@ -25,7 +25,7 @@ __all__ = ["known_token_part", "token_part"]
 _DIGITS = 6
 _OF_ROLES = (
     *("tokens_by_role", "trained_by_role", "end_marker_trained"),
-    *("ends", "ends_trained", "end_marker_trained_frac"),
+    *("ends", "ends_trained", "end_marker_trained_frac", "answer_tokens_missed"),
 )
 
 
@@ -100,6 +100,7 @@ def _part(documents: Encoded, counts: TokenCounts, roles: RoleCounts, lost: int)
         "end_marker_trained_frac": _share(roles.ends_trained, counts.documents)
         if is_known
         else None,
+        "answer_tokens_missed": roles.missed if is_known else None,
         "trained_tokens_lost": lost,
         "trained_tokens_lost_frac": _share(lost, learned + lost),
         "nothing_to_learn": dropped,

@@ -60,6 +60,11 @@ SETTINGS: dict[str, Part] = {
     **_all(Part.RECORD, "corpus.extract.", "languages commit project"),
     **_all(Part.RECORD, "corpus.validate.", "on_bad_row"),
     **_all(Part.RECORD, "corpus.generate.", "rows repair_frac seed"),
+    **_all(
+        Part.RECORD,
+        "corpus.decontaminate.",
+        "against ngram_words min_share_frac synthetic_items",
+    ),
     **_all(Part.RECORD, "corpus.mix.", "by weights stop budget_tokens seed"),
     **_all(Part.RECORD, "corpus.split.", "by val_frac heldout_frac"),
     **_all(Part.RECORD, "corpus.curriculum.", "order"),

@@ -70,6 +70,8 @@ class RoleCounts:
         documents: documents that were placed.
         ends: documents that reach the end marker of their last answer.
         ends_trained: those of them that learn it.
+        missed: tokens of last answers that are not learned, but for one behind a cut on the left,
+            which nothing stands before to be predicted from.
         too_long: rows with a document over the limit.
         left_of_too_long: learned tokens that are left of those rows.
         why_unknown: why documents could not be placed, None where all were.
@@ -80,6 +82,7 @@ class RoleCounts:
     documents: int = 0
     ends: int = 0
     ends_trained: int = 0
+    missed: int = 0
     too_long: list[int] = field(default_factory=list)
     left_of_too_long: int = 0
     why_unknown: str | None = None
@@ -87,10 +90,11 @@ class RoleCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Document:
-    """A document as it would be without a limit; ``end`` is the place of its last end marker."""
+    """A document as it would be without a limit, its last answer, and where that one's end is."""
 
     ids: np.ndarray
     roles: np.ndarray
+    is_answer: np.ndarray
     end: int | None
 
 
@@ -232,6 +236,7 @@ class _Counter:
         first, last = by_piece[placed.first], by_piece[placed.last]
         # A token that straddles is of the row's text, not of the template's.
         roles = np.where(last != Role.TEMPLATE, last, first)
+        is_answer = placed.last == shape.answer
         special = np.isin(placed.ids, self.special) & (roles == Role.TEMPLATE)
         end = None
         for piece in np.flatnonzero(by_piece == Role.ASSISTANT):
@@ -242,12 +247,12 @@ class _Counter:
         ids, as_rendered = placed.ids, self.labelling.objective == "last_k"
         if as_rendered:
             until = len(ids) if end is None else end + 1
-            return _Document(ids[:until], roles[:until], end)
+            return _Document(ids[:until], roles[:until], is_answer[:until], end)
         if end is None and self.encoder.eos_id is not None:
             ids = np.append(ids, self.encoder.eos_id)
-            roles = np.append(roles, Role.END_MARKER)
+            roles, is_answer = np.append(roles, Role.END_MARKER), np.append(is_answer, [False])
             end = len(ids) - 1
-        return _Document(ids, roles, end)
+        return _Document(ids, roles, is_answer, end)
 
     def _match(self, whole: _Document) -> bool:
         """Take a document for the next of the encoding, if it is that."""
@@ -263,6 +268,9 @@ class _Counter:
         found.documents += 1
         found.tokens += np.bincount(roles, minlength=_ROLES)
         found.trained += np.bincount(roles[supervised], minlength=_ROLES)
+        missed = whole.is_answer[kept] & ~supervised
+        behind = np.append([True], np.diff(kept) > 1)  # the first token, and the first behind a cut
+        found.missed += int((missed & ~behind).sum())
         place = np.flatnonzero(kept == whole.end) if whole.end is not None else np.zeros(0, int)
         if len(place):
             found.ends += 1

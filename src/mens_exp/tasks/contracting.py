@@ -56,6 +56,7 @@ def certify_rows(
     )
     if contract.overlap is None:
         contract.unknown["overlap"] = "no row is held out, and no suite has items of its own"
+    run.manifest.notes += contract_rules.notes_of_tokens(contract.tokens, labelling)
     found = [
         *contract_rules.of_tokens(contract.tokens, limits, labelling),
         *contract_rules.of_rows(contract.rows, limits),

@@ -34,21 +34,20 @@ class Unevenness:
 
 
 def accumulated(
-    config: RunConfig, module: TrainingModule, documents: Encoded, most: int, pad_id: int
+    config: RunConfig, module: TrainingModule, documents: Encoded, pad_id: int
 ) -> Unevenness | None:
     """Take one optimizer step's gradients twice: in one batch, and document by document.
 
     Args:
         config: the whole configuration.
         module: what trains; it is left alone, its backend and objective are used.
-        documents: those to take, the first ``most`` of them.
-        most: how many.
+        documents: those to take.
         pad_id: id that fills padding.
 
     Returns:
         None where there is only one document.
     """
-    many = min(most, len(documents))
+    many = len(documents)
     if many < 2:  # noqa: PLR2004  # one is its own batch
         return None
     whole, parts = (
@@ -141,6 +140,6 @@ def _step(config: RunConfig, module: TrainingModule, stream: MicroBatches) -> _S
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
     )
-    trainer.fit(observing, stream)
+    trainer.fit(observing, stream, stream)  # the second is never read: no batch of it is to be
     observing.to(device)  # Lightning leaves it on the CPU
     return _Step(observing.loss, observing.gradients)
