@@ -11,17 +11,27 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.nearest import expected_name
 from mens_exp.errors import ConfigError, DataError, MissingExtra
-from mens_exp.layout.hub_errors import DATASET
+from mens_exp.layout.hub_errors import DATASET, translated
 from mens_exp.layout.hub_snapshot import commit_of, dataset_files
 from mens_exp.rows.decode import Located
 from mens_exp.rows.tables import EXTRA, rows_of_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from mens_exp.config.data import HubData
 
-__all__ = ["Dataset", "opened", "pinned"]
+__all__ = [
+    "Dataset",
+    "examples",
+    "generated",
+    "name",
+    "opened",
+    "pinned",
+    "streamed",
+    "streamed_rows",
+]
 
 _AT_ONCE = 1_000  # rows
 
@@ -45,8 +55,7 @@ class Dataset:
 
     def name(self, split: str) -> str:
         """Return what messages and the record call a split."""
-        parts = (self._config.id, self._config.subset, split)
-        return "/".join(part for part in parts if part is not None)
+        return name(self._config, split)
 
     def rows(self, split: str, setting: str) -> Iterator[Located]:
         """Yield the rows of a split, each with its place as ``<id>/<split>:<row>``.
@@ -81,12 +90,12 @@ class Dataset:
                 found=f"{self._config.id}: {' '.join(str(error.__cause__ or error).split())[:200]}",
                 remedy="choose another split or revision, or give files: data=jsonl data.path=…",
             ) from error
-        name, number = self.name(split), 0
+        called, number = self.name(split), 0
         batches = loaded.with_format("arrow").iter(_AT_ONCE)
-        for number, row in rows_of_batches(loaded.column_names, batches, name):
-            yield Located(f"{name}:{number}", row)
+        for number, row in rows_of_batches(loaded.column_names, batches, called):
+            yield Located(f"{called}:{number}", row)
         if number == 0:
-            raise DataError("the split is empty", where=name, expected="at least one row")
+            raise DataError("the split is empty", where=called, expected="at least one row")
 
     def _builder(self) -> Any:
         import datasets
@@ -119,17 +128,97 @@ def opened(config: HubData) -> Dataset:
         MissingExtra: `datasets` is not installed.
         MensError: there is no such dataset or revision, or the hub cannot be reached.
     """
+    _datasets()
+    directory = dataset_files(config.id, pinned(config))
+    return Dataset(config, str(directory))
+
+
+def name(config: HubData, split: str) -> str:
+    """Return what messages and the record call a split."""
+    parts = (config.id, config.subset, split)
+    return "/".join(part for part in parts if part is not None)
+
+
+def streamed(config: HubData, split: str, setting: str) -> Any:
+    """Return what reads a split of the hub's files as they come, without fetching them first.
+
+    Args:
+        config: the dataset.
+        split: one of its splits.
+        setting: the setting that names it.
+
+    Raises:
+        MissingExtra: `datasets` is not installed.
+        DataError: it has no such subset or split, or `datasets` cannot read it.
+        MensError: there is no such dataset or revision, or the hub cannot be reached.
+    """
+    datasets = _datasets()
+    commit = pinned(config)
+    try:
+        with translated(config.id, commit, DATASET):
+            return datasets.load_dataset(
+                config.id, name=config.subset, split=split, revision=commit, streaming=True
+            )
+    except (datasets.exceptions.DatasetsError, ValueError) as error:
+        raise DataError(
+            "datasets cannot stream this split",
+            where=f"{setting}={split}",
+            found=f"{config.id}: {' '.join(str(error.__cause__ or error).split())[:200]}",
+            remedy="choose another subset, split or revision, or drop data.streaming",
+        ) from error
+
+
+def streamed_rows(config: HubData, split: str, setting: str) -> Iterator[Located]:
+    """Yield all rows of a split as they come, each with its place as ``<id>/<split>:<row>``."""
+    called = name(config, split)
+    rows = examples(config, streamed(config, split, setting))
+    for number, row in enumerate(rows, start=1):
+        yield Located(f"{called}:{number}", row)
+
+
+def examples(config: HubData, dataset: Any) -> Iterator[dict[str, object]]:
+    """Yield the rows that `streamed` reads, each without its nulls.
+
+    Raises:
+        DataError: a file cannot be read.
+        MensError: the hub does not answer any more.
+    """
+    with translated(config.id, pinned(config), DATASET):
+        try:
+            for row in dataset:
+                yield {key: value for key, value in row.items() if value is not None}
+        except ValueError as error:  # pyarrow's are
+            raise DataError(
+                "datasets cannot read on",
+                where="data.id",
+                found=f"{config.id}: {' '.join(str(error).split())[:200]}",
+                remedy="choose another revision, or give files: data=jsonl data.path=…",
+            ) from error
+
+
+def generated(function: Callable[..., Any], paths: Sequence[Path]) -> Any:
+    """Return what reads the examples that a function makes of files, and knows its place in them.
+
+    Raises:
+        MissingExtra: `datasets` is not installed.
+    """
+    datasets = _datasets("datasets is needed to stream rows", "data.streaming")
+    return datasets.IterableDataset.from_generator(function, gen_kwargs={"paths": list(paths)})
+
+
+def _datasets(
+    what: str = "datasets is needed to read datasets of the hub", where: str = "data=hub"
+) -> Any:
     try:
         import datasets
     except ImportError as error:
         raise MissingExtra(
-            "datasets is needed to read datasets of the hub",
-            where="data=hub",
+            what,
+            where=where,
             remedy=f"run: {EXTRA}",
         ) from error
-    directory = dataset_files(config.id, pinned(config))
     datasets.disable_progress_bars()
-    return Dataset(config, str(directory))
+    return datasets
 
 
 def _splits(builder: Any) -> list[str]:
