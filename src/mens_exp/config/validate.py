@@ -18,6 +18,7 @@ from mens_exp.config.rules import (
     objective,
     optim,
     quant,
+    sandbox,
     schedule,
     task,
     trainer,
@@ -55,6 +56,7 @@ _EVERYTHING = frozenset(
         "logger",
         "callbacks",
         "suite",
+        "sandbox",
         "preset",
         "experiment",
         "resume",
@@ -64,7 +66,7 @@ _EVERYTHING = frozenset(
 TASK_READS: dict[str, frozenset[str]] = {
     "train": _EVERYTHING,
     "plan": _EVERYTHING - {"resume"},
-    "evaluate": frozenset({"path", "suite", "trainer.accelerator"}),
+    "evaluate": frozenset({"path", "suite", "sandbox", "trainer.accelerator"}),
     "chat": frozenset({"path", "prompt", "chat", "seed", "trainer.accelerator"}),
     "push": frozenset({"path", "repo", "push"}),
     "export": frozenset(
@@ -171,5 +173,6 @@ def ineffective_overrides(config: RunConfig, keys: Iterable[str]) -> list[MensEr
     return [
         *data.unread(config, keys),
         *backend.unread(config, keys),
+        *sandbox.unread(config, keys),
         *task.unread(config, keys),
     ]
