@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from mens_exp.sandbox.program import Execution, Limits, Sandbox
 
-__all__ = ["Checked", "ProgramTask", "Verdict", "check_all", "program_of"]
+__all__ = ["OF_OUTCOME", "Checked", "ProgramTask", "Verdict", "check_all", "program_of"]
 
 
 class Verdict(StrEnum):
@@ -29,6 +29,7 @@ class Verdict(StrEnum):
 
     PASSED = "passed"
     SYNTAX_ERROR = "syntax_error"  # no reading of it is a program; nothing was executed
+    COMPILE_ERROR = "compile_error"  # the compiler refused it
     NO_FUNCTION = "no_function"  # a program, without the function that is asked for
     ASSERTION = "assertion"  # a test said no
     EXCEPTION = "exception"  # it raised, on its own or in a test
@@ -99,7 +100,7 @@ except BaseException as error:
 tell("passed")
 """
 
-_OF_OUTCOME: Final = {
+OF_OUTCOME: Final = {
     Outcome.timeout: Verdict.TIMEOUT,
     Outcome.cpu_time: Verdict.TIMEOUT,
     Outcome.memory: Verdict.MEMORY,
@@ -107,6 +108,7 @@ _OF_OUTCOME: Final = {
     Outcome.files: Verdict.FILES,
     Outcome.killed_signal: Verdict.CRASHED,
 }
+"""Verdicts that a limit, or a signal, has already given."""
 
 
 def check_all(
@@ -170,7 +172,7 @@ def _checked(task: ProgramTask, read: Assembled, execution: Execution | None, wo
 
 
 def _verdict(execution: Execution, word: str) -> tuple[Verdict, str | None]:
-    limit = _OF_OUTCOME.get(execution.outcome)
+    limit = OF_OUTCOME.get(execution.outcome)
     if limit is not None:
         return limit, None
     _, told, rest = execution.stderr.rpartition(word)
