@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from mens_exp.evals.generation import Completion, Engine
     from mens_exp.evals.suite import Item, Judgement, Suite
-    from mens_exp.sandbox import Sandbox
+    from mens_exp.sandbox.program import Sandbox
     from mens_exp.tokenizer.templates import Message
 
 __all__ = ["Plan", "answer_all", "repair_turns"]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mens_exp.config.suite import HeldoutSyntaxSuite
     from mens_exp.evals.suite import Answer, SelfTest
     from mens_exp.rows.schema import TrainingPair
-    from mens_exp.sandbox import Sandbox
+    from mens_exp.sandbox.program import Sandbox
     from mens_exp.tokenizer.protocol import Tokenizer
 
 __all__ = ["HeldoutSyntax", "choose_items", "syntax_error"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mens_exp.sandbox import Sandbox
+    from mens_exp.sandbox.program import Sandbox
     from mens_exp.tokenizer.templates import Message
 
 __all__ = ["Answer", "Item", "Judgement", "SelfTest", "Suite"]
