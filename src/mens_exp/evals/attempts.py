@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from mens_exp.evals.generation import Completion, Engine
     from mens_exp.evals.suite import Item, Judgement, Suite
-    from mens_exp.sandbox.program import Sandbox
+    from mens_exp.evals.running import Runner
     from mens_exp.tokenizer.templates import Message
 
 __all__ = ["Plan", "answer_all", "repair_turns"]
@@ -63,14 +63,14 @@ def repair_turns(completion: str, errors: Sequence[str]) -> tuple[Message, Messa
 
 
 def answer_all(
-    suite: Suite, engine: Engine, sandbox: Sandbox | None, plan: Plan, condition: str
+    suite: Suite, engine: Engine, runner: Runner | None, plan: Plan, condition: str
 ) -> list[ItemEvent]:
     """Ask every item of a suite and judge what comes back.
 
     Args:
         suite: the suite; its items keep their order.
         engine: the model.
-        sandbox: where answers are executed; None executes none.
+        runner: executes answers; None executes none.
         plan: how often.
         condition: what the model is called in the events.
 
@@ -86,7 +86,7 @@ def answer_all(
     for attempt in range(plan.max_retries + 1):
         if not pending:
             break
-        _attempt(suite, engine, sandbox, pending, [_request(one, plan, attempt) for one in pending])
+        _attempt(suite, engine, runner, pending, [_request(one, plan, attempt) for one in pending])
         pending = [one for one in pending if not one.is_over]
     return [_event(one, condition) for one in samples]
 
@@ -105,14 +105,14 @@ def _request(sample: _Sample, plan: Plan, attempt: int) -> Request:
 def _attempt(
     suite: Suite,
     engine: Engine,
-    sandbox: Sandbox | None,
+    runner: Runner | None,
     samples: list[_Sample],
     requests: list[Request],
 ) -> None:
     asked = list(zip(samples, engine.complete(requests), strict=True))
     began = time.perf_counter()
     answers = [Answer(item=one.item, text=completion.text) for one, completion in asked]
-    judgements = suite.judge(answers, sandbox)
+    judgements = suite.judge(answers, runner)
     judging_ms = 1000 * (time.perf_counter() - began)
     for (one, completion), judgement in zip(asked, judgements, strict=True):
         # What is too long to be asked stays so when errors come on top of it.

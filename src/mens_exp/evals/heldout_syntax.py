@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mens_exp.config.suite import HeldoutSyntaxSuite
     from mens_exp.evals.suite import Answer, SelfTest
     from mens_exp.rows.schema import TrainingPair
-    from mens_exp.sandbox.program import Sandbox
+    from mens_exp.evals.running import Runner
     from mens_exp.tokenizer.protocol import Tokenizer
 
 __all__ = ["HeldoutSyntax", "choose_items", "syntax_error"]
@@ -67,14 +67,14 @@ class HeldoutSyntax:
         frozen = [{"id": i.id, "prompt": i.prompt, "reference": i.reference} for i in self.items]
         return digest({"items": frozen, "max_new_tokens": self.max_new_tokens})
 
-    def judge(self, answers: Sequence[Answer], sandbox: Sandbox | None) -> list[Judgement]:
+    def judge(self, answers: Sequence[Answer], runner: Runner | None) -> list[Judgement]:
         """Parse each answer."""
-        del sandbox
+        del runner
         return [_judge(one.text) for one in answers]
 
-    def self_test(self, sandbox: Sandbox | None) -> SelfTest | None:
+    def self_test(self, runner: Runner | None) -> SelfTest | None:
         """Return None: a reference is any row's answer, whether it is Python or not."""
-        del sandbox
+        del runner
 
 
 def _judge(completion: str) -> Judgement:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mens_exp.sandbox.program import Sandbox
+    from mens_exp.evals.running import Runner
     from mens_exp.tokenizer.templates import Message
 
 __all__ = ["Answer", "Item", "Judgement", "SelfTest", "Suite"]
@@ -131,8 +131,8 @@ class Suite(Protocol):
     def needs_sandbox(self) -> bool:
         """Whether judging executes what models write."""
 
-    def judge(self, answers: Sequence[Answer], sandbox: Sandbox | None) -> list[Judgement]:
-        """Judge answers, in their order; without a sandbox nothing is executed."""
+    def judge(self, answers: Sequence[Answer], runner: Runner | None) -> list[Judgement]:
+        """Judge answers, in their order; without a runner nothing is executed."""
 
-    def self_test(self, sandbox: Sandbox | None) -> SelfTest | None:
+    def self_test(self, runner: Runner | None) -> SelfTest | None:
         """Judge the suite's own references and empty stubs; None where there is nothing to."""
