@@ -14,6 +14,7 @@ from mens_exp.config.backend import BackendConfig
 from mens_exp.config.callbacks import CallbackConfig
 from mens_exp.config.checkpoint import CheckpointConfig
 from mens_exp.config.data import DataConfig
+from mens_exp.config.evaluation import EvalConfig
 from mens_exp.config.fields import setting
 from mens_exp.config.logger import LoggerConfig
 from mens_exp.config.lora import LoraConfig
@@ -127,6 +128,7 @@ class RunConfig:
     logger: LoggerConfig = _group()
     callbacks: dict[str, CallbackConfig] = _group()
     suite: SuiteConfig = _group()
+    eval: EvalConfig = _section(EvalConfig)
     chat: ChatConfig = field(default_factory=ChatConfig, metadata={"doc": "See its keys."})
     push: PushConfig = field(default_factory=PushConfig, metadata={"doc": "See its keys."})
     merge: MergeConfig = field(default_factory=MergeConfig, metadata={"doc": "See its keys."})

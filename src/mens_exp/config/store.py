@@ -75,7 +75,11 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "tensorboard": logger.TensorboardLogger,
         "none": logger.NoLogger,
     },
-    "suite": {"heldout_syntax": suite.HeldoutSyntaxSuite, "none": suite.NoSuite},
+    "suite": {
+        "heldout_syntax": suite.HeldoutSyntaxSuite,
+        "mini_python": suite.MiniPythonSuite,
+        "none": suite.NoSuite,
+    },
     "callbacks": {
         "callback": callbacks.CallbackConfig,
         "early_stopping": callbacks.EarlyStoppingConfig,

@@ -19,6 +19,7 @@ from mens_exp.config.rules import (
     optim,
     quant,
     schedule,
+    suite,
     task,
     trainer,
 )
@@ -55,6 +56,7 @@ _EVERYTHING = frozenset(
         "logger",
         "callbacks",
         "suite",
+        "eval",
         "preset",
         "experiment",
         "resume",
@@ -64,7 +66,7 @@ _EVERYTHING = frozenset(
 TASK_READS: dict[str, frozenset[str]] = {
     "train": _EVERYTHING,
     "plan": _EVERYTHING - {"resume"},
-    "evaluate": frozenset({"path", "suite", "trainer.accelerator"}),
+    "evaluate": frozenset({"path", "suite", "eval", "trainer.accelerator"}),
     "chat": frozenset({"path", "prompt", "chat", "seed", "trainer.accelerator"}),
     "push": frozenset({"path", "repo", "push"}),
     "export": frozenset(
@@ -108,6 +110,7 @@ def problems_of(config: RunConfig) -> list[MensError]:
         problems += model.problems(config)
     problems += task.problems(config)
     problems += merge.problems(config)
+    problems += suite.problems(config)
     return problems
 
 
@@ -172,4 +175,5 @@ def ineffective_overrides(config: RunConfig, keys: Iterable[str]) -> list[MensEr
         *data.unread(config, keys),
         *backend.unread(config, keys),
         *task.unread(config, keys),
+        *suite.unread(config, keys),
     ]

@@ -39,4 +39,4 @@ def evaluate(config: RunConfig, run: Run) -> None:
     with lightning_quiet():
         backend = build_backend(theirs, base)
     backend.load_adapter(tensors)
-    score(config.suite, run, backend, rows.heldout, tokenizer)
+    score(config, run, backend, rows.heldout, tokenizer)
