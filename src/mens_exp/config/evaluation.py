@@ -46,9 +46,7 @@ class EvalConfig:
     samples: int = setting(
         1, "Answers drawn for each item; pass@k has this k (Chen et al. 2021).", ge=1, le=1000
     )
-    max_retries: int = setting(
-        0, "How often an answer is sent back with its errors.", ge=0, le=8
-    )
+    max_retries: int = setting(0, "How often an answer is sent back with its errors.", ge=0, le=8)
     seed: int = setting(
         0, "Seed of drawn tokens: each item, sample and attempt has a stream of its own.", ge=0
     )

@@ -73,7 +73,7 @@ class AnsweredSuite(SuiteConfig):
 
 @dataclass(kw_only=True, slots=True)
 class MiniPythonSuite(AnsweredSuite):
-    """Small programming tasks of families nothing is trained on, some of them repairs; tests run."""
+    """Small tasks of families that nothing is trained on, some of them repairs; tests run."""
 
     name: str = "mini_python"
     items: int = setting(16, "Tasks, drawn by the generator, the same for every seed.", ge=1)

@@ -36,8 +36,39 @@ _ENOUGH: Final = 5  # statements that make an answer rich; unverified guess
 # A line of speech: four words or more that end as sentences do, none of them code.
 _SPEECH: Final = re.compile(r"[A-Za-z][\w'’-]*(?:[,;]? +[\w'’`*()-]+){3,}[^=]*[.:!?]\**")
 _CODE_WORDS: Final = frozenset(
-    "def class if elif else for while with try except finally import from return raise assert "
-    "async await match case lambda yield pass global nonlocal del fn let pub use impl".split()
+    [
+        "def",
+        "class",
+        "if",
+        "elif",
+        "else",
+        "for",
+        "while",
+        "with",
+        "try",
+        "except",
+        "finally",
+        "import",
+        "from",
+        "return",
+        "raise",
+        "assert",
+        "async",
+        "await",
+        "match",
+        "case",
+        "lambda",
+        "yield",
+        "pass",
+        "global",
+        "nonlocal",
+        "del",
+        "fn",
+        "let",
+        "pub",
+        "use",
+        "impl",
+    ]
 )
 
 
@@ -153,7 +184,7 @@ def placeholder_hits(code: str) -> int:
 
 
 def is_trivial(code: str) -> bool:
-    """Tell whether Python code holds nothing but what holds a place; what does not parse does not."""
+    """Tell whether Python code holds nothing but what holds a place; it has to parse for that."""
     tree = parsed(code)
     if isinstance(tree, str):
         return not code.strip()

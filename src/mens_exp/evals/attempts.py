@@ -5,18 +5,19 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from mens_exp.artifacts.scorecard import EVENT_VERSION, ItemEvent
+from mens_exp.artifacts.scorecard import EVENT_VERSION
 from mens_exp.evals.generation import Request, seed_of
 from mens_exp.evals.suite import Answer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mens_exp.artifacts.scorecard import ItemEvent
     from mens_exp.evals.generation import Completion, Engine
-    from mens_exp.evals.suite import Item, Judgement, Suite
     from mens_exp.evals.running import Runner
+    from mens_exp.evals.suite import Item, Judgement, Suite
     from mens_exp.tokenizer.templates import Message
 
 __all__ = ["Plan", "answer_all", "repair_turns"]
@@ -146,7 +147,7 @@ def _event(sample: _Sample, condition: str) -> ItemEvent:
         "anti_stub_pass": last.anti_stub,
         "outcome": last.outcome,
     }
-    event: Any = {
+    event = {
         "version": EVENT_VERSION,
         "item_id": sample.item.id,
         "condition": condition,
@@ -169,7 +170,7 @@ def _event(sample: _Sample, condition: str) -> ItemEvent:
             name: _reason(name, first.unknown) for name, value in values.items() if value is None
         },
     }
-    return ItemEvent(**event)
+    return cast("ItemEvent", event)
 
 
 def _errors(completion: Completion, judgement: Judgement) -> tuple[str, ...]:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mens_exp.config.suite import HeldoutSyntaxSuite
+    from mens_exp.evals.running import Runner
     from mens_exp.evals.suite import Answer, SelfTest
     from mens_exp.rows.schema import TrainingPair
-    from mens_exp.evals.running import Runner
     from mens_exp.tokenizer.protocol import Tokenizer
 
 __all__ = ["HeldoutSyntax", "choose_items", "syntax_error"]
@@ -75,6 +75,7 @@ class HeldoutSyntax:
     def self_test(self, runner: Runner | None) -> SelfTest | None:
         """Return None: a reference is any row's answer, whether it is Python or not."""
         del runner
+        return None
 
 
 def _judge(completion: str) -> Judgement:

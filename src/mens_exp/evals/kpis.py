@@ -36,9 +36,18 @@ _MEANS: Final = {
     "tokens_out_mean": "tokens_out",
 }
 # KPIs that are shares or times of their own; see `summarise`.
+_NO_K: Final = "eval.samples=1: there is no k above 1"
 KPIS: Final = (
     *_MEANS,
-    *("parsed", "completed", "placeholder", "pass_at_1", "pass_at_k", "repair_depth_mean", "repair_stall_rate"),
+    *(
+        "parsed",
+        "completed",
+        "placeholder",
+        "pass_at_1",
+        "pass_at_k",
+        "repair_depth_mean",
+        "repair_stall_rate",
+    ),
     *("time_to_first_valid_p50_ms", "latency_p50_ms", "latency_p95_ms"),
 )
 
@@ -130,7 +139,7 @@ def _passes(
         kpis[name] = sum(pass_at_k(samples, c, k) for c in correct.values()) / items
     if samples == 1:
         kpis["pass_at_k"] = None
-        unknown["pass_at_k"] = "eval.samples=1: there is no k above 1"
+        unknown["pass_at_k"] = _NO_K
 
 
 def _repairs(
@@ -147,9 +156,7 @@ def _repairs(
             "eval.max_retries=0: nothing is repaired"
         )
         return
-    kpis["repair_stall_rate"] = _mean(
-        events, "repair_stalled", "repair_stall_rate", unknown, asked
-    )
+    kpis["repair_stall_rate"] = _mean(events, "repair_stalled", "repair_stall_rate", unknown, asked)
     depths = [depth for event in events if (depth := event["repair_depth"]) is not None]
     if depths:
         kpis["repair_depth_mean"] = sum(depths) / len(depths)

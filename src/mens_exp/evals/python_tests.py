@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Checked", "check_all"]
 
-_HARNESS: Final = '''\
+_HARNESS: Final = """\
 import json, sys, traceback
 
 def _last_line(error):
@@ -41,7 +41,7 @@ def _check(word, tests):
     print("\\n" + word + json.dumps(done), flush=True)
 
 _check(*json.loads(sys.stdin.read()))
-'''
+"""
 _OUTCOMES: Final = {
     "timeout": "it ran longer than its time limit",
     "cpu_time": "it used more processor time than it may",
@@ -70,7 +70,9 @@ class Checked:
         return self.outcome == "passed"
 
 
-def check_all(codes: Sequence[str], tests: Sequence[Sequence[str]], runner: Runner) -> list[Checked]:
+def check_all(
+    codes: Sequence[str], tests: Sequence[Sequence[str]], runner: Runner
+) -> list[Checked]:
     """Run each answer with its tests; what does not parse is not run.
 
     Args:

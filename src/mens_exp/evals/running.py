@@ -32,9 +32,7 @@ class Runner:
         """The sandbox's kind; ``unsafe`` isolates nothing."""
         return self.sandbox.kind
 
-    def run(
-        self, programs: Sequence[Program], *, limits: Limits | None = None
-    ) -> list[Execution]:
+    def run(self, programs: Sequence[Program], *, limits: Limits | None = None) -> list[Execution]:
         """Run programs and return what came of each, in their order.
 
         Args:

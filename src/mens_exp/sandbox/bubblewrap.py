@@ -93,9 +93,7 @@ class BubblewrapSandbox:
                     pass_fds=(status_write, *passed),
                     start_new_session=True,
                 )
-            ended = supervise(
-                process, limits, started=started, kill=lambda: kill_tree(process.pid)
-            )
+            ended = supervise(process, limits, started=started, kill=lambda: kill_tree(process.pid))
             os.set_blocking(status_read, False)
             told = _told(status_read)
         _await_death(told.get("child-pid"))

@@ -28,7 +28,8 @@ def execution_of(ended: Ended, status: int, *, sandbox: str) -> Execution:
     """
     number = _signal_of(status) if ended.by_limit is None else signal.SIGKILL
     stdout, stderr = (
-        bytes(ended.written[name]).decode("utf-8", errors="replace") for name in ("stdout", "stderr")
+        bytes(ended.written[name]).decode("utf-8", errors="replace")
+        for name in ("stdout", "stderr")
     )
     return Execution(
         outcome=ended.by_limit or _outcome(status, number, stderr),

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from mens_exp.config.evaluation import EvalConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.config.suite import SuiteConfig
-    from mens_exp.evals.generation import Engine
     from mens_exp.evals.suite import SelfTest, Suite
     from mens_exp.rows.schema import TrainingPair
     from mens_exp.tasks.run import Run
@@ -111,7 +110,11 @@ def runner_of(config: RunConfig, run: Run) -> Runner | None:
     except MensError as error:
         run.manifest.notes.append(f"nothing that a model wrote was executed: {error}")
         return None
-    return Runner(sandbox=sandbox, limits=limits_of(config.sandbox))
+    return Runner(
+        sandbox=sandbox,
+        limits=limits_of(config.sandbox),
+        workers=getattr(config.sandbox, "workers", None),
+    )
 
 
 def tested(suite: Suite, runner: Runner | None, run: Run) -> SelfTest | str | None:

@@ -42,6 +42,22 @@ def _server(config: RunConfig) -> Iterator[ConfigError]:
             expected=f"hf with task={config.task.name}",
             remedy="use task=evaluate",
         )
+    if config.suite.name == "heldout_syntax":
+        yield ConfigError(
+            "the held-out rows belong to a run's own model",
+            where="suite",
+            found="heldout_syntax",
+            expected="a suite with items of its own with eval.engine=openai",
+            remedy="choose suite=mini_python",
+        )
+    url = config.eval.base_url
+    if url is not None and not url.startswith(("http://", "https://")):
+        yield ConfigError(
+            "no address of a server",
+            where="eval.base_url",
+            found=url,
+            expected="http://<host>:<port>/v1",
+        )
     for name in ("base_url", "model"):
         if getattr(config.eval, name) is None:
             yield ConfigError(
