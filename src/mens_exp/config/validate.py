@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.fields import range_of
@@ -147,7 +148,7 @@ def unread_overrides(name: str, keys: Iterable[str], *, path: str | None = None)
         keys: override keys as given, without ``+`` or ``~``.
         path: the run that the task reads; for ``base`` the command's own model counts.
     """
-    reads = TASK_READS[name] | (_READ_OF_THE_BASE if path == "base" else frozenset())
+    reads = TASK_READS[name] | _read_beside(name, path)
     problems: list[MensError] = []
     for key in keys:
         group = key.split(".", 1)[0]
@@ -162,6 +163,17 @@ def unread_overrides(name: str, keys: Iterable[str], *, path: str | None = None)
                 )
             )
     return problems
+
+
+def _read_beside(name: str, path: str | None) -> frozenset[str]:
+    """Return what a task reads of the command where `path` names no run with its own."""
+    if path == "base":
+        return _READ_OF_THE_BASE | (frozenset({"data"}) if name == "evaluate" else frozenset())
+    if name != "evaluate" or path is None or path == "latest":
+        return frozenset()
+    place = Path(path).expanduser()
+    is_adapter = place.exists() and not (place / "manifest.json").is_file()
+    return (_READ_OF_THE_BASE - {"lora"}) | {"data"} if is_adapter else frozenset()
 
 
 def ineffective_overrides(config: RunConfig, keys: Iterable[str]) -> list[MensError]:

@@ -104,7 +104,9 @@ class ServerEngine:
             with urllib.request.urlopen(asked, timeout=_TIMEOUT_S) as reply:  # noqa: S310
                 return json.load(reply)
         except urllib.error.HTTPError as error:
-            raise self._failed(f"{error.code}: {error.read()[:300].decode(errors='replace')}") from error
+            raise self._failed(
+                f"{error.code}: {error.read()[:300].decode(errors='replace')}"
+            ) from error
         except (OSError, ValueError) as error:
             raise self._failed(str(error)) from error
 

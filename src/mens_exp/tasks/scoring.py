@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mens_exp.tasks.run import Run
     from mens_exp.tokenizer.protocol import Tokenizer
 
-__all__ = ["keep", "plan_of", "runner_of", "score", "tested"]
+__all__ = ["keep", "plan_of", "runner_of", "score", "score_served", "tested"]
 
 
 def score(
@@ -66,6 +66,35 @@ def score(
     for condition in conditions:
         with backend.base_only() if condition is Condition.BASE else nullcontext():
             events += answer_all(suite, engine, runner, plan, str(condition))
+    keep(suite, events, config, run, runner, self_test)
+
+
+def score_served(config: RunConfig, run: Run, condition: Condition) -> None:
+    """Score the model behind a server, and write the same records.
+
+    Args:
+        config: the command's own; `eval.base_url` and `eval.model` name the model.
+        run: the open run.
+        condition: what the model is.
+    """
+    from mens_exp.evals.served import ServerEngine
+
+    settings = config.eval
+    assert settings.base_url and settings.model, "validation has asked for them"
+    run.manifest.inputs["served"] = {"base_url": settings.base_url, "model": settings.model}
+    suite = frozen_suite(config.suite)
+    runner = runner_of(config, run) if suite.needs_sandbox else None
+    self_test = tested(suite, runner, run)
+    if isinstance(self_test, str):
+        run.unknown("scorecard", self_test)
+        return
+    engine = ServerEngine(
+        base_url=settings.base_url,
+        model=settings.model,
+        generation=generation_of(config.suite, settings),
+        api_key_env=settings.api_key_env,
+    )
+    events = answer_all(suite, engine, runner, plan_of(settings), str(condition))
     keep(suite, events, config, run, runner, self_test)
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["problems", "unread"]
 
 _OF_A_SERVER = frozenset({"eval.base_url", "eval.model", "eval.api_key_env"})
+_OF_THE_GRAPH = frozenset({"model", "tokenizer", "quant", "lora", "backend", "data", "trainer"})
 _OF_DRAWING = frozenset({"eval.top_p", "eval.seed"})
 
 
@@ -80,10 +81,20 @@ def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
     for key in keys:
         if key.partition(".")[0] == "eval" and config.suite.name == "none":
             yield _no_effect(key, "suite=none", "a suite, such as suite=mini_python")
+        elif config.task.name == "evaluate" and key.partition(".")[0] in _unread_groups(config):
+            because = f"suite={config.suite.name} and eval.engine={settings.engine.value}"
+            yield _no_effect(key, because, "suite=heldout_syntax with eval.engine=hf")
         elif key in _OF_A_SERVER and settings.engine is not EngineKind.openai:
             yield _no_effect(key, f"eval.engine={settings.engine.value}", "eval.engine=openai")
         elif key in _OF_DRAWING and settings.temperature == 0:
             yield _no_effect(key, "eval.temperature=0", "eval.temperature above 0")
+
+
+def _unread_groups(config: RunConfig) -> frozenset[str]:
+    """Return the groups that an evaluation has no use for."""
+    if config.eval.engine is EngineKind.openai:
+        return _OF_THE_GRAPH
+    return frozenset() if config.suite.name == "heldout_syntax" else frozenset({"data"})
 
 
 def _no_effect(key: str, because: str, expected: str) -> ConfigError:

@@ -64,9 +64,9 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
             else "a run directory, or latest",
             remedy="add path=<directory>" if _reads_a_model(config) else "add path=latest",
         )
-    if config.path == "base" and name in _READS_A_PATH and name != "chat":
+    if config.path == "base" and name in _READS_A_PATH and name not in {"chat", "evaluate"}:
         yield ConfigError(
-            "the base model alone can only be talked to",
+            "the base model alone can only be talked to, or evaluated",
             where="path",
             found="base",
             expected="a run directory, or latest",
