@@ -201,7 +201,6 @@ def _event_of_today(value: Any, where: str) -> Any:
         return value
     parses = value.get("parses")
     return {
-        **value,
         "version": EVENT_VERSION,
         "sample": 0,
         "group": "",
@@ -213,4 +212,5 @@ def _event_of_today(value: Any, where: str) -> Any:
         **dict.fromkeys(_SINCE_2),
         "unknown": dict.fromkeys(_SINCE_2, _NOT_RECORDED)
         | ({} if parses is True else {"repair_depth": "no attempt is valid"}),
+        **value,
     }

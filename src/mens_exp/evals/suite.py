@@ -80,7 +80,7 @@ class Judgement:
 
     @property
     def is_valid(self) -> bool:
-        """Whether nothing is left to repair: the task is done; where that is unknown, it compiles."""
+        """Whether nothing is left to repair: the task is done or, where unknown, it compiles."""
         return bool(self.compiles if self.success is None else self.success)
 
 
