@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mens_exp.sandbox.program import Execution, Limits, Program
     from mens_exp.sandbox.supervise import Ended
 
-__all__ = ["WORK", "BubblewrapSandbox"]
+__all__ = ["WORK", "Bubblewrap"]
 
 WORK: Final = "/tmp/program"  # noqa: S108  # on the sandbox's own tmpfs
 _ENVIRONMENT: Final = {
@@ -51,7 +51,7 @@ _LOWEST_UID, _UIDS = 2**30, 2**30  # above what any machine gives to a user or a
 _DEATH_S: Final = 10.0
 
 
-class BubblewrapSandbox:
+class Bubblewrap:
     """One fresh sandbox for each execution."""
 
     kind = "bubblewrap"
@@ -93,7 +93,13 @@ class BubblewrapSandbox:
                     pass_fds=(status_write, *passed),
                     start_new_session=True,
                 )
-            ended = supervise(process, limits, started=started, kill=lambda: kill_tree(process.pid))
+            ended = supervise(
+                process,
+                limits,
+                started=started,
+                kill=lambda: kill_tree(process.pid),
+                private="/tmp",  # noqa: S108  # its own
+            )
             os.set_blocking(status_read, False)
             told = _told(status_read)
         _await_death(told.get("child-pid"))
@@ -105,11 +111,11 @@ class BubblewrapSandbox:
         """Return bubblewrap's arguments and the files that they name by number."""
         passed = [_file_of(self._filter, fds)]
         size = str(limits.file_mib * 2**20)
-        words = [*self._isolated, "--seccomp", str(passed[0]), *self._system]
-        for path in program.visible:
-            words += _visible_options(path)
+        words = [*self._isolated, "--seccomp", str(passed[0])]
         words += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]  # noqa: S108  # its own
-        words += ["--perms", "0777", "--dir", WORK]
+        words += ["--perms", "0777", "--dir", WORK, *self._system]
+        for path in program.visible:  # over the private /tmp, where it lies there
+            words += _visible_options(path)
         for name, content in program.files.items():
             passed.append(_file_of(content, fds))
             words += ["--perms", "0444", "--file", str(passed[-1]), f"{WORK}/{name}"]

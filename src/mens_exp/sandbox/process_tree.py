@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Use", "kill_tree", "tree_of", "use_of"]
+__all__ = ["Use", "files_in", "kill_tree", "tree_of", "use_of"]
 
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
@@ -34,9 +34,9 @@ def tree_of(pid: int) -> Iterator[int]:
         one = waiting.pop()
         yield one
         with contextlib.suppress(*_GONE):
-            for task in os.listdir(f"/proc/{one}/task"):
+            for task in Path(f"/proc/{one}/task").iterdir():
                 with contextlib.suppress(*_GONE):
-                    children = Path(f"/proc/{one}/task/{task}/children").read_text("ascii")
+                    children = (task / "children").read_text("ascii")
                     waiting += map(int, children.split())
 
 
@@ -51,6 +51,20 @@ def use_of(pid: int, *, memory_above: int) -> Use:
     if memory > memory_above:
         memory = sum(map(_proportional_bytes, pids))
     return Use(memory_bytes=memory, cpu_s=sum(map(_cpu_s, pids)))
+
+
+def files_in(pid: int, place: str) -> int:
+    """Return how many files lie on the file system that a tree sees at ``place``.
+
+    The first process is outside the sandbox and is not asked.
+    """
+    for one in tree_of(pid):
+        if one == pid:
+            continue
+        with contextlib.suppress(OSError):
+            found = os.statvfs(f"/proc/{one}/root{place}")
+            return found.f_files - found.f_ffree
+    return 0
 
 
 def kill_tree(pid: int) -> None:

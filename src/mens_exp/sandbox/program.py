@@ -8,6 +8,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
+from mens_exp.errors import MensError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -35,6 +37,7 @@ class Outcome(StrEnum):
     cpu_time = "cpu_time"
     memory = "memory"
     output = "output"  # more was written than is read
+    files = "files"  # more were made than anything needs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +61,18 @@ class Program:
     stdin: str = ""
     env: Mapping[str, str] = field(default_factory=dict)  # beside PATH, HOME, TMPDIR and LANG
     visible: tuple[str, ...] = ()  # further paths of this machine, seen read-only
+
+    def __post_init__(self) -> None:
+        """Refuse a file elsewhere than in the working directory.
+
+        Raises:
+            MensError: a name is not a plain file name.
+        """
+        for name in self.files:
+            if name in {"", ".", ".."} or set(name) & {"/", "\0"}:
+                raise MensError(
+                    "a program's file is named by a path", found=name, expected="a plain file name"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 import selectors
-import subprocess
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from mens_exp.sandbox.process_tree import use_of
+from mens_exp.sandbox.process_tree import files_in, use_of
 from mens_exp.sandbox.program import Outcome
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Callable
 
     from mens_exp.sandbox.program import Limits
 
 __all__ = ["Ended", "supervise"]
 
+_MOST_FILES: Final = 10_000  # each is a kilobyte of the kernel's memory, whatever it holds
 _SAMPLE_S: Final = 0.05  # how often memory and processor time are looked at
 _DRAIN_S: Final = 1.0  # for what is left in the pipes of a process that has ended
 _DEATH_S: Final = 10.0  # a killed process that still has not ended hangs in the kernel
@@ -37,7 +38,12 @@ class Ended:
 
 
 def supervise(
-    process: subprocess.Popen[bytes], limits: Limits, *, started: float, kill: Callable[[], None]
+    process: subprocess.Popen[bytes],
+    limits: Limits,
+    *,
+    started: float,
+    kill: Callable[[], None],
+    private: str | None = None,
 ) -> Ended:
     """Read what a process writes until it and its pipes have ended, or a limit is passed.
 
@@ -46,6 +52,7 @@ def supervise(
         limits: of its tree; those that the kernel keeps are not looked at here.
         started: when, on the monotonic clock.
         kill: ends the tree; it is called at most once, and also when this is interrupted.
+        private: where the tree sees a file system of its own, whose files are counted.
 
     Returns:
         What was written up to the limit, and the limit that ended it, if one did.
@@ -60,7 +67,13 @@ def supervise(
                 ended.written[name] = bytearray()
                 selector.register(pipe, selectors.EVENT_READ, name)
             selector.register(exit_fd, selectors.EVENT_READ, _EXIT)
-            ended.by_limit = _watch(selector, process.pid, limits, ended, started=started)
+            ended.by_limit = _watch(
+                selector,
+                limits,
+                ended,
+                started=started,
+                passed=lambda: _passed(process.pid, limits, private),
+            )
         done = ended.by_limit is None
     finally:
         os.close(exit_fd)
@@ -73,7 +86,12 @@ def supervise(
 
 
 def _watch(
-    selector: selectors.BaseSelector, pid: int, limits: Limits, ended: Ended, *, started: float
+    selector: selectors.BaseSelector,
+    limits: Limits,
+    ended: Ended,
+    *,
+    started: float,
+    passed: Callable[[], Outcome | None],
 ) -> Outcome | None:
     deadline = started + limits.wall_s
     sample_at = started + _SAMPLE_S
@@ -91,9 +109,9 @@ def _watch(
         if now >= deadline:
             return Outcome.timeout if running else None
         if running and now >= sample_at:
-            passed = _passed(pid, limits)
-            if passed is not None:
-                return passed
+            limit = passed()
+            if limit is not None:
+                return limit
             sample_at = time.monotonic() + _SAMPLE_S
     return None
 
@@ -115,11 +133,13 @@ def _read(
     return False
 
 
-def _passed(pid: int, limits: Limits) -> Outcome | None:
+def _passed(pid: int, limits: Limits, private: str | None) -> Outcome | None:
     most = limits.memory_mib * 2**20
     use = use_of(pid, memory_above=most)
     if use.memory_bytes > most:
         return Outcome.memory
+    if private is not None and files_in(pid, private) > _MOST_FILES:
+        return Outcome.files
     return Outcome.cpu_time if use.cpu_s > limits.cpu_s else None
 
 

@@ -19,10 +19,10 @@ from mens_exp.sandbox.supervise import supervise
 if TYPE_CHECKING:
     from mens_exp.sandbox.program import Execution, Limits, Program
 
-__all__ = ["UnsafeSandbox"]
+__all__ = ["Unsafe"]
 
 
-class UnsafeSandbox:
+class Unsafe:
     """A process in a temporary directory, with your rights.
 
     It can read, write and send what you can. Memory, processor time, wall time, output and the
