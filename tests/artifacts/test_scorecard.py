@@ -162,7 +162,7 @@ def test_an_item_event_of_version_1_is_read(tmp_path: Path) -> None:
 
 def test_a_wrong_item_event_is_not_written(tmp_path: Path) -> None:
     """The file stays absent."""
-    wrong: Any = {**EVENT, "tokens_in": None}
-    with pytest.raises(MensError, match="tokens_in"):
+    wrong: Any = {**EVENT, "attempts": None}
+    with pytest.raises(MensError, match="attempts"):
         write_item_events(tmp_path / "events.jsonl", [wrong])
     assert list(tmp_path.iterdir()) == []

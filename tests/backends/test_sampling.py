@@ -39,7 +39,9 @@ def test_temperature_sharpens() -> None:
     assert counts[1] / 4000 == pytest.approx(4 / 38, abs=0.02)
 
 
-@pytest.mark.parametrize(("top_p", "kept"), [(0.4, {2}), (0.5, {2}), (0.7, {0, 2}), (1.0, {0, 1, 2})])
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.4, {2}), (0.5, {2}), (0.7, {0, 2}), (1.0, {0, 1, 2})]
+)
 def test_top_p_keeps_the_fewest_that_have_the_share(top_p: float, kept: set[int]) -> None:
     """The most likely token is always among them."""
     assert set(drawn(top_p=top_p, draws=500)) == kept

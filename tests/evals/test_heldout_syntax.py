@@ -280,7 +280,9 @@ def test_an_answer_is_judged_by_reading_alone() -> None:
     """A stub parses, and is told from code."""
     suite = HeldoutSyntax(items=[made_item("a")], max_new_tokens=160)
     said = ["def f(): pass", "def f(x):\n    return x + 1", "Sure.\n```\ndef f(): pass\n```"]
-    stub, code, fenced = suite.judge([Answer(item=suite.items[0], text=text) for text in said], None)
+    stub, code, fenced = suite.judge(
+        [Answer(item=suite.items[0], text=text) for text in said], None
+    )
     assert (stub.compiles, stub.trivial, stub.anti_stub) == (True, True, False)
     assert (code.compiles, code.trivial, code.anti_stub) == (True, False, True)
     assert (code.strict, fenced.strict, fenced.compiles) == (True, False, True)

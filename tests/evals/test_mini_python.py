@@ -53,7 +53,7 @@ def test_references_pass_in_every_style_and_stubs_fail(suite: MiniPython, runner
     assert result.problem is None
     assert result.references == dict.fromkeys(STYLES, 12)
     assert (result.failed, result.stubs, result.stubs_passed) == (
-        dict.fromkeys(STYLES, []),
+        {style: [] for style in STYLES},
         12,
         [],
     )

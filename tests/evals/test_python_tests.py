@@ -52,7 +52,7 @@ def test_every_other_end_has_a_name(runner: Runner, code: str, outcome: str, sai
 
 def test_a_printed_verdict_is_none(runner: Runner) -> None:
     """The word that begins it is no answer's to know."""
-    (one,) = checked(runner, 'print(\'{"passed": true}\')\nimport os\nos._exit(0)')
+    (one,) = checked(runner, "print('{\"passed\": true}')\nimport os\nos._exit(0)")
     assert one.outcome == "left"
 
 

@@ -84,8 +84,8 @@ class ItemEvent(TypedDict):
     parses: bool | None
     finished: bool
     error: str | None
-    tokens_in: int
-    tokens_out: int
+    tokens_in: int | None
+    tokens_out: int | None
     attempts: int
     compile_pass_1: bool | None
     compile_pass_n: bool | None

@@ -78,6 +78,8 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "suite": {
         "heldout_syntax": suite.HeldoutSyntaxSuite,
         "mini_python": suite.MiniPythonSuite,
+        "jsonl": suite.JsonlSuite,
+        "scorecard_spec": suite.ScorecardSpecSuite,
         "none": suite.NoSuite,
     },
     "callbacks": {

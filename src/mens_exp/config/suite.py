@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 from omegaconf import MISSING
 
@@ -36,6 +37,9 @@ class JsonlCheck(Enum):
 @dataclass(kw_only=True, slots=True)
 class SuiteConfig:
     """What every suite has."""
+
+    executes: ClassVar[bool] = False
+    """Whether it executes what a model wrote, and so needs a sandbox."""
 
     name: str = setting(MISSING, "Name of the suite; set by the option.")
 
@@ -75,6 +79,8 @@ class AnsweredSuite(SuiteConfig):
 class MiniPythonSuite(AnsweredSuite):
     """Small tasks of families that nothing is trained on, some of them repairs; tests run."""
 
+    executes: ClassVar[bool] = True
+
     name: str = "mini_python"
     items: int = setting(16, "Tasks, drawn by the generator, the same for every seed.", ge=1)
     repair_frac: float = setting(0.25, "Share of tasks that are to be repaired.", ge=0, le=1)
@@ -85,6 +91,8 @@ class MiniPythonSuite(AnsweredSuite):
 @dataclass(kw_only=True, slots=True)
 class HumanEvalSuite(AnsweredSuite):
     """HumanEval: functions from signature and docstring, tests run."""
+
+    executes: ClassVar[bool] = True
 
     name: str = "humaneval"
     path: str | None = setting(
@@ -97,6 +105,8 @@ class HumanEvalSuite(AnsweredSuite):
 @dataclass(kw_only=True, slots=True)
 class RustSuite(AnsweredSuite):
     """Rust functions in MultiPL-E's form, compiled by rustc and their tests run."""
+
+    executes: ClassVar[bool] = True
 
     name: str = "rust"
     path: str | None = setting(None, "MultiPL-E's JSONL, plain or gzipped, of language rs.")
@@ -131,3 +141,4 @@ class ScorecardSpecSuite(SuiteConfig):
     name: str = "scorecard_spec"
     path: str | None = setting(None, "The specification, a JSON file.")
     max_new_tokens: int = setting(512, "Longest completion, in tokens.", ge=1)
+    batch_size: int = setting(8, "Requests to a server under way at once.", ge=1)

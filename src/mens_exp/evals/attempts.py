@@ -123,7 +123,8 @@ def _attempt(
         one.completions.append(completion)
         one.judgements.append(judgement)
         if judgement.is_valid:
-            one.valid_ms = sum(each.latency_ms for each in one.completions) + judging_ms
+            waited = _sum([each.latency_ms for each in one.completions])
+            one.valid_ms = None if waited is None else waited + judging_ms
 
 
 def _event(sample: _Sample, condition: str) -> ItemEvent:
@@ -132,6 +133,9 @@ def _event(sample: _Sample, condition: str) -> ItemEvent:
     depth = next((i for i, one in enumerate(sample.judgements) if one.is_valid), None)
     errors = [_errors(*pair) for pair in zip(sample.completions, sample.judgements, strict=True)]
     values: dict[str, Any] = {
+        "tokens_in": _sum([one.tokens_in for one in sample.completions]),
+        "tokens_out": _sum([one.tokens_out for one in sample.completions]),
+        "latency_ms": _sum([one.latency_ms for one in sample.completions]),
         "compile_pass_1": first.compiles,
         "compile_pass_n": _any([one.compiles for one in sample.judgements]),
         "canonical_pass": last.canonical,
@@ -159,15 +163,14 @@ def _event(sample: _Sample, condition: str) -> ItemEvent:
         "parses": last.compiles,
         "finished": completion.is_finished,
         "error": "\n".join(errors[-1]) or None,
-        "tokens_in": sum(one.tokens_in for one in sample.completions),
-        "tokens_out": sum(one.tokens_out for one in sample.completions),
         "attempts": len(sample.completions),
         "repair_stalled": any(one and one == after for one, after in pairwise(errors)),
         "error_count": sum(map(len, errors)),
-        "latency_ms": sum(one.latency_ms for one in sample.completions),
         **values,
         "unknown": {
-            name: _reason(name, first.unknown) for name, value in values.items() if value is None
+            name: _reason(name, first.unknown, depth)
+            for name, value in values.items()
+            if value is None
         },
     }
     return cast("ItemEvent", event)
@@ -198,7 +201,14 @@ _OF_JUDGEMENT = {
 }
 
 
-def _reason(name: str, unknown: dict[str, str]) -> str:
-    if name in {"repair_depth", "time_to_first_valid_ms"}:
+def _sum(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _reason(name: str, unknown: dict[str, str], depth: int | None) -> str:
+    if depth is None and name in {"repair_depth", "time_to_first_valid_ms"}:
         return "no attempt is valid"
+    if name not in _OF_JUDGEMENT:
+        return "the answers were made before, and nobody counted"
     return unknown.get(_OF_JUDGEMENT[name], "not measured by this suite")

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mens_exp.config.suite import HeldoutSyntaxSuite, MiniPythonSuite, SuiteConfig
+from mens_exp.config.suite import (
+    HeldoutSyntaxSuite,
+    JsonlSuite,
+    MiniPythonSuite,
+    SuiteConfig,
+)
 
 if TYPE_CHECKING:
     from mens_exp.evals.suite import Suite
@@ -27,4 +32,8 @@ def frozen_suite(config: SuiteConfig) -> Suite:
         from mens_exp.evals.mini_python import mini_python
 
         return mini_python(config)
+    if isinstance(config, JsonlSuite):
+        from mens_exp.evals.jsonl import jsonl_suite
+
+        return jsonl_suite(config)
     raise AssertionError(f"suite={config.name} has no items of its own")

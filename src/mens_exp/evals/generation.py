@@ -50,18 +50,18 @@ class Completion:
 
     Attributes:
         text: without the stop text.
-        tokens_in: tokens of the prompt.
-        tokens_out: tokens generated, the end marker included.
+        tokens_in: tokens of the prompt; None where nobody counted them.
+        tokens_out: tokens generated, the end marker included; None as above.
         is_finished: whether it ended by itself, or at a stop text.
-        latency_ms: until it was there; of a batch, all of it.
+        latency_ms: until it was there; of a batch, all of it; None where it was there before.
         problem: why there is none; None where there is one.
     """
 
     text: str
-    tokens_in: int
-    tokens_out: int
+    tokens_in: int | None
+    tokens_out: int | None
     is_finished: bool
-    latency_ms: float
+    latency_ms: float | None
     problem: str | None = None
 
 

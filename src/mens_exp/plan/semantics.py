@@ -129,7 +129,7 @@ SETTINGS: dict[str, Part] = {
     **_all(
         Part.RECORD,
         "suite.",
-        "name items max_new_tokens batch_size repair_frac generator_seed",
+        "name items max_new_tokens batch_size repair_frac generator_seed path check function",
     ),
     # How answers are made and judged, once all is learned.
     **_all(

@@ -15,6 +15,7 @@ from mens_exp.plan.preflight import writable_cache
 from mens_exp.tasks.evaluated import base_of_another, subject_named, with_adapter
 from mens_exp.tasks.inputs import describe, refuse_changed, tokenizer_of
 from mens_exp.tasks.scoring import score, score_served
+from mens_exp.tasks.specified import score_spec
 from mens_exp.tasks.subject import config_of
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ __all__ = ["evaluate"]
 
 def evaluate(config: RunConfig, run: Run) -> None:
     """Load what `path` names and score it: both conditions, or the base alone."""
+    if config.suite.name == "scorecard_spec":
+        score_spec(config, run)
+        return
     assert config.path is not None, "validation has asked for it"
     subject = subject_named(config.path)
     run.manifest.inputs["subject"] = subject.path

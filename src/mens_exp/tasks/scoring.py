@@ -80,7 +80,8 @@ def score_served(config: RunConfig, run: Run, condition: Condition) -> None:
     from mens_exp.evals.served import ServerEngine
 
     settings = config.eval
-    assert settings.base_url and settings.model, "validation has asked for them"
+    assert settings.base_url is not None, "validation has asked for it"
+    assert settings.model is not None, "validation has asked for it"
     run.manifest.inputs["served"] = {"base_url": settings.base_url, "model": settings.model}
     suite = frozen_suite(config.suite)
     runner = runner_of(config, run) if suite.needs_sandbox else None
@@ -162,11 +163,25 @@ def keep(
     run: Run,
     runner: Runner | None,
     self_test: SelfTest | None,
+    *,
+    plan: Plan | None = None,
+    conditions: Sequence[dict[str, Any]] = (),
 ) -> None:
-    """Write the events and what they sum up to."""
+    """Write the events and what they sum up to.
+
+    Args:
+        suite: what was answered.
+        events: its events.
+        config: the command's own.
+        run: the open run.
+        runner: what executed answers.
+        self_test: what came of the suite's own.
+        plan: how often items were asked, where `eval` does not say.
+        conditions: what is known of models that the suite brought.
+    """
     settings = config.eval
     generation: dict[str, Any] = {
-        "engine": settings.engine.value,
+        **({"conditions": list(conditions)} if conditions else {"engine": settings.engine.value}),
         "temperature": settings.temperature,
         "top_p": settings.top_p,
         **_limits(config.suite),
@@ -174,7 +189,7 @@ def keep(
     scorecard = to_scorecard(
         suite,
         events,
-        plan_of(settings),
+        plan or plan_of(settings),
         generation,
         sandbox=None if runner is None else runner.kind,
         self_test=self_test,

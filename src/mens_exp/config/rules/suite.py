@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mens_exp.config.evaluation import EngineKind
+from mens_exp.config.suite import JsonlCheck, JsonlSuite, ScorecardSpecSuite
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,11 +17,14 @@ __all__ = ["problems", "unread"]
 
 _OF_A_SERVER = frozenset({"eval.base_url", "eval.model", "eval.api_key_env"})
 _OF_THE_GRAPH = frozenset({"model", "tokenizer", "quant", "lora", "backend", "data", "trainer"})
+# What a specification says itself, of each of its conditions.
+_OF_A_SPEC = {"eval.base_url", "eval.model"} | {"path", "eval.engine", "eval.max_retries"}
 _OF_DRAWING = frozenset({"eval.top_p", "eval.seed"})
 
 
 def problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield what is wrong with `suite` and `eval`."""
+    yield from _files(config)
     settings = config.eval
     if settings.samples > 1 and settings.temperature == 0:
         yield ConfigError(
@@ -32,6 +36,45 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
         )
     if settings.engine is EngineKind.openai:
         yield from _server(config)
+
+
+def _files(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what is wrong with a suite that is read from a file."""
+    suite = config.suite
+    if isinstance(suite, JsonlSuite | ScorecardSpecSuite) and suite.path is None:
+        yield ConfigError(
+            f"suite={suite.name} is a file of your own",
+            where="suite.path",
+            expected="its path",
+            remedy="add suite.path=<file>",
+        )
+    if isinstance(suite, ScorecardSpecSuite) and config.task.name in {"train", "plan"}:
+        yield ConfigError(
+            "suite=scorecard_spec brings models of its own, and scores none that is trained",
+            where="suite",
+            found="scorecard_spec",
+            expected="another suite",
+            remedy="use task=evaluate suite=scorecard_spec",
+        )
+    if isinstance(suite, JsonlSuite) and suite.check is JsonlCheck.function:
+        yield from _function(config, suite)
+
+
+def _function(config: RunConfig, suite: JsonlSuite) -> Iterator[ConfigError]:
+    if suite.function is None:
+        yield ConfigError(
+            "suite.check=function has no function",
+            where="suite.function",
+            expected="<file>.py:<name>",
+        )
+    if config.task.name != "evaluate":
+        # A stored configuration may be another's, and must name nothing that would be run.
+        yield ConfigError(
+            "a function of yours is called by task=evaluate alone",
+            where="suite.check",
+            found="function",
+            expected="another check, or task=evaluate",
+        )
 
 
 def _server(config: RunConfig) -> Iterator[ConfigError]:
@@ -84,15 +127,27 @@ def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
         elif config.task.name == "evaluate" and key.partition(".")[0] in _unread_groups(config):
             because = f"suite={config.suite.name} and eval.engine={settings.engine.value}"
             yield _no_effect(key, because, "suite=heldout_syntax with eval.engine=hf")
-        elif key in _OF_A_SERVER and settings.engine is not EngineKind.openai:
+        elif key in _OF_A_SPEC and config.suite.name == "scorecard_spec":
+            yield _no_effect(key, "suite=scorecard_spec", "another suite")
+        elif key == "suite.function" and not _calls(config):
+            yield _no_effect(key, "another suite.check", "suite.check=function")
+        elif key in _OF_A_SERVER and not _asks_a_server(config):
             yield _no_effect(key, f"eval.engine={settings.engine.value}", "eval.engine=openai")
         elif key in _OF_DRAWING and settings.temperature == 0:
             yield _no_effect(key, "eval.temperature=0", "eval.temperature above 0")
 
 
+def _asks_a_server(config: RunConfig) -> bool:
+    return config.eval.engine is EngineKind.openai or config.suite.name == "scorecard_spec"
+
+
+def _calls(config: RunConfig) -> bool:
+    return isinstance(config.suite, JsonlSuite) and config.suite.check is JsonlCheck.function
+
+
 def _unread_groups(config: RunConfig) -> frozenset[str]:
     """Return the groups that an evaluation has no use for."""
-    if config.eval.engine is EngineKind.openai:
+    if _asks_a_server(config):
         return _OF_THE_GRAPH
     return frozenset() if config.suite.name == "heldout_syntax" else frozenset({"data"})
 
