@@ -169,6 +169,7 @@ class Function:
     def refuses(self, expected: Any) -> str | None:
         """Take anything."""
         del expected
+        return None
 
     def reference(self, expected: Any) -> str:
         """Return nothing: no text follows from a function."""
@@ -178,6 +179,7 @@ class Function:
     def parses(self, answer: str) -> bool | None:
         """Return None: it has no form."""
         del answer
+        return None
 
     def error(self, prompt: str, expected: Any, answer: str) -> str | None:
         """Ask the function.

@@ -106,10 +106,10 @@ def read_spec(path: Path) -> Spec:
         DataError: it cannot be read, or breaks one rule.
         Problems: it breaks several.
     """
-    spec: Any = parse_json(read_bytes(path), str(path))
+    spec: Spec = parse_json(read_bytes(path), str(path))
     Problems.raise_if(check(spec, Spec, str(path)))
     Problems.raise_if(_problems(spec, str(path)))
-    return spec  # type: ignore[no-any-return]
+    return spec
 
 
 def _problems(spec: Spec, where: str) -> list[DataError]:
@@ -121,7 +121,7 @@ def _problems(spec: Spec, where: str) -> list[DataError]:
         retries = spec["max_retries"]
         found.append(_wrong(f"{where}: max_retries", retries, f"0 to {MOST_RETRIES}"))
     for part in ("conditions", "tasks"):
-        names = [one["id"] for one in spec[part]]  # type: ignore[literal-required]
+        names = [one["id"] for one in spec[part]]
         if not names or "" in names or len(set(names)) < len(names):
             found.append(_wrong(f"{where}: {part}", names, "ids, each once, none of them empty"))
     prompts = [task["prompt"] for task in spec["tasks"]]
