@@ -23,6 +23,7 @@ from mens_exp.config import (
     optim,
     quant,
     root,
+    sandbox,
     schedule,
     suite,
     task,
@@ -82,6 +83,11 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "scorecard_spec": suite.ScorecardSpecSuite,
         "none": suite.NoSuite,
     },
+    "sandbox": {
+        "bubblewrap": sandbox.BubblewrapSandbox,
+        "unsafe": sandbox.UnsafeSandbox,
+        "none": sandbox.NoSandbox,
+    },
     "callbacks": {
         "callback": callbacks.CallbackConfig,
         "early_stopping": callbacks.EarlyStoppingConfig,
@@ -99,6 +105,7 @@ DISCRIMINATORS = {
     "optim": "name",
     "logger": "sink",
     "suite": "name",
+    "sandbox": "name",
 }
 
 # What the records of earlier runs call a schema.

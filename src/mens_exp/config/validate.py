@@ -19,6 +19,7 @@ from mens_exp.config.rules import (
     objective,
     optim,
     quant,
+    sandbox,
     schedule,
     suite,
     task,
@@ -58,6 +59,7 @@ _EVERYTHING = frozenset(
         "callbacks",
         "suite",
         "eval",
+        "sandbox",
         "preset",
         "experiment",
         "resume",
@@ -67,7 +69,7 @@ _EVERYTHING = frozenset(
 TASK_READS: dict[str, frozenset[str]] = {
     "train": _EVERYTHING,
     "plan": _EVERYTHING - {"resume"},
-    "evaluate": frozenset({"path", "suite", "eval", "trainer.accelerator"}),
+    "evaluate": frozenset({"path", "suite", "eval", "sandbox", "trainer.accelerator"}),
     "chat": frozenset({"path", "prompt", "chat", "seed", "trainer.accelerator"}),
     "push": frozenset({"path", "repo", "push"}),
     "export": frozenset(
@@ -186,6 +188,7 @@ def ineffective_overrides(config: RunConfig, keys: Iterable[str]) -> list[MensEr
     return [
         *data.unread(config, keys),
         *backend.unread(config, keys),
+        *sandbox.unread(config, keys),
         *task.unread(config, keys),
         *suite.unread(config, keys),
     ]

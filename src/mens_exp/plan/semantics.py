@@ -137,6 +137,11 @@ SETTINGS: dict[str, Part] = {
         "eval.",
         "engine base_url model api_key_env temperature top_p samples max_retries seed",
     ),
+    **_all(
+        Part.RECORD,
+        "sandbox.",
+        "name memory_mib cpu_s wall_s output_kib file_mib workers processes",
+    ),
 }
 
 _OURS = "mens_exp.training.callbacks."
@@ -166,6 +171,7 @@ _OF_GROUP = {
     "backend": Part.ADAPTER,
     "logger": Part.RECORD,
     "suite": Part.RECORD,
+    "sandbox": Part.RECORD,
 }
 
 
