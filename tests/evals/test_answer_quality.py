@@ -44,6 +44,7 @@ def test_an_answer_is_strict_that_is_code_only(completion: str, *, strict: bool)
         ("def f(x): return x\n", False),
         ("x = 1; y = 2\n", False),
         ("x = 1 \n", False),
+        ("\n", False),  # nothing at all
         ("def f(:", False),
     ],
 )

@@ -151,7 +151,7 @@ def is_canonical(code: str) -> bool:
     if "\t" in code or any(line != line.rstrip() for line in code.splitlines()):
         return False
     starts = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt)]
-    return len(starts) == len(set(starts)) and _indented_by_four(code)
+    return 0 < len(starts) == len(set(starts)) and _indented_by_four(code)
 
 
 def _indented_by_four(code: str) -> bool:
