@@ -18,6 +18,8 @@ NEEDS = {
     "data=hub": ["data.id=lab/rows"],
     "data=mix": ["data.sources=[{path:a.jsonl,weight:0.7},{source:stdlib,weight:0.3}]"],
     "task=evaluate": ["path=latest"],
+    "suite=jsonl": ["suite.path=rows.jsonl"],
+    "suite=scorecard_spec": ["suite.path=spec.json", "task=evaluate"],
     "task=serve": ["path=merged"],
     "callbacks=early_stopping": ["trainer.val_check_interval=4"],
     "task=chat": ["path=latest"],
