@@ -153,6 +153,7 @@ def _system_options() -> list[str]:
             words += ["--symlink", str(path.readlink()), str(path)]
         elif path.is_dir():
             words += ["--ro-bind", str(path), str(path)]
+    words += ["--perms", "0755", "--dir", "/etc"]
     for name in ("/etc/alternatives", "/etc/ld.so.cache"):  # what compilers and libraries go by
         words += ["--ro-bind-try", name, name]
     return [*words, *_visible_options(sys.base_prefix), "--proc", "/proc", "--dev", "/dev"]

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 __all__ = ["execution_of"]
 
 _SHELL_SIGNALS: Final = 128  # bubblewrap reports a signal as 128 more than its number
-# The last line of a runtime that was refused memory: CPython, and Rust's default handler.
+# What a runtime says that was refused memory: CPython, and Rust, which adds a note.
 _REFUSED_MEMORY: Final = ("MemoryError", "memory allocation of ")
+_LAST_LINES: Final = 3
 
 
 def execution_of(ended: Ended, status: int, *, sandbox: str) -> Execution:
@@ -53,7 +54,7 @@ def _outcome(status: int, number: int | None, stderr: str) -> Outcome:
         return Outcome.ok
     if number == signal.SIGXCPU:
         return Outcome.cpu_time
-    last = stderr.rstrip().rpartition("\n")[2]
-    if last.startswith(_REFUSED_MEMORY):
+    last = stderr.rstrip().splitlines()[-_LAST_LINES:]
+    if any(line.startswith(_REFUSED_MEMORY) for line in last):
         return Outcome.memory
     return Outcome.failed if number is None else Outcome.killed_signal
