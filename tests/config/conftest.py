@@ -18,6 +18,7 @@ NEEDS = {
     "data=hub": ["data.id=lab/rows"],
     "data=mix": ["data.sources=[{path:a.jsonl,weight:0.7},{source:stdlib,weight:0.3}]"],
     "task=evaluate": ["path=latest"],
+    "suite=rust": ["suite.path=tasks.jsonl"],
     "suite=jsonl": ["suite.path=rows.jsonl"],
     "suite=scorecard_spec": ["suite.path=spec.json", "task=evaluate"],
     "task=serve": ["path=merged"],

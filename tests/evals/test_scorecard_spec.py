@@ -170,5 +170,5 @@ def test_a_fixture_answers_attempt_by_attempt(tmp_path: Path) -> None:
 def test_a_fixture_without_a_task_is_refused(tmp_path: Path) -> None:
     """It names what is lacking."""
     one = suite(tmp_path)
-    with pytest.raises(DataError, match="lacks answers.*found say"):
+    with pytest.raises(DataError, match=r"lacks answers.*found say"):
         FixtureEngine(written(tmp_path / "old.json", {"add": ["x"]}), one.spec["tasks"])

@@ -109,7 +109,7 @@ def test_a_server_that_refuses_ends_the_evaluation() -> None:
     """Its own words are shown; nothing counts as a wrong answer."""
     with (
         server(lambda _: {"error": "no such model"}, status=404) as (url, _),
-        pytest.raises(SetupError, match="404.*no such model"),
+        pytest.raises(SetupError, match=r"404.*no such model"),
     ):
         engine(url).complete([request("a")])
 

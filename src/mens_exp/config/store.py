@@ -79,6 +79,8 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "suite": {
         "heldout_syntax": suite.HeldoutSyntaxSuite,
         "mini_python": suite.MiniPythonSuite,
+        "humaneval": suite.HumanEvalSuite,
+        "rust": suite.RustSuite,
         "jsonl": suite.JsonlSuite,
         "scorecard_spec": suite.ScorecardSpecSuite,
         "none": suite.NoSuite,

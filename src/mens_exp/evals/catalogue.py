@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 from mens_exp.config.suite import (
     HeldoutSyntaxSuite,
+    HumanEvalSuite,
     JsonlSuite,
     MiniPythonSuite,
+    RustSuite,
     SuiteConfig,
 )
 
@@ -36,4 +38,12 @@ def frozen_suite(config: SuiteConfig) -> Suite:
         from mens_exp.evals.jsonl import jsonl_suite
 
         return jsonl_suite(config)
+    if isinstance(config, HumanEvalSuite):
+        from mens_exp.evals.program_suite import humaneval
+
+        return humaneval(config)
+    if isinstance(config, RustSuite):
+        from mens_exp.evals.rust_suite import rust_suite
+
+        return rust_suite(config)
     raise AssertionError(f"suite={config.name} has no items of its own")

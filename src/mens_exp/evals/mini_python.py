@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mens_exp.evals.running import Runner
     from mens_exp.evals.suite import Answer
 
-__all__ = ["STYLES", "MiniPython", "mini_python", "stub_of"]
+__all__ = ["NO_SANDBOX", "STYLES", "MiniPython", "mini_python", "stub_of"]
 
 _HELPERS: Final = (
     "from __future__ import annotations\n\nimport math\nfrom typing import Any\n\n\n"
@@ -38,7 +38,7 @@ STYLES: Final[dict[str, Callable[[str], str]]] = {
     "indented": lambda code: textwrap.indent(code, "    "),
     "imports_and_helpers": lambda code: _HELPERS + code,
 }
-_NO_SANDBOX: Final = (
+NO_SANDBOX: Final = (
     "no sandbox: install bubblewrap, or say sandbox=unsafe to run generated code without one"
 )
 
@@ -145,7 +145,7 @@ def _judgement(completion: str, code: str, checked: Checked | None) -> Judgement
         richness=quality.richness,
         anti_stub=quality.anti_stub,
         outcome=None if checked is None else checked.outcome,
-        unknown=dict.fromkeys(("success", "semantic", "outcome"), _NO_SANDBOX)
+        unknown=dict.fromkeys(("success", "semantic", "outcome"), NO_SANDBOX)
         if checked is None
         else {},
     )

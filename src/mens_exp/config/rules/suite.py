@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mens_exp.config.evaluation import EngineKind
-from mens_exp.config.suite import JsonlCheck, JsonlSuite, ScorecardSpecSuite
+from mens_exp.config.suite import JsonlCheck, JsonlSuite, RustSuite, ScorecardSpecSuite
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
 def _files(config: RunConfig) -> Iterator[ConfigError]:
     """Yield what is wrong with a suite that is read from a file."""
     suite = config.suite
-    if isinstance(suite, JsonlSuite | ScorecardSpecSuite) and suite.path is None:
+    if isinstance(suite, JsonlSuite | RustSuite | ScorecardSpecSuite) and suite.path is None:
         yield ConfigError(
             f"suite={suite.name} is a file of your own",
             where="suite.path",
