@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 EVENT: ItemEvent = {
+    "version": 2,
     "item_id": "bisect.insort",
     "condition": Condition.BASE,
+    "sample": 0,
+    "group": "",
     "prompt": "Write it.",
     "reference": "def f(): ...",
     "completion": "def f(:\u2028",
@@ -28,12 +31,48 @@ EVENT: ItemEvent = {
     "error": "invalid syntax",
     "tokens_in": 3,
     "tokens_out": 5,
+    "attempts": 2,
+    "compile_pass_1": False,
+    "compile_pass_n": False,
+    "canonical_pass": False,
+    "strictness": True,
+    "pass_1": None,
+    "task_success": None,
+    "semantic_task_success": None,
+    "repair_depth": None,
+    "repair_stalled": True,
+    "error_count": 2,
+    "latency_ms": 12.5,
+    "time_to_first_valid_ms": None,
+    "placeholder_marker_hits": 0,
+    "trivial_placeholder_output": False,
+    "richness": 0.2,
+    "anti_stub_pass": True,
+    "outcome": None,
+    "unknown": {"task_success": "the suite runs nothing"},
+}
+EVENT_OF_1 = {
+    "item_id": "bisect.insort",
+    "condition": "tuned",
+    "prompt": "Write it.",
+    "reference": "def f(): ...",
+    "completion": "def f(): pass",
+    "parses": True,
+    "finished": True,
+    "error": None,
+    "tokens_in": 3,
+    "tokens_out": 5,
 }
 
 
 def test_the_committed_scorecard_of_version_1_is_read(golden: Path, scorecard: Scorecard) -> None:
-    """Every field comes back as it was meant."""
+    """It measured greedy answers, each once, and ran nothing."""
     assert Scorecard.read(golden / "scorecard_v1.json") == scorecard
+
+
+def test_the_committed_scorecard_of_version_2_is_read(golden: Path, scorecard: Scorecard) -> None:
+    """Every field comes back as it was meant."""
+    assert Scorecard.read(golden / "scorecard_v2.json") == scorecard
 
 
 def test_a_scorecard_is_written_as_committed(
@@ -41,14 +80,14 @@ def test_a_scorecard_is_written_as_committed(
 ) -> None:
     """Byte for byte."""
     scorecard.write(tmp_path / "s.json")
-    assert (tmp_path / "s.json").read_bytes() == (golden / "scorecard_v1.json").read_bytes()
+    assert (tmp_path / "s.json").read_bytes() == (golden / "scorecard_v2.json").read_bytes()
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"format": "mens_exp_run"}, "not this format"),
-        ({"version": 2}, "newer version"),
+        ({"version": 3}, "newer version"),
         ({"item": 3}, "item: unknown key.*the nearest is items"),
         ({"items": 3.0}, "items: wrong value.*expected an integer"),
         ({"items": -1}, "items: wrong value.*expected 0 or more"),
@@ -60,7 +99,7 @@ def test_a_scorecard_is_refused(
     golden: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     """Each wrong thing is named with its place."""
-    value = json.loads((golden / "scorecard_v1.json").read_text("utf-8"))
+    value = json.loads((golden / "scorecard_v2.json").read_text("utf-8"))
     (tmp_path / "s.json").write_text(json.dumps(value | changes))
     with pytest.raises((DataError, Problems), match=message):
         Scorecard.read(tmp_path / "s.json")
@@ -88,7 +127,9 @@ def test_item_events_come_back_as_written(tmp_path: Path) -> None:
     ("line", "message"),
     [
         (json.dumps({**EVENT, "parses": 1}), "parses: wrong value.*expected true or false"),
-        (json.dumps({**EVENT, "condition": "tunes"}), "condition: wrong.*the nearest is tuned"),
+        (json.dumps({**EVENT, "condition": 1}), "condition: wrong.*expected a string"),
+        (json.dumps({**EVENT, "version": 3}), "newer version.*expected at most 2"),
+        (json.dumps({**EVENT_OF_1, "attempts": None}), "attempts"),
         (json.dumps({**EVENT, "token_in": 1}), "token_in: unknown key.*nearest is tokens_in"),
         ('{"item_id":', "not JSON"),
     ],
@@ -102,9 +143,26 @@ def test_an_item_event_is_refused_with_its_line(tmp_path: Path, line: str, messa
     assert f"{path}:2" in str(caught.value)
 
 
+def test_an_item_event_of_version_1_is_read(tmp_path: Path) -> None:
+    """What it did not record is null and says so; what it did comes back."""
+    path = tmp_path / "events.jsonl"
+    broken = {**EVENT_OF_1, "parses": False, "error": "SyntaxError: f"}
+    path.write_text("".join(json.dumps(one) + "\n" for one in (EVENT_OF_1, broken)))
+    good, bad = read_item_events(path)
+    assert {name: good[name] for name in EVENT_OF_1} == EVENT_OF_1  # type: ignore[literal-required]
+    assert (good["version"], good["sample"], good["attempts"], good["group"]) == (2, 0, 1, "")
+    assert (good["compile_pass_1"], good["compile_pass_n"], good["repair_depth"]) == (True, True, 0)
+    assert (bad["compile_pass_1"], bad["repair_depth"], bad["error_count"]) == (False, None, 1)
+    assert good["latency_ms"] is good["task_success"] is None
+    assert "version 1" in good["unknown"]["latency_ms"]
+    assert "repair_depth" in bad["unknown"]
+    write_item_events(path, [good, bad])
+    assert read_item_events(path) == [good, bad]
+
+
 def test_a_wrong_item_event_is_not_written(tmp_path: Path) -> None:
     """The file stays absent."""
-    wrong: Any = {**EVENT, "tokens_in": None}
-    with pytest.raises(MensError, match="tokens_in"):
+    wrong: Any = {**EVENT, "attempts": None}
+    with pytest.raises(MensError, match="attempts"):
         write_item_events(tmp_path / "events.jsonl", [wrong])
     assert list(tmp_path.iterdir()) == []

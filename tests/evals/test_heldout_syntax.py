@@ -5,22 +5,22 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mens_exp.artifacts.scorecard import Condition
+from mens_exp.artifacts.digest import digest
 from mens_exp.config.suite import HeldoutSyntaxSuite
-from mens_exp.evals.heldout_syntax import (
-    Item,
-    choose_items,
-    code_of,
-    evaluate,
-    syntax_error,
-    to_scorecard,
-)
+from mens_exp.evals.answer_quality import code_of
+from mens_exp.evals.attempts import Plan, answer_all
+from mens_exp.evals.generation import Completion, Generation, GraphEngine
+from mens_exp.evals.heldout_syntax import HeldoutSyntax, choose_items, syntax_error
+from mens_exp.evals.scored import to_scorecard
+from mens_exp.evals.suite import Answer, Item
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.tokenizer.hf import HfTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mens_exp.artifacts.scorecard import ItemEvent
+    from mens_exp.evals.generation import Request
     from mens_exp.model.resolve import BaseModel
 
 
@@ -126,7 +126,7 @@ def test_prompt_and_completion_must_fit_the_model(tokenizer: HfTokenizer) -> Non
     """At the limit it is in, one position less and it is out."""
     rows, suite = pairs("x"), HeldoutSyntaxSuite(max_new_tokens=10)
     (item,) = choose_items(rows, tokenizer, suite, max_positions=2048)
-    room = len(item.prompt_ids) + 10
+    room = len(prompt_ids(item, tokenizer)) + 10
     assert choose_items(rows, tokenizer, suite, max_positions=room) == [item]
     assert choose_items(rows, tokenizer, suite, max_positions=room - 1) == []
 
@@ -134,12 +134,29 @@ def test_prompt_and_completion_must_fit_the_model(tokenizer: HfTokenizer) -> Non
 def test_a_prompt_ends_where_the_answer_begins(tokenizer: HfTokenizer) -> None:
     """It is encoded as in training: the turn of the assistant is opened, and nothing is in it."""
     (item,) = choose_items(pairs("x"), tokenizer, HeldoutSyntaxSuite(), max_positions=2048)
-    text = tokenizer.core.decode(item.prompt_ids, skip_special_tokens=False)
+    ids = prompt_ids(item, tokenizer)
+    text = tokenizer.core.decode(ids, skip_special_tokens=False)
     assert text == "<|im_start|>user\nP0<|im_end|>\n<|im_start|>assistant\n"
+
+
+def prompt_ids(item: Item, tokenizer: HfTokenizer) -> list[int]:
+    return tokenizer.encode_prompts([list(item.messages)])[0]
+
+
+def answered(
+    items: list[Item], backend: Any, tokenizer: HfTokenizer, config: HeldoutSyntaxSuite
+) -> list[ItemEvent]:
+    """Answer the suite's items once, as the tuned model."""
+    suite = HeldoutSyntax(items=items, max_new_tokens=config.max_new_tokens)
+    generation = Generation(max_new_tokens=config.max_new_tokens, batch_size=config.batch_size)
+    engine = GraphEngine(backend, tokenizer, generation)
+    return answer_all(suite, engine, None, Plan(), "tuned")
 
 
 class Scripted:
     """A backend that answers each prompt from a table, and remembers how it was asked."""
+
+    max_positions = 2048
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]]) -> None:
         self.answers = answers
@@ -156,8 +173,9 @@ def test_each_item_is_judged_by_its_own_completion(tokenizer: HfTokenizer) -> No
     items = choose_items(pairs("a", "b", "c"), tokenizer, suite, max_positions=2048)
     texts = ["```python\ndef f(): pass\n```<|im_end|>", "def f(): pass", "def f(<|im_end|>"]
     ids = tokenizer.encode_all(texts)
-    backend: Any = Scripted({tuple(i.prompt_ids): a for i, a in zip(items, ids, strict=True)})
-    events = evaluate(items, backend, tokenizer, suite, Condition.TUNED)
+    prompts = tokenizer.encode_prompts([list(item.messages) for item in items])
+    backend = Scripted({tuple(p): a for p, a in zip(prompts, ids, strict=True)})
+    events = answered(items, backend, tokenizer, suite)
     assert [count for count, _ in backend.asked] == [2, 1]
     assert backend.asked[0][1] == {
         "max_new_tokens": 30,
@@ -174,60 +192,97 @@ def test_each_item_is_judged_by_its_own_completion(tokenizer: HfTokenizer) -> No
     assert events[2]["error"] is not None
     assert events[0]["error"] is events[1]["error"] is None
     assert {e["condition"] for e in events} == {"tuned"}
-    assert [e["tokens_in"] for e in events] == [len(item.prompt_ids) for item in items]
+    assert [e["tokens_in"] for e in events] == [len(prompt) for prompt in prompts]
 
 
 def test_an_empty_completion_is_neither_parsed_nor_finished(tokenizer: HfTokenizer) -> None:
     """It still counts as an item."""
     items = choose_items(pairs("a"), tokenizer, HeldoutSyntaxSuite(), max_positions=2048)
-    backend: Any = Scripted({tuple(items[0].prompt_ids): []})
-    (event,) = evaluate(items, backend, tokenizer, HeldoutSyntaxSuite(), Condition.BASE)
+    backend = Scripted({tuple(prompt_ids(items[0], tokenizer)): []})
+    (event,) = answered(items, backend, tokenizer, HeldoutSyntaxSuite())
     assert (event["parses"], event["finished"], event["tokens_out"]) == (False, False, 0)
 
 
 def made_item(name: str) -> Item:
-    return Item(id=name, prompt=f"Write {name}.", reference="def f(): pass", prompt_ids=[1])
+    return Item(
+        id=name,
+        messages=({"role": "user", "content": f"Write {name}."},),
+        reference="def f(): pass",
+    )
 
 
-def made_event(name: str, condition: Condition, *, parses: bool, tokens: int) -> Any:
-    return {
-        "item_id": name,
-        "condition": condition,
-        "parses": parses,
-        "finished": not parses,
-        "tokens_out": tokens,
-    }
+class Says:
+    """An engine that gives each item its answer, of so many tokens."""
+
+    def __init__(self, answers: dict[str, tuple[str, int]]) -> None:
+        self.answers = answers
+
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        said = [self.answers[one.messages[-1]["content"]] for one in requests]
+        return [
+            Completion(
+                text=text, tokens_in=1, tokens_out=tokens, is_finished="(:" in text, latency_ms=1.0
+            )
+            for text, tokens in said
+        ]
 
 
 def test_the_denominator_is_always_all_items() -> None:
     """One of four parsed is a quarter, also where a condition lacks events."""
-    items = [made_item(name) for name in "abcd"]
-    events = [
-        made_event("a", Condition.BASE, parses=True, tokens=10),
-        made_event("b", Condition.BASE, parses=False, tokens=30),
-        *(made_event(name, Condition.TUNED, parses=True, tokens=6) for name in "abcd"),
-    ]
-    card = to_scorecard(HeldoutSyntaxSuite(), items, events)
+    suite = HeldoutSyntax(items=[made_item(name) for name in "abcd"], max_new_tokens=160)
+    good, bad = ("def f(): pass", 6), ("def f(:", 30)
+    says = Says({"Write a.": good, "Write b.": bad, "Write c.": good, "Write d.": good})
+    tuned = answer_all(suite, says, None, Plan(), "tuned")
+    base = [{**event, "condition": "base"} for event in tuned[:2]]
+    events: Any = [*base, *tuned]
+    card = to_scorecard(suite, events, Plan(), {})
     assert card.items == 4
-    assert card.conditions == {
-        "base": {"parse_rate": 0.25, "parsed": 1, "completed": 1, "tokens_out_mean": 10.0},
-        "tuned": {"parse_rate": 1.0, "parsed": 4, "completed": 0, "tokens_out_mean": 6.0},
+    names = ("parse_rate", "parsed", "completed", "tokens_out_mean", "compile_at_1", "strictness")
+    assert {c: [kpis[n] for n in names] for c, kpis in card.conditions.items()} == {
+        "base": [0.25, 1, 1, 9.0, 0.25, 0.5],
+        "tuned": [0.75, 3, 1, 12.0, 0.75, 1.0],
     }
+
+
+def test_what_needs_execution_is_null_with_its_reason() -> None:
+    """Nothing is run, so that no task is known to be done."""
+    suite = HeldoutSyntax(items=[made_item("a")], max_new_tokens=160)
+    events = answer_all(suite, Says({"Write a.": ("def f(): pass", 6)}), None, Plan(), "base")
+    card = to_scorecard(suite, events, Plan(), {})
+    for name in ("task_success", "semantic_task_success", "pass_at_1"):
+        assert card.conditions["base"][name] is None
+        assert card.unknown[f"conditions.base.{name}"] == "suite=heldout_syntax runs nothing"
+    assert card.sandbox is None
+    assert suite.self_test(None) is None
 
 
 def test_the_digest_is_that_of_items_and_limit() -> None:
-    """Another batch size is the same suite; another item, reference or limit is another one."""
+    """Another item, reference or limit is another suite; the value is that of earlier versions."""
     items = [made_item("a"), made_item("b")]
-    events = [made_event("a", Condition.BASE, parses=True, tokens=1)]
 
-    def digest_of(suite: HeldoutSyntaxSuite, of: list[Item]) -> str:
-        return to_scorecard(suite, of, events).suite_digest
+    def digest_of(of: list[Item], limit: int = 160) -> str:
+        return HeldoutSyntax(items=of, max_new_tokens=limit).digest
 
-    first = digest_of(HeldoutSyntaxSuite(), items)
-    assert digest_of(HeldoutSyntaxSuite(batch_size=1), items) == first
+    first = digest_of(items)
+    frozen = [
+        {"id": name, "prompt": f"Write {name}.", "reference": "def f(): pass"} for name in "ab"
+    ]
+    assert first == digest({"items": frozen, "max_new_tokens": 160})
     others = {
-        digest_of(HeldoutSyntaxSuite(max_new_tokens=99), items),
-        digest_of(HeldoutSyntaxSuite(), items[:1]),
-        digest_of(HeldoutSyntaxSuite(), [made_item("a"), made_item("c")]),
+        digest_of(items, 99),
+        digest_of(items[:1]),
+        digest_of([made_item("a"), made_item("c")]),
     }
     assert len(others | {first}) == 4
+
+
+def test_an_answer_is_judged_by_reading_alone() -> None:
+    """A stub parses, and is told from code."""
+    suite = HeldoutSyntax(items=[made_item("a")], max_new_tokens=160)
+    said = ["def f(): pass", "def f(x):\n    return x + 1", "Sure.\n```\ndef f(): pass\n```"]
+    stub, code, fenced = suite.judge(
+        [Answer(item=suite.items[0], text=text) for text in said], None
+    )
+    assert (stub.compiles, stub.trivial, stub.anti_stub) == (True, True, False)
+    assert (code.compiles, code.trivial, code.anti_stub) == (True, False, True)
+    assert (code.strict, fenced.strict, fenced.compiles) == (True, False, True)

@@ -107,8 +107,11 @@ def make_plan() -> dict[str, Any]:
 def make_item(condition: str, completion: str, **changes: Any) -> ItemEvent:
     """One completion; both conditions of an item share its name."""
     event: ItemEvent = {
+        "version": 2,
         "item_id": "textwrap.py::indent",
         "condition": Condition(condition),
+        "sample": 0,
+        "group": "",
         "prompt": "Write `indent`.",
         "reference": "def indent(): ...",
         "completion": completion,
@@ -117,6 +120,25 @@ def make_item(condition: str, completion: str, **changes: Any) -> ItemEvent:
         "error": None,
         "tokens_in": 8,
         "tokens_out": 12,
+        "attempts": 1,
+        "compile_pass_1": True,
+        "compile_pass_n": True,
+        "canonical_pass": True,
+        "strictness": True,
+        "pass_1": None,
+        "task_success": None,
+        "semantic_task_success": None,
+        "repair_depth": 0,
+        "repair_stalled": False,
+        "error_count": 0,
+        "latency_ms": 10.0,
+        "time_to_first_valid_ms": 10.0,
+        "placeholder_marker_hits": 0,
+        "trivial_placeholder_output": False,
+        "richness": 1.0,
+        "anti_stub_pass": True,
+        "outcome": None,
+        "unknown": {},
     }
     event.update(changes)  # type: ignore[typeddict-item]
     return event
@@ -128,6 +150,7 @@ def scorecard() -> Scorecard:
         suite="heldout_syntax",
         suite_digest=SHA,
         items=16,
+        generation={"engine": "hf", "temperature": 0.0, "samples": 1, "max_retries": 0},
         conditions={
             "base": {"parse_rate": 0.625, "parsed": 10, "completed": 9, "tokens_out_mean": 61.4},
             "tuned": {"parse_rate": 0.875, "parsed": 14, "completed": 15, "tokens_out_mean": 72.9},

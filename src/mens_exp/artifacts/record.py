@@ -91,6 +91,7 @@ def read_record(
     """
     value = parse_json(read_bytes(path), str(path))
     _check_identity(cls, value, str(path), older_formats)
+    value = _migrated(cls, value)
     hints = get_type_hints(cls)
     declared = {field.name: hints[field.name] for field in fields(cls)}
     Problems.raise_if(check_keys(value, declared, _required(cls), str(path)))
@@ -124,13 +125,21 @@ def write_record(record: Record, path: Path, *, omit_null: Iterable[str] = ()) -
     write_json(path, {name: item for name, item in value.items() if name not in left_out})
 
 
-def read_lines(path: Path, hint: Any, *, torn_end: bool = False) -> list[Any]:
+def read_lines(
+    path: Path,
+    hint: Any,
+    *,
+    torn_end: bool = False,
+    migrate: Callable[[Any, str], Any] | None = None,
+) -> list[Any]:
     """Read a file of one JSON value a line.
 
     Args:
         path: the file.
         hint: the declared type of a line.
         torn_end: whether a last line without its newline is dropped instead of refused.
+        migrate: makes a line of an older version one of today's, and leaves others as they are;
+            it is told the line's place too.
 
     Raises:
         DataError: the file is missing, or a line breaks a rule (``file:line``).
@@ -143,7 +152,8 @@ def read_lines(path: Path, hint: Any, *, torn_end: bool = False) -> list[Any]:
     for number, line in enumerate(lines, start=1):
         where = f"{path}:{number}"
         try:
-            values.append(parse_json(line, where))
+            value = parse_json(line, where)
+            values.append(migrate(value, where) if migrate else value)
         except DataError as error:
             problems.append(error)
         else:
@@ -199,8 +209,19 @@ def _check_identity(cls: type[Record], value: object, where: str, older: Iterabl
             expected=f"at most {ours}",
             remedy="upgrade mens-exp to read it",
         )
-    if version < ours:
+    if version < ours and version not in _migrations(cls):
         raise wrong(version, f"{ours}; no reader for older versions", f"{where}: version")
+
+
+def _migrations(cls: type[Record]) -> dict[int, Callable[[dict[str, Any]], dict[str, Any]]]:
+    """Return what makes a record of a version one of the next, by version."""
+    return getattr(cls, "MIGRATIONS", {})
+
+
+def _migrated(cls: type[Record], value: dict[str, Any]) -> dict[str, Any]:
+    for version in range(value["version"], cast("int", _default(cls, "version"))):
+        value = {**_migrations(cls)[version](value), "version": version + 1}
+    return value
 
 
 def _default(cls: type[Record], name: str) -> object:

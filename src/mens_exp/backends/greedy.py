@@ -1,4 +1,4 @@
-"""Greedy continuation of many prompts at once.
+"""Continuation of many prompts at once: greedy, or drawn.
 
 Shapes: B prompts, T tokens of the longest.
 """
@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mens_exp.backends.sampling import Draw, StopWatch
 from mens_exp.model.quiet import quiet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from mens_exp.backends.sampling import Sampling, Stops
 
 __all__ = ["evaluating", "greedy"]
 
@@ -37,16 +40,27 @@ def greedy(
     max_new_tokens: int,
     end_ids: set[int],
     pad_id: int,
+    sampling: Sampling | None = None,
+    stops: Stops | None = None,
 ) -> list[list[int]]:
-    """Continue prompts greedily, padded on the left, until an end id or the limit.
+    """Continue prompts, padded on the left, until an end id, a stop text or the limit.
 
     Dropout is off whatever mode the model is in, and the sampling settings that its files may
     carry (a repetition penalty, say) play no part.
 
+    Args:
+        model: a transformers model.
+        prompts: ids of each.
+        max_new_tokens: the longest answer.
+        end_ids: ids that end one.
+        pad_id: fills what stands before shorter prompts.
+        sampling: how tokens are drawn; None takes the likeliest.
+        stops: texts that end an answer.
+
     Returns:
-        The new ids of each prompt, its end id included where it ended.
+        The new ids of each prompt, its end id or stop text included where it ended.
     """
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
     width = max(map(len, prompts))
     ids_BT = torch.full((len(prompts), width), pad_id, dtype=torch.long)
@@ -54,6 +68,9 @@ def greedy(
     for row, prompt in enumerate(prompts):
         ids_BT[row, width - len(prompt) :] = torch.tensor(prompt)
         mask_BT[row, width - len(prompt) :] = 1
+    watch = StopWatch(stops) if stops is not None else None
+    processors: Any = LogitsProcessorList([Draw(sampling).as_processor] if sampling else [])
+    criteria: Any = StoppingCriteriaList([_criterion(watch, width)] if watch else [])
     model.generation_config = GenerationConfig()  # what it holds would fill in what we leave open
     with torch.inference_mode(), evaluating(model), quiet():
         output = model.generate(
@@ -63,10 +80,28 @@ def greedy(
             do_sample=False,
             eos_token_id=sorted(end_ids),
             pad_token_id=pad_id,
+            logits_processor=processors,
+            stopping_criteria=criteria,
             cache_implementation="static",  # a growing one left gigabytes of holes
             disable_compile=True,  # which a static cache would start on a GPU, for minutes
         )
-    return [_until(row, end_ids) for row in output[:, width:].tolist()]
+    lengths = watch.lengths if watch is not None else {}
+    return [
+        _until(ids[: lengths.get(row)], end_ids)
+        for row, ids in enumerate(output[:, width:].tolist())
+    ]
+
+
+def _criterion(watch: StopWatch, width: int) -> Any:
+    """Tell transformers which prompts are at a stop text."""
+
+    def stopped(ids_BT: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+        del scores
+        new = ids_BT[:, width:].tolist()
+        done = [watch.has_stopped(row, ids) for row, ids in enumerate(new)]
+        return torch.tensor(done, device=ids_BT.device)
+
+    return stopped
 
 
 def _until(ids: list[int], end_ids: set[int]) -> list[int]:

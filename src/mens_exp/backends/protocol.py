@@ -42,7 +42,7 @@ class Backend(Protocol):
         """Switch the adapter off inside the block."""
 
     def generate(self, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
-        """Continue prompts greedily; see the backend for the options."""
+        """Continue prompts; `greedy` tells the options."""
 
     def next_logits(self, ids: Sequence[int], cache: Any = None) -> tuple[torch.Tensor, Any]:
         """Return the logits ``[V]`` that follow ids, and the cache grown by these."""

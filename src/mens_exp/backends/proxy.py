@@ -22,6 +22,7 @@ from mens_exp.backends.greedy import evaluating
 from mens_exp.backends.loading import load_into
 from mens_exp.backends.own_form import OwnForm
 from mens_exp.backends.projection import Projection
+from mens_exp.backends.sampling import Draw, StopWatch
 from mens_exp.backends.tracing import Trace
 from mens_exp.config.backend import Composition, ProxyConfig
 from mens_exp.config.objective import LastKObjective
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from mens_exp.backends.sampling import Sampling, Stops
     from mens_exp.config.root import RunConfig
     from mens_exp.data.batch import Batch
     from mens_exp.model.resolve import BaseModel
@@ -166,18 +168,28 @@ class ProxyBackend(OwnForm, torch.nn.Module):
         max_new_tokens: int,
         end_ids: set[int],
         pad_id: int,
+        sampling: Sampling | None = None,
+        stops: Stops | None = None,
     ) -> list[list[int]]:
-        """Continue prompts greedily: each token follows from the one before it alone."""
+        """Continue prompts: each token follows from the one before it alone; see `greedy`."""
         del pad_id  # nothing is padded: only last tokens are looked at
         made: list[list[int]] = [[] for _ in prompts]
+        draw = Draw(sampling) if sampling is not None else None
+        watch = StopWatch(stops) if stops is not None else None
         with torch.inference_mode(), evaluating(self):
             for _ in range(max_new_tokens):
-                open_rows = [i for i, ids in enumerate(made) if not ids or ids[-1] not in end_ids]
+                open_rows = [
+                    i
+                    for i, ids in enumerate(made)
+                    if not (ids and ids[-1] in end_ids)
+                    and not (watch is not None and watch.has_stopped(i, ids))
+                ]
                 if not open_rows:
                     break
                 last = [(made[i] or prompts[i])[-1] for i in open_rows]
                 logits = self.head(self.hidden(torch.tensor(last, device=self.device)))
-                for i, token in zip(open_rows, logits.argmax(-1).tolist(), strict=True):
+                chosen = logits.argmax(-1) if draw is None else draw(logits, open_rows)
+                for i, token in zip(open_rows, chosen.tolist(), strict=True):
                     made[i].append(token)
         return made
 

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from mens_exp.artifacts.adapter_v3 import AdapterManifest
+    from mens_exp.backends.sampling import Sampling, Stops
     from mens_exp.backends.tracing import Trace
     from mens_exp.config.root import RunConfig
     from mens_exp.data.batch import Batch
@@ -173,8 +174,10 @@ class QloraBackend(torch.nn.Module):
         max_new_tokens: int,
         end_ids: set[int],
         pad_id: int,
+        sampling: Sampling | None = None,
+        stops: Stops | None = None,
     ) -> list[list[int]]:
-        """Continue prompts greedily until an end id or the limit; see :func:`greedy`."""
+        """Continue prompts until an end id, a stop text or the limit; see :func:`greedy`."""
         with self._compute():
             return greedy(
                 self.causal_lm,
@@ -182,6 +185,8 @@ class QloraBackend(torch.nn.Module):
                 max_new_tokens=max_new_tokens,
                 end_ids=end_ids,
                 pad_id=pad_id,
+                sampling=sampling,
+                stops=stops,
             )
 
     def next_logits(self, ids: Sequence[int], cache: Any = None) -> tuple[torch.Tensor, Any]:

@@ -15,6 +15,7 @@ from mens_exp.config.callbacks import CallbackConfig
 from mens_exp.config.checkpoint import CheckpointConfig
 from mens_exp.config.corpus import CorpusConfig
 from mens_exp.config.data import DataConfig
+from mens_exp.config.evaluation import EvalConfig
 from mens_exp.config.fields import setting
 from mens_exp.config.logger import LoggerConfig
 from mens_exp.config.lora import LoraConfig
@@ -69,7 +70,8 @@ class RunConfig:
     path: str | None = setting(
         None,
         "The run a task reads: a run directory, or `latest` (evaluate, chat, push, export, merge, "
-        "inspect); chat takes `base` too, the model of the command alone; merge and export take an "
+        "inspect); chat and evaluate take `base` too, the model of the command alone; evaluate, "
+        "merge and export take an "
         "adapter's directory too, in schema v2, v3 or PEFT's form; serve, and export format=gguf, "
         "take a complete model directory; inspect takes all of these, a checkpoint, and what a "
         "merge or an export wrote.",
@@ -130,6 +132,7 @@ class RunConfig:
     callbacks: dict[str, CallbackConfig] = _group()
     suite: SuiteConfig = _group()
     sandbox: SandboxConfig = _group()
+    eval: EvalConfig = _section(EvalConfig)
     chat: ChatConfig = field(default_factory=ChatConfig, metadata={"doc": "See its keys."})
     push: PushConfig = field(default_factory=PushConfig, metadata={"doc": "See its keys."})
     merge: MergeConfig = field(default_factory=MergeConfig, metadata={"doc": "See its keys."})

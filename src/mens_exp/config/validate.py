@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.fields import range_of
@@ -21,6 +22,7 @@ from mens_exp.config.rules import (
     quant,
     sandbox,
     schedule,
+    suite,
     task,
     trainer,
 )
@@ -57,6 +59,7 @@ _EVERYTHING = frozenset(
         "logger",
         "callbacks",
         "suite",
+        "eval",
         "sandbox",
         "preset",
         "experiment",
@@ -67,7 +70,7 @@ _EVERYTHING = frozenset(
 TASK_READS: dict[str, frozenset[str]] = {
     "train": _EVERYTHING,
     "plan": _EVERYTHING - {"resume"},
-    "evaluate": frozenset({"path", "suite", "sandbox", "trainer.accelerator"}),
+    "evaluate": frozenset({"path", "suite", "eval", "sandbox", "trainer.accelerator"}),
     "chat": frozenset({"path", "prompt", "chat", "seed", "trainer.accelerator"}),
     "push": frozenset({"path", "repo", "push"}),
     "export": frozenset(
@@ -118,6 +121,7 @@ def problems_of(config: RunConfig) -> list[MensError]:
     problems += task.problems(config)
     problems += merge.problems(config)
     problems += corpus.problems(config)
+    problems += suite.problems(config)
     return problems
 
 
@@ -154,7 +158,7 @@ def unread_overrides(name: str, keys: Iterable[str], *, path: str | None = None)
         keys: override keys as given, without ``+`` or ``~``.
         path: the run that the task reads; for ``base`` the command's own model counts.
     """
-    reads = TASK_READS[name] | (_READ_OF_THE_BASE if path == "base" else frozenset())
+    reads = TASK_READS[name] | _read_beside(name, path)
     problems: list[MensError] = []
     for key in keys:
         group = key.split(".", 1)[0]
@@ -171,6 +175,17 @@ def unread_overrides(name: str, keys: Iterable[str], *, path: str | None = None)
     return problems
 
 
+def _read_beside(name: str, path: str | None) -> frozenset[str]:
+    """Return what a task reads of the command where `path` names no run with its own."""
+    if path == "base":
+        return _READ_OF_THE_BASE | (frozenset({"data"}) if name == "evaluate" else frozenset())
+    if name != "evaluate" or path is None or path == "latest":
+        return frozenset()
+    place = Path(path).expanduser()
+    is_adapter = place.exists() and not (place / "manifest.json").is_file()
+    return (_READ_OF_THE_BASE - {"lora"}) | {"data"} if is_adapter else frozenset()
+
+
 def ineffective_overrides(config: RunConfig, keys: Iterable[str]) -> list[MensError]:
     """List explicit overrides that other values of the configuration leave without effect.
 
@@ -184,4 +199,5 @@ def ineffective_overrides(config: RunConfig, keys: Iterable[str]) -> list[MensEr
         *sandbox.unread(config, keys),
         *task.unread(config, keys),
         *corpus.unread(config, keys),
+        *suite.unread(config, keys),
     ]

@@ -153,7 +153,17 @@ SETTINGS: dict[str, Part] = {
     # The device and its kernels round otherwise, and are provenance.
     **_all(Part.RECORD, "trainer.", "accelerator val_check_interval deterministic"),
     **_all(Part.RECORD, "logger.", "sink mode project entity group name tags flush_every_n_steps"),
-    **_all(Part.RECORD, "suite.", "name items max_new_tokens batch_size"),
+    **_all(
+        Part.RECORD,
+        "suite.",
+        "name items max_new_tokens batch_size repair_frac generator_seed path check function",
+    ),
+    # How answers are made and judged, once all is learned.
+    **_all(
+        Part.RECORD,
+        "eval.",
+        "engine base_url model api_key_env temperature top_p samples max_retries seed",
+    ),
     **_all(
         Part.RECORD,
         "sandbox.",

@@ -262,7 +262,7 @@ def _limits(records: Records) -> list[str]:
             "It was judged on the validation rows and held-out items of this run only; nothing "
             "here speaks for other tasks, languages or prompts."
         ),
-        "That a completion parses does not say that it is right.",
+        "That a completion parses, or passes a suite's tests, does not say that it is right.",
         "The base model's own biases and licence apply unchanged.",
     ]
     view = records.manifest.results.get("peft_view_val_loss")

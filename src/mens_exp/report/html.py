@@ -32,7 +32,7 @@ _MOST_ITEMS = 100  # more would make a page of megabytes; the rest stays in even
 class _Completion:
     condition: str
     text: str
-    parses: bool | None
+    outcome: summary.Outcome | None
     finished: bool
     error: str
     tokens: str
@@ -159,32 +159,35 @@ def _unseen(records: Records) -> int:
 def _completion(condition: str, event: ItemEvent | None) -> _Completion:
     if event is None:
         return _Completion(
-            condition=condition, text="", parses=None, finished=True, error="", tokens=""
+            condition=condition, text="", outcome=None, finished=True, error="", tokens=""
         )
+    tokens = event["tokens_out"]
     return _Completion(
         condition=condition,
         text=wording.visible(event["completion"]),
-        parses=event["parses"],
+        outcome=summary.outcome_of(event),
         finished=event["finished"],
         error=wording.visible(event["error"] or ""),
-        tokens=f"{wording.count(event['tokens_out'])} tokens",
+        tokens="" if tokens is None else f"{wording.count(tokens)} tokens",
     )
 
 
 def _crossed(records: Records) -> list[tuple[str, str, int]]:
     """Cross the outcomes of the items completed by both: (class, words, items)."""
     outcomes = [
-        (item.completions["base"]["parses"], item.completions["tuned"]["parses"])
+        tuple(summary.outcome_of(item.completions[name]) for name in _CONDITIONS)
         for item in summary.by_item(records.items)
         if item.completions.keys() >= set(_CONDITIONS)
     ]
     if not outcomes:
         return []
+    good = [tuple(bool(one.good) for one in pair) for pair in outcomes]
+    does, do = outcomes[0][0].words_of_good
     return [
-        ("both", "both parse", outcomes.count((True, True))),
-        ("tuned", "only tuned parses", outcomes.count((False, True))),
-        ("base", "only base parses", outcomes.count((True, False))),
-        ("neither", "neither parses", outcomes.count((False, False))),
+        ("both", f"both {do}", good.count((True, True))),
+        ("tuned", f"only tuned {does}", good.count((False, True))),
+        ("base", f"only base {does}", good.count((True, False))),
+        ("neither", f"neither {does}", good.count((False, False))),
     ]
 
 

@@ -36,7 +36,9 @@ _ORDER = (
     *("documents_in_first_batch", "tokens_in_first_batch", "supervised_tokens_in_first_batch"),
     *("commit", "dirty", "diff_sha256", "python", "platform", "cpu", "model", "physical_cores"),
     *("logical_cores", "flags", "memory_bytes", "accelerators"),
+    *("task_success", "semantic_task_success", "pass_at_1", "pass_at_k"),
     *("parse_rate", "parsed", "completed", "tokens_out_mean"),
+    *("compile_at_1", "compile_at_n", "canonical", "strictness"),
 )
 _OTHER_TABLES = ("packages", "environment")
 _FOR_MACHINES = ("lora_init_layers_sha256",)  # hundreds of lines that nobody compares by eye
@@ -109,7 +111,15 @@ def scores(records: Records) -> tuple[list[str], list[tuple[str, list[str]]]]:
     if card is None:
         return [], []
     conditions = list(card.conditions)
-    keys = _ordered(key for values in card.conditions.values() for key in values)
+    known = {
+        key for values in card.conditions.values() for key in values if values[key] is not None
+    }
+    keys = _ordered(
+        key
+        for values in card.conditions.values()
+        for key in values
+        if key in known or key == "parse_rate"  # why the others are null stands under unknown
+    )
     return conditions, [
         (
             wording.label(key),

@@ -15,7 +15,7 @@ from mens_exp.report import wording
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mens_exp.artifacts.scorecard import ItemEvent
+    from mens_exp.artifacts.scorecard import ItemEvent, Scorecard
     from mens_exp.report.records import Records
 
 __all__ = [
@@ -96,6 +96,32 @@ class Item:
     completions: dict[str, ItemEvent]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What became of an answer.
+
+    Attributes:
+        good: whether it does the task or, where nothing was run, parses; None where unknown.
+        words: the same in words.
+        words_of_good: what a good one does, of one answer and of several.
+    """
+
+    good: bool | None
+    words: str
+    words_of_good: tuple[str, str]
+
+
+def outcome_of(event: ItemEvent) -> Outcome:
+    """Say the most that is known of an answer: that it does the task, or that it parses."""
+    success, parses = event["task_success"], event["parses"]
+    if success is not None:
+        words = "passes" if success else event["outcome"] or "does not pass"
+        good = ("passes", "pass")
+        return Outcome(good=success, words=words.replace("_", " "), words_of_good=good)
+    said = "answered" if parses is None else "parses" if parses else "does not parse"
+    return Outcome(good=parses, words=said, words_of_good=("parses", "parse"))
+
+
 def val_loss(records: Records) -> Pair:
     """Validation loss in nats per token; lower is better.
 
@@ -121,7 +147,41 @@ def pairs(records: Records) -> list[Pair]:
     found = [val_loss(records)]
     if records.manifest.results.get("val_text_bytes") is not None:
         found.append(_bits_per_byte(records))
-    return [*found, parse_rate(records)]
+    return [*found, *_of_tasks(records), parse_rate(records)]
+
+
+def _of_tasks(records: Records) -> list[Pair]:
+    """Share of tasks done, where answers were run or compared; higher is better."""
+    card = records.scorecard
+    rates = [
+        card.conditions.get(name, {}).get("task_success") if card else None for name in _CONDITIONS
+    ]
+    base, tuned = rates
+    if card is None or (base is None and tuned is None):
+        return []
+    known = base is not None and tuned is not None
+    gain = (tuned or 0) - (base or 0)
+    cells = [
+        Cell(label=name, text=wording.percent(rate))
+        if rate is not None
+        else Cell(label=name, absent=records.why_absent(f"conditions.{name}.task_success"))
+        for name, rate in zip(_CONDITIONS, rates, strict=True)
+    ]
+    return [
+        Pair(
+            label=f"Tasks of {card.suite} done",
+            unit="",
+            base=cells[0],
+            tuned=cells[1],
+            change=wording.points(gain) if known else "",
+            verdict=_verdict(gain) if known else _UNKNOWN,
+            note=_worth(card),
+        )
+    ]
+
+
+def _worth(card: Scorecard) -> str:
+    return f"{card.items} items: each is worth {100 / card.items:.3g} points" if card.items else ""
 
 
 def _bits_per_byte(records: Records) -> Pair:
@@ -150,15 +210,15 @@ def parse_rate(records: Records) -> Pair:
     if base is not None and tuned is not None:
         change, verdict = wording.points(tuned - base), _verdict(tuned - base)
     return Pair(
-        label="Held-out completions that parse",
+        label="Held-out completions that parse"
+        if card is None or card.suite == "heldout_syntax"
+        else f"Answers to {card.suite} that parse",
         unit="",
         base=_parse_cell(records, "base", base),
         tuned=_parse_cell(records, "tuned", tuned),
         change=change,
         verdict=verdict,
-        note=f"{card.items} items: each is worth {100 / card.items:.3g} points"
-        if card and card.items
-        else "",
+        note=_worth(card) if card else "",
     )
 
 
@@ -224,7 +284,7 @@ def by_item(events: Sequence[ItemEvent]) -> list[Item]:
                 completions={},
             ),
         )
-        item.completions[event["condition"]] = event
+        item.completions.setdefault(event["condition"], event)  # of samples, the first
     return list(items.values())
 
 
@@ -264,7 +324,9 @@ def _parse_cell(records: Records, condition: str, value: float | None) -> Cell:
         why = "the run has no scorecard" if ended else records.why_absent("scorecard")
         return Cell(label=condition, absent=why)
     if value is None:
-        return Cell(label=condition, absent=records.why_absent(f"{condition}.parse_rate"))
+        return Cell(
+            label=condition, absent=records.why_absent(f"conditions.{condition}.parse_rate")
+        )
     parsed = card.conditions[condition].get("parsed")
     detail = f"{parsed} of {card.items}" if parsed is not None else ""
     return Cell(label=condition, text=wording.percent(value), detail=detail)

@@ -319,8 +319,9 @@ def _completion(condition: str, event: ItemEvent | None) -> Panel:
     title = Text(condition)
     if event is None:
         return Panel(Text("not completed", style="dim italic"), title=title, title_align="left")
-    parses = event["parses"]
-    title.append(" · parses" if parses else " · does not parse", style="green" if parses else "red")
+    outcome = summary.outcome_of(event)
+    style = "dim" if outcome.good is None else "green" if outcome.good else "red"
+    title.append(f" · {outcome.words}", style=style)
     if not event["finished"]:
         title.append(" · cut off", style="yellow")
     body = _clip(wording.visible(event["completion"]), _MOST_LINES)

@@ -1,42 +1,79 @@
-"""task=evaluate: score a finished run again, in a run of its own."""
+"""task=evaluate: score a finished run, an adapter or the base, in a run of its own."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.adapter_v3 import read_adapter
 from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.scorecard import Condition
+from mens_exp.config.evaluation import EngineKind
 from mens_exp.corpus.source import load_rows
+from mens_exp.evals.catalogue import needs_rows
 from mens_exp.plan.preflight import writable_cache
+from mens_exp.tasks.evaluated import base_of_another, subject_named, with_adapter
 from mens_exp.tasks.inputs import describe, refuse_changed, tokenizer_of
-from mens_exp.tasks.scoring import score
-from mens_exp.tasks.subject import config_of, subject_of
+from mens_exp.tasks.scoring import score, score_served
+from mens_exp.tasks.specified import score_spec
+from mens_exp.tasks.subject import config_of
 
 if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
+    from mens_exp.tasks.evaluated import Subject
     from mens_exp.tasks.run import Run
 
 __all__ = ["evaluate"]
 
 
 def evaluate(config: RunConfig, run: Run) -> None:
-    """Load the run's own model and adapter and score both conditions."""
+    """Load what `path` names and score it: both conditions, or the base alone."""
+    if config.suite.name == "scorecard_spec":
+        score_spec(config, run)
+        return
+    assert config.path is not None, "validation has asked for it"
+    subject = subject_named(config.path)
+    run.manifest.inputs["subject"] = subject.path
+    if config.eval.engine is EngineKind.openai:
+        condition = Condition.BASE if subject.is_base else Condition.TUNED
+        score_served(config, run, condition)
+    else:
+        _evaluate_here(config, run, subject)
+
+
+def _evaluate_here(config: RunConfig, run: Run, subject: Subject) -> None:
     from mens_exp.model.resolve import resolve
     from mens_exp.training.build import build_backend, lightning_quiet
 
-    assert config.path is not None, "validation has asked for it"
-    subject = subject_of(config.path)
-    theirs = config_of(subject)
+    theirs, tensors, adapter = _told(config, subject)
     theirs.trainer.accelerator = config.trainer.accelerator
     cache = writable_cache()
     base = resolve(theirs.model, cache)
-    tokenizer = tokenizer_of(theirs.tokenizer, base, subject)
-    rows = load_rows(theirs.data, cache)
+    if adapter is not None:
+        base_of_another(adapter, base)
+        run.manifest.inputs["adapter_sha256"] = adapter.sha256
+    tokenizer = tokenizer_of(theirs.tokenizer, base, subject.run or run.dir)
+    with_rows = subject.run is not None or needs_rows(config.suite)
+    rows = load_rows(theirs.data, cache) if with_rows else None
     inputs = describe(base, tokenizer, rows)
-    refuse_changed(Manifest.read(subject.manifest).inputs, inputs)
-    run.manifest.inputs.update(inputs, subject=str(subject.path))
-    _, tensors = read_adapter(subject.adapter)
+    if subject.run is not None:
+        refuse_changed(Manifest.read(subject.run.manifest).inputs, inputs)
+    run.manifest.inputs.update(inputs)
+    run.save()
     with lightning_quiet():
         backend = build_backend(theirs, base)
-    backend.load_adapter(tensors)
-    score(config.suite, run, backend, rows.heldout, tokenizer)
+    if tensors is not None:
+        backend.load_adapter(tensors)
+    conditions = (Condition.BASE,) if subject.is_base else (Condition.BASE, Condition.TUNED)
+    heldout = rows.heldout if rows is not None else ()
+    score(config, run, backend, heldout, tokenizer, conditions=conditions)
+
+
+def _told(config: RunConfig, subject: Subject) -> tuple[RunConfig, Any, Any]:
+    """Return what to build, the tensors to load into it, and a bare adapter's description."""
+    if subject.is_base:
+        return config, None, None
+    if subject.run is not None:
+        return config_of(subject.run), read_adapter(subject.run.adapter)[1], None
+    theirs, adapter = with_adapter(config, Path(subject.path))
+    return theirs, adapter.tensors, adapter

@@ -51,17 +51,9 @@ def tokenizer_of(config: TokenizerConfig, base: BaseModel, run: RunDir) -> Token
 
 
 def describe(
-    base: BaseModel, tokenizer: Tokenizer, rows: Rows, data: RowsDataModule | None = None
+    base: BaseModel, tokenizer: Tokenizer, rows: Rows | None, data: RowsDataModule | None = None
 ) -> dict[str, Any]:
     """Return the manifest's ``inputs``; without ``data``, nothing of the encoded documents."""
-    rows_of: dict[str, Any] = {
-        "source": rows.source,
-        "rows_sha256": None if rows.streamed else rows.sha256,
-        "heldout_rows": len(rows.heldout),
-    }
-    if rows.streamed:
-        rows_of["first_rows_sha256"] = rows.sha256
-    rows_of |= rows.record()
     dated = {"chat_template_date": DATE.date().isoformat()} if tokenizer.is_dated else {}
     return {
         "base_model": base.name,
@@ -73,7 +65,18 @@ def describe(
         "chat_template_sha256": tokenizer.template_sha256,
         "chat_template": tokenizer.template_source,
         **dated,
-        "data": rows_of if data is None else {**rows_of, **_encoded(data)},
+        **({} if rows is None else {"data": _rows_of(rows) | (_encoded(data) if data else {})}),
+    }
+
+
+def _rows_of(rows: Rows) -> dict[str, Any]:
+    first = {"first_rows_sha256": rows.sha256} if rows.streamed else {}
+    return {
+        "source": rows.source,
+        "rows_sha256": None if rows.streamed else rows.sha256,
+        "heldout_rows": len(rows.heldout),
+        **first,
+        **rows.record(),
     }
 
 

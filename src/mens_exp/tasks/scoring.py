@@ -2,50 +2,206 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.scorecard import Condition, write_item_events
-from mens_exp.config.suite import HeldoutSyntaxSuite, SuiteConfig
-from mens_exp.evals.heldout_syntax import choose_items, evaluate, to_scorecard
+from mens_exp.config.suite import AnsweredSuite, HeldoutSyntaxSuite
+from mens_exp.errors import MensError
+from mens_exp.evals.attempts import Plan, answer_all
+from mens_exp.evals.catalogue import frozen_suite
+from mens_exp.evals.generation import Generation, GraphEngine
+from mens_exp.evals.heldout_syntax import HeldoutSyntax, choose_items
+from mens_exp.evals.running import Runner
+from mens_exp.evals.scored import to_scorecard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mens_exp.artifacts.scorecard import ItemEvent
     from mens_exp.backends.protocol import Backend
+    from mens_exp.config.evaluation import EvalConfig
+    from mens_exp.config.root import RunConfig
+    from mens_exp.config.suite import SuiteConfig
+    from mens_exp.evals.suite import SelfTest, Suite
     from mens_exp.rows.schema import TrainingPair
     from mens_exp.tasks.run import Run
     from mens_exp.tokenizer.protocol import Tokenizer
 
-__all__ = ["score"]
+__all__ = ["keep", "plan_of", "runner_of", "score", "score_served", "tested"]
 
 
 def score(
-    suite: SuiteConfig,
+    config: RunConfig,
     run: Run,
     backend: Backend,
     heldout: Sequence[TrainingPair],
     tokenizer: Tokenizer,
+    *,
+    conditions: Sequence[Condition] = (Condition.BASE, Condition.TUNED),
 ) -> None:
-    """Write scorecard.json and events.jsonl, or say in the manifest why there is none."""
-    if not isinstance(suite, HeldoutSyntaxSuite):
-        run.unknown("scorecard", "suite=none")
+    """Write scorecard.json and events.jsonl, or say in the manifest why there is none.
+
+    Args:
+        config: the command's own.
+        run: the open run.
+        backend: the graph.
+        heldout: rows that were held out, for a suite made of them.
+        tokenizer: with the chat template of training.
+        conditions: the models to score.
+    """
+    suite = _suite(config.suite, heldout, tokenizer, backend.max_positions)
+    if isinstance(suite, str):
+        run.unknown("scorecard", suite)
         return
+    runner = runner_of(config, run) if suite.needs_sandbox else None
+    self_test = tested(suite, runner, run)
+    if isinstance(self_test, str):
+        run.unknown("scorecard", self_test)
+        return
+    engine = GraphEngine(backend, tokenizer, generation_of(config.suite, config.eval))
+    plan = plan_of(config.eval)
+    events: list[ItemEvent] = []
+    for condition in conditions:
+        with backend.base_only() if condition is Condition.BASE else nullcontext():
+            events += answer_all(suite, engine, runner, plan, str(condition))
+    keep(suite, events, config, run, runner, self_test)
+
+
+def score_served(config: RunConfig, run: Run, condition: Condition) -> None:
+    """Score the model behind a server, and write the same records.
+
+    Args:
+        config: the command's own; `eval.base_url` and `eval.model` name the model.
+        run: the open run.
+        condition: what the model is.
+    """
+    from mens_exp.evals.served import ServerEngine
+
+    settings = config.eval
+    assert settings.base_url is not None, "validation has asked for it"
+    assert settings.model is not None, "validation has asked for it"
+    run.manifest.inputs["served"] = {"base_url": settings.base_url, "model": settings.model}
+    suite = frozen_suite(config.suite)
+    runner = runner_of(config, run) if suite.needs_sandbox else None
+    self_test = tested(suite, runner, run)
+    if isinstance(self_test, str):
+        run.unknown("scorecard", self_test)
+        return
+    engine = ServerEngine(
+        base_url=settings.base_url,
+        model=settings.model,
+        generation=generation_of(config.suite, settings),
+        api_key_env=settings.api_key_env,
+    )
+    events = answer_all(suite, engine, runner, plan_of(settings), str(condition))
+    keep(suite, events, config, run, runner, self_test)
+
+
+def generation_of(suite: SuiteConfig, settings: EvalConfig) -> Generation:
+    """Return how answers are made."""
+    assert isinstance(suite, HeldoutSyntaxSuite | AnsweredSuite), f"{suite.name} asks by itself"
+    return Generation(
+        max_new_tokens=suite.max_new_tokens,
+        batch_size=suite.batch_size,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+    )
+
+
+def plan_of(settings: EvalConfig) -> Plan:
+    """Return how often each item is asked."""
+    return Plan(samples=settings.samples, max_retries=settings.max_retries, seed=settings.seed)
+
+
+def _suite(
+    config: SuiteConfig, heldout: Sequence[TrainingPair], tokenizer: Tokenizer, max_positions: int
+) -> Suite | str:
+    """Return the suite, or why there is none."""
+    if config.name == "none":
+        return "suite=none"
+    if not isinstance(config, HeldoutSyntaxSuite):
+        return frozen_suite(config)
     if not heldout:
-        run.unknown("scorecard", "no row is held out; see data.heldout_frac")
-        return
-    items = choose_items(heldout, tokenizer, suite, max_positions=backend.max_positions)
+        return "no row is held out; see data.heldout_frac"
+    items = choose_items(heldout, tokenizer, config, max_positions=max_positions)
     if not items:
-        run.unknown(
-            "scorecard",
-            f"no held-out answer is under suite.max_new_tokens={suite.max_new_tokens}",
-        )
-        return
-    with backend.base_only():
-        events = evaluate(items, backend, tokenizer, suite, Condition.BASE)
-    events += evaluate(items, backend, tokenizer, suite, Condition.TUNED)
-    scorecard = to_scorecard(suite, items, events)
+        return f"no held-out answer is under suite.max_new_tokens={config.max_new_tokens}"
+    return HeldoutSyntax(items=items, max_new_tokens=config.max_new_tokens)
+
+
+def runner_of(config: RunConfig, run: Run) -> Runner | None:
+    """Open the sandbox, or note in the manifest why nothing is executed."""
+    from mens_exp.sandbox.opening import limits_of, open_sandbox
+
+    try:
+        sandbox = open_sandbox(config.sandbox)
+    except MensError as error:
+        run.manifest.notes.append(f"nothing that a model wrote was executed: {error}")
+        return None
+    return Runner(
+        sandbox=sandbox,
+        limits=limits_of(config.sandbox),
+        workers=getattr(config.sandbox, "workers", None),
+    )
+
+
+def tested(suite: Suite, runner: Runner | None, run: Run) -> SelfTest | str | None:
+    """Let a suite test itself; return why it may not score, where it may not."""
+    result = suite.self_test(runner)
+    if result is None or result.problem is None:
+        return result
+    run.manifest.notes.append(f"suite={suite.name} failed its own test: {result.problem}")
+    return f"suite={suite.name} failed its own test: {result.problem}"
+
+
+def keep(
+    suite: Suite,
+    events: Sequence[ItemEvent],
+    config: RunConfig,
+    run: Run,
+    runner: Runner | None,
+    self_test: SelfTest | None,
+    *,
+    plan: Plan | None = None,
+    conditions: Sequence[dict[str, Any]] = (),
+) -> None:
+    """Write the events and what they sum up to.
+
+    Args:
+        suite: what was answered.
+        events: its events.
+        config: the command's own.
+        run: the open run.
+        runner: what executed answers.
+        self_test: what came of the suite's own.
+        plan: how often items were asked, where `eval` does not say.
+        conditions: what is known of models that the suite brought.
+    """
+    settings = config.eval
+    generation: dict[str, Any] = {
+        **({"conditions": list(conditions)} if conditions else {"engine": settings.engine.value}),
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        **_limits(config.suite),
+    }
+    scorecard = to_scorecard(
+        suite,
+        events,
+        plan or plan_of(settings),
+        generation,
+        sandbox=None if runner is None else runner.kind,
+        self_test=self_test,
+    )
     write_item_events(run.dir.events, events)
     scorecard.write(run.dir.scorecard)
     run.telemetry.emit(
-        "scorecard", {"suite": suite.name, "items": len(items), "conditions": scorecard.conditions}
+        "scorecard",
+        {"suite": suite.name, "items": scorecard.items, "conditions": scorecard.conditions},
     )
+
+
+def _limits(suite: SuiteConfig) -> dict[str, Any]:
+    values = dataclasses.asdict(suite)
+    return {name: values[name] for name in ("max_new_tokens", "batch_size") if name in values}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 from mens_exp.config.data import HubData, MixData
@@ -133,14 +134,31 @@ def _settle_subject(cell: Cell) -> list[MensError]:
 
     config = cell.config
     assert config.path is not None, "the caller has asked"
-    if config.path == "base":
+    if config.path == "base" and config.task.name == "chat":
         _settle_model(cell)
         return base_problems(config)
+    if config.task.name == "evaluate":
+        return _settle_evaluated(cell)
     subject = subject_of(config.path)
-    if config.task.name in {"evaluate", "chat"}:
+    if config.task.name == "chat":
         config_of(subject)  # they build what it names
     _put_path(cell, str(subject.path))
     return sending_problems(config, subject)
+
+
+def _settle_evaluated(cell: Cell) -> list[MensError]:
+    """Replace what `path` names by what it means now, and refuse what cannot be scored."""
+    from mens_exp.tasks.evaluated import problems, subject_named
+
+    config = cell.config
+    assert config.path is not None, "the caller has asked"
+    subject = subject_named(config.path)
+    _put_path(cell, subject.path)
+    if subject.run is None:
+        _settle_model(cell)
+        settle_rows(cell)
+    # The check puts the adapter's layers into a configuration: into one of its own.
+    return problems(copy.deepcopy(config), subject)
 
 
 def _merges(config: RunConfig) -> bool:

@@ -94,7 +94,7 @@ def train(config: RunConfig, run: Run, *, checkpoint: Path | None = None) -> Non
             with module.as_peft_view():
                 run.manifest.results["peft_view_val_loss"] = _validate(trainer, module, data)
             note_peft_view(run)
-    score(config.suite, run, module.backend, rows.heldout, tokenizer)
+    score(config, run, module.backend, rows.heldout, tokenizer)
     _results(run, trainer, module, data, plan)
 
 

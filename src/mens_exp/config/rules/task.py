@@ -55,7 +55,7 @@ _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield what the chosen task lacks."""
     name = config.task.name
-    if name in _READS_A_PATH and config.path is None:
+    if name in _READS_A_PATH and config.path is None and not _brings_models(config):
         yield ConfigError(
             _READS_A_PATH[name],
             where="path",
@@ -64,9 +64,9 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
             else "a run directory, or latest",
             remedy="add path=<directory>" if _reads_a_model(config) else "add path=latest",
         )
-    if config.path == "base" and name in _READS_A_PATH and name != "chat":
+    if config.path == "base" and name in _READS_A_PATH and name not in {"chat", "evaluate"}:
         yield ConfigError(
-            "the base model alone can only be talked to",
+            "the base model alone can only be talked to, or evaluated",
             where="path",
             found="base",
             expected="a run directory, or latest",
@@ -173,6 +173,11 @@ def _attribution(config: RunConfig) -> Iterator[ConfigError]:
             found=bounds,
             expected="ascending positions, the first 0, such as [0,16,64]",
         )
+
+
+def _brings_models(config: RunConfig) -> bool:
+    """Tell whether what is evaluated stands in the suite's own file."""
+    return config.task.name == "evaluate" and config.suite.name == "scorecard_spec"
 
 
 def _reads_a_model(config: RunConfig) -> bool:

@@ -1,0 +1,161 @@
+"""What a suite needs, and settings of answers that nothing reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mens_exp.config.evaluation import EngineKind
+from mens_exp.config.suite import JsonlCheck, JsonlSuite, RustSuite, ScorecardSpecSuite
+from mens_exp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from mens_exp.config.root import RunConfig
+
+__all__ = ["problems", "unread"]
+
+_OF_A_SERVER = frozenset({"eval.base_url", "eval.model", "eval.api_key_env"})
+_OF_THE_GRAPH = frozenset({"model", "tokenizer", "quant", "lora", "backend", "data", "trainer"})
+# What a specification says itself, of each of its conditions.
+_OF_A_SPEC = {"eval.base_url", "eval.model"} | {"path", "eval.engine", "eval.max_retries"}
+_OF_DRAWING = frozenset({"eval.top_p", "eval.seed"})
+
+
+def problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what is wrong with `suite` and `eval`."""
+    yield from _files(config)
+    settings = config.eval
+    if settings.samples > 1 and settings.temperature == 0:
+        yield ConfigError(
+            "samples of the likeliest tokens are all the same",
+            where="eval.samples",
+            found=settings.samples,
+            expected="1, or eval.temperature above 0",
+            remedy="add eval.temperature=0.8",
+        )
+    if settings.engine is EngineKind.openai:
+        yield from _server(config)
+
+
+def _files(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what is wrong with a suite that is read from a file."""
+    suite = config.suite
+    if isinstance(suite, JsonlSuite | RustSuite | ScorecardSpecSuite) and suite.path is None:
+        yield ConfigError(
+            f"suite={suite.name} is a file of your own",
+            where="suite.path",
+            expected="its path",
+            remedy="add suite.path=<file>",
+        )
+    if isinstance(suite, ScorecardSpecSuite) and config.task.name in {"train", "plan"}:
+        yield ConfigError(
+            "suite=scorecard_spec brings models of its own, and scores none that is trained",
+            where="suite",
+            found="scorecard_spec",
+            expected="another suite",
+            remedy="use task=evaluate suite=scorecard_spec",
+        )
+    if isinstance(suite, JsonlSuite) and suite.check is JsonlCheck.function:
+        yield from _function(config, suite)
+
+
+def _function(config: RunConfig, suite: JsonlSuite) -> Iterator[ConfigError]:
+    if suite.function is None:
+        yield ConfigError(
+            "suite.check=function has no function",
+            where="suite.function",
+            expected="<file>.py:<name>",
+        )
+    if config.task.name != "evaluate":
+        # A stored configuration may be another's, and must name nothing that would be run.
+        yield ConfigError(
+            "a function of yours is called by task=evaluate alone",
+            where="suite.check",
+            found="function",
+            expected="another check, or task=evaluate",
+        )
+
+
+def _server(config: RunConfig) -> Iterator[ConfigError]:
+    if config.task.name != "evaluate":
+        yield ConfigError(
+            "a server answers for a finished model, not for the one in training",
+            where="eval.engine",
+            found="openai",
+            expected=f"hf with task={config.task.name}",
+            remedy="use task=evaluate",
+        )
+    if config.suite.name == "heldout_syntax":
+        yield ConfigError(
+            "the held-out rows belong to a run's own model",
+            where="suite",
+            found="heldout_syntax",
+            expected="a suite with items of its own with eval.engine=openai",
+            remedy="choose suite=mini_python",
+        )
+    url = config.eval.base_url
+    if url is not None and not url.startswith(("http://", "https://")):
+        yield ConfigError(
+            "no address of a server",
+            where="eval.base_url",
+            found=url,
+            expected="http://<host>:<port>/v1",
+        )
+    for name in ("base_url", "model"):
+        if getattr(config.eval, name) is None:
+            yield ConfigError(
+                "missing for eval.engine=openai",
+                where=f"eval.{name}",
+                expected="the server's address, http://<host>:<port>/v1"
+                if name == "base_url"
+                else "the name that the server calls the model",
+            )
+
+
+def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
+    """Yield explicit settings that other settings leave without effect.
+
+    Args:
+        config: the whole configuration.
+        keys: override keys as given.
+    """
+    settings = config.eval
+    for key in keys:
+        if key.partition(".")[0] == "eval" and config.suite.name == "none":
+            yield _no_effect(key, "suite=none", "a suite, such as suite=mini_python")
+        elif config.task.name == "evaluate" and key.partition(".")[0] in _unread_groups(config):
+            because = f"suite={config.suite.name} and eval.engine={settings.engine.value}"
+            yield _no_effect(key, because, "suite=heldout_syntax with eval.engine=hf")
+        elif key in _OF_A_SPEC and config.suite.name == "scorecard_spec":
+            yield _no_effect(key, "suite=scorecard_spec", "another suite")
+        elif key == "suite.function" and not _calls(config):
+            yield _no_effect(key, "another suite.check", "suite.check=function")
+        elif key in _OF_A_SERVER and not _asks_a_server(config):
+            yield _no_effect(key, f"eval.engine={settings.engine.value}", "eval.engine=openai")
+        elif key in _OF_DRAWING and settings.temperature == 0:
+            yield _no_effect(key, "eval.temperature=0", "eval.temperature above 0")
+
+
+def _asks_a_server(config: RunConfig) -> bool:
+    return config.eval.engine is EngineKind.openai or config.suite.name == "scorecard_spec"
+
+
+def _calls(config: RunConfig) -> bool:
+    return isinstance(config.suite, JsonlSuite) and config.suite.check is JsonlCheck.function
+
+
+def _unread_groups(config: RunConfig) -> frozenset[str]:
+    """Return the groups that an evaluation has no use for."""
+    if _asks_a_server(config):
+        return _OF_THE_GRAPH
+    return frozenset() if config.suite.name == "heldout_syntax" else frozenset({"data"})
+
+
+def _no_effect(key: str, because: str, expected: str) -> ConfigError:
+    return ConfigError(
+        f"has no effect with {because}",
+        where=key,
+        expected=expected,
+        remedy=f"drop {key}, or choose {expected}",
+    )

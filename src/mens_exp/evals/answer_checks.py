@@ -1,0 +1,267 @@
+"""Ways to hold an answer's text against what is expected."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mens_exp.config.suite import JsonlCheck
+from mens_exp.errors import ConfigError, DataError, MissingExtra
+from mens_exp.evals.answer_quality import code_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Check", "check_named", "function_named"]
+
+
+class Check(Protocol):
+    """One way; a repair is told what it says, so it does not say what was expected."""
+
+    def refuses(self, expected: Any) -> str | None:
+        """Say why something cannot be what is expected, or None where it can."""
+
+    def reference(self, expected: Any) -> str:
+        """Return an answer that is right; empty where none follows."""
+
+    def parses(self, answer: str) -> bool | None:
+        """Tell whether an answer is of the form asked for; None where none is."""
+
+    def error(self, prompt: str, expected: Any, answer: str) -> str | None:
+        """Say what is wrong with an answer, or None where it is right."""
+
+
+def check_named(kind: JsonlCheck, function: str | None) -> Check:
+    """Return a check.
+
+    Args:
+        kind: which one.
+        function: the user's own, ``<file>.py:<name>``.
+
+    Raises:
+        ConfigError: there is no such function.
+        MissingExtra: a library is not installed.
+    """
+    if kind is JsonlCheck.function:
+        return Function(call=function_named(function or ""), name=function or "")
+    if kind is JsonlCheck.json_schema:
+        _require_jsonschema()
+    return _PLAIN[kind]()
+
+
+class _Text:
+    """What checks of texts share: what is expected is a reference, and no form is asked for."""
+
+    def refuses(self, expected: Any) -> str | None:
+        return None if isinstance(expected, str) and expected.strip() else "must be a text"
+
+    def reference(self, expected: Any) -> str:
+        return str(expected)
+
+    def parses(self, answer: str) -> bool | None:
+        del answer
+        return None
+
+
+class Exact(_Text):
+    """The same text, white space at its ends apart."""
+
+    def error(self, prompt: str, expected: Any, answer: str) -> str | None:
+        """Compare."""
+        del prompt
+        return None if answer.strip() == expected.strip() else "it is not what was asked for"
+
+
+class Contains(_Text):
+    """Every one of the texts is in it, in either case."""
+
+    def refuses(self, expected: Any) -> str | None:
+        """Take a text or several."""
+        texts = [expected] if isinstance(expected, str) else expected
+        good = isinstance(texts, list) and bool(texts)
+        good = good and all(isinstance(one, str) and one for one in texts)
+        return None if good else "must be a text, or a list of texts"
+
+    def reference(self, expected: Any) -> str:
+        """Write them one below the other."""
+        return "\n".join([expected] if isinstance(expected, str) else expected)
+
+    def error(self, prompt: str, expected: Any, answer: str) -> str | None:
+        """Count what is missing."""
+        del prompt
+        texts = [expected] if isinstance(expected, str) else expected
+        absent = sum(one.casefold() not in answer.casefold() for one in texts)
+        return None if not absent else f"it lacks {absent} of {len(texts)} texts"
+
+
+class Regex(_Text):
+    """The pattern is found in it."""
+
+    def refuses(self, expected: Any) -> str | None:
+        """Take a pattern."""
+        if not isinstance(expected, str) or not expected:
+            return "must be a pattern"
+        try:
+            re.compile(expected)
+        except re.error as error:
+            return f"is no pattern: {error}"
+        return None
+
+    def reference(self, expected: Any) -> str:
+        """Return nothing: no text follows from a pattern."""
+        del expected
+        return ""
+
+    def error(self, prompt: str, expected: Any, answer: str) -> str | None:
+        """Search."""
+        del prompt
+        return None if re.search(expected, answer) else "it does not have the form asked for"
+
+
+class JsonSchema(_Text):
+    """It is JSON, also in a fence, that the schema accepts."""
+
+    def refuses(self, expected: Any) -> str | None:
+        """Take a schema."""
+        import jsonschema
+
+        if not isinstance(expected, dict):
+            return "must be a JSON schema, an object"
+        try:
+            jsonschema.validators.validator_for(expected).check_schema(expected)
+        except jsonschema.SchemaError as error:
+            return f"is no JSON schema: {error.message}"
+        return None
+
+    def reference(self, expected: Any) -> str:
+        """Return nothing: no text follows from a schema."""
+        del expected
+        return ""
+
+    def parses(self, answer: str) -> bool | None:
+        """Tell whether it is JSON."""
+        return not isinstance(_json(answer), ValueError)
+
+    def error(self, prompt: str, expected: Any, answer: str) -> str | None:
+        """Validate."""
+        import jsonschema
+
+        del prompt
+        value = _json(answer)
+        if isinstance(value, ValueError):
+            return f"it is not JSON: {value}"
+        validator = jsonschema.validators.validator_for(expected)(expected)
+        found = jsonschema.exceptions.best_match(validator.iter_errors(value))
+        return None if found is None else f"at {found.json_path}: {found.message}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Function:
+    """A function of the user's own: (prompt, expected, answer) -> True, or what is wrong."""
+
+    call: Callable[[str, Any, str], Any]
+    name: str
+
+    def refuses(self, expected: Any) -> str | None:
+        """Take anything."""
+        del expected
+        return None
+
+    def reference(self, expected: Any) -> str:
+        """Return nothing: no text follows from a function."""
+        del expected
+        return ""
+
+    def parses(self, answer: str) -> bool | None:
+        """Return None: it has no form."""
+        del answer
+        return None
+
+    def error(self, prompt: str, expected: Any, answer: str) -> str | None:
+        """Ask the function.
+
+        Raises:
+            DataError: it fails, or returns no verdict.
+        """
+        try:
+            verdict = self.call(prompt, expected, answer)
+        except Exception as error:
+            raise self._failed(f"{type(error).__name__}: {error}") from error
+        if isinstance(verdict, str):
+            return verdict
+        if verdict is True or verdict is False:
+            return None if verdict else "it is not what was asked for"
+        raise self._failed(repr(verdict))
+
+    def _failed(self, found: str) -> DataError:
+        return DataError(
+            "gives no verdict",
+            where=f"suite.function: {self.name}",
+            found=found,
+            expected="True, False, or a text that says what is wrong",
+        )
+
+
+_PLAIN: dict[JsonlCheck, Callable[[], Check]] = {
+    JsonlCheck.exact: Exact,
+    JsonlCheck.contains: Contains,
+    JsonlCheck.regex: Regex,
+    JsonlCheck.json_schema: JsonSchema,
+}
+
+
+def function_named(text: str) -> Callable[[str, Any, str], Any]:
+    """Import the file of a function, and return it.
+
+    Args:
+        text: ``<file>.py:<name>``.
+
+    Raises:
+        ConfigError: there is no such file or function, or the file fails.
+    """
+    file, _, name = text.rpartition(":")
+    path = Path(file).expanduser()
+    if path.suffix != ".py" or not path.is_file():
+        raise _no_function(text, "there is no such file")
+    spec = importlib.util.spec_from_file_location(f"mens_exp_own_{path.stem}", path)
+    assert spec is not None, "it is a Python file"
+    assert spec.loader is not None, "it is a Python file"
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise _no_function(text, f"{type(error).__name__}: {error}") from error
+    function: Any = getattr(module, name, None)
+    if not callable(function):
+        raise _no_function(text, f"{path.name} has no function {name}")
+    return function  # type: ignore[no-any-return]
+
+
+def _no_function(text: str, found: str) -> ConfigError:
+    return ConfigError(
+        "names no function",
+        where="suite.function",
+        found=f"{text}: {found}",
+        expected="<file>.py:<name> of a function (prompt, expected, answer)",
+    )
+
+
+def _json(answer: str) -> Any:
+    """Return the value, or the error."""
+    try:
+        return json.loads(code_of(answer))
+    except ValueError as error:
+        return error
+
+
+def _require_jsonschema() -> None:
+    if importlib.util.find_spec("jsonschema") is None:
+        raise MissingExtra(
+            "jsonschema is needed to check an answer against a schema",
+            where="suite.check",
+            remedy="run: pip install 'mens-exp[schema]'",
+        )

@@ -1,0 +1,233 @@
+"""What can be told of an answer's code by reading it: strict, canonical, rich, or a stub.
+
+Nothing is executed. Python is read through its syntax tree, other languages by their words.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import textwrap
+import tokenize
+import warnings
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = [
+    "Quality",
+    "code_of",
+    "is_canonical",
+    "is_strict",
+    "is_trivial",
+    "parsed",
+    "placeholder_hits",
+    "quality_of",
+    "richness",
+]
+
+_MARKERS: Final = re.compile(
+    r"\b(?:TODO|FIXME|XXX)\b|NotImplemented(?:Error)?\b|\b(?:todo|unimplemented)!|"
+    r"\byour (?:code|implementation|solution)(?: goes)? here\b|\bimplement (?:me|this|here)\b|"
+    r"\bplaceholder\b|\brest of (?:the|your) (?:code|implementation)\b",
+    re.IGNORECASE,
+)
+_ENOUGH: Final = 5  # statements that make an answer rich; unverified guess
+# A line of speech: four words or more that end as sentences do, none of them code.
+_SPEECH: Final = re.compile(r"[A-Za-z][\w'’-]*(?:[,;]? +[\w'’`*()-]+){3,}[^=]*[.:!?]\**")
+_CODE_WORDS: Final = frozenset(
+    [
+        "def",
+        "class",
+        "if",
+        "elif",
+        "else",
+        "for",
+        "while",
+        "with",
+        "try",
+        "except",
+        "finally",
+        "import",
+        "from",
+        "return",
+        "raise",
+        "assert",
+        "async",
+        "await",
+        "match",
+        "case",
+        "lambda",
+        "yield",
+        "pass",
+        "global",
+        "nonlocal",
+        "del",
+        "fn",
+        "let",
+        "pub",
+        "use",
+        "impl",
+    ]
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quality:
+    """What reading tells; see `ItemEvent` for the fields."""
+
+    strictness: bool
+    canonical: bool | None
+    placeholder_hits: int
+    trivial: bool
+    richness: float
+
+    @property
+    def anti_stub(self) -> bool:
+        """Whether it is neither trivial nor marked."""
+        return not self.trivial and self.placeholder_hits == 0
+
+
+def quality_of(completion: str, code: str, *, is_python: bool = True) -> Quality:
+    """Read an answer.
+
+    Args:
+        completion: all that the model said.
+        code: the part of it that counts.
+        is_python: whether the code is Python.
+    """
+    return Quality(
+        strictness=is_strict(completion),
+        canonical=is_canonical(code) if is_python else None,
+        placeholder_hits=placeholder_hits(code),
+        trivial=is_trivial(code) if is_python else not code.strip(),
+        richness=richness(code, is_python=is_python),
+    )
+
+
+def code_of(completion: str) -> str:
+    """Return the inside of the first Markdown fence, or the whole text where there is none."""
+    before, fence, rest = completion.partition("```")
+    if not fence:
+        return textwrap.dedent(before)
+    inside, _, _ = rest.partition("```")
+    _language, newline, code = inside.partition("\n")
+    return textwrap.dedent(code if newline else inside)
+
+
+def parsed(code: str) -> ast.Module | str:
+    """Return the syntax tree, or what the parser says."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an invalid escape in generated code is no news
+            return ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def is_strict(completion: str) -> bool:
+    """Tell whether an answer is code only: not empty, no fence, no line of speech around it."""
+    lines = [line for line in completion.splitlines() if line.strip()]
+    if not lines or "```" in completion:
+        return False
+    if not isinstance(parsed(textwrap.dedent(completion)), str):
+        return True
+    return not any(_is_speech(line) for line in (lines[0], lines[-1]))
+
+
+def _is_speech(line: str) -> bool:
+    is_code = line.startswith((" ", "\t", "#", "//")) or line.split(maxsplit=1)[0] in _CODE_WORDS
+    return not is_code and _SPEECH.fullmatch(line.strip()) is not None
+
+
+def is_canonical(code: str) -> bool:
+    """Tell whether Python code parses and is laid out as formatters do it.
+
+    Blocks are indented by four spaces, one statement stands on a line, no line ends in blanks.
+    """
+    tree = parsed(code)
+    if isinstance(tree, str):
+        return False
+    if "\t" in code or any(line != line.rstrip() for line in code.splitlines()):
+        return False
+    starts = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    return 0 < len(starts) == len(set(starts)) and _indented_by_four(code)
+
+
+def _indented_by_four(code: str) -> bool:
+    depths = [0]
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(code).readline):
+            if token.type == tokenize.INDENT:
+                depths.append(len(token.string))
+                if depths[-1] - depths[-2] != 4:  # noqa: PLR2004  # PEP 8
+                    return False
+            elif token.type == tokenize.DEDENT:
+                depths.pop()
+    except (tokenize.TokenError, SyntaxError):
+        return False
+    return True
+
+
+def placeholder_hits(code: str) -> int:
+    """Count the places that say that something is left to write."""
+    tree = parsed(code)
+    ellipses = 0
+    if not isinstance(tree, str):
+        ellipses = sum(
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and node.value.value is ...
+            for node in ast.walk(tree)
+        )
+    return len(_MARKERS.findall(code)) + ellipses
+
+
+def is_trivial(code: str) -> bool:
+    """Tell whether Python code holds nothing but what holds a place; it has to parse for that."""
+    tree = parsed(code)
+    if isinstance(tree, str):
+        return not code.strip()
+    return not any(_does_something(node) for node in _statements(tree))
+
+
+def richness(code: str, *, is_python: bool = True) -> float:
+    """Return how many statements do something, out of as many as make an answer rich, at most 1.
+
+    Args:
+        code: the code.
+        is_python: whether it is Python; of other languages, and of what does not parse, lines
+            are counted that are more than brackets and comments.
+    """
+    tree = parsed(code) if is_python else ""
+    if isinstance(tree, str):
+        lines = (line.strip() for line in code.splitlines())
+        count = sum(bool(line.strip("{}()[];, ")) and line[:1] not in {"#", "/"} for line in lines)
+    else:
+        count = sum(map(_does_something, _statements(tree)))
+    return min(1.0, count / _ENOUGH)
+
+
+def _statements(tree: ast.Module) -> list[ast.stmt]:
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.stmt) and not isinstance(node, definitions)
+    ]
+
+
+def _does_something(node: ast.stmt) -> bool:
+    if isinstance(node, ast.Pass):
+        return False
+    if isinstance(node, ast.Expr):
+        return not isinstance(node.value, ast.Constant)  # a docstring, an ellipsis
+    if isinstance(node, ast.Return):
+        return not (node.value is None or _is_none(node.value))
+    if isinstance(node, ast.Raise):
+        return "NotImplemented" not in ast.unparse(node)
+    return True
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None

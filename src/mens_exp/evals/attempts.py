@@ -1,0 +1,214 @@
+"""Asking, judging, and asking again with the errors, until an answer is valid."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, cast
+
+from mens_exp.artifacts.scorecard import EVENT_VERSION
+from mens_exp.evals.generation import Request, seed_of
+from mens_exp.evals.suite import Answer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mens_exp.artifacts.scorecard import ItemEvent
+    from mens_exp.evals.generation import Completion, Engine
+    from mens_exp.evals.running import Runner
+    from mens_exp.evals.suite import Item, Judgement, Suite
+    from mens_exp.tokenizer.templates import Message
+
+__all__ = ["Plan", "answer_all", "repair_turns"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """How often each item is asked.
+
+    Attributes:
+        samples: answers to each item, each with attempts of its own.
+        max_retries: repairs of one answer.
+        seed: of drawn tokens.
+    """
+
+    samples: int = 1
+    max_retries: int = 0
+    seed: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class _Sample:
+    """One sample of an item, its attempts so far, and whether there is no other to make."""
+
+    item: Item
+    number: int
+    messages: tuple[Message, ...]
+    completions: list[Completion] = field(default_factory=list)
+    judgements: list[Judgement] = field(default_factory=list)
+    valid_ms: float | None = None
+    is_over: bool = False
+
+
+def repair_turns(completion: str, errors: Sequence[str]) -> tuple[Message, Message]:
+    """Return the turns that ask for a repair: the answer, then what is wrong with it.
+
+    REFERENCE section 10: the previous prompt, which stands before these turns, then the errors.
+    """
+    told = "\n".join(errors) or "it does not do the task"
+    return (
+        {"role": "assistant", "content": completion},
+        {"role": "user", "content": f"Errors:\n{told}\n\nRegenerate only corrected code."},
+    )
+
+
+def answer_all(
+    suite: Suite, engine: Engine, runner: Runner | None, plan: Plan, condition: str
+) -> list[ItemEvent]:
+    """Ask every item of a suite and judge what comes back.
+
+    Args:
+        suite: the suite; its items keep their order.
+        engine: the model.
+        runner: executes answers; None executes none.
+        plan: how often.
+        condition: what the model is called in the events.
+
+    Returns:
+        One event for each sample of each item.
+    """
+    samples = [
+        _Sample(item=item, number=number, messages=item.messages)
+        for item in suite.items
+        for number in range(plan.samples)
+    ]
+    pending = samples
+    for attempt in range(plan.max_retries + 1):
+        if not pending:
+            break
+        _attempt(suite, engine, runner, pending, [_request(one, plan, attempt) for one in pending])
+        pending = [one for one in pending if not one.is_over]
+    return [_event(one, condition) for one in samples]
+
+
+def _request(sample: _Sample, plan: Plan, attempt: int) -> Request:
+    if attempt:
+        turns = repair_turns(sample.completions[-1].text, sample.judgements[-1].errors)
+        sample.messages = (*sample.messages, *turns)
+    return Request(
+        messages=sample.messages,
+        seed=seed_of(plan.seed, sample.item.id, sample.number, attempt),
+        stop=sample.item.stop,
+    )
+
+
+def _attempt(
+    suite: Suite,
+    engine: Engine,
+    runner: Runner | None,
+    samples: list[_Sample],
+    requests: list[Request],
+) -> None:
+    asked = list(zip(samples, engine.complete(requests), strict=True))
+    began = time.perf_counter()
+    answers = [Answer(item=one.item, text=completion.text) for one, completion in asked]
+    judgements = suite.judge(answers, runner)
+    judging_ms = 1000 * (time.perf_counter() - began)
+    for (one, completion), judgement in zip(asked, judgements, strict=True):
+        # What is too long to be asked stays so when errors come on top of it.
+        one.is_over = completion.problem is not None or judgement.is_valid
+        if completion.problem is not None and one.completions:
+            continue  # there was no room for a repair: the answer before it stands
+        one.completions.append(completion)
+        one.judgements.append(judgement)
+        if judgement.is_valid:
+            waited = _sum([each.latency_ms for each in one.completions])
+            one.valid_ms = None if waited is None else waited + judging_ms
+
+
+def _event(sample: _Sample, condition: str) -> ItemEvent:
+    first, last = sample.judgements[0], sample.judgements[-1]
+    completion = sample.completions[-1]
+    depth = next((i for i, one in enumerate(sample.judgements) if one.is_valid), None)
+    errors = [_errors(*pair) for pair in zip(sample.completions, sample.judgements, strict=True)]
+    values: dict[str, Any] = {
+        "tokens_in": _sum([one.tokens_in for one in sample.completions]),
+        "tokens_out": _sum([one.tokens_out for one in sample.completions]),
+        "latency_ms": _sum([one.latency_ms for one in sample.completions]),
+        "compile_pass_1": first.compiles,
+        "compile_pass_n": _any([one.compiles for one in sample.judgements]),
+        "canonical_pass": last.canonical,
+        "strictness": last.strict,
+        "pass_1": first.success,
+        "task_success": _any([one.success for one in sample.judgements]),
+        "semantic_task_success": _any([one.semantic for one in sample.judgements]),
+        "repair_depth": depth,
+        "time_to_first_valid_ms": sample.valid_ms,
+        "placeholder_marker_hits": last.placeholder_hits,
+        "trivial_placeholder_output": last.trivial,
+        "richness": last.richness,
+        "anti_stub_pass": last.anti_stub,
+        "outcome": last.outcome,
+    }
+    event = {
+        "version": EVENT_VERSION,
+        "item_id": sample.item.id,
+        "condition": condition,
+        "sample": sample.number,
+        "group": sample.item.group,
+        "prompt": sample.item.prompt,
+        "reference": sample.item.reference,
+        "completion": completion.text,
+        "parses": last.compiles,
+        "finished": completion.is_finished,
+        "error": "\n".join(errors[-1]) or None,
+        "attempts": len(sample.completions),
+        "repair_stalled": any(one and one == after for one, after in pairwise(errors)),
+        "error_count": sum(map(len, errors)),
+        **values,
+        "unknown": {
+            name: _reason(name, first.unknown, depth)
+            for name, value in values.items()
+            if value is None
+        },
+    }
+    return cast("ItemEvent", event)
+
+
+def _errors(completion: Completion, judgement: Judgement) -> tuple[str, ...]:
+    return (completion.problem,) if completion.problem is not None else judgement.errors
+
+
+def _any(values: list[bool | None]) -> bool | None:
+    return None if any(value is None for value in values) else any(values)
+
+
+# Field of an event -> field of the judgement that it is from.
+_OF_JUDGEMENT = {
+    "compile_pass_1": "compiles",
+    "compile_pass_n": "compiles",
+    "canonical_pass": "canonical",
+    "strictness": "strict",
+    "pass_1": "success",
+    "task_success": "success",
+    "semantic_task_success": "semantic",
+    "placeholder_marker_hits": "placeholder_hits",
+    "trivial_placeholder_output": "trivial",
+    "richness": "richness",
+    "anti_stub_pass": "anti_stub",
+    "outcome": "outcome",
+}
+
+
+def _sum(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _reason(name: str, unknown: dict[str, str], depth: int | None) -> str:
+    if depth is None and name in {"repair_depth", "time_to_first_valid_ms"}:
+        return "no attempt is valid"
+    if name not in _OF_JUDGEMENT:
+        return "the answers were made before, and nobody counted"
+    return unknown.get(_OF_JUDGEMENT[name], "not measured by this suite")

@@ -1,0 +1,49 @@
+"""A `suite` option to the suite it means."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mens_exp.config.suite import (
+    HeldoutSyntaxSuite,
+    HumanEvalSuite,
+    JsonlSuite,
+    MiniPythonSuite,
+    RustSuite,
+    SuiteConfig,
+)
+
+if TYPE_CHECKING:
+    from mens_exp.evals.suite import Suite
+
+__all__ = ["frozen_suite", "needs_rows"]
+
+
+def needs_rows(config: SuiteConfig) -> bool:
+    """Tell whether the suite's items are rows that the run held out."""
+    return isinstance(config, HeldoutSyntaxSuite)
+
+
+def frozen_suite(config: SuiteConfig) -> Suite:
+    """Return a suite whose items depend on its own settings alone.
+
+    Raises:
+        MensError: its files cannot be read, or there are not so many items.
+    """
+    if isinstance(config, MiniPythonSuite):
+        from mens_exp.evals.mini_python import mini_python
+
+        return mini_python(config)
+    if isinstance(config, JsonlSuite):
+        from mens_exp.evals.jsonl import jsonl_suite
+
+        return jsonl_suite(config)
+    if isinstance(config, HumanEvalSuite):
+        from mens_exp.evals.program_suite import humaneval
+
+        return humaneval(config)
+    if isinstance(config, RustSuite):
+        from mens_exp.evals.rust_suite import rust_suite
+
+        return rust_suite(config)
+    raise AssertionError(f"suite={config.name} has no items of its own")

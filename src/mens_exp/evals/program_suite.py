@@ -1,0 +1,144 @@
+"""suite=humaneval: functions to write, in the form of HumanEval or MBPP, and their tests run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from mens_exp.artifacts.digest import digest
+from mens_exp.evals.answer_quality import code_of, quality_of
+from mens_exp.evals.completion_styles import assemble
+from mens_exp.evals.humaneval import humaneval_tasks, read_tasks, self_test, written_in_every_style
+from mens_exp.evals.mini_python import NO_SANDBOX
+from mens_exp.evals.program_checks import Verdict, check_all
+from mens_exp.evals.suite import Item, Judgement, SelfTest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mens_exp.config.suite import HumanEvalSuite
+    from mens_exp.evals.program_checks import Checked, ProgramTask
+    from mens_exp.evals.running import Runner
+    from mens_exp.evals.suite import Answer
+
+__all__ = ["ProgramSuite", "humaneval"]
+
+_COMPLETE: Final = (
+    "Complete this Python function. Answer with the code of the whole function only.\n\n"
+    "```python\n{prompt}\n```"
+)
+_WRITE: Final = (
+    "{prompt}\nThe function is called `{name}` and must pass this test:\n\n"
+    "```python\n{test}\n```\n\nAnswer with the code only."
+)
+_UNREAD: Final = frozenset({Verdict.SYNTAX_ERROR, Verdict.COMPILE_ERROR})
+
+
+def humaneval(config: HumanEvalSuite) -> ProgramSuite:
+    """Read the tasks.
+
+    Raises:
+        MissingExtra: no file is named, and the package that has one is not installed.
+        DataError: the file cannot be read, or holds what is no task.
+        Problems: several lines do.
+    """
+    path = None if config.path is None else Path(config.path).expanduser()
+    tasks = humaneval_tasks() if path is None else read_tasks(path)
+    chosen = {task.id: task for task in tasks[: config.items]}
+    return ProgramSuite(tasks=chosen, max_new_tokens=config.max_new_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramSuite:
+    """The suite over tasks, by id."""
+
+    tasks: dict[str, ProgramTask]
+    max_new_tokens: int
+    name: str = "humaneval"
+    needs_sandbox: bool = True
+
+    @property
+    def items(self) -> list[Item]:
+        """An item for each task; a signature is to be completed, a text to be turned into code."""
+        return [
+            Item(
+                id=name,
+                messages=({"role": "user", "content": _asked(task)},),
+                reference=task.reference,
+            )
+            for name, task in self.tasks.items()
+        ]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the tasks, how they are asked, and the longest completion."""
+        tasks = [[asdict(task), _asked(task)] for task in self.tasks.values()]
+        return digest({"tasks": tasks, "max_new_tokens": self.max_new_tokens})
+
+    def judge(self, answers: Sequence[Answer], runner: Runner | None) -> list[Judgement]:
+        """Read each answer in whatever style it is written, and run its task's tests."""
+        tasks = [self.tasks[one.item.id] for one in answers]
+        if runner is None:
+            return [_read(task, one.text) for task, one in zip(tasks, answers, strict=True)]
+        texts = [one.text for one in answers]
+        checked = check_all(runner.sandbox, tasks, texts, runner.limits, runner.workers)
+        return [_judgement(text, one) for text, one in zip(texts, checked, strict=True)]
+
+    def self_test(self, runner: Runner | None) -> SelfTest | None:
+        """Run every reference in every style, and every stub; None without a runner."""
+        if runner is None:
+            return None
+        tasks = list(self.tasks.values())
+        wrong = self_test(runner.sandbox, tasks, runner.limits, runner.workers)
+        failed = [one.task for one in wrong if one.verdict is not Verdict.PASSED]
+        return SelfTest(
+            references={"every style": sum(len(written_in_every_style(task)) for task in tasks)},
+            failed={"every style": failed},
+            stubs=sum(2 if task.code else 1 for task in tasks),
+            stubs_passed=[one.task for one in wrong if one.verdict is Verdict.PASSED],
+        )
+
+
+def _asked(task: ProgramTask) -> str:
+    if task.code:
+        return _COMPLETE.format(prompt=task.code.rstrip())
+    test = task.tests.splitlines()[0]
+    return _WRITE.format(prompt=task.prompt.rstrip(), name=task.entry_point, test=test)
+
+
+def _judgement(text: str, checked: Checked) -> Judgement:
+    quality = quality_of(text, code_of(text))
+    success = checked.verdict is Verdict.PASSED
+    said = checked.verdict.value.replace("_", " ")
+    error = f"{said}: {checked.detail}" if checked.detail else said
+    return Judgement(
+        compiles=checked.verdict not in _UNREAD,
+        success=success,
+        semantic=success and quality.anti_stub,
+        canonical=quality.canonical,
+        strict=quality.strictness,
+        errors=() if success else (error,),
+        placeholder_hits=quality.placeholder_hits,
+        trivial=quality.trivial,
+        richness=quality.richness,
+        anti_stub=quality.anti_stub,
+        outcome=checked.verdict.value,
+    )
+
+
+def _read(task: ProgramTask, text: str) -> Judgement:
+    """Say what can be told without running anything."""
+    read = assemble(text, entry_point=task.entry_point, prompt=task.code)
+    quality = quality_of(text, code_of(text))
+    return Judgement(
+        compiles=read.parses,
+        canonical=quality.canonical,
+        strict=quality.strictness,
+        errors=() if read.error is None else (read.error,),
+        placeholder_hits=quality.placeholder_hits,
+        trivial=quality.trivial,
+        richness=quality.richness,
+        anti_stub=quality.anti_stub,
+        unknown=dict.fromkeys(("success", "semantic", "outcome"), NO_SANDBOX),
+    )

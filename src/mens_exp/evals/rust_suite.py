@@ -1,0 +1,143 @@
+"""suite=rust: functions in MultiPL-E's form, compiled by rustc and their tests run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from mens_exp.artifacts.digest import digest
+from mens_exp.evals.answer_quality import code_of, quality_of
+from mens_exp.evals.mini_python import NO_SANDBOX
+from mens_exp.evals.program_checks import Verdict
+from mens_exp.evals.rust_checks import (
+    check_rust,
+    find_rust,
+    least_rust_limits,
+    read_rust_tasks,
+)
+from mens_exp.evals.suite import Item, Judgement, SelfTest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mens_exp.config.suite import RustSuite
+    from mens_exp.evals.running import Runner
+    from mens_exp.evals.rust_checks import RustChecked, RustTask, Toolchain
+    from mens_exp.evals.suite import Answer
+
+__all__ = ["RustProgramSuite", "rust_suite"]
+
+_COMPLETE: Final = (
+    "Complete this Rust function. Answer with the code of the whole function only.\n\n"
+    "```rust\n{prompt}\n```"
+)
+_STUB: Final = "    unimplemented!()\n"
+_MOST_CHARACTERS: Final = 1000  # of the compiler's message, fed back to a repair
+
+
+def rust_suite(config: RustSuite) -> RustProgramSuite:
+    """Read the tasks and find the compiler.
+
+    Raises:
+        DataError: the file cannot be read, or holds what is no task.
+        Problems: several lines do.
+        SetupError: there is no compiler.
+    """
+    assert config.path is not None, "validation has asked for it"
+    tasks = read_rust_tasks(Path(config.path).expanduser())[: config.items]
+    return RustProgramSuite(
+        tasks={task.id: task for task in tasks},
+        toolchain=find_rust(),
+        max_new_tokens=config.max_new_tokens,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RustProgramSuite:
+    """The suite over tasks, by name; it brings no references."""
+
+    tasks: dict[str, RustTask]
+    toolchain: Toolchain
+    max_new_tokens: int
+    name: str = "rust"
+    needs_sandbox: bool = True
+
+    @property
+    def items(self) -> list[Item]:
+        """An item for each task."""
+        return [
+            Item(
+                id=name,
+                messages=({"role": "user", "content": _asked(task)},),
+            )
+            for name, task in self.tasks.items()
+        ]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the tasks, how they are asked, and the longest completion."""
+        tasks = [[asdict(task), _asked(task)] for task in self.tasks.values()]
+        return digest({"tasks": tasks, "max_new_tokens": self.max_new_tokens})
+
+    def judge(self, answers: Sequence[Answer], runner: Runner | None) -> list[Judgement]:
+        """Compile each answer and run its task's tests; without a runner, neither."""
+        if runner is None:
+            return [_judgement(one.text, None) for one in answers]
+        tasks = [self.tasks[one.item.id] for one in answers]
+        checked = self._checked(tasks, [one.text for one in answers], runner)
+        return [_judgement(a.text, one) for a, one in zip(answers, checked, strict=True)]
+
+    def self_test(self, runner: Runner | None) -> SelfTest | None:
+        """Compile and run a stub of every task: each must compile and fail."""
+        if runner is None:
+            return None
+        tasks = list(self.tasks.values())
+        stubs = self._checked(tasks, [_STUB] * len(tasks), runner)
+        # The one thing that can be told without references: the task's own part compiles.
+        broken = [one.task for one in stubs if one.verdict is Verdict.COMPILE_ERROR]
+        return SelfTest(
+            references={"prompt and tests": len(tasks)},
+            failed={"prompt and tests": broken},
+            stubs=len(tasks),
+            stubs_passed=[one.task for one in stubs if one.verdict is Verdict.PASSED],
+        )
+
+    def _checked(
+        self, tasks: Sequence[RustTask], texts: Sequence[str], runner: Runner
+    ) -> list[RustChecked]:
+        limits = least_rust_limits(runner.limits)
+        return check_rust(runner.sandbox, self.toolchain, tasks, texts, limits, runner.workers)
+
+
+def _asked(task: RustTask) -> str:
+    return _COMPLETE.format(prompt=task.prompt.rstrip())
+
+
+def _judgement(text: str, checked: RustChecked | None) -> Judgement:
+    quality = quality_of(text, code_of(text), is_python=False)
+    unknown = {"canonical": "the layout of Rust is not judged"}
+    if checked is None:
+        unknown |= dict.fromkeys(("compiles", "success", "semantic", "outcome"), NO_SANDBOX)
+    success = None if checked is None else checked.verdict is Verdict.PASSED
+    return Judgement(
+        compiles=None if checked is None else checked.verdict is not Verdict.COMPILE_ERROR,
+        success=success,
+        semantic=None if success is None else success and quality.anti_stub,
+        strict=quality.strictness,
+        errors=_errors(checked),
+        placeholder_hits=quality.placeholder_hits,
+        trivial=quality.trivial,
+        richness=quality.richness,
+        anti_stub=quality.anti_stub,
+        outcome=None if checked is None else checked.verdict.value,
+        unknown=unknown,
+    )
+
+
+def _errors(checked: RustChecked | None) -> tuple[str, ...]:
+    if checked is None or checked.verdict is Verdict.PASSED:
+        return ()
+    said = checked.verdict.value.replace("_", " ")
+    detail = (checked.detail or "")[:_MOST_CHARACTERS]
+    return (f"{said}: {detail}" if detail else said,)

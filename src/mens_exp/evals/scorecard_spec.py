@@ -1,0 +1,272 @@
+"""suite=scorecard_spec: a JSON file of tasks, and of conditions that bring their own models.
+
+REFERENCE section 10. A condition of mode ``http_generate`` asks an OpenAI-compatible server, one of
+mode ``fixture_file`` reads answers that were made before. A task is done by code that parses and
+contains every expected text; semantically, when it contains the semantic ones too and is no stub.
+Nothing is executed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Final, TypedDict
+
+from mens_exp.artifacts.digest import digest
+from mens_exp.artifacts.record import read_bytes
+from mens_exp.artifacts.typed_json import check, parse_json
+from mens_exp.errors import DataError, Problems
+from mens_exp.evals.answer_quality import code_of, parsed, quality_of
+from mens_exp.evals.generation import Completion
+from mens_exp.evals.suite import Item, Judgement
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from mens_exp.evals.generation import Request
+    from mens_exp.evals.running import Runner
+    from mens_exp.evals.suite import Answer, SelfTest
+
+__all__ = ["FixtureEngine", "Mode", "Spec", "SpecCondition", "SpecSuite", "read_spec"]
+
+SCHEMA_VERSION: Final = 1
+MOST_RETRIES: Final = 8  # REFERENCE section 10
+
+
+class Mode(StrEnum):
+    """Where a condition's answers come from."""
+
+    HTTP_GENERATE = "http_generate"
+    FIXTURE_FILE = "fixture_file"
+
+
+class SpecBackend(StrEnum):
+    """What trained a condition's model."""
+
+    BASE = "base"
+    QLORA = "qlora"
+    BURN = "burn"
+    PROXY = "proxy"
+    LORA = "lora"
+    OTHER = "other"
+
+
+class Language(StrEnum):
+    """What a task's answer is written in."""
+
+    PYTHON = "python"
+    TEXT = "text"
+
+
+class _NeededOfCondition(TypedDict):
+    id: str
+    label: str
+    mode: Mode
+    backend: SpecBackend
+    model_id: str
+
+
+class SpecCondition(_NeededOfCondition, total=False):
+    """One model; `base_url` is the server's, `fixture` a file beside the specification."""
+
+    adapter_revision: str | None
+    base_url: str
+    fixture: str
+
+
+class _NeededOfTask(TypedDict):
+    id: str
+    prompt: str
+    expected_contains: list[str]
+
+
+class SpecTask(_NeededOfTask, total=False):
+    """One thing to ask; a reference, where there is one, is used by the suite's own test."""
+
+    semantic_expected_contains: list[str]
+    language: Language
+    reference: str
+
+
+class Spec(TypedDict):
+    """The whole file."""
+
+    schema_version: int
+    prompt_pack_version: str
+    max_retries: int
+    conditions: list[SpecCondition]
+    tasks: list[SpecTask]
+
+
+def read_spec(path: Path) -> Spec:
+    """Read a specification strictly.
+
+    Raises:
+        DataError: it cannot be read, or breaks one rule.
+        Problems: it breaks several.
+    """
+    spec: Spec = parse_json(read_bytes(path), str(path))
+    Problems.raise_if(check(spec, Spec, str(path)))
+    Problems.raise_if(_problems(spec, str(path)))
+    return spec
+
+
+def _problems(spec: Spec, where: str) -> list[DataError]:
+    found = []
+    if spec["schema_version"] != SCHEMA_VERSION:
+        version = spec["schema_version"]
+        found.append(_wrong(f"{where}: schema_version", version, str(SCHEMA_VERSION)))
+    if not 0 <= spec["max_retries"] <= MOST_RETRIES:
+        retries = spec["max_retries"]
+        found.append(_wrong(f"{where}: max_retries", retries, f"0 to {MOST_RETRIES}"))
+    for part in ("conditions", "tasks"):
+        names = [one["id"] for one in spec[part]]
+        if not names or "" in names or len(set(names)) < len(names):
+            found.append(_wrong(f"{where}: {part}", names, "ids, each once, none of them empty"))
+    prompts = [task["prompt"] for task in spec["tasks"]]
+    if len(set(prompts)) < len(prompts):
+        found.append(_wrong(f"{where}: tasks", "a prompt twice", "prompts, each once"))
+    found += [one for i, c in enumerate(spec["conditions"]) for one in _of_condition(c, i, where)]
+    for number, task in enumerate(spec["tasks"]):
+        texts = [*task["expected_contains"], *task.get("semantic_expected_contains", [])]
+        if not task["prompt"].strip() or not texts or not all(texts):
+            place = f"{where}: tasks[{number}]"
+            found.append(_wrong(place, task["id"], "a prompt, and texts that are not empty"))
+    return found
+
+
+def _of_condition(condition: SpecCondition, number: int, where: str) -> list[DataError]:
+    """Say whether a condition has what its mode needs, and that alone."""
+    needed, other = "base_url", "fixture"
+    if condition["mode"] == Mode.FIXTURE_FILE:
+        needed, other = other, needed
+    if needed in condition and other not in condition:
+        return []
+    told = ", ".join(sorted(condition.keys() & {needed, other})) or "neither"
+    expected = f"{needed} alone with mode {condition['mode']}"
+    return [_wrong(f"{where}: conditions[{number}]", told, expected)]
+
+
+def _wrong(where: str, found: object, expected: str) -> DataError:
+    return DataError("wrong value", where=where, found=found, expected=expected)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpecSuite:
+    """The tasks of a specification."""
+
+    spec: Spec
+    name: str = "scorecard_spec"
+    needs_sandbox: bool = False
+
+    @property
+    def items(self) -> list[Item]:
+        """An item for each task."""
+        return [
+            Item(
+                id=task["id"],
+                messages=({"role": "user", "content": task["prompt"]},),
+                reference=task.get("reference", ""),
+            )
+            for task in self.spec["tasks"]
+        ]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the tasks, the retries and the version of the prompts; not of the models."""
+        return digest({name: value for name, value in self.spec.items() if name != "conditions"})
+
+    def judge(self, answers: Sequence[Answer], runner: Runner | None) -> list[Judgement]:
+        """Read each answer and look for what its task expects."""
+        del runner
+        tasks = {task["id"]: task for task in self.spec["tasks"]}
+        return [_judged(tasks[one.item.id], one.text) for one in answers]
+
+    def self_test(self, runner: Runner | None) -> SelfTest | None:
+        """Judge the references, and an empty answer to every task."""
+        from mens_exp.evals.suite import Answer, SelfTest
+
+        known = [item for item in self.items if item.reference]
+        styles = {"whole": "{}", "fenced": "```\n{}\n```"}
+        failed = {}
+        for style, text in styles.items():
+            answers = [Answer(item=i, text=text.replace("{}", i.reference)) for i in known]
+            judged = self.judge(answers, runner)
+            failed[style] = [i.id for i, one in zip(known, judged, strict=True) if not one.success]
+        empty = self.judge([Answer(item=item, text="") for item in self.items], runner)
+        return SelfTest(
+            references=dict.fromkeys(styles, len(known)),
+            failed=failed,
+            stubs=len(self.items),
+            stubs_passed=[i.id for i, one in zip(self.items, empty, strict=True) if one.success],
+        )
+
+
+def _judged(task: SpecTask, text: str) -> Judgement:
+    is_python = task.get("language", Language.PYTHON) == Language.PYTHON
+    code = code_of(text)
+    tree = parsed(code)
+    compiles = (not isinstance(tree, str) and bool(tree.body)) if is_python else None
+    quality = quality_of(text, code, is_python=is_python)
+    errors = [tree] if is_python and isinstance(tree, str) else []
+    lacks = sum(one not in code for one in task["expected_contains"])
+    if lacks:
+        errors.append(f"it lacks {lacks} of {len(task['expected_contains'])} expected texts")
+    semantic = task.get("semantic_expected_contains", [])
+    success = bool(code.strip()) and compiles is not False and not lacks
+    unknown = {"outcome": "suite=scorecard_spec runs nothing"}
+    if not is_python:
+        unknown |= dict.fromkeys(("compiles", "canonical"), "the answer is text, not code")
+    return Judgement(
+        compiles=compiles,
+        success=success,
+        semantic=success and all(one in code for one in semantic) and quality.anti_stub,
+        canonical=quality.canonical,
+        strict=quality.strictness,
+        errors=tuple(errors) or (() if success else ("there is no answer",)),
+        placeholder_hits=quality.placeholder_hits,
+        trivial=quality.trivial,
+        richness=quality.richness,
+        anti_stub=quality.anti_stub,
+        unknown=unknown,
+    )
+
+
+class FixtureEngine:
+    """Answers that were made before: task -> its answers, one for each attempt."""
+
+    def __init__(self, path: Path, tasks: Sequence[SpecTask]) -> None:
+        """Read the file.
+
+        Raises:
+            DataError: it cannot be read, or lacks a task.
+        """
+        found: Any = parse_json(read_bytes(path), str(path))
+        Problems.raise_if(check(found, dict[str, list[str]], str(path)))
+        absent = [task["id"] for task in tasks if not found.get(task["id"])]
+        if absent:
+            raise DataError(
+                "lacks answers",
+                where=str(path),
+                found=", ".join(absent[:5]),
+                expected="one or more for each task",
+            )
+        self._answers = {task["prompt"]: found[task["id"]] for task in tasks}
+
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        """Return the answer of each attempt; past the last there is none to be had."""
+        return [self._one(one) for one in requests]
+
+    def _one(self, request: Request) -> Completion:
+        turns = [turn["content"] for turn in request.messages if turn["role"] == "user"]
+        answers = self._answers[turns[0]]
+        is_there = len(turns) <= len(answers)
+        return Completion(
+            text=answers[len(turns) - 1] if is_there else "",
+            tokens_in=None,
+            tokens_out=None,
+            is_finished=is_there,
+            latency_ms=None,
+            problem=None if is_there else "the fixture has no further answer",
+        )

@@ -1,0 +1,138 @@
+"""What every suite gives: frozen items, a judge of answers, and a test of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mens_exp.evals.running import Runner
+    from mens_exp.tokenizer.templates import Message
+
+__all__ = ["Answer", "Item", "Judgement", "SelfTest", "Suite"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Item:
+    """One thing to ask.
+
+    Attributes:
+        id: the suite's name for it.
+        messages: the turns before the answer, the last of them the user's.
+        reference: an answer that the suite itself holds right; empty where it has none.
+        group: the part of the suite that it belongs to; empty where there is one alone.
+        stop: texts that end an answer and are no part of it.
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    reference: str = ""
+    group: str = ""
+    stop: tuple[str, ...] = ()
+
+    @property
+    def prompt(self) -> str:
+        """What the user's last turn asks."""
+        return self.messages[-1]["content"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What a model said to an item."""
+
+    item: Item
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    """What became of an answer; a null was not measured, and `unknown` says why.
+
+    Attributes:
+        compiles: whether it compiles, or parses.
+        success: whether it does the task.
+        semantic: whether it does, and nothing in it holds the place of code.
+        canonical: whether it is laid out as formatters do it.
+        strict: whether it is code only.
+        errors: what is wrong with it, as a model that repairs it is told.
+        placeholder_hits: places that say that something is left to write.
+        trivial: whether nothing is in it but what holds a place.
+        richness: statements that do something, from 0 to 1.
+        anti_stub: whether it is neither trivial nor marked.
+        outcome: how running it ended.
+        unknown: name of a field that is null -> why.
+    """
+
+    compiles: bool | None = None
+    success: bool | None = None
+    semantic: bool | None = None
+    canonical: bool | None = None
+    strict: bool | None = None
+    errors: tuple[str, ...] = ()
+    placeholder_hits: int | None = None
+    trivial: bool | None = None
+    richness: float | None = None
+    anti_stub: bool | None = None
+    outcome: str | None = None
+    unknown: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether nothing is left to repair: the task is done or, where unknown, it compiles."""
+        return bool(self.compiles if self.success is None else self.success)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelfTest:
+    """What the suite's own answers came to.
+
+    Attributes:
+        references: references tried, by the style of the answer they were put into.
+        failed: of these, the names of items that were judged wrong, by style.
+        stubs: empty answers tried.
+        stubs_passed: of these, the names of items that were judged right.
+    """
+
+    references: dict[str, int]
+    failed: dict[str, list[str]]
+    stubs: int
+    stubs_passed: list[str]
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing may be scored by this suite, or None where it may."""
+        wrong = sorted({name for names in self.failed.values() for name in names})
+        if wrong:
+            return f"references judged wrong: {', '.join(wrong[:5])} ({len(wrong)} in all)"
+        if self.stubs_passed:
+            few = ", ".join(self.stubs_passed[:5])
+            return f"empty answers judged right: {few} ({len(self.stubs_passed)} in all)"
+        return None
+
+
+class Suite(Protocol):
+    """A frozen set of items and how answers to them are judged."""
+
+    @property
+    def name(self) -> str:
+        """The suite's name, as `suite=` has it."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what the scores depend on: items, tests, limits."""
+
+    @property
+    def items(self) -> Sequence[Item]:
+        """The items, in a fixed order."""
+
+    @property
+    def needs_sandbox(self) -> bool:
+        """Whether judging executes what models write."""
+
+    def judge(self, answers: Sequence[Answer], runner: Runner | None) -> list[Judgement]:
+        """Judge answers, in their order; without a runner nothing is executed."""
+
+    def self_test(self, runner: Runner | None) -> SelfTest | None:
+        """Judge the suite's own references and empty stubs; None where there is nothing to."""

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import pytest
+
+from mens_exp.evals.answer_quality import (
+    is_canonical,
+    is_strict,
+    is_trivial,
+    placeholder_hits,
+    quality_of,
+    richness,
+)
+
+GOOD = "def f(x):\n    y = x + 1\n    return y\n"
+
+
+@pytest.mark.parametrize(
+    ("completion", "strict"),
+    [
+        (GOOD, True),
+        ("    def f(self):\n        return 1", True),  # a method, indented
+        ("def f(:", True),  # broken, but code only
+        ("# Adds one to a number, as asked.\ndef f(x: return x", True),
+        ("fn f(x: i32) -> i32 {\n    x + 1\n}", True),
+        (f"```python\n{GOOD}```", False),
+        (f"Here is the function you asked for:\n{GOOD}", False),
+        (f"{GOOD}\nThis function adds one to its argument.", False),
+        ("", False),
+        (" \n", False),
+    ],
+)
+def test_an_answer_is_strict_that_is_code_only(completion: str, *, strict: bool) -> None:
+    """Neither a fence nor a sentence stands around it."""
+    assert is_strict(completion) is strict
+
+
+@pytest.mark.parametrize(
+    ("code", "canonical"),
+    [
+        (GOOD, True),
+        ("class A:\n    def f(self):\n        if self:\n            return 1\n", True),
+        ("def f(x):\n  return x\n", False),
+        ("def f(x):\n\treturn x\n", False),
+        ("def f(x): return x\n", False),
+        ("x = 1; y = 2\n", False),
+        ("x = 1 \n", False),
+        ("\n", False),  # nothing at all
+        ("def f(:", False),
+    ],
+)
+def test_canonical_code_is_laid_out_as_formatters_do(code: str, *, canonical: bool) -> None:
+    """Four spaces, one statement a line, no blanks at the end."""
+    assert is_canonical(code) is canonical
+
+
+@pytest.mark.parametrize(
+    ("code", "hits"),
+    [
+        (GOOD, 0),
+        ("def f(x):\n    # TODO: write it\n    pass\n", 1),
+        ("def f(x):\n    raise NotImplementedError\n", 1),
+        ("def f(x):\n    # your code here\n    ...\n", 2),
+        ("fn f() { todo!() }", 1),
+        ("def todo_list(items):\n    return [t for t in items]\n", 0),
+        ("x = values[..., 0]\n", 0),  # an ellipsis that means something
+    ],
+)
+def test_what_is_left_to_write_is_counted(code: str, hits: int) -> None:
+    """Markers in words, and an ellipsis for a body."""
+    assert placeholder_hits(code) == hits
+
+
+@pytest.mark.parametrize(
+    ("code", "trivial"),
+    [
+        (GOOD, False),
+        ("def f(x):\n    return 0\n", False),
+        ("def f(x):\n    pass\n", True),
+        ('def f(x):\n    """Add one."""\n    ...\n', True),
+        ("import math\n\ndef f(x):\n    return None\n", True),
+        ("class A:\n    def f(self):\n        raise NotImplementedError('later')\n", True),
+        ("", True),
+        ("def f(:", False),  # who knows
+    ],
+)
+def test_a_stub_is_trivial(code: str, *, trivial: bool) -> None:
+    """Nothing in it does anything."""
+    assert is_trivial(code) is trivial
+
+
+def test_richness_counts_statements_that_do_something() -> None:
+    """Two of the five that are enough; more than enough is 1."""
+    assert richness(GOOD) == 0.4
+    assert richness("def f(): pass") == 0.0
+    assert richness("x = 1\n" * 9) == 1.0
+    assert richness("fn f() -> i32 {\n    // one\n    1\n}\n", is_python=False) == 0.4
+
+
+def test_anti_stub_is_neither_trivial_nor_marked() -> None:
+    """One marker is enough to fail it."""
+    assert quality_of(GOOD, GOOD).anti_stub
+    assert not quality_of("def f(): pass", "def f(): pass").anti_stub
+    marked = GOOD + "# FIXME: negative numbers\n"
+    assert not quality_of(marked, marked).anti_stub
+
+
+def test_layout_of_other_languages_is_not_judged() -> None:
+    """Only Python has a layout here; the rest is told by words."""
+    quality = quality_of("fn f() {}", "fn f() {}", is_python=False)
+    assert quality.canonical is None
+    assert not quality.trivial

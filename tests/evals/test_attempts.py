@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.evals.attempts import Plan, answer_all, repair_turns
+from mens_exp.evals.generation import Completion, seed_of
+from mens_exp.evals.suite import Item, Judgement
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mens_exp.artifacts.scorecard import ItemEvent
+    from mens_exp.evals.generation import Request
+    from mens_exp.evals.suite import Answer
+
+
+@dataclass
+class Words:
+    """A suite whose answers must be `right`; `text` compiles, anything else does not."""
+
+    items: list[Item]
+    name: str = "words"
+    digest: str = "0" * 64
+    needs_sandbox: bool = False
+
+    def judge(self, answers: Sequence[Answer], runner: Any) -> list[Judgement]:
+        del runner
+        return [self._judged(one.text) for one in answers]
+
+    def _judged(self, text: str) -> Judgement:
+        success = text == "right"
+        return Judgement(
+            compiles=text in {"right", "text"},
+            success=success,
+            semantic=success,
+            errors=() if success else (f"{text} is wrong",),
+        )
+
+    def self_test(self, runner: Any) -> None:
+        del runner
+
+
+class Replies:
+    """Answers each item with the next of its replies, and keeps what it was asked."""
+
+    def __init__(self, **replies: list[str]) -> None:
+        self.replies = replies
+        self.asked: list[list[Request]] = []
+
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        self.asked.append(list(requests))
+        return [self._one(one) for one in requests]
+
+    def _one(self, request: Request) -> Completion:
+        text = self.replies[request.messages[0]["content"]].pop(0)
+        problem = "no room" if text == "long" else None
+        return Completion(
+            text="" if problem else text,
+            tokens_in=10,
+            tokens_out=0 if problem else 3,
+            is_finished=problem is None,
+            latency_ms=0.0 if problem else 100.0,
+            problem=problem,
+        )
+
+
+def item(name: str) -> Item:
+    return Item(id=name, messages=({"role": "user", "content": name},), reference="right")
+
+
+def answered(engine: Replies, *, retries: int = 0, samples: int = 1) -> list[ItemEvent]:
+    suite = Words(items=[item(name) for name in engine.replies])
+    plan = Plan(samples=samples, max_retries=retries, seed=5)
+    return answer_all(suite, engine, None, plan, "base")
+
+
+def test_a_right_answer_is_asked_for_once() -> None:
+    """It is valid at depth 0, though there was room for repairs."""
+    engine = Replies(a=["right"])
+    (event,) = answered(engine, retries=3)
+    assert (event["attempts"], event["repair_depth"], event["task_success"]) == (1, 0, True)
+    assert (event["error"], event["error_count"], event["repair_stalled"]) == (None, 0, False)
+    assert event["time_to_first_valid_ms"] == pytest.approx(100, abs=50)
+
+
+def test_errors_are_fed_back_until_the_answer_is_right() -> None:
+    """The second conversation holds the first answer and what was wrong with it."""
+    engine = Replies(a=["junk", "text", "right"], b=["right"])
+    first, second = answered(engine, retries=4)
+    assert [len(batch) for batch in engine.asked] == [2, 1, 1]
+    turns = engine.asked[2][0].messages
+    assert [turn["role"] for turn in turns] == ["user", "assistant", "user", "assistant", "user"]
+    assert turns[1]["content"] == "junk"
+    assert turns[2]["content"] == "Errors:\njunk is wrong\n\nRegenerate only corrected code."
+    assert (first["compile_pass_1"], first["compile_pass_n"]) == (False, True)
+    assert (first["pass_1"], first["task_success"], first["repair_depth"]) == (False, True, 2)
+    assert (first["attempts"], first["error_count"], first["completion"]) == (3, 2, "right")
+    assert (first["tokens_in"], first["tokens_out"], first["latency_ms"]) == (30, 9, 300.0)
+    assert (second["attempts"], second["prompt"]) == (1, "b")
+
+
+def test_repairs_end_at_their_number() -> None:
+    """Two attempts with the same errors are a stall; other errors are none."""
+    stalled, moving = answered(Replies(a=["x", "x"], b=["x", "y"]), retries=1)
+    assert (stalled["attempts"], stalled["repair_stalled"]) == (2, True)
+    assert (moving["attempts"], moving["repair_stalled"]) == (2, False)
+    assert stalled["task_success"] is False
+    assert stalled["repair_depth"] is stalled["time_to_first_valid_ms"] is None
+    assert stalled["unknown"]["repair_depth"] == "no attempt is valid"
+
+
+def test_a_repair_without_room_leaves_the_answer_before_it() -> None:
+    """What cannot be asked is no attempt, and is not asked again."""
+    (event,) = answered(Replies(a=["text", "long"]), retries=5)
+    assert (event["attempts"], event["completion"], event["error"]) == (1, "text", "text is wrong")
+
+
+def test_a_prompt_without_room_is_an_item_that_failed() -> None:
+    """It stays in the denominator."""
+    (event,) = answered(Replies(a=["long"]), retries=2)
+    assert (event["task_success"], event["error"], event["attempts"]) == (False, "no room", 1)
+
+
+def test_samples_have_streams_of_their_own() -> None:
+    """A seed depends on item, sample and attempt, and on nothing else."""
+    engine = Replies(a=["text", "right", "right"])
+    events = answered(engine, samples=2, retries=1)
+    assert [event["sample"] for event in events] == [0, 1]
+    assert [one.seed for one in engine.asked[0]] == [seed_of(5, "a", 0, 0), seed_of(5, "a", 1, 0)]
+    assert engine.asked[1][0].seed == seed_of(5, "a", 0, 1)
+    seeds = {
+        seed_of(*of) for of in ((5, "a", 0, 0), (6, "a", 0, 0), (5, "b", 0, 0), (5, "a", 1, 0))
+    }
+    assert len(seeds) == 4
+
+
+def test_what_a_suite_does_not_measure_is_null() -> None:
+    """Each with a reason."""
+    (event,) = answered(Replies(a=["right"]))
+    assert event["richness"] is event["outcome"] is None
+    assert event["unknown"]["richness"] == "not measured by this suite"
+    assert event["unknown"].keys() == {
+        name for name, value in event.items() if value is None and name != "error"
+    }
+
+
+def test_an_answer_without_errors_is_still_sent_back() -> None:
+    """It is told that it does not do the task."""
+    assert "it does not do the task" in repair_turns("x", [])[1]["content"]

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.config.suite import JsonlCheck, JsonlSuite
+from mens_exp.errors import ConfigError, DataError, Problems
+from mens_exp.evals.jsonl import Jsonl, jsonl_suite
+from mens_exp.evals.suite import Answer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.evals.suite import Judgement
+
+
+@pytest.fixture
+def suite_of(tmp_path: Path) -> Callable[..., Jsonl]:
+    """Read rows from a file, judged as told."""
+
+    def made(*rows: dict[str, Any], check: str = "exact", function: str | None = None) -> Jsonl:
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = JsonlSuite(path=str(path), check=JsonlCheck(check), function=function)
+        return jsonl_suite(config)
+
+    return made
+
+
+def judged(suite: Jsonl, *texts: str) -> list[Judgement]:
+    return suite.judge([Answer(item=suite.items[0], text=text) for text in texts], None)
+
+
+SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+
+
+@pytest.mark.parametrize(
+    ("check", "expected", "good", "bad"),
+    [
+        ("exact", "Paris", ["Paris", " Paris\n"], ["paris", "It is Paris", ""]),
+        ("contains", "Paris", ["It is PARIS."], ["Lyon", ""]),
+        ("contains", ["red", "blue"], ["blue and red"], ["red", ""]),
+        ("regex", r"^\d{4}$", ["1789"], ["in 1789", "17890", ""]),
+        ("json_schema", SCHEMA, ['{"age": 3}', '```json\n{"age": 3}\n```'], ['{"age": "3"}', "3"]),
+    ],
+)
+def test_each_check_accepts_and_refuses(
+    suite_of: Callable[..., Jsonl], check: str, expected: Any, good: list[str], bad: list[str]
+) -> None:
+    """A right answer has no error; a wrong one has one that does not give the answer away."""
+    suite = suite_of({"prompt": "?", "expected": expected}, check=check)
+    assert [one.success for one in judged(suite, *good)] == [True] * len(good)
+    wrong = judged(suite, *bad)
+    assert [one.success for one in wrong] == [False] * len(bad)
+    assert all(one.errors and "Paris" not in one.errors[0] for one in wrong)
+
+
+def test_json_that_does_not_parse_does_not_compile(suite_of: Callable[..., Jsonl]) -> None:
+    """Of other checks nothing compiles, and that is null with a reason."""
+    suite = suite_of({"prompt": "?", "expected": SCHEMA}, check="json_schema")
+    assert [one.compiles for one in judged(suite, '{"age": 1}', "{")] == [True, False]
+    text = suite_of({"prompt": "?", "expected": "x"})
+    (one,) = judged(text, "x")
+    assert one.compiles is one.richness is None
+    assert one.unknown["compiles"] == "suite=jsonl judges texts, not code"
+
+
+def test_a_function_of_the_user_judges(suite_of: Callable[..., Jsonl], tmp_path: Path) -> None:
+    """It returns a verdict, or what is wrong; the file is part of the digest."""
+    file = tmp_path / "checks.py"
+    file.write_text(
+        "def close(prompt, expected, answer):\n"
+        "    if not answer.strip().isdigit():\n"
+        "        return 'it is no number'\n"
+        "    return abs(int(answer) - expected) <= 1\n"
+    )
+    row = {"prompt": "7 + 5?", "expected": 12, "reference": "12"}
+    suite = suite_of(row, check="function", function=f"{file}:close")
+    first, second, third = judged(suite, "13", "15", "about 12")
+    assert (first.success, second.success, third.errors) == (True, False, ("it is no number",))
+    result = suite.self_test(None)
+    assert (result.problem, result.references) == (None, {"whole": 1})
+    before = suite.digest
+    file.write_text(file.read_text() + "\n# another\n")
+    assert suite_of(row, check="function", function=f"{file}:close").digest != before
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("nowhere.py:f", "there is no such file"),
+        ("checks.py:absent", "has no function absent"),
+        ("broken.py:f", "ZeroDivisionError"),
+    ],
+)
+def test_a_function_that_is_not_there_is_refused(
+    suite_of: Callable[..., Jsonl],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    function: str,
+    said: str,
+) -> None:
+    """The message names it and says why."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checks.py").write_text("def f(prompt, expected, answer): return 1\n")
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    with pytest.raises(ConfigError, match=said):
+        suite_of({"prompt": "?", "expected": 1}, check="function", function=function)
+
+
+@pytest.mark.parametrize(
+    ("body", "found"), [("return 1", "1"), ("raise KeyError('x')", "KeyError")]
+)
+def test_a_function_without_a_verdict_ends_the_evaluation(
+    suite_of: Callable[..., Jsonl], tmp_path: Path, body: str, found: str
+) -> None:
+    """A fault of it is no zero."""
+    file = tmp_path / "checks.py"
+    file.write_text(f"def f(prompt, expected, answer): {body}\n")
+    suite = suite_of({"prompt": "?", "expected": 1}, check="function", function=f"{file}:f")
+    with pytest.raises(DataError, match=rf"gives no verdict.*found {found}"):
+        judged(suite, "x")
+
+
+def test_rows_keep_their_names_turns_and_groups(suite_of: Callable[..., Jsonl]) -> None:
+    """A name, or the number of the line; turns as they stand; a check of its own."""
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Name?"},
+    ]
+    suite = suite_of(
+        {"prompt": "A?", "system": "Be brief.", "expected": "a", "group": "easy"},
+        {"id": "name", "messages": turns, "expected": "ada", "check": "contains"},
+    )
+    first, second = suite.items
+    assert (first.id, first.group, first.reference) == ("1", "easy", "a")
+    assert [turn["role"] for turn in first.messages] == ["system", "user"]
+    assert (second.id, list(second.messages), second.prompt) == ("name", turns, "Name?")
+    answers = [Answer(item=second, text="I am Ada.")]
+    assert suite.judge(answers, None)[0].success
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "?"}, "expected: missing key"),
+        ({"prompt": "?", "expectd": "x", "expected": "x"}, "unknown key.*the nearest is expected"),
+        ({"expected": "x"}, "asks nothing, or twice"),
+        ({"prompt": "?", "messages": [], "expected": "x"}, "asks nothing, or twice"),
+        ({"messages": [{"role": "assistant", "content": "x"}], "expected": "x"}, "not in order"),
+        ({"messages": [{"role": "user"}], "expected": "x"}, "not in order"),
+        ({"prompt": "?", "expected": "x", "check": "fuzzy"}, "check: wrong value"),
+        ({"prompt": "?", "expected": ""}, "must be a text"),
+        ({"prompt": "?", "expected": [], "check": "contains"}, "or a list of texts"),
+        ({"prompt": "?", "expected": "(", "check": "regex"}, "is no pattern"),
+        ({"prompt": "?", "expected": {"type": 1}, "check": "json_schema"}, "is no JSON schema"),
+    ],
+)
+def test_a_row_that_is_none_is_refused(
+    suite_of: Callable[..., Jsonl], row: dict[str, Any], message: str
+) -> None:
+    """With its place."""
+    with pytest.raises((DataError, Problems), match=message) as caught:
+        suite_of(row)
+    assert "rows.jsonl" in str(caught.value)
+
+
+def test_two_rows_of_one_name_are_refused(suite_of: Callable[..., Jsonl]) -> None:
+    """A number of a line counts as a name."""
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: id: .*there already"):
+        suite_of({"prompt": "?", "expected": "x"}, {"id": "1", "prompt": "!", "expected": "x"})
+
+
+def test_no_row_is_refused(suite_of: Callable[..., Jsonl]) -> None:
+    """An empty file is no suite."""
+    with pytest.raises(DataError, match="holds no row"):
+        suite_of()
+
+
+def test_a_pattern_that_an_empty_answer_matches_fails_the_test_of_the_suite(
+    suite_of: Callable[..., Jsonl],
+) -> None:
+    """So does a reference that its own check refuses."""
+    stub = suite_of({"prompt": "?", "expected": "a*", "check": "regex"}).self_test(None)
+    assert stub.problem == "empty answers judged right: 1 (1 in all)"
+    row = {"prompt": "?", "expected": "^a$", "check": "regex", "reference": "b"}
+    wrong = suite_of(row).self_test(None)
+    assert wrong.problem == "references judged wrong: 1 (1 in all)"

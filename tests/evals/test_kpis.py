@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from mens_exp.evals.kpis import KPIS, pass_at_k, percentile, summarise
+
+
+def event(**changes: Any) -> Any:
+    """One attempt that does the task at once."""
+    return {
+        "item_id": "a",
+        "group": "",
+        "parses": True,
+        "finished": True,
+        "compile_pass_1": True,
+        "compile_pass_n": True,
+        "canonical_pass": True,
+        "strictness": True,
+        "pass_1": True,
+        "task_success": True,
+        "semantic_task_success": True,
+        "repair_depth": 0,
+        "repair_stalled": False,
+        "error_count": 0,
+        "latency_ms": 10.0,
+        "time_to_first_valid_ms": 12.0,
+        "placeholder_marker_hits": 0,
+        "trivial_placeholder_output": False,
+        "richness": 1.0,
+        "anti_stub_pass": True,
+        "attempts": 1,
+        "tokens_in": 5,
+        "tokens_out": 7,
+        "unknown": {},
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(5, 2, 3), (4, 0, 2), (4, 4, 1), (6, 1, 6), (3, 2, 2)])
+def test_pass_at_k_is_the_share_of_draws_with_a_correct_one(n: int, c: int, k: int) -> None:
+    """Counted over every way to choose k of the n samples."""
+    draws = list(itertools.combinations([True] * c + [False] * (n - c), k))
+    assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "expected"),
+    [([3.0], 0.95, 3.0), ([4, 1, 3, 2], 0.5, 2.5), ([0, 10], 0.95, 9.5), (range(101), 0.95, 95)],
+)
+def test_a_percentile_lies_between_its_neighbours(
+    values: list[float], share: float, expected: float
+) -> None:
+    """Linear, as numpy's own."""
+    assert percentile(list(values), share) == pytest.approx(expected)
+
+
+def test_every_kpi_is_summed_up() -> None:
+    """Three of four by hand: one is repaired, one is never valid."""
+    events = [
+        event(item_id="a", latency_ms=10.0),
+        event(
+            item_id="b",
+            pass_1=False,
+            compile_pass_1=False,
+            repair_depth=2,
+            attempts=3,
+            error_count=2,
+            latency_ms=30.0,
+            time_to_first_valid_ms=30.0,
+            repair_stalled=True,
+        ),
+        event(
+            item_id="c",
+            parses=False,
+            compile_pass_1=False,
+            compile_pass_n=False,
+            pass_1=False,
+            task_success=False,
+            semantic_task_success=False,
+            repair_depth=None,
+            time_to_first_valid_ms=None,
+            attempts=3,
+            error_count=3,
+            placeholder_marker_hits=4,
+            anti_stub_pass=False,
+            latency_ms=50.0,
+            unknown={"repair_depth": "no attempt is valid"},
+        ),
+        event(item_id="d", strictness=False, latency_ms=20.0, time_to_first_valid_ms=24.0),
+    ]
+    kpis, unknown = summarise(events, items=4, samples=1, max_retries=2)
+    assert kpis | {"pass_at_k": None} == {
+        "parse_rate": 0.75,
+        "parsed": 3,
+        "completed": 4,
+        "compile_at_1": 0.5,
+        "compile_at_n": 0.75,
+        "canonical": 1.0,
+        "strictness": 0.75,
+        "task_success": 0.75,
+        "semantic_task_success": 0.75,
+        "anti_stub": 0.75,
+        "trivial_placeholder": 0.0,
+        "placeholder": 0.25,
+        "richness": 1.0,
+        "attempts_mean": 2.0,
+        "errors_mean": 1.25,
+        "tokens_in_mean": 5.0,
+        "tokens_out_mean": 7.0,
+        "pass_at_1": 0.5,
+        "pass_at_k": None,
+        "repair_depth_mean": pytest.approx(2 / 3),
+        "repair_stall_rate": 0.25,
+        "time_to_first_valid_p50_ms": 24.0,
+        "latency_p50_ms": 25.0,
+        "latency_p95_ms": pytest.approx(47.0),
+    }
+    assert set(kpis) == set(KPIS)
+    assert unknown == {"pass_at_k": "eval.samples=1: there is no k above 1"}
+
+
+def test_samples_of_an_item_count_together() -> None:
+    """Of two samples, one item has one that is right, the other none."""
+    events = [event(item_id="a"), event(item_id="a", pass_1=False, task_success=False)]
+    events += [event(item_id="b", pass_1=False, task_success=False) for _ in range(2)]
+    kpis, _ = summarise(events, items=2, samples=2, max_retries=0)
+    assert (kpis["pass_at_1"], kpis["pass_at_k"], kpis["task_success"]) == (0.25, 0.5, 0.25)
+
+
+def test_what_one_item_lacks_the_condition_lacks() -> None:
+    """It is null and says of how many; nothing is averaged over the rest."""
+    lacking = event(item_id="b", task_success=None, unknown={"task_success": "no sandbox"})
+    kpis, unknown = summarise([event(), lacking], items=2, samples=1, max_retries=0)
+    assert kpis["task_success"] is None
+    assert unknown["task_success"] == "1 of 2: no sandbox"
+    assert kpis["repair_depth_mean"] is kpis["repair_stall_rate"] is None
+    assert unknown["repair_depth_mean"] == "eval.max_retries=0: nothing is repaired"
+
+
+def test_nothing_valid_has_no_time_to_it() -> None:
+    """A median over none is unknown."""
+    never = event(
+        repair_depth=None,
+        time_to_first_valid_ms=None,
+        unknown={"time_to_first_valid_ms": "no attempt is valid"},
+    )
+    kpis, unknown = summarise([never], items=1, samples=1, max_retries=1)
+    assert kpis["time_to_first_valid_p50_ms"] is kpis["repair_depth_mean"] is None
+    assert unknown["time_to_first_valid_p50_ms"] == "no attempt is valid"
+    assert unknown["repair_depth_mean"] == "no answer became valid"
+
+
+def test_groups_have_a_success_of_their_own() -> None:
+    """Each over its own items."""
+    events = [
+        event(item_id="a", group="write"),
+        event(item_id="b", group="repair", task_success=False),
+        event(item_id="c", group="repair"),
+    ]
+    kpis, _ = summarise(events, items=3, samples=1, max_retries=0)
+    assert (kpis["write_task_success"], kpis["repair_task_success"]) == (1.0, 0.5)

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.config.suite import MiniPythonSuite
+from mens_exp.corpus.generator.generate import benchmark_tasks, tasks_digest
+from mens_exp.evals.mini_python import STYLES, MiniPython, mini_python, stub_of
+from mens_exp.evals.suite import Answer
+
+if TYPE_CHECKING:
+    from mens_exp.evals.running import Runner
+
+
+@pytest.fixture(scope="module")
+def suite() -> MiniPython:
+    return mini_python(MiniPythonSuite(items=12))
+
+
+def test_the_tasks_are_those_of_the_benchmark(suite: MiniPython) -> None:
+    """The same ones everywhere; the first of the repairs comes second round."""
+    tasks = benchmark_tasks(0, 12, 0.25)
+    assert [item.id for item in suite.items] == [task.id for task in tasks]
+    assert [item.prompt for item in suite.items] == [task.prompt for task in tasks]
+    assert [item.group for item in suite.items].count("repair") == 2
+
+
+def test_more_tasks_keep_the_ones_there_were(suite: MiniPython) -> None:
+    """The first ones of a larger count."""
+    larger = mini_python(MiniPythonSuite(items=16))
+    assert larger.items[:12] == suite.items
+
+
+def test_the_digest_is_that_of_tasks_and_limit(suite: MiniPython) -> None:
+    """Another seed, share, count or limit is another suite; the batch is not in it."""
+    first = suite.digest
+    assert mini_python(MiniPythonSuite(items=12, batch_size=1)).digest == first
+    others = [
+        MiniPythonSuite(items=12, generator_seed=1),
+        MiniPythonSuite(items=12, repair_frac=0.5),
+        MiniPythonSuite(items=13),
+        MiniPythonSuite(items=12, max_new_tokens=99),
+    ]
+    assert len({first, *(mini_python(one).digest for one in others)}) == 5
+    assert tasks_digest(list(suite.tasks.values())) != first
+
+
+def test_references_pass_in_every_style_and_stubs_fail(suite: MiniPython, runner: Runner) -> None:
+    """All of them: what fails its own test is not scored."""
+    result = suite.self_test(runner)
+    assert result is not None
+    assert result.problem is None
+    assert result.references == dict.fromkeys(STYLES, 12)
+    assert (result.failed, result.stubs, result.stubs_passed) == (
+        {style: [] for style in STYLES},
+        12,
+        [],
+    )
+    assert suite.self_test(None) is None
+
+
+def test_a_suite_whose_reference_is_wrong_fails_its_own_test(
+    suite: MiniPython, runner: Runner
+) -> None:
+    """So does one whose tests a stub passes."""
+    name, task = next(iter(suite.tasks.items()))
+    from dataclasses import replace
+
+    wrong = MiniPython(tasks={name: replace(task, solution=stub_of(task))}, max_new_tokens=9)
+    result = wrong.self_test(runner)
+    assert result is not None
+    assert result.problem == f"references judged wrong: {name} (1 in all)"
+    empty = MiniPython(tasks={name: replace(task, tests=("pass",))}, max_new_tokens=9)
+    result = empty.self_test(runner)
+    assert result is not None
+    assert result.problem == f"empty answers judged right: {name} (1 in all)"
+
+
+def test_answers_are_judged_by_their_tests(suite: MiniPython, runner: Runner) -> None:
+    """A solution, the same with a marker, a stub, and what does not parse."""
+    item = suite.items[0]
+    task = suite.tasks[item.id]
+    marked = f"```python\n{task.solution}\n# TODO: more\n```"
+    texts = [task.solution, marked, stub_of(task), "def f(:", ""]
+    answers = [Answer(item=item, text=text) for text in texts]
+    good, todo, stub, broken, empty = suite.judge(answers, runner)
+    assert (good.compiles, good.success, good.semantic, good.strict) == (True, True, True, True)
+    assert (todo.success, todo.semantic, todo.strict) == (True, False, False)
+    assert (stub.compiles, stub.success, stub.trivial) == (True, False, True)
+    assert (broken.compiles, broken.success, broken.outcome) == (False, False, "syntax_error")
+    assert (empty.compiles, empty.success) == (False, False)
+    assert [one.is_valid for one in (good, todo, stub, broken, empty)] == [True, True, *[False] * 3]
+    assert stub.errors[0].startswith("This test fails: ")
+    assert good.unknown == {}
+
+
+def test_without_a_sandbox_syntax_is_still_measured(suite: MiniPython) -> None:
+    """What needs execution is null and says what to do."""
+    item = suite.items[0]
+    good, broken = suite.judge(
+        [Answer(item=item, text=item.reference), Answer(item=item, text="def f(:")], None
+    )
+    assert (good.compiles, good.success, good.semantic, good.outcome) == (True, None, None, None)
+    assert good.is_valid
+    assert (broken.compiles, broken.success, broken.is_valid) == (False, None, False)
+    assert "install bubblewrap" in good.unknown["success"]
+    assert good.unknown.keys() == {"success", "semantic", "outcome"}

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.errors import ConfigError, SetupError
+from mens_exp.evals.generation import Generation, Request
+from mens_exp.evals.served import ServerEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@contextmanager
+def server(answer: Callable[[dict[str, Any]], Any], status: int = 200) -> Iterator[Any]:
+    """An OpenAI-compatible server of one route; yields its address and what it was asked."""
+    asked: list[tuple[dict[str, Any], str | None]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == "/v1/chat/completions"
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append((body, self.headers["Authorization"]))
+            data = json.dumps(answer(body)).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=httpd.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{httpd.server_port}/v1", asked
+    finally:
+        httpd.shutdown()
+        thread.join()
+        httpd.server_close()
+
+
+def echo(body: dict[str, Any]) -> dict[str, Any]:
+    text = body["messages"][-1]["content"] + "\ndef rest(): pass"
+    return {
+        "choices": [{"message": {"content": text}, "finish_reason": "length"}],
+        "usage": {"prompt_tokens": 7, "completion_tokens": 3},
+    }
+
+
+def request(text: str, *stop: str) -> Request:
+    return Request(messages=({"role": "user", "content": text},), seed=2**40 + 5, stop=stop)
+
+
+def engine(url: str, **changes: Any) -> ServerEngine:
+    generation = Generation(max_new_tokens=9, batch_size=2, **changes)
+    return ServerEngine(base_url=url, model="m", generation=generation)
+
+
+def test_answers_come_back_in_order_with_the_servers_own_counts() -> None:
+    """Cut at the stop text, which ends an answer also where the server went on."""
+    with server(echo) as (url, asked):
+        done = engine(url).complete([request("a", "\ndef"), request("b"), request("c", "\ndef")])
+    assert [one.text for one in done] == ["a", "b\ndef rest(): pass", "c"]
+    assert [one.is_finished for one in done] == [True, False, True]
+    assert {(one.tokens_in, one.tokens_out) for one in done} == {(7, 3)}
+    assert all(one.latency_ms is not None and one.latency_ms > 0 for one in done)
+    body = next(body for body, _ in asked if body["messages"][0]["content"] == "a")
+    assert body == {
+        "model": "m",
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 9,
+        "temperature": 0.0,
+        "stop": ["\ndef"],
+    }
+
+
+def test_drawing_hands_on_the_items_own_seed() -> None:
+    """Within 31 bits."""
+    with server(echo) as (url, asked):
+        engine(url, temperature=0.8, top_p=0.9).complete([request("a")])
+    body, key = asked[0]
+    assert (body["temperature"], body["top_p"], body["seed"]) == (0.8, 0.9, (2**40 + 5) % 2**31)
+    assert key is None
+
+
+def test_a_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is named it must be there."""
+    generation = Generation(max_new_tokens=9, batch_size=1)
+    with server(echo) as (url, asked):
+        keyed = ServerEngine(
+            base_url=url, model="m", generation=generation, api_key_env="KEY_OF_THE_SERVER"
+        )
+        monkeypatch.setenv("KEY_OF_THE_SERVER", "k1")
+        keyed.complete([request("a")])
+        assert asked[0][1] == "Bearer k1"
+        monkeypatch.delenv("KEY_OF_THE_SERVER")
+        with pytest.raises(ConfigError, match=r"eval\.api_key_env.*KEY_OF_THE_SERVER"):
+            keyed.complete([request("a")])
+
+
+def test_a_server_that_refuses_ends_the_evaluation() -> None:
+    """Its own words are shown; nothing counts as a wrong answer."""
+    with (
+        server(lambda _: {"error": "no such model"}, status=404) as (url, _),
+        pytest.raises(SetupError, match=r"404.*no such model"),
+    ):
+        engine(url).complete([request("a")])
+
+
+def test_a_server_that_says_something_else_ends_the_evaluation() -> None:
+    """An answer without token counts is none."""
+    with (
+        server(lambda _: {"choices": []}) as (url, _),
+        pytest.raises(SetupError, match="gave no answer"),
+    ):
+        engine(url).complete([request("a")])
+
+
+def test_no_server_ends_the_evaluation() -> None:
+    """Port 1 answers nobody."""
+    with pytest.raises(SetupError, match=r"127\.0\.0\.1:1.*start it"):
+        engine("http://127.0.0.1:1/v1").complete([request("a")])
