@@ -21,6 +21,7 @@ NEEDS = {
     "task=serve": ["path=merged"],
     "callbacks=early_stopping": ["trainer.val_check_interval=4"],
     "task=chat": ["path=latest"],
+    "task=compare": ["path=latest"],
     "task=export": ["path=latest"],
     "task=inspect": ["path=latest"],
     "task=merge": ["path=latest"],

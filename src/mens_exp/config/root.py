@@ -13,6 +13,7 @@ from mens_exp.config.adapter import AdapterConfig
 from mens_exp.config.backend import BackendConfig
 from mens_exp.config.callbacks import CallbackConfig
 from mens_exp.config.checkpoint import CheckpointConfig
+from mens_exp.config.compare import CompareConfig
 from mens_exp.config.data import DataConfig
 from mens_exp.config.fields import setting
 from mens_exp.config.logger import LoggerConfig
@@ -70,7 +71,13 @@ class RunConfig:
         "inspect); chat takes `base` too, the model of the command alone; merge and export take an "
         "adapter's directory too, in schema v2, v3 or PEFT's form; serve, and export format=gguf, "
         "take a complete model directory; inspect takes all of these, a checkpoint, and what a "
-        "merge or an export wrote.",
+        "merge or an export wrote; compare takes runs, sweeps, scorecard files and globs, several "
+        "with commas between.",
+    )
+    factors: list[str] = setting(
+        [],
+        "What the arms differ in, settings or groups, such as [quant.double_quant]; an empty list "
+        "finds what the runs' own command lines vary (compare).",
     )
     prompt: str | None = setting(
         None, "One question: chat answers it and ends; null talks until Ctrl-D."
@@ -82,7 +89,8 @@ class RunConfig:
     )
     out: str | None = setting(
         None,
-        "File or directory to write (export, merge); null is one in the task's own run directory.",
+        "File or directory to write (export, merge, compare); null is one in the task's own run "
+        "directory.",
     )
     base: str | None = setting(
         None,
@@ -137,3 +145,4 @@ class RunConfig:
     ollama: OllamaConfig = field(default_factory=OllamaConfig, metadata={"doc": "See its keys."})
     serve: ServeConfig = field(default_factory=ServeConfig, metadata={"doc": "See its keys."})
     inspect: InspectConfig = _section(InspectConfig)
+    compare: CompareConfig = _section(CompareConfig)

@@ -93,6 +93,7 @@ TASK_READS: dict[str, frozenset[str]] = {
     ),
     "serve": frozenset({"path", "serve"}),
     "inspect": frozenset({"path", "verify", "replay", "inspect", "trainer.accelerator"}),
+    "compare": frozenset({"path", "factors", "out", "compare", "logger"}),
     "doctor": frozenset(),
 }
 _READ_OF_THE_BASE = frozenset({"model", "tokenizer", "quant", "lora", "backend"})

@@ -9,13 +9,15 @@ __all__ = ["KPIS", "Direction", "Kpi", "KpiGroup", "Missing", "kpi_of_field"]
 
 
 class KpiGroup(StrEnum):
-    """What a KPI speaks of."""
+    """What a KPI speaks of; OTHER is what only a suite knows."""
 
     SYNTAX = "syntax"
     SEMANTIC = "semantic"
     REPAIR = "repair"
     LOSS = "loss"
     COST = "cost"
+    DATA = "data"
+    OTHER = "other"
 
 
 class Direction(StrEnum):
@@ -151,6 +153,8 @@ _TABLE = (
         "parameters",
         "facts.trainable_parameters",
     ),
+    Kpi(name="supervised_frac", group=KpiGroup.DATA, direction=Direction.MAX),
+    Kpi(name="truncated_frac", group=KpiGroup.DATA, direction=Direction.MIN),
 )
 
 KPIS: dict[str, Kpi] = {kpi.name: kpi for kpi in _TABLE}

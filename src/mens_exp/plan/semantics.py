@@ -43,8 +43,8 @@ SETTINGS: dict[str, Part] = {
     **_all(
         Part.RECORD,
         "",
-        "path prompt repo format out base meta base_shard verify replay resume deployment_target "
-        "task.name",
+        "path factors prompt repo format out base meta base_shard verify replay resume "
+        "deployment_target task.name",
     ),
     **_all(Part.RECORD, "checkpoint.", "every_n_steps keep"),
     **_all(Part.EXEC, "adapter.", "select"),
@@ -54,6 +54,7 @@ SETTINGS: dict[str, Part] = {
     **_all(Part.RECORD, "push.", "private message"),
     **_all(Part.RECORD, "attribute.", "tokens position_bounds extra_bits targets_frac"),
     **_all(Part.RECORD, "inspect.", "replay_steps"),
+    **_all(Part.RECORD, "compare.", "primary reference condition alpha power test"),
     **_all(Part.RECORD, "parity.", "tokens text accept"),
     **_all(
         Part.RECORD,

@@ -51,6 +51,8 @@ def _settle_path(cell: Cell) -> list[MensError]:
     config = cell.config
     if config.task.name == "inspect":
         return _settle_inspected(cell)
+    if config.task.name == "compare":
+        return _settle_study(cell)
     if reads_a_model(config):
         from mens_exp.export.model_source import model_directory, occupied
 
@@ -127,6 +129,15 @@ def _merges(config: RunConfig) -> bool:
         return config.task.name == "merge"
     for_ollama = config.format is ExportFormat.ollama and config.ollama.form is OllamaForm.merged
     return config.format in _ALWAYS_MERGED or for_ollama
+
+
+def _settle_study(cell: Cell) -> list[MensError]:
+    """Replace what `path` names by the runs and sweeps that it means now."""
+    from mens_exp.tasks.study_runs import named_paths
+
+    assert cell.config.path is not None, "the caller has asked"
+    _put_path(cell, ",".join(named_paths(cell.config.path)))
+    return []
 
 
 def _settle_inspected(cell: Cell) -> list[MensError]:
