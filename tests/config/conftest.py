@@ -25,6 +25,7 @@ NEEDS = {
     "task=export": ["path=latest"],
     "task=inspect": ["path=latest"],
     "task=merge": ["path=latest"],
+    "task=promote": ["open=c", "ledger=l"],
     "task=push": ["path=latest", "repo=me/adapter"],
 }
 

@@ -52,6 +52,10 @@ COMMANDS = {
     "data.mix": ["data=mix", "data.sources=[{path:a.jsonl,weight:0.7},{source:stdlib,weight:1}]"],
     "logger.wandb": ["logger=wandb"],
     "suite.heldout_syntax": ["suite=heldout_syntax"],
+    "policy.burn_production": ["policy=burn_production"],
+    "policy.qlora_plateau": ["policy=qlora_plateau"],
+    "policy.burn_rnd": ["policy=burn_rnd"],
+    "policy.eval_gate": ["policy=eval_gate"],
 }
 # What another value of a setting is where a number plus one or a longer text is none.
 OTHER = {

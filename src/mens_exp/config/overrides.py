@@ -197,7 +197,7 @@ def _group_problems(override: Override) -> list[ConfigError]:
         )
         for value in _options_given(override)
         if value not in options
-        and not (group in {"preset", "experiment"} and value in {None, "null"})
+        and not (group in {"preset", "experiment", "policy"} and value in {None, "null"})
     ]
 
 

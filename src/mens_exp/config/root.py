@@ -23,6 +23,7 @@ from mens_exp.config.model import ModelConfig
 from mens_exp.config.objective import ObjectiveConfig
 from mens_exp.config.optim import OptimizerConfig
 from mens_exp.config.parity import ParityConfig
+from mens_exp.config.policy import PolicyConfig, PromoteConfig
 from mens_exp.config.quant import QuantConfig
 from mens_exp.config.schedule import ScheduleConfig
 from mens_exp.config.suite import SuiteConfig
@@ -72,7 +73,7 @@ class RunConfig:
         "adapter's directory too, in schema v2, v3 or PEFT's form; serve, and export format=gguf, "
         "take a complete model directory; inspect takes all of these, a checkpoint, and what a "
         "merge or an export wrote; compare takes runs, sweeps, scorecard files and globs, several "
-        "with commas between.",
+        "with commas between; promote takes compare.json files, likewise.",
     )
     factors: list[str] = setting(
         [],
@@ -107,10 +108,16 @@ class RunConfig:
         "Compute every content hash and the certificate again and compare them with the records; "
         "a difference ends with exit code 4 (inspect).",
     )
+    ledger: str | None = setting(
+        None, "The file of registered cycles and decisions, which only grows (promote)."
+    )
+    open: str | None = setting(
+        None, "Name of a benchmark cycle to register before any of its runs (promote)."
+    )
     replay: bool = setting(
         False,  # as above
         "Take the first steps of a run again and name the first tensor that differs; a difference "
-        "ends with exit code 4 (inspect).",
+        "ends with exit code 4 (inspect). Or make every decision of a ledger again (promote).",
     )
     resume: str | None = setting(
         None, "A run directory, or `latest`: continue that run from its last checkpoint (train)."
@@ -146,3 +153,5 @@ class RunConfig:
     serve: ServeConfig = field(default_factory=ServeConfig, metadata={"doc": "See its keys."})
     inspect: InspectConfig = _section(InspectConfig)
     compare: CompareConfig = _section(CompareConfig)
+    policy: PolicyConfig | None = setting(None, "A config group; see its options.")
+    promote: PromoteConfig = _section(PromoteConfig)

@@ -21,6 +21,7 @@ from mens_exp.config import (
     model,
     objective,
     optim,
+    policy,
     quant,
     root,
     schedule,
@@ -76,6 +77,12 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "none": logger.NoLogger,
     },
     "suite": {"heldout_syntax": suite.HeldoutSyntaxSuite, "none": suite.NoSuite},
+    "policy": {
+        "burn_production": policy.BurnProductionPolicy,
+        "qlora_plateau": policy.QloraPlateauPolicy,
+        "burn_rnd": policy.BurnRndPolicy,
+        "eval_gate": policy.EvalGatePolicy,
+    },
     "callbacks": {
         "callback": callbacks.CallbackConfig,
         "early_stopping": callbacks.EarlyStoppingConfig,
@@ -93,6 +100,7 @@ DISCRIMINATORS = {
     "optim": "name",
     "logger": "sink",
     "suite": "name",
+    "policy": "name",
 }
 
 # What the records of earlier runs call a schema.

@@ -17,6 +17,7 @@ from mens_exp.config.rules import (
     model,
     objective,
     optim,
+    promote,
     quant,
     schedule,
     task,
@@ -94,6 +95,7 @@ TASK_READS: dict[str, frozenset[str]] = {
     "serve": frozenset({"path", "serve"}),
     "inspect": frozenset({"path", "verify", "replay", "inspect", "trainer.accelerator"}),
     "compare": frozenset({"path", "factors", "out", "compare", "logger"}),
+    "promote": frozenset({"path", "policy", "ledger", "open", "replay", "promote"}),
     "doctor": frozenset(),
 }
 _READ_OF_THE_BASE = frozenset({"model", "tokenizer", "quant", "lora", "backend"})
@@ -109,6 +111,7 @@ def problems_of(config: RunConfig) -> list[MensError]:
         problems += model.problems(config)
     problems += task.problems(config)
     problems += merge.problems(config)
+    problems += promote.problems(config)
     return problems
 
 
@@ -173,4 +176,5 @@ def ineffective_overrides(config: RunConfig, keys: Iterable[str]) -> list[MensEr
         *data.unread(config, keys),
         *backend.unread(config, keys),
         *task.unread(config, keys),
+        *promote.unread(config, keys),
     ]

@@ -79,7 +79,7 @@ def factors_in(trials: Sequence[Trial]) -> list[str]:
     """Return the settings and groups that the runs' own command lines vary, the seed aside."""
     given = [_pairs(trial.manifest.overrides) for trial in trials]
     keys = dict.fromkeys(key for pairs in given for key in pairs)
-    return [key for key in keys if _varies(key, given) and _may_be_factor(key)]
+    return sorted(key for key in keys if _varies(key, given) and _may_be_factor(key))
 
 
 def arms_of(trials: Sequence[Trial], factors: Sequence[str]) -> list[Arm]:

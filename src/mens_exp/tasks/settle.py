@@ -49,10 +49,13 @@ def _settle_path(cell: Cell) -> list[MensError]:
     from mens_exp.tasks.subject import leaving_problems, reads_a_model
 
     config = cell.config
-    if config.task.name == "inspect":
-        return _settle_inspected(cell)
-    if config.task.name == "compare":
-        return _settle_study(cell)
+    of_records = {
+        "inspect": _settle_inspected,
+        "compare": _settle_study,
+        "promote": _settle_evidence,
+    }.get(config.task.name)
+    if of_records is not None:
+        return of_records(cell)
     if reads_a_model(config):
         from mens_exp.export.model_source import model_directory, occupied
 
@@ -137,6 +140,15 @@ def _settle_study(cell: Cell) -> list[MensError]:
 
     assert cell.config.path is not None, "the caller has asked"
     _put_path(cell, ",".join(named_paths(cell.config.path)))
+    return []
+
+
+def _settle_evidence(cell: Cell) -> list[MensError]:
+    """Replace what `path` names by the files of the comparisons."""
+    from mens_exp.tasks.promotion_evidence import comparison_files
+
+    assert cell.config.path is not None, "the caller has asked"
+    _put_path(cell, ",".join(map(str, comparison_files(cell.config.path))))
     return []
 
 
