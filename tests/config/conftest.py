@@ -25,9 +25,11 @@ NEEDS = {
     "task=serve": ["path=merged"],
     "callbacks=early_stopping": ["trainer.val_check_interval=4"],
     "task=chat": ["path=latest"],
+    "task=compare": ["path=latest"],
     "task=export": ["path=latest"],
     "task=inspect": ["path=latest"],
     "task=merge": ["path=latest"],
+    "task=promote": ["open=c", "ledger=l"],
     "task=push": ["path=latest", "repo=me/adapter"],
 }
 

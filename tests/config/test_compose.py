@@ -123,6 +123,7 @@ def test_every_value_enters_the_digest() -> None:
     base.resume, base.logger.entity, base.logger.group, base.logger.name = "r", "e", "g", "n"
     base.tokenizer.chat_template = "c"
     base.data.truncation, base.quant.block_size = "left", 64
+    base.compare.primary, base.compare.reference = "k", "a"
     base.prompt, base.repo, base.push.message, base.out = "p", "me/x", "m", "o"
     base.base, base.meta, base.adapter.file = "b", "j", "s"
     base.merge.mode, base.merge.dtype, base.merge.base = "full", "bf16", "original"

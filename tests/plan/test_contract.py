@@ -54,6 +54,10 @@ COMMANDS = {
     "suite.heldout_syntax": ["suite=heldout_syntax"],
     "sandbox.bubblewrap": ["sandbox=bubblewrap"],
     "sandbox.unsafe": ["sandbox=unsafe"],
+    "policy.burn_production": ["policy=burn_production"],
+    "policy.qlora_plateau": ["policy=qlora_plateau"],
+    "policy.burn_rnd": ["policy=burn_rnd"],
+    "policy.eval_gate": ["policy=eval_gate"],
 }
 # What another value of a setting is where a number plus one or a longer text is none.
 OTHER = {

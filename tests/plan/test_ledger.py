@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from mens_exp.artifacts import run_lock
 from mens_exp.errors import RequestError
-from mens_exp.plan import ledger
 from mens_exp.plan.ledger import Entry, append, entries, ledger_path, residuals
 
 if TYPE_CHECKING:
@@ -78,9 +78,12 @@ def test_ledger_that_is_held_is_an_error_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Waiting has an end, and nothing is written."""
-    monkeypatch.setattr(ledger, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(run_lock, "_PATIENCE_S", 0.05)
     path = ledger_path(tmp_path)
-    with ledger.held(path.with_suffix(".lock")), pytest.raises(RequestError, match="still working"):
+    with (
+        run_lock.held(path.with_suffix(".lock")),
+        pytest.raises(RequestError, match="still working"),
+    ):
         append(path, ENTRY)
     assert entries(path) == []
 

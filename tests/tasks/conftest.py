@@ -1,18 +1,28 @@
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mens_exp import cli
+from mens_exp.artifacts.atomic import json_line, write_bytes, write_text
+from mens_exp.artifacts.comparison import Comparison
+from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.inspection import Inspection
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.scorecard import Scorecard
+from mens_exp.config.compose import Composed, compose, config_digest, to_yaml
+from mens_exp.config.compose import typed as typed_config
 from mens_exp.config.overrides import check
+from mens_exp.plan.contract import contract_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.config.overrides import Cell
 
 
@@ -86,3 +96,143 @@ def inspect(typed: Callable[..., str], tmp_path: Path) -> Callable[..., Inspecti
         return Inspection.read(own / "inspection.json")
 
     return command
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Callable[..., Path]:
+    """Write runs of arms and seeds, four items each, as their own training would leave them."""
+
+    def written(name: str = "runs", **how: Any) -> Path:
+        root = tmp_path / "study" / name
+        write_study(root, Told(**how))
+        return root
+
+    return written
+
+
+@pytest.fixture
+def compare(typed: Callable[..., str], tmp_path: Path) -> Callable[..., Comparison]:
+    """Compare what a path names and return the record."""
+    number = iter(range(99))
+
+    def command(path: Any, *overrides: str) -> Comparison:
+        own = tmp_path / "here" / f"comparison_{next(number)}"
+        usual = [] if any(text.startswith("logger=") for text in overrides) else ["logger=none"]
+        typed("task=compare", f"path={path}", *usual, *overrides, f"hydra.run.dir={own}")
+        return Comparison.read(own / "compare.json")
+
+    return command
+
+
+@functools.cache  # Hydra takes a third of a second each time
+def composed(*overrides: str) -> Composed:
+    usual = ["model=tiny_llama", "trainer=cpu", "logger=none", "suite=none"]
+    return compose([[*usual, *overrides]])[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What a study's runs are and measured.
+
+    Attributes:
+        arms: overrides of each.
+        seeds: of each.
+        passes: how many of the four items parse, by arm and seed.
+        loss: validation loss, likewise.
+        kpis: further fields of an item, by arm, seed and item.
+        suite: digest.
+        rows: digest.
+        torch: version.
+        started: time.
+        of: a study whose runs these evaluate.
+    """
+
+    arms: Sequence[Sequence[str]] = ((), ("quant.double_quant=false",))
+    seeds: Iterable[int] = range(1, 7)
+    passes: Callable[[int, int], int] = lambda arm, seed: (seed + arm) % 4
+    loss: Callable[[int, int], float] = lambda arm, seed: 2 + seed / 100 - arm / 10
+    kpis: Callable[[int, int, int], dict[str, Any]] = lambda *_: {}
+    suite: str = "ab" * 32
+    rows: str = "e" * 64
+    torch: str = "2.6"
+    started: str = "2026-11-20T06:00:00.000Z"
+    of: Path | None = None
+
+
+def write_study(root: Path, told: Told) -> None:
+    """Write one run for each seed and arm under a directory, as of a sweep."""
+    cells = [(seed, arm) for seed in told.seeds for arm in range(len(told.arms))]
+    for number, (seed, arm) in enumerate(cells):
+        write_cell(root, number, seed, arm, told)
+
+
+def write_cell(root: Path, number: int, seed: int, arm: int, told: Told) -> None:
+    run, overrides = RunDir(root / f"{number}_{root.name}"), told.arms[arm]
+    values = composed(*overrides).values.copy()
+    values.seed = seed
+    write_text(run.config, to_yaml(values))
+    inputs: dict[str, Any] = {
+        "base_weights_sha256": "b" * 64,
+        "data": {"rows_sha256": told.rows, "train_rows": 40, "train_truncated": 2},
+    }
+    is_training = told.of is None
+    if told.of is not None:
+        inputs["subject"] = str(told.of / f"{number}_{told.of.name}")
+    write_scores(run, told.passes(arm, seed), told.suite, lambda item: told.kpis(arm, seed, item))
+    outputs = [run.config, run.scorecard, run.events]
+    Manifest(
+        run_id=run.path.name,
+        task="train" if is_training else "evaluate",
+        status=Status.SUCCEEDED,
+        started_utc=told.started,
+        overrides=[*overrides, f"seed={seed}"],
+        choices=composed(*overrides).choices,
+        config_digest=config_digest(values),
+        contract=contract_of(typed_config(values)).record() if is_training else None,
+        seed=seed,
+        provenance={"commit": "c" * 40, "packages": {"torch": told.torch}},
+        inputs=inputs,
+        facts={"trainable_parameters": 1000},
+        results={
+            "tuned_val_loss": told.loss(arm, seed),
+            "base_val_loss": 5.0,
+            "train_s": 10.0 + arm,
+            "tokens": 4000,
+            "supervised_tokens": 3000,
+            "tokens_per_s": 400.0,
+            "peak_rss_bytes": 2**30,
+        },
+        outputs={
+            **{path.name: sha256_file(path) for path in outputs},
+            "adapter/adapter.safetensors": "ad" * 32,
+        },
+    ).write(run.manifest)
+
+
+def write_scores(
+    run: RunDir, passed: int, suite: str, kpis: Callable[[int], dict[str, Any]]
+) -> None:
+    lines = [
+        {
+            "item_id": f"item{item}",
+            "condition": condition,
+            "prompt": "p",
+            "reference": "r",
+            "completion": "c",
+            "parses": condition == "tuned" and item < passed,
+            "finished": True,
+            "error": None,
+            "tokens_in": 5,
+            "tokens_out": 7,
+            **kpis(item),
+        }
+        for condition in ("base", "tuned")
+        for item in range(4)
+    ]
+    write_bytes(run.events, b"".join(json_line(line, "events") for line in lines))
+    Scorecard(
+        suite="heldout_syntax",
+        suite_digest=suite,
+        items=4,
+        conditions={"base": {"parse_rate": 0.0}, "tuned": {"parse_rate": passed / 4}},
+    ).write(run.scorecard)

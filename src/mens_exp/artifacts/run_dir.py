@@ -123,6 +123,21 @@ class RunDir:
         return self.path / "events.jsonl"
 
     @property
+    def comparison(self) -> Path:
+        """What a study's arms came to."""
+        return self.path / "compare.json"
+
+    @property
+    def comparison_page(self) -> Path:
+        """The same as a page."""
+        return self.path / "compare.html"
+
+    @property
+    def comparison_table(self) -> Path:
+        """The same as a table in Markdown."""
+        return self.path / "compare.md"
+
+    @property
     def report(self) -> Path:
         """The rendered report."""
         return self.path / "report.html"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["held"]
+__all__ = ["awaited", "held"]
+
+_PATIENCE_S = 10.0  # a line is written in a millisecond
 
 
 @contextmanager
@@ -38,6 +41,29 @@ def held(path: Path) -> Iterator[None]:
         yield
     finally:
         path.unlink(missing_ok=True)
+
+
+@contextmanager
+def awaited(path: Path) -> Iterator[None]:
+    """Hold a lock file inside the block, waiting up to ten seconds for whoever holds it.
+
+    Raises:
+        RequestError: it was held all that time.
+    """
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        manager = held(path)
+        try:
+            manager.__enter__()
+            break
+        except RequestError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+    try:
+        yield
+    finally:
+        manager.__exit__(None, None, None)
 
 
 def _clear_stale(path: Path) -> None:

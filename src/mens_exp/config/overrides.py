@@ -52,14 +52,21 @@ class Checked:
 
 
 def spelled_out(texts: Sequence[str]) -> list[str]:
-    """Return overrides with ``adapter=<file>`` as the key that it means, ``adapter.file``."""
+    """Return overrides with short forms as what they mean.
+
+    ``adapter=<file>`` is the key ``adapter.file``, and ``path=[a,b]`` the text ``a,b``.
+    """
+    return [_listed(_of_adapter(text)) for text in texts]
+
+
+def _of_adapter(text: str) -> str:
     short = "adapter="
-    return [
-        f"adapter.file={text.removeprefix(short)}"
-        if text.startswith(short) and not text.startswith(f"{short}{{")  # a mapping of its keys
-        else text
-        for text in texts
-    ]
+    is_file = text.startswith(short) and not text.startswith(f"{short}{{")  # a mapping of its keys
+    return f"adapter.file={text.removeprefix(short)}" if is_file else text
+
+
+def _listed(text: str) -> str:
+    return f"path='{text[6:-1]}'" if text.startswith("path=[") and text.endswith("]") else text
 
 
 def check(texts: Sequence[str], *, multirun: bool = False) -> Checked:
@@ -190,7 +197,7 @@ def _group_problems(override: Override) -> list[ConfigError]:
         )
         for value in _options_given(override)
         if value not in options
-        and not (group in {"preset", "experiment"} and value in {None, "null"})
+        and not (group in {"preset", "experiment", "policy"} and value in {None, "null"})
     ]
 
 

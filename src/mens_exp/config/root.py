@@ -13,6 +13,7 @@ from mens_exp.config.adapter import AdapterConfig
 from mens_exp.config.backend import BackendConfig
 from mens_exp.config.callbacks import CallbackConfig
 from mens_exp.config.checkpoint import CheckpointConfig
+from mens_exp.config.compare import CompareConfig
 from mens_exp.config.corpus import CorpusConfig
 from mens_exp.config.data import DataConfig
 from mens_exp.config.evaluation import EvalConfig
@@ -24,6 +25,7 @@ from mens_exp.config.model import ModelConfig
 from mens_exp.config.objective import ObjectiveConfig
 from mens_exp.config.optim import OptimizerConfig
 from mens_exp.config.parity import ParityConfig
+from mens_exp.config.policy import PolicyConfig, PromoteConfig
 from mens_exp.config.quant import QuantConfig
 from mens_exp.config.sandbox import SandboxConfig
 from mens_exp.config.schedule import ScheduleConfig
@@ -74,7 +76,13 @@ class RunConfig:
         "merge and export take an "
         "adapter's directory too, in schema v2, v3 or PEFT's form; serve, and export format=gguf, "
         "take a complete model directory; inspect takes all of these, a checkpoint, and what a "
-        "merge or an export wrote.",
+        "merge or an export wrote; compare takes runs, sweeps, scorecard files and globs, several "
+        "with commas between; promote takes compare.json files, likewise.",
+    )
+    factors: list[str] = setting(
+        [],
+        "What the arms differ in, settings or groups, such as [quant.double_quant]; an empty list "
+        "finds what the runs' own command lines vary (compare).",
     )
     prompt: str | None = setting(
         None, "One question: chat answers it and ends; null talks until Ctrl-D."
@@ -86,7 +94,8 @@ class RunConfig:
     )
     out: str | None = setting(
         None,
-        "File or directory to write (export, merge); null is one in the task's own run directory.",
+        "File or directory to write (export, merge, compare); null is one in the task's own run "
+        "directory.",
     )
     base: str | None = setting(
         None,
@@ -103,10 +112,16 @@ class RunConfig:
         "Compute every content hash and the certificate again and compare them with the records; "
         "a difference ends with exit code 4 (inspect).",
     )
+    ledger: str | None = setting(
+        None, "The file of registered cycles and decisions, which only grows (promote)."
+    )
+    open: str | None = setting(
+        None, "Name of a benchmark cycle to register before any of its runs (promote)."
+    )
     replay: bool = setting(
         False,  # as above
         "Take the first steps of a run again and name the first tensor that differs; a difference "
-        "ends with exit code 4 (inspect).",
+        "ends with exit code 4 (inspect). Or make every decision of a ledger again (promote).",
     )
     resume: str | None = setting(
         None, "A run directory, or `latest`: continue that run from its last checkpoint (train)."
@@ -144,3 +159,6 @@ class RunConfig:
     serve: ServeConfig = field(default_factory=ServeConfig, metadata={"doc": "See its keys."})
     inspect: InspectConfig = _section(InspectConfig)
     corpus: CorpusConfig = _section(CorpusConfig)
+    compare: CompareConfig = _section(CompareConfig)
+    policy: PolicyConfig | None = setting(None, "A config group; see its options.")
+    promote: PromoteConfig = _section(PromoteConfig)

@@ -20,6 +20,7 @@ from mens_exp.config import (
     model,
     objective,
     optim,
+    policy,
     quant,
     root,
     sandbox,
@@ -89,6 +90,12 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "unsafe": sandbox.UnsafeSandbox,
         "none": sandbox.NoSandbox,
     },
+    "policy": {
+        "burn_production": policy.BurnProductionPolicy,
+        "qlora_plateau": policy.QloraPlateauPolicy,
+        "burn_rnd": policy.BurnRndPolicy,
+        "eval_gate": policy.EvalGatePolicy,
+    },
     "callbacks": {
         "callback": callbacks.CallbackConfig,
         "early_stopping": callbacks.EarlyStoppingConfig,
@@ -107,6 +114,7 @@ DISCRIMINATORS = {
     "logger": "sink",
     "suite": "name",
     "sandbox": "name",
+    "policy": "name",
 }
 
 # What the records of earlier runs call a schema.

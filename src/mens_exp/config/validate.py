@@ -19,6 +19,7 @@ from mens_exp.config.rules import (
     model,
     objective,
     optim,
+    promote,
     quant,
     sandbox,
     schedule,
@@ -99,6 +100,8 @@ TASK_READS: dict[str, frozenset[str]] = {
     ),
     "serve": frozenset({"path", "serve"}),
     "inspect": frozenset({"path", "verify", "replay", "inspect", "trainer.accelerator"}),
+    "compare": frozenset({"path", "factors", "out", "compare", "logger"}),
+    "promote": frozenset({"path", "policy", "ledger", "open", "replay", "promote"}),
     "doctor": frozenset(),
     "corpus": frozenset(
         {
@@ -122,6 +125,7 @@ def problems_of(config: RunConfig) -> list[MensError]:
     problems += merge.problems(config)
     problems += corpus.problems(config)
     problems += suite.problems(config)
+    problems += promote.problems(config)
     return problems
 
 
@@ -200,4 +204,5 @@ def ineffective_overrides(config: RunConfig, keys: Iterable[str]) -> list[MensEr
         *task.unread(config, keys),
         *corpus.unread(config, keys),
         *suite.unread(config, keys),
+        *promote.unread(config, keys),
     ]

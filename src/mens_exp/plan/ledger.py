@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import json
 import math
-import time
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.atomic import json_line
-from mens_exp.artifacts.run_lock import held
-from mens_exp.errors import RequestError
+from mens_exp.artifacts.run_lock import awaited
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
 __all__ = ["Entry", "Residuals", "append", "entries", "ledger_path", "residuals"]
 
 _FORMAT, _VERSION = "mens_exp_ledger", 1
 _FEWEST = 3  # runs under which a spread says nothing
-_PATIENCE_S = 10.0  # a line is written in a millisecond
 # Student's t, two-sided 90 %, by degrees of freedom (any table); beyond it, the normal's 1.645.
 _T90 = {2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833, 10: 1.812}
 _T90_MANY = 1.75
@@ -87,7 +83,7 @@ def append(path: Path, entry: Entry) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json_line({"format": _FORMAT, "version": _VERSION, **asdict(entry)}, str(path))
-    with _locked(path), path.open("ab") as file:
+    with awaited(path.with_suffix(".lock")), path.open("ab") as file:
         if file.tell() and not _ends_whole(path):
             line = b"\n" + line  # a writer died in the middle of its line; leave it behind
         file.write(line)
@@ -120,24 +116,6 @@ def residuals(ratios: Sequence[float]) -> Residuals | None:
     return Residuals(
         runs=n, centre=math.exp(mean), low=math.exp(mean - half), high=math.exp(mean + half)
     )
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    lock, deadline = path.with_suffix(".lock"), time.monotonic() + _PATIENCE_S
-    while True:
-        manager = held(lock)
-        try:
-            manager.__enter__()
-            break
-        except RequestError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)
-    try:
-        yield
-    finally:
-        manager.__exit__(None, None, None)
 
 
 def _ends_whole(path: Path) -> bool:

@@ -43,8 +43,8 @@ SETTINGS: dict[str, Part] = {
     **_all(
         Part.RECORD,
         "",
-        "path prompt repo format out base meta base_shard verify replay resume deployment_target "
-        "task.name",
+        "path factors ledger open prompt repo format out base meta base_shard verify replay resume "
+        "deployment_target task.name",
     ),
     **_all(Part.RECORD, "checkpoint.", "every_n_steps keep"),
     **_all(Part.EXEC, "adapter.", "select"),
@@ -54,6 +54,14 @@ SETTINGS: dict[str, Part] = {
     **_all(Part.RECORD, "push.", "private message"),
     **_all(Part.RECORD, "attribute.", "tokens position_bounds extra_bits targets_frac"),
     **_all(Part.RECORD, "inspect.", "replay_steps"),
+    **_all(Part.RECORD, "promote.", "parity suite_digest seeds arms factor kpi direction margin"),
+    **_all(
+        Part.RECORD,
+        "policy.",
+        "name challenger incumbent min_cycles kpi margin share_margin relative_margin floors "
+        "ceilings parity backend spread arm tokens_per_s regression",
+    ),
+    **_all(Part.RECORD, "compare.", "primary reference condition alpha power test"),
     **_all(Part.RECORD, "parity.", "tokens text accept"),
     # A corpus is made before a run, which knows its rows by their hash.
     **_all(Part.RECORD, "corpus.", "steps input output"),
@@ -199,6 +207,7 @@ _OF_GROUP = {
     "logger": Part.RECORD,
     "suite": Part.RECORD,
     "sandbox": Part.RECORD,
+    "policy": Part.RECORD,
 }
 
 

@@ -110,7 +110,7 @@ def _attribution(records: Records) -> tuple[AttributionPage, list[tuple[Plot, Ma
 
 def _plots(records: Records) -> list[tuple[Plot, Markup]]:
     """Draw the telemetry; these tasks have none, and matplotlib alone takes a second to import."""
-    if records.manifest.task in {"plan", "attribute"}:
+    if records.manifest.task in {"plan", "attribute", "compare", "promote"}:
         return []
     from mens_exp.report import plots
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from mens_exp.report.records import Records
 
-__all__ = ["Plot", "draw", "smooth", "thin"]
+__all__ = ["ARMS", "Plot", "draw", "smooth", "svg_of", "thin"]
 
 # One unmistakable colour each while drawing; the SVG carries the CSS variable instead.
 _INK, _MUTED, _GRID, _BASE, _TUNED = "#010101", "#020202", "#030303", "#040404", "#050505"
@@ -36,6 +36,14 @@ _CSS = {
     _GRID: "var(--plot-grid, #80808040)",
     _BASE: "var(--plot-base, #8a8a84)",
     _TUNED: "var(--plot-tuned, #1f8f7d)",
+}
+_OF_ARMS = ("#3b6fb6", "#c2571a", "#2f8f5b", "#8a4fae", "#b8902a", "#b3405e", "#4a8f9c", "#6f6f67")
+ARMS = tuple(f"#0{number}0{number}0{number}" for number in range(6, 6 + len(_OF_ARMS) - 4))
+ARMS += tuple(f"#1{number}1{number}1{number}" for number in range(6, 10))
+"""Colours of arms while drawing, in their order; reused where there are more arms."""
+_CSS |= {
+    drawn: f"var(--plot-arm-{number}, {css})"
+    for number, (drawn, css) in enumerate(zip(ARMS, _OF_ARMS, strict=True))
 }
 _FONT_SIZE = 9.5
 _MOST_POINTS = 1500  # a plot is about 900 pixels wide; more points only make the page heavy
@@ -160,7 +168,7 @@ def _loss(records: Records) -> Plot:
         )
 
     return Plot(
-        name="loss", title=title, caption=caption, svg=_svg("loss", title, (10.4, 3.9), paint)
+        name="loss", title=title, caption=caption, svg=svg_of("loss", title, (10.4, 3.9), paint)
     )
 
 
@@ -216,7 +224,7 @@ def _single(
 
     high, last = (f"{value:.3g}" for value in (max(values), values[-1]))
     caption = f"Highest {high}, at the end {last}."
-    return Plot(name=name, title=title, caption=caption, svg=_svg(name, title, (3.5, 2.2), paint))
+    return Plot(name=name, title=title, caption=caption, svg=svg_of(name, title, (3.5, 2.2), paint))
 
 
 def _throughput(records: Records) -> Plot:
@@ -234,7 +242,7 @@ def _throughput(records: Records) -> Plot:
         axes.legend(frameon=False, labelcolor=_MUTED, loc="lower right", handlelength=1.4)
 
     caption = "Padding is not counted."
-    return Plot(name=name, title=title, caption=caption, svg=_svg(name, title, (3.5, 2.2), paint))
+    return Plot(name=name, title=title, caption=caption, svg=svg_of(name, title, (3.5, 2.2), paint))
 
 
 def _no_steps(records: Records) -> str:
@@ -250,7 +258,17 @@ def _scientific(value: float, _position: int | None) -> str:
     return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
-def _svg(name: str, title: str, inches: tuple[float, float], paint: Callable[[Axes], None]) -> str:
+def svg_of(
+    name: str, title: str, inches: tuple[float, float], paint: Callable[[Axes], None]
+) -> str:
+    """Draw a plot as an inline SVG in the page's colours, the same bytes for the same drawing.
+
+    Args:
+        name: its identifier.
+        title: its text alternative.
+        inches: width and height.
+        paint: draws on axes that are furnished for optimizer steps; it may furnish otherwise.
+    """
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams["svg.hashsalt"] = f"mens_exp/{name}"

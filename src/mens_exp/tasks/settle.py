@@ -56,8 +56,13 @@ def _settle_path(cell: Cell) -> list[MensError]:
     from mens_exp.tasks.subject import leaving_problems, reads_a_model
 
     config = cell.config
-    if config.task.name == "inspect":
-        return _settle_inspected(cell)
+    of_records = {
+        "inspect": _settle_inspected,
+        "compare": _settle_study,
+        "promote": _settle_evidence,
+    }.get(config.task.name)
+    if of_records is not None:
+        return of_records(cell)
     if reads_a_model(config):
         from mens_exp.export.model_source import model_directory, occupied
 
@@ -167,6 +172,24 @@ def _merges(config: RunConfig) -> bool:
         return config.task.name == "merge"
     for_ollama = config.format is ExportFormat.ollama and config.ollama.form is OllamaForm.merged
     return config.format in _ALWAYS_MERGED or for_ollama
+
+
+def _settle_study(cell: Cell) -> list[MensError]:
+    """Replace what `path` names by the runs and sweeps that it means now."""
+    from mens_exp.tasks.study_runs import named_paths
+
+    assert cell.config.path is not None, "the caller has asked"
+    _put_path(cell, ",".join(named_paths(cell.config.path)))
+    return []
+
+
+def _settle_evidence(cell: Cell) -> list[MensError]:
+    """Replace what `path` names by the files of the comparisons."""
+    from mens_exp.tasks.promotion_evidence import comparison_files
+
+    assert cell.config.path is not None, "the caller has asked"
+    _put_path(cell, ",".join(map(str, comparison_files(cell.config.path))))
+    return []
 
 
 def _settle_inspected(cell: Cell) -> list[MensError]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.scorecard import Scorecard, read_item_events
+from mens_exp.training.wandb_study import study_tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -116,16 +118,20 @@ def summary_of(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:
 
 
 def tables(run_dir: RunDir) -> dict[str, wandb.Table]:
-    """Return `scorecard` (condition × KPI) and `predictions` (one row an item), where recorded.
+    """Return `scorecard` (condition × KPI), `predictions` (one row an item) and a study's tables.
+
+    Each where it is recorded.
 
     Raises:
-        DataError: one of the two files cannot be read.
+        DataError: one of these files cannot be read.
     """
     found = {}
     if conditions := _conditions(run_dir):
         found["scorecard"] = _scorecard_table(conditions)
     if run_dir.events.is_file():
         found["predictions"] = _predictions_table(run_dir.events)
+    if run_dir.comparison.is_file():
+        found |= study_tables(Comparison.read(run_dir.comparison))
     return found
 
 

@@ -24,6 +24,7 @@ _READS_A_PATH = {
     "export": "nothing to export",
     "serve": "no model to serve",
     "inspect": "nothing to inspect",
+    "compare": "nothing to compare",
 }
 _ADAPTERS = frozenset({ExportFormat.peft, ExportFormat.v2, ExportFormat.v3})
 _BUNDLE, _ADAPTER, _MERGED = "a run packed whole", "an adapter", "a merged model"
@@ -61,6 +62,8 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
             where="path",
             expected="a model directory"
             if _reads_a_model(config)
+            else "runs, a sweep's directory, or latest"
+            if name == "compare"
             else "a run directory, or latest",
             remedy="add path=<directory>" if _reads_a_model(config) else "add path=latest",
         )
@@ -96,6 +99,13 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
         )
     if name == "attribute":
         yield from _attribution(config)
+    if name == "compare" and config.logger.sink not in {"wandb", "none"}:
+        yield ConfigError(
+            "logs training steps, and a comparison has none",
+            where="logger",
+            found=config.logger.sink,
+            expected="wandb or none",
+        )
     if name == "chat" and config.prompt is not None and not config.prompt.strip():
         yield ConfigError("asks nothing", where="prompt", expected="a question, or null")
 

@@ -1,0 +1,220 @@
+"""compare.json: arms of a study, paired by seed and by item, and the verdicts over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypedDict
+
+from mens_exp.artifacts.record import StoredRecord
+from mens_exp.errors import DataError
+
+__all__ = [
+    "ArmRecord",
+    "Comparison",
+    "ContrastRecord",
+    "Curve",
+    "KpiRecord",
+    "NoiseRecord",
+    "RunRecord",
+    "Verdict",
+]
+
+
+class Verdict(StrEnum):
+    """What a comparison came to; only the primary KPI gets one of the first four."""
+
+    BETTER = "better"
+    WORSE = "worse"
+    NO_DIFFERENCE = "no difference found"
+    NOT_REACHABLE = "not reachable"
+    SECONDARY = "secondary"
+    UNKNOWN = "unknown"
+
+
+class RunRecord(TypedDict):
+    """One run of an arm, by the digests of what was read of it; ``scored_by`` is an evaluation."""
+
+    run_id: str
+    path: str
+    arm: str
+    seed: int
+    started_utc: str
+    contract: str
+    manifest_sha256: str
+    scored_by: str | None
+    scored_utc: str | None
+    scorer_sha256: str | None
+    scorecard_sha256: str | None
+    events_sha256: str | None
+    suite_digest: str | None
+
+
+class ArmRecord(TypedDict):
+    """One arm; ``kpis`` are means over its seeds, null where unknown.
+
+    ``seeds`` are in rising order, each once; ``values`` are those of the factors.
+    """
+
+    name: str
+    backend: str | None
+    values: dict[str, str]
+    seeds: list[int]
+    runs: int
+    kpis: dict[str, float | None]
+
+
+class KpiRecord(TypedDict):
+    """One KPI of one contrast, arm minus reference.
+
+    Attributes:
+        seeds: those that both arms have a value for, in the order of ``differences``.
+        differences: one a seed, each the mean over the paired items.
+        items: paired items of a seed, the fewest of any; null for what a run has as a whole.
+        low, high: the interval of the mean difference at 1 - alpha.
+        p: of the chosen test; ``p_sign_flip`` of the signs alone; ``p_holm`` over the arms.
+        unpaired_low, unpaired_high: Welch's interval, as if seeds were not shared.
+        width_ratio: the paired interval's width over the unpaired one's.
+        item_low, item_high: Student's t over items, each item's mean over the seeds.
+        mde: difference that these seeds find at the power stated.
+        seeds_needed: to reach alpha at all where these seeds cannot, else to find the
+            observed difference at that power; null where no number would.
+        in_seed_noise: the estimate in multiples of the spread between seeds.
+        why: of the verdict.
+    """
+
+    group: str
+    direction: str
+    unit: str
+    estimate: float | None
+    arm_mean: float | None
+    reference_mean: float | None
+    seeds: list[int]
+    differences: list[float]
+    items: int | None
+    low: float | None
+    high: float | None
+    p: float | None
+    p_sign_flip: float | None
+    p_holm: float | None
+    unpaired_low: float | None
+    unpaired_high: float | None
+    width_ratio: float | None
+    item_low: float | None
+    item_high: float | None
+    mde: float | None
+    seeds_needed: int | None
+    in_seed_noise: float | None
+    verdict: Verdict
+    why: str
+
+
+class ContrastRecord(TypedDict):
+    """One arm against the reference; ``confounded_by`` is empty for a clean contrast."""
+
+    arm: str
+    reference: str
+    differs_in: list[str]
+    confounded_by: list[str]
+    environment: list[str]
+    moved_inputs: list[str]
+    kpis: dict[str, KpiRecord]
+
+
+class NoiseRecord(TypedDict):
+    """The spread of a KPI: between seeds of an arm, and between runs of one arm and seed."""
+
+    seed: float | None
+    rerun: float | None
+
+
+class Curve(TypedDict):
+    """A metric of one arm by step: mean, lowest and highest of its runs."""
+
+    steps: list[int]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+
+@dataclass(kw_only=True, slots=True)
+class Comparison(StoredRecord):
+    """What was compared and what came of it.
+
+    Attributes:
+        format: always ``mens_exp_comparison``.
+        version: of this layout.
+        path: as asked for.
+        settings: of ``compare`` and the declared factors, so that it can be made again.
+        factors: that the arms are of.
+        declared: whether the command named them; otherwise they were found in the runs' overrides.
+        reference: the arm that the others are held against.
+        primary: the one KPI that verdicts are given on.
+        alpha: two-sided error rate over all arms.
+        test: that gives p: ``t`` or ``sign_flip``.
+        power: of ``mde``.
+        condition: of the scorecards; both where base and tuned are the arms.
+        arms: in the order of the runs, the reference first.
+        runs: every run that counts.
+        contrasts: one for each arm but the reference.
+        noise: by KPI.
+        curves: arm -> metric -> curve.
+        scatter: run_id -> the KPIs that the cost-quality plot takes.
+        left_out: run directory -> why it does not count.
+        exploratory: why this is no registered result; null for one that is, or without a ledger.
+        cycle: that registered it.
+        unknown: dotted field that is null -> why.
+        notes: what a reader should know besides.
+    """
+
+    format: str = "mens_exp_comparison"
+    version: int = 1
+    path: list[str]
+    settings: dict[str, Any]
+    factors: list[str]
+    declared: bool
+    reference: str
+    primary: str
+    alpha: float
+    test: str
+    power: float
+    condition: str
+    arms: list[ArmRecord]
+    runs: list[RunRecord]
+    contrasts: list[ContrastRecord]
+    noise: dict[str, NoiseRecord] = field(default_factory=dict)
+    curves: dict[str, dict[str, Curve]] = field(default_factory=dict)
+    scatter: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    exploratory: str | None = None
+    cycle: str | None = None
+    unknown: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def problems(self, where: str) -> list[DataError]:
+        """Return what no comparison can say: arms that are not there, means of other values."""
+        names = {arm["name"] for arm in self.arms}
+        told = {self.reference, *(one["arm"] for one in self.runs)}
+        told |= {name for one in self.contrasts for name in (one["arm"], one["reference"])}
+        found = [
+            _wrong(f"{where}: arms", sorted(names), f"{name} among them")
+            for name in sorted(told - names)
+        ]
+        for number, contrast in enumerate(self.contrasts):
+            for name, kpi in contrast["kpis"].items():
+                place = f"{where}: contrasts[{number}].kpis.{name}"
+                if len(kpi["seeds"]) != len(kpi["differences"]):
+                    found.append(_wrong(f"{place}.seeds", kpi["seeds"], "one a difference"))
+                low, mean, high = kpi["low"], kpi["estimate"], kpi["high"]
+                known = low is not None and mean is not None and high is not None
+                if known and not low <= mean <= high:  # type: ignore[operator]
+                    found.append(_wrong(f"{place}.estimate", mean, f"{low} to {high}"))
+        return found
+
+    def contrast(self, arm: str) -> ContrastRecord | None:
+        """Return the contrast of an arm, None for the reference and for no arm at all."""
+        return next((one for one in self.contrasts if one["arm"] == arm), None)
+
+
+def _wrong(where: str, found: object, expected: str) -> DataError:
+    return DataError("wrong value", where=where, found=found, expected=expected)

@@ -1,0 +1,224 @@
+"""The ledger of registered cycles and decisions: a file of one entry a line that only grows.
+
+Each entry carries the digest of the one before, so that a line that was edited, dropped or moved
+is told. What this cannot tell is a ledger cut at its end: keep the head's digest elsewhere too.
+"""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from mens_exp.artifacts.atomic import json_line
+from mens_exp.artifacts.digest import digest
+from mens_exp.artifacts.manifest import utc_now
+from mens_exp.artifacts.record import read_lines
+from mens_exp.artifacts.run_lock import awaited
+from mens_exp.errors import DataError, MensError, Problems
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+__all__ = [
+    "Answer",
+    "CycleEntry",
+    "DecisionEntry",
+    "EntryKind",
+    "EvidenceEntry",
+    "LedgerEntry",
+    "Outcome",
+    "RuleRecord",
+    "append",
+    "cycles_of",
+    "read_ledger",
+]
+
+_FORMAT, _VERSION = "mens_exp_decisions", 1
+
+
+class EntryKind(StrEnum):
+    """What an entry records."""
+
+    CYCLE = "cycle"
+    DECISION = "decision"
+
+
+class Answer(StrEnum):
+    """What a policy decided."""
+
+    PROMOTE = "promote"
+    HOLD = "hold"
+    REJECT = "reject"
+    INSUFFICIENT = "insufficient_evidence"
+
+
+class Outcome(StrEnum):
+    """What came of one rule."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    UNKNOWN = "unknown"
+
+
+class CycleEntry(TypedDict):
+    """A benchmark cycle, frozen before any run: ``arms`` are backends or names of arms."""
+
+    cycle: str
+    suite_digest: str
+    seeds: list[int]
+    arms: list[str]
+    factor: str
+    kpi: str
+    direction: str
+    margin: float
+
+
+class RuleRecord(TypedDict):
+    """One rule of a policy; ``leads_to`` is what the decision is where it does not pass."""
+
+    rule: str
+    evidence: str | None
+    kpi: str | None
+    observed: float | str | None
+    threshold: float | str | None
+    outcome: Outcome
+    leads_to: Answer
+    note: str
+
+
+class EvidenceEntry(TypedDict):
+    """One compare.json, and the cycle that registered it."""
+
+    path: str
+    sha256: str
+    cycle: str | None
+
+
+class DecisionEntry(TypedDict):
+    """A decision, with all that it can be computed again from."""
+
+    policy: dict[str, Any]
+    evidence: list[EvidenceEntry]
+    parity: dict[str, str] | None
+    rules: list[RuleRecord]
+    decision: Answer
+    recommendation: str | None
+
+
+class LedgerEntry(TypedDict):
+    """One line; ``cycle`` or ``decision`` is there, as ``kind`` says."""
+
+    format: str
+    version: int
+    number: int
+    utc: str
+    kind: EntryKind
+    cycle: CycleEntry | None
+    decision: DecisionEntry | None
+    previous: str | None
+    sha256: str
+
+
+def read_ledger(path: Path) -> list[LedgerEntry]:
+    """Read every entry and hold the chain; a last line without its newline was never written.
+
+    A file that is not there is an empty ledger.
+
+    Raises:
+        DataError: a line is no such entry, or is not the one that was written (``file:line``).
+        Problems: several are.
+    """
+    if not path.exists():
+        return []
+    found: list[LedgerEntry] = read_lines(path, LedgerEntry, torn_end=True)
+    before: str | None = None
+    problems: list[MensError] = []
+    for number, entry in enumerate(found, start=1):
+        problems += _wrong(entry, number, before, f"{path}:{number}")
+        before = entry["sha256"]
+    Problems.raise_if(problems)
+    return found
+
+
+def append(path: Path, kind: EntryKind, made: Callable[[list[LedgerEntry]], Any]) -> LedgerEntry:
+    """Add one entry behind all that are there; concurrent writers wait for each other.
+
+    Args:
+        path: the ledger; made with its parents when missing.
+        kind: of the entry.
+        made: from the entries before to the cycle or the decision; what it raises adds nothing.
+
+    Returns:
+        The entry, on disk.
+
+    Raises:
+        DataError: as `read_ledger`; nothing is added to a ledger that was tampered with.
+        RequestError: another process held it for ten seconds.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with awaited(path.with_name(f".{path.name}.lock")):
+        earlier = read_ledger(path)
+        body = made(earlier)
+        entry: dict[str, Any] = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "number": len(earlier) + 1,
+            "utc": utc_now(),
+            "kind": str(kind),
+            "cycle": body if kind is EntryKind.CYCLE else None,
+            "decision": body if kind is EntryKind.DECISION else None,
+            "previous": earlier[-1]["sha256"] if earlier else None,
+        }
+        entry["sha256"] = digest(entry)
+        _cut_torn_end(path)
+        with path.open("ab") as file:
+            file.write(json_line(entry, str(path)))
+            file.flush()
+            os.fsync(file.fileno())
+    return read_ledger(path)[len(earlier)]
+
+
+def cycles_of(entries: Sequence[LedgerEntry]) -> dict[str, tuple[str, CycleEntry]]:
+    """Return the registered cycles in their order: name -> time and content."""
+    found = ((entry["utc"], entry["cycle"]) for entry in entries)
+    return {cycle["cycle"]: (utc, cycle) for utc, cycle in found if cycle is not None}
+
+
+def _wrong(
+    entry: Mapping[str, Any], number: int, before: str | None, where: str
+) -> Iterator[DataError]:
+    if (entry["format"], entry["version"]) != (_FORMAT, _VERSION):
+        yield DataError(
+            "not this format",
+            where=where,
+            found=f"{entry['format']} {entry['version']}",
+            expected=f"{_FORMAT} {_VERSION}",
+        )
+        return
+    whole = {name: value for name, value in entry.items() if name != "sha256"}
+    if digest(whole) != entry["sha256"]:
+        yield DataError(
+            "the entry is not the one that was written",
+            where=where,
+            found=digest(whole),
+            expected=str(entry["sha256"]),
+            remedy="put the ledger back as it was; entries are never edited",
+        )
+    elif entry["previous"] != before or entry["number"] != number:
+        yield DataError(
+            "the entry does not follow the one before it",
+            where=where,
+            found=f"number {entry['number']} after {entry['previous']}",
+            expected=f"number {number} after {before}",
+            remedy="put the ledger back as it was; entries are never dropped or moved",
+        )
+
+
+def _cut_torn_end(path: Path) -> None:
+    data = path.read_bytes() if path.exists() else b""
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        with path.open("rb+") as file:
+            file.truncate(whole)

@@ -1,0 +1,57 @@
+"""How task=compare holds arms against each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from mens_exp.config.fields import setting
+
+__all__ = ["CompareConfig", "CompareTest"]
+
+
+class CompareTest(Enum):
+    """Which test a verdict rests on."""
+
+    t = "t"
+    sign_flip = "sign_flip"
+
+
+@dataclass(kw_only=True, slots=True)
+class CompareConfig:
+    """What a verdict rests on; declared before it is seen."""
+
+    primary: str | None = setting(
+        None,
+        "The one KPI that verdicts are given on, all others are secondary; null is task_success, "
+        "parse_rate or val_loss, the first that every arm has.",
+    )
+    reference: str | None = setting(
+        None,
+        "The arm that others are held against: its name, or factor=value; null is that of the "
+        "first run.",
+    )
+    condition: str = setting("tuned", "The scorecards' condition that arms are compared on.")
+    alpha: float = setting(
+        0.05, "Two-sided error rate, shared by all arms (Holm).", gt=0, lt=1
+    )  # the field's convention
+    power: float = setting(
+        0.8, "Chance at which the minimum detectable effect is stated.", gt=0, lt=1
+    )
+    test: CompareTest = setting(
+        CompareTest.t,
+        "t: Student's t on the seeds' differences (measured: benchmarks/calibration.py); "
+        "sign_flip: their signs alone, which five seeds can never bring under 0.05.",
+    )
+
+    def record(self) -> dict[str, Any]:
+        """Return the settings as plain JSON values."""
+        return {
+            "primary": self.primary,
+            "reference": self.reference,
+            "condition": self.condition,
+            "alpha": self.alpha,
+            "power": self.power,
+            "test": self.test.value,
+        }

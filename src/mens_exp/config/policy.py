@@ -1,0 +1,155 @@
+"""Which rules decide a promotion, and what task=promote is told beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from omegaconf import MISSING
+
+from mens_exp.config.fields import setting
+
+__all__ = [
+    "BurnProductionPolicy",
+    "BurnRndPolicy",
+    "Direction",
+    "EvalGatePolicy",
+    "PolicyConfig",
+    "PromoteConfig",
+    "QloraPlateauPolicy",
+]
+
+# Of the reference's own rules (REFERENCE §10).
+_FLOORS = {
+    "strictness": 0.95,
+    "compile_pass_1": 0.90,
+    "semantic_task_success": 0.85,
+    "anti_stub_pass": 0.92,
+    "richness": 0.20,
+}
+_CEILINGS = {"trivial_placeholder_output": 0.08, "placeholder_marker_hits": 0.08}
+
+
+class Direction(Enum):
+    """Which way a hypothesis goes."""
+
+    higher = "higher"
+    lower = "lower"
+
+
+@dataclass(kw_only=True, slots=True)
+class PolicyConfig:
+    """What every policy has."""
+
+    name: str = setting(MISSING, "Name of the policy; set by the option.")
+
+
+@dataclass(kw_only=True, slots=True)
+class BurnProductionPolicy(PolicyConfig):
+    """May the challenger's backend take the incumbent's place in production."""
+
+    name: str = "burn_production"
+    challenger: str = setting("burn", "Backend that is to be promoted.")
+    incumbent: str = setting("qlora", "Backend whose place it would take.")
+    min_cycles: int = setting(2, "Registered benchmark cycles, their seeds disjoint.", ge=1)
+    kpi: str = setting("task_success", "KPI of the superiority.")
+    margin: float = setting(
+        0.0,
+        "What the lower bound of its difference has to exceed; the interval is the comparison's.",
+        ge=0,
+    )
+    share_margin: float = setting(
+        0.02, "How much worse a KPI that is a share may be at most (unverified guess).", ge=0
+    )
+    relative_margin: float = setting(
+        0.1,
+        "The same for any other KPI, as a share of the incumbent's mean (unverified guess).",
+        ge=0,
+    )
+    floors: dict[str, float] = setting(
+        _FLOORS, "Least mean of the challenger, by KPI (REFERENCE §10)."
+    )
+    ceilings: dict[str, float] = setting(
+        _CEILINGS, "Highest mean of the challenger, by KPI (REFERENCE §10)."
+    )
+    parity: bool = setting(
+        default=True, doc="Ask for a passed certificate of one of the challenger's adapters."
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class QloraPlateauPolicy(PolicyConfig):
+    """Has QLoRA come to its end, so that research into another model is due."""
+
+    name: str = "qlora_plateau"
+    backend: str = setting("qlora", "Backend of the arms.")
+    spread: float = setting(
+        0.05, "Task success of the arms lies within this (REFERENCE §10).", ge=0
+    )
+    floors: dict[str, float] = setting(
+        _FLOORS, "Least mean that the best arm should have, by KPI (REFERENCE §10)."
+    )
+    ceilings: dict[str, float] = setting(
+        _CEILINGS, "Highest mean that it should have, by KPI (REFERENCE §10)."
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class BurnRndPolicy(PolicyConfig):
+    """Is research into the challenger worth more."""
+
+    name: str = "burn_rnd"
+    challenger: str = setting("burn", "Backend under research.")
+    incumbent: str = setting("qlora", "Backend that it is held against.")
+    margin: float = setting(
+        0.05, "Task success that its best arm has over the other's (REFERENCE §10).", ge=0
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class EvalGatePolicy(PolicyConfig):
+    """Is one arm fit to leave: thresholds, of which a missing metric fails."""
+
+    name: str = "eval_gate"
+    arm: str | None = setting(None, "Arm to judge; null is the only one beside the reference.")
+    floors: dict[str, float] = setting(
+        {
+            "supervised_frac": 0.10,
+            "parse_rate": 0.60,
+            "coverage": 0.35,
+            "pass_at_1": 0.25,
+            "pass_at_k": 0.50,
+            "anti_stub_pass": 0.92,
+            "richness": 0.20,
+        },
+        "Least mean, by KPI (REFERENCE §10).",
+    )
+    ceilings: dict[str, float] = setting(
+        {"truncated_frac": 0.50, **_CEILINGS}, "Highest mean, by KPI (REFERENCE §10)."
+    )
+    tokens_per_s: float = setting(
+        0.0, "Least training throughput, tokens/s; it depends on the device.", ge=0
+    )
+    regression: float = setting(
+        0.03, "How much worse the primary KPI may be than the reference's (REFERENCE §10).", ge=0
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class PromoteConfig:
+    """What task=promote is told beside its policy; all but `parity` is of open=<cycle>."""
+
+    parity: str | None = setting(
+        None, "Certificate (parity.json) of the merge or export of a challenger's adapter."
+    )
+    suite_digest: str | None = setting(
+        None, "SHA-256 of the suite that the cycle freezes, as a scorecard states it."
+    )
+    seeds: list[int] = setting([], "Seeds of the cycle, none of them of an earlier one.")
+    arms: list[str] = setting([], "Backends, or names of arms, that the cycle runs.")
+    factor: str | None = setting(None, "What the arms differ in: the hypothesis' factor.")
+    kpi: str = setting("task_success", "KPI of the hypothesis, the primary one of the comparison.")
+    direction: Direction = setting(
+        Direction.higher, "Which way the first of the arms is thought to go."
+    )
+    margin: float = setting(0.0, "By how much, in the KPI's unit.", ge=0)

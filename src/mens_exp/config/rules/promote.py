@@ -1,0 +1,104 @@
+"""What task=promote needs for each of the three things that it does."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from mens_exp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from mens_exp.config.root import RunConfig
+
+__all__ = ["problems", "unread"]
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_PAIR = 2
+_DECIDES = "policy=<name> and path=<compare.json>"
+_ANY = f"{_DECIDES}, or open=<cycle>, or replay=true"
+
+
+def problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what the task lacks, and what contradicts."""
+    if config.task.name != "promote":
+        return
+    if config.ledger is None:
+        yield ConfigError(
+            "no ledger to read and write",
+            where="ledger",
+            expected="a file, made when it is not there",
+            remedy="add ledger=<file>",
+        )
+    asked = [config.policy is not None, config.open is not None, config.replay]
+    if sum(asked) != 1:
+        what = "several things at once" if sum(asked) > 1 else "nothing to do"
+        yield ConfigError(what, where="task=promote", expected=_ANY)
+    if config.policy is not None and config.path is None:
+        yield ConfigError(
+            "no evidence",
+            where="path",
+            expected="compare.json files, or directories of task=compare",
+            remedy="add path=<compare.json>",
+        )
+    if config.open is not None:
+        yield from _cycle_problems(config)
+
+
+def _cycle_problems(config: RunConfig) -> Iterator[ConfigError]:
+    told = config.promote
+    if not config.open or not config.open.strip():
+        yield ConfigError("a cycle has a name", where="open", found=config.open)
+    if not _SHA256.fullmatch(told.suite_digest or ""):
+        yield ConfigError(
+            "a cycle freezes its suite",
+            where="promote.suite_digest",
+            found=told.suite_digest,
+            expected="64 hexadecimal digits, as a scorecard has them",
+        )
+    if not told.seeds or len(set(told.seeds)) != len(told.seeds):
+        yield ConfigError(
+            "a cycle freezes its seeds",
+            where="promote.seeds",
+            found=told.seeds,
+            expected="seeds, each once",
+        )
+    if len(set(told.arms)) < _PAIR:
+        yield ConfigError(
+            "a cycle freezes its arms",
+            where="promote.arms",
+            found=told.arms,
+            expected="at least two backends or names of arms",
+        )
+    if not told.factor:
+        yield ConfigError(
+            "a hypothesis is about a factor",
+            where="promote.factor",
+            expected="what the arms differ in, such as backend",
+        )
+
+
+def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
+    """Yield overrides that the thing to do leaves without effect.
+
+    Args:
+        config: the whole configuration.
+        keys: override keys as given.
+    """
+    if config.task.name != "promote":
+        return
+    for key in keys:
+        of_cycle = key.startswith("promote.") and key != "promote.parity"
+        has_effect = {
+            "promote.parity": config.policy is not None,
+            "path": config.policy is not None,
+        }.get(key, config.open is not None if of_cycle else True)
+        if not has_effect:
+            needed = "open=<cycle>" if of_cycle else _DECIDES
+            yield ConfigError(
+                f"has no effect without {needed.partition(' ')[0]}",
+                where=key,
+                expected=needed,
+                remedy=f"drop {key}",
+            )

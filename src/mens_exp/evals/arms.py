@@ -1,0 +1,166 @@
+"""Arms and factors of a study, found from the records of its runs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.artifacts.digest import digest
+from mens_exp.artifacts.nearest import expected_name
+from mens_exp.config.compose import group_options
+from mens_exp.config.fields import shown
+from mens_exp.errors import ConfigError
+from mens_exp.evals.contrast import without_seed
+from mens_exp.plan.contract import recorded_digest
+from mens_exp.plan.semantics import Part, part_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from mens_exp.artifacts.manifest import Manifest
+
+__all__ = ["Arm", "Trial", "arms_of", "factors_in", "inner_differences"]
+
+_DIGITS = 8  # of a digest, enough to tell arms of one study apart
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """One training run of a study.
+
+    Attributes:
+        manifest: of the run.
+        settings: its configuration by dotted path.
+        hashes: content hashes of its inputs, by dotted name.
+        suite_digest: of its scorecard; None where it has none.
+    """
+
+    manifest: Manifest
+    settings: Mapping[str, Any]
+    hashes: Mapping[str, str]
+    suite_digest: str | None = None
+
+    @property
+    def contract(self) -> dict[str, Any]:
+        """The record of what the run means."""
+        assert self.manifest.contract is not None, "runs that train nothing are left out"
+        return self.manifest.contract
+
+    def side(self) -> dict[str, Any]:
+        """Return what the guard holds against another run's."""
+        return {
+            "contract": self.contract,
+            "inputs": dict(self.hashes),
+            "provenance": self.manifest.provenance,
+        }
+
+
+@dataclass(kw_only=True, slots=True)
+class Arm:
+    """Runs that differ in nothing but their seeds."""
+
+    name: str
+    values: dict[str, str]
+    trials: list[Trial] = field(default_factory=list)
+
+    @property
+    def seeds(self) -> list[int]:
+        """Its seeds in rising order, each once."""
+        return sorted({trial.manifest.seed for trial in self.trials})
+
+    @property
+    def backend(self) -> str | None:
+        """The option of its backend."""
+        return self.trials[0].manifest.choices.get("backend")
+
+
+def factors_in(trials: Sequence[Trial]) -> list[str]:
+    """Return the settings and groups that the runs' own command lines vary, the seed aside."""
+    given = [_pairs(trial.manifest.overrides) for trial in trials]
+    keys = dict.fromkeys(key for pairs in given for key in pairs)
+    return sorted(key for key in keys if _varies(key, given) and _may_be_factor(key))
+
+
+def arms_of(trials: Sequence[Trial], factors: Sequence[str]) -> list[Arm]:
+    """Group runs into arms, in the order of their first runs.
+
+    Runs of one arm have the same values of the factors and the same contract, the seed aside.
+
+    Args:
+        trials: the runs.
+        factors: dotted settings, or groups.
+
+    Raises:
+        ConfigError: a factor is no setting and no group of these runs.
+    """
+    for factor in factors:
+        _refuse_unknown(factor, trials)
+    found: dict[tuple[Any, ...], Arm] = {}
+    for trial in trials:
+        values = {factor: _value(trial, factor) for factor in factors}
+        meaning = recorded_digest(without_seed(trial.contract))
+        name = ", ".join(f"{factor}={value}" for factor, value in values.items())
+        key = (*values.values(), meaning)
+        arm = found.setdefault(key, Arm(name=name or meaning[:_DIGITS], values=values))
+        arm.trials.append(trial)
+    _tell_apart(found)
+    return list(found.values())
+
+
+def inner_differences(arm: Arm) -> list[str]:
+    """Say what the runs of one arm do not share, though their contract is one."""
+    names = sorted({name for trial in arm.trials for name in trial.hashes})
+    found = [
+        f"runs of {arm.name} read different {name}"
+        for name in names
+        if len({trial.hashes.get(name) for trial in arm.trials}) > 1
+    ]
+    if len({trial.suite_digest for trial in arm.trials if trial.suite_digest is not None}) > 1:
+        found.append(f"runs of {arm.name} were scored by different suites")
+    return found
+
+
+def _pairs(overrides: Iterable[str]) -> dict[str, str]:
+    parts = (text.lstrip("+~").partition("=") for text in overrides)
+    return {key: value for key, _, value in parts}
+
+
+def _varies(key: str, given: Sequence[Mapping[str, str]]) -> bool:
+    return len({pairs.get(key) for pairs in given}) > 1
+
+
+def _may_be_factor(key: str) -> bool:
+    group = re.split(r"[.@]", key, maxsplit=1)[0]
+    if key == "seed" or group in {"hydra", "logger", "task"}:
+        return False
+    return key in group_options() or part_of(key) is not Part.RECORD
+
+
+def _refuse_unknown(factor: str, trials: Sequence[Trial]) -> None:
+    known = {path for trial in trials for path in trial.settings}
+    known |= {path.partition(".")[0] for path in known}
+    if factor not in known or factor == "seed":
+        why = "the seed is what arms are paired by" if factor == "seed" else "is no setting"
+        raise ConfigError(
+            f"{why} of these runs" if factor != "seed" else why,
+            where="factors",
+            found=factor,
+            expected=expected_name(factor, known - {"seed"}),
+        )
+
+
+def _value(trial: Trial, factor: str) -> str:
+    if factor in trial.settings:
+        return shown(trial.settings[factor])
+    choice = trial.manifest.choices.get(factor)
+    inside = {p: v for p, v in trial.settings.items() if p.startswith(f"{factor}.")}
+    return str(choice) if choice is not None else digest(inside)[:_DIGITS]
+
+
+def _tell_apart(found: Mapping[tuple[Any, ...], Arm]) -> None:
+    """Give arms of one name, which differ in what is no factor, a name each."""
+    names = [arm.name for arm in found.values()]
+    for key, arm in found.items():
+        if names.count(arm.name) > 1:
+            arm.name += f" ({str(key[-1])[:_DIGITS]})"

@@ -1,0 +1,244 @@
+"""The contrast guard: whether two arms differ in their declared factors and in nothing else.
+
+Two arms are unconfounded exactly when one's record, with the declared factors of the other put
+into it, has the other's contract digest (the seed aside), and both read the same inputs. It works
+on the records alone, so the files of an old run need not be at hand.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.plan.contract import recorded_digest
+from mens_exp.plan.semantics import Part, part_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+__all__ = ["PARTS_OF", "Guard", "Implied", "applied", "guard", "implied_by", "without_seed"]
+
+# Setting (or group, with a final dot) -> parts of the contract that are made of it.
+PARTS_OF: dict[str, tuple[str, ...]] = {
+    "model.": ("model",),
+    "data.path": ("data.train_file",),
+    "data.source": ("data.train_file", "data.generated_from"),
+    "data.": ("data.generated_from",),
+    "tokenizer.name": ("data.tokenizer_mode",),
+    "lora.r": ("adapter.rank",),
+    "lora.alpha": ("adapter.alpha",),
+    "lora.dropout": ("adapter.dropout",),
+    "backend.name": ("adapter.method", "adapter.targets"),
+    "backend.": (
+        "exec.require_full_proxy_stack",
+        "exec.lm_head_only",
+        "exec.proxy_max_layers",
+        "exec.ce_last_k",
+    ),
+    "objective.": ("exec.ce_last_k",),
+    "quant.quant_type": ("quant.base",),
+    "quant.double_quant": ("quant.double_quant",),
+    "data.seq_len": ("exec.seq_len",),
+    "data.micro_batch_size": ("exec.batch_size",),
+    "trainer.accumulate_grad_batches": ("exec.grad_accum",),
+    "optim.lr": ("exec.learning_rate",),
+    "schedule.warmup_steps": ("exec.warmup_steps",),
+    "trainer.max_epochs": ("exec.epochs",),
+    "trainer.max_steps": ("exec.max_steps",),
+    "seed": ("exec.seed",),
+}
+# What a declared factor of a group may move among the content hashes of the inputs.
+_MOVES: dict[str, tuple[str, ...]] = {
+    "model": ("base_weights_sha256", "tokenizer_sha256", "chat_template_sha256"),
+    "tokenizer": ("tokenizer_sha256", "chat_template_sha256"),
+    "data": ("data.",),
+    "objective": (),
+}
+_ENCODED = ("data.train_sha256", "data.val_sha256")
+# Settings of `data` that cut the same rows in another way.
+_CUT = frozenset({"data.seq_len", "data.micro_batch_size", "data.packing", "data.truncation"})
+_BACKEND = "backend"
+
+Record = dict[str, Any]
+Implied = tuple[dict[str, Any], dict[str, Any]]
+"""The settings that two backends imply where these differ: the first one's, the second one's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Guard:
+    """What the guard found of two arms.
+
+    Attributes:
+        confounded_by: undeclared differences, in words; empty for a clean contrast.
+        environment: differences of machine and versions, which are labelled and refuse nothing.
+        moved_inputs: content hashes that a declared factor moves by its nature.
+    """
+
+    confounded_by: tuple[str, ...]
+    environment: tuple[str, ...]
+    moved_inputs: tuple[str, ...]
+
+
+def guard(
+    arm: Mapping[str, Any],
+    reference: Mapping[str, Any],
+    factors: Sequence[str],
+    implied: Implied | None = None,
+) -> Guard:
+    """Hold two runs, one of each arm, against each other.
+
+    Args:
+        arm: ``contract`` (its record), ``inputs`` (content hashes by dotted name) and
+            ``provenance`` of one run.
+        reference: likewise.
+        factors: declared: dotted settings, or groups.
+        implied: of the two backends, where `backend` is a factor.
+    """
+    mine = without_seed(arm["contract"])
+    made = applied(mine, without_seed(reference["contract"]), factors, implied)
+    found = list(_other_settings(mine, made))
+    if not found and recorded_digest(made) != recorded_digest(mine):
+        found = ["a part of the contract that no setting tells"]
+    hashes = dict(arm["inputs"]), dict(reference["inputs"])
+    names = sorted(hashes[0].keys() | hashes[1].keys())
+    changed = [name for name in names if hashes[0].get(name) != hashes[1].get(name)]
+    allowed = _moved_by(_with_implied(factors, implied))
+    moved = tuple(name for name in changed if allowed(name))
+    found += [f"another content of {name}" for name in changed if name not in moved]
+    return Guard(
+        confounded_by=tuple(found),
+        environment=tuple(_environment(arm["provenance"], reference["provenance"])),
+        moved_inputs=moved,
+    )
+
+
+def without_seed(contract: Mapping[str, Any]) -> Record:
+    """Return a contract's record with the seed, which arms may differ in, left out."""
+    record: Record = copy.deepcopy(dict(contract))
+    (record.get("settings") or {}).pop("seed", None)
+    (record.get("exec") or {}).pop("seed", None)
+    return record
+
+
+def applied(
+    source: Mapping[str, Any],
+    target: Mapping[str, Any],
+    factors: Iterable[str],
+    implied: Implied | None = None,
+) -> Record:
+    """Return the target's record with the source's values of the factors.
+
+    Args:
+        source: a contract's record, whose values are taken.
+        target: the record that they are put into.
+        factors: dotted settings, or groups.
+        implied: settings that the source's backend and the target's imply, where they differ.
+            One that stands in the target as its backend implies it becomes what the source's
+            backend implies; one that was set by hand stays.
+    """
+    made: Record = copy.deepcopy(dict(target))
+    mine, theirs = source.get("settings") or {}, made.setdefault("settings", {})
+    paths: set[str] = set()
+    for factor in factors:
+        paths |= {path for path in {*mine, *theirs} if _under(path, factor)}
+    if _BACKEND in factors and implied is not None:
+        ours, before = implied
+        for path in ours.keys() | before.keys():
+            # A path that is no setting of the other schema is absent there, which is its value.
+            if path not in paths and theirs.get(path) == before.get(path):
+                _put(theirs, path, ours.get(path))
+                _put_parts(made, source, path, keep=mine.get(path) == ours.get(path))
+    for path in paths:
+        _put(theirs, path, mine.get(path))
+        _put_parts(made, source, path, keep=True)
+    return made
+
+
+def implied_by(compose: Callable[[str], Mapping[str, Any]], arm: str, reference: str) -> Implied:
+    """Return what two backends imply, beside their own settings, where that differs.
+
+    Args:
+        compose: from a backend's option to the learned settings of a run with nothing else told.
+        arm: the option of one arm.
+        reference: that of the other.
+    """
+    one, other = (dict(compose(name)) for name in (arm, reference))
+    paths = [
+        path
+        for path in one.keys() | other.keys()
+        if not _under(path, _BACKEND) and one.get(path) != other.get(path)
+    ]
+    return {p: one.get(p) for p in paths}, {p: other.get(p) for p in paths}
+
+
+def _under(path: str, factor: str) -> bool:
+    return path == factor or path.startswith(f"{factor}.")
+
+
+def _put(settings: Record, path: str, value: Any) -> None:
+    if value is None:
+        settings.pop(path, None)
+    else:
+        settings[path] = value
+
+
+def _put_parts(made: Record, source: Mapping[str, Any], path: str, *, keep: bool) -> None:
+    """Take over the parts of the contract that are made of a setting."""
+    if not keep:
+        return  # the source set it by hand, so that the contract's part is not the implied one
+    for name, parts in PARTS_OF.items():
+        if path == name or (name.endswith(".") and path.startswith(name)):
+            for part in parts:
+                group, _, field = part.partition(".")
+                value = copy.deepcopy(source.get(group))
+                if field:
+                    made[group] = {**(made.get(group) or {}), field: (value or {}).get(field)}
+                else:
+                    made[group] = value
+
+
+def _other_settings(target: Mapping[str, Any], made: Mapping[str, Any]) -> Iterable[str]:
+    """Name the settings that the two still differ in."""
+    ours, theirs = (record.get("settings") or {} for record in (target, made))
+    for path in sorted(ours.keys() | theirs.keys()):
+        one, other = ours.get(path), theirs.get(path)
+        if one != other and part_of(path) is not Part.RECORD:
+            yield path
+
+
+def _with_implied(factors: Sequence[str], implied: Implied | None) -> list[str]:
+    if _BACKEND not in factors or implied is None:
+        return list(factors)
+    return [*factors, *implied[0], *implied[1]]
+
+
+def _moved_by(factors: Sequence[str]) -> Callable[[str], bool]:
+    """Return a test for the inputs that the factors may move."""
+    of_rows = [factor for factor in factors if factor not in _CUT]
+    groups = {factor.partition(".")[0] for factor in of_rows}
+    moved = [name for group in groups & _MOVES.keys() for name in _MOVES[group]]
+    if groups & _MOVES.keys() or len(of_rows) < len(
+        factors
+    ):  # other tokens, other labels or other documents
+        moved += _ENCODED
+    return lambda name: any(
+        name == one or (one.endswith(".") and name.startswith(one)) for one in moved
+    )
+
+
+def _environment(arm: Mapping[str, Any], reference: Mapping[str, Any]) -> Iterable[str]:
+    for name in ("commit", "diff_sha256", "python", "platform", "own_classes", "environment"):
+        if arm.get(name) != reference.get(name):
+            yield name
+    packages = arm.get("packages") or {}, reference.get("packages") or {}
+    for name in sorted(packages[0].keys() | packages[1].keys()):
+        one, other = packages[0].get(name), packages[1].get(name)
+        if one != other:
+            yield f"{name} {one or 'absent'} beside {other or 'absent'}"
+    for name, key in (("cpu", "model"), ("accelerators", None)):
+        values = [side.get(name) for side in (arm, reference)]
+        if key is not None:
+            values = [(value or {}).get(key) for value in values]
+        if values[0] != values[1]:
+            yield name

@@ -1,0 +1,219 @@
+"""Promotion policies as pure functions: from comparisons and cycles to rules and a decision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mens_exp.artifacts.decision_ledger import Answer, Outcome, RuleRecord
+from mens_exp.config.policy import (
+    BurnProductionPolicy,
+    BurnRndPolicy,
+    EvalGatePolicy,
+    QloraPlateauPolicy,
+)
+from mens_exp.errors import MensError
+from mens_exp.evals.burn_production import burn_production
+from mens_exp.evals.kpi_table import KPIS, Direction
+from mens_exp.evals.promotion_rules import rule_of, sound, within
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from mens_exp.artifacts.comparison import ArmRecord, Comparison, KpiRecord
+    from mens_exp.config.policy import PolicyConfig
+    from mens_exp.evals.promotion_rules import Evidence, Parity
+
+__all__ = ["Decided", "decide"]
+
+_ORDER = (Answer.INSUFFICIENT, Answer.REJECT, Answer.HOLD)  # the first that a rule leads to
+_SUCCESS, _STRICT = "task_success", "strictness"
+_PLATEAU = 2  # arms that a plateau is seen over
+_RECOMMENDED = {
+    "qlora_plateau": ("invest_in_custom_model_rnd", "continue_qlora_first"),
+    "burn_rnd": ("expand_burn_rnd", "keep_burn_experimental"),
+}
+_COLLECT = "collect_burn_baseline"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decided:
+    """What came of a policy."""
+
+    decision: Answer
+    recommendation: str | None
+    rules: list[RuleRecord]
+
+
+def decide(policy: PolicyConfig, evidence: Sequence[Evidence], parity: Parity | None) -> Decided:
+    """Apply a policy.
+
+    Args:
+        policy: the rules and their thresholds.
+        evidence: comparisons, oldest first.
+        parity: a certificate, where one was given.
+
+    Returns:
+        `promote` only where every rule passed; a figure that is not known never passes.
+    """
+    rules = [sound(one) for one in evidence]
+    if isinstance(policy, BurnProductionPolicy):
+        rules += burn_production(policy, evidence, parity)
+    elif isinstance(policy, QloraPlateauPolicy):
+        rules += _qlora_plateau(policy, evidence)
+    elif isinstance(policy, BurnRndPolicy):
+        rules += _burn_rnd(policy, evidence)
+    elif isinstance(policy, EvalGatePolicy):
+        rules += [rule for one in evidence for rule in _eval_gate(policy, one)]
+    else:
+        raise MensError("no rules for this policy", where="policy", found=policy.name)
+    led = {rule["leads_to"] for rule in rules if rule["outcome"] != Outcome.PASSED}
+    answer = next((one for one in _ORDER if one in led), Answer.PROMOTE)
+    return Decided(
+        decision=answer, recommendation=_recommendation(policy, answer, rules), rules=rules
+    )
+
+
+def _recommendation(
+    policy: PolicyConfig, answer: Answer, rules: Sequence[RuleRecord]
+) -> str | None:
+    """Return what the reference calls the answer, for the two policies that it names."""
+    words = _RECOMMENDED.get(policy.name)
+    if words is None:
+        return None
+    if answer is Answer.PROMOTE:
+        return words[0]
+    no_burn = any(rule["rule"] == "arms" and rule["outcome"] == Outcome.UNKNOWN for rule in rules)
+    if policy.name == "burn_rnd" and no_burn:
+        return _COLLECT
+    return words[1] if answer is Answer.HOLD else None
+
+
+def _qlora_plateau(policy: QloraPlateauPolicy, evidence: Sequence[Evidence]) -> list[RuleRecord]:
+    arms = [arm for one in evidence for arm in _arms(one.comparison, policy.backend)]
+    successes = [arm["kpis"].get(_SUCCESS) for arm in arms]
+    known = [value for value in successes if value is not None]
+    enough = len(known) >= _PLATEAU
+    spread = max(known) - min(known) if enough else None
+    rules = [
+        rule_of(
+            "plateau",
+            kpi=_SUCCESS,
+            observed=spread,
+            threshold=policy.spread,
+            passed=None if spread is None else spread <= policy.spread,
+            leads_to=Answer.INSUFFICIENT if spread is None else Answer.HOLD,
+            note=f"{len(known)} arms of {policy.backend} have it",
+        )
+    ]
+    if not enough:
+        return rules
+    best = max(arms, key=lambda arm: arm["kpis"].get(_SUCCESS) or 0.0)
+    found = list(within(None, best, policy.floors, policy.ceilings, missing=Answer.INSUFFICIENT))
+    unmet = [str(rule["kpi"]) for rule in found if rule["outcome"] == Outcome.FAILED]
+    # A floor that is met argues for going on, so it is not the floors that have to pass.
+    missing = [str(rule["kpi"]) for rule in found if rule["outcome"] == Outcome.UNKNOWN]
+    rules.append(
+        rule_of(
+            "a floor is unmet",
+            observed=", ".join(unmet) or "none",
+            threshold="at least one",
+            passed=None if missing and not unmet else bool(unmet),
+            leads_to=Answer.INSUFFICIENT if missing and not unmet else Answer.HOLD,
+            note=f"{best['name']}{': unknown ' + ', '.join(missing) if missing else ''}",
+        )
+    )
+    return rules
+
+
+def _burn_rnd(policy: BurnRndPolicy, evidence: Sequence[Evidence]) -> Iterator[RuleRecord]:
+    sides = [
+        [arm for one in evidence for arm in _arms(one.comparison, backend)]
+        for backend in (policy.challenger, policy.incumbent)
+    ]
+    best = [max(side, key=_success, default=None) for side in sides]
+    lacking = [
+        backend
+        for arm, backend in zip(best, (policy.challenger, policy.incumbent), strict=True)
+        if arm is None or arm["kpis"].get(_SUCCESS) is None
+    ]
+    yield rule_of(
+        "arms",
+        observed=None if lacking else ", ".join(arm["name"] for arm in best if arm is not None),
+        threshold=f"{policy.challenger} and {policy.incumbent}",
+        passed=None if lacking else True,
+        leads_to=Answer.INSUFFICIENT,
+        note=f"no arm of {', '.join(lacking)} has {_SUCCESS}" if lacking else "",
+    )
+    challenger, incumbent = best
+    if lacking or challenger is None or incumbent is None:
+        return
+    ahead = _success(challenger) - _success(incumbent)
+    yield rule_of(
+        "ahead",
+        kpi=_SUCCESS,
+        observed=ahead,
+        threshold=policy.margin,
+        passed=ahead > policy.margin,
+        leads_to=Answer.HOLD,
+        note="best arm over best arm",
+    )
+    strict = [arm["kpis"].get(_STRICT) for arm in (challenger, incumbent)]
+    is_known = strict[0] is not None and strict[1] is not None
+    yield rule_of(
+        "strictness is not lower",
+        kpi=_STRICT,
+        observed=strict[0],
+        threshold=strict[1],
+        passed=strict[0] >= strict[1] if is_known else None,  # type: ignore[operator]
+        leads_to=Answer.HOLD if is_known else Answer.INSUFFICIENT,
+    )
+
+
+def _eval_gate(policy: EvalGatePolicy, one: Evidence) -> Iterator[RuleRecord]:
+    """Yield the thresholds of one arm; a missing metric fails, and rejects."""
+    names = [contrast["arm"] for contrast in one.comparison.contrasts]
+    wanted = policy.arm if policy.arm is not None else names[0] if len(names) == 1 else None
+    arm = next((arm for arm in one.comparison.arms if arm["name"] == wanted), None)
+    yield rule_of(
+        "arm",
+        one,
+        observed=None if arm is None else arm["name"],
+        threshold=wanted or "policy.arm, where there are several",
+        passed=None if arm is None else True,
+        leads_to=Answer.INSUFFICIENT,
+        note="" if arm is not None else f"there are {', '.join(names)}",
+    )
+    if arm is None:
+        return
+    floors = {**policy.floors, "tokens_per_s": policy.tokens_per_s}
+    yield from within(one, arm, floors, policy.ceilings, missing=Answer.REJECT)
+    contrast = one.comparison.contrast(arm["name"])
+    kpi = None if contrast is None else contrast["kpis"].get(one.comparison.primary)
+    loss = None if kpi is None else _loss(one.comparison.primary, kpi)
+    yield rule_of(
+        "regression",
+        one,
+        kpi=one.comparison.primary,
+        observed=loss,
+        threshold=policy.regression,
+        passed=None if loss is None else loss <= policy.regression,
+        leads_to=Answer.REJECT,
+        note="" if loss is not None else "no difference to the reference is known",
+    )
+
+
+def _loss(name: str, kpi: KpiRecord) -> float | None:
+    if kpi["estimate"] is None:
+        return None
+    is_lower_better = name in KPIS and KPIS[name].direction is Direction.MIN
+    return kpi["estimate"] if is_lower_better else -kpi["estimate"]
+
+
+def _arms(record: Comparison, backend: str) -> Iterable[ArmRecord]:
+    return (arm for arm in record.arms if arm["backend"] == backend)
+
+
+def _success(arm: ArmRecord) -> float:
+    value = arm["kpis"].get(_SUCCESS)
+    return float("-inf") if value is None else value

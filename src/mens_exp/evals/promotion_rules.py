@@ -1,0 +1,109 @@
+"""What the rules of every promotion policy are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mens_exp.artifacts.decision_ledger import Answer, Outcome, RuleRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from mens_exp.artifacts.comparison import ArmRecord, Comparison
+    from mens_exp.artifacts.decision_ledger import CycleEntry
+
+__all__ = ["Evidence", "Parity", "rule_of", "sound", "within"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """One comparison, and what is to be known of it.
+
+    Attributes:
+        name: of its file.
+        comparison: its content.
+        problems: what its own records deny; empty for sound evidence.
+        cycle: that registered it, None for an exploratory one.
+        why_exploratory: why none did.
+        shared_seeds: seeds of an earlier cycle too.
+    """
+
+    name: str
+    comparison: Comparison
+    problems: Sequence[str] = ()
+    cycle: CycleEntry | None = None
+    why_exploratory: str = ""
+    shared_seeds: Sequence[int] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parity:
+    """The certificate that was given: of which adapter, and what keeps it from counting."""
+
+    name: str
+    problem: str | None
+
+
+def sound(one: Evidence) -> RuleRecord:
+    """Ask that a comparison is what its own records say."""
+    return rule_of(
+        "evidence",
+        one,
+        observed="; ".join(one.problems) or "as recorded",
+        threshold="as recorded",
+        passed=not one.problems,
+        leads_to=Answer.INSUFFICIENT,
+        note="runs, scorecards and figures, read and computed again",
+    )
+
+
+def within(
+    one: Evidence | None,
+    arm: ArmRecord,
+    floors: Mapping[str, float],
+    ceilings: Mapping[str, float],
+    *,
+    missing: Answer,
+) -> Iterator[RuleRecord]:
+    """Yield a rule for each floor and ceiling of an arm's means."""
+    limits = [(name, limit, True) for name, limit in floors.items()]
+    limits += [(name, limit, False) for name, limit in ceilings.items()]
+    for name, limit, is_floor in limits:
+        value = arm["kpis"].get(name)
+        met = None if value is None else value >= limit if is_floor else value <= limit
+        yield rule_of(
+            "floor" if is_floor else "ceiling",
+            one,
+            kpi=name,
+            observed=value,
+            threshold=limit,
+            passed=met,
+            leads_to=missing if met is None else Answer.REJECT,
+            note="" if met is not None else "not measured, which never passes",
+        )
+
+
+def rule_of(
+    rule: str,
+    one: Evidence | None = None,
+    *,
+    observed: float | str | None,
+    threshold: float | str | None,
+    passed: bool | None,
+    leads_to: Answer,
+    kpi: str | None = None,
+    note: str = "",
+) -> RuleRecord:
+    """Make the record of one rule; `passed` None is unknown, which never passes."""
+    outcome = {True: Outcome.PASSED, False: Outcome.FAILED, None: Outcome.UNKNOWN}[passed]
+    return {
+        "rule": rule,
+        "evidence": None if one is None else one.name,
+        "kpi": kpi,
+        "observed": observed,
+        "threshold": threshold,
+        "outcome": outcome,
+        "leads_to": leads_to,
+        "note": note,
+    }

@@ -1,0 +1,322 @@
+"""A study: runs, grouped into arms, held against each other, as one record."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.artifacts.comparison import (
+    ArmRecord,
+    Comparison,
+    ContrastRecord,
+    Curve,
+    RunRecord,
+    Verdict,
+)
+from mens_exp.artifacts.nearest import expected_name
+from mens_exp.artifacts.scorecard import Condition
+from mens_exp.config.compose import compose, typed
+from mens_exp.errors import ConfigError, RequestError
+from mens_exp.evals.arms import Arm, Trial, arms_of, factors_in, inner_differences
+from mens_exp.evals.contrast import Implied, guard, implied_by
+from mens_exp.evals.kpi_table import KPIS
+from mens_exp.evals.observations import Observation, Score, scores
+from mens_exp.evals.verdicts import ArmScores, Rule, arm_mean, compared, judge, noise_of
+from mens_exp.plan.semantics import learned_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from mens_exp.config.compare import CompareConfig
+
+__all__ = ["Scored", "conducted"]
+
+_ADAPTER = "adapter"  # the factor of base against tuned
+_PREFERRED = ("task_success", "parse_rate", "val_loss")
+_SCATTER = ("train_s", "peak_bytes", "tokens", "trainable_parameters")
+_CURVES = ("train/loss", "val/loss")
+_MOST_POINTS = 200
+_TWO = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """One run of the study.
+
+    Attributes:
+        trial: what it is.
+        record: of where its values were read.
+        items: of its suite; None where it has no scorecard.
+        observe: from an arm's name and a condition to what the run measured.
+        curves: metric -> (step, value), as telemetry has them.
+    """
+
+    trial: Trial
+    record: RunRecord
+    items: int | None
+    observe: Callable[[str, str], list[Observation]]
+    curves: Mapping[str, Sequence[tuple[int, float]]]
+
+
+def conducted(
+    path: Sequence[str], runs: Sequence[Scored], factors: Sequence[str], settings: CompareConfig
+) -> Comparison:
+    """Compare the arms of a study.
+
+    Args:
+        path: as asked for, for the record.
+        runs: that count.
+        factors: declared ones; where there are none, the runs' own overrides tell.
+        settings: of the comparison.
+
+    Raises:
+        ConfigError: a factor, the reference or the primary KPI is none of these runs'.
+        RequestError: there is nothing to compare.
+    """
+    if not runs:
+        raise RequestError(
+            "no run here has ended well",
+            where="path",
+            found=", ".join(path),
+            expected="training runs that succeeded, or evaluations of such",
+        )
+    trials = [run.trial for run in runs]
+    named = list(factors) or factors_in(trials)
+    arms = arms_of(trials, named)
+    if len(arms) == 1:
+        return _base_and_tuned(path, runs, arms[0], settings)
+    found = _reference(arms, settings.reference)
+    order = [found, *(arm for arm in arms if arm is not found)]
+    by_arm = {
+        arm.name: [run for run in runs if any(run.trial is one for one in arm.trials)]
+        for arm in order
+    }
+    seen = {name: _scores(name, some, settings.condition) for name, some in by_arm.items()}
+    made = _record(path, order, by_arm, seen, settings, named, declared=bool(factors))
+    for arm, contrast in zip(order[1:], made.contrasts, strict=True):
+        _hold(arm, found, named, contrast)
+    made.curves = {name: _curves(some) for name, some in by_arm.items()}
+    return made
+
+
+def _base_and_tuned(
+    path: Sequence[str], runs: Sequence[Scored], arm: Arm, settings: CompareConfig
+) -> Comparison:
+    """Hold the tuned model of one arm against its own base."""
+    sides = [Condition.BASE.value, Condition.TUNED.value]
+    arms = [Arm(name=side, values={_ADAPTER: side}, trials=arm.trials) for side in sides]
+    by_arm = {side: list(runs) for side in sides}
+    seen = {side: _scores(side, runs, side) for side in sides}
+    made = _record(path, arms, by_arm, seen, settings, [_ADAPTER], declared=False)
+    made.condition = "base and tuned"
+    made.runs = [{**run.record, "arm": Condition.TUNED.value} for run in runs]
+    made.contrasts[0]["confounded_by"] = inner_differences(arm)
+    made.curves = {Condition.TUNED.value: _curves(runs)}
+    return made
+
+
+def _record(
+    path: Sequence[str],
+    arms: Sequence[Arm],
+    runs: Mapping[str, Sequence[Scored]],
+    seen: Mapping[str, ArmScores],
+    settings: CompareConfig,
+    factors: list[str],
+    *,
+    declared: bool,
+) -> Comparison:
+    """Make the record, with everything but what the guard says."""
+    names = _kpis(seen)
+    primary = _primary(settings.primary, names, seen)
+    rule = Rule(
+        primary=primary,
+        alpha=settings.alpha,
+        test=settings.test.value,
+        power=settings.power,
+        arms=len(arms) - 1,
+    )
+    noise = {name: noise_of(name, list(seen.values())) for name in names}
+    reference = arms[0]
+    contrasts: list[ContrastRecord] = [
+        {
+            "arm": arm.name,
+            "reference": reference.name,
+            "differs_in": [f for f in factors if arm.values.get(f) != reference.values.get(f)],
+            "confounded_by": [],
+            "environment": [],
+            "moved_inputs": [],
+            "kpis": {
+                name: compared(name, seen[arm.name], seen[reference.name], noise[name], rule)
+                for name in names
+            },
+        }
+        for arm in arms[1:]
+    ]
+    judge([one["kpis"][primary] for one in contrasts], rule)
+    scatter = {
+        run.record["run_id"]: _scatter(run, seen[name], primary)
+        for name, some in runs.items()
+        for run in some
+    }
+    made = Comparison(
+        path=list(path),
+        settings={"factors": factors if declared else [], **settings.record()},
+        factors=factors,
+        declared=declared,
+        reference=reference.name,
+        primary=primary,
+        alpha=settings.alpha,
+        test=rule.test,
+        power=settings.power,
+        condition=settings.condition,
+        arms=[_arm_record(arm, runs[arm.name], seen[arm.name], names) for arm in arms],
+        runs=[{**run.record, "arm": name} for name, some in runs.items() for run in some],
+        contrasts=contrasts,
+        noise=noise,
+        scatter=scatter,
+    )
+    _say_unknown(made)
+    return made
+
+
+def _hold(arm: Arm, reference: Arm, factors: Sequence[str], contrast: ContrastRecord) -> None:
+    """Let the guard say what confounds a contrast, and what of the machines differs."""
+    implied = _implied(arm, reference, factors)
+    first = reference.trials[0]
+    held = guard(arm.trials[0].side(), first.side(), factors, implied)
+    found = [*held.confounded_by, *inner_differences(arm), *inner_differences(reference)]
+    suites = {one.suite_digest for side in (arm, reference) for one in side.trials}
+    if len(suites) > 1:
+        found.append("another suite: its digest, or that there is a scorecard at all")
+    contrast["confounded_by"] = list(dict.fromkeys(found))
+    contrast["moved_inputs"] = list(held.moved_inputs)
+    others = [*arm.trials, *reference.trials[1:]]
+    labels = [
+        label
+        for trial in others
+        for label in guard(trial.side(), first.side(), factors, implied).environment
+    ]
+    contrast["environment"] = list(dict.fromkeys(labels))
+
+
+def _implied(arm: Arm, reference: Arm, factors: Sequence[str]) -> Implied | None:
+    """Return what the two arms' backends imply, where the backend is a factor."""
+    ours, theirs = arm.backend, reference.backend
+    if "backend" not in factors or ours is None or theirs is None or ours == theirs:
+        return None
+    return implied_by(
+        lambda name: learned_settings(typed(compose([[f"backend={name}"]])[0].values)),
+        ours,
+        theirs,
+    )
+
+
+def _reference(arms: Sequence[Arm], wanted: str | None) -> Arm:
+    """Return the arm of that name, or with that value of a factor; without one, the first."""
+    if wanted is None:
+        return arms[0]
+    matching = [
+        arm
+        for arm in arms
+        if wanted in {arm.name, *(f"{factor}={value}" for factor, value in arm.values.items())}
+    ]
+    if len(matching) == 1:
+        return matching[0]
+    raise ConfigError(
+        "names no arm" if not matching else "names several arms",
+        where="compare.reference",
+        found=wanted,
+        expected=expected_name(wanted, [arm.name for arm in arms]),
+    )
+
+
+def _scores(arm: str, runs: Sequence[Scored], condition: str) -> ArmScores:
+    found: dict[int, list[dict[str, Score]]] = {}
+    for run in runs:
+        seed = run.trial.manifest.seed
+        found.setdefault(seed, []).append(scores(run.observe(arm, condition), run.items))
+    return dict(sorted(found.items()))
+
+
+def _kpis(seen: Mapping[str, ArmScores]) -> list[str]:
+    """List every KPI that a run has, the table's in its order, then the suites' own."""
+    names = {name for arm in seen.values() for runs in arm.values() for run in runs for name in run}
+    return [*(name for name in KPIS if name in names), *sorted(names - KPIS.keys())]
+
+
+def _primary(wanted: str | None, names: Sequence[str], seen: Mapping[str, ArmScores]) -> str:
+    if wanted is not None and wanted not in names:
+        raise ConfigError(
+            "no run has this KPI",
+            where="compare.primary",
+            found=wanted,
+            expected=expected_name(wanted, names),
+        )
+    if wanted is not None:
+        return wanted
+    known = [n for n in names if all(arm_mean(n, arm) is not None for arm in seen.values())]
+    usual = next((name for name in _PREFERRED if name in known), None)
+    if usual is None:
+        raise ConfigError(
+            "no KPI stands out, so that the primary one has to be named",
+            where="compare.primary",
+            expected=f"one of {', '.join(known or names)}",
+        )
+    return usual
+
+
+def _arm_record(
+    arm: Arm, runs: Sequence[Scored], seen: ArmScores, names: Sequence[str]
+) -> ArmRecord:
+    return {
+        "name": arm.name,
+        "backend": arm.backend,
+        "values": arm.values,
+        "seeds": arm.seeds,
+        "runs": len(runs),
+        "kpis": {name: arm_mean(name, seen) for name in names},
+    }
+
+
+def _scatter(run: Scored, seen: ArmScores, primary: str) -> dict[str, float | None]:
+    """Return a run's point: what it cost, and the mean of the primary KPI of its seed."""
+    values = scores(run.observe("", Condition.TUNED.value), run.items)
+    mean = arm_mean(primary, {0: seen[run.trial.manifest.seed]})
+    costs = {name: values[name].mean for name in _SCATTER if name in values}
+    own = values.get(primary)
+    return {**costs, primary: mean if own is None else own.mean}
+
+
+def _curves(runs: Sequence[Scored]) -> dict[str, Curve]:
+    """Return the curves of an arm over the steps that all of its runs have."""
+    found = {}
+    for metric in _CURVES:
+        series = [dict(run.curves.get(metric) or ()) for run in runs]
+        shared = sorted(set.intersection(*(set(one) for one in series))) if series else []
+        steps = shared[:: max(1, math.ceil(len(shared) / _MOST_POINTS))]
+        if len(steps) < _TWO:
+            continue
+        columns = [[one[step] for one in series] for step in steps]
+        found[metric] = Curve(
+            steps=steps,
+            mean=[math.fsum(column) / len(column) for column in columns],
+            low=[min(column) for column in columns],
+            high=[max(column) for column in columns],
+        )
+    return found
+
+
+def _say_unknown(made: Comparison) -> None:
+    """Say why figures are null."""
+    for contrast in made.contrasts:
+        for name, kpi in contrast["kpis"].items():
+            if kpi["verdict"] == Verdict.UNKNOWN and kpi["estimate"] is None:
+                made.unknown[f"contrasts.{contrast['arm']}.{name}"] = kpi["why"]
+    if all(one["rerun"] is None for one in made.noise.values()):
+        made.unknown["noise.rerun"] = "no configuration was run twice with one seed"
+    if all(one["seed"] is None for one in made.noise.values()):
+        made.unknown["noise.seed"] = "no arm has two seeds"
+    many: list[Any] = [arm["name"] for arm in made.arms if len(arm["seeds"]) == 1]
+    if many and "noise.seed" not in made.unknown:
+        made.notes.append(f"one seed alone: {', '.join(many)}")

@@ -1,0 +1,290 @@
+"""From the scores of two arms to intervals and verdicts, one KPI at a time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mens_exp.artifacts.comparison import KpiRecord, NoiseRecord, Verdict
+from mens_exp.evals import statistics
+from mens_exp.evals.kpi_table import Direction, Missing
+from mens_exp.evals.observations import kpi_named
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from mens_exp.evals.kpi_table import Kpi
+    from mens_exp.evals.observations import Score
+    from mens_exp.evals.statistics import Interval
+
+__all__ = ["ArmScores", "Rule", "arm_mean", "compared", "judge", "noise_of"]
+
+ArmScores = dict[int, list[dict[str, "Score"]]]
+"""Seed -> the scores of each of its runs, by KPI."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """How verdicts are given.
+
+    Attributes:
+        primary: the one KPI that has one.
+        alpha: two-sided error rate, over all arms together.
+        test: ``t`` or ``sign_flip``.
+        power: of the minimum detectable effect.
+        arms: contrasts that the error rate is shared by.
+    """
+
+    primary: str
+    alpha: float
+    test: str
+    power: float
+    arms: int
+
+    @property
+    def strictest(self) -> float:
+        """What the smallest of the p-values has to reach, under Holm's correction."""
+        return self.alpha / self.arms
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """One seed of both arms: the items' values where there are items, and the means."""
+
+    arm: float
+    reference: float
+    items: dict[str, float]
+
+
+def compared(
+    name: str, arm: ArmScores, reference: ArmScores, noise: NoiseRecord, rule: Rule
+) -> KpiRecord:
+    """Hold two arms against each other on one KPI, paired by seed and by item.
+
+    The verdict is still open: `judge` gives it, over all arms together.
+
+    Args:
+        name: of the KPI.
+        arm: scores of one arm.
+        reference: of the other.
+        noise: of this KPI.
+        rule: of the verdicts.
+    """
+    kpi = kpi_named(name)
+    pairs = {
+        seed: pair
+        for seed in sorted(arm.keys() & reference.keys())
+        if (pair := _paired(kpi, arm[seed], reference[seed])) is not None
+    }
+    record = _empty(kpi, arm_mean(name, arm), arm_mean(name, reference))
+    if not pairs:
+        record["why"] = _why_unknown(name, arm, reference)
+        return record
+    differences = [pair.arm - pair.reference for pair in pairs.values()]
+    main = statistics.paired(differences, rule.alpha)
+    apart = statistics.unpaired(
+        [pair.arm for pair in pairs.values()],
+        [pair.reference for pair in pairs.values()],
+        rule.alpha,
+    )
+    items = _by_item(list(pairs.values()), rule.alpha)
+    signs = statistics.sign_flip_p(differences)
+    spread = noise["seed"]
+    record |= {
+        "estimate": main.estimate,
+        "arm_mean": _mean([pair.arm for pair in pairs.values()]),
+        "reference_mean": _mean([pair.reference for pair in pairs.values()]),
+        "seeds": list(pairs),
+        "differences": differences,
+        "items": min(len(pair.items) for pair in pairs.values()) or None,
+        "low": main.low,
+        "high": main.high,
+        "p": signs if rule.test == "sign_flip" else main.p,
+        "p_sign_flip": signs,
+        "unpaired_low": apart.low,
+        "unpaired_high": apart.high,
+        "width_ratio": main.width / apart.width if main.width is not None and apart.width else None,
+        "item_low": None if items is None else items.low,
+        "item_high": None if items is None else items.high,
+        "mde": statistics.minimum_detectable(main.sd, main.n, rule.strictest, rule.power),
+        "seeds_needed": _needed(main, rule),
+        "in_seed_noise": main.estimate / spread if spread else None,
+        "verdict": Verdict.SECONDARY,
+        "why": f"{rule.primary} is the primary KPI" if name != rule.primary else "",
+    }
+    return record
+
+
+def judge(records: Sequence[KpiRecord], rule: Rule) -> None:
+    """Give the verdicts on the primary KPI, one record an arm, corrected by Holm."""
+    adjusted = statistics.holm([record["p"] for record in records])
+    for record, p in zip(records, adjusted, strict=True):
+        record["p_holm"] = p
+        record["verdict"], record["why"] = _verdict(record, rule)
+
+
+def noise_of(name: str, arms: Sequence[ArmScores]) -> NoiseRecord:
+    """Return the spread of a KPI between seeds of an arm, and between reruns of one seed."""
+    means = [
+        [
+            [
+                scores[name].mean
+                for scores in runs
+                if name in scores and scores[name].mean is not None
+            ]
+            for runs in arm.values()
+        ]
+        for arm in arms
+    ]
+    known: list[list[list[float]]] = [
+        [[one for one in runs if one is not None] for runs in arm if runs] for arm in means
+    ]
+    return {
+        "seed": statistics.pooled_sd([[_mean(runs) for runs in arm] for arm in known]),
+        "rerun": statistics.pooled_sd([runs for arm in known for runs in arm]),
+    }
+
+
+def arm_mean(name: str, arm: ArmScores) -> float | None:
+    """Return the mean of a KPI over an arm's seeds; None unless every seed has it."""
+    means = []
+    for runs in arm.values():
+        values = [scores[name].mean for scores in runs if name in scores]
+        known = [value for value in values if value is not None]
+        if not known:
+            return None
+        means.append(_mean(known))
+    return _mean(means) if means else None
+
+
+def _paired(
+    kpi: Kpi, arm: Sequence[Mapping[str, Score]], reference: Sequence[Mapping[str, Score]]
+) -> _Pair | None:
+    """Pair the runs of one seed; of a quantity that some items lack, over the items of both."""
+    mine, theirs = _averaged(kpi.name, arm), _averaged(kpi.name, reference)
+    if mine is None or theirs is None:
+        return None
+    shared = sorted(mine[1].keys() & theirs[1].keys())
+    items = {item: mine[1][item] - theirs[1][item] for item in shared}
+    if kpi.missing is Missing.ABSENT and mine[1]:
+        if not shared:
+            return None
+        one, other = (_mean([side[1][item] for item in shared]) for side in (mine, theirs))
+        return _Pair(one, other, items)
+    return _Pair(mine[0], theirs[0], items)
+
+
+def _averaged(
+    name: str, runs: Sequence[Mapping[str, Score]]
+) -> tuple[float, dict[str, float]] | None:
+    """Return the mean over the reruns of one seed, as a whole and by item."""
+    known = [(s.mean, s.items) for run in runs if (s := run.get(name)) and s.mean is not None]
+    if not known:
+        return None
+    items = {
+        item: _mean([values[item] for _, values in known if item in values])
+        for item in {item for _, values in known for item in values}
+    }
+    return _mean([mean for mean, _ in known]), items
+
+
+def _by_item(pairs: Sequence[_Pair], alpha: float) -> Interval | None:
+    """Return the interval over items, each item's mean over the seeds that have it."""
+    values: dict[str, list[float]] = {}
+    for pair in pairs:
+        for item, value in pair.items.items():
+            values.setdefault(item, []).append(value)
+    if not values:
+        return None
+    return statistics.paired([_mean(values[item]) for item in sorted(values)], alpha)
+
+
+def _needed(main: Interval, rule: Rule) -> int | None:
+    """Return the seeds to reach alpha at all, or else to find what was observed."""
+    least = _least_seeds(rule)
+    if main.n < least:
+        return least
+    if main.sd is None:
+        return None
+    found = statistics.seeds_for_effect(main.estimate, main.sd, rule.strictest, rule.power)
+    return None if found is None else max(found, least)
+
+
+def _least_seeds(rule: Rule) -> int:
+    if rule.test == "sign_flip":
+        return max(2, statistics.seeds_for_sign_flip(rule.strictest))
+    return 2
+
+
+def _verdict(record: KpiRecord, rule: Rule) -> tuple[Verdict, str]:
+    n, least = len(record["seeds"]), _least_seeds(rule)
+    if record["estimate"] is None:
+        return Verdict.UNKNOWN, record["why"]
+    if n < least:
+        return Verdict.NOT_REACHABLE, _unreachable(n, least, rule)
+    p = record["p_holm"]
+    assert p is not None, "two seeds have a p-value"
+    if p >= rule.alpha:
+        mde = record["mde"]
+        detail = "" if mde is None else f"; {n} seeds find {mde:.4g} in {rule.power:.0%} of studies"
+        return Verdict.NO_DIFFERENCE, f"p = {p:.3g} after Holm{detail}"
+    if record["direction"] == Direction.NONE:
+        return Verdict.UNKNOWN, f"p = {p:.3g} after Holm, but neither way is better"
+    is_better = (record["estimate"] > 0) == (record["direction"] == Direction.MAX)
+    return Verdict.BETTER if is_better else Verdict.WORSE, f"p = {p:.3g} after Holm"
+
+
+def _unreachable(n: int, least: int, rule: Rule) -> str:
+    seeds = "1 seed" if n == 1 else f"{n} seeds"
+    if rule.test == "sign_flip":
+        reached = statistics.least_sign_flip_p(n)
+        return (
+            f"{seeds} give a sign-flip p of at least {reached:.4g}, never {rule.strictest:.4g}; "
+            f"{least} are needed"
+        )
+    return f"{seeds} tell no spread; {least} are needed"
+
+
+def _why_unknown(name: str, arm: ArmScores, reference: ArmScores) -> str:
+    if not arm.keys() & reference.keys():
+        return "the arms share no seed"
+    for scores in (run for side in (arm, reference) for runs in side.values() for run in runs):
+        if name not in scores:
+            return "not every run has it"
+        if scores[name].why is not None:
+            return str(scores[name].why)
+    return "no item has a value in both arms"
+
+
+def _empty(kpi: Kpi, arm: float | None, reference: float | None) -> KpiRecord:
+    return {
+        "group": kpi.group.value,
+        "direction": kpi.direction.value,
+        "unit": kpi.unit,
+        "estimate": None,
+        "arm_mean": arm,
+        "reference_mean": reference,
+        "seeds": [],
+        "differences": [],
+        "items": None,
+        "low": None,
+        "high": None,
+        "p": None,
+        "p_sign_flip": None,
+        "p_holm": None,
+        "unpaired_low": None,
+        "unpaired_high": None,
+        "width_ratio": None,
+        "item_low": None,
+        "item_high": None,
+        "mde": None,
+        "seeds_needed": None,
+        "in_seed_noise": None,
+        "verdict": Verdict.UNKNOWN,
+        "why": "",
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

@@ -1,0 +1,163 @@
+"""A study as drawings: forests of intervals, learning curves with bands, cost against quality."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from matplotlib.ticker import MaxNLocator
+
+from mens_exp.report import wording
+from mens_exp.report.plots import ARMS, Plot, svg_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from matplotlib.axes import Axes
+
+    from mens_exp.artifacts.comparison import Comparison, Curve
+
+__all__ = ["drawings"]
+
+_WIDE = 10.4  # inches
+_LINE, _EDGE = 0.34, 1.1  # inches of a forest: a row, and what stands around the rows
+_MOST_ROWS = 40
+_METRICS = {"train/loss": "training loss", "val/loss": "validation loss"}
+_COSTS = {
+    "train_s": "training time (s)",
+    "peak_bytes": "peak memory (bytes)",
+    "tokens": "tokens",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Row:
+    label: str
+    low: float | None
+    estimate: float
+    high: float | None
+    color: str
+
+
+def drawings(record: Comparison) -> list[Plot]:
+    """Draw whatever the record has values for; the rest says why it is absent."""
+    colors = {arm["name"]: ARMS[i % len(ARMS)] for i, arm in enumerate(record.arms)}
+    curves = [_curves(record, metric, colors) for metric in _METRICS]
+    costs = [_scatter(record, cost, colors) for cost in _COSTS]
+    return [_primary(record, colors), _all_in_noise(record, colors), *curves, *costs]
+
+
+def _primary(record: Comparison, colors: dict[str, str]) -> Plot:
+    kpis = [(one["arm"], one["kpis"][record.primary]) for one in record.contrasts]
+    rows = [
+        _Row(label=arm, low=k["low"], estimate=k["estimate"], high=k["high"], color=colors[arm])
+        for arm, k in kpis
+        if k["estimate"] is not None
+    ]
+    title = f"{wording.visible(record.primary)}, each arm minus {wording.visible(record.reference)}"
+    unit = kpis[0][1]["unit"]
+    caption = (
+        f"Mean of the seeds' differences with its {1 - record.alpha:.0%} interval; "
+        f"unit {'share' if unit == '1' else unit}."
+    )
+    absent = f"no arm shares a seed with {record.reference} and has {record.primary}"
+    return _forest("forest", title, caption, rows, absent)
+
+
+def _all_in_noise(record: Comparison, colors: dict[str, str]) -> Plot:
+    rows = []
+    for contrast in record.contrasts:
+        for name, kpi in contrast["kpis"].items():
+            noise = (record.noise.get(name) or {"seed": None})["seed"]
+            if kpi["estimate"] is None or not noise:
+                continue
+            low, high = (None if x is None else x / noise for x in (kpi["low"], kpi["high"]))
+            several = len(record.contrasts) > 1
+            rows.append(
+                _Row(
+                    label=f"{name} · {contrast['arm']}" if several else name,
+                    low=low,
+                    estimate=kpi["estimate"] / noise,
+                    high=high,
+                    color=colors[contrast["arm"]],
+                )
+            )
+    caption = "The same for every KPI, in multiples of its standard deviation between seeds."
+    absent = "no KPI varies between seeds, or no arm has two of them"
+    title = "All KPIs, in multiples of seed noise"
+    return _forest("forest_noise", title, caption, rows[:_MOST_ROWS], absent)
+
+
+def _forest(name: str, title: str, caption: str, rows: Sequence[_Row], absent: str) -> Plot:
+    if not rows:
+        return Plot(name=name, title=title, caption="", absent=wording.visible(absent))
+
+    def paint(axes: Axes) -> None:
+        axes.axvline(0, color="#020202", linewidth=1, linestyle=(0, (4, 3)))
+        for place, row in enumerate(rows):
+            if row.low is not None and row.high is not None:
+                axes.plot([row.low, row.high], [place, place], color=row.color, linewidth=2.2)
+            axes.plot([row.estimate], [place], color=row.color, marker="D", markersize=6)
+        axes.set_yticks(range(len(rows)), [wording.visible(row.label) for row in rows])
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=7))
+        axes.grid(visible=False, axis="y")
+        axes.grid(axis="x", color="#030303", linewidth=0.8)
+        axes.margins(x=0.08)
+        axes.set_xlabel("difference")
+
+    height = _EDGE + _LINE * len(rows)
+    svg = svg_of(name, title, (_WIDE, height), paint)
+    return Plot(name=name, title=title, caption=caption, svg=svg)
+
+
+def _curves(record: Comparison, metric: str, colors: dict[str, str]) -> Plot:
+    name, title = metric.replace("/", "_"), f"{_METRICS[metric].capitalize()} by arm"
+    found: dict[str, Curve] = {
+        arm: curves[metric] for arm, curves in record.curves.items() if metric in curves
+    }
+    if not found:
+        return Plot(name=name, title=title, caption="", absent="no two steps that all runs share")
+
+    def paint(axes: Axes) -> None:
+        for arm, curve in found.items():
+            color, label = colors.get(arm, ARMS[0]), wording.visible(arm)
+            axes.fill_between(
+                curve["steps"], curve["low"], curve["high"], color=color, alpha=0.16, linewidth=0
+            )
+            axes.plot(curve["steps"], curve["mean"], color=color, linewidth=1.7, label=label)
+        axes.set_ylabel("loss (nats per token)")
+        axes.legend(frameon=False, labelcolor="#020202", loc="upper right", handlelength=1.4)
+
+    caption = "Mean of the runs; the band runs from the lowest to the highest of them."
+    return Plot(
+        name=name, title=title, caption=caption, svg=svg_of(name, title, (_WIDE, 3.6), paint)
+    )
+
+
+def _scatter(record: Comparison, cost: str, colors: dict[str, str]) -> Plot:
+    name = f"cost_{cost}"
+    title = f"{wording.visible(record.primary)} against {_COSTS[cost]}"
+    points = []
+    for run in record.runs:
+        values = record.scatter.get(run["run_id"], {})
+        x, y = values.get(cost), values.get(record.primary)
+        if x is not None and y is not None:
+            points.append((run["arm"], x, y))
+    if not points:
+        absent = f"no run has both {record.primary} and {_COSTS[cost]}"
+        return Plot(name=name, title=title, caption="", absent=wording.visible(absent))
+
+    def paint(axes: Axes) -> None:
+        for arm in dict.fromkeys(arm for arm, *_ in points):
+            mine = [(x, y) for one, x, y in points if one == arm]
+            xs, ys = [x for x, _ in mine], [y for _, y in mine]
+            axes.scatter(xs, ys, color=colors[arm], s=26, alpha=0.8, label=wording.visible(arm))
+        axes.set_xlabel(_COSTS[cost])
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
+        axes.set_ylabel(wording.visible(record.primary))
+        axes.margins(x=0.1, y=0.1)
+        axes.legend(frameon=False, labelcolor="#020202", handletextpad=0.2)
+
+    caption = "One point a run."
+    return Plot(name=name, title=title, caption=caption, svg=svg_of(name, title, (5.2, 3.4), paint))

@@ -1,0 +1,204 @@
+"""A study as tables: for the terminal, for the page, and in Markdown; pure functions of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from mens_exp.artifacts.comparison import Verdict
+from mens_exp.report import wording
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mens_exp.artifacts.comparison import Comparison, ContrastRecord, KpiRecord
+
+__all__ = [
+    "Grid",
+    "arms_grid",
+    "findings",
+    "headline",
+    "kpis_grid",
+    "markdown",
+    "noise_grid",
+    "verdict_table",
+    "verdicts_grid",
+]
+
+Grid = tuple[list[str], list[list[str]]]
+"""The head and the rows of a table, as text."""
+
+_COLORS = {Verdict.BETTER: "green", Verdict.WORSE: "red"}
+_BUDGET = ("tokens", "train_s", "tokens_per_s", "peak_bytes", "trainable_parameters")
+_UNKNOWN = "unknown"
+
+
+def headline(record: Comparison) -> str:
+    """Say in one sentence per arm what came of it on the primary KPI."""
+    said = []
+    for one in record.contrasts:
+        kpi = one["kpis"][record.primary]
+        confounded = " (confounded)" if one["confounded_by"] else ""
+        said.append(f"{one['arm']}: {kpi['verdict']}{confounded}, {_interval(kpi)}.")
+    start = f"{record.primary} against {record.reference}"
+    return wording.visible(f"{start}. {' '.join(said)}")
+
+
+def verdict_table(record: Comparison) -> RenderableType:
+    """Show the verdicts on the primary KPI, and what stands against taking them as evidence."""
+    heads, rows = verdicts_grid(record)
+    table = Table(box=box.SIMPLE_HEAD, title_justify="left", show_edge=False, pad_edge=False)
+    table.title = f"{record.primary}: each arm minus {record.reference}"
+    for number, head in enumerate(heads):
+        table.add_column(head, justify="right" if 0 < number < len(heads) - 1 else "left")
+    for row, contrast in zip(rows, record.contrasts, strict=True):
+        color = _COLORS.get(Verdict(contrast["kpis"][record.primary]["verdict"]), "")
+        *plain, last = row
+        table.add_row(*plain, Text(last, style=color))
+    return Group(table, Text(), *(Text(line, style=style) for line, style in findings(record)))
+
+
+def verdicts_grid(record: Comparison) -> Grid:
+    """Return the verdicts: one row an arm."""
+    percent = f"{1 - record.alpha:.0%}"
+    heads = ["arm", "difference", f"{percent} interval", "p (Holm)", "seeds", "found at 80 %"]
+    heads[-1] = f"found at {record.power:.0%}"
+    heads += ["× seed noise", "paired ÷ unpaired", "verdict"]
+    rows = []
+    for one in record.contrasts:
+        kpi = one["kpis"][record.primary]
+        mark = " · confounded" if one["confounded_by"] else ""
+        rows.append(
+            [
+                wording.visible(one["arm"]),
+                _signed(kpi["estimate"]),
+                _bounds(kpi["low"], kpi["high"]),
+                _figure(kpi["p_holm"]),
+                str(len(kpi["seeds"])),
+                _figure(kpi["mde"]),
+                _figure(kpi["in_seed_noise"]),
+                _figure(kpi["width_ratio"]),
+                f"{kpi['verdict']}{mark}",
+            ]
+        )
+    return heads, rows
+
+
+def kpis_grid(contrast: ContrastRecord) -> Grid:
+    """Return every KPI of one contrast."""
+    heads = ["KPI", "group", "unit", "arm", "reference", "difference", "interval", "× seed noise"]
+    rows = [
+        [
+            wording.visible(name),
+            kpi["group"],
+            "share" if kpi["unit"] == "1" else kpi["unit"],
+            _figure(kpi["arm_mean"]),
+            _figure(kpi["reference_mean"]),
+            _signed(kpi["estimate"]),
+            _bounds(kpi["low"], kpi["high"]),
+            _figure(kpi["in_seed_noise"]),
+        ]
+        for name, kpi in contrast["kpis"].items()
+    ]
+    return heads, rows
+
+
+def arms_grid(record: Comparison) -> Grid:
+    """Return the arms side by side: seeds, the primary KPI, and what each was given to spend."""
+    columns = [record.primary, *(name for name in _BUDGET if name != record.primary)]
+    heads = ["arm", "seeds", "runs", *(name.replace("_", " ") for name in columns)]
+    rows = [
+        [
+            wording.visible(arm["name"]),
+            ", ".join(map(str, arm["seeds"])),
+            str(arm["runs"]),
+            *(_figure(arm["kpis"].get(name)) for name in columns),
+        ]
+        for arm in record.arms
+    ]
+    return heads, rows
+
+
+def noise_grid(record: Comparison) -> Grid:
+    """Return the spread of each KPI between seeds, and between runs of one seed."""
+    rows = [
+        [wording.visible(name), _figure(noise["seed"]), _figure(noise["rerun"])]
+        for name, noise in record.noise.items()
+    ]
+    return ["KPI", "sd between seeds", "sd between reruns"], rows
+
+
+def findings(record: Comparison) -> Iterator[tuple[str, str]]:
+    """Yield what a reader must know of the verdicts, each with a colour."""
+    for one in record.contrasts:
+        kpi = one["kpis"][record.primary]
+        yield wording.visible(f"{one['arm']}: {kpi['verdict']}, {kpi['why']}{_more(kpi)}"), ""
+        if one["confounded_by"]:
+            causes = "; ".join(one["confounded_by"])
+            text = f"{one['arm']}: confounded by {causes}. This is no evidence for a promotion."
+            yield wording.visible(text), "bold yellow"
+        if one["moved_inputs"]:
+            text = f"{one['arm']}: the factor itself moves {', '.join(one['moved_inputs'])}."
+            yield wording.visible(text), ""
+        if one["environment"]:
+            text = f"{one['arm']}: other conditions: {'; '.join(one['environment'])}."
+            yield wording.visible(text), "yellow"
+    if record.exploratory is not None:
+        yield wording.visible(f"Exploratory: {record.exploratory}."), "yellow"
+    for path, why in record.left_out.items():
+        yield wording.visible(f"Left out: {path}: {why}."), "yellow"
+    for note in record.notes:
+        yield wording.visible(note), ""
+
+
+def markdown(record: Comparison) -> str:
+    """Return the study as Markdown: verdicts, arms, every KPI."""
+    parts = [f"# {wording.visible(record.primary)}, against {wording.visible(record.reference)}"]
+    parts += ["", headline(record), "", *_table(verdicts_grid(record)), ""]
+    parts += [f"- {text}" for text, _ in findings(record)]
+    parts += ["", "## Arms", "", *_table(arms_grid(record))]
+    for contrast in record.contrasts:
+        parts += ["", f"## {wording.visible(contrast['arm'])}", "", *_table(kpis_grid(contrast))]
+    parts += ["", "## Noise", "", *_table(noise_grid(record)), ""]
+    return "\n".join(parts)
+
+
+def _table(grid: Grid) -> Iterator[str]:
+    heads, rows = grid
+    yield f"| {' | '.join(heads)} |"
+    yield f"|{'|'.join('---' if i == 0 else '---:' for i in range(len(heads)))}|"
+    for row in rows:
+        cells = (cell.replace("|", "\\|").replace("\n", " ") for cell in row)
+        yield f"| {' | '.join(cells)} |"
+
+
+def _interval(kpi: KpiRecord) -> str:
+    if kpi["estimate"] is None:
+        return kpi["why"]
+    bounds = _bounds(kpi["low"], kpi["high"])
+    return f"{_signed(kpi['estimate'])} {bounds} over {len(kpi['seeds'])} seeds"
+
+
+def _more(kpi: KpiRecord) -> str:
+    needed = kpi["seeds_needed"]
+    if needed is None or needed <= len(kpi["seeds"]):
+        return ""
+    if kpi["verdict"] == Verdict.NOT_REACHABLE:
+        return ""
+    return f"; an effect of the observed size would take {needed} seeds"
+
+
+def _bounds(low: float | None, high: float | None) -> str:
+    return _UNKNOWN if low is None or high is None else f"[{_signed(low)}, {_signed(high)}]"
+
+
+def _signed(value: float | None) -> str:
+    return _UNKNOWN if value is None else f"{value:+.4g}".replace("-", wording.MINUS)
+
+
+def _figure(value: float | None) -> str:
+    return _UNKNOWN if value is None else f"{value:.4g}".replace("-", wording.MINUS)

@@ -1,0 +1,69 @@
+"""task=compare: which arm is better, paired by seed and by item, and whether that is evidence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from mens_exp.artifacts.atomic import write_text
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.config.logger import WandbLogger
+from mens_exp.evals.study import conducted
+from mens_exp.report.comparison_page import page
+from mens_exp.report.comparison_view import markdown, verdict_table
+from mens_exp.tasks.study_runs import read_study
+
+if TYPE_CHECKING:
+    from mens_exp.artifacts.comparison import Comparison
+    from mens_exp.config.root import RunConfig
+    from mens_exp.tasks.run import Run
+
+__all__ = ["compare"]
+
+
+def compare(config: RunConfig, run: Run) -> None:
+    """Read the runs, hold their arms against each other, and write record, page and table."""
+    assert config.path is not None, "validation has asked for it"
+    if isinstance(config.logger, WandbLogger):
+        from mens_exp.training.callbacks.wandb_mirror import WandbMirror
+
+        WandbMirror(logger=config.logger, run=run).start()
+    paths = config.path.split(",")
+    read = read_study(paths)
+    record = conducted(paths, read.runs, config.factors, config.compare)
+    record.left_out = read.left_out
+    run.manifest.inputs.update(
+        runs={one["run_id"]: {"manifest_sha256": one["manifest_sha256"]} for one in record.runs}
+    )
+    run.manifest.facts.update(factors=record.factors, reference=record.reference)
+    run.manifest.results.update(_results(record))
+    _write(record, run.dir)
+    if config.out is not None:
+        _write(record, RunDir(Path(config.out).expanduser()))
+    console = Console()
+    console.print(verdict_table(record))
+    where = run.dir if config.out is None else RunDir(Path(config.out).expanduser())
+    console.print(f"Report: {where.comparison_page}", soft_wrap=True)
+
+
+def _write(record: Comparison, place: RunDir) -> None:
+    """Write the record, and what is rendered from it."""
+    table, html = markdown(record), page(record)
+    record.write(place.comparison)
+    write_text(place.comparison_table, table)
+    write_text(place.comparison_page, html)
+
+
+def _results(record: Comparison) -> dict[str, Any]:
+    """Return the headline figures for the manifest."""
+    primary = {one["arm"]: one["kpis"][record.primary] for one in record.contrasts}
+    return {
+        "runs": len(record.runs),
+        "arms": len(record.arms),
+        "primary": record.primary,
+        "verdicts": {arm: kpi["verdict"].value for arm, kpi in primary.items()},
+        "differences": {arm: kpi["estimate"] for arm, kpi in primary.items()},
+        "confounded": sorted(one["arm"] for one in record.contrasts if one["confounded_by"]),
+    }

@@ -1,0 +1,184 @@
+"""task=promote: decide by a policy, on a ledger that only grows; open a cycle; decide again."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from mens_exp.artifacts.decision_ledger import (
+    Answer,
+    CycleEntry,
+    DecisionEntry,
+    EntryKind,
+    EvidenceEntry,
+    LedgerEntry,
+    append,
+    cycles_of,
+    read_ledger,
+)
+from mens_exp.artifacts.digest import sha256_file
+from mens_exp.config.store import SCHEMAS
+from mens_exp.errors import GateError, RequestError
+from mens_exp.evals.promotion import decide
+from mens_exp.report.promotion_view import decision_view
+from mens_exp.tasks.checking import compared, refuse_differences
+from mens_exp.tasks.promotion_evidence import certificate_of, comparison_files, gathered
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mens_exp.config.policy import PolicyConfig
+    from mens_exp.config.root import RunConfig
+    from mens_exp.tasks.run import Run
+
+__all__ = ["promote"]
+
+_MADE = ("evidence", "parity", "rules", "decision", "recommendation")
+
+
+def promote(config: RunConfig, run: Run) -> None:
+    """Do the one of the three that was asked for.
+
+    Raises:
+        GateError: the answer is not promote, or a past decision comes out otherwise.
+    """
+    assert config.ledger is not None, "validation has asked for it"
+    ledger = Path(config.ledger).expanduser()
+    if config.open is not None:
+        _open(config, ledger, run)
+    elif config.replay:
+        _replay(ledger, run)
+    else:
+        _decide(config, ledger, run)
+
+
+def _open(config: RunConfig, ledger: Path, run: Run) -> None:
+    """Register a cycle: its suite, seeds, arms and hypothesis, before any run of it."""
+    told = config.promote
+    cycle: CycleEntry = {
+        "cycle": str(config.open),
+        "suite_digest": str(told.suite_digest),
+        "seeds": sorted(told.seeds),
+        "arms": list(told.arms),
+        "factor": str(told.factor),
+        "kpi": told.kpi,
+        "direction": told.direction.value,
+        "margin": told.margin,
+    }
+
+    def made(entries: list[LedgerEntry]) -> CycleEntry:
+        earlier = cycles_of(entries)
+        if cycle["cycle"] in earlier:
+            raise RequestError("is registered already", where="open", found=cycle["cycle"])
+        for name, (_, one) in earlier.items():
+            shared = sorted(set(one["seeds"]) & set(cycle["seeds"]))
+            if shared:
+                raise RequestError(
+                    "seeds of an earlier cycle",
+                    where="promote.seeds",
+                    found=", ".join(map(str, shared)),
+                    expected=f"none that cycle {name} has",
+                )
+        return cycle
+
+    entry = append(ledger, EntryKind.CYCLE, made)
+    run.manifest.results.update(cycle=cycle["cycle"], entry_sha256=entry["sha256"])
+    Console().print(f"Cycle {cycle['cycle']} is open. Ledger head: {entry['sha256']}")
+
+
+def _decide(config: RunConfig, ledger: Path, run: Run) -> None:
+    assert config.path is not None, "validation has asked for it"
+    assert config.policy is not None, "validation has asked for it"
+    files, policy = comparison_files(config.path), config.policy
+    entry = append(
+        ledger,
+        EntryKind.DECISION,
+        lambda entries: decided(policy, files, config.promote.parity, entries),
+    )
+    made = entry["decision"]
+    assert made is not None, "that is what was added"
+    run.manifest.inputs.update(evidence={one["path"]: one["sha256"] for one in made["evidence"]})
+    run.manifest.results.update(
+        decision=made["decision"],
+        recommendation=made["recommendation"],
+        entry_sha256=entry["sha256"],
+    )
+    console = Console()
+    console.print(decision_view(policy.name, made))
+    console.print(f"Ledger head: {entry['sha256']}", soft_wrap=True)
+    if made["decision"] != Answer.PROMOTE:
+        unmet = [rule["rule"] for rule in made["rules"] if rule["outcome"] != "passed"]
+        raise GateError(
+            f"the answer is {made['decision']}",
+            where=f"policy {policy.name}",
+            found=f"not passed: {', '.join(dict.fromkeys(unmet))}",
+            expected="every rule passed",
+            remedy=f"read entry {entry['number']} of {ledger}",
+        )
+
+
+def decided(
+    policy: PolicyConfig, files: Sequence[Path], parity: str | None, entries: list[LedgerEntry]
+) -> DecisionEntry:
+    """Make a decision from its evidence and the ledger before it."""
+    evidence = gathered(files, entries)
+    certificate = certificate_of(parity, evidence, str(getattr(policy, "challenger", "")))
+    made = decide(policy, evidence, certificate)
+    place = None if certificate is None else Path(certificate.name)
+    listed: list[EvidenceEntry] = [
+        {
+            "path": one.name,
+            "sha256": sha256_file(Path(one.name)),
+            "cycle": None if one.cycle is None else one.cycle["cycle"],
+        }
+        for one in evidence
+    ]
+    return {
+        "policy": dataclasses.asdict(policy),
+        "evidence": listed,
+        "parity": None
+        if place is None
+        else {"path": str(place), "sha256": sha256_file(place) if place.is_file() else "absent"},
+        "rules": made.rules,
+        "decision": made.decision,
+        "recommendation": made.recommendation,
+    }
+
+
+def _replay(ledger: Path, run: Run) -> None:
+    """Make every past decision again from its evidence, and refuse what comes out otherwise."""
+    entries = read_ledger(ledger)
+    checks = []
+    for number, entry in enumerate(entries):
+        made = entry["decision"]
+        if made is None:
+            continue
+        again = _again(made, entries[:number])
+        was, now = dict(made), dict(again)
+        what = f"entry {entry['number']}"
+        checks += [compared(f"{what}: {name}", was[name], now[name]) for name in _MADE]
+    decisions = sum(entry["decision"] is not None for entry in entries)
+    run.manifest.results.update(decisions=decisions, entries=len(entries))
+    remedy = "find what of the evidence has changed since"
+    refuse_differences("a past decision comes out otherwise", str(ledger), checks, remedy)
+    Console().print(f"{decisions} decisions of {len(entries)} entries, each as it was made.")
+
+
+def _again(made: DecisionEntry, before: list[LedgerEntry]) -> DecisionEntry:
+    policy: Any = SCHEMAS["policy"][made["policy"]["name"]]
+    files = [Path(one["path"]) for one in made["evidence"]]
+    parity = made["parity"]
+    missing = [str(file) for file in files if not file.is_file()]
+    if missing:
+        raise GateError(
+            "evidence of a past decision is gone",
+            where="replay",
+            found=", ".join(missing),
+            expected="every comparison where it was",
+        )
+    return decided(
+        policy(**made["policy"]), files, None if parity is None else parity["path"], before
+    )

@@ -1,0 +1,232 @@
+"""What task=promote takes for evidence: comparisons, computed again, and the cycles they are of."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.artifacts.certificate import Certificate
+from mens_exp.artifacts.comparison import Comparison
+from mens_exp.artifacts.decision_ledger import cycles_of
+from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.config.compare import CompareConfig, CompareTest
+from mens_exp.errors import MensError, RequestError
+from mens_exp.evals.promotion_rules import Evidence, Parity
+from mens_exp.evals.study import conducted
+from mens_exp.plan.contract import recorded_digest
+from mens_exp.tasks.study_runs import read_study
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from mens_exp.artifacts.comparison import RunRecord
+    from mens_exp.artifacts.decision_ledger import CycleEntry, LedgerEntry
+
+__all__ = ["certificate_of", "comparison_files", "gathered"]
+
+_ABSENT = "no such file"
+_ROUNDING = 1e-9
+_SAME = ("factors", "reference", "primary", "alpha", "test", "power", "arms", "contrasts", "noise")
+
+
+def comparison_files(text: str) -> list[Path]:
+    """Return the compare.json files that ``path`` names, commas apart; a directory has its own.
+
+    Raises:
+        RequestError: one is not there.
+    """
+    found = []
+    for part in (one.strip() for one in text.split(",")):
+        path = Path(part).expanduser()
+        file = RunDir(path).comparison if path.is_dir() else path
+        if not file.is_file():
+            raise RequestError(
+                "no comparison is there",
+                where="path",
+                found=part,
+                expected="compare.json, or a directory of task=compare; several with commas "
+                "between",
+                remedy="make one with task=compare path=<runs>",
+            )
+        found.append(file.absolute())
+    return list(dict.fromkeys(found))
+
+
+def gathered(files: Sequence[Path], entries: Sequence[LedgerEntry]) -> list[Evidence]:
+    """Read comparisons, compute each again from its runs, and find the cycles they are of.
+
+    Args:
+        files: of compare.json.
+        entries: of the ledger, up to the decision.
+
+    Raises:
+        DataError: a comparison cannot be read at all.
+    """
+    cycles = cycles_of(entries)
+    found = []
+    for file in files:
+        record = Comparison.read(file)
+        cycle, why = _cycle_of(record, cycles)
+        earlier = [one for _, one in cycles.values()]
+        shared: set[int] = set()
+        if cycle is not None:
+            before = earlier[: earlier.index(cycle)]
+            shared = set(cycle["seeds"]) & {seed for one in before for seed in one["seeds"]}
+        found.append(
+            Evidence(
+                name=str(file),
+                comparison=record,
+                problems=list(_problems(record)),
+                cycle=cycle,
+                why_exploratory=why,
+                shared_seeds=sorted(shared),
+            )
+        )
+    return found
+
+
+def certificate_of(path: str | None, evidence: Sequence[Evidence], backend: str) -> Parity | None:
+    """Hold a certificate against the adapters of the challenger's runs.
+
+    Args:
+        path: of a parity.json; None where none was given.
+        evidence: whose runs count.
+        backend: the challenger's.
+    """
+    if path is None:
+        return None
+    file = Path(path).expanduser()
+    file = RunDir(file).parity if file.is_dir() else file
+    try:
+        certificate = Certificate.read(file)
+    except MensError as error:
+        return Parity(name=str(file), problem=str(error))
+    problem = None
+    adapter = certificate.sources.get("adapter_sha256")
+    if not certificate.passed:
+        problem = "it did not pass"
+    elif adapter is None or adapter not in set(_adapters(evidence, backend)):
+        problem = f"it is of adapter {adapter}, which no {backend} run of the evidence has"
+    return Parity(name=str(file), problem=problem)
+
+
+def _adapters(evidence: Sequence[Evidence], backend: str) -> Iterator[str]:
+    for one in evidence:
+        arms = {arm["name"] for arm in one.comparison.arms if arm["backend"] == backend}
+        for run in one.comparison.runs:
+            manifest = RunDir(Path(run["path"])).manifest
+            if run["arm"] in arms and manifest.is_file():
+                outputs = Manifest.read(manifest).outputs
+                yield from (sha for name, sha in outputs.items() if name.startswith("adapter/"))
+
+
+def _cycle_of(
+    record: Comparison, cycles: Mapping[str, tuple[str, CycleEntry]]
+) -> tuple[CycleEntry | None, str]:
+    """Return the cycle that registered a comparison, or why none did: the nearest one's reason."""
+    if not cycles:
+        return None, "the ledger has no cycle"
+    reasons = {name: _not_of(record, utc, cycle) for name, (utc, cycle) in cycles.items()}
+    fitting = [name for name, found in reasons.items() if not found]
+    if fitting:
+        return cycles[fitting[-1]][1], ""
+    name = min(reasons, key=lambda one: len(reasons[one]))
+    return None, f"not cycle {name}: {'; '.join(reasons[name])}"
+
+
+def _not_of(record: Comparison, opened_utc: str, cycle: CycleEntry) -> list[str]:
+    found = []
+    suites = {run["suite_digest"] for run in record.runs}
+    if suites != {cycle["suite_digest"]}:
+        found.append("another suite digest")
+    if {run["seed"] for run in record.runs} != set(cycle["seeds"]):
+        found.append("other seeds than were registered")
+    early = [run for run in record.runs if run["started_utc"] < opened_utc]
+    if early:
+        found.append(f"{len(early)} runs began before it was opened")
+    named = {arm["name"] for arm in record.arms} | {str(arm["backend"]) for arm in record.arms}
+    unknown = [
+        arm["name"]
+        for arm in record.arms
+        if not {arm["name"], str(arm["backend"])} & set(cycle["arms"])
+    ]
+    if unknown:
+        found.append(f"arms that were not registered: {', '.join(unknown)}")
+    if not set(cycle["arms"]) <= named:
+        found.append("a registered arm is missing")
+    if cycle["kpi"] != record.primary:
+        found.append(f"{cycle['kpi']} was registered, and {record.primary} is the primary KPI")
+    if record.factors != [cycle["factor"]]:
+        factors = ", ".join(record.factors) or "none"
+        found.append(f"{cycle['factor']} was registered, and the arms are of {factors}")
+    return found
+
+
+def _problems(record: Comparison) -> Iterator[str]:
+    """Yield what denies a comparison: files that are others, figures that come out otherwise."""
+    found = [problem for run in record.runs for problem in _of_run(run)]
+    yield from found
+    if not found:  # else what is computed of them says nothing
+        yield from _computed_again(record)
+
+
+def _of_run(run: RunRecord) -> Iterator[str]:
+    """Hash again what was read of a run, and hold it against the run's own manifest."""
+    place = RunDir(Path(run["path"]))
+    scorer = place if run["scored_by"] is None else RunDir(Path(run["scored_by"]))
+    expected = {
+        place.manifest: run["manifest_sha256"],
+        scorer.manifest: run["scorer_sha256"] or run["manifest_sha256"],
+        scorer.scorecard: run["scorecard_sha256"],
+        scorer.events: run["events_sha256"],
+    }
+    changed = [file for file, sha in expected.items() if sha is not None and _hash(file) != sha]
+    yield from (f"{file} is not what was compared" for file in changed)
+    if place.manifest in changed or scorer.manifest in changed:
+        return
+    manifest, outputs = Manifest.read(place.manifest), Manifest.read(scorer.manifest).outputs
+    for file in (scorer.scorecard, scorer.events):
+        recorded = outputs.get(file.name)
+        if file.is_file() and recorded != _hash(file):
+            yield f"{file} is not what its run wrote"
+    if manifest.outputs.get(place.config.name) != _hash(place.config):
+        yield f"{place.config} is not what its run wrote"
+    contract = manifest.contract or {}
+    if contract.get("digest") != recorded_digest(contract) or contract["digest"] != run["contract"]:
+        yield f"{place.manifest}: the contract is not that of its digest"
+
+
+def _computed_again(record: Comparison) -> Iterator[str]:
+    """Compare the same runs again, and name the fields that come out otherwise."""
+    settings = {k: v for k, v in record.settings.items() if k != "factors"}
+    settings["test"] = CompareTest(settings["test"])
+    places = [run["scored_by"] or run["path"] for run in record.runs]
+    try:
+        read = read_study(list(dict.fromkeys(places)))
+        declared = list(record.settings["factors"])
+        again = conducted(places, read.runs, declared, CompareConfig(**settings))
+    except (MensError, KeyError, TypeError, ValueError) as error:
+        yield f"the comparison cannot be made again: {error}"
+        return
+    was, now = dataclasses.asdict(record), dataclasses.asdict(again)
+    others = [name for name in _SAME if not _alike(was[name], now[name])]
+    yield from (f"{name} come out otherwise from the same runs" for name in others)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Tell whether two values are the same; numbers may round otherwise on another machine."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_alike(one[name], other[name]) for name in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
+    return bool(one == other)
+
+
+def _hash(path: Path) -> str:
+    return sha256_file(path) if path.is_file() else _ABSENT

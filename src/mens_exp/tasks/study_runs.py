@@ -1,0 +1,222 @@
+"""The runs that task=compare reads: found by run, sweep, scorecard, glob or list, and read."""
+
+from __future__ import annotations
+
+import glob
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.record import read_bytes, read_lines
+from mens_exp.artifacts.run_dir import RunDir, resolve, runs
+from mens_exp.artifacts.scorecard import Scorecard
+from mens_exp.artifacts.telemetry import read_events
+from mens_exp.errors import DataError, RequestError
+from mens_exp.evals.arms import Trial
+from mens_exp.evals.observations import observations
+from mens_exp.evals.study import Scored
+from mens_exp.tasks.inputs import hashes_in
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from mens_exp.artifacts.comparison import RunRecord
+
+__all__ = ["Read", "named_paths", "read_study"]
+
+_SWEEP = "multirun.yaml"  # Hydra leaves it in a sweep's directory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Read:
+    """What was found at the paths: the runs that count, and why others do not."""
+
+    runs: list[Scored]
+    left_out: dict[str, str]
+
+
+def named_paths(text: str) -> list[str]:
+    """Return the places that ``path`` names: commas apart, each expanded.
+
+    Args:
+        text: runs, directories of runs, scorecard files, globs, or ``latest``: the sweep of the
+            run that was trained last, or that run alone.
+
+    Raises:
+        RequestError: nothing is at one of them.
+    """
+    found: list[str] = []
+    for part in (one.strip() for one in text.split(",")):
+        if part == "latest":
+            run = resolve("latest", task="train").path
+            found.append(str(run.parent if (run.parent / _SWEEP).is_file() else run))
+        elif glob.has_magic(part):
+            pattern = str(Path(part).expanduser())
+            matches = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207  # from any root
+            matches = [one for one in matches if Path(one).is_dir() or _is_record(Path(one))]
+            found += matches or [_nothing(part)]
+        elif part:
+            path = Path(part).expanduser()
+            found.append(str(path) if path.exists() else _nothing(part))
+    if not found:
+        _nothing(text)
+    return [str(Path(one).absolute()) for one in dict.fromkeys(found)]
+
+
+def read_study(paths: Sequence[str]) -> Read:
+    """Read every run at the given places, each once.
+
+    An evaluation stands for the scorecard of the run that it scored, in the place of that run's
+    own; runs that have not ended well, and those that train nothing, are left out by name.
+
+    Raises:
+        DataError: a record is damaged.
+        RequestError: a place holds no run, or an evaluation's run is not at hand.
+    """
+    found: dict[Path, RunDir | None] = {}
+    left_out: dict[str, str] = {}
+    for run in (one for path in paths for one in _runs_at(Path(path))):
+        manifest = Manifest.read(run.manifest)
+        where = run.path.resolve()
+        if manifest.status is not Status.SUCCEEDED:
+            left_out[str(where)] = f"it {_ended(manifest)}"
+        elif manifest.task == "evaluate":
+            subject = Path(str(manifest.inputs.get("subject"))).resolve()
+            if found.get(subject) is not None and found[subject] != run:
+                left_out[str(where)] = "another evaluation of the same run is counted"
+            else:
+                found[subject] = run
+        elif manifest.task == "train":
+            found.setdefault(where, None)
+        else:
+            left_out[str(where)] = f"task={manifest.task} trains nothing"
+    return Read(
+        runs=[_read(RunDir(path), scorer) for path, scorer in found.items()], left_out=left_out
+    )
+
+
+def _runs_at(path: Path) -> Iterable[RunDir]:
+    if path.is_file():
+        if not _is_record(path):
+            raise _unusable(path, "a file that is no scorecard")
+        path = path.parent
+        if not RunDir(path).manifest.is_file():
+            raise _unusable(path, "a scorecard without the manifest of its run")
+    found = sorted(runs(path), key=lambda run: _order(run.path))
+    if not found:
+        raise _unusable(path, "a directory without a run")
+    return found
+
+
+def _order(path: Path) -> tuple[str, int, str]:
+    """Order the jobs of a sweep by their number, not by its digits."""
+    number, _, rest = path.name.partition("_")
+    return str(path.parent), int(number) if number.isdigit() and len(number) < 8 else 0, rest  # noqa: PLR2004  # a date is no job's number
+
+
+def _is_record(path: Path) -> bool:
+    return path.is_file() and path.name in {RunDir(path.parent).scorecard.name, "manifest.json"}
+
+
+def _read(run: RunDir, scorer: RunDir | None) -> Scored:
+    if not run.manifest.is_file():
+        raise _unusable(run.path, "the run that was evaluated is not at hand")
+    manifest = Manifest.read(run.manifest)
+    measured = run if scorer is None else scorer
+    scorecard = Scorecard.read(measured.scorecard) if measured.scorecard.is_file() else None
+    lines: list[Any] = (
+        read_lines(measured.events, dict[str, Any]) if measured.events.is_file() else []
+    )
+    for number, line in enumerate(lines, start=1):
+        if "item_id" not in line:
+            where = f"{measured.events}:{number}"
+            raise DataError("missing key", where=where, expected="item_id")
+    trial = Trial(
+        manifest=manifest,
+        settings=_settings(run),
+        hashes=dict(hashes_in(manifest.inputs)),
+        suite_digest=None if scorecard is None else scorecard.suite_digest,
+    )
+    return Scored(
+        trial=trial,
+        record=_record(run, manifest, scorer, scorecard),
+        items=None if scorecard is None else scorecard.items,
+        observe=lambda arm, condition: observations(arm, manifest, condition, scorecard, lines),
+        curves=_curves(run),
+    )
+
+
+def _record(
+    run: RunDir, manifest: Manifest, scorer: RunDir | None, scorecard: Scorecard | None
+) -> RunRecord:
+    measured = run if scorer is None else scorer
+    has_events = measured.events.is_file()
+    scored = None if scorer is None else Manifest.read(scorer.manifest)
+    return {
+        "run_id": manifest.run_id,
+        "path": str(run.path),
+        "arm": "",
+        "seed": manifest.seed,
+        "started_utc": manifest.started_utc,
+        "contract": str((manifest.contract or {}).get("digest")),
+        "manifest_sha256": sha256_file(run.manifest),
+        "scored_by": None if scorer is None else str(scorer.path),
+        "scored_utc": None if scored is None else scored.started_utc,
+        "scorer_sha256": None if scorer is None else sha256_file(scorer.manifest),
+        "scorecard_sha256": None if scorecard is None else sha256_file(measured.scorecard),
+        "events_sha256": sha256_file(measured.events) if has_events else None,
+        "suite_digest": None if scorecard is None else scorecard.suite_digest,
+    }
+
+
+def _settings(run: RunDir) -> dict[str, Any]:
+    """Return a run's configuration by dotted path, as it is stored; an empty mapping is a value."""
+    try:
+        stored = yaml.safe_load(read_bytes(run.config))
+    except yaml.YAMLError as error:
+        raise DataError("not YAML", where=str(run.config), found=str(error)) from error
+    if not isinstance(stored, dict):
+        raise DataError("no mapping", where=str(run.config), found=type(stored).__name__)
+    return dict(_leaves(stored, ""))
+
+
+def _leaves(values: dict[Any, Any], prefix: str) -> Iterable[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _curves(run: RunDir) -> dict[str, list[tuple[int, float]]]:
+    found: dict[str, list[tuple[int, float]]] = {}
+    for event in read_events(run.telemetry) if run.telemetry.is_file() else []:
+        payload = event["payload"]
+        metric = {"step": "train/loss", "validation": "val/loss"}.get(event["event"])
+        is_tuned = payload.get("condition", "tuned") == "tuned"
+        if metric is not None and is_tuned and payload.get(metric) is not None:
+            found.setdefault(metric, []).append((int(payload["step"]), float(payload[metric])))
+    return found
+
+
+def _ended(manifest: Manifest) -> str:
+    return "has not ended" if manifest.status is Status.STARTED else f"ended {manifest.status}"
+
+
+def _nothing(text: str) -> str:
+    raise _unusable(text, "nothing is there")
+
+
+def _unusable(path: object, what: str) -> RequestError:
+    return RequestError(
+        what,
+        where="path",
+        found=str(path),
+        expected="a run, a directory of runs, a run's scorecard.json, a glob, or latest; several "
+        "with commas between",
+        remedy="name what holds manifest.json files",
+    )

@@ -1,0 +1,187 @@
+"""The guard of a contrast, on contracts of real configurations."""
+
+from __future__ import annotations
+
+import copy
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.evals.contrast import Guard, applied, guard, implied_by, without_seed
+from mens_exp.plan.contract import contract_of, recorded_digest
+from mens_exp.plan.semantics import learned_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mens_exp.config.root import RunConfig
+
+    Configs = Callable[..., RunConfig]
+
+INPUTS = {"base_weights_sha256": "b", "data.rows_sha256": "r", "data.train_sha256": "t"}
+MACHINE = {"commit": "c", "packages": {"torch": "2.6"}, "cpu": {"model": "x"}}
+
+
+def side(config: RunConfig, **inputs: str) -> dict[str, Any]:
+    return {
+        "contract": contract_of(config).record(),
+        "inputs": {**INPUTS, **inputs},
+        "provenance": MACHINE,
+    }
+
+
+def held(config: Configs, arm: list[str], reference: list[str], *factors: str) -> Guard:
+    return guard(side(config(*arm)), side(config(*reference)), factors)
+
+
+def backends(config: Configs, arm: list[str], reference: list[str]) -> Guard:
+    implied = implied_by(
+        lambda name: learned_settings(config(f"backend={name}")),
+        arm[0].removeprefix("backend="),
+        reference[0].removeprefix("backend="),
+    )
+    return guard(side(config(*arm)), side(config(*reference)), ["backend"], implied)
+
+
+@pytest.mark.parametrize(
+    ("factor", "one", "other"),
+    [
+        ("quant.double_quant", "true", "false"),
+        ("optim.lr", "1e-4", "3e-4"),
+        ("lora.targets", "[q_proj]", "[v_proj]"),
+        ("lora.r", "4", "32"),
+        ("trainer.max_steps", "5", "50"),
+    ],
+)
+def test_a_declared_factor_and_the_seed_may_differ(
+    tiny_config: Configs, factor: str, one: str, other: str
+) -> None:
+    """Nothing else does, so nothing confounds."""
+    found = held(tiny_config, [f"{factor}={one}", "seed=1"], [f"{factor}={other}"], factor)
+    assert found == Guard(confounded_by=(), environment=(), moved_inputs=())
+
+
+def test_an_undeclared_difference_is_named(tiny_config: Configs) -> None:
+    """The rank moved beside the declared factor."""
+    arm = ["quant.double_quant=false", "lora.r=8"]
+    found = held(tiny_config, arm, [], "quant.double_quant")
+    assert found.confounded_by == ("lora.r",)
+
+
+def test_a_group_is_a_factor_of_all_its_settings(tiny_config: Configs) -> None:
+    """`lora` declares rank and targets at once."""
+    arm = ["lora=attention", "lora.r=8"]
+    assert not held(tiny_config, arm, [], "lora").confounded_by
+    assert held(tiny_config, arm, [], "lora.targets").confounded_by == ("lora.r",)
+
+
+def test_a_factor_s_name_is_whole(tiny_config: Configs) -> None:
+    """`lora.r` is not `lora.rank_pattern`, nor is `lor` the group."""
+    assert held(tiny_config, ["lora.r=8"], [], "lor").confounded_by == ("lora.r",)
+
+
+def test_what_a_backend_implies_is_part_of_that_factor(tiny_config: Configs) -> None:
+    """Burn takes another quantizer, other targets and another tokenizer with it."""
+    found = backends(tiny_config, ["backend=burn"], ["backend=qlora"])
+    assert found.confounded_by == ()
+    turned = backends(tiny_config, ["backend=qlora"], ["backend=burn"])
+    assert turned.confounded_by == ()
+
+
+def test_what_a_backend_does_not_imply_still_confounds(tiny_config: Configs) -> None:
+    """The rate was changed by hand, and so were targets that burn would have set."""
+    arm = ["backend=burn", "optim.lr=1e-3"]
+    assert backends(tiny_config, arm, ["backend=qlora"]).confounded_by == ("optim.lr",)
+    arm = ["backend=burn", "lora.targets=[q_proj]"]
+    assert backends(tiny_config, arm, ["backend=qlora"]).confounded_by == ("lora.targets",)
+
+
+def test_without_the_backend_as_factor_its_implications_confound(tiny_config: Configs) -> None:
+    """Double quantization alone does not make burn of qlora."""
+    found = held(tiny_config, ["backend=burn"], [], "quant.double_quant")
+    assert {"backend.name", "quant.quant_type", "tokenizer.name"} <= set(found.confounded_by)
+
+
+def test_other_rows_confound_whatever_the_contract_says(tiny_config: Configs) -> None:
+    """The same settings, another content."""
+    config = tiny_config()
+    arm = side(config, **{"data.rows_sha256": "others"})
+    found = guard(arm, side(config), ["optim.lr"])
+    assert found.confounded_by == ("another content of data.rows_sha256",)
+
+
+def test_a_length_moves_documents_but_never_rows(tiny_config: Configs) -> None:
+    """Documents are cut at another length by the factor itself; other rows are no part of it."""
+    arm = side(tiny_config("data.seq_len=64"), **{"data.train_sha256": "cut"})
+    reference = side(tiny_config("data.seq_len=32"))
+    found = guard(arm, reference, ["data.seq_len"])
+    assert (found.confounded_by, found.moved_inputs) == ((), ("data.train_sha256",))
+    arm["inputs"]["data.rows_sha256"] = "others"
+    assert guard(arm, reference, ["data.seq_len"]).confounded_by
+
+
+def test_another_machine_is_labelled_and_refuses_nothing(tiny_config: Configs) -> None:
+    """Versions and processor, by name."""
+    arm = side(tiny_config())
+    arm["provenance"] = {"commit": "d", "packages": {"torch": "2.7"}, "cpu": {"model": "y"}}
+    found = guard(arm, side(tiny_config()), ["optim.lr"])
+    assert found.confounded_by == ()
+    assert found.environment == ("commit", "torch 2.7 beside 2.6", "cpu")
+
+
+def test_an_edited_part_confounds_though_no_setting_differs(tiny_config: Configs) -> None:
+    """The digest covers the parts too."""
+    arm = side(tiny_config())
+    arm["contract"]["adapter"]["method"] = "another"
+    found = guard(arm, side(tiny_config()), ["optim.lr"])
+    assert found.confounded_by == ("a part of the contract that no setting tells",)
+
+
+def other(value: Any) -> Any:
+    """Return another value of the same type."""
+    if isinstance(value, Enum):
+        return next(one for one in type(value) if one is not value)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    if isinstance(value, list):
+        return [*value, "another"]
+    if isinstance(value, dict):
+        return {**value, "q_proj": 3}
+    return f"{value}_another"
+
+
+LEAVES = (
+    "model.hidden_size model.init_seed data.seq_len data.micro_batch_size data.packing "
+    "data.val_frac data.source tokenizer.name tokenizer.chat_template quant.quant_type "
+    "quant.double_quant quant.compute_dtype lora.targets lora.r lora.alpha lora.dropout "
+    "lora.rank_pattern lora.variant objective.name backend.name optim.lr optim.betas "
+    "schedule.kind schedule.warmup_steps schedule.warmup_frac trainer.max_steps "
+    "trainer.max_epochs trainer.accumulate_grad_batches trainer.gradient_clip_val"
+)
+
+
+@pytest.mark.parametrize("path", LEAVES.split())
+def test_any_setting_put_into_the_other_s_record_gives_its_digest(
+    tiny_config: Configs, path: str
+) -> None:
+    """Every part of a contract that is made of a setting moves with it."""
+    reference, arm = tiny_config(), tiny_config()
+    *groups, name = path.split(".")
+    parent: Any = arm
+    for group in groups:
+        parent = getattr(parent, group)
+    setattr(parent, name, other(getattr(parent, name)))
+    theirs, mine = contract_of(reference).record(), contract_of(arm).record()
+    assert recorded_digest(mine) != recorded_digest(theirs)
+    assert recorded_digest(applied(mine, theirs, [path])) == recorded_digest(mine)
+
+
+def test_records_are_left_as_they_were(tiny_config: Configs) -> None:
+    """The guard works on copies."""
+    mine, theirs = (contract_of(tiny_config(f"lora.r={r}")).record() for r in (4, 8))
+    before = copy.deepcopy((mine, theirs))
+    applied(without_seed(mine), without_seed(theirs), ["lora.r"])
+    assert (mine, theirs) == before

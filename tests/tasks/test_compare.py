@@ -1,0 +1,265 @@
+"""task=compare, on small run directories written by the project's own writers."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.artifacts.comparison import Comparison, Verdict
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    Study = Callable[..., Path]
+    Compare = Callable[..., Comparison]
+
+WITHOUT = "quant.double_quant=false"
+
+
+def primary(record: Comparison) -> dict[str, Any]:
+    (contrast,) = record.contrasts
+    return dict(contrast["kpis"][record.primary])
+
+
+def test_arms_and_factor_are_found_in_the_manifests(study: Study, compare: Compare) -> None:
+    """A sweep's directory alone is enough; the first run's arm is the reference."""
+    record = compare(study())
+    assert record.factors == ["quant.double_quant"]
+    assert not record.declared
+    assert record.reference == "quant.double_quant=true"
+    assert [(arm["name"], arm["seeds"]) for arm in record.arms] == [
+        ("quant.double_quant=true", [1, 2, 3, 4, 5, 6]),
+        (WITHOUT, [1, 2, 3, 4, 5, 6]),
+    ]
+    assert record.primary == "parse_rate"
+    assert record.contrasts[0]["confounded_by"] == []
+
+
+def test_difference_is_paired_by_seed_and_by_item(study: Study, compare: Compare) -> None:
+    """By hand: seeds pass s % 3 items of four, the other arm one more each."""
+    found = primary(compare(study(passes=lambda arm, seed: seed % 3 + arm)))
+    assert found["differences"] == [0.25] * 6
+    assert found["items"] == 4
+    assert (found["estimate"], found["arm_mean"], found["reference_mean"]) == (0.25, 0.5, 0.25)
+    assert found["p"] == pytest.approx(2 / 64)
+    assert found["verdict"] == Verdict.BETTER
+
+
+def test_a_worse_arm_is_called_worse(study: Study, compare: Compare) -> None:
+    """The same the other way round."""
+    found = primary(compare(study(passes=lambda arm, seed: seed % 3 + 1 - arm)))
+    assert found["verdict"] == Verdict.WORSE
+
+
+def test_equal_arms_show_no_difference(study: Study, compare: Compare) -> None:
+    """A difference of zero in every seed."""
+    found = primary(compare(study(passes=lambda _arm, seed: seed % 3)))
+    assert found["verdict"] == Verdict.NO_DIFFERENCE
+    assert found["estimate"] == 0
+
+
+def test_five_seeds_get_no_verdict_by_signs(study: Study, compare: Compare) -> None:
+    """Their smallest p-value is 0.0625; six are needed, and the record says so."""
+    path = study(seeds=range(1, 6), passes=lambda arm, seed: seed % 3 + arm)
+    found = primary(compare(path, "compare.test=sign_flip"))
+    assert found["verdict"] == Verdict.NOT_REACHABLE
+    assert found["seeds_needed"] == 6
+    assert "0.0625" in found["why"]
+
+
+def test_one_seed_gets_no_verdict(study: Study, compare: Compare) -> None:
+    """There is a difference and no interval."""
+    found = primary(compare(study(seeds=[3], passes=lambda arm, _seed: 2 * arm)))
+    assert (found["verdict"], found["estimate"]) == (Verdict.NOT_REACHABLE, 0.5)
+    assert (found["low"], found["seeds_needed"]) == (None, 2)
+
+
+def test_only_shared_seeds_are_paired(study: Study, compare: Compare, tmp_path: Path) -> None:
+    """An arm with further seeds is paired on those that both have."""
+    one = study("one", seeds=[1, 2, 3], arms=[[]])
+    other = study("other", seeds=[2, 3, 4], arms=[[WITHOUT]])
+    record = compare(f"'{one},{other}'", "factors=[quant.double_quant]")
+    assert primary(record)["seeds"] == [2, 3]
+    assert [arm["seeds"] for arm in record.arms] == [[1, 2, 3], [2, 3, 4]]
+    listed = compare(f"[{one},{other}]", "factors=[quant.double_quant]")
+    assert listed.contrasts == record.contrasts
+    globbed = compare(tmp_path / "study" / "o*", "factors=[quant.double_quant]")
+    assert globbed.contrasts == record.contrasts
+
+
+def test_an_undeclared_difference_confounds(study: Study, compare: Compare) -> None:
+    """Declared is double quantization; the rank moved too."""
+    path = study(arms=[[], [WITHOUT, "lora.r=8"]])
+    record = compare(path, "factors=[quant.double_quant]")
+    assert record.declared
+    assert record.contrasts[0]["confounded_by"] == ["lora.r"]
+
+
+def test_a_learning_rate_sweep_is_never_blocked(study: Study, compare: Compare) -> None:
+    """Three rates, each an arm, none confounded."""
+    rates = [["optim.lr=1e-4"], ["optim.lr=2e-4"], ["optim.lr=3e-4"]]
+    record = compare(study(arms=rates, seeds=[1, 2]))
+    assert [arm["name"] for arm in record.arms] == [
+        "optim.lr=0.0001",
+        "optim.lr=0.0002",
+        "optim.lr=0.0003",
+    ]
+    assert [one["confounded_by"] for one in record.contrasts] == [[], []]
+
+
+def test_a_backend_and_all_that_it_implies_is_one_factor(study: Study, compare: Compare) -> None:
+    """QLoRA against unquantized LoRA, by the one word on the command line."""
+    record = compare(study(arms=[["backend=qlora"], ["backend=lora"]], seeds=[1, 2]))
+    assert record.factors == ["backend"]
+    assert [arm["backend"] for arm in record.arms] == ["qlora", "lora"]
+    assert record.contrasts[0]["confounded_by"] == []
+
+
+def test_another_suite_confounds(study: Study, compare: Compare) -> None:
+    """Items of two suites are not the same questions."""
+    one = study("one", arms=[[]])
+    other = study("other", arms=[[WITHOUT]], suite="cd" * 32)
+    record = compare(f"'{one},{other}'", "factors=[quant.double_quant]")
+    assert "another suite" in record.contrasts[0]["confounded_by"][0]
+
+
+def test_another_content_of_rows_confounds(study: Study, compare: Compare) -> None:
+    """The contract is the same; what was read is not."""
+    one = study("one", arms=[[]])
+    other = study("other", arms=[[WITHOUT]], rows="f" * 64)
+    record = compare(f"'{one},{other}'", "factors=[quant.double_quant]")
+    assert record.contrasts[0]["confounded_by"] == ["another content of data.rows_sha256"]
+
+
+def test_another_machine_is_labelled(study: Study, compare: Compare) -> None:
+    """It confounds nothing."""
+    one = study("one", arms=[[]])
+    other = study("other", arms=[[WITHOUT]], torch="9.9")
+    (contrast,) = compare(f"'{one},{other}'", "factors=[quant.double_quant]").contrasts
+    assert contrast["environment"] == ["torch 9.9 beside 2.6"]
+    assert contrast["confounded_by"] == []
+
+
+def test_reruns_tell_their_own_noise(study: Study, compare: Compare) -> None:
+    """The same configuration and seed twice: val_loss 1 and 3 differ by sd sqrt(2), by hand."""
+    first = study("first", seeds=[1, 2], loss=lambda _arm, _seed: 1.0)
+    again = study("again", seeds=[1, 2], loss=lambda _arm, _seed: 3.0)
+    record = compare(f"'{first},{again}'", "factors=[quant.double_quant]")
+    assert record.noise["val_loss"]["rerun"] == pytest.approx(2**0.5)
+    assert record.noise["val_loss"]["seed"] == 0
+    assert record.noise["parse_rate"]["rerun"] == 0
+    assert [arm["runs"] for arm in record.arms] == [4, 4]
+
+
+def test_without_reruns_their_noise_is_unknown(study: Study, compare: Compare) -> None:
+    """Null, with the reason."""
+    record = compare(study())
+    assert record.noise["val_loss"]["rerun"] is None
+    assert record.unknown["noise.rerun"] == "no configuration was run twice with one seed"
+
+
+def test_one_arm_is_held_against_its_own_base(study: Study, compare: Compare) -> None:
+    """Base and tuned, paired within each run."""
+    record = compare(study(arms=[[]], passes=lambda _arm, seed: seed % 3 + 1))
+    assert (record.reference, record.contrasts[0]["arm"]) == ("base", "tuned")
+    assert primary(record)["estimate"] == pytest.approx(0.5)  # the base passes none
+
+
+def test_an_evaluation_stands_for_its_run_s_scorecard(
+    study: Study, compare: Compare, tmp_path: Path
+) -> None:
+    """Scored again with other outcomes: they count, and the run is not counted twice."""
+    path = study(passes=lambda _arm, _seed: 0)
+    scored = study("scored", passes=lambda arm, seed: seed % 3 + arm, of=path)
+    record = compare(f"'{path},{scored}'")
+    assert len(record.runs) == 12
+    assert primary(record)["estimate"] == 0.25
+    assert all(run["scored_by"] for run in record.runs)
+    assert str(tmp_path) in str(record.runs[0]["scored_by"])
+
+
+def test_runs_that_did_not_end_well_are_left_out_by_name(study: Study, compare: Compare) -> None:
+    """A failed run is no observation, and does not vanish either."""
+    path = study(seeds=[1, 2, 3])
+    run = next(iter(sorted(path.iterdir())))
+    manifest = Manifest.read(RunDir(run).manifest)
+    manifest.status = Status.FAILED
+    manifest.write(RunDir(run).manifest)
+    record = compare(path)
+    assert record.left_out == {str(run): "it ended failed"}
+    assert len(record.runs) == 5
+
+
+def test_a_scorecard_file_names_its_run(study: Study, compare: Compare) -> None:
+    """The file stands for the run that it lies in."""
+    path = study(seeds=[1])
+    files = [str(RunDir(run).scorecard) for run in sorted(path.iterdir())]
+    assert len(compare(f"'{','.join(files)}'").runs) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (["factors=[lora.rank]"], "lora.rank"),
+        (["factors=[seed]"], "paired by"),
+        (["compare.primary=parse_rat"], "the nearest is parse_rate"),
+        (["compare.reference=nobody"], "names no arm"),
+        (["compare.alpha=0"], "out of range"),
+        (["logger=csv"], "wandb or none"),
+        (["lora.r=8"], "has no effect with task=compare"),
+    ],
+)
+def test_what_cannot_be_compared_so_is_refused(
+    study: Study, typed: Callable[..., str], settings: list[str], reason: str
+) -> None:
+    """With exit code 2, and in words."""
+    usual = [] if any("logger" in text for text in settings) else ["logger=none"]
+    said = typed("task=compare", f"path={study()}", *usual, *settings, code=2)
+    assert reason in " ".join(said.split())
+
+
+def test_a_path_without_runs_is_refused(typed: Callable[..., str], tmp_path: Path) -> None:
+    """An empty directory, a name of nothing, and a scorecard by itself."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "scorecard.json").write_text("{}", encoding="utf-8")
+    for path, reason in (
+        ("empty", "a directory without a run"),
+        ("absent", "nothing is there"),
+        ("none*", "nothing is there"),
+        ("scorecard.json", "without the manifest"),
+    ):
+        said = typed("task=compare", f"path={tmp_path / path}", "logger=none", code=2)
+        assert reason in said
+
+
+def test_page_and_table_are_written_where_asked(
+    study: Study, compare: Compare, tmp_path: Path
+) -> None:
+    """Beside the record: self-contained HTML with its drawings, and Markdown."""
+    out = tmp_path / "verdict"
+    record = compare(study(passes=lambda arm, seed: seed % 3 + arm), f"out={out}")
+    assert Comparison.read(out / "compare.json") == record
+    html = (out / "compare.html").read_text("utf-8")
+    assert html.count("<svg") >= 5
+    assert "<script" not in html
+    assert "https:" not in html
+    table = (out / "compare.md").read_text("utf-8")
+    assert f"| {WITHOUT} | +0.25 |" in table
+
+
+@pytest.mark.slow
+def test_w_and_b_shows_the_same(study: Study, compare: Compare, tmp_path: Path) -> None:
+    """An offline run with the verdicts as a table and a summary."""
+    compare(study(seeds=[1, 2]), "logger=wandb")
+    (run,) = (tmp_path / "here").glob("*/wandb/offline-run-*")
+    table = next((run / "files" / "media" / "table").glob("verdicts_*.json"))
+    found = json.loads(table.read_text("utf-8"))
+    assert found["columns"][0] == "arm"
+    assert found["data"][0][0] == WITHOUT
+    names = {path.name.split("_")[0] for path in table.parent.iterdir()}
+    assert names == {"verdicts", "kpis", "arms", "noise"}

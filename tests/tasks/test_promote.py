@@ -1,0 +1,409 @@
+"""task=promote: policies over comparisons of small studies, on a ledger of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.artifacts.atomic import write_json
+from mens_exp.artifacts.decision_ledger import Answer, DecisionEntry, read_ledger
+from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    Typed = Callable[..., str]
+
+SUITE = "ab" * 32
+ARMS = (("backend=qlora",), ("backend=burn",))
+AFTER = "2126-01-01T00:00:00.000Z"
+
+
+def good(arm: int, seed: int, item: int) -> dict[str, Any]:
+    """Return what burn passes and qlora fails on a third of the items."""
+    passed = arm == 1 or (seed + item) % 3 > 0
+    return {
+        "compile_pass_1": True,
+        "compile_pass_n": True,
+        "canonical_pass": True,
+        "strictness": True,
+        "task_success": passed,
+        "semantic_task_success": passed,
+        "anti_stub_pass": True,
+        "richness": 0.5,
+        "trivial_placeholder_output": False,
+        "placeholder_marker_hits": 0,
+        "repair_depth": 1,
+        "repair_stalled": False,
+        "attempts": 1,
+    }
+
+
+def regressed(arm: int, seed: int, item: int) -> dict[str, Any]:
+    """Return the same with the arms' success turned round."""
+    return {**good(arm, seed, item), "task_success": good(1 - arm, seed, item)["task_success"]}
+
+
+@pytest.fixture
+def lab(
+    typed: Typed, study: Callable[..., Path], compare: Callable[..., Any], tmp_path: Path
+) -> Lab:
+    return Lab(typed, study, compare, tmp_path)
+
+
+class Lab:
+    """Opens cycles, runs and compares them, and asks for decisions."""
+
+    def __init__(self, typed: Typed, study: Any, compare: Any, root: Path) -> None:
+        """Keep everything under one directory."""
+        self.typed, self.study, self.compare, self.root = typed, study, compare, root
+        self.ledger = root / "decisions.jsonl"
+
+    def open(self, name: str, seeds: list[int], *further: str, code: int = 0) -> str:
+        told = [f"promote.suite_digest={SUITE}", f"promote.seeds={seeds}".replace(" ", "")]
+        told += ["promote.arms=[qlora,burn]", "promote.factor=backend", *further]
+        return self.typed("task=promote", f"open={name}", f"ledger={self.ledger}", *told, code=code)
+
+    def cycle(self, name: str, seeds: list[int], **how: Any) -> Path:
+        told = {"kpis": good, "passes": lambda *_: 4, "suite": SUITE, "started": AFTER, **how}
+        path = self.study(name, arms=ARMS, seeds=seeds, **told)
+        out = self.root / "verdicts" / name
+        self.compare(path, f"out={out}")
+        return out
+
+    def two(self, **how: Any) -> list[Path]:
+        made = []
+        for name, seeds in (("one", [1, 2, 3, 4]), ("two", [5, 6, 7, 8])):
+            self.open(name, seeds)
+            made.append(self.cycle(name, seeds, **how))
+        return made
+
+    def ask(self, *overrides: str, paths: list[Path], code: int = 4) -> DecisionEntry:
+        path = ",".join(map(str, paths))
+        ledger = f"ledger={self.ledger}"
+        self.typed("task=promote", f"path='{path}'", ledger, *overrides, code=code)
+        made = read_ledger(self.ledger)[-1]["decision"]
+        assert made is not None
+        return made
+
+    def burn(self, paths: list[Path], *overrides: str, code: int = 4) -> DecisionEntry:
+        parity = self.certificate()
+        usual = ["policy=burn_production", f"promote.parity={parity}"]
+        return self.ask(*usual, *overrides, paths=paths, code=code)
+
+    def certificate(self) -> Path:
+        """Write a passed certificate of the adapter of a burn run."""
+        path = self.root / "parity.json"
+        fields = {
+            "format": "mens_exp_parity",
+            "version": 1,
+            "evidence": "weights",
+            "reference": "r",
+            "reference_nll": None,
+            "probe": None,
+            "judged": None,
+            "comparisons": {},
+            "tensors": {},
+            "budget": {"weight_error": None},
+            "passed": True,
+            "accepted": False,
+            "sources": {"adapter_sha256": "ad" * 32},
+            "files": {},
+        }
+        write_json(path, fields)
+        return path
+
+
+def unmet(made: DecisionEntry) -> set[str]:
+    return {rule["rule"] for rule in made["rules"] if rule["outcome"] != "passed"}
+
+
+def test_two_clean_cycles_promote(lab: Lab) -> None:
+    """Superior, nowhere worse, over every floor, certified: exit code 0."""
+    made = lab.burn(lab.two(), code=0)
+    assert made["decision"] == Answer.PROMOTE
+    assert unmet(made) == set()
+    rule = next(rule for rule in made["rules"] if rule["rule"] == "superiority")
+    assert (rule["kpi"], rule["threshold"]) == ("task_success", 0)
+    assert rule["observed"] > 0
+    assert [one["cycle"] for one in made["evidence"]] == ["one", "two"]
+
+
+def test_a_missing_cycle_is_insufficient(lab: Lab) -> None:
+    """One cycle, however good, is one too few; given twice it is still one."""
+    lab.open("one", [1, 2, 3, 4])
+    path = lab.cycle("one", [1, 2, 3, 4])
+    copy = shutil.copytree(path, lab.root / "copy")
+    for paths in ([path], [path, copy]):
+        made = lab.burn(paths)
+        assert made["decision"] == Answer.INSUFFICIENT
+        assert unmet(made) == {"cycles"}
+
+
+def test_a_planted_regression_is_rejected(lab: Lab) -> None:
+    """The challenger succeeds less in every seed of both cycles."""
+    made = lab.burn(lab.two(kpis=regressed))
+    assert made["decision"] == Answer.REJECT
+    assert {"superiority", "non-inferiority"} <= unmet(made)
+
+
+def test_a_regression_in_repair_alone_is_rejected(lab: Lab) -> None:
+    """More successes do not buy twice the attempts."""
+
+    def slower(arm: int, seed: int, item: int) -> dict[str, Any]:
+        return {**good(arm, seed, item), "attempts": 1 + arm + (seed + item) % 2 / 10}
+
+    made = lab.burn(lab.two(kpis=slower))
+    assert made["decision"] == Answer.REJECT
+    assert unmet(made) == {"non-inferiority"}
+    worse = {rule["kpi"] for rule in made["rules"] if rule["outcome"] == "failed"}
+    assert worse == {"attempts"}
+
+
+def test_no_shown_superiority_holds(lab: Lab) -> None:
+    """Equal arms: nothing is worse, and nothing is better."""
+
+    def equal(_arm: int, seed: int, item: int) -> dict[str, Any]:
+        return good(1, seed, item)
+
+    made = lab.burn(lab.two(kpis=equal))
+    assert (made["decision"], unmet(made)) == (Answer.HOLD, {"superiority"})
+
+
+def test_another_suite_digest_does_not_count(lab: Lab) -> None:
+    """The second cycle was scored by another suite than it froze."""
+    first = lab.two()[0]
+    lab.open("three", [11, 12, 13, 14])
+    other = lab.cycle("three", [11, 12, 13, 14], suite="cd" * 32)
+    made = lab.burn([first, other])
+    assert made["decision"] == Answer.INSUFFICIENT
+    assert {"cycles", "registered"} <= unmet(made)
+    note = next(r["note"] for r in made["rules"] if r["rule"] == "registered" and r["note"])
+    assert "another suite digest" in note
+    assert note.startswith("exploratory")
+
+
+def test_runs_before_the_cycle_was_opened_are_exploratory(lab: Lab) -> None:
+    """What was known already is no hypothesis."""
+    made = lab.burn(lab.two(started="2020-01-01T00:00:00.000Z"))
+    assert made["decision"] == Answer.INSUFFICIENT
+    notes = " ".join(rule["note"] for rule in made["rules"] if rule["rule"] == "registered")
+    assert "runs began before it was opened" in notes
+
+
+def test_leaving_out_a_registered_seed_is_exploratory(lab: Lab) -> None:
+    """Seeds are not chosen after they are seen."""
+    lab.open("one", [1, 2, 3, 4])
+    made = lab.burn([lab.cycle("one", [1, 2, 3])])
+    notes = " ".join(rule["note"] for rule in made["rules"] if rule["rule"] == "registered")
+    assert "other seeds than were registered" in notes
+
+
+def test_a_swapped_scorecard_is_told(lab: Lab) -> None:
+    """One file of one run is another's: the comparison no longer holds."""
+    paths = lab.two()
+    runs = sorted((lab.root / "study" / "two").iterdir())
+    for name in ("scorecard", "events"):
+        shutil.copy(getattr(RunDir(runs[0]), name), getattr(RunDir(runs[1]), name))
+    made = lab.burn(paths)
+    assert made["decision"] == Answer.INSUFFICIENT
+    told = [rule for rule in made["rules"] if rule["rule"] == "evidence"]
+    assert [rule["outcome"] for rule in told] == ["passed", "failed"]
+    assert "events.jsonl is not what was compared" in str(told[1]["observed"])
+
+
+def test_an_edited_comparison_is_told(lab: Lab) -> None:
+    """Figures that do not come out of the runs count for nothing."""
+    paths = lab.two()
+    file = paths[0] / "compare.json"
+    record = json.loads(file.read_text("utf-8"))
+    for arm in record["arms"]:
+        arm["kpis"]["task_success"] = 1.0
+    file.write_text(json.dumps(record), encoding="utf-8")
+    made = lab.burn(paths)
+    assert made["decision"] == Answer.INSUFFICIENT
+    (told, _) = [rule for rule in made["rules"] if rule["rule"] == "evidence"]
+    assert told["observed"] == "arms come out otherwise from the same runs"
+
+
+def test_a_missing_kpi_group_is_insufficient(lab: Lab) -> None:
+    """No repair KPI was measured."""
+
+    def without(arm: int, seed: int, item: int) -> dict[str, Any]:
+        lacking = {"repair_depth", "repair_stalled", "attempts"}
+        return {k: v for k, v in good(arm, seed, item).items() if k not in lacking}
+
+    made = lab.burn(lab.two(kpis=without))
+    assert (made["decision"], unmet(made)) == (
+        Answer.INSUFFICIENT,
+        {"non-inferiority: repair"},
+    )
+
+
+def test_a_floor_is_absolute(lab: Lab) -> None:
+    """Better than the incumbent, and still not strict enough."""
+
+    def loose(arm: int, seed: int, item: int) -> dict[str, Any]:
+        return {**good(arm, seed, item), "strictness": item < 3}
+
+    made = lab.burn(lab.two(kpis=loose))
+    assert (made["decision"], unmet(made)) == (Answer.REJECT, {"floor"})
+
+
+def test_without_a_certificate_there_is_no_promotion(lab: Lab) -> None:
+    """Neither with none, nor with another adapter's."""
+    paths = lab.two()
+    made = lab.ask("policy=burn_production", paths=paths)
+    assert (made["decision"], unmet(made)) == (Answer.INSUFFICIENT, {"parity certificate"})
+    file = lab.certificate()
+    fields = json.loads(file.read_text("utf-8"))
+    write_json(file, {**fields, "sources": {"adapter_sha256": "00" * 32}})
+    made = lab.ask("policy=burn_production", f"promote.parity={file}", paths=paths)
+    assert unmet(made) == {"parity certificate"}
+
+
+def test_a_confounded_contrast_is_no_evidence(lab: Lab) -> None:
+    """The rank moved with the backend in the second cycle."""
+    lab.open("one", [1, 2, 3, 4])
+    first = lab.cycle("one", [1, 2, 3, 4])
+    lab.open("two", [5, 6, 7, 8])
+    told = {"kpis": good, "passes": lambda *_: 4, "suite": SUITE, "started": AFTER}
+    arms = [["backend=qlora"], ["backend=burn", "lora.alpha=64"]]
+    runs = lab.study("two", arms=arms, seeds=[5, 6, 7, 8], **told)
+    second = lab.root / "verdicts" / "two"
+    lab.compare(runs, "factors=[backend]", f"out={second}")
+    made = lab.burn([first, second])
+    assert made["decision"] == Answer.INSUFFICIENT
+    assert unmet(made) == {"contrast"}
+    assert any("confounded by lora.alpha" in rule["note"] for rule in made["rules"])
+
+
+def test_an_edited_ledger_is_refused(lab: Lab) -> None:
+    """One digit of a past decision, a dropped line: nothing is read from it or added to it."""
+    lab.burn(lab.two(), code=0)
+    lines = lab.ledger.read_text("utf-8").splitlines(keepends=True)
+    edited = [lines[0], lines[1].replace("[5,6,7,8]", "[5,6,7,9]"), lines[2]]
+    assert edited != lines
+    for tampered, reason in ((edited, "not the one that was written"), (lines[1:], "follow")):
+        lab.ledger.write_text("".join(tampered), encoding="utf-8")
+        before = lab.ledger.read_bytes()
+        for what in (["replay=true"], ["policy=eval_gate", f"path={lab.root}/verdicts/one"]):
+            said = lab.typed("task=promote", f"ledger={lab.ledger}", *what, code=2)
+            assert reason in said
+        assert lab.ledger.read_bytes() == before
+
+
+def test_replay_makes_every_decision_again(lab: Lab) -> None:
+    """As made; and refused with exit code 4 once the evidence is other."""
+    paths = lab.two()
+    lab.burn(paths, code=0)
+    lab.ask("policy=burn_rnd", paths=paths[:1], code=0)
+    replay = ["task=promote", "replay=true", f"ledger={lab.ledger}"]
+    assert "2 decisions of 4 entries" in lab.typed(*replay)
+    scorecard = RunDir(next((lab.root / "study" / "one").iterdir())).scorecard
+    scorecard.write_text(scorecard.read_text("utf-8") + " ", encoding="utf-8")
+    assert "a past decision comes out otherwise" in lab.typed(*replay, code=4)
+
+
+def test_seeds_of_an_earlier_cycle_open_no_other(lab: Lab) -> None:
+    """Nor does a name that is taken."""
+    lab.open("one", [1, 2])
+    assert "seeds of an earlier cycle" in lab.open("two", [2, 3], code=2)
+    assert "is registered already" in lab.open("one", [4, 5], code=2)
+    assert len(read_ledger(lab.ledger)) == 1
+
+
+def test_research_into_burn_is_recommended_when_it_is_ahead(lab: Lab) -> None:
+    """By the reference's own words, either way; and asked for where there is no burn arm."""
+    one = lab.cycle("one", [1, 2])
+    assert lab.ask("policy=burn_rnd", paths=[one], code=0)["recommendation"] == "expand_burn_rnd"
+    made = lab.ask("policy=burn_rnd", "policy.margin=0.9", paths=[one])
+    assert (made["decision"], made["recommendation"]) == (Answer.HOLD, "keep_burn_experimental")
+    made = lab.ask("policy=burn_rnd", "policy.challenger=full", paths=[one])
+    assert made["recommendation"] == "collect_burn_baseline"
+    assert made["decision"] == Answer.INSUFFICIENT
+
+
+def test_a_plateau_under_a_floor_recommends_research(lab: Lab) -> None:
+    """Two QLoRA arms within 0.05, one floor unmet; with all of them met, go on."""
+    told = {"kpis": good, "passes": lambda *_: 4, "suite": SUITE}
+    rates = [["optim.lr=1e-4"], ["optim.lr=2e-4"]]
+
+    def flat(_arm: int, seed: int, item: int) -> dict[str, Any]:
+        return good(0, seed, item)
+
+    def all_met(_arm: int, seed: int, item: int) -> dict[str, Any]:
+        return good(1, seed, item)
+
+    for name, kpis, words, code in (
+        ("under", flat, "invest_in_custom_model_rnd", 0),
+        ("over", all_met, "continue_qlora_first", 4),
+    ):
+        runs = lab.study(name, arms=rates, seeds=[1, 2], **{**told, "kpis": kpis})
+        out = lab.root / "verdicts" / name
+        lab.compare(runs, f"out={out}")
+        made = lab.ask("policy=qlora_plateau", paths=[out], code=code)
+        assert made["recommendation"] == words
+
+
+def test_a_missing_metric_fails_the_gate(lab: Lab) -> None:
+    """Coverage was never measured, and no default is taken for it."""
+    one = lab.cycle("one", [1, 2])
+    made = lab.ask("policy=eval_gate", paths=[one])
+    assert made["decision"] == Answer.REJECT
+    missing = {rule["kpi"] for rule in made["rules"] if rule["outcome"] == "unknown"}
+    assert missing == {"coverage", "pass_at_1", "pass_at_k"}
+
+
+def test_the_gate_passes_what_keeps_every_threshold(lab: Lab) -> None:
+    """With the three measured too."""
+
+    def measured(arm: int, seed: int, item: int) -> dict[str, Any]:
+        return {**good(arm, seed, item), "coverage": 1.0, "pass_at_1": True, "pass_at_k": True}
+
+    one = lab.cycle("one", [1, 2], kpis=measured)
+    made = lab.ask("policy=eval_gate", paths=[one], code=0)
+    assert made["decision"] == Answer.PROMOTE
+    made = lab.ask("policy=eval_gate", "policy.tokens_per_s=500", paths=[one])
+    assert {rule["kpi"] for rule in made["rules"] if rule["outcome"] == "failed"} == {
+        "tokens_per_s"
+    }
+
+
+def test_the_ledger_carries_the_digests_of_its_evidence(lab: Lab) -> None:
+    """Each entry those of its comparisons, its certificate and the entry before."""
+    paths = lab.two()
+    made = lab.burn(paths, code=0)
+    assert [one["sha256"] for one in made["evidence"]] == [
+        sha256_file(path / "compare.json") for path in paths
+    ]
+    assert made["parity"] is not None
+    assert made["parity"]["sha256"] == sha256_file(lab.root / "parity.json")
+    entries = read_ledger(lab.ledger)
+    assert [one["previous"] for one in entries] == [None, *(e["sha256"] for e in entries[:-1])]
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        (["policy=eval_gate", "path=."], "no ledger"),
+        (["ledger=l"], "nothing to do"),
+        (["ledger=l", "replay=true", "open=c"], "several things at once"),
+        (["ledger=l", "policy=eval_gate"], "no evidence"),
+        (["ledger=l", "policy=eval_gat", "path=."], "the nearest is eval_gate"),
+        (["ledger=l", "policy=eval_gate", "path=absent"], "no comparison is there"),
+        (["ledger=l", "open=c"], "freezes its seeds"),
+        (["ledger=l", "replay=true", "promote.seeds=[1]"], "has no effect without open"),
+        (["ledger=l", "replay=true", "promote.parity=p"], "has no effect without policy"),
+        (["ledger=l", "replay=true", "lora.r=8"], "has no effect with task=promote"),
+    ],
+)
+def test_what_cannot_be_decided_so_is_refused(typed: Typed, told: list[str], reason: str) -> None:
+    """With exit code 2, and in words."""
+    said = typed("task=promote", *told, code=2)
+    assert reason in " ".join(said.split())
