@@ -25,6 +25,7 @@ from mens_exp.config.parity import ParityConfig
 from mens_exp.config.quant import QuantConfig
 from mens_exp.config.schedule import ScheduleConfig
 from mens_exp.config.suite import SuiteConfig
+from mens_exp.config.sweep import SweepConfig
 from mens_exp.config.task import (
     AttributeConfig,
     ChatConfig,
@@ -137,3 +138,4 @@ class RunConfig:
     ollama: OllamaConfig = field(default_factory=OllamaConfig, metadata={"doc": "See its keys."})
     serve: ServeConfig = field(default_factory=ServeConfig, metadata={"doc": "See its keys."})
     inspect: InspectConfig = _section(InspectConfig)
+    sweep: SweepConfig = _section(SweepConfig)

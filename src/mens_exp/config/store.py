@@ -25,6 +25,7 @@ from mens_exp.config import (
     root,
     schedule,
     suite,
+    sweep,
     task,
     tokenizer,
     trainer,
@@ -117,6 +118,7 @@ def register() -> None:
     for group, schemas in SCHEMAS.items():
         for name, schema in schemas.items():
             store.store(group=f"schema/{group}", name=name, node=_open(schema))
+    store.store(group="hydra/launcher", name=sweep.LOCAL_LAUNCHER, node=sweep.LocalLauncher)
     store.store(group="schema", name=_LAST, node=root.RunConfig)
 
 
