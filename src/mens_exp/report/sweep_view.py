@@ -96,7 +96,10 @@ def _total(record: SweepRecord) -> str:
     memory = [job["estimate"].get("memory_bytes") or 0 for job in record.jobs]
     disk = sum(job["estimate"].get("disk_bytes") or 0 for job in record.jobs)
     known = [one for one in times if one is not None]
-    time = _time(sum(known) / record.n_jobs) if len(known) == len(times) else _UNKNOWN
+    # Jobs on the CPU share its cores: two at a time are no faster than one after the other.
+    on_cpu = any(job["estimate"].get("device") == "cpu" for job in record.jobs)
+    beside = 1 if on_cpu else min(record.n_jobs, max(1, len(record.gpus)))
+    time = _time(sum(known) / beside) if len(known) == len(times) else _UNKNOWN
     peak = sum(sorted(memory, reverse=True)[: record.n_jobs])
     at_a_time = f"{record.n_jobs} at a time, {record.threads} threads each"
     if record.gpus:

@@ -5,6 +5,7 @@ It runs what was frozen when the sweep was launched, or goes on with what an ear
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +40,8 @@ def main(arguments: Sequence[str]) -> int:
         The exit code, as that of a single run.
     """
     run = RunDir(Path(arguments[0]))
+    # A launcher in a shell's background has Ctrl-C ignored, and its children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with held(run.job_lock):
             return _work(run, accept=ACCEPT_CHANGES in arguments)
