@@ -33,6 +33,7 @@ LAYERS = (
     ("export", "report"),
     ("training",),
     ("tasks",),
+    ("sweeps",),
     ("cli",),
     ("__main__",),
 )

@@ -11,7 +11,6 @@ import shutil
 import sys
 import tempfile
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from mens_exp.errors import MensError
 
 __all__ = ["entry_point", "main"]
-
-_CANCELLED = 130  # 128 + SIGINT, what a shell reports for Ctrl-C
 
 
 def entry_point() -> None:
@@ -79,19 +76,20 @@ def main(arguments: Sequence[str]) -> int:
     """
     from mens_exp.config.compose import begin_command
     from mens_exp.errors import MensError, Problems
+    from mens_exp.tasks.one_run import CANCELLED, complain
 
     begin_command()
     try:
         return _dispatch(list(arguments))
     except Problems as several:
-        _complain(several.problems)
+        complain(several.problems)
         return max(problem.exit_code for problem in several.problems)
     except MensError as error:
-        _complain([error])
+        complain([error])
         return error.exit_code
     except KeyboardInterrupt:
         print("Cancelled.", file=sys.stderr)  # noqa: T201  # outside of any run
-        return _CANCELLED
+        return CANCELLED
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -112,10 +110,36 @@ def _dispatch(arguments: list[str]) -> int:
     if parsed.cfg:
         _checked_cells(parsed.overrides, multirun=parsed.multirun, with_files=False)
         return _hydra(arguments, [])
-    resume = [text for text in parsed.overrides if text.lstrip("+").startswith("resume=")]
-    if resume and resume[-1] != "resume=null":
+    if _given(parsed.overrides, "resume"):
         return _resume(parsed.overrides, multirun=parsed.multirun)
+    in_hydra = parsed.run or parsed.resolve or _in_process(parsed.overrides)
+    if _given(parsed.overrides, "sweep.resume") or (parsed.multirun and not in_hydra):
+        return _sweep(parsed.overrides)
     return _hydra(arguments, _checked_cells(parsed.overrides, multirun=parsed.multirun))
+
+
+def _sweep(overrides: Sequence[str]) -> int:
+    """Launch a sweep, or go on with one."""
+    if _given(overrides, "sweep.resume"):
+        from mens_exp.sweeps.resuming import resume_sweep
+
+        return resume_sweep(overrides)
+    from mens_exp.sweeps.launching import launch
+
+    return launch(overrides)
+
+
+def _given(overrides: Sequence[str], key: str) -> bool:
+    """Tell whether a key has a value, that of its last override."""
+    values = [text.lstrip("+") for text in overrides if text.lstrip("+").startswith(f"{key}=")]
+    return bool(values) and values[-1] != f"{key}=null"
+
+
+def _in_process(overrides: Sequence[str]) -> bool:
+    """Tell whether Hydra's own launcher is to run the cells, all in this process."""
+    from mens_exp.config.sweep_overrides import IN_PROCESS, launcher_of
+
+    return launcher_of(overrides, multirun=True) == IN_PROCESS
 
 
 def _refuse_flags(parsed: Any, unknown: list[str]) -> None:
@@ -177,15 +201,16 @@ def _hydra(arguments: list[str], cells: list[Cell]) -> int:
 
     from mens_exp.config.compose import CONFIG_NAME, VERSION_BASE, config_directory, prepare_hydra
     from mens_exp.errors import ConfigError
+    from mens_exp.tasks.one_run import CANCELLED, run_task
 
     codes: list[int] = []
 
     def one(_config: Any) -> int:
         settings = HydraConfig.get()
         number = settings.job.num if len(cells) > 1 else 0
-        code = _run_task(Path(settings.runtime.output_dir), cells[number])
+        code = run_task(Path(settings.runtime.output_dir), cells[number])
         codes.append(code)
-        if code == _CANCELLED:
+        if code == CANCELLED:
             raise SystemExit(code)
         return code
 
@@ -221,24 +246,9 @@ def _frozen(groups: Path, *, is_sweep: bool) -> Iterator[Path]:
             yield shutil.copytree(groups, Path(copy) / groups.name)
 
 
-def _run_task(directory: Path, cell: Cell) -> int:
-    """Run one task in its directory and say how it ended."""
-    from mens_exp.tasks.run import open_run
-
-    def work() -> None:
-        with open_run(directory, cell) as run:
-            _task(cell)(cell.config, run)
-
-    return _ended(work, directory)
-
-
-def _task(cell: Cell) -> Any:
-    name = cell.config.task.name
-    return getattr(import_module(f"mens_exp.tasks.{name}"), name)
-
-
 def _resume(overrides: Sequence[str], *, multirun: bool) -> int:
     from mens_exp.errors import ConfigError
+    from mens_exp.tasks.one_run import ended
     from mens_exp.tasks.resume import go_on, prepare
 
     if multirun:
@@ -247,56 +257,4 @@ def _resume(overrides: Sequence[str], *, multirun: bool) -> int:
     resumption = prepare(pairs.pop("resume"), pairs)
     for note in resumption.notes:
         print(note, file=sys.stderr)  # noqa: T201  # said before the plan table
-    return _ended(lambda: go_on(resumption), resumption.directory.path)
-
-
-def _ended(work: Any, directory: Path) -> int:
-    """Do the work, and show its result or its error."""
-    import traceback
-
-    from mens_exp.errors import MensError
-    from mens_exp.tasks.cancellation import Cancelled
-
-    try:
-        work()
-    except MensError as error:
-        _complain(getattr(error, "problems", [error]))
-        print(f"The record: {directory}", file=sys.stderr)  # noqa: T201
-        return error.exit_code
-    except (Cancelled, KeyboardInterrupt):
-        print(  # noqa: T201
-            f"Cancelled. Go on with: python -m mens_exp resume={directory}", file=sys.stderr
-        )
-        return _CANCELLED
-    except (Exception, SystemExit):  # noqa: BLE001  # the outermost place: a bug, shown whole
-        traceback.print_exc()
-        print(f"A bug in mens_exp; the record: {directory}", file=sys.stderr)  # noqa: T201
-        return 1
-    _show(directory)
-    return 0
-
-
-def _show(directory: Path) -> None:
-    """Print what came of a run."""
-    from rich.console import Console
-
-    from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.report import records, terminal
-
-    run = RunDir(directory)
-    found = records.load(run)
-    console = Console()
-    if found.manifest.task not in {"train", "evaluate"}:
-        return
-    if found.items:
-        console.print(terminal.completions(found.items, n=3))
-    console.print(terminal.result_table(found))
-    console.print(f"Report: {run.report}", soft_wrap=True)
-
-
-def _complain(problems: Sequence[MensError]) -> None:
-    from rich.console import Console
-
-    from mens_exp.report import terminal
-
-    Console(stderr=True).print(terminal.problems(problems), soft_wrap=True)
+    return ended(lambda: go_on(resumption), resumption.directory.path)

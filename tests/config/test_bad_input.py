@@ -91,7 +91,9 @@ def test_sweep_with_one_faulty_cell_starts_none(
 ) -> None:
     """What can be told beforehand is not found out in the second run."""
     said = refusal(capsys, "-m", "model=tiny_llama", "lora.r=4,0", "seed=1,2")
-    assert list(said) == ["lora.r"]
+    assert list(said) == ["lora.r", "sweep.invalid"]
+    assert "2 of 4 cells cannot run" in said["sweep.invalid"]
+    assert "2 (lora.r=0, seed=1); 3 (lora.r=0, seed=2)" in said["sweep.invalid"]
     assert list(here.iterdir()) == []
 
 

@@ -43,6 +43,21 @@ class RunDir:
         return self.path / "run.lock"
 
     @property
+    def job(self) -> Path:
+        """In a sweep, what the job's process needs to know beside the configuration."""
+        return self.path / "job.json"
+
+    @property
+    def job_lock(self) -> Path:
+        """In a sweep, held by the job's process from its first moment to its last."""
+        return self.path / "job.lock"
+
+    @property
+    def log(self) -> Path:
+        """In a sweep, what the job's process printed, one attempt after the other."""
+        return self.path / "job.log"
+
+    @property
     def config(self) -> Path:
         """The composed configuration."""
         return self.path / "config.yaml"

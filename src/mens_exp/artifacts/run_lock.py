@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["awaited", "held"]
+__all__ = ["awaited", "held", "holder", "is_alive"]
 
 _PATIENCE_S = 10.0  # a line is written in a millisecond
 
@@ -66,21 +66,33 @@ def awaited(path: Path) -> Iterator[None]:
         manager.__exit__(None, None, None)
 
 
-def _clear_stale(path: Path) -> None:
+def holder(path: Path) -> tuple[int, float] | None:
+    """Return the living process of this machine that holds a lock, and when it started."""
     try:
-        holder = json.loads(path.read_bytes())
-        pid, started = int(holder["pid"]), float(holder["started"])
-    except FileNotFoundError:
-        return
-    except (ValueError, KeyError, TypeError):
-        path.unlink(missing_ok=True)  # torn by the death of its writer
-        return
+        record = json.loads(path.read_bytes())
+        pid, started = int(record["pid"]), float(record["started"])
+    except (OSError, ValueError, KeyError, TypeError):  # absent, or torn by its writer's death
+        return None
+    return (pid, started) if is_alive(pid, started) else None
+
+
+def is_alive(pid: int, started: float) -> bool:
+    """Tell whether the process of that number is still the one that started then.
+
+    One that has ended and was not waited for counts as dead.
+    """
     try:
-        alive = abs(psutil.Process(pid).create_time() - started) < 1
+        process = psutil.Process(pid)
+        same = abs(process.create_time() - started) < 1
+        return same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
-        alive = False
-    if alive:
-        raise _taken(path, f"process {pid}")
+        return False
+
+
+def _clear_stale(path: Path) -> None:
+    found = holder(path)
+    if found is not None:
+        raise _taken(path, f"process {found[0]}")
     path.unlink(missing_ok=True)
 
 

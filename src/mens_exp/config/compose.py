@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,7 +56,10 @@ class Composed:
         values: the configuration, without Hydra's own node.
         choices: the option of each group; of several, their names with commas between.
         run_dir: where Hydra would run it alone; None where that cannot be told.
-        sweep_dir: where Hydra would run it in a sweep.
+        sweep_dir: where it runs as a cell of a sweep.
+        sweep_root: the directory of that sweep.
+        launcher: Hydra's node of the launcher, with the chosen option under ``name``.
+        sweeper: Hydra's node of the sweeper, likewise.
     """
 
     overrides: tuple[str, ...]
@@ -64,6 +67,9 @@ class Composed:
     choices: dict[str, str | None]
     run_dir: str | None = None
     sweep_dir: str | None = None
+    sweep_root: str | None = None
+    launcher: dict[str, Any] = field(default_factory=dict)
+    sweeper: dict[str, Any] = field(default_factory=dict)
 
 
 def without_hydra(config: DictConfig) -> DictConfig:
@@ -121,8 +127,12 @@ def _hydra() -> Iterator[None]:
         yield
 
 
-def compose(cells: Sequence[Sequence[str]]) -> list[Composed]:
+def compose(cells: Sequence[Sequence[str]], *, first: int = 0) -> list[Composed]:
     """Compose one configuration for each list of overrides.
+
+    Args:
+        cells: the lists.
+        first: the number of the first one in its sweep.
 
     Raises:
         hydra.errors.HydraException: an override that Hydra itself refuses.
@@ -130,7 +140,7 @@ def compose(cells: Sequence[Sequence[str]]) -> list[Composed]:
     """
     composed = []
     with _hydra():
-        for number, overrides in enumerate(cells):
+        for number, overrides in enumerate(cells, start=first):
             config = hydra_compose(CONFIG_NAME, list(overrides), return_hydra_config=True)
             composed.append(
                 Composed(
@@ -139,6 +149,9 @@ def compose(cells: Sequence[Sequence[str]]) -> list[Composed]:
                     choices={**_choices(config), **_lists(overrides)},
                     run_dir=_directory(config, number, "run.dir"),
                     sweep_dir=_directory(config, number, "sweep.dir", "sweep.subdir"),
+                    sweep_root=_directory(config, number, "sweep.dir"),
+                    launcher=_plugin(config, "launcher"),
+                    sweeper=_plugin(config, "sweeper"),
                 )
             )
     return composed
@@ -153,6 +166,14 @@ def _choices(config: DictConfig) -> dict[str, str | None]:
         if not str(group).startswith(("hydra/", "schema/", "/schema", "callbacks/"))
         and "@" not in str(group)
     }
+
+
+def _plugin(config: DictConfig, kind: str) -> dict[str, Any]:
+    """Return the node of Hydra's launcher or sweeper, and which option it is."""
+    node = OmegaConf.to_container(config.hydra[kind])
+    assert isinstance(node, dict)
+    name = config.hydra.runtime.choices.get(f"hydra/{kind}")
+    return {"name": name, **{str(key): value for key, value in node.items()}}
 
 
 def _lists(overrides: Sequence[str]) -> dict[str, str]:

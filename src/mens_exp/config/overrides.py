@@ -8,7 +8,7 @@ chosen; what is left is then composed cell by cell and judged by value.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -23,32 +23,59 @@ from mens_exp.config.fields import shown
 from mens_exp.config.override_values import exists, value_problems
 from mens_exp.config.own_conf import own_problems
 from mens_exp.config.root import RunConfig
+from mens_exp.config.sweep_overrides import launcher_of, sweep_override_problems
 from mens_exp.config.validate import ineffective_overrides, problems_of, unread_overrides
 from mens_exp.errors import ConfigError, MensError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
-__all__ = ["Cell", "Checked", "check", "spelled_out"]
+__all__ = ["Cell", "Checked", "Faulty", "check", "spelled_out"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One run of a command, composed and typed; a problem of its values may still be known."""
+    """One run of a command, composed and typed; a problem of its values may still be known.
+
+    Attributes:
+        composed: what it was composed to.
+        config: the same, typed.
+        number: its place in the sweep, from 0.
+        dropped: swept overrides that have no effect in it, and were left out.
+    """
 
     composed: Composed
     config: RunConfig
+    number: int = 0
+    dropped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Faulty:
+    """A cell of a sweep that cannot run."""
+
+    overrides: tuple[str, ...]
+    problems: tuple[MensError, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checked:
-    """What a command asks for, and everything wrong with it."""
+    """What a command asks for, and everything wrong with it.
+
+    Attributes:
+        cells: those that could be typed.
+        problems: all of them, each once.
+        general: those of the command itself, whatever its cells.
+        faulty: the cells that cannot run, by their number.
+    """
 
     cells: tuple[Cell, ...]
     problems: tuple[MensError, ...]
+    general: tuple[MensError, ...] = ()
+    faulty: dict[int, Faulty] = field(default_factory=dict)
 
 
 def spelled_out(texts: Sequence[str]) -> list[str]:
@@ -82,7 +109,7 @@ def check(texts: Sequence[str], *, multirun: bool = False) -> Checked:
     """
     own = tuple(own_problems())
     if own:  # what ./conf adds cannot be told before it is in order
-        return Checked(cells=(), problems=own)
+        return Checked(cells=(), problems=own, general=own)
     texts = spelled_out(texts)
     found: dict[str, list[MensError]] = {text: [] for text in texts}
     overrides = [o for text in texts for o in _parsed(text, found[text], multirun=multirun)]
@@ -92,18 +119,34 @@ def check(texts: Sequence[str], *, multirun: bool = False) -> Checked:
     made = _references([o for o in groups if not found[_line(o)]])
     references = [one.values for one in made]
     unsure = {o.key_or_group for o in groups if found[_line(o)]}
+    launcher = launcher_of(texts, multirun=multirun)
     good = []
     for override in overrides:
         problems = found[_line(override)]
+        problems += sweep_override_problems(override, launcher=launcher)
         if not (_is_group(override) or _is_hydra(override)):
             problems += value_problems(override, references, unsure)
         if not problems and _has_place(override, references):
             good.append(override)
     late: list[MensError] = []
-    named = {o.key_or_group for o in overrides}
-    cells = _cells(_without_refused_hydra(good, late), late, named, made)
-    unique = {str(problem): problem for problem in [*itertools.chain(*found.values()), *late]}
-    return Checked(cells=tuple(cells), problems=tuple(unique.values()))
+    given = _Given(
+        overrides=tuple(_without_refused_hydra(good, late)),
+        named=frozenset(o.key_or_group for o in overrides),
+        swept=frozenset(o.key_or_group for o in overrides if o.is_sweep_override()),
+    )
+    cells, faulty = _cells(given, late, made)
+    general = _unique([*itertools.chain(*found.values()), *late])
+    of_cells = itertools.chain(*(faulty[number].problems for number in sorted(faulty)))
+    return Checked(
+        cells=tuple(cells),
+        problems=_unique([*general, *of_cells]),
+        general=general,
+        faulty=faulty,
+    )
+
+
+def _unique(problems: Iterable[MensError]) -> tuple[MensError, ...]:
+    return tuple({str(problem): problem for problem in problems}.values())
 
 
 def _parsed(text: str, problems: list[MensError], *, multirun: bool) -> list[Override]:
@@ -260,26 +303,78 @@ def _composed(overrides: list[Override], made: list[Composed]) -> list[Composed]
     return made if [list(one.overrides) for one in made] == cells else compose(cells)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Given:
+    """The overrides that are in order, and what the command names at all.
+
+    ``named`` keys are never called missing; ``swept`` ones may be without effect in some cells.
+    """
+
+    overrides: tuple[Override, ...]
+    named: frozenset[str]
+    swept: frozenset[str]
+
+
 def _cells(
-    overrides: list[Override], problems: list[MensError], named: set[str], made: list[Composed]
-) -> list[Cell]:
-    """Compose the cells and judge their values; ``named`` keys are never called missing."""
+    given: _Given, general: list[MensError], made: list[Composed]
+) -> tuple[list[Cell], dict[int, Faulty]]:
+    """Compose the cells and judge the values of each."""
     cells: list[Cell] = []
-    keys = [o.key_or_group for o in overrides]
+    faulty: dict[int, Faulty] = {}
+    idle: dict[int, tuple[str, ...]] = {}
     try:
-        for one in _composed(overrides, made):
-            missing = sorted(OmegaConf.missing_keys(one.values))
-            problems += [_required(key) for key in missing if key not in named]
-            if missing:
-                continue
-            config = typed(one.values)
-            problems += problems_of(config)
-            problems += unread_overrides(config.task.name, keys, path=config.path)
-            problems += ineffective_overrides(config, keys)
-            cells.append(Cell(composed=one, config=config))
+        for number, one in enumerate(_composed(list(given.overrides), made)):
+            cell, problems = _judged(given, one, number)
+            cells += [cell] if cell else []
+            idle[number] = _without_effect(problems, given.swept)
+            if problems:
+                faulty[number] = Faulty(overrides=one.overrides, problems=tuple(problems))
+        everywhere = set.intersection(*map(set, idle.values())) if idle else set()
+        for place, cell in enumerate(cells):
+            keys = [key for key in idle[cell.number] if key not in everywhere]
+            if keys:
+                cells[place] = _reduced(given, cell, keys, faulty)
     except (HydraException, OmegaConfBaseException) as error:
-        problems.append(_refused_by_hydra(error))
-    return cells
+        general.append(_refused_by_hydra(error))
+    return cells, faulty
+
+
+def _judged(
+    given: _Given, one: Composed, number: int, dropped: tuple[str, ...] = ()
+) -> tuple[Cell | None, list[MensError]]:
+    """Type a composed cell, and list what is wrong with its values."""
+    missing = sorted(OmegaConf.missing_keys(one.values))
+    if missing:
+        return None, [_required(key) for key in missing if key not in given.named]
+    config = typed(one.values)
+    idle = {_key(text) for text in dropped}
+    keys = [o.key_or_group for o in given.overrides if o.key_or_group not in idle]
+    problems = problems_of(config)
+    problems += unread_overrides(config.task.name, keys, path=config.path)
+    problems += ineffective_overrides(config, keys)
+    return Cell(composed=one, config=config, number=number, dropped=dropped), problems
+
+
+def _without_effect(problems: list[MensError], swept: frozenset[str]) -> tuple[str, ...]:
+    """Return the swept keys that a cell refuses only because they do nothing in it."""
+    keys = [str(p.where) for p in problems if p.what.startswith("has no effect")]
+    return tuple(dict.fromkeys(key for key in keys if key in swept))
+
+
+def _reduced(given: _Given, cell: Cell, keys: Sequence[str], faulty: dict[int, Faulty]) -> Cell:
+    """Compose a cell without the swept keys that do nothing in it, and judge what is left."""
+    kept = [text for text in cell.composed.overrides if _key(text) not in keys]
+    dropped = tuple(text for text in cell.composed.overrides if _key(text) in keys)
+    one = compose([kept], first=cell.number)[0]
+    made, problems = _judged(given, one, cell.number, dropped)
+    faulty.pop(cell.number, None)
+    if problems:
+        faulty[cell.number] = Faulty(overrides=cell.composed.overrides, problems=tuple(problems))
+    return made or cell
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0].partition("@")[0]
 
 
 def _refused_by_hydra(error: Exception) -> ConfigError:

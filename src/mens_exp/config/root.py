@@ -30,6 +30,7 @@ from mens_exp.config.quant import QuantConfig
 from mens_exp.config.sandbox import SandboxConfig
 from mens_exp.config.schedule import ScheduleConfig
 from mens_exp.config.suite import SuiteConfig
+from mens_exp.config.sweep import SweepConfig
 from mens_exp.config.task import (
     AttributeConfig,
     ChatConfig,
@@ -162,3 +163,4 @@ class RunConfig:
     compare: CompareConfig = _section(CompareConfig)
     policy: PolicyConfig | None = setting(None, "A config group; see its options.")
     promote: PromoteConfig = _section(PromoteConfig)
+    sweep: SweepConfig = _section(SweepConfig)

@@ -26,6 +26,7 @@ from mens_exp.config import (
     sandbox,
     schedule,
     suite,
+    sweep,
     task,
     tokenizer,
     trainer,
@@ -140,6 +141,7 @@ def register() -> None:
         for name, schema in schemas.items():
             store.store(group=f"schema/{group}", name=name, node=_open(schema))
     store.store(group="schema", name=_LAST, node=_open(root.RunConfig))
+    store.store(group="hydra/launcher", name=sweep.LOCAL_LAUNCHER, node=sweep.LocalLauncher)
 
 
 def _open(schema: type) -> DictConfig:

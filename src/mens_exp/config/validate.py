@@ -167,7 +167,7 @@ def unread_overrides(name: str, keys: Iterable[str], *, path: str | None = None)
     for key in keys:
         group = key.split(".", 1)[0]
         whole_group = key == group and any(read.startswith(f"{group}.") for read in reads)
-        if group not in {"task", "hydra"} and not whole_group and not {key, group} & reads:
+        if group not in {"task", "hydra", "sweep"} and not whole_group and not {key, group} & reads:
             problems.append(
                 ConfigError(
                     f"has no effect with task={name}",

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["Machine", "look", "space"]
+__all__ = ["Machine", "cores", "gpu_ids", "look", "space"]
 
 _ASK_S = 3.0  # nvidia-smi answers in a tenth of a second where the driver is well
 _QUERY = "name,memory.total,memory.free,compute_cap"
@@ -95,23 +95,39 @@ def space(path: Path) -> tuple[Path, int]:
     return existing, shutil.disk_usage(existing).free
 
 
+def gpu_ids() -> tuple[str, ...]:
+    """List the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return tuple(name.strip() for name in visible.split(",") if name.strip())
+    return tuple(line.strip() for line in _ask("index"))
+
+
 def _gpu() -> tuple[str, int, int, str] | None:
     """Ask the driver about the first GPU."""
+    try:
+        name, total, free, capability = _ask(_QUERY)[0].split(", ")
+        return name, int(total) << 20, int(free) << 20, str(float(capability))
+    except (ValueError, IndexError):
+        return None
+
+
+def _ask(query: str) -> list[str]:
+    """Return the driver's answer, a line for each GPU; none where there is no driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return None
+        return []
     try:
         done = subprocess.run(  # noqa: S603  # the driver's own program, by its full path
-            [program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"],
+            [program, f"--query-gpu={query}", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
             timeout=_ASK_S,
             check=True,
         )
-        name, total, free, capability = done.stdout.splitlines()[0].split(", ")
-        return name, int(total) << 20, int(free) << 20, str(float(capability))
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return None
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.splitlines()
 
 
 def _torch() -> tuple[str | None, str | None]:

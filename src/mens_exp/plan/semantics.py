@@ -18,7 +18,14 @@ if TYPE_CHECKING:
 
     from mens_exp.config.root import RunConfig
 
-__all__ = ["RECORDING_CALLBACKS", "SETTINGS", "Part", "learned_settings", "part_of"]
+__all__ = [
+    "RECORDING_CALLBACKS",
+    "SETTINGS",
+    "Part",
+    "learned_settings",
+    "part_of",
+    "recorded_settings",
+]
 
 
 class Part(StrEnum):
@@ -62,6 +69,7 @@ SETTINGS: dict[str, Part] = {
         "ceilings parity backend spread arm tokens_per_s regression",
     ),
     **_all(Part.RECORD, "compare.", "primary reference condition alpha power test"),
+    **_all(Part.RECORD, "sweep.", "invalid retries resume changes"),
     **_all(Part.RECORD, "parity.", "tokens text accept"),
     # A corpus is made before a run, which knows its rows by their hash.
     **_all(Part.RECORD, "corpus.", "steps input output"),
@@ -235,6 +243,19 @@ def learned_settings(config: RunConfig) -> dict[str, Any]:
         interval, most = config.trainer.val_check_interval, config.data.val_max_tokens
         found |= dict(zip(_WITH_SELECTION, (interval, most), strict=True))
     return found | active
+
+
+def recorded_settings(config: RunConfig) -> dict[str, Any]:
+    """Return every setting that changes nothing learned, but what is done or left beside it."""
+    found = {
+        path: value
+        for field in dataclasses.fields(config)
+        if field.name != "callbacks"
+        for path, value in _leaves(getattr(config, field.name), field.name)
+        if part_of(path) is Part.RECORD
+    }
+    named = config.callbacks.items()
+    return found | {p: v for name, one in named for p, v in _leaves(one, f"callbacks.{name}")}
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

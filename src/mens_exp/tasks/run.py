@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from mens_exp.config.overrides import Cell
     from mens_exp.config.root import RunConfig
 
-__all__ = ["Run", "open_run", "reopen_run", "run_is_there"]
+__all__ = ["TRAINING", "Run", "open_run", "reopen_run", "run_is_there"]
 
 # Tasks that mean a fine-tune; the others read one that has been.
-_TRAINING = frozenset({"train", "plan"})
+TRAINING = frozenset({"train", "plan"})
 # The part of provenance that may change a result.
 _CONDITIONS = ("commit", "diff_sha256", "packages", "python", "cpu", "environment", "own_classes")
 
@@ -208,7 +208,7 @@ def _manifest(run_id: str, cell: Cell) -> Manifest:
 
 def _contract(config: RunConfig) -> tuple[dict[str, Any] | None, dict[str, str]]:
     """Return what a run means, where it trains or plans to, and why parts of that are null."""
-    if config.task.name not in _TRAINING:
+    if config.task.name not in TRAINING:
         return None, {}
     contract = contract_of(config)
     return contract.record(), contract.unknown

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.scorecard import Scorecard, read_item_events
+from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.training.wandb_study import study_tables
 
 if TYPE_CHECKING:
@@ -148,9 +149,10 @@ def artifacts(run_dir: RunDir, manifest: Manifest, run_id: str) -> Iterator[wand
 
 
 def _sweep(run_dir: RunDir) -> str | None:
-    # Hydra leaves this file in the directory of a sweep, wherever hydra.sweep.dir puts that.
+    # Hydra leaves the first in the directory of a sweep, wherever hydra.sweep.dir puts that.
     parent = run_dir.path.absolute().parent
-    return parent.name if (parent / "multirun.yaml").is_file() else None
+    marks = (parent / "multirun.yaml", SweepDir(parent).record)
+    return parent.name if any(mark.is_file() for mark in marks) else None
 
 
 def _group(override: str) -> str:

@@ -1,0 +1,125 @@
+"""sweep.json: what a sweep runs, how far each job has got, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import PurePosixPath
+from typing import Any, TypedDict
+
+from mens_exp.artifacts.record import StoredRecord
+from mens_exp.errors import DataError
+
+__all__ = ["JobAttempt", "JobState", "LeftOut", "SweepJob", "SweepRecord"]
+
+
+class JobState(StrEnum):
+    """How far a job got."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class JobAttempt(TypedDict):
+    """One process that worked on a job.
+
+    ``process_started`` (seconds since 1970) tells it from a later one of the same number.
+    ``exit_code`` is minus the number of the signal that ended it, and null while it runs or where
+    the launcher was not there to see.
+    """
+
+    pid: int
+    process_started: float
+    started_utc: str
+    ended_utc: str | None
+    exit_code: int | None
+    peak_rss_bytes: int | None
+
+
+class SweepJob(TypedDict):
+    """One cell that runs.
+
+    ``directory`` is relative to the sweep's. ``estimate`` and ``results`` hold seconds, bytes and
+    losses by name, null where unknown.
+    """
+
+    number: int
+    directory: str
+    differs: list[str]
+    state: JobState
+    reason: str | None
+    config_digest: str
+    contract: str | None
+    estimate: dict[str, Any]
+    results: dict[str, Any]
+    notes: list[str]
+    attempts: list[JobAttempt]
+
+
+class LeftOut(TypedDict):
+    """One cell that does not run: it is invalid, or the same as another (``same_as``)."""
+
+    number: int
+    differs: list[str]
+    why: str
+    same_as: int | None
+
+
+@dataclass(kw_only=True, slots=True)
+class SweepRecord(StoredRecord):
+    """A sweep.
+
+    Attributes:
+        format: always ``mens_exp_sweep``.
+        version: of this layout.
+        sweep_id: the name of its directory.
+        created_utc: when it was launched.
+        command: the overrides as typed.
+        code_sha256: of the code that composed its cells.
+        provenance: code, packages and machine of the launch.
+        n_jobs: jobs at a time.
+        threads: threads of each job; it stays when the sweep goes on, as results depend on it.
+        gpus: devices that jobs take in turn; empty where they see what the launcher sees.
+        retries: how often a job is started again after it was killed.
+        changes: ``refuse`` or ``accept`` other code than at launch.
+        jobs: the cells that run, in order.
+        left_out: the cells that do not.
+        notes: what a reader should know besides.
+    """
+
+    format: str = "mens_exp_sweep"
+    version: int = 1
+    sweep_id: str
+    created_utc: str
+    command: list[str]
+    code_sha256: str
+    provenance: dict[str, Any] = field(default_factory=dict)
+    n_jobs: int
+    threads: int
+    gpus: list[str] = field(default_factory=list)
+    retries: int
+    changes: str
+    jobs: list[SweepJob]
+    left_out: list[LeftOut] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def problems(self, where: str) -> list[DataError]:
+        """Return directories that lead out of the sweep: somebody else may have written them."""
+        return [
+            DataError(
+                "wrong value",
+                where=f"{where}: jobs[{place}].directory",
+                found=job["directory"],
+                expected="a path below the sweep's own directory",
+            )
+            for place, job in enumerate(self.jobs)
+            if not _is_below(job["directory"])
+        ]
+
+
+def _is_below(name: str) -> bool:
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts

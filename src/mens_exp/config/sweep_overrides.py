@@ -1,0 +1,68 @@
+"""Overrides of a sweep as a whole: given once, and only where there is a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hydra.core.override_parser.types import Override
+
+from mens_exp.config.sweep import LOCAL_LAUNCHER
+from mens_exp.errors import ConfigError
+
+__all__ = ["IN_PROCESS", "launcher_of", "sweep_override_problems"]
+
+IN_PROCESS = "basic"
+_LAUNCHER = ("hydra/launcher", "hydra.launcher")
+
+
+def launcher_of(texts: Sequence[str], *, multirun: bool) -> str | None:
+    """Return the launcher that the overrides choose; None is a single run."""
+    if not multirun:
+        return None
+    chosen = [text.partition("=")[2] for text in texts if text.startswith("hydra/launcher=")]
+    return chosen[-1] if chosen else LOCAL_LAUNCHER
+
+
+def sweep_override_problems(override: Override, *, launcher: str | None) -> Iterator[ConfigError]:
+    """Yield what is wrong with an override that is meant for a whole sweep.
+
+    Args:
+        override: any override of the command.
+        launcher: of the sweep; None where there is none.
+    """
+    key, line = override.key_or_group, str(override.input_line)
+    if key == "hydra.mode":
+        yield ConfigError("is told by -m", where=key, found=line, remedy=f"drop {key}")
+        return
+    if not key.startswith(("sweep.", "hydra.launcher.")) and key not in {"sweep", *_LAUNCHER}:
+        return
+    if launcher is None:
+        yield ConfigError(
+            "has no effect on a single run",
+            where=key,
+            found=line,
+            expected="-m, which makes a sweep",
+            remedy=f"add -m, or drop {key}",
+        )
+    elif override.is_sweep_override():
+        yield ConfigError(
+            "holds for the whole sweep, and takes one value",
+            where=key,
+            found=line,
+            remedy="start one sweep for each value",
+        )
+    elif key == "hydra/launcher" and launcher not in {LOCAL_LAUNCHER, IN_PROCESS}:
+        yield ConfigError(
+            "is no launcher that starts jobs here",
+            where=key,
+            found=launcher,
+            expected=f"{LOCAL_LAUNCHER}, a process for each job; or {IN_PROCESS}, which runs them "
+            "one after the other in the launcher's own process",
+        )
+    elif launcher == IN_PROCESS and key.startswith("sweep"):
+        yield ConfigError(
+            f"has no effect with hydra/launcher={IN_PROCESS}, which keeps no record of a sweep",
+            where=key,
+            found=line,
+            remedy=f"drop {key}, or hydra/launcher={IN_PROCESS}",
+        )

@@ -1,0 +1,139 @@
+"""A job's own process: ``python -m mens_exp.sweeps.job <directory> [--accept-changes]``.
+
+It runs what was frozen when the sweep was launched, or goes on with what an earlier attempt left.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mens_exp.artifacts.code_digest import code_digest
+from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.job import Job
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.run_lock import held
+from mens_exp.errors import MensError, Problems, RequestError
+from mens_exp.tasks.one_run import CANCELLED, complain, ended, run_task
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from mens_exp.config.overrides import Cell
+
+__all__ = ["ACCEPT_CHANGES", "main"]
+
+ACCEPT_CHANGES = "--accept-changes"
+_KEPT = frozenset({"job.json", "job.lock", "job.log", "config.yaml"})
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a job.
+
+    Args:
+        arguments: the job's directory, and whether changes since the launch are accepted.
+
+    Returns:
+        The exit code, as that of a single run.
+    """
+    run = RunDir(Path(arguments[0]))
+    # A launcher in a shell's background has Ctrl-C ignored, and its children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with held(run.job_lock):
+            return _work(run, accept=ACCEPT_CHANGES in arguments)
+    except MensError as error:
+        complain(getattr(error, "problems", [error]))
+        return error.exit_code
+    except KeyboardInterrupt:
+        return CANCELLED
+
+
+def _work(run: RunDir, *, accept: bool) -> int:
+    job = Job.read(run.job)
+    if not run.manifest.exists():
+        cell = _frozen(run, job, accept=accept)
+        return run_task(run.path, cell)
+    manifest = Manifest.read(run.manifest)
+    if manifest.status is Status.SUCCEEDED:  # killed after that, while it rendered its report
+        return _render(run)
+    cell = _frozen(run, job, accept=accept)
+    if cell.config.task.name != "train":
+        _put_aside(run, len(list(run.path.glob("attempt_*"))) + 1)
+        return run_task(run.path, cell)
+    from mens_exp.tasks.resume import go_on, prepare
+
+    resumption = prepare(str(run.path), {})
+    return ended(lambda: go_on(resumption), run.path)
+
+
+def _frozen(run: RunDir, job: Job, *, accept: bool) -> Cell:
+    """Read the configuration that was frozen at launch.
+
+    Raises:
+        RequestError: it, the code or the rows are not what they were then.
+        Problems: several of these.
+    """
+    from mens_exp.config.compose import Composed, config_digest, from_yaml, typed
+    from mens_exp.config.overrides import Cell
+
+    values = from_yaml(run.config)
+    if config_digest(values) != job.config_digest:
+        raise RequestError(
+            "the frozen configuration was changed",
+            where=str(run.config),
+            expected="what the sweep was launched with",
+            remedy="start a new sweep for other settings",
+        )
+    composed = Composed(overrides=tuple(job.overrides), values=values, choices=job.choices)
+    cell = Cell(composed=composed, config=typed(values), number=job.number)
+    if not accept:
+        Problems.raise_if(list(_changes(job, cell)))
+    return cell
+
+
+def _changes(job: Job, cell: Cell) -> Iterator[RequestError]:
+    """Yield what is not what it was when the sweep was launched."""
+    remedy = "put it back, or go on all the same with sweep.changes=accept"
+    if code_digest() != job.code_sha256:
+        yield RequestError("the code of mens_exp has changed since the launch", remedy=remedy)
+    for name, sha256 in job.own_files.items():
+        path = Path.cwd() / name
+        if not path.is_file() or sha256_file(path) != sha256:
+            yield RequestError("has changed since the launch", where=name, remedy=remedy)
+    if job.contract is not None:
+        from mens_exp.plan.contract import contract_of
+
+        now = contract_of(cell.config).digest
+        if now != job.contract:
+            yield RequestError(
+                "the files that it names have changed since the launch",
+                where="data",
+                found=f"contract {now[:12]}",
+                expected=job.contract[:12],
+                remedy=remedy,
+            )
+
+
+def _render(run: RunDir) -> int:
+    if not run.report.exists():
+        from mens_exp.report.write import write_report
+
+        write_report(run)
+    return 0
+
+
+def _put_aside(run: RunDir, number: int) -> None:
+    """Move what an attempt left out of the way of the next; only training goes on."""
+    aside = run.path / f"attempt_{number}"
+    aside.mkdir()
+    for path in sorted(run.path.iterdir()):
+        if path.name not in _KEPT and not path.name.startswith("attempt_"):
+            path.replace(aside / path.name)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,120 @@
+"""From a command with -m to a sweep on disk, frozen, and then to its last job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from mens_exp.artifacts import atomic, provenance
+from mens_exp.artifacts.code_digest import code_digest
+from mens_exp.artifacts.job import Job
+from mens_exp.artifacts.manifest import utc_now
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.run_lock import held
+from mens_exp.artifacts.sweep import JobState, SweepJob, SweepRecord
+from mens_exp.artifacts.sweep_dir import SweepDir
+from mens_exp.config.compose import config_digest, to_yaml
+from mens_exp.plan import machine
+from mens_exp.plan.checks import classes
+from mens_exp.report import sweep_view
+from mens_exp.sweeps.launcher import Launcher
+from mens_exp.sweeps.planning import plan_sweep
+from mens_exp.sweeps.threads import threads_per_job
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mens_exp.sweeps.planning import PlannedJob, PlannedSweep
+
+__all__ = ["finish", "launch"]
+
+
+def launch(overrides: Sequence[str]) -> int:
+    """Plan a sweep, freeze its jobs, run them, and say how they ended.
+
+    Args:
+        overrides: the command's, as typed.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        MensError: nothing was started.
+    """
+    planned = plan_sweep(overrides)
+    directory = SweepDir(planned.root)
+    directory.path.mkdir(parents=True, exist_ok=True)
+    with held(directory.lock):
+        record = _record(planned, overrides)
+        console = Console(stderr=True)
+        console.print(sweep_view.planned_table(record), soft_wrap=True)
+        for job in planned.jobs:
+            _freeze(job, directory.path / job.directory, record.code_sha256)
+        record.write(directory.record)
+        return finish(Launcher(directory, record, console))
+
+
+def finish(launcher: Launcher) -> int:
+    """Run what is left of a sweep and show what came of it."""
+    code = launcher.run()
+    console = launcher.console
+    console.print(sweep_view.result_table(launcher.record), soft_wrap=True)
+    place = launcher.directory.path
+    if code:
+        console.print(f"Go on with: python -m mens_exp sweep.resume={place}", soft_wrap=True)
+    console.print(f"The record: {launcher.directory.record}", soft_wrap=True)
+    return code
+
+
+def _record(planned: PlannedSweep, overrides: Sequence[str]) -> SweepRecord:
+    on_gpu = any(job.cell.config.trainer.accelerator != "cpu" for job in planned.jobs)
+    return SweepRecord(
+        sweep_id=planned.root.resolve().name,
+        created_utc=utc_now(),
+        command=list(overrides),
+        code_sha256=code_digest(),
+        provenance=provenance.collect(Path.cwd()),
+        n_jobs=planned.launcher.n_jobs,
+        threads=threads_per_job(planned.launcher),
+        gpus=list(machine.gpu_ids()) if on_gpu else [],
+        retries=planned.settings.retries,
+        changes=planned.settings.changes.value,
+        jobs=[_job(job) for job in planned.jobs],
+        left_out=list(planned.left_out),
+        notes=list(planned.notes),
+    )
+
+
+def _job(planned: PlannedJob) -> SweepJob:
+    return SweepJob(
+        number=planned.cell.number,
+        directory=planned.directory,
+        differs=list(planned.differs),
+        state=JobState.WAITING,
+        reason=None,
+        config_digest=config_digest(planned.cell.composed.values),
+        contract=planned.contract,
+        estimate=planned.estimate,
+        results={},
+        notes=list(planned.notes),
+        attempts=[],
+    )
+
+
+def _freeze(planned: PlannedJob, directory: Path, code_sha256: str) -> None:
+    """Write down all that a job runs by, so that nothing is composed again."""
+    composed, run = planned.cell.composed, RunDir(directory)
+    atomic.write_text(run.config, to_yaml(composed.values))
+    own = classes.record(planned.cell.config)
+    job = Job(
+        number=planned.cell.number,
+        overrides=list(composed.overrides),
+        choices=composed.choices,
+        config_digest=config_digest(composed.values),
+        code_sha256=code_sha256,
+        own_files={} if own is None else own["files"],
+        contract=planned.contract,
+    )
+    job.write(run.job)

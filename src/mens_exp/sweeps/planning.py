@@ -1,0 +1,301 @@
+"""A sweep before its first job: every cell judged, costed, and held against the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.artifacts.digest import digest
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.sweep import LeftOut
+from mens_exp.artifacts.sweep_dir import SweepDir
+from mens_exp.config.compose import config_digest
+from mens_exp.config.overrides import check
+from mens_exp.config.sweep import Invalid, LocalLauncher
+from mens_exp.config.validate import range_problems
+from mens_exp.errors import ConfigError, MensError, Problems, RequestError
+from mens_exp.plan import machine
+from mens_exp.plan.contract import contract_of
+from mens_exp.plan.estimate import make_plan
+from mens_exp.plan.messages import size
+from mens_exp.plan.preflight import writable_cache
+from mens_exp.plan.semantics import recorded_settings
+from mens_exp.tasks.run import TRAINING, run_is_there
+from mens_exp.tasks.settle import settled
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mens_exp.config.overrides import Cell, Faulty
+    from mens_exp.config.sweep import SweepConfig
+
+__all__ = ["PlannedJob", "PlannedSweep", "plan_sweep"]
+
+_NOT_SHOWN = ("hydra.", "hydra/", "sweep.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedJob:
+    """A cell that will run.
+
+    Attributes:
+        cell: composed, typed and settled.
+        directory: where, relative to the sweep's.
+        differs: the overrides that tell it from the others.
+        contract: digest of what it means; None for a task that trains nothing.
+        estimate: seconds, and bytes of memory and disk; null where unknown.
+        notes: other cells that it stands for, and overrides that it leaves out.
+    """
+
+    cell: Cell
+    directory: str
+    differs: tuple[str, ...]
+    contract: str | None
+    estimate: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedSweep:
+    """What a command with -m will run, and what it leaves out."""
+
+    root: Path
+    launcher: LocalLauncher
+    settings: SweepConfig
+    jobs: tuple[PlannedJob, ...]
+    left_out: tuple[LeftOut, ...]
+    notes: tuple[str, ...]
+
+
+def plan_sweep(overrides: Sequence[str]) -> PlannedSweep:
+    """Compose, judge, settle, compare and cost every cell of a sweep.
+
+    Raises:
+        MensError: the command is wrong, a cell is and none may be, or nothing is left to run.
+        Problems: several of these.
+    """
+    checked = check(overrides, multirun=True)
+    bad = {number: one.problems for number, one in checked.faulty.items()}
+    for cell in checked.cells:
+        if not checked.general and (found := settled(cell)):
+            bad[cell.number] = (*bad.get(cell.number, ()), *found)
+    names = _names(checked.cells, checked.faulty)
+    if checked.general or not checked.cells:
+        _refuse(checked.general, bad, names)
+    first = checked.cells[0]
+    launcher, settings = _launcher(first), first.config.sweep
+    root = Path(str(first.composed.sweep_root))
+    general: list[MensError] = [
+        *range_problems(launcher, "hydra.launcher."),
+        *range_problems(settings, "sweep."),
+    ]
+    general += [*_place_problems(root, checked.cells), *_sweeper_problems(first)]
+    good = [cell for cell in checked.cells if cell.number not in bad]
+    if general or not good or (bad and settings.invalid is Invalid.error):
+        _refuse(general, bad, names)
+    jobs, same = _collapsed(good, names)
+    invalid = [
+        LeftOut(
+            number=number,
+            differs=list(names[number]),
+            why="; ".join(str(problem) for problem in bad[number]),
+            same_as=None,
+        )
+        for number in sorted(bad)
+    ]
+    return PlannedSweep(
+        root=root,
+        launcher=launcher,
+        settings=settings,
+        jobs=tuple(jobs),
+        left_out=tuple(sorted([*invalid, *same], key=lambda one: one["number"])),
+        notes=tuple(_machine_notes(jobs, launcher.n_jobs, root)),
+    )
+
+
+def _refuse(
+    general: Sequence[MensError],
+    bad: dict[int, tuple[MensError, ...]],
+    names: dict[int, tuple[str, ...]],
+) -> None:
+    """Raise every problem once, and name the cells that are to blame where others are not."""
+    problems = [*general, *(problem for number in sorted(bad) for problem in bad[number])]
+    unique = list({str(problem): problem for problem in problems}.values())
+    if bad and len(bad) < len(names):
+        listed = "; ".join(f"{number} ({', '.join(names[number])})" for number in sorted(bad))
+        unique.append(
+            RequestError(
+                f"{len(bad)} of {len(names)} cells cannot run, so none does",
+                where="sweep.invalid",
+                found=listed,
+                remedy="correct them, or run the others with sweep.invalid=skip",
+            )
+        )
+    Problems.raise_if(unique)
+
+
+def _names(cells: Sequence[Cell], faulty: dict[int, Faulty]) -> dict[int, tuple[str, ...]]:
+    """Return what tells the cells apart: their overrides without those that all share."""
+    given = {cell.number: (*cell.composed.overrides, *cell.dropped) for cell in cells}
+    given |= {number: one.overrides for number, one in faulty.items()}
+    shared = Counter(text for texts in given.values() for text in set(texts))
+    return {
+        number: tuple(
+            text
+            for text in given[number]
+            if (shared[text] < len(given) or len(given) == 1) and not text.startswith(_NOT_SHOWN)
+        )
+        for number in sorted(given)
+    }
+
+
+def _launcher(cell: Cell) -> LocalLauncher:
+    node = cell.composed.launcher
+    return LocalLauncher(n_jobs=node["n_jobs"], threads=node["threads"])
+
+
+def _sweeper_problems(cell: Cell) -> list[ConfigError]:
+    """Refuse what another sweeper, or a setting of Hydra's, would make other cells of."""
+    node = cell.composed.sweeper
+    if (
+        node.get("name") == "basic"
+        and not node.get("params")
+        and node.get("max_batch_size") is None
+    ):
+        return []
+    return [
+        ConfigError(
+            "is not read: the cells are those of the command line, in its order",
+            where="hydra.sweeper",
+            found=", ".join(f"{key}={value}" for key, value in node.items() if key != "_target_"),
+            expected="the basic sweeper as it is",
+            remedy="write the values to sweep into the command, key=a,b",
+        )
+    ]
+
+
+def _place_problems(root: Path, cells: Sequence[Cell]) -> list[MensError]:
+    """Refuse directories that hold something, or that two cells would share."""
+    if SweepDir(root).record.exists():
+        return [
+            RequestError(
+                "a sweep is there already",
+                where=str(root),
+                remedy=f"continue it with sweep.resume={root}, or choose another hydra.sweep.dir",
+            )
+        ]
+    places = Counter(_directory(cell) for cell in cells)
+    shared = [place for place, many in places.items() if many > 1]
+    if shared:
+        return [
+            ConfigError(
+                "names one directory for several jobs",
+                where="hydra.sweep.subdir",
+                found=shared[0],
+                expected="a directory for each, such as ${hydra.job.num}",
+            )
+        ]
+    used = [root / place for place in places if RunDir(root / place).manifest.exists()]
+    return [run_is_there(place) for place in used]
+
+
+def _directory(cell: Cell) -> str:
+    composed = cell.composed
+    inside = Path(str(composed.sweep_dir)).relative_to(Path(str(composed.sweep_root)))
+    return PurePosixPath(inside).as_posix()
+
+
+def _collapsed(
+    cells: Sequence[Cell], names: dict[int, tuple[str, ...]]
+) -> tuple[list[PlannedJob], list[LeftOut]]:
+    """Keep one of the cells that come to the same, and cost those that are kept."""
+    groups: dict[str, list[Cell]] = {}
+    contracts: dict[int, str | None] = {}
+    for cell in cells:
+        trains = cell.config.task.name in TRAINING
+        contracts[cell.number] = contract_of(cell.config).digest if trains else None
+        groups.setdefault(_meaning(cell, contracts[cell.number]), []).append(cell)
+    jobs, same = [], []
+    for kept, *others in groups.values():
+        notes = []
+        if kept.dropped:
+            notes.append(f"{', '.join(kept.dropped)}: no effect in this cell, left out")
+        for other in others:
+            why = f"the same as cell {kept.number}: {_why_same(kept, other)}"
+            name = names[other.number]
+            same.append(
+                LeftOut(number=other.number, differs=list(name), why=why, same_as=kept.number)
+            )
+            notes.append(f"stands for cell {other.number} ({', '.join(name)}) as well")
+        jobs.append(
+            PlannedJob(
+                cell=kept,
+                directory=_directory(kept),
+                differs=names[kept.number],
+                contract=contracts[kept.number],
+                estimate=_estimate(kept),
+                notes=tuple(notes),
+            )
+        )
+    return jobs, same
+
+
+def _meaning(cell: Cell, contract: str | None) -> str:
+    """Hash what a cell does: what it learns, and what it does and leaves beside that."""
+    if contract is None:
+        return config_digest(cell.composed.values)
+    return digest({"contract": contract, "beside": recorded_settings(cell.config)})
+
+
+def _why_same(kept: Cell, other: Cell) -> str:
+    idle = sorted({text.partition("=")[0] for text in (*kept.dropped, *other.dropped)})
+    if idle:
+        return f"{', '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect there"
+    return "one contract, and nothing beside it differs"
+
+
+def _estimate(cell: Cell) -> dict[str, Any]:
+    """Return what a job will take by its plan; a task that trains nothing has none."""
+    if cell.config.task.name != "train":
+        return {"time_s": None, "memory_bytes": None, "disk_bytes": None}
+    plan = make_plan(cell.config, writable_cache())
+    return {
+        "time_s": plan["time_s"]["estimate"],
+        "memory_bytes": plan["memory_bytes"]["estimate"],
+        "memory_low_bytes": plan["memory_bytes"]["low"],
+        "disk_bytes": plan["disk_bytes"]["in_run"],
+        "device": plan["device"]["kind"],
+        "free_bytes": plan["memory_bytes"]["free"],
+    }
+
+
+def _machine_notes(jobs: Sequence[PlannedJob], n_jobs: int, root: Path) -> list[str]:
+    """Say where all jobs together need more than there is, though each alone does not.
+
+    Raises:
+        RequestError: even the low estimates of the jobs that run at a time are too much.
+    """
+    notes = []
+    on_cpu = [job.estimate for job in jobs if job.estimate.get("device") == "cpu"]
+    free = min((one["free_bytes"] for one in on_cpu if one["free_bytes"]), default=None)
+    low, likely = (
+        sum(sorted((one[name] for one in on_cpu), reverse=True)[:n_jobs])
+        for name in ("memory_low_bytes", "memory_bytes")
+    )
+    if free is not None and low > free:
+        raise RequestError(
+            "so many jobs at a time need more memory than is free",
+            where="hydra.launcher.n_jobs",
+            found=f"{n_jobs}, {size(low)} at least",
+            expected=f"at most {size(free)}",
+            remedy="choose fewer jobs at a time",
+        )
+    if free is not None and likely > free:
+        notes.append(f"{n_jobs} jobs at a time may need {size(likely)} of {size(free)} free memory")
+    needed = sum(job.estimate["disk_bytes"] or 0 for job in jobs)
+    place, space = machine.space(root)
+    if needed > space:
+        notes.append(f"all jobs together write {size(needed)}; {place} has {size(space)} free")
+    return notes

@@ -1,0 +1,136 @@
+"""A job's process: one that this launcher started, or one that an earlier launcher left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import psutil
+
+from mens_exp.artifacts.run_lock import is_alive
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["Child", "Ended", "Found", "Process", "start"]
+
+_SOURCE = Path(__file__).resolve().parents[2]
+_KIB = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """How a process ended.
+
+    Attributes:
+        exit_code: minus the number of the signal that ended it; None where nobody saw.
+        peak_rss_bytes: its own peak; None where the system did not tell.
+    """
+
+    exit_code: int | None
+    peak_rss_bytes: int | None = None
+
+
+class Process(Protocol):
+    """What the launcher needs of a process."""
+
+    pid: int
+    started: float
+
+    def ended(self) -> Ended | None:
+        """Tell how it ended; None while it runs."""
+        ...
+
+    def pass_on(self, number: int) -> None:
+        """Send a signal to it and to what it has started."""
+        ...
+
+
+class Child:
+    """A process that this one started."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        """Take a process that was just started."""
+        self._process = process
+        self.pid = process.pid
+        self.started = _start_time(process.pid)
+
+    def ended(self) -> Ended | None:
+        """Tell how it ended; None while it runs."""
+        if sys.platform == "win32":
+            code = self._process.poll()
+            return None if code is None else Ended(exit_code=code)
+        pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+        if pid == 0:
+            return None
+        code = os.waitstatus_to_exitcode(status)
+        self._process.returncode = code  # it was waited for here
+        scale = 1 if sys.platform == "darwin" else _KIB
+        return Ended(exit_code=code, peak_rss_bytes=usage.ru_maxrss * scale)
+
+    def pass_on(self, number: int) -> None:
+        """Send a signal to it and to what it has started."""
+        _signal_group(self.pid, number)
+
+
+class Found:
+    """A process that is at work already; how it ends can only be read from its record."""
+
+    def __init__(self, pid: int, started: float) -> None:
+        """Take a process by its number and start time."""
+        self.pid, self.started = pid, started
+
+    def ended(self) -> Ended | None:
+        """Tell that it is gone; None while it runs."""
+        return None if is_alive(self.pid, self.started) else Ended(exit_code=None)
+
+    def pass_on(self, number: int) -> None:
+        """Send a signal to it and to what it has started."""
+        if is_alive(self.pid, self.started):
+            _signal_group(self.pid, number)
+
+
+def start(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> Child:
+    """Start a job in a session of its own, so that neither Ctrl-C nor a closed terminal ends it.
+
+    Args:
+        arguments: of ``python -m mens_exp.sweeps.job``.
+        log: where its output goes, after what is there.
+        environment: of the process; this package is put in reach of it.
+
+    Raises:
+        OSError: the system starts no further process.
+    """
+    reach = [str(_SOURCE), environment.get("PYTHONPATH", "")]
+    with log.open("ab") as output:
+        process = subprocess.Popen(  # noqa: S603  # our own interpreter and module
+            [sys.executable, "-m", "mens_exp.sweeps.job", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, reach))},
+            start_new_session=True,
+        )
+    return Child(process)
+
+
+def _start_time(pid: int) -> float:
+    try:
+        return psutil.Process(pid).create_time()
+    except psutil.Error:  # it is gone already, and waits to be asked how
+        return 0.0
+
+
+def _signal_group(pid: int, number: int) -> None:
+    try:
+        if sys.platform == "win32":
+            os.kill(pid, signal.SIGTERM)
+        else:
+            os.killpg(pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass  # it has ended

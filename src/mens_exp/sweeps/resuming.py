@@ -1,0 +1,158 @@
+"""sweep.resume=<dir>: go on with a sweep whose jobs or whose launcher did not get to the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from mens_exp.artifacts.code_digest import code_digest
+from mens_exp.artifacts.manifest import Status, utc_now
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.run_lock import held, holder, is_alive
+from mens_exp.artifacts.sweep import JobAttempt, JobState, SweepRecord
+from mens_exp.artifacts.sweep_dir import SweepDir
+from mens_exp.config.overrides import check
+from mens_exp.config.sweep import Changes
+from mens_exp.errors import ConfigError, Problems, RequestError
+from mens_exp.sweeps.launcher import Launcher
+from mens_exp.sweeps.launching import finish
+from mens_exp.sweeps.outcome import damage, outcome, record_of
+from mens_exp.sweeps.process import Ended
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mens_exp.artifacts.sweep import SweepJob
+    from mens_exp.config.overrides import Cell
+
+__all__ = ["resume_sweep"]
+
+_MAY_CHANGE = frozenset({"sweep.resume", "sweep.retries", "sweep.changes", "hydra.launcher.n_jobs"})
+
+
+def resume_sweep(overrides: Sequence[str]) -> int:
+    """Skip what is done and verified, and run the rest.
+
+    Args:
+        overrides: the command's, as typed.
+
+    Returns:
+        The exit code, as that of the sweep.
+
+    Raises:
+        MensError: there is no such sweep, its launcher is still alive, the code is not that of
+            its launch, or something is to be changed that cannot.
+    """
+    _refuse_others(overrides)
+    checked = check(overrides, multirun=True)
+    Problems.raise_if(checked.problems)
+    asked = checked.cells[0]
+    directory = _found(str(asked.config.sweep.resume))
+    with held(directory.lock):
+        record = SweepRecord.read(directory.record)
+        _take_over(record, asked, {text.partition("=")[0] for text in overrides})
+        console = Console(stderr=True)
+        for job in record.jobs:
+            _settle(job, RunDir(directory.path / job["directory"]))
+        done = sum(job["state"] == JobState.SUCCEEDED for job in record.jobs)
+        console.print(f"{done} of {len(record.jobs)} jobs are done, and verified.")
+        record.write(directory.record)
+        return finish(Launcher(directory, record, console))
+
+
+def _refuse_others(overrides: Sequence[str]) -> None:
+    keys = [text.lstrip("+~").partition("=")[0] for text in overrides]
+    Problems.raise_if(
+        [
+            ConfigError(
+                "cannot change when a sweep goes on",
+                where=key,
+                found=text,
+                expected=f"nothing but {', '.join(sorted(_MAY_CHANGE - {'sweep.resume'}))}",
+                remedy="start a new sweep for other settings",
+            )
+            for key, text in zip(keys, overrides, strict=True)
+            if key not in _MAY_CHANGE
+        ]
+    )
+
+
+def _found(text: str) -> SweepDir:
+    directory = SweepDir(Path(text).expanduser())
+    if directory.record.is_file():
+        return directory
+    raise RequestError(
+        "no sweep.json in this directory" if directory.path.is_dir() else "no such directory",
+        where="sweep.resume",
+        found=text,
+        expected="the directory of a sweep, as its last line names it",
+        remedy="go on with a single run with resume=<its directory>",
+    )
+
+
+def _take_over(record: SweepRecord, asked: Cell, given: set[str]) -> None:
+    """Put what the command sets over what the sweep was launched with."""
+    settings = asked.config.sweep
+    if "sweep.retries" in given:
+        record.retries = settings.retries
+    if "sweep.changes" in given:
+        record.changes = settings.changes.value
+    if "hydra.launcher.n_jobs" in given:
+        record.n_jobs = int(asked.composed.launcher["n_jobs"])
+    if code_digest() == record.code_sha256:
+        return
+    if record.changes == Changes.refuse.value:
+        raise RequestError(
+            "the code of mens_exp has changed since the sweep was launched",
+            where="sweep.changes",
+            found=record.changes,
+            remedy="put it back, or go on all the same with sweep.changes=accept",
+        )
+    note = f"went on at {utc_now()} with other code than it was launched with"
+    record.notes.append(note)
+
+
+def _settle(job: SweepJob, run: RunDir) -> None:
+    """Put a job's state to what its directory says, whatever its launcher lived to note."""
+    last = job["attempts"][-1] if job["attempts"] else None
+    at_work = holder(run.job_lock)
+    if at_work is None and last is not None and last["ended_utc"] is None:
+        noted = (last["pid"], last["process_started"])
+        at_work = noted if is_alive(*noted) else None
+    if at_work is not None:
+        _note_process(job, *at_work)
+        return
+    manifest = record_of(run)
+    if last is not None and last["ended_utc"] is None:
+        last["ended_utc"] = utc_now()
+    if manifest is None and run.manifest.exists():
+        reason = f"{run.manifest} cannot be read; move the directory's other files away to run anew"
+        job["state"], job["reason"] = JobState.FAILED, reason
+    elif manifest is None or manifest.status is not Status.SUCCEEDED or not run.report.exists():
+        job["state"], job["reason"] = JobState.WAITING, None
+    else:
+        job["state"], job["reason"] = JobState.SUCCEEDED, None
+        job["results"] = outcome(run, Ended(exit_code=None), since_utc="").results
+        wrong = damage(run, manifest, job["config_digest"])
+        if wrong is not None:
+            reason = f"{wrong}; move {run.manifest} away to run it again"
+            job["state"], job["reason"] = JobState.FAILED, reason
+
+
+def _note_process(job: SweepJob, pid: int, started: float) -> None:
+    """Note the process at work, which its launcher may not have lived to do."""
+    job["state"], job["reason"] = JobState.RUNNING, None
+    last = job["attempts"][-1] if job["attempts"] else None
+    if last is None or last["ended_utc"] is not None:
+        last = JobAttempt(
+            pid=pid,
+            process_started=started,
+            started_utc=utc_now(),
+            ended_utc=None,
+            exit_code=None,
+            peak_rss_bytes=None,
+        )
+        job["attempts"].append(last)
+    last["pid"], last["process_started"] = pid, started

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from rich.console import Console
+
+from mens_exp.artifacts.code_digest import code_digest
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.sweep import JobState, SweepJob, SweepRecord
+from mens_exp.artifacts.sweep_dir import SweepDir
+from mens_exp.sweeps import launcher as launching
+from mens_exp.sweeps.launcher import Launcher
+from mens_exp.sweeps.process import Child
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+UTC = "2026-11-20T05:58:01.123Z"
+
+
+def _job(number: int, **more: Any) -> SweepJob:
+    """A job as it is launched."""
+    made: dict[str, Any] = {
+        "number": number,
+        "directory": f"{number}_job",
+        "differs": [f"seed={number}"],
+        "state": JobState.WAITING,
+        "reason": None,
+        "config_digest": "c" * 64,
+        "contract": None,
+        "estimate": {"time_s": None, "memory_bytes": None, "disk_bytes": None},
+        "results": {},
+        "notes": [],
+        "attempts": [],
+    }
+    return SweepJob(**{**made, **more})  # type: ignore[typeddict-item]
+
+
+def _record(*jobs: SweepJob, **more: Any) -> SweepRecord:
+    """A sweep of these jobs, one at a time and without second tries."""
+    made: dict[str, Any] = {
+        "sweep_id": "s",
+        "created_utc": UTC,
+        "command": ["seed=1,2"],
+        "code_sha256": code_digest(),
+        "n_jobs": 1,
+        "threads": 1,
+        "retries": 0,
+        "changes": "refuse",
+        "jobs": list(jobs),
+    }
+    return SweepRecord(**{**made, **more})
+
+
+def _manifest(run: RunDir, status: Status, **more: Any) -> Manifest:
+    """Write the record of a run."""
+    made: dict[str, Any] = {
+        "run_id": run.path.name,
+        "task": "train",
+        "status": status,
+        "started_utc": UTC,
+        "config_digest": "c" * 64,
+        "seed": 1,
+    }
+    written = Manifest(**{**made, **more})
+    run.path.mkdir(parents=True, exist_ok=True)
+    written.write(run.manifest)
+    return written
+
+
+@pytest.fixture
+def write_manifest() -> Callable[..., Manifest]:
+    """Write the record of a run with a status."""
+    return _manifest
+
+
+@pytest.fixture
+def make_sweep() -> Callable[..., SweepRecord]:
+    """Make the record of a sweep of so many jobs, each with further fields of its own."""
+
+    def made(*jobs: dict[str, Any], **more: Any) -> SweepRecord:
+        return _record(*(_job(number, **one) for number, one in enumerate(jobs)), **more)
+
+    return made
+
+
+# What stands in for a job: it does what a list of steps in its directory says, one list for each
+# attempt. `end` writes the record, `exit` ends, `kill` dies by a signal, `wait` waits for a file.
+STAND_IN = """
+import json, os, signal, sys, time
+place = sys.argv[1]
+scripts = json.load(open(f"{place}/scripts.json"))
+number = len([n for n in os.listdir(place) if n.startswith("tried_")])
+open(f"{place}/tried_{number}", "w").write(json.dumps(dict(os.environ)))
+for step, value in scripts[min(number, len(scripts) - 1)]:
+    if step == "end":
+        os.replace(f"{place}/manifest_{value}.json", f"{place}/manifest.json")
+    elif step == "say":
+        print(value, flush=True)
+    elif step == "exit":
+        sys.exit(value)
+    elif step == "kill":
+        os.kill(os.getpid(), getattr(signal, value))
+    elif step == "on interrupt":
+        signal.signal(signal.SIGINT, lambda *_, code=value: sys.exit(code))
+        open(f"{place}/listens", "w").close()
+    elif step == "wait":
+        began = time.time()
+        while not os.path.exists(value) and time.time() - began < 30:
+            time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Launcher]:
+    """Make a launcher whose jobs are stand-ins, one list of scripts for each."""
+    script = tmp_path / "stand_in.py"
+    script.write_text(STAND_IN, encoding="utf-8")
+
+    def start(arguments: list[str], log: Path, environment: dict[str, str]) -> Child:
+        with log.open("ab") as output:
+            return Child(
+                subprocess.Popen(
+                    [sys.executable, "-S", str(script), *arguments],
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                    start_new_session=True,
+                )
+            )
+
+    monkeypatch.setattr(launching, "start", start)
+    monkeypatch.setattr(launching, "_LOOK_S", 0.01)
+
+    def made(*scripts: list[list[tuple[str, Any]]], **more: Any) -> Launcher:
+        directory = SweepDir(tmp_path / "sweep")
+        jobs = [_job(number) for number in range(len(scripts))]
+        for one, script_of_one in zip(jobs, scripts, strict=True):
+            run = RunDir(directory.path / one["directory"])
+            for status in Status:
+                _manifest(run, status, results={"wall_s": 2.0, "tuned_val_loss": 1.5})
+                run.manifest.replace(run.path / f"manifest_{status.value}.json")
+            (run.path / "scripts.json").write_text(json.dumps(script_of_one), encoding="utf-8")
+        return Launcher(directory, _record(*jobs, **more), Console(file=io.StringIO()))
+
+    return made

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.sweep import SweepRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.sweeps.launcher import Launcher
+
+    Sweep = Callable[..., Launcher]
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals; run it on Linux")
+
+DONE: list[tuple[str, Any]] = [("end", "succeeded"), ("exit", 0)]
+
+
+def states(launcher: Launcher) -> list[str]:
+    return [str(job["state"]) for job in SweepRecord.read(launcher.directory.record).jobs]
+
+
+def tries(launcher: Launcher, number: int) -> int:
+    return len(launcher.record.jobs[number]["attempts"])
+
+
+def environment(launcher: Launcher, number: int) -> dict[str, str]:
+    place = launcher.directory.path / launcher.record.jobs[number]["directory"]
+    return dict(json.loads((place / "tried_0").read_text("utf-8")))
+
+
+def interrupt_when(path: Path, number: int = signal.SIGINT) -> threading.Thread:
+    """Signal this process as soon as a file is there."""
+
+    def work() -> None:
+        while not path.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_all_jobs_succeed(sweep: Sweep) -> None:
+    """Exit code 0; each has its own process, peak memory and results on record."""
+    launcher = sweep([DONE], [DONE])
+    assert launcher.run() == 0
+    assert states(launcher) == ["succeeded", "succeeded"]
+    jobs = SweepRecord.read(launcher.directory.record).jobs
+    assert len({job["attempts"][0]["pid"] for job in jobs}) == 2
+    for job in jobs:
+        assert job["results"] == {"wall_s": 2.0, "tuned_val_loss": 1.5}
+        assert job["attempts"][0]["exit_code"] == 0
+        assert (job["attempts"][0]["peak_rss_bytes"] or 0) > 1_000_000
+
+
+def test_a_failed_job_stops_no_other_and_its_code_is_the_sweeps(sweep: Sweep) -> None:
+    """The largest code of all; what the job said last is the reason."""
+    launcher = sweep([[("say", "no such rows"), ("exit", 2)]], [DONE], [[("exit", 3)]])
+    assert launcher.run() == 3
+    assert states(launcher) == ["failed", "succeeded", "failed"]
+    assert launcher.record.jobs[0]["reason"] == "no such rows"
+    assert launcher.record.jobs[2]["reason"] == "exit code 3"
+
+
+def test_a_killed_job_is_started_again(sweep: Sweep) -> None:
+    """Once with retries=1, and both attempts are on record."""
+    launcher = sweep([[("kill", "SIGKILL")], DONE], retries=1)
+    assert launcher.run() == 0
+    codes = [one["exit_code"] for one in launcher.record.jobs[0]["attempts"]]
+    assert codes == [-signal.SIGKILL, 0]
+
+
+def test_retries_come_to_an_end(sweep: Sweep) -> None:
+    """Two retries are three attempts; the sweep then says that it did not succeed."""
+    launcher = sweep([[("kill", "SIGKILL")]], retries=2)
+    assert launcher.run() == 1
+    assert (states(launcher), tries(launcher, 0)) == (["failed"], 3)
+    assert "killed by SIGKILL" in str(launcher.record.jobs[0]["reason"])
+
+
+@pytest.mark.parametrize(("code", "attempts"), [(1, 2), (2, 1), (3, 1), (4, 1), (130, 1)])
+def test_only_what_may_pass_is_tried_again(sweep: Sweep, code: int, attempts: int) -> None:
+    """A wrong request, an environment, a gate and a cancellation stay what they are."""
+    launcher = sweep([[("exit", code)]], retries=1)
+    assert launcher.run() == code
+    assert tries(launcher, 0) == attempts
+
+
+def test_success_without_a_record_is_none(sweep: Sweep) -> None:
+    """Exit code 0 alone proves nothing."""
+    launcher = sweep([[("exit", 0)]])
+    assert launcher.run() == 1
+    assert launcher.record.jobs[0]["reason"] == "it ended without a record of success"
+
+
+def test_as_many_jobs_at_a_time_as_asked_for(sweep: Sweep, tmp_path: Path) -> None:
+    """Two wait for each other's file, which one alone would do in vain; the third comes after."""
+    files = [tmp_path / "sweep" / f"{number}_job" / "tried_0" for number in (0, 1)]
+    met = [[("wait", str(other)), *DONE] for other in reversed(files)]
+    launcher = sweep([met[0]], [met[1]], [DONE], n_jobs=2)
+    assert launcher.run() == 0
+    begins = [job["attempts"][0]["started_utc"] for job in launcher.record.jobs]
+    ends = [str(job["attempts"][0]["ended_utc"]) for job in launcher.record.jobs]
+    assert begins[2] >= min(ends[:2])
+
+
+def test_jobs_get_their_threads_and_take_gpus_in_turn(sweep: Sweep, tmp_path: Path) -> None:
+    """Two slots with three GPUs: each slot keeps its own."""
+    files = [tmp_path / "sweep" / f"{number}_job" / "tried_0" for number in (0, 1)]
+    met = [[("wait", str(other)), *DONE] for other in reversed(files)]
+    launcher = sweep([met[0]], [met[1]], n_jobs=2, threads=3, gpus=["4", "6", "7"])
+    assert launcher.run() == 0
+    assert environment(launcher, 0)["OMP_NUM_THREADS"] == "3"
+    assert environment(launcher, 1)["MKL_NUM_THREADS"] == "3"
+    assert [environment(launcher, n)["CUDA_VISIBLE_DEVICES"] for n in (0, 1)] == ["4", "6"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_passed_on_and_ends_the_sweep(sweep: Sweep, number: int) -> None:
+    """What is at work closes its record, what waits does not begin, and 130 is the code."""
+    name = signal.Signals(number).name
+    running = [("on interrupt", 130), ("wait", "never")]
+    launcher = sweep([running], [DONE])
+    thread = interrupt_when(launcher.directory.path / "0_job" / "listens", number)
+    assert launcher.run() == 130
+    thread.join()
+    assert states(launcher) == ["cancelled", "cancelled"], name
+    reasons = [job["reason"] for job in launcher.record.jobs]
+    assert reasons == ["the sweep was cancelled", "the sweep was cancelled before it began"]
+    assert tries(launcher, 1) == 0
+
+
+def test_a_job_that_ends_well_during_a_cancellation_has_succeeded(sweep: Sweep) -> None:
+    """A signal while its record closes changes nothing, as in a single run."""
+    launcher = sweep([[("end", "succeeded"), ("on interrupt", 0), ("wait", "never")]], [DONE])
+    thread = interrupt_when(launcher.directory.path / "0_job" / "listens")
+    assert launcher.run() == 130
+    thread.join()
+    assert states(launcher) == ["succeeded", "cancelled"]
+
+
+def test_signal_handlers_are_put_back(sweep: Sweep) -> None:
+    """The sweep leaves the process as it found it."""
+    before = signal.getsignal(signal.SIGINT)
+    assert sweep([DONE]).run() == 0
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_no_process_is_no_reason_to_stop(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system starts none, the job has failed and says so."""
+    from mens_exp.sweeps import launcher as launching
+
+    def none(*_: object) -> None:
+        raise OSError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(launching, "start", none)
+    launcher = sweep([DONE], [DONE])
+    assert launcher.run() == 1
+    assert states(launcher) == ["failed", "failed"]
+    assert "Resource temporarily unavailable" in str(launcher.record.jobs[0]["reason"])
+
+
+def test_output_of_all_attempts_is_kept(sweep: Sweep) -> None:
+    """In the job's own file, one attempt after the other."""
+    launcher = sweep([[("say", "first"), ("exit", 1)], [("say", "second"), *DONE]], retries=1)
+    assert launcher.run() == 0
+    log = RunDir(launcher.directory.path / "0_job").log.read_text("utf-8")
+    assert log.splitlines() == ["first", "second"]

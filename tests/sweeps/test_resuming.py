@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from mens_exp import cli
+from mens_exp.artifacts.digest import sha256_bytes
+from mens_exp.artifacts.manifest import Status
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.run_lock import held
+from mens_exp.artifacts.sweep import JobState, SweepRecord
+from mens_exp.artifacts.sweep_dir import SweepDir
+from mens_exp.sweeps import resuming
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.artifacts.manifest import Manifest
+    from mens_exp.sweeps.launcher import Launcher
+
+    Make = Callable[..., SweepRecord]
+    Write = Callable[..., Manifest]
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[SweepRecord]:
+    """Take the place of the launcher, and keep what it was to run."""
+    taken: list[SweepRecord] = []
+
+    def finish(launcher: Launcher) -> int:
+        taken.append(launcher.record)
+        return 0
+
+    monkeypatch.setattr(resuming, "finish", finish)
+    return taken
+
+
+def attempt(**more: Any) -> dict[str, Any]:
+    made = {"pid": 2**22 + 1, "process_started": 1.0, "started_utc": "2026-11-20T05:58:01.123Z"}
+    return {**made, "ended_utc": None, "exit_code": None, "peak_rss_bytes": None, **more}
+
+
+def stored(record: SweepRecord, path: Path) -> Path:
+    path.mkdir(exist_ok=True)
+    record.write(SweepDir(path).record)
+    return path
+
+
+def states(begun: list[SweepRecord]) -> list[str]:
+    return [str(job["state"]) for job in begun[0].jobs]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(list(arguments)) == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_every_job_stands_as_its_directory_says(
+    make_sweep: Make, write_manifest: Write, tmp_path: Path, begun: list[SweepRecord]
+) -> None:
+    """Whatever the launcher lived to note: done, dead at work, failed, cancelled, never begun."""
+    running = {"state": JobState.RUNNING, "attempts": [attempt()]}
+    record = make_sweep(running, running, {"state": JobState.FAILED, "reason": "r"}, {}, {})
+    ends = [Status.SUCCEEDED, Status.STARTED, Status.FAILED, Status.CANCELLED]
+    for job, status in zip(record.jobs, ends, strict=False):
+        run = RunDir(tmp_path / job["directory"])
+        write_manifest(run, status, results={"tuned_val_loss": 1.25})
+        run.report.touch()
+    assert cli.main([f"sweep.resume={stored(record, tmp_path)}"]) == 0
+    assert states(begun) == ["succeeded", "waiting", "waiting", "waiting", "waiting"]
+    assert begun[0].jobs[0]["results"] == {"tuned_val_loss": 1.25}
+    assert begun[0].jobs[1]["attempts"][0]["ended_utc"] is not None
+
+
+def test_a_done_job_is_verified(
+    make_sweep: Make, write_manifest: Write, tmp_path: Path, begun: list[SweepRecord]
+) -> None:
+    """Changed files make it failed, which is no reason not to run the others."""
+    record = make_sweep({"state": JobState.SUCCEEDED}, {"state": JobState.SUCCEEDED}, {})
+    for job, content in zip(record.jobs, (b"{}", b"[]"), strict=False):
+        run = RunDir(tmp_path / job["directory"])
+        outputs = {"plan.json": sha256_bytes(b"{}")}
+        write_manifest(run, Status.SUCCEEDED, outputs=outputs)
+        run.plan.write_bytes(content)
+        run.report.touch()
+    assert cli.main([f"sweep.resume={stored(record, tmp_path)}"]) == 0
+    assert states(begun) == ["succeeded", "failed", "waiting"]
+    assert "plan.json has changed; move" in str(begun[0].jobs[1]["reason"])
+
+
+def test_a_damaged_record_is_no_reason_to_begin_anew(
+    make_sweep: Make, tmp_path: Path, begun: list[SweepRecord]
+) -> None:
+    """What lies there may be all there is of a long run."""
+    record = make_sweep({})
+    run = RunDir(tmp_path / record.jobs[0]["directory"])
+    run.path.mkdir()
+    run.manifest.write_text("{")
+    assert cli.main([f"sweep.resume={stored(record, tmp_path)}"]) == 0
+    assert states(begun) == ["failed"]
+    assert "cannot be read" in str(begun[0].jobs[0]["reason"])
+
+
+@pytest.mark.parametrize("noted", [True, False], ids=["noted", "known by its lock"])
+def test_a_process_at_work_is_waited_for(
+    make_sweep: Make, tmp_path: Path, begun: list[SweepRecord], noted: bool
+) -> None:
+    """A launcher that died may not have lived to note the process that it started."""
+    me = psutil.Process()
+    ours = attempt(pid=me.pid, process_started=me.create_time())
+    noted_job = {"state": JobState.RUNNING, "attempts": [ours]}
+    record = make_sweep(noted_job if noted else {})
+    run = RunDir(tmp_path / record.jobs[0]["directory"])
+    run.path.mkdir()
+    command = [f"sweep.resume={stored(record, tmp_path)}"]
+    if noted:
+        assert cli.main(command) == 0
+    else:
+        with held(run.job_lock):
+            assert cli.main(command) == 0
+    assert states(begun) == ["running"]
+    assert begun[0].jobs[0]["attempts"][-1]["pid"] == os.getpid()
+
+
+def test_only_what_holds_for_the_rest_can_change(
+    make_sweep: Make, tmp_path: Path, begun: list[SweepRecord], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The number of jobs and of retries may; a seed, and the threads results depend on, may not."""
+    place = stored(make_sweep({}, threads=3), tmp_path)
+    may = ["hydra.launcher.n_jobs=2", "sweep.retries=5"]
+    assert cli.main([f"sweep.resume={place}", *may]) == 0
+    assert (begun[0].n_jobs, begun[0].retries, begun[0].threads) == (2, 5, 3)
+    for override in ("seed=3", "hydra.launcher.threads=1"):
+        said = refused(capsys, f"sweep.resume={place}", override)
+        assert "cannot change when a sweep goes on" in said
+
+
+def test_other_code_is_refused_unless_told(
+    make_sweep: Make, tmp_path: Path, begun: list[SweepRecord], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Accepting it leaves a note."""
+    place = stored(make_sweep({}, code_sha256="0" * 64), tmp_path)
+    said = refused(capsys, f"sweep.resume={place}")
+    assert "the code of mens_exp has changed since the sweep was launched" in said
+    assert "sweep.changes=accept" in said
+    assert cli.main([f"sweep.resume={place}", "sweep.changes=accept"]) == 0
+    assert begun[0].changes == "accept"
+    assert "other code" in begun[0].notes[0]
+
+
+def test_what_is_no_sweep_is_refused(
+    make_sweep: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A directory without a record, none at all, and one whose record leads elsewhere."""
+    assert "no sweep.json in this directory" in refused(capsys, f"sweep.resume={tmp_path}")
+    assert "no such directory" in refused(capsys, f"sweep.resume={tmp_path / 'gone'}")
+    record = make_sweep({})
+    text = stored(record, tmp_path) / "sweep.json"
+    text.write_text(text.read_text().replace("0_job", "../0_job"))
+    assert "below the sweep's own directory" in refused(capsys, f"sweep.resume={tmp_path}")
+
+
+def test_two_launchers_do_not_share_a_sweep(
+    make_sweep: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second one is refused while the first one lives."""
+    place = stored(make_sweep({}), tmp_path)
+    waits = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    with subprocess.Popen(waits, stdin=subprocess.PIPE) as other:
+        started = psutil.Process(other.pid).create_time()
+        SweepDir(place).lock.write_text(f'{{"pid": {other.pid}, "started": {started}}}')
+        said = refused(capsys, f"sweep.resume={place}")
+    assert f"process {other.pid}" in said
