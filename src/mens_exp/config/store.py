@@ -140,8 +140,8 @@ def register() -> None:
     for group, schemas in SCHEMAS.items():
         for name, schema in schemas.items():
             store.store(group=f"schema/{group}", name=name, node=_open(schema))
-    store.store(group="schema", name=_LAST, node=_open(root.RunConfig))
     store.store(group="hydra/launcher", name=sweep.LOCAL_LAUNCHER, node=sweep.LocalLauncher)
+    store.store(group="schema", name=_LAST, node=_open(root.RunConfig))
 
 
 def _open(schema: type) -> DictConfig:
