@@ -295,6 +295,20 @@ HOSTILE: dict[str, tuple[str, Outcome]] = {
         "os.close(1)\nos.close(2)\ntime.sleep(60)",
         Outcome.timeout,
     ),
+    "writes_into_its_input": (
+        (
+            "attempt(os.ftruncate, 0, 100)\nattempt(os.write, 0, b'x')\n"
+            "one = os.open('/proc/self/fd/0', os.O_RDWR)\nattempt(os.write, one, b'x')"
+        ),
+        Outcome.ok,
+    ),
+    "looks_for_inherited_files": (
+        (
+            "for number in range(3, 256):\n    attempt(os.fstat, number)\n"
+            "attempt(os.listdir, '/proc/1/fd')"
+        ),
+        Outcome.ok,
+    ),
     "waits_for_input": ("if sys.stdin.read(): print('escaped')", Outcome.ok),
     "leaves_a_daemon": (
         (

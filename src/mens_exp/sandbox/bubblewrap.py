@@ -10,6 +10,7 @@ of its own.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
@@ -48,6 +49,7 @@ _ISOLATED: Final = (
 )
 _NOBODY: Final = "65534"
 _LOWEST_UID, _UIDS = 2**30, 2**30  # above what any machine gives to a user or a container
+_READ_ONLY: Final = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _DEATH_S: Final = 10.0
 
 
@@ -171,13 +173,14 @@ def _visible_options(path: str) -> list[str]:
 
 
 def _file_of(content: str | bytes, fds: contextlib.ExitStack) -> int:
-    """Return a file in memory at its start; it is closed with ``fds``."""
-    fd = os.memfd_create("program")
+    """Return a file in memory that can only be read; it is closed with ``fds``."""
+    fd = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     fds.callback(os.close, fd)
     left = memoryview(content.encode() if isinstance(content, str) else content)
     while left:
         left = left[os.write(fd, left) :]
     os.lseek(fd, 0, os.SEEK_SET)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _READ_ONLY)
     return fd
 
 
