@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
-from mens_exp.evals.completion_styles import Assembled, Style, assemble
+from mens_exp.evals.completion_styles import ANNOTATIONS, Assembled, Style, assemble
 from mens_exp.sandbox.batch import run_all
 from mens_exp.sandbox.program import PYTHON, Outcome, Program
 
@@ -94,7 +94,7 @@ try:
     import solution
     with open("tests.py", encoding="utf-8") as file:
         tests = compile(file.read(), "tests.py", "exec")
-    exec(tests, vars(solution))
+    exec(tests, dict(vars(solution)))  # what the tests define is not the solution's
 except BaseException as error:
     failure(error)
 tell("passed")
@@ -146,7 +146,10 @@ def program_of(task: ProgramTask, source: str, word: str) -> Program:
         source: the solution.
         word: what the verdict is written behind; the solution never sees it.
     """
-    solution = f"{task.setup}\n{source}" if task.setup else source
+    solution = source
+    if task.setup:
+        first = ANNOTATIONS if source.startswith(ANNOTATIONS) else ""
+        solution = f"{first}{task.setup}\n{source.removeprefix(first)}"
     return Program(
         argv=(PYTHON, "-s", "-S", "-B", "main.py"),
         files={"main.py": _RUNNER, "solution.py": solution, "tests.py": task.tests},

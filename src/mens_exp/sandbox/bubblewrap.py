@@ -176,7 +176,9 @@ def _file_of(content: str | bytes, fds: contextlib.ExitStack) -> int:
     """Return a file in memory that can only be read; it is closed with ``fds``."""
     fd = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     fds.callback(os.close, fd)
-    left = memoryview(content.encode() if isinstance(content, str) else content)
+    left = memoryview(
+        content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+    )
     while left:
         left = left[os.write(fd, left) :]
     os.lseek(fd, 0, os.SEEK_SET)
