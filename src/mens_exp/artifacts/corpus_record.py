@@ -44,7 +44,7 @@ class StepRecord(StoredRecord):
             them, and input. A step whose key is that of its record is not done again.
         settings: its own settings, and those of the command that it reads besides.
         made_by: versions of the code and of what it leans on.
-        inputs: name of each input, in order -> SHA-256 of its content.
+        inputs: name of each input -> SHA-256 of its content.
         outputs: file -> its hash and rows.
         rows_in: rows read.
         rows_out: rows written, over all sides.

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from mens_exp.config.corpus import CorpusConfig, ExtractConfig, MixStepConfig, SplitStepConfig
+from mens_exp.config.data import MixStop
+from mens_exp.config.rules import corpus as rules
+
+if TYPE_CHECKING:
+    from mens_exp.config.root import RunConfig
+
+
+def config(steps: list[str], task: str = "corpus", **values: Any) -> RunConfig:
+    usual: dict[str, Any] = {"input": "rows.jsonl", "output": "out"}
+    corpus = CorpusConfig(steps=steps, **{**usual, **values})
+    run = SimpleNamespace(task=SimpleNamespace(name=task), corpus=corpus)
+    return cast("RunConfig", run)
+
+
+def told(steps: list[str], **values: Any) -> str:
+    return "\n".join(map(str, rules.problems(config(steps, **values))))
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        ["extract", "validate", "split", "curriculum"],
+        ["extract", "generate", "validate", "split"],
+        ["validate"],
+        ["split", "validate"],
+        ["curriculum", "split"],
+    ],
+)
+def test_steps_in_an_order_with_a_meaning_are_taken(steps: list[str]) -> None:
+    """Nothing to say of them."""
+    assert told(steps) == ""
+
+
+@pytest.mark.parametrize(
+    ("steps", "what"),
+    [
+        ([], "no step named"),
+        (["extrct"], "the nearest is extract"),
+        (["split", "split"], "the step split stands 2 times"),
+        (["validate", "extract"], "extract cannot come after validate"),
+        (["split", "generate"], "generate cannot come after split"),
+        (["mix", "split"], "split cannot come after mix"),
+        (["curriculum", "mix"], "mix cannot come after curriculum"),
+    ],
+)
+def test_steps_without_a_meaning_are_refused(steps: list[str], what: str) -> None:
+    """Each with its reason."""
+    assert what in told(steps, mix=MixStepConfig(weights={"a": 1.0}))
+
+
+def test_all_that_is_wrong_is_told_together() -> None:
+    """Two names, and a setting of the step that is right."""
+    message = told(["a", "b", "split"], split=SplitStepConfig(val_frac=0.6, heldout_frac=0.4))
+    assert message.count("no such step") == 2
+    assert "nothing is left to train on" in message
+
+
+def test_only_generate_begins_without_an_input() -> None:
+    """Every other first step has something to read."""
+    assert told(["generate"], input=None) == ""
+    assert "add corpus.input=<path>" in told(["split"], input=None)
+    assert "names no files" in told(["split"], input=[])
+    assert "names no files" in told(["split"], input={"a": 1})
+    assert "nowhere to write" in told(["split"], output=None)
+
+
+def test_languages_that_nothing_reads_are_refused() -> None:
+    """With the nearest one that is read."""
+    assert "the nearest is rust" in told(["extract"], extract=ExtractConfig(languages=["ruts"]))
+    assert "nothing to extract" in told(["extract"], extract=ExtractConfig(languages=[]))
+
+
+def test_one_name_for_several_projects_is_refused() -> None:
+    """Their files would share groups."""
+    named = ExtractConfig(project="mine")
+    assert told(["extract"], extract=named, input=["a"]) == ""
+    assert "one name for several projects" in told(["extract"], extract=named, input=["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("mix", "what"),
+    [
+        (MixStepConfig(), "no weights"),
+        (MixStepConfig(weights={"a": 0.0}), "not a weight"),
+        (MixStepConfig(weights={"a": float("nan")}), "not a weight"),
+        (MixStepConfig(weights={"a": 1.0}, stop=MixStop.budget), "no budget to stop at"),
+    ],
+)
+def test_a_mix_that_cannot_be_drawn_is_refused(mix: MixStepConfig, what: str) -> None:
+    """Weights and budget."""
+    assert what in told(["mix"], mix=mix)
+
+
+@pytest.mark.parametrize(
+    ("key", "what"),
+    [
+        ("corpus.mix.seed", "no effect without the step mix"),
+        ("corpus.split.by", ""),
+        ("corpus.mix.budget_tokens", "no effect under corpus.mix.stop=all_exhausted"),
+    ],
+)
+def test_settings_of_steps_that_are_not_done_are_refused(key: str, what: str) -> None:
+    """They would do nothing."""
+    message = "\n".join(map(str, rules.unread(config(["split"]), [key])))
+    assert (what in message) if what else message == ""
+
+
+def test_other_tasks_are_not_asked() -> None:
+    """A run that trains has no steps."""
+    assert list(rules.problems(config([], task="train"))) == []
+    assert list(rules.unread(config([], task="train"), ["corpus.mix.seed"])) == []

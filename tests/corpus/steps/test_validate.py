@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.config.corpus import ValidateConfig
+from mens_exp.config.data import OnBadRow
+from mens_exp.corpus.steps.validate import validate
+from mens_exp.errors import Problems
+from mens_exp.rows.schema import TrainingPair
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+QUARANTINE = ValidateConfig(on_bad_row=OnBadRow.quarantine)
+
+
+def row(response: str, language: str | None, prompt: str = "p") -> TrainingPair:
+    return TrainingPair(prompt=prompt, response=response, language=language)
+
+
+GOOD = [
+    row("x = 1", "python"),
+    row("See:\n\n```python\nx = 1\n```\n\n```\ny = 2\n```\n\n```text\nno (code\n```", "Python"),
+    row("fn f() -> u8 { 1 }", "rust"),
+    row('{"a": [1]}', "json"),
+    row("no (code", "cobol"),
+    row("no (code", None),
+]
+BAD = [
+    row("x = (", "python"),
+    row("Fine.\n\n```py\nx = (\n```", "python"),
+    row("fn f( {", "rust"),
+    row('{"a": ', "json"),
+]
+
+
+def test_rows_whose_code_parses_pass_as_they_are(work: Any) -> None:
+    """Python, Rust and JSON are asked; another language, or none, is not, and is counted."""
+    result = work.do(validate, [work.file("a.jsonl", GOOD)])
+    assert (work.out / "rows.jsonl").read_bytes() == (work.path / "input/a.jsonl").read_bytes()
+    assert result.facts["checked"] == {"json": 1, "not_checked": 2, "python": 2, "rust": 1}
+    assert (result.rows_in, result.rows_out, result.dropped) == (6, 6, {})
+    assert not (work.out / "quarantine.jsonl").exists()
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_code_that_does_not_parse_is_an_error(work: Any, bad: TrainingPair) -> None:
+    """Its file and line, and the other way to treat it."""
+    with pytest.raises(Problems, match=r"(?s)a\.jsonl:2: the \w+ code does not parse.*quarantine"):
+        work.do(validate, [work.file("a.jsonl", [GOOD[0], bad])])
+
+
+def test_bad_rows_are_put_aside_with_place_and_reason(work: Any) -> None:
+    """What is no row as well as what is no code; the counts add up to the rows."""
+    path: Path = work.file("a.jsonl", [*GOOD, *BAD])
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"prompt": "p"}\nnot json\n')
+    result = work.do(validate, [path], validate=QUARANTINE)
+    aside = work.lines("quarantine.jsonl")
+    assert [each["line"] for each in aside] == [7, 8, 9, 10, 11, 12]
+    assert {each["file"] for each in aside} == {str(path)}
+    assert aside[0]["problems"][0].startswith(f"{path}:7: the python code does not parse: line 1:")
+    assert json.loads(aside[0]["raw"])["response"] == "x = ("
+    assert (result.rows_in, result.rows_out, sum(result.dropped.values())) == (12, 6, 6)
+    assert result.dropped["the python code does not parse"] == 2
+
+
+def test_many_bad_rows_are_told_in_part_and_counted(work: Any) -> None:
+    """Twenty in full, the rest as a number."""
+    path = work.file("a.jsonl", [row("x = (", "python", str(number)) for number in range(30)])
+    with pytest.raises(Problems) as caught:
+        work.do(validate, [path])
+    assert str(caught.value).count("does not parse") == 20
+    assert "10 more bad rows" in str(caught.value)
+    assert "30 bad rows" in str(caught.value)
+
+
+def test_sides_of_a_split_are_kept(work: Any) -> None:
+    """Each row goes to the file that it came from."""
+    files = [work.file("train.jsonl", GOOD[:2]), work.file("val.jsonl", GOOD[2:3])]
+    work.do(validate, files)
+    assert {name: len(rows) for name, rows in work.rows().items()} == {
+        "train.jsonl": 2,
+        "val.jsonl": 1,
+    }

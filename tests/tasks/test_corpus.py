@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import subprocess
+from typing import TYPE_CHECKING
+
+from mens_exp import cli
+from mens_exp.artifacts.corpus_record import CorpusRecord
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.config.data import JsonlData
+from mens_exp.config.validate import unread_overrides
+from mens_exp.corpus.source import load_rows
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+SOURCE = '''
+def add{number}(a, b):
+    """Add {number} times."""
+    total = a + b
+    return total * {number}
+'''
+
+
+def project(path: Path) -> Path:
+    """Make a checkout of twelve files, and return it."""
+    path.mkdir()
+    for number in range(12):
+        (path / f"m{number}.py").write_text(SOURCE.format(number=number), "utf-8")
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "first"]):
+        git(path, *identity, *arguments)
+    return path
+
+
+def git(path: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(path), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def make(tmp_path: Path, number: int, *more: str) -> int:
+    return cli.main(
+        [
+            "task=corpus",
+            "corpus.steps=[extract,validate,split]",
+            f"corpus.input={tmp_path / 'project'}",
+            f"corpus.output={tmp_path / 'out'}",
+            f"hydra.run.dir={tmp_path / f'run-{number}'}",
+            *more,
+        ]
+    )
+
+
+def test_a_corpus_is_made_recorded_and_not_made_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows of a commit, split by file; the second run finds all of it done."""
+    path = project(tmp_path / "project")
+    assert make(tmp_path, 1, "corpus.extract.commit=HEAD") == 0
+    first = capsys.readouterr().out
+    assert f"data.path={tmp_path}/out/03-split/train.jsonl" in first.replace("\n", "")
+    head = git(path, "rev-parse", "HEAD")
+    run = RunDir(tmp_path / "run-1")
+    manifest = Manifest.read(run.manifest)
+    assert manifest.status is Status.SUCCEEDED
+    assert list(manifest.inputs["corpus"]) == ["project"]
+    assert sum(manifest.results["rows"].values()) == 12
+    assert [step["why"] for step in manifest.facts["steps"]] == ["new"] * 3
+    assert head in run.config.read_text("utf-8")  # the commit that the name meant
+    index = (tmp_path / "out/corpus.json").read_bytes()
+    assert make(tmp_path, 2, "corpus.extract.commit=HEAD") == 0
+    assert capsys.readouterr().out.count("already done") == 3
+    assert (tmp_path / "out/corpus.json").read_bytes() == index
+    assert CorpusRecord.read(tmp_path / "out/corpus.json").inputs == manifest.inputs["corpus"]
+    # The rows are those that data=jsonl takes, with nothing on two sides.
+    train, val = (tmp_path / f"out/03-split/{side}.jsonl" for side in ("train", "val"))
+    rows = load_rows(JsonlData(path=str(train), val_path=str(val)), tmp_path)
+    assert len(rows.train) + len(rows.heldout) == len(train.read_bytes().splitlines())
+    assert len(rows.val) == len(val.read_bytes().splitlines()) > 0
+
+
+def test_a_failing_step_keeps_the_ones_before_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2, the step named, the record failed; what was done is found again."""
+    project(tmp_path / "project")
+    mixed = ["corpus.steps=[extract,mix]", "corpus.mix.by=project", "corpus.mix.weights={other:1}"]
+    assert make(tmp_path, 1, *mixed) == 2
+    assert "corpus.mix.weights.other: a weight has no source" in capsys.readouterr().err
+    assert Manifest.read(RunDir(tmp_path / "run-1").manifest).status is Status.FAILED
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["01-extract"]
+    assert make(tmp_path, 2) == 0
+    assert "already done" in capsys.readouterr().out
+
+
+def test_what_cannot_be_made_is_refused_before_a_run_is_opened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The input that is not there, and the directory that is somebody's."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/thesis.md").write_text("mine", "utf-8")
+    assert make(tmp_path, 1) == 2
+    err = capsys.readouterr().err
+    assert "no such directory or file" in err
+    assert "holds something else" in err
+    assert not (tmp_path / "run-1").exists()
+
+
+def test_settings_of_a_run_have_no_effect() -> None:
+    """A corpus is made without a model; of its own settings none is refused."""
+    (problem,) = unread_overrides("corpus", ["lora.r", "corpus.split.by"])
+    assert "lora.r: has no effect with task=corpus" in str(problem)
