@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import runpy
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ import pytest
 
 from mens_exp.config.compose import compose, typed
 from mens_exp.rows.encode import Encoded
+from mens_exp.sandbox.bubblewrap import Bubblewrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +38,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MENS_EXP_CACHE", str(root))
         yield root
+
+
+@pytest.fixture(scope="session")
+def sandbox() -> Bubblewrap:
+    """Where tests execute programs."""
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is missing: apt-get install bubblewrap")
+    return Bubblewrap()
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ LAYERS = (
     ("", "errors"),
     ("artifacts",),
     ("config",),
-    ("layout", "rows", "tokenizer"),
+    ("layout", "rows", "tokenizer", "sandbox"),
     ("corpus",),
     ("plan",),
     ("model", "data", "objective"),
@@ -38,7 +38,18 @@ LAYERS = (
 )
 HEIGHT = {package: height for height, packages in enumerate(LAYERS) for package in packages}
 
-LIGHT = ("errors", "artifacts", "config", "layout", "rows", "tokenizer", "corpus", "plan", "report")
+LIGHT = (
+    "errors",
+    "artifacts",
+    "config",
+    "layout",
+    "rows",
+    "tokenizer",
+    "sandbox",
+    "corpus",
+    "plan",
+    "report",
+)
 HEAVY = {
     "accelerate",
     "bitsandbytes",

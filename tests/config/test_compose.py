@@ -18,6 +18,7 @@ from mens_exp.config.compose import (
     typed,
 )
 from mens_exp.config.model import HfModel
+from mens_exp.config.sandbox import NoSandbox
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ def test_every_value_enters_the_digest() -> None:
         base.data.filter[name] = "f"
     base.corpus.input, base.corpus.output, base.corpus.extract.commit = "i", "o", "c"
     base.corpus.extract.project, base.corpus.mix.budget_tokens = "p", 1
+    base.sandbox.workers = 2
     base.parity.text, base.parity.budget.max_kl, base.parity.budget.hidden_error = "t", 1.0, 1.0
     digests = {config_digest(base)}
     paths = leaves(base)
@@ -169,6 +171,18 @@ def test_earlier_run_s_model_directory_is_read(tmp_path: Path) -> None:
     model = typed(from_yaml(stored(tmp_path, text))).model
     assert isinstance(model, HfModel)
     assert (model.id, model.revision, model.trust_remote_code) == ("/models/mine", None, False)
+
+
+def test_earlier_run_without_a_sandbox_is_read(tmp_path: Path) -> None:
+    """It executed nothing, and that is what its record is taken to say."""
+    text = to_yaml(values())
+    begin = text.index("sandbox:\n")
+    end = begin + len("sandbox:\n")
+    while text[end : end + 2] == "  ":
+        end = text.index("\n", end) + 1
+    earlier = text[:begin] + text[end:]
+    assert "memory_mib" not in earlier
+    assert typed(from_yaml(stored(tmp_path, earlier))).sandbox == NoSandbox()
 
 
 def test_interpolation_is_resolved_in_digest_and_file() -> None:

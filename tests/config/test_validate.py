@@ -331,3 +331,21 @@ def test_override_that_has_its_effect_is_accepted(
 ) -> None:
     """A plan shows rows, and without files of its own validation takes its share."""
     assert ineffective_overrides(make(values), [key]) == []
+
+
+@pytest.mark.parametrize("key", ["sandbox", "sandbox.memory_mib"])
+def test_sandbox_of_a_suite_that_executes_nothing_is_refused(
+    make: Callable[[Changed], RunConfig], key: str
+) -> None:
+    """No suite that executes, no sandbox to set."""
+    config = make({})
+    assert [problem.where for problem in ineffective_overrides(config, [key, "lora.r"])] == [key]
+
+
+def test_sandbox_of_a_suite_that_executes_is_accepted(
+    make: Callable[[Changed], RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its settings have an effect."""
+    config = make({})
+    monkeypatch.setattr(type(config.suite), "executes", True)
+    assert ineffective_overrides(config, ["sandbox.memory_mib"]) == []

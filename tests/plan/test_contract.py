@@ -52,6 +52,8 @@ COMMANDS = {
     "data.mix": ["data=mix", "data.sources=[{path:a.jsonl,weight:0.7},{source:stdlib,weight:1}]"],
     "logger.wandb": ["logger=wandb"],
     "suite.heldout_syntax": ["suite=heldout_syntax"],
+    "sandbox.bubblewrap": ["sandbox=bubblewrap"],
+    "sandbox.unsafe": ["sandbox=unsafe"],
 }
 # What another value of a setting is where a number plus one or a longer text is none.
 OTHER = {

@@ -51,6 +51,21 @@ def test_other_settings_are_refused_as_without_effect() -> None:
     assert cli.main(["task=doctor", "lora.r=8"]) == 2
 
 
+def test_a_sandbox_is_probed(sandbox: object) -> None:
+    """It is there, and contains what it must."""
+    finding = found("sandbox")
+    assert (finding.state, finding.remedy) == (State.GOOD, None)
+    assert "every hostile probe contained" in finding.found
+
+
+def test_a_missing_sandbox_is_a_note_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most runs execute nothing."""
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    finding = found("sandbox")
+    assert finding.state is State.NOTE
+    assert "apt-get install bubblewrap" in str(finding.remedy)
+
+
 def test_a_package_out_of_its_range_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     """Named with the command that mends it."""
     real = metadata.version

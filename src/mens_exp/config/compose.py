@@ -240,6 +240,8 @@ def _under_schemas(stored: DictConfig | ListConfig) -> DictConfig:
             root[group] = OmegaConf.merge(_schema(str(group), node), node)
         else:
             root[group] = node
+    if "sandbox" not in stored:  # written before there was one
+        root["sandbox"] = SCHEMAS["sandbox"]["none"]
     return root
 
 

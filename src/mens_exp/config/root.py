@@ -24,6 +24,7 @@ from mens_exp.config.objective import ObjectiveConfig
 from mens_exp.config.optim import OptimizerConfig
 from mens_exp.config.parity import ParityConfig
 from mens_exp.config.quant import QuantConfig
+from mens_exp.config.sandbox import SandboxConfig
 from mens_exp.config.schedule import ScheduleConfig
 from mens_exp.config.suite import SuiteConfig
 from mens_exp.config.task import (
@@ -128,6 +129,7 @@ class RunConfig:
     logger: LoggerConfig = _group()
     callbacks: dict[str, CallbackConfig] = _group()
     suite: SuiteConfig = _group()
+    sandbox: SandboxConfig = _group()
     chat: ChatConfig = field(default_factory=ChatConfig, metadata={"doc": "See its keys."})
     push: PushConfig = field(default_factory=PushConfig, metadata={"doc": "See its keys."})
     merge: MergeConfig = field(default_factory=MergeConfig, metadata={"doc": "See its keys."})

@@ -22,6 +22,7 @@ from mens_exp.config import (
     optim,
     quant,
     root,
+    sandbox,
     schedule,
     suite,
     task,
@@ -75,6 +76,11 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "none": logger.NoLogger,
     },
     "suite": {"heldout_syntax": suite.HeldoutSyntaxSuite, "none": suite.NoSuite},
+    "sandbox": {
+        "bubblewrap": sandbox.BubblewrapSandbox,
+        "unsafe": sandbox.UnsafeSandbox,
+        "none": sandbox.NoSandbox,
+    },
     "callbacks": {
         "callback": callbacks.CallbackConfig,
         "early_stopping": callbacks.EarlyStoppingConfig,
@@ -92,6 +98,7 @@ DISCRIMINATORS = {
     "optim": "name",
     "logger": "sink",
     "suite": "name",
+    "sandbox": "name",
 }
 
 # What the records of earlier runs call a schema.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from omegaconf import MISSING
 
@@ -14,6 +15,9 @@ __all__ = ["HeldoutSyntaxSuite", "NoSuite", "SuiteConfig"]
 @dataclass(kw_only=True, slots=True)
 class SuiteConfig:
     """What every suite has."""
+
+    executes: ClassVar[bool] = False
+    """Whether it executes what a model wrote, and so needs a sandbox."""
 
     name: str = setting(MISSING, "Name of the suite; set by the option.")
 

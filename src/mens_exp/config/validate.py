@@ -19,6 +19,7 @@ from mens_exp.config.rules import (
     objective,
     optim,
     quant,
+    sandbox,
     schedule,
     task,
     trainer,
@@ -56,6 +57,7 @@ _EVERYTHING = frozenset(
         "logger",
         "callbacks",
         "suite",
+        "sandbox",
         "preset",
         "experiment",
         "resume",
@@ -65,7 +67,7 @@ _EVERYTHING = frozenset(
 TASK_READS: dict[str, frozenset[str]] = {
     "train": _EVERYTHING,
     "plan": _EVERYTHING - {"resume"},
-    "evaluate": frozenset({"path", "suite", "trainer.accelerator"}),
+    "evaluate": frozenset({"path", "suite", "sandbox", "trainer.accelerator"}),
     "chat": frozenset({"path", "prompt", "chat", "seed", "trainer.accelerator"}),
     "push": frozenset({"path", "repo", "push"}),
     "export": frozenset(
@@ -179,6 +181,7 @@ def ineffective_overrides(config: RunConfig, keys: Iterable[str]) -> list[MensEr
     return [
         *data.unread(config, keys),
         *backend.unread(config, keys),
+        *sandbox.unread(config, keys),
         *task.unread(config, keys),
         *corpus.unread(config, keys),
     ]

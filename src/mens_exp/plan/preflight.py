@@ -18,6 +18,7 @@ from mens_exp.plan.checks import (
     model,
     optim,
     quant,
+    sandbox,
     tokenizer,
     weights,
 )
@@ -51,6 +52,7 @@ _CHECKS = (
     adapter.check,
     tokenizer.check,
     logger.check,
+    sandbox.check,
     classes.check,
     machine.check,
 )

@@ -142,6 +142,11 @@ SETTINGS: dict[str, Part] = {
     **_all(Part.RECORD, "trainer.", "accelerator val_check_interval deterministic"),
     **_all(Part.RECORD, "logger.", "sink mode project entity group name tags flush_every_n_steps"),
     **_all(Part.RECORD, "suite.", "name items max_new_tokens batch_size"),
+    **_all(
+        Part.RECORD,
+        "sandbox.",
+        "name memory_mib cpu_s wall_s output_kib file_mib workers processes",
+    ),
 }
 
 _OURS = "mens_exp.training.callbacks."
@@ -171,6 +176,7 @@ _OF_GROUP = {
     "backend": Part.ADAPTER,
     "logger": Part.RECORD,
     "suite": Part.RECORD,
+    "sandbox": Part.RECORD,
 }
 
 

@@ -14,9 +14,11 @@ import psutil
 from packaging.requirements import Requirement
 from rich.console import Console
 
+from mens_exp.config.sandbox import BubblewrapSandbox
 from mens_exp.errors import MensError, SetupError
 from mens_exp.plan.preflight import writable_cache
 from mens_exp.report.findings import Finding, State, findings_table
+from mens_exp.sandbox.opening import open_sandbox
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -223,12 +225,17 @@ def _disk(name: str, directory: Path) -> Finding:
 
 
 def _sandbox() -> Finding:
-    found = shutil.which("bwrap")
+    try:
+        sandbox = open_sandbox(BubblewrapSandbox())
+    except SetupError as error:
+        return Finding(
+            name="sandbox",
+            state=State.NOTE,
+            found=f"{error.what}; {error.found or 'nothing generated can be executed'}",
+            remedy=error.remedy,
+        )
     return Finding(
-        name="sandbox",
-        state=State.GOOD if found else State.NOTE,
-        found="bubblewrap" if found else "no bubblewrap; no suite of this version runs code",
-        remedy=None,
+        name="sandbox", state=State.GOOD, found=f"{sandbox.kind}, every hostile probe contained"
     )
 
 

@@ -1,0 +1,259 @@
+"""From what a model wrote to the Python program that it meant.
+
+A completion may continue the prompt, with or without its indentation, or give the function whole;
+it may stand in Markdown fences, between sentences, with helpers above, and with prints, examples
+and a main block below. A program's own errors are never repaired: what is cut is prose at the
+margin, and statements below the function that define nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+import warnings
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["ANNOTATIONS", "Assembled", "Style", "assemble"]
+
+_INDENT: Final = "    "
+ANNOTATIONS: Final = "from __future__ import annotations\n"
+"""The first line of a program that asked for it; it must stay the first."""
+
+_FENCE: Final = re.compile(
+    r"^[ \t]*```+[ \t]*([\w+.-]*)[^\n`]*\n(.*?)(?:^[ \t]*```+[ \t]*$|\Z)", re.MULTILINE | re.DOTALL
+)
+_FENCE_LINE: Final = re.compile(r"^[ \t]*```.*$", re.MULTILINE)
+_PYTHON: Final = frozenset({"", "py", "python", "python3"})
+_CODE_LINE: Final = re.compile(r"(?:async\s+def|def|class|import|from)\s|@|\w+\s*=[^=]")
+_FUTURE: Final = re.compile(r"^from __future__ import .*$", re.MULTILINE)
+_MOST_STARTS: Final = 30  # above the function; what repeats itself without end has more
+_FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
+_DEFINITIONS: Final = (*_FUNCTIONS, ast.ClassDef, ast.Import, ast.ImportFrom)
+
+
+class Style(StrEnum):
+    """How a completion was read."""
+
+    CONTINUATION = "continuation"  # the prompt's function goes on
+    WHOLE = "whole"  # the function, with its signature
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assembled:
+    """A program, or what keeps a completion from being one."""
+
+    source: str
+    style: Style | None
+    error: str | None = None
+    parses: bool = True  # false where no reading is Python at all
+
+
+def assemble(completion: str, *, entry_point: str, prompt: str = "") -> Assembled:
+    """Read a completion in every accepted style, and return the first reading that is a program.
+
+    Args:
+        completion: what the model wrote.
+        entry_point: the function that is asked for.
+        prompt: code that ends in that function's signature and docstring; empty where the task
+            is told in words alone.
+
+    Returns:
+        The program, with the prompt's imports and helpers; where there is none, the completion
+        behind the prompt and the error of reading it so.
+    """
+    text, futures = _FUTURE.subn("", completion.replace("\r\n", "\n"))
+    context = _above(prompt, entry_point)
+    for code in _texts(text, entry_point):
+        for style, program in _readings(code, prompt, context, entry_point):
+            tree = _tree(program)
+            if tree is not None and _defines(tree, entry_point):
+                source = _without_use(program, tree, entry_point)
+                return Assembled(source=ANNOTATIONS * bool(futures) + source, style=style)
+    if not text.strip():
+        return Assembled(source=prompt, style=None, error="the completion is empty")
+    plain = prompt + next(_texts(text, entry_point))
+    error = _error(plain)
+    if error is not None:
+        return Assembled(source=plain, style=None, error=error, parses=False)
+    missing = f"no function {entry_point} is defined"
+    return Assembled(source=plain, style=None, error=missing)
+
+
+def _texts(completion: str, entry_point: str) -> Iterator[str]:
+    """Yield what may be the code: inside the fences, above a lone one, everything."""
+    found = [(match[1].lower(), match[2]) for match in _FENCE.finditer(completion)]
+    blocks = [text for language, text in found if language in _PYTHON]
+    flush = [textwrap.dedent(text) for text in blocks]
+    asked = next((place for place, text in enumerate(flush) if _tells(text, entry_point)), None)
+    if asked is not None:
+        helpers = [
+            text if place < asked and entry_point not in text else _definitions(text)
+            for place, text in enumerate(flush)
+            if not _tells(text, entry_point) and _tree(text) is not None
+        ]
+        yield "\n".join([*helpers, flush[asked]])
+        yield flush[asked]
+    fences = list(_FENCE_LINE.finditer(completion))
+    above = completion[: fences[0].start()] if fences else ""
+    if len(fences) % 2:  # the last one closes what the prompt or its template opened
+        blocks = [above, *blocks]
+    yield from (text for text in [*blocks, above, completion] if text.strip())
+
+
+def _definitions(text: str) -> str:
+    lines = text.split("\n")
+    found = [node for node in ast.parse(text).body if isinstance(node, _DEFINITIONS)]
+    return "\n".join(lines[number - 1] for node in found for number in _lines(node))
+
+
+def _tells(text: str, entry_point: str) -> bool:
+    name = re.escape(entry_point)
+    return re.search(rf"\b(?:def\s+{name}\b|{name}\s*=[^=])", text) is not None
+
+
+def _readings(
+    text: str, prompt: str, context: str, entry_point: str
+) -> Iterator[tuple[Style, str]]:
+    """Yield programs, the most literal reading first."""
+    flush = textwrap.dedent(text)
+    if _defines(_tree(flush), entry_point):
+        yield Style.WHOLE, f"{context}{flush}"
+    indented = text.lstrip("\n")[:1].isspace()
+    if prompt and indented:
+        yield from _continuations(prompt, text)
+    for whole in _without_prose(flush, entry_point):
+        if _defines(_tree(whole), entry_point):
+            yield Style.WHOLE, f"{context}{whole}"
+    if prompt and not indented:
+        yield from _continuations(prompt, textwrap.indent(flush, _INDENT))
+        yield from _continuations(prompt, _INDENT + text.lstrip())
+
+
+def _continuations(prompt: str, text: str) -> Iterator[tuple[Style, str]]:
+    program = _longest(prompt if prompt.endswith("\n") else f"{prompt}\n", text)
+    if program is not None:
+        yield Style.CONTINUATION, program
+
+
+def _without_prose(text: str, entry_point: str) -> Iterator[str]:
+    """Yield what begins with a line of code at the margin, down to the function's own."""
+    lines = text.split("\n")
+    starts = [number for number, line in enumerate(lines) if _CODE_LINE.match(line)]
+    own = next((place for place in starts if _tells(lines[place], entry_point)), None)
+    if own is None:
+        return
+    above = [place for place in starts if place < own]
+    for place in (*above[:_MOST_STARTS], own):
+        program = _longest("", "\n".join(lines[place:]))
+        if program is not None:
+            yield program
+
+
+def _longest(start: str, text: str) -> str | None:
+    """Return the longest program of ``start`` and a text, cut at a line at its margin if need be.
+
+    A cut below an error leaves it in place, so that each is made at or above the error before it.
+    """
+    lines = text.split("\n")
+    end = len(lines)
+    while any(line.strip() for line in lines[:end]):
+        program = start + "\n".join(lines[:end])
+        found = _parsed(program)
+        if isinstance(found, ast.Module):
+            return program
+        if not isinstance(found, SyntaxError) or found.lineno is None:
+            return None
+        at = min(found.lineno - 1 - start.count("\n"), end - 1)
+        end = next((place for place in range(at, 0, -1) if lines[place][:1].strip()), 0)
+    return None
+
+
+def _tree(source: str) -> ast.Module | None:
+    found = _parsed(source)
+    return found if isinstance(found, ast.Module) else None
+
+
+def _error(source: str) -> str | None:
+    """Say why a text is no Python program, or None where it is one."""
+    found = _parsed(source)
+    return None if isinstance(found, ast.Module) else f"{type(found).__name__}: {found}"
+
+
+def _parsed(source: str) -> ast.Module | Exception:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an invalid escape in generated code is no news
+            tree = ast.parse(source)
+            compile(tree, "<completion>", "exec", dont_inherit=True)  # return outside a function
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
+        return error
+    return tree
+
+
+def _defines(tree: ast.Module | None, name: str) -> bool:
+    return tree is not None and any(name in _bound(node) for node in tree.body)
+
+
+def _bound(node: ast.stmt) -> set[str]:
+    """Return the names that a statement defines or assigns."""
+    if isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    if isinstance(node, ast.AnnAssign | ast.AugAssign):
+        targets = [node.target]
+    return {one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)}
+
+
+def _without_use(source: str, tree: ast.Module, entry_point: str) -> str:
+    """Blank what stands below the function and only uses it: prints, examples, a main block."""
+    at = max(place for place, node in enumerate(tree.body) if entry_point in _bound(node))
+    kept = [
+        node
+        for place, node in enumerate(tree.body)
+        if (place <= at and not _is_main(node)) or isinstance(node, _DEFINITIONS)
+    ]
+    read = _read(kept)
+    for node in reversed(tree.body[at + 1 :]):
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and _bound(node) & read:
+            kept.append(node)
+            read |= _read([node])
+    lines = source.split("\n")
+    keep = {number for node in kept for number in _lines(node)}
+    drop = {number for node in tree.body if node not in kept for number in _lines(node)} - keep
+    return "\n".join("" if number in drop else line for number, line in enumerate(lines, 1))
+
+
+def _read(nodes: list[ast.stmt]) -> set[str]:
+    return {
+        one.id
+        for node in nodes
+        for one in ast.walk(node)
+        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)
+    }
+
+
+def _is_main(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and any(
+        isinstance(one, ast.Name) and one.id == "__name__" for one in ast.walk(node.test)
+    )
+
+
+def _lines(node: ast.stmt) -> range:
+    first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
+    return range(first, (node.end_lineno or node.lineno) + 1)
+
+
+def _above(prompt: str, entry_point: str) -> str:
+    """Return the prompt's imports and helpers: what stands above the function."""
+    tree = _tree(f"{prompt.rstrip()}\n{_INDENT}pass\n")
+    for node in tree.body if tree else []:
+        if isinstance(node, _FUNCTIONS) and node.name == entry_point:
+            lines = prompt.split("\n")[: _lines(node).start - 1]
+            return "\n".join([*lines, ""])
+    return ""

@@ -1,0 +1,234 @@
+"""Does a Rust completion compile, and pass the tests of its task? Both happen in one sandbox.
+
+Tasks are MultiPL-E's HumanEval in Rust: the prompt ends in an opening brace, and the tests close
+it and bring the main function.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shutil
+import subprocess
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from mens_exp.artifacts.record import read_bytes
+from mens_exp.artifacts.typed_json import parse_json
+from mens_exp.errors import DataError, Problems, SetupError
+from mens_exp.evals.program_checks import OF_OUTCOME, Verdict
+from mens_exp.evals.rust_styles import assemble_rust
+from mens_exp.sandbox.batch import run_all
+from mens_exp.sandbox.program import Limits, Outcome, Program
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from mens_exp.sandbox.program import Execution, Sandbox
+
+__all__ = [
+    "RustChecked",
+    "RustTask",
+    "Toolchain",
+    "check_rust",
+    "find_rust",
+    "least_rust_limits",
+    "read_rust_tasks",
+]
+
+_FIELDS: Final = {"name": str, "prompt": str, "tests": str, "stop_tokens": list}
+_FUNCTION: Final = re.compile(r"\bfn\s+(\w+)")
+_MAIN: Final = re.compile(r"\bfn\s+main\s*\(\s*\)\s*\{")
+# measured: rustc 1.95 needs 0.5 s and less than 512 MiB for a task, linking included.
+_LEAST: Final = Limits(memory_mib=1024, cpu_s=30, wall_s=30, processes=64, file_mib=64)
+# The shell keeps the first line of its input, the program reads the second before the tests.
+_SCRIPT: Final = """\
+read word
+"$0" --edition 2021 -C debuginfo=0 -o main main.rs 2>messages || {
+  echo "$word compile" >&2
+  head -c 4000 messages >&2
+  exit 1
+}
+exec ./main
+"""
+_READ_WORD: Final = """
+    let mut word_of_the_check = String::new();
+    std::io::stdin().read_line(&mut word_of_the_check).unwrap();
+"""
+_TELL_WORD: Final = '\n    eprintln!("\\n{} passed", word_of_the_check.trim());\n}\n'
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RustTask:
+    """A function to write, and the tests that it must pass."""
+
+    id: str
+    prompt: str
+    entry_point: str
+    tests: str  # from its main function on
+    stop_tokens: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RustChecked:
+    """The verdict on one completion, and what it rests on."""
+
+    task: str
+    verdict: Verdict
+    detail: str | None  # the compiler's or the panic's message
+    source: str
+    execution: Execution
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Toolchain:
+    """Where the compiler and its libraries are."""
+
+    rustc: str
+    sysroot: str
+
+
+def find_rust() -> Toolchain:
+    """Find the compiler of this machine.
+
+    Raises:
+        SetupError: it, or the linker that it calls, is not installed.
+    """
+    found = shutil.which("rustc")
+    if found is None or shutil.which("cc") is None:
+        raise SetupError(
+            "Rust programs cannot be compiled",
+            found=f"no {'cc' if found else 'rustc'}",
+            expected="rustc and cc",
+            remedy="install Rust (https://rustup.rs, or apt-get install rustc) and gcc",
+        )
+    told = subprocess.run(  # noqa: S603  # found above
+        [found, "--print", "sysroot"], capture_output=True, text=True, check=False, timeout=60
+    )
+    if told.returncode != 0:
+        raise SetupError(
+            "rustc does not work", found=told.stderr.strip(), remedy="rustup default stable"
+        )
+    sysroot = told.stdout.strip()
+    return Toolchain(rustc=f"{sysroot}/bin/rustc", sysroot=sysroot)
+
+
+def read_rust_tasks(path: Path) -> list[RustTask]:
+    """Read tasks in MultiPL-E's form, one JSON object a line.
+
+    Raises:
+        DataError: the file cannot be read, or a line is no such task (``file:line``).
+        Problems: several lines.
+    """
+    tasks, problems = [], []
+    for number, line in enumerate(read_bytes(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            tasks.append(_task(parse_json(line, f"{path}:{number}"), f"{path}:{number}"))
+        except DataError as error:
+            problems.append(error)
+    Problems.raise_if(problems)
+    if not tasks:
+        raise DataError("the file holds no task", where=str(path))
+    return tasks
+
+
+def _task(row: Any, where: str) -> RustTask:
+    for name, kind in _FIELDS.items():
+        if not isinstance(row, dict) or not isinstance(row.get(name), kind):
+            raise DataError(
+                "not a task of MultiPL-E", where=where, expected=", ".join(_FIELDS), found=row
+            )
+    names = _FUNCTION.findall(row["prompt"])
+    tests = row["tests"].lstrip()
+    if not names or not tests.startswith("}") or _MAIN.search(tests) is None:
+        raise DataError(
+            "a task's tests do not go on where its prompt ends",
+            where=where,
+            found=tests[:40],
+            expected="a prompt that ends within a function, tests that close it and have a main",
+        )
+    return RustTask(
+        id=row["name"],
+        prompt=row["prompt"],
+        entry_point=names[-1],
+        tests=tests[1:],
+        stop_tokens=tuple(map(str, row["stop_tokens"])),
+    )
+
+
+def least_rust_limits(limits: Limits) -> Limits:
+    """Return limits that a compiler can work within, and no less than was given."""
+    return replace(
+        limits,
+        memory_mib=max(limits.memory_mib, _LEAST.memory_mib),
+        cpu_s=max(limits.cpu_s, _LEAST.cpu_s),
+        wall_s=max(limits.wall_s, _LEAST.wall_s),
+        processes=max(limits.processes, _LEAST.processes),
+        file_mib=max(limits.file_mib, _LEAST.file_mib),
+    )
+
+
+def check_rust(  # as the checks of Python, and the compiler
+    sandbox: Sandbox,
+    toolchain: Toolchain,
+    tasks: Sequence[RustTask],
+    completions: Sequence[str],
+    limits: Limits,
+    workers: int | None = None,
+) -> list[RustChecked]:
+    """Judge one completion of each task, several at once, in their order.
+
+    Raises:
+        SetupError: the sandbox broke.
+    """
+    word = secrets.token_hex(16)
+    sources = [
+        _program(task, assemble_rust(text, prompt=task.prompt, entry_point=task.entry_point))
+        for task, text in zip(tasks, completions, strict=True)
+    ]
+    programs = [
+        Program(
+            argv=("/bin/sh", "-c", _SCRIPT, toolchain.rustc),
+            files={"main.rs": source},
+            stdin=f"{word}\n{word}\n",
+            visible=(toolchain.sysroot,),
+        )
+        for source in sources
+    ]
+    executions = run_all(sandbox, programs, limits, workers)
+    return [
+        RustChecked(
+            task=task.id, verdict=verdict, detail=detail, source=source, execution=execution
+        )
+        for task, source, execution in zip(tasks, sources, executions, strict=True)
+        for verdict, detail in [_verdict(execution, word)]
+    ]
+
+
+def _program(task: RustTask, items: str) -> str:
+    """Put the tests below a solution, whose main function tells that it came to its end."""
+    main = _MAIN.search(task.tests)
+    assert main is not None, "a task without a main function is refused when it is read"
+    end = task.tests.rindex("}")
+    return "".join(
+        [items, task.tests[: main.end()], _READ_WORD, task.tests[main.end() : end], _TELL_WORD]
+    )
+
+
+def _verdict(execution: Execution, word: str) -> tuple[Verdict, str | None]:
+    limit = OF_OUTCOME.get(execution.outcome)
+    if limit is not None:
+        return limit, None
+    if f"{word} compile" in execution.stderr:
+        message = execution.stderr.partition(f"{word} compile\n")[2]
+        return Verdict.COMPILE_ERROR, message.strip()
+    if execution.outcome is Outcome.ok and f"{word} passed" in execution.stderr:
+        return Verdict.PASSED, None
+    if "panicked at" in execution.stderr:
+        message = execution.stderr[execution.stderr.index("panicked at") :].strip()
+        failed = "assertion" in message.splitlines()[1] if "\n" in message else False
+        return (Verdict.ASSERTION if failed else Verdict.EXCEPTION), message
+    return Verdict.EXITED, f"exit code {execution.exit_code}"

@@ -1,0 +1,114 @@
+"""From what a model wrote to the Rust program that it meant, without a main function of its own.
+
+A completion may go on where the prompt's function begins, or give the function whole, alone, in
+Markdown fences or between sentences. Braces are matched; whether it compiles is for the compiler.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["assemble_rust"]
+
+_FENCE: Final = re.compile(
+    r"^[ \t]*```+[ \t]*([\w+.-]*)[^\n`]*\n(.*?)(?:^[ \t]*```+[ \t]*$|\Z)", re.MULTILINE | re.DOTALL
+)
+_FENCE_LINE: Final = re.compile(r"^[ \t]*```.*$", re.MULTILINE)
+_RUST: Final = frozenset({"", "rs", "rust"})
+# What braces do not count in, and braces. A lifetime has no closing quote and is passed over.
+_TOKEN: Final = re.compile(
+    r"""//[^\n]*|/\*.*?\*/|r(?P<hashes>\#*)".*?"(?P=hashes)|"(?:\\.|[^"\\])*"|'(?:\\[^\n]+?|[^\\'\n])'"""
+    r"|[{}]|;",
+    re.DOTALL,
+)
+_ITEM: Final = re.compile(
+    r"(?:\s|//[^\n]*\n|#!?\[[^\]\n]*\])*"
+    r"(?:pub(?:\([^)]*\))?\s+)?(?:unsafe\s+|async\s+|const\s+|extern\s+)*"
+    r"(?:fn|use|struct|enum|impl|trait|type|mod|static|const|macro_rules!)\b(?:\s+(?P<name>\w+))?"
+)
+
+
+def assemble_rust(completion: str, *, prompt: str, entry_point: str) -> str:
+    """Return the items of a program in which a completion defines the function.
+
+    Args:
+        completion: what the model wrote.
+        prompt: code that ends in the function's signature and its opening brace.
+        entry_point: the function's name.
+    """
+    text = _code(completion.replace("\r\n", "\n"), entry_point)
+    if _definition(entry_point).search(text):
+        begin = next((at.start() for at in _item_starts(text)), 0)
+        above = prompt[: _head_of(prompt, entry_point)]
+        return f"{above}{_items(text[begin:])}"
+    end = _closing(text, depth=1)
+    if end is None:  # the generation was stopped at the brace
+        return f"{prompt}{text}\n}}\n"
+    return f"{prompt}{text[: end + 1]}\n{_items(text[end + 1 :])}"
+
+
+def _code(completion: str, entry_point: str) -> str:
+    """Return the inside of the fence that defines the function, of the first, or everything."""
+    found = [(match[1].lower(), match[2]) for match in _FENCE.finditer(completion)]
+    blocks = [text for language, text in found if language in _RUST]
+    defining = [text for text in blocks if _definition(entry_point).search(text)]
+    fences = list(_FENCE_LINE.finditer(completion))
+    if not fences:
+        return completion
+    if len(fences) % 2 and not defining:  # it closes what the prompt or its template opened
+        return completion[: fences[0].start()] or completion
+    return (defining or blocks or [completion])[0]
+
+
+def _definition(name: str) -> re.Pattern[str]:
+    return re.compile(rf"\bfn\s+{re.escape(name)}\b")
+
+
+def _head_of(prompt: str, entry_point: str) -> int:
+    """Return where the prompt's function begins, its comments and attributes included."""
+    found = list(_definition(entry_point).finditer(prompt))
+    lines = prompt[: found[-1].start()].split("\n")[:-1] if found else []
+    while lines and lines[-1].lstrip().startswith(("//", "#[")):
+        lines.pop()
+    return sum(len(line) + 1 for line in lines)
+
+
+def _item_starts(text: str) -> Iterator[re.Match[str]]:
+    """Yield the lines at the margin that begin an item."""
+    for line in re.finditer(r"^[ \t]*(?=\S)", text, re.MULTILINE):
+        found = _ITEM.match(text, line.start())
+        if found is not None:
+            yield found
+
+
+def _items(text: str) -> str:
+    """Return the items that a text begins with, but no main function."""
+    kept, at = [], 0
+    while (found := _ITEM.match(text, at)) is not None:
+        end = _end_of_item(text, found.end())
+        if found["name"] != "main":
+            kept.append(text[at:end])
+        at = end
+    return "".join(kept) + "\n"
+
+
+def _end_of_item(text: str, start: int) -> int:
+    depth = 0
+    for token in _TOKEN.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(token[0], 0)
+        if depth <= 0 and token[0] in {"}", ";"}:
+            return token.end()
+    return len(text)
+
+
+def _closing(text: str, *, depth: int) -> int | None:
+    """Return where the brace stands that closes ``depth`` open ones."""
+    for token in _TOKEN.finditer(text):
+        depth += {"{": 1, "}": -1}.get(token[0], 0)
+        if depth == 0:
+            return token.start()
+    return None

@@ -1,0 +1,1 @@
+"""The only way generated code is executed."""

@@ -1,0 +1,235 @@
+"""Programs in Linux namespaces of their own, made by bubblewrap, one fresh set for each.
+
+A program sees /usr, the interpreter and what it names itself, read-only, and one private tmpfs.
+Started by root, bubblewrap makes no user namespace: the program gets a user id that nobody else
+has, because the kernel exempts root from the limit of processes, in a user namespace too, and
+because that limit counts by user id. Started by anybody else, the new user namespace has a count
+of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from mens_exp.errors import MensError, SetupError
+from mens_exp.sandbox.outcomes import execution_of
+from mens_exp.sandbox.process_tree import kill_tree
+from mens_exp.sandbox.resource_limits import found_tool, limiting_command
+from mens_exp.sandbox.supervise import supervise
+from mens_exp.sandbox.syscall_filter import syscall_filter
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mens_exp.sandbox.program import Execution, Limits, Program
+    from mens_exp.sandbox.supervise import Ended
+
+__all__ = ["WORK", "Bubblewrap"]
+
+WORK: Final = "/tmp/program"  # noqa: S108  # on the sandbox's own tmpfs
+_ENVIRONMENT: Final = {
+    "HOME": WORK,
+    "LANG": "C.UTF-8",
+    "PATH": "/usr/bin:/bin",
+    "TMPDIR": "/tmp",  # noqa: S108  # as above
+}
+_ISOLATED: Final = (
+    *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
+    *("--hostname", "sandbox", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
+)
+_NOBODY: Final = "65534"
+_LOWEST_UID, _UIDS = 2**30, 2**30  # above what any machine gives to a user or a container
+_READ_ONLY: Final = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+_DEATH_S: Final = 10.0
+
+
+class Bubblewrap:
+    """One fresh sandbox for each execution."""
+
+    kind = "bubblewrap"
+
+    def __init__(self) -> None:
+        """Find the tools.
+
+        Raises:
+            SetupError: one is not installed, or this machine's system calls are not known.
+        """
+        self._bwrap = found_tool("bwrap", package="bubblewrap")
+        self._prlimit = found_tool("prlimit", package="util-linux")
+        self._setpriv = found_tool("setpriv", package="util-linux")
+        self._filter = syscall_filter()
+        self._by_root = os.geteuid() == 0 and _every_uid_is_mapped()
+        self._isolated = (*_ISOLATED, *self._user_options())
+        self._system = _system_options()
+
+    def run(self, program: Program, limits: Limits) -> Execution:
+        """Execute one program; safe to call from several threads.
+
+        Raises:
+            SetupError: bubblewrap could not make the sandbox; the program did not start.
+        """
+        with contextlib.ExitStack() as fds:
+            status_read, status_write = os.pipe()
+            fds.callback(os.close, status_read)
+            with contextlib.ExitStack() as given:
+                given.callback(os.close, status_write)
+                stdin = _file_of(program.stdin, given)
+                command, passed = self._command(program, limits, given)
+                started = time.monotonic()
+                process = subprocess.Popen(  # noqa: S603  # the command is built here
+                    [self._bwrap, "--json-status-fd", str(status_write), *command],
+                    stdin=stdin,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env={},  # the first process of the sandbox keeps it where programs can read
+                    pass_fds=(status_write, *passed),
+                    start_new_session=True,
+                )
+            ended = supervise(
+                process,
+                limits,
+                started=started,
+                kill=lambda: kill_tree(process.pid),
+                private="/tmp",  # noqa: S108  # its own
+            )
+            os.set_blocking(status_read, False)
+            told = _told(status_read)
+        _await_death(told.get("child-pid"))
+        return execution_of(ended, _status(ended, told), sandbox=self.kind)
+
+    def _command(
+        self, program: Program, limits: Limits, fds: contextlib.ExitStack
+    ) -> tuple[list[str], list[int]]:
+        """Return bubblewrap's arguments and the files that they name by number."""
+        passed = [_file_of(self._filter, fds)]
+        size = str(limits.file_mib * 2**20)
+        words = [*self._isolated, "--seccomp", str(passed[0])]
+        words += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]  # noqa: S108  # its own
+        words += ["--perms", "0777", "--dir", WORK, *self._system]
+        for path in program.visible:  # over the private /tmp, where it lies there
+            words += _visible_options(path)
+        for name, content in program.files.items():
+            passed.append(_file_of(content, fds))
+            words += ["--perms", "0444", "--file", str(passed[-1]), f"{WORK}/{name}"]
+        words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK]
+        for key, value in {**_ENVIRONMENT, **program.env}.items():
+            words += ["--setenv", key, value]
+        return [*words, "--", *self._limiting(limits), *program.argv], passed
+
+    def _user_options(self) -> tuple[str, ...]:
+        if self._by_root:
+            return ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
+        return ("--unshare-user", "--uid", _NOBODY, "--gid", _NOBODY)
+
+    def _limiting(self, limits: Limits) -> list[str]:
+        if not self._by_root:  # the namespace's first process counts, and is not the program's
+            return limiting_command(self._prlimit, limits, processes=limits.processes + 1)
+        uid = str(_LOWEST_UID + secrets.randbelow(_UIDS))
+        return [
+            *limiting_command(self._prlimit, limits, processes=limits.processes),
+            *(self._setpriv, f"--reuid={uid}", f"--regid={uid}", "--clear-groups"),
+            *("--inh-caps=-all", "--ambient-caps=-all", "--no-new-privs"),
+        ]
+
+
+def _every_uid_is_mapped() -> bool:
+    """Tell whether this is the machine's root, not the root of a user namespace."""
+    lines = Path("/proc/self/uid_map").read_text("ascii").splitlines()
+    return [line.split() for line in lines] == [["0", "0", str(2**32 - 1)]]
+
+
+def _system_options() -> list[str]:
+    words = ["--ro-bind", "/usr", "/usr"]
+    for path in map(Path, ("/bin", "/lib", "/lib32", "/lib64", "/sbin")):
+        if path.is_symlink():
+            words += ["--symlink", str(path.readlink()), str(path)]
+        elif path.is_dir():
+            words += ["--ro-bind", str(path), str(path)]
+    words += ["--perms", "0755", "--dir", "/etc"]
+    for name in ("/etc/alternatives", "/etc/ld.so.cache"):  # what compilers and libraries go by
+        words += ["--ro-bind-try", name, name]
+    return [*words, *_visible_options(sys.base_prefix), "--proc", "/proc", "--dev", "/dev"]
+
+
+def _visible_options(path: str) -> list[str]:
+    """Bind a path read-only at its own place; the directories above are made, and empty."""
+    place = Path(path)
+    if place.is_relative_to("/usr"):
+        return []
+    words = []
+    for parent in reversed(place.parents[:-1]):
+        words += ["--perms", "0755", "--dir", str(parent)]
+    return [*words, "--ro-bind", path, path]
+
+
+def _file_of(content: str | bytes, fds: contextlib.ExitStack) -> int:
+    """Return a file in memory that can only be read; it is closed with ``fds``."""
+    fd = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fds.callback(os.close, fd)
+    left = memoryview(
+        content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+    )
+    while left:
+        left = left[os.write(fd, left) :]
+    os.lseek(fd, 0, os.SEEK_SET)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _READ_ONLY)
+    return fd
+
+
+def _told(fd: int) -> dict[str, int]:
+    """Return what bubblewrap reported: the child's pid, and the exit code if it began."""
+    try:
+        text = os.read(fd, 65_536).decode("ascii")
+    except BlockingIOError:
+        return {}
+    told: dict[str, int] = {}
+    for line in text.splitlines():
+        told.update(json.loads(line))
+    return told
+
+
+def _status(ended: Ended, told: Mapping[str, int]) -> int:
+    if "exit-code" in told:
+        return told["exit-code"]
+    if ended.by_limit is not None or ended.returncode < 0:
+        return ended.returncode
+    raise SetupError(
+        "bubblewrap could not make the sandbox",
+        found=bytes(ended.written["stderr"]).decode("utf-8", errors="replace").strip(),
+        expected="bubblewrap 0.7 or newer, and user namespaces or root",
+        remedy="see `task=doctor`; in a container, allow user namespaces (--privileged); "
+        "sandbox=none measures what needs no execution; sandbox=unsafe executes without isolation",
+    )
+
+
+def _await_death(first_process: int | None) -> None:
+    """Wait until the sandbox's first process, and with it every other, is dead.
+
+    Raises:
+        MensError: it is not, after ten seconds.
+    """
+    if first_process is None:
+        return
+    try:
+        fd = os.pidfd_open(first_process)
+    except ProcessLookupError:
+        return
+    try:
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        if not poll.poll(_DEATH_S * 1000):
+            raise MensError("a killed sandbox is still alive", found=f"process {first_process}")
+    finally:
+        os.close(fd)
+    with contextlib.suppress(ChildProcessError):  # ours where this is a container's first process
+        os.waitpid(first_process, os.WNOHANG)

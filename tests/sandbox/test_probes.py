@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.config.sandbox import BubblewrapSandbox, NoSandbox, SandboxConfig, UnsafeSandbox
+from mens_exp.errors import SetupError
+from mens_exp.sandbox.bubblewrap import Bubblewrap, _visible_options
+from mens_exp.sandbox.opening import limits_of, open_sandbox, probed
+from mens_exp.sandbox.probes import probe
+from mens_exp.sandbox.program import Execution, Limits, Outcome, Program
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NAMES = [
+    "network",
+    "write_outside",
+    "fork_bomb",
+    "memory_bomb",
+    "endless_output",
+    "ignored_signals",
+    "parent_environment",
+]
+
+
+class WithoutLimits(Bubblewrap):
+    """Bubblewrap with one protection taken away."""
+
+    def __init__(self, *, drop: tuple[str, ...] = (), add: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self._isolated = (*(word for word in self._isolated if word not in drop), *add)
+
+
+class Loose(Bubblewrap):
+    """Bubblewrap with one limit that is not kept."""
+
+    def __init__(self, **limits: float) -> None:
+        super().__init__()
+        self._limits = limits
+
+    def run(self, program: Program, limits: Limits) -> Execution:
+        return super().run(program, dataclasses.replace(limits, **self._limits))
+
+
+@pytest.fixture(autouse=True)
+def bubblewrap(sandbox: Bubblewrap) -> None:
+    """Skip where there is none."""
+
+
+def escaped(sandbox: Bubblewrap) -> dict[str, str]:
+    return {one.name: one.found for one in probe(sandbox) if not one.contained}
+
+
+def test_bubblewrap_contains_every_probe() -> None:
+    """All seven, in their order."""
+    results = probe(Bubblewrap())
+    assert [result.name for result in results] == NAMES
+    assert {result.name: result.found for result in results if not result.contained} == {}
+
+
+def test_network_is_found() -> None:
+    """A sandbox that shares the network is not used."""
+    with pytest.raises(SetupError) as caught:
+        probed(WithoutLimits(drop=("--unshare-net",)))
+    assert "network: it connected to this machine" in str(caught.value)
+
+
+def test_writable_root_is_found(tmp_path: Path) -> None:
+    """Written from inside, seen from outside."""
+    home = str(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", home)
+        tmp_path.chmod(0o777)
+        sandbox = Bubblewrap()
+        patch.setattr(sandbox, "_command", _binding(sandbox, home))
+        found = escaped(sandbox)
+    assert found == {"write_outside": f"it wrote into {home}"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def _binding(sandbox: Bubblewrap, home: str) -> object:
+    """Bind a home directory writable, over the private /tmp."""
+    make = sandbox._command
+
+    def command(*arguments: object) -> object:
+        words, passed = make(*arguments)  # type: ignore[arg-type]
+        at = words.index("--remount-ro")
+        bind = ["--bind" if word == "--ro-bind" else word for word in _visible_options(home)]
+        return [*words[:at], *bind, *words[at:]], passed
+
+    return command
+
+
+@pytest.mark.parametrize(
+    ("limits", "name"),
+    [
+        ({"processes": 100}, "fork_bomb"),
+        ({"memory_mib": 512}, "memory_bomb"),
+        ({"output_kib": 2**20}, "endless_output"),
+    ],
+)
+def test_limit_that_is_not_kept_is_found(limits: dict[str, float], name: str) -> None:
+    """Each by its own probe, and by no other."""
+    assert list(escaped(Loose(**limits))) == [name]
+
+
+def test_ignored_end_is_found() -> None:
+    """A sandbox that does not end its program."""
+
+    class Patient(Bubblewrap):
+        def run(self, program: Program, limits: Limits) -> Execution:
+            done = super().run(program, limits)
+            if done.outcome is Outcome.timeout:
+                return dataclasses.replace(done, outcome=Outcome.ok)
+            return done
+
+    assert list(escaped(Patient())) == ["ignored_signals"]
+
+
+def test_environment_that_leaks_is_found() -> None:
+    """One more variable than a program is given."""
+    leaking = WithoutLimits(add=("--setenv", "SECRET_TOKEN", "x"))
+    assert list(escaped(leaking)) == ["parent_environment"]
+    assert "SECRET_TOKEN" in escaped(leaking)["parent_environment"]
+
+
+def test_each_option_opens_its_own_sandbox() -> None:
+    """And never another."""
+    assert open_sandbox(BubblewrapSandbox()).kind == "bubblewrap"
+    assert open_sandbox(UnsafeSandbox()).kind == "unsafe"
+
+
+@pytest.mark.parametrize("config", [NoSandbox(), SandboxConfig(name="none")])
+def test_without_a_sandbox_nothing_is_executed(config: SandboxConfig) -> None:
+    """`sandbox=none` is an answer, with its remedy."""
+    with pytest.raises(SetupError, match="nothing generated is executed") as caught:
+        open_sandbox(config)
+    assert "apt-get install bubblewrap" in str(caught.value)
+
+
+def test_missing_bubblewrap_is_no_reason_for_less(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No fallback: the error names both ways on."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SetupError, match="bwrap is not installed") as caught:
+        open_sandbox(BubblewrapSandbox())
+    assert "sandbox=unsafe" in str(caught.value)
+
+
+def test_defaults_of_the_settings_are_those_of_the_limits() -> None:
+    """One truth, in two layers."""
+    assert limits_of(BubblewrapSandbox()) == Limits() == limits_of(NoSandbox())
+
+
+def test_every_setting_reaches_its_limit() -> None:
+    """Each value is another, and none is lost."""
+    values = {"memory_mib": 70, "cpu_s": 2.5, "wall_s": 3.5, "output_kib": 7, "file_mib": 9}
+    assert limits_of(BubblewrapSandbox(**values, processes=5)) == Limits(**values, processes=5)
+    assert limits_of(UnsafeSandbox(**values)) == Limits(**values)

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.sandbox.batch import run_all
+from mens_exp.sandbox.program import Execution, Limits, Outcome, Program, python_program
+from mens_exp.sandbox.unsafe import Unsafe
+
+if TYPE_CHECKING:
+    from mens_exp.sandbox.bubblewrap import Bubblewrap
+
+LIMITS = Limits(memory_mib=128, wall_s=8, output_kib=4)
+
+
+def test_unsafe_execution_is_labelled_and_has_its_files() -> None:
+    """The label is part of what every execution says."""
+    program = Program(argv=("/bin/sh", "-c", "cat a; cat"), files={"a": "x"}, stdin="y")
+    done = Unsafe().run(program, LIMITS)
+    assert (done.outcome, done.stdout, done.sandbox) == (Outcome.ok, "xy", "unsafe")
+
+
+@pytest.mark.parametrize(
+    ("source", "limits", "outcome"),
+    [
+        ("while True: print('x' * 1000)", LIMITS, Outcome.output),
+        ("import time; time.sleep(60)", Limits(wall_s=0.3), Outcome.timeout),
+        ("while True: pass", Limits(cpu_s=0.2), Outcome.cpu_time),
+        ("bytearray(2**30)", LIMITS, Outcome.memory),
+        ("import os; os.kill(os.getpid(), 11)", LIMITS, Outcome.killed_signal),
+        ("raise SystemExit(5)", LIMITS, Outcome.failed),
+    ],
+)
+def test_unsafe_execution_keeps_its_limits(source: str, limits: Limits, outcome: Outcome) -> None:
+    """Those that need no isolation."""
+    assert Unsafe().run(python_program(source), limits).outcome is outcome
+
+
+def test_unsafe_execution_leaves_no_process_of_its_group() -> None:
+    """A child in the background ends with it."""
+    done = Unsafe().run(Program(argv=("/bin/sh", "-c", "sleep 60 & echo $!")), LIMITS)
+    pid = int(done.stdout)
+    until = time.monotonic() + 5
+    while _runs(pid) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not _runs(pid)
+    assert done.wall_s < 5
+
+
+def _runs(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii") as file:  # noqa: PTH123  # a moment's file
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_unsafe_environment_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is scrubbed here too."""
+    monkeypatch.setenv("TOKEN", "secret")
+    done = Unsafe().run(Program(argv=("/usr/bin/env",)), LIMITS)
+    assert "secret" not in done.stdout
+    assert f"PATH={os.environ['PATH']}" in done.stdout
+
+
+def test_results_come_in_the_order_of_the_programs(sandbox: Bubblewrap) -> None:
+    """The first takes longest."""
+    programs = [
+        python_program(f"import time; time.sleep({0.4 if number == 0 else 0}); print({number})")
+        for number in range(8)
+    ]
+    done = run_all(sandbox, programs, LIMITS, workers=4)
+    assert [one.stdout for one in done] == [f"{number}\n" for number in range(8)]
+
+
+def test_several_run_at_once(sandbox: Bubblewrap) -> None:
+    """Four that wait half a second take less than two one after the other."""
+    programs = [python_program("import time; time.sleep(0.8)")] * 4
+    started = time.monotonic()
+    done = run_all(sandbox, programs, LIMITS, workers=4)
+    assert {one.outcome for one in done} == {Outcome.ok}
+    assert time.monotonic() - started < 2.4
+
+
+def test_no_program_begins_after_the_sandbox_broke() -> None:
+    """The error comes out; what had not begun is not executed."""
+    begun = []
+
+    class Breaking:
+        kind = "breaking"
+
+        def run(self, program: Program, limits: Limits) -> Execution:
+            begun.append(program)
+            time.sleep(0.05)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        run_all(Breaking(), [python_program("")] * 50, LIMITS, workers=2)
+    assert len(begun) < 10
