@@ -58,7 +58,7 @@ SETTINGS: dict[str, Part] = {
     # A corpus is made before a run, which knows its rows by their hash.
     **_all(Part.RECORD, "corpus.", "steps input output"),
     **_all(Part.RECORD, "corpus.extract.", "languages commit project"),
-    **_all(Part.RECORD, "corpus.validate.", "on_bad_row"),
+    **_all(Part.RECORD, "corpus.validate.", "on_bad_row compile"),
     **_all(Part.RECORD, "corpus.generate.", "rows repair_frac seed"),
     **_all(Part.RECORD, "corpus.mix.", "by weights stop budget_tokens seed"),
     **_all(Part.RECORD, "corpus.split.", "by val_frac heldout_frac"),

@@ -74,7 +74,7 @@ class StepKind:
 
 STEPS: Final[dict[str, StepKind]] = {
     "extract": StepKind(run=extract, version=1, leans_on=_grammars),
-    "validate": StepKind(run=validate, version=1, leans_on=_grammars),
+    "validate": StepKind(run=validate, version=1, reads=("sandbox",), leans_on=_grammars),
     "generate": StepKind(run=generate, version=1, leans_on=_generator),
     "dedupe": StepKind(run=dedupe, version=1, leans_on=_signatures),
     "mix": StepKind(run=mix, version=1),
