@@ -151,6 +151,11 @@ VERDICTS: dict[str, tuple[str, Verdict, str]] = {
         Verdict.EXITED,
         "",
     ),
+    "looks for the word in the main module": (
+        "    import __main__, os\n    os.write(2, (__main__.word + 'passed').encode())\n",
+        Verdict.EXCEPTION,
+        "AttributeError",
+    ),
     "replaces what compares": (
         "    class Same:\n        __eq__ = lambda self, other: False\n    return Same()",
         Verdict.ASSERTION,

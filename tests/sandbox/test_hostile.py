@@ -309,6 +309,13 @@ HOSTILE: dict[str, tuple[str, Outcome]] = {
         ),
         Outcome.ok,
     ),
+    "takes_over_the_first_process": (
+        (
+            "attempt(open, '/proc/1/mem', 'r+b')\nattempt(os.stat, '/proc/1/environ')\n"
+            "first = os.pidfd_open(1)\nattempt(call, 438, first, 0, 0)\nattempt(write, '/proc/1/x')"
+        ),
+        Outcome.ok,
+    ),
     "waits_for_input": ("if sys.stdin.read(): print('escaped')", Outcome.ok),
     "leaves_a_daemon": (
         (

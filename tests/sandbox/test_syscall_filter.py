@@ -40,6 +40,7 @@ REFUSED = [
     "move_mount",
     "fsopen",
     "mount_setattr",
+    "pidfd_getfd",
     "umount2",
 ]
 ALLOWED = [

@@ -47,6 +47,11 @@ _ISOLATED: Final = (
     *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
     *("--hostname", "sandbox", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
 )
+# The first process is bubblewrap's own. Without root it has the program's user id, and no filter of
+# system calls: whoever wrote into its memory would be rid of the filter.
+_HIDDEN_FIRST_PROCESS: Final = (
+    *("--perms", "0555", "--size", "4096", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"),
+)
 _NOBODY: Final = "65534"
 _LOWEST_UID, _UIDS = 2**30, 2**30  # above what any machine gives to a user or a container
 _READ_ONLY: Final = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
@@ -158,7 +163,8 @@ def _system_options() -> list[str]:
     words += ["--perms", "0755", "--dir", "/etc"]
     for name in ("/etc/alternatives", "/etc/ld.so.cache"):  # what compilers and libraries go by
         words += ["--ro-bind-try", name, name]
-    return [*words, *_visible_options(sys.base_prefix), "--proc", "/proc", "--dev", "/dev"]
+    words += [*_visible_options(sys.base_prefix), "--proc", "/proc", "--dev", "/dev"]
+    return [*words, *_HIDDEN_FIRST_PROCESS]
 
 
 def _visible_options(path: str) -> list[str]:
