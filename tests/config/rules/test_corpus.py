@@ -130,7 +130,9 @@ def test_settings_of_steps_that_are_not_done_are_refused(key: str, what: str) ->
 def test_code_is_compiled_in_a_sandbox_alone() -> None:
     """sandbox=none and compile=true contradict each other; either alone is fine."""
     compiles = ValidateConfig(compile=True)
-    assert "nothing is compiled without" in told(["validate"], validate=compiles, sandbox=NoSandbox())
+    assert "nothing is compiled without" in told(
+        ["validate"], validate=compiles, sandbox=NoSandbox()
+    )
     assert told(["validate"], validate=compiles, sandbox=BubblewrapSandbox()) == ""
     assert told(["validate"], sandbox=NoSandbox()) == ""
 
