@@ -86,6 +86,11 @@ class ValidateConfig:
         "A row that cannot be read or whose code does not parse: error refuses all of them, "
         "quarantine puts it into quarantine.jsonl with its place and reason and goes on.",
     )
+    compile: bool = setting(
+        False,  # a fragment that names what is elsewhere parses, and compiles in no language
+        "Compile Python and Rust too, each row in a sandbox (sandbox=…) by the language's own "
+        "tool: Python's compiler, and rustc as a library of the edition 2021.",
+    )
 
 
 @dataclass(kw_only=True, slots=True)

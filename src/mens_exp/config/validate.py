@@ -105,7 +105,7 @@ TASK_READS: dict[str, frozenset[str]] = {
     "doctor": frozenset(),
     "corpus": frozenset(
         {
-            *("corpus", "model", "tokenizer", "objective", "backend"),
+            *("corpus", "sandbox", "model", "tokenizer", "objective", "backend"),
             *("data.seq_len", "data.truncation"),
         }
     ),

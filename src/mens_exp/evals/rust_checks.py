@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import re
 import secrets
-import shutil
-import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from mens_exp.artifacts.record import read_bytes
 from mens_exp.artifacts.typed_json import parse_json
-from mens_exp.errors import DataError, Problems, SetupError
+from mens_exp.errors import DataError, Problems
 from mens_exp.evals.program_checks import OF_OUTCOME, Verdict
 from mens_exp.evals.rust_styles import assemble_rust
 from mens_exp.sandbox.batch import run_all
-from mens_exp.sandbox.program import Limits, Outcome, Program
+from mens_exp.sandbox.program import Outcome, Program
+from mens_exp.sandbox.rust_toolchain import Toolchain, find_rust, least_rust_limits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from mens_exp.sandbox.program import Execution, Sandbox
+    from mens_exp.sandbox.program import Execution, Limits, Sandbox
 
 __all__ = [
     "RustChecked",
@@ -40,8 +39,6 @@ __all__ = [
 _FIELDS: Final = {"name": str, "prompt": str, "tests": str, "stop_tokens": list}
 _FUNCTION: Final = re.compile(r"\bfn\s+(\w+)")
 _MAIN: Final = re.compile(r"\bfn\s+main\s*\(\s*\)\s*\{")
-# measured: rustc 1.95 needs 0.5 s and less than 512 MiB for a task, linking included.
-_LEAST: Final = Limits(memory_mib=1024, cpu_s=30, wall_s=30, processes=64, file_mib=64)
 # The shell keeps the first line of its input, the program reads the second before the tests.
 _SCRIPT: Final = """\
 read word
@@ -79,39 +76,6 @@ class RustChecked:
     detail: str | None  # the compiler's or the panic's message
     source: str
     execution: Execution
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Toolchain:
-    """Where the compiler and its libraries are."""
-
-    rustc: str
-    sysroot: str
-
-
-def find_rust() -> Toolchain:
-    """Find the compiler of this machine.
-
-    Raises:
-        SetupError: it, or the linker that it calls, is not installed.
-    """
-    found = shutil.which("rustc")
-    if found is None or shutil.which("cc") is None:
-        raise SetupError(
-            "Rust programs cannot be compiled",
-            found=f"no {'cc' if found else 'rustc'}",
-            expected="rustc and cc",
-            remedy="install Rust (https://rustup.rs, or apt-get install rustc) and gcc",
-        )
-    told = subprocess.run(  # noqa: S603  # found above
-        [found, "--print", "sysroot"], capture_output=True, text=True, check=False, timeout=60
-    )
-    if told.returncode != 0:
-        raise SetupError(
-            "rustc does not work", found=told.stderr.strip(), remedy="rustup default stable"
-        )
-    sysroot = told.stdout.strip()
-    return Toolchain(rustc=f"{sysroot}/bin/rustc", sysroot=sysroot)
 
 
 def read_rust_tasks(path: Path) -> list[RustTask]:
@@ -156,18 +120,6 @@ def _task(row: Any, where: str) -> RustTask:
         entry_point=names[-1],
         tests=tests[1:],
         stop_tokens=tuple(map(str, row["stop_tokens"])),
-    )
-
-
-def least_rust_limits(limits: Limits) -> Limits:
-    """Return limits that a compiler can work within, and no less than was given."""
-    return replace(
-        limits,
-        memory_mib=max(limits.memory_mib, _LEAST.memory_mib),
-        cpu_s=max(limits.cpu_s, _LEAST.cpu_s),
-        wall_s=max(limits.wall_s, _LEAST.wall_s),
-        processes=max(limits.processes, _LEAST.processes),
-        file_mib=max(limits.file_mib, _LEAST.file_mib),
     )
 
 

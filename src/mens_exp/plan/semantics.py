@@ -74,7 +74,7 @@ SETTINGS: dict[str, Part] = {
     # A corpus is made before a run, which knows its rows by their hash.
     **_all(Part.RECORD, "corpus.", "steps input output"),
     **_all(Part.RECORD, "corpus.extract.", "languages commit project"),
-    **_all(Part.RECORD, "corpus.validate.", "on_bad_row"),
+    **_all(Part.RECORD, "corpus.validate.", "on_bad_row compile"),
     **_all(Part.RECORD, "corpus.generate.", "rows repair_frac seed"),
     **_all(
         Part.RECORD,

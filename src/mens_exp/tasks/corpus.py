@@ -70,10 +70,11 @@ def _page(made: CorpusRecord, output: Path) -> str:
     """Render the report beside the steps, and say where."""
     from mens_exp.artifacts.atomic import write_text
     from mens_exp.artifacts.corpus_report import CorpusReport
+    from mens_exp.corpus.steps.pipeline import CORPUS_PAGE
     from mens_exp.corpus.steps.report import RECORD
     from mens_exp.report.corpus_view import render
 
-    page = output / "corpus_report.html"
+    page = output / CORPUS_PAGE
     write_text(page, render(CorpusReport.read(output / made.steps[-1]["directory"] / RECORD)))
     return f"Report: {page}"
 

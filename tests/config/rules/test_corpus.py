@@ -5,18 +5,32 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from mens_exp.config.corpus import CorpusConfig, ExtractConfig, MixStepConfig, SplitStepConfig
+from mens_exp.config.corpus import (
+    CorpusConfig,
+    ExtractConfig,
+    MixStepConfig,
+    SplitStepConfig,
+    ValidateConfig,
+)
 from mens_exp.config.data import MixStop
 from mens_exp.config.rules import corpus as rules
+from mens_exp.config.rules import sandbox
+from mens_exp.config.sandbox import BubblewrapSandbox, NoSandbox
 
 if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
+    from mens_exp.config.sandbox import SandboxConfig
 
 
-def config(steps: list[str], task: str = "corpus", **values: Any) -> RunConfig:
+def config(
+    steps: list[str],
+    task: str = "corpus",
+    sandbox: SandboxConfig | None = None,
+    **values: Any,
+) -> RunConfig:
     usual: dict[str, Any] = {"input": "rows.jsonl", "output": "out"}
     corpus = CorpusConfig(steps=steps, **{**usual, **values})
-    run = SimpleNamespace(task=SimpleNamespace(name=task), corpus=corpus)
+    run = SimpleNamespace(task=SimpleNamespace(name=task), corpus=corpus, sandbox=sandbox)
     return cast("RunConfig", run)
 
 
@@ -111,6 +125,24 @@ def test_settings_of_steps_that_are_not_done_are_refused(key: str, what: str) ->
     """They would do nothing."""
     message = "\n".join(map(str, rules.unread(config(["split"]), [key])))
     assert (what in message) if what else message == ""
+
+
+def test_code_is_compiled_in_a_sandbox_alone() -> None:
+    """sandbox=none and compile=true contradict each other; either alone is fine."""
+    compiles = ValidateConfig(compile=True)
+    assert "nothing is compiled without" in told(
+        ["validate"], validate=compiles, sandbox=NoSandbox()
+    )
+    assert told(["validate"], validate=compiles, sandbox=BubblewrapSandbox()) == ""
+    assert told(["validate"], sandbox=NoSandbox()) == ""
+
+
+def test_a_sandbox_has_no_effect_where_nothing_is_compiled() -> None:
+    """Its settings are then errors."""
+    keys = ["sandbox", "sandbox.cpu_s", "corpus.steps"]
+    assert len(list(sandbox.unread(config(["validate"]), keys))) == 2
+    compiled = config(["validate"], validate=ValidateConfig(compile=True))
+    assert list(sandbox.unread(compiled, keys)) == []
 
 
 def test_other_tasks_are_not_asked() -> None:

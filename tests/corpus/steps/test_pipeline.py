@@ -17,6 +17,7 @@ from mens_exp.artifacts.corpus_record import CorpusRecord, StepRecord
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.config.corpus import STEPS as NAMES
 from mens_exp.config.corpus import CorpusConfig, CurriculumConfig, DifficultyOrder
+from mens_exp.config.sandbox import BubblewrapSandbox
 from mens_exp.corpus.steps import pipeline
 from mens_exp.corpus.steps.catalogue import STEPS
 from mens_exp.corpus.steps.pipeline import run_steps
@@ -57,7 +58,7 @@ def done(config: CorpusConfig) -> dict[str, str | None]:
     files = input_files(config)
     why: dict[str, str | None] = {}
     run_steps(
-        cast("RunConfig", SimpleNamespace(corpus=config)),
+        cast("RunConfig", SimpleNamespace(corpus=config, sandbox=BubblewrapSandbox())),
         files,
         hashes(files, config),
         lambda step: why.update({step.record.step: step.why}),
@@ -217,6 +218,7 @@ KILLED = """
 import os, sys
 from types import SimpleNamespace
 from mens_exp.config.corpus import CorpusConfig
+from mens_exp.config.sandbox import BubblewrapSandbox
 from mens_exp.corpus.steps import pipeline
 from mens_exp.corpus.steps.catalogue import STEPS
 from mens_exp.corpus.steps.places import hashes, input_files
@@ -233,7 +235,7 @@ config = CorpusConfig(
     steps=["validate", "split", "curriculum"], input=sys.argv[1], output=sys.argv[2]
 )
 files = input_files(config)
-run = SimpleNamespace(corpus=config)
+run = SimpleNamespace(corpus=config, sandbox=BubblewrapSandbox())
 pipeline.run_steps(run, files, hashes(files, config), lambda done: None)
 """
 
@@ -294,6 +296,7 @@ def test_a_directory_that_holds_something_else_is_refused(
 ) -> None:
     """Named, and left alone; the corpus of an earlier run is none."""
     done(corpus)
+    (tmp_path / "out/corpus_report.html").touch()
     assert told(corpus) == ""
     (tmp_path / "out/thesis.md").write_text("mine")
     assert "thesis.md" in told(corpus)

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+import shutil
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from mens_exp.config.corpus import ValidateConfig
+from mens_exp.config.corpus import CorpusConfig, ValidateConfig
 from mens_exp.config.data import OnBadRow
+from mens_exp.config.sandbox import BubblewrapSandbox
+from mens_exp.corpus.steps.step import StepInput
 from mens_exp.corpus.steps.validate import validate
 from mens_exp.errors import Problems
 from mens_exp.rows.schema import TrainingPair
@@ -14,6 +18,12 @@ from mens_exp.rows.schema import TrainingPair
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from mens_exp.config.root import RunConfig
+
+needs_bubblewrap = pytest.mark.skipif(
+    shutil.which("bwrap") is None or shutil.which("rustc") is None,
+    reason="needs bubblewrap and rustc: apt-get install bubblewrap rustc",
+)
 QUARANTINE = ValidateConfig(on_bad_row=OnBadRow.quarantine)
 
 
@@ -86,3 +96,39 @@ def test_sides_of_a_split_are_kept(work: Any) -> None:
         "train.jsonl": 2,
         "val.jsonl": 1,
     }
+
+
+def sandboxed(work: Any, rows: list[TrainingPair]) -> StepInput:
+    out, scratch = work.path / "out", work.path / "scratch"
+    out.mkdir()
+    scratch.mkdir()
+    work.out = out
+    config = CorpusConfig(validate=ValidateConfig(on_bad_row=OnBadRow.quarantine, compile=True))
+    run = cast("RunConfig", SimpleNamespace(sandbox=BubblewrapSandbox()))
+    files = (work.file("a.jsonl", rows),)
+    return StepInput(files=files, directory=out, scratch=scratch, config=config, run=run)
+
+
+@needs_bubblewrap
+def test_code_that_parses_and_does_not_compile_is_found(work: Any) -> None:
+    """Each language by its own compiler; rows keep their order."""
+    rows = [
+        row("def f():\n    return 1", "python", "good"),
+        row("return 1", "python", "bad"),
+        row("pub fn f() -> u8 { 1 }", "rust", "good rust"),
+        row("pub fn f() -> u8 { absent() }", "rust", "bad rust"),
+        row("no code", None, "prose"),
+    ]
+    result = validate(sandboxed(work, rows))
+    assert [each["prompt"] for each in work.lines("rows.jsonl")] == ["good", "good rust", "prose"]
+    told = [each["problems"][0] for each in work.lines("quarantine.jsonl")]
+    assert "the python code does not compile: line 1: 'return' outside function" in told[0]
+    assert "the rust code does not compile: error[E0425]" in told[1]
+    assert result.facts["compiled"] == {"python": 2, "rust": 2}
+
+
+@needs_bubblewrap
+def test_compiling_does_not_run_the_code(work: Any) -> None:
+    """What would end the interpreter compiles, and passes."""
+    result = validate(sandboxed(work, [row("import sys\nsys.exit(3)", "python")]))
+    assert (result.rows_in, result.rows_out) == (1, 1)

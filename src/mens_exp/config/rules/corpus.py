@@ -46,7 +46,7 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
     if not named:
         yield from _order(corpus)
         yield from _places(corpus)
-    yield from _settings(corpus)
+    yield from _settings(config, corpus)
 
 
 def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
@@ -176,9 +176,17 @@ def _places(corpus: CorpusConfig) -> Iterator[ConfigError]:
         )
 
 
-def _settings(corpus: CorpusConfig) -> Iterator[ConfigError]:
+def _settings(config: RunConfig, corpus: CorpusConfig) -> Iterator[ConfigError]:
     if "extract" in corpus.steps:
         yield from _extraction(corpus)
+    if "validate" in corpus.steps and corpus.validate.compile and config.sandbox.name == "none":
+        yield ConfigError(
+            "nothing is compiled without a sandbox",
+            where="sandbox",
+            found="none",
+            expected="bubblewrap, because corpus.validate.compile=true",
+            remedy="drop sandbox=none, or corpus.validate.compile",
+        )
     if "mix" in corpus.steps:
         yield from _mix(corpus)
     split = corpus.split

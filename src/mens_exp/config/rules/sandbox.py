@@ -21,6 +21,9 @@ def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
         config: the whole configuration.
         keys: override keys as given.
     """
+    if config.task.name == "corpus":
+        yield from _of_a_corpus(config, keys)
+        return
     if config.suite.executes:
         return
     for key in keys:
@@ -30,4 +33,17 @@ def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
                 where=key,
                 expected="a suite that executes programs",
                 remedy=f"drop {key}, or choose another suite",
+            )
+
+
+def _of_a_corpus(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
+    if config.corpus.validate.compile and "validate" in config.corpus.steps:
+        return
+    for key in keys:
+        if key.partition(".")[0] == "sandbox":
+            yield ConfigError(
+                "has no effect on a corpus whose code is not compiled",
+                where=key,
+                expected="the step validate and corpus.validate.compile=true beside it",
+                remedy=f"drop {key}, or compile",
             )

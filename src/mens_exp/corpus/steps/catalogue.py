@@ -79,7 +79,7 @@ class StepKind:
 
 STEPS: Final[dict[str, StepKind]] = {
     "extract": StepKind(run=extract, version=1, leans_on=_grammars),
-    "validate": StepKind(run=validate, version=1, leans_on=_grammars),
+    "validate": StepKind(run=validate, version=1, reads=("sandbox",), leans_on=_grammars),
     "generate": StepKind(run=generate, version=1, leans_on=_generator),
     "dedupe": StepKind(run=dedupe, version=1, leans_on=_signatures),
     "decontaminate": StepKind(run=decontaminate, version=1, leans_on=_benchmarks),

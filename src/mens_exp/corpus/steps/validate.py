@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from mens_exp.artifacts.atomic import json_line
 from mens_exp.config.data import OnBadRow
 from mens_exp.corpus.code_checks import CHECKED, parse_problem
+from mens_exp.corpus.compiling import Compiler, NoCompiler
 from mens_exp.corpus.steps.step import INPUT, RowWriter, StepInput, StepResult, side_of_file
 from mens_exp.errors import DataError, MensError, MissingExtra, Problems
 from mens_exp.rows.decode import Located, decoded_rows
 from mens_exp.rows.parse import parse_row
 from mens_exp.rows.quarantine import BadRow, put_aside
+from mens_exp.rows.schema import TrainingPair
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from mens_exp.corpus.split import Side
-    from mens_exp.rows.schema import TrainingPair
 
 __all__ = ["QUARANTINE", "validate"]
 
 QUARANTINE: Final = "quarantine.jsonl"
 _MOST_PROBLEMS: Final = 20  # told in full; the rest is counted
+_AT_ONCE: Final = 128  # rows that are read, then compiled, then written
 
 
 def validate(step: StepInput) -> StepResult:
@@ -32,28 +35,35 @@ def validate(step: StepInput) -> StepResult:
     Raises:
         DataError: a row is bad, and bad rows are errors; or a file cannot be read.
         Problems: several are.
+        SetupError: code is to be compiled, and the sandbox or a compiler is not there.
     """
     bad = _BadRows(step)
     rows_in = 0
     checked: Counter[str] = Counter()
+    compiler = _compiler(step)
     with bad, RowWriter(step.directory) as writer:
-        for side, located in _located(step):
-            rows_in += 1
-            try:
-                pair = _checked(located, checked)
-            except MissingExtra:
-                raise
-            except MensError as error:
-                bad.add(located, getattr(error, "problems", [error]))
-            else:
-                writer.write(pair, side)
+        for some in _several(_located(step)):
+            rows_in += len(some)
+            tried = [_tried(located, checked) for _, located in some]
+            refused = compiler.problems([one for one in tried if isinstance(one, TrainingPair)])
+            for (side, located), one in zip(some, tried, strict=True):
+                if not isinstance(one, TrainingPair):
+                    bad.add(located, one)
+                elif (wrong := next(refused)) is not None:
+                    bad.add(located, [_does_not(f"compile: {wrong}", one, located)])
+                else:
+                    writer.write(one, side)
         total = writer.total
     bad.refuse()
     return StepResult(
         rows_in=rows_in,
         rows_out=total,
         dropped=dict(sorted(bad.reasons.items())),
-        facts={"checked": dict(sorted(checked.items())), "bad": bad.count},
+        facts={
+            "checked": dict(sorted(checked.items())),
+            "bad": bad.count,
+            "compiled": compiler.compiled(),
+        },
     )
 
 
@@ -64,6 +74,31 @@ def _located(step: StepInput) -> Iterator[tuple[Side | None, Located]]:
             yield side, located
 
 
+def _compiler(step: StepInput) -> Compiler | NoCompiler:
+    if not step.config.validate.compile:
+        return NoCompiler()
+    assert step.run is not None, "the command says which sandbox"
+    return Compiler(step.run.sandbox)
+
+
+def _several(
+    rows: Iterator[tuple[Side | None, Located]],
+) -> Iterator[list[tuple[Side | None, Located]]]:
+    """Yield rows so many at a time as are compiled at once."""
+    while some := list(itertools.islice(rows, _AT_ONCE)):
+        yield some
+
+
+def _tried(located: Located, checked: Counter[str]) -> TrainingPair | list[MensError]:
+    """Return the row, or what is wrong with it."""
+    try:
+        return _checked(located, checked)
+    except MissingExtra:
+        raise
+    except MensError as error:
+        return list(getattr(error, "problems", [error]))
+
+
 def _checked(located: Located, checked: Counter[str]) -> TrainingPair:
     if isinstance(located.value, DataError):
         raise located.value
@@ -71,14 +106,19 @@ def _checked(located: Located, checked: Counter[str]) -> TrainingPair:
     language = (pair.language or "").casefold()
     wrong = parse_problem(pair)
     if wrong is not None:
-        raise DataError(
-            f"the {language} code does not parse: {wrong}",
-            where=located.where,
-            found=pair.name,
-            expected=f"an answer in {language}, as the row's language says",
-        )
+        raise _does_not(f"parse: {wrong}", pair, located)
     checked[language if language in CHECKED else "not_checked"] += 1
     return pair
+
+
+def _does_not(what: str, pair: TrainingPair, located: Located) -> DataError:
+    language = (pair.language or "").casefold()
+    return DataError(
+        f"the {language} code does not {what}",
+        where=located.where,
+        found=pair.name,
+        expected=f"an answer in {language}, as the row's language says",
+    )
 
 
 class _BadRows:
