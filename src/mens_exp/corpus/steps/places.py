@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
     from mens_exp.config.corpus import CorpusConfig
 
-__all__ = ["hashes", "input_files", "place_problems"]
+__all__ = ["CORPUS_PAGE", "hashes", "input_files", "place_problems"]
 
+CORPUS_PAGE: Final = "corpus_report.html"  # beside the steps: what is rendered is no step's file
 _STEP: Final = re.compile(r"\d\d-[a-z]+")
 _SHOWN: Final = 3  # names of what is in the way
 
@@ -115,7 +116,7 @@ def _in_the_way(output: Path) -> Iterator[DataError]:
 
 
 def _is_ours(path: Path) -> bool:
-    if path.name in {CORPUS_RECORD, LOCK}:
+    if path.name in {CORPUS_RECORD, CORPUS_PAGE, LOCK}:
         return path.is_file()
     if path.name.startswith("."):
         return path.name.endswith((".tmp", ".old"))  # of a writer that was killed
