@@ -22,8 +22,8 @@ __all__ = ["corpus", "settled_places"]
 
 def corpus(config: RunConfig, run: Run) -> None:
     """Do the steps that are not done yet, show each, and record what came of them."""
-    from mens_exp.corpus.steps.pipeline import run_steps
-    from mens_exp.corpus.steps.places import CORPUS_PAGE, hashes, input_files
+    from mens_exp.corpus.steps.pipeline import CORPUS_PAGE, run_steps
+    from mens_exp.corpus.steps.places import hashes, input_files
 
     if "report" in config.corpus.steps:
         _prepare_tokenizer(config)
@@ -71,7 +71,7 @@ def _page(made: CorpusRecord, output: Path) -> str:
     """Render the report beside the steps, and say where."""
     from mens_exp.artifacts.atomic import write_text
     from mens_exp.artifacts.corpus_report import CorpusReport
-    from mens_exp.corpus.steps.places import CORPUS_PAGE
+    from mens_exp.corpus.steps.pipeline import CORPUS_PAGE
     from mens_exp.corpus.steps.report import RECORD
     from mens_exp.report.corpus_view import render
 

@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.corpus.steps.catalogue import StepKind
 
-__all__ = ["CORPUS_RECORD", "STEP_RECORD", "Done", "directory_name", "run_steps"]
+__all__ = ["CORPUS_PAGE", "CORPUS_RECORD", "STEP_RECORD", "Done", "directory_name", "run_steps"]
 
 STEP_RECORD: Final = "step.json"
 CORPUS_RECORD: Final = "corpus.json"
+CORPUS_PAGE: Final = "corpus_report.html"  # what people read of the step report
 LOCK: Final = ".lock"
 _SCRATCH: Final = ".scratch"
 

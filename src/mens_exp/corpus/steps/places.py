@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.corpus.project_files import projects_of
-from mens_exp.corpus.steps.pipeline import CORPUS_RECORD, LOCK, STEP_RECORD
+from mens_exp.corpus.steps.pipeline import CORPUS_PAGE, CORPUS_RECORD, LOCK, STEP_RECORD
 from mens_exp.corpus.steps.step import INPUT
 from mens_exp.errors import DataError, MensError, Problems
 from mens_exp.rows.files import resolve_files
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 
     from mens_exp.config.corpus import CorpusConfig
 
-__all__ = ["CORPUS_PAGE", "hashes", "input_files", "place_problems"]
+__all__ = ["hashes", "input_files", "place_problems"]
 
-CORPUS_PAGE: Final = "corpus_report.html"  # beside the steps: what is rendered is no step's file
 _STEP: Final = re.compile(r"\d\d-[a-z]+")
 _SHOWN: Final = 3  # names of what is in the way
 
@@ -116,7 +115,7 @@ def _in_the_way(output: Path) -> Iterator[DataError]:
 
 
 def _is_ours(path: Path) -> bool:
-    if path.name in {CORPUS_RECORD, CORPUS_PAGE, LOCK}:
+    if path.name in {CORPUS_PAGE, CORPUS_RECORD, LOCK}:
         return path.is_file()
     if path.name.startswith("."):
         return path.name.endswith((".tmp", ".old"))  # of a writer that was killed
