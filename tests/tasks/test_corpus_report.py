@@ -3,14 +3,14 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import pytest
+
 from mens_exp import cli
 from mens_exp.artifacts.corpus_record import CorpusRecord, StepRecord
 from mens_exp.artifacts.corpus_report import CorpusReport
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 WORDS = [f"word{n}" for n in range(120)]
 
@@ -28,6 +28,7 @@ def make(tmp_path: Path, number: int, *more: str) -> int:
     )
 
 
+@pytest.mark.slow
 def test_duplicates_go_and_the_page_says_what_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
