@@ -34,6 +34,8 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
         try:
+            for parameter in gradients:
+                parameter.grad = None  # or passes would add to those that are kept
             for module in modes:
                 if isinstance(module, _DROPOUTS):
                     module.eval()
