@@ -131,6 +131,7 @@ def test_every_value_enters_the_digest() -> None:
     for name in ("category", "exclude_category", "language"):
         base.data.filter[name] = "f"
     base.sandbox.workers = 2
+    base.eval.base_url, base.eval.model, base.eval.api_key_env = "u", "m", "k"
     base.parity.text, base.parity.budget.max_kl, base.parity.budget.hidden_error = "t", 1.0, 1.0
     digests = {config_digest(base)}
     paths = leaves(base)

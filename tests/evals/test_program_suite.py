@@ -20,7 +20,8 @@ ADD = {
     "prompt": 'from typing import List\n\n\ndef add(values: List[int]) -> int:\n    """Sum."""\n',
     "entry_point": "add",
     "canonical_solution": "    return sum(values)\n",
-    "test": "def check(candidate):\n    assert candidate([1, 2]) == 3\n    assert candidate([]) == 0\n",
+    "test": "def check(candidate):\n    assert candidate([1, 2]) == 3\n"
+    "    assert candidate([]) == 0\n",
 }
 SQUARE = {
     "task_id": 7,

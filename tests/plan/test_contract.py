@@ -52,6 +52,11 @@ COMMANDS = {
     "data.mix": ["data=mix", "data.sources=[{path:a.jsonl,weight:0.7},{source:stdlib,weight:1}]"],
     "logger.wandb": ["logger=wandb"],
     "suite.heldout_syntax": ["suite=heldout_syntax"],
+    "suite.mini_python": ["suite=mini_python"],
+    "suite.humaneval": ["suite=humaneval"],
+    "suite.rust": ["suite=rust", "suite.path=tasks.jsonl"],
+    "suite.jsonl": ["suite=jsonl", "suite.path=rows.jsonl"],
+    "suite.scorecard_spec": ["suite=scorecard_spec", "suite.path=spec.json"],
     "sandbox.bubblewrap": ["sandbox=bubblewrap"],
     "sandbox.unsafe": ["sandbox=unsafe"],
 }
