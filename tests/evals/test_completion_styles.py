@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from mens_exp.evals.completion_styles import Style, assemble
@@ -19,6 +21,7 @@ def total(numbers: List[int]) -> int:
     3
     """
 '''
+TOTAL = {"entry_point": "total", "prompt": PROMPT}
 WHOLE = "def total(numbers):\n    return sum(numbers)\n"
 CHAT = f"Sure!\n\n```python\n{WHOLE}```\n\nIt adds them up."
 
@@ -175,6 +178,35 @@ def test_errors_of_a_completion_are_not_repaired(completion: str, error: str, pa
     assert read.style is None
     assert read.parses is parses
     assert error in str(read.error)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = 1\n" * 3_000,
+        "def other(x):\n    return x\n\n" * 500 + "def total(",
+        "x = 1\nThis is prose\n" * 500 + "def total(numbers):\n    return (",
+        "    return sum(numbers\n" + "print(1)\n" * 2_000,
+        "```python\n" * 1_000,
+        "    return " + "(" * 3_000,
+        "    return " + "-" * 20_000 + "1",
+        "    return x" + ".x" * 20_000,
+        "    x = '\\d' \x00",
+        "    x = '\ud800'",
+    ],
+    ids=range(10),
+)
+def test_degenerate_text_is_read_at_once(text: str) -> None:
+    """What small models repeat without end costs a second, not minutes, and breaks nothing."""
+    began = time.process_time()
+    assemble(text, entry_point="total", prompt=PROMPT)
+    assert time.process_time() - began < 3
+
+
+def test_invalid_escape_is_no_warning() -> None:
+    """It is what models write, and Python accepts it."""
+    read = assemble("    import re\n    return len(re.findall('\\d', numbers))", **TOTAL)
+    assert read.style is Style.CONTINUATION
 
 
 def test_other_function_is_no_answer_to_a_task_in_words() -> None:

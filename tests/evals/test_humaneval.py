@@ -151,6 +151,11 @@ VERDICTS: dict[str, tuple[str, Verdict, str]] = {
         Verdict.EXITED,
         "",
     ),
+    "looks for the word in the main module": (
+        "    import __main__, os\n    os.write(2, (__main__.word + 'passed').encode())\n",
+        Verdict.EXCEPTION,
+        "AttributeError",
+    ),
     "replaces what compares": (
         "    class Same:\n        __eq__ = lambda self, other: False\n    return Same()",
         Verdict.ASSERTION,
@@ -172,6 +177,11 @@ VERDICTS: dict[str, tuple[str, Verdict, str]] = {
             "import dataclasses\n\n@dataclasses.dataclass\nclass Pair:\n    a: int\n    b: int\n\n"
             "def add(a, b):\n    one = Pair(a, b)\n    return one.a + one.b\n"
         ),
+        Verdict.PASSED,
+        "",
+    ),
+    "names a helper as the test does": (
+        "def check(a):\n    return a\n\ndef add(a, b):\n    return check(a) + b\n",
         Verdict.PASSED,
         "",
     ),
@@ -204,6 +214,14 @@ def test_verdicts_come_in_the_order_of_the_tasks(
         Verdict.NO_FUNCTION,
     ]
     assert [one.task for one in found] == ["T/0", "T/0", "7", "7"]
+
+
+def test_setup_stands_below_what_must_be_first(sandbox: Bubblewrap, tmp_path: Path) -> None:
+    """A future import stays the first line of the solution."""
+    square = read_tasks(stored(tmp_path / "mbpp.jsonl", MBPP))[0]
+    text = "from __future__ import annotations\ndef square(x: Later):\n    return helper(x)\n"
+    (found,) = check_all(sandbox, [square], [text], LIMITS)
+    assert found.verdict is Verdict.PASSED, found
 
 
 def test_unsafe_execution_is_labelled(task: ProgramTask) -> None:

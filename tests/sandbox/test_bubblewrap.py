@@ -14,6 +14,7 @@ import pytest
 from mens_exp.errors import MensError, SetupError
 from mens_exp.sandbox import bubblewrap
 from mens_exp.sandbox.bubblewrap import WORK, Bubblewrap
+from mens_exp.sandbox.process_tree import files_in
 from mens_exp.sandbox.program import PYTHON, Limits, Outcome, Program, python_program
 
 if TYPE_CHECKING:
@@ -250,6 +251,13 @@ def test_other_users_are_isolated_alike() -> None:
         check=False,
     )
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_files_of_this_machine_are_not_counted() -> None:
+    """A process that sees the same /tmp as we do has no file system of its own."""
+    with subprocess.Popen(["/bin/sleep", "60"]) as sleeping:
+        assert files_in(sleeping.pid, "/tmp") == 0  # noqa: S108  # looked at alone
+        sleeping.kill()
 
 
 def test_python_is_the_same_path_inside(sandbox: Bubblewrap) -> None:

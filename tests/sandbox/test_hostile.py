@@ -295,6 +295,27 @@ HOSTILE: dict[str, tuple[str, Outcome]] = {
         "os.close(1)\nos.close(2)\ntime.sleep(60)",
         Outcome.timeout,
     ),
+    "writes_into_its_input": (
+        (
+            "attempt(os.ftruncate, 0, 100)\nattempt(os.write, 0, b'x')\n"
+            "one = os.open('/proc/self/fd/0', os.O_RDWR)\nattempt(os.write, one, b'x')"
+        ),
+        Outcome.ok,
+    ),
+    "looks_for_inherited_files": (
+        (
+            "for number in range(3, 256):\n    attempt(os.fstat, number)\n"
+            "attempt(os.listdir, '/proc/1/fd')"
+        ),
+        Outcome.ok,
+    ),
+    "takes_over_the_first_process": (
+        (
+            "attempt(open, '/proc/1/mem', 'r+b')\nattempt(os.stat, '/proc/1/environ')\n"
+            "first = os.pidfd_open(1)\nattempt(call, 438, first, 0, 0)\nattempt(write, '/proc/1/x')"
+        ),
+        Outcome.ok,
+    ),
     "waits_for_input": ("if sys.stdin.read(): print('escaped')", Outcome.ok),
     "leaves_a_daemon": (
         (

@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Assembled", "Style", "assemble"]
+__all__ = ["ANNOTATIONS", "Assembled", "Style", "assemble"]
 
 _INDENT: Final = "    "
-_ANNOTATIONS: Final = "from __future__ import annotations\n"
+ANNOTATIONS: Final = "from __future__ import annotations\n"
+"""The first line of a program that asked for it; it must stay the first."""
+
 _FENCE: Final = re.compile(
     r"^[ \t]*```+[ \t]*([\w+.-]*)[^\n`]*\n(.*?)(?:^[ \t]*```+[ \t]*$|\Z)", re.MULTILINE | re.DOTALL
 )
@@ -30,6 +32,7 @@ _FENCE_LINE: Final = re.compile(r"^[ \t]*```.*$", re.MULTILINE)
 _PYTHON: Final = frozenset({"", "py", "python", "python3"})
 _CODE_LINE: Final = re.compile(r"(?:async\s+def|def|class|import|from)\s|@|\w+\s*=[^=]")
 _FUTURE: Final = re.compile(r"^from __future__ import .*$", re.MULTILINE)
+_MOST_STARTS: Final = 30  # above the function; what repeats itself without end has more
 _FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINITIONS: Final = (*_FUNCTIONS, ast.ClassDef, ast.Import, ast.ImportFrom)
 
@@ -71,7 +74,7 @@ def assemble(completion: str, *, entry_point: str, prompt: str = "") -> Assemble
             tree = _tree(program)
             if tree is not None and _defines(tree, entry_point):
                 source = _without_use(program, tree, entry_point)
-                return Assembled(source=_ANNOTATIONS * bool(futures) + source, style=style)
+                return Assembled(source=ANNOTATIONS * bool(futures) + source, style=style)
     if not text.strip():
         return Assembled(source=prompt, style=None, error="the completion is empty")
     plain = prompt + next(_texts(text, entry_point))
@@ -133,46 +136,64 @@ def _readings(
 
 
 def _continuations(prompt: str, text: str) -> Iterator[tuple[Style, str]]:
-    start = prompt if prompt.endswith("\n") else f"{prompt}\n"
-    for body in (text, *_cut_below(text)):
-        if body.strip() and _tree(start + body) is not None:
-            yield Style.CONTINUATION, start + body
-            return
+    program = _longest(prompt if prompt.endswith("\n") else f"{prompt}\n", text)
+    if program is not None:
+        yield Style.CONTINUATION, program
 
 
 def _without_prose(text: str, entry_point: str) -> Iterator[str]:
     """Yield what begins with a line of code at the margin, down to the function's own."""
     lines = text.split("\n")
-    for number, line in enumerate(lines):
-        if _CODE_LINE.match(line):
-            rest = "\n".join(lines[number:])
-            yield rest
-            yield from _cut_below(rest)
-            if _tells(line, entry_point):
-                return
+    starts = [number for number, line in enumerate(lines) if _CODE_LINE.match(line)]
+    own = next((place for place in starts if _tells(lines[place], entry_point)), None)
+    if own is None:
+        return
+    above = [place for place in starts if place < own]
+    for place in (*above[:_MOST_STARTS], own):
+        program = _longest("", "\n".join(lines[place:]))
+        if program is not None:
+            yield program
 
 
-def _cut_below(text: str) -> Iterator[str]:
-    """Yield a text without its end, cut at ever earlier lines at the margin but the first."""
+def _longest(start: str, text: str) -> str | None:
+    """Return the longest program of ``start`` and a text, cut at a line at its margin if need be.
+
+    A cut below an error leaves it in place, so that each is made at or above the error before it.
+    """
     lines = text.split("\n")
-    for number in range(len(lines) - 1, 0, -1):
-        if lines[number][:1].strip():
-            yield "\n".join(lines[:number]) + "\n"
+    end = len(lines)
+    while any(line.strip() for line in lines[:end]):
+        program = start + "\n".join(lines[:end])
+        found = _parsed(program)
+        if isinstance(found, ast.Module):
+            return program
+        if not isinstance(found, SyntaxError) or found.lineno is None:
+            return None
+        at = min(found.lineno - 1 - start.count("\n"), end - 1)
+        end = next((place for place in range(at, 0, -1) if lines[place][:1].strip()), 0)
+    return None
 
 
 def _tree(source: str) -> ast.Module | None:
-    return None if _error(source) else ast.parse(source)
+    found = _parsed(source)
+    return found if isinstance(found, ast.Module) else None
 
 
 def _error(source: str) -> str | None:
     """Say why a text is no Python program, or None where it is one."""
+    found = _parsed(source)
+    return None if isinstance(found, ast.Module) else f"{type(found).__name__}: {found}"
+
+
+def _parsed(source: str) -> ast.Module | Exception:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an invalid escape in generated code is no news
-            compile(source, "<completion>", "exec", dont_inherit=True)
+            tree = ast.parse(source)
+            compile(tree, "<completion>", "exec", dont_inherit=True)  # return outside a function
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+        return error
+    return tree
 
 
 def _defines(tree: ast.Module | None, name: str) -> bool:

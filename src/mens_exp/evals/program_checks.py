@@ -1,7 +1,8 @@
 """Does a completion pass the tests of its task? Executed in a sandbox, and said why where not.
 
-The verdict is written by the program that runs the tests, behind a word that only it has, so that
-a completion that exits early, or prints what a verdict looks like, has not passed.
+The verdict is written by the program that runs the tests, behind a word drawn for it alone, so that
+a completion that exits early, or prints what a verdict looks like, has not passed. That guards
+against accidents, not against a completion that searches its interpreter's frames for the word.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
-from mens_exp.evals.completion_styles import Assembled, Style, assemble
+from mens_exp.evals.completion_styles import ANNOTATIONS, Assembled, Style, assemble
 from mens_exp.sandbox.batch import run_all
 from mens_exp.sandbox.program import PYTHON, Outcome, Program
 
@@ -68,36 +69,30 @@ class Checked:
 
 # Solution and tests are files of their own: tracebacks and `__name__` are those of modules.
 _RUNNER: Final = """\
-import os, sys
-
-word = sys.stdin.readline().strip()
-end = os._exit
-write = os.write
+import json, os, sys
 
 
-def tell(text):
-    sys.stdout.flush()
-    write(2, (chr(10) + word + text + chr(10)).encode("utf-8", "replace"))
-    end(0)
+def run(word, end=os._exit, write=os.write, dumps=json.dumps):
+    def tell(text):
+        sys.stdout.flush()
+        write(2, (chr(10) + word + text + chr(10)).encode("utf-8", "replace"))
+        end(0)
 
-
-def failure(error):
-    import json
     try:
-        message = str(error)
-    except Exception:
-        message = ""
-    tell(json.dumps([type(error).__name__[:80], message[:400]]))
+        import solution
+        with open("tests.py", encoding="utf-8") as file:
+            tests = compile(file.read(), "tests.py", "exec")
+        exec(tests, dict(vars(solution)))  # what the tests define is not the solution's
+    except BaseException as error:
+        try:
+            message = str(error)
+        except Exception:
+            message = ""
+        tell(dumps([type(error).__name__[:80], message[:400]]))
+    tell("passed")
 
 
-try:
-    import solution
-    with open("tests.py", encoding="utf-8") as file:
-        tests = compile(file.read(), "tests.py", "exec")
-    exec(tests, vars(solution))
-except BaseException as error:
-    failure(error)
-tell("passed")
+run(sys.stdin.readline().strip())
 """
 
 OF_OUTCOME: Final = {
@@ -146,7 +141,10 @@ def program_of(task: ProgramTask, source: str, word: str) -> Program:
         source: the solution.
         word: what the verdict is written behind; the solution never sees it.
     """
-    solution = f"{task.setup}\n{source}" if task.setup else source
+    solution = source
+    if task.setup:
+        first = ANNOTATIONS if source.startswith(ANNOTATIONS) else ""
+        solution = f"{first}{task.setup}\n{source.removeprefix(first)}"
     return Program(
         argv=(PYTHON, "-s", "-S", "-B", "main.py"),
         files={"main.py": _RUNNER, "solution.py": solution, "tests.py": task.tests},

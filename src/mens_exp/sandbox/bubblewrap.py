@@ -10,6 +10,7 @@ of its own.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
@@ -46,8 +47,14 @@ _ISOLATED: Final = (
     *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
     *("--hostname", "sandbox", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
 )
+# The first process is bubblewrap's own. Without root it has the program's user id, and no filter of
+# system calls: whoever wrote into its memory would be rid of the filter.
+_HIDDEN_FIRST_PROCESS: Final = (
+    *("--perms", "0555", "--size", "4096", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"),
+)
 _NOBODY: Final = "65534"
 _LOWEST_UID, _UIDS = 2**30, 2**30  # above what any machine gives to a user or a container
+_READ_ONLY: Final = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _DEATH_S: Final = 10.0
 
 
@@ -156,7 +163,8 @@ def _system_options() -> list[str]:
     words += ["--perms", "0755", "--dir", "/etc"]
     for name in ("/etc/alternatives", "/etc/ld.so.cache"):  # what compilers and libraries go by
         words += ["--ro-bind-try", name, name]
-    return [*words, *_visible_options(sys.base_prefix), "--proc", "/proc", "--dev", "/dev"]
+    words += [*_visible_options(sys.base_prefix), "--proc", "/proc", "--dev", "/dev"]
+    return [*words, *_HIDDEN_FIRST_PROCESS]
 
 
 def _visible_options(path: str) -> list[str]:
@@ -171,13 +179,16 @@ def _visible_options(path: str) -> list[str]:
 
 
 def _file_of(content: str | bytes, fds: contextlib.ExitStack) -> int:
-    """Return a file in memory at its start; it is closed with ``fds``."""
-    fd = os.memfd_create("program")
+    """Return a file in memory that can only be read; it is closed with ``fds``."""
+    fd = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     fds.callback(os.close, fd)
-    left = memoryview(content.encode() if isinstance(content, str) else content)
+    left = memoryview(
+        content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+    )
     while left:
         left = left[os.write(fd, left) :]
     os.lseek(fd, 0, os.SEEK_SET)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _READ_ONLY)
     return fd
 
 

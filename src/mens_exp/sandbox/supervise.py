@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import selectors
+import subprocess
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from mens_exp.errors import MensError
 from mens_exp.sandbox.process_tree import files_in, use_of
 from mens_exp.sandbox.program import Outcome
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Callable
 
     from mens_exp.sandbox.program import Limits
@@ -56,6 +57,9 @@ def supervise(
 
     Returns:
         What was written up to the limit, and the limit that ended it, if one did.
+
+    Raises:
+        MensError: the process was killed and has not ended.
     """
     ended = Ended()
     done = False
@@ -81,8 +85,17 @@ def supervise(
             kill()
         ended.wall_s = time.monotonic() - started
         _close(process)
-        ended.returncode = process.wait(_DEATH_S)
+        ended.returncode = _awaited(process)
     return ended
+
+
+def _awaited(process: subprocess.Popen[bytes]) -> int:
+    try:
+        return process.wait(_DEATH_S)
+    except subprocess.TimeoutExpired as error:
+        raise MensError(
+            "a killed process is still alive", found=f"process {process.pid}"
+        ) from error
 
 
 def _watch(

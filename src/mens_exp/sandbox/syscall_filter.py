@@ -37,8 +37,8 @@ class _Calls:
 
 
 # The same in every table since Linux 5.1: memfd_secret, io_uring_setup, open_tree, move_mount,
-# fsopen, mount_setattr.
-_RECENT: Final = (447, 425, 428, 429, 430, 442)
+# fsopen, mount_setattr, pidfd_getfd.
+_RECENT: Final = (447, 425, 428, 429, 430, 442, 438)
 _CLONE3: Final = 435
 
 _TABLES: Final = {

@@ -43,10 +43,14 @@ class Unsafe:
         """Execute one program; safe to call from several threads."""
         with tempfile.TemporaryDirectory(prefix="unsafe-", ignore_cleanup_errors=True) as work:
             for name, content in program.files.items():
-                data = content.encode() if isinstance(content, str) else content
+                data = (
+                    content
+                    if isinstance(content, bytes)
+                    else content.encode("utf-8", "surrogatepass")
+                )
                 (Path(work) / name).write_bytes(data)
             with tempfile.TemporaryFile() as stdin:
-                stdin.write(program.stdin.encode())
+                stdin.write(program.stdin.encode("utf-8", "surrogatepass"))
                 stdin.seek(0)
                 started = time.monotonic()
                 process = subprocess.Popen(  # noqa: S603  # asked for by name
