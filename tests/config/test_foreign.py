@@ -54,6 +54,13 @@ def test_a_runs_own_configuration_comes_back_as_it_was(
     assert typed(from_yaml(stored({}))) == typed(compose([["model=tiny_llama"]])[0].values)
 
 
+def test_a_function_to_run_is_refused(stored: Callable[[dict[str, Any]], Path]) -> None:
+    """Whoever wants one called names it in a command of their own."""
+    said = refusal(stored({"suite.function": "evil.py:f"}))
+    assert "suite.function: a stored configuration may not name a function to run" in said
+    assert "evil.py:f" in said
+
+
 @pytest.mark.parametrize(
     ("changes", "place"),
     [

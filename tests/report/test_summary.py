@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING
+from io import StringIO
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from rich.console import Console
 
-from mens_exp.report import summary
+from mens_exp.artifacts.scorecard import Scorecard
+from mens_exp.report import card, html, summary, terminal
 from mens_exp.report.records import load
 
 if TYPE_CHECKING:
@@ -108,3 +111,66 @@ def test_bits_per_byte_stand_beside_the_loss_where_they_are_known(
     unknown = dict.fromkeys(known)
     labels = [one.label for one in summary.pairs(load(write_run(results=losses | unknown)))]
     assert labels == ["Validation loss", "Held-out completions that parse"]
+
+
+def scored(run: RunDir, *, sandbox: str | None) -> None:
+    """Put a scorecard of tasks in the place of the run's own."""
+    Scorecard(
+        suite="mini_python",
+        suite_digest="ab" * 32,
+        items=8,
+        generation={"engine": "hf"},
+        conditions={
+            "base": {"parse_rate": 0.5, "task_success": 0.125},
+            "tuned": {"parse_rate": 0.75, "task_success": 0.5},
+        },
+        sandbox=sandbox,
+    ).write(run.scorecard)
+
+
+def test_tasks_done_stand_before_what_parses(write_run: Callable[..., RunDir]) -> None:
+    """In points, named by their suite."""
+    run = write_run()
+    scored(run, sandbox="bubblewrap")
+    tasks, parses = summary.pairs(load(run))[-2:]
+    assert (tasks.label, tasks.base.text, tasks.tuned.text) == (
+        "Tasks of mini_python done",
+        "12.5%",
+        "50.0%",
+    )
+    assert (tasks.change, tasks.verdict) == ("+37.5 points", "better")
+    assert tasks.note == "8 items: each is worth 12.5 points"
+    assert parses.label == "Answers to mini_python that parse"
+    assert summary.unsafe(load(run)) == ""
+
+
+def test_programs_without_isolation_are_told_everywhere(write_run: Callable[..., RunDir]) -> None:
+    """In the report, the card and the terminal."""
+    run = write_run()
+    scored(run, sandbox="unsafe")
+    records = load(run)
+    said = "no evidence for a promotion"
+    assert said in summary.unsafe(records)
+    assert said in html.render(records)
+    assert said in card.render(records)
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(terminal.result_table(records))
+    assert said in console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "good"),
+    [
+        ({"task_success": True, "parses": True}, "passes", True),
+        ({"task_success": False, "outcome": "failed_test"}, "failed test", False),
+        ({"task_success": False, "outcome": None}, "does not pass", False),
+        ({"parses": False}, "does not parse", False),
+        ({"parses": None}, "answered", None),
+    ],
+)
+def test_an_outcome_says_the_most_that_is_known(
+    item: Callable[..., ItemEvent], changes: dict[str, Any], words: str, *, good: bool | None
+) -> None:
+    """A task that is done tells more than an answer that parses."""
+    outcome = summary.outcome_of(item("base", "x", **changes))
+    assert (outcome.words, outcome.good) == (words, good)

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+import json
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Scorecard, read_item_events
 from mens_exp.errors import RequestError
-from mens_exp.tasks.evaluate import subject_of
+from mens_exp.tasks.subject import subject_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,10 +42,26 @@ def evaluated(trained: RunDir, place: Path) -> RunDir:
     return RunDir(place / "outputs" / "evaluate" / "b")
 
 
+def untimed_events(run: RunDir) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in event.items() if not name.endswith("_ms")}
+        for event in read_item_events(run.events)
+    ]
+
+
+def untimed_kpis(run: RunDir) -> list[Any]:
+    card = Scorecard.read(run.scorecard)
+    kpis = [
+        {name: value for name, value in one.items() if not name.endswith("_ms")}
+        for one in card.conditions.values()
+    ]
+    return [card.suite_digest, card.generation, kpis]
+
+
 def test_evaluation_repeats_the_scorecard_of_training(trained: RunDir, evaluated: RunDir) -> None:
     """The saved adapter on a fresh graph answers as the trained graph did."""
-    assert read_item_events(evaluated.events) == read_item_events(trained.events)
-    assert Scorecard.read(evaluated.scorecard) == Scorecard.read(trained.scorecard)
+    assert untimed_events(evaluated) == untimed_events(trained)
+    assert untimed_kpis(evaluated) == untimed_kpis(trained)
     base, tuned = (e["completion"] for e in read_item_events(trained.events)[::2])
     assert base != tuned
 
@@ -115,3 +132,101 @@ def test_another_base_than_in_training_is_refused(
     assert cli.main(command) == 2
     assert "base_weights_sha256: is not what the run was trained on" in capsys.readouterr().err
     assert Manifest.read(RunDir(out).manifest).status is Status.FAILED
+
+
+BASE = ["task=evaluate", "path=base", "model=tiny_llama", "trainer=cpu"]
+
+
+def test_the_base_is_scored_alone(
+    trained: RunDir, tmp_path: Path, tiny_run: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the same rows it answers as the base of the run did, and nothing stands beside it."""
+    monkeypatch.chdir(tmp_path)
+    data = [text for text in tiny_run if text.startswith("data")]
+    out = RunDir(tmp_path / "evaluation")
+    assert cli.main([*BASE, *data, *SUITE, f"hydra.run.dir={out.path}"]) == 0
+    theirs = [event for event in untimed_events(trained) if event["condition"] == "base"]
+    assert untimed_events(out) == theirs
+    assert list(Scorecard.read(out.scorecard).conditions) == ["base"]
+    assert Manifest.read(out.manifest).inputs["subject"] == "base"
+
+
+@pytest.mark.parametrize("inside", ["adapter", "adapter/peft", "adapter/adapter.safetensors"])
+def test_an_adapter_by_itself_is_scored_on_the_models_base(
+    trained: RunDir, tmp_path: Path, tiny_run: list[str], inside: str
+) -> None:
+    """In either form, named by its directory or a file in it: ranks and layers are its own."""
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(trained.adapter, moved / "adapter")
+    data = [text for text in tiny_run if text.startswith("data")]
+    out = RunDir(tmp_path / "evaluation")
+    command = ["task=evaluate", f"path={moved / inside}", "model=tiny_llama", "trainer=cpu"]
+    assert cli.main([*command, *data, *SUITE, f"hydra.run.dir={out.path}"]) == 0
+    assert untimed_events(out) == untimed_events(trained)
+    assert "adapter_sha256" in Manifest.read(out.manifest).inputs
+
+
+def test_an_adapter_of_another_base_is_refused(
+    trained: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its manifest tells the weights that it was trained on."""
+    shutil.copytree(trained.adapter, tmp_path / "adapter")
+    command = ["task=evaluate", f"path={tmp_path / 'adapter'}", "model=tiny_llama", "trainer=cpu"]
+    other = ["model.init_seed=1", "suite=mini_python", "sandbox=none"]
+    assert cli.main([*command, *other, f"hydra.run.dir={tmp_path / 'out'}"]) == 2
+    assert "the adapter was trained on another base model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["suite=mini_python", "data=synthetic"], "data: has no effect with suite=mini_python"),
+        (["suite=mini_python", "eval.samples=2"], "samples of the likeliest tokens"),
+        (["suite=mini_python", "eval.base_url=http://x/v1"], "has no effect with eval.engine=hf"),
+        (["eval.engine=openai", *SUITE], "the held-out rows belong to a run's own model"),
+        (["eval.engine=openai", "suite=mini_python"], "eval.model: missing"),
+        (["suite=jsonl"], "suite.path: suite=jsonl is a file of your own"),
+        (["suite=jsonl", "suite.path=x", "suite.function=x.py:f"], "another suite.check"),
+        (["suite=scorecard_spec", "suite.path=x"], "path: has no effect"),
+    ],
+)
+def test_what_has_no_effect_or_lacks_something_is_refused(
+    overrides: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is loaded."""
+    assert cli.main([*BASE, *overrides]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_function_is_no_part_of_a_training_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """A stored configuration that names one would run it on somebody else's machine."""
+    command = ["suite=jsonl", "suite.path=x", "suite.check=function", "suite.function=x.py:f"]
+    assert cli.main(["model=tiny_llama", "logger=none", *command]) == 2
+    assert "a function of yours is called by task=evaluate alone" in capsys.readouterr().err
+
+
+def test_a_specification_brings_its_own_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No `path` is asked for; each condition stands in the scorecard under its id."""
+    condition = {"label": "x", "mode": "fixture_file", "backend": "base", "model_id": "m"}
+    spec = {
+        "schema_version": 1,
+        "prompt_pack_version": "1",
+        "max_retries": 0,
+        "conditions": [
+            {"id": name, "fixture": f"{name}.json", **condition} for name in ("old", "new")
+        ],
+        "tasks": [{"id": "a", "prompt": "Write f.", "expected_contains": ["def f"]}],
+    }
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    (tmp_path / "old.json").write_text(json.dumps({"a": ["def g(): pass"]}))
+    (tmp_path / "new.json").write_text(json.dumps({"a": ["def f(): return 1"]}))
+    out = RunDir(tmp_path / "out")
+    named = ["suite=scorecard_spec", f"suite.path={tmp_path / 'spec.json'}"]
+    assert cli.main(["task=evaluate", *named, f"hydra.run.dir={out.path}"]) == 0
+    card = Scorecard.read(out.scorecard)
+    success = {name: kpis["task_success"] for name, kpis in card.conditions.items()}
+    assert success == {"old": 0.0, "new": 1.0}
+    assert [one["id"] for one in card.generation["conditions"]] == ["old", "new"]
+    assert capsys.readouterr().err == ""

@@ -6,7 +6,14 @@ import pytest
 
 from mens_exp.artifacts.scorecard import Scorecard, read_item_events
 from mens_exp.artifacts.telemetry import read_events
-from mens_exp.config.suite import HeldoutSyntaxSuite, NoSuite
+from mens_exp.config.sandbox import NoSandbox
+from mens_exp.config.suite import (
+    HeldoutSyntaxSuite,
+    JsonlCheck,
+    JsonlSuite,
+    MiniPythonSuite,
+    NoSuite,
+)
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.tasks.run import Run, open_run
 from mens_exp.tasks.scoring import score
@@ -18,9 +25,23 @@ if TYPE_CHECKING:
 
     from mens_exp.backends.qlora import QloraBackend
     from mens_exp.config.overrides import Cell
+    from mens_exp.config.root import RunConfig
+    from mens_exp.config.suite import SuiteConfig
     from mens_exp.model.resolve import BaseModel
 
 ROW = TrainingPair(prompt="Write f.", response="def f(): pass")
+
+
+@pytest.fixture
+def config_with(tiny_config: Callable[..., RunConfig]) -> Callable[[SuiteConfig], RunConfig]:
+    """Return a configuration with a suite, and nothing to run programs in."""
+
+    def configured(suite: SuiteConfig) -> RunConfig:
+        config = tiny_config()
+        config.suite, config.sandbox = suite, NoSandbox()
+        return config
+
+    return configured
 
 
 @pytest.fixture
@@ -56,10 +77,12 @@ class Answers:
         return [self._ids[self._is_base] for _ in prompts]
 
 
-def test_base_and_tuned_are_told_apart(run: Run, tokenizer: HfTokenizer) -> None:
+def test_base_and_tuned_are_told_apart(
+    run: Run, tokenizer: HfTokenizer, config_with: Callable[[SuiteConfig], RunConfig]
+) -> None:
     """The base answers with the adapter off; each item has one event for each condition."""
     backend: Any = Answers(tokenizer, base="def f(", tuned="def f(): pass<|im_end|>")
-    score(HeldoutSyntaxSuite(items=4), run, backend, [ROW], tokenizer)
+    score(config_with(HeldoutSyntaxSuite(items=4)), run, backend, [ROW], tokenizer)
     card = Scorecard.read(run.dir.scorecard)
     assert card.items == 1
     assert {name: kpis["parsed"] for name, kpis in card.conditions.items()} == {
@@ -76,13 +99,17 @@ def test_base_and_tuned_are_told_apart(run: Run, tokenizer: HfTokenizer) -> None
 
 
 def test_a_real_graph_answers_as_base_and_as_tuned(
-    run: Run, tokenizer: HfTokenizer, tiny_backend: Callable[..., QloraBackend]
+    run: Run,
+    tokenizer: HfTokenizer,
+    tiny_backend: Callable[..., QloraBackend],
+    config_with: Callable[[SuiteConfig], RunConfig],
 ) -> None:
     """The base's answer is that of a graph without an adapter; a large B gives another one."""
     backend = tiny_backend(live=True)
     for name, parameter in backend.trainable().items():
         parameter.data.mul_(50 if name.endswith("lora_b") else 1)
-    score(HeldoutSyntaxSuite(items=1, max_new_tokens=16), run, backend, [ROW], tokenizer)
+    config = config_with(HeldoutSyntaxSuite(items=1, max_new_tokens=16))
+    score(config, run, backend, [ROW], tokenizer)
     base, tuned = (e["completion"] for e in read_item_events(run.dir.events))
     plain = tiny_backend()
     prompt = tokenizer.encode_all(
@@ -109,11 +136,48 @@ def test_a_real_graph_answers_as_base_and_as_tuned(
     ids=["suite=none", "no rows", "no short answer"],
 )
 def test_no_scorecard_has_a_reason(
-    run: Run, tokenizer: HfTokenizer, suite: Any, heldout: list[TrainingPair], reason: str
+    run: Run,
+    tokenizer: HfTokenizer,
+    config_with: Callable[[SuiteConfig], RunConfig],
+    suite: Any,
+    heldout: list[TrainingPair],
+    reason: str,
 ) -> None:
     """Nothing is generated and nothing is written."""
     backend: Any = Answers(tokenizer, base="", tuned="")
-    score(suite, run, backend, heldout, tokenizer)
+    score(config_with(suite), run, backend, heldout, tokenizer)
     assert run.manifest.unknown["scorecard"] == reason
     assert not run.dir.scorecard.exists()
     assert not run.dir.events.exists()
+
+
+def test_without_a_sandbox_tasks_are_null_and_syntax_is_measured(
+    run: Run, tokenizer: HfTokenizer, config_with: Callable[[SuiteConfig], RunConfig]
+) -> None:
+    """The scorecard says why, the manifest what to do; nothing else is used in its stead."""
+    backend: Any = Answers(tokenizer, base="def f(", tuned="def f(): pass<|im_end|>")
+    score(config_with(MiniPythonSuite(items=2)), run, backend, [], tokenizer)
+    card = Scorecard.read(run.dir.scorecard)
+    assert (card.sandbox, card.self_test, card.items) == (None, None, 2)
+    for condition, parses in (("base", 0.0), ("tuned", 1.0)):
+        kpis = card.conditions[condition]
+        assert (kpis["compile_at_1"], kpis["task_success"]) == (parses, None)
+        assert "install bubblewrap" in card.unknown[f"conditions.{condition}.task_success"]
+    assert any("nothing that a model wrote was executed" in note for note in run.manifest.notes)
+
+
+def test_a_suite_that_fails_its_own_test_scores_nothing(
+    run: Run,
+    tokenizer: HfTokenizer,
+    config_with: Callable[[SuiteConfig], RunConfig],
+    tmp_path: Path,
+) -> None:
+    """An empty answer matches the pattern, so that any score would be worth nothing."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "?", "expected": "a*"}')
+    suite = JsonlSuite(path=str(rows), check=JsonlCheck.regex)
+    backend: Any = Answers(tokenizer, base="", tuned="")
+    score(config_with(suite), run, backend, [], tokenizer)
+    said = "suite=jsonl failed its own test: empty answers judged right: 1 (1 in all)"
+    assert run.manifest.unknown["scorecard"] == said
+    assert not run.dir.scorecard.exists()

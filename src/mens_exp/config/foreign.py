@@ -38,6 +38,7 @@ def refuse_foreign(values: Any, file: Path) -> None:
         Problems: several of these.
     """
     found = [*_targets(values, file), *_references(values, file), *_remote_code(values, file)]
+    found += _functions(values, file)
     Problems.raise_if(found)
 
 
@@ -72,6 +73,19 @@ def _remote_code(values: Any, file: Path) -> Iterator[ConfigError]:
             expected="false, or a model that ./conf of the working directory trusts",
             remedy="if you trust its code, write its id and trust_remote_code: true into a file "
             "of ./conf/model",
+        )
+
+
+def _functions(values: Any, file: Path) -> Iterator[ConfigError]:
+    """Yield a suite's own function: a file that would be run because another's command named it."""
+    suite = values.get("suite") if isinstance(values, dict) else None
+    if isinstance(suite, dict) and suite.get("function") is not None:
+        yield ConfigError(
+            "a stored configuration may not name a function to run",
+            where=f"{file}: suite.function",
+            found=str(suite["function"]),
+            expected="null",
+            remedy="name it in your own command, task=evaluate suite.function=<file>.py:<name>",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mens_exp.config.suite import (
@@ -10,18 +11,36 @@ from mens_exp.config.suite import (
     JsonlSuite,
     MiniPythonSuite,
     RustSuite,
+    ScorecardSpecSuite,
     SuiteConfig,
 )
+from mens_exp.errors import MensError, Problems
 
 if TYPE_CHECKING:
     from mens_exp.evals.suite import Suite
 
-__all__ = ["frozen_suite", "needs_rows"]
+__all__ = ["file_problems", "frozen_suite", "needs_rows"]
 
 
 def needs_rows(config: SuiteConfig) -> bool:
     """Tell whether the suite's items are rows that the run held out."""
     return isinstance(config, HeldoutSyntaxSuite)
+
+
+def file_problems(config: SuiteConfig) -> list[MensError]:
+    """List what is wrong with the file of a suite that has one; told before anything is spent."""
+    try:
+        if isinstance(config, ScorecardSpecSuite) and config.path is not None:
+            from mens_exp.evals.scorecard_spec import read_spec
+
+            read_spec(Path(config.path).expanduser())
+        elif isinstance(config, HumanEvalSuite) or getattr(config, "path", None) is not None:
+            frozen_suite(config)
+    except Problems as several:
+        return list(several.problems)
+    except MensError as error:
+        return [error]
+    return []
 
 
 def frozen_suite(config: SuiteConfig) -> Suite:

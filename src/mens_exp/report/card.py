@@ -168,9 +168,11 @@ def _value(cell: Cell) -> str:
 
 
 def _caveats(records: Records) -> str:
-    note = summary.parse_rate(records).note
-    return "One run with one seed: no difference carries an interval." + (
-        f" The suite has {note}." if note else ""
+    note, warning = summary.parse_rate(records).note, summary.unsafe(records)
+    return (
+        "One run with one seed: no difference carries an interval."
+        + (f" The suite has {note}." if note else "")
+        + (f" {warning}" if warning else "")
     )
 
 

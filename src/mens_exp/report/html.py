@@ -82,6 +82,7 @@ def render(records: Records) -> str:
         crossed=_crossed(records),
         no_items=_no_items(records),
         scorecard=records.scorecard,
+        unsafe=summary.unsafe(records),
         scores=sections.scores(records),
         compared=sections.compared(records),
         components=_components(records),

@@ -222,6 +222,13 @@ def parse_rate(records: Records) -> Pair:
     )
 
 
+def unsafe(records: Records) -> str:
+    """Say that programs ran without isolation, where they did."""
+    if records.scorecard is None or records.scorecard.sandbox != "unsafe":
+        return ""
+    return "Programs ran without isolation (sandbox=unsafe): no evidence for a promotion."
+
+
 def cost(records: Records) -> list[Cell]:
     """Throughput, peak memory, peak GPU memory and time, in this order."""
     results = records.manifest.results

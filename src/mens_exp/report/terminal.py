@@ -70,7 +70,8 @@ def result_table(records: Records) -> RenderableType:
     for cell in summary.cost(records):
         grid.add_row(cell.label, _cell(cell, between="  "))
     lead = [] if records.status == "succeeded" else [Text(summary.headline(records)), Text()]
-    return Group(*lead, table, Text(), grid)
+    warning = summary.unsafe(records)
+    return Group(*lead, table, *([Text(warning, style="yellow")] if warning else []), Text(), grid)
 
 
 def completions(item_events: Sequence[ItemEvent], n: int = 3) -> RenderableType:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.config.evaluation import EngineKind
 from mens_exp.config.lora import LoraVariant
 from mens_exp.errors import Problems, RequestError
 from mens_exp.layout.shape import family_for, shape_of
@@ -71,6 +72,8 @@ def subject_named(path: str) -> Subject:
 
 def problems(config: RunConfig, subject: Subject) -> list[MensError]:
     """List what keeps a subject from being loaded, as far as files tell."""
+    if config.eval.engine is EngineKind.openai:
+        return []  # the server has the model
     if subject.run is not None:
         config_of(subject.run)  # it builds what that names
         return []

