@@ -20,7 +20,7 @@ from mens_exp.config.policy import (
     PolicyConfig,
     QloraPlateauPolicy,
 )
-from mens_exp.errors import DataError
+from mens_exp.errors import RequestError
 from mens_exp.evals.study import conducted
 from mens_exp.tasks.promote import decided
 from mens_exp.tasks.promotion_evidence import comparison_files
@@ -316,9 +316,9 @@ def test_an_edited_ledger_is_refused(lab: Lab) -> None:
     for tampered, reason in ((edited, "not the one that was written"), (lines[1:], "follow")):
         lab.ledger.write_text("".join(tampered), encoding="utf-8")
         before = lab.ledger.read_bytes()
-        with pytest.raises(DataError, match=reason):
+        with pytest.raises(RequestError, match=reason):
             read_ledger(lab.ledger)
-        with pytest.raises(DataError, match=reason):
+        with pytest.raises(RequestError, match=reason):
             lab.open("four", [7, 8])
         assert lab.ledger.read_bytes() == before
 
