@@ -118,12 +118,15 @@ def test_absent_configuration_is_refused(tmp_path: Path) -> None:
 
 def test_every_value_enters_the_digest() -> None:
     """To change any one leaf changes it, each in its own way."""
-    base = values("trainer.deterministic=true", "trainer.val_check_interval=3", "path=p")
+    chosen = ["trainer.deterministic=true", "trainer.val_check_interval=3", "path=p"]
+    base = values(*chosen, "policy=burn_production")
     base.lora.init_from, base.schedule.warmup_steps, base.schedule.warmup_frac = "i", 1, 0.5
     base.resume, base.logger.entity, base.logger.group, base.logger.name = "r", "e", "g", "n"
     base.tokenizer.chat_template = "c"
     base.data.truncation, base.quant.block_size = "left", 64
     base.compare.primary, base.compare.reference = "k", "a"
+    base.ledger, base.open = "l", "c"
+    base.promote.parity, base.promote.suite_digest, base.promote.factor = "p", "s", "f"
     base.prompt, base.repo, base.push.message, base.out = "p", "me/x", "m", "o"
     base.base, base.meta, base.adapter.file = "b", "j", "s"
     base.sweep.resume = "d"

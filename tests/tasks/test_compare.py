@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mens_exp.artifacts.comparison import Comparison, Verdict
+from mens_exp.artifacts.decision_ledger import EntryKind, append
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 
@@ -263,3 +264,30 @@ def test_w_and_b_shows_the_same(study: Study, compare: Compare, tmp_path: Path) 
     assert found["data"][0][0] == WITHOUT
     names = {path.name.split("_")[0] for path in table.parent.iterdir()}
     assert names == {"verdicts", "kpis", "arms", "noise"}
+
+
+def test_a_ledger_tells_registered_from_exploratory(
+    study: Study, compare: Compare, typed: Callable[..., str], tmp_path: Path
+) -> None:
+    """The study of a cycle carries its name; another one says what was registered otherwise."""
+    cycle = {
+        "cycle": "first",
+        "suite_digest": "ab" * 32,
+        "seeds": [1, 2],
+        "arms": ["quant.double_quant=true", WITHOUT],
+        "factor": "quant.double_quant",
+        "kpi": "parse_rate",
+        "direction": "lower",
+        "margin": 0.0,
+    }
+    ledger = tmp_path / "ledger.jsonl"
+    append(ledger, EntryKind.CYCLE, lambda _: cycle)
+    told = study("told", seeds=[1, 2], started="2126-01-01T00:00:00.000Z")
+    record = compare(told, f"ledger={ledger}")
+    assert (record.cycle, record.exploratory) == ("first", None)
+    record = compare(study("early", seeds=[1, 2, 3]), f"ledger={ledger}")
+    assert record.cycle is None
+    assert "6 runs began before it was opened" in str(record.exploratory)
+    assert "other seeds than were registered" in str(record.exploratory)
+    absent = f"ledger={tmp_path / 'absent'}"
+    assert "no such ledger" in typed("task=compare", f"path={told}", absent, "logger=none", code=2)

@@ -9,9 +9,22 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mens_exp.artifacts.atomic import write_json
-from mens_exp.artifacts.decision_ledger import Answer, DecisionEntry, read_ledger
+from mens_exp.artifacts.decision_ledger import Answer, EntryKind, append, read_ledger
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.config.compare import CompareConfig
+from mens_exp.config.policy import (
+    BurnProductionPolicy,
+    BurnRndPolicy,
+    EvalGatePolicy,
+    PolicyConfig,
+    QloraPlateauPolicy,
+)
+from mens_exp.errors import RequestError
+from mens_exp.evals.study import conducted
+from mens_exp.tasks.promote import decided
+from mens_exp.tasks.promotion_evidence import comparison_files
+from mens_exp.tasks.study_runs import read_study
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,30 +63,40 @@ def regressed(arm: int, seed: int, item: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def lab(
-    typed: Typed, study: Callable[..., Path], compare: Callable[..., Any], tmp_path: Path
-) -> Lab:
-    return Lab(typed, study, compare, tmp_path)
+def lab(study: Callable[..., Path], tmp_path: Path) -> Lab:
+    return Lab(study, tmp_path)
 
 
 class Lab:
     """Opens cycles, runs and compares them, and asks for decisions."""
 
-    def __init__(self, typed: Typed, study: Any, compare: Any, root: Path) -> None:
+    def __init__(self, study: Any, root: Path) -> None:
         """Keep everything under one directory."""
-        self.typed, self.study, self.compare, self.root = typed, study, compare, root
+        self.study, self.root = study, root
         self.ledger = root / "decisions.jsonl"
 
-    def open(self, name: str, seeds: list[int], *further: str, code: int = 0) -> str:
-        told = [f"promote.suite_digest={SUITE}", f"promote.seeds={seeds}".replace(" ", "")]
-        told += ["promote.arms=[qlora,burn]", "promote.factor=backend", *further]
-        return self.typed("task=promote", f"open={name}", f"ledger={self.ledger}", *told, code=code)
+    def open(self, name: str, seeds: list[int]) -> None:
+        cycle = {
+            "cycle": name,
+            "suite_digest": SUITE,
+            "seeds": seeds,
+            "arms": ["qlora", "burn"],
+            "factor": "backend",
+            "kpi": "task_success",
+            "direction": "higher",
+            "margin": 0.0,
+        }
+        append(self.ledger, EntryKind.CYCLE, lambda _: cycle)
 
     def cycle(self, name: str, seeds: list[int], **how: Any) -> Path:
         told = {"kpis": good, "passes": lambda *_: 4, "suite": SUITE, "started": AFTER, **how}
-        path = self.study(name, arms=ARMS, seeds=seeds, **told)
+        return self.compared(name, self.study(name, **{"arms": ARMS, "seeds": seeds, **told}))
+
+    def compared(self, name: str, runs: Path, *factors: str) -> Path:
+        """Compare as the task does, without a command line to compose."""
         out = self.root / "verdicts" / name
-        self.compare(path, f"out={out}")
+        read = read_study([str(runs)])
+        conducted([str(runs)], read.runs, factors, CompareConfig()).write(out / "compare.json")
         return out
 
     def two(self, **how: Any) -> list[Path]:
@@ -83,18 +106,17 @@ class Lab:
             made.append(self.cycle(name, seeds, **how))
         return made
 
-    def ask(self, *overrides: str, paths: list[Path], code: int = 4) -> DecisionEntry:
-        path = ",".join(map(str, paths))
-        ledger = f"ledger={self.ledger}"
-        self.typed("task=promote", f"path='{path}'", ledger, *overrides, code=code)
-        made = read_ledger(self.ledger)[-1]["decision"]
-        assert made is not None
-        return made
+    def ask(self, policy: PolicyConfig, paths: list[Path], parity: Path | None = None) -> Any:
+        """Decide as the task does."""
+        files = comparison_files(",".join(map(str, paths)))
+        certificate = None if parity is None else str(parity)
+        entry = append(
+            self.ledger, EntryKind.DECISION, lambda all_: decided(policy, files, certificate, all_)
+        )
+        return entry["decision"]
 
-    def burn(self, paths: list[Path], *overrides: str, code: int = 4) -> DecisionEntry:
-        parity = self.certificate()
-        usual = ["policy=burn_production", f"promote.parity={parity}"]
-        return self.ask(*usual, *overrides, paths=paths, code=code)
+    def burn(self, paths: list[Path]) -> Any:
+        return self.ask(BurnProductionPolicy(), paths, self.certificate())
 
     def certificate(self) -> Path:
         """Write a passed certificate of the adapter of a burn run."""
@@ -119,13 +141,13 @@ class Lab:
         return path
 
 
-def unmet(made: DecisionEntry) -> set[str]:
+def unmet(made: Any) -> set[str]:
     return {rule["rule"] for rule in made["rules"] if rule["outcome"] != "passed"}
 
 
 def test_two_clean_cycles_promote(lab: Lab) -> None:
     """Superior, nowhere worse, over every floor, certified: exit code 0."""
-    made = lab.burn(lab.two(), code=0)
+    made = lab.burn(lab.two())
     assert made["decision"] == Answer.PROMOTE
     assert unmet(made) == set()
     rule = next(rule for rule in made["rules"] if rule["rule"] == "superiority")
@@ -258,12 +280,12 @@ def test_a_floor_is_absolute(lab: Lab) -> None:
 def test_without_a_certificate_there_is_no_promotion(lab: Lab) -> None:
     """Neither with none, nor with another adapter's."""
     paths = lab.two()
-    made = lab.ask("policy=burn_production", paths=paths)
+    made = lab.ask(BurnProductionPolicy(), paths)
     assert (made["decision"], unmet(made)) == (Answer.INSUFFICIENT, {"parity certificate"})
     file = lab.certificate()
     fields = json.loads(file.read_text("utf-8"))
     write_json(file, {**fields, "sources": {"adapter_sha256": "00" * 32}})
-    made = lab.ask("policy=burn_production", f"promote.parity={file}", paths=paths)
+    made = lab.ask(BurnProductionPolicy(), paths, file)
     assert unmet(made) == {"parity certificate"}
 
 
@@ -276,7 +298,7 @@ def test_a_confounded_contrast_is_no_evidence(lab: Lab) -> None:
     arms = [["backend=qlora"], ["backend=burn", "lora.alpha=64"]]
     runs = lab.study("two", arms=arms, seeds=[5, 6, 7, 8], **told)
     second = lab.root / "verdicts" / "two"
-    lab.compare(runs, "factors=[backend]", f"out={second}")
+    lab.compared("two", runs, "backend")
     made = lab.burn([first, second])
     assert made["decision"] == Answer.INSUFFICIENT
     assert unmet(made) == {"contrast"}
@@ -284,47 +306,67 @@ def test_a_confounded_contrast_is_no_evidence(lab: Lab) -> None:
 
 
 def test_an_edited_ledger_is_refused(lab: Lab) -> None:
-    """One digit of a past decision, a dropped line: nothing is read from it or added to it."""
-    lab.burn(lab.two(), code=0)
+    """One digit of a cycle, a dropped line: nothing is read from it or added to it."""
+    lab.open("one", [1, 2])
+    lab.open("two", [3, 4])
+    lab.open("three", [5, 6])
     lines = lab.ledger.read_text("utf-8").splitlines(keepends=True)
-    edited = [lines[0], lines[1].replace("[5,6,7,8]", "[5,6,7,9]"), lines[2]]
+    edited = [lines[0], lines[1].replace("[3,4]", "[3,9]"), lines[2]]
     assert edited != lines
     for tampered, reason in ((edited, "not the one that was written"), (lines[1:], "follow")):
         lab.ledger.write_text("".join(tampered), encoding="utf-8")
         before = lab.ledger.read_bytes()
-        for what in (["replay=true"], ["policy=eval_gate", f"path={lab.root}/verdicts/one"]):
-            said = lab.typed("task=promote", f"ledger={lab.ledger}", *what, code=2)
-            assert reason in said
+        with pytest.raises(RequestError, match=reason):
+            read_ledger(lab.ledger)
+        with pytest.raises(RequestError, match=reason):
+            lab.open("four", [7, 8])
         assert lab.ledger.read_bytes() == before
 
 
-def test_replay_makes_every_decision_again(lab: Lab) -> None:
-    """As made; and refused with exit code 4 once the evidence is other."""
-    paths = lab.two()
-    lab.burn(paths, code=0)
-    lab.ask("policy=burn_rnd", paths=paths[:1], code=0)
-    replay = ["task=promote", "replay=true", f"ledger={lab.ledger}"]
-    assert "2 decisions of 4 entries" in lab.typed(*replay)
+@pytest.mark.slow
+def test_the_command_line_opens_decides_and_replays(lab: Lab, typed: Typed) -> None:
+    """Exit code 0 for promote, 4 for any other answer and for a decision that changed."""
+    told = [f"promote.suite_digest={SUITE}", "promote.arms=[qlora,burn]", "promote.factor=backend"]
+    ledger, parity = f"ledger={lab.ledger}", f"promote.parity={lab.certificate()}"
+    paths = []
+    for name, seeds in (("one", [1, 2, 3, 4]), ("two", [5, 6, 7, 8])):
+        frozen = f"promote.seeds={seeds}".replace(" ", "")
+        said = typed("task=promote", f"open={name}", ledger, *told, frozen)
+        assert f"Cycle {name} is open" in said
+        paths.append(str(lab.cycle(name, seeds)))
+    both = f"path=[{','.join(paths)}]"
+    asked = ["task=promote", "policy=burn_production", ledger, parity]
+    assert "burn_production: promote" in typed(*asked, both)
+    assert "insufficient_evidence" in typed(*asked, f"path={paths[0]}", code=4)
+    replay = ["task=promote", "replay=true", ledger]
+    assert "2 decisions of 4 entries" in typed(*replay)
     scorecard = RunDir(next((lab.root / "study" / "one").iterdir())).scorecard
     scorecard.write_text(scorecard.read_text("utf-8") + " ", encoding="utf-8")
-    assert "a past decision comes out otherwise" in lab.typed(*replay, code=4)
+    assert "a past decision comes out otherwise" in typed(*replay, code=4)
+    lab.ledger.write_bytes(lab.ledger.read_bytes().replace(b"[5,6,7,8]", b"[5,6,7,9]", 1))
+    assert "not the one that was written" in typed(*replay, code=2)
 
 
-def test_seeds_of_an_earlier_cycle_open_no_other(lab: Lab) -> None:
+@pytest.mark.slow
+def test_seeds_of_an_earlier_cycle_open_no_other(lab: Lab, typed: Typed) -> None:
     """Nor does a name that is taken."""
     lab.open("one", [1, 2])
-    assert "seeds of an earlier cycle" in lab.open("two", [2, 3], code=2)
-    assert "is registered already" in lab.open("one", [4, 5], code=2)
+    told = [f"promote.suite_digest={SUITE}", "promote.arms=[qlora,burn]", "promote.factor=backend"]
+    command = ["task=promote", f"ledger={lab.ledger}", *told]
+    said = typed(*command, "open=two", "promote.seeds=[2,3]", code=2)
+    assert "seeds of an earlier cycle" in said
+    said = typed(*command, "open=one", "promote.seeds=[4,5]", code=2)
+    assert "is registered already" in said
     assert len(read_ledger(lab.ledger)) == 1
 
 
 def test_research_into_burn_is_recommended_when_it_is_ahead(lab: Lab) -> None:
     """By the reference's own words, either way; and asked for where there is no burn arm."""
     one = lab.cycle("one", [1, 2])
-    assert lab.ask("policy=burn_rnd", paths=[one], code=0)["recommendation"] == "expand_burn_rnd"
-    made = lab.ask("policy=burn_rnd", "policy.margin=0.9", paths=[one])
+    assert lab.ask(BurnRndPolicy(), [one])["recommendation"] == "expand_burn_rnd"
+    made = lab.ask(BurnRndPolicy(margin=0.9), [one])
     assert (made["decision"], made["recommendation"]) == (Answer.HOLD, "keep_burn_experimental")
-    made = lab.ask("policy=burn_rnd", "policy.challenger=full", paths=[one])
+    made = lab.ask(BurnRndPolicy(challenger="full"), [one])
     assert made["recommendation"] == "collect_burn_baseline"
     assert made["decision"] == Answer.INSUFFICIENT
 
@@ -340,21 +382,20 @@ def test_a_plateau_under_a_floor_recommends_research(lab: Lab) -> None:
     def all_met(_arm: int, seed: int, item: int) -> dict[str, Any]:
         return good(1, seed, item)
 
-    for name, kpis, words, code in (
-        ("under", flat, "invest_in_custom_model_rnd", 0),
-        ("over", all_met, "continue_qlora_first", 4),
+    for name, kpis, words, answer in (
+        ("under", flat, "invest_in_custom_model_rnd", Answer.PROMOTE),
+        ("over", all_met, "continue_qlora_first", Answer.HOLD),
     ):
         runs = lab.study(name, arms=rates, seeds=[1, 2], **{**told, "kpis": kpis})
-        out = lab.root / "verdicts" / name
-        lab.compare(runs, f"out={out}")
-        made = lab.ask("policy=qlora_plateau", paths=[out], code=code)
+        made = lab.ask(QloraPlateauPolicy(), [lab.compared(name, runs)])
+        assert made["decision"] == answer
         assert made["recommendation"] == words
 
 
 def test_a_missing_metric_fails_the_gate(lab: Lab) -> None:
     """Coverage was never measured, and no default is taken for it."""
     one = lab.cycle("one", [1, 2])
-    made = lab.ask("policy=eval_gate", paths=[one])
+    made = lab.ask(EvalGatePolicy(), [one])
     assert made["decision"] == Answer.REJECT
     missing = {rule["kpi"] for rule in made["rules"] if rule["outcome"] == "unknown"}
     assert missing == {"coverage", "pass_at_1", "pass_at_k"}
@@ -367,9 +408,9 @@ def test_the_gate_passes_what_keeps_every_threshold(lab: Lab) -> None:
         return {**good(arm, seed, item), "coverage": 1.0, "pass_at_1": True, "pass_at_k": True}
 
     one = lab.cycle("one", [1, 2], kpis=measured)
-    made = lab.ask("policy=eval_gate", paths=[one], code=0)
+    made = lab.ask(EvalGatePolicy(), [one])
     assert made["decision"] == Answer.PROMOTE
-    made = lab.ask("policy=eval_gate", "policy.tokens_per_s=500", paths=[one])
+    made = lab.ask(EvalGatePolicy(tokens_per_s=500), [one])
     assert {rule["kpi"] for rule in made["rules"] if rule["outcome"] == "failed"} == {
         "tokens_per_s"
     }
@@ -378,7 +419,7 @@ def test_the_gate_passes_what_keeps_every_threshold(lab: Lab) -> None:
 def test_the_ledger_carries_the_digests_of_its_evidence(lab: Lab) -> None:
     """Each entry those of its comparisons, its certificate and the entry before."""
     paths = lab.two()
-    made = lab.burn(paths, code=0)
+    made = lab.burn(paths)
     assert [one["sha256"] for one in made["evidence"]] == [
         sha256_file(path / "compare.json") for path in paths
     ]
@@ -388,6 +429,7 @@ def test_the_ledger_carries_the_digests_of_its_evidence(lab: Lab) -> None:
     assert [one["previous"] for one in entries] == [None, *(e["sha256"] for e in entries[:-1])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("told", "reason"),
     [

@@ -114,7 +114,9 @@ class RunConfig:
         "a difference ends with exit code 4 (inspect).",
     )
     ledger: str | None = setting(
-        None, "The file of registered cycles and decisions, which only grows (promote)."
+        None,
+        "The file of registered cycles and decisions, which only grows (promote); compare says by "
+        "it which cycle a study is of, and calls any other one exploratory.",
     )
     open: str | None = setting(
         None, "Name of a benchmark cycle to register before any of its runs (promote)."

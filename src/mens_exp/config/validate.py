@@ -100,7 +100,7 @@ TASK_READS: dict[str, frozenset[str]] = {
     ),
     "serve": frozenset({"path", "serve"}),
     "inspect": frozenset({"path", "verify", "replay", "inspect", "trainer.accelerator"}),
-    "compare": frozenset({"path", "factors", "out", "compare", "logger"}),
+    "compare": frozenset({"path", "factors", "out", "compare", "ledger", "logger"}),
     "promote": frozenset({"path", "policy", "ledger", "open", "replay", "promote"}),
     "doctor": frozenset(),
     "corpus": frozenset(

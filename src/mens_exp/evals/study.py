@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from mens_exp.artifacts.comparison import (
 from mens_exp.artifacts.nearest import expected_name
 from mens_exp.artifacts.scorecard import Condition
 from mens_exp.config.compose import compose, typed
+from mens_exp.config.own_conf import own_directory
 from mens_exp.errors import ConfigError, RequestError
 from mens_exp.evals.arms import Arm, Trial, arms_of, factors_in, inner_differences
 from mens_exp.evals.contrast import Implied, guard, implied_by
@@ -27,6 +29,7 @@ from mens_exp.plan.semantics import learned_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from mens_exp.config.compare import CompareConfig
 
@@ -205,11 +208,20 @@ def _implied(arm: Arm, reference: Arm, factors: Sequence[str]) -> Implied | None
     ours, theirs = arm.backend, reference.backend
     if "backend" not in factors or ours is None or theirs is None or ours == theirs:
         return None
-    return implied_by(
-        lambda name: learned_settings(typed(compose([[f"backend={name}"]])[0].values)),
-        ours,
-        theirs,
-    )
+    own = own_directory()
+    return implied_by(lambda name: _learned_of(name, own), ours, theirs)
+
+
+@functools.cache  # a composition takes a third of a second, and a policy reads many studies
+def _learned_of(backend: str, own: Path | None) -> dict[str, Any]:
+    """Return the learned settings of a run with nothing told but its backend.
+
+    Args:
+        backend: an option.
+        own: ``./conf`` of the working directory, which may add options.
+    """
+    del own  # part of the key alone
+    return learned_settings(typed(compose([[f"backend={backend}"]])[0].values))
 
 
 def _reference(arms: Sequence[Arm], wanted: str | None) -> Arm:

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from mens_exp.artifacts.atomic import write_text
+from mens_exp.artifacts.decision_ledger import cycles_of, read_ledger
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.logger import WandbLogger
+from mens_exp.errors import RequestError
 from mens_exp.evals.study import conducted
 from mens_exp.report.comparison_page import page
 from mens_exp.report.comparison_view import markdown, verdict_table
+from mens_exp.tasks.promotion_evidence import cycle_of
 from mens_exp.tasks.study_runs import read_study
 
 if TYPE_CHECKING:
@@ -34,6 +37,8 @@ def compare(config: RunConfig, run: Run) -> None:
     read = read_study(paths)
     record = conducted(paths, read.runs, config.factors, config.compare)
     record.left_out = read.left_out
+    if config.ledger is not None:
+        _note_cycle(record, Path(config.ledger).expanduser())
     run.manifest.inputs.update(
         runs={one["run_id"]: {"manifest_sha256": one["manifest_sha256"]} for one in record.runs}
     )
@@ -46,6 +51,20 @@ def compare(config: RunConfig, run: Run) -> None:
     console.print(verdict_table(record))
     where = run.dir if config.out is None else RunDir(Path(config.out).expanduser())
     console.print(f"Report: {where.comparison_page}", soft_wrap=True)
+
+
+def _note_cycle(record: Comparison, ledger: Path) -> None:
+    """Say which cycle of a ledger the study is of, or why it is an exploratory one."""
+    if not ledger.is_file():
+        raise RequestError(
+            "no such ledger",
+            where="ledger",
+            found=str(ledger),
+            expected="the file that task=promote open=<cycle> writes",
+        )
+    cycle, why = cycle_of(record, cycles_of(read_ledger(ledger)))
+    record.cycle = None if cycle is None else cycle["cycle"]
+    record.exploratory = why or None
 
 
 def _write(record: Comparison, place: RunDir) -> None:

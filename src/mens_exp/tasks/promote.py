@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.tasks.run import Run
 
-__all__ = ["promote"]
+__all__ = ["decided", "promote"]
 
 _MADE = ("evidence", "parity", "rules", "decision", "recommendation")
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.comparison import RunRecord
     from mens_exp.artifacts.decision_ledger import CycleEntry, LedgerEntry
 
-__all__ = ["certificate_of", "comparison_files", "gathered"]
+__all__ = ["certificate_of", "comparison_files", "cycle_of", "gathered"]
 
 _ABSENT = "no such file"
 _ROUNDING = 1e-9
@@ -70,7 +70,7 @@ def gathered(files: Sequence[Path], entries: Sequence[LedgerEntry]) -> list[Evid
     found = []
     for file in files:
         record = Comparison.read(file)
-        cycle, why = _cycle_of(record, cycles)
+        cycle, why = cycle_of(record, cycles)
         earlier = [one for _, one in cycles.values()]
         shared: set[int] = set()
         if cycle is not None:
@@ -124,10 +124,15 @@ def _adapters(evidence: Sequence[Evidence], backend: str) -> Iterator[str]:
                 yield from (sha for name, sha in outputs.items() if name.startswith("adapter/"))
 
 
-def _cycle_of(
+def cycle_of(
     record: Comparison, cycles: Mapping[str, tuple[str, CycleEntry]]
 ) -> tuple[CycleEntry | None, str]:
-    """Return the cycle that registered a comparison, or why none did: the nearest one's reason."""
+    """Return the cycle that registered a comparison, or why none did: the nearest one's reason.
+
+    Args:
+        record: the comparison.
+        cycles: of the ledger, as `cycles_of` has them.
+    """
     if not cycles:
         return None, "the ledger has no cycle"
     reasons = {name: _not_of(record, utc, cycle) for name, (utc, cycle) in cycles.items()}

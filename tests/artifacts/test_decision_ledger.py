@@ -1,0 +1,111 @@
+"""The ledger: it grows, and tells what was done to it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.artifacts.decision_ledger import EntryKind, append, cycles_of, read_ledger
+from mens_exp.artifacts.digest import digest
+from mens_exp.errors import DataError, RequestError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def cycle(name: str, *seeds: int) -> dict[str, Any]:
+    return {
+        "cycle": name,
+        "suite_digest": "ab" * 32,
+        "seeds": list(seeds),
+        "arms": ["a", "b"],
+        "factor": "backend",
+        "kpi": "task_success",
+        "direction": "higher",
+        "margin": 0.0,
+    }
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Path:
+    path = tmp_path / "deep" / "ledger.jsonl"
+    for number, name in enumerate(("one", "two", "three")):
+        append(path, EntryKind.CYCLE, lambda _, n=number, c=name: cycle(c, n))
+    return path
+
+
+def test_absent_ledger_is_empty(tmp_path: Path) -> None:
+    """Its first entry makes it."""
+    assert read_ledger(tmp_path / "ledger.jsonl") == []
+
+
+def test_entries_are_chained(ledger: Path) -> None:
+    """Each carries the digest of the one before; the first, of none."""
+    entries = read_ledger(ledger)
+    assert [entry["number"] for entry in entries] == [1, 2, 3]
+    assert [entry["previous"] for entry in entries] == [
+        None,
+        entries[0]["sha256"],
+        entries[1]["sha256"],
+    ]
+    assert list(cycles_of(entries)) == ["one", "two", "three"]
+
+
+def test_what_the_maker_sees_is_all_that_is_there(ledger: Path) -> None:
+    """Under the lock; what it raises adds nothing."""
+
+    def refused(entries: list[Any]) -> Any:
+        assert len(entries) == 3
+        raise RequestError("no")
+
+    before = ledger.read_bytes()
+    with pytest.raises(RequestError, match="no"):
+        append(ledger, EntryKind.CYCLE, refused)
+    assert ledger.read_bytes() == before
+
+
+def test_an_edited_line_is_refused_by_its_number(ledger: Path) -> None:
+    """Whatever was edited of it."""
+    ledger.write_bytes(ledger.read_bytes().replace(b'"two"', b'"too"'))
+    with pytest.raises(DataError, match=r"jsonl:2: the entry is not the one that was written"):
+        read_ledger(ledger)
+
+
+def test_an_edited_line_with_a_digest_of_its_own_breaks_the_chain(ledger: Path) -> None:
+    """Hashing the edited entry anew does not hide it from the next one."""
+    lines = ledger.read_text("utf-8").splitlines()
+    entry = json.loads(lines[1])
+    entry["cycle"]["seeds"] = [9]
+    del entry["sha256"]
+    lines[1] = json.dumps({**entry, "sha256": digest(entry)})
+    ledger.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"jsonl:3: the entry does not follow"):
+        read_ledger(ledger)
+
+
+@pytest.mark.parametrize("kept", [[1, 2], [0, 2], [1, 0, 2]], ids=["first", "middle", "swapped"])
+def test_dropped_and_swapped_lines_are_refused(ledger: Path, kept: list[int]) -> None:
+    """The chain has every entry, in its order."""
+    lines = ledger.read_text("utf-8").splitlines(keepends=True)
+    ledger.write_text("".join(lines[number] for number in kept), encoding="utf-8")
+    with pytest.raises(RequestError, match="does not follow"):
+        read_ledger(ledger)
+
+
+def test_a_torn_last_line_was_never_written(ledger: Path) -> None:
+    """A writer died in the middle of it; the next entry stands in its place."""
+    whole = ledger.read_bytes()
+    ledger.write_bytes(whole + b'{"format": "mens_exp_dec')
+    assert len(read_ledger(ledger)) == 3
+    append(ledger, EntryKind.CYCLE, lambda _: cycle("four", 4))
+    assert ledger.read_bytes().startswith(whole)
+    assert [entry["number"] for entry in read_ledger(ledger)] == [1, 2, 3, 4]
+
+
+def test_a_key_that_nobody_knows_is_refused(ledger: Path) -> None:
+    """As in any other record."""
+    ledger.write_bytes(ledger.read_bytes().replace(b'"number"', b'"numbr"', 1))
+    with pytest.raises(RequestError, match="unknown key"):
+        read_ledger(ledger)
