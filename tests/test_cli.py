@@ -371,11 +371,13 @@ def test_a_used_directory_is_refused_before_hydra_writes_into_it(
 def test_a_used_sweep_directory_is_refused_as_well(
     tiny_run: list[str], here: Path, refused: Callable[..., str]
 ) -> None:
-    """Job by job."""
+    """It is named as a sweep, and how to go on with it."""
     sweep = ["-m", *tiny_run, "task=plan", "seed=1,2", "hydra.sweep.dir=sweep"]
     assert cli.main(sweep) == 0
     assert len(list(here.glob("sweep/*/manifest.json"))) == 2
-    assert refused(*sweep).count("a run is there already") == 2
+    said = refused(*sweep)
+    assert "a sweep is there already" in said
+    assert "sweep.resume=sweep" in said
 
 
 @pytest.mark.slow

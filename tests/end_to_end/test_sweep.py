@@ -95,7 +95,7 @@ def test_one_bad_cell_known_beforehand_stops_all(
 def test_ctrl_c_ends_the_whole_sweep(
     tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cell at work is cancelled, and the next one does not begin."""
+    """In one process too: the cell at work is cancelled, and the next one does not begin."""
     from mens_exp.tasks.cancellation import Cancelled
     from mens_exp.training.module import TrainingModule
 
@@ -103,7 +103,7 @@ def test_ctrl_c_ends_the_whole_sweep(
         raise Cancelled
 
     monkeypatch.setattr(TrainingModule, "on_train_batch_start", interrupted)
-    assert sweep(tiny_run, tmp_path / "sweep", "seed=1,2") == 130
+    assert sweep(tiny_run, tmp_path / "sweep", "seed=1,2", "hydra/launcher=basic") == 130
     (run,) = runs_under(tmp_path / "sweep")
     assert Manifest.read(run.manifest).status is Status.CANCELLED
 
@@ -128,7 +128,7 @@ def test_editing_the_groups_during_a_sweep_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
     edit: str,
 ) -> None:
-    """Every cell is composed before the first job, and keeps its name, too."""
+    """In one process, Hydra composes each cell in its turn, from the copy made at launch."""
     from mens_exp.tasks import plan
 
     original = plan.plan
@@ -138,7 +138,8 @@ def test_editing_the_groups_during_a_sweep_changes_nothing(
         (groups / "lora" / "all_linear.yaml").write_text(edit, encoding="utf-8")
 
     monkeypatch.setattr(plan, "plan", edited)
-    assert sweep(tiny_run, tmp_path / "sweep", "task=plan", "seed=1,2") == 0
+    basic = "hydra/launcher=basic"
+    assert sweep(tiny_run, tmp_path / "sweep", "task=plan", "seed=1,2", basic) == 0
     runs = runs_under(tmp_path / "sweep")
     assert len(runs) == 2
     for number, run in enumerate(runs):

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.artifacts.job import Job
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.config.compose import config_digest, from_yaml
+from mens_exp.sweeps import job as job_module
+from mens_exp.sweeps import launching
+from mens_exp.sweeps.job import ACCEPT_CHANGES
+from mens_exp.sweeps.planning import plan_sweep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.fixture
+def rows(rows_file: Path, tmp_path: Path) -> Path:
+    """Rows that a test may change."""
+    copy = tmp_path / "rows.jsonl"
+    copy.write_bytes(rows_file.read_bytes())
+    return copy
+
+
+@pytest.fixture
+def frozen(
+    tiny_run: list[str], rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> RunDir:
+    """A job that only plans, as the launcher leaves it."""
+    monkeypatch.chdir(tmp_path)
+    usual = [text for text in tiny_run if not text.startswith("data.path")]
+    planned = plan_sweep([*usual, f"data.path={rows}", "task=plan", "seed=7"])
+    run = RunDir(tmp_path / "job")
+    launching._freeze(planned.jobs[0], run.path, job_module.code_digest())
+    return run
+
+
+def refused(run: RunDir, capsys: pytest.CaptureFixture[str]) -> str:
+    assert job_module.main([str(run.path)]) == 2
+    assert not run.manifest.exists()
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_a_job_runs_what_was_frozen(frozen: RunDir) -> None:
+    """Its record has the overrides, the digest and the choices of the cell."""
+    before = frozen.config.read_bytes()
+    assert job_module.main([str(frozen.path)]) == 0
+    manifest, job = Manifest.read(frozen.manifest), Job.read(frozen.job)
+    assert (manifest.status, manifest.seed, manifest.task) == (Status.SUCCEEDED, 7, "plan")
+    assert manifest.config_digest == job.config_digest == config_digest(from_yaml(frozen.config))
+    assert manifest.overrides == job.overrides
+    assert manifest.choices["model"] == "tiny_llama"
+    assert (manifest.contract or {})["digest"] == job.contract
+    assert frozen.config.read_bytes() == before
+    assert not frozen.job_lock.exists()
+
+
+def test_a_changed_configuration_is_refused(
+    frozen: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Even where changes are accepted: it is what makes the cell."""
+    frozen.config.write_text(frozen.config.read_text("utf-8").replace("seed: 7", "seed: 8"))
+    assert "the frozen configuration was changed" in refused(frozen, capsys)
+    assert job_module.main([str(frozen.path), ACCEPT_CHANGES]) == 2
+
+
+def test_changed_code_is_refused_unless_told(
+    frozen: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message says how to go on all the same."""
+    monkeypatch.setattr(job_module, "code_digest", lambda: "0" * 64)
+    said = refused(frozen, capsys)
+    assert "the code of mens_exp has changed since the launch" in said
+    assert "sweep.changes=accept" in said
+    assert job_module.main([str(frozen.path), ACCEPT_CHANGES]) == 0
+
+
+def test_changed_rows_are_refused(
+    frozen: RunDir, rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The contract of the launch was over their content."""
+    with rows.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"prompt": "one", "response": "more"}) + "\n")
+    assert "the files that it names have changed since the launch" in refused(frozen, capsys)
+
+
+def test_changed_classes_of_the_user_are_refused(
+    frozen: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their modules are hashed at launch, too."""
+    job = Job.read(frozen.job)
+    job.own_files = {"mine.py": "0" * 64}
+    job.write(frozen.job)
+    (tmp_path / "mine.py").write_text("pass\n")
+    assert "mine.py: has changed since the launch" in refused(frozen, capsys)
+
+
+def test_a_job_killed_after_its_success_renders_its_report(frozen: RunDir) -> None:
+    """Nothing else is done again."""
+    assert job_module.main([str(frozen.path)]) == 0
+    before = frozen.manifest.read_bytes()
+    frozen.report.unlink()
+    assert job_module.main([str(frozen.path)]) == 0
+    assert frozen.report.is_file()
+    assert frozen.manifest.read_bytes() == before
+
+
+def test_what_does_not_train_begins_anew(
+    frozen: RunDir, write_manifest: Callable[..., Manifest]
+) -> None:
+    """What the attempt before it left stays beside it."""
+    write_manifest(frozen, Status.STARTED, task="plan", run_id="before")
+    assert job_module.main([str(frozen.path)]) == 0
+    assert Manifest.read(frozen.manifest).status is Status.SUCCEEDED
+    aside = Manifest.read(frozen.path / "attempt_1" / "manifest.json")
+    assert aside.run_id == "before"
+
+
+def test_a_second_process_of_one_job_is_refused(
+    frozen: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after the death of a launcher that could not note the first."""
+    from mens_exp.artifacts.run_lock import held
+
+    with held(frozen.job_lock):
+        assert "a process is still working on this run" in refused(frozen, capsys)
