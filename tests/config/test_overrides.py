@@ -81,8 +81,8 @@ REFUSED = [
         "task.name",
         [
             "is set by the option",
-            "task=<attribute|chat|compare|corpus|doctor|evaluate|export|inspect|merge|plan|promote|push|"
-            "serve|train>",
+            "task=<attribute|chat|compare|corpus|doctor|evaluate|export|inspect|merge|plan|promote|",
+            "push|serve|train>",
         ],
     ),
     ("suite.name=none", "suite.name", ["is set by the option", "suite=<"]),
