@@ -3,7 +3,7 @@
     python benchmarks/corpus_scale.py [gigabytes, 0.1 and 1 by default ...]
         [steps=validate,dedupe,split] [encode=no]
 
-For each size distinct rows are written, about 800 bytes each; then `task=corpus` does the steps in
+For each size distinct rows are written, about 600 bytes each; then `task=corpus` does the steps in
 a process of its own, and unless encode=no another encodes the training rows as a run would before
 its first step. Memory is the largest sum, over a process and all of its children, of what each has
 to itself and its share of what they share (PSS), sampled five times a second; time is that of the

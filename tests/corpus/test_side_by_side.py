@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 from mens_exp.corpus.side_by_side import in_order, pieces
-from mens_exp.errors import DataError
+from mens_exp.errors import DataError, SetupError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,6 +60,16 @@ def test_an_error_is_the_same_from_another_process(processes: int) -> None:
     with pytest.raises(DataError, match="row 0: is wrong") as caught:
         list(in_order(refused, [[0], [1], [2]], processes))
     assert caught.value.where == "row 0"
+
+
+def killed(piece: list[int]) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_the_system_ends_is_told() -> None:
+    """As it does when memory runs out."""
+    with pytest.raises(SetupError, match=r"ended from outside.*fewer processes"):
+        list(in_order(killed, [[0], [1], [2]], 2))
 
 
 def test_pieces_are_as_long_as_asked_but_the_last() -> None:

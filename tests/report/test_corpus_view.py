@@ -98,7 +98,7 @@ def test_everything_in_the_record_is_on_the_page() -> None:
     for part in (
         "1,200 rows (train 1,100, val 50, heldout 50) of about 123,456 tokens",
         "of which 50.0% are learned",
-        "± 2,000",
+        "± 2,000 (95 %)",
         "Lost to truncation 1.0% 1,234 tokens at 512",
         "Code that parses 99.0% of 1,000 rows",
         "Duplicates left 5 2 exact, 3 near",

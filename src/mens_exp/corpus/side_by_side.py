@@ -6,9 +6,12 @@ import os
 import threading
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
 from multiprocessing import get_context, parent_process
 from typing import TYPE_CHECKING, TypeVar
+
+from mens_exp.errors import SetupError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -36,6 +39,7 @@ def in_order(work: Callable[[T], R], stream: Iterable[T], processes: int) -> Ite
         processes: how many work; with one, or with one piece, it is this one.
 
     Raises:
+        SetupError: the system ended one of the processes.
         Exception: whatever `work` raises.
     """
     source = iter(stream)
@@ -53,6 +57,13 @@ def in_order(work: Callable[[T], R], stream: Iterable[T], processes: int) -> Ite
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise SetupError(
+            "a process that worked on the rows was ended from outside",
+            found="no result of it",
+            expected="memory for each process, some hundred MB",
+            remedy="free memory, or ask for fewer processes",
+        ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -101,7 +101,9 @@ def _cards(report: CorpusReport) -> list[_Card]:
     if tokens is None:
         cards.append(_Card("Tokens", "", absent=why["tokens"]))
     else:
-        note = "counted" if tokens["exact"] else f"± {wording.count(2 * tokens['tokens_se'])}"
+        note = (
+            "counted" if tokens["exact"] else f"± {wording.count(2 * tokens['tokens_se'])} (95 %)"
+        )
         lost = f"{wording.count(tokens['lost_tokens'])} tokens at {tokens['seq_len']}"
         cards += [
             _Card("Tokens", wording.count(tokens["tokens"]), note),

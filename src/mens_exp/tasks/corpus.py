@@ -22,7 +22,7 @@ __all__ = ["corpus", "settled_places"]
 
 def corpus(config: RunConfig, run: Run) -> None:
     """Do the steps that are not done yet, show each, and record what came of them."""
-    from mens_exp.corpus.steps.pipeline import run_steps
+    from mens_exp.corpus.steps.pipeline import CORPUS_PAGE, run_steps
     from mens_exp.corpus.steps.places import hashes, input_files
 
     if "report" in config.corpus.steps:
@@ -40,9 +40,10 @@ def corpus(config: RunConfig, run: Run) -> None:
         run.save()
         console.print(_line(done), soft_wrap=True)
 
-    made = run_steps(config, files, inputs, told)
     assert config.corpus.output is not None, "the rules ask for it"
     output = Path(config.corpus.output)
+    (output / CORPUS_PAGE).unlink(missing_ok=True)  # true again when all is done
+    made = run_steps(config, files, inputs, told)
     run.manifest.results.update(_results(made, output))
     for name, file in made.files.items():
         console.print(f"{output / name}: {file['rows']} rows", soft_wrap=True)
