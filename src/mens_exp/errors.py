@@ -11,7 +11,8 @@
     ├── SetupError         3  this machine lacks something
     │   └── MissingExtra   3  an optional package
     ├── TrainingError      1  training cannot go on (a loss that is not finite, say)
-    └── GateError          4  a gate said no
+    ├── GateError          4  a gate said no
+    └── Refusals           4  several of these, reported together
 
 The number is the process's exit code. A message says what is wrong, the value found,
 what was expected and what to do next.
@@ -32,6 +33,7 @@ __all__ = [
     "MissingExtra",
     "ModelFileError",
     "Problems",
+    "Refusals",
     "RequestError",
     "SetupError",
     "TrainingError",
@@ -134,5 +136,11 @@ class TrainingError(MensError):
 
 class GateError(MensError):
     """A gate said no."""
+
+    exit_code = 4
+
+
+class Refusals(Problems):
+    """Several refusals of a gate, reported together."""
 
     exit_code = 4

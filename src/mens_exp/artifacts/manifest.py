@@ -69,6 +69,8 @@ class Manifest(StoredRecord):
         facts: the resolved settings, read back from the first batch and the model. Equal
             ``lora_init_sha256`` means equal matrices A and B at the start; under other targets,
             ``lora_init_layers_sha256`` says so layer by layer, by logical name.
+        data_contract: the certificate of what its rows became, see `DataContract`; None where
+            nothing is trained.
         results: the numbers it ended with. Equal ``batches_sha256`` means the same micro-batches
             in the same order; telemetry's step events have the chain as it grew.
         unknown: dotted field that is null -> why it is.
@@ -94,6 +96,7 @@ class Manifest(StoredRecord):
     provenance: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+    data_contract: dict[str, Any] | None = None
     results: dict[str, Any] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
     outputs: dict[str, str] = field(default_factory=dict)

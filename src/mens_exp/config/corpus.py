@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
+from mens_exp.config.corpus_decontaminate import DecontaminateConfig
 from mens_exp.config.corpus_dedupe import DedupeConfig
 from mens_exp.config.corpus_report import ReportConfig
 from mens_exp.config.data import MixStop, OnBadRow
@@ -29,8 +30,8 @@ __all__ = [
 
 # By name; a test holds them against the steps and readers that there are.
 STEPS: Final = (
-    *("extract", "validate", "generate", "dedupe", "mix", "split", "curriculum"),
-    *("report",),
+    *("extract", "validate", "generate", "dedupe", "decontaminate"),
+    *("split", "mix", "curriculum", "report"),
 )
 LANGUAGES: Final = ("python", "rust", "markdown")
 
@@ -165,8 +166,8 @@ class CorpusConfig:
 
     steps: list[str] = setting(
         [],
-        "The steps, in order, each once: extract, validate, generate, dedupe, mix, split, "
-        "curriculum, report.",
+        "The steps, in order, each once: extract, validate, generate, dedupe, decontaminate, "
+        "split, mix, curriculum, report.",
     )
     input: Any = setting(
         None,
@@ -181,6 +182,7 @@ class CorpusConfig:
     extract: ExtractConfig = _node(ExtractConfig)
     validate: ValidateConfig = _node(ValidateConfig)
     generate: GenerateConfig = _node(GenerateConfig)
+    decontaminate: DecontaminateConfig = _node(DecontaminateConfig)
     mix: MixStepConfig = _node(MixStepConfig)
     dedupe: DedupeConfig = _node(DedupeConfig)
     split: SplitStepConfig = _node(SplitStepConfig)

@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from mens_exp.config.data_contract import ContractConfig
 from mens_exp.config.fields import setting
 
 __all__ = [
@@ -121,6 +122,10 @@ class DataConfig:
     filter: FilterConfig = dataclasses.field(
         default_factory=FilterConfig,
         metadata={"doc": "Which rows are taken, before the split.", "range": None},
+    )
+    contract: ContractConfig = dataclasses.field(
+        default_factory=ContractConfig,
+        metadata={"doc": "What the rows must fulfil before step 1.", "range": None},
     )
 
 

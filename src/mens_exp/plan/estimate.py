@@ -78,7 +78,7 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         "memory_bytes": _memory(expected, device),
         "disk_bytes": _disk(written, cache),
         "device": {"kind": device.kind, "name": device.name},
-        "problems": [str(error) for error in errors],
+        "problems": [*map(str, errors), *(data.get("contract") or {}).get("refusals", ())],
         "comparison": messages.COMPARISON,
         "warnings": [*(stack.warnings if stack else ()), *warnings],
         "measured": None,

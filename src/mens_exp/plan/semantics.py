@@ -60,6 +60,11 @@ SETTINGS: dict[str, Part] = {
     **_all(Part.RECORD, "corpus.extract.", "languages commit project"),
     **_all(Part.RECORD, "corpus.validate.", "on_bad_row compile"),
     **_all(Part.RECORD, "corpus.generate.", "rows repair_frac seed"),
+    **_all(
+        Part.RECORD,
+        "corpus.decontaminate.",
+        "against ngram_words min_share_frac synthetic_items",
+    ),
     **_all(Part.RECORD, "corpus.mix.", "by weights stop budget_tokens seed"),
     **_all(Part.RECORD, "corpus.split.", "by val_frac heldout_frac"),
     **_all(Part.RECORD, "corpus.curriculum.", "order"),
@@ -110,8 +115,14 @@ SETTINGS: dict[str, Part] = {
         "data.filter.",
         "min_rating category exclude_category min_chars max_chars language",
     ),
-    # It refuses a run, or changes nothing.
+    # They refuse a run, or change nothing.
     **_all(Part.RECORD, "data.", "max_bad_frac"),
+    **_all(
+        Part.RECORD,
+        "data.contract.",
+        "min_supervised_frac max_truncation_loss_frac max_nothing_frac allow_untrained_end "
+        "max_overlap_frac max_repeated_answer_frac probe",
+    ),
     **_all(Part.RECORD, "data.", "val_max_tokens show"),
     **_all(Part.QUANT, "quant.", "quant_type double_quant compute_dtype block_size skip"),
     # The codes are the same in a container of another type.

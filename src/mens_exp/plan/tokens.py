@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from mens_exp.config.root import RunConfig
     from mens_exp.corpus.source import Rows
+    from mens_exp.rows.cache import CacheKey, TokenCounts
 
 __all__ = ["count_tokens"]
 
@@ -95,20 +96,37 @@ def _of_generator(data: SyntheticData) -> dict[str, Any]:
     }
 
 
-def _cached_counts(config: RunConfig, rows: Rows, cache: Path) -> dict[str, int] | None:
+def _cached_counts(config: RunConfig, rows: Rows, cache: Path) -> dict[str, Any] | None:
     directory = ready(config.model, cache)
     if directory is None:
         return None
     tokenizer = load_tokenizer(config.tokenizer, directory)
-    train, val = (
-        peek(cache, cache_key(config, rows, side, tokenizer)) for side in (Side.TRAIN, Side.VAL)
-    )
+    key, val_key = (cache_key(config, rows, side, tokenizer) for side in (Side.TRAIN, Side.VAL))
+    train, val = peek(cache, key), peek(cache, val_key)
     if train is None or val is None:
         return None
     return {
         "train_rows": train.documents,
         "train_tokens": train.tokens,
         "val_tokens": val.tokens,
+        **_contract(config, cache, key, train),
+    }
+
+
+def _contract(config: RunConfig, cache: Path, key: CacheKey, counts: TokenCounts) -> dict[str, Any]:
+    """Return the token part of the data contract where an earlier run has made it."""
+    from mens_exp.corpus import contract_rules, token_part  # a cold plan does without
+
+    known = token_part.known_token_part(cache, key, counts)
+    if known is None:
+        return {}
+    refusals = contract_rules.of_tokens(known.tokens, config.data.contract, key.labelling)
+    return {
+        "contract": {
+            "tokens": known.tokens,
+            "unknown": known.unknown,
+            "refusals": [str(error) for error in refusals],
+        }
     }
 
 

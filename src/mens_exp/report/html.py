@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 import mens_exp
-from mens_exp.report import attribution_view, sections, summary, wording
+from mens_exp.report import attribution_view, data_contract_view, sections, summary, wording
 
 if TYPE_CHECKING:
     from mens_exp.artifacts.scorecard import ItemEvent
@@ -87,6 +87,8 @@ def render(records: Records) -> str:
         components=_components(records),
         facts=sections.facts(records),
         inputs=sections.inputs(records),
+        data_contract=data_contract_view.cells(records),
+        data_violations=data_contract_view.violations(records),
         outputs=sections.outputs(records),
         attempts=sections.attempts(records),
         environment=sections.environment(records),

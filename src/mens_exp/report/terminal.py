@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mens_exp.errors import MensError, Problems
-from mens_exp.report import sections, summary, wording
+from mens_exp.report import data_contract_view, sections, summary, wording
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -189,6 +189,9 @@ def _data(data: Mapping[str, Any]) -> Text:
     ):
         if data.get(key) is not None:
             text.append(f"\n{about}{wording.count(data[key])} {words}")
+    if contract := data.get("contract"):
+        for line in data_contract_view.plan_lines(contract["tokens"], contract["unknown"]):
+            text.append(f"\n{line}", style="dim")
     return text if not about else _with_basis(text, data.get("basis"))
 
 

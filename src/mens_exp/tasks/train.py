@@ -16,6 +16,7 @@ from mens_exp.plan.checks.adapter import other_base
 from mens_exp.plan.preflight import writable_cache
 from mens_exp.report import terminal
 from mens_exp.tasks.comparison import note_bits_per_byte
+from mens_exp.tasks.contracting import certify_rows, certify_steps
 from mens_exp.tasks.initialisation import note_peft_view, report_start
 from mens_exp.tasks.inputs import (
     describe,
@@ -67,6 +68,7 @@ def train(config: RunConfig, run: Run, *, checkpoint: Path | None = None) -> Non
 
     memory_probe.reset_peak()
     base, tokenizer, rows, data = _inputs(config, run, cache)
+    certify_rows(config, run, rows, data, tokenizer, cache)
     start = _starting_adapter(config, run, base)
     from mens_exp.training.build import (
         build_backend,
@@ -82,6 +84,7 @@ def train(config: RunConfig, run: Run, *, checkpoint: Path | None = None) -> Non
             backend.load_adapter(start.tensors)
         module = build_module(config, backend, data)
         trainer = build_trainer(config, run, max_steps=data.max_steps)
+        certify_steps(config, run, module, data)
         _validate_before(run, trainer, module, data)
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
         assert module.selected is not None, "training validates after its last step"

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from mens_exp.artifacts.digest import sha256_bytes, sha256_file
 from mens_exp.errors import DataError, ModelFileError
-from mens_exp.tokenizer.control import ControlText
+from mens_exp.tokenizer.control import ControlText, Placed
 from mens_exp.tokenizer.template_files import OWN, template_in_force
 from mens_exp.tokenizer.templates import Message, generated_spans, is_dated, render
 
@@ -163,6 +163,10 @@ class HfTokenizer:
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts without adding special tokens of the tokenizer's own."""
         return self._control.encode(list(texts))
+
+    def encode_pieces(self, texts: Sequence[Sequence[str]]) -> list[Placed]:
+        """Encode texts given in pieces, and say which piece each token is of."""
+        return self._control.encode_pieces(texts)
 
     def encode_prompts(self, conversations: Sequence[list[Message]]) -> list[list[int]]:
         """Encode conversations up to where the assistant begins, as training does."""

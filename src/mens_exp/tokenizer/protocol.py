@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mens_exp.tokenizer.control import Placed
     from mens_exp.tokenizer.templates import Message
 
 __all__ = ["Tokenizer"]
@@ -81,6 +82,9 @@ class Tokenizer(Protocol):
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts without adding special tokens."""
+
+    def encode_pieces(self, texts: Sequence[Sequence[str]]) -> list[Placed]:
+        """Encode texts given in pieces, and say which piece each token is of."""
 
     def encode_prompts(self, conversations: Sequence[list[Message]]) -> list[list[int]]:
         """Encode conversations up to where the assistant begins."""

@@ -11,7 +11,10 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mens_exp.artifacts.digest import digest, sha256_bytes
+from mens_exp.tokenizer.control import Placed, placed
 from mens_exp.tokenizer.templates import CHATML, Message, generated_spans, is_dated, render
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ _TEXT = (
     *map(chr, range(_FIRST_ASCII, _LAST_ASCII + 1)),
     *COMPOUNDS,
 )
+_BYTES = [1] * _FIRST_COMPOUND + [len(text) for text in COMPOUNDS]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,6 +142,10 @@ class VoxTokenizer:
         """Encode texts."""
         return [self.encode(text) for text in texts]
 
+    def encode_pieces(self, texts: Sequence[Sequence[str]]) -> list[Placed]:
+        """Encode texts given in pieces, and say which piece each token is of; bytes are counted."""
+        return [_placed(self.encode("".join(pieces)), pieces) for pieces in texts]
+
     def spell(self, ids: Sequence[int]) -> str:
         """Decode ids; control tokens have their texts already."""
         return self.decode(ids)
@@ -149,3 +157,11 @@ class VoxTokenizer:
         """
         unknown = _TEXT[UNK]
         return "".join([_TEXT[i] if 0 <= i < VOCAB_SIZE else unknown for i in ids])
+
+
+def _placed(ids: list[int], pieces: Sequence[str]) -> Placed:
+    """Every id is one byte, but for the compounds."""
+    sizes = np.array([_BYTES[token] for token in ids], np.int64)
+    ends = np.cumsum(sizes)
+    lengths = [len(piece.encode("utf-8", "surrogatepass")) for piece in pieces]
+    return placed(ids, np.stack([ends - sizes, ends], axis=1), lengths)

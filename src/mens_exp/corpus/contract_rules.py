@@ -1,0 +1,207 @@
+"""What the data contract refuses: every limit, with the figure that is over it and what to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mens_exp.errors import GateError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mens_exp.artifacts.data_contract import OverlapPart, ProbePart, RowsPart, TokenPart
+    from mens_exp.config.data_contract import ContractConfig
+    from mens_exp.rows.encode import Labelling
+
+__all__ = ["notes_of_tokens", "of_overlap", "of_probe", "of_rows", "of_tokens"]
+
+_SETTINGS = "data.contract"
+_MOST_OFF = 2  # rows; under a budget of tokens the last rows drawn leave a source that far behind
+_SHOW = "look at task=plan data.show=3"
+
+
+def of_tokens(part: TokenPart, limits: ContractConfig, labelling: Labelling) -> Iterator[GateError]:
+    """Yield what is wrong with the training documents."""
+    answers = labelling.objective == "assistant"
+    ends = labelling.objective == "last_k"  # learns a few tokens by design, and adds no end marker
+    if part["trained_frac"] < limits.min_supervised_frac and not ends:
+        yield GateError(
+            "too few tokens are learned",
+            where=f"{_SETTINGS}.min_supervised_frac",
+            found=f"{part['trained_tokens']} of {part['tokens']} tokens "
+            f"({part['trained_frac']:.2%})",
+            expected=f"at least {limits.min_supervised_frac:.2%}",
+            remedy=f"{_SHOW}; shorten the prompts, or lower the limit",
+        )
+    if part["trained_tokens_lost_frac"] > limits.max_truncation_loss_frac:
+        yield GateError(
+            "the sequence length cuts off what is to be learned",
+            where=f"{_SETTINGS}.max_truncation_loss_frac",
+            found=f"{part['trained_tokens_lost']} learned tokens lost "
+            f"({part['trained_tokens_lost_frac']:.2%})",
+            expected=f"at most {limits.max_truncation_loss_frac:.2%}",
+            remedy="raise data.seq_len, or the limit",
+        )
+    if part["nothing_to_learn_frac"] > limits.max_nothing_frac:
+        yield GateError(
+            "too many documents have nothing to learn",
+            where=f"{_SETTINGS}.max_nothing_frac",
+            found=f"{part['nothing_to_learn']} ({part['nothing_to_learn_frac']:.2%})",
+            expected=f"at most {limits.max_nothing_frac:.2%}",
+            remedy="raise data.seq_len, or the limit",
+        )
+    if part["longest"] > labelling.seq_len:
+        yield GateError(
+            "a document is longer than was asked for",
+            where="data.seq_len",
+            found=part["longest"],
+            expected=f"at most {labelling.seq_len} tokens",
+            remedy="report this: the sequence length has not reached the encoding",
+        )
+    untrained = (part["ends"] or 0) - (part["ends_trained"] or 0)
+    if untrained and not limits.allow_untrained_end and not ends:
+        yield GateError(
+            "the end of an answer is not learned, so the model would not stop",
+            where=f"{_SETTINGS}.allow_untrained_end",
+            found=f"{part['ends_trained']} of {part['ends']} end markers within the limit",
+            expected="every one",
+            remedy=f"{_SHOW}, and report it; or allow it",
+        )
+    if part["answer_tokens_missed"] and not ends:
+        yield GateError(
+            "parts of answers are not learned",
+            where="objective.labels",
+            found=f"{part['answer_tokens_missed']} tokens of the documents' last answers",
+            expected="every token of an answer that is within the limit",
+            remedy=f"{_SHOW}, and report it: masks do not stand where the answers are",
+        )
+    foreign = _foreign(part)
+    if answers and foreign:
+        yield GateError(
+            "what the user or the system said is learned as an answer",
+            where="objective.labels",
+            found=f"{foreign} tokens",
+            expected="assistant texts and their end markers alone",
+            remedy="report this: masks do not stand where the answers are",
+        )
+
+
+def notes_of_tokens(part: TokenPart, labelling: Labelling) -> Iterator[str]:
+    """Yield what refuses nothing and yet should be known."""
+    if labelling.objective != "last_k" and part["ends"] == 0:
+        yield (
+            f"no document's answer ends within data.seq_len={labelling.seq_len}: "
+            "no end marker is learned, and the model will not learn to stop"
+        )
+
+
+def _foreign(part: TokenPart) -> int:
+    trained = part["trained_by_role"] or {}
+    return trained.get("user", 0) + trained.get("system", 0)
+
+
+def of_rows(part: RowsPart, limits: ContractConfig) -> Iterator[GateError]:
+    """Yield what is wrong with the rows."""
+    if part["groups_on_two_sides"]:
+        yield GateError(
+            "rows of one group are trained on and measured on",
+            where="data",
+            found=", ".join(part["groups_on_two_sides"]),
+            expected="each source on one side of the split",
+            remedy="report this, or take the rows out of one of the two files",
+        )
+    if part["rows_on_two_sides"]:
+        yield GateError(
+            "rows are trained on and measured on",
+            where="data",
+            found=part["rows_on_two_sides"],
+            expected="none",
+            remedy="drop their duplicates",
+        )
+    many, again = part["conversations"], part["repeated_answers"]
+    if many and again / many > limits.max_repeated_answer_frac:
+        yield GateError(
+            "conversations give the same answer again",
+            where=f"{_SETTINGS}.max_repeated_answer_frac",
+            found=f"{again} of {many} conversations ({again / many:.2%})",
+            expected=f"at most {limits.max_repeated_answer_frac:.2%}",
+            remedy="mend what made the rows, or raise the limit",
+        )
+    if part["prompts_otherwise"]:
+        yield GateError(
+            "evaluation would ask otherwise than training did",
+            where="tokenizer.chat_template",
+            found=f"{part['prompts_otherwise']} of {part['prompts_checked']} prompts differ",
+            expected="the same ids before an answer",
+            remedy="report this with the chat template: training and evaluation share one",
+        )
+    off = part["mix_off"]
+    if off is not None and off > _MOST_OFF:
+        yield GateError(
+            "a source of the mix has not its share",
+            where="data.sources",
+            found=f"{off:g} rows off",
+            expected="each source's exact share, to the row",
+            remedy="report this with the sources and their weights",
+        )
+
+
+def of_overlap(part: OverlapPart, limits: ContractConfig) -> Iterator[GateError]:
+    """Yield what is wrong with the rows beside the benchmark."""
+    if part["contained_frac"] > limits.max_overlap_frac:
+        worst = part["worst"][0]
+        yield GateError(
+            "training rows have the benchmark's items in them",
+            where=f"{_SETTINGS}.max_overlap_frac",
+            found=f"{part['contained']} of {part['items']} items of {part['against']}, row "
+            f"{worst['row']} has {worst['share']:.0%} of item {worst['item']}",
+            expected=f"at most {limits.max_overlap_frac:.2%} of the items",
+            remedy="drop the rows (the corpus step decontaminate does), or raise the limit",
+        )
+
+
+def of_probe(part: ProbePart) -> Iterator[GateError]:
+    """Yield what went wrong in the trial before step 1."""
+    limit = part["tolerance"]
+    expected = f"at most {limit:g}"
+    report = "report this with the model and the backend"
+    for what in part["as_asked"]:
+        yield GateError(
+            "the first batch is not what was asked for",
+            where="data",
+            found=what,
+            remedy="report this: a setting has not reached the batches",
+        )
+    if not part["targets_follow"]:
+        yield GateError(
+            "what is to be predicted is not the token that follows",
+            where="the first batch",
+            expected="at each position the next token of the same document",
+            remedy=report,
+        )
+    if (part["peek"] or 0.0) > limit:
+        yield GateError(
+            "the loss depends on the token that it is to predict",
+            where="objective",
+            found=f"another last token moves it, or what it is made of, by {part['peek']:.2%}",
+            expected=expected,
+            remedy=f"{report}: labels are not shifted by one",
+        )
+    together = max(part["together_loss"] or 0.0, part["together_hidden"] or 0.0)
+    if together > limit:
+        yield GateError(
+            "documents of one batch are not kept apart",
+            where="data.packing",
+            found=f"alone they differ by {together:.2%}",
+            expected=expected,
+            remedy="set data.packing=false",
+        )
+    uneven = max(part["accumulation_loss"] or 0.0, part["accumulation_gradient"] or 0.0)
+    if uneven > limit:
+        yield GateError(
+            "accumulated micro-batches are not one batch",
+            where="trainer.accumulate_grad_batches",
+            found=f"loss or gradients differ by {uneven:.2%}",
+            expected=expected,
+            remedy=f"set trainer.accumulate_grad_batches=1; {report}",
+        )

@@ -1,0 +1,137 @@
+"""What rows to train on share with a benchmark: word n-grams, and short texts whole.
+
+GPT-3 was decontaminated by 13-grams of words (Brown et al. 2020, arXiv:2005.14165, appendix C);
+so are rows here, with words taken as runs of letters, digits and underscores in either case, so
+that neither layout nor punctuation hides a copy. The benchmark is small and held as an index of its
+n-grams; rows stream past it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from mens_exp.rows.schema import TrainingPair
+
+__all__ = ["NGRAM_WORDS", "Overlap", "OverlapIndex", "texts_of"]
+
+NGRAM_WORDS: Final = 13  # Brown et al. 2020, appendix C
+_WORD: Final = re.compile(r"\w+")
+_FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)  # odd; hits are verified, so that any would do
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overlap:
+    """What a row shares with one item.
+
+    Attributes:
+        item: the item's id.
+        shared: how many of the item's distinct n-grams the row has; 1 for a short text.
+        share: these as a share of the item's n-grams.
+    """
+
+    item: str
+    shared: int
+    share: float
+
+
+def texts_of(pair: TrainingPair) -> list[str]:
+    """Return what a row says: each prompt and each answer."""
+    return [text for exchange in pair.exchanges for text in exchange]
+
+
+class OverlapIndex:
+    """The n-grams of a benchmark's items."""
+
+    def __init__(self, items: Iterable[tuple[str, str]], ngram_words: int = NGRAM_WORDS) -> None:
+        """Read the items.
+
+        Args:
+            items: id and text of each; prompt and reference together.
+            ngram_words: words of an n-gram. An item with fewer is looked for whole: a row has it
+                whose text, or one prompt or answer of it, is the same words.
+        """
+        self.ngram_words = ngram_words
+        self.ids: list[str] = []
+        self._sizes: list[int] = []
+        self._vocabulary: dict[str, int] = {}
+        self._items_of: dict[bytes, list[int]] = {}
+        self._short: dict[tuple[str, ...], list[int]] = {}
+        hashes: list[np.ndarray] = []
+        for item, text in items:
+            hashes.append(self._add(item, _WORD.findall(text.casefold())))
+        self._hashes = np.unique(np.concatenate(hashes)) if hashes else np.zeros(0, np.uint64)
+
+    def __len__(self) -> int:
+        """Count the items."""
+        return len(self.ids)
+
+    def overlaps(self, texts: Sequence[str]) -> list[Overlap]:
+        """Return every item that a row shares something with, the largest share first.
+
+        Args:
+            texts: the row's, in order; n-grams may reach from one into the next.
+        """
+        parts = [_WORD.findall(text.casefold()) for text in texts]
+        whole = [word for part in parts for word in part]
+        found: Counter[int] = Counter()
+        for words in {tuple(part) for part in (whole, *parts) if len(part) < self.ngram_words}:
+            found.update(self._short.get(words, ()))
+        ids = np.array([self._vocabulary.get(word, -1) for word in whole], np.int64)
+        for ngram in self._known(ids):
+            found.update(self._items_of.get(ngram, ()))
+        overlaps = [
+            Overlap(item=self.ids[item], shared=count, share=count / self._sizes[item])
+            for item, count in found.items()
+        ]
+        return sorted(overlaps, key=lambda one: (-one.share, one.item))
+
+    def _add(self, item: str, words: list[str]) -> np.ndarray:
+        """Add an item; return the hashes of its n-grams."""
+        number = len(self.ids)
+        self.ids.append(item)
+        if len(words) < self.ngram_words:
+            self._sizes.append(1)
+            if words:
+                self._short.setdefault(tuple(words), []).append(number)
+            return np.zeros(0, np.uint64)
+        vocabulary = self._vocabulary
+        ids = np.array([vocabulary.setdefault(word, len(vocabulary)) for word in words], np.int64)
+        ngrams = {window.tobytes() for window in self._windows(ids)}
+        for ngram in ngrams:
+            self._items_of.setdefault(ngram, []).append(number)
+        self._sizes.append(len(ngrams))
+        return self._hashed(ids)
+
+    def _windows(self, ids: np.ndarray) -> np.ndarray:
+        return np.lib.stride_tricks.sliding_window_view(ids, self.ngram_words)
+
+    def _hashed(self, ids: np.ndarray) -> np.ndarray:
+        """Hash every window, ``[windows] uint64``."""
+        many = len(ids) - self.ngram_words + 1
+        found = np.zeros(many, np.uint64)
+        with np.errstate(over="ignore"):
+            for at in range(self.ngram_words):
+                found = found * _FACTOR + (ids[at : at + many] + 1).astype(np.uint64)
+        return found
+
+    def _known(self, ids: np.ndarray) -> set[bytes]:
+        """Return the distinct windows that may be an item's: all of its words are, and its hash."""
+        if len(ids) < self.ngram_words or not len(self._hashes):
+            return set()
+        unknown = np.concatenate([[0], np.cumsum(ids < 0)])
+        is_whole = unknown[self.ngram_words :] == unknown[: -self.ngram_words]
+        places = np.flatnonzero(is_whole)
+        if not len(places):
+            return set()
+        hashes = self._hashed(ids)[places]
+        at = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
+        windows = self._windows(ids)
+        return {windows[place].tobytes() for place in places[self._hashes[at] == hashes]}

@@ -1,0 +1,150 @@
+"""What the rows themselves tell of the data contract: sides, conversations, prompts, shares."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from mens_exp.corpus.dedupe import normalised
+from mens_exp.corpus.overlap import NGRAM_WORDS, OverlapIndex, texts_of
+from mens_exp.rows.answers import messages_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from mens_exp.artifacts.data_contract import Clash, OverlapPart, RowsPart
+    from mens_exp.corpus.source import Rows
+    from mens_exp.rows.encode import Encoded, Labelling
+    from mens_exp.rows.schema import TrainingPair
+
+__all__ = ["CONTAINED", "overlap_part", "rows_part"]
+
+CONTAINED = 0.5  # share of an item's n-grams that makes a row have it; unverified guess
+_PROMPTS = 16  # documents whose prompts are compared: a template that differs, differs for all
+_MOST_ROWS = 2048  # to find them among
+_MOST_TOLD = 5
+
+
+class PromptEncoder(Protocol):
+    """What evaluation asks of a tokenizer."""
+
+    def encode_prompts(self, conversations: Sequence[list[dict[str, str]]]) -> list[list[int]]:
+        """Encode conversations up to where the assistant begins."""
+
+
+def rows_part(
+    rows: Rows, documents: Encoded, encoder: PromptEncoder, labelling: Labelling
+) -> RowsPart:
+    """Return what rows tell.
+
+    Args:
+        rows: of all sides.
+        documents: what was made of those to train on.
+        encoder: the tokenizer that evaluation will use.
+        labelling: how the documents were made.
+    """
+    apart = [*rows.val, *rows.heldout]
+    groups = {pair.group for pair in rows.train if pair.group}
+    both = sorted(groups & {pair.group for pair in apart})
+    trained = {pair.id for pair in rows.train}
+    conversations = [pair for pair in rows.train if pair.history]
+    checked, otherwise = _prompts(rows.train, documents, encoder, labelling)
+    return {
+        "groups_on_two_sides": both[:_MOST_TOLD],
+        "rows_on_two_sides": sum(pair.id in trained for pair in apart),
+        "conversations": len(conversations),
+        "repeated_answers": sum(map(_repeats, conversations)),
+        "prompts_checked": checked,
+        "prompts_otherwise": otherwise,
+        "mix_off": _mix_off(rows.taken.get("mixed")),
+    }
+
+
+def overlap_part(
+    train: Iterable[TrainingPair], items: Iterable[tuple[str, str]], against: str
+) -> OverlapPart:
+    """Hold rows to train on against a benchmark.
+
+    Args:
+        train: the rows.
+        items: id and text of each item, prompt and reference together.
+        against: what the items are, for the record.
+    """
+    index = OverlapIndex(items)
+    worst: dict[str, Clash] = {}
+    sharing = 0
+    for pair in train:
+        overlaps = index.overlaps(texts_of(pair))
+        sharing += bool(overlaps)
+        for one in overlaps:
+            if one.item not in worst or one.share > worst[one.item]["share"]:
+                worst[one.item] = {
+                    "row": pair.id,
+                    "item": one.item,
+                    "shared": one.shared,
+                    "share": round(one.share, 4),
+                }
+    ordered = sorted(worst.values(), key=lambda one: (-one["share"], one["item"]))
+    contained = sum(one["share"] >= CONTAINED for one in ordered)
+    return {
+        "against": against,
+        "items": len(index),
+        "ngram_words": NGRAM_WORDS,
+        "sharing": len(ordered),
+        "contained": contained,
+        "contained_frac": round(contained / len(index), 6) if len(index) else 0.0,
+        "rows_sharing": sharing,
+        "worst": ordered[:_MOST_TOLD],
+    }
+
+
+def _repeats(pair: TrainingPair) -> bool:
+    """Tell whether a conversation gives an answer again, word for word."""
+    answers = [normalised(said) for _, said in pair.exchanges]
+    return len(set(answers)) < len(answers)
+
+
+def _prompts(
+    train: Sequence[TrainingPair], documents: Encoded, encoder: PromptEncoder, labelling: Labelling
+) -> tuple[int, int]:
+    """Compare the beginnings of the first documents with what evaluation would give the model.
+
+    Returns:
+        How many were compared, and how many begin otherwise. None is compared where so many rows
+        have nothing to learn that the first documents' rows would be a long search.
+    """
+    rows = _PROMPTS + documents.dropped
+    if rows > _MOST_ROWS:
+        return 0, 0
+    conversations = [
+        messages_of(pair, k) for pair in train[:rows] for k in range(len(pair.exchanges))
+    ]
+    prompts = {tuple(ids) for ids in encoder.encode_prompts(conversations)}
+    checked = otherwise = 0
+    for number in range(min(_PROMPTS, len(documents))):
+        part = slice(documents.offsets[number], documents.offsets[number + 1])
+        ids = tuple(documents.ids[part].tolist())
+        if len(ids) >= labelling.seq_len:
+            continue  # it may have been cut anywhere
+        checked += 1
+        if labelling.objective == "assistant":
+            otherwise += ids[: _last_answer(documents.supervised[part])] not in prompts
+        else:
+            otherwise += not any(ids[: len(prompt)] == prompt for prompt in prompts)
+    return checked, otherwise
+
+
+def _last_answer(learned: np.ndarray) -> int:
+    """Return where the last stretch of learned tokens begins."""
+    return int(np.flatnonzero(learned & ~np.append(False, learned[:-1]))[-1])
+
+
+def _mix_off(mixed: dict[str, Any] | None) -> float | None:
+    """Return by how many rows the source furthest from its exact share is off."""
+    if mixed is None:
+        return None
+    sources = mixed["sources"].values()
+    total = sum(one["weight"] for one in sources)
+    off = (abs(one["rows"] - one["weight"] / total * mixed["rows"]) for one in sources)
+    return round(float(max(off)), 4)

@@ -1,0 +1,289 @@
+"""Who wrote the tokens that are trained: documents held against the rows that they are made of.
+
+The documents of an encoding are made again from the rows, by another way than the encoding's: the
+rows' texts and the template's own are known apart, so that each token's author is. A document whose
+ids come out otherwise has been made of something else than its row, and then nothing is told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from mens_exp.rows.answers import TextEncoder
+from mens_exp.rows.encode import encode
+from mens_exp.rows.shapes import Role, Shape, contents_of, shape_of_answer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from mens_exp.rows.encode import Encoded, Labelling
+    from mens_exp.rows.schema import TrainingPair
+
+__all__ = ["PieceEncoder", "PlacedTokens", "RoleCounts", "role_counts", "supervised_tokens"]
+
+_ROWS_AT_ONCE = 2048  # their texts are in memory together; unverified guess
+_ROLES = len(Role)
+
+
+class PlacedTokens(Protocol):
+    """The tokens of a text that was given in pieces, and the first and last piece of each."""
+
+    @property
+    def ids(self) -> np.ndarray:
+        """The tokens."""
+
+    @property
+    def first(self) -> np.ndarray:
+        """The piece that each begins in."""
+
+    @property
+    def last(self) -> np.ndarray:
+        """The piece that each ends in."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    ids: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+
+
+class PieceEncoder(TextEncoder, Protocol):
+    """A tokenizer that tells which pieces of a text its tokens are of."""
+
+    def encode_pieces(self, texts: Sequence[Sequence[str]]) -> Sequence[PlacedTokens]:
+        """Encode texts given in pieces, and say which piece each token is of."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RoleCounts:
+    """What the tokens of an encoding are.
+
+    Attributes:
+        tokens: tokens by role.
+        trained: those that are learned.
+        documents: documents that were placed.
+        ends: documents that reach the end marker of their last answer.
+        ends_trained: those of them that learn it.
+        missed: tokens of last answers that are not learned, but for one behind a cut on the left,
+            which nothing stands before to be predicted from.
+        too_long: rows with a document over the limit.
+        left_of_too_long: learned tokens that are left of those rows.
+        why_unknown: why documents could not be placed, None where all were.
+    """
+
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(_ROLES, np.int64))
+    trained: np.ndarray = field(default_factory=lambda: np.zeros(_ROLES, np.int64))
+    documents: int = 0
+    ends: int = 0
+    ends_trained: int = 0
+    missed: int = 0
+    too_long: list[int] = field(default_factory=list)
+    left_of_too_long: int = 0
+    why_unknown: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Document:
+    """A document as it would be without a limit, its last answer, and where that one's end is."""
+
+    ids: np.ndarray
+    roles: np.ndarray
+    is_answer: np.ndarray
+    end: int | None
+
+
+def role_counts(
+    pairs: Sequence[TrainingPair], documents: Encoded, encoder: PieceEncoder, labelling: Labelling
+) -> RoleCounts:
+    """Count tokens by role.
+
+    Args:
+        pairs: the rows.
+        documents: what `encode` made of them.
+        encoder: the tokenizer with its template, as it was then.
+        labelling: likewise.
+    """
+    counter = _Counter(pairs, documents, encoder, labelling)
+    for start in range(0, len(pairs), _ROWS_AT_ONCE):
+        counter.take(range(start, min(start + _ROWS_AT_ONCE, len(pairs))))
+    found = counter.found
+    if found.why_unknown is None and found.documents < len(documents):
+        name = pairs[counter.stuck].name if counter.stuck is not None else "the last row"
+        found.why_unknown = f"a document is not its row as the template renders its parts: {name}"
+    return found
+
+
+def supervised_tokens(
+    pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Labelling
+) -> int:
+    """Count what would be learned of rows if there were no limit."""
+    if not pairs:
+        return 0
+    endless = dataclasses.replace(labelling, seq_len=2**31 - 1)
+    return int(encode(pairs, encoder, endless).supervised.sum())
+
+
+class _Counter:
+    """Walks rows and documents side by side."""
+
+    def __init__(
+        self,
+        pairs: Sequence[TrainingPair],
+        documents: Encoded,
+        encoder: PieceEncoder,
+        labelling: Labelling,
+    ) -> None:
+        self.pairs, self.documents = pairs, documents
+        self.encoder, self.labelling = encoder, labelling
+        self.special = np.array(sorted(encoder.special_ids), np.int64)
+        self.shapes: dict[tuple[bool | None, int], Shape | None] = {}
+        self.found = RoleCounts()
+        self.stuck: int | None = None
+
+    def take(self, numbers: Sequence[int]) -> None:
+        """Place the documents of some rows."""
+        if self.found.why_unknown is not None:
+            return
+        last = [len(self.pairs[number].exchanges) - 1 for number in numbers]
+        shaped = [self._shape(self.pairs[n], k) for n, k in zip(numbers, last, strict=True)]
+        if not all(shaped):
+            self.found.why_unknown = "the chat template does not show which text is whose"
+            return
+        texts = [
+            self._texts(shape, self.pairs[number], k)
+            for shape, number, k in zip(shaped, numbers, last, strict=True)
+            if shape is not None
+        ]
+        placed = self.encoder.encode_pieces(texts)
+        for number, shape, pieces, one in zip(numbers, shaped, texts, placed, strict=True):
+            assert shape is not None, "asked above"
+            self._row(number, shape, pieces, one)
+
+    def _row(self, number: int, shape: Shape, pieces: list[str], placed: PlacedTokens) -> None:
+        whole = self._document(shape, placed)
+        before = int(self.found.trained.sum())
+        self._place(number, shape, pieces, whole)
+        if len(whole.ids) > self.labelling.seq_len:
+            self.found.too_long.append(number)
+            self.found.left_of_too_long += int(self.found.trained.sum()) - before
+
+    def _place(self, number: int, shape: Shape, pieces: list[str], whole: _Document) -> None:
+        in_one = self._is_in_one(number, shape)
+        if in_one and (self._match(whole) or self._match(self._apart(shape, pieces))):
+            return
+        before = self.found.documents
+        for document in self._earlier(number):
+            self._match(document)
+        if self.found.documents == before and self.stuck is None:
+            self.stuck = number  # unless nothing of it was within the limit
+
+    def _earlier(self, number: int) -> Iterator[_Document]:
+        """Yield the documents of every answer: a template may change those that came before."""
+        pair = self.pairs[number]
+        for k in range(len(pair.exchanges) if self._learns_all(pair) else 0):
+            shape = self._shape(pair, k)
+            if shape is None:
+                continue
+            pieces = self._texts(shape, pair, k)
+            (placed,) = self.encoder.encode_pieces([pieces])
+            before = self.found.documents
+            yield self._document(shape, placed)
+            if self.found.documents == before:
+                yield self._apart(shape, pieces)
+
+    def _learns_all(self, pair: TrainingPair) -> bool:
+        labelling = self.labelling
+        answers = labelling.objective == "assistant" and labelling.turns == "all"
+        return answers and len(pair.exchanges) > 1
+
+    def _is_in_one(self, number: int, shape: Shape) -> bool:
+        """Tell whether the template leaves earlier answers as they are, so that one has all."""
+        pair = self.pairs[number]
+        if not self._learns_all(pair):
+            return True
+        shapes = [self._shape(pair, k) for k in range(len(pair.exchanges) - 1)]
+        return all(one is not None and one.begins(shape) for one in shapes)
+
+    def _shape(self, pair: TrainingPair, exchange: int) -> Shape | None:
+        key = (None if pair.system is None else bool(pair.system), exchange)
+        if key not in self.shapes:
+            self.shapes[key] = shape_of_answer(pair, exchange, self.encoder)
+        return self.shapes[key]
+
+    def _texts(self, shape: Shape, pair: TrainingPair, exchange: int) -> list[str]:
+        guarded = [self.encoder.guard(text) for text in contents_of(pair, exchange)]
+        return [piece.of(guarded) for piece in shape.pieces]
+
+    def _apart(self, shape: Shape, pieces: list[str]) -> _Document:
+        """Tokenize prompt, answer and closing apart, as is done where a token would straddle."""
+        bounds = (0, shape.prompt, shape.answer + 1, len(pieces))
+        found = self.encoder.encode_pieces([pieces[a:b] for a, b in itertools.pairwise(bounds)])
+        joined = _Joined(
+            np.concatenate([one.ids for one in found]),
+            np.concatenate([one.first + at for one, at in zip(found, bounds, strict=False)]),
+            np.concatenate([one.last + at for one, at in zip(found, bounds, strict=False)]),
+        )
+        return self._document(shape, joined)
+
+    def _document(self, shape: Shape, placed: PlacedTokens) -> _Document:
+        by_piece = np.array([piece.role for piece in shape.pieces], np.int64)
+        first, last = by_piece[placed.first], by_piece[placed.last]
+        # A token that straddles is of the row's text, not of the template's.
+        roles = np.where(last != Role.TEMPLATE, last, first)
+        is_answer = placed.last == shape.answer
+        special = np.isin(placed.ids, self.special) & (roles == Role.TEMPLATE)
+        end = None
+        for piece in np.flatnonzero(by_piece == Role.ASSISTANT):
+            behind = np.flatnonzero(special & (placed.first > piece))[:1]
+            roles[behind] = Role.END_MARKER
+            if piece == shape.answer:
+                end = int(behind[0]) if len(behind) else None
+        ids, as_rendered = placed.ids, self.labelling.objective == "last_k"
+        if as_rendered:
+            until = len(ids) if end is None else end + 1
+            return _Document(ids[:until], roles[:until], is_answer[:until], end)
+        if end is None and self.encoder.eos_id is not None:
+            ids = np.append(ids, self.encoder.eos_id)
+            roles, is_answer = np.append(roles, Role.END_MARKER), np.append(is_answer, [False])
+            end = len(ids) - 1
+        return _Document(ids, roles, is_answer, end)
+
+    def _match(self, whole: _Document) -> bool:
+        """Take a document for the next of the encoding, if it is that."""
+        number = self.found.documents
+        if number == len(self.documents):
+            return False
+        kept = self._kept(whole.ids)
+        part = slice(self.documents.offsets[number], self.documents.offsets[number + 1])
+        if not np.array_equal(whole.ids[kept], self.documents.ids[part]):
+            return False
+        roles, supervised = whole.roles[kept], self.documents.supervised[part]
+        found = self.found
+        found.documents += 1
+        found.tokens += np.bincount(roles, minlength=_ROLES)
+        found.trained += np.bincount(roles[supervised], minlength=_ROLES)
+        missed = whole.is_answer[kept] & ~supervised
+        behind = np.append([True], np.diff(kept) > 1)  # the first token, and the first behind a cut
+        found.missed += int((missed & ~behind).sum())
+        place = np.flatnonzero(kept == whole.end) if whole.end is not None else np.zeros(0, int)
+        if len(place):
+            found.ends += 1
+            found.ends_trained += int(supervised[place[0]])
+        return True
+
+    def _kept(self, ids: np.ndarray) -> np.ndarray:
+        """Return the places that the limit leaves."""
+        length, limit = len(ids), self.labelling.seq_len
+        if length <= limit:
+            return np.arange(length)
+        if self.labelling.truncation == "right":
+            return np.arange(limit)
+        bos = self.encoder.bos_id
+        opening = int(bos is not None and ids[0] == bos and not (ids[1:] == bos).any())
+        return np.append(np.arange(opening), np.arange(length - limit + opening, length))

@@ -1,0 +1,104 @@
+"""The data-contract certificate of a training run: measured, recorded, and judged before step 1."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from mens_exp.artifacts.data_contract import DataContract
+from mens_exp.corpus import contract_rules
+from mens_exp.corpus.overlap import texts_of
+from mens_exp.corpus.row_part import overlap_part, rows_part
+from mens_exp.corpus.source import cache_key, labelling_of
+from mens_exp.corpus.split import Side
+from mens_exp.corpus.token_part import token_part
+from mens_exp.errors import Refusals
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from mens_exp.artifacts.data_contract import OverlapPart
+    from mens_exp.config.root import RunConfig
+    from mens_exp.corpus.source import Rows
+    from mens_exp.data.datamodule import RowsDataModule
+    from mens_exp.errors import MensError
+    from mens_exp.tasks.run import Run
+    from mens_exp.tokenizer.protocol import Tokenizer
+    from mens_exp.training.module import TrainingModule
+
+__all__ = ["certify_rows", "certify_steps"]
+
+
+def certify_rows(
+    config: RunConfig, run: Run, rows: Rows, data: RowsDataModule, tokenizer: Tokenizer, cache: Path
+) -> None:
+    """Record what the rows became, and refuse what is over a limit; a resumed run did so already.
+
+    Raises:
+        GateError: a limit is passed.
+        Refusals: several are.
+    """
+    if run.manifest.data_contract is not None:
+        return
+    key = cache_key(config, rows, Side.TRAIN, tokenizer)
+    documents, limits, labelling = data.train_documents, config.data.contract, labelling_of(config)
+    kept = token_part(
+        rows.train, documents, tokenizer, cache=cache, key=key, counts=data.train_counts
+    )
+    contract = DataContract(
+        tokens=kept.tokens,
+        rows=rows_part(rows, documents, tokenizer, labelling),
+        overlap=_overlap(rows),
+        probe=None,
+        limits=dataclasses.asdict(limits),
+        unknown={**kept.unknown, "probe": "not reached: it runs just before step 1"},
+    )
+    if contract.overlap is None:
+        contract.unknown["overlap"] = "no row is held out, and no suite has items of its own"
+    run.manifest.notes += contract_rules.notes_of_tokens(contract.tokens, labelling)
+    found = [
+        *contract_rules.of_tokens(contract.tokens, limits, labelling),
+        *contract_rules.of_rows(contract.rows, limits),
+        *(contract_rules.of_overlap(contract.overlap, limits) if contract.overlap else ()),
+    ]
+    _record(run, contract, found)
+
+
+def certify_steps(
+    config: RunConfig, run: Run, module: TrainingModule, data: RowsDataModule
+) -> None:
+    """Try the first batches on the model, once a run, and refuse what is out of tolerance.
+
+    Raises:
+        GateError: a trial failed.
+        Refusals: several did.
+    """
+    node = run.manifest.data_contract
+    assert node is not None, "the rows come first"
+    contract = DataContract(**node)
+    if contract.probe is not None:
+        return
+    if not config.data.contract.probe:
+        contract.unknown["probe"] = "switched off by data.contract.probe=false"
+        _record(run, contract, [])
+        return
+    from mens_exp.training.contract_probe import probe
+
+    contract.probe = probe(config, module, data)
+    del contract.unknown["probe"]
+    _record(run, contract, list(contract_rules.of_probe(contract.probe)))
+
+
+def _overlap(rows: Rows) -> OverlapPart | None:
+    if not rows.heldout:
+        return None
+    items = ((pair.id, "\n".join(texts_of(pair))) for pair in rows.heldout)
+    return overlap_part(rows.train, items, "the held-out rows")
+
+
+def _record(run: Run, contract: DataContract, found: Sequence[MensError]) -> None:
+    contract.violations += map(str, found)
+    run.manifest.data_contract = contract.as_json()
+    run.save()
+    Refusals.raise_if(found)

@@ -1,0 +1,200 @@
+"""The probe part of the data contract: packing, labels and accumulation tried on the run's model.
+
+A few short documents of the first batches are enough: what goes wrong goes wrong for all. Losses
+are those of training, gradients are those that the optimizer would get, and nothing is stepped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from mens_exp.data.batch import Batch, packed_batch, padded_batch
+from mens_exp.rows.encode import Encoded
+from mens_exp.training.accumulation import accumulated
+from mens_exp.training.untouched import untouched
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mens_exp.artifacts.data_contract import ProbePart
+    from mens_exp.config.root import RunConfig
+    from mens_exp.data.datamodule import RowsDataModule
+    from mens_exp.objective.causal import LossSum
+    from mens_exp.training.module import TrainingModule
+
+__all__ = ["probe"]
+
+# Relative differences that rounding makes; see `_tolerance`.
+_TOLERANCES = {"f32": 1e-3, "bf16": 0.05, "f16": 0.05}
+_TOLERANCE_INT8 = 0.2
+_BATCHES = 8  # micro-batches that documents are taken from
+_DOCUMENTS = 4  # tried together, and taken one by one
+_TOKENS = 64  # of each, to its last learned one; measured: about 1 s for SmolLM2 on two cores
+_MULTIPLE = 32  # tokens; shapes like those of training
+
+
+def probe(config: RunConfig, module: TrainingModule, data: RowsDataModule) -> ProbePart:
+    """Try a run's model on documents of its first batches.
+
+    Args:
+        config: the whole configuration.
+        module: what will train; it is left as it was.
+        data: the rows.
+    """
+    began = time.monotonic()
+    stream = data.train_dataloader()
+    first = stream.batch(0)
+    batches = [first, *map(stream.batch, range(1, min(_BATCHES, stream.total)))]
+    documents = _few([one for batch in batches for one in _documents(batch)])
+    with untouched(module):
+        trial = _Trial(module, documents, packed=config.data.packing, pad_id=data.tokenizer.pad_id)
+        together = trial.together()
+        peek = trial.peek()
+        uneven = accumulated(config, module, trial.documents, data.tokenizer.pad_id)
+        module.zero_grad(set_to_none=True)
+    return {
+        "documents": len(trial.documents),
+        "tokens": len(trial.documents.ids),
+        "packed": config.data.packing,
+        "dropout": "off while probing",
+        "tolerance": _tolerance(config),
+        "targets_follow": all(map(_targets_follow, batches)),
+        "as_asked": list(_otherwise(config, first)),
+        "together_loss": together[0],
+        "together_hidden": together[1],
+        "peek": peek,
+        "accumulation_documents": uneven.documents if uneven else None,
+        "accumulation_loss": uneven.loss if uneven else None,
+        "accumulation_gradient": uneven.gradient if uneven else None,
+        "parameters_compared": uneven.parameters if uneven else None,
+        "seconds": round(time.monotonic() - began, 3),
+    }
+
+
+def _tolerance(config: RunConfig) -> float:
+    if config.quant.quant_type.value == "int8":
+        return _TOLERANCE_INT8
+    return _TOLERANCES[config.quant.compute_dtype.value]
+
+
+def _targets_follow(batch: Batch) -> bool:
+    """Tell whether every target is the token behind the one that it is predicted from."""
+    ids = batch.input_ids_BT.flatten()
+    inside = batch.predict_M + 1 < len(ids)
+    if not bool(inside.all()) or not torch.equal(ids[batch.predict_M + 1], batch.targets_M):
+        return False
+    positions = batch.position_ids_BT.flatten()
+    return torch.equal(positions[batch.predict_M] + 1, positions[batch.predict_M + 1])
+
+
+def _otherwise(config: RunConfig, first: Batch) -> list[str]:
+    """Name what of the first batch is not what the configuration says."""
+    data = config.data
+    packed = first.documents is not None
+    longest = int(first.position_ids_BT.max()) + 1
+    rows, width = first.input_ids_BT.shape
+    room = data.seq_len * data.micro_batch_size + _MULTIPLE
+    found = []
+    if packed is not data.packing:
+        found.append(f"packed: {packed}, data.packing={data.packing}")
+    if longest > data.seq_len:
+        found.append(f"a document of {longest} tokens, data.seq_len={data.seq_len}")
+    if (packed and width > room) or (not packed and rows > data.micro_batch_size):
+        found.append(f"{rows} × {width} tokens, data.micro_batch_size={data.micro_batch_size}")
+    return found
+
+
+def _documents(batch: Batch) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Take a batch apart into ids and what is learned of each document, to its last such token."""
+    ids = batch.input_ids_BT.flatten().numpy()
+    learned = np.zeros(len(ids), bool)
+    learned[batch.predict_M.numpy() + 1] = True
+    width = batch.input_ids_BT.shape[1]
+    bounds: Sequence[tuple[int, int]] = batch.documents or [
+        (row * width, (row + 1) * width) for row in range(batch.input_ids_BT.shape[0])
+    ]
+    found = []
+    for start, end in bounds:
+        places = np.flatnonzero(learned[start:end])
+        if len(places):
+            until = start + int(places[-1]) + 1
+            begin = max(start, until - _TOKENS)
+            mask = learned[begin:until].copy()
+            mask[0] = False  # what stood before it is not there
+            found.append((ids[begin:until], mask))
+    return [(own, mask) for own, mask in found if mask.any()]
+
+
+def _few(documents: list[tuple[np.ndarray, np.ndarray]]) -> Encoded:
+    """Choose the shortest documents."""
+    chosen = sorted(documents, key=lambda both: len(both[0]))[:_DOCUMENTS]
+    lengths = [len(ids) for ids, _ in chosen]
+    return Encoded(
+        ids=np.concatenate([ids for ids, _ in chosen]).astype(np.int32),
+        supervised=np.concatenate([learned for _, learned in chosen]),
+        offsets=np.cumsum([0, *lengths], dtype=np.int64),
+        truncated=0,
+        dropped=0,
+    )
+
+
+class _Trial:
+    """Forward passes over a few documents."""
+
+    def __init__(
+        self, module: TrainingModule, documents: Encoded, *, packed: bool, pad_id: int
+    ) -> None:
+        self.module, self.documents = module, documents
+        self.packed, self.pad_id = packed, pad_id
+
+    def together(self) -> tuple[float | None, float | None]:
+        """Compare a batch with its documents alone: the loss sum, and the states furthest apart."""
+        many = len(self.documents)
+        if many < 2:  # noqa: PLR2004  # a pair to keep apart
+            return None, None
+        joined, hidden_MD = self._pass(self._batch(range(many)))
+        alone, apart, at = 0.0, 0.0, 0
+        for number in range(many):
+            loss, own_MD = self._pass(self._batch([number]))
+            theirs_MD = hidden_MD[at : at + loss.count]
+            at += loss.count
+            alone += float(loss.total.detach())
+            apart = max(apart, _difference(theirs_MD, own_MD))
+        return abs(float(joined.total.detach()) - alone) / max(abs(alone), 1e-12), apart
+
+    def peek(self) -> float | None:
+        """Change the last token of a document where it stands, and see whether anything moves."""
+        batch = self._batch([0])
+        place = int(batch.predict_M[-1]) + 1
+        ids = batch.input_ids_BT.clone()
+        others = ids[0][ids[0] != ids[0, place]]
+        if not len(others):
+            return None
+        ids[0, place] = others[0]
+        before, states_MD = self._pass(batch)
+        after, moved_MD = self._pass(dataclasses.replace(batch, input_ids_BT=ids))
+        loss = float(before.total.detach())
+        furthest = max(map(_difference, moved_MD, states_MD))
+        return max(abs(float(after.total.detach()) - loss) / max(abs(loss), 1e-12), furthest)
+
+    def _batch(self, chosen: Sequence[int]) -> Batch:
+        if self.packed:
+            return packed_batch(self.documents, [chosen], 0, multiple=_MULTIPLE, pad_id=self.pad_id)
+        return padded_batch(self.documents, [[one] for one in chosen], 0, pad_id=self.pad_id)
+
+    def _pass(self, batch: Batch) -> tuple[LossSum, torch.Tensor]:
+        module = self.module
+        there = batch.to(next(module.parameters()).device)
+        module.backend.begin(0)
+        hidden_MD = module.backend(there)
+        loss = module.objective(hidden_MD, there.targets_M, module.backend.head)
+        return loss, hidden_MD.detach().float()
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / other.norm().clamp_min(1e-12))

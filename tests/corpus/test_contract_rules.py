@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.config.data_contract import ContractConfig
+from mens_exp.corpus import contract_rules
+from mens_exp.rows.encode import Labelling
+
+if TYPE_CHECKING:
+    from mens_exp.artifacts.data_contract import OverlapPart, ProbePart, RowsPart, TokenPart
+
+LIMITS = ContractConfig()
+LABELLING = Labelling(objective="assistant", seq_len=512)
+ROLES = {"system": 0, "user": 30, "assistant": 50, "end_marker": 10, "template": 10}
+TOKENS: TokenPart = {
+    "documents": 10,
+    "tokens": 100,
+    "trained_tokens": 60,
+    "trained_frac": 0.6,
+    "tokens_by_role": ROLES,
+    "trained_by_role": {**ROLES, "user": 0, "template": 0},
+    "end_marker_trained": True,
+    "ends": 10,
+    "ends_trained": 10,
+    "end_marker_trained_frac": 1.0,
+    "answer_tokens_missed": 0,
+    "trained_tokens_lost": 0,
+    "trained_tokens_lost_frac": 0.0,
+    "nothing_to_learn": 0,
+    "nothing_to_learn_frac": 0.0,
+    "longest": 512,
+    "truncated": 0,
+}
+ROWS: RowsPart = {
+    "groups_on_two_sides": [],
+    "rows_on_two_sides": 0,
+    "conversations": 10,
+    "repeated_answers": 5,
+    "prompts_checked": 16,
+    "prompts_otherwise": 0,
+    "mix_off": 2.0,
+}
+OVERLAP: OverlapPart = {
+    "against": "the held-out rows",
+    "items": 100,
+    "ngram_words": 13,
+    "sharing": 20,
+    "contained": 5,
+    "contained_frac": 0.05,
+    "rows_sharing": 40,
+    "worst": [{"row": "r", "item": "i", "shared": 9, "share": 0.9}],
+}
+PROBE: ProbePart = {
+    "documents": 4,
+    "tokens": 256,
+    "packed": True,
+    "dropout": "off while probing",
+    "tolerance": 0.05,
+    "targets_follow": True,
+    "as_asked": [],
+    "together_loss": 0.05,
+    "together_hidden": 0.05,
+    "peek": 0.05,
+    "accumulation_documents": 4,
+    "accumulation_loss": 0.05,
+    "accumulation_gradient": 0.05,
+    "parameters_compared": 100,
+    "seconds": 1.0,
+}
+
+
+@pytest.mark.parametrize("limits", [LIMITS, ContractConfig(min_supervised_frac=0.6)])
+def test_what_is_at_its_limit_passes(limits: ContractConfig) -> None:
+    """Only what is over one is refused."""
+    assert not list(contract_rules.of_tokens(TOKENS, limits, LABELLING))
+    assert not list(contract_rules.of_rows(ROWS, limits))
+    assert not list(contract_rules.of_overlap(OVERLAP, limits))
+    assert not list(contract_rules.of_probe(PROBE))
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "setting"),
+    [
+        ({"trained_frac": 0.009}, "data.contract.min_supervised_frac", {"min_supervised_frac": 0}),
+        (
+            {"trained_tokens_lost_frac": 0.91},
+            "data.contract.max_truncation_loss_frac",
+            {"max_truncation_loss_frac": 1},
+        ),
+        (
+            {"nothing_to_learn_frac": 0.51},
+            "data.contract.max_nothing_frac",
+            {"max_nothing_frac": 1},
+        ),
+        ({"ends_trained": 9}, "data.contract.allow_untrained_end", {"allow_untrained_end": True}),
+        ({"longest": 513}, "data.seq_len", {}),
+        ({"answer_tokens_missed": 1}, "objective.labels", {}),
+        ({"trained_by_role": {**ROLES, "user": 1}}, "objective.labels", {}),
+    ],
+)
+def test_each_fault_of_the_tokens_is_refused_and_its_setting_allows_it(
+    change: dict[str, Any], where: str, setting: dict[str, Any]
+) -> None:
+    """With exit code 4 and what to do next; what no setting allows is a fault of the program."""
+    part: Any = {**TOKENS, **change}
+    (error,) = contract_rules.of_tokens(part, LIMITS, LABELLING)
+    assert (error.where, error.exit_code) == (where, 4)
+    assert error.remedy
+    if setting:
+        allowed = dataclasses.replace(LIMITS, **setting)
+        assert not list(contract_rules.of_tokens(part, allowed, LABELLING))
+
+
+def test_a_few_last_tokens_are_no_fault_of_last_k() -> None:
+    """It learns as few as it is told, and adds no end marker."""
+    part: Any = {**TOKENS, "trained_frac": 0.001, "ends_trained": 0, "answer_tokens_missed": 40}
+    last = dataclasses.replace(LABELLING, objective="last_k")
+    assert not list(contract_rules.of_tokens(part, LIMITS, last))
+    assert not list(contract_rules.notes_of_tokens({**part, "ends": 0}, last))
+
+
+def test_unknown_roles_refuse_nothing() -> None:
+    """Null has a reason beside it, and is no figure."""
+    names = ("tokens_by_role", "trained_by_role", "ends", "ends_trained", "answer_tokens_missed")
+    part: Any = {**TOKENS, **dict.fromkeys(names), "end_marker_trained": None}
+    assert not list(contract_rules.of_tokens(part, LIMITS, LABELLING))
+    assert not list(contract_rules.notes_of_tokens(part, LABELLING))
+
+
+def test_documents_that_are_all_cut_are_noted() -> None:
+    """No end marker is there to be learned."""
+    part: Any = {**TOKENS, "ends": 0, "ends_trained": 0, "end_marker_trained": False}
+    assert not list(contract_rules.of_tokens(part, LIMITS, LABELLING))
+    (note,) = contract_rules.notes_of_tokens(part, LABELLING)
+    assert "will not learn to stop" in note
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"groups_on_two_sides": ["a.py"]}, "rows of one group"),
+        ({"rows_on_two_sides": 1}, "rows are trained on and measured on"),
+        ({"repeated_answers": 6}, "the same answer again"),
+        ({"prompts_otherwise": 1}, "evaluation would ask otherwise"),
+        ({"mix_off": 2.1}, "has not its share"),
+    ],
+)
+def test_each_fault_of_the_rows_is_refused(change: dict[str, Any], what: str) -> None:
+    """One fault, one error."""
+    part: Any = {**ROWS, **change}
+    (error,) = contract_rules.of_rows(part, LIMITS)
+    assert what in error.what
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"as_asked": ["packed: True"]}, "not what was asked for"),
+        ({"targets_follow": False}, "not the token that follows"),
+        ({"peek": 0.051}, "depends on the token"),
+        ({"together_loss": 0.051}, "not kept apart"),
+        ({"together_hidden": 0.051}, "not kept apart"),
+        ({"accumulation_loss": 0.051}, "not one batch"),
+        ({"accumulation_gradient": 0.051}, "not one batch"),
+    ],
+)
+def test_each_fault_of_the_probe_is_refused(change: dict[str, Any], what: str) -> None:
+    """Over the tolerance is a fault; at it is rounding."""
+    part: Any = {**PROBE, **change}
+    (error,) = contract_rules.of_probe(part)
+    assert what in error.what
+
+
+def test_an_overlap_names_the_worst_row() -> None:
+    """Whoever has to drop something knows what."""
+    part: Any = {**OVERLAP, "contained_frac": 0.06}
+    (error,) = contract_rules.of_overlap(part, LIMITS)
+    assert "row r has 90% of item i" in str(error.found)

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import string
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mens_exp.corpus.overlap import Overlap, OverlapIndex, texts_of
+from mens_exp.rows.schema import TrainingPair
+
+WORDS = st.lists(st.sampled_from(["a", "b", "c"]), max_size=12)
+ITEM = "one two three four five six"
+
+
+def naive(item: list[str], row: list[str], n: int) -> int:
+    """Shared distinct n-grams, by sets of tuples."""
+    grams = [{tuple(words[i : i + n]) for i in range(len(words) - n + 1)} for words in (item, row)]
+    return len(grams[0] & grams[1])
+
+
+@given(item=WORDS.filter(lambda words: len(words) >= 3), row=WORDS)
+def test_shared_ngrams_are_those_of_plain_sets(item: list[str], row: list[str]) -> None:
+    """Against an independent count, every share included."""
+    found = OverlapIndex([("x", " ".join(item))], 3).overlaps([" ".join(row)])
+    shared = naive(item, row, 3)
+    whole = len({tuple(item[i : i + 3]) for i in range(len(item) - 2)})
+    expected = [Overlap(item="x", shared=shared, share=shared / whole)] if shared else []
+    assert found == expected
+
+
+def test_layout_case_and_punctuation_hide_nothing() -> None:
+    """Words are runs of letters, digits and underscores; n-grams go on into the next text."""
+    index = OverlapIndex([("x", ITEM)], 5)
+    assert index.overlaps(["ONE, two\n\tthree;", "(four) five!"]) == [
+        Overlap(item="x", shared=1, share=0.5)
+    ]
+    assert index.overlaps(["one two three four", "5"]) == []
+
+
+@pytest.mark.parametrize(("texts", "has"), [(["Say hi."], True), (["a", "say HI"], True)])
+def test_short_items_are_looked_for_whole(texts: list[str], has: bool) -> None:
+    """A prompt, an answer or a whole row that says just the item."""
+    index = OverlapIndex([("short", "Say hi"), ("long", ITEM)], 5)
+    assert [one.item for one in index.overlaps(texts)] == ["short"] * has
+
+
+def test_short_items_inside_longer_texts_are_no_match() -> None:
+    """Two words in a row are everywhere."""
+    assert OverlapIndex([("short", "Say hi")], 5).overlaps(["Please say hi to them."]) == []
+
+
+def test_items_that_share_an_ngram_are_all_told_the_largest_share_first() -> None:
+    """One n-gram of two items: each with its own share."""
+    items = [("long", f"{ITEM} seven"), ("same", "one two three four five")]
+    found = OverlapIndex(items, 5).overlaps(["zero one two three four five zero"])
+    assert found == [
+        Overlap(item="same", shared=1, share=1.0),
+        Overlap(item="long", shared=1, share=1 / 3),
+    ]
+
+
+def test_an_empty_benchmark_matches_nothing() -> None:
+    """Nor does an item without a word."""
+    assert OverlapIndex([]).overlaps([ITEM]) == []
+    index = OverlapIndex([("empty", string.punctuation.replace("_", ""))])
+    assert len(index) == 1
+    assert index.overlaps(["…", ITEM]) == []
+
+
+def test_a_row_says_all_its_prompts_and_answers() -> None:
+    """The system prompt is no row's own."""
+    pair = TrainingPair(prompt="c", response="d", history=(("a", "b"),), system="s")
+    assert texts_of(pair) == ["a", "b", "c", "d"]

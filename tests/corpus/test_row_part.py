@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from mens_exp.corpus.row_part import overlap_part, rows_part
+from mens_exp.corpus.source import Rows
+from mens_exp.corpus.token_part import known_token_part, token_part
+from mens_exp.rows import cache as rows_cache
+from mens_exp.rows.cache import CacheKey
+from mens_exp.rows.encode import Labelling, encode
+from mens_exp.rows.schema import TrainingPair
+from mens_exp.tokenizer.vox import VoxTokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+VOX = VoxTokenizer()
+LABELLING = Labelling(objective="assistant", seq_len=200)
+WORDS = "a b c d e f g h i j k l m n o p q r s t"
+
+
+def pair(prompt: str, response: str = "ok", **more: Any) -> TrainingPair:
+    return TrainingPair(prompt=prompt, response=response, **more)
+
+
+def rows(train: Sequence[TrainingPair], **sides: Any) -> Rows:
+    given = {"val": [], "heldout": [], **sides}
+    return Rows(source="jsonl", train=list(train), sha256="0", **given)
+
+
+def part_of(train: Sequence[TrainingPair], **sides: Any) -> Any:
+    documents = encode(train, VOX, LABELLING)
+    return rows_part(rows(train, **sides), documents, VOX, LABELLING)
+
+
+def test_groups_and_rows_on_two_sides_are_counted() -> None:
+    """By their own names, whatever the split went by."""
+    train = [pair("1", group="a.py"), pair("2", group="b.py"), pair("3")]
+    found = part_of(train, val=[pair("4", group="b.py")], heldout=[pair("3"), pair("5")])
+    assert found["groups_on_two_sides"] == ["b.py"]
+    assert found["rows_on_two_sides"] == 1
+
+
+def test_conversations_that_repeat_an_answer_are_counted() -> None:
+    """Up to white space; rows of one exchange are no conversations."""
+    train = [
+        pair("1", "Yes."),
+        pair("2", "Yes.\n", history=(("1", " Yes."),)),
+        pair("2", "No.", history=(("1", "Yes."),)),
+    ]
+    found = part_of(train)
+    assert (found["conversations"], found["repeated_answers"]) == (2, 1)
+
+
+def test_prompts_are_those_of_evaluation_in_every_kind_of_document() -> None:
+    """Conversations, long documents and rows with nothing to learn do not count as otherwise."""
+    train = [
+        pair("x" * 500),  # nothing of its answer is within the limit
+        pair("1", "y" * 500),  # cut: not compared
+        pair("2"),
+        pair("b", "two", history=(("a", "one"),)),
+    ]
+    found = part_of(train)
+    assert (found["prompts_checked"], found["prompts_otherwise"]) == (2, 0)
+
+
+def test_documents_of_another_template_are_told() -> None:
+    """The learned part follows other ids than evaluation gives."""
+    train = [pair("1"), pair("2")]
+    documents = encode(train, VOX, LABELLING)
+    other = VoxTokenizer(chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    found = rows_part(rows(train), documents, other, LABELLING)
+    assert (found["prompts_checked"], found["prompts_otherwise"]) == (2, 2)
+
+
+def test_a_mix_is_held_against_its_exact_shares() -> None:
+    """Of ten rows, 0.7 and 0.3 are seven and three."""
+    sources = {"a": {"weight": 0.7, "rows": 5}, "b": {"weight": 0.3, "rows": 5}}
+    found = part_of([pair("1")], taken={"mixed": {"rows": 10, "sources": sources}})
+    assert found["mix_off"] == 2
+    assert part_of([pair("1")])["mix_off"] is None
+
+
+def test_half_of_an_item_in_one_row_is_contained() -> None:
+    """Twenty words are eight 13-grams; sixteen of them have four."""
+    row = pair("Say it.", " ".join(WORDS.split()[:16]))
+    found = overlap_part([pair("clean"), row, row], [("i", WORDS), ("j", "other")], "items")
+    assert (found["items"], found["sharing"], found["contained"]) == (2, 1, 1)
+    assert (found["contained_frac"], found["rows_sharing"]) == (0.5, 2)
+    assert found["worst"] == [{"row": row.id, "item": "i", "shared": 4, "share": 0.5}]
+    assert overlap_part([row], [], "nothing")["contained_frac"] == 0
+
+
+@pytest.fixture
+def key() -> CacheKey:
+    return CacheKey(
+        rows_sha256="r",
+        tokenizer_sha256=VOX.sha256,
+        template_sha256=VOX.template_sha256,
+        special_tokens_sha256="s",
+        allow_control_text=True,
+        labelling=LABELLING,
+    )
+
+
+def test_the_token_part_is_counted_by_hand_and_kept(
+    tmp_path: Path, key: CacheKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows of 10 learned characters and one of 300, cut; the second time nothing is encoded."""
+    train = [pair("1", "y" * 10), pair("2", "z" * 10), pair("3", "w" * 300)]
+    documents, counts = rows_cache.encoded(tmp_path, key, lambda: encode(train, VOX, LABELLING))
+    made = token_part(train, documents, VOX, cache=tmp_path, key=key, counts=counts)
+    part = made.tokens
+    assert part["trained_by_role"] is not None
+    assert part["tokens_by_role"] is not None
+    assert part["tokens_by_role"]["user"] == 3
+    kept = part["trained_by_role"]["assistant"] - 20
+    assert 0 < kept < 200
+    assert part["trained_tokens_lost"] == 300 - kept + 1  # its end marker, too
+    assert part["trained_tokens_lost_frac"] == pytest.approx((301 - kept) / (22 + 301), abs=1e-6)
+    assert (part["ends"], part["ends_trained"], part["end_marker_trained"]) == (2, 2, True)
+    assert part["end_marker_trained_frac"] == pytest.approx(2 / 3, abs=1e-6)
+    assert (part["longest"], part["truncated"], part["nothing_to_learn"]) == (200, 1, 0)
+    monkeypatch.setattr("mens_exp.corpus.token_part.role_counts", None)
+    again = token_part(train, documents, VOX, cache=tmp_path, key=key, counts=counts)
+    assert again == made == known_token_part(tmp_path, key, counts)
+
+
+def test_a_token_part_that_is_damaged_or_of_other_documents_is_not_known(
+    tmp_path: Path, key: CacheKey
+) -> None:
+    """It is made again then."""
+    train = [pair("1")]
+    documents, counts = rows_cache.encoded(tmp_path, key, lambda: encode(train, VOX, LABELLING))
+    made = token_part(train, documents, VOX, cache=tmp_path, key=key, counts=counts)
+    (file,) = (tmp_path / "data_contract").iterdir()
+    text = file.read_text("utf-8")
+    file.write_text(text.replace(counts.sha256, "0" * 64), "utf-8")
+    assert known_token_part(tmp_path, key, counts) is None
+    file.write_text(text[:40], "utf-8")
+    assert known_token_part(tmp_path, key, counts) is None
+    again = token_part(train, documents, VOX, cache=tmp_path, key=key, counts=counts)
+    assert again == made
+
+
+def test_documents_that_are_not_their_rows_leave_roles_unknown_with_the_reason(
+    tmp_path: Path, key: CacheKey
+) -> None:
+    """What can be told without roles still is."""
+    train = [pair("1", "y" * 300)]
+    documents, counts = rows_cache.encoded(tmp_path, key, lambda: encode(train, VOX, LABELLING))
+    documents.ids[0] = np.int32(5)
+    made = token_part(train, documents, VOX, cache=tmp_path, key=key, counts=counts)
+    assert made.tokens["tokens_by_role"] is made.tokens["end_marker_trained"] is None
+    assert train[0].id in made.unknown["tokens.tokens_by_role"]
+    learned = counts.supervised_tokens
+    assert made.tokens["trained_tokens_lost"] == 301 - learned

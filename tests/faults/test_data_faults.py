@@ -1,0 +1,301 @@
+"""Faults of the two source systems that concern data, put back in and seen to be caught.
+
+They are those of REFERENCE, sections 11 and 12. Each is injected where it was, and the run has to
+end before its first step; what finds it never looks at the place where it was made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from mens_exp import cli
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.corpus import dedupe, mix, split
+from mens_exp.corpus.split import Side, side_of
+from mens_exp.data import datamodule, stream
+from mens_exp.rows.schema import TrainingPair, to_json
+from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.training.module import TrainingModule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.rows.encode import Encoded
+
+pytestmark = pytest.mark.slow
+REFUSED = 4
+LOOP = (
+    "def {name}(values):\n    total = {n}\n    for value in values:\n        total += value * {n}\n"
+)
+
+
+@pytest.fixture
+def refused(
+    train_in: Callable[..., RunDir],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., str]:
+    """Train under a fault with a cache of its own, and return what the certificate says of it."""
+    monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
+
+    def trained(*overrides: str, without: str | None = None) -> str:
+        run = train_in(tmp_path / "run", *overrides, code=REFUSED, without=without)
+        assert not run.checkpoints.exists()  # nothing was trained
+        manifest = Manifest.read(run.manifest)
+        assert manifest.data_contract is not None
+        return "\n".join(manifest.data_contract["violations"])
+
+    return trained
+
+
+@pytest.fixture
+def encoding(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Encoded]], None]:
+    """Put a fault into how documents are made: it gets the real encoding and its arguments."""
+    real = datamodule.encode
+
+    def faulty(fault: Callable[..., Encoded]) -> None:
+        monkeypatch.setattr(datamodule, "encode", lambda *given: fault(real, *given))
+
+    return faulty
+
+
+def written(path: Path, pairs: Sequence[TrainingPair]) -> str:
+    path.write_text("".join(json.dumps(to_json(pair)) + "\n" for pair in pairs), "utf-8")
+    return f"data.path={path}"
+
+
+def test_keys_that_no_schema_has_are_all_refused(
+    tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Six keys of theirs, silently dropped by the schema, are six errors here."""
+    keys = ("max_seq_length", "pack", "eos", "min_len", "shuffle_seed", "num_proc")
+    command = [*tiny_run, f"hydra.run.dir={tmp_path / 'run'}"]
+    assert cli.main([*command, *(f"+data.{key}=1" for key in keys)]) == 2
+    said = capsys.readouterr().err
+    assert all(f"data.{key}" in said for key in keys)
+
+
+def test_a_sequence_length_that_is_not_forwarded_is_caught(
+    encoding: Callable[..., None], refused: Callable[..., str]
+) -> None:
+    """Documents come out longer than was asked for."""
+    encoding(
+        lambda real, pairs, encoder, labelling: real(
+            pairs, encoder, dataclasses.replace(labelling, seq_len=5_000)
+        )
+    )
+    found = refused("data.seq_len=48", "data.packing=false")
+    assert "data.seq_len: a document is longer than was asked for" in found
+
+
+def test_packing_that_is_not_forwarded_is_caught(
+    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+) -> None:
+    """The first batch is read back."""
+    real = stream.MicroBatches.__init__
+
+    def packed(self: Any, *given: Any, **named: Any) -> None:
+        real(self, *given, **{**named, "packing": True})
+
+    monkeypatch.setattr(stream.MicroBatches, "__init__", packed)
+    assert "packed: True, data.packing=False" in refused("data.packing=false")
+
+
+def test_an_end_marker_that_is_not_trained_is_caught(
+    encoding: Callable[..., None], refused: Callable[..., str]
+) -> None:
+    """No document learns its end."""
+
+    def without_ends(real: Any, pairs: Any, encoder: HfTokenizer, labelling: Any) -> Encoded:
+        made: Encoded = real(pairs, encoder, labelling)
+        return dataclasses.replace(
+            made, supervised=made.supervised & ~np.isin(made.ids, list(encoder.end_ids))
+        )
+
+    encoding(without_ends)
+    found = refused()
+    assert "data.contract.allow_untrained_end: the end of an answer is not learned" in found
+    assert "found 0 of " in found
+
+
+def test_another_prompt_at_evaluation_is_caught(
+    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+) -> None:
+    """Evaluation that asks without the chat template asks otherwise than training did."""
+
+    def bare(self: HfTokenizer, conversations: Sequence[list[dict[str, str]]]) -> list[list[int]]:
+        return self.encode_all([turns[-1]["content"] for turns in conversations])
+
+    monkeypatch.setattr(HfTokenizer, "encode_prompts", bare)
+    found = refused()
+    assert "tokenizer.chat_template: evaluation would ask otherwise" in found
+    assert "found 16 of 16 prompts differ" in found
+
+
+def test_targets_without_the_shift_are_caught(
+    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+) -> None:
+    """Each token predicted from itself."""
+    real = stream.packed_batch
+
+    def unshifted(*given: Any, **named: Any) -> Any:
+        batch = real(*given, **named)
+        return dataclasses.replace(batch, predict_M=batch.predict_M + 1)
+
+    monkeypatch.setattr(stream, "packed_batch", unshifted)
+    assert "what is to be predicted is not the token that follows" in refused()
+
+
+def test_a_model_that_sees_what_it_predicts_is_caught(
+    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+) -> None:
+    """The same fault behind the batch: hidden states of the target's own place."""
+    from mens_exp.backends import causal_forward
+
+    real = causal_forward.hidden_states
+
+    def unshifted(causal_lm: Any, batch: Any) -> Any:
+        return real(causal_lm, dataclasses.replace(batch, predict_M=batch.predict_M + 1))
+
+    monkeypatch.setattr(causal_forward, "hidden_states", unshifted)
+    assert "objective: the loss depends on the token that it is to predict" in refused(
+        "lora.dropout=0"
+    )
+
+
+def test_a_mask_that_a_left_cut_leaves_behind_is_caught(
+    encoding: Callable[..., None], refused: Callable[..., str]
+) -> None:
+    """The prompt's length still counts from a beginning that is gone."""
+
+    def unmoved(real: Any, pairs: Any, encoder: Any, labelling: Any) -> Encoded:
+        made: Encoded = real(pairs, encoder, labelling)
+        whole = real(pairs, encoder, dataclasses.replace(labelling, seq_len=5_000))
+        assert len(whole) == len(made)
+        masks = [
+            whole.supervised[start : start + length]
+            for start, length in zip(whole.offsets, made.lengths, strict=False)
+        ]
+        return dataclasses.replace(made, supervised=np.concatenate(masks))
+
+    encoding(unmoved)
+    found = refused("data.truncation=left", "data.seq_len=40", "data.contract.probe=false")
+    assert "objective.labels: parts of answers are not learned" in found
+
+
+def test_gradients_of_the_last_micro_batch_alone_are_caught(
+    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+) -> None:
+    """Accumulation that begins anew with every micro-batch."""
+    real = TrainingModule.training_step
+
+    def forgetful(self: Any, batch: Any, number: int) -> Any:
+        for parameter in self.backend.trainable().values():
+            parameter.grad = None
+        return real(self, batch, number)
+
+    monkeypatch.setattr(TrainingModule, "training_step", forgetful)
+    found = refused()
+    assert "trainer.accumulate_grad_batches: accumulated micro-batches are not one batch" in found
+
+
+def test_mix_weights_that_are_rounded_up_are_caught(
+    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str], tmp_path: Path
+) -> None:
+    """0.7 and 0.3, rounded up, are halves."""
+    sources = []
+    for name, weight in (("a", 0.7), ("b", 0.3)):
+        rows = [TrainingPair(prompt=f"Say {name}{n}.", response=f"{name}{n}") for n in range(40)]
+        written(tmp_path / f"{name}.jsonl", rows)
+        sources.append(f"{{path:{tmp_path / name}.jsonl,weight:{weight}}}")
+    real = mix._shares
+
+    def rounded(weights: Any, names: Any) -> Any:
+        return real({name: math.ceil(weights[name]) for name in names}, names)
+
+    monkeypatch.setattr(mix, "_shares", rounded)
+    found = refused("data=mix", f"data.sources=[{','.join(sources)}]", without="data.path")
+    assert "data.sources: a source of the mix has not its share" in found
+
+
+def test_a_hash_of_the_text_lets_copies_through_and_they_are_caught(
+    monkeypatch: pytest.MonkeyPatch,
+    refused: Callable[..., str],
+    train_in: Callable[..., RunDir],
+    tmp_path: Path,
+) -> None:
+    """The same code laid out otherwise: a hash of its syntax drops it, one of its text does not."""
+    groups = [f"file {n}" for n in range(60)]
+    sides = {group: side_of(group, 0.1, 0.1) for group in groups}
+    own = [group for group in groups if sides[group] is not Side.HELDOUT]
+    apart = [group for group in groups if sides[group] is Side.HELDOUT]
+    rows = [
+        TrainingPair(prompt=f"Sum {n}.", response=LOOP.format(name=f"f{n}", n=n), group=group)
+        for n, group in enumerate([*own, *apart])
+    ]
+    copies = [
+        dataclasses.replace(
+            row, response=row.response.replace("    ", "  ") + "# copy\n", group=own[0]
+        )
+        for row in rows[len(own) :]
+    ]
+    kept, gone = dedupe.dedupe([*rows, *copies])
+    assert (len(kept), gone) == (len(rows), len(copies))
+    train_in(tmp_path / "clean", written(tmp_path / "kept.jsonl", kept))
+    monkeypatch.setattr(
+        dedupe, "response_key", lambda text: hashlib.sha256(text.encode()).hexdigest()
+    )
+    kept, gone = dedupe.dedupe([*rows, *copies])
+    assert gone == 0
+    found = refused(written(tmp_path / "all.jsonl", kept))
+    assert "data.contract.max_overlap_frac: training rows have the benchmark's items" in found
+
+
+def test_conversations_whose_answer_never_changes_are_caught(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    """Two questions, one answer, row after row."""
+    rows = [
+        TrainingPair(prompt=f"And {n}?", response="Yes.", history=((f"Is it {n}?", "Yes."),))
+        for n in range(60)
+    ]
+    found = refused(written(tmp_path / "turns.jsonl", rows))
+    assert "max_repeated_answer_frac: conversations give the same answer again" in found
+
+
+def test_rows_of_one_file_on_two_sides_are_caught(
+    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str], tmp_path: Path
+) -> None:
+    """A split that parts rows instead of source files."""
+    rows = [
+        TrainingPair(prompt=f"Add {n}.", response=f"x + {n}", group=f"file {n % 6}")
+        for n in range(60)
+    ]
+    monkeypatch.setattr(split, "group_of", lambda pair: pair.id)
+    found = refused(written(tmp_path / "rows.jsonl", rows))
+    assert "data: rows of one group are trained on and measured on" in found
+    assert "file 0" in found
+
+
+def test_a_run_without_a_fault_has_a_certificate_without_a_violation(finished: RunDir) -> None:
+    """Each of the figures that the faults move is where it should be."""
+    node = Manifest.read(finished.manifest).data_contract
+    assert node is not None
+    assert (node["violations"], node["unknown"]) == ([], {})
+    assert node["tokens"]["end_marker_trained"] is True
+    assert node["tokens"]["trained_by_role"]["user"] == 0
+    assert node["tokens"]["nothing_to_learn"] == node["tokens"]["trained_tokens_lost"] == 0
+    assert node["rows"]["prompts_checked"] == 16
+    assert node["probe"]["targets_follow"] is True
+    assert node["probe"]["peek"] == 0
+    assert max(node["probe"][f"accumulation_{one}"] for one in ("loss", "gradient")) < 0.01
+    assert node["overlap"]["contained"] == 0

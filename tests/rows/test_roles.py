@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mens_exp.rows.encode import Encoded, Labelling, encode
+from mens_exp.rows.roles import RoleCounts, role_counts, supervised_tokens
+from mens_exp.rows.schema import TrainingPair
+from mens_exp.rows.shapes import Role
+from mens_exp.tokenizer.vox import VoxTokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mens_exp.tokenizer.hf import HfTokenizer
+
+FAMILIES = ["chatml", "chatml_marked", "llama3", "qwen3", "gemma", "mistral", "phi3", "phi4"]
+SPELLED = ["<|im_end|>", "<|eot_id|>", "</s>", "[/INST]", "\n\n", "\n", "system", "user\n"]
+TEXTS = st.lists(
+    st.sampled_from(SPELLED) | st.text(st.characters(exclude_categories=["Cs"]), max_size=6),
+    min_size=1,
+    max_size=3,
+).map("".join)
+SAID = TEXTS.filter(str.strip)
+ROWS = st.builds(
+    TrainingPair,
+    prompt=SAID,
+    response=SAID,
+    history=st.lists(st.tuples(SAID, SAID), max_size=2).map(tuple),
+    system=st.none() | SAID,
+)
+PAIR = TrainingPair(prompt="Say hi.", response="hi", system="Be kind.")
+
+
+def counted(
+    tokenizer: HfTokenizer | VoxTokenizer, pairs: Sequence[TrainingPair], labelling: Labelling
+) -> tuple[RoleCounts, Encoded]:
+    documents = encode(pairs, tokenizer, labelling)
+    return role_counts(pairs, documents, tokenizer, labelling), documents
+
+
+def by_role(counts: object) -> dict[str, int]:
+    return {role.name: int(counts[role]) for role in Role}  # type: ignore[index]
+
+
+def test_each_byte_of_a_small_row_is_its_author_s(published: Callable[..., HfTokenizer]) -> None:
+    """ChatML by hand: one token a byte and one a marker; the answer and its end are trained."""
+    labelling = Labelling(objective="assistant", seq_len=500)
+    found, documents = counted(published("chatml_marked"), [PAIR], labelling)
+    assert found.why_unknown is None
+    texts = {"SYSTEM": len("Be kind."), "USER": len("Say hi."), "ASSISTANT": len("hi")}
+    total = len(documents.ids)
+    assert by_role(found.tokens) == {
+        **texts,
+        "END_MARKER": 1,
+        "TEMPLATE": total - sum(texts.values()) - 1,
+    }
+    assert by_role(found.trained) == {
+        **dict.fromkeys(texts, 0),
+        "TEMPLATE": 0,
+        "ASSISTANT": 2,
+        "END_MARKER": 1,
+    }
+    assert (found.ends, found.ends_trained, found.too_long) == (1, 1, [])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=25)
+@given(pairs=st.lists(ROWS, min_size=1, max_size=4), cut=st.integers(20, 400), left=st.booleans())
+def test_every_document_is_placed_under_published_templates(
+    published: Callable[..., HfTokenizer],
+    family: str,
+    pairs: list[TrainingPair],
+    cut: int,
+    left: bool,
+) -> None:
+    """Whatever the texts and the cut: all tokens are told, and none of the user's is trained."""
+    if family == "gemma":
+        pairs = [TrainingPair(prompt=one.prompt, response=one.response) for one in pairs]
+    labelling = Labelling(
+        objective="assistant", seq_len=cut, truncation="left" if left else "right"
+    )
+    found, documents = counted(published(family), pairs, labelling)
+    assert found.why_unknown is None
+    assert found.tokens.sum() == len(documents.ids)
+    assert found.trained.sum() == documents.supervised.sum()
+    assert found.trained[Role.USER] == found.trained[Role.SYSTEM] == 0
+    assert found.ends_trained == found.ends
+    assert found.missed == 0
+
+
+@pytest.mark.parametrize("objective", ["assistant", "causal", "last_k"])
+@settings(max_examples=25)
+@given(pairs=st.lists(ROWS, min_size=1, max_size=3), cut=st.integers(20, 400))
+def test_every_document_of_vox_is_placed(
+    objective: str, pairs: list[TrainingPair], cut: int
+) -> None:
+    """Vox has no offsets; its ids are bytes and compounds."""
+    labelling = Labelling(objective=objective, seq_len=cut)
+    pairs = [one for one in pairs if "<|im_" not in repr(one)]
+    found, documents = counted(VoxTokenizer(), pairs, labelling)
+    assert found.why_unknown is None
+    assert found.tokens.sum() == len(documents.ids)
+
+
+def test_masks_left_behind_by_a_cut_show_as_trained_user_tokens(
+    published: Callable[..., HfTokenizer],
+) -> None:
+    """The mask is read from the encoding: one that is shifted learns what the user wrote."""
+    labelling = Labelling(objective="assistant", seq_len=500)
+    documents = encode([PAIR], published("chatml_marked"), labelling)
+    documents.supervised[:] = [*documents.supervised[8:].tolist(), *[False] * 8]
+    found = role_counts([PAIR], documents, published("chatml_marked"), labelling)
+    assert found.trained[Role.ASSISTANT] == 0
+    assert found.ends_trained == 0 < found.ends
+    assert found.missed == len("hi")
+    assert found.trained.sum() == 3
+
+
+def test_documents_of_other_rows_are_not_told(published: Callable[..., HfTokenizer]) -> None:
+    """Nothing is guessed where a document is not made of its row."""
+    labelling = Labelling(objective="assistant", seq_len=500)
+    documents = encode([PAIR], published("chatml_marked"), labelling)
+    other = TrainingPair(prompt="Say ho.", response="ho", system="Be kind.")
+    found = role_counts([other], documents, published("chatml_marked"), labelling)
+    assert found.documents == 0
+    assert other.id in str(found.why_unknown)
+
+
+def test_what_the_limit_takes_is_told(published: Callable[..., HfTokenizer]) -> None:
+    """A row of 100 learned bytes and its end marker, cut after ten of them, has ten left."""
+    tokenizer = published("chatml_marked")
+    long = TrainingPair(prompt="Say it.", response="x" * 100)
+    endless = Labelling(objective="assistant", seq_len=500)
+    first = encode([long], tokenizer, endless).supervised.tolist().index(True)
+    cut = Labelling(objective="assistant", seq_len=first + 10)
+    found, _ = counted(tokenizer, [TrainingPair(prompt="Say.", response="hi"), long], cut)
+    assert (found.too_long, found.left_of_too_long) == ([1], 10)
+    assert supervised_tokens([long], tokenizer, cut) == 101
+    assert supervised_tokens([], tokenizer, cut) == 0
+    assert (found.ends, found.ends_trained) == (1, 1)  # the long one's end is cut off

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.telemetry import read_events
+from mens_exp.training.untouched import untouched
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.artifacts.run_dir import RunDir
+
+
+def states() -> list[Any]:
+    legacy: Any = np.random.get_state()  # noqa: NPY002  # the global one
+    return [torch.get_rng_state().tolist(), legacy[1].tolist(), random.getstate()]
+
+
+def test_a_block_leaves_modes_gradients_and_generators_as_they_were() -> None:
+    """Whatever is drawn, accumulated or switched inside, and dropout is off there."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5), torch.nn.ReLU())
+    model[2].eval()
+    model[0].weight.grad = torch.ones(3, 3)
+    state = states()
+    with untouched(model):
+        assert [module.training for module in model] == [True, False, False]
+        model(torch.rand(2, 3)).sum().backward()
+        np.random.rand(5)  # noqa: NPY002  # the global one, which others may use
+        random.random()  # noqa: S311  # no secret
+        model.train()
+        torch.use_deterministic_algorithms(True)
+    assert [module.training for module in model] == [True, True, False]
+    assert model[0].weight.grad.tolist() == [[1.0] * 3] * 3
+    assert model[0].bias.grad is None
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert states() == state
+
+
+def losses(run: RunDir) -> list[Any]:
+    steps = [event["payload"] for event in read_events(run.telemetry) if event["event"] == "step"]
+    return [step["train/loss"] for step in steps]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides", [(), ("data.packing=false", "data.micro_batch_size=2"), ("backend=full",)]
+)
+def test_a_run_with_the_probe_trains_bit_for_bit_as_without(
+    train_in: Callable[..., RunDir], tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    """Dropout included; a run without the probe says why it has none."""
+    with_it, without = (
+        train_in(tmp_path / name, *overrides, f"data.contract.probe={name}")
+        for name in ("true", "false")
+    )
+    assert losses(with_it) == losses(without)
+    made = "weights" if "backend=full" in overrides else "adapter"
+    outputs = [Manifest.read(run.manifest).outputs for run in (with_it, without)]
+    tensors = [{k: v for k, v in one.items() if k.endswith(".safetensors")} for one in outputs]
+    assert tensors[0] == tensors[1]
+    assert any(name.startswith(made) for name in tensors[0])
+    node = Manifest.read(without.manifest).data_contract
+    assert node is not None
+    assert node["probe"] is None
+    assert node["unknown"] == {"probe": "switched off by data.contract.probe=false"}
+
+
+@pytest.mark.slow
+def test_a_resumed_run_keeps_its_certificate(
+    train_in: Callable[..., RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not tried again: training goes on from where it was."""
+    from mens_exp import cli
+    from mens_exp.training import contract_probe
+
+    run = train_in(tmp_path / "run")
+    before = Manifest.read(run.manifest).data_contract
+    monkeypatch.delattr(contract_probe, "probe")
+    assert cli.main([f"resume={run.path}", "trainer.max_steps=5"]) == 0
+    assert Manifest.read(run.manifest).data_contract == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("quant.compute_dtype=f32",),
+        ("quant=int8",),
+        ("backend=lora", "quant=none"),
+        ("backend=burn",),
+        ("backend=proxy",),
+        ("model=tiny_gpt2",),
+        ("objective=causal",),
+    ],
+)
+def test_every_backend_is_within_tolerance(
+    train_in: Callable[..., RunDir], tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    """What differs by rounding alone is far from what is refused."""
+    node = Manifest.read(train_in(tmp_path / "run", *overrides).manifest).data_contract
+    assert node is not None
+    probe = node["probe"]
+    assert probe["documents"] == probe["accumulation_documents"] == 4
+    differences = ("together_loss", "together_hidden", "accumulation_loss", "accumulation_gradient")
+    assert max(probe[name] for name in differences) < probe["tolerance"] / 2
+    assert probe["peek"] <= 1e-6
