@@ -194,6 +194,8 @@ def _run_task(directory: Path, cell: Cell) -> int:
         with open_run(directory, cell) as run:
             _task(cell)(cell.config, run)
 
+    if cell.config.task.name == "corpus":
+        return _ended(work, directory, "the same command; steps that are done stay so")
     return _ended(work, directory)
 
 
@@ -215,7 +217,7 @@ def _resume(overrides: Sequence[str], *, multirun: bool) -> int:
     return _ended(lambda: go_on(resumption), resumption.directory.path)
 
 
-def _ended(work: Any, directory: Path) -> int:
+def _ended(work: Any, directory: Path, goes_on: str | None = None) -> int:
     """Do the work, and show its result or its error."""
     import traceback
 
@@ -230,7 +232,8 @@ def _ended(work: Any, directory: Path) -> int:
         return error.exit_code
     except (Cancelled, KeyboardInterrupt):
         print(  # noqa: T201
-            f"Cancelled. Go on with: python -m mens_exp resume={directory}", file=sys.stderr
+            f"Cancelled. Go on with: {goes_on or f'python -m mens_exp resume={directory}'}",
+            file=sys.stderr,
         )
         return _CANCELLED
     except (Exception, SystemExit):  # noqa: BLE001  # the outermost place: a bug, shown whole
