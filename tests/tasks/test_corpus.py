@@ -95,6 +95,20 @@ def test_a_failing_step_keeps_the_ones_before_it(
     assert "already done" in capsys.readouterr().out
 
 
+def test_a_cancelled_corpus_goes_on_with_the_same_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no training state to resume."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    project(tmp_path / "project")
+    monkeypatch.setattr("mens_exp.corpus.steps.pipeline.run_steps", interrupted)
+    assert make(tmp_path, 1) == 130
+    assert "Go on with: the same command" in capsys.readouterr().err
+
+
 def test_what_cannot_be_made_is_refused_before_a_run_is_opened(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

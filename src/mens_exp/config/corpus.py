@@ -30,8 +30,8 @@ __all__ = [
 
 # By name; a test holds them against the steps and readers that there are.
 STEPS: Final = (
-    *("extract", "validate", "generate", "dedupe", "decontaminate", "mix"),
-    *("split", "curriculum", "report"),
+    *("extract", "validate", "generate", "dedupe", "decontaminate"),
+    *("split", "mix", "curriculum", "report"),
 )
 LANGUAGES: Final = ("python", "rust", "markdown")
 
@@ -166,8 +166,8 @@ class CorpusConfig:
 
     steps: list[str] = setting(
         [],
-        "The steps, in order, each once: extract, validate, generate, dedupe, decontaminate, mix, "
-        "split, curriculum, report.",
+        "The steps, in order, each once: extract, validate, generate, dedupe, decontaminate, "
+        "split, mix, curriculum, report.",
     )
     input: Any = setting(
         None,

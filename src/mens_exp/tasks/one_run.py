@@ -26,6 +26,8 @@ def run_task(directory: Path, cell: Cell) -> int:
         with open_run(directory, cell) as run:
             _task(cell)(cell.config, run)
 
+    if cell.config.task.name == "corpus":  # it has no training state to resume
+        return ended(work, directory, "the same command; steps that are done stay so")
     return ended(work, directory)
 
 
@@ -34,8 +36,13 @@ def _task(cell: Cell) -> Any:
     return getattr(import_module(f"mens_exp.tasks.{name}"), name)
 
 
-def ended(work: Callable[[], None], directory: Path) -> int:
+def ended(work: Callable[[], None], directory: Path, goes_on: str | None = None) -> int:
     """Do the work, and show its result or its error.
+
+    Args:
+        work: what is to be done.
+        directory: of the run.
+        goes_on: what goes on with it once it was cancelled; `resume=` where nothing is said.
 
     Returns:
         The exit code.
@@ -52,9 +59,8 @@ def ended(work: Callable[[], None], directory: Path) -> int:
         print(f"The record: {directory}", file=sys.stderr)  # noqa: T201
         return error.exit_code
     except (Cancelled, KeyboardInterrupt):
-        print(  # noqa: T201
-            f"Cancelled. Go on with: python -m mens_exp resume={directory}", file=sys.stderr
-        )
+        again = goes_on or f"python -m mens_exp resume={directory}"
+        print(f"Cancelled. Go on with: {again}", file=sys.stderr)  # noqa: T201
         return CANCELLED
     except (Exception, SystemExit):  # noqa: BLE001  # the outermost place: a bug, shown whole
         traceback.print_exc()

@@ -61,6 +61,7 @@ def test_steps_in_an_order_with_a_meaning_are_taken(steps: list[str]) -> None:
         (["split", "split"], "the step split stands 2 times"),
         (["validate", "extract"], "extract cannot come after validate"),
         (["split", "generate"], "generate cannot come after split"),
+        (["mix", "decontaminate"], "decontaminate cannot come after mix"),
         (["mix", "split"], "split cannot come after mix"),
         (["curriculum", "mix"], "mix cannot come after curriculum"),
     ],

@@ -25,6 +25,10 @@ _NOT_AFTER: Final[dict[str, tuple[frozenset[str], str]]] = {
         "its rows would be of no share, no side and no place in the order",
     ),
     "dedupe": (frozenset({"mix"}), "it would take away what mix repeats, and the shares with it"),
+    "decontaminate": (
+        frozenset({"mix"}),
+        "it would take away drawn rows, and the shares with them",
+    ),
     "mix": (frozenset({"curriculum"}), "it draws rows in an order of its own"),
     "split": (
         frozenset({"mix"}),
@@ -143,8 +147,8 @@ def _order(corpus: CorpusConfig) -> Iterator[ConfigError]:
                 f"{name} cannot come after {wrong[0]}: {why}",
                 where="corpus.steps",
                 found=",".join(corpus.steps),
-                expected="extract or generate, validate, dedupe, split, mix, curriculum, report in "
-                "this order, less those that are not wanted",
+                expected="extract or generate, validate, dedupe, decontaminate, split, mix, "
+                "curriculum, report in this order, less those that are not wanted",
             )
 
 
