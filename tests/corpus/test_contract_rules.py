@@ -86,12 +86,12 @@ def test_what_is_at_its_limit_passes(limits: ContractConfig) -> None:
     [
         ({"trained_frac": 0.009}, "data.contract.min_supervised_frac", {"min_supervised_frac": 0}),
         (
-            {"trained_tokens_lost_frac": 0.91},
+            {"trained_tokens_lost_frac": 0.991},
             "data.contract.max_truncation_loss_frac",
             {"max_truncation_loss_frac": 1},
         ),
         (
-            {"nothing_to_learn_frac": 0.51},
+            {"nothing_to_learn_frac": 0.951},
             "data.contract.max_nothing_frac",
             {"max_nothing_frac": 1},
         ),

@@ -111,3 +111,17 @@ def test_every_backend_is_within_tolerance(
     differences = ("together_loss", "together_hidden", "accumulation_loss", "accumulation_gradient")
     assert max(probe[name] for name in differences) < probe["tolerance"] / 2
     assert probe["peek"] <= 1e-6
+
+
+@pytest.mark.slow
+def test_a_refused_run_is_refused_again_when_it_goes_on(
+    train_in: Callable[..., RunDir], tmp_path: Path
+) -> None:
+    """What was refused is no certificate to go on with."""
+    from mens_exp import cli
+
+    run = train_in(tmp_path / "run", "data.contract.min_supervised_frac=0.99", code=4)
+    first = Manifest.read(run.manifest).data_contract
+    assert cli.main([f"resume={run.path}"]) == 4
+    assert Manifest.read(run.manifest).data_contract == first
+    assert not run.checkpoints.exists()

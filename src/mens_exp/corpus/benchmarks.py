@@ -74,4 +74,4 @@ def _synthetic(count: int) -> Iterator[tuple[str, str]]:
     from mens_exp.corpus.generator.generate import benchmark_tasks
 
     for task in benchmark_tasks(_SEED, count):
-        yield f"synthetic/{task.id}", f"{task.prompt}\n{task.solution}"
+        yield task.id, f"{task.prompt}\n{task.solution}"

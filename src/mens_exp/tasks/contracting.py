@@ -33,13 +33,14 @@ __all__ = ["certify_rows", "certify_steps"]
 def certify_rows(
     config: RunConfig, run: Run, rows: Rows, data: RowsDataModule, tokenizer: Tokenizer, cache: Path
 ) -> None:
-    """Record what the rows became, and refuse what is over a limit; a resumed run did so already.
+    """Record what the rows became, and refuse what is over a limit; a run that passed does so once.
 
     Raises:
         GateError: a limit is passed.
         Refusals: several are.
     """
-    if run.manifest.data_contract is not None:
+    known = run.manifest.data_contract
+    if known is not None and not known["violations"]:
         return
     key = cache_key(config, rows, Side.TRAIN, tokenizer)
     documents, limits, labelling = data.train_documents, config.data.contract, labelling_of(config)
@@ -56,7 +57,8 @@ def certify_rows(
     )
     if contract.overlap is None:
         contract.unknown["overlap"] = "no row is held out, and no suite has items of its own"
-    run.manifest.notes += contract_rules.notes_of_tokens(contract.tokens, labelling)
+    notes = contract_rules.notes_of_tokens(contract.tokens, labelling)
+    run.manifest.notes += [note for note in notes if note not in run.manifest.notes]
     found = [
         *contract_rules.of_tokens(contract.tokens, limits, labelling),
         *contract_rules.of_rows(contract.rows, limits),
