@@ -161,6 +161,11 @@ VERDICTS: dict[str, tuple[str, Verdict, str]] = {
         Verdict.ASSERTION,
         "",
     ),
+    "closes its output": (
+        "    import sys\n    sys.stdout.close()\n    return a + b",
+        Verdict.PASSED,
+        "",
+    ),
     "prints a little": ("    print(a, b)\n    return a + b", Verdict.PASSED, ""),
     "reads input": ("    input()", Verdict.EXCEPTION, "EOFError"),
     "leaves a thread": (
