@@ -125,7 +125,7 @@ def test_every_value_enters_the_digest() -> None:
     base.tokenizer.chat_template = "c"
     base.data.truncation, base.quant.block_size = "left", 64
     base.compare.primary, base.compare.reference = "k", "a"
-    base.ledger, base.open = "l", "c"
+    base.ledger, base.open, base.promote.seeds = "l", "c", [1]
     base.promote.parity, base.promote.suite_digest, base.promote.factor = "p", "s", "f"
     base.prompt, base.repo, base.push.message, base.out = "p", "me/x", "m", "o"
     base.base, base.meta, base.adapter.file = "b", "j", "s"

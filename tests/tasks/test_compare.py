@@ -101,6 +101,15 @@ def test_an_undeclared_difference_confounds(study: Study, compare: Compare) -> N
     assert record.contrasts[0]["confounded_by"] == ["lora.r"]
 
 
+def test_the_reference_is_named_by_its_value(study: Study, compare: Compare) -> None:
+    """Or by its whole name, which has to be quoted; the signs turn."""
+    path = study(seeds=[1, 2], passes=lambda arm, _seed: 2 * arm)
+    by_value = compare(path, "compare.reference=false")
+    assert (by_value.reference, primary(by_value)["estimate"]) == (WITHOUT, -0.5)
+    by_name = compare(path, f'compare.reference="{WITHOUT}"')
+    assert by_name.contrasts == by_value.contrasts
+
+
 def test_a_learning_rate_sweep_is_never_blocked(study: Study, compare: Compare) -> None:
     """Three rates, each an arm, none confounded."""
     rates = [["optim.lr=1e-4"], ["optim.lr=2e-4"], ["optim.lr=3e-4"]]

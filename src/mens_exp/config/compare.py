@@ -29,8 +29,8 @@ class CompareConfig:
     )
     reference: str | None = setting(
         None,
-        "The arm that others are held against: its name, or factor=value; null is that of the "
-        "first run.",
+        "The arm that others are held against: its name, or its value of a factor; null is that "
+        "of the first run.",
     )
     condition: str = setting("tuned", "The scorecards' condition that arms are compared on.")
     alpha: float = setting(

@@ -67,8 +67,8 @@ def within(
     missing: Answer,
 ) -> Iterator[RuleRecord]:
     """Yield a rule for each floor and ceiling of an arm's means."""
-    limits = [(name, limit, True) for name, limit in floors.items()]
-    limits += [(name, limit, False) for name, limit in ceilings.items()]
+    limits = [(name, limit, True) for name, limit in sorted(floors.items())]
+    limits += [(name, limit, False) for name, limit in sorted(ceilings.items())]
     for name, limit, is_floor in limits:
         value = arm["kpis"].get(name)
         met = None if value is None else value >= limit if is_floor else value <= limit

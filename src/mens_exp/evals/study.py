@@ -225,13 +225,17 @@ def _learned_of(backend: str, own: Path | None) -> dict[str, Any]:
 
 
 def _reference(arms: Sequence[Arm], wanted: str | None) -> Arm:
-    """Return the arm of that name, or with that value of a factor; without one, the first."""
+    """Return the arm of that name, or with that value of a factor; without one, the first.
+
+    A value that looks like true or false comes spelled otherwise from the command line.
+    """
     if wanted is None:
         return arms[0]
     matching = [
         arm
         for arm in arms
         if wanted in {arm.name, *(f"{factor}={value}" for factor, value in arm.values.items())}
+        or wanted.lower() in {value.lower() for value in arm.values.values()}
     ]
     if len(matching) == 1:
         return matching[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -54,7 +54,8 @@ def verdict_table(record: Comparison) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, title_justify="left", show_edge=False, pad_edge=False)
     table.title = f"{record.primary}: each arm minus {record.reference}"
     for number, head in enumerate(heads):
-        table.add_column(head, justify="right" if 0 < number < len(heads) - 1 else "left")
+        justify: Literal["left", "right"] = "right" if 0 < number < len(heads) - 1 else "left"
+        table.add_column(head, justify=justify, overflow="fold")
     for row, contrast in zip(rows, record.contrasts, strict=True):
         color = _COLORS.get(Verdict(contrast["kpis"][record.primary]["verdict"]), "")
         *plain, last = row

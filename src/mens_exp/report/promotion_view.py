@@ -25,7 +25,7 @@ def decision_view(policy: str, made: DecisionEntry) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, title_justify="left", show_edge=False, pad_edge=False)
     table.title = f"{policy}: {made['decision']}"
     for head in ("rule", "evidence", "KPI", "observed", "threshold", "outcome", "note"):
-        table.add_column(head)
+        table.add_column(head, overflow="fold")
     for rule in made["rules"]:
         where = "" if rule["evidence"] is None else PurePath(rule["evidence"]).parent.name
         cells = (rule["rule"], where, rule["kpi"] or "", _text(rule["observed"]))

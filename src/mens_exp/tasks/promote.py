@@ -30,13 +30,14 @@ from mens_exp.tasks.promotion_evidence import certificate_of, comparison_files, 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mens_exp.artifacts.inspection import Check
     from mens_exp.config.policy import PolicyConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.tasks.run import Run
 
 __all__ = ["decided", "promote"]
 
-_MADE = ("evidence", "parity", "rules", "decision", "recommendation")
+_MADE = ("decision", "recommendation", "evidence", "parity")
 
 
 def promote(config: RunConfig, run: Run) -> None:
@@ -157,14 +158,24 @@ def _replay(ledger: Path, run: Run) -> None:
         if made is None:
             continue
         again = _again(made, entries[:number])
-        was, now = dict(made), dict(again)
-        what = f"entry {entry['number']}"
-        checks += [compared(f"{what}: {name}", was[name], now[name]) for name in _MADE]
+        checks += _differences(f"entry {entry['number']}", made, again)
     decisions = sum(entry["decision"] is not None for entry in entries)
     run.manifest.results.update(decisions=decisions, entries=len(entries))
     remedy = "find what of the evidence has changed since"
     refuse_differences("a past decision comes out otherwise", str(ledger), checks, remedy)
     Console().print(f"{decisions} decisions of {len(entries)} entries, each as it was made.")
+
+
+def _differences(what: str, made: DecisionEntry, again: DecisionEntry) -> list[Check]:
+    """Hold a decision against itself, made again: first what it is, then rule by rule."""
+    was, now = dict(made), dict(again)
+    checks = [compared(f"{what}: {name}", was[name], now[name]) for name in _MADE]
+    counts = [len(one["rules"]) for one in (made, again)]
+    checks.append(compared(f"{what}: rules", *counts))
+    for one, other in zip(made["rules"], again["rules"], strict=False):
+        name = f"{what}: {one['rule']} {one['kpi'] or ''}".rstrip()
+        checks.append(compared(name, *(f"{r['observed']}, {r['outcome']}" for r in (one, other))))
+    return checks
 
 
 def _again(made: DecisionEntry, before: list[LedgerEntry]) -> DecisionEntry:
