@@ -102,11 +102,12 @@ def test_example_of_help_composes(line: str) -> None:
         ["--cfg", "job"],
         ["lora.r=0", "quant.duble_quant=true"],
         ["task=plan", "experiment=smoke", "hydra.run.dir=out"],
+        ["-m", "task=plan", "experiment=smoke", "hydra.sweep.dir=out"],
     ],
     ids=" ".join,
 )
 def test_quick_answer_imports_nothing_heavy(command: list[str], tmp_path: Path) -> None:
-    """Help, the composed configuration, errors and a whole plan, in a fresh interpreter."""
+    """Help, the composed configuration, errors, a whole plan and a sweep's own process."""
     code = (
         "import json, sys\n"
         "from mens_exp.cli import main\n"

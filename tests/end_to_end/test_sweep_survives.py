@@ -170,7 +170,7 @@ def test_the_terminal_shows_the_cells_before_and_after(
     usual = [text for text in tiny_run if not text.startswith("trainer.max_steps")]
     assert cli.main(["-m", *usual, *swept, f"hydra.sweep.dir={place}"]) == 0
     said = " ".join(capsys.readouterr().err.split())
-    assert "1 cells, 1 at a time" in said
+    assert "1 cell, 1 at a time" in said
     assert "left out: cell 1 (lora.r=0): lora.r: out of range" in said
     assert "left out: cell 2 (lora.r=2): the same as cell 0" in said
     assert "1 succeeded" in said

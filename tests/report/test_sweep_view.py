@@ -64,7 +64,7 @@ def test_the_table_before_shows_what_each_cell_takes_and_the_sum() -> None:
     text = shown(planned_table(record()))
     assert "≈ 30 min 00 s" in text
     assert "01234567" in text
-    assert "2 cells, 2 at a time, 1 threads each: ≈ 1 h 00 min, 2.00 GiB of memory" in text
+    assert "2 cells, 2 at a time, 1 thread each: ≈ 1 h 00 min, 2.00 GiB of memory" in text
     assert "2 MiB of disk" in text
     assert "left out: cell 2 (seed=0): the same as cell 0" in text
 
@@ -81,7 +81,7 @@ def test_an_unknown_time_is_no_sum() -> None:
     """Where one cell's is unknown, so is the whole."""
     made = record()
     made.jobs[0]["estimate"]["time_s"] = None
-    assert "1 threads each: –, " in shown(planned_table(made))
+    assert "1 thread each: –, " in shown(planned_table(made))
 
 
 def test_the_table_after_shows_states_losses_and_reasons() -> None:

@@ -73,7 +73,7 @@ def test_group_is_the_loggers_before_the_experiments(tmp_path: Path) -> None:
 
 
 def test_group_of_an_ad_hoc_sweep_is_its_directory(tmp_path: Path) -> None:
-    """Hydra's multirun.yaml marks a sweep; beside no such file there is no group."""
+    """Hydra's multirun.yaml or our sweep.json marks it; beside no such file there is no group."""
     assert group_of(tmp_path / "0_abcd1234", WandbLogger(), manifest_of()) is None
     (tmp_path / "multirun.yaml").touch()
     assert group_of(tmp_path / "0_abcd1234", WandbLogger(), manifest_of()) == tmp_path.name

@@ -101,13 +101,17 @@ def _total(record: SweepRecord) -> str:
     beside = 1 if on_cpu else min(record.n_jobs, max(1, len(record.gpus)))
     time = _time(sum(known) / beside) if len(known) == len(times) else _UNKNOWN
     peak = sum(sorted(memory, reverse=True)[: record.n_jobs])
-    at_a_time = f"{record.n_jobs} at a time, {record.threads} threads each"
+    at_a_time = f"{record.n_jobs} at a time, {_many(record.threads, 'thread')} each"
     if record.gpus:
         at_a_time += f", GPU {', '.join(record.gpus)} in turn"
     return (
-        f"{len(record.jobs)} cells, {at_a_time}: {time}, "
+        f"{_many(len(record.jobs), 'cell')}, {at_a_time}: {time}, "
         f"{_size(peak or None)} of memory at most, {_size(disk or None)} of disk"
     )
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _notes(record: SweepRecord) -> list[Text]:

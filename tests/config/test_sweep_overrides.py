@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+
+from mens_exp.config.overrides import check
+
+
+def said(*texts: str, multirun: bool) -> list[str]:
+    return [str(problem) for problem in check(texts, multirun=multirun).problems]
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["sweep.retries=2", "hydra.launcher.n_jobs=2", "hydra/launcher=basic", "sweep.invalid=skip"],
+)
+def test_a_setting_of_a_sweep_needs_one(override: str) -> None:
+    """On a single run it would do nothing."""
+    (problem,) = said("model=tiny_llama", override, multirun=False)
+    assert "has no effect on a single run" in problem
+    assert "add -m" in problem
+    assert said("model=tiny_llama", override, multirun=True) == []
+
+
+def test_the_launcher_in_one_process_reads_no_setting_of_a_sweep() -> None:
+    """It keeps no record, and retries nothing."""
+    (problem,) = said("sweep.retries=2", "hydra/launcher=basic", multirun=True)
+    assert "has no effect with hydra/launcher=basic" in problem
+
+
+def test_an_unknown_key_of_the_launcher_is_refused() -> None:
+    """By Hydra's own schema of it."""
+    (problem,) = said("hydra.launcher.jobs=2", multirun=True)
+    assert "jobs" in problem
+
+
+def test_the_mode_is_told_by_m() -> None:
+    """Hydra would sweep without what is checked here."""
+    (problem,) = said("hydra.mode=MULTIRUN", multirun=False)
+    assert "is told by -m" in problem
+
+
+def test_a_swept_key_without_effect_in_some_cells_is_dropped_there() -> None:
+    """backend=full has no adapter; what was dropped is kept by name."""
+    checked = check(["backend=full,qlora", "lora.r=4,8"], multirun=True)
+    assert checked.problems == ()
+    assert [cell.dropped for cell in checked.cells] == [("lora.r=4",), ("lora.r=8",), (), ()]
+    assert [cell.config.lora.r for cell in checked.cells] == [16, 16, 4, 8]
+
+
+def test_a_key_given_once_without_effect_in_some_cells_is_an_error() -> None:
+    """Nothing was swept over it, so nobody expects some cells to leave it out."""
+    problems = said("backend=full,qlora", "lora.r=4", multirun=True)
+    assert len(problems) == 1
+    assert "lora.r: has no effect with backend=full" in problems[0]
+
+
+def test_faulty_cells_are_known_by_their_number() -> None:
+    """Beside what is wrong with the command itself."""
+    checked = check(["lora.r=8,0", "seed=1,2", "nonsense=1"], multirun=True)
+    assert sorted(checked.faulty) == [2, 3]
+    assert checked.faulty[2].overrides == ("lora.r=0", "seed=1")
+    assert [problem.where for problem in checked.general] == ["nonsense"]
