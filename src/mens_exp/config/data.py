@@ -221,6 +221,18 @@ class RowsData(WrittenData):
             "range": None,
         },
     )
+    streaming: bool = setting(
+        False,  # the value of the setting, named by its position in the schema
+        "Read rows while training, for corpora larger than memory and disk. Rows to validate on "
+        "and to hold out are those of the first shuffle_buffer rows; others of their groups are "
+        "not trained on. Needs trainer.max_steps; bad rows behind the first ones are only counted.",
+    )
+    shuffle_buffer: int = setting(
+        10_000,
+        "Rows that are in memory together under streaming=true: they are shuffled and packed among "
+        "themselves, in the order of the files (measured: packed as tightly as all at once).",
+        ge=1,
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -242,7 +254,7 @@ class JsonlData(RowsData):
 
 @dataclass(kw_only=True, slots=True)
 class HubData(RowsData):
-    """Rows from a dataset of the Hub; its repository is fetched whole, by task=plan too."""
+    """Rows from a dataset of the Hub; unless streamed, it is fetched whole, by task=plan too."""
 
     source: str = "hub"
     id: str = setting(MISSING, "Id of the dataset, such as HuggingFaceH4/no_robots.")

@@ -27,6 +27,7 @@ _OWN: Final = ("name", "weight", "source")
 _OF_THE_MIX: Final = {"val_path", "val_split"} | {
     field.name for schema in (DataConfig, WrittenData) for field in dataclasses.fields(schema)
 } - {"filter"}
+_ALONE: Final = {"streaming", "shuffle_buffer"}  # a mix draws from rows that it knows all of
 _EXAMPLE: Final = "[{path:a.jsonl,weight:0.7},{path:b.jsonl,weight:0.3}]"
 
 
@@ -135,6 +136,7 @@ def _problems(entry: Any, where: str) -> Iterator[ConfigError]:
     for key in entry:
         if key not in keys:
             told = "belongs to the whole mix" if key in _OF_THE_MIX else f"is no key of {option}"
+            told += " in a mix" if key in _ALONE else ""
             yield ConfigError(
                 told, where=f"{where}.{key}", found=entry[key], expected=expected_name(key, keys)
             )
@@ -147,7 +149,7 @@ def _option(entry: dict[str, Any]) -> Any:
 
 def _keys(option: str) -> set[str]:
     fields = {field.name for field in dataclasses.fields(SCHEMAS["data"][option])}
-    return (fields - _OF_THE_MIX) | set(_OWN)
+    return (fields - _OF_THE_MIX - _ALONE) | set(_OWN)
 
 
 def _source(entry: dict[str, Any], where: str, config: MixData) -> MixSource:

@@ -21,7 +21,17 @@ if TYPE_CHECKING:
     from mens_exp.config.data import RowsData
     from mens_exp.rows.schema import TrainingPair
 
-__all__ = ["RowsFile", "described", "pairs_of", "read_own", "records", "refuse_leakage"]
+__all__ = [
+    "RowsFile",
+    "bytes_of",
+    "described",
+    "how",
+    "pairs_of",
+    "read_apart",
+    "read_own",
+    "records",
+    "refuse_leakage",
+]
 
 _MOST_LEAKS = 5  # told in full; the rest is counted
 
@@ -78,14 +88,46 @@ def _read_splits(config: HubData) -> tuple[list[FileOfRows], list[FileOfRows] | 
             continue
         try:
             rows = dataset.rows(split, setting)
-            sides[-1].append(read_located(dataset.name(split), rows, _how(config, setting)))
+            sides[-1].append(read_located(dataset.name(split), rows, how(config, setting)))
         except RequestError as error:
             problems += getattr(error, "problems", [error])
     Problems.raise_if(problems)
     return sides[0], None if config.val_split is None else sides[1]
 
 
-def _how(config: RowsData, setting: str) -> Reading:
+def read_apart(config: RowsData) -> list[FileOfRows] | None:
+    """Read the rows to validate on where some are named, and no others.
+
+    Raises:
+        MensError: as `read_own`.
+    """
+    if isinstance(config, HubData):
+        if config.val_split is None:
+            return None
+        rows = hub_rows.streamed_rows(config, config.val_split, "data.val_split")
+        name = hub_rows.name(config, config.val_split)
+        return [read_located(name, rows, how(config, "data.val_split"))]
+    assert isinstance(config, JsonlData), "the only other one"
+    if config.val_path is None:
+        return None
+    problems: list[MensError] = []
+    found = _read(config.val_path, how(config, "data.val_path"), problems)
+    Problems.raise_if(problems)
+    return found
+
+
+def bytes_of(config: RowsData) -> dict[str, Any]:
+    """Return what is known of rows without reading them: sizes of files, a commit of the hub."""
+    if isinstance(config, HubData):
+        split = hub_rows.name(config, config.split)
+        return {"split": split, "revision": hub_rows.pinned(config)}
+    assert isinstance(config, JsonlData), "the only other one"
+    paths = resolve_files(config.path, "data.path")
+    return {"file_bytes": {str(path): path.stat().st_size for path in paths}}
+
+
+def how(config: RowsData, setting: str) -> Reading:
+    """Return how the files or splits that a setting names are to be read."""
     columns = {
         field.name: column
         for field in dataclasses.fields(ColumnsConfig)
@@ -110,21 +152,21 @@ def _read_files(config: JsonlData) -> tuple[list[FileOfRows], list[FileOfRows]]:
     problems: list[MensError] = []
     sides = []
     for setting, names in (("data.path", config.path), ("data.val_path", config.val_path)):
-        sides.append([] if names is None else _read(names, _how(config, setting), problems))
+        sides.append([] if names is None else _read(names, how(config, setting), problems))
     Problems.raise_if(problems)
     return sides[0], sides[1]
 
 
-def _read(names: Any, how: Reading, problems: list[MensError]) -> list[FileOfRows]:
+def _read(names: Any, reading: Reading, problems: list[MensError]) -> list[FileOfRows]:
     files = []
     try:
-        paths = resolve_files(names, how.setting)
+        paths = resolve_files(names, reading.setting)
     except (DataError, Problems) as error:
         problems += getattr(error, "problems", [error])
         return []
     for path in paths:
         try:
-            files.append(read_rows(path, how))
+            files.append(read_rows(path, reading))
         except (DataError, Problems) as error:
             problems += getattr(error, "problems", [error])
     return files

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from mens_exp.config.data import HubData
 
-__all__ = ["Dataset", "opened", "pinned"]
+__all__ = ["Dataset", "name", "opened", "pinned", "streamed", "streamed_rows"]
 
 _AT_ONCE = 1_000  # rows
 
@@ -45,8 +45,7 @@ class Dataset:
 
     def name(self, split: str) -> str:
         """Return what messages and the record call a split."""
-        parts = (self._config.id, self._config.subset, split)
-        return "/".join(part for part in parts if part is not None)
+        return name(self._config, split)
 
     def rows(self, split: str, setting: str) -> Iterator[Located]:
         """Yield the rows of a split, each with its place as ``<id>/<split>:<row>``.
@@ -81,12 +80,12 @@ class Dataset:
                 found=f"{self._config.id}: {' '.join(str(error.__cause__ or error).split())[:200]}",
                 remedy="choose another split or revision, or give files: data=jsonl data.path=…",
             ) from error
-        name, number = self.name(split), 0
+        called, number = self.name(split), 0
         batches = loaded.with_format("arrow").iter(_AT_ONCE)
-        for number, row in rows_of_batches(loaded.column_names, batches, name):
-            yield Located(f"{name}:{number}", row)
+        for number, row in rows_of_batches(loaded.column_names, batches, called):
+            yield Located(f"{called}:{number}", row)
         if number == 0:
-            raise DataError("the split is empty", where=name, expected="at least one row")
+            raise DataError("the split is empty", where=called, expected="at least one row")
 
     def _builder(self) -> Any:
         import datasets
@@ -119,6 +118,54 @@ def opened(config: HubData) -> Dataset:
         MissingExtra: `datasets` is not installed.
         MensError: there is no such dataset or revision, or the hub cannot be reached.
     """
+    _datasets()
+    directory = dataset_files(config.id, pinned(config))
+    return Dataset(config, str(directory))
+
+
+def name(config: HubData, split: str) -> str:
+    """Return what messages and the record call a split."""
+    parts = (config.id, config.subset, split)
+    return "/".join(part for part in parts if part is not None)
+
+
+def streamed(config: HubData, split: str, setting: str) -> Any:
+    """Return what reads a split of the hub's files as they come, without fetching them first.
+
+    Args:
+        config: the dataset.
+        split: one of its splits.
+        setting: the setting that names it.
+
+    Raises:
+        MissingExtra: `datasets` is not installed.
+        DataError: it has no such subset or split, or `datasets` cannot read it.
+        MensError: there is no such dataset or revision, or the hub cannot be reached.
+    """
+    datasets = _datasets()
+    commit = pinned(config)
+    try:
+        return datasets.load_dataset(
+            config.id, name=config.subset, split=split, revision=commit, streaming=True
+        )
+    except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:
+        raise DataError(
+            "datasets cannot stream this split",
+            where=f"{setting}={split}",
+            found=f"{config.id}: {' '.join(str(error.__cause__ or error).split())[:200]}",
+            remedy="choose another subset, split or revision, or drop data.streaming",
+        ) from error
+
+
+def streamed_rows(config: HubData, split: str, setting: str) -> Iterator[Located]:
+    """Yield all rows of a split as they come, each with its place as ``<id>/<split>:<row>``."""
+    called = name(config, split)
+    for number, row in enumerate(streamed(config, split, setting), start=1):
+        present = {key: value for key, value in row.items() if value is not None}
+        yield Located(f"{called}:{number}", present)
+
+
+def _datasets() -> Any:
     try:
         import datasets
     except ImportError as error:
@@ -127,9 +174,8 @@ def opened(config: HubData) -> Dataset:
             where="data=hub",
             remedy=f"run: {EXTRA}",
         ) from error
-    directory = dataset_files(config.id, pinned(config))
     datasets.disable_progress_bars()
-    return Dataset(config, str(directory))
+    return datasets
 
 
 def _splits(builder: Any) -> list[str]:

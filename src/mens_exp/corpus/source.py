@@ -21,8 +21,10 @@ from mens_exp.config.objective import AssistantObjective, LastKObjective, Turns
 from mens_exp.corpus import stdlib, synthetic
 from mens_exp.corpus.files import (
     RowsFile,
+    bytes_of,
     described,
     pairs_of,
+    read_apart,
     read_own,
     records,
     refuse_leakage,
@@ -55,7 +57,7 @@ class Rows:
 
     ``taken`` says how they were chosen: what was put aside, what filters refused, how a
     mix was drawn. ``bad`` are the
-    rows that were put aside.
+    rows that were put aside. Of rows that are streamed these are the first window's.
     """
 
     source: str
@@ -66,6 +68,7 @@ class Rows:
     files: tuple[RowsFile, ...] = ()
     taken: dict[str, Any] = field(default_factory=dict)
     bad: tuple[BadRow, ...] = ()
+    streamed: bool = False
 
     def record(self) -> dict[str, Any]:
         """Return files and choice for a manifest or a plan; nothing of what does not apply."""
@@ -93,6 +96,8 @@ def load_rows(config: DataConfig, cache: Path) -> Rows:
         Problems: several of them.
         MensError: a dataset of the hub cannot be had.
     """
+    if isinstance(config, RowsData) and config.streaming:
+        return _first_rows(config)
     taken: dict[str, Any] = {}
     corpora = _corpora(config, cache)
     bad = tuple(row for corpus in corpora.values() for row in corpus.bad)
@@ -118,6 +123,41 @@ def load_rows(config: DataConfig, cache: Path) -> Rows:
         files=tuple(file for corpus in corpora.values() for file in corpus.files),
         taken=taken,
         bad=bad,
+    )
+
+
+def _first_rows(config: RowsData) -> Rows:
+    """Read the first window of rows that are streamed, and those to validate on."""
+    from mens_exp.corpus.streamed import RowStream
+
+    apart = read_apart(config)
+    val = None if apart is None else filtered(pairs_of(apart), config.filter)[0]
+    window = RowStream(config, val).next_window()
+    sides = window.sides
+    if val is not None:
+        sides[Side.VAL] = val
+    for side in (Side.TRAIN, Side.VAL):
+        if not sides[side]:
+            raise DataError(
+                f"no row is left for {side.value}",
+                where="data.shuffle_buffer",
+                found=f"{window.totals['rows']} rows",
+                expected="first rows of several groups that pass the filters",
+                remedy="raise data.shuffle_buffer, or name rows to validate on "
+                "(data.val_path, data.val_split)",
+            )
+    bad = window.bad + tuple(row for file in apart or [] for row in file.bad)
+    streamed = {"shuffle_buffer": config.shuffle_buffer, "first_rows": window.totals}
+    return Rows(
+        source=config.source,
+        train=sides[Side.TRAIN],
+        val=sides[Side.VAL],
+        heldout=sides[Side.HELDOUT],
+        sha256=rows_digest([pair for side in Side for pair in sides[side]]),
+        files=tuple(described(config, apart or [], "validation")),
+        taken={"streaming": streamed | bytes_of(config)},
+        bad=bad,
+        streamed=True,
     )
 
 

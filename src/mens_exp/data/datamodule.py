@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from lightning import LightningDataModule
 
-from mens_exp.corpus.source import cache_key
+from mens_exp.config.data import RowsData
+from mens_exp.corpus.source import cache_key, labelling_of
 from mens_exp.corpus.split import Side
+from mens_exp.corpus.streamed import RowStream, validates_apart
 from mens_exp.data.packed import packed
 from mens_exp.data.packing import Blocks, pack, single
 from mens_exp.data.stream import MicroBatches
+from mens_exp.data.streamed import StreamedMicroBatches
 from mens_exp.errors import DataError
 from mens_exp.rows.cache import TokenCounts, encoded_parts
+from mens_exp.rows.encode import encode
 from mens_exp.rows.shards import encode_parts
 from mens_exp.tokenizer.text_bytes import text_bytes
 
@@ -32,7 +36,11 @@ __all__ = ["RowsDataModule", "encoded_side", "sampled_stream"]
 
 
 class RowsDataModule(LightningDataModule):
-    """Train and validation streams over one set of rows."""
+    """Train and validation streams over one set of rows.
+
+    Of rows that are streamed, ``train_documents``, ``train_counts`` and ``blocks`` are the first
+    window's.
+    """
 
     def __init__(self, config: RunConfig, rows: Rows, tokenizer: Tokenizer, cache: Path) -> None:
         """Encode both sides, or open them in the cache.
@@ -46,19 +54,36 @@ class RowsDataModule(LightningDataModule):
         self.tokenizer = tokenizer
         self.train_documents, self.train_counts = self._encoded(Side.TRAIN, cache)
         self.val_documents, self.val_counts = self._encoded(Side.VAL, cache)
-        self._train = _stream(
-            config.data,
-            self.train_documents,
-            self._train_blocks(cache),
-            seed=config.seed,
-            pad_id=tokenizer.pad_id,
-        )
-        self._train.places = self._train_places
+        self.blocks = self._train_blocks(cache)
+        self._train = self._streamed() if rows.streamed else self._laid_out()
         self._train.total = math.ceil(self._train_places / config.data.micro_batch_size)
         self._validation: MicroBatches | None = None
 
     def _encoded(self, side: Side, cache: Path) -> tuple[Encoded, TokenCounts]:
         return encoded_side(self.config, self.rows, side, self.tokenizer, cache)
+
+    def _laid_out(self) -> MicroBatches:
+        config, pad_id = self.config, self.tokenizer.pad_id
+        stream = _stream(
+            config.data, self.train_documents, self.blocks, seed=config.seed, pad_id=pad_id
+        )
+        stream.places = self._train_places
+        return stream
+
+    def _streamed(self) -> MicroBatches:
+        data, labelling = self.config.data, labelling_of(self.config)
+        assert isinstance(data, RowsData), "no other rows are streamed"
+        val = self.rows.val if validates_apart(data) else None
+        return StreamedMicroBatches(
+            lambda: RowStream(data, val),
+            self.rows.train,
+            self.train_documents,
+            lambda pairs: encode(pairs, self.tokenizer, labelling),
+            data=data,
+            seed=self.config.seed,
+            total=0,
+            pad_id=self.tokenizer.pad_id,
+        )
 
     def _train_blocks(self, cache: Path) -> Blocks:
         lengths, data = self.train_documents.lengths, self.config.data
@@ -85,23 +110,28 @@ class RowsDataModule(LightningDataModule):
         trainer = self.config.trainer
         limits = [trainer.max_steps * self._blocks_per_step] if trainer.max_steps > 0 else []
         if trainer.max_epochs > 0:
-            limits.append(trainer.max_epochs * len(self._train.blocks))
+            limits.append(trainer.max_epochs * len(self.blocks))
         return min(limits)
 
     @property
     def packing_efficiency_frac(self) -> float:
         """Share of the blocks' room that training tokens fill."""
-        room = len(self._train.blocks) * self.config.data.seq_len
+        room = len(self.blocks) * self.config.data.seq_len
         return float(self.train_counts.tokens / room)
 
     @property
     def documents_per_block(self) -> float:
         """Training documents in a block, on average."""
-        return len(self.train_documents) / len(self._train.blocks)
+        return len(self.train_documents) / len(self.blocks)
 
     def train_dataloader(self) -> MicroBatches:
         """Return the training stream."""
         return self._train
+
+    def consumed(self) -> dict[str, Any]:
+        """Say what was read of rows that are streamed; nothing of others."""
+        stream = self._train
+        return stream.consumed() if isinstance(stream, StreamedMicroBatches) else {}
 
     @cached_property
     def validated_bytes(self) -> tuple[int | None, str | None]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mens_exp.data.packing import Blocks
     from mens_exp.rows.encode import Encoded
 
-__all__ = ["MicroBatches"]
+__all__ = ["MicroBatches", "permutation"]
 
 
 # Tokens. Each length a kernel has not met costs it a variant that is built and kept, so few lengths
@@ -111,17 +111,22 @@ class MicroBatches:
         if self.places is not None:
             last = min(last, self.places)
         blocks = [self.blocks[self._block_at(place)] for place in range(first, last)]
+        return self._joined(self.documents, blocks, index)
+
+    def _joined(
+        self, documents: Encoded, blocks: Sequence[Sequence[int] | np.ndarray], index: int
+    ) -> Batch:
         if self.packing:
             return packed_batch(
-                self.documents, blocks, index, multiple=_SHAPE_MULTIPLE, pad_id=self.pad_id
+                documents, blocks, index, multiple=_SHAPE_MULTIPLE, pad_id=self.pad_id
             )
-        return padded_batch(self.documents, blocks, index, pad_id=self.pad_id)
+        return padded_batch(documents, blocks, index, pad_id=self.pad_id)
 
     def _block_at(self, place: int) -> int:
         if self.seed is None:
             return place
         epoch, offset = divmod(place, len(self.blocks))
-        return int(_permutation(self.seed, epoch, len(self.blocks))[offset])
+        return int(permutation(self.seed, epoch, len(self.blocks))[offset])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position that iteration starts from."""
@@ -146,6 +151,8 @@ class MicroBatches:
 
 
 @functools.lru_cache(maxsize=4)
-def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
-    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch])))
+def permutation(seed: int, epoch: int, size: int, *, window: int = 0) -> np.ndarray:
+    """Return the order of so many blocks in an epoch, or in one window of it."""
+    entropy = [seed, epoch, window] if window else [seed, epoch]
+    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
     return generator.permutation(size)

@@ -83,7 +83,8 @@ SETTINGS: dict[str, Part] = {
         "data.",
         "source path seq_len micro_batch_size packing val_frac heldout_frac truncation val_path "
         "format group_column id revision subset split val_split "
-        "rows repair_frac generator_seed on_bad_row sources stop budget_tokens mix_seed",
+        "rows repair_frac generator_seed on_bad_row sources stop budget_tokens mix_seed "
+        "streaming shuffle_buffer",
     ),
     **_all(
         Part.DATA,

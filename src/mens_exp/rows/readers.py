@@ -24,10 +24,10 @@ from mens_exp.rows.quarantine import BadRow, put_aside
 from mens_exp.rows.schema import TrainingPair, to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["FileOfRows", "Reading", "read_located", "read_rows", "rows_digest"]
+__all__ = ["FileOfRows", "Reading", "RowReader", "read_located", "read_rows", "rows_digest"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,8 +94,8 @@ def read_located(
         how: how to read them.
         max_problems: how many problems to tell in full; the rest is counted.
     """
-    reader = _FileReader(name, rows, how)
-    problems = reader.read()
+    reader = RowReader(name, how)
+    problems = reader.read(rows)
     if len(problems) > max_problems:
         more = DataError(f"{len(problems) - max_problems} more problems in this file", where=name)
         problems = [*problems[:max_problems], more]
@@ -109,12 +109,16 @@ def read_located(
     )
 
 
-class _FileReader:
-    """Reads the rows of one file, whose format the rows settle between them."""
+class RowReader:
+    """Reads the rows of one file, whose format the rows settle between them.
 
-    def __init__(self, name: str, rows: Iterable[Located], how: Reading) -> None:
+    ``pairs`` and ``bad`` are what was read so far and what was put aside; whoever reads a file
+    bit by bit may take them out.
+    """
+
+    def __init__(self, name: str, how: Reading) -> None:
+        """Begin a file; ``name`` is what messages call it."""
         self.name = name
-        self.rows = rows
         self.how = how
         self.form: RowFormat | None = None if how.form is RowFormat.auto else how.form
         self.pairs: list[TrainingPair] = []
@@ -122,31 +126,35 @@ class _FileReader:
         self.bad: list[BadRow] = []
         self._told_by = ""  # the place of the row that settled the format
         self._seen: Counter[str] = Counter()
+        self._last: Mapping[str, object] = {}
 
-    def read(self) -> list[MensError]:
+    def read(self, rows: Iterable[Located]) -> list[MensError]:
         """Read every row and return what is wrong."""
         problems: list[MensError] = []
-        last: Mapping[str, object] = {}
-        for located in self.rows:
-            settled = self.form, self._told_by
-            try:
-                if isinstance(located.value, DataError):
-                    raise located.value  # told with the others
-                last = as_object(located.value, located.where)
-                self.pairs.append(self._pair(last, located.where))
-            except (DataError, Problems) as error:
-                wrong = getattr(error, "problems", [error])
-                if self.how.quarantine and not located.ends:
-                    self.form, self._told_by = settled  # a bad row settles nothing
-                    self.bad.append(put_aside(located, wrong))
-                else:
-                    problems.extend(wrong)
+        for located in rows:
+            problems += self.take(located)
         absent = [
-            _no_column(f"data.columns.{name}", column, self.name, last)
+            _no_column(f"data.columns.{name}", column, self.name, self._last)
             for name, column in self.how.columns.items()
-            if last and not self._seen[name]
+            if self._last and not self._seen[name]
         ]
         return [*absent, *_collapsed(problems)]
+
+    def take(self, located: Located) -> Sequence[MensError]:
+        """Read one row, and return what is wrong with it unless it is put aside."""
+        settled = self.form, self._told_by
+        try:
+            if isinstance(located.value, DataError):
+                raise located.value  # told with the others
+            self._last = as_object(located.value, located.where)
+            self.pairs.append(self._pair(self._last, located.where))
+        except (DataError, Problems) as error:
+            wrong: Sequence[MensError] = getattr(error, "problems", [error])
+            if not self.how.quarantine or located.ends:
+                return wrong
+            self.form, self._told_by = settled  # a bad row settles nothing
+            self.bad.append(put_aside(located, wrong))
+        return ()
 
     def _pair(self, row: Mapping[str, object], where: str) -> TrainingPair:
         group = self._group(row, where)

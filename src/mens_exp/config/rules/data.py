@@ -60,6 +60,8 @@ def problems(config: RunConfig) -> Iterator[MensError]:
     yield from _of_source(data)
     if isinstance(data, MixData):
         yield from _mix(data)
+    if isinstance(data, RowsData) and data.streaming:
+        yield from _streamed(config, data)
 
 
 def _of_source(data: DataConfig) -> Iterator[ConfigError]:
@@ -85,6 +87,35 @@ def _of_source(data: DataConfig) -> Iterator[ConfigError]:
         )
     if isinstance(data, RowsData):
         yield from _columns(data)
+
+
+def _streamed(config: RunConfig, data: RowsData) -> Iterator[ConfigError]:
+    """Yield what rows that are read while training cannot have."""
+    if config.task.name in {"train", "plan"}:
+        if config.trainer.max_steps <= 0:
+            yield ConfigError(
+                "is needed with data.streaming=true",
+                where="trainer.max_steps",
+                found=config.trainer.max_steps,
+                expected="a number of steps: how many rows there are is not known",
+            )
+        if config.trainer.max_epochs > 0:
+            yield ConfigError(
+                "cannot be told with data.streaming=true",
+                where="trainer.max_epochs",
+                found=config.trainer.max_epochs,
+                expected="-1: how many rows there are is not known",
+                remedy="give trainer.max_steps alone",
+            )
+    if isinstance(data, HubData):
+        for name, split in (("split", data.split), ("val_split", data.val_split)):
+            if split is not None and set(split) & set("[]+:"):
+                yield ConfigError(
+                    "part of a split cannot be streamed",
+                    where=f"data.{name}",
+                    found=split,
+                    expected="the name of one split",
+                )
 
 
 def _mix(data: MixData) -> Iterator[MensError]:
@@ -140,6 +171,12 @@ def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
             where="data.max_bad_frac",
             expected="data.on_bad_row=quarantine, which puts bad rows aside",
             remedy="add data.on_bad_row=quarantine, or drop data.max_bad_frac",
+        )
+    if "data.shuffle_buffer" in named and not getattr(data, "streaming", True):
+        yield ConfigError(
+            "has no effect without data.streaming=true",
+            where="data.shuffle_buffer",
+            expected="data.streaming=true; otherwise all rows are shuffled and packed together",
         )
     for other in ("val_path", "val_split"):
         if "data.val_frac" in named and getattr(data, other, None) is not None:
