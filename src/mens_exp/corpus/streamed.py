@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 __all__ = ["RowStream", "Window", "validates_apart"]
 
 _MOST_PROBLEMS = 20
-# Rows that were read; put aside; refused by a filter; passed over for their side, or because they
-# are among the rows to validate on; and what is left to train on.
-_TOTALS = ("rows", "bad", "filtered", "other_sides", "validated_on", "trained_on")
+# Bytes of lines and rows that were read; rows put aside; refused by a filter; passed over for their
+# side, or because they are among the rows to validate on; and what is left to train on.
+_TOTALS = ("bytes", "rows", "bad", "filtered", "other_sides", "validated_on", "trained_on")
 
 
 def validates_apart(config: RowsData) -> bool:
@@ -121,6 +121,7 @@ class RowStream:
             rows = self._read()
         pairs, bad = self._pairs_of(rows)
         self._totals["rows"] += len(rows)
+        self._totals["bytes"] += sum(len(row.raw) + 1 for row in rows if row.raw)
         self._totals["bad"] += len(bad)
         self._refuse_too_many(bad)
         kept, _ = filtered(pairs, self._config.filter)

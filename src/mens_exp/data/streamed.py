@@ -44,11 +44,13 @@ _Picked = tuple[Encoded, np.ndarray]  # documents, and which of them are one blo
 class _Begun:
     """A window that was begun: the place of its first block among all, and that of its rows.
 
-    ``counts`` are of all documents up to its end, ``read`` what the rows up to there were.
+    ``before`` and ``counts`` are of all documents up to its beginning and its end, ``read`` says
+    what the rows up to its end were.
     """
 
     first: int
     rows: dict[str, Any]
+    before: dict[str, int]
     counts: dict[str, int]
     read: dict[str, Any]
 
@@ -144,7 +146,7 @@ class StreamedMicroBatches(MicroBatches):
         if begun is not None:
             rows.load_state_dict(begun.rows)
             place = begun.first
-            counts = begun.read["documents_before"]
+            counts = begun.before
         while True:
             state = rows.state_dict()
             window = rows.next_window()
@@ -156,9 +158,8 @@ class StreamedMicroBatches(MicroBatches):
                 "window": window.number,
                 "rows": window.totals,
                 "rows_sha256": window.rows_sha256,
-                "documents_before": before,
             }
-            self._note(_Begun(first=place, rows=state, counts=counts, read=read))
+            self._note(_Begun(first=place, rows=state, before=before, counts=counts, read=read))
             order = permutation(self._order_seed, window.epoch, len(blocks), window=window.number)
             for number in range(max(wanted - place, 0), len(blocks)):
                 yield documents, blocks[int(order[number])]

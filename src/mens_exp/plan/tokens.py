@@ -44,6 +44,8 @@ def count_tokens(config: RunConfig, cache: Path) -> dict[str, Any]:
     if is_whole and isinstance(data, SyntheticData) and not synthetic.is_cached(data, cache):
         return _of_generator(data)
     rows = load_rows(config.data, cache)
+    if rows.streamed:
+        return _of_stream(rows, data.seq_len)
     about = rows.record()
     exact = _cached_counts(config, rows, cache)
     lengths = _lengths(rows, config.data.seq_len)
@@ -92,6 +94,26 @@ def _of_generator(data: SyntheticData) -> dict[str, Any]:
         "typical_tokens": round(min(_GENERATED_SPREAD * tokens, data.seq_len)),
         "exact": False,
         "basis": "rows as asked for, tokens estimated; nothing is generated yet",
+    }
+
+
+def _of_stream(rows: Rows, seq_len: int) -> dict[str, Any]:
+    """Estimate from the first rows, and how large a part of the files these are."""
+    about = rows.record()
+    files, read = about["streaming"].get("file_bytes", {}), about["streaming"]["first_rows"]
+    scale, basis = 1.0, f"of the first {read['rows']} rows, estimated; the others are not read"
+    if files and read["bytes"] and all(name.endswith(".jsonl") for name in files):
+        scale = max(sum(files.values()) / read["bytes"], 1.0)
+        basis = f"estimated from the first {read['rows']} rows and the sizes of the files"
+    return {
+        "source": rows.source,
+        **about,
+        "train_rows": round(len(rows.train) * scale),
+        "train_tokens": round(_estimate_tokens(rows, Side.TRAIN, seq_len) * scale),
+        "val_tokens": _estimate_tokens(rows, Side.VAL, seq_len),
+        **_lengths(rows, seq_len),
+        "exact": False,
+        "basis": basis,
     }
 
 

@@ -56,9 +56,11 @@ def describe(
     """Return the manifest's ``inputs``; without ``data``, nothing of the encoded documents."""
     rows_of: dict[str, Any] = {
         "source": rows.source,
-        "rows_sha256": rows.sha256,
+        "rows_sha256": None if rows.streamed else rows.sha256,
         "heldout_rows": len(rows.heldout),
     }
+    if rows.streamed:
+        rows_of["first_rows_sha256"] = rows.sha256
     rows_of |= rows.record()
     dated = {"chat_template_date": DATE.date().isoformat()} if tokenizer.is_dated else {}
     return {
@@ -89,14 +91,17 @@ def _from_hub(base: BaseModel) -> dict[str, Any]:
 
 def _encoded(data: RowsDataModule) -> dict[str, Any]:
     labelling = labelling_of(data.config)
-    return {
+    train = {
         "train_rows": data.train_counts.documents,
-        "val_rows": data.val_counts.documents,
         "train_sha256": data.train_counts.sha256,
-        "val_sha256": data.val_counts.sha256,
         "train_truncated": data.train_counts.truncated,
         "train_dropped": data.train_counts.dropped,
         "train_unrolled": data.train_counts.unrolled,
+    }
+    return {
+        **({"first_window": train} if data.rows.streamed else train),
+        "val_rows": data.val_counts.documents,
+        "val_sha256": data.val_counts.sha256,
         "truncation": labelling.truncation,
         "turns": labelling.turns,
     }
@@ -145,5 +150,5 @@ def hashes_in(inputs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
     for name, value in inputs.items():
         if isinstance(value, dict):
             yield from hashes_in(value, f"{prefix}{name}.")
-        elif name.endswith("_sha256"):
+        elif name.endswith("_sha256") and value is not None:
             yield f"{prefix}{name}", str(value)

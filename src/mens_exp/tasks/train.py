@@ -112,6 +112,8 @@ def _inputs(
     inputs = describe(base, tokenizer, rows, data)
     refuse_changed(run.manifest.inputs, inputs)  # empty, unless this goes on with a run
     run.manifest.inputs.update(inputs)
+    if rows.streamed:
+        run.unknown("inputs.data.rows_sha256", "streamed rows; results.streamed is of those read")
     note_origin(config, run.manifest)
     atomic.write_text(run.dir.chat_template, tokenizer.chat_template)
     run.manifest.facts.update(
@@ -183,6 +185,8 @@ def _results(
         peak_rss_bytes=_higher(results.get("peak_rss_bytes"), memory_probe.peak_rss_bytes()),
         peak_cuda_bytes=_higher(results.get("peak_cuda_bytes"), memory_probe.peak_cuda_bytes()),
     )
+    if consumed := data.consumed():
+        results["streamed"] = consumed
     checkpoint = run.dir.last_checkpoint()
     results["checkpoint"] = (
         checkpoint.relative_to(run.dir.path).as_posix() if checkpoint is not None else None

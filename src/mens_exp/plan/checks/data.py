@@ -31,8 +31,8 @@ def check(config: RunConfig) -> Iterator[MensError]:
     problems = {problem.where for problem in rule_problems(config)}
     if not any(range_problems(data)) and not problems:
         load_rows(data, cache_root())
-    elif problems <= {"data.val_frac"} and isinstance(
-        data, RowsData
+    elif (
+        problems <= {"data.val_frac"} and isinstance(data, RowsData) and not data.streaming
     ):  # told already; the rows can still be judged
         read_own(data)
     yield from ()
