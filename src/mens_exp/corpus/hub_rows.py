@@ -17,11 +17,12 @@ from mens_exp.rows.decode import Located
 from mens_exp.rows.tables import EXTRA, rows_of_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from mens_exp.config.data import HubData
 
-__all__ = ["Dataset", "name", "opened", "pinned", "streamed", "streamed_rows"]
+__all__ = ["Dataset", "generated", "name", "opened", "pinned", "streamed", "streamed_rows"]
 
 _AT_ONCE = 1_000  # rows
 
@@ -165,13 +166,25 @@ def streamed_rows(config: HubData, split: str, setting: str) -> Iterator[Located
         yield Located(f"{called}:{number}", present)
 
 
-def _datasets() -> Any:
+def generated(function: Callable[..., Any], paths: Sequence[Path]) -> Any:
+    """Return what reads the examples that a function makes of files, and knows its place in them.
+
+    Raises:
+        MissingExtra: `datasets` is not installed.
+    """
+    datasets = _datasets("datasets is needed to stream rows", "data.streaming")
+    return datasets.IterableDataset.from_generator(function, gen_kwargs={"paths": list(paths)})
+
+
+def _datasets(
+    what: str = "datasets is needed to read datasets of the hub", where: str = "data=hub"
+) -> Any:
     try:
         import datasets
     except ImportError as error:
         raise MissingExtra(
-            "datasets is needed to read datasets of the hub",
-            where="data=hub",
+            what,
+            where=where,
             remedy=f"run: {EXTRA}",
         ) from error
     datasets.disable_progress_bars()

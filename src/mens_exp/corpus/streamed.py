@@ -21,11 +21,10 @@ from mens_exp.config.data import HubData, JsonlData, OnBadRow
 from mens_exp.corpus import files, hub_rows
 from mens_exp.corpus.filters import filtered
 from mens_exp.corpus.split import Side, group_of, side_of
-from mens_exp.errors import DataError, MensError, MissingExtra, Problems
+from mens_exp.errors import DataError, MensError, Problems
 from mens_exp.rows.decode import Located, decoded_rows
 from mens_exp.rows.files import resolve_files
 from mens_exp.rows.readers import RowReader, rows_digest
-from mens_exp.rows.tables import EXTRA
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -227,14 +226,7 @@ def _dataset(config: RowsData) -> Any:
     if isinstance(config, HubData):
         return hub_rows.streamed(config, config.split, "data.split")
     assert isinstance(config, JsonlData), "the only other one"
-    try:
-        import datasets
-    except ImportError as error:
-        raise MissingExtra(
-            "datasets is needed to stream rows", where="data.streaming", remedy=f"run: {EXTRA}"
-        ) from error
-    paths = resolve_files(config.path, "data.path")
-    return datasets.IterableDataset.from_generator(_examples, gen_kwargs={"paths": paths})
+    return hub_rows.generated(_examples, resolve_files(config.path, "data.path"))
 
 
 def _examples(paths: list[Path]) -> Iterator[dict[str, Any]]:
