@@ -12,12 +12,15 @@ from huggingface_hub import constants
 
 from mens_exp.config.data import ColumnsConfig, HubData
 from mens_exp.corpus.files import records
-from mens_exp.corpus.hub_rows import pinned
+from mens_exp.corpus.hub_rows import examples, pinned
 from mens_exp.corpus.source import Rows, load_rows
+from mens_exp.corpus.split import Side
+from mens_exp.corpus.streamed import RowStream
 from mens_exp.errors import ConfigError, DataError, MensError, MissingExtra, Problems, SetupError
 from mens_exp.layout import hub_snapshot
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 NAME = "lab/rows"
@@ -261,3 +264,84 @@ def test_command_puts_branches_down_as_commits(repository: Any, tiny_config: Any
         {"path": "a.jsonl", "weight": 1},
         {"id": NAME, "weight": 1, "revision": commit},
     ]
+
+
+@pytest.fixture
+def streaming(hub: Any, repository: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The same dataset, asked for by what streams it."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
+    return hub
+
+
+def stream_of(**values: Any) -> RowStream:
+    usual = {"id": NAME, "subset": "code", "val_frac": 0.2, "heldout_frac": 0.2}
+    config = HubData(**{**usual, "streaming": True, "shuffle_buffer": 3, **values})
+    return RowStream(config, None)
+
+
+def test_a_split_is_streamed_by_windows(streaming: Any) -> None:
+    """Eight rows by three, of a Parquet file that is never stored; then from the first again."""
+    stream = stream_of()
+    seen = []
+    for _ in range(4):
+        sides = stream.next_window().sides
+        seen.append("".join(sorted(pair.prompt for side in sides.values() for pair in side)))
+    assert seen == ["abc", "def", "gh", "abc"]
+    assert not streaming.asked("GET /api/datasets/lab/rows/tree/main")
+    assert not streaming.asked("test.parquet")
+
+
+@pytest.mark.usefixtures("streaming")
+@pytest.mark.parametrize("taken", [0, 1, 2, 3, 4])
+def test_a_streamed_split_goes_on_from_a_saved_place(taken: int) -> None:
+    """Inside its file, and over its end."""
+    through = stream_of()
+    windows = [through.next_window() for _ in range(6)]
+    stream = stream_of()
+    for _ in range(taken):
+        stream.next_window()
+    resumed = stream_of()
+    resumed.load_state_dict(stream.state_dict())
+    assert [resumed.next_window() for _ in range(6 - taken)] == windows[taken:]
+    places = [pair.place for window in windows for pair in window.sides[Side.TRAIN]]
+    assert all(place.startswith(f"{NAME}/code/train:") for place in places)
+
+
+@pytest.mark.usefixtures("streaming")
+def test_a_streamed_split_has_the_rows_of_one_that_is_fetched(tmp_path: Path) -> None:
+    """All of them in the buffer, and another split to validate on; the record has the commit."""
+    whole = load(tmp_path, val_split="test")
+    rows = load(tmp_path, val_split="test", streaming=True, shuffle_buffer=8)
+    assert (rows.train, rows.val, rows.heldout) == (whole.train, whole.val, whole.heldout)
+    assert rows.record()["streaming"]["revision"] == pinned(HubData(id=NAME))
+
+
+@pytest.mark.usefixtures("streaming")
+def test_a_split_that_cannot_be_streamed_is_refused(tmp_path: Path) -> None:
+    """The message has what `datasets` says, and what to do."""
+    told = str(refusal(tmp_path, split="trian", streaming=True))
+    assert "data.split=trian: datasets cannot stream this split" in told
+    assert "train" in told
+
+
+@pytest.mark.usefixtures("streaming")
+@pytest.mark.parametrize(
+    ("error", "kind", "told"),
+    [
+        (ConnectionError("reset"), SetupError, "hub"),
+        (pa.ArrowInvalid("no magic bytes"), DataError, "cannot read on.*no magic bytes"),
+    ],
+)
+def test_a_stream_that_breaks_off_is_told(error: Exception, kind: type[Any], told: str) -> None:
+    """It answered when the run began; this is no bug of ours."""
+
+    def breaking() -> Iterator[dict[str, object]]:
+        yield {"prompt": "a", "rating": None}
+        raise error
+
+    rows = examples(HubData(id=NAME), breaking())
+    assert next(rows) == {"prompt": "a"}
+    with pytest.raises(kind, match=told):
+        next(rows)

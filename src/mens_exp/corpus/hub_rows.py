@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.nearest import expected_name
 from mens_exp.errors import ConfigError, DataError, MissingExtra
-from mens_exp.layout.hub_errors import DATASET
+from mens_exp.layout.hub_errors import DATASET, translated
 from mens_exp.layout.hub_snapshot import commit_of, dataset_files
 from mens_exp.rows.decode import Located
 from mens_exp.rows.tables import EXTRA, rows_of_batches
@@ -22,7 +22,16 @@ if TYPE_CHECKING:
 
     from mens_exp.config.data import HubData
 
-__all__ = ["Dataset", "generated", "name", "opened", "pinned", "streamed", "streamed_rows"]
+__all__ = [
+    "Dataset",
+    "examples",
+    "generated",
+    "name",
+    "opened",
+    "pinned",
+    "streamed",
+    "streamed_rows",
+]
 
 _AT_ONCE = 1_000  # rows
 
@@ -146,10 +155,11 @@ def streamed(config: HubData, split: str, setting: str) -> Any:
     datasets = _datasets()
     commit = pinned(config)
     try:
-        return datasets.load_dataset(
-            config.id, name=config.subset, split=split, revision=commit, streaming=True
-        )
-    except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:
+        with translated(config.id, commit, DATASET):
+            return datasets.load_dataset(
+                config.id, name=config.subset, split=split, revision=commit, streaming=True
+            )
+    except (datasets.exceptions.DatasetsError, ValueError) as error:
         raise DataError(
             "datasets cannot stream this split",
             where=f"{setting}={split}",
@@ -161,9 +171,29 @@ def streamed(config: HubData, split: str, setting: str) -> Any:
 def streamed_rows(config: HubData, split: str, setting: str) -> Iterator[Located]:
     """Yield all rows of a split as they come, each with its place as ``<id>/<split>:<row>``."""
     called = name(config, split)
-    for number, row in enumerate(streamed(config, split, setting), start=1):
-        present = {key: value for key, value in row.items() if value is not None}
-        yield Located(f"{called}:{number}", present)
+    rows = examples(config, streamed(config, split, setting))
+    for number, row in enumerate(rows, start=1):
+        yield Located(f"{called}:{number}", row)
+
+
+def examples(config: HubData, dataset: Any) -> Iterator[dict[str, object]]:
+    """Yield the rows that `streamed` reads, each without its nulls.
+
+    Raises:
+        DataError: a file cannot be read.
+        MensError: the hub does not answer any more.
+    """
+    with translated(config.id, pinned(config), DATASET):
+        try:
+            for row in dataset:
+                yield {key: value for key, value in row.items() if value is not None}
+        except ValueError as error:  # pyarrow's are
+            raise DataError(
+                "datasets cannot read on",
+                where="data.id",
+                found=f"{config.id}: {' '.join(str(error).split())[:200]}",
+                remedy="choose another revision, or give files: data=jsonl data.path=…",
+            ) from error
 
 
 def generated(function: Callable[..., Any], paths: Sequence[Path]) -> Any:

@@ -76,7 +76,8 @@ class RowStream:
         """
         self._config = config
         self._apart = None if val is None else {group_of(pair) for pair in val}
-        self._epoch = self._number = self._row = 0  # the row is that of the epoch
+        self._epoch = self._number = 0
+        self._row = 0  # of a split, in its epoch
         self._totals = dict.fromkeys(_TOTALS, 0)
         self._trained_before = 0  # rows of earlier epochs
         self._sha256 = ""
@@ -147,15 +148,14 @@ class RowStream:
         return list(islice(self._rows, self._config.shuffle_buffer))
 
     def _located(self) -> Iterator[Located]:
-        for example in self._dataset:
-            self._row += 1
-            if isinstance(self._config, JsonlData):
-                yield Located(*example["located"])
-            else:
-                row = {key: value for key, value in example.items() if value is not None}
-                assert isinstance(self._config, HubData), "the only other one"
-                name = hub_rows.name(self._config, self._config.split)
+        config = self._config
+        if isinstance(config, HubData):
+            name = hub_rows.name(config, config.split)
+            for row in hub_rows.examples(config, self._dataset):
+                self._row += 1
                 yield Located(f"{name}:{self._row}", row)
+        else:
+            yield from (Located(*example["located"]) for example in self._dataset)
 
     def _end_epoch(self) -> None:
         if self._totals["trained_on"] == self._trained_before:
