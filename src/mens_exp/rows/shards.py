@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any, Final
@@ -101,6 +102,7 @@ _own: list[Any] = []  # of a process of the pool: its encoder and labelling
 
 def _begin(encoder: TextEncoder, labelling: Labelling) -> None:
     os.environ.update(_ENVIRONMENT)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's goes to all; the first one acts
     _own[:] = encoder, labelling
 
 

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import gzip
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.plan import tokens
+from mens_exp.plan.tokens import count_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.config.root import RunConfig
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Four hundred rows of one length."""
+    rows = [{"prompt": f"row {i:03}", "response": "x" * 40} for i in range(400)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return path
+
+
+@pytest.fixture
+def counted(tiny_config: Callable[..., RunConfig], tmp_path: Path) -> Callable[..., dict[str, int]]:
+    """Count the tokens of rows in a file, with nothing in the cache."""
+
+    def count(file: Path, *overrides: str) -> dict[str, int]:
+        config = tiny_config("data=jsonl", f"data.path={file}", "data.val_frac=0.2", *overrides)
+        return count_tokens(config, tmp_path / "cache")
+
+    return count
+
+
+STREAMED = ["data.streaming=true", "data.shuffle_buffer=100"]
+
+
+def test_streamed_rows_are_estimated_from_the_first_ones_and_file_sizes(
+    counted: Callable[..., dict[str, int]], path: Path
+) -> None:
+    """A hundred of four hundred equal rows: as many tokens as all have, within a tenth."""
+    whole, streamed = counted(path), counted(path, *STREAMED)
+    assert streamed["train_tokens"] == pytest.approx(whole["train_tokens"], rel=0.1)
+    assert streamed["train_rows"] == pytest.approx(whole["train_rows"], rel=0.1)
+    assert streamed["longest_tokens"] == whole["longest_tokens"]
+    assert streamed["exact"] is False
+    assert "the first 100 rows and the sizes" in str(streamed["basis"])
+
+
+def test_compressed_sizes_tell_nothing_of_rows(
+    counted: Callable[..., dict[str, int]], path: Path
+) -> None:
+    """The estimate is of the first rows, and says so."""
+    packed = path.with_suffix(".jsonl.gz")
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    found = counted(packed, *STREAMED)
+    assert found["train_rows"] < 100
+    assert "of the first 100 rows, estimated; the others are not read" in str(found["basis"])
+
+
+def test_a_plan_of_a_stream_reads_no_more_than_the_first_rows(
+    counted: Callable[..., dict[str, int]], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many there are, and whatever the cache has of them."""
+    lines = path.read_text("utf-8").splitlines()
+    path.write_text("\n".join([*lines[:100], "no row at all"]) + "\n", "utf-8")
+    monkeypatch.setattr(tokens, "peek", None)
+    assert counted(path, *STREAMED)["train_rows"] > 0
