@@ -230,7 +230,8 @@ class RowsData(WrittenData):
     shuffle_buffer: int = setting(
         10_000,
         "Rows that are in memory together under streaming=true: they are shuffled and packed among "
-        "themselves, in the order of the files (measured: packed as tightly as all at once).",
+        "themselves, in the order of the files (measured: 10,000 fill 0.04 % less of the room than "
+        "all at once).",
         ge=1,
     )
 

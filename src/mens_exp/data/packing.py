@@ -60,7 +60,7 @@ def pack(lengths: Sequence[int] | np.ndarray, capacity: int) -> Blocks:
 
     Longest first, each into the fullest block it fits (Johnson 1973), or each block filled up,
     where that makes fewer blocks. The result depends on the lengths alone; documents of one block
-    keep their order. It takes about two microseconds a document, however many blocks there are.
+    keep their order. It takes a few microseconds a document, however many blocks there are.
 
     Args:
         lengths: tokens of each document, at least one and none over ``capacity``.
