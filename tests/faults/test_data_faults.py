@@ -19,7 +19,8 @@ from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.corpus import dedupe, mix, split
 from mens_exp.corpus.split import Side, side_of
-from mens_exp.data import datamodule, stream
+from mens_exp.data import stream
+from mens_exp.rows import shards
 from mens_exp.rows.schema import TrainingPair, to_json
 from mens_exp.tokenizer.hf import HfTokenizer
 from mens_exp.training.module import TrainingModule
@@ -60,10 +61,10 @@ def refused(
 @pytest.fixture
 def encoding(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Encoded]], None]:
     """Put a fault into how documents are made: it gets the real encoding and its arguments."""
-    real = datamodule.encode
+    real = shards.encode
 
     def faulty(fault: Callable[..., Encoded]) -> None:
-        monkeypatch.setattr(datamodule, "encode", lambda *given: fault(real, *given))
+        monkeypatch.setattr(shards, "encode", lambda *given: fault(real, *given))
 
     return faulty
 
@@ -260,6 +261,21 @@ def test_a_hash_of_the_text_lets_copies_through_and_they_are_caught(
     assert "data.contract.max_overlap_frac: training rows have the benchmark's items" in found
 
 
+def test_items_of_the_suite_that_are_trained_on_are_caught(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    """A suite with items of its own is held against the rows like the held-out ones."""
+    rows = [
+        TrainingPair(prompt=f"Sum {n}.", response=LOOP.format(name=f"f{n}", n=n)) for n in range(60)
+    ]
+    own = [row for row in rows if side_of(split.group_of(row), 0.1, 0.1) is Side.TRAIN][:4]
+    suite = tmp_path / "suite.jsonl"
+    items = [{"prompt": row.prompt, "expected": row.response} for row in own]
+    suite.write_text("".join(json.dumps(item) + "\n" for item in items), "utf-8")
+    found = refused(written(tmp_path / "rows.jsonl", rows), "suite=jsonl", f"suite.path={suite}")
+    assert "4 of 4 items of suite=jsonl" in found
+
+
 def test_conversations_whose_answer_never_changes_are_caught(
     refused: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -298,4 +314,4 @@ def test_a_run_without_a_fault_has_a_certificate_without_a_violation(finished: R
     assert node["probe"]["targets_follow"] is True
     assert node["probe"]["peek"] == 0
     assert max(node["probe"][f"accumulation_{one}"] for one in ("loss", "gradient")) < 0.01
-    assert node["overlap"]["contained"] == 0
+    assert [part["contained"] for part in node["overlap"]] == [0]

@@ -41,16 +41,18 @@ NODE: dict[str, Any] = {
         "prompts_otherwise": 0,
         "mix_off": None,
     },
-    "overlap": {
-        "against": "the held-out rows",
-        "items": 163,
-        "ngram_words": 13,
-        "sharing": 14,
-        "contained": 0,
-        "contained_frac": 0.0,
-        "rows_sharing": 16,
-        "worst": [],
-    },
+    "overlap": [
+        {
+            "against": "the held-out rows",
+            "items": 163,
+            "ngram_words": 13,
+            "sharing": 14,
+            "contained": 0,
+            "contained_frac": 0.0,
+            "rows_sharing": 16,
+            "worst": [],
+        }
+    ],
     "probe": {
         "documents": 4,
         "tokens": 256,
@@ -111,7 +113,7 @@ def test_what_is_unknown_has_its_reason() -> None:
     """Roles that cannot be told, a probe that is off, an overlap with nothing."""
     node = copy.deepcopy(NODE)
     node["tokens"] |= {"tokens_by_role": None, "trained_by_role": None, "end_marker_trained": None}
-    node["probe"] = node["overlap"] = None
+    node["probe"], node["overlap"] = None, []
     names = ("tokens.tokens_by_role", "tokens.trained_by_role", "tokens.end_marker_trained")
     node["unknown"] = dict.fromkeys(names, "no template") | {"probe": "off", "overlap": "none"}
     found = told(node)

@@ -142,7 +142,7 @@ class DataContract(StoredRecord):
         version: of this layout.
         tokens: the training documents.
         rows: the rows.
-        overlap: the rows against the benchmark.
+        overlap: the rows against each benchmark of the run.
         probe: what was tried on the model.
         limits: the settings that it was judged by.
         violations: what is over a limit, with figures; a run that trained has none.
@@ -153,7 +153,7 @@ class DataContract(StoredRecord):
     version: int = 1
     tokens: TokenPart
     rows: RowsPart
-    overlap: OverlapPart | None
+    overlap: list[OverlapPart]
     probe: ProbePart | None
     limits: dict[str, Any]
     violations: list[str] = field(default_factory=list)

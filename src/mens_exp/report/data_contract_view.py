@@ -8,7 +8,7 @@ from mens_exp.report import wording
 from mens_exp.report.summary import Cell
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from mens_exp.report.records import Records
 
@@ -24,7 +24,7 @@ def cells(records: Records) -> list[Cell]:
     return [
         *_tokens(node["tokens"], unknown),
         *_rows(node["rows"]),
-        _overlap(node["overlap"], unknown),
+        *_overlap(node["overlap"], unknown),
         *_probe(node["probe"], unknown),
     ]
 
@@ -76,16 +76,17 @@ def _rows(part: Mapping[str, Any]) -> Iterator[Cell]:
     yield _cell("prompts as in evaluation", f"{checked - otherwise} of {checked} compared")
 
 
-def _overlap(part: Mapping[str, Any] | None, unknown: Mapping[str, str]) -> Cell:
-    if part is None:
-        return _cell("overlap", "", unknown.get("overlap"))
-    items = wording.count(part["items"])
-    return _cell(
-        f"overlap with {part['against']}",
-        f"{wording.count(part['contained'])} of {items} items are half or more in one row; "
-        f"{wording.count(part['sharing'])} share a {part['ngram_words']}-gram of words with "
-        f"{wording.count(part['rows_sharing'])} rows",
-    )
+def _overlap(parts: Sequence[Mapping[str, Any]], unknown: Mapping[str, str]) -> Iterator[Cell]:
+    if not parts:
+        yield _cell("overlap", "", unknown.get("overlap"))
+    for part in parts:
+        items = wording.count(part["items"])
+        yield _cell(
+            f"overlap with {part['against']}",
+            f"{wording.count(part['contained'])} of {items} items are half or more in one row; "
+            f"{wording.count(part['sharing'])} share a {part['ngram_words']}-gram of words with "
+            f"{wording.count(part['rows_sharing'])} rows",
+        )
 
 
 def _probe(part: Mapping[str, Any] | None, unknown: Mapping[str, str]) -> Iterator[Cell]:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.data_contract import DataContract
+from mens_exp.config.suite import AnsweredSuite
 from mens_exp.corpus import contract_rules
 from mens_exp.corpus.overlap import texts_of
 from mens_exp.corpus.row_part import overlap_part, rows_part
@@ -13,12 +14,12 @@ from mens_exp.corpus.source import cache_key, labelling_of
 from mens_exp.corpus.split import Side
 from mens_exp.corpus.token_part import token_part
 from mens_exp.errors import Refusals
+from mens_exp.evals.catalogue import frozen_suite
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from mens_exp.artifacts.data_contract import OverlapPart
     from mens_exp.config.root import RunConfig
     from mens_exp.corpus.source import Rows
     from mens_exp.data.datamodule import RowsDataModule
@@ -50,19 +51,21 @@ def certify_rows(
     contract = DataContract(
         tokens=kept.tokens,
         rows=rows_part(rows, documents, tokenizer, labelling),
-        overlap=_overlap(rows),
+        overlap=[
+            overlap_part(rows.train, items, against) for against, items in _benchmarks(config, rows)
+        ],
         probe=None,
         limits=dataclasses.asdict(limits),
         unknown={**kept.unknown, "probe": "not reached: it runs just before step 1"},
     )
-    if contract.overlap is None:
+    if not contract.overlap:
         contract.unknown["overlap"] = "no row is held out, and no suite has items of its own"
     notes = contract_rules.notes_of_tokens(contract.tokens, labelling)
     run.manifest.notes += [note for note in notes if note not in run.manifest.notes]
     found = [
         *contract_rules.of_tokens(contract.tokens, limits, labelling),
         *contract_rules.of_rows(contract.rows, limits),
-        *(contract_rules.of_overlap(contract.overlap, limits) if contract.overlap else ()),
+        *(one for part in contract.overlap for one in contract_rules.of_overlap(part, limits)),
     ]
     _record(run, contract, found)
 
@@ -92,11 +95,19 @@ def certify_steps(
     _record(run, contract, list(contract_rules.of_probe(contract.probe)))
 
 
-def _overlap(rows: Rows) -> OverlapPart | None:
-    if not rows.heldout:
-        return None
-    items = ((pair.id, "\n".join(texts_of(pair))) for pair in rows.heldout)
-    return overlap_part(rows.train, items, "the held-out rows")
+def _benchmarks(config: RunConfig, rows: Rows) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Yield what a run is measured on: a name, and id and text of each item."""
+    if rows.heldout:
+        yield (
+            "the held-out rows",
+            [(pair.id, "\n".join(texts_of(pair))) for pair in rows.heldout],
+        )
+    if isinstance(config.suite, AnsweredSuite):
+        items = frozen_suite(config.suite).items
+        yield (
+            f"suite={config.suite.name}",
+            [(item.id, f"{item.prompt}\n{item.reference}") for item in items],
+        )
 
 
 def _record(run: Run, contract: DataContract, found: Sequence[MensError]) -> None:
