@@ -14,7 +14,7 @@ import pytest
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.scorecard import Scorecard, write_item_events
+from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.artifacts.telemetry import Telemetry, read_events, rewind
 from mens_exp.config.logger import WandbLogger, WandbMode
 from mens_exp.errors import MensError, SetupError
@@ -140,13 +140,16 @@ def summary(run: FakeRun) -> dict[str, Any]:
 
 def write_scorecard(run: FakeRun) -> None:
     conditions = {"base": {"parse_rate": None}, "tuned": {"parse_rate": 1.0}}
-    card = Scorecard(suite="heldout_syntax", suite_digest=SHA, items=1, conditions=conditions)
+    card = Scorecard(
+        suite="heldout_syntax", suite_digest=SHA, items=1, conditions=conditions, generation={}
+    )
     card.write(run.dir.scorecard)
     item = {"item_id": "i0", "prompt": "Write f.", "reference": "def f(): pass"}
     counts = {"finished": True, "error": None, "tokens_in": 3, "tokens_out": 4}
     base = {**item, **counts, "condition": "base", "completion": "def f(", "parses": False}
     tuned = {**item, **counts, "condition": "tuned", "completion": "f = 1", "parses": True}
-    write_item_events(run.dir.events, [base, tuned])
+    # As version 1 had them: what else there is today plays no part in a table.
+    run.dir.events.write_text("".join(f"{json.dumps(event)}\n" for event in (base, tuned)))
 
 
 def write_adapter(run: FakeRun) -> None:
