@@ -4,8 +4,8 @@
     python benchmarks/sweep.py kill [--jobs 24] [--job-kills 10] [--launcher-kills 3] [--seed 0]
 
 `overhead` runs the same two jobs by hand, one after the other, and as a sweep, in pairs whose order
-alternates, and prints the seconds of each. The sweep's own start-up, until its first job begins, is
-told apart.
+alternates, and prints the seconds of each, and their processor time. The sweep's own start-up,
+until its first job begins, is told apart.
 `kill` runs one sweep undisturbed and one whose jobs and launcher are killed at random moments,
 resumes it until nothing is left, and compares the adapters byte for byte.
 """
@@ -66,13 +66,15 @@ def main() -> None:
 def overhead(place: Path, pairs: int, steps: int) -> None:
     """Time the same jobs by hand and as a sweep, in turns."""
     by_hand, swept, startups = [], [], []
+    worked: dict[Any, list[float]] = {_by_hand: [], _swept: []}
     for pair in range(pairs):
         order = [_by_hand, _swept] if pair % 2 == 0 else [_swept, _by_hand]
         for one in order:
             where = place / f"{one.__name__}_{pair}"
-            began = time.time()
+            began, before = time.time(), _processor_s()
             one(place, where, steps)
             taken = time.time() - began
+            worked[one].append(_processor_s() - before)
             (by_hand if one is _by_hand else swept).append(taken)
             if one is _swept:
                 startups.append(_first_start(where) - began)
@@ -85,6 +87,17 @@ def overhead(place: Path, pairs: int, steps: int) -> None:
     print(
         f"median: start-up {statistics.median(startups):.1f} s; beyond it {share:+.1%} of the jobs"
     )
+    hand_s, sweep_s = (statistics.median(worked[one]) for one in (_by_hand, _swept))
+    print(
+        f"processor time, which a busy machine leaves alone: by hand {hand_s:.1f} s, "
+        f"as a sweep {sweep_s:.1f} s, start-up included"
+    )
+
+
+def _processor_s() -> float:
+    """Return the processor time of all processes that were waited for, and of theirs."""
+    spent = os.times()
+    return spent.children_user + spent.children_system
 
 
 def _command(place: Path, steps: int, *more: str) -> list[str]:

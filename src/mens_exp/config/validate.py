@@ -165,7 +165,7 @@ def unread_overrides(name: str, keys: Iterable[str], *, path: str | None = None)
     reads = TASK_READS[name] | _read_beside(name, path)
     problems: list[MensError] = []
     for key in keys:
-        group = key.split(".", 1)[0]
+        group = key.split(".", 1)[0].split("/", 1)[0]  # hydra/launcher is Hydra's, as hydra.run
         whole_group = key == group and any(read.startswith(f"{group}.") for read in reads)
         if group not in {"task", "hydra", "sweep"} and not whole_group and not {key, group} & reads:
             problems.append(
