@@ -7,8 +7,8 @@ For each size distinct rows are written, about 600 bytes each; then `task=corpus
 a process of its own, and unless encode=no another encodes the training rows as a run would before
 its first step. Memory is the largest sum, over a process and all of its children, of what each has
 to itself and its share of what they share (PSS), sampled five times a second; time is that of the
-whole command. Ends with the time for a gigabyte of the largest size over that of the smallest: 1 is
-linear.
+whole command, on the clock and as processor time of all its processes. Ends with the processor time
+for a gigabyte of the largest size over that of the smallest: 1 is linear, whatever else runs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,7 @@ class Took(NamedTuple):
     """What a command took."""
 
     seconds: float
+    cpu_seconds: float
     peak_bytes: int
 
 
@@ -70,7 +72,7 @@ def watched(command: Sequence[str]) -> Took:
     Raises:
         SystemExit: it failed.
     """
-    began, peak = time.perf_counter(), 0
+    began, before, peak = time.perf_counter(), processor_seconds(), 0
     with subprocess.Popen(command) as process:  # noqa: S603 - our own interpreter
         me = psutil.Process(process.pid)
         while process.poll() is None:
@@ -78,7 +80,13 @@ def watched(command: Sequence[str]) -> Took:
             time.sleep(EVERY_S)
     if process.returncode:
         sys.exit(f"{' '.join(command)}: exit code {process.returncode}")
-    return Took(time.perf_counter() - began, peak)
+    return Took(time.perf_counter() - began, processor_seconds() - before, peak)
+
+
+def processor_seconds() -> float:
+    """Return the processor time of all children that have ended, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def resident(process: psutil.Process) -> int:
@@ -122,9 +130,12 @@ def measure(folder: Path, size: float, steps: str, *, encode: bool) -> dict[str,
         took["encode"] = watched([sys.executable, __file__, "encode", f"{out / last}", str(folder)])
     print(f"{size / 1e9:g} GB, {count:,} rows:")
     for name, one in took.items():
-        rate = size / one.seconds / 1e6
-        memory = one.peak_bytes / 1e6
-        print(f"  {name}: {one.seconds:.1f} s, {rate:.2f} MB/s, peak {memory:,.0f} MB", flush=True)
+        rate = size / one.cpu_seconds / 1e6
+        print(
+            f"  {name}: {one.seconds:.1f} s, {one.cpu_seconds:.1f} s of processor time, "
+            f"{rate:.2f} MB/s of one core, peak {one.peak_bytes / 1e6:,.0f} MB",
+            flush=True,
+        )
     return took
 
 
@@ -140,7 +151,7 @@ def main(arguments: Sequence[str]) -> None:
             took.append(measure(Path(folder), size, steps, encode=encode))
     if len(sizes) > 1:
         for name in took[0]:
-            first, last = (took[i][name].seconds / sizes[i] for i in (0, -1))
+            first, last = (took[i][name].cpu_seconds / sizes[i] for i in (0, -1))
             print(f"{name}: a byte takes {last / first:.2f} times as long at the largest size")
 
 
