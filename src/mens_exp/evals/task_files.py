@@ -1,0 +1,53 @@
+"""Tasks of a benchmark in a file: one JSON object a line, gzipped or not."""
+
+from __future__ import annotations
+
+import gzip
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mens_exp.artifacts.record import read_bytes
+from mens_exp.artifacts.typed_json import parse_json
+from mens_exp.errors import DataError, Problems
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+__all__ = ["tasks_in"]
+
+Task = TypeVar("Task")
+
+
+def tasks_in(path: Path, task_of: Callable[[Any, str], Task]) -> list[Task]:
+    """Read the tasks of a file.
+
+    Args:
+        path: JSONL, or JSONL.gz.
+        task_of: makes a task of a line's value and its place (``file:line``).
+
+    Raises:
+        DataError: the file cannot be read or holds no task, or a line is no such task.
+        Problems: several lines.
+    """
+    tasks, problems = [], []
+    for number, line in enumerate(_unpacked(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            tasks.append(task_of(parse_json(line, f"{path}:{number}"), f"{path}:{number}"))
+        except DataError as error:
+            problems.append(error)
+    Problems.raise_if(problems)
+    if not tasks:
+        raise DataError("the file holds no task", where=str(path))
+    return tasks
+
+
+def _unpacked(path: Path) -> bytes:
+    content = read_bytes(path)
+    if path.suffix != ".gz":
+        return content
+    try:
+        return gzip.decompress(content)
+    except (OSError, EOFError) as error:
+        raise DataError("the file is not gzipped", where=str(path), found=str(error)) from error
