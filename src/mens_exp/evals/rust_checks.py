@@ -36,6 +36,8 @@ __all__ = [
 ]
 
 _FIELDS: Final = {"name": str, "prompt": str, "tests": str, "stop_tokens": list}
+# The message stands on a line of its own since Rust 1.73, and in quotes before the place until then.
+_ASSERTION: Final = re.compile(r"panicked at (?:'|[^\n]*\n)assertion ")
 _FUNCTION: Final = re.compile(r"\bfn\s+(\w+)")
 _MAIN: Final = re.compile(r"\bfn\s+main\s*\(\s*\)\s*\{")
 # The shell keeps the first line of its input, the program reads the second before the tests.
@@ -169,6 +171,6 @@ def _verdict(execution: Execution, word: str) -> tuple[Verdict, str | None]:
         return Verdict.PASSED, None
     if "panicked at" in execution.stderr:
         message = execution.stderr[execution.stderr.index("panicked at") :].strip()
-        failed = "assertion" in message.splitlines()[1] if "\n" in message else False
+        failed = _ASSERTION.match(message)
         return (Verdict.ASSERTION if failed else Verdict.EXCEPTION), message
     return Verdict.EXITED, f"exit code {execution.exit_code}"
