@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _FIELDS: Final = {"name": str, "prompt": str, "tests": str, "stop_tokens": list}
-# The message stands on a line of its own since Rust 1.73, and in quotes before the place until then.
+# The message has a line of its own since Rust 1.73; before, it stood in quotes before the place.
 _ASSERTION: Final = re.compile(r"panicked at (?:'|[^\n]*\n)assertion ")
 _FUNCTION: Final = re.compile(r"\bfn\s+(\w+)")
 _MAIN: Final = re.compile(r"\bfn\s+main\s*\(\s*\)\s*\{")
