@@ -167,9 +167,12 @@ def test_notebooks_show_what_the_records_hold(execute: Callable[..., Any]) -> No
 def test_variable_names_another_run(
     execute: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run elsewhere is read, also one that was scored by no suite."""
+    """A run elsewhere is read, also one that took no step and was scored by no suite."""
     shutil.copytree(STUDY / "0_6fc0dd12", tmp_path / "run")
     (tmp_path / "run" / "scorecard.json").unlink()
+    telemetry = tmp_path / "run" / "telemetry.jsonl"
+    lines = telemetry.read_text("utf-8").splitlines(keepends=True)
+    telemetry.write_text("".join(one for one in lines if '"event":"step"' not in one), "utf-8")
     monkeypatch.setenv("MENS_EXP_NOTEBOOK_PATH", str(tmp_path / "run"))
     shown = text_of(execute(read("01-review-a-run")))
     assert "lora.r=2" in shown
