@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
+NOTEBOOKS = ("01-review-a-run", "02-compare-arms", "03-where-nf4-hurts")
+STUDY = FOLDER / "records" / "study"
+READERS = {"artifacts", "report"}
+HEAVY = {"bitsandbytes", "datasets", "lightning", "peft", "torch", "transformers", "wandb"}
+STRICT = "import warnings\nwarnings.simplefilter('error')"
+LAX = "warnings.simplefilter('default')  # the kernel's own way of ending is not ours"
+LOADED = f"import sys\nprint('loaded:', sorted(set({sorted(HEAVY)!r}) & sys.modules.keys()))"
+
+
+def read(name: str) -> Any:
+    return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+
+
+def code_of(notebook: Any) -> list[str]:
+    return [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def imported(notebook: Any) -> Iterator[str]:
+    """Yield the dotted name of every module that a notebook's cells import."""
+    for node in ast.walk(ast.parse("\n".join(code_of(notebook)))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield str(node.module)
+
+
+def forbidden(notebook: Any) -> set[str]:
+    """Return what a notebook imports beside the readers and the light libraries."""
+    return {
+        name
+        for name in imported(notebook)
+        if name.split(".")[0] in HEAVY
+        or (name.split(".")[0] == "mens_exp" and name.split(".")[1:2] not in [[x] for x in READERS])
+    }
+
+
+def dirty(notebook: Any) -> list[str]:
+    """Return the identifiers of cells that carry what an execution left."""
+    return [
+        cell.id
+        for cell in notebook.cells
+        if cell.get("outputs") or cell.get("execution_count") is not None
+    ]
+
+
+@pytest.fixture
+def execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Run a notebook from top to bottom, its warnings errors; return it with its outputs.
+
+    With `failing`, return instead what the failing cell said.
+    """
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "jupyter"))
+    monkeypatch.delenv("MENS_EXP_NOTEBOOK_PATH", raising=False)
+
+    def executed(notebook: Any, *, failing: bool = False) -> Any:
+        last = [new_code_cell(LOADED), new_code_cell(LAX)]
+        notebook.cells = [new_code_cell(STRICT), *notebook.cells, *last]
+        source, target, sockets = (tmp_path / name for name in ("in.ipynb", "out.ipynb", "k"))
+        nbformat.write(notebook, source)
+        script = Path(__file__).with_name("execute.py")
+        words = [sys.executable, script, source, target, FOLDER, sockets]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=400)
+        if failing:
+            assert "CellExecutionError" in done.stderr
+            return re.sub(r"\x1b\[[\d;]*m", "", done.stderr)
+        assert done.returncode == 0, done.stderr
+        return nbformat.read(target, as_version=4)
+
+    return executed
+
+
+def outputs(notebook: Any, kind: str) -> list[Any]:
+    return [
+        one for cell in notebook.cells for one in cell.get("outputs", []) if one.output_type == kind
+    ]
+
+
+def text_of(notebook: Any) -> str:
+    shown = [one.data.get("text/plain", "") for one in outputs(notebook, "display_data")]
+    return "\n".join(shown + [one.text for one in outputs(notebook, "stream")])
+
+
+def test_every_notebook_is_tested() -> None:
+    """A new notebook is named above, and a gone one is taken off the list."""
+    assert tuple(sorted(path.stem for path in FOLDER.glob("*.ipynb"))) == NOTEBOOKS
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_notebook_is_stored_without_outputs(name: str) -> None:
+    """What git holds is what somebody wrote; no execution count, no picture."""
+    notebook = read(name)
+    nbformat.validate(notebook)
+    assert dirty(notebook) == []
+    assert notebook.metadata.keys() == {"kernelspec", "language_info"}
+
+
+@pytest.mark.parametrize(
+    "left",
+    [{"execution_count": 3}, {"outputs": [nbformat.v4.new_output("stream", text="5.4")]}],
+)
+def test_notebook_with_an_output_is_found(left: dict[str, Any]) -> None:
+    """The check sees a count without an output, and an output without a count."""
+    assert len(dirty(new_notebook(cells=[new_code_cell("1", **left)]))) == 1
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_notebook_imports_readers_only(name: str) -> None:
+    """Records and their renderings are all that a notebook needs; nothing of it can train."""
+    assert forbidden(read(name)) == set()
+    assert any(module.startswith("mens_exp.artifacts.") for module in imported(read(name)))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch",
+        "def f():\n    from mens_exp.training.build import trainer",
+        "import mens_exp.cli",
+        "from mens_exp import tasks",
+    ],
+)
+def test_import_of_training_is_found(source: str) -> None:
+    """The check sees libraries, our own packages, nested statements and the package itself."""
+    assert len(forbidden(new_notebook(cells=[new_code_cell(source)]))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_notebook_runs_to_its_end(execute: Callable[..., Any], name: str) -> None:
+    """On the shipped records no cell fails, warns or loads torch, and each drawing is made."""
+    done = execute(read(name))
+    drawn = [one for one in outputs(done, "display_data") if "image/png" in one.data]
+    assert len(drawn) == "\n".join(code_of(done)).count("plt.show()")
+    assert [one.text for one in outputs(done, "stream") if one.name == "stderr"] == []
+    assert "loaded: []" in text_of(done)
+
+
+@pytest.mark.slow
+def test_notebooks_show_what_the_records_hold(execute: Callable[..., Any]) -> None:
+    """All six runs are at hand, each the very record that was compared."""
+    shown = text_of(execute(read("02-compare-arms")))
+    rows = [line for line in shown.splitlines() if "│ lora.r=" in line and "5.6380" in line]
+    assert len(rows) == 6
+    assert all(row.rstrip(" │").endswith("yes") for row in rows)
+
+
+@pytest.mark.slow
+def test_variable_names_another_run(
+    execute: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run elsewhere is read, also one that took no step and was scored by no suite."""
+    shutil.copytree(STUDY / "0_6fc0dd12", tmp_path / "run")
+    (tmp_path / "run" / "scorecard.json").unlink()
+    telemetry = tmp_path / "run" / "telemetry.jsonl"
+    lines = telemetry.read_text("utf-8").splitlines(keepends=True)
+    telemetry.write_text("".join(one for one in lines if '"event":"step"' not in one), "utf-8")
+    monkeypatch.setenv("MENS_EXP_NOTEBOOK_PATH", str(tmp_path / "run"))
+    shown = text_of(execute(read("01-review-a-run")))
+    assert "lora.r=2" in shown
+    assert "The run has no scorecard (suite=none)." in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_directory_without_a_run_is_refused(
+    execute: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The reader's own message says what is missing."""
+    monkeypatch.setenv("MENS_EXP_NOTEBOOK_PATH", str(tmp_path))
+    said = execute(read(name), failing=True)
+    assert "no manifest.json in this directory" in said
+
+
+@pytest.mark.slow
+def test_warning_in_a_cell_fails(execute: Callable[..., Any]) -> None:
+    """A library's warning in a notebook is as much an error as in a test."""
+    cell = new_code_cell("import warnings\nwarnings.warn('old name', DeprecationWarning)")
+    said = execute(new_notebook(cells=[cell]), failing=True)
+    assert "DeprecationWarning: old name" in said
