@@ -243,8 +243,8 @@ BAD: list[tuple[Changed, str, str, str]] = [
     (
         BY_KPI | {"adapter.metric": "tokens_out"},
         "adapter.metric",
-        "neither way of it is better",
-        "found tokens_out",
+        "neither way of it is better · found tokens_out",
+        "task_success, time_to_first_valid_ms",
     ),
     (
         BY_KPI | {"callbacks": scoring(None)},
