@@ -127,6 +127,7 @@ def test_every_value_enters_the_digest() -> None:
     base.compare.primary, base.compare.reference = "k", "a"
     base.ledger, base.open, base.promote.seeds = "l", "c", [1]
     base.promote.parity, base.promote.suite_digest, base.promote.factor = "p", "s", "f"
+    base.callbacks.scorecard.every_n_steps = 2
     base.prompt, base.repo, base.push.message, base.out = "p", "me/x", "m", "o"
     base.base, base.meta, base.adapter.file = "b", "j", "s"
     base.sweep.resume = "d"

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mens_exp.config.adapter import Selection
-from mens_exp.config.callbacks import EarlyStoppingConfig
+from mens_exp.config.callbacks import EarlyStoppingConfig, ScorecardConfig
 from mens_exp.config.compose import compose, group_options, typed
 from mens_exp.config.lora import LoraInit
+from mens_exp.config.suite import HeldoutSyntaxSuite, MiniPythonSuite, NoSuite
 from mens_exp.config.validate import (
     TASK_READS,
     ineffective_overrides,
@@ -49,6 +50,19 @@ def places(config: RunConfig) -> list[str | None]:
 
 
 STOPPING = {"early_stopping": EarlyStoppingConfig(_target_="x")}
+
+
+def scoring(every_n_steps: int | None, **settings: Any) -> dict[str, ScorecardConfig]:
+    return {"scorecard": ScorecardConfig(_target_="x", every_n_steps=every_n_steps, **settings)}
+
+
+# Four micro-batches a step: a validation and a scorecard after every second step.
+BY_KPI: Changed = {
+    "adapter.select": Selection.best,
+    "adapter.metric": "parse_rate",
+    "trainer.val_check_interval": 8,
+    "callbacks": scoring(2),
+}
 GOOD: list[Changed] = [
     {},
     {"lora.r": 1, "lora.dropout": 0.0},
@@ -76,6 +90,13 @@ GOOD: list[Changed] = [
     {"adapter.select": Selection.best, "trainer.val_check_interval": 4},
     {"callbacks": STOPPING, "trainer.val_check_interval": 4},
     {"callbacks": {}},
+    {"callbacks": scoring(2), "suite": MiniPythonSuite()},
+    {"callbacks": scoring(None)},
+    {"callbacks": scoring(9), "trainer.max_steps": -1, "trainer.max_epochs": 1},
+    BY_KPI,
+    BY_KPI | {"suite": MiniPythonSuite(), "adapter.metric": "task_success"},
+    BY_KPI | {"adapter.metric": "repair_depth", "eval.max_retries": 1},
+    BY_KPI | {"callbacks": scoring(4)},
 ]
 
 BAD: list[tuple[Changed, str, str, str]] = [
@@ -187,6 +208,79 @@ BAD: list[tuple[Changed, str, str, str]] = [
         "trainer.val_check_interval",
         "found 6",
         "a multiple of trainer.accumulate_grad_batches (4), which adapter.select",
+    ),
+    (
+        {"callbacks": scoring(1), "suite": NoSuite()},
+        "callbacks.scorecard.every_n_steps",
+        "1 with suite=none",
+        "suite=mini_python",
+    ),
+    (
+        {"callbacks": scoring(5), "trainer.max_steps": 4},
+        "callbacks.scorecard.every_n_steps",
+        "ends before its first scorecard · found 5",
+        "at most trainer.max_steps (4)",
+    ),
+    ({"callbacks": scoring(0)}, "callbacks.scorecard.every_n_steps", "found 0", ">= 1"),
+    (
+        {"callbacks": scoring(None, items=3)},
+        "callbacks.scorecard.items",
+        "found 3",
+        "callbacks.scorecard.every_n_steps beside it",
+    ),
+    (
+        {"adapter.metric": "parse_rate", "callbacks": scoring(2)},
+        "adapter.metric",
+        "no effect with adapter.select=last",
+        "adapter.select=best",
+    ),
+    (
+        BY_KPI | {"adapter.metric": "parse_rat"},
+        "adapter.metric",
+        "is no KPI · found parse_rat",
+        "the nearest is parse_rate",
+    ),
+    (
+        BY_KPI | {"adapter.metric": "tokens_out"},
+        "adapter.metric",
+        "neither way of it is better · found tokens_out",
+        "task_success, time_to_first_valid_ms",
+    ),
+    (
+        BY_KPI | {"callbacks": scoring(None)},
+        "adapter.metric",
+        "not measured while training",
+        "callbacks.scorecard.every_n_steps to be set",
+    ),
+    (
+        BY_KPI | {"callbacks": {}},
+        "adapter.metric",
+        "not measured while training",
+        "callbacks.scorecard.every_n_steps to be set",
+    ),
+    (
+        BY_KPI | {"adapter.metric": "task_success", "suite": HeldoutSyntaxSuite()},
+        "adapter.metric",
+        "never measured · found task_success",
+        "suite=mini_python",
+    ),
+    (
+        BY_KPI | {"adapter.metric": "pass_at_k", "suite": MiniPythonSuite()},
+        "adapter.metric",
+        "found pass_at_k",
+        "eval.samples above 1",
+    ),
+    (
+        BY_KPI | {"adapter.metric": "repair_stalled"},
+        "adapter.metric",
+        "found repair_stalled",
+        "eval.max_retries above 0",
+    ),
+    (
+        BY_KPI | {"callbacks": scoring(3)},
+        "callbacks.scorecard.every_n_steps",
+        "between two validations",
+        "a multiple of trainer.val_check_interval (8)",
     ),
     ({"callbacks": STOPPING}, "callbacks.early_stopping", "validations while", "to be set"),
     (

@@ -178,6 +178,27 @@ def test_validation_counts_where_it_chooses(
     assert chosen.digest != contract_of(tiny_config(chooser, more)).digest
 
 
+BY_KPI = ("adapter.select=best", "adapter.metric=parse_rate", "callbacks.scorecard.every_n_steps=2")
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["callbacks.scorecard.every_n_steps=1", "callbacks.scorecard.items=3", "suite.items=7"],
+)
+def test_a_scorecard_counts_where_it_chooses(
+    tiny_config: Callable[..., RunConfig], more: str
+) -> None:
+    """Which items are asked, and how often, decides which adapter is left, and only then."""
+    looking = ("callbacks.scorecard.every_n_steps=2",)
+    assert contract_of(tiny_config(*looking)).digest == contract_of(tiny_config()).digest
+    assert (
+        contract_of(tiny_config(*looking, more)).digest == contract_of(tiny_config(*looking)).digest
+    )
+    chosen = contract_of(tiny_config(*BY_KPI))
+    assert chosen.digest != contract_of(tiny_config(*BY_KPI, more)).digest
+    assert chosen.digest != contract_of(tiny_config(BY_KPI[0], BY_KPI[2])).digest
+
+
 def test_files_that_a_glob_finds_are_those_that_are_named(
     tiny_config: Callable[..., RunConfig], rows: Path
 ) -> None:

@@ -157,7 +157,43 @@ _TABLE = (
     ),
 )
 
-METRICS: dict[str, Metric] = {entry.name: entry for entry in _TABLE}
+
+def _during(
+    name: str, direction: Literal["min", "max", "none"], note: str, unit: str = "1"
+) -> Metric:
+    return Metric(
+        name=f"eval/{name}",
+        unit=unit,
+        direction=direction,
+        reduction="last",
+        note=f"{note}; of the first items of the suite, while training runs",
+    )
+
+
+# Named as in the table of KPIs; a test holds unit and direction to it.
+_DURING = (
+    _during("parse_rate", "max", "share of answers that parse"),
+    _during("compile_pass_1", "max", "share whose first attempt compiles"),
+    _during("compile_pass_n", "max", "share that compiles after repairs"),
+    _during("canonical_pass", "max", "share laid out as formatters do it"),
+    _during("strictness", "max", "share that is code only"),
+    _during("task_success", "max", "share that does the task"),
+    _during("semantic_task_success", "max", "share that does it, and holds no place"),
+    _during("pass_at_1", "max", "chance that one first attempt does the task"),
+    _during("pass_at_k", "max", "chance that one of eval.samples first attempts does"),
+    _during("anti_stub_pass", "max", "share that is neither trivial nor marked"),
+    _during("richness", "max", "mean of statements that do something, 0 to 1"),
+    _during("placeholder_marker_hits", "min", "mean of places left to write", "markers"),
+    _during("trivial_placeholder_output", "min", "share of answers that only hold a place"),
+    _during("repair_depth", "min", "mean number of the first valid attempt", "attempts"),
+    _during("repair_stalled", "min", "share that repeats its errors"),
+    _during("time_to_first_valid_ms", "min", "mean time to a valid answer", "ms"),
+    _during("attempts", "min", "mean number of attempts", "attempts"),
+    _during("latency_ms", "min", "mean time of generating an answer", "ms"),
+    _during("tokens_in", "none", "mean tokens of a prompt", "tokens"),
+    _during("tokens_out", "none", "mean tokens of an answer", "tokens"),
+)
+METRICS: dict[str, Metric] = {entry.name: entry for entry in (*_TABLE, *_DURING)}
 _BY_ALIAS = {alias: entry for entry in _TABLE for alias in entry.alias}
 
 

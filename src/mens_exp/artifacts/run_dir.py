@@ -138,6 +138,15 @@ class RunDir:
         return self.path / "events.jsonl"
 
     @property
+    def scorecards(self) -> Path:
+        """The directory of what was answered while training ran, one file a scorecard."""
+        return self.path / "scorecards"
+
+    def events_at(self, step: int) -> Path:
+        """Return the path of the item events of the scorecard after optimizer step `step`."""
+        return self.scorecards / f"step_{step:08d}.jsonl"
+
+    @property
     def comparison(self) -> Path:
         """What a study's arms came to."""
         return self.path / "compare.json"

@@ -32,6 +32,7 @@ EVENTS = frozenset(
         "early_stop",
         "train_complete",
         "scorecard",
+        "scorecard_step",
         "sink_failed",
         "resumed",
         "device_fallback",

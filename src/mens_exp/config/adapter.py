@@ -29,6 +29,12 @@ class AdapterConfig:
 
     select: Selection = setting(
         Selection.last,
-        "last: the one of the last step; best: the one of the lowest validation loss seen, "
-        "the final validation included (needs trainer.val_check_interval).",
+        "last: the one of the last step; best: the one that adapter.metric holds best, by default "
+        "of the lowest validation loss seen, the final validation included (needs "
+        "trainer.val_check_interval).",
+    )
+    metric: str = setting(
+        "val/loss",
+        "What adapter.select=best goes by: val/loss, or a KPI such as task_success or parse_rate "
+        "that callbacks.scorecard measures while training runs.",
     )

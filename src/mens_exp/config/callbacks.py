@@ -14,6 +14,7 @@ __all__ = [
     "FiniteGuardConfig",
     "MemoryConfig",
     "ProgressConfig",
+    "ScorecardConfig",
 ]
 
 
@@ -58,4 +59,22 @@ class ProgressConfig(CallbackConfig):
 
     plain_every_n_steps: int = setting(
         10, "Optimizer steps between lines where the output is no terminal.", ge=1
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class ScorecardConfig(CallbackConfig):
+    """How often a run scores itself on its suite while it trains."""
+
+    every_n_steps: int | None = setting(
+        None,
+        "Optimizer steps between scorecards of the tuned model, one after the last step included; "
+        "null scores nothing before training has ended.",
+        ge=1,
+    )
+    items: int = setting(
+        8,
+        "Items of each, the suite's first (unverified guess: a minute on two cores, and a share "
+        "in steps of an eighth).",
+        ge=1,
     )

@@ -103,6 +103,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "finite_guard": callbacks.FiniteGuardConfig,
         "memory": callbacks.MemoryConfig,
         "progress": callbacks.ProgressConfig,
+        "scorecard": callbacks.ScorecardConfig,
     },
 }
 

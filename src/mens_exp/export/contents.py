@@ -41,6 +41,7 @@ def run_files(run: RunDir, *, checkpoints: bool = False) -> dict[str, Path]:
         run.events,
         run.report,
         run.model_card,
+        *run.scorecards.glob("step_*.jsonl"),
         *run.adapter.rglob("*"),
     ]
     if checkpoints:

@@ -56,6 +56,8 @@ SETTINGS: dict[str, Part] = {
     **_all(Part.RECORD, "checkpoint.", "every_n_steps keep"),
     **_all(Part.EXEC, "adapter.", "select"),
     **_all(Part.RECORD, "adapter.", "file"),
+    # It decides what is learned where the best adapter is chosen by it: `_of_kpi`.
+    **_all(Part.RECORD, "adapter.", "metric"),
     **_all(Part.RECORD, "merge.", "mode dtype base untie any_base"),
     **_all(Part.RECORD, "chat.", "max_new_tokens temperature"),
     **_all(Part.RECORD, "push.", "private message"),
@@ -199,6 +201,7 @@ RECORDING_CALLBACKS = frozenset(
         "finite_guard.FiniteGuard",
         "memory.MemoryWatch",
         "progress.Progress",
+        "scorecard.Scorecard",
         "telemetry.TelemetryWriter",
         "throughput.Throughput",
     )
@@ -242,7 +245,19 @@ def learned_settings(config: RunConfig) -> dict[str, Any]:
     if active or config.adapter.select is Selection.best:
         interval, most = config.trainer.val_check_interval, config.data.val_max_tokens
         found |= dict(zip(_WITH_SELECTION, (interval, most), strict=True))
-    return found | active
+    return found | active | dict(_of_kpi(config))
+
+
+def _of_kpi(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Yield what the adapter's choice depends on where a KPI makes it."""
+    if config.adapter.select is not Selection.best or config.adapter.metric == "val/loss":
+        return
+    yield "adapter.metric", config.adapter.metric
+    for group in ("suite", "eval", "sandbox"):
+        yield from _leaves(getattr(config, group), group)
+    for name, callback in config.callbacks.items():
+        if callback._target_ == f"{_OURS}scorecard.Scorecard":  # Hydra's own spelling
+            yield from _leaves(callback, f"callbacks.{name}")
 
 
 def recorded_settings(config: RunConfig) -> dict[str, Any]:

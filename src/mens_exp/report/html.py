@@ -115,9 +115,10 @@ def _plots(records: Records) -> list[tuple[Plot, Markup]]:
     """Draw the telemetry; these tasks have none, and matplotlib alone takes a second to import."""
     if records.manifest.task in {"plan", "attribute", "compare", "promote"}:
         return []
-    from mens_exp.report import plots
+    from mens_exp.report import kpi_plot, plots
 
-    return [(plot, Markup(plot.svg)) for plot in plots.draw(records)]  # noqa: S704 - drawn here
+    drawn = [*plots.draw(records), *kpi_plot.draw(records)]
+    return [(plot, Markup(plot.svg)) for plot in drawn]  # noqa: S704 - drawn here
 
 
 def _title(records: Records) -> str:

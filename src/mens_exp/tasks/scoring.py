@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.scorecard import Condition, write_item_events
@@ -29,7 +30,68 @@ if TYPE_CHECKING:
     from mens_exp.tasks.run import Run
     from mens_exp.tokenizer.protocol import Tokenizer
 
-__all__ = ["keep", "plan_of", "runner_of", "score", "score_served", "tested"]
+__all__ = [
+    "Prepared",
+    "keep",
+    "plan_of",
+    "prepare",
+    "runner_of",
+    "score",
+    "score_served",
+    "tested",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """All that scoring needs, opened once.
+
+    Attributes:
+        suite: what is asked.
+        runner: executes answers; None executes none.
+        self_test: what came of the suite's own.
+        engine: the graph, which answers.
+        plan: how often items are asked.
+    """
+
+    suite: Suite
+    runner: Runner | None
+    self_test: SelfTest | None
+    engine: GraphEngine
+    plan: Plan
+
+
+def prepare(
+    config: RunConfig,
+    run: Run,
+    backend: Backend,
+    heldout: Sequence[TrainingPair],
+    tokenizer: Tokenizer,
+) -> Prepared | str:
+    """Make the suite, open the sandbox and let the suite test itself; or say why nothing scores.
+
+    Args:
+        config: the command's own.
+        run: the open run.
+        backend: the graph.
+        heldout: rows that were held out, for a suite made of them.
+        tokenizer: with the chat template of training.
+    """
+    suite = _suite(config.suite, heldout, tokenizer, backend.max_positions)
+    if isinstance(suite, str):
+        return suite
+    runner = runner_of(config, run) if suite.needs_sandbox else None
+    self_test = tested(suite, runner, run)
+    if isinstance(self_test, str):
+        return self_test
+    engine = GraphEngine(backend, tokenizer, generation_of(config.suite, config.eval))
+    return Prepared(
+        suite=suite,
+        runner=runner,
+        self_test=self_test,
+        engine=engine,
+        plan=plan_of(config.eval),
+    )
 
 
 def score(
@@ -40,6 +102,7 @@ def score(
     tokenizer: Tokenizer,
     *,
     conditions: Sequence[Condition] = (Condition.BASE, Condition.TUNED),
+    prepared: Prepared | None = None,
 ) -> None:
     """Write scorecard.json and events.jsonl, or say in the manifest why there is none.
 
@@ -50,23 +113,19 @@ def score(
         heldout: rows that were held out, for a suite made of them.
         tokenizer: with the chat template of training.
         conditions: the models to score.
+        prepared: what has been opened for the run already.
     """
-    suite = _suite(config.suite, heldout, tokenizer, backend.max_positions)
-    if isinstance(suite, str):
-        run.unknown("scorecard", suite)
+    found = prepared or prepare(config, run, backend, heldout, tokenizer)
+    if isinstance(found, str):
+        run.unknown("scorecard", found)
         return
-    runner = runner_of(config, run) if suite.needs_sandbox else None
-    self_test = tested(suite, runner, run)
-    if isinstance(self_test, str):
-        run.unknown("scorecard", self_test)
-        return
-    engine = GraphEngine(backend, tokenizer, generation_of(config.suite, config.eval))
-    plan = plan_of(config.eval)
     events: list[ItemEvent] = []
     for condition in conditions:
         with backend.base_only() if condition is Condition.BASE else nullcontext():
-            events += answer_all(suite, engine, runner, plan, str(condition))
-    keep(suite, events, config, run, runner, self_test)
+            events += answer_all(
+                found.suite, found.engine, found.runner, found.plan, str(condition)
+            )
+    keep(found.suite, events, config, run, found.runner, found.self_test)
 
 
 def score_served(config: RunConfig, run: Run, condition: Condition) -> None:

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from mens_exp.artifacts import atomic
 from mens_exp.config.rules.schedule import too_long
+from mens_exp.config.rules.suite import too_late
 from mens_exp.corpus.source import load_rows
 from mens_exp.errors import Problems
 from mens_exp.layout.shape import family_for
@@ -17,6 +18,7 @@ from mens_exp.plan.preflight import writable_cache
 from mens_exp.report import terminal
 from mens_exp.tasks.comparison import note_bits_per_byte
 from mens_exp.tasks.contracting import certify_rows, certify_steps
+from mens_exp.tasks.early_scoring import first_items, prepared_early
 from mens_exp.tasks.initialisation import note_peft_view, report_start
 from mens_exp.tasks.inputs import (
     describe,
@@ -83,7 +85,9 @@ def train(config: RunConfig, run: Run, *, checkpoint: Path | None = None) -> Non
         if start is not None:
             backend.load_adapter(start.tensors)
         module = build_module(config, backend, data)
-        trainer = build_trainer(config, run, max_steps=data.max_steps)
+        early = prepared_early(config, run, backend, rows.heldout, tokenizer)
+        scoring = None if early is None else first_items(early, run.manifest)
+        trainer = build_trainer(config, run, max_steps=data.max_steps, score=scoring)
         certify_steps(config, run, module, data)
         _validate_before(run, trainer, module, data)
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
@@ -94,7 +98,7 @@ def train(config: RunConfig, run: Run, *, checkpoint: Path | None = None) -> Non
             with module.as_peft_view():
                 run.manifest.results["peft_view_val_loss"] = _validate(trainer, module, data)
             note_peft_view(run)
-    score(config, run, module.backend, rows.heldout, tokenizer)
+    score(config, run, module.backend, rows.heldout, tokenizer, prepared=early)
     _results(run, trainer, module, data, plan)
 
 
@@ -111,7 +115,8 @@ def _inputs(
     keep_bad_rows(run.dir, rows)
     data = RowsDataModule(config, rows, tokenizer, cache)
     bound = f"the optimizer steps of {config.trainer.max_epochs} epochs"
-    Problems.raise_if(list(too_long(config, data.max_steps, bound)))
+    late = too_late(config, data.max_steps, bound)
+    Problems.raise_if([*too_long(config, data.max_steps, bound), *late])
     inputs = describe(base, tokenizer, rows, data)
     refuse_changed(run.manifest.inputs, inputs)  # empty, unless this goes on with a run
     run.manifest.inputs.update(inputs)

@@ -16,6 +16,7 @@ from lightning import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from mens_exp.config.adapter import Selection
+from mens_exp.config.callbacks import ScorecardConfig
 from mens_exp.config.logger import NoLogger, WandbLogger
 from mens_exp.config.objective import (
     AssistantObjective,
@@ -29,7 +30,7 @@ from mens_exp.training.loggers import lightning_logger
 from mens_exp.training.module import TrainingModule
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from lightning import Callback
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from mens_exp.config.callbacks import CallbackConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.data.datamodule import RowsDataModule
+    from mens_exp.evals.during import Measured
     from mens_exp.model.resolve import BaseModel
     from mens_exp.objective.causal import Objective
     from mens_exp.training.record import RunRecord
@@ -96,13 +98,26 @@ def _made(target: str, settings: dict[str, Any], **offered: Any) -> Any:
     return instantiate({"_target_": target, **settings}, _convert_="all", **extra)
 
 
-def build_trainer(config: RunConfig, run: RunRecord, *, max_steps: int) -> Trainer:
-    """Build the Lightning Trainer with the callbacks that the configuration names."""
+def build_trainer(
+    config: RunConfig,
+    run: RunRecord,
+    *,
+    max_steps: int,
+    score: Callable[[int], Measured] | None = None,
+) -> Trainer:
+    """Build the Lightning Trainer with the callbacks that the configuration names.
+
+    Args:
+        config: the whole configuration.
+        run: the open run.
+        max_steps: optimizer steps of the run.
+        score: scores so many items of the suite; without it no scorecard is made in training.
+    """
     trainer = config.trainer
     device = device_of(trainer.accelerator)
     on_cpu = device.type == "cpu"
     deterministic = on_cpu if trainer.deterministic is None else trainer.deterministic
-    callbacks = _callbacks(config, run)
+    callbacks = _callbacks(config, run, score)
     return Trainer(
         accelerator="cpu" if on_cpu else "gpu",
         devices=1,
@@ -132,12 +147,20 @@ def _validation_interval(config: RunConfig, max_steps: int) -> int:
     return interval or max_steps * config.trainer.accumulate_grad_batches + 1
 
 
-def _callbacks(config: RunConfig, run: RunRecord) -> list[Callback]:
-    callbacks = [_callback(node, run) for node in config.callbacks.values()]
+def _callbacks(
+    config: RunConfig, run: RunRecord, score: Callable[[int], Measured] | None
+) -> list[Callback]:
+    callbacks = [
+        _callback(node, run, score)
+        for node in config.callbacks.values()
+        if score is not None or not isinstance(node, ScorecardConfig)
+    ]
     if config.adapter.select is Selection.best:
         from mens_exp.training.callbacks.best_adapter import BestAdapter
 
-        callbacks.insert(0, BestAdapter(run))  # what writes the adapter must come after it
+        metric = config.adapter.metric
+        best = BestAdapter(run, metric if metric == "val/loss" else f"eval/{metric}")
+        callbacks.insert(0, best)  # what writes the adapter must come after it
     if isinstance(config.logger, WandbLogger):
         from mens_exp.training.callbacks.wandb_mirror import WandbMirror
 
@@ -149,9 +172,12 @@ def _callbacks(config: RunConfig, run: RunRecord) -> list[Callback]:
     return callbacks
 
 
-def _callback(node: CallbackConfig, run: RunRecord) -> Callback:
+def _callback(
+    node: CallbackConfig, run: RunRecord, score: Callable[[int], Measured] | None
+) -> Callback:
     settings = {f.name: getattr(node, f.name) for f in fields(node) if f.name != "_target_"}
-    made: Callback = _made(node._target_, settings, run=run)
+    offered = {"score": score} if isinstance(node, ScorecardConfig) else {}
+    made: Callback = _made(node._target_, settings, run=run, **offered)
     return made
 
 

@@ -38,6 +38,7 @@ class TrainingModule(LightningModule):
     training has ended.
     ``step_metrics`` holds the declared metrics of the current step; callbacks add to it with
     :meth:`record` and the telemetry callback writes it, ``step_digests`` beside it.
+    ``scored`` is the step of the latest scorecard of this process, and its metrics; -1 before one.
     ``validated_bytes`` is the text that validation predicts, where that is known and the objective
     is a likelihood; the loss is then told in bits a byte too.
     """
@@ -61,6 +62,7 @@ class TrainingModule(LightningModule):
         self.validation: dict[str, float] = {}
         self.validated_bytes: int | None = None
         self.selected: tuple[int, float] | None = None
+        self.scored: tuple[int, dict[str, float]] = (-1, {})
         self._step_loss = 0.0
         self._step_count = 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mens_exp.config.callbacks import ScorecardConfig
 from mens_exp.config.evaluation import EngineKind
 from mens_exp.config.suite import JsonlCheck, JsonlSuite, RustSuite, ScorecardSpecSuite
 from mens_exp.errors import ConfigError
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
     from mens_exp.config.root import RunConfig
 
-__all__ = ["problems", "unread"]
+__all__ = ["problems", "scorecard_of", "too_late", "unread"]
 
 _OF_A_SERVER = frozenset({"eval.base_url", "eval.model", "eval.api_key_env"})
 _OF_THE_GRAPH = frozenset({"model", "tokenizer", "quant", "lora", "backend", "data", "trainer"})
@@ -36,6 +37,58 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
         )
     if settings.engine is EngineKind.openai:
         yield from _server(config)
+    yield from _while_training(config)
+
+
+def scorecard_of(config: RunConfig) -> ScorecardConfig | None:
+    """Return the callback that scores while training runs, None where it was left out."""
+    found = [one for one in config.callbacks.values() if isinstance(one, ScorecardConfig)]
+    return found[0] if found else None
+
+
+def _while_training(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what is wrong with the scorecard during training."""
+    node = scorecard_of(config)
+    if node is None:
+        return
+    if node.every_n_steps is None:
+        if node.items != ScorecardConfig().items:
+            yield ConfigError(
+                "has no effect while nothing is scored in training",
+                where="callbacks.scorecard.items",
+                found=node.items,
+                expected="callbacks.scorecard.every_n_steps beside it",
+            )
+        return
+    if config.suite.name == "none":
+        yield ConfigError(
+            "there is no suite to score by while training runs",
+            where="callbacks.scorecard.every_n_steps",
+            found=f"{node.every_n_steps} with suite=none",
+            expected="a suite, such as suite=mini_python",
+            remedy="choose a suite, or callbacks.scorecard.every_n_steps=null",
+        )
+    trainer = config.trainer
+    if trainer.max_steps > 0 and trainer.max_epochs <= 0:
+        yield from too_late(config, trainer.max_steps, "trainer.max_steps")
+
+
+def too_late(config: RunConfig, total_steps: int, bound: str) -> Iterator[ConfigError]:
+    """Yield a problem where training ends before its first scorecard.
+
+    Args:
+        config: the whole configuration.
+        total_steps: optimizer steps of the run.
+        bound: what makes it so long, for the message.
+    """
+    node = scorecard_of(config)
+    if node is not None and node.every_n_steps is not None and node.every_n_steps > total_steps:
+        yield ConfigError(
+            "training ends before its first scorecard",
+            where="callbacks.scorecard.every_n_steps",
+            found=node.every_n_steps,
+            expected=f"at most {bound} ({total_steps})",
+        )
 
 
 def _files(config: RunConfig) -> Iterator[ConfigError]:

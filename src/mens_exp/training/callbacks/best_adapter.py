@@ -1,4 +1,4 @@
-"""The adapter of the lowest validation loss."""
+"""The adapter that does best by the validation loss, or by a KPI."""
 
 # Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
 # mypy: disable-error-code="override"
@@ -11,6 +11,9 @@ import torch
 from lightning import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 
+from mens_exp.artifacts.metrics import METRICS
+from mens_exp.errors import TrainingError
+
 if TYPE_CHECKING:
     from lightning import Trainer
 
@@ -19,32 +22,64 @@ if TYPE_CHECKING:
 
 __all__ = ["BestAdapter"]
 
+_LOSS = "val/loss"
+
 
 class BestAdapter(Callback):
-    """Keeps the adapter of the lowest validation loss, and puts it back when training has ended.
+    """Keeps the adapter that is best by a metric, and puts it back when training has ended.
 
-    It lies in every checkpoint, so that a killed run loses nothing: a file beside them could
-    already hold what the resumed attempt has yet to see.
+    A KPI counts at validations that follow a scorecard, so that every adapter that may be chosen
+    has a validation loss too. The adapter lies in every checkpoint, so that a killed run loses
+    nothing: a file beside them could already hold what the resumed attempt has yet to see.
     """
 
-    def __init__(self, run: RunRecord) -> None:
-        """Listen for ``run``."""
+    def __init__(self, run: RunRecord, metric: str = _LOSS) -> None:
+        """Listen for ``run``; ``metric`` is declared, and so is which way of it is better."""
         self.run = run
+        self.metric = metric
         self.step: int | None = None
         self.loss: float | None = None
+        self.value: float | None = None
         self._adapter: dict[str, torch.Tensor] = {}
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Keep the adapter when its loss is the lowest so far; of equals, the earliest stays."""
+        """Keep the adapter when it is the best so far; of equals, the earliest stays."""
         if trainer.state.fn is not TrainerFn.FITTING:
             return
-        loss = pl_module.validation["val/loss"]
-        if self.loss is None or loss < self.loss:
-            self.step, self.loss = trainer.global_step, loss
-            self._adapter = {
-                name: parameter.detach().to("cpu", copy=True)
-                for name, parameter in pl_module.backend.trainable().items()
-            }
+        value = self._value(trainer.global_step, pl_module)
+        if value is None or not self._is_better(value):
+            return
+        self.step, self.value = trainer.global_step, value
+        self.loss = pl_module.validation[_LOSS]
+        self._adapter = {
+            name: parameter.detach().to("cpu", copy=True)
+            for name, parameter in pl_module.backend.trainable().items()
+        }
+
+    def _value(self, step: int, pl_module: TrainingModule) -> float | None:
+        """Return the metric after this step, or None where nothing was scored then."""
+        if self.metric == _LOSS:
+            return pl_module.validation[_LOSS]
+        scored_step, values = pl_module.scored
+        if scored_step != step:
+            return None
+        if self.metric not in values:
+            raise TrainingError(
+                "the suite did not measure what the best adapter is chosen by",
+                where="adapter.metric",
+                found=self.metric.removeprefix("eval/"),
+                expected=f"one of {', '.join(name.removeprefix('eval/') for name in values)}",
+                remedy="choose one of these; telemetry.jsonl says why it is unknown "
+                "(scorecard_step, unknown)",
+            )
+        return values[self.metric]
+
+    def _is_better(self, value: float) -> bool:
+        if self.value is None:
+            return True
+        if METRICS[self.metric].direction == "max":
+            return value > self.value
+        return value < self.value
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Put the best adapter into the graph; whoever writes the adapter comes after this."""
@@ -55,12 +90,21 @@ class BestAdapter(Callback):
             for name, parameter in pl_module.backend.trainable().items():
                 parameter.copy_(self._adapter[name])
         pl_module.selected = (self.step, self.loss)
+        if self.metric != _LOSS:
+            self.run.manifest.results["adapter_metric"] = self.metric
+            self.run.manifest.results["adapter_metric_value"] = self.value
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best adapter and what is known of it."""
-        return {"step": self.step, "loss": self.loss, "adapter": self._adapter}
+        return {
+            "step": self.step,
+            "loss": self.loss,
+            "value": self.value,
+            "adapter": self._adapter,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what another process found."""
+        """Go on from what another process found; earlier ones knew of the loss alone."""
         self.step, self.loss = state_dict["step"], state_dict["loss"]
+        self.value = state_dict.get("value", self.loss)
         self._adapter = state_dict["adapter"]

@@ -38,8 +38,10 @@ class LoggerFeed(Callback):
         """Log the metrics of a finished step."""
         del outputs, batch, batch_idx
         if pl_module.at_step_boundary:
+            step, scores = pl_module.scored
+            values = pl_module.step_metrics | (scores if step == trainer.global_step else {})
             for logger in trainer.loggers:
-                logger.log_metrics(dict(pl_module.step_metrics), step=trainer.global_step)
+                logger.log_metrics(dict(values), step=trainer.global_step)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -138,6 +138,9 @@ class WandbMirror(Callback):
                 self._tokens = payload.get(_TOKENS, self._tokens)
                 numbers = {k: v for k, v in _known(payload).items() if not isinstance(v, str)}
                 self._sink.log(numbers, step=payload["step"])  # a digest is no point of a curve
+            case "scorecard_step":
+                numbers = {k: v for k, v in payload.items() if k.startswith("eval/")}
+                self._sink.log(numbers, step=payload["step"])
             case "validation":
                 self._mirror_validation(self._sink, payload)
             case "run_started" if "config" in payload:

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.metrics import METRICS
+from mens_exp.config.suite import MiniPythonSuite
+from mens_exp.evals.attempts import Plan
+from mens_exp.evals.during import FirstItems, measure
+from mens_exp.evals.generation import Completion
+from mens_exp.evals.kpi_table import KPIS
+from mens_exp.evals.mini_python import mini_python
+from mens_exp.evals.running import Runner
+from mens_exp.sandbox.program import Limits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mens_exp.evals.generation import Request
+    from mens_exp.evals.suite import Suite
+
+BROKEN = "def f("
+
+
+class Fixed:
+    """Gives answers from a list, and counts what it was asked."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.texts, self.asked = texts, 0
+
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        self.asked += len(requests)
+        return [
+            Completion(text=text, tokens_in=1, tokens_out=3, is_finished=True, latency_ms=4.0)
+            for _, text in zip(requests, self.texts, strict=True)
+        ]
+
+
+@pytest.fixture
+def suite() -> Suite:
+    return mini_python(MiniPythonSuite(items=6))
+
+
+@pytest.fixture
+def manifest() -> Manifest:
+    return Manifest(
+        run_id="run",
+        task="train",
+        started_utc="2026-11-20T05:58:01.123Z",
+        config_digest="ab" * 32,
+        seed=42,
+    )
+
+
+def test_the_metrics_are_kpis_of_the_table() -> None:
+    """The same names, units and directions; those of a whole run or of its data are left out."""
+    during = {n.removeprefix("eval/"): m for n, m in METRICS.items() if n.startswith("eval/")}
+    measured = {name for name, kpi in KPIS.items() if kpi.field is not None}
+    assert during.keys() == measured - {"coverage"}  # of a specification's own items
+    for name, metric in during.items():
+        assert (metric.unit, metric.direction) == (KPIS[name].unit, KPIS[name].direction.value)
+
+
+def test_shares_are_of_the_first_items(suite: Suite, manifest: Manifest, sandbox: Any) -> None:
+    """Two of the first four are references and pass, two do not parse; no other is asked."""
+    right = [item.reference for item in suite.items[:2]]
+    engine = Fixed([*right, BROKEN, BROKEN])
+    runner = Runner(sandbox=sandbox, limits=Limits())
+    found = measure(FirstItems(suite, 4), engine, runner, Plan(), manifest)
+    assert (found.items, engine.asked) == (4, 4)
+    names = ("parse_rate", "compile_pass_1", "task_success", "tokens_out", "latency_ms")
+    assert [found.values[f"eval/{name}"] for name in names] == [0.5, 0.5, 0.5, 3.0, 4.0]
+    assert [event["item_id"] for event in found.events] == [item.id for item in suite.items[:4]]
+    assert found.unknown["eval/pass_at_k"]
+
+
+def test_what_nothing_ran_is_unknown_with_its_reason(suite: Suite, manifest: Manifest) -> None:
+    """Without a sandbox tasks are not failed; they are not measured."""
+    found = measure(FirstItems(suite, 2), Fixed([BROKEN] * 2), None, Plan(), manifest)
+    assert found.values["eval/parse_rate"] == 0.0
+    assert "eval/task_success" not in found.values
+    assert "sandbox" in found.unknown["eval/task_success"]
+
+
+def test_more_items_than_there_are_is_all_of_them(suite: Suite, manifest: Manifest) -> None:
+    """And the suite itself stays whole."""
+    found = measure(FirstItems(suite, 99), Fixed([BROKEN] * 6), None, Plan(), manifest)
+    assert found.items == len(suite.items) == 6
