@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import pickle
+import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -266,3 +267,19 @@ def test_small_files_and_arrays_stay_in_memory(write: Any, monkeypatch: pytest.M
     assert files.is_large(JsonlData(path=write("c.jsonl.gz", *map(row, range(200)))))
     assert not files.is_large(JsonlData(path=[path, write("b.json", json.dumps([row(1)]))]))
     assert not files.is_large(JsonlData(path=f"{path}.none"))
+
+
+def test_memory_does_not_hold_the_rows(
+    tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Objects of twelve megabytes of text are several times as many bytes."""
+    path = write("a.jsonl", *(row(n, response=f"{n} " * 100) for n in range(20_000)))
+    size = (tmp_path / "a.jsonl").stat().st_size
+    tracemalloc.start()
+    try:
+        rows = loaded(path, monkeypatch, tmp_path)
+        assert sum(len(pair.response) for pair in rows.train) > size / 2
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < size / 2

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -153,7 +154,8 @@ def test_documents_that_are_not_their_rows_leave_roles_unknown_with_the_reason(
     """What can be told without roles still is."""
     train = [pair("1", "y" * 300)]
     documents, counts = rows_cache.encoded(tmp_path, key, lambda: encode(train, VOX, LABELLING))
-    documents.ids[0] = np.int32(5)
+    other = np.append(np.int32(5), documents.ids[1:])
+    documents = dataclasses.replace(documents, ids=other)
     made = token_part(train, documents, VOX, cache=tmp_path, key=key, counts=counts)
     assert made.tokens["tokens_by_role"] is made.tokens["end_marker_trained"] is None
     assert train[0].id in made.unknown["tokens.tokens_by_role"]

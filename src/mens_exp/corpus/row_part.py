@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from array import array
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
 from mens_exp.corpus.dedupe import normalised
+from mens_exp.corpus.heads import distinct
 from mens_exp.corpus.overlap import NGRAM_WORDS, OverlapIndex, texts_of
+from mens_exp.corpus.split import head_of
 from mens_exp.rows.answers import messages_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from mens_exp.artifacts.data_contract import Clash, OverlapPart, RowsPart
+    from mens_exp.corpus.heads import Heads
     from mens_exp.corpus.source import Rows
     from mens_exp.rows.encode import Encoded, Labelling
     from mens_exp.rows.schema import TrainingPair
@@ -24,6 +30,7 @@ CONTAINED = 0.5  # share of an item's n-grams that makes a row have it; unverifi
 _PROMPTS = 16  # documents whose prompts are compared: a template that differs, differs for all
 _MOST_ROWS = 2048  # to find them among
 _MOST_TOLD = 5
+_AT_ONCE: Final = 16_384  # rows held together; unverified guess
 
 
 class PromptEncoder(Protocol):
@@ -44,21 +51,66 @@ def rows_part(
         encoder: the tokenizer that evaluation will use.
         labelling: how the documents were made.
     """
-    apart = [*rows.val, *rows.heldout]
-    groups = {pair.group for pair in rows.train if pair.group}
-    both = sorted(groups & {pair.group for pair in apart})
-    trained = {pair.id for pair in rows.train}
-    conversations = [pair for pair in rows.train if pair.history]
+    trained = _trained(rows.train)
+    apart = 0
+    both: set[str] = set()
+    for pairs in (rows.val, rows.heldout):
+        ids, groups = _known(pairs, trained)
+        apart += ids
+        both |= groups
     checked, otherwise = _prompts(rows.train, documents, encoder, labelling)
     return {
-        "groups_on_two_sides": both[:_MOST_TOLD],
-        "rows_on_two_sides": sum(pair.id in trained for pair in apart),
-        "conversations": len(conversations),
-        "repeated_answers": sum(map(_repeats, conversations)),
+        "groups_on_two_sides": sorted(both)[:_MOST_TOLD],
+        "rows_on_two_sides": apart,
+        "conversations": trained.conversations,
+        "repeated_answers": trained.repeated,
         "prompts_checked": checked,
         "prompts_otherwise": otherwise,
         "mix_off": _mix_off(rows.taken.get("mixed")),
     }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Trained:
+    """What is known of the rows to train on: 64 bits of their ids and groups, each once."""
+
+    ids: Heads
+    groups: Heads
+    conversations: int
+    repeated: int
+
+
+def _trained(pairs: Iterable[TrainingPair]) -> _Trained:
+    ids, groups = array("Q"), array("Q")
+    conversations = repeated = 0
+    last = None
+    for pair in pairs:
+        ids.append(int(pair.id, 16))
+        if pair.group and pair.group != last:
+            groups.append(head_of(pair.group))
+            last = pair.group
+        conversations += bool(pair.history)
+        repeated += bool(pair.history) and _repeats(pair)
+    return _Trained(
+        ids=distinct(ids),
+        groups=distinct(groups),
+        conversations=conversations,
+        repeated=repeated,
+    )
+
+
+def _known(pairs: Iterable[TrainingPair], trained: _Trained) -> tuple[int, set[str]]:
+    """Count rows that are trained on, and return the groups that are."""
+    rows = 0
+    rest = iter(pairs)
+    groups: set[str] = set()
+    while some := list(islice(rest, _AT_ONCE)):
+        ids = np.array([int(pair.id, 16) for pair in some], np.uint64)
+        heads = np.array([head_of(pair.group) for pair in some], np.uint64)
+        rows += int(np.isin(ids, trained.ids).sum())
+        known = np.isin(heads, trained.groups)
+        groups |= {pair.group for pair, one in zip(some, known, strict=True) if one and pair.group}
+    return rows, groups
 
 
 def overlap_part(

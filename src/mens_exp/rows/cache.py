@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["CacheKey", "TokenCounts", "cache_root", "encoded", "encoded_parts", "peek"]
 
 _ARRAYS = ("ids", "supervised", "offsets")
+_COUNTS = ("documents", "tokens", "supervised_tokens", "truncated", "dropped", "unrolled")
 
 
 def cache_root() -> Path:
@@ -172,7 +172,7 @@ class _Pieces(Sequence[np.ndarray]):
 def _summed(parts: Sequence[Encoded]) -> tuple[list[np.ndarray], TokenCounts]:
     """Return where documents begin in all parts together, a piece for each, and their counts."""
     offsets = [np.zeros(1, np.int64)]
-    counts: Counter[str] = Counter()
+    counts = dict.fromkeys(_COUNTS, 0)
     for part in parts:
         offsets.append(part.offsets[1:] + counts["tokens"])
         counts["documents"] += len(part)
@@ -180,5 +180,4 @@ def _summed(parts: Sequence[Encoded]) -> tuple[list[np.ndarray], TokenCounts]:
         counts["supervised_tokens"] += int(part.supervised.sum())
         for name in ("truncated", "dropped", "unrolled"):
             counts[name] += getattr(part, name)
-    named = {field.name: counts[field.name] for field in fields(TokenCounts)}
-    return offsets, TokenCounts(**{**named, "sha256": ""})
+    return offsets, TokenCounts(**counts, sha256="")

@@ -63,7 +63,7 @@ def decoded_rows(path: Path, field: str) -> Iterator[Located]:
         for number, row in rows_of_file(path, _TABLES[suffix], field):
             yield Located(f"{path}:{number}", row)
         return
-    pieces = chunks(path, field)
+    pieces: Iterator[bytes] = chunks(path, field)
     if suffix == ".json":
         data = b"".join(pieces)  # an array has no lines to read it by
         if data.lstrip().startswith(b"["):
