@@ -13,13 +13,18 @@ from mens_exp.config.data import ColumnsConfig, FilterConfig, JsonlData, OnBadRo
 from mens_exp.corpus import files
 from mens_exp.corpus.source import Rows, load_rows
 from mens_exp.corpus.split import Side
-from mens_exp.errors import DataError, MensError
-from mens_exp.rows.on_disk import RowsOnDisk
-from mens_exp.rows.readers import rows_digest
+from mens_exp.errors import DataError, MensError, SetupError
+from mens_exp.rows import shards
+from mens_exp.rows.encode import Labelling, encode
+from mens_exp.rows.on_disk import RowsOnDisk, read_on_disk
+from mens_exp.rows.readers import Reading, rows_digest
+from mens_exp.tokenizer.vox import VoxTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from mens_exp.rows.schema import TrainingPair
 
 MARK = "\ufeff"
 
@@ -239,6 +244,58 @@ def test_damaged_copy_of_a_compressed_file_is_refused(
     assert caught.value.where == str(copy)
     copy.unlink()
     assert list(loaded(path, monkeypatch, tmp_path).train)
+
+
+def test_processes_that_encode_read_the_rows(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they make is what one process makes of them in memory; a changed file is told."""
+    for name, value in {"_SHARD": 10, "_POOL_FROM": 20, "usable_cores": lambda: 2}.items():
+        monkeypatch.setattr(shards, name, value)
+    path = write("a.jsonl", *map(row, range(60)))
+    train = loaded(path, monkeypatch, tmp_path).train
+    labelling = Labelling(objective="assistant", seq_len=64)
+    together = encode(list(train), VoxTokenizer(), labelling)
+    parts = shards.encode_parts(train, VoxTokenizer(), labelling, tmp_path / "kept")
+    assert len(parts) > 2
+    assert [part.ids.tolist() for part in parts] == [
+        encode(list(train[start : start + 10]), VoxTokenizer(), labelling).ids.tolist()
+        for start in range(0, len(train), 10)
+    ]
+    assert sum(len(part) for part in parts) == len(together)
+    os.utime(path)
+    with pytest.raises(DataError, match="was changed while it was in use"):
+        shards.encode_parts(train, VoxTokenizer(), labelling, tmp_path / "other")
+
+
+def test_cache_that_cannot_be_written_is_told(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what else there is to do."""
+    (tmp_path / "decompressed").mkdir()
+    path = write("a.jsonl.gz", *map(row, range(60)))
+
+    def refused(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mens_exp.rows.on_disk.atomic.stream", refused)
+    with pytest.raises(SetupError, match="No space left on device") as caught:
+        loaded(path, monkeypatch, tmp_path)
+    assert "MENS_EXP_CACHE" in str(caught.value.remedy)
+
+
+def test_file_that_changes_while_it_is_read_is_refused(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of it would be of one content and half of another."""
+    path = tmp_path / "a.jsonl"
+    write(path.name, *map(row, range(60)))
+
+    def seen(_: TrainingPair) -> None:
+        os.utime(path, ns=(1, 1))
+
+    with pytest.raises(DataError, match="was changed while it was in use"):
+        read_on_disk(path, Reading(), tmp_path, seen)
 
 
 def test_a_part_of_the_rows_is_named_and_not_read(

@@ -12,6 +12,7 @@ import numpy as np
 from mens_exp.corpus.dedupe import normalised
 from mens_exp.corpus.heads import distinct
 from mens_exp.corpus.overlap import NGRAM_WORDS, OverlapIndex, texts_of
+from mens_exp.corpus.quality.token_counts import drawn
 from mens_exp.corpus.split import head_of
 from mens_exp.rows.answers import messages_of
 
@@ -24,12 +25,13 @@ if TYPE_CHECKING:
     from mens_exp.rows.encode import Encoded, Labelling
     from mens_exp.rows.schema import TrainingPair
 
-__all__ = ["CONTAINED", "overlap_part", "rows_part"]
+__all__ = ["CONTAINED", "MOST_ITEMS", "heldout_part", "overlap_part", "rows_part"]
 
 CONTAINED = 0.5  # share of an item's n-grams that makes a row have it; unverified guess
 _PROMPTS = 16  # documents whose prompts are compared: a template that differs, differs for all
 _MOST_ROWS = 2048  # to find them among
 _MOST_TOLD = 5
+MOST_ITEMS: Final = 10_000  # of a benchmark of held-out rows; measured: 300 MB, of 100 words each
 _AT_ONCE: Final = 16_384  # rows held together; unverified guess
 
 
@@ -111,6 +113,17 @@ def _known(pairs: Iterable[TrainingPair], trained: _Trained) -> tuple[int, set[s
         known = np.isin(heads, trained.groups)
         groups |= {pair.group for pair, one in zip(some, known, strict=True) if one and pair.group}
     return rows, groups
+
+
+def heldout_part(rows: Rows) -> OverlapPart | None:
+    """Hold rows to train on against those that are held out, or of many against some of them."""
+    count, against = len(rows.heldout), "the held-out rows"
+    if not count:
+        return None
+    if count > MOST_ITEMS:
+        against = f"{MOST_ITEMS:,} of {against}, drawn evenly"
+    some = drawn(rows.heldout, count, MOST_ITEMS)
+    return overlap_part(rows.train, ((one.id, "\n".join(texts_of(one))) for one in some), against)
 
 
 def overlap_part(

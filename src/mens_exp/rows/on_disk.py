@@ -7,12 +7,12 @@ checksum), so that a file that was changed is an error and never other rows.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import zlib
 from array import array
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, overload
@@ -21,7 +21,8 @@ import numpy as np
 
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.digest import sha256_file
-from mens_exp.errors import DataError
+from mens_exp.artifacts.wait_lock import waiting
+from mens_exp.errors import DataError, SetupError
 from mens_exp.rows.decode import decoded_line
 from mens_exp.rows.files import COMPRESSED
 from mens_exp.rows.readers import RowReader
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RowsOnDisk", "read_on_disk"]
 
-# What is held of a row: 18 bytes.
-_PLACE: Final = np.dtype([("start", "<i8"), ("line", "<u4"), ("check", "<u4"), ("file", "<u2")])
+# What is held of a row: 20 bytes.
+_PLACE: Final = np.dtype([("start", "<i8"), ("line", "<u4"), ("check", "<u4"), ("file", "<u4")])
 _AT_ONCE: Final = 1_024  # rows in memory together while all are gone through; unverified guess
 _State = tuple[int, int, int]
 
@@ -123,17 +124,19 @@ def read_on_disk(
     Raises:
         DataError: as `read_rows`, or the file was changed meanwhile.
         Problems: as `read_rows`.
+        SetupError: the copy cannot be written.
     """
     with opened(path, how.setting) as file:
         before = _state(file)
-    text, pieces = path, chunks(path, how.setting)
-    if path.suffix.lower() in COMPRESSED:
-        text = copies / f"{sha256_file(path)}.jsonl"
-        pieces = pieces if text.exists() else _copied(pieces, text)
-    start = 0 if text is not path else first_byte(path)
-    reader = RowReader(str(path), how)
-    found = _Places()
-    with closing(pieces):
+    reader, found = RowReader(str(path), how), _Places()
+    text = path
+    with contextlib.ExitStack() as stack:
+        pieces = stack.enter_context(contextlib.closing(chunks(path, how.setting)))
+        if path.suffix.lower() in COMPRESSED:
+            text = copies / f"{sha256_file(path)}.jsonl"
+            stack.enter_context(waiting(copies / f".{text.name}.lock"))
+            pieces = pieces if text.exists() else _copied(pieces, text)
+        start = first_byte(path) if text is path else 0
         for number, line in enumerate(lines(pieces), start=1):
             reader.wrong.add(reader.take(decoded_line(line, f"{path}:{number}")))
             for pair in reader.pairs:
@@ -142,15 +145,13 @@ def read_on_disk(
             reader.pairs.clear()
             start += line.size + 1
     file_of_rows = reader.file(())
-    with text.open("rb") as file:
-        after = _state(file)
     kept = _TextFile(
         name=str(path),
         path=text.absolute(),
         how=dataclasses.replace(how, quarantine=False),
-        state=after,
+        state=_state_of(text),
     )
-    if text is path and after != before:
+    if before != (kept.state if text is path else _state_of(path)):
         raise _changed(kept)
     return dataclasses.replace(file_of_rows, pairs=RowsOnDisk([kept], found.array()))
 
@@ -175,11 +176,23 @@ class _Places:
 
 
 def _copied(pieces: Iterator[bytes], path: Path) -> Generator[bytes, None, None]:
-    """Pass text on, and keep it once all of it is read."""
-    with atomic.stream(path) as file:
-        for piece in pieces:
-            file.write(piece)
-            yield piece
+    """Pass text on, and keep it once all of it is read.
+
+    Raises:
+        SetupError: the cache cannot be written.
+    """
+    atomic.remove_stale(path.parent)
+    try:
+        with atomic.stream(path) as file:
+            for piece in pieces:
+                file.write(piece)
+                yield piece
+    except OSError as error:
+        raise SetupError(
+            f"the cache cannot be written: {error.strerror or error}",
+            where=str(path),
+            remedy="decompress the rows, or name another cache with MENS_EXP_CACHE=<folder>",
+        ) from error
 
 
 def _rows_of(file: _TextFile, places: np.ndarray) -> list[TrainingPair]:
@@ -207,6 +220,11 @@ def _line_at(text: BinaryIO, start: int) -> bytes:
 def _state(file: BinaryIO) -> _State:
     found = os.fstat(file.fileno())
     return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def _state_of(path: Path) -> _State:
+    with path.open("rb") as file:
+        return _state(file)
 
 
 def _changed(file: _TextFile, found: str = "another size, time, inode or content") -> DataError:

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.data_contract import DataContract
 from mens_exp.corpus import contract_rules
-from mens_exp.corpus.overlap import texts_of
-from mens_exp.corpus.quality.token_counts import drawn
-from mens_exp.corpus.row_part import overlap_part, rows_part
+from mens_exp.corpus.row_part import heldout_part, rows_part
 from mens_exp.corpus.source import cache_key, labelling_of
 from mens_exp.corpus.split import Side
 from mens_exp.corpus.token_part import token_part
 from mens_exp.errors import Refusals
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from mens_exp.artifacts.data_contract import OverlapPart
     from mens_exp.config.root import RunConfig
     from mens_exp.corpus.source import Rows
     from mens_exp.data.datamodule import RowsDataModule
     from mens_exp.errors import MensError
-    from mens_exp.rows.schema import TrainingPair
     from mens_exp.tasks.run import Run
     from mens_exp.tokenizer.protocol import Tokenizer
     from mens_exp.training.module import TrainingModule
 
 __all__ = ["certify_rows", "certify_steps"]
-
-# Held-out rows that training rows are held against: each of their n-grams is held.
-_MOST_ITEMS: Final = 10_000  # measured: 300 MB, of 100 words each
 
 
 def certify_rows(
@@ -54,7 +47,7 @@ def certify_rows(
     contract = DataContract(
         tokens=kept.tokens,
         rows=rows_part(rows, documents, tokenizer, labelling),
-        overlap=_overlap(rows),
+        overlap=heldout_part(rows),
         probe=None,
         limits=dataclasses.asdict(limits),
         unknown={**kept.unknown, "probe": "not reached: it runs just before step 1"},
@@ -93,17 +86,6 @@ def certify_steps(
     contract.probe = probe(config, module, data)
     del contract.unknown["probe"]
     _record(run, contract, list(contract_rules.of_probe(contract.probe)))
-
-
-def _overlap(rows: Rows) -> OverlapPart | None:
-    if not rows.heldout:
-        return None
-    count, against = len(rows.heldout), "the held-out rows"
-    some: Iterable[TrainingPair] = rows.heldout
-    if count > _MOST_ITEMS:
-        some, against = drawn(some, count, _MOST_ITEMS), f"{_MOST_ITEMS:,} of {against}, at random"
-    items = ((pair.id, "\n".join(texts_of(pair))) for pair in some)
-    return overlap_part(rows.train, items, against)
 
 
 def _record(run: Run, contract: DataContract, found: Sequence[MensError]) -> None:
