@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from mens_exp.corpus.row_part import overlap_part, rows_part
+from mens_exp.corpus.row_part import heldout_part, overlap_part, rows_part
 from mens_exp.corpus.source import Rows
 from mens_exp.corpus.token_part import known_token_part, token_part
 from mens_exp.rows import cache as rows_cache
@@ -43,6 +44,22 @@ def test_groups_and_rows_on_two_sides_are_counted() -> None:
     found = part_of(train, val=[pair("4", group="b.py")], heldout=[pair("3"), pair("5")])
     assert found["groups_on_two_sides"] == ["b.py"]
     assert found["rows_on_two_sides"] == 1
+
+
+def test_training_rows_are_held_against_some_of_many_held_out_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As many as memory has room for, and the record says how many."""
+    everyone = rows([pair(f"t{n}", WORDS) for n in range(3)], heldout=[pair("h", WORDS)] * 5)
+    whole = heldout_part(everyone)
+    monkeypatch.setattr("mens_exp.corpus.row_part.MOST_ITEMS", 2)
+    part = heldout_part(everyone)
+    assert whole is not None
+    assert part is not None
+    assert (whole["items"], whole["against"]) == (5, "the held-out rows")
+    assert (part["items"], part["against"]) == (2, "2 of the held-out rows, drawn evenly")
+    assert part["rows_sharing"] == 3
+    assert heldout_part(rows([pair("t", WORDS)])) is None
 
 
 def test_conversations_that_repeat_an_answer_are_counted() -> None:
@@ -153,7 +170,8 @@ def test_documents_that_are_not_their_rows_leave_roles_unknown_with_the_reason(
     """What can be told without roles still is."""
     train = [pair("1", "y" * 300)]
     documents, counts = rows_cache.encoded(tmp_path, key, lambda: encode(train, VOX, LABELLING))
-    documents.ids[0] = np.int32(5)
+    other = np.append(np.int32(5), documents.ids[1:])
+    documents = dataclasses.replace(documents, ids=other)
     made = token_part(train, documents, VOX, cache=tmp_path, key=key, counts=counts)
     assert made.tokens["tokens_by_role"] is made.tokens["end_marker_trained"] is None
     assert train[0].id in made.unknown["tokens.tokens_by_role"]

@@ -122,6 +122,17 @@ def test_an_answer_must_be_shorter_than_a_completion_may_be(tokenizer: HfTokeniz
     assert [item.reference for item in chosen] == ["x" * 9]
 
 
+def test_rows_that_do_not_fit_are_passed_over_until_there_are_items_enough(
+    tokenizer: HfTokenizer,
+) -> None:
+    """Whatever their number: as many as there are items are encoded at a time."""
+    rows = pairs(*("x" * (5 if n % 5 == 0 else 50) for n in range(40)))
+    suite = HeldoutSyntaxSuite(max_new_tokens=10, items=6)
+    chosen = choose_items(rows, tokenizer, suite, max_positions=2048)
+    fitting = sorted(row.id for row in rows if len(row.response) == 5)
+    assert [item.id for item in chosen] == fitting[:6]
+
+
 def test_prompt_and_completion_must_fit_the_model(tokenizer: HfTokenizer) -> None:
     """At the limit it is in, one position less and it is out."""
     rows, suite = pairs("x"), HeldoutSyntaxSuite(max_new_tokens=10)

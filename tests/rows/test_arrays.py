@@ -47,6 +47,15 @@ def test_arrays_are_mapped_and_cannot_be_written(stored: Path) -> None:
         found[0]["b"][0] = 5
 
 
+def test_arrays_that_were_let_go_are_read_again(stored: Path) -> None:
+    """The same; an array that is not mapped, or empty, is left alone."""
+    found = arrays.opened(stored)
+    assert found is not None
+    plain = np.array([7])
+    arrays.released(found[0]["b"], found[0]["a"], plain)
+    assert (found[0]["b"].tolist(), plain.tolist()) == ([1, 2, 3], [7])
+
+
 @pytest.mark.parametrize("change", ["arrays", "content_sha256", "told"])
 def test_a_changed_record_is_no_record(stored: Path, change: str) -> None:
     """Its own hash covers each of its fields."""

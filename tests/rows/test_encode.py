@@ -166,6 +166,21 @@ def test_documents_lie_one_after_the_other(tokenizer: HfTokenizer) -> None:
     assert documents.lengths.tolist() == lengths
 
 
+def test_rows_encoded_some_at_a_time_are_those_encoded_together(
+    tokenizer: HfTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where some of them have nothing to learn."""
+    rows = [TrainingPair(prompt="p" * (9 * i), response="r" * (i + 1)) for i in range(1, 8)]
+    together = encoded(tokenizer, *rows, seq_len=60)
+    monkeypatch.setattr("mens_exp.rows.encode._ROWS_AT_ONCE", 2)
+    apart = encoded(tokenizer, *rows, seq_len=60)
+    for name in ("ids", "supervised", "offsets"):
+        one, other = getattr(apart, name), getattr(together, name)
+        assert (one.tolist(), one.dtype) == (other.tolist(), other.dtype)
+    assert (apart.dropped, apart.truncated) == (together.dropped, together.truncated)
+    assert 0 < apart.dropped < len(rows)
+
+
 def test_end_marker_that_is_also_padding_is_learned(
     tokenizer_of: Callable[..., HfTokenizer],
 ) -> None:

@@ -153,11 +153,25 @@ def test_few_rows_start_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not (tmp_path / "kept").exists()
 
 
-def test_one_core_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would only take turns with this one."""
+def test_one_core_starts_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: Encoded
+) -> None:
+    """It would only take turns with this one; shards are kept all the same."""
     monkeypatch.setattr(shards, "usable_cores", lambda: 1)
     monkeypatch.setattr(shards, "ProcessPoolExecutor", None)
-    assert len(encode_parts(PAIRS, VoxTokenizer(), LABELLING, tmp_path)) == 1
+    parts = encode_parts(PAIRS, VoxTokenizer(), LABELLING, tmp_path)
+    assert joined(parts) == joined([together])
+    assert len(list(tmp_path.glob("0*"))) == len(parts) == 5
+
+
+def test_a_part_of_the_shards_is_opened_when_asked(tmp_path: Path, together: Encoded) -> None:
+    """A shard that is damaged before that is told, and the others can be had."""
+    parts = encode_parts(PAIRS, VoxTokenizer(), LABELLING, tmp_path)
+    file = sorted(tmp_path.glob("0*/ids.npy"))[2]
+    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    assert joined([*parts[:2]]) == joined([together])[:20]
+    with pytest.raises(SetupError, match="cannot be read back"):
+        _ = parts[2]
 
 
 def _build(root: Path, log: Path, start: Any, sums: Any) -> None:

@@ -12,28 +12,36 @@ from mens_exp.config.data import ColumnsConfig, HubData, JsonlData, OnBadRow
 from mens_exp.corpus import hub_rows
 from mens_exp.corpus.split import group_of
 from mens_exp.errors import DataError, MensError, Problems, RequestError
-from mens_exp.rows.files import resolve_files
+from mens_exp.rows.decode import has_lines
+from mens_exp.rows.files import COMPRESSED, resolve_files
 from mens_exp.rows.readers import FileOfRows, Reading, read_located, read_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from mens_exp.config.data import RowsData
     from mens_exp.rows.schema import TrainingPair
 
 __all__ = [
+    "MOST_LEAKS",
     "RowsFile",
     "bytes_of",
     "described",
     "how",
+    "is_large",
     "pairs_of",
+    "raise_leaks",
     "read_apart",
+    "read_each",
     "read_own",
     "records",
     "refuse_leakage",
 ]
 
-_MOST_LEAKS = 5  # told in full; the rest is counted
+MOST_LEAKS = 5  # told in full; the rest is counted
+# Bytes of text from which rows stay on disk: in memory they take some four times as many.
+_LARGE = 64 * 2**20
+_TEXT_OF_COMPRESSED = 4  # bytes of text in one that is compressed; unverified guess
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,9 +119,24 @@ def read_apart(config: RowsData) -> list[FileOfRows] | None:
     if config.val_path is None:
         return None
     problems: list[MensError] = []
-    found = _read(config.val_path, how(config, "data.val_path"), problems)
+    found = read_each(config.val_path, how(config, "data.val_path"), read_rows, problems)
     Problems.raise_if(problems)
     return found
+
+
+def is_large(config: JsonlData) -> bool:
+    """Tell whether the rows are of files of lines that together are too large to hold."""
+    text = 0
+    for setting, names in (("data.path", config.path), ("data.val_path", config.val_path)):
+        try:
+            for path in resolve_files(names or [], setting):
+                size = path.stat().st_size
+                text += size * (_TEXT_OF_COMPRESSED if path.suffix.lower() in COMPRESSED else 1)
+                if not has_lines(path):
+                    return False
+        except (DataError, Problems, OSError):  # told when they are read
+            return False
+    return text >= _LARGE
 
 
 def bytes_of(config: RowsData) -> dict[str, Any]:
@@ -152,12 +175,19 @@ def _read_files(config: JsonlData) -> tuple[list[FileOfRows], list[FileOfRows]]:
     problems: list[MensError] = []
     sides = []
     for setting, names in (("data.path", config.path), ("data.val_path", config.val_path)):
-        sides.append([] if names is None else _read(names, how(config, setting), problems))
+        reading = how(config, setting)
+        sides.append([] if names is None else read_each(names, reading, read_rows, problems))
     Problems.raise_if(problems)
     return sides[0], sides[1]
 
 
-def _read(names: Any, reading: Reading, problems: list[MensError]) -> list[FileOfRows]:
+def read_each(
+    names: Any,
+    reading: Reading,
+    read: Callable[[Path, Reading], FileOfRows],
+    problems: list[MensError],
+) -> list[FileOfRows]:
+    """Read the files that a setting names; what is wrong with any of them is added."""
     files = []
     try:
         paths = resolve_files(names, reading.setting)
@@ -166,7 +196,7 @@ def _read(names: Any, reading: Reading, problems: list[MensError]) -> list[FileO
         return []
     for path in paths:
         try:
-            files.append(read_rows(path, reading))
+            files.append(read(path, reading))
         except (DataError, Problems) as error:
             problems += getattr(error, "problems", [error])
     return files
@@ -212,25 +242,36 @@ def refuse_leakage(rows: Sequence[TrainingPair], val: Sequence[TrainingPair]) ->
     """
     known = {pair.id: pair for pair in reversed(rows)}
     groups = {group_of(pair): pair for pair in reversed(rows)}
-    leaks: list[MensError] = []
+    leaks = []
     for pair in val:
         same, near = known.get(pair.id), groups.get(group_of(pair))
         first = same or near
-        if first is None:
-            continue
-        shared = f"group {pair.group!r}" if pair.group else "prompt"
-        leaks.append(
-            DataError(
-                "a validation row is trained on"
-                if same
-                else f"a validation row shares its {shared} with another row",
-                where=pair.place,
-                found=f"the same in {first.place}",
-                expected="rows that the others have nothing of",
-                remedy="take it out of one of the two",
-            )
-        )
-    if len(leaks) > _MOST_LEAKS:
-        more = DataError(f"{len(leaks) - _MOST_LEAKS} more such rows", where="data")
-        leaks = [*leaks[:_MOST_LEAKS], more]
+        if first is not None:
+            leaks.append((pair, first))
+    raise_leaks(leaks[:MOST_LEAKS], len(leaks))
+
+
+def raise_leaks(first: Sequence[tuple[TrainingPair, TrainingPair]], count: int) -> None:
+    """Refuse so many validation rows, the first of them told with the row that answers each.
+
+    Raises:
+        DataError: there is one.
+        Problems: there are several.
+    """
+    leaks: list[MensError] = [_leak(*pairs) for pairs in first]
+    if count > len(leaks):
+        leaks.append(DataError(f"{count - len(leaks)} more such rows", where="data"))
     Problems.raise_if(leaks)
+
+
+def _leak(pair: TrainingPair, other: TrainingPair) -> DataError:
+    shared = f"group {pair.group!r}" if pair.group else "prompt"
+    return DataError(
+        "a validation row is trained on"
+        if pair.id == other.id
+        else f"a validation row shares its {shared} with another row",
+        where=pair.place,
+        found=f"the same in {other.place}",
+        expected="rows that the others have nothing of",
+        remedy="take it out of one of the two",
+    )

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 from mens_exp.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from mens_exp.config.data import FilterConfig
     from mens_exp.rows.schema import TrainingPair
 
-__all__ = ["asked", "filtered", "refuse_nothing_left"]
+__all__ = ["asked", "filtered", "first_failed", "refuse_nothing_left"]
 
 # The first word after an opening fence; rustdoc puts more behind a comma.
 _FENCE: Final = re.compile(r"^ {0,3}(?:`{3,}|~{3,})[ \t]*([^\s,`~{]+)", re.MULTILINE)
@@ -44,14 +44,17 @@ def filtered(
     refused: Counter[str] = Counter()
     kept = []
     for pair in pairs:
-        failed = next(
-            (name for name, value in wanted.items() if not _PASSES[name](pair, value)), None
-        )
+        failed = first_failed(pair, wanted)
         if failed is None:
             kept.append(pair)
         else:
             refused[failed] += 1
     return kept, refused
+
+
+def first_failed(pair: TrainingPair, wanted: Mapping[str, Any]) -> str | None:
+    """Return the first of the filters, as `asked` has them, that a row fails; None for none."""
+    return next((name for name, value in wanted.items() if not _PASSES[name](pair, value)), None)
 
 
 def refuse_nothing_left(before: int, refused: Counter[str]) -> None:

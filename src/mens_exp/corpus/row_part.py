@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from array import array
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
 from mens_exp.corpus.dedupe import normalised
+from mens_exp.corpus.heads import distinct
 from mens_exp.corpus.overlap import NGRAM_WORDS, OverlapIndex, texts_of
+from mens_exp.corpus.quality.token_counts import drawn
+from mens_exp.corpus.split import head_of
 from mens_exp.rows.answers import messages_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from mens_exp.artifacts.data_contract import Clash, OverlapPart, RowsPart
+    from mens_exp.corpus.heads import Heads
     from mens_exp.corpus.source import Rows
     from mens_exp.rows.encode import Encoded, Labelling
     from mens_exp.rows.schema import TrainingPair
 
-__all__ = ["CONTAINED", "overlap_part", "rows_part"]
+__all__ = ["CONTAINED", "MOST_ITEMS", "heldout_part", "overlap_part", "rows_part"]
 
 CONTAINED = 0.5  # share of an item's n-grams that makes a row have it; unverified guess
 _PROMPTS = 16  # documents whose prompts are compared: a template that differs, differs for all
 _MOST_ROWS = 2048  # to find them among
 _MOST_TOLD = 5
+MOST_ITEMS: Final = 10_000  # of a benchmark of held-out rows; measured: 300 MB, of 100 words each
+_AT_ONCE: Final = 16_384  # rows held together; unverified guess
 
 
 class PromptEncoder(Protocol):
@@ -44,21 +53,77 @@ def rows_part(
         encoder: the tokenizer that evaluation will use.
         labelling: how the documents were made.
     """
-    apart = [*rows.val, *rows.heldout]
-    groups = {pair.group for pair in rows.train if pair.group}
-    both = sorted(groups & {pair.group for pair in apart})
-    trained = {pair.id for pair in rows.train}
-    conversations = [pair for pair in rows.train if pair.history]
+    trained = _trained(rows.train)
+    apart = 0
+    both: set[str] = set()
+    for pairs in (rows.val, rows.heldout):
+        ids, groups = _known(pairs, trained)
+        apart += ids
+        both |= groups
     checked, otherwise = _prompts(rows.train, documents, encoder, labelling)
     return {
-        "groups_on_two_sides": both[:_MOST_TOLD],
-        "rows_on_two_sides": sum(pair.id in trained for pair in apart),
-        "conversations": len(conversations),
-        "repeated_answers": sum(map(_repeats, conversations)),
+        "groups_on_two_sides": sorted(both)[:_MOST_TOLD],
+        "rows_on_two_sides": apart,
+        "conversations": trained.conversations,
+        "repeated_answers": trained.repeated,
         "prompts_checked": checked,
         "prompts_otherwise": otherwise,
         "mix_off": _mix_off(rows.taken.get("mixed")),
     }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Trained:
+    """What is known of the rows to train on: 64 bits of their ids and groups, each once."""
+
+    ids: Heads
+    groups: Heads
+    conversations: int
+    repeated: int
+
+
+def _trained(pairs: Iterable[TrainingPair]) -> _Trained:
+    ids, groups = array("Q"), array("Q")
+    conversations = repeated = 0
+    last = None
+    for pair in pairs:
+        ids.append(int(pair.id, 16))
+        if pair.group and pair.group != last:
+            groups.append(head_of(pair.group))
+            last = pair.group
+        conversations += bool(pair.history)
+        repeated += bool(pair.history) and _repeats(pair)
+    return _Trained(
+        ids=distinct(ids),
+        groups=distinct(groups),
+        conversations=conversations,
+        repeated=repeated,
+    )
+
+
+def _known(pairs: Iterable[TrainingPair], trained: _Trained) -> tuple[int, set[str]]:
+    """Count rows that are trained on, and return the groups that are."""
+    rows = 0
+    rest = iter(pairs)
+    groups: set[str] = set()
+    while some := list(islice(rest, _AT_ONCE)):
+        ids = np.array([int(pair.id, 16) for pair in some], np.uint64)
+        heads = np.array([head_of(pair.group) for pair in some], np.uint64)
+        rows += int(np.isin(ids, trained.ids).sum())
+        known = np.isin(heads, trained.groups)
+        groups |= {pair.group for pair, one in zip(some, known, strict=True) if one and pair.group}
+    return rows, groups
+
+
+def heldout_part(rows: Rows) -> OverlapPart | None:
+    """Hold rows to train on against those that are held out, or of many against some of them."""
+    count, against = len(rows.heldout), "the held-out rows"
+    if not count:
+        return None
+    if count > MOST_ITEMS:
+        against = f"{MOST_ITEMS:,} of {against}, drawn evenly"
+    some = drawn(rows.heldout, count, MOST_ITEMS)
+    return overlap_part(rows.train, ((one.id, "\n".join(texts_of(one))) for one in some), against)
 
 
 def overlap_part(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.artifacts.digest import digest
 from mens_exp.config.data import (
     DataConfig,
+    JsonlData,
     MixData,
     OnBadRow,
     RowsData,
@@ -23,14 +24,15 @@ from mens_exp.corpus.files import (
     RowsFile,
     bytes_of,
     described,
+    is_large,
     pairs_of,
     read_apart,
     read_own,
-    records,
     refuse_leakage,
 )
 from mens_exp.corpus.filters import asked, filtered, refuse_nothing_left
 from mens_exp.corpus.mix import mixed
+from mens_exp.corpus.sides import Rows, refuse_empty
 from mens_exp.corpus.split import Side, assert_disjoint, split
 from mens_exp.errors import DataError, MensError, Problems, RequestError
 from mens_exp.rows import quarantine
@@ -51,39 +53,12 @@ if TYPE_CHECKING:
 __all__ = ["Rows", "cache_key", "labelling_of", "load_rows"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rows:
-    """The three sides of a split, the hash of all rows in order, and where they come from.
-
-    ``taken`` says how they were chosen: what was put aside, what filters refused, how a
-    mix was drawn. ``bad`` are the
-    rows that were put aside. Of rows that are streamed these are the first window's.
-    """
-
-    source: str
-    train: list[TrainingPair]
-    val: list[TrainingPair]
-    heldout: list[TrainingPair]
-    sha256: str
-    files: tuple[RowsFile, ...] = ()
-    taken: dict[str, Any] = field(default_factory=dict)
-    bad: tuple[BadRow, ...] = ()
-    streamed: bool = False
-
-    def record(self) -> dict[str, Any]:
-        """Return files and choice for a manifest or a plan; nothing of what does not apply."""
-        return ({"files": records(self.files)} if self.files else {}) | self.taken
-
-    def side_sha256(self, side: Side) -> str:
-        """Hash the rows of one side."""
-        return rows_digest(getattr(self, side.value))
-
-
 def load_rows(config: DataConfig, cache: Path) -> Rows:
     """Read or extract the rows that a configuration asks for, and split them.
 
     Synthetic rows come with their sides. Where `data.val_path` or `data.val_split` names rows to
-    validate on, no other row does; `heldout_frac` holds out other rows either way.
+    validate on, no other row does; `heldout_frac` holds out other rows either way. Rows of large
+    files stay there, and each is read again when it is asked for.
 
     Args:
         config: the `data` group.
@@ -98,6 +73,10 @@ def load_rows(config: DataConfig, cache: Path) -> Rows:
     """
     if isinstance(config, RowsData) and config.streaming:
         return _first_rows(config)
+    if isinstance(config, JsonlData) and is_large(config):
+        from mens_exp.corpus import bounded  # small files do without
+
+        return bounded.load(config, cache)
     taken: dict[str, Any] = {}
     corpora = _corpora(config, cache)
     bad = tuple(row for corpus in corpora.values() for row in corpus.bad)
@@ -237,13 +216,7 @@ def _sides(
     assert_disjoint(sides)
     for side in (Side.TRAIN, Side.VAL):
         if not sides[side]:
-            raise DataError(
-                f"no row is left for {side.value}",
-                where="data",
-                found=f"{len(pairs)} rows",
-                expected="at least three groups, or a larger share",
-                remedy="add rows, or give rows that may be parted different `group` values",
-            )
+            raise refuse_empty(side, len(pairs))
     return sides
 
 

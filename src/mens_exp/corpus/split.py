@@ -25,6 +25,7 @@ __all__ = [
     "PROJECT_END",
     "Side",
     "assert_disjoint",
+    "check_fractions",
     "group_of",
     "head_of",
     "position_of",
@@ -81,7 +82,7 @@ def side_of(group: str, val_frac: float, heldout_frac: float) -> Side:
     Raises:
         ConfigError: a fraction is outside [0, 1), or nothing is left to train on.
     """
-    _check_fractions(val_frac, heldout_frac)
+    check_fractions(val_frac, heldout_frac)
     return side_at(position_of(head_of(group)), val_frac, heldout_frac)
 
 
@@ -115,7 +116,7 @@ def split(
     Raises:
         ConfigError: a fraction is outside [0, 1), or nothing is left to train on.
     """
-    _check_fractions(val_frac, heldout_frac)
+    check_fractions(val_frac, heldout_frac)
     groups = {group_of(pair) for pair in pairs}
     side = {group: side_of(group, val_frac, heldout_frac) for group in groups}
     if not _wanted(val_frac, heldout_frac) <= set(side.values()):
@@ -149,7 +150,12 @@ def assert_disjoint(sides: Mapping[Side, Iterable[TrainingPair]]) -> None:
                 )
 
 
-def _check_fractions(val_frac: float, heldout_frac: float) -> None:
+def check_fractions(val_frac: float, heldout_frac: float) -> None:
+    """Refuse shares that are none, or leave nothing to train on.
+
+    Raises:
+        ConfigError: one is outside [0, 1), or their sum is not below 1.
+    """
     for name, value in (("val_frac", val_frac), ("heldout_frac", heldout_frac)):
         if not 0 <= value < 1:  # false for NaN too
             raise ConfigError(

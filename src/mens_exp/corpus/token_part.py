@@ -10,7 +10,7 @@ from mens_exp.rows.roles import role_counts, supervised_tokens
 from mens_exp.rows.shapes import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     import numpy as np
@@ -62,10 +62,10 @@ def token_part(
         return known
     roles = role_counts(pairs, documents, encoder, key.labelling)
     if roles.why_unknown is None:
-        cut = [pairs[number] for number in roles.too_long]
+        cut: Iterable[TrainingPair] = (pairs[number] for number in roles.too_long)
         left = roles.left_of_too_long
     else:
-        cut, left = list(pairs), counts.supervised_tokens
+        cut, left = pairs, counts.supervised_tokens
     lost = supervised_tokens(cut, encoder, key.labelling) - left
     made = StoredTokens(
         encoding_sha256=counts.sha256,

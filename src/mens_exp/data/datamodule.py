@@ -24,6 +24,7 @@ from mens_exp.rows.shards import encode_parts
 from mens_exp.tokenizer.text_bytes import text_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from mens_exp.config.data import DataConfig
@@ -168,7 +169,7 @@ def encoded_side(
     pairs = getattr(rows, side.value)
     key = cache_key(config, rows, side, tokenizer)
 
-    def build(kept: Path) -> list[Encoded]:
+    def build(kept: Path) -> Sequence[Encoded]:
         return encode_parts(pairs, tokenizer, key.labelling, kept)
 
     documents, counts = encoded_parts(cache, key, build)

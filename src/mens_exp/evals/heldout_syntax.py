@@ -40,15 +40,21 @@ def choose_items(
 
     The choice depends on the rows and the tokenizer alone, never on the run's seed.
     """
-    rows = sorted(heldout, key=lambda pair: pair.id)
-    answers = tokenizer.encode_all([tokenizer.guard(pair.response) for pair in rows])
-    prompts = tokenizer.encode_prompts([messages_of(pair) for pair in rows])
-    items = [
-        Item(id=pair.id, messages=tuple(messages_of(pair)), reference=pair.response)
-        for pair, answer, prompt in zip(rows, answers, prompts, strict=True)
-        if len(answer) < suite.max_new_tokens
-        and len(prompt) + suite.max_new_tokens <= max_positions
-    ]
+    ids = [pair.id for pair in heldout]
+    order = sorted(range(len(ids)), key=ids.__getitem__)
+    items: list[Item] = []
+    for start in range(0, len(order), suite.items):
+        if len(items) >= suite.items:
+            break
+        rows = [heldout[number] for number in order[start : start + suite.items]]
+        answers = tokenizer.encode_all([tokenizer.guard(pair.response) for pair in rows])
+        prompts = tokenizer.encode_prompts([messages_of(pair) for pair in rows])
+        items += [
+            Item(id=pair.id, messages=tuple(messages_of(pair)), reference=pair.response)
+            for pair, answer, prompt in zip(rows, answers, prompts, strict=True)
+            if len(answer) < suite.max_new_tokens
+            and len(prompt) + suite.max_new_tokens <= max_positions
+        ]
     return items[: suite.items]
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Observation", "Score", "kpi_named", "observations", "scores"]
 
+_LABELS = frozenset({"version", "sample"})  # numbers of a line that measure nothing
 _SUPERVISED, _TRUNCATED = "supervised_frac", "truncated_frac"
 
 
@@ -140,6 +141,8 @@ def _score(kpi: Kpi, valued: dict[str, float], every: Sequence[str], items: int 
 def _values(line: Mapping[str, Any]) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     for name, value in line.items():
+        if name in _LABELS:
+            continue
         kpi = kpi_of_field(name)
         if kpi is not None and value is None:
             found[kpi.name] = None

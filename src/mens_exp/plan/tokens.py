@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.data import StdlibData, SyntheticData
@@ -16,6 +17,7 @@ from mens_exp.rows.cache import peek
 from mens_exp.tokenizer.load import load_tokenizer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from mens_exp.config.root import RunConfig
@@ -49,7 +51,8 @@ def count_tokens(config: RunConfig, cache: Path) -> dict[str, Any]:
         return _of_stream(rows, data.seq_len)
     about = rows.record()
     exact = _cached_counts(config, rows, cache)
-    lengths = _lengths(rows, config.data.seq_len)
+    train = _document_tokens(rows, Side.TRAIN, config.data.seq_len)
+    lengths = _lengths(train)
     if exact is not None:
         basis = "counted, from the cache"
         counted = {**about, **exact, **lengths}
@@ -58,7 +61,7 @@ def count_tokens(config: RunConfig, cache: Path) -> dict[str, Any]:
         "source": rows.source,
         **about,
         "train_rows": len(rows.train),
-        "train_tokens": _estimate_tokens(rows, Side.TRAIN, config.data.seq_len),
+        "train_tokens": round(sum(train)),
         "val_tokens": _estimate_tokens(rows, Side.VAL, config.data.seq_len),
         **lengths,
         "exact": False,
@@ -106,13 +109,14 @@ def _of_stream(rows: Rows, seq_len: int) -> dict[str, Any]:
     if files and read["bytes"] and all(name.endswith(".jsonl") for name in files):
         scale = max(sum(files.values()) / read["bytes"], 1.0)
         basis = f"estimated from the first {read['rows']} rows and the sizes of the files"
+    train = _document_tokens(rows, Side.TRAIN, seq_len)
     return {
         "source": rows.source,
         **about,
         "train_rows": round(len(rows.train) * scale),
-        "train_tokens": round(_estimate_tokens(rows, Side.TRAIN, seq_len) * scale),
+        "train_tokens": round(round(sum(train)) * scale),
         "val_tokens": _estimate_tokens(rows, Side.VAL, seq_len),
-        **_lengths(rows, seq_len),
+        **_lengths(train),
         "exact": False,
         "basis": basis,
     }
@@ -156,15 +160,15 @@ def _estimate_tokens(rows: Rows, side: Side, seq_len: int) -> int:
     return round(sum(_document_tokens(rows, side, seq_len)))
 
 
-def _document_tokens(rows: Rows, side: Side, seq_len: int) -> list[float]:
-    return [min(estimated_tokens(pair), seq_len) for pair in getattr(rows, side.value)]
+def _document_tokens(rows: Rows, side: Side, seq_len: int) -> array[float]:
+    """Estimate the documents of a side; of rows on disk this reads them."""
+    return array("d", (min(estimated_tokens(pair), seq_len) for pair in getattr(rows, side.value)))
 
 
-def _lengths(rows: Rows, seq_len: int) -> dict[str, int]:
+def _lengths(documents: Sequence[float]) -> dict[str, int]:
     """Return the longest document, and the mean length of the one that a token lies in."""
-    lengths = _document_tokens(rows, Side.TRAIN, seq_len) or [0.0]
-    squares = sum(length**2 for length in lengths)
+    squares = sum(length**2 for length in documents)
     return {
-        "longest_tokens": round(max(lengths)),
-        "typical_tokens": round(squares / max(sum(lengths), 1.0)),
+        "longest_tokens": round(max(documents, default=0.0)),
+        "typical_tokens": round(squares / max(sum(documents), 1.0)),
     }

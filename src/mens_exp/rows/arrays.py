@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import mmap
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["meta_of", "opened", "store"]
+__all__ = ["meta_of", "opened", "released", "store"]
 
 _META, _VERIFIED = "meta.json", "verified.json"
 _ALWAYS_READ: Final = 64 * 2**20  # bytes; measured: 0.05 s to hash on one core
@@ -43,7 +44,8 @@ def store(
 
     Args:
         directory: the folder; an earlier one is replaced.
-        arrays: pieces of each array, one-dimensional and of one type; at least one piece each.
+        arrays: pieces of each array, one-dimensional and of one type; at least one piece each. They
+            are gone through twice, one at a time.
         meta: returns what else to keep, from the SHA-256 of all arrays' content in their order.
     """
     state = hashlib.sha256()
@@ -51,10 +53,8 @@ def store(
         about = []
         for name, pieces in arrays.items():
             path = temporary / f"{name}.npy"
-            _write(path, pieces, state)
-            length = sum(len(piece) for piece in pieces)
-            size = path.stat().st_size
-            about.append([name, pieces[0].dtype.str, length, size])
+            dtype, length = _write(path, pieces, state)
+            about.append([name, dtype.str, length, path.stat().st_size])
         content = state.hexdigest()
         record = {**meta(content), "arrays": about, "content_sha256": content}
         atomic.write_json(temporary / _META, {**record, "meta_sha256": digest(record)})
@@ -94,10 +94,20 @@ def opened(directory: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]] | No
     return arrays, meta
 
 
-def _write(path: Path, pieces: Sequence[np.ndarray], state: hashlib._Hash) -> None:
-    length = sum(len(piece) for piece in pieces)
-    dtype = pieces[0].dtype
-    assert all(piece.dtype == dtype and piece.ndim == 1 for piece in pieces), "of one array"
+def released(*arrays: np.ndarray) -> None:
+    """Let go of what was read of arrays that are mapped; it is read again when asked for."""
+    for array in arrays:
+        if isinstance(array.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            array.base.madvise(mmap.MADV_DONTNEED)
+
+
+def _write(
+    path: Path, pieces: Sequence[np.ndarray], state: hashlib._Hash
+) -> tuple[np.dtype[Any], int]:
+    """Write an array, a piece in memory at a time, and return its type and length."""
+    about = [(piece.dtype, piece.ndim, len(piece)) for piece in pieces]
+    dtype, length = about[0][0], sum(one for *_, one in about)
+    assert {one[:2] for one in about} == {(dtype, 1)}, "of one array"
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
     with path.open("xb") as file:
         np.lib.format.write_array_header_1_0(file, {**header, "shape": (length,)})
@@ -105,6 +115,7 @@ def _write(path: Path, pieces: Sequence[np.ndarray], state: hashlib._Hash) -> No
             data = np.ascontiguousarray(piece).data.cast("B") if len(piece) else b""
             file.write(data)
             state.update(data)
+    return dtype, length
 
 
 def _mapped(path: Path) -> np.ndarray:

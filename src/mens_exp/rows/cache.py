@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -18,11 +19,12 @@ from mens_exp.rows import arrays
 from mens_exp.rows.encode import ENCODING_VERSION, Encoded, Labelling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 __all__ = ["CacheKey", "TokenCounts", "cache_root", "encoded", "encoded_parts", "peek"]
 
 _ARRAYS = ("ids", "supervised", "offsets")
+_COUNTS = ("documents", "tokens", "supervised_tokens", "truncated", "dropped", "unrolled")
 
 
 def cache_root() -> Path:
@@ -134,32 +136,48 @@ def _counts_in(meta: dict[str, Any]) -> TokenCounts | None:
 
 
 def _store(directory: Path, key: CacheKey, parts: Sequence[Encoded]) -> None:
+    offsets, counts = _summed(parts)
     pieces = {
-        "ids": [part.ids for part in parts],
-        "supervised": [part.supervised for part in parts],
-        "offsets": _offsets(parts),
+        "ids": _Pieces(parts, "ids"),
+        "supervised": _Pieces(parts, "supervised"),
+        "offsets": offsets,
     }
     arrays.store(
         directory,
         pieces,
-        lambda sha256: {"key": asdict(key), "counts": asdict(_counts(parts, sha256))},
+        lambda sha256: {"key": asdict(key), "counts": asdict(replace(counts, sha256=sha256))},
     )
 
 
-def _offsets(parts: Sequence[Encoded]) -> list[np.ndarray]:
-    """Return where documents begin in all parts together, one piece for each part."""
-    ends = np.cumsum([0, *(len(part.ids) for part in parts)])
-    shifted = [part.offsets[1:] + end for part, end in zip(parts, ends[:-1], strict=True)]
-    return [np.zeros(1, np.int64), *shifted]
+class _Pieces(Sequence[np.ndarray]):
+    """One array of each part; the part may be opened for it."""
+
+    def __init__(self, parts: Sequence[Encoded], name: str) -> None:
+        self._parts, self._name = parts, name
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    @overload
+    def __getitem__(self, index: int) -> np.ndarray: ...
+    @overload
+    def __getitem__(self, index: slice) -> _Pieces: ...
+    def __getitem__(self, index: int | slice) -> np.ndarray | _Pieces:
+        if isinstance(index, slice):
+            return _Pieces(self._parts[index], self._name)
+        array: np.ndarray = getattr(self._parts[index], self._name)
+        return array
 
 
-def _counts(parts: Sequence[Encoded], sha256: str) -> TokenCounts:
-    return TokenCounts(
-        documents=sum(len(part) for part in parts),
-        tokens=sum(len(part.ids) for part in parts),
-        supervised_tokens=sum(int(part.supervised.sum()) for part in parts),
-        truncated=sum(part.truncated for part in parts),
-        dropped=sum(part.dropped for part in parts),
-        unrolled=sum(part.unrolled for part in parts),
-        sha256=sha256,
-    )
+def _summed(parts: Sequence[Encoded]) -> tuple[list[np.ndarray], TokenCounts]:
+    """Return where documents begin in all parts together, a piece for each, and their counts."""
+    offsets = [np.zeros(1, np.int64)]
+    counts = dict.fromkeys(_COUNTS, 0)
+    for part in parts:
+        offsets.append(part.offsets[1:] + counts["tokens"])
+        counts["documents"] += len(part)
+        counts["tokens"] += len(part.ids)
+        counts["supervised_tokens"] += int(part.supervised.sum())
+        for name in ("truncated", "dropped", "unrolled"):
+            counts[name] += getattr(part, name)
+    return offsets, TokenCounts(**counts, sha256="")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["Located", "decoded_rows"]
+__all__ = ["Located", "decoded_line", "decoded_rows", "has_lines"]
 
 _SPACE: Final = " \t\r\n"
 _TABLES: Final[dict[str, Literal["parquet", "arrow"]]] = {".parquet": "parquet", ".arrow": "arrow"}
@@ -34,6 +34,11 @@ class Located(NamedTuple):
     value: object
     raw: bytes = b""
     ends: bool = False
+
+
+def has_lines(path: Path) -> bool:
+    """Tell by its name whether a file has a row a line, and is neither a table nor an array."""
+    return inner_suffix(path) not in {*_TABLES, ".json"}
 
 
 def decoded_rows(path: Path, field: str) -> Iterator[Located]:
@@ -58,7 +63,7 @@ def decoded_rows(path: Path, field: str) -> Iterator[Located]:
         for number, row in rows_of_file(path, _TABLES[suffix], field):
             yield Located(f"{path}:{number}", row)
         return
-    pieces = chunks(path, field)
+    pieces: Iterator[bytes] = chunks(path, field)
     if suffix == ".json":
         data = b"".join(pieces)  # an array has no lines to read it by
         if data.lstrip().startswith(b"["):
@@ -66,11 +71,15 @@ def decoded_rows(path: Path, field: str) -> Iterator[Located]:
             return
         pieces = iter([data])
     for number, line in enumerate(lines(pieces), start=1):
-        where = f"{path}:{number}"
-        try:
-            yield Located(where, _json(_text(line, where), where), line.raw)
-        except DataError as problem:
-            yield Located(where, problem, line.raw)
+        yield decoded_line(line, f"{path}:{number}")
+
+
+def decoded_line(line: Line, where: str) -> Located:
+    """Decode one line, as `decoded_rows` does those of a file."""
+    try:
+        return Located(where, _json(_text(line, where), where), line.raw)
+    except DataError as problem:
+        return Located(where, problem, line.raw)
 
 
 def _text(line: Line, where: str) -> str:

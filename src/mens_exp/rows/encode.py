@@ -121,16 +121,20 @@ def encode(pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Label
             found=labelling.objective,
             expected=expected_name(labelling.objective, _OBJECTIVES),
         )
-    documents: list[_Document] = []
-    unrolled = 0
+    parts = []
     for start in range(0, len(pairs), _ROWS_AT_ONCE):
-        for owns in _owns(pairs[start : start + _ROWS_AT_ONCE], encoder, labelling):
+        some = list(pairs[start : start + _ROWS_AT_ONCE])  # of rows on disk these are read
+        documents: list[_Document] = []
+        unrolled = 0
+        for owns in _owns(some, encoder, labelling):
             mine = _documents(owns) if labelling.objective != "last_k" else _end(owns, labelling.k)
             if labelling.objective == "causal":
                 mine = [(ids, [True] * len(ids)) for ids, _ in mine]
             documents += mine
             unrolled += len(mine) - 1
-    return _flatten(documents, labelling, encoder.bos_id, unrolled)
+        # Lists of numbers take some ten times what their arrays do, and are not yet cut.
+        parts.append(_flatten(documents, labelling, encoder.bos_id, unrolled))
+    return _joined(parts)
 
 
 def _owns(
@@ -261,6 +265,19 @@ def _cut(
     rest = len(ids) - limit + kept
     # The first token behind the cut would be predicted from what never stood before it.
     return ids[:kept] + ids[rest:], [False] * (kept + 1) + learned[rest + 1 :]
+
+
+def _joined(parts: Sequence[Encoded]) -> Encoded:
+    """Put the documents of all parts one after the other."""
+    lengths = [np.zeros(1, np.int64), *(part.lengths for part in parts)]
+    return Encoded(
+        ids=np.concatenate([np.zeros(0, np.int32), *(part.ids for part in parts)]),
+        supervised=np.concatenate([np.zeros(0, bool), *(part.supervised for part in parts)]),
+        offsets=np.cumsum(np.concatenate(lengths)),
+        truncated=sum(part.truncated for part in parts),
+        dropped=sum(part.dropped for part in parts),
+        unrolled=sum(part.unrolled for part in parts),
+    )
 
 
 def _flatten(

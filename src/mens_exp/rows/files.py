@@ -8,16 +8,16 @@ from pathlib import Path
 from mens_exp.artifacts.nearest import nearest_file
 from mens_exp.errors import DataError, MensError, Problems
 
-__all__ = ["ROWS", "inner_suffix", "resolve_files"]
+__all__ = ["COMPRESSED", "ROWS", "inner_suffix", "resolve_files"]
 
-_COMPRESSED = (".gz", ".zst")
+COMPRESSED = (".gz", ".zst")
 _TEXT = (".jsonl", ".json")
-ROWS = (*_TEXT, *(f"{text}{end}" for text in _TEXT for end in _COMPRESSED), ".parquet", ".arrow")
+ROWS = (*_TEXT, *(f"{text}{end}" for text in _TEXT for end in COMPRESSED), ".parquet", ".arrow")
 
 
 def inner_suffix(path: Path) -> str:
     """Return how the name of a file ends, in lower case, less what says how it is compressed."""
-    if path.suffix.lower() in _COMPRESSED:
+    if path.suffix.lower() in COMPRESSED:
         path = path.with_suffix("")
     return path.suffix.lower()
 

@@ -27,7 +27,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["FileOfRows", "Reading", "RowReader", "read_located", "read_rows", "rows_digest"]
+__all__ = [
+    "FileOfRows",
+    "Reading",
+    "RowReader",
+    "WrongRows",
+    "read_located",
+    "read_rows",
+    "row_line",
+    "rows_digest",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +68,7 @@ class FileOfRows:
 
     name: str
     form: RowFormat
-    pairs: list[TrainingPair]
+    pairs: Sequence[TrainingPair]
     ignored: dict[str, int]
     bad: tuple[BadRow, ...] = ()
 
@@ -94,29 +103,20 @@ def read_located(
         how: how to read them.
         max_problems: how many problems to tell in full; the rest is counted.
     """
-    reader = RowReader(name, how)
-    problems = reader.read(rows)
-    if len(problems) > max_problems:
-        more = DataError(f"{len(problems) - max_problems} more problems in this file", where=name)
-        problems = [*problems[:max_problems], more]
-    Problems.raise_if(problems)
-    return FileOfRows(
-        name=name,
-        form=reader.form or RowFormat.pair,
-        pairs=reader.pairs,
-        ignored=dict(sorted(reader.ignored.items())),
-        bad=tuple(reader.bad),
-    )
+    reader = RowReader(name, how, max_problems)
+    for located in rows:
+        reader.wrong.add(reader.take(located))
+    return reader.file(reader.pairs)
 
 
 class RowReader:
     """Reads the rows of one file, whose format the rows settle between them.
 
     ``pairs`` and ``bad`` are what was read so far and what was put aside; whoever reads a file
-    bit by bit may take them out.
+    bit by bit may take them out. ``wrong`` is for what :meth:`take` returns.
     """
 
-    def __init__(self, name: str, how: Reading) -> None:
+    def __init__(self, name: str, how: Reading, max_problems: int = 20) -> None:
         """Begin a file; ``name`` is what messages call it."""
         self.name = name
         self.how = how
@@ -124,21 +124,31 @@ class RowReader:
         self.pairs: list[TrainingPair] = []
         self.ignored: Counter[str] = Counter()
         self.bad: list[BadRow] = []
+        self.wrong = WrongRows(max_problems)
         self._told_by = ""  # the place of the row that settled the format
         self._seen: Counter[str] = Counter()
         self._last: Mapping[str, object] = {}
 
-    def read(self, rows: Iterable[Located]) -> list[MensError]:
-        """Read every row and return what is wrong."""
-        problems: list[MensError] = []
-        for located in rows:
-            problems += self.take(located)
+    def file(self, pairs: Sequence[TrainingPair]) -> FileOfRows:
+        """Return what was read once the last row is.
+
+        Raises:
+            DataError: one thing in it was wrong.
+            Problems: several things were.
+        """
         absent = [
             _no_column(f"data.columns.{name}", column, self.name, self._last)
             for name, column in self.how.columns.items()
             if self._last and not self._seen[name]
         ]
-        return [*absent, *_collapsed(problems)]
+        Problems.raise_if(self.wrong.told(absent, self.name))
+        return FileOfRows(
+            name=self.name,
+            form=self.form or RowFormat.pair,
+            pairs=pairs,
+            ignored=dict(sorted(self.ignored.items())),
+            bad=tuple(self.bad),
+        )
 
     def take(self, located: Located) -> Sequence[MensError]:
         """Read one row, and return what is wrong with it unless it is put aside."""
@@ -222,27 +232,49 @@ class RowReader:
         return told
 
 
-def _collapsed(problems: list[MensError]) -> list[MensError]:
-    """Tell a key that many rows have once, where it is met first, with how many have it."""
-    counts = Counter(one.what for one in problems if one.what.startswith(UNKNOWN_KEY))
-    told: list[MensError] = []
-    for one in problems:
-        count = counts.get(one.what, 1)
-        if count == 0:
-            continue
-        if one.what in counts:
-            counts[one.what] = 0
+class WrongRows:
+    """What is wrong with the rows of a file: the first problems, how many more, no others held.
+
+    A key that many rows have is one problem, told where it is met first.
+    """
+
+    def __init__(self, most: int) -> None:
+        """Tell so many in full."""
+        self._most = most
+        self._first: list[MensError] = []
+        self._total = 0
+        self._keys: Counter[str] = Counter()
+
+    def add(self, problems: Iterable[MensError]) -> None:
+        """Take what is wrong with the next row."""
+        for one in problems:
+            if one.what.startswith(UNKNOWN_KEY):
+                self._keys[one.what] += 1
+                if self._keys[one.what] > 1:
+                    continue
+            self._total += 1
+            if len(self._first) < self._most:
+                self._first.append(one)
+
+    def told(self, before: Sequence[MensError], where: str) -> list[MensError]:
+        """Return what to tell, what is wrong with the whole file before it."""
+        told = [*before, *map(self._counted, self._first)]
+        more = len(before) + self._total - self._most
+        if more <= 0:
+            return told
+        rest = DataError(f"{more} more problems in this file", where=where)
+        return [*told[: self._most], rest]
+
+    def _counted(self, one: MensError) -> MensError:
+        count = self._keys[one.what]
         more = f", here and in {count - 1} more rows" if count > 1 else ""
-        told.append(
-            DataError(
-                one.what + more,
-                where=one.where,
-                found=one.found,
-                expected=one.expected,
-                remedy=one.remedy,
-            )
+        return DataError(
+            one.what + more,
+            where=one.where,
+            found=one.found,
+            expected=one.expected,
+            remedy=one.remedy,
         )
-    return told
 
 
 def _no_column(setting: str, column: str, where: str, row: Mapping[str, object]) -> DataError:
@@ -265,5 +297,10 @@ def rows_digest(pairs: Iterable[TrainingPair]) -> str:
     """
     state = hashlib.sha256()
     for pair in pairs:
-        state.update(digest.canonical_json(to_json(pair)) + b"\n")
+        state.update(row_line(pair))
     return state.hexdigest()
+
+
+def row_line(pair: TrainingPair) -> bytes:
+    """Return the line of a row that `rows_digest` hashes."""
+    return digest.canonical_json(to_json(pair)) + b"\n"

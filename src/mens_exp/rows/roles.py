@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from mens_exp.rows.answers import TextEncoder
+from mens_exp.rows.arrays import released
 from mens_exp.rows.encode import encode
 from mens_exp.rows.shapes import Role, Shape, contents_of, shape_of_answer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from mens_exp.rows.encode import Encoded, Labelling
     from mens_exp.rows.schema import TrainingPair
@@ -109,9 +110,10 @@ def role_counts(
         encoder: the tokenizer with its template, as it was then.
         labelling: likewise.
     """
-    counter = _Counter(pairs, documents, encoder, labelling)
+    counter = _Counter(documents, encoder, labelling)
     for start in range(0, len(pairs), _ROWS_AT_ONCE):
-        counter.take(range(start, min(start + _ROWS_AT_ONCE, len(pairs))))
+        counter.take(start, list(pairs[start : start + _ROWS_AT_ONCE]))
+        released(documents.ids, documents.supervised)
     found = counter.found
     if found.why_unknown is None and found.documents < len(documents):
         name = pairs[counter.stuck].name if counter.stuck is not None else "the last row"
@@ -120,72 +122,66 @@ def role_counts(
 
 
 def supervised_tokens(
-    pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Labelling
+    pairs: Iterable[TrainingPair], encoder: TextEncoder, labelling: Labelling
 ) -> int:
     """Count what would be learned of rows if there were no limit."""
-    if not pairs:
-        return 0
     endless = dataclasses.replace(labelling, seq_len=2**31 - 1)
-    return int(encode(pairs, encoder, endless).supervised.sum())
+    rest, total = iter(pairs), 0
+    while some := list(itertools.islice(rest, _ROWS_AT_ONCE)):
+        total += int(encode(some, encoder, endless).supervised.sum())
+    return total
 
 
 class _Counter:
     """Walks rows and documents side by side."""
 
-    def __init__(
-        self,
-        pairs: Sequence[TrainingPair],
-        documents: Encoded,
-        encoder: PieceEncoder,
-        labelling: Labelling,
-    ) -> None:
-        self.pairs, self.documents = pairs, documents
-        self.encoder, self.labelling = encoder, labelling
+    def __init__(self, documents: Encoded, encoder: PieceEncoder, labelling: Labelling) -> None:
+        self.documents, self.encoder, self.labelling = documents, encoder, labelling
         self.special = np.array(sorted(encoder.special_ids), np.int64)
         self.shapes: dict[tuple[bool | None, int], Shape | None] = {}
         self.found = RoleCounts()
         self.stuck: int | None = None
 
-    def take(self, numbers: Sequence[int]) -> None:
-        """Place the documents of some rows."""
+    def take(self, first: int, pairs: Sequence[TrainingPair]) -> None:
+        """Place the documents of some rows, the first of which has a number."""
         if self.found.why_unknown is not None:
             return
-        last = [len(self.pairs[number].exchanges) - 1 for number in numbers]
-        shaped = [self._shape(self.pairs[n], k) for n, k in zip(numbers, last, strict=True)]
+        last = [len(pair.exchanges) - 1 for pair in pairs]
+        shaped = [self._shape(pair, k) for pair, k in zip(pairs, last, strict=True)]
         if not all(shaped):
             self.found.why_unknown = "the chat template does not show which text is whose"
             return
         texts = [
-            self._texts(shape, self.pairs[number], k)
-            for shape, number, k in zip(shaped, numbers, last, strict=True)
+            self._texts(shape, pair, k)
+            for shape, pair, k in zip(shaped, pairs, last, strict=True)
             if shape is not None
         ]
         placed = self.encoder.encode_pieces(texts)
-        for number, shape, pieces, one in zip(numbers, shaped, texts, placed, strict=True):
+        found = zip(pairs, shaped, texts, placed, strict=True)
+        for number, (pair, shape, pieces, one) in enumerate(found, start=first):
             assert shape is not None, "asked above"
-            self._row(number, shape, pieces, one)
+            self._row(number, pair, shape, pieces, self._document(shape, one))
 
-    def _row(self, number: int, shape: Shape, pieces: list[str], placed: PlacedTokens) -> None:
-        whole = self._document(shape, placed)
-        before = int(self.found.trained.sum())
-        self._place(number, shape, pieces, whole)
+    def _row(
+        self, number: int, pair: TrainingPair, shape: Shape, pieces: list[str], whole: _Document
+    ) -> None:
+        before, placed = int(self.found.trained.sum()), self.found.documents
+        self._place(pair, shape, pieces, whole)
+        if self.found.documents == placed and self.stuck is None:
+            self.stuck = number  # unless nothing of it was within the limit
         if len(whole.ids) > self.labelling.seq_len:
             self.found.too_long.append(number)
             self.found.left_of_too_long += int(self.found.trained.sum()) - before
 
-    def _place(self, number: int, shape: Shape, pieces: list[str], whole: _Document) -> None:
-        in_one = self._is_in_one(number, shape)
+    def _place(self, pair: TrainingPair, shape: Shape, pieces: list[str], whole: _Document) -> None:
+        in_one = self._is_in_one(pair, shape)
         if in_one and (self._match(whole) or self._match(self._apart(shape, pieces))):
             return
-        before = self.found.documents
-        for document in self._earlier(number):
+        for document in self._earlier(pair):
             self._match(document)
-        if self.found.documents == before and self.stuck is None:
-            self.stuck = number  # unless nothing of it was within the limit
 
-    def _earlier(self, number: int) -> Iterator[_Document]:
+    def _earlier(self, pair: TrainingPair) -> Iterator[_Document]:
         """Yield the documents of every answer: a template may change those that came before."""
-        pair = self.pairs[number]
         for k in range(len(pair.exchanges) if self._learns_all(pair) else 0):
             shape = self._shape(pair, k)
             if shape is None:
@@ -202,9 +198,8 @@ class _Counter:
         answers = labelling.objective == "assistant" and labelling.turns == "all"
         return answers and len(pair.exchanges) > 1
 
-    def _is_in_one(self, number: int, shape: Shape) -> bool:
+    def _is_in_one(self, pair: TrainingPair, shape: Shape) -> bool:
         """Tell whether the template leaves earlier answers as they are, so that one has all."""
-        pair = self.pairs[number]
         if not self._learns_all(pair):
             return True
         shapes = [self._shape(pair, k) for k in range(len(pair.exchanges) - 1)]

@@ -4,7 +4,8 @@ A build that is interrupted goes on from the shards that are whole; they are ver
 arrays of the cache. Processes are spawned, not forked: this one has threads by now (torch's, the
 tokenizer's), whose locks a fork would copy as they happen to be. Each process gets the tokenizer
 once and tokenizes on its one core, so that they do not fight over the cores. Starting them takes
-about a second, so few rows are encoded in this process, where the tokenizer uses all cores.
+about a second, so few rows are encoded in this process, where the tokenizer uses all cores; so are
+all where there is one core, still shard by shard.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, overload
 
 from mens_exp.errors import SetupError
 from mens_exp.rows import arrays
 from mens_exp.rows.encode import Encoded, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from mens_exp.rows.encode import Labelling, TextEncoder
@@ -45,8 +46,10 @@ def usable_cores() -> int:
 
 def encode_parts(
     pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Labelling, kept: Path
-) -> list[Encoded]:
+) -> Sequence[Encoded]:
     """Encode rows, many of them by several processes.
+
+    Rows on disk are read by the process that encodes them.
 
     Args:
         pairs: the rows.
@@ -55,22 +58,45 @@ def encode_parts(
         kept: folder of finished shards, of these rows under this encoder and labelling only.
 
     Returns:
-        The documents in parts; one after the other they are what `encode` returns.
+        The documents in parts; one after the other they are what `encode` returns. Those of many
+        rows are opened when they are asked for.
 
     Raises:
         SetupError: a process was ended from outside.
         MensError: as `encode`; of the first shard that has a problem.
     """
-    if len(pairs) < _POOL_FROM or usable_cores() < 2:  # noqa: PLR2004  # one core is this process's
+    if len(pairs) < _POOL_FROM:
         return [encode(pairs, encoder, labelling)]
     shards = {
         kept / f"{start:012}-{len(pairs)}-{_SHARD}": pairs[start : start + _SHARD]
         for start in range(0, len(pairs), _SHARD)
     }
     missing = {shard: rows for shard, rows in shards.items() if _open(shard) is None}
-    if missing:
+    if usable_cores() < 2:  # noqa: PLR2004  # one core is this process's
+        for shard, rows in missing.items():
+            _keep(shard, encode(rows, encoder, labelling))
+    elif missing:
         _encode_missing(missing, encoder, labelling)
-    return [_whole(shard) for shard in shards]
+    return _Shards(list(shards))
+
+
+class _Shards(Sequence[Encoded]):
+    """Finished shards, each mapped only while it is used: there may be more than open files."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths = paths
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    @overload
+    def __getitem__(self, index: int) -> Encoded: ...
+    @overload
+    def __getitem__(self, index: slice) -> _Shards: ...
+    def __getitem__(self, index: int | slice) -> Encoded | _Shards:
+        if isinstance(index, slice):
+            return _Shards(self._paths[index])
+        return _whole(self._paths[index])
 
 
 def _encode_missing(
@@ -108,7 +134,10 @@ def _begin(encoder: TextEncoder, labelling: Labelling) -> None:
 
 def _encode_shard(shard: Path, pairs: Sequence[TrainingPair]) -> None:
     encoder, labelling = _own
-    part = encode(pairs, encoder, labelling)
+    _keep(shard, encode(pairs, encoder, labelling))
+
+
+def _keep(shard: Path, part: Encoded) -> None:
     counts = {name: getattr(part, name) for name in _COUNTS}
     arrays.store(shard, {name: [getattr(part, name)] for name in _ARRAYS}, lambda _: counts)
 

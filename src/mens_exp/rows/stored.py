@@ -15,10 +15,10 @@ from mens_exp.errors import DataError
 from mens_exp.rows.files import ROWS, inner_suffix
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
     from pathlib import Path
 
-__all__ = ["MAX_LINE_BYTES", "Line", "chunks", "lines", "opened"]
+__all__ = ["MAX_LINE_BYTES", "Line", "chunks", "first_byte", "lines", "opened"]
 
 # Some 16 million tokens: a longer line is a file without line ends, or an accident.
 MAX_LINE_BYTES: Final = 64 * 2**20
@@ -74,7 +74,7 @@ def opened(path: Path, field: str) -> BinaryIO:
         raise _unreadable(path, field, error) from error
 
 
-def chunks(path: Path, field: str) -> Iterator[bytes]:
+def chunks(path: Path, field: str) -> Generator[bytes, None, None]:
     """Yield the text of a file in pieces, less its byte order mark.
 
     Args:
@@ -101,6 +101,12 @@ def chunks(path: Path, field: str) -> Iterator[bytes]:
             raise _damaged(path, "it ends too early") from error
         except OSError as error:
             raise _unreadable(path, field, error) from error
+
+
+def first_byte(path: Path) -> int:
+    """Return where the text of a plain file begins: behind its byte order mark, if it has one."""
+    with path.open("rb") as file:
+        return len(codecs.BOM_UTF8) if file.read(_HEAD).startswith(codecs.BOM_UTF8) else 0
 
 
 def lines(pieces: Iterator[bytes]) -> Iterator[Line]:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from mens_exp.artifacts.data_contract import DataContract
 from mens_exp.config.suite import AnsweredSuite
 from mens_exp.corpus import contract_rules
-from mens_exp.corpus.overlap import texts_of
-from mens_exp.corpus.row_part import overlap_part, rows_part
+from mens_exp.corpus.row_part import heldout_part, overlap_part, rows_part
 from mens_exp.corpus.source import cache_key, labelling_of
 from mens_exp.corpus.split import Side
 from mens_exp.corpus.token_part import token_part
@@ -17,9 +16,10 @@ from mens_exp.errors import Refusals
 from mens_exp.evals.catalogue import frozen_suite
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
+    from mens_exp.artifacts.data_contract import OverlapPart
     from mens_exp.config.root import RunConfig
     from mens_exp.corpus.source import Rows
     from mens_exp.data.datamodule import RowsDataModule
@@ -51,9 +51,7 @@ def certify_rows(
     contract = DataContract(
         tokens=kept.tokens,
         rows=rows_part(rows, documents, tokenizer, labelling),
-        overlap=[
-            overlap_part(rows.train, items, against) for against, items in _benchmarks(config, rows)
-        ],
+        overlap=[part for part in (heldout_part(rows), _suite_part(config, rows)) if part],
         probe=None,
         limits=dataclasses.asdict(limits),
         unknown={**kept.unknown, "probe": "not reached: it runs just before step 1"},
@@ -95,19 +93,14 @@ def certify_steps(
     _record(run, contract, list(contract_rules.of_probe(contract.probe)))
 
 
-def _benchmarks(config: RunConfig, rows: Rows) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Yield what a run is measured on: a name, and id and text of each item."""
-    if rows.heldout:
-        yield (
-            "the held-out rows",
-            [(pair.id, "\n".join(texts_of(pair))) for pair in rows.heldout],
-        )
-    if isinstance(config.suite, AnsweredSuite):
-        items = frozen_suite(config.suite).items
-        yield (
-            f"suite={config.suite.name}",
-            [(item.id, f"{item.prompt}\n{item.reference}") for item in items],
-        )
+def _suite_part(config: RunConfig, rows: Rows) -> OverlapPart | None:
+    """Hold rows to train on against the items of the run's suite, where it has some of its own."""
+    if not isinstance(config.suite, AnsweredSuite):
+        return None
+    items = frozen_suite(config.suite).items
+    texts = ((item.id, f"{item.prompt}
+{item.reference}") for item in items)
+    return overlap_part(rows.train, texts, f"suite={config.suite.name}")
 
 
 def _record(run: Run, contract: DataContract, found: Sequence[MensError]) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,7 +84,8 @@ def test_the_check_sees_a_split_that_parts_a_group(
 ) -> None:
     """A side drawn by row instead of by group is found out."""
     turn = iter([Side.TRAIN, Side.VAL] * 6)
-    monkeypatch.setattr(module, "_sides", lambda *_: (lambda _: next(turn), False))
+    drawn = SimpleNamespace(side=lambda _: next(turn), ranked=False)
+    monkeypatch.setattr(module, "bounds_of", lambda *_: drawn)
     config = SplitStepConfig(heldout_frac=0.0)
     with pytest.raises(DataError, match="a group is on two sides"):
         work.do(split, [work.file("a.jsonl", rows(["a", "b", "b", "a"] * 3))], split=config)

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mens_exp.config.corpus import SplitBy
-from mens_exp.corpus.split import (
-    Side,
-    group_of,
-    head_of,
-    position_of,
-    project_of,
-    ranks,
-    side_at,
-)
+from mens_exp.corpus.heads import Heads, bounds_of, distinct
+from mens_exp.corpus.split import Side, group_of, head_of, project_of
 from mens_exp.corpus.steps.step import RowWriter, StepInput, StepResult, read_rows
 from mens_exp.errors import DataError
 
@@ -24,14 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from numpy.typing import NDArray
-
     from mens_exp.config.corpus import SplitStepConfig
     from mens_exp.rows.schema import TrainingPair
 
 __all__ = ["split"]
-
-Heads: TypeAlias = "NDArray[np.uint64]"
 
 
 def split(step: StepInput) -> StepResult:
@@ -46,11 +35,11 @@ def split(step: StepInput) -> StepResult:
     config = step.config.split
     key = project_of if config.by is SplitBy.project else group_of
     heads = array("Q", (head_of(key(pair)) for pair in read_rows(step.files)))
-    groups = _distinct(heads)
-    side, ranked = _sides(groups, config)
+    groups = distinct(heads)
+    bounds = bounds_of(groups, config.val_frac, config.heldout_frac)
     with RowWriter(step.directory) as writer:
         for pair in read_rows(step.files):
-            writer.write(pair, side(head_of(key(pair))))
+            writer.write(pair, bounds.side(head_of(key(pair))))
         rows = {name: writer.rows.get(f"{name}.jsonl", 0) for name in Side}
         total = writer.total
     _refuse_empty(rows, len(groups), config)
@@ -62,36 +51,10 @@ def split(step: StepInput) -> StepResult:
             "groups": checked,
             "rows": {str(name): count for name, count in rows.items()},
             "by": config.by.value,
-            "by_rank": ranked,
+            "by_rank": bounds.ranked,
             "leakage": {"groups_on_two_sides": 0, "contents_on_two_sides": 0},
         },
     )
-
-
-def _sides(groups: Heads, config: SplitStepConfig) -> tuple[Callable[[int], Side], bool]:
-    """Return what tells a group's side by the head of its hash, and whether it is by rank."""
-    val_frac, heldout_frac = config.val_frac, config.heldout_frac
-    positions = np.ldexp((groups >> np.uint64(11)).astype(np.float64), -53)  # as position_of has it
-    held = positions < heldout_frac
-    validates = ~held & (positions >= 1 - val_frac)
-    trains = ~(held | validates)
-    wanted = [(1.0, trains), (val_frac, validates), (heldout_frac, held)]
-    if all(share == 0 or side.any() for share, side in wanted):
-        return lambda head: side_at(position_of(head), val_frac, heldout_frac), False
-    heldout, val = ranks(len(groups), val_frac, heldout_frac)
-    low = int(groups[heldout - 1]) if heldout else -1
-    high = int(groups[len(groups) - val]) if val else 2**64
-
-    def by_rank(head: int) -> Side:
-        if head <= low:
-            return Side.HELDOUT
-        return Side.VAL if head >= high else Side.TRAIN
-
-    return by_rank, True
-
-
-def _distinct(heads: array[int]) -> Heads:
-    return np.unique(np.array(heads, dtype=np.uint64))
 
 
 def _refuse_empty(rows: dict[Side, int], groups: int, config: SplitStepConfig) -> None:
@@ -124,7 +87,7 @@ def _leakage(directory: Path, key: Callable[[TrainingPair], str]) -> dict[str, i
         for pair in read_rows([path] if path.exists() else []):
             heads.append(head_of(key(pair)))
             ids.append(int(pair.id, 16))
-        groups[side], contents[side] = _distinct(heads), _distinct(ids)
+        groups[side], contents[side] = distinct(heads), distinct(ids)
     for what, of_side in (("a group", groups), ("the same row", contents)):
         for one, other in ((a, b) for a in Side for b in Side if a < b):
             shared = np.intersect1d(of_side[one], of_side[other], assume_unique=True)
