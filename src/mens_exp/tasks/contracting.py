@@ -98,8 +98,7 @@ def _suite_part(config: RunConfig, rows: Rows) -> OverlapPart | None:
     if not isinstance(config.suite, AnsweredSuite):
         return None
     items = frozen_suite(config.suite).items
-    texts = ((item.id, f"{item.prompt}
-{item.reference}") for item in items)
+    texts = ((item.id, f"{item.prompt}\n{item.reference}") for item in items)
     return overlap_part(rows.train, texts, f"suite={config.suite.name}")
 
 
