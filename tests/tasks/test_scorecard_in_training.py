@@ -10,6 +10,7 @@ from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.scorecard import Scorecard, read_item_events
 from mens_exp.artifacts.telemetry import read_events
+from mens_exp.export.contents import run_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,6 +66,7 @@ def test_its_answers_are_apart_from_the_final_scorecard(scored: RunDir) -> None:
     assert len(final) == 4
     assert Scorecard.read(scored.scorecard).items == 2
     assert "KPIs while training" in scored.report.read_text(encoding="utf-8")
+    assert {f"scorecards/{name}" for name in names} <= run_files(scored).keys()
 
 
 def test_the_adapter_of_the_best_kpi_is_the_result(scored: RunDir) -> None:

@@ -40,6 +40,25 @@ def test_csv_holds_every_steps_metrics_and_the_settings(
     assert "quant.quant_type: nf4" in settings
 
 
+def test_csv_holds_the_scorecards_of_training(
+    train_in: Callable[..., RunDir], tmp_path: Path
+) -> None:
+    """In the row of their step, and in no other."""
+    run = train_in(
+        tmp_path / "run",
+        *("logger=csv", "suite=heldout_syntax", "suite.max_new_tokens=64"),
+        *("callbacks.scorecard.every_n_steps=2", "callbacks.scorecard.items=1"),
+    )
+    with (run.csv / "attempt_1" / "metrics.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    shown = {int(row["step"]): row["eval/parse_rate"] for row in rows if row["eval/parse_rate"]}
+    events = [e["payload"] for e in read_events(run.telemetry) if e["event"] == "scorecard_step"]
+    assert {n: float(v) for n, v in shown.items()} == {
+        p["step"]: p["eval/parse_rate"] for p in events
+    }
+    assert list(shown) == [2, 4]
+
+
 def test_a_resumed_run_keeps_the_rows_of_the_attempt_before(
     train_in: Callable[..., RunDir], tmp_path: Path
 ) -> None:

@@ -116,6 +116,7 @@ PEERS: dict[str, Peer] = {
     "save_total_limit": Peer("checkpoint.keep", f"{_HF} and {_AX}"),
     "eval_steps": Peer("trainer.val_check_interval", f"{_HF}, {_AX} and {_LF}"),
     "load_best_model_at_end": Peer("adapter.select", _HF, "adapter.select=best"),
+    "metric_for_best_model": Peer("adapter.metric", _HF),
     "early_stopping_patience": Peer("callbacks.early_stopping.patience", f"{_HF} and {_AX}"),
     "resume_from_checkpoint": Peer("resume", f"{_HF}, {_AX} and torchtune", "resume=<run>|latest"),
     "neftune_noise_alpha": Peer(None, f"TRL, {_AX} and {_LF}"),

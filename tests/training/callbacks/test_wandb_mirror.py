@@ -75,6 +75,10 @@ class FakeRun:
         payload = {"step": step, "condition": condition, "val/loss": loss}
         self.telemetry.emit("validation", payload)
 
+    def emit_scorecard(self, step: int, parse_rate: float) -> None:
+        payload = {"step": step, "items": 8, "unknown": {"eval/task_success": "no sandbox"}}
+        self.telemetry.emit("scorecard_step", {**payload, "eval/parse_rate": parse_rate})
+
     def close(self, status: Status = Status.SUCCEEDED, **results: float | None) -> None:
         self.manifest.status = status
         self.manifest.results = dict(results)
@@ -188,6 +192,20 @@ def test_leet_shows_each_step_with_both_axes(run: FakeRun) -> None:
     axes = ("step", "data/supervised_tokens", "train/loss", "val/loss")
     shown = [tuple(row.get(name) for name in axes) for row in history(run.dir.wandb)]
     assert shown == [(0, 0, None, 2.0), (1, 100, 1.75, None), (2, 200, 1.5, 1.25)]
+
+
+def test_a_scorecard_of_training_is_a_point_of_its_curve(run: FakeRun) -> None:
+    """At its step; what was not measured, and how many items there were, is no point."""
+    run.emit_start()
+    started(run)
+    for step, rate in ((1, 0.25), (2, 0.5)):
+        run.emit_step(step)
+        run.emit_scorecard(step, rate)
+    run.close()
+    rows = history(run.dir.wandb)
+    shown = [(row["step"], row["eval/parse_rate"]) for row in rows if "eval/parse_rate" in row]
+    assert shown == [(1, 0.25), (2, 0.5)]
+    assert not any("items" in row or "eval/task_success" in row for row in rows)
 
 
 def test_metrics_are_drawn_against_the_step_and_tokens_are_an_axis(run: FakeRun) -> None:
