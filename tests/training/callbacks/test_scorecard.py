@@ -93,7 +93,7 @@ def test_every_nth_step_and_the_last_are_scored(fit: Any) -> None:
 def test_a_graph_that_answers_in_training_trains_the_same(
     fit: Any, tiny_backend: Callable[..., Any]
 ) -> None:
-    """Real generation, tokens drawn and dropout on: the adapter is the same, bit for bit."""
+    """Real generation, its tokens drawn: the adapter is the same, bit for bit."""
     without = fit.trainer(max_steps=3)
     fit.run(without)
     expected = adapter_of(fit.module)
