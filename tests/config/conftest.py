@@ -29,7 +29,7 @@ NEEDS = {
     "task=export": ["path=latest"],
     "task=inspect": ["path=latest"],
     "task=merge": ["path=latest"],
-    "task=promote": ["open=c", "ledger=l"],
+    "task=promote": ["policy=burn_rnd", "path=compare.json", "ledger=ledger.jsonl"],
     "task=push": ["path=latest", "repo=me/adapter"],
 }
 

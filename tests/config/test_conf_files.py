@@ -78,7 +78,8 @@ def test_root_chooses_an_option_of_every_group() -> None:
     """The defaults list names each group that there is, and nothing else."""
     composed = compose([[]])[0]
     assert composed.choices.keys() == group_options().keys()
-    assert [composed.choices.pop(group) for group in ("preset", "experiment")] == [None, None]
+    unset = ("preset", "experiment", "policy")
+    assert [composed.choices.pop(group) for group in unset] == [None] * len(unset)
     assert all(option in group_options()[group] for group, option in composed.choices.items())
 
 
@@ -123,7 +124,7 @@ def test_discriminators_are_fields_that_tell_options_apart() -> None:
 
 def test_fields_set_by_the_option_exist() -> None:
     """Every such key names a field of its group."""
-    values = compose([[]])[0].values
+    values = compose([["task=promote", "policy=burn_rnd"]])[0].values
     assert all(OmegaConf.select(values, key) is not None for key in SET_BY_OPTION)
 
 

@@ -43,4 +43,5 @@ def test_write_report_of_no_run_writes_nothing(tmp_path: Path) -> None:
 def test_templates_are_part_of_the_package() -> None:
     """They are found through the package, from a checkout and from a wheel."""
     names = {entry.name for entry in files("mens_exp.report").joinpath("templates").iterdir()}
-    assert names == {"model_card.md.j2", "report.css", "report.html.j2"}
+    pages = {"comparison.html.j2", "corpus.html.j2", "report.html.j2"}
+    assert names == {*pages, "model_card.md.j2", "report.css"}
