@@ -11,7 +11,7 @@ from mens_exp.artifacts.adapter_v3 import read_adapter
 from mens_exp.data.batch import packed_batch
 from mens_exp.errors import RequestError, SetupError
 from mens_exp.objective.causal import CrossEntropy
-from mens_exp.tasks.evaluate import subject_of
+from mens_exp.tasks.subject import subject_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -104,7 +104,7 @@ def test_row_of_a_table_is_put_aside_as_json(tmp_path: Path) -> None:
         ("a.json", b"[" + GOOD + b' {"prompt"', "the array is not JSON"),
         ("a.jsonl", b"", "the file is empty"),
         ("a.jsonl", "\ufeff{}".encode("utf-16-le"), "the file is UTF-16"),
-        ("a.jsonl.gz", gzip.compress(GOOD * 9)[:-5], "the compressed data is damaged"),
+        ("a.jsonl.gz", gzip.compress(GOOD * 9, mtime=0)[:-5], "the compressed data is damaged"),
     ],
 )
 def test_file_that_cannot_be_read_to_its_end_is_refused_all_the_same(
