@@ -120,22 +120,28 @@ def measure(folder: Path, size: float, steps: str, *, encode: bool) -> dict[str,
     """Write a corpus, and take it through its steps and the encoder."""
     rows = folder / "rows.jsonl"
     count = write_rows(rows, size)
+    print(f"{size / 1e9:g} GB, {count:,} rows:", flush=True)
     program = [sys.executable, "-m", "mens_exp", f"hydra.run.dir={folder}/run"]
     out = folder / "corpus"
     command = [*program, "task=corpus", f"corpus.steps=[{steps}]"]
-    took = {steps: watched([*command, f"corpus.input={rows}", f"corpus.output={out}"])}
+    command += [f"corpus.input={rows}", f"corpus.output={out}"]
+    took = {steps: told(steps, watched(command), size)}
     names = steps.split(",")
-    last = f"{len(names):02d}-{names[-1]}"
+    last = out / f"{len(names):02d}-{names[-1]}"
     if encode:
-        took["encode"] = watched([sys.executable, __file__, "encode", f"{out / last}", str(folder)])
-    print(f"{size / 1e9:g} GB, {count:,} rows:")
-    for name, one in took.items():
-        rate = size / one.cpu_seconds / 1e6
-        print(
-            f"  {name}: {one.seconds:.1f} s, {one.cpu_seconds:.1f} s of processor time, "
-            f"{rate:.2f} MB/s of one core, peak {one.peak_bytes / 1e6:,.0f} MB",
-            flush=True,
-        )
+        command = [sys.executable, __file__, "encode", str(last), str(folder)]
+        took["encode"] = told("encode", watched(command), size)
+    return took
+
+
+def told(name: str, took: Took, size: float) -> Took:
+    """Print what a command took, and return it."""
+    print(
+        f"  {name}: {took.seconds:.1f} s, {took.cpu_seconds:.1f} s of processor time, "
+        f"{size / took.cpu_seconds / 1e6:.2f} MB/s of one core, "
+        f"peak {took.peak_bytes / 1e6:,.0f} MB",
+        flush=True,
+    )
     return took
 
 
