@@ -235,4 +235,5 @@ def write_scores(
         suite_digest=suite,
         items=4,
         conditions={"base": {"parse_rate": 0.0}, "tuned": {"parse_rate": passed / 4}},
+        generation={"engine": "hf"},
     ).write(run.scorecard)

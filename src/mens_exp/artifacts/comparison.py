@@ -33,7 +33,10 @@ class Verdict(StrEnum):
 
 
 class RunRecord(TypedDict):
-    """One run of an arm, by the digests of what was read of it; ``scored_by`` is an evaluation."""
+    """One run of an arm, by the digests of what was read of it.
+
+    ``scored_by`` is an evaluation; ``sandbox`` is what generated programs ran in, if any did.
+    """
 
     run_id: str
     path: str
@@ -48,6 +51,7 @@ class RunRecord(TypedDict):
     scorecard_sha256: str | None
     events_sha256: str | None
     suite_digest: str | None
+    sandbox: str | None
 
 
 class ArmRecord(TypedDict):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EVENT_VERSION",
+    "UNSAFE",
     "Condition",
     "ItemEvent",
     "Scorecard",
@@ -23,6 +24,8 @@ __all__ = [
 ]
 
 EVENT_VERSION: Final = 2
+UNSAFE: Final = "unsafe"
+"""A scorecard's `sandbox` where programs ran outside of any; no evidence for a promotion."""
 
 
 class Condition(StrEnum):

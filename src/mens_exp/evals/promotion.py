@@ -15,7 +15,7 @@ from mens_exp.config.policy import (
 from mens_exp.errors import MensError
 from mens_exp.evals.burn_production import burn_production
 from mens_exp.evals.kpi_table import KPIS, Direction
-from mens_exp.evals.promotion_rules import rule_of, sound, within
+from mens_exp.evals.promotion_rules import rule_of, sandboxed, sound, within
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -56,7 +56,7 @@ def decide(policy: PolicyConfig, evidence: Sequence[Evidence], parity: Parity | 
     Returns:
         `promote` only where every rule passed; a figure that is not known never passes.
     """
-    rules = [sound(one) for one in evidence]
+    rules = [rule for one in evidence for rule in (sound(one), sandboxed(one))]
     if isinstance(policy, BurnProductionPolicy):
         rules += burn_production(policy, evidence, parity)
     elif isinstance(policy, QloraPlateauPolicy):

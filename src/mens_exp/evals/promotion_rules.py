@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.decision_ledger import Answer, Outcome, RuleRecord
+from mens_exp.artifacts.scorecard import UNSAFE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.comparison import ArmRecord, Comparison
     from mens_exp.artifacts.decision_ledger import CycleEntry
 
-__all__ = ["Evidence", "Parity", "rule_of", "sound", "within"]
+__all__ = ["Evidence", "Parity", "rule_of", "sandboxed", "sound", "within"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +56,20 @@ def sound(one: Evidence) -> RuleRecord:
         passed=not one.problems,
         leads_to=Answer.INSUFFICIENT,
         note="runs, scorecards and figures, read and computed again",
+    )
+
+
+def sandboxed(one: Evidence) -> RuleRecord:
+    """Ask that no program of the evidence was executed outside a sandbox."""
+    kinds = {run["sandbox"] for run in one.comparison.runs} - {None}
+    return rule_of(
+        "sandbox",
+        one,
+        observed=", ".join(sorted(map(str, kinds))) or "nothing was executed",
+        threshold=f"not {UNSAFE}",
+        passed=UNSAFE not in kinds,
+        leads_to=Answer.INSUFFICIENT,
+        note="where generated programs ran",
     )
 
 

@@ -16,7 +16,7 @@ from mens_exp.artifacts.comparison import (
     Verdict,
 )
 from mens_exp.artifacts.nearest import expected_name
-from mens_exp.artifacts.scorecard import Condition
+from mens_exp.artifacts.scorecard import UNSAFE, Condition
 from mens_exp.config.compose import compose, typed
 from mens_exp.config.own_conf import own_directory
 from mens_exp.errors import ConfigError, RequestError
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Scored", "conducted"]
 
 _ADAPTER = "adapter"  # the factor of base against tuned
+_OUTSIDE = "programs ran outside a sandbox (sandbox=unsafe)"
 _PREFERRED = ("task_success", "parse_rate", "val_loss")
 _SCATTER = ("train_s", "peak_bytes", "tokens", "trainable_parameters")
 _CURVES = ("train/loss", "val/loss")
@@ -99,6 +100,8 @@ def conducted(
     made = _record(path, order, by_arm, seen, settings, named, declared=bool(factors))
     for arm, contrast in zip(order[1:], made.contrasts, strict=True):
         _hold(arm, found, named, contrast)
+        if UNSAFE in {run["sandbox"] for run in made.runs if run["arm"] in {arm.name, found.name}}:
+            contrast["environment"].append(_OUTSIDE)
     made.curves = {name: _curves(some) for name, some in by_arm.items()}
     return made
 
@@ -115,6 +118,8 @@ def _base_and_tuned(
     made.condition = "base and tuned"
     made.runs = [{**run.record, "arm": Condition.TUNED.value} for run in runs]
     made.contrasts[0]["confounded_by"] = inner_differences(arm)
+    if UNSAFE in {run["sandbox"] for run in made.runs}:
+        made.contrasts[0]["environment"].append(_OUTSIDE)
     made.curves = {Condition.TUNED.value: _curves(runs)}
     return made
 

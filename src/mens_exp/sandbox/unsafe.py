@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mens_exp.artifacts.scorecard import UNSAFE
 from mens_exp.sandbox.outcomes import execution_of
 from mens_exp.sandbox.process_tree import kill_tree
 from mens_exp.sandbox.resource_limits import found_tool, limiting_command
@@ -29,7 +30,7 @@ class Unsafe:
     size of each file are limited; processes are not, and one that leaves its group can survive.
     """
 
-    kind = "unsafe"
+    kind = UNSAFE
 
     def __init__(self) -> None:
         """Find the tool.

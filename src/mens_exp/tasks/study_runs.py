@@ -170,6 +170,7 @@ def _record(
         "scorecard_sha256": None if scorecard is None else sha256_file(measured.scorecard),
         "events_sha256": sha256_file(measured.events) if has_events else None,
         "suite_digest": None if scorecard is None else scorecard.suite_digest,
+        "sandbox": None if scorecard is None else scorecard.sandbox,
     }
 
 

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mens_exp.artifacts.comparison import Comparison
+from mens_exp.artifacts.decision_ledger import Answer, Outcome
+from mens_exp.config.policy import BurnRndPolicy, EvalGatePolicy, PolicyConfig
+from mens_exp.evals.promotion import decide
+from mens_exp.evals.promotion_rules import Evidence, sandboxed
+
+SHIPPED = Path(__file__).parents[2] / "notebooks" / "records" / "comparison" / "compare.json"
+
+
+def evidence(*kinds: str | None) -> Evidence:
+    comparison = Comparison.read(SHIPPED)
+    for run, kind in zip(comparison.runs, kinds, strict=False):
+        run["sandbox"] = kind
+    return Evidence(name="study", comparison=comparison)
+
+
+@pytest.mark.parametrize("kinds", [(), ("bubblewrap",), ("bubblewrap", None)])
+def test_sandboxed_programs_are_evidence(kinds: tuple[str | None, ...]) -> None:
+    """So is a suite that executes nothing."""
+    assert sandboxed(evidence(*kinds))["outcome"] == Outcome.PASSED
+
+
+@pytest.mark.parametrize("policy", [BurnRndPolicy(), EvalGatePolicy()])
+def test_one_run_outside_a_sandbox_is_no_evidence_under_any_policy(policy: PolicyConfig) -> None:
+    """Whatever else its figures say."""
+    found = decide(policy, [evidence("bubblewrap", "unsafe")], None)
+    (rule,) = [one for one in found.rules if one["rule"] == "sandbox"]
+    assert (rule["outcome"], rule["observed"]) == (Outcome.FAILED, "bubblewrap, unsafe")
+    assert found.decision is Answer.INSUFFICIENT
