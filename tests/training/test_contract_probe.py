@@ -28,18 +28,18 @@ def test_a_block_leaves_modes_gradients_and_generators_as_they_were() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5), torch.nn.ReLU())
     model[2].eval()
     model[0].weight.grad = torch.ones(3, 3)
-    state = states()
+    state, deterministic = states(), torch.are_deterministic_algorithms_enabled()
     with untouched(model):
         assert [module.training for module in model] == [True, False, False]
         model(torch.rand(2, 3)).sum().backward()
         np.random.rand(5)  # noqa: NPY002  # the global one, which others may use
         random.random()  # noqa: S311  # no secret
         model.train()
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(not deterministic)
     assert [module.training for module in model] == [True, True, False]
     assert model[0].weight.grad.tolist() == [[1.0] * 3] * 3
     assert model[0].bias.grad is None
-    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.are_deterministic_algorithms_enabled() is deterministic
     assert states() == state
 
 
