@@ -62,6 +62,15 @@ def test_the_card_says_how_to_load_it(run: RunDir) -> None:
     assert "BitsAndBytesConfig(load_in_8bit=True)" in run.model_card.read_text("utf-8")
 
 
+def without_times(run: RunDir) -> Scorecard:
+    """Latencies are another each time."""
+    found = Scorecard.read(run.scorecard)
+    for kpis in found.conditions.values():
+        for name in [name for name in kpis if name.endswith("_ms")]:
+            del kpis[name]
+    return found
+
+
 def test_an_evaluation_repeats_its_scorecard(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,7 +78,7 @@ def test_an_evaluation_repeats_its_scorecard(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["task=evaluate", f"path={run.path}", *SUITE, "hydra.run.dir=again"]) == 0
     again = RunDir(tmp_path / "again")
-    assert Scorecard.read(again.scorecard) == Scorecard.read(run.scorecard)
+    assert without_times(again) == without_times(run)
 
 
 def test_a_run_in_two_parts_is_the_run_in_one(train_in: TrainIn, tmp_path: Path) -> None:
