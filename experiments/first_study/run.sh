@@ -77,9 +77,9 @@ compare burn backend task_success qlora "$qlora,$burn"
 first=$(ls -d "$out"/cycle1/burn/0_*)
 if [ ! -e "$out/certificate/parity.json" ]; then
     rm -rf "$out/certificate"
-    mens task=merge "path=$first" "out=$out/certificate" logger=none "hydra.run.dir=$out/merge"
+    mens task=merge "path=$first" "out=$out/certificate" "hydra.run.dir=$out/merge"
 fi
 
-mens task=promote policy=burn_production ledger="$out/decisions.jsonl" \
-    path="$out/cycle1/burn_against_qlora/compare.json,$out/cycle2/burn_against_qlora/compare.json" \
-    promote.parity="$out/certificate/parity.json" logger=none
+mens task=promote policy=burn_production "ledger=$out/decisions.jsonl" \
+    "path='$out/cycle1/burn_against_qlora/compare.json,$out/cycle2/burn_against_qlora/compare.json'" \
+    "promote.parity=$out/certificate/parity.json"
