@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING
 
 from mens_exp.config.callbacks import ScorecardConfig
 from mens_exp.config.evaluation import EngineKind
-from mens_exp.config.suite import JsonlCheck, JsonlSuite, RustSuite, ScorecardSpecSuite
+from mens_exp.config.suite import (
+    JsonlCheck,
+    JsonlSuite,
+    LmEvalSuite,
+    RustSuite,
+    ScorecardSpecSuite,
+)
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,6 +27,7 @@ _OF_THE_GRAPH = frozenset({"model", "tokenizer", "quant", "lora", "backend", "da
 # What a specification says itself, of each of its conditions.
 _OF_A_SPEC = {"eval.base_url", "eval.model"} | {"path", "eval.engine", "eval.max_retries"}
 _OF_DRAWING = frozenset({"eval.top_p", "eval.seed"})
+_OF_ANSWERS = _OF_DRAWING | {"eval.temperature", "eval.samples", "eval.max_retries"}
 
 
 def problems(config: RunConfig) -> Iterator[ConfigError]:
@@ -68,6 +75,14 @@ def _while_training(config: RunConfig) -> Iterator[ConfigError]:
             expected="a suite, such as suite=mini_python",
             remedy="choose a suite, or callbacks.scorecard.every_n_steps=null",
         )
+    if isinstance(config.suite, LmEvalSuite):
+        yield ConfigError(
+            "lm-evaluation-harness asks a finished model, not one in training",
+            where="callbacks.scorecard.every_n_steps",
+            found=f"{node.every_n_steps} with suite=lm_eval",
+            expected="a suite of ours, such as suite=mini_python",
+            remedy="score by suite=lm_eval at the end, with callbacks.scorecard.every_n_steps=null",
+        )
     trainer = config.trainer
     if trainer.max_steps > 0 and trainer.max_epochs <= 0:
         yield from too_late(config, trainer.max_steps, "trainer.max_steps")
@@ -94,12 +109,14 @@ def too_late(config: RunConfig, total_steps: int, bound: str) -> Iterator[Config
 def _files(config: RunConfig) -> Iterator[ConfigError]:
     """Yield what is wrong with a suite that is read from a file."""
     suite = config.suite
-    if isinstance(suite, JsonlSuite | RustSuite | ScorecardSpecSuite) and suite.path is None:
+    files = JsonlSuite | LmEvalSuite | RustSuite | ScorecardSpecSuite
+    if isinstance(suite, files) and suite.path is None:
+        kind = "directory" if isinstance(suite, LmEvalSuite) else "file"
         yield ConfigError(
-            f"suite={suite.name} is a file of your own",
+            f"suite={suite.name} is a {kind} of your own",
             where="suite.path",
             expected="its path",
-            remedy="add suite.path=<file>",
+            remedy=f"add suite.path=<{kind}>",
         )
     if isinstance(suite, ScorecardSpecSuite) and config.task.name in {"train", "plan"}:
         yield ConfigError(
@@ -147,6 +164,13 @@ def _server(config: RunConfig) -> Iterator[ConfigError]:
             expected="a suite with items of its own with eval.engine=openai",
             remedy="choose suite=mini_python",
         )
+    if isinstance(config.suite, LmEvalSuite):
+        yield ConfigError(
+            "a server's answers have no likelihoods, which the harness asks for",
+            where="eval.engine",
+            found="openai",
+            expected="hf with suite=lm_eval",
+        )
     url = config.eval.base_url
     if url is not None and not url.startswith(("http://", "https://")):
         yield ConfigError(
@@ -180,6 +204,8 @@ def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
         elif config.task.name == "evaluate" and key.partition(".")[0] in _unread_groups(config):
             because = f"suite={config.suite.name} and eval.engine={settings.engine.value}"
             yield _no_effect(key, because, "suite=heldout_syntax with eval.engine=hf")
+        elif key in _OF_ANSWERS and isinstance(config.suite, LmEvalSuite):
+            yield _no_effect(key, "suite=lm_eval, whose task files say it", "another suite")
         elif key in _OF_A_SPEC and config.suite.name == "scorecard_spec":
             yield _no_effect(key, "suite=scorecard_spec", "another suite")
         elif key == "suite.function" and not _calls(config):
