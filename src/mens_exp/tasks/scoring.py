@@ -18,13 +18,14 @@ from mens_exp.evals.running import Runner
 from mens_exp.evals.scored import to_scorecard
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from mens_exp.artifacts.scorecard import ItemEvent
     from mens_exp.backends.protocol import Backend
     from mens_exp.config.evaluation import EvalConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.config.suite import SuiteConfig
+    from mens_exp.evals.generation import Engine
     from mens_exp.evals.harness_suite import Answered
     from mens_exp.evals.suite import SelfTest, Suite
     from mens_exp.rows.schema import TrainingPair
@@ -34,12 +35,15 @@ if TYPE_CHECKING:
 __all__ = [
     "Prepared",
     "Told",
+    "generation_of",
     "keep",
     "plan_of",
     "prepare",
     "runner_of",
     "score",
+    "score_by",
     "score_served",
+    "suite_of",
     "tested",
 ]
 
@@ -94,7 +98,7 @@ def prepare(
         heldout: rows that were held out, for a suite made of them.
         tokenizer: with the chat template of training.
     """
-    suite = _suite(config, heldout, tokenizer, backend.max_positions)
+    suite = suite_of(config, heldout, tokenizer, backend.max_positions)
     if isinstance(suite, str):
         return suite
     runner = runner_of(config, run) if suite.needs_sandbox else None
@@ -182,19 +186,34 @@ def score_served(config: RunConfig, run: Run, condition: Condition) -> None:
     assert settings.base_url is not None, "validation has asked for it"
     assert settings.model is not None, "validation has asked for it"
     run.manifest.inputs["served"] = {"base_url": settings.base_url, "model": settings.model}
-    suite = frozen_suite(config.suite)
-    runner = runner_of(config, run) if suite.needs_sandbox else None
-    self_test = tested(suite, runner, run)
-    if isinstance(self_test, str):
-        run.unknown("scorecard", self_test)
-        return
     engine = ServerEngine(
         base_url=settings.base_url,
         model=settings.model,
         generation=generation_of(config.suite, settings),
         api_key_env=settings.api_key_env,
     )
-    events = answer_all(suite, engine, runner, plan_of(settings), str(condition))
+    score_by(config, run, frozen_suite(config.suite), {condition: engine})
+
+
+def score_by(
+    config: RunConfig, run: Run, suite: Suite, engines: Mapping[Condition, Engine]
+) -> None:
+    """Score the models behind engines that are no graph of ours.
+
+    Args:
+        config: the command's own.
+        run: the open run.
+        suite: what is asked.
+        engines: model -> what answers for it.
+    """
+    runner = runner_of(config, run) if suite.needs_sandbox else None
+    self_test = tested(suite, runner, run)
+    if isinstance(self_test, str):
+        run.unknown("scorecard", self_test)
+        return
+    events: list[ItemEvent] = []
+    for condition, engine in engines.items():
+        events += answer_all(suite, engine, runner, plan_of(config.eval), str(condition))
     keep(suite, events, config, run, runner, self_test)
 
 
@@ -214,10 +233,17 @@ def plan_of(settings: EvalConfig) -> Plan:
     return Plan(samples=settings.samples, max_retries=settings.max_retries, seed=settings.seed)
 
 
-def _suite(
+def suite_of(
     whole: RunConfig, heldout: Sequence[TrainingPair], tokenizer: Tokenizer, max_positions: int
 ) -> Suite | str:
-    """Return the suite, or why there is none."""
+    """Return the suite, or why there is none.
+
+    Args:
+        whole: the command's own configuration.
+        heldout: rows that were held out, for a suite made of them.
+        tokenizer: with the chat template of training.
+        max_positions: tokens that the model takes.
+    """
     config = whole.suite
     if config.name == "none":
         return "suite=none"

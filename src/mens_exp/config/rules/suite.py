@@ -24,6 +24,7 @@ __all__ = ["problems", "scorecard_of", "too_late", "unread"]
 
 _OF_A_SERVER = frozenset({"eval.base_url", "eval.model", "eval.api_key_env"})
 _OF_THE_GRAPH = frozenset({"model", "tokenizer", "quant", "lora", "backend", "data", "trainer"})
+_OF_OUR_GRAPH = frozenset({"quant", "lora", "backend", "trainer"})
 # What a specification says itself, of each of its conditions.
 _OF_A_SPEC = {"eval.base_url", "eval.model"} | {"path", "eval.engine", "eval.max_retries"}
 _OF_DRAWING = frozenset({"eval.top_p", "eval.seed"})
@@ -42,6 +43,8 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
             expected="1, or eval.temperature above 0",
             remedy="add eval.temperature=0.8",
         )
+    if settings.engine is not EngineKind.hf:
+        yield from _elsewhere(config)
     if settings.engine is EngineKind.openai:
         yield from _server(config)
     yield from _while_training(config)
@@ -147,15 +150,27 @@ def _function(config: RunConfig, suite: JsonlSuite) -> Iterator[ConfigError]:
         )
 
 
-def _server(config: RunConfig) -> Iterator[ConfigError]:
+def _elsewhere(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what only the graph at hand can do."""
+    engine = config.eval.engine.value
     if config.task.name != "evaluate":
         yield ConfigError(
-            "a server answers for a finished model, not for the one in training",
+            f"eval.engine={engine} answers for a finished model, not for the one in training",
             where="eval.engine",
-            found="openai",
+            found=engine,
             expected=f"hf with task={config.task.name}",
             remedy="use task=evaluate",
         )
+    if isinstance(config.suite, LmEvalSuite):
+        yield ConfigError(
+            "lm-evaluation-harness asks the graph at hand, for likelihoods too",
+            where="eval.engine",
+            found=engine,
+            expected="hf with suite=lm_eval",
+        )
+
+
+def _server(config: RunConfig) -> Iterator[ConfigError]:
     if config.suite.name == "heldout_syntax":
         yield ConfigError(
             "the held-out rows belong to a run's own model",
@@ -163,13 +178,6 @@ def _server(config: RunConfig) -> Iterator[ConfigError]:
             found="heldout_syntax",
             expected="a suite with items of its own with eval.engine=openai",
             remedy="choose suite=mini_python",
-        )
-    if isinstance(config.suite, LmEvalSuite):
-        yield ConfigError(
-            "a server's answers have no likelihoods, which the harness asks for",
-            where="eval.engine",
-            found="openai",
-            expected="hf with suite=lm_eval",
         )
     url = config.eval.base_url
     if url is not None and not url.startswith(("http://", "https://")):
@@ -201,7 +209,7 @@ def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
     for key in keys:
         if key.partition(".")[0] == "eval" and config.suite.name == "none":
             yield _no_effect(key, "suite=none", "a suite, such as suite=mini_python")
-        elif config.task.name == "evaluate" and key.partition(".")[0] in _unread_groups(config):
+        elif config.task.name == "evaluate" and _is_unread(key, config):
             because = f"suite={config.suite.name} and eval.engine={settings.engine.value}"
             yield _no_effect(key, because, "suite=heldout_syntax with eval.engine=hf")
         elif key in _OF_ANSWERS and isinstance(config.suite, LmEvalSuite):
@@ -224,11 +232,14 @@ def _calls(config: RunConfig) -> bool:
     return isinstance(config.suite, JsonlSuite) and config.suite.check is JsonlCheck.function
 
 
-def _unread_groups(config: RunConfig) -> frozenset[str]:
-    """Return the groups that an evaluation has no use for."""
+def _is_unread(key: str, config: RunConfig) -> bool:
+    """Tell whether an evaluation has no use for a setting."""
+    group = key.partition(".")[0]
     if _asks_a_server(config):
-        return _OF_THE_GRAPH
-    return frozenset() if config.suite.name == "heldout_syntax" else frozenset({"data"})
+        return group in _OF_THE_GRAPH
+    if config.eval.engine is EngineKind.vllm and group in _OF_OUR_GRAPH:
+        return key != "quant.compute_dtype"
+    return group == "data" and config.suite.name != "heldout_syntax"
 
 
 def _no_effect(key: str, because: str, expected: str) -> ConfigError:
