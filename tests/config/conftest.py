@@ -21,6 +21,7 @@ NEEDS = {
     "task=evaluate": ["path=latest"],
     "suite=rust": ["suite.path=tasks.jsonl"],
     "suite=jsonl": ["suite.path=rows.jsonl"],
+    "suite=lm_eval": ["suite.path=tasks"],
     "suite=scorecard_spec": ["suite.path=spec.json", "task=evaluate"],
     "task=serve": ["path=merged"],
     "callbacks=early_stopping": ["trainer.val_check_interval=4"],

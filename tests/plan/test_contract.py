@@ -56,6 +56,7 @@ COMMANDS = {
     "suite.humaneval": ["suite=humaneval"],
     "suite.rust": ["suite=rust", "suite.path=tasks.jsonl"],
     "suite.jsonl": ["suite=jsonl", "suite.path=rows.jsonl"],
+    "suite.lm_eval": ["suite=lm_eval", "suite.path=tasks"],
     "suite.scorecard_spec": ["suite=scorecard_spec", "suite.path=spec.json"],
     "sandbox.bubblewrap": ["sandbox=bubblewrap"],
     "sandbox.unsafe": ["sandbox=unsafe"],

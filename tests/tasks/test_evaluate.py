@@ -176,6 +176,9 @@ def test_an_adapter_of_another_base_is_refused(
         (["suite=mini_python", "data=synthetic"], "data: has no effect with suite=mini_python"),
         (["suite=mini_python", "eval.samples=2"], "samples of the likeliest tokens"),
         (["suite=mini_python", "eval.base_url=http://x/v1"], "has no effect with eval.engine=hf"),
+        (["suite=lm_eval"], "suite=lm_eval is a directory of your own"),
+        (["suite=lm_eval", "suite.path=t", "eval.engine=openai"], "for likelihoods too"),
+        (["suite=lm_eval", "suite.path=t", "eval.temperature=1"], "whose task files say it"),
         (["eval.engine=openai", *SUITE], "the held-out rows belong to a run's own model"),
         (["eval.engine=openai", "suite=mini_python"], "eval.model: missing"),
         (["suite=jsonl"], "suite.path: suite=jsonl is a file of your own"),
@@ -189,6 +192,26 @@ def test_what_has_no_effect_or_lacks_something_is_refused(
     """Before anything is loaded."""
     assert cli.main([*BASE, *overrides]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_vllm_is_refused_where_it_cannot_answer(
+    trained: RunDir,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A missing package and an adapter that vLLM would serve otherwise, told at once."""
+    monkeypatch.setattr("mens_exp.evals.vllm_engine.find_spec", lambda name: None)
+    shutil.copytree(trained.path, tmp_path / "run")
+    peft = RunDir(tmp_path / "run").peft / "adapter_config.json"
+    peft.write_text(json.dumps(json.loads(peft.read_text()) | {"use_dora": True}))
+    command = ["task=evaluate", f"path={peft.parent}", "eval.engine=vllm", "suite=mini_python"]
+    tiny = ["model=tiny_llama", "sandbox=none", f"hydra.run.dir={tmp_path / 'out'}"]
+    assert cli.main([*command, *tiny, "lora.r=2"]) == 3
+    said = capsys.readouterr().err
+    assert "lora.r: has no effect" in said
+    assert "vLLM does not serve DoRA" in said
+    assert "pip install 'mens-exp[vllm]'" in said
 
 
 def test_a_function_is_no_part_of_a_training_run(capsys: pytest.CaptureFixture[str]) -> None:

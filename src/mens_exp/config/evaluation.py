@@ -14,6 +14,7 @@ class EngineKind(Enum):
     """What answers."""
 
     hf = "hf"
+    vllm = "vllm"
     openai = "openai"
 
 
@@ -23,7 +24,8 @@ class EvalConfig:
 
     engine: EngineKind = setting(
         EngineKind.hf,
-        "hf: the graph at hand, base and tuned in one process; openai: an OpenAI-compatible server "
+        "hf: the graph at hand, base and tuned in one process; vllm: vLLM on a GPU, with the "
+        "published base weights (task=evaluate); openai: an OpenAI-compatible server "
         "(task=evaluate).",
     )
     base_url: str | None = setting(

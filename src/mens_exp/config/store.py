@@ -83,6 +83,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "humaneval": suite.HumanEvalSuite,
         "rust": suite.RustSuite,
         "jsonl": suite.JsonlSuite,
+        "lm_eval": suite.LmEvalSuite,
         "scorecard_spec": suite.ScorecardSpecSuite,
         "none": suite.NoSuite,
     },

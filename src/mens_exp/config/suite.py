@@ -16,6 +16,7 @@ __all__ = [
     "HumanEvalSuite",
     "JsonlCheck",
     "JsonlSuite",
+    "LmEvalSuite",
     "MiniPythonSuite",
     "NoSuite",
     "RustSuite",
@@ -131,6 +132,38 @@ class JsonlSuite(AnsweredSuite):
         None,
         "<file>.py:<name> of a function (prompt, expected, answer) -> bool or a share; it runs "
         "in this process (check=function).",
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class LmEvalSuite(AnsweredSuite):
+    """Tasks of lm-evaluation-harness, from task files and data of this machine."""
+
+    name: str = "lm_eval"
+    path: str | None = setting(
+        None, "Directory of the harness's task files (YAML); their data are local files."
+    )
+    tasks: list[str] | None = setting(
+        None, "Tasks, groups or tags of these files; null is every task."
+    )
+    items: int | None = setting(
+        None, "The first so many documents of each task; null is all of them.", ge=1
+    )
+    num_fewshot: int | None = setting(
+        None, "Examples before each question; null is what the task file says.", ge=0
+    )
+    chat_template: bool = setting(
+        True,
+        "Questions and examples are turns under the chat template of training; false gives the "
+        "harness's plain text, as most published figures have it.",
+    )
+    metric: str | None = setting(
+        None,
+        "The metric that says whether an item is done; null is the first of exact_match, acc, em, "
+        "acc_norm, acc_bytes and acc_mutual_info that the task has.",
+    )
+    max_new_tokens: int = setting(
+        256, "Longest answer where a task file does not say, in tokens (the harness's).", ge=1
     )
 
 

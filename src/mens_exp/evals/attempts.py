@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mens_exp.evals.suite import Item, Judgement, Suite
     from mens_exp.tokenizer.templates import Message
 
-__all__ = ["Plan", "answer_all", "repair_turns"]
+__all__ = ["Plan", "answer_all", "judged_once", "repair_turns"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +90,17 @@ def answer_all(
         _attempt(suite, engine, runner, pending, [_request(one, plan, attempt) for one in pending])
         pending = [one for one in pending if not one.is_over]
     return [_event(one, condition) for one in samples]
+
+
+def judged_once(
+    item: Item, completion: Completion, judgement: Judgement, condition: str
+) -> ItemEvent:
+    """Return the event of an item that was asked once, by something else than a suite's engine."""
+    sample = _Sample(item=item, number=0, messages=item.messages)
+    sample.completions.append(completion)
+    sample.judgements.append(judgement)
+    sample.valid_ms = completion.latency_ms if judgement.is_valid else None
+    return _event(sample, condition)
 
 
 def _request(sample: _Sample, plan: Plan, attempt: int) -> Request:

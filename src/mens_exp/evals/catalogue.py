@@ -9,6 +9,7 @@ from mens_exp.config.suite import (
     HeldoutSyntaxSuite,
     HumanEvalSuite,
     JsonlSuite,
+    LmEvalSuite,
     MiniPythonSuite,
     RustSuite,
     ScorecardSpecSuite,
@@ -27,13 +28,22 @@ def needs_rows(config: SuiteConfig) -> bool:
     return isinstance(config, HeldoutSyntaxSuite)
 
 
-def file_problems(config: SuiteConfig) -> list[MensError]:
-    """List what is wrong with the file of a suite that has one; told before anything is spent."""
+def file_problems(config: SuiteConfig, *, calls_functions: bool = False) -> list[MensError]:
+    """List what is wrong with the file of a suite that has one; told before anything is spent.
+
+    Args:
+        config: the suite's own.
+        calls_functions: whether the task may run Python that the user's files name.
+    """
     try:
         if isinstance(config, ScorecardSpecSuite) and config.path is not None:
             from mens_exp.evals.scorecard_spec import read_spec
 
             read_spec(Path(config.path).expanduser())
+        elif isinstance(config, LmEvalSuite) and config.path is not None:
+            from mens_exp.evals.harness_suite import files_of
+
+            files_of(config, calls_functions=calls_functions)
         elif isinstance(config, HumanEvalSuite) or getattr(config, "path", None) is not None:
             frozen_suite(config)
     except Problems as several:
@@ -43,8 +53,12 @@ def file_problems(config: SuiteConfig) -> list[MensError]:
     return []
 
 
-def frozen_suite(config: SuiteConfig) -> Suite:
+def frozen_suite(config: SuiteConfig, *, calls_functions: bool = False) -> Suite:
     """Return a suite whose items depend on its own settings alone.
+
+    Args:
+        config: the suite's own.
+        calls_functions: whether Python that task files name may be run in this process.
 
     Raises:
         MensError: its files cannot be read, or there are not so many items.
@@ -53,6 +67,11 @@ def frozen_suite(config: SuiteConfig) -> Suite:
         from mens_exp.evals.mini_python import mini_python
 
         return mini_python(config)
+    if isinstance(config, LmEvalSuite):
+        from mens_exp.evals.harness_suite import lm_eval_suite
+        from mens_exp.plan.preflight import writable_cache
+
+        return lm_eval_suite(config, writable_cache(), calls_functions=calls_functions)
     if isinstance(config, JsonlSuite):
         from mens_exp.evals.jsonl import jsonl_suite
 

@@ -59,7 +59,7 @@ def assemble(completion: str, *, entry_point: str, prompt: str = "") -> Assemble
 
     Args:
         completion: what the model wrote.
-        entry_point: the function that is asked for.
+        entry_point: the function or class that is asked for.
         prompt: code that ends in that function's signature and docstring; empty where the task
             is told in words alone.
 
@@ -114,7 +114,7 @@ def _definitions(text: str) -> str:
 
 def _tells(text: str, entry_point: str) -> bool:
     name = re.escape(entry_point)
-    return re.search(rf"\b(?:def\s+{name}\b|{name}\s*=[^=])", text) is not None
+    return re.search(rf"\b(?:(?:def|class)\s+{name}\b|{name}\s*=[^=])", text) is not None
 
 
 def _readings(

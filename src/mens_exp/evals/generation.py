@@ -15,7 +15,16 @@ if TYPE_CHECKING:
     from mens_exp.tokenizer.protocol import Tokenizer
     from mens_exp.tokenizer.templates import Message
 
-__all__ = ["Completion", "Engine", "Generation", "GraphEngine", "Request", "cut", "seed_of"]
+__all__ = [
+    "Completion",
+    "Engine",
+    "Generation",
+    "GraphEngine",
+    "Request",
+    "cut",
+    "no_room",
+    "seed_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +104,7 @@ class GraphEngine:
         prompts = self.tokenizer.encode_prompts([list(one.messages) for one in requests])
         room = self.backend.max_positions - self.generation.max_new_tokens
         made: dict[int, Completion] = {
-            i: _no_room(len(prompt), room) for i, prompt in enumerate(prompts) if len(prompt) > room
+            i: no_room(len(prompt), room) for i, prompt in enumerate(prompts) if len(prompt) > room
         }
         fitting = [i for i in range(len(requests)) if i not in made]
         for start in range(0, len(fitting), self.generation.batch_size):
@@ -145,7 +154,8 @@ class GraphEngine:
         return options
 
 
-def _no_room(tokens: int, room: int) -> Completion:
+def no_room(tokens: int, room: int) -> Completion:
+    """Return what stands for the answer to a prompt that leaves no room for one."""
     return Completion(
         text="",
         tokens_in=tokens,

@@ -7,12 +7,13 @@ one, it parses and defines a function, which every prompt asks for. Nothing gene
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.digest import digest
-from mens_exp.evals.answer_quality import code_of, parsed, quality_of
-from mens_exp.evals.suite import Item, Judgement
+from mens_exp.evals.answer_quality import code_of, parsed
+from mens_exp.evals.reading import read
+from mens_exp.evals.suite import Item
 from mens_exp.rows.encode import messages_of
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from mens_exp.config.suite import HeldoutSyntaxSuite
     from mens_exp.evals.running import Runner
-    from mens_exp.evals.suite import Answer, SelfTest
+    from mens_exp.evals.suite import Answer, Judgement, SelfTest
     from mens_exp.rows.schema import TrainingPair
     from mens_exp.tokenizer.protocol import Tokenizer
 
@@ -87,16 +88,10 @@ class HeldoutSyntax:
 def _judge(completion: str) -> Judgement:
     code = code_of(completion)
     error = syntax_error(code)
-    quality = quality_of(completion, code)
-    return Judgement(
+    return replace(
+        read(completion, code),
         compiles=error is None,
-        canonical=quality.canonical,
-        strict=quality.strictness,
         errors=() if error is None else (error,),
-        placeholder_hits=quality.placeholder_hits,
-        trivial=quality.trivial,
-        richness=quality.richness,
-        anti_stub=quality.anti_stub,
         unknown=dict.fromkeys(("success", "semantic", "outcome"), _NOTHING_RUN),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from mens_exp.sandbox.program import Limits, Sandbox
 
-__all__ = ["humaneval_tasks", "read_tasks", "self_test", "written_in_every_style"]
+__all__ = ["humaneval_tasks", "read_tasks", "self_test", "stubs_of", "written_in_every_style"]
 
 _HUMANEVAL: Final = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
 _MBPP: Final = ("task_id", "text", "code", "test_list")
@@ -118,6 +119,7 @@ def written_in_every_style(task: ProgramTask) -> dict[str, str]:
     whole = task.reference if not task.code else f"{task.code.rstrip()}\n{task.reference}"
     styles = {
         "whole": whole,
+        "indented": textwrap.indent(whole, "    "),
         "fenced": f"```python\n{whole}\n```",
         "chat": f"Sure! Here it is:\n\n```python\n{whole}\n```\n\nIt returns the answer.\n",
         "used_below": f"{whole}\n\nprint({task.entry_point})\n\nif __name__ == '__main__':\n"
@@ -149,7 +151,7 @@ def self_test(
         SetupError: the sandbox broke.
     """
     right = [(task, text) for task in tasks for text in written_in_every_style(task).values()]
-    wrong = [(task, text) for task in tasks for text in _stubs(task)]
+    wrong = [(task, text) for task in tasks for text in stubs_of(task)]
     pairs = right + wrong
     found = check_all(
         sandbox, [task for task, _ in pairs], [text for _, text in pairs], limits, workers
@@ -158,6 +160,10 @@ def self_test(
     return failing + [one for one in found[len(right) :] if one.verdict is Verdict.PASSED]
 
 
-def _stubs(task: ProgramTask) -> list[str]:
+def stubs_of(task: ProgramTask) -> list[str]:
+    """Return completions that do nothing: alone and, where a prompt has code, behind that."""
+    kind = f"class {task.entry_point}:"
+    if re.search(rf"^{kind[:-1]}\b", task.reference, re.MULTILINE):
+        return [f"{kind}\n    pass\n"]
     stub = f"def {task.entry_point}(*arguments):\n    pass\n"
     return [stub, "    pass\n"] if task.code else [stub]

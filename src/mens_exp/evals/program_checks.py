@@ -7,8 +7,10 @@ against accidents, not against a completion that searches its interpreter's fram
 
 from __future__ import annotations
 
+import ast
 import json
 import secrets
+import textwrap
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
@@ -62,6 +64,7 @@ class Checked:
     task: str
     verdict: Verdict
     detail: str | None  # the exception's type and message
+    test: str | None  # the statement of the tests that failed
     style: Style | None
     source: str
     execution: Execution | None  # None where nothing was executed
@@ -91,7 +94,12 @@ def run(word, end=os._exit, write=os.write, dumps=json.dumps):
             message = str(error)
         except Exception:
             message = ""
-        tell(dumps([type(error).__name__[:80], message[:400]]))
+        line, frame = None, error.__traceback__
+        while frame is not None:
+            if frame.tb_frame.f_code.co_filename == "tests.py":
+                line = frame.tb_lineno
+            frame = frame.tb_next
+        tell(dumps([type(error).__name__[:80], message[:400], line]))
     tell("passed")
 
 
@@ -157,33 +165,47 @@ def program_of(task: ProgramTask, source: str, word: str) -> Program:
 
 
 def _checked(task: ProgramTask, read: Assembled, execution: Execution | None, word: str) -> Checked:
+    line = None
     if execution is None:
         verdict = Verdict.NO_FUNCTION if read.parses else Verdict.SYNTAX_ERROR
         detail = read.error
     else:
-        verdict, detail = _verdict(execution, word)
+        verdict, detail, line = _verdict(execution, word)
     return Checked(
         task=task.id,
         verdict=verdict,
         detail=detail,
+        test=None if line is None else _statement(task.tests, line),
         style=read.style,
         source=read.source,
         execution=execution,
     )
 
 
-def _verdict(execution: Execution, word: str) -> tuple[Verdict, str | None]:
+def _statement(tests: str, line: int) -> str:
+    """Return the smallest statement of the tests that a line is of."""
+    found = [
+        node
+        for node in ast.walk(ast.parse(tests))
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
+    ]
+    smallest = min(found, key=lambda node: (node.end_lineno or node.lineno) - node.lineno)
+    return textwrap.dedent(ast.get_source_segment(tests, smallest, padded=True) or "").strip()
+
+
+def _verdict(execution: Execution, word: str) -> tuple[Verdict, str | None, int | None]:
+    """Return what came of it, the exception, and the line of the tests that it was raised from."""
     limit = OF_OUTCOME.get(execution.outcome)
     if limit is not None:
-        return limit, None
+        return limit, None, None
     _, told, rest = execution.stderr.rpartition(word)
     if not told:
-        return Verdict.EXITED, f"exit code {execution.exit_code}"
+        return Verdict.EXITED, f"exit code {execution.exit_code}", None
     said = rest.splitlines()[0]
     if said == "passed":
-        return Verdict.PASSED, None
-    name, message = json.loads(said)
+        return Verdict.PASSED, None, None
+    name, message, line = json.loads(said)
     verdict = {"AssertionError": Verdict.ASSERTION, "MemoryError": Verdict.MEMORY}.get(
         name, Verdict.EXCEPTION
     )
-    return verdict, f"{name}: {message}" if message else name
+    return verdict, f"{name}: {message}" if message else name, line

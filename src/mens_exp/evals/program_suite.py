@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from mens_exp.artifacts.digest import digest
-from mens_exp.evals.answer_quality import code_of, quality_of
+from mens_exp.evals.answer_quality import code_of
 from mens_exp.evals.completion_styles import assemble
-from mens_exp.evals.humaneval import humaneval_tasks, read_tasks, self_test, written_in_every_style
-from mens_exp.evals.mini_python import NO_SANDBOX
+from mens_exp.evals.humaneval import (
+    humaneval_tasks,
+    read_tasks,
+    self_test,
+    stubs_of,
+    written_in_every_style,
+)
 from mens_exp.evals.program_checks import Verdict, check_all
-from mens_exp.evals.suite import Item, Judgement, SelfTest
+from mens_exp.evals.reading import NO_SANDBOX, read
+from mens_exp.evals.suite import Item, SelfTest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,9 +26,9 @@ if TYPE_CHECKING:
     from mens_exp.config.suite import HumanEvalSuite
     from mens_exp.evals.program_checks import Checked, ProgramTask
     from mens_exp.evals.running import Runner
-    from mens_exp.evals.suite import Answer
+    from mens_exp.evals.suite import Answer, Judgement
 
-__all__ = ["ProgramSuite", "humaneval"]
+__all__ = ["ProgramSuite", "humaneval", "judge_programs", "tested_programs"]
 
 _COMPLETE: Final = (
     "Complete this Python function. Answer with the code of the whole function only.\n\n"
@@ -78,26 +84,36 @@ class ProgramSuite:
 
     def judge(self, answers: Sequence[Answer], runner: Runner | None) -> list[Judgement]:
         """Read each answer in whatever style it is written, and run its task's tests."""
-        tasks = [self.tasks[one.item.id] for one in answers]
-        if runner is None:
-            return [_read(task, one.text) for task, one in zip(tasks, answers, strict=True)]
-        texts = [one.text for one in answers]
-        checked = check_all(runner.sandbox, tasks, texts, runner.limits, runner.workers)
-        return [_judgement(text, one) for text, one in zip(texts, checked, strict=True)]
+        return judge_programs([(self.tasks[one.item.id], one.text) for one in answers], runner)
 
     def self_test(self, runner: Runner | None) -> SelfTest | None:
         """Run every reference in every style, and every stub; None without a runner."""
-        if runner is None:
-            return None
-        tasks = list(self.tasks.values())
-        wrong = self_test(runner.sandbox, tasks, runner.limits, runner.workers)
-        failed = [one.task for one in wrong if one.verdict is not Verdict.PASSED]
-        return SelfTest(
-            references={"every style": sum(len(written_in_every_style(task)) for task in tasks)},
-            failed={"every style": failed},
-            stubs=sum(2 if task.code else 1 for task in tasks),
-            stubs_passed=[one.task for one in wrong if one.verdict is Verdict.PASSED],
-        )
+        return tested_programs(list(self.tasks.values()), runner)
+
+
+def judge_programs(
+    asked: Sequence[tuple[ProgramTask, str]], runner: Runner | None
+) -> list[Judgement]:
+    """Judge one completion of each task, in their order; without a runner nothing is executed."""
+    if runner is None:
+        return [_unrun(task, text) for task, text in asked]
+    tasks, texts = [task for task, _ in asked], [text for _, text in asked]
+    checked = check_all(runner.sandbox, tasks, texts, runner.limits, runner.workers)
+    return [_judgement(text, one) for text, one in zip(texts, checked, strict=True)]
+
+
+def tested_programs(tasks: Sequence[ProgramTask], runner: Runner | None) -> SelfTest | None:
+    """Run every task's reference in every style, and its stubs; None without a runner."""
+    if runner is None:
+        return None
+    wrong = self_test(runner.sandbox, tasks, runner.limits, runner.workers)
+    failed = [one.task for one in wrong if one.verdict is not Verdict.PASSED]
+    return SelfTest(
+        references={"every style": sum(len(written_in_every_style(task)) for task in tasks)},
+        failed={"every style": failed},
+        stubs=sum(len(stubs_of(task)) for task in tasks),
+        stubs_passed=[one.task for one in wrong if one.verdict is Verdict.PASSED],
+    )
 
 
 def _asked(task: ProgramTask) -> str:
@@ -108,37 +124,32 @@ def _asked(task: ProgramTask) -> str:
 
 
 def _judgement(text: str, checked: Checked) -> Judgement:
-    quality = quality_of(text, code_of(text))
+    judgement = read(text, code_of(text))
     success = checked.verdict is Verdict.PASSED
-    said = checked.verdict.value.replace("_", " ")
-    error = f"{said}: {checked.detail}" if checked.detail else said
-    return Judgement(
+    return replace(
+        judgement,
         compiles=checked.verdict not in _UNREAD,
         success=success,
-        semantic=success and quality.anti_stub,
-        canonical=quality.canonical,
-        strict=quality.strictness,
-        errors=() if success else (error,),
-        placeholder_hits=quality.placeholder_hits,
-        trivial=quality.trivial,
-        richness=quality.richness,
-        anti_stub=quality.anti_stub,
+        semantic=success and judgement.anti_stub,
+        errors=() if success else (_error(checked),),
         outcome=checked.verdict.value,
     )
 
 
-def _read(task: ProgramTask, text: str) -> Judgement:
+def _error(checked: Checked) -> str:
+    """Return what a model is told that repairs its answer."""
+    if checked.test is not None:
+        return f"This test fails: {checked.test}\n{checked.detail}"
+    said = checked.verdict.value.replace("_", " ")
+    return f"{said}: {checked.detail}" if checked.detail else said
+
+
+def _unrun(task: ProgramTask, text: str) -> Judgement:
     """Say what can be told without running anything."""
-    read = assemble(text, entry_point=task.entry_point, prompt=task.code)
-    quality = quality_of(text, code_of(text))
-    return Judgement(
-        compiles=read.parses,
-        canonical=quality.canonical,
-        strict=quality.strictness,
-        errors=() if read.error is None else (read.error,),
-        placeholder_hits=quality.placeholder_hits,
-        trivial=quality.trivial,
-        richness=quality.richness,
-        anti_stub=quality.anti_stub,
+    found = assemble(text, entry_point=task.entry_point, prompt=task.code)
+    return replace(
+        read(text, code_of(text)),
+        compiles=found.parses,
+        errors=() if found.error is None else (found.error,),
         unknown=dict.fromkeys(("success", "semantic", "outcome"), NO_SANDBOX),
     )

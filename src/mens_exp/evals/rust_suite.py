@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from mens_exp.artifacts.digest import digest
-from mens_exp.evals.answer_quality import code_of, quality_of
-from mens_exp.evals.mini_python import NO_SANDBOX
+from mens_exp.evals.answer_quality import code_of
 from mens_exp.evals.program_checks import Verdict
+from mens_exp.evals.reading import NO_SANDBOX, read
 from mens_exp.evals.rust_checks import (
     check_rust,
     find_rust,
     least_rust_limits,
     read_rust_tasks,
 )
-from mens_exp.evals.suite import Item, Judgement, SelfTest
+from mens_exp.evals.suite import Item, SelfTest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mens_exp.config.suite import RustSuite
     from mens_exp.evals.running import Runner
     from mens_exp.evals.rust_checks import RustChecked, RustTask, Toolchain
-    from mens_exp.evals.suite import Answer
+    from mens_exp.evals.suite import Answer, Judgement
 
 __all__ = ["RustProgramSuite", "rust_suite"]
 
@@ -115,21 +115,17 @@ def _asked(task: RustTask) -> str:
 
 
 def _judgement(text: str, checked: RustChecked | None) -> Judgement:
-    quality = quality_of(text, code_of(text), is_python=False)
+    judgement = read(text, code_of(text), is_python=False)
     unknown = {"canonical": "the layout of Rust is not judged"}
     if checked is None:
         unknown |= dict.fromkeys(("compiles", "success", "semantic", "outcome"), NO_SANDBOX)
     success = None if checked is None else checked.verdict is Verdict.PASSED
-    return Judgement(
+    return replace(
+        judgement,
         compiles=None if checked is None else checked.verdict is not Verdict.COMPILE_ERROR,
         success=success,
-        semantic=None if success is None else success and quality.anti_stub,
-        strict=quality.strictness,
+        semantic=None if success is None else success and judgement.anti_stub,
         errors=_errors(checked),
-        placeholder_hits=quality.placeholder_hits,
-        trivial=quality.trivial,
-        richness=quality.richness,
-        anti_stub=quality.anti_stub,
         outcome=None if checked is None else checked.verdict.value,
         unknown=unknown,
     )

@@ -8,7 +8,7 @@ Nothing is executed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
@@ -16,9 +16,10 @@ from mens_exp.artifacts.digest import digest
 from mens_exp.artifacts.record import read_bytes
 from mens_exp.artifacts.typed_json import check, parse_json
 from mens_exp.errors import DataError, Problems
-from mens_exp.evals.answer_quality import code_of, parsed, quality_of
+from mens_exp.evals.answer_quality import code_of, parsed
 from mens_exp.evals.generation import Completion
-from mens_exp.evals.suite import Item, Judgement
+from mens_exp.evals.reading import read
+from mens_exp.evals.suite import Item
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from mens_exp.evals.generation import Request
     from mens_exp.evals.running import Runner
-    from mens_exp.evals.suite import Answer, SelfTest
+    from mens_exp.evals.suite import Answer, Judgement, SelfTest
 
 __all__ = ["FixtureEngine", "Mode", "Spec", "SpecCondition", "SpecSuite", "read_spec"]
 
@@ -208,7 +209,7 @@ def _judged(task: SpecTask, text: str) -> Judgement:
     code = code_of(text)
     tree = parsed(code)
     compiles = (not isinstance(tree, str) and bool(tree.body)) if is_python else None
-    quality = quality_of(text, code, is_python=is_python)
+    judgement = read(text, code, is_python=is_python)
     errors = [tree] if is_python and isinstance(tree, str) else []
     lacks = sum(one not in code for one in task["expected_contains"])
     if lacks:
@@ -218,17 +219,12 @@ def _judged(task: SpecTask, text: str) -> Judgement:
     unknown = {"outcome": "suite=scorecard_spec runs nothing"}
     if not is_python:
         unknown |= dict.fromkeys(("compiles", "canonical"), "the answer is text, not code")
-    return Judgement(
+    return replace(
+        judgement,
         compiles=compiles,
         success=success,
-        semantic=success and all(one in code for one in semantic) and quality.anti_stub,
-        canonical=quality.canonical,
-        strict=quality.strictness,
+        semantic=success and all(one in code for one in semantic) and judgement.anti_stub,
         errors=tuple(errors) or (() if success else ("there is no answer",)),
-        placeholder_hits=quality.placeholder_hits,
-        trivial=quality.trivial,
-        richness=quality.richness,
-        anti_stub=quality.anti_stub,
         unknown=unknown,
     )
 

@@ -24,7 +24,14 @@ if TYPE_CHECKING:
 
     from mens_exp.errors import MensError
 
-__all__ = ["MAX_RANKS", "serve_command", "vllm_problems", "write_vllm"]
+__all__ = [
+    "MAX_RANKS",
+    "rank_of",
+    "room_for",
+    "serve_command",
+    "vllm_problems",
+    "write_vllm",
+]
 
 MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of --max-lora-rank
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -48,11 +55,24 @@ def serve_command(base: str, name: str, adapter: str, rank: int) -> str:
         adapter: its directory.
         rank: of the adapter; vLLM makes room for the next of its own values.
     """
-    room = next(value for value in MAX_RANKS if value >= rank)
     return (
         f"vllm serve {shlex.quote(base)} --enable-lora "
-        f"--lora-modules {shlex.quote(f'{name}={adapter}')} --max-lora-rank {room}"
+        f"--lora-modules {shlex.quote(f'{name}={adapter}')} --max-lora-rank {room_for(rank)}"
     )
+
+
+def room_for(rank: int) -> int:
+    """Return the value of ``max_lora_rank`` that an adapter of a rank needs."""
+    return next(value for value in MAX_RANKS if value >= rank)
+
+
+def rank_of(adapter: Path) -> int:
+    """Return the rank that a PEFT directory's configuration tells.
+
+    Raises:
+        DataError: it is none.
+    """
+    return int(_config_of(adapter)["r"])
 
 
 def vllm_problems(adapter: Path) -> list[MensError]:

@@ -174,7 +174,8 @@ SETTINGS: dict[str, Part] = {
     **_all(
         Part.RECORD,
         "suite.",
-        "name items max_new_tokens batch_size repair_frac generator_seed path check function",
+        "name items max_new_tokens batch_size repair_frac generator_seed path check function "
+        "tasks num_fewshot chat_template metric",
     ),
     # How answers are made and judged, once all is learned.
     **_all(

@@ -17,6 +17,7 @@ from mens_exp.tasks.inputs import describe, refuse_changed, tokenizer_of
 from mens_exp.tasks.scoring import score, score_served
 from mens_exp.tasks.specified import score_spec
 from mens_exp.tasks.subject import config_of
+from mens_exp.tasks.vllm_scoring import score_by_vllm
 
 if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
@@ -60,12 +61,15 @@ def _evaluate_here(config: RunConfig, run: Run, subject: Subject) -> None:
         refuse_changed(Manifest.read(subject.run.manifest).inputs, inputs)
     run.manifest.inputs.update(inputs)
     run.save()
+    heldout = rows.heldout if rows is not None else ()
+    if config.eval.engine is EngineKind.vllm:
+        score_by_vllm(config, theirs, run, base, subject, tokenizer, heldout)
+        return
     with lightning_quiet():
         backend = build_backend(theirs, base)
     if tensors is not None:
         backend.load_adapter(tensors)
     conditions = (Condition.BASE,) if subject.is_base else (Condition.BASE, Condition.TUNED)
-    heldout = rows.heldout if rows is not None else ()
     score(config, run, backend, heldout, tokenizer, conditions=conditions)
 
 

@@ -74,6 +74,10 @@ def problems(config: RunConfig, subject: Subject) -> list[MensError]:
     """List what keeps a subject from being loaded, as far as files tell."""
     if config.eval.engine is EngineKind.openai:
         return []  # the server has the model
+    if config.eval.engine is EngineKind.vllm:
+        found = _vllm_problems(subject)
+        if found:
+            return found
     if subject.run is not None:
         config_of(subject.run)  # it builds what that names
         return []
@@ -82,6 +86,20 @@ def problems(config: RunConfig, subject: Subject) -> list[MensError]:
         return found
     theirs, _ = with_adapter(config, Path(subject.path))
     return list(check(theirs))
+
+
+def _vllm_problems(subject: Subject) -> list[MensError]:
+    """List what keeps vLLM from answering here, or with this adapter as it was trained."""
+    from mens_exp.evals.vllm_engine import problems as of_machine
+    from mens_exp.export.vllm import vllm_problems
+    from mens_exp.tasks.vllm_scoring import peft_directory
+
+    found: list[MensError] = list(of_machine())
+    try:
+        adapter = peft_directory(subject)
+    except RequestError as error:
+        return [*found, error]
+    return found if adapter is None else [*found, *vllm_problems(adapter)]
 
 
 def with_adapter(config: RunConfig, directory: Path) -> tuple[RunConfig, StartingAdapter]:

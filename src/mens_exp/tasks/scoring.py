@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.scorecard import Condition, write_item_events
-from mens_exp.config.suite import AnsweredSuite, HeldoutSyntaxSuite
+from mens_exp.config.suite import AnsweredSuite, HeldoutSyntaxSuite, LmEvalSuite
 from mens_exp.errors import MensError
 from mens_exp.evals.attempts import Plan, answer_all
 from mens_exp.evals.catalogue import frozen_suite
@@ -18,13 +18,15 @@ from mens_exp.evals.running import Runner
 from mens_exp.evals.scored import to_scorecard
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from mens_exp.artifacts.scorecard import ItemEvent
     from mens_exp.backends.protocol import Backend
     from mens_exp.config.evaluation import EvalConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.config.suite import SuiteConfig
+    from mens_exp.evals.generation import Engine
+    from mens_exp.evals.harness_suite import Answered
     from mens_exp.evals.suite import SelfTest, Suite
     from mens_exp.rows.schema import TrainingPair
     from mens_exp.tasks.run import Run
@@ -32,12 +34,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Prepared",
+    "Told",
+    "generation_of",
     "keep",
     "plan_of",
     "prepare",
     "runner_of",
     "score",
+    "score_by",
     "score_served",
+    "suite_of",
     "tested",
 ]
 
@@ -61,6 +67,21 @@ class Prepared:
     plan: Plan
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Told:
+    """What a suite says beside the events of its items.
+
+    Attributes:
+        plan: how often items were asked, where `eval` does not say.
+        conditions: what is known of models that the suite brought.
+        figures: condition -> what it makes of all items, beside our KPIs.
+    """
+
+    plan: Plan | None = None
+    conditions: list[dict[str, Any]] = field(default_factory=list)
+    figures: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
 def prepare(
     config: RunConfig,
     run: Run,
@@ -77,7 +98,7 @@ def prepare(
         heldout: rows that were held out, for a suite made of them.
         tokenizer: with the chat template of training.
     """
-    suite = _suite(config.suite, heldout, tokenizer, backend.max_positions)
+    suite = suite_of(config, heldout, tokenizer, backend.max_positions)
     if isinstance(suite, str):
         return suite
     runner = runner_of(config, run) if suite.needs_sandbox else None
@@ -120,12 +141,35 @@ def score(
         run.unknown("scorecard", found)
         return
     events: list[ItemEvent] = []
+    figures: dict[str, dict[str, float]] = {}
     for condition in conditions:
         with backend.base_only() if condition is Condition.BASE else nullcontext():
-            events += answer_all(
-                found.suite, found.engine, found.runner, found.plan, str(condition)
-            )
-    keep(found.suite, events, config, run, found.runner, found.self_test)
+            if isinstance(config.suite, LmEvalSuite):
+                answered = _asked_by_harness(config.suite, found, str(condition))
+                events += answered.events
+                figures[str(condition)] = answered.figures
+            else:
+                events += answer_all(
+                    found.suite, found.engine, found.runner, found.plan, str(condition)
+                )
+    keep(
+        found.suite, events, config, run, found.runner, found.self_test, told=Told(figures=figures)
+    )
+
+
+def _asked_by_harness(config: LmEvalSuite, found: Prepared, condition: str) -> Answered:
+    """Have lm-evaluation-harness ask the graph."""
+    from mens_exp.evals.harness_model import GraphModel
+    from mens_exp.evals.harness_suite import Harness
+
+    assert isinstance(found.suite, Harness), "the catalogue has made it"
+    model = GraphModel(
+        found.engine.backend,
+        found.engine.tokenizer,
+        max_new_tokens=config.max_new_tokens,
+        batch_size=config.batch_size,
+    )
+    return found.suite.answered(model, condition)
 
 
 def score_served(config: RunConfig, run: Run, condition: Condition) -> None:
@@ -142,19 +186,34 @@ def score_served(config: RunConfig, run: Run, condition: Condition) -> None:
     assert settings.base_url is not None, "validation has asked for it"
     assert settings.model is not None, "validation has asked for it"
     run.manifest.inputs["served"] = {"base_url": settings.base_url, "model": settings.model}
-    suite = frozen_suite(config.suite)
-    runner = runner_of(config, run) if suite.needs_sandbox else None
-    self_test = tested(suite, runner, run)
-    if isinstance(self_test, str):
-        run.unknown("scorecard", self_test)
-        return
     engine = ServerEngine(
         base_url=settings.base_url,
         model=settings.model,
         generation=generation_of(config.suite, settings),
         api_key_env=settings.api_key_env,
     )
-    events = answer_all(suite, engine, runner, plan_of(settings), str(condition))
+    score_by(config, run, frozen_suite(config.suite), {condition: engine})
+
+
+def score_by(
+    config: RunConfig, run: Run, suite: Suite, engines: Mapping[Condition, Engine]
+) -> None:
+    """Score the models behind engines that are no graph of ours.
+
+    Args:
+        config: the command's own.
+        run: the open run.
+        suite: what is asked.
+        engines: model -> what answers for it.
+    """
+    runner = runner_of(config, run) if suite.needs_sandbox else None
+    self_test = tested(suite, runner, run)
+    if isinstance(self_test, str):
+        run.unknown("scorecard", self_test)
+        return
+    events: list[ItemEvent] = []
+    for condition, engine in engines.items():
+        events += answer_all(suite, engine, runner, plan_of(config.eval), str(condition))
     keep(suite, events, config, run, runner, self_test)
 
 
@@ -174,14 +233,22 @@ def plan_of(settings: EvalConfig) -> Plan:
     return Plan(samples=settings.samples, max_retries=settings.max_retries, seed=settings.seed)
 
 
-def _suite(
-    config: SuiteConfig, heldout: Sequence[TrainingPair], tokenizer: Tokenizer, max_positions: int
+def suite_of(
+    whole: RunConfig, heldout: Sequence[TrainingPair], tokenizer: Tokenizer, max_positions: int
 ) -> Suite | str:
-    """Return the suite, or why there is none."""
+    """Return the suite, or why there is none.
+
+    Args:
+        whole: the command's own configuration.
+        heldout: rows that were held out, for a suite made of them.
+        tokenizer: with the chat template of training.
+        max_positions: tokens that the model takes.
+    """
+    config = whole.suite
     if config.name == "none":
         return "suite=none"
     if not isinstance(config, HeldoutSyntaxSuite):
-        return frozen_suite(config)
+        return frozen_suite(config, calls_functions=whole.task.name == "evaluate")
     if not heldout:
         return "no row is held out; see data.heldout_frac"
     items = choose_items(heldout, tokenizer, config, max_positions=max_positions)
@@ -223,8 +290,7 @@ def keep(
     runner: Runner | None,
     self_test: SelfTest | None,
     *,
-    plan: Plan | None = None,
-    conditions: Sequence[dict[str, Any]] = (),
+    told: Told | None = None,
 ) -> None:
     """Write the events and what they sum up to.
 
@@ -235,12 +301,15 @@ def keep(
         run: the open run.
         runner: what executed answers.
         self_test: what came of the suite's own.
-        plan: how often items were asked, where `eval` does not say.
-        conditions: what is known of models that the suite brought.
+        told: what the suite says beside.
     """
-    settings = config.eval
+    settings, told = config.eval, told or Told()
     generation: dict[str, Any] = {
-        **({"conditions": list(conditions)} if conditions else {"engine": settings.engine.value}),
+        **(
+            {"conditions": told.conditions}
+            if told.conditions
+            else {"engine": settings.engine.value}
+        ),
         "temperature": settings.temperature,
         "top_p": settings.top_p,
         **_limits(config.suite),
@@ -248,11 +317,13 @@ def keep(
     scorecard = to_scorecard(
         suite,
         events,
-        plan or plan_of(settings),
+        told.plan or plan_of(settings),
         generation,
         sandbox=None if runner is None else runner.kind,
         self_test=self_test,
     )
+    for condition, more in told.figures.items():
+        scorecard.conditions[condition] |= more
     write_item_events(run.dir.events, events)
     scorecard.write(run.dir.scorecard)
     run.telemetry.emit(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["settle_rows", "settled"]
 
-_WITH_FILES = frozenset({"humaneval", "jsonl", "rust", "scorecard_spec"})
+_WITH_FILES = frozenset({"humaneval", "jsonl", "lm_eval", "rust", "scorecard_spec"})
 _ALWAYS_MERGED = (ExportFormat.hf, ExportFormat.gguf)
 
 
@@ -39,7 +39,7 @@ def _suite_problems(config: RunConfig) -> list[MensError]:
         return []
     from mens_exp.evals.catalogue import file_problems
 
-    return file_problems(config.suite)
+    return file_problems(config.suite, calls_functions=config.task.name == "evaluate")
 
 
 def _settled(cell: Cell) -> list[MensError]:

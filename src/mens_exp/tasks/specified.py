@@ -11,7 +11,7 @@ from mens_exp.evals.attempts import Plan, answer_all
 from mens_exp.evals.generation import Generation
 from mens_exp.evals.scorecard_spec import FixtureEngine, Mode, SpecSuite, read_spec
 from mens_exp.evals.served import ServerEngine
-from mens_exp.tasks.scoring import keep, tested
+from mens_exp.tasks.scoring import Told, keep, tested
 
 if TYPE_CHECKING:
     from mens_exp.artifacts.scorecard import ItemEvent
@@ -49,7 +49,7 @@ def score_spec(config: RunConfig, run: Run) -> None:
         engine = _engine(config, suite, condition, path.parent)
         events += answer_all(suite, engine, None, plan, condition["id"])
     told: list[dict[str, Any]] = [dict(condition) for condition in suite.spec["conditions"]]
-    keep(suite, events, config, run, None, self_test, plan=plan, conditions=told)
+    keep(suite, events, config, run, None, self_test, told=Told(plan=plan, conditions=told))
 
 
 def _engine(config: RunConfig, suite: SpecSuite, condition: SpecCondition, beside: Path) -> Engine:

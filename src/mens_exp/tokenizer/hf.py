@@ -117,6 +117,11 @@ class HfTokenizer:
         return _id_of(self.core, self.special_tokens.get("bos_token"))
 
     @property
+    def adds_bos(self) -> bool:
+        """Whether the tokenizer by itself puts the begin marker before every text."""
+        return self.bos_id is not None and self.core.encode("").ids[:1] == [self.bos_id]
+
+    @property
     def special_ids(self) -> set[int]:
         """Ids of control tokens."""
         return _control_ids(self.core)

@@ -57,6 +57,10 @@ class Tokenizer(Protocol):
         """Id of the begin-of-sequence token, where there is one."""
 
     @property
+    def adds_bos(self) -> bool:
+        """Whether the tokenizer by itself puts that token before every text."""
+
+    @property
     def eos_id(self) -> int | None:
         """Id of the end-of-sequence token, where there is one."""
 

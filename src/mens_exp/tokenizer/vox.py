@@ -87,6 +87,11 @@ class VoxTokenizer:
         return
 
     @property
+    def adds_bos(self) -> bool:
+        """Nothing stands before a text."""
+        return False
+
+    @property
     def eos_id(self) -> int:
         """Id of the end-of-sequence token."""
         return EOS

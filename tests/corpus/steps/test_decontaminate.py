@@ -115,6 +115,31 @@ def test_training_families_are_not_the_benchmark_s(run: Any) -> None:
     assert result.dropped == {"in synthetic": 1}
 
 
+def test_items_of_every_suite_are_read(tmp_path: Path) -> None:
+    """What is asked, and whatever of the answer the file tells, under the item's own name."""
+    rows: list[dict[str, Any]] = [
+        {"id": "a", "prompt": "Capital?", "expected": "Paris", "check": "exact"},
+        {"messages": [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "1"}]},
+        {"task_id": 7, "text": "Square it.", "code": "def f(): 0", "test_list": ["assert f()"]},
+        {"name": "r", "language": "rs", "prompt": "fn f() {", "tests": "}\nfn main() {}"},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    assert list(benchmark_texts(str(path))) == [
+        ("a", "Capital?\nParis"),
+        ("rows.jsonl:2", "One?\n1"),
+        ("7", "Square it.\ndef f(): 0\nassert f()"),
+        ("r", "fn f() {\n}\nfn main() {}"),
+    ]
+    task = {"id": "t", "prompt": "Write g.", "expected_contains": ["def g", "return"]}
+    spec = tmp_path / "spec.json"
+    spec.write_text(json.dumps({"schema_version": 1, "tasks": [task]}, indent=1), "utf-8")
+    assert list(benchmark_texts(str(spec))) == [("t", "Write g.\ndef g\nreturn")]
+    spec.write_text(json.dumps({"tasks": [{"id": "t"}]}), "utf-8")
+    with pytest.raises(DataError, match=r"tasks\[0\]: is no item of a benchmark"):
+        list(benchmark_texts(str(spec)))
+
+
 def test_benchmarks_that_are_not_there_are_refused(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

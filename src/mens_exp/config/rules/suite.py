@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING
 
 from mens_exp.config.callbacks import ScorecardConfig
 from mens_exp.config.evaluation import EngineKind
-from mens_exp.config.suite import JsonlCheck, JsonlSuite, RustSuite, ScorecardSpecSuite
+from mens_exp.config.suite import (
+    JsonlCheck,
+    JsonlSuite,
+    LmEvalSuite,
+    RustSuite,
+    ScorecardSpecSuite,
+)
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,9 +24,11 @@ __all__ = ["problems", "scorecard_of", "too_late", "unread"]
 
 _OF_A_SERVER = frozenset({"eval.base_url", "eval.model", "eval.api_key_env"})
 _OF_THE_GRAPH = frozenset({"model", "tokenizer", "quant", "lora", "backend", "data", "trainer"})
+_OF_OUR_GRAPH = frozenset({"quant", "lora", "backend", "trainer"})
 # What a specification says itself, of each of its conditions.
 _OF_A_SPEC = {"eval.base_url", "eval.model"} | {"path", "eval.engine", "eval.max_retries"}
 _OF_DRAWING = frozenset({"eval.top_p", "eval.seed"})
+_OF_ANSWERS = _OF_DRAWING | {"eval.temperature", "eval.samples", "eval.max_retries"}
 
 
 def problems(config: RunConfig) -> Iterator[ConfigError]:
@@ -35,6 +43,8 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
             expected="1, or eval.temperature above 0",
             remedy="add eval.temperature=0.8",
         )
+    if settings.engine is not EngineKind.hf:
+        yield from _elsewhere(config)
     if settings.engine is EngineKind.openai:
         yield from _server(config)
     yield from _while_training(config)
@@ -68,6 +78,14 @@ def _while_training(config: RunConfig) -> Iterator[ConfigError]:
             expected="a suite, such as suite=mini_python",
             remedy="choose a suite, or callbacks.scorecard.every_n_steps=null",
         )
+    if isinstance(config.suite, LmEvalSuite):
+        yield ConfigError(
+            "lm-evaluation-harness asks a finished model, not one in training",
+            where="callbacks.scorecard.every_n_steps",
+            found=f"{node.every_n_steps} with suite=lm_eval",
+            expected="a suite of ours, such as suite=mini_python",
+            remedy="score by suite=lm_eval at the end, with callbacks.scorecard.every_n_steps=null",
+        )
     trainer = config.trainer
     if trainer.max_steps > 0 and trainer.max_epochs <= 0:
         yield from too_late(config, trainer.max_steps, "trainer.max_steps")
@@ -94,12 +112,14 @@ def too_late(config: RunConfig, total_steps: int, bound: str) -> Iterator[Config
 def _files(config: RunConfig) -> Iterator[ConfigError]:
     """Yield what is wrong with a suite that is read from a file."""
     suite = config.suite
-    if isinstance(suite, JsonlSuite | RustSuite | ScorecardSpecSuite) and suite.path is None:
+    files = JsonlSuite | LmEvalSuite | RustSuite | ScorecardSpecSuite
+    if isinstance(suite, files) and suite.path is None:
+        kind = "directory" if isinstance(suite, LmEvalSuite) else "file"
         yield ConfigError(
-            f"suite={suite.name} is a file of your own",
+            f"suite={suite.name} is a {kind} of your own",
             where="suite.path",
             expected="its path",
-            remedy="add suite.path=<file>",
+            remedy=f"add suite.path=<{kind}>",
         )
     if isinstance(suite, ScorecardSpecSuite) and config.task.name in {"train", "plan"}:
         yield ConfigError(
@@ -130,15 +150,27 @@ def _function(config: RunConfig, suite: JsonlSuite) -> Iterator[ConfigError]:
         )
 
 
-def _server(config: RunConfig) -> Iterator[ConfigError]:
+def _elsewhere(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what only the graph at hand can do."""
+    engine = config.eval.engine.value
     if config.task.name != "evaluate":
         yield ConfigError(
-            "a server answers for a finished model, not for the one in training",
+            f"eval.engine={engine} answers for a finished model, not for the one in training",
             where="eval.engine",
-            found="openai",
+            found=engine,
             expected=f"hf with task={config.task.name}",
             remedy="use task=evaluate",
         )
+    if isinstance(config.suite, LmEvalSuite):
+        yield ConfigError(
+            "lm-evaluation-harness asks the graph at hand, for likelihoods too",
+            where="eval.engine",
+            found=engine,
+            expected="hf with suite=lm_eval",
+        )
+
+
+def _server(config: RunConfig) -> Iterator[ConfigError]:
     if config.suite.name == "heldout_syntax":
         yield ConfigError(
             "the held-out rows belong to a run's own model",
@@ -177,9 +209,11 @@ def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
     for key in keys:
         if key.partition(".")[0] == "eval" and config.suite.name == "none":
             yield _no_effect(key, "suite=none", "a suite, such as suite=mini_python")
-        elif config.task.name == "evaluate" and key.partition(".")[0] in _unread_groups(config):
+        elif config.task.name == "evaluate" and _is_unread(key, config):
             because = f"suite={config.suite.name} and eval.engine={settings.engine.value}"
             yield _no_effect(key, because, "suite=heldout_syntax with eval.engine=hf")
+        elif key in _OF_ANSWERS and isinstance(config.suite, LmEvalSuite):
+            yield _no_effect(key, "suite=lm_eval, whose task files say it", "another suite")
         elif key in _OF_A_SPEC and config.suite.name == "scorecard_spec":
             yield _no_effect(key, "suite=scorecard_spec", "another suite")
         elif key == "suite.function" and not _calls(config):
@@ -198,11 +232,14 @@ def _calls(config: RunConfig) -> bool:
     return isinstance(config.suite, JsonlSuite) and config.suite.check is JsonlCheck.function
 
 
-def _unread_groups(config: RunConfig) -> frozenset[str]:
-    """Return the groups that an evaluation has no use for."""
+def _is_unread(key: str, config: RunConfig) -> bool:
+    """Tell whether an evaluation has no use for a setting."""
+    group = key.partition(".")[0]
     if _asks_a_server(config):
-        return _OF_THE_GRAPH
-    return frozenset() if config.suite.name == "heldout_syntax" else frozenset({"data"})
+        return group in _OF_THE_GRAPH
+    if config.eval.engine is EngineKind.vllm and group in _OF_OUR_GRAPH:
+        return key != "quant.compute_dtype"
+    return group == "data" and config.suite.name != "heldout_syntax"
 
 
 def _no_effect(key: str, because: str, expected: str) -> ConfigError:

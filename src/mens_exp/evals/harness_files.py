@@ -1,0 +1,225 @@
+"""Task files of EleutherAI's lm-evaluation-harness, read without running anything they name.
+
+What a task file names by ``!function`` is Python that the harness imports while it loads the task,
+so what may not be run is found here, before. Data come from files of this machine alone.
+"""
+
+from __future__ import annotations
+
+import glob
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import yaml
+
+from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.record import read_bytes
+from mens_exp.errors import ConfigError, DataError, MensError, Problems
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["TaskFiles", "read_task_files"]
+
+_READERS: Final = ("json", "csv", "text", "parquet", "arrow")
+_MOST_PROBLEMS: Final = 20
+
+
+class _Function(str):
+    """A Python function that a task file names."""
+
+    __slots__ = ()
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with the harness's one tag of its own."""
+
+
+def _function(loader: _Loader, node: yaml.Node) -> _Function:
+    assert isinstance(node, yaml.ScalarNode), "the harness takes a dotted name"
+    return _Function(loader.construct_scalar(node))
+
+
+_Loader.add_constructor("!function", _function)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskFiles:
+    """What a directory of task files holds.
+
+    Attributes:
+        directory: where they lie.
+        tasks: names of single tasks, sorted.
+        names: those, and names of groups and tags.
+        sha256: content hash of each file that the tasks are made of, by its path relative to the
+            directory, or by its name where it lies elsewhere.
+    """
+
+    directory: Path
+    tasks: tuple[str, ...]
+    names: frozenset[str]
+    sha256: dict[str, str]
+
+
+def read_task_files(directory: Path, *, calls_functions: bool) -> TaskFiles:
+    """Read every task file of a directory and those below it.
+
+    Args:
+        directory: of the user's own.
+        calls_functions: whether Python that they name may be run in this process.
+
+    Raises:
+        DataError: there is none, or one of them is no task file, wants code to be executed, or
+            wants data from elsewhere.
+        ConfigError: one names Python, and that may not be run.
+        Problems: several of these.
+    """
+    if not directory.is_dir():
+        raise DataError("is no directory", where="suite.path", found=str(directory))
+    problems: list[MensError] = []
+    read: dict[Path, dict[str, Any]] = {}
+    sources = set(directory.rglob("*.py"))
+    for path in sorted(p for end in ("*.yaml", "*.yml") for p in directory.rglob(end)):
+        try:
+            found, its = _read(path)
+        except DataError as error:
+            problems.append(error)
+            continue
+        read[path] = found
+        sources |= set(its)
+        problems += list(_refusals(found, path, calls_functions=calls_functions))
+    Problems.raise_if(problems[:_MOST_PROBLEMS])
+    tasks = {one["task"] for one in read.values() if isinstance(one.get("task"), str)}
+    if not tasks:
+        raise DataError(
+            "holds no task file",
+            where="suite.path",
+            found=str(directory),
+            expected="YAML files of lm-evaluation-harness, each with task: <name>",
+        )
+    groups = {one["group"] for one in read.values() if isinstance(one.get("group"), str)}
+    data = {path for one in read.values() for path in _data(one)}
+    return TaskFiles(
+        directory=directory,
+        tasks=tuple(sorted(tasks)),
+        names=frozenset(tasks | groups | {tag for one in read.values() for tag in _tags(one)}),
+        sha256=_hashes(directory, sources | data),
+    )
+
+
+def _read(path: Path, chain: tuple[Path, ...] = ()) -> tuple[dict[str, Any], list[Path]]:
+    """Return a file over those that it includes, and all of these."""
+    try:
+        own = yaml.load(read_bytes(path), Loader=_Loader)  # noqa: S506  # derives from SafeLoader
+    except yaml.YAMLError as error:
+        raise DataError("is no YAML", where=str(path), found=str(error)) from error
+    if not isinstance(own, dict):
+        raise DataError("is no task file", where=str(path), found=type(own).__name__)
+    merged: dict[str, Any] = {}
+    sources = [path]
+    included = own.get("include")
+    for name in [included] if isinstance(included, str) else included or []:
+        under = path.parent / name
+        if under.resolve() in {one.resolve() for one in (*chain, path)}:
+            raise DataError("includes itself", where=str(path), found=name)
+        values, more = _read(under, (*chain, path))
+        merged |= values
+        sources += more
+    return merged | own, sources
+
+
+def _refusals(value: Any, path: Path, *, calls_functions: bool) -> Iterator[MensError]:
+    """Yield what keeps a file from being used, wherever in it that stands."""
+    if isinstance(value, _Function) and not calls_functions:
+        yield ConfigError(
+            "a task file names Python, which task=evaluate alone runs",
+            where=f"suite.path: {path}",
+            found=f"!function {value}",
+            expected="task files without functions, or task=evaluate",
+        )
+    elif isinstance(value, list):
+        for one in value:
+            yield from _refusals(one, path, calls_functions=calls_functions)
+    elif isinstance(value, dict):
+        if value.get("unsafe_code"):
+            yield DataError(
+                "the task executes what a model writes, outside of any sandbox",
+                where=f"{path}: unsafe_code",
+                found=value["unsafe_code"],
+                expected="a task that compares texts",
+                remedy="use suite=humaneval, whose programs run in the sandbox",
+            )
+        yield from _foreign_data(value, path)
+        for one in value.values():
+            yield from _refusals(one, path, calls_functions=calls_functions)
+
+
+def _foreign_data(value: dict[str, Any], path: Path) -> Iterator[DataError]:
+    """Yield a problem where data would come from elsewhere, or are not there."""
+    named = value.get("dataset_path")
+    if named is None:
+        return
+    if named not in _READERS and not Path(str(named)).is_dir():
+        yield DataError(
+            "the data are no files of this machine",
+            where=f"{path}: dataset_path",
+            found=named,
+            expected=f"one of {', '.join(_READERS)} with dataset_kwargs.data_files, or a directory",
+            remedy="download the data set, and name its files",
+        )
+    elif named in _READERS and not _data_files(value):
+        yield DataError(
+            "no file of data is named",
+            where=f"{path}: dataset_kwargs.data_files",
+            expected="a path, or paths by split",
+        )
+    for name in _data_files(value):
+        if not _files(name):
+            yield DataError("there is no such file", where=f"{path}: data_files", found=name)
+
+
+def _data_files(value: dict[str, Any]) -> list[str]:
+    """Return the files and patterns that a mapping names, relative to the working directory."""
+    options = value.get("dataset_kwargs")
+    files = options.get("data_files") if isinstance(options, dict) else None
+    listed = [
+        name
+        for one in (files.values() if isinstance(files, dict) else [files])
+        for name in (one if isinstance(one, list) else [one])
+    ]
+    return [str(name) for name in listed if name]
+
+
+def _files(named: str) -> list[Path]:
+    return [Path(one) for one in glob.glob(named, recursive=True)]  # noqa: PTH207  # absolute ones too
+
+
+def _data(value: Any) -> Iterator[Path]:
+    """Yield the files of data that are named anywhere in a task file."""
+    if isinstance(value, list):
+        for one in value:
+            yield from _data(one)
+    if not isinstance(value, dict):
+        return
+    for name in _data_files(value):
+        yield from _files(name)
+    named = value.get("dataset_path")
+    if named is not None and named not in _READERS:
+        yield from (path for path in Path(str(named)).rglob("*") if path.is_file())
+    for one in value.values():
+        yield from _data(one)
+
+
+def _tags(one: dict[str, Any]) -> list[str]:
+    tags = one.get("tag") or []
+    return [tags] if isinstance(tags, str) else [str(tag) for tag in tags]
+
+
+def _hashes(directory: Path, paths: set[Path]) -> dict[str, str]:
+    return {
+        str(path.relative_to(directory))
+        if path.is_relative_to(directory)
+        else path.name: sha256_file(path)
+        for path in sorted(paths)
+    }

@@ -1,0 +1,375 @@
+from __future__ import annotations
+
+import json
+import math
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("lm_eval", reason="lm_eval is missing: pip install 'mens-exp[lm-eval]'")
+
+import torch
+from lm_eval.api.instance import Instance
+
+from mens_exp.config.suite import LmEvalSuite
+from mens_exp.errors import ConfigError, DataError, MissingExtra, Problems
+from mens_exp.evals import harness_suite
+from mens_exp.evals.harness_model import GraphModel
+from mens_exp.evals.harness_suite import Harness, files_of, lm_eval_suite
+from mens_exp.tokenizer.hf import HfTokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.backends.qlora import QloraBackend
+    from mens_exp.model.resolve import BaseModel
+
+CAPITALS = [
+    {"question": "The capital of France is", "choices": ["Rome", "Paris"], "answer": 1},
+    {"question": "The capital of Italy is", "choices": ["Rome", "Paris"], "answer": 0},
+    {"question": "The capital of Spain is", "choices": ["Oslo", "Madrid", "Bern"], "answer": 1},
+]
+CHOICE = """\
+task: capitals
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list:
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+  - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
+"""
+WRITTEN = """\
+task: written
+include: common.yaml
+output_type: generate_until
+doc_to_target: "{{choices[answer]}}"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 4}
+metric_list:
+  - {metric: exact_match, aggregation: mean, higher_is_better: true}
+filter_list:
+  - {name: stripped, filter: [{function: remove_whitespace}, {function: take_first}]}
+"""
+COMMON = """\
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+doc_to_text: "{{{{question}}}}"
+"""
+TOLD = """\
+task: told
+include: common.yaml
+output_type: loglikelihood
+doc_to_target: " {{choices[answer]}}"
+metric_list:
+  - {metric: perplexity, aggregation: perplexity, higher_is_better: false}
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+"""
+ROLLED = """\
+task: rolled
+include: common.yaml
+output_type: loglikelihood_rolling
+doc_to_target: "{{question}} {{choices[answer]}} and many other words that make it longer"
+metric_list: [{metric: byte_perplexity}]
+"""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Four small tasks over three rows, one of each kind that the harness has."""
+    data = tmp_path / "capitals.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in CAPITALS))
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    (tasks / "capitals.yaml").write_text(CHOICE.format(data=data))
+    (tasks / "common.yaml").write_text(COMMON.format(data=data))
+    for name, text in {"written": WRITTEN, "told": TOLD, "rolled": ROLLED}.items():
+        (tasks / f"{name}.yaml").write_text(text)
+    return tasks
+
+
+def suite_of(directory: Path, cache: Path, **settings: Any) -> Harness:
+    config = LmEvalSuite(path=str(directory), **settings)
+    return lm_eval_suite(config, cache, calls_functions=False)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_base: BaseModel) -> HfTokenizer:
+    return HfTokenizer.from_directory(tiny_base.directory)
+
+
+def model_of(backend: QloraBackend, tokenizer: HfTokenizer) -> GraphModel:
+    return GraphModel(backend, tokenizer, max_new_tokens=8, batch_size=2)
+
+
+@pytest.fixture
+def model(tiny_backend: Callable[..., QloraBackend], tokenizer: HfTokenizer) -> GraphModel:
+    return model_of(tiny_backend("backend=lora", "quant.compute_dtype=f32", live=True), tokenizer)
+
+
+def test_likelihoods_and_answers_are_those_of_the_harness_own_model(
+    tiny_backend: Callable[..., QloraBackend], tiny_base: BaseModel, tokenizer: HfTokenizer
+) -> None:
+    """HFLM on the same files is the independent reference, texts longer than the model included."""
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    theirs = HFLM(
+        pretrained=AutoModelForCausalLM.from_pretrained(tiny_base.directory, dtype=torch.float32),
+        tokenizer=AutoTokenizer.from_pretrained(tiny_base.directory),
+        batch_size=2,
+        max_length=tiny_backend("backend=lora").max_positions,
+        device="cpu",
+    )
+    backend = tiny_backend("backend=lora", "quant.compute_dtype=f32")
+    ours = model_of(backend, tokenizer)
+    pairs = [
+        ("The capital of France is", " Paris"),
+        ("x = ", "[1, 2, 3]"),
+        ("", "no context"),
+        ("word " * 3 * backend.max_positions, " end"),
+    ]
+    scored = [
+        Instance("loglikelihood", {}, pair, 0, ("t", number, 1))
+        for number, pair in enumerate(pairs)
+    ]
+    with backend.base_only():
+        ours_now = ours.loglikelihood(scored)
+        told = theirs.loglikelihood(scored, disable_tqdm=True)
+        for (ours_p, ours_is), (their_p, their_is) in zip(ours_now, told, strict=True):
+            assert ours_p == pytest.approx(their_p, abs=1e-3)
+            assert ours_is == their_is
+        text = "some text to be rolled over " * backend.max_positions
+        whole = [Instance("loglikelihood_rolling", {}, (text,), 0, ("t", 0, 1))]
+        assert ours.loglikelihood_rolling(whole) == pytest.approx(
+            theirs.loglikelihood_rolling(whole, disable_tqdm=True), rel=1e-4
+        )
+        options = {"until": ["\n\n"], "max_gen_toks": 6, "do_sample": False}
+        asked = [
+            Instance("generate_until", {}, (text, dict(options)), 0, ("t", number, 1))
+            for number, text in enumerate(["def f(x):", "a much longer question, that is"])
+        ]
+        assert ours.generate_until(asked) == theirs.generate_until(asked, disable_tqdm=True)
+
+
+def test_each_document_is_an_item_and_the_harness_figures_stand_beside_ours(
+    directory: Path, tmp_path: Path, model: GraphModel
+) -> None:
+    """Accuracy of the events is the harness's own; what no task says is null with the reason."""
+    suite = suite_of(directory, tmp_path)
+    answered = suite.answered(model, "tuned")
+    assert [event["item_id"] for event in answered.events] == [item.id for item in suite.items]
+    assert len(answered.events) == 4 * 3
+    by_task = {
+        name: [event for event in answered.events if event["group"] == name] for name in suite.tasks
+    }
+    for name, metric in (("capitals", "acc"), ("told", "acc"), ("written", "exact_match@stripped")):
+        mean = sum(bool(event["task_success"]) for event in by_task[name]) / 3
+        assert answered.figures[f"{name}/{metric}"] == pytest.approx(mean)
+    assert answered.figures["rolled/byte_perplexity"] > 1
+    assert all(event["task_success"] is None for event in by_task["rolled"])
+    assert "suite.metric" in by_task["rolled"][0]["unknown"]["task_success"]
+    first = by_task["capitals"][0]
+    assert first["reference"].strip() == "Paris"
+    assert first["completion"].strip() in {"Rome", "Paris"}
+    assert first["tokens_in"] > 0
+    assert first["parses"] is None
+    assert "judges texts, not code" in first["unknown"]["compile_pass_1"]
+    assert by_task["written"][0]["tokens_out"] in range(1, 5)
+
+
+def test_questions_are_turns_under_the_chat_template_of_training(
+    directory: Path, tmp_path: Path, model: GraphModel
+) -> None:
+    """The ids of the question are those that training and every other suite ask with."""
+    asked = suite_of(directory, tmp_path).answered(model, "tuned")
+    plain = suite_of(directory, tmp_path, chat_template=False).answered(model, "tuned")
+    turns = [{"role": "user", "content": CAPITALS[0]["question"]}]
+    chat = model.texts.render(turns, add_generation_prompt=True)
+    prompts = [
+        next(e["prompt"] for e in one.events if e["item_id"] == "written/0")
+        for one in (asked, plain)
+    ]
+    assert prompts == [chat, CAPITALS[0]["question"]]
+    assert model.tok_encode(chat) == model.texts.encode_prompts([turns])[0]
+
+
+def test_targets_pass_and_empty_answers_fail(directory: Path, tmp_path: Path) -> None:
+    """The tasks judge their own targets right; the one of likelihood alone has nothing to test."""
+    result = suite_of(directory, tmp_path).self_test(None)
+    assert result is not None
+    assert result.references == {"target": 9}
+    assert result.problem is None
+
+
+def test_a_task_that_judges_its_targets_wrong_is_not_scored(
+    directory: Path, tmp_path: Path
+) -> None:
+    """A filter that throws the answer away is found before anything is scored."""
+    path = directory / "written.yaml"
+    path.write_text(path.read_text().replace("remove_whitespace", "lowercase"))
+    result = suite_of(directory, tmp_path, tasks=["written"]).self_test(None)
+    assert result is not None
+    assert result.problem is not None
+    assert "references judged wrong: written/0" in result.problem
+
+
+def test_an_empty_answer_that_passes_is_not_scored(directory: Path, tmp_path: Path) -> None:
+    """A target that is empty makes every silence right."""
+    path = directory / "written.yaml"
+    path.write_text(path.read_text().replace('"{{choices[answer]}}"', '""'))
+    result = suite_of(directory, tmp_path, tasks=["written"]).self_test(None)
+    assert result is not None
+    assert result.stubs_passed == ["written/0", "written/1", "written/2"]
+
+
+def test_the_first_documents_alone_and_examples_before_them(
+    directory: Path, tmp_path: Path, model: GraphModel
+) -> None:
+    """`suite.items` and `suite.num_fewshot` do what they say."""
+    suite = suite_of(directory, tmp_path, tasks=["written"], items=2)
+    assert [event["item_id"] for event in suite.answered(model, "base").events] == [
+        "written/0",
+        "written/1",
+    ]
+    more = suite_of(directory, tmp_path, tasks=["capitals"], num_fewshot=2, chat_template=False)
+    prompt = more.answered(model, "base").events[0]["prompt"]
+    assert prompt.endswith("The capital of France is")
+    assert prompt.count("The capital of") == 3
+
+
+def test_answers_repeat_and_the_program_s_own_draws_are_untouched(
+    directory: Path, tmp_path: Path, model: GraphModel
+) -> None:
+    """The harness seeds Python's and NumPy's generators; ours go on as if it had not."""
+    import random
+
+    path = directory / "written.yaml"
+    path.write_text(path.read_text().replace("max_gen_toks", "temperature: 1.0, max_gen_toks"))
+    suite = suite_of(directory, tmp_path, tasks=["written"])
+    before = random.getstate()
+    texts = [[e["completion"] for e in suite.answered(model, "a").events] for _ in range(2)]
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) > 1
+    assert random.getstate() == before
+
+
+def digest_of(directory: Path, **settings: Any) -> str:
+    return files_of(LmEvalSuite(path=str(directory), **settings), calls_functions=False)
+
+
+def test_the_digest_is_of_files_data_and_settings(directory: Path) -> None:
+    """It moves with each of them, and not with what only makes it faster."""
+    first = digest_of(directory)
+    assert digest_of(directory, batch_size=1) == first
+    others = {digest_of(directory, items=2), digest_of(directory, tasks=["told"])}
+    data = directory.parent / "capitals.jsonl"
+    data.write_text(data.read_text().replace("Bern", "Riga"))
+    others.add(digest_of(directory))
+    common = directory / "common.yaml"
+    common.write_text(common.read_text() + 'fewshot_delimiter: "\\n"\n')
+    others.add(digest_of(directory))
+    assert len(others | {first}) == 5
+
+
+@pytest.mark.parametrize(
+    ("added", "said"),
+    [
+        ("unsafe_code: true\n", "executes what a model writes"),
+        ("dataset_path: openai/gsm8k\n", "no files of this machine"),
+        ("dataset_kwargs: {data_files: nowhere.jsonl}\n", "there is no such file"),
+        ("dataset_kwargs: {}\n", "no file of data is named"),
+        ("include: told.yaml\n", "includes itself"),
+        ("a: [\n", "is no YAML"),
+    ],
+)
+def test_what_cannot_be_asked_here_is_refused(directory: Path, added: str, said: str) -> None:
+    """Code outside the sandbox, and data that are not on this machine; nothing is loaded."""
+    path = directory / "told.yaml"
+    kept = [
+        line
+        for line in path.read_text().splitlines()
+        if line.partition(":")[0] != added.partition(":")[0]
+    ]
+    path.write_text("\n".join([*kept, added]))
+    with pytest.raises((DataError, Problems), match=said):
+        digest_of(directory)
+
+
+def test_python_of_a_task_file_runs_with_task_evaluate_alone(
+    directory: Path, tmp_path: Path
+) -> None:
+    """It is found before the harness imports it, and trusted where the user asks by hand."""
+    mark = tmp_path / "was_imported"
+    (directory / "own.py").write_text(
+        f"import pathlib\npathlib.Path({str(mark)!r}).touch()\n"
+        "def shown(doc): return 'Q: ' + doc['question']\n"
+    )
+    path = directory / "told.yaml"
+    path.write_text(path.read_text() + "doc_to_text: !function own.shown\n")
+    config = LmEvalSuite(path=str(directory), tasks=["told"])
+    with pytest.raises((ConfigError, Problems), match="names Python"):
+        lm_eval_suite(config, tmp_path, calls_functions=False)
+    assert not mark.exists()
+    suite = lm_eval_suite(config, tmp_path, calls_functions=True)
+    assert suite.items[0].prompt == "Q: The capital of France is"
+    assert mark.exists()
+
+
+def test_an_unknown_task_is_refused_with_those_there_are(directory: Path) -> None:
+    """Before anything is loaded."""
+    with pytest.raises(ConfigError, match=r"no task file has it.*nothing.*capitals, rolled"):
+        digest_of(directory, tasks=["nothing"])
+
+
+def test_without_task_files_there_is_no_suite(tmp_path: Path) -> None:
+    """An empty directory, and one that is none."""
+    with pytest.raises(DataError, match="holds no task file"):
+        digest_of(tmp_path)
+    with pytest.raises(DataError, match="is no directory"):
+        digest_of(tmp_path / "nowhere")
+
+
+def test_drawing_that_is_not_known_is_refused(
+    directory: Path, tmp_path: Path, model: GraphModel
+) -> None:
+    """Ignoring a task's beam search would give another score under its name."""
+    path = directory / "written.yaml"
+    path.write_text(path.read_text().replace("max_gen_toks", "num_beams: 4, max_gen_toks"))
+    with pytest.raises(DataError, match=r"task written: generation_kwargs.*num_beams"):
+        suite_of(directory, tmp_path, tasks=["written"]).answered(model, "base")
+
+
+def test_what_the_harness_cannot_load_is_told(directory: Path, tmp_path: Path) -> None:
+    """Its own words stand in the message."""
+    path = directory / "told.yaml"
+    path.write_text(path.read_text() + "test_split: train\n")
+    with pytest.raises(DataError, match=r"the harness cannot load the tasks.*train"):
+        suite_of(directory, tmp_path, tasks=["told"])
+
+
+def test_without_the_harness_its_extra_is_named(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is spent."""
+    monkeypatch.setattr(harness_suite, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtra, match=r"pip install 'mens-exp\[lm-eval\]'"):
+        digest_of(directory)
+
+
+def test_likelihoods_are_finite_of_base_and_tuned(
+    directory: Path, tmp_path: Path, model: GraphModel
+) -> None:
+    """The two conditions are the same graph, its adapter off and on."""
+    suite = suite_of(directory, tmp_path, tasks=["rolled"])
+    figures = []
+    for block in (model.graph.base_only(), nullcontext()):
+        with block:
+            figures.append(suite.answered(model, "x").figures["rolled/byte_perplexity"])
+    assert all(math.isfinite(one) for one in figures)
+    assert figures[0] != figures[1]

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.config.quant import ComputeDtype
+from mens_exp.errors import MissingExtra, SetupError
+from mens_exp.evals import vllm_engine
+from mens_exp.evals.generation import Generation, Request
+from mens_exp.evals.vllm_engine import Served, VllmEngine, open_vllm, problems
+from mens_exp.tokenizer.hf import HfTokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mens_exp.model.resolve import BaseModel
+
+QUESTION: Any = {"role": "user", "content": "What is it?"}
+
+
+@dataclass
+class FakeParams:
+    """SamplingParams: the fields of vLLM 0.11 that are used, and no others."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    max_tokens: int | None = 16
+
+
+@dataclass
+class FakeLora:
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+@dataclass
+class FakeLLM:
+    """LLM: keyword arguments as documented; it answers with the words it was told."""
+
+    model: str
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    trust_remote_code: bool = False
+    seed: int | None = None
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    says: list[int] = field(default_factory=list)
+    asked: list[Any] = field(default_factory=list)
+
+    def generate(
+        self,
+        prompts: Sequence[dict[str, list[int]]],
+        sampling_params: Sequence[FakeParams],
+        *,
+        use_tqdm: bool = True,
+        lora_request: FakeLora | None = None,
+    ) -> list[Any]:
+        assert not use_tqdm
+        assert len(prompts) == len(sampling_params)
+        assert lora_request is None or self.enable_lora
+        self.asked.append((prompts, sampling_params, lora_request))
+        said = SimpleNamespace(token_ids=tuple(self.says), finish_reason="length")
+        return [SimpleNamespace(outputs=[said]) for _ in prompts]
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module with the signatures that vLLM documents."""
+    module, lora, request = (ModuleType(n) for n in ("vllm", "vllm.lora", "vllm.lora.request"))
+    module.LLM, module.SamplingParams = FakeLLM, FakeParams  # type: ignore[attr-defined]
+    request.LoRARequest = FakeLora  # type: ignore[attr-defined]
+    for one in (module, lora, request):
+        monkeypatch.setitem(sys.modules, one.__name__, one)
+
+
+@pytest.fixture
+def tokenizer(tiny_base: BaseModel) -> HfTokenizer:
+    return HfTokenizer.from_directory(tiny_base.directory)
+
+
+def opened(room: int | None = None) -> FakeLLM:
+    engine = open_vllm(
+        Served(base=Path("base"), max_lora_rank=room, dtype=ComputeDtype.bf16, max_positions=64)
+    )
+    assert isinstance(engine, FakeLLM)
+    return engine
+
+
+@pytest.mark.usefixtures("vllm")
+def test_the_adapter_is_a_lora_request_of_the_tuned_condition_alone(
+    tokenizer: HfTokenizer,
+) -> None:
+    """One engine is loaded, with room for the rank; the base is asked without a request."""
+    adapter = Path("adapter")
+    engine = opened(32)
+    assert (engine.model, engine.dtype, engine.max_model_len) == ("base", "bfloat16", 64)
+    assert (engine.enable_lora, engine.max_loras, engine.max_lora_rank) == (True, 1, 32)
+    generation = Generation(max_new_tokens=8, batch_size=4)
+    for path in (None, adapter):
+        request = Request(messages=(QUESTION,), seed=1)
+        VllmEngine(engine, tokenizer, generation, 64, path).complete([request])
+    (_, _, of_base), (_, _, of_tuned) = engine.asked
+    assert of_base is None
+    assert of_tuned == FakeLora("tuned", 1, "adapter")
+    assert not opened().enable_lora
+
+
+@pytest.mark.usefixtures("vllm")
+def test_it_is_given_the_ids_of_training_and_its_ids_become_text_here(
+    tokenizer: HfTokenizer,
+) -> None:
+    """The chat template is ours, stop texts are cut, and counts are of tokens."""
+    engine = opened()
+    engine.says = tokenizer.encode_all(["def f(): pass\nEND more"])[0]
+    requests = [Request(messages=(QUESTION,), seed=2**59 + n, stop=("END",)) for n in range(3)]
+    generation = Generation(max_new_tokens=8, batch_size=2, temperature=0.5, top_p=0.9)
+    answers = VllmEngine(engine, tokenizer, generation, 64, None).complete(requests)
+    prompt = tokenizer.encode_prompts([[QUESTION]])[0]
+    assert [len(prompts) for prompts, _, _ in engine.asked] == [2, 1]
+    prompts, params, _ = engine.asked[0]
+    assert prompts == [{"prompt_token_ids": prompt}] * 2
+    assert params[1] == FakeParams(
+        n=1,
+        temperature=0.5,
+        top_p=0.9,
+        seed=2**59 + 1,
+        stop=["END"],
+        stop_token_ids=sorted(tokenizer.end_ids),
+        max_tokens=8,
+    )
+    assert [one.text for one in answers] == ["def f(): pass\n"] * 3
+    assert answers[0].is_finished
+    assert (answers[0].tokens_in, answers[0].tokens_out) == (len(prompt), len(engine.says))
+
+
+@pytest.mark.usefixtures("vllm")
+def test_greedy_answers_have_no_seed_and_may_be_cut_off(tokenizer: HfTokenizer) -> None:
+    """Temperature 0 is how vLLM takes the likeliest token."""
+    engine = opened()
+    engine.says = tokenizer.encode_all(["and so on"])[0]
+    generation = Generation(max_new_tokens=8, batch_size=2)
+    (answer,) = VllmEngine(engine, tokenizer, generation, 64, None).complete(
+        [Request(messages=(QUESTION,), seed=3)]
+    )
+    params = engine.asked[0][1][0]
+    assert (params.temperature, params.seed, params.stop) == (0.0, None, [])
+    assert not answer.is_finished
+
+
+@pytest.mark.usefixtures("vllm")
+def test_a_prompt_without_room_for_an_answer_is_not_asked(tokenizer: HfTokenizer) -> None:
+    """It fails as it does with the graph at hand."""
+    engine = opened()
+    generation = Generation(max_new_tokens=60, batch_size=2)
+    (answer,) = VllmEngine(engine, tokenizer, generation, 64, None).complete(
+        [Request(messages=(QUESTION,), seed=3)]
+    )
+    assert answer.problem is not None
+    assert not engine.asked
+
+
+@pytest.mark.usefixtures("vllm")
+def test_what_vllm_cannot_load_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own words stand in the message."""
+
+    def refused(self: FakeLLM, *_: Any, **__: Any) -> None:
+        raise ValueError("architecture not supported")
+
+    monkeypatch.setattr(FakeLLM, "__init__", refused)
+    with pytest.raises(SetupError, match=r"cannot load the model.*architecture not supported"):
+        opened()
+
+
+def test_without_vllm_and_without_a_gpu_both_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is loaded."""
+    cpu, cuda = SimpleNamespace(kind="cpu"), SimpleNamespace(kind="cuda")
+    monkeypatch.setattr(vllm_engine, "find_spec", lambda name: None)
+    monkeypatch.setattr(vllm_engine.machine, "look", lambda accelerator: cpu)
+    missing, no_gpu = problems()
+    assert isinstance(missing, MissingExtra)
+    assert "pip install 'mens-exp[vllm]'" in str(missing)
+    assert "there is none here" in str(no_gpu)
+    monkeypatch.setattr(vllm_engine, "find_spec", lambda name: object())
+    monkeypatch.setattr(vllm_engine.machine, "look", lambda accelerator: cuda)
+    assert list(problems()) == []

@@ -1,0 +1,72 @@
+"""vLLM's own engine on a CUDA machine: its greedy answers are nearly those of the graph at hand."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from mens_exp.config.quant import ComputeDtype
+from mens_exp.evals.generation import Generation, GraphEngine, Request
+from mens_exp.evals.vllm_engine import Served, VllmEngine, open_vllm
+from mens_exp.model.resolve import resolve
+from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.training.build import build_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.config.root import RunConfig
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason="needs a CUDA device; on one, install a CUDA build of torch (README, 'A CUDA "
+        "machine') and run: pytest -m gpu",
+    ),
+    pytest.mark.skipif(
+        find_spec("vllm") is None, reason="vllm is missing: pip install 'mens-exp[vllm]'"
+    ),
+]
+
+
+def test_greedy_answers_begin_as_those_of_the_graph_at_hand(
+    cache: Path, tiny_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """Base and tuned, on unquantized weights in f32; eight tokens, before rounding tells."""
+    config = tiny_config("model=smollm2_135m", "backend=lora", "quant.compute_dtype=f32")
+    base = resolve(config.model, cache)
+    backend = build_backend(config, base)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in backend.trainable().items():
+        if name.endswith("lora_b"):
+            draws = torch.empty(parameter.shape).normal_(std=0.05, generator=generator)
+            parameter.data.copy_(draws)
+    backend.write_peft(tmp_path / "peft")
+    tokenizer = HfTokenizer.from_directory(base.directory)
+    generation = Generation(max_new_tokens=8, batch_size=4)
+    requests = [
+        Request(messages=({"role": "user", "content": text},), seed=0)
+        for text in ("What is 2 + 2?", "Name a colour.", "Write f(x).", "The capital of France?")
+    ]
+    served = Served(
+        base=base.directory,
+        max_lora_rank=config.lora.r,
+        dtype=ComputeDtype.f32,
+        max_positions=256,
+    )
+    engine = open_vllm(served)
+    ours = GraphEngine(backend, tokenizer, generation)
+    for adapter in (None, tmp_path / "peft"):
+        theirs = VllmEngine(engine, tokenizer, generation, 256, adapter).complete(requests)
+        if adapter is None:
+            with backend.base_only():
+                expected = ours.complete(requests)
+        else:
+            expected = ours.complete(requests)
+        same = sum(a.text == b.text for a, b in zip(theirs, expected, strict=True))
+        assert same >= 3, (theirs, expected)
