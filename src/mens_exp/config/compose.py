@@ -58,8 +58,9 @@ class Composed:
         run_dir: where Hydra would run it alone; None where that cannot be told.
         sweep_dir: where it runs as a cell of a sweep.
         sweep_root: the directory of that sweep.
-        launcher: Hydra's node of the launcher, with the chosen option under ``name``.
-        sweeper: Hydra's node of the sweeper, likewise.
+        launcher: Hydra's node of the launcher.
+        launcher_option: the option of hydra/launcher.
+        sweeper: Hydra's node of the sweeper, with the chosen option under ``name``.
     """
 
     overrides: tuple[str, ...]
@@ -69,6 +70,7 @@ class Composed:
     sweep_dir: str | None = None
     sweep_root: str | None = None
     launcher: dict[str, Any] = field(default_factory=dict)
+    launcher_option: str | None = None
     sweeper: dict[str, Any] = field(default_factory=dict)
 
 
@@ -151,7 +153,8 @@ def compose(cells: Sequence[Sequence[str]], *, first: int = 0) -> list[Composed]
                     sweep_dir=_directory(config, number, "sweep.dir", "sweep.subdir"),
                     sweep_root=_directory(config, number, "sweep.dir"),
                     launcher=_plugin(config, "launcher"),
-                    sweeper=_plugin(config, "sweeper"),
+                    launcher_option=_option(config, "launcher"),
+                    sweeper={"name": _option(config, "sweeper"), **_plugin(config, "sweeper")},
                 )
             )
     return composed
@@ -169,11 +172,15 @@ def _choices(config: DictConfig) -> dict[str, str | None]:
 
 
 def _plugin(config: DictConfig, kind: str) -> dict[str, Any]:
-    """Return the node of Hydra's launcher or sweeper, and which option it is."""
+    """Return the node of Hydra's launcher or sweeper."""
     node = OmegaConf.to_container(config.hydra[kind])
     assert isinstance(node, dict)
-    name = config.hydra.runtime.choices.get(f"hydra/{kind}")
-    return {"name": name, **{str(key): value for key, value in node.items()}}
+    return {str(key): value for key, value in node.items()}
+
+
+def _option(config: DictConfig, kind: str) -> str | None:
+    option = config.hydra.runtime.choices.get(f"hydra/{kind}")
+    return None if option is None else str(option)
 
 
 def _lists(overrides: Sequence[str]) -> dict[str, str]:

@@ -85,6 +85,8 @@ class Launcher:
             if work is not None:
                 self._at_work[job["number"]] = work
                 self._say(job, "is still at work", _where(job))
+            elif job["state"] == JobState.RUNNING:  # it has ended since it was looked for
+                job["state"] = JobState.WAITING
 
     def _fill(self) -> None:
         """Hand waiting jobs over, as many as the executor has room for."""
