@@ -14,7 +14,7 @@ from mens_exp.errors import ConfigError, MensError, RequestError, SetupError
 from mens_exp.sweeps.process import SOURCE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from mens_exp.config.launcher import SlurmLauncher
 
@@ -22,9 +22,11 @@ __all__ = ["call", "refused", "script", "slurm_problems"]
 
 _ASK_S = 60.0  # a busy controller answers within half a minute
 _TOOLS = ("sbatch", "squeue", "scancel", "scontrol")
-# What decides how a job is told to stop, put back and found again.
+# What a setting stands for, and what decides how a job is told to stop, put back and found again.
 _OURS = frozenset(
-    {"array", "chdir", "error", "export", "job-name", "nodes", "ntasks", "ntasks-per-node"}
+    {"account", "comment", "constraint", "cpus-per-task", "exclude", "gpus-per-node", "gres", "mem"}
+    | {"partition", "qos"}
+    | {"array", "chdir", "error", "export", "job-name", "nodes", "ntasks", "ntasks-per-node"}
     | {"no-requeue", "open-mode", "output", "parsable", "requeue", "signal", "test-only", "time"}
     | {"wait", "wrap"}
 )
@@ -108,24 +110,35 @@ def slurm_problems(launcher: SlurmLauncher, many: int) -> list[MensError]:
                 remedy="run the sweep on a login node of the cluster, or with hydra/launcher=local",
             )
         ]
-    taken = [key for key in launcher.additional_parameters if key.replace("_", "-") in _OURS]
-    if taken:
-        return [
-            ConfigError(
-                "is set by the launcher itself",
-                where=f"hydra.launcher.additional_parameters.{key}",
-                found=str(launcher.additional_parameters[key]),
-                expected="an option of sbatch that no setting of hydra.launcher stands for",
-                remedy=f"drop {key}",
-            )
-            for key in taken
-        ]
+    wrong = list(_setting_problems(launcher))
+    if wrong:
+        return wrong
     text = script(launcher, range(many), batch=Path.cwd(), arguments=[])
     try:
         call(["sbatch", "--test-only"], text)
     except OSError as error:
         return [refused(str(error))]
     return []
+
+
+def _setting_problems(launcher: SlurmLauncher) -> Iterator[MensError]:
+    for key, value in launcher.additional_parameters.items():
+        if key.replace("_", "-") in _OURS:
+            yield ConfigError(
+                "is set by the launcher itself",
+                where=f"hydra.launcher.additional_parameters.{key}",
+                found=str(value),
+                expected="an option of sbatch that no setting of hydra.launcher stands for",
+                remedy=f"drop {key}, or give the setting",
+            )
+    if launcher.signal_delay_s >= 60 * launcher.timeout_min:
+        yield ConfigError(
+            "leaves a job no time before it is told to end",
+            where="hydra.launcher.signal_delay_s",
+            found=launcher.signal_delay_s,
+            expected=f"less than the {60 * launcher.timeout_min} seconds of timeout_min",
+            remedy="allow more time, or be told later",
+        )
 
 
 def refused(said: str) -> MensError:
