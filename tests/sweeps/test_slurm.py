@@ -83,7 +83,7 @@ def test_all_jobs_are_one_array(executor: SlurmExecutor, queue: Queue, tmp_path:
         ("CANCELLED", 0, JobState.CANCELLED, "CANCELLED: ended by scancel", False),
         ("NODE_FAIL", 0, JobState.FAILED, "NODE_FAIL: its node failed", True),
         ("OUT_OF_MEMORY", 9, JobState.FAILED, "OUT_OF_MEMORY: it took more than", False),
-        ("TIMEOUT", 9, JobState.FAILED, "TIMEOUT: its 60 minutes were over 1 times", True),
+        ("TIMEOUT", 9, JobState.FAILED, "TIMEOUT: its 60 minutes were over, 1 time", True),
     ],
 )
 def test_why_slurm_ended_a_job_is_the_reason(

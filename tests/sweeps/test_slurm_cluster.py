@@ -201,10 +201,10 @@ def test_a_job_that_is_out_of_time_too_often_has_failed(start: Start, tmp_path: 
     slurm("scancel", "--batch", "--signal=USR1", f"{jobs(place)[0]['attempts'][0]['queue_id']}")
     until(lambda: is_asked_to_end(job), launcher)
     job.resume()
-    assert launcher.wait(LIMIT_S) == 1 + 129
+    assert launcher.wait(LIMIT_S) == 1
     (only,) = jobs(place)
     assert only["state"] == "failed"
-    assert only["reason"] == "TIMEOUT: its 2 minutes were over 1 times"
+    assert only["reason"] == "TIMEOUT: its 2 minutes were over, 1 time"
     assert cli.main([f"sweep.resume={place}", "hydra.launcher.timeout_min=20"]) == 0
     assert [one["exit_code"] for one in jobs(place)[0]["attempts"]] == [130, 0]
 

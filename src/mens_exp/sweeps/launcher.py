@@ -117,6 +117,8 @@ class Launcher:
                 self._note(job, ended)
             elif (state := _state(work)) != job["state"]:
                 self._set(job, state, work.waits)
+                if state is JobState.WAITING:
+                    self._say(job, "waits again", work.waits)
             elif _known(job) != before or job["reason"] != work.waits:
                 job["reason"] = work.waits
                 self._save()

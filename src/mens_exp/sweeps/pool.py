@@ -157,7 +157,8 @@ class JoblibExecutor:
     def adopt(self, job: SweepJob) -> Work | None:
         """Take up a process that an earlier launcher's pool left at work."""
         log = self._log(job)
-        found = process_left(log.attempts())
+        job["attempts"][:] = log.attempts()
+        found = process_left(job["attempts"])
         if found is None or job["state"] not in {JobState.RUNNING, JobState.WAITING}:
             return None
         return PoolWork(job, log, found)

@@ -74,10 +74,11 @@ class SlurmWork:
         mine = [one for one in self._job["attempts"] if one.get("queue_id") == self.queue_id]
         if seen is None:  # Slurm has forgotten it
             return Ended(exit_code=mine[-1]["exit_code"] if mine else None)
-        late = sum(one.get("why") == TIMEOUT for one in self._job["attempts"])
+        late = sum(one.get("why") == TIMEOUT for one in mine)
         if seen.state == TIMEOUT or (mine and mine[-1].get("why") == TIMEOUT):
             settings = self._executor.launcher
-            reason = f"{TIMEOUT}: its {settings.timeout_min} minutes were over {late} times"
+            times = f"{late} time{'' if late == 1 else 's'}"
+            reason = f"{TIMEOUT}: its {settings.timeout_min} minutes were over, {times}"
             may_pass = late <= settings.max_num_timeout
             stop = Stop(state=JobState.FAILED, reason=reason, may_pass=may_pass)
         elif seen.state in _MEANS:
@@ -90,7 +91,7 @@ class SlurmWork:
             stop = Stop(state=JobState.FAILED, reason=reason)
         else:
             return Ended(exit_code=mine[-1]["exit_code"])
-        return Ended(exit_code=mine[-1]["exit_code"] if mine else seen.exit_code, stop=stop)
+        return Ended(exit_code=None, stop=stop)
 
 
 class SlurmExecutor:
@@ -135,6 +136,7 @@ class SlurmExecutor:
                 self.seen, self.has_answered = queue_of(self._batch), True
             except OSError as error:
                 raise refused(str(error)) from error
+        job["attempts"][:] = self.log(job).attempts()
         if job["state"] not in {JobState.RUNNING, JobState.WAITING}:
             return None
         mine = [one for one in self.seen.values() if one.number == job["number"]]

@@ -143,7 +143,7 @@ def _setting_problems(launcher: SlurmLauncher) -> Iterator[MensError]:
 
 def refused(said: str) -> MensError:
     """Return the error for what one of Slurm's commands said: of Slurm, or of the request."""
-    unreachable = ("Unable to contact", "configuration source", "Connection refused", "Unable to")
+    unreachable = ("Unable to contact", "configuration source", "Connection refused", "authentic")
     if any(text in said for text in unreachable):
         return SetupError(
             "Slurm does not answer",

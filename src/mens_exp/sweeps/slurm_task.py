@@ -47,13 +47,14 @@ def main(arguments: Sequence[str]) -> int:
     record = SweepRecord.read(directory.record)
     job = next(one for one in record.jobs if one["number"] == number)
     run, log = RunDir(directory.path / job["directory"]), AttemptLog(directory.attempts(number))
+    queue_id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{number}"
     began, warned = time.monotonic(), _Warned()
     ended = supervise(
         [str(run.path)] + [ACCEPT_CHANGES] * given.accept_changes,
         run.log,
         _environment(record.threads),
         log,
-        queue_id=f"{os.environ['SLURM_ARRAY_JOB_ID']}_{number}",
+        queue_id=queue_id,
         signals=warned.taken,
     )
     why = None
@@ -61,7 +62,8 @@ def main(arguments: Sequence[str]) -> int:
         warning_s = 60 * given.timeout_min - given.signal_delay_s - _SLACK_S
         why = TIMEOUT if time.monotonic() - began >= warning_s else PREEMPTED
     log.ended(ended.exit_code, peak_rss_bytes=ended.peak_rss_bytes, why=why)
-    late = sum(one.get("why") == TIMEOUT for one in log.attempts())
+    mine = [one for one in log.attempts() if one.get("queue_id") == queue_id]
+    late = sum(one.get("why") == TIMEOUT for one in mine)
     if why == PREEMPTED or (why == TIMEOUT and late <= given.max_num_timeout):
         call(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]])
         return 0
