@@ -125,6 +125,23 @@ def test_a_job_that_ended_by_itself_is_read_from_its_log(
     assert work.ended() == Ended(exit_code=2)
 
 
+def test_a_job_that_is_gone_before_it_began_was_cancelled(
+    executor: SlurmExecutor, queue: Queue
+) -> None:
+    """Slurm keeps no trace of a task that scancel took out of the queue."""
+    queue.says("PENDING")
+    ((_, work),) = executor.start(executor._record.jobs[:1])
+    assert not isinstance(work, str)
+    assert work.ended() is None
+    queue.lines = []
+    executor.poll()
+    ended = work.ended()
+    assert ended is not None
+    assert ended.stop is not None
+    assert ended.stop.state is JobState.CANCELLED
+    assert ended.stop.reason == "CANCELLED: 7_0 left Slurm's queue before it began"
+
+
 def test_a_silent_slurm_changes_nothing(executor: SlurmExecutor, queue: Queue) -> None:
     """Its controller may start again; a job that cannot be cancelled is named."""
     ((_, work),) = executor.start(executor._record.jobs[:1])

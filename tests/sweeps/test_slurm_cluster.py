@@ -210,6 +210,19 @@ def test_a_job_that_is_out_of_time_too_often_has_failed(start: Start, tmp_path: 
 
 
 def test_scancel_shows_as_cancelled(start: Start, tmp_path: Path) -> None:
+    """At work, with its record closed in order; resuming runs what is left of it."""
+    place = tmp_path / "sweep"
+    launcher = start()
+    job = paused_at_its_first_checkpoint(place, launcher)
+    slurm("scancel", f"{jobs(place)[0]['attempts'][0]['queue_id']}")
+    assert launcher.wait(LIMIT_S) == 1
+    assert not job.is_running()
+    (only,) = jobs(place)
+    assert (only["state"], only["reason"]) == ("cancelled", "CANCELLED: ended by scancel")
+    assert Manifest.read(run_of(place).manifest).status is Status.CANCELLED
+
+
+def test_scancel_in_the_queue_shows_as_cancelled(start: Start, tmp_path: Path) -> None:
     """The other cell goes on; held at first, by an option of sbatch that no setting stands for."""
     place = tmp_path / "sweep"
     launcher = start("seed=1,2", "task=plan", "+hydra.launcher.additional_parameters.hold=true")
@@ -220,7 +233,7 @@ def test_scancel_shows_as_cancelled(start: Start, tmp_path: Path) -> None:
     kept, cancelled = jobs(place)
     assert kept["state"] == "succeeded"
     assert (cancelled["state"], cancelled["attempts"]) == ("cancelled", [])
-    assert cancelled["reason"] == "CANCELLED: ended by scancel"
+    assert cancelled["reason"] == f"CANCELLED: {array}_1 left Slurm's queue before it began"
 
 
 def test_jobs_in_the_queue_outlive_their_launcher(start: Start, tmp_path: Path) -> None:

@@ -72,8 +72,11 @@ class SlurmWork:
 
     def _ended(self, seen: Seen | None) -> Ended:
         mine = [one for one in self._job["attempts"] if one.get("queue_id") == self.queue_id]
-        if seen is None:  # Slurm has forgotten it
-            return Ended(exit_code=mine[-1]["exit_code"] if mine else None)
+        if seen is None and mine:  # it ended so long ago that Slurm has forgotten it
+            return Ended(exit_code=mine[-1]["exit_code"])
+        if seen is None:  # measured on 22.05: one that is cancelled in the queue is not kept
+            reason = f"CANCELLED: {self.queue_id} left Slurm's queue before it began"
+            return Ended(exit_code=None, stop=Stop(state=JobState.CANCELLED, reason=reason))
         late = sum(one.get("why") == TIMEOUT for one in mine)
         if seen.state == TIMEOUT or (mine and mine[-1].get("why") == TIMEOUT):
             settings = self._executor.launcher
