@@ -14,7 +14,7 @@ from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import JobState, SweepJob, SweepRecord
 from mens_exp.artifacts.sweep_dir import SweepDir
-from mens_exp.sweeps import launcher as launching
+from mens_exp.sweeps import local, pool, supervise
 from mens_exp.sweeps.launcher import Launcher
 from mens_exp.sweeps.process import Child
 
@@ -136,8 +136,10 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Laun
                 )
             )
 
-    monkeypatch.setattr(launching, "start", start)
-    monkeypatch.setattr(launching, "_LOOK_S", 0.01)
+    for module in (local, supervise):
+        monkeypatch.setattr(module, "start", start)
+    monkeypatch.setattr(local.LocalExecutor, "look_s", 0.01)
+    monkeypatch.setattr(pool.JoblibExecutor, "look_s", 0.01)
 
     def made(*scripts: list[list[tuple[str, Any]]], **more: Any) -> Launcher:
         directory = SweepDir(tmp_path / "sweep")

@@ -159,12 +159,12 @@ def test_signal_handlers_are_put_back(sweep: Sweep) -> None:
 
 def test_no_process_is_no_reason_to_stop(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the system starts none, the job has failed and says so."""
-    from mens_exp.sweeps import launcher as launching
+    from mens_exp.sweeps import local
 
     def none(*_: object) -> None:
         raise OSError("Resource temporarily unavailable")
 
-    monkeypatch.setattr(launching, "start", none)
+    monkeypatch.setattr(local, "start", none)
     launcher = sweep([DONE], [DONE])
     assert launcher.run() == 1
     assert states(launcher) == ["failed", "failed"]

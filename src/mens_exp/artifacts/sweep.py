@@ -23,12 +23,19 @@ class JobState(StrEnum):
     CANCELLED = "cancelled"
 
 
-class JobAttempt(TypedDict):
+class _Queued(TypedDict, total=False):
+    queue_id: str
+    host: str
+    why: str | None
+
+
+class JobAttempt(_Queued):
     """One process that worked on a job.
 
     ``process_started`` (seconds since 1970) tells it from a later one of the same number.
     ``exit_code`` is minus the number of the signal that ended it, and null while it runs or where
-    the launcher was not there to see.
+    nobody was there to see. A batch system adds its own number of the job (``queue_id``), the
+    ``host`` it ran on, and ``why`` it ended that attempt (``TIMEOUT``), null where it did not.
     """
 
     pid: int
@@ -83,6 +90,8 @@ class SweepRecord(StoredRecord):
         n_jobs: jobs at a time.
         threads: threads of each job; it stays when the sweep goes on, as results depend on it.
         gpus: devices that jobs take in turn; empty where they see what the launcher sees.
+        launcher: the option of hydra/launcher.
+        launcher_settings: its settings; they hold for what is left when the sweep goes on.
         retries: how often a job is started again after it was killed.
         changes: ``refuse`` or ``accept`` other code than at launch.
         jobs: the cells that run, in order.
@@ -100,6 +109,8 @@ class SweepRecord(StoredRecord):
     n_jobs: int
     threads: int
     gpus: list[str] = field(default_factory=list)
+    launcher: str = "local"
+    launcher_settings: dict[str, Any] = field(default_factory=dict)
     retries: int
     changes: str
     jobs: list[SweepJob]

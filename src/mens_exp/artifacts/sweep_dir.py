@@ -26,3 +26,17 @@ class SweepDir:
     def lock(self) -> Path:
         """Held by the launcher as long as it lives."""
         return self.path / "sweep.lock"
+
+    @property
+    def batch(self) -> Path:
+        """What a batch system or a pool needs and says: scripts, output, attempts."""
+        return self.path / "batch"
+
+    def attempts(self, number: int) -> Path:
+        """Return the log of the attempts at a job that the launcher does not start itself."""
+        return self.batch / f"attempts_{number}.jsonl"
+
+    @property
+    def signals(self) -> Path:
+        """The signals that the launcher hands on to a pool, one a line."""
+        return self.batch / "signals"

@@ -62,8 +62,9 @@ class Composed:
         choices: the option of each group; of several, their names with commas between.
         whole: the same with Hydra's node, as Hydra composed it; None of a frozen cell.
         number: of the cell in its sweep.
-        launcher: Hydra's node of the launcher, with the chosen option under ``name``.
-        sweeper: Hydra's node of the sweeper, likewise.
+        launcher: Hydra's node of the launcher.
+        launcher_option: the option of hydra/launcher.
+        sweeper: Hydra's node of the sweeper, with the chosen option under ``name``.
     """
 
     overrides: tuple[str, ...]
@@ -72,6 +73,7 @@ class Composed:
     whole: DictConfig | None = field(default=None, repr=False)
     number: int = 0
     launcher: dict[str, Any] = field(default_factory=dict)
+    launcher_option: str | None = None
     sweeper: dict[str, Any] = field(default_factory=dict)
 
     # Asked for, not stored: each hashes the whole configuration, and few cells are asked.
@@ -200,7 +202,8 @@ def compose(cells: Sequence[Sequence[str]], *, first: int = 0) -> list[Composed]
                     whole=config,
                     number=number,
                     launcher=_plugin(config, "launcher"),
-                    sweeper=_plugin(config, "sweeper"),
+                    launcher_option=_option(config, "launcher"),
+                    sweeper={"name": _option(config, "sweeper"), **_plugin(config, "sweeper")},
                 )
             )
     return composed
@@ -218,11 +221,15 @@ def _choices(config: DictConfig) -> dict[str, str | None]:
 
 
 def _plugin(config: DictConfig, kind: str) -> dict[str, Any]:
-    """Return the node of Hydra's launcher or sweeper, and which option it is."""
+    """Return the node of Hydra's launcher or sweeper."""
     node = OmegaConf.to_container(config.hydra[kind])
     assert isinstance(node, dict)
-    name = config.hydra.runtime.choices.get(f"hydra/{kind}")
-    return {"name": name, **{str(key): value for key, value in node.items()}}
+    return {str(key): value for key, value in node.items()}
+
+
+def _option(config: DictConfig, kind: str) -> str | None:
+    option = config.hydra.runtime.choices.get(f"hydra/{kind}")
+    return None if option is None else str(option)
 
 
 def _lists(overrides: Sequence[str]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from omegaconf import MISSING
 from yaml import safe_load
 
 from mens_exp.config.fields import range_of
+from mens_exp.config.launcher import LAUNCHERS
 from mens_exp.config.own_conf import config_directory, our_options
 from mens_exp.config.root import RunConfig
 from mens_exp.config.store import SCHEMAS
@@ -56,6 +57,10 @@ def _root() -> Iterator[str]:
     for name, schema, _ in _nodes():
         yield f"\n## `{name}`\n\n{_first_line(schema)}\n"
         yield from _table(schema, dataclasses.fields(schema), f"{name}.")
+    for option, launcher in LAUNCHERS.items():
+        rows = [field for field in dataclasses.fields(launcher) if field.name != "_target_"]
+        yield f"\n## `hydra/launcher={option}`\n\n{_first_line(launcher)}\n"
+        yield from _table(launcher, rows, "hydra.launcher.")
 
 
 def _nodes() -> Iterator[tuple[str, Any, dataclasses.Field[Any]]]:

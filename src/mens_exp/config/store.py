@@ -9,12 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, OmegaConf
 
 from mens_exp.config import (
     backend,
     callbacks,
     data,
+    launcher,
     logger,
     lora,
     model,
@@ -26,7 +28,6 @@ from mens_exp.config import (
     sandbox,
     schedule,
     suite,
-    sweep,
     task,
     tokenizer,
     trainer,
@@ -142,7 +143,10 @@ def register() -> None:
     for group, schemas in SCHEMAS.items():
         for name, schema in schemas.items():
             store.store(group=f"schema/{group}", name=name, node=_open(schema))
-    store.store(group="hydra/launcher", name=sweep.LOCAL_LAUNCHER, node=sweep.LocalLauncher)
+    # Plugins that are installed store theirs when Hydra first looks for them; ours come after.
+    Plugins.instance()
+    for name, launcher_schema in launcher.LAUNCHERS.items():
+        store.store(group="hydra/launcher", name=name, node=launcher_schema)
     store.store(group="schema", name=_LAST, node=_open(root.RunConfig))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from hydra.core.override_parser.types import Override
 
+from mens_exp.config.launcher import LAUNCHERS
 from mens_exp.config.sweep import LOCAL_LAUNCHER
 from mens_exp.errors import ConfigError
 
@@ -51,13 +52,13 @@ def sweep_override_problems(override: Override, *, launcher: str | None) -> Iter
             found=line,
             remedy="start one sweep for each value",
         )
-    elif key == "hydra/launcher" and launcher not in {LOCAL_LAUNCHER, IN_PROCESS}:
+    elif key == "hydra/launcher" and launcher not in {*LAUNCHERS, IN_PROCESS}:
         yield ConfigError(
             "is no launcher that starts jobs here",
             where=key,
             found=launcher,
-            expected=f"{LOCAL_LAUNCHER}, a process for each job; or {IN_PROCESS}, which runs them "
-            "one after the other in the launcher's own process",
+            expected=f"{', '.join(LAUNCHERS)}, a process for each job; or {IN_PROCESS}, which runs "
+            "them one after the other in the launcher's own process",
         )
     elif launcher == IN_PROCESS and key.startswith("sweep"):
         yield ConfigError(

@@ -25,6 +25,7 @@ _STYLES = {
     JobState.CANCELLED: "yellow",
 }
 _UNKNOWN = "–"
+_SLURM = "submitit_slurm"
 
 
 def planned_table(record: SweepRecord) -> RenderableType:
@@ -96,12 +97,15 @@ def _total(record: SweepRecord) -> str:
     memory = [job["estimate"].get("memory_bytes") or 0 for job in record.jobs]
     disk = sum(job["estimate"].get("disk_bytes") or 0 for job in record.jobs)
     known = [one for one in times if one is not None]
+    many = min(record.n_jobs, len(record.jobs))
     # Jobs on the CPU share its cores: two at a time are no faster than one after the other.
     on_cpu = any(job["estimate"].get("device") == "cpu" for job in record.jobs)
-    beside = 1 if on_cpu else min(record.n_jobs, max(1, len(record.gpus)))
+    beside = 1 if on_cpu else min(many, max(1, len(record.gpus)))
+    if record.launcher == _SLURM:  # each on cores or a GPU of its own, once it has left the queue
+        beside = max(1, many)
     time = _time(sum(known) / beside) if len(known) == len(times) else _UNKNOWN
     peak = sum(sorted(memory, reverse=True)[: record.n_jobs])
-    at_a_time = f"{record.n_jobs} at a time, {_many(record.threads, 'thread')} each"
+    at_a_time = f"{many} at a time, {_many(record.threads, 'thread')} each"
     if record.gpus:
         at_a_time += f", GPU {', '.join(record.gpus)} in turn"
     return (

@@ -1,4 +1,4 @@
-"""The local launcher: every job a process of its own, so many at a time, each state on record."""
+"""The launcher: hands jobs to an executor, and keeps each state on record."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from mens_exp.artifacts.manifest import utc_now
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.run_lock import holder
-from mens_exp.artifacts.sweep import JobAttempt, JobState
+from mens_exp.artifacts.sweep import JobState
 from mens_exp.report import sweep_view
-from mens_exp.sweeps.job import ACCEPT_CHANGES
+from mens_exp.sweeps.executors import executor_of
 from mens_exp.sweeps.outcome import outcome
-from mens_exp.sweeps.process import Found, start
-from mens_exp.sweeps.threads import environment_of
 from mens_exp.tasks.one_run import CANCELLED
 
 if TYPE_CHECKING:
@@ -27,11 +23,12 @@ if TYPE_CHECKING:
 
     from mens_exp.artifacts.sweep import SweepJob, SweepRecord
     from mens_exp.artifacts.sweep_dir import SweepDir
-    from mens_exp.sweeps.process import Ended, Process
+    from mens_exp.sweeps.executor import Work
+    from mens_exp.sweeps.process import Ended
 
 __all__ = ["Launcher"]
 
-_LOOK_S = 0.1  # between two looks at the processes; a job takes seconds at least
+_HEAR_S = 0.1  # a signal is heard this soon
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -41,7 +38,8 @@ class Launcher:
     def __init__(self, directory: SweepDir, record: SweepRecord, console: Console) -> None:
         """Take a sweep whose jobs are frozen; its lock is held by the caller."""
         self.directory, self.record, self.console = directory, record, console
-        self._at_work: dict[int, tuple[SweepJob, Process]] = {}  # by slot
+        self._executor = executor_of(directory, record)
+        self._at_work: dict[int, Work] = {}  # by job
         self._signals: list[int] = []
         self._is_cancelled = False
         self._tries: dict[int, int] = {}  # by job, of this launcher
@@ -58,7 +56,7 @@ class Launcher:
             self._adopt()
             while self._at_work or (self._waiting() and not self._is_cancelled):
                 self._fill()
-                time.sleep(_LOOK_S)
+                self._pause()
                 self._pass_on()
                 self._look()
         for job in self._waiting():
@@ -70,73 +68,64 @@ class Launcher:
         return max(self._worst, 1) if failed else 0
 
     def _waiting(self) -> list[SweepJob]:
-        return [job for job in self.record.jobs if job["state"] == JobState.WAITING]
+        """Return the jobs that nobody has taken yet."""
+        return [
+            job
+            for job in self.record.jobs
+            if job["state"] == JobState.WAITING and job["number"] not in self._at_work
+        ]
 
     def _run_dir(self, job: SweepJob) -> RunDir:
         return RunDir(self.directory.path / job["directory"])
 
     def _adopt(self) -> None:
-        """Take up the processes of an earlier launcher, over `n_jobs` where they are more."""
-        running = [job for job in self.record.jobs if job["state"] == JobState.RUNNING]
-        for slot, job in enumerate(running):
-            last = job["attempts"][-1]
-            self._at_work[slot] = (job, Found(last["pid"], last["process_started"]))
-            self._say(job, "is still at work", f"process {last['pid']}")
+        """Take up what an earlier launcher left at work."""
+        for job in self.record.jobs:
+            work = self._executor.adopt(job)
+            if work is not None:
+                self._at_work[job["number"]] = work
+                self._say(job, "is still at work", _where(job))
+            elif job["state"] == JobState.RUNNING:  # it has ended since it was looked for
+                job["state"] = JobState.WAITING
 
     def _fill(self) -> None:
-        """Start waiting jobs in the free slots."""
+        """Hand waiting jobs over, as many as the executor has room for."""
         if self._is_cancelled:
             return
-        for slot in range(self.record.n_jobs):
-            waiting = self._waiting()
-            if waiting and slot not in self._at_work and len(self._at_work) < self.record.n_jobs:
-                self._start(slot, waiting[0])
+        for job, work in self._executor.start(self._waiting()):
+            if isinstance(work, str):
+                self._set(job, JobState.FAILED, work)
+                continue
+            self._tries[job["number"]] = self._tries.get(job["number"], 0) + 1
+            self._at_work[job["number"]] = work
+            self._set(job, _state(work), work.waits)
 
-    def _start(self, slot: int, job: SweepJob) -> None:
-        run = self._run_dir(job)
-        record = self.record
-        arguments = [str(run.path)] + [ACCEPT_CHANGES] * (record.changes == "accept")
-        environment = environment_of(slot, threads=record.threads, gpus=record.gpus)
-        began = utc_now()
-        try:
-            process = start(arguments, run.log, environment)
-        except OSError as error:
-            self._set(job, JobState.FAILED, f"no process could be started: {error}")
-            return
-        self._tries[job["number"]] = self._tries.get(job["number"], 0) + 1
-        job["attempts"].append(
-            JobAttempt(
-                pid=process.pid,
-                process_started=process.started,
-                started_utc=began,
-                ended_utc=None,
-                exit_code=None,
-                peak_rss_bytes=None,
-            )
-        )
-        self._at_work[slot] = (job, process)
-        self._set(job, JobState.RUNNING, None)
+    def _pause(self) -> None:
+        """Wait until it is time to look again, or a signal has come."""
+        until = time.monotonic() + self._executor.look_s
+        while not self._signals and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, _HEAR_S))
 
     def _look(self) -> None:
-        """Note every job whose process has ended."""
-        for slot, (job, process) in list(self._at_work.items()):
-            ended = process.ended()
-            if ended is None:
-                continue
-            other = holder(self._run_dir(job).job_lock)
-            if other is not None:  # started by a launcher that died before it could note it
-                job["attempts"][-1]["pid"], job["attempts"][-1]["process_started"] = other
-                self._at_work[slot] = (job, Found(*other))
+        """Note every job that has begun, went back into its queue, or has ended."""
+        self._executor.poll()
+        for job in [job for job in self.record.jobs if job["number"] in self._at_work]:
+            work, before = self._at_work[job["number"]], _known(job)
+            ended = work.ended()
+            if ended is not None:
+                del self._at_work[job["number"]]
+                self._note(job, ended)
+            elif (state := _state(work)) != job["state"]:
+                self._set(job, state, work.waits)
+                if state is JobState.WAITING:
+                    self._say(job, "waits again", work.waits)
+            elif _known(job) != before or job["reason"] != work.waits:
+                job["reason"] = work.waits
                 self._save()
-                continue
-            del self._at_work[slot]
-            self._note(job, ended)
 
     def _note(self, job: SweepJob, ended: Ended) -> None:
-        attempt = job["attempts"][-1]
-        attempt["ended_utc"] = utc_now()
-        attempt["exit_code"], attempt["peak_rss_bytes"] = ended.exit_code, ended.peak_rss_bytes
-        found = outcome(self._run_dir(job), ended, since_utc=attempt["started_utc"])
+        since = job["attempts"][-1]["started_utc"] if job["attempts"] else ""
+        found = outcome(self._run_dir(job), ended, since_utc=since)
         job["results"] = found.results
         if self._is_cancelled and found.state is not JobState.SUCCEEDED:
             self._set(job, JobState.CANCELLED, "the sweep was cancelled")
@@ -165,8 +154,7 @@ class Launcher:
         while self._signals:
             number = self._signals.pop(0)
             self._is_cancelled = True
-            for _, process in self._at_work.values():
-                process.pass_on(number)
+            self._executor.cancel(list(self._at_work.values()), number)
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
@@ -184,3 +172,18 @@ class Launcher:
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
+
+
+def _state(work: Work) -> JobState:
+    return JobState.RUNNING if work.waits is None else JobState.WAITING
+
+
+def _known(job: SweepJob) -> list[dict[str, object]]:
+    return [dict(one) for one in job["attempts"]]
+
+
+def _where(job: SweepJob) -> str | None:
+    if not job["attempts"]:
+        return job["reason"]
+    last = job["attempts"][-1]
+    return last.get("queue_id") or f"process {last['pid']}"

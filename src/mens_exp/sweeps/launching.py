@@ -16,12 +16,13 @@ from mens_exp.artifacts.run_lock import held
 from mens_exp.artifacts.sweep import JobState, SweepJob, SweepRecord
 from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.config.compose import config_digest, to_yaml
+from mens_exp.config.launcher import SLURM, launcher_values
 from mens_exp.plan import machine
 from mens_exp.plan.checks import classes
 from mens_exp.report import sweep_view
 from mens_exp.sweeps.launcher import Launcher
 from mens_exp.sweeps.planning import plan_sweep
-from mens_exp.sweeps.threads import threads_per_job
+from mens_exp.sweeps.threads import jobs_at_a_time, threads_per_job
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,15 +71,19 @@ def finish(launcher: Launcher) -> int:
 
 def _record(planned: PlannedSweep, overrides: Sequence[str]) -> SweepRecord:
     on_gpu = any(job.cell.config.trainer.accelerator != "cpu" for job in planned.jobs)
+    name = str(planned.jobs[0].cell.composed.launcher_option)
+    here = on_gpu and name != SLURM  # Slurm gives each job its own
     return SweepRecord(
         sweep_id=planned.root.resolve().name,
         created_utc=utc_now(),
         command=list(overrides),
         code_sha256=code_digest(),
         provenance=provenance.collect(Path.cwd()),
-        n_jobs=planned.launcher.n_jobs,
+        n_jobs=jobs_at_a_time(planned.launcher),
         threads=threads_per_job(planned.launcher),
-        gpus=list(machine.gpu_ids()) if on_gpu else [],
+        gpus=list(machine.gpu_ids()) if here else [],
+        launcher=name,
+        launcher_settings=launcher_values(planned.launcher),
         retries=planned.settings.retries,
         changes=planned.settings.changes.value,
         jobs=[_job(job) for job in planned.jobs],

@@ -56,11 +56,18 @@ def outcome(run: RunDir, ended: Ended, *, since_utc: str) -> Outcome:
         since_utc: when that started; what the record says of earlier attempts does not count.
     """
     manifest, code = record_of(run), ended.exit_code
-    status = None if manifest is None else manifest.status
-    if status is Status.SUCCEEDED and code in {0, None}:
-        assert manifest is not None, "it has a status"
+    if manifest is not None and manifest.status is Status.SUCCEEDED and code in {0, None}:
         results = {name: manifest.results[name] for name in _RESULTS if name in manifest.results}
         return Outcome(state=JobState.SUCCEEDED, results=results)
+    if ended.stop is not None:
+        stop = ended.stop
+        return Outcome(state=stop.state, reason=stop.reason, may_pass=stop.may_pass)
+    return _by_itself(run, manifest, code, since_utc)
+
+
+def _by_itself(run: RunDir, manifest: Manifest | None, code: int | None, since_utc: str) -> Outcome:
+    """Say why a job ended that nobody ended, and that did not succeed."""
+    status = None if manifest is None else manifest.status
     if code == _CANCELLED or (code is None and status is Status.CANCELLED):
         return Outcome(state=JobState.CANCELLED, reason="asked to stop by a signal")
     if code is not None and code < 0:

@@ -12,22 +12,24 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import LeftOut
 from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.config.compose import config_digest
+from mens_exp.config.launcher import launcher_settings
 from mens_exp.config.overrides import check
-from mens_exp.config.sweep import Invalid, LocalLauncher
+from mens_exp.config.sweep import Invalid
 from mens_exp.config.validate import range_problems
 from mens_exp.errors import ConfigError, MensError, Problems, RequestError
-from mens_exp.plan import machine
 from mens_exp.plan.contract import contract_of
 from mens_exp.plan.estimate import make_plan
-from mens_exp.plan.messages import size
 from mens_exp.plan.preflight import writable_cache
 from mens_exp.plan.semantics import recorded_settings
+from mens_exp.sweeps.capacity import machine_notes
+from mens_exp.sweeps.executors import executor_problems
 from mens_exp.tasks.run import TRAINING, run_is_there
 from mens_exp.tasks.settle import settled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mens_exp.config.launcher import Launcher
     from mens_exp.config.overrides import Cell, Faulty
     from mens_exp.config.sweep import SweepConfig
 
@@ -62,7 +64,7 @@ class PlannedSweep:
     """What a command with -m will run, and what it leaves out."""
 
     root: Path
-    launcher: LocalLauncher
+    launcher: Launcher
     settings: SweepConfig
     jobs: tuple[PlannedJob, ...]
     left_out: tuple[LeftOut, ...]
@@ -85,12 +87,15 @@ def plan_sweep(overrides: Sequence[str]) -> PlannedSweep:
     if checked.general or not checked.cells:
         _refuse(checked.general, bad, names)
     first = checked.cells[0]
-    launcher, settings = _launcher(first), first.config.sweep
+    settings = first.config.sweep
+    launcher = launcher_settings(first.composed.launcher, str(first.composed.launcher_option))
     root = Path(str(first.composed.sweep_root))
     general: list[MensError] = [
         *range_problems(launcher, "hydra.launcher."),
         *range_problems(settings, "sweep."),
     ]
+    if not general:
+        general += executor_problems(launcher, 1 + max(cell.number for cell in checked.cells))
     general += [*_place_problems(root, checked.cells), *_sweeper_problems(first)]
     good = [cell for cell in checked.cells if cell.number not in bad]
     if general or not good or (bad and settings.invalid is Invalid.error):
@@ -111,7 +116,7 @@ def plan_sweep(overrides: Sequence[str]) -> PlannedSweep:
         settings=settings,
         jobs=tuple(jobs),
         left_out=tuple(sorted([*invalid, *same], key=lambda one: one["number"])),
-        notes=tuple(_machine_notes(jobs, launcher.n_jobs, root)),
+        notes=tuple(machine_notes(jobs, launcher, root)),
     )
 
 
@@ -149,11 +154,6 @@ def _names(cells: Sequence[Cell], faulty: dict[int, Faulty]) -> dict[int, tuple[
         )
         for number in sorted(given)
     }
-
-
-def _launcher(cell: Cell) -> LocalLauncher:
-    node = cell.composed.launcher
-    return LocalLauncher(n_jobs=node["n_jobs"], threads=node["threads"])
 
 
 def _sweeper_problems(cell: Cell) -> list[ConfigError]:
@@ -269,33 +269,3 @@ def _estimate(cell: Cell) -> dict[str, Any]:
         "device": plan["device"]["kind"],
         "free_bytes": plan["memory_bytes"]["free"],
     }
-
-
-def _machine_notes(jobs: Sequence[PlannedJob], n_jobs: int, root: Path) -> list[str]:
-    """Say where all jobs together need more than there is, though each alone does not.
-
-    Raises:
-        RequestError: even the low estimates of the jobs that run at a time are too much.
-    """
-    notes = []
-    on_cpu = [job.estimate for job in jobs if job.estimate.get("device") == "cpu"]
-    free = min((one["free_bytes"] for one in on_cpu if one["free_bytes"]), default=None)
-    low, likely = (
-        sum(sorted((one[name] for one in on_cpu), reverse=True)[:n_jobs])
-        for name in ("memory_low_bytes", "memory_bytes")
-    )
-    if free is not None and low > free:
-        raise RequestError(
-            "so many jobs at a time need more memory than is free",
-            where="hydra.launcher.n_jobs",
-            found=f"{n_jobs}, {size(low)} at least",
-            expected=f"at most {size(free)}",
-            remedy="choose fewer jobs at a time",
-        )
-    if free is not None and likely > free:
-        notes.append(f"{n_jobs} jobs at a time may need {size(likely)} of {size(free)} free memory")
-    needed = sum(job.estimate["disk_bytes"] or 0 for job in jobs)
-    place, space = machine.space(root)
-    if needed > space:
-        notes.append(f"all jobs together write {size(needed)}; {place} has {size(space)} free")
-    return notes

@@ -17,10 +17,27 @@ from mens_exp.artifacts.run_lock import is_alive
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Child", "Ended", "Found", "Process", "start"]
+    from mens_exp.artifacts.sweep import JobState
 
-_SOURCE = Path(__file__).resolve().parents[2]
+__all__ = ["SOURCE", "Child", "Ended", "Found", "Process", "Stop", "signal_group", "start"]
+
+SOURCE = Path(__file__).resolve().parents[2]
 _KIB = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stop:
+    """What a batch system says of a job that it ended.
+
+    Attributes:
+        state: of the job.
+        reason: the system's own word for it, and what that means.
+        may_pass: whether another attempt may end otherwise.
+    """
+
+    state: JobState
+    reason: str
+    may_pass: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,10 +47,12 @@ class Ended:
     Attributes:
         exit_code: minus the number of the signal that ended it; None where nobody saw.
         peak_rss_bytes: its own peak; None where the system did not tell.
+        stop: what a batch system says of it; None where it ended by itself.
     """
 
     exit_code: int | None
     peak_rss_bytes: int | None = None
+    stop: Stop | None = None
 
 
 class Process(Protocol):
@@ -75,7 +94,7 @@ class Child:
 
     def pass_on(self, number: int) -> None:
         """Send a signal to it and to what it has started."""
-        _signal_group(self.pid, number)
+        signal_group(self.pid, number)
 
 
 class Found:
@@ -92,7 +111,7 @@ class Found:
     def pass_on(self, number: int) -> None:
         """Send a signal to it and to what it has started."""
         if is_alive(self.pid, self.started):
-            _signal_group(self.pid, number)
+            signal_group(self.pid, number)
 
 
 def start(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> Child:
@@ -106,7 +125,7 @@ def start(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -
     Raises:
         OSError: the system starts no further process.
     """
-    reach = [str(_SOURCE), environment.get("PYTHONPATH", "")]
+    reach = [str(SOURCE), environment.get("PYTHONPATH", "")]
     with log.open("ab") as output:
         process = subprocess.Popen(  # noqa: S603  # our own interpreter and module
             [sys.executable, "-m", "mens_exp.sweeps.job", *arguments],
@@ -126,7 +145,8 @@ def _start_time(pid: int) -> float:
         return 0.0
 
 
-def _signal_group(pid: int, number: int) -> None:
+def signal_group(pid: int, number: int) -> None:
+    """Send a signal to a job's process and to what it has started; nothing where it is gone."""
     try:
         if sys.platform == "win32":
             os.kill(pid, signal.SIGTERM)

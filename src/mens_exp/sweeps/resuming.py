@@ -13,13 +13,17 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.run_lock import held, holder, is_alive
 from mens_exp.artifacts.sweep import JobAttempt, JobState, SweepRecord
 from mens_exp.artifacts.sweep_dir import SweepDir
+from mens_exp.config.launcher import LAUNCHERS, SLURM, launcher_settings, launcher_values
 from mens_exp.config.overrides import check
 from mens_exp.config.sweep import Changes
+from mens_exp.config.validate import range_problems
 from mens_exp.errors import ConfigError, Problems, RequestError
+from mens_exp.sweeps.executors import executor_problems
 from mens_exp.sweeps.launcher import Launcher
 from mens_exp.sweeps.launching import finish
 from mens_exp.sweeps.outcome import damage, outcome, record_of
 from mens_exp.sweeps.process import Ended
+from mens_exp.sweeps.threads import jobs_at_a_time
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["resume_sweep"]
 
-_MAY_CHANGE = frozenset({"sweep.resume", "sweep.retries", "sweep.changes", "hydra.launcher.n_jobs"})
+_MAY_CHANGE = frozenset({"sweep.resume", "sweep.retries", "sweep.changes"})
+_STAYS = frozenset({"hydra.launcher.threads", "hydra.launcher.cpus_per_task"})  # results depend
 
 
 def resume_sweep(overrides: Sequence[str]) -> int:
@@ -45,36 +50,56 @@ def resume_sweep(overrides: Sequence[str]) -> int:
         MensError: there is no such sweep, its launcher is still alive, the code is not that of
             its launch, or something is to be changed that cannot.
     """
-    _refuse_others(overrides)
-    checked = check(overrides, multirun=True)
+    directory, launcher = _launched(overrides)
+    _refuse_others(overrides, launcher)
+    # The launcher is that of the launch, so that its settings are known.
+    checked = check([f"hydra/launcher={launcher}", *overrides], multirun=True)
     Problems.raise_if(checked.problems)
     asked = checked.cells[0]
-    directory = _found(str(asked.config.sweep.resume))
     with held(directory.lock):
         record = SweepRecord.read(directory.record)
         _take_over(record, asked, {text.partition("=")[0] for text in overrides})
+        settings = launcher_settings(record.launcher_settings, record.launcher)
+        Problems.raise_if(
+            executor_problems(settings, 1 + max(job["number"] for job in record.jobs))
+        )
         console = Console(stderr=True)
         for job in record.jobs:
-            _settle(job, RunDir(directory.path / job["directory"]))
+            _settle(job, RunDir(directory.path / job["directory"]), here=launcher != SLURM)
         done = sum(job["state"] == JobState.SUCCEEDED for job in record.jobs)
         console.print(f"{done} of {len(record.jobs)} jobs are done, and verified.")
         record.write(directory.record)
         return finish(Launcher(directory, record, console))
 
 
-def _refuse_others(overrides: Sequence[str]) -> None:
-    keys = [text.lstrip("+~").partition("=")[0] for text in overrides]
+def _launched(overrides: Sequence[str]) -> tuple[SweepDir, str]:
+    """Return the directory of the sweep, and its launcher."""
+    plain = [text for text in overrides if _key(text) == "sweep.resume"]
+    checked = check(plain, multirun=True)
+    Problems.raise_if(checked.problems)
+    directory = _found(str(checked.cells[0].config.sweep.resume))
+    return directory, SweepRecord.read(directory.record).launcher
+
+
+def _key(text: str) -> str:
+    return text.lstrip("+~").partition("=")[0]
+
+
+def _refuse_others(overrides: Sequence[str], launcher: str) -> None:
+    """Refuse what cannot change; what a launcher asks of each job may, but for its threads."""
+    settings = {f"hydra.launcher.{name}" for name in launcher_values(LAUNCHERS[launcher]())}
+    may = _MAY_CHANGE | (settings - _STAYS)
     Problems.raise_if(
         [
             ConfigError(
                 "cannot change when a sweep goes on",
-                where=key,
+                where=_key(text),
                 found=text,
-                expected=f"nothing but {', '.join(sorted(_MAY_CHANGE - {'sweep.resume'}))}",
+                expected=f"nothing but {', '.join(sorted(may - {'sweep.resume'}))}",
                 remedy="start a new sweep for other settings",
             )
-            for key, text in zip(keys, overrides, strict=True)
-            if key not in _MAY_CHANGE
+            for text in overrides
+            if _key(text) not in may
         ]
     )
 
@@ -99,8 +124,13 @@ def _take_over(record: SweepRecord, asked: Cell, given: set[str]) -> None:
         record.retries = settings.retries
     if "sweep.changes" in given:
         record.changes = settings.changes.value
-    if "hydra.launcher.n_jobs" in given:
-        record.n_jobs = int(asked.composed.launcher["n_jobs"])
+    launcher = launcher_settings(asked.composed.launcher, record.launcher)
+    new = launcher_values(launcher)
+    changed = {name: new[name] for name in new if f"hydra.launcher.{name}" in given}
+    if changed:
+        Problems.raise_if(list(range_problems(launcher, "hydra.launcher.")))
+        record.launcher_settings.update(changed)
+        record.n_jobs = jobs_at_a_time(launcher_settings(record.launcher_settings, record.launcher))
     if code_digest() == record.code_sha256:
         return
     if record.changes == Changes.refuse.value:
@@ -114,11 +144,17 @@ def _take_over(record: SweepRecord, asked: Cell, given: set[str]) -> None:
     record.notes.append(note)
 
 
-def _settle(job: SweepJob, run: RunDir) -> None:
-    """Put a job's state to what its directory says, whatever its launcher lived to note."""
+def _settle(job: SweepJob, run: RunDir, *, here: bool) -> None:
+    """Put a job's state to what its directory says, whatever its launcher lived to note.
+
+    Args:
+        job: its entry in the record.
+        run: its directory.
+        here: whether its process would be one of this machine.
+    """
     last = job["attempts"][-1] if job["attempts"] else None
-    at_work = holder(run.job_lock)
-    if at_work is None and last is not None and last["ended_utc"] is None:
+    at_work = holder(run.job_lock) if here else None
+    if here and at_work is None and last is not None and last["ended_utc"] is None:
         noted = (last["pid"], last["process_started"])
         at_work = noted if is_alive(*noted) else None
     if at_work is not None:

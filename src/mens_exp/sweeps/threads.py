@@ -5,26 +5,38 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from mens_exp.config.launcher import SlurmLauncher
 from mens_exp.plan.machine import cores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mens_exp.config.sweep import LocalLauncher
+    from mens_exp.config.launcher import Launcher
 
-__all__ = ["environment_of", "threads_per_job"]
+__all__ = ["environment_of", "jobs_at_a_time", "threads_per_job"]
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def threads_per_job(launcher: LocalLauncher) -> int:
+def jobs_at_a_time(launcher: Launcher) -> int:
+    """Return how many jobs run beside each other, at most."""
+    if isinstance(launcher, SlurmLauncher):
+        return launcher.array_parallelism
+    if launcher.n_jobs > 0:
+        return launcher.n_jobs
+    return max(1, cores() + 1 + launcher.n_jobs)  # as joblib counts
+
+
+def threads_per_job(launcher: Launcher) -> int:
     """Share the cores out among the jobs that run at a time, unless the user has."""
+    if isinstance(launcher, SlurmLauncher):
+        return launcher.cpus_per_task
     if launcher.threads is not None:
         return launcher.threads
     given = os.environ.get(_THREADS[0], "")
     if given.isdecimal() and int(given) > 0:
         return int(given)
-    return max(1, cores() // launcher.n_jobs)
+    return max(1, cores() // jobs_at_a_time(launcher))
 
 
 def environment_of(slot: int, *, threads: int, gpus: Sequence[str]) -> dict[str, str]:

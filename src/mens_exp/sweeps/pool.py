@@ -1,0 +1,263 @@
+"""Jobs in joblib's pool: each is handed to a worker, which starts a process of its own for it."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import threading
+import time
+from concurrent.futures import BrokenExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mens_exp.artifacts.attempt_log import AttemptLog
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.run_lock import held, is_alive
+from mens_exp.artifacts.sweep import JobState
+from mens_exp.errors import ConfigError, MensError, MissingExtra, RequestError
+from mens_exp.sweeps.job import ACCEPT_CHANGES
+from mens_exp.sweeps.process import Ended, Found, Stop
+from mens_exp.sweeps.supervise import supervise
+from mens_exp.sweeps.threads import environment_of
+from mens_exp.tasks.one_run import CANCELLED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from mens_exp.artifacts.sweep import JobAttempt, SweepJob, SweepRecord
+    from mens_exp.artifacts.sweep_dir import SweepDir
+    from mens_exp.config.launcher import JoblibLauncher
+    from mens_exp.sweeps.executor import Work
+
+__all__ = ["Call", "JoblibExecutor", "pool_problems", "work"]
+
+_LOOK_S = 0.1  # a job takes seconds at least
+
+
+def pool_problems(launcher: JoblibLauncher) -> list[MensError]:
+    """Return what keeps joblib from running jobs here."""
+    if importlib.util.find_spec("joblib") is None:
+        return [
+            MissingExtra(
+                "hydra/launcher=joblib needs joblib",
+                where="hydra/launcher",
+                remedy="pip install 'mens-exp[joblib]', or hydra/launcher=local, which needs none",
+            )
+        ]
+    if launcher.n_jobs == 0:
+        return [
+            ConfigError(
+                "out of range",
+                where="hydra.launcher.n_jobs",
+                found=0,
+                expected="a whole number of jobs, or -1 for one for each core",
+            )
+        ]
+    return []
+
+
+class PoolWork:
+    """A job in the pool, or one that an earlier pool left at work."""
+
+    def __init__(self, job: SweepJob, log: AttemptLog, found: Found | None = None) -> None:
+        """Take a job; `found` is its process where no pool of this launcher waits for it."""
+        self._job, self._log, self._found = job, log, found
+        self._before = len(log.attempts()) - (found is not None)
+        self._result: Ended | None = None
+        self.waits: str | None = None if found else "it waits for a free place in joblib's pool"
+
+    def ended(self) -> Ended | None:
+        """Tell how it ended; None while it runs or waits."""
+        gone = None if self._found is None else self._found.ended()
+        attempts = self._log.attempts()
+        if gone is not None and attempts[-1]["ended_utc"] is None:
+            self._log.ended(None)
+            attempts = self._log.attempts()
+        self._job["attempts"][:] = attempts
+        if len(attempts) > self._before:
+            self.waits = None
+        if self._result is not None and (left := process_left(attempts)) is not None:
+            self._found, self._result = left, None
+        return self._result or gone
+
+    def settle(self, result: Ended) -> None:
+        """Take what a worker says of the job's end, or that no worker is left to say it."""
+        self._result = result
+
+    def pass_on(self, number: int) -> None:
+        """Send a signal to a process that no worker waits for."""
+        if self._found is not None:
+            self._found.pass_on(number)
+
+
+def process_left(attempts: Sequence[JobAttempt]) -> Found | None:
+    """Return the process of the last attempt, where it is still at work."""
+    if not attempts or attempts[-1]["ended_utc"] is not None:
+        return None
+    last = attempts[-1]
+    alive = is_alive(last["pid"], last["process_started"])
+    return Found(last["pid"], last["process_started"]) if alive else None
+
+
+class JoblibExecutor:
+    """`hydra/launcher=joblib`."""
+
+    look_s = _LOOK_S
+
+    def __init__(self, directory: SweepDir, record: SweepRecord, launcher: JoblibLauncher) -> None:
+        """Take a sweep whose jobs are frozen."""
+        self._directory, self._record, self._launcher = directory, record, launcher
+        self._pool: threading.Thread | None = None
+        directory.signals.unlink(missing_ok=True)  # of an earlier launcher
+
+    def start(self, jobs: Sequence[SweepJob]) -> list[tuple[SweepJob, Work | str]]:
+        """Hand over all jobs at once; those to be tried again wait until the pool is through."""
+        if not jobs or (self._pool is not None and self._pool.is_alive()):
+            return []
+        works = {job["number"]: PoolWork(job, self._log(job)) for job in jobs}
+        calls = [self._call(job) for job in jobs]
+        self._pool = threading.Thread(target=self._work_off, args=(calls, works), daemon=True)
+        self._pool.start()
+        return [(job, works[job["number"]]) for job in jobs]
+
+    def _call(self, job: SweepJob) -> Call:
+        record = self._record
+        run = RunDir(self._directory.path / job["directory"])
+        return Call(
+            number=job["number"],
+            arguments=[str(run.path)] + [ACCEPT_CHANGES] * (record.changes == "accept"),
+            output=run.log,
+            n_jobs=record.n_jobs,
+            threads=record.threads,
+            gpus=record.gpus,
+            directory=self._directory,
+        )
+
+    def _work_off(self, calls: list[Call], works: dict[int, PoolWork]) -> None:
+        import joblib
+
+        left = dict(works)
+        pool = joblib.Parallel(
+            n_jobs=self._record.n_jobs,
+            backend=self._launcher.backend.value,
+            verbose=self._launcher.verbose,
+            batch_size=1,
+            return_as="generator_unordered",
+        )
+        run = joblib.delayed(work)
+        try:
+            for number, ended in pool(run(call) for call in calls):
+                left.pop(number).settle(ended)
+        except BrokenExecutor:  # a worker was killed, and no other one may tell its result
+            for one in left.values():
+                one.settle(Ended(exit_code=None))
+
+    def adopt(self, job: SweepJob) -> Work | None:
+        """Take up a process that an earlier launcher's pool left at work."""
+        log = self._log(job)
+        job["attempts"][:] = log.attempts()
+        found = process_left(job["attempts"])
+        if found is None or job["state"] not in {JobState.RUNNING, JobState.WAITING}:
+            return None
+        return PoolWork(job, log, found)
+
+    def poll(self) -> None:
+        """Do nothing: workers tell of themselves."""
+
+    def cancel(self, works: Sequence[Work], number: int) -> None:
+        """Hand a signal on through the workers; jobs that wait for one do not begin."""
+        with self._directory.signals.open("ab") as file:
+            file.write(b"%d\n" % number)
+        for one in works:
+            assert isinstance(one, PoolWork), "this executor made it"
+            one.pass_on(number)
+
+    def _log(self, job: SweepJob) -> AttemptLog:
+        return AttemptLog(self._directory.attempts(job["number"]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """What a worker needs to run one job.
+
+    Attributes:
+        number: of the job.
+        arguments: of ``python -m mens_exp.sweeps.job``.
+        output: where the job's output goes.
+        n_jobs: jobs at a time.
+        threads: of the job.
+        gpus: devices that jobs take in turn.
+        directory: the sweep's.
+    """
+
+    number: int
+    arguments: list[str]
+    output: Path
+    n_jobs: int
+    threads: int
+    gpus: list[str]
+    directory: SweepDir
+
+
+def work(call: Call) -> tuple[int, Ended]:
+    """Run one job, in a worker of the pool.
+
+    Returns:
+        The job's number, and how it ended.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher hears Ctrl-C for all of them
+    passed = 0
+
+    def news() -> list[int]:
+        nonlocal passed
+        found = _numbers(call.directory.signals)[passed:]
+        passed += len(found)
+        return found
+
+    log = AttemptLog(call.directory.attempts(call.number))
+    if _numbers(call.directory.signals):
+        return call.number, Ended(exit_code=CANCELLED)
+    try:
+        with _slot(call.directory.batch, call.n_jobs) as slot:
+            environment = environment_of(slot, threads=call.threads, gpus=call.gpus)
+            ended = supervise(
+                call.arguments, call.output, environment, log, queue_id=None, signals=news
+            )
+    except OSError as error:
+        stop = Stop(state=JobState.FAILED, reason=f"no process could be started: {error}")
+        return call.number, Ended(exit_code=None, stop=stop)
+    log.ended(ended.exit_code, peak_rss_bytes=ended.peak_rss_bytes)
+    return call.number, ended
+
+
+_slots = threading.Lock()  # threads of one process share its locks
+
+
+@contextmanager
+def _slot(batch: Path, n_jobs: int) -> Iterator[int]:
+    """Take a place among the jobs that run at a time, which decides the GPU."""
+    batch.mkdir(parents=True, exist_ok=True)
+    while True:
+        for slot in range(n_jobs):
+            manager = held(batch / f"slot_{slot}.lock")
+            try:
+                with _slots:
+                    manager.__enter__()
+            except RequestError:
+                continue
+            try:
+                yield slot
+            finally:
+                manager.__exit__(None, None, None)
+            return
+        time.sleep(_LOOK_S)
+
+
+def _numbers(signals: Path) -> list[int]:
+    try:
+        return [int(line) for line in signals.read_text("ascii").split()]
+    except OSError:  # none was sent
+        return []

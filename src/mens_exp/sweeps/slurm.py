@@ -1,0 +1,178 @@
+"""Jobs in Slurm's queue: one array for all that wait, each task noted by itself.
+
+Slurm alone knows whether a job is at work: on another machine, and whether or not the launcher
+lives. A job that reached its time limit puts itself back into the queue (`slurm_task`), one that
+is preempted is put back by Slurm; both go on from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from mens_exp.artifacts import atomic
+from mens_exp.artifacts.attempt_log import AttemptLog
+from mens_exp.artifacts.sweep import JobState
+from mens_exp.sweeps.job import ACCEPT_CHANGES
+from mens_exp.sweeps.process import Ended, Stop
+from mens_exp.sweeps.slurm_script import call, refused, script
+from mens_exp.sweeps.slurm_states import queue_of
+from mens_exp.sweeps.slurm_task import TIMEOUT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mens_exp.artifacts.sweep import SweepJob, SweepRecord
+    from mens_exp.artifacts.sweep_dir import SweepDir
+    from mens_exp.config.launcher import SlurmLauncher
+    from mens_exp.sweeps.executor import Work
+    from mens_exp.sweeps.slurm_states import Seen
+
+__all__ = ["SlurmExecutor"]
+
+_MEANS = {
+    "BOOT_FAIL": "its node did not start",
+    "CANCELLED": "ended by scancel",
+    "DEADLINE": "it could not end before its deadline",
+    "LAUNCH_FAILED": "Slurm could not start it",
+    "NODE_FAIL": "its node failed",
+    "OUT_OF_MEMORY": "it took more than its memory (hydra.launcher.mem_gb)",
+    "PREEMPTED": "another job took its node",
+    "RECONFIG_FAIL": "its node could not be set up",
+}
+_MAY_PASS = frozenset({"BOOT_FAIL", "LAUNCH_FAILED", "NODE_FAIL", "PREEMPTED", "RECONFIG_FAIL"})
+
+
+class SlurmWork:
+    """One task of an array."""
+
+    def __init__(self, executor: SlurmExecutor, job: SweepJob, queue_id: str) -> None:
+        """Take a job by its number in the queue."""
+        self._executor, self._job, self.queue_id = executor, job, queue_id
+        self.waits: str | None = f"submitted to Slurm as {queue_id}"
+
+    def ended(self) -> Ended | None:
+        """Tell how it ended; None while it runs or waits."""
+        log = self._executor.log(self._job)
+        self._job["attempts"][:] = log.attempts()
+        if self._executor.silence is not None:
+            told = f"{self._executor.silence}; Slurm may still have it as {self.queue_id}"
+            return Ended(exit_code=None, stop=Stop(state=JobState.FAILED, reason=told))
+        if not self._executor.has_answered:
+            return None
+        seen = self._executor.seen.get(self.queue_id)
+        if seen is not None and not seen.is_over:
+            queued = f"in Slurm's queue as {self.queue_id}: {seen.reason}"
+            self.waits = queued if seen.is_waiting else None
+            return None
+        if self._job["attempts"] and self._job["attempts"][-1]["ended_utc"] is None:
+            log.ended(None, why=None if seen is None else seen.state)
+            self._job["attempts"][:] = log.attempts()
+        return self._ended(seen)
+
+    def _ended(self, seen: Seen | None) -> Ended:
+        mine = [one for one in self._job["attempts"] if one.get("queue_id") == self.queue_id]
+        if seen is None and mine:  # it ended so long ago that Slurm has forgotten it
+            return Ended(exit_code=mine[-1]["exit_code"])
+        if seen is None:  # measured on 22.05: one that is cancelled in the queue is not kept
+            reason = f"CANCELLED: {self.queue_id} left Slurm's queue before it began"
+            return Ended(exit_code=None, stop=Stop(state=JobState.CANCELLED, reason=reason))
+        late = sum(one.get("why") == TIMEOUT for one in mine)
+        if seen.state == TIMEOUT or (mine and mine[-1].get("why") == TIMEOUT):
+            settings = self._executor.launcher
+            times = f"{late} time{'' if late == 1 else 's'}"
+            reason = f"{TIMEOUT}: its {settings.timeout_min} minutes were over, {times}"
+            may_pass = late <= settings.max_num_timeout
+            stop = Stop(state=JobState.FAILED, reason=reason, may_pass=may_pass)
+        elif seen.state in _MEANS:
+            state = JobState.CANCELLED if seen.state == "CANCELLED" else JobState.FAILED
+            reason = f"{seen.state}: {_MEANS[seen.state]}"
+            stop = Stop(state=state, reason=reason, may_pass=seen.state in _MAY_PASS)
+        elif not mine:
+            said = self._executor.output(self.queue_id) or f"exit code {seen.exit_code}"
+            reason = f"{seen.state}: it never began: {said}"
+            stop = Stop(state=JobState.FAILED, reason=reason)
+        else:
+            return Ended(exit_code=mine[-1]["exit_code"])
+        return Ended(exit_code=None, stop=stop)
+
+
+class SlurmExecutor:
+    """`hydra/launcher=submitit_slurm`."""
+
+    def __init__(self, directory: SweepDir, record: SweepRecord, launcher: SlurmLauncher) -> None:
+        """Take a sweep whose jobs are frozen."""
+        self.launcher, self.look_s = launcher, launcher.poll_s
+        self.seen: dict[str, Seen] = {}
+        self.has_answered = False
+        self.silence: str | None = None  # why jobs can no longer be followed
+        self._directory, self._record = directory, record
+        self._batch = directory.batch.resolve()
+
+    def start(self, jobs: Sequence[SweepJob]) -> list[tuple[SweepJob, Work | str]]:
+        """Submit all jobs as one array."""
+        if not jobs:
+            return []
+        self._batch.mkdir(parents=True, exist_ok=True)
+        numbers = [job["number"] for job in jobs]
+        path = self._batch / f"submission_{len(list(self._batch.glob('*.sh'))) + 1}.sh"
+        arguments = [
+            str(self._directory.path.resolve()),
+            f"--timeout-min={self.launcher.timeout_min}",
+            f"--signal-delay-s={self.launcher.signal_delay_s}",
+            f"--max-num-timeout={self.launcher.max_num_timeout}",
+            *([ACCEPT_CHANGES] if self._record.changes == "accept" else []),
+        ]
+        text = script(self.launcher, numbers, batch=self._batch, arguments=arguments)
+        atomic.write_text(path, text)
+        try:
+            array = call(["sbatch", "--parsable", str(path)]).strip().partition(";")[0]
+            self.poll()
+        except OSError as error:
+            return [(job, f"Slurm did not take it: {error}") for job in jobs]
+        return [(job, SlurmWork(self, job, f"{array}_{job['number']}")) for job in jobs]
+
+    def adopt(self, job: SweepJob) -> Work | None:
+        """Take up a job that an earlier launcher left in Slurm's queue or at work."""
+        if not self.has_answered:
+            try:
+                self.seen, self.has_answered = queue_of(self._batch), True
+            except OSError as error:
+                raise refused(str(error)) from error
+        job["attempts"][:] = self.log(job).attempts()
+        if job["state"] not in {JobState.RUNNING, JobState.WAITING}:
+            return None
+        mine = [one for one in self.seen.values() if one.number == job["number"]]
+        ids = [one.queue_id for one in mine if not one.is_over]
+        return SlurmWork(self, job, ids[-1]) if ids else None
+
+    def poll(self) -> None:
+        """Ask Slurm how all jobs are; where it does not answer, they stay as they were."""
+        try:
+            self.seen, self.has_answered = queue_of(self._batch), True
+        except OSError:  # a controller that restarts; the next answer tells of all that happened
+            self.has_answered = False
+
+    def cancel(self, works: Sequence[Work], number: int) -> None:
+        """Let Slurm end the jobs: it tells them, and kills what has not closed its record."""
+        del number
+        ids = [work.queue_id for work in works if isinstance(work, SlurmWork)]
+        if not ids:
+            return
+        try:
+            call(["scancel", *ids])
+        except OSError as error:
+            self.silence = f"`{shlex.join(['scancel', *ids])}` failed: {error}"
+
+    def log(self, job: SweepJob) -> AttemptLog:
+        """Return the log of a job's attempts."""
+        return AttemptLog(self._directory.attempts(job["number"]))
+
+    def output(self, queue_id: str) -> str | None:
+        """Return the last line of a script's own output."""
+        try:
+            text = (self._batch / f"slurm_{queue_id}.out").read_text("utf-8", "replace")
+        except OSError:  # it did not come to that
+            return None
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return lines[-1] if lines else None

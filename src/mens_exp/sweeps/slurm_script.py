@@ -1,0 +1,184 @@
+"""What a sweep hands to sbatch: one script, whose array has one task for each job."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mens_exp.errors import ConfigError, MensError, RequestError, SetupError
+from mens_exp.sweeps.process import SOURCE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from mens_exp.config.launcher import SlurmLauncher
+
+__all__ = ["call", "refused", "script", "slurm_problems"]
+
+_ASK_S = 60.0  # a busy controller answers within half a minute
+_TOOLS = ("sbatch", "squeue", "scancel", "scontrol")
+# What a setting stands for, and what decides how a job is told to stop, put back and found again.
+_OURS = frozenset(
+    {"account", "comment", "constraint", "cpus-per-task", "exclude", "gpus-per-node", "gres", "mem"}
+    | {"partition", "qos"}
+    | {"array", "chdir", "error", "export", "job-name", "nodes", "ntasks", "ntasks-per-node"}
+    | {"no-requeue", "open-mode", "output", "parsable", "requeue", "signal", "test-only", "time"}
+    | {"wait", "wrap"}
+)
+
+
+def script(
+    launcher: SlurmLauncher, numbers: Sequence[int], *, batch: Path, arguments: Sequence[str]
+) -> str:
+    """Write the script of an array of jobs.
+
+    Args:
+        launcher: the settings.
+        numbers: of the jobs; each is the index of its task.
+        batch: where Slurm's own output goes.
+        arguments: of ``python -m mens_exp.sweeps.slurm_task``.
+    """
+    options = [f"--{name}={shlex.quote(value)}" for name, value in _options(launcher).items()]
+    indices = ",".join(map(str, numbers))
+    options += [
+        f"--array={indices}%{launcher.array_parallelism}",
+        f"--chdir={shlex.quote(str(Path.cwd()))}",
+        f"--output={shlex.quote(str(batch / 'slurm_%A_%a.out'))}",
+        "--nodes=1",
+        "--requeue",
+        "--open-mode=append",
+        f"--signal=B:USR1@{launcher.signal_delay_s}",
+    ]
+    for name, value in launcher.additional_parameters.items():
+        flag = f"--{name.replace('_', '-')}"
+        options.append(flag if value is True else f"{flag}={shlex.quote(str(value))}")
+    reach = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH", "")]))
+    command = [sys.executable, "-m", "mens_exp.sweeps.slurm_task", *arguments]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {option}" for option in options),
+            "",
+            *(["set -e", *launcher.setup, "set +e"] if launcher.setup else []),
+            f"export PYTHONPATH={shlex.quote(reach)}",
+            f"exec {shlex.join(command)}",
+            "",
+        ]
+    )
+
+
+def _options(launcher: SlurmLauncher) -> dict[str, str]:
+    """Return the options of sbatch that a setting stands for, where it is set."""
+    memory = None if launcher.mem_gb is None else f"{round(launcher.mem_gb * 1024)}M"
+    given = {
+        "job-name": launcher.name,
+        "partition": launcher.partition,
+        "account": launcher.account,
+        "qos": launcher.qos,
+        "constraint": launcher.constraint,
+        "exclude": launcher.exclude,
+        "comment": launcher.comment,
+        "time": launcher.timeout_min,
+        "cpus-per-task": launcher.cpus_per_task,
+        "gpus-per-node": launcher.gpus_per_node,
+        "gres": launcher.gres,
+        "mem": memory,
+    }
+    return {name: str(value) for name, value in given.items() if value is not None}
+
+
+def slurm_problems(launcher: SlurmLauncher, many: int) -> list[MensError]:
+    """Return what keeps Slurm from taking a sweep's jobs; sbatch judges, and starts nothing.
+
+    Args:
+        launcher: the settings.
+        many: the number of jobs.
+    """
+    missing = [name for name in _TOOLS if shutil.which(name) is None]
+    if missing:
+        return [
+            SetupError(
+                "Slurm's commands are not here",
+                where="hydra/launcher",
+                found=f"no {', '.join(missing)} on the PATH",
+                expected="the machine that jobs are submitted from",
+                remedy="run the sweep on a login node of the cluster, or with hydra/launcher=local",
+            )
+        ]
+    wrong = list(_setting_problems(launcher))
+    if wrong:
+        return wrong
+    text = script(launcher, range(many), batch=Path.cwd(), arguments=[])
+    try:
+        call(["sbatch", "--test-only"], text)
+    except OSError as error:
+        return [refused(str(error))]
+    return []
+
+
+def _setting_problems(launcher: SlurmLauncher) -> Iterator[MensError]:
+    for key, value in launcher.additional_parameters.items():
+        if key.replace("_", "-") in _OURS:
+            yield ConfigError(
+                "is set by the launcher itself",
+                where=f"hydra.launcher.additional_parameters.{key}",
+                found=str(value),
+                expected="an option of sbatch that no setting of hydra.launcher stands for",
+                remedy=f"drop {key}, or give the setting",
+            )
+    if launcher.signal_delay_s >= 60 * launcher.timeout_min:
+        yield ConfigError(
+            "leaves a job no time before it is told to end",
+            where="hydra.launcher.signal_delay_s",
+            found=launcher.signal_delay_s,
+            expected=f"less than the {60 * launcher.timeout_min} seconds of timeout_min",
+            remedy="allow more time, or be told later",
+        )
+
+
+def refused(said: str) -> MensError:
+    """Return the error for what one of Slurm's commands said: of Slurm, or of the request."""
+    unreachable = ("Unable to contact", "configuration source", "Connection refused", "authentic")
+    if any(text in said for text in unreachable):
+        return SetupError(
+            "Slurm does not answer",
+            where="hydra/launcher",
+            found=said,
+            remedy="see what `sinfo` says, or run the sweep with hydra/launcher=local",
+        )
+    return RequestError(
+        "Slurm would not take the jobs",
+        where="hydra.launcher",
+        found=said,
+        remedy="correct the setting; `sinfo` lists partitions, and what their nodes have",
+    )
+
+
+def call(command: Sequence[str], text: str = "") -> str:
+    """Run one of Slurm's commands.
+
+    Args:
+        command: its name and arguments.
+        text: its standard input.
+
+    Returns:
+        What it printed.
+
+    Raises:
+        OSError: it failed, with what it said.
+    """
+    try:
+        done = subprocess.run(  # noqa: S603  # Slurm's own programs, found on the PATH as it is used
+            list(command), input=text, capture_output=True, text=True, timeout=_ASK_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"{command[0]} did not answer in {_ASK_S:g} seconds") from error
+    if done.returncode != 0:
+        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        raise OSError("; ".join(said) or f"{command[0]}: exit code {done.returncode}")
+    return done.stdout

@@ -1,0 +1,109 @@
+"""A job's batch process: ``python -m mens_exp.sweeps.slurm_task <sweep> --timeout-min=… …``.
+
+Slurm runs it on a node, once for each start of a task of the array. It starts the job, hands
+Slurm's warning of the time limit on to it, notes how it ended, and puts it back into the queue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mens_exp.artifacts.attempt_log import AttemptLog
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.sweep import SweepRecord
+from mens_exp.artifacts.sweep_dir import SweepDir
+from mens_exp.sweeps.job import ACCEPT_CHANGES
+from mens_exp.sweeps.slurm_script import call
+from mens_exp.sweeps.supervise import supervise
+from mens_exp.sweeps.threads import environment_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import FrameType
+
+__all__ = ["PREEMPTED", "TIMEOUT", "main"]
+
+TIMEOUT, PREEMPTED = "TIMEOUT", "PREEMPTED"
+_SLACK_S = 90  # sbatch's page: a warning comes up to a minute early; and the job starts up
+# Lightning takes these for a cluster job of several tasks, and would put it back by itself.
+_OF_TASKS = ("SLURM_NTASKS", "SLURM_NPROCS")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one task.
+
+    Returns:
+        The exit code of the job; 0 where it goes back into the queue.
+    """
+    given = _parsed(arguments)
+    directory = SweepDir(given.sweep)
+    number = int(os.environ["SLURM_ARRAY_TASK_ID"])
+    record = SweepRecord.read(directory.record)
+    job = next(one for one in record.jobs if one["number"] == number)
+    run, log = RunDir(directory.path / job["directory"]), AttemptLog(directory.attempts(number))
+    queue_id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{number}"
+    began, warned = time.monotonic(), _Warned()
+    ended = supervise(
+        [str(run.path)] + [ACCEPT_CHANGES] * given.accept_changes,
+        run.log,
+        _environment(record.threads),
+        log,
+        queue_id=queue_id,
+        signals=warned.taken,
+    )
+    why = None
+    if warned.was and ended.exit_code != 0:
+        warning_s = 60 * given.timeout_min - given.signal_delay_s - _SLACK_S
+        why = TIMEOUT if time.monotonic() - began >= warning_s else PREEMPTED
+    log.ended(ended.exit_code, peak_rss_bytes=ended.peak_rss_bytes, why=why)
+    mine = [one for one in log.attempts() if one.get("queue_id") == queue_id]
+    late = sum(one.get("why") == TIMEOUT for one in mine)
+    if why == PREEMPTED or (why == TIMEOUT and late <= given.max_num_timeout):
+        call(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]])
+        return 0
+    code = ended.exit_code
+    return code if code is not None and code >= 0 else 1
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m mens_exp.sweeps.slurm_task")
+    parser.add_argument("sweep", type=Path)
+    parser.add_argument("--timeout-min", type=int, required=True)
+    parser.add_argument("--signal-delay-s", type=int, required=True)
+    parser.add_argument("--max-num-timeout", type=int, required=True)
+    parser.add_argument(ACCEPT_CHANGES, action="store_true")
+    return parser.parse_args(arguments)
+
+
+def _environment(threads: int) -> dict[str, str]:
+    made = environment_of(0, threads=threads, gpus=[])
+    return {name: value for name, value in made.items() if name not in _OF_TASKS}
+
+
+class _Warned:
+    """Hears Slurm's signals: a warning ends the job in order; an end is told to the job as well."""
+
+    def __init__(self) -> None:
+        self.was, self._left = False, False
+        signal.signal(signal.SIGUSR1, self._hear)
+        signal.signal(signal.SIGTERM, lambda *_: None)  # Slurm sends it to the job's process too
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self._left = self._left or not self.was
+        self.was = True
+
+    def taken(self) -> list[int]:
+        """Return the signal that the job is to get, once."""
+        left, self._left = self._left, False
+        return [signal.SIGTERM] if left else []
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.artifacts.attempt_log import AttemptLog
+from mens_exp.errors import DataError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_each_begin_is_an_attempt(tmp_path: Path) -> None:
+    """With its end, where somebody saw it; the next begin says that nobody did."""
+    log = AttemptLog(tmp_path / "batch" / "attempts_0.jsonl")
+    assert log.attempts() == []
+    log.began(7, 1.5, host="a", queue_id="12_0")
+    (first,) = log.attempts()
+    assert (first["pid"], first["host"], first["queue_id"]) == (7, "a", "12_0")
+    assert first["ended_utc"] is None
+    log.began(8, 2.5, host="b", queue_id="12_0")
+    log.ended(130, peak_rss_bytes=5, why="TIMEOUT")
+    first, second = log.attempts()
+    assert (first["exit_code"], first["why"]) == (None, "it was killed, and began again")
+    assert (second["exit_code"], second["peak_rss_bytes"], second["why"]) == (130, 5, "TIMEOUT")
+
+
+def test_a_torn_line_is_dropped_and_a_wrong_one_refused(tmp_path: Path) -> None:
+    """The node may have died while it wrote; another form was not written by us."""
+    path = tmp_path / "attempts.jsonl"
+    log = AttemptLog(path)
+    log.began(7, 1.5, host="a", queue_id=None)
+    with path.open("ab") as file:
+        file.write(b'{"event":"en')
+    assert len(log.attempts()) == 1
+    path.write_bytes(b'{"event":"began","colour":"red"}\n')
+    with pytest.raises(DataError, match="colour"):
+        log.attempts()

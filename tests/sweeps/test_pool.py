@@ -1,0 +1,138 @@
+"""Jobs in joblib's pool; stand-ins run in its threads, one sweep in its processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp import cli
+from mens_exp.artifacts.attempt_log import AttemptLog
+from mens_exp.artifacts.sweep import JobState, SweepRecord
+from mens_exp.artifacts.sweep_dir import SweepDir
+from mens_exp.config.launcher import JoblibLauncher
+from mens_exp.errors import MissingExtra
+from mens_exp.sweeps.pool import pool_problems
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.sweeps.launcher import Launcher
+
+    Sweep = Callable[..., Launcher]
+
+pytestmark = [
+    pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals; run it on Linux"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("joblib") is None, reason="joblib is missing: pip install joblib"
+    ),
+]
+
+DONE: list[tuple[str, Any]] = [("end", "succeeded"), ("exit", 0)]
+POOL = {"launcher": "joblib", "launcher_settings": {"backend": "threading"}}
+
+
+def states(launcher: Launcher) -> list[str]:
+    return [str(job["state"]) for job in SweepRecord.read(launcher.directory.record).jobs]
+
+
+def test_all_jobs_succeed_in_the_pool(sweep: Sweep, tmp_path: Path) -> None:
+    """Two at a time wait for each other's file; each is a process of its own, on record."""
+    files = [tmp_path / "sweep" / f"{number}_job" / "tried_0" for number in (0, 1)]
+    met = [[("wait", str(other)), *DONE] for other in reversed(files)]
+    launcher = sweep([met[0]], [met[1]], [DONE], n_jobs=2, **POOL)
+    assert launcher.run() == 0
+    assert states(launcher) == ["succeeded"] * 3
+    attempts = [one for job in launcher.record.jobs for one in job["attempts"]]
+    assert len({one["pid"] for one in attempts}) == 3
+    assert [one["exit_code"] for one in attempts] == [0, 0, 0]
+    assert all((one["peak_rss_bytes"] or 0) > 1_000_000 for one in attempts)
+
+
+def test_a_killed_job_of_the_pool_is_started_again(sweep: Sweep) -> None:
+    """As by the local launcher, and the other one's failure stays what it is."""
+    launcher = sweep([[("kill", "SIGKILL")], DONE], [[("exit", 2)]], retries=1, **POOL)
+    assert launcher.run() == 2
+    assert states(launcher) == ["succeeded", "failed"]
+    codes = [one["exit_code"] for one in launcher.record.jobs[0]["attempts"]]
+    assert codes == [-signal.SIGKILL, 0]
+
+
+def test_a_signal_goes_through_the_pool(sweep: Sweep) -> None:
+    """What is at work ends in order, and what waits for a place does not begin."""
+    launcher = sweep([[("on interrupt", 130), ("wait", "never")]], [DONE], **POOL)
+    listens = launcher.directory.path / "0_job" / "listens"
+
+    def interrupt() -> None:
+        while not listens.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    assert launcher.run() == 130
+    thread.join()
+    assert states(launcher) == ["cancelled", "cancelled"]
+    assert [len(job["attempts"]) for job in launcher.record.jobs] == [1, 0]
+
+
+def test_jobs_of_the_pool_take_gpus_in_turn(sweep: Sweep, tmp_path: Path) -> None:
+    """Two at a time never share one."""
+    files = [tmp_path / "sweep" / f"{number}_job" / "tried_0" for number in (0, 1)]
+    met = [[("wait", str(other)), *DONE] for other in reversed(files)]
+    launcher = sweep([met[0]], [met[1]], n_jobs=2, gpus=["4", "6"], **POOL)
+    assert launcher.run() == 0
+    taken = [path.read_text("utf-8") for path in files]
+    devices = {device for device in "46" for text in taken if f'DEVICES": "{device}"' in text}
+    assert devices == {"4", "6"}
+
+
+def test_a_job_that_an_earlier_pool_left_at_work_is_waited_for(sweep: Sweep) -> None:
+    """It is known from the log of its attempts, and not started anew."""
+    launcher = sweep([DONE], **POOL)
+    directory, job = launcher.directory, launcher.record.jobs[0]
+    job["state"] = JobState.RUNNING
+    import psutil
+
+    me = psutil.Process()
+    log = AttemptLog(directory.attempts(0))
+    log.began(me.pid, me.create_time(), host="here", queue_id=None)
+    work = launcher._executor.adopt(job)
+    assert work is not None
+    assert work.ended() is None
+    log.ended(0)
+    assert launcher._executor.adopt(job) is None
+
+
+def test_without_joblib_the_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the way to install it; no jobs at a time are refused too."""
+    (wrong,) = pool_problems(JoblibLauncher(n_jobs=0))
+    assert "hydra.launcher.n_jobs: out of range" in str(wrong)
+    assert pool_problems(JoblibLauncher(n_jobs=-1)) == []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    (missing,) = pool_problems(JoblibLauncher())
+    assert isinstance(missing, MissingExtra)
+    assert "mens-exp[joblib]" in str(missing)
+
+
+@pytest.mark.slow
+def test_a_sweep_runs_in_processes_of_the_pool(
+    tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the command line, with loky; no worker is a job."""
+    place = tmp_path / "sweep"
+    given = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "task=plan", "seed=1,2"]
+    assert cli.main(["-m", *tiny_run, *given, f"hydra.sweep.dir={place}"]) == 0
+    record = SweepRecord.read(SweepDir(place).record)
+    assert record.launcher == "joblib"
+    assert record.launcher_settings["backend"] == "loky"
+    assert [job["state"] for job in record.jobs] == ["succeeded", "succeeded"]
+    assert os.getpid() not in {job["attempts"][0]["pid"] for job in record.jobs}
+    assert cli.main([f"sweep.resume={place}"]) == 0
+    assert "2 of 2 jobs are done" in capsys.readouterr().err

@@ -1,0 +1,271 @@
+"""What Slurm says of a job, and what the launcher makes of it; Slurm's commands are stand-ins."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.artifacts.attempt_log import AttemptLog
+from mens_exp.artifacts.sweep import JobState, SweepRecord
+from mens_exp.artifacts.sweep_dir import SweepDir
+from mens_exp.config.launcher import SlurmLauncher
+from mens_exp.errors import SetupError
+from mens_exp.sweeps import slurm, slurm_states, slurm_task
+from mens_exp.sweeps.process import Ended
+from mens_exp.sweeps.slurm import SlurmExecutor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    Make = Callable[..., SweepRecord]
+
+
+class Queue:
+    """Stands in for sbatch, squeue and scancel."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.asked: list[list[str]] = []
+        self.error: str | None = None
+
+    def __call__(self, command: Sequence[str], text: str = "") -> str:
+        self.asked.append(list(command))
+        if self.error:
+            raise OSError(self.error)
+        return "7\n" if command[0] == "sbatch" else "\n".join(self.lines)
+
+    def says(self, state: str, reason: str = "None", status: int = 0, number: int = 0) -> None:
+        self.lines = [f"7|{number}|{state}|{reason}|{status}|{self.script}|"]
+
+    script = ""
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Queue:
+    made = Queue()
+    made.script = str(tmp_path.resolve() / "batch" / "submission_1.sh")
+    monkeypatch.setattr(slurm, "call", made)
+    monkeypatch.setattr(slurm_states, "call", made)
+    return made
+
+
+@pytest.fixture
+def executor(make_sweep: Make, tmp_path: Path, queue: Queue) -> SlurmExecutor:
+    record = make_sweep({}, {}, launcher="submitit_slurm")
+    launcher = SlurmLauncher(max_num_timeout=1)
+    return SlurmExecutor(SweepDir(tmp_path), record, launcher)
+
+
+def test_all_jobs_are_one_array(executor: SlurmExecutor, queue: Queue, tmp_path: Path) -> None:
+    """Each waits under its own number of it until Slurm says that it runs."""
+    jobs = executor._record.jobs
+    queue.says("PENDING", "Resources")
+    (first, work), (second, other) = executor.start(jobs)
+    assert (first["number"], second["number"]) == (0, 1)
+    assert not isinstance(work, str)
+    assert not isinstance(other, str)
+    assert [command[0] for command in queue.asked] == ["sbatch", "squeue"]
+    assert work.ended() is None
+    assert work.waits == "in Slurm's queue as 7_0: Resources"
+    queue.says("RUNNING")
+    executor.poll()
+    assert work.ended() is None
+    assert work.waits is None
+    assert "--array=0,1%256" in (tmp_path / "batch" / "submission_1.sh").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("state", "status", "expected", "reason", "may_pass"),
+    [
+        ("CANCELLED", 0, JobState.CANCELLED, "CANCELLED: ended by scancel", False),
+        ("NODE_FAIL", 0, JobState.FAILED, "NODE_FAIL: its node failed", True),
+        ("OUT_OF_MEMORY", 9, JobState.FAILED, "OUT_OF_MEMORY: it took more than", False),
+        ("TIMEOUT", 9, JobState.FAILED, "TIMEOUT: its 60 minutes were over, 1 time", True),
+    ],
+)
+def test_why_slurm_ended_a_job_is_the_reason(
+    executor: SlurmExecutor,
+    queue: Queue,
+    state: str,
+    status: int,
+    expected: JobState,
+    reason: str,
+    may_pass: bool,
+) -> None:
+    """In its own word; only what another node or more time may cure is tried again."""
+    ((job, work),) = executor.start(executor._record.jobs[:1])
+    assert not isinstance(work, str)
+    executor.log(job).began(5, 1.0, host="node", queue_id="7_0")
+    queue.says(state, status=status)
+    executor.poll()
+    ended = work.ended()
+    assert ended is not None
+    assert ended.stop is not None
+    assert (ended.stop.state, ended.stop.may_pass) == (expected, may_pass)
+    assert ended.stop.reason.startswith(reason)
+    assert job["attempts"][0]["why"] == state
+    assert job["attempts"][0]["ended_utc"] is not None
+
+
+def test_a_job_that_ended_by_itself_is_read_from_its_log(
+    executor: SlurmExecutor, queue: Queue
+) -> None:
+    """Also after Slurm has forgotten it."""
+    ((job, work),) = executor.start(executor._record.jobs[:1])
+    assert not isinstance(work, str)
+    executor.log(job).began(5, 1.0, host="node", queue_id="7_0")
+    executor.log(job).ended(2)
+    executor.poll()
+    assert work.ended() == Ended(exit_code=2)
+    queue.says("FAILED", "NonZeroExitCode", status=512)
+    executor.poll()
+    assert work.ended() == Ended(exit_code=2)
+
+
+def test_a_job_that_is_gone_before_it_began_was_cancelled(
+    executor: SlurmExecutor, queue: Queue
+) -> None:
+    """Slurm keeps no trace of a task that scancel took out of the queue."""
+    queue.says("PENDING")
+    ((_, work),) = executor.start(executor._record.jobs[:1])
+    assert not isinstance(work, str)
+    assert work.ended() is None
+    queue.lines = []
+    executor.poll()
+    ended = work.ended()
+    assert ended is not None
+    assert ended.stop is not None
+    assert ended.stop.state is JobState.CANCELLED
+    assert ended.stop.reason == "CANCELLED: 7_0 left Slurm's queue before it began"
+
+
+def test_a_silent_slurm_changes_nothing(executor: SlurmExecutor, queue: Queue) -> None:
+    """Its controller may start again; a job that cannot be cancelled is named."""
+    ((_, work),) = executor.start(executor._record.jobs[:1])
+    assert not isinstance(work, str)
+    queue.error = "Unable to contact slurm controller"
+    executor.poll()
+    assert work.ended() is None
+    executor.cancel([work], 2)
+    ended = work.ended()
+    assert ended is not None
+    assert ended.stop is not None
+    assert "`scancel 7_0` failed: Unable to contact" in ended.stop.reason
+
+
+def test_a_refused_submission_fails_its_jobs(executor: SlurmExecutor, queue: Queue) -> None:
+    """With what sbatch said."""
+    queue.error = "sbatch: error: QOSMaxSubmitJobPerUserLimit"
+    ((_, said), _) = executor.start(executor._record.jobs)
+    assert said == "Slurm did not take it: sbatch: error: QOSMaxSubmitJobPerUserLimit"
+
+
+def test_only_jobs_of_this_sweep_are_adopted(
+    executor: SlurmExecutor, queue: Queue, tmp_path: Path
+) -> None:
+    """They are known by their script; one that is over is none."""
+    job = executor._record.jobs[1]
+    queue.lines = [
+        "3|1|RUNNING|None|0|/elsewhere/batch/submission_1.sh|",
+        f"5|1|FAILED|None|256|{queue.script}|",
+        f"7|1|PENDING|Priority|0|{queue.script}|",
+        f"8|N/A|RUNNING|None|0|{queue.script}|",
+    ]
+    work = executor.adopt(job)
+    assert work is not None
+    assert work.ended() is None
+    assert work.waits == "in Slurm's queue as 7_1: Priority"
+    assert executor.adopt(executor._record.jobs[0]) is None
+    job["state"] = JobState.SUCCEEDED
+    assert executor.adopt(job) is None
+
+
+def test_a_sweep_cannot_go_on_while_slurm_is_silent(executor: SlurmExecutor, queue: Queue) -> None:
+    """Its jobs may be at work, so none is started."""
+    queue.error = "Unable to contact slurm controller"
+    with pytest.raises(SetupError, match="Slurm does not answer"):
+        executor.adopt(executor._record.jobs[0])
+
+
+class Task:
+    """A batch process whose job is a stand-in."""
+
+    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.place, self.requeued = place, 0
+        self.environment: dict[str, str] = {}
+        self.warned, self.code = False, 0
+        names = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "7", "SLURM_JOB_ID": "9"}
+        for name, value in {**names, "SLURM_NTASKS": "1"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(slurm_task, "supervise", self.supervise)
+        monkeypatch.setattr(slurm_task, "call", self.call)
+
+    def supervise(
+        self, arguments: Any, output: Any, environment: Any, log: Any, **more: Any
+    ) -> Ended:
+        self.environment = environment
+        log.began(5, 1.0, host="node", queue_id=more["queue_id"])
+        if self.warned:
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert more["signals"]() == [signal.SIGTERM]
+            assert more["signals"]() == []
+        return Ended(exit_code=self.code)
+
+    def call(self, command: list[str]) -> str:
+        assert command == ["scontrol", "requeue", "9"]
+        self.requeued += 1
+        return ""
+
+    def run(self, *, timeout_min: int = 1) -> int:
+        limits = [f"--timeout-min={timeout_min}", "--signal-delay-s=30", "--max-num-timeout=1"]
+        return slurm_task.main([str(self.place), *limits])
+
+    def why(self) -> list[str | None]:
+        return [one["why"] for one in AttemptLog(SweepDir(self.place).attempts(1)).attempts()]
+
+
+@pytest.fixture
+def task(make_sweep: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    import signal
+
+    make_sweep({}, {}, threads=3).write(SweepDir(tmp_path).record)
+    before = {one: signal.getsignal(one) for one in (signal.SIGUSR1, signal.SIGTERM)}
+    yield Task(tmp_path, monkeypatch)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_the_batch_process_ends_as_its_job(task: Task) -> None:
+    """Which gets its threads, and nothing that Lightning would take for a task of several."""
+    task.code = 2
+    assert task.run() == 2
+    assert (task.requeued, task.why()) == (0, [None])
+    assert task.environment["OMP_NUM_THREADS"] == "3"
+    assert "SLURM_NTASKS" not in task.environment
+    task.code = -9
+    assert task.run() == 1
+
+
+def test_a_warned_job_is_put_back_as_often_as_allowed(task: Task) -> None:
+    """One that succeeds in spite of the warning is not; the second time is one too many."""
+    task.warned, task.code = True, 130
+    assert task.run() == 0
+    assert task.run() == 130
+    assert (task.requeued, task.why()) == (1, ["TIMEOUT", "TIMEOUT"])
+    task.code = 0
+    assert task.run() == 0
+    assert task.requeued == 1
+
+
+def test_a_warning_long_before_the_end_is_a_preemption(task: Task) -> None:
+    """Some clusters send it then; it does not count as a timeout."""
+    task.warned, task.code = True, 130
+    assert [task.run(timeout_min=60) for _ in range(3)] == [0, 0, 0]
+    assert (task.requeued, set(task.why())) == (3, {"PREEMPTED"})
+    assert json.loads(SweepDir(task.place).record.read_text("utf-8"))["n_jobs"] == 1

@@ -1,0 +1,292 @@
+"""Sweeps on a real Slurm: a cluster of one node that these tests start and end."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from mens_exp import cli
+from mens_exp.artifacts.attempt_log import AttemptLog
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.sweep import SweepRecord
+from mens_exp.artifacts.sweep_dir import SweepDir
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Start = Callable[..., subprocess.Popen[bytes]]
+
+_STAND_IN = runpy.run_path(str(Path(__file__).with_name("slurm_cluster.py")))
+_MISSING = _STAND_IN["missing"]() if os.name != "nt" else "Slurm runs on Linux"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING)),
+]
+
+LIMIT_S = 300
+SLURM = ["hydra/launcher=submitit_slurm", "hydra.launcher.poll_s=0.5"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """The cluster's commands are those of this process, and of all that it starts."""
+    with pytest.MonkeyPatch.context() as patch, _STAND_IN["cluster"]() as environment:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        yield
+
+
+def command(tiny_run: list[str], directory: Path, *overrides: str) -> list[str]:
+    """A sweep of thirty steps each, a checkpoint after every second one."""
+    given = [*tiny_run, "trainer.max_steps=30", "sweep.retries=0", "seed=1", *overrides]
+    by_key = {text.partition("=")[0]: text for text in given}
+    return ["-m", *by_key.values(), f"hydra.sweep.dir={directory}"]
+
+
+@pytest.fixture
+def start(tiny_run: list[str], tmp_path: Path, cache: Path) -> Start:
+    """Launch a sweep in a process of its own."""
+
+    def launched(*overrides: str) -> subprocess.Popen[bytes]:
+        source = os.pathsep.join(filter(None, sys.path))
+        arguments = command(tiny_run, tmp_path / "sweep", *SLURM, *overrides)
+        return subprocess.Popen(
+            [sys.executable, "-m", "mens_exp", *arguments],
+            env={**os.environ, "PYTHONPATH": source, "MENS_EXP_CACHE": str(cache)},
+        )
+
+    return launched
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_run: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The adapter of the first cell, without Slurm and without a disturbance."""
+    directory = tmp_path_factory.mktemp("whole") / "sweep"
+    assert cli.main(command(tiny_run, directory)) == 0
+    return adapter(directory)
+
+
+def jobs(directory: Path) -> list[Any]:
+    return list(SweepRecord.read(SweepDir(directory).record).jobs)
+
+
+def run_of(directory: Path, number: int = 0) -> RunDir:
+    return RunDir(directory / jobs(directory)[number]["directory"])
+
+
+def adapter(directory: Path, number: int = 0) -> Path:
+    return run_of(directory, number).adapter / "adapter.safetensors"
+
+
+def slurm(*arguments: str) -> str:
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def until(is_so: Callable[[], Any], launcher: subprocess.Popen[bytes] | None = None) -> Any:
+    """Wait for something to be the case, as long as the launcher lives."""
+    began = time.time()
+    while not (found := is_so()):
+        assert launcher is None or launcher.poll() is None, "the launcher has ended"
+        assert time.time() - began < LIMIT_S
+        time.sleep(0.05)
+    return found
+
+
+def paused_at_its_first_checkpoint(
+    directory: Path, launcher: subprocess.Popen[bytes]
+) -> psutil.Process:
+    """Stop the job, so that what comes next finds it in mid-training however slow Slurm is."""
+    until(lambda: list(directory.glob("0_*/checkpoints/step_00000002.ckpt")), launcher)
+    job = psutil.Process(AttemptLog(SweepDir(directory).attempts(0)).attempts()[-1]["pid"])
+    job.suspend()
+    assert not adapter(directory).exists()
+    return job
+
+
+def queue_id(directory: Path) -> str:
+    """Return the array's number, as soon as the sweep's first job has one."""
+
+    def found() -> str:
+        words = str(jobs(directory)[0]["reason"]).split()
+        named = [word for word in words if word.rstrip(":").endswith("_0")]
+        return named[0].partition("_")[0] if named else ""
+
+    until(SweepDir(directory).record.exists)
+    return str(until(found))
+
+
+def is_asked_to_end(process: psutil.Process) -> bool:
+    """Tell whether a stopped process has a SIGTERM to answer."""
+    text = Path(f"/proc/{process.pid}/status").read_text("ascii")
+    pending = next(line for line in text.splitlines() if line.startswith("ShdPnd"))
+    return bool(int(pending.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def test_an_array_of_cells_succeeds_with_the_bytes_of_a_local_sweep(
+    tiny_run: list[str], whole: Path, tmp_path: Path
+) -> None:
+    """One array, a task for each cell; Slurm's numbers and nodes are on record."""
+    place = tmp_path / "sweep"
+    given = [*SLURM, "seed=1,2", "hydra.launcher.cpus_per_task=1", "hydra.launcher.mem_gb=0.75"]
+    assert cli.main(command(tiny_run, place, *given)) == 0
+    assert [job["state"] for job in jobs(place)] == ["succeeded", "succeeded"]
+    (first,), (second,) = (job["attempts"] for job in jobs(place))
+    array = first["queue_id"].partition("_")[0]
+    assert [first["queue_id"], second["queue_id"]] == [f"{array}_0", f"{array}_1"]
+    assert first["host"]
+    assert first["exit_code"] == 0
+    assert adapter(place).read_bytes() == whole.read_bytes()
+    assert adapter(place, 1).read_bytes() != whole.read_bytes()
+    said = slurm("scontrol", "show", "job", first["queue_id"])
+    assert "TimeLimit=01:00:00" in said
+    assert "MinMemoryNode=768M" in said
+
+
+def test_a_job_out_of_time_is_put_back_and_goes_on_to_the_same_bytes(
+    start: Start, whole: Path, tmp_path: Path
+) -> None:
+    """Slurm warns it, it closes its record and requeues itself, and its second start resumes."""
+    place = tmp_path / "sweep"
+    launcher = start("hydra.launcher.timeout_min=2", "hydra.launcher.signal_delay_s=30")
+    job = paused_at_its_first_checkpoint(place, launcher)
+    until(lambda: is_asked_to_end(job), launcher)
+    job.resume()
+    assert launcher.wait(LIMIT_S) == 0
+    first, *_, last = jobs(place)[0]["attempts"]
+    assert (first["why"], first["exit_code"]) == ("TIMEOUT", 130)
+    assert (last["exit_code"], last["queue_id"]) == (0, first["queue_id"])
+    manifest = Manifest.read(run_of(place).manifest)
+    assert manifest.attempts[0]["status"] == Status.CANCELLED
+    assert (manifest.attempts[-1]["resumed_from_step"] or 0) >= 2
+    assert adapter(place).read_bytes() == whole.read_bytes()
+
+
+def test_a_preempted_job_is_put_back_by_slurm_and_goes_on_to_the_same_bytes(
+    start: Start, whole: Path, tmp_path: Path
+) -> None:
+    """A job of a higher partition takes its node."""
+    place = tmp_path / "sweep"
+    launcher = start("hydra.launcher.partition=low")
+    paused_at_its_first_checkpoint(place, launcher)
+    slurm("sbatch", "--partition=high", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    assert launcher.wait(LIMIT_S) == 0
+    first, last = jobs(place)[0]["attempts"]
+    assert first["queue_id"] == last["queue_id"]
+    assert (Manifest.read(run_of(place).manifest).attempts[-1]["resumed_from_step"] or 0) >= 2
+    assert adapter(place).read_bytes() == whole.read_bytes()
+
+
+def test_a_job_that_is_out_of_time_too_often_has_failed(start: Start, tmp_path: Path) -> None:
+    """With Slurm's word for it; what it had saved stays, and a longer limit goes on from there."""
+    place = tmp_path / "sweep"
+    launcher = start(
+        "hydra.launcher.timeout_min=2",
+        "hydra.launcher.signal_delay_s=30",
+        "hydra.launcher.max_num_timeout=0",
+    )
+    job = paused_at_its_first_checkpoint(place, launcher)
+    # As Slurm itself sends it, without waiting for the time to pass.
+    slurm("scancel", "--batch", "--signal=USR1", f"{jobs(place)[0]['attempts'][0]['queue_id']}")
+    until(lambda: is_asked_to_end(job), launcher)
+    job.resume()
+    assert launcher.wait(LIMIT_S) == 1
+    (only,) = jobs(place)
+    assert only["state"] == "failed"
+    assert only["reason"] == "TIMEOUT: its 2 minutes were over, 1 time"
+    assert cli.main([f"sweep.resume={place}", "hydra.launcher.timeout_min=20"]) == 0
+    assert [one["exit_code"] for one in jobs(place)[0]["attempts"]] == [130, 0]
+
+
+def test_scancel_shows_as_cancelled(start: Start, tmp_path: Path) -> None:
+    """At work, with its record closed in order; resuming runs what is left of it."""
+    place = tmp_path / "sweep"
+    launcher = start()
+    job = paused_at_its_first_checkpoint(place, launcher)
+    slurm("scancel", f"{jobs(place)[0]['attempts'][0]['queue_id']}")
+    assert launcher.wait(LIMIT_S) == 1
+    assert not job.is_running()
+    (only,) = jobs(place)
+    assert (only["state"], only["reason"]) == ("cancelled", "CANCELLED: ended by scancel")
+    assert Manifest.read(run_of(place).manifest).status is Status.CANCELLED
+
+
+def test_scancel_in_the_queue_shows_as_cancelled(start: Start, tmp_path: Path) -> None:
+    """The other cell goes on; held at first, by an option of sbatch that no setting stands for."""
+    place = tmp_path / "sweep"
+    launcher = start("seed=1,2", "task=plan", "+hydra.launcher.additional_parameters.hold=true")
+    array = queue_id(place)
+    slurm("scancel", f"{array}_1")
+    slurm("scontrol", "release", array)
+    assert launcher.wait(LIMIT_S) == 1
+    kept, cancelled = jobs(place)
+    assert kept["state"] == "succeeded"
+    assert (cancelled["state"], cancelled["attempts"]) == ("cancelled", [])
+    assert cancelled["reason"] == f"CANCELLED: {array}_1 left Slurm's queue before it began"
+
+
+def test_jobs_in_the_queue_outlive_their_launcher(start: Start, tmp_path: Path) -> None:
+    """Resuming waits for the one array, and submits none."""
+    place = tmp_path / "sweep"
+    launcher = start("seed=1,2", "task=plan", "+hydra.launcher.additional_parameters.hold=true")
+    array = queue_id(place)
+    launcher.kill()
+    launcher.wait()
+    slurm("scontrol", "release", array)
+    assert cli.main([f"sweep.resume={place}"]) == 0
+    ids = [[one["queue_id"] for one in job["attempts"]] for job in jobs(place)]
+    assert ids == [[f"{array}_0"], [f"{array}_1"]]
+    assert len(list(SweepDir(place).batch.glob("*.sh"))) == 1
+
+
+def test_ctrl_c_takes_the_jobs_out_of_the_queue(start: Start, tmp_path: Path) -> None:
+    """And the sweep can go on afterwards."""
+    place = tmp_path / "sweep"
+    launcher = start("seed=1,2", "task=plan", "+hydra.launcher.additional_parameters.hold=true")
+    array = queue_id(place)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(LIMIT_S) == 130
+    assert [job["state"] for job in jobs(place)] == ["cancelled", "cancelled"]
+    assert "PENDING" not in slurm("squeue", "--noheader", "--format=%T", f"--jobs={array}")
+
+
+def test_set_up_that_fails_is_the_reason(tiny_run: list[str], tmp_path: Path) -> None:
+    """The job never began, and what the shell said is in the record."""
+    place = tmp_path / "sweep"
+    given = [*SLURM, "task=plan", "hydra.launcher.setup=[no_such_module_command]"]
+    assert cli.main(command(tiny_run, place, *given)) == 1
+    (only,) = jobs(place)
+    assert (only["state"], only["attempts"]) == ("failed", [])
+    assert "no_such_module_command: command not found" in only["reason"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("hydra.launcher.partition=nowhere", "invalid partition specified: nowhere"),
+        ("hydra.launcher.mem_gb=900", "Requested node configuration is not available"),
+    ],
+)
+def test_what_slurm_would_not_take_is_refused_before_anything_is_written(
+    tiny_run: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    setting: str,
+    said: str,
+) -> None:
+    """In Slurm's own words, with exit code 2."""
+    place = tmp_path / "sweep"
+    assert cli.main(command(tiny_run, place, *SLURM, setting)) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not place.exists()
