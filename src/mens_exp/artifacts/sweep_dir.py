@@ -26,3 +26,13 @@ class SweepDir:
     def lock(self) -> Path:
         """Held by the launcher as long as it lives."""
         return self.path / "sweep.lock"
+
+    @property
+    def journal(self) -> Path:
+        """In a search, Optuna's journal of its trials."""
+        return self.path / "search.journal"
+
+    @property
+    def search_page(self) -> Path:
+        """In a search, its record as a page."""
+        return self.path / "search.html"

@@ -25,6 +25,7 @@ from mens_exp.config import (
     root,
     sandbox,
     schedule,
+    search,
     suite,
     sweep,
     task,
@@ -142,6 +143,7 @@ def register() -> None:
         for name, schema in schemas.items():
             store.store(group=f"schema/{group}", name=name, node=_open(schema))
     store.store(group="hydra/launcher", name=sweep.LOCAL_LAUNCHER, node=sweep.LocalLauncher)
+    store.store(group="hydra/sweeper", name=search.OPTUNA, node=search.OptunaSweeper)
     store.store(group="schema", name=_LAST, node=_open(root.RunConfig))
 
 

@@ -6,8 +6,9 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from mens_exp.artifacts import atomic
 from mens_exp.artifacts.manifest import utc_now
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.run_lock import holder
@@ -29,18 +30,39 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.sweep_dir import SweepDir
     from mens_exp.sweeps.process import Ended, Process
 
-__all__ = ["Launcher"]
+__all__ = ["Feed", "Launcher"]
 
 _LOOK_S = 0.1  # between two looks at the processes; a job takes seconds at least
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_WELL = frozenset({JobState.SUCCEEDED, JobState.PRUNED})
+_ENDS = _WELL | {JobState.FAILED}
+
+
+class Feed(Protocol):
+    """What adds jobs to a sweep while it runs, and learns what becomes of them."""
+
+    def supply(self) -> bool:
+        """Add a waiting job to the record, if another is to come; tell whether it did."""
+        ...
+
+    def watch(self, job: SweepJob) -> str | None:
+        """Look at a running job; tell why it is to end, or None."""
+        ...
+
+    def settle(self, job: SweepJob) -> None:
+        """Take note that a job has come to its end."""
+        ...
 
 
 class Launcher:
     """Runs what waits of a sweep; the only writer of its record."""
 
-    def __init__(self, directory: SweepDir, record: SweepRecord, console: Console) -> None:
+    def __init__(
+        self, directory: SweepDir, record: SweepRecord, console: Console, feed: Feed | None = None
+    ) -> None:
         """Take a sweep whose jobs are frozen; its lock is held by the caller."""
         self.directory, self.record, self.console = directory, record, console
+        self._feed = feed
         self._at_work: dict[int, tuple[SweepJob, Process]] = {}  # by slot
         self._signals: list[int] = []
         self._is_cancelled = False
@@ -56,7 +78,7 @@ class Launcher:
         """
         with self._listening():
             self._adopt()
-            while self._at_work or (self._waiting() and not self._is_cancelled):
+            while self._at_work or (not self._is_cancelled and self._is_more()):
                 self._fill()
                 time.sleep(_LOOK_S)
                 self._pass_on()
@@ -66,8 +88,12 @@ class Launcher:
         self._save()
         if self._is_cancelled:
             return CANCELLED
-        failed = any(job["state"] != JobState.SUCCEEDED for job in self.record.jobs)
+        failed = any(job["state"] not in _WELL for job in self.record.jobs)
         return max(self._worst, 1) if failed else 0
+
+    def _is_more(self) -> bool:
+        """Tell whether a job waits, or one more is to come."""
+        return bool(self._waiting()) or (self._feed is not None and self._feed.supply())
 
     def _waiting(self) -> list[SweepJob]:
         return [job for job in self.record.jobs if job["state"] == JobState.WAITING]
@@ -88,9 +114,9 @@ class Launcher:
         if self._is_cancelled:
             return
         for slot in range(self.record.n_jobs):
-            waiting = self._waiting()
-            if waiting and slot not in self._at_work and len(self._at_work) < self.record.n_jobs:
-                self._start(slot, waiting[0])
+            is_free = slot not in self._at_work and len(self._at_work) < self.record.n_jobs
+            if is_free and self._is_more():
+                self._start(slot, self._waiting()[0])
 
     def _start(self, slot: int, job: SweepJob) -> None:
         run = self._run_dir(job)
@@ -122,6 +148,7 @@ class Launcher:
         for slot, (job, process) in list(self._at_work.items()):
             ended = process.ended()
             if ended is None:
+                self._watch(job, process)
                 continue
             other = holder(self._run_dir(job).job_lock)
             if other is not None:  # started by a launcher that died before it could note it
@@ -132,13 +159,24 @@ class Launcher:
             del self._at_work[slot]
             self._note(job, ended)
 
+    def _watch(self, job: SweepJob, process: Process) -> None:
+        """End a job that its search gives up; its record says why."""
+        run = self._run_dir(job)
+        reason = None if self._feed is None or run.pruned.exists() else self._feed.watch(job)
+        if reason is not None:
+            atomic.write_text(run.pruned, reason)
+            process.pass_on(signal.SIGTERM)
+
     def _note(self, job: SweepJob, ended: Ended) -> None:
         attempt = job["attempts"][-1]
         attempt["ended_utc"] = utc_now()
         attempt["exit_code"], attempt["peak_rss_bytes"] = ended.exit_code, ended.peak_rss_bytes
         found = outcome(self._run_dir(job), ended, since_utc=attempt["started_utc"])
         job["results"] = found.results
-        if self._is_cancelled and found.state is not JobState.SUCCEEDED:
+        pruned = self._run_dir(job).pruned
+        if pruned.exists() and found.state is not JobState.SUCCEEDED:
+            self._set(job, JobState.PRUNED, pruned.read_text("utf-8"))
+        elif self._is_cancelled and found.state is not JobState.SUCCEEDED:
             self._set(job, JobState.CANCELLED, "the sweep was cancelled")
         elif found.may_pass and self._tries.get(job["number"], 0) <= self.record.retries:
             self._say(job, "starts again", found.reason)
@@ -150,6 +188,8 @@ class Launcher:
 
     def _set(self, job: SweepJob, state: JobState, reason: str | None) -> None:
         job["state"], job["reason"] = state, reason
+        if self._feed is not None and state in _ENDS:
+            self._feed.settle(job)
         self._save()
         if state != JobState.WAITING:
             self._say(job, state.value, reason)

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 __all__ = ["resume_sweep"]
 
-_MAY_CHANGE = frozenset({"sweep.resume", "sweep.retries", "sweep.changes", "hydra.launcher.n_jobs"})
+_TRIALS = "hydra.sweeper.n_trials"
+_MAY_CHANGE = frozenset(
+    {"sweep.resume", "sweep.retries", "sweep.changes", "hydra.launcher.n_jobs", _TRIALS}
+)
 
 
 def resume_sweep(overrides: Sequence[str]) -> int:
@@ -46,6 +49,8 @@ def resume_sweep(overrides: Sequence[str]) -> int:
             its launch, or something is to be changed that cannot.
     """
     _refuse_others(overrides)
+    trials = [text for text in overrides if text.startswith(f"{_TRIALS}=")]
+    overrides = [text for text in overrides if text not in trials]
     checked = check(overrides, multirun=True)
     Problems.raise_if(checked.problems)
     asked = checked.cells[0]
@@ -53,11 +58,18 @@ def resume_sweep(overrides: Sequence[str]) -> int:
     with held(directory.lock):
         record = SweepRecord.read(directory.record)
         _take_over(record, asked, {text.partition("=")[0] for text in overrides})
+        if trials and record.search is None:
+            what = "has no effect on a sweep that lists its cells"
+            raise ConfigError(what, where=_TRIALS, found=trials[-1], remedy=f"drop {_TRIALS}")
         console = Console(stderr=True)
         for job in record.jobs:
             _settle(job, RunDir(directory.path / job["directory"]))
         done = sum(job["state"] == JobState.SUCCEEDED for job in record.jobs)
         console.print(f"{done} of {len(record.jobs)} jobs are done, and verified.")
+        if record.search is not None:
+            from mens_exp.sweeps.searching import resume_search
+
+            return resume_search(directory, record, console, trials[-1:])
         record.write(directory.record)
         return finish(Launcher(directory, record, console))
 
@@ -127,6 +139,9 @@ def _settle(job: SweepJob, run: RunDir) -> None:
     manifest = record_of(run)
     if last is not None and last["ended_utc"] is None:
         last["ended_utc"] = utc_now()
+    if run.pruned.exists() and (manifest is None or manifest.status is not Status.SUCCEEDED):
+        job["state"], job["reason"] = JobState.PRUNED, run.pruned.read_text("utf-8")
+        return
     if manifest is None and run.manifest.exists():
         reason = f"{run.manifest} cannot be read; move the directory's other files away to run anew"
         job["state"], job["reason"] = JobState.FAILED, reason
