@@ -133,6 +133,12 @@ def _sweep(overrides: Sequence[str]) -> int:
         from mens_exp.sweeps.resuming import resume_sweep
 
         return resume_sweep(overrides)
+    from mens_exp.config.search import is_search
+
+    if is_search(list(overrides)):
+        from mens_exp.sweeps.searching import launch_search
+
+        return launch_search(overrides)
     from mens_exp.sweeps.launching import launch
 
     return launch(overrides)

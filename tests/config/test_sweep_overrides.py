@@ -60,3 +60,28 @@ def test_faulty_cells_are_known_by_their_number() -> None:
     assert sorted(checked.faulty) == [2, 3]
     assert checked.faulty[2].overrides == ("lora.r=0", "seed=1")
     assert [problem.where for problem in checked.general] == ["nonsense"]
+
+
+def test_a_search_needs_a_sweep_and_processes_of_its_own() -> None:
+    """A single run draws nothing, and Hydra's own launcher takes the cells as they stand."""
+    (problem,) = said("hydra/sweeper=optuna", multirun=False)
+    assert "has no effect on a single run" in problem
+    (problem,) = said("hydra/sweeper=optuna", "hydra/launcher=basic", multirun=True)
+    assert "has no effect with hydra/launcher=basic" in problem
+    assert said("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", multirun=True) == []
+
+
+def test_an_interval_without_a_search_names_it() -> None:
+    """The basic sweeper has no list of its values."""
+    (problem,) = said("optim.lr=interval(0,1)", multirun=True)
+    assert "a sweep must list its values" in problem
+    assert "hydra/sweeper=optuna" in problem
+
+
+def test_a_drawn_key_without_effect_is_dropped_from_the_only_cell() -> None:
+    """A search composes one cell at a time."""
+    texts = ["backend=full", "lora.r=4"]
+    assert "has no effect" in said(*texts, multirun=True)[0]
+    checked = check(texts, multirun=True, drawn={"lora.r"}, first=7)
+    assert checked.problems == ()
+    assert [(cell.number, cell.dropped) for cell in checked.cells] == [(7, ("lora.r=4",))]

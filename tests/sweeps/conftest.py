@@ -12,6 +12,7 @@ from rich.console import Console
 from mens_exp.artifacts.code_digest import code_digest
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.search import Dimension, SearchRecord
 from mens_exp.artifacts.sweep import JobState, SweepJob, SweepRecord
 from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.sweeps import local, pool, supervise
@@ -87,6 +88,50 @@ def make_sweep() -> Callable[..., SweepRecord]:
 
     def made(*jobs: dict[str, Any], **more: Any) -> SweepRecord:
         return _record(*(_job(number, **one) for number, one in enumerate(jobs)), **more)
+
+    return made
+
+
+def dimension(key: str, **more: Any) -> Dimension:
+    """A key that is drawn: choices by default."""
+    made: dict[str, Any] = {
+        "key": key,
+        "kind": "choice",
+        "values": [],
+        "low": None,
+        "high": None,
+        "step": None,
+        "log": False,
+    }
+    return Dimension(**{**made, **more})  # type: ignore[typeddict-item]
+
+
+@pytest.fixture
+def make_search() -> Callable[..., SearchRecord]:
+    """Make a search's part of a record: the rank and the learning rate of ten trials."""
+
+    def made(**more: Any) -> SearchRecord:
+        usual: dict[str, Any] = {
+            "sampler": "random",
+            "seed": 0,
+            "startup_trials": 10,
+            "n_trials": 10,
+            "pruner": "none",
+            "pruner_startup_trials": None,
+            "pruner_min_steps": 1,
+            "objectives": ["val_loss"],
+            "directions": ["minimize"],
+            "fixed": [],
+            "space": [
+                dimension("lora.r", values=["4", "8"]),
+                dimension("optim.lr", kind="float", low=1e-5, high=1e-2, log=True),
+            ],
+            "trials": [],
+            "best": [],
+            "importance": {},
+            "importance_unknown": None,
+        }
+        return SearchRecord(**{**usual, **more})  # type: ignore[typeddict-item]
 
     return made
 

@@ -36,7 +36,7 @@ def frozen(
     usual = [text for text in tiny_run if not text.startswith("data.path")]
     planned = plan_sweep([*usual, f"data.path={rows}", "task=plan", "seed=7"])
     run = RunDir(tmp_path / "job")
-    launching._freeze(planned.jobs[0], run.path, job_module.code_digest())
+    launching.freeze(planned.jobs[0], run.path, job_module.code_digest())
     return run
 
 

@@ -188,7 +188,7 @@ def test_jobs_that_need_too_much_memory_together_are_refused(
         "device": "cpu",
         "free_bytes": 700_000_000,
     }
-    monkeypatch.setattr(planning, "_estimate", lambda _cell: dict(estimate))
+    monkeypatch.setattr(planning, "estimate_of", lambda _cell: dict(estimate))
     assert planned("seed=1,2").notes == ()
     error = refusal(planned, "seed=1,2", "hydra.launcher.n_jobs=2")
     assert (error.where, error.exit_code) == ("hydra.launcher.n_jobs", 2)

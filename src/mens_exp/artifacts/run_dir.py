@@ -58,6 +58,11 @@ class RunDir:
         return self.path / "job.log"
 
     @property
+    def pruned(self) -> Path:
+        """In a search, why it asked the job to stop; written before it does."""
+        return self.path / "pruned.txt"
+
+    @property
     def config(self) -> Path:
         """The composed configuration."""
         return self.path / "config.yaml"

@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any, TypedDict
 
 from mens_exp.artifacts.record import StoredRecord
+from mens_exp.artifacts.search import SearchRecord  # noqa: TC001  # read by the record's reader
 from mens_exp.errors import DataError
 
 __all__ = ["JobAttempt", "JobState", "LeftOut", "SweepJob", "SweepRecord"]
@@ -21,6 +22,7 @@ class JobState(StrEnum):
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
+    PRUNED = "pruned"  # a search ended it, as others are better
 
 
 class _Queued(TypedDict, total=False):
@@ -97,6 +99,7 @@ class SweepRecord(StoredRecord):
         jobs: the cells that run, in order.
         left_out: the cells that do not.
         notes: what a reader should know besides.
+        search: what drew the cells; None where the command lists them.
     """
 
     format: str = "mens_exp_sweep"
@@ -116,6 +119,7 @@ class SweepRecord(StoredRecord):
     jobs: list[SweepJob]
     left_out: list[LeftOut] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    search: SearchRecord | None = None
 
     def problems(self, where: str) -> list[DataError]:
         """Return directories that lead out of the sweep: somebody else may have written them."""

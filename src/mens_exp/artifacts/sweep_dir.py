@@ -40,3 +40,13 @@ class SweepDir:
     def signals(self) -> Path:
         """The signals that the launcher hands on to a pool, one a line."""
         return self.batch / "signals"
+
+    @property
+    def journal(self) -> Path:
+        """In a search, Optuna's journal of its trials."""
+        return self.path / "search.journal"
+
+    @property
+    def search_page(self) -> Path:
+        """In a search, its record as a page."""
+        return self.path / "search.html"

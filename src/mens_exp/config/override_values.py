@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
     from hydra.core.override_parser.types import Override
 
-__all__ = ["exists", "value_problems"]
+__all__ = ["NO_KEY", "exists", "value_problems"]
+
+NO_KEY = "is no key of the chosen"
 
 _WORDS = {
     IntegerNode: "a whole number",
@@ -174,7 +176,7 @@ def _unknown_key(key: str, found: str, reference: DictConfig) -> ConfigError:
     owners = _options_with(group, field)
     if owners:
         return ConfigError(
-            f"is no key of the chosen {group}",
+            f"{NO_KEY} {group}",
             where=key,
             found=found,
             expected=f"{group}={' or '.join(owners)}, which has it",

@@ -28,12 +28,12 @@ from mens_exp.config.validate import ineffective_overrides, problems_of, unread_
 from mens_exp.errors import ConfigError, MensError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
-__all__ = ["Cell", "Checked", "Faulty", "check", "spelled_out"]
+__all__ = ["Cell", "Checked", "Faulty", "check", "parsed_override", "spelled_out"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,12 +96,21 @@ def _listed(text: str) -> str:
     return f"path='{text[6:-1]}'" if text.startswith("path=[") and text.endswith("]") else text
 
 
-def check(texts: Sequence[str], *, multirun: bool = False) -> Checked:
+def check(
+    texts: Sequence[str],
+    *,
+    multirun: bool = False,
+    drawn: Collection[str] = (),
+    first: int = 0,
+) -> Checked:
     """Judge the overrides of one command.
 
     Args:
         texts: overrides as typed.
         multirun: whether several values of one key mean several runs.
+        drawn: keys whose value a search has drawn: left out of a cell where they do nothing, even
+            where that is the only one.
+        first: the number of the first cell.
 
     Returns:
         The cells that composed, in Hydra's own order, and all problems: of the overrides in
@@ -133,6 +142,8 @@ def check(texts: Sequence[str], *, multirun: bool = False) -> Checked:
         overrides=tuple(_without_refused_hydra(good, late)),
         named=frozenset(o.key_or_group for o in overrides),
         swept=frozenset(o.key_or_group for o in overrides if o.is_sweep_override()),
+        drawn=frozenset(drawn),
+        first=first,
     )
     cells, faulty = _cells(given, late, made)
     general = _unique([*itertools.chain(*found.values()), *late])
@@ -151,8 +162,18 @@ def _unique(problems: Iterable[MensError]) -> tuple[MensError, ...]:
 
 def _parsed(text: str, problems: list[MensError], *, multirun: bool) -> list[Override]:
     """Parse one override; what cannot be read, or is a sweep without ``-m``, is a problem."""
+    override = parsed_override(text, problems)
+    if override is None:
+        return []
+    if override.is_sweep_override():
+        problems += _sweep_problems(override, multirun=multirun)
+    return [override]
+
+
+def parsed_override(text: str, problems: list[MensError]) -> Override | None:
+    """Parse one override; None, and a problem more, where it cannot be read."""
     try:
-        override = _parser().parse_overrides([text])[0]
+        override: Override = _parser().parse_overrides([text])[0]
     except HydraException as error:
         problems.append(
             ConfigError(
@@ -164,10 +185,8 @@ def _parsed(text: str, problems: list[MensError], *, multirun: bool) -> list[Ove
                 else None,
             )
         )
-        return []
-    if override.is_sweep_override():
-        problems += _sweep_problems(override, multirun=multirun)
-    return [override]
+        return None
+    return override
 
 
 def _parser() -> Any:
@@ -197,6 +216,7 @@ def _sweep_problems(override: Override, *, multirun: bool) -> Iterator[ConfigErr
             where=where,
             found=found,
             expected="a,b or choice(a,b), range(first,end), glob(pattern)",
+            remedy="draw from an interval with hydra/sweeper=optuna",
         )
 
 
@@ -297,22 +317,26 @@ def _without_refused_hydra(overrides: list[Override], problems: list[MensError])
     return overrides
 
 
-def _composed(overrides: list[Override], made: list[Composed]) -> list[Composed]:
+def _composed(overrides: list[Override], made: list[Composed], first: int) -> list[Composed]:
     """Compose the cells, unless all overrides are options and ``made`` are just these."""
     cells = _split(overrides)
-    return made if [list(one.overrides) for one in made] == cells else compose(cells)
+    are_these = first == 0 and [list(one.overrides) for one in made] == cells
+    return made if are_these else compose(cells, first=first)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Given:
     """The overrides that are in order, and what the command names at all.
 
-    ``named`` keys are never called missing; ``swept`` ones may be without effect in some cells.
+    ``named`` keys are never called missing; ``swept`` ones may be without effect in some cells,
+    ``drawn`` ones in all.
     """
 
     overrides: tuple[Override, ...]
     named: frozenset[str]
     swept: frozenset[str]
+    drawn: frozenset[str]
+    first: int
 
 
 def _cells(
@@ -323,13 +347,15 @@ def _cells(
     faulty: dict[int, Faulty] = {}
     idle: dict[int, tuple[str, ...]] = {}
     try:
-        for number, one in enumerate(_composed(list(given.overrides), made)):
+        composed = _composed(list(given.overrides), made, given.first)
+        for number, one in enumerate(composed, start=given.first):
             cell, problems = _judged(given, one, number)
             cells += [cell] if cell else []
-            idle[number] = _without_effect(problems, given.swept)
+            idle[number] = _without_effect(problems, given.swept | given.drawn)
             if problems:
                 faulty[number] = Faulty(overrides=one.overrides, problems=tuple(problems))
         everywhere = set.intersection(*map(set, idle.values())) if idle else set()
+        everywhere -= given.drawn
         for place, cell in enumerate(cells):
             keys = [key for key in idle[cell.number] if key not in everywhere]
             if keys:

@@ -27,6 +27,7 @@ from mens_exp.config import (
     root,
     sandbox,
     schedule,
+    search,
     suite,
     task,
     tokenizer,
@@ -147,6 +148,7 @@ def register() -> None:
     Plugins.instance()
     for name, launcher_schema in launcher.LAUNCHERS.items():
         store.store(group="hydra/launcher", name=name, node=launcher_schema)
+    store.store(group="hydra/sweeper", name=search.OPTUNA, node=search.OptunaSweeper)
     store.store(group="schema", name=_LAST, node=_open(root.RunConfig))
 
 

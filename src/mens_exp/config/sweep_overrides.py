@@ -7,13 +7,15 @@ from collections.abc import Iterator, Sequence
 from hydra.core.override_parser.types import Override
 
 from mens_exp.config.launcher import LAUNCHERS
+from mens_exp.config.search import OPTUNA
 from mens_exp.config.sweep import LOCAL_LAUNCHER
 from mens_exp.errors import ConfigError
 
 __all__ = ["IN_PROCESS", "launcher_of", "sweep_override_problems"]
 
 IN_PROCESS = "basic"
-_LAUNCHER = ("hydra/launcher", "hydra.launcher")
+_PLUGINS = ("hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
+_PREFIXES = ("sweep.", "hydra.launcher.", "hydra.sweeper.")
 
 
 def launcher_of(texts: Sequence[str], *, multirun: bool) -> str | None:
@@ -35,7 +37,7 @@ def sweep_override_problems(override: Override, *, launcher: str | None) -> Iter
     if key == "hydra.mode":
         yield ConfigError("is told by -m", where=key, found=line, remedy=f"drop {key}")
         return
-    if not key.startswith(("sweep.", "hydra.launcher.")) and key not in {"sweep", *_LAUNCHER}:
+    if not key.startswith(_PREFIXES) and key not in {"sweep", *_PLUGINS}:
         return
     if launcher is None:
         yield ConfigError(
@@ -59,6 +61,13 @@ def sweep_override_problems(override: Override, *, launcher: str | None) -> Iter
             found=launcher,
             expected=f"{', '.join(LAUNCHERS)}, a process for each job; or {IN_PROCESS}, which runs "
             "them one after the other in the launcher's own process",
+        )
+    elif launcher == IN_PROCESS and line == f"hydra/sweeper={OPTUNA}":
+        yield ConfigError(
+            f"has no effect with hydra/launcher={IN_PROCESS}, which takes the cells as they stand",
+            where=key,
+            found=line,
+            remedy=f"drop hydra/launcher={IN_PROCESS}: a search starts a process for each trial",
         )
     elif launcher == IN_PROCESS and key.startswith("sweep"):
         yield ConfigError(

@@ -23,6 +23,7 @@ _STYLES = {
     JobState.SUCCEEDED: "green",
     JobState.FAILED: "bold red",
     JobState.CANCELLED: "yellow",
+    JobState.PRUNED: "cyan",
 }
 _UNKNOWN = "–"
 _SLURM = "submitit_slurm"
@@ -66,7 +67,8 @@ def line(record: SweepRecord, job: SweepJob, what: str, why: str | None) -> Text
     """Say in one line what has become of a job."""
     done = sum(one["state"] == JobState.SUCCEEDED for one in record.jobs)
     differs = ", ".join(job["differs"])
-    text = Text(f"[{done}/{len(record.jobs)}] cell {job['number']}")
+    many = len(record.jobs) if record.search is None else record.search["n_trials"]
+    text = Text(f"[{done}/{many}] cell {job['number']}")
     text.append(f" ({wording.visible(differs)})" if differs else "")
     text.append(f" {what}")
     text.append(f": {wording.visible(why)}" if why else "")

@@ -6,8 +6,9 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from mens_exp.artifacts import atomic
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import JobState
 from mens_exp.report import sweep_view
@@ -26,18 +27,39 @@ if TYPE_CHECKING:
     from mens_exp.sweeps.executor import Work
     from mens_exp.sweeps.process import Ended
 
-__all__ = ["Launcher"]
+__all__ = ["Feed", "Launcher"]
 
 _HEAR_S = 0.1  # a signal is heard this soon
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_WELL = frozenset({JobState.SUCCEEDED, JobState.PRUNED})
+_ENDS = _WELL | {JobState.FAILED}
+
+
+class Feed(Protocol):
+    """What adds jobs to a sweep while it runs, and learns what becomes of them."""
+
+    def supply(self) -> bool:
+        """Add a waiting job to the record, if another is to come; tell whether it did."""
+        ...
+
+    def watch(self, job: SweepJob) -> str | None:
+        """Look at a running job; tell why it is to end, or None."""
+        ...
+
+    def settle(self, job: SweepJob) -> None:
+        """Take note that a job has come to its end."""
+        ...
 
 
 class Launcher:
     """Runs what waits of a sweep; the only writer of its record."""
 
-    def __init__(self, directory: SweepDir, record: SweepRecord, console: Console) -> None:
+    def __init__(
+        self, directory: SweepDir, record: SweepRecord, console: Console, feed: Feed | None = None
+    ) -> None:
         """Take a sweep whose jobs are frozen; its lock is held by the caller."""
         self.directory, self.record, self.console = directory, record, console
+        self._feed = feed
         self._executor = executor_of(directory, record)
         self._at_work: dict[int, Work] = {}  # by job
         self._signals: list[int] = []
@@ -54,7 +76,7 @@ class Launcher:
         """
         with self._listening():
             self._adopt()
-            while self._at_work or (self._waiting() and not self._is_cancelled):
+            while self._at_work or (not self._is_cancelled and self._is_more()):
                 self._fill()
                 self._pause()
                 self._pass_on()
@@ -64,8 +86,12 @@ class Launcher:
         self._save()
         if self._is_cancelled:
             return CANCELLED
-        failed = any(job["state"] != JobState.SUCCEEDED for job in self.record.jobs)
+        failed = any(job["state"] not in _WELL for job in self.record.jobs)
         return max(self._worst, 1) if failed else 0
+
+    def _is_more(self) -> bool:
+        """Tell whether a job waits, or one more is to come."""
+        return bool(self._waiting()) or (self._feed is not None and self._feed.supply())
 
     def _waiting(self) -> list[SweepJob]:
         """Return the jobs that nobody has taken yet."""
@@ -92,13 +118,26 @@ class Launcher:
         """Hand waiting jobs over, as many as the executor has room for."""
         if self._is_cancelled:
             return
-        for job, work in self._executor.start(self._waiting()):
-            if isinstance(work, str):
-                self._set(job, JobState.FAILED, work)
-                continue
-            self._tries[job["number"]] = self._tries.get(job["number"], 0) + 1
-            self._at_work[job["number"]] = work
-            self._set(job, _state(work), work.waits)
+        while self._is_room() and (jobs := self._waiting()):
+            started = self._executor.start(jobs)
+            if not started:
+                return
+            for job, work in started:
+                self._begin(job, work)
+
+    def _is_room(self) -> bool:
+        """Let a search draw a job, if there is room for it; a plain sweep has all of its own."""
+        if self._feed is None:
+            return True
+        return len(self._at_work) < self.record.n_jobs and self._is_more()
+
+    def _begin(self, job: SweepJob, work: Work | str) -> None:
+        if isinstance(work, str):
+            self._set(job, JobState.FAILED, work)
+            return
+        self._tries[job["number"]] = self._tries.get(job["number"], 0) + 1
+        self._at_work[job["number"]] = work
+        self._set(job, _state(work), work.waits)
 
     def _pause(self) -> None:
         """Wait until it is time to look again, or a signal has come."""
@@ -115,7 +154,9 @@ class Launcher:
             if ended is not None:
                 del self._at_work[job["number"]]
                 self._note(job, ended)
-            elif (state := _state(work)) != job["state"]:
+                continue
+            self._watch(job, work)
+            if (state := _state(work)) != job["state"]:
                 self._set(job, state, work.waits)
                 if state is JobState.WAITING:
                     self._say(job, "waits again", work.waits)
@@ -123,11 +164,22 @@ class Launcher:
                 job["reason"] = work.waits
                 self._save()
 
+    def _watch(self, job: SweepJob, work: Work) -> None:
+        """End a job that its search gives up; its record says why."""
+        run = self._run_dir(job)
+        reason = None if self._feed is None or run.pruned.exists() else self._feed.watch(job)
+        if reason is not None:
+            atomic.write_text(run.pruned, reason)
+            self._executor.cancel([work], signal.SIGTERM)
+
     def _note(self, job: SweepJob, ended: Ended) -> None:
         since = job["attempts"][-1]["started_utc"] if job["attempts"] else ""
         found = outcome(self._run_dir(job), ended, since_utc=since)
         job["results"] = found.results
-        if self._is_cancelled and found.state is not JobState.SUCCEEDED:
+        pruned = self._run_dir(job).pruned
+        if pruned.exists() and found.state is not JobState.SUCCEEDED:
+            self._set(job, JobState.PRUNED, pruned.read_text("utf-8"))
+        elif self._is_cancelled and found.state is not JobState.SUCCEEDED:
             self._set(job, JobState.CANCELLED, "the sweep was cancelled")
         elif found.may_pass and self._tries.get(job["number"], 0) <= self.record.retries:
             self._say(job, "starts again", found.reason)
@@ -139,6 +191,8 @@ class Launcher:
 
     def _set(self, job: SweepJob, state: JobState, reason: str | None) -> None:
         job["state"], job["reason"] = state, reason
+        if self._feed is not None and state in _ENDS:
+            self._feed.settle(job)
         self._save()
         if state != JobState.WAITING:
             self._say(job, state.value, reason)

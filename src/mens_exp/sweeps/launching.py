@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from mens_exp.sweeps.planning import PlannedJob, PlannedSweep
 
-__all__ = ["finish", "launch"]
+__all__ = ["finish", "freeze", "job_record", "launch"]
 
 
 def launch(overrides: Sequence[str]) -> int:
@@ -52,7 +52,7 @@ def launch(overrides: Sequence[str]) -> int:
         console = Console(stderr=True)
         console.print(sweep_view.planned_table(record), soft_wrap=True)
         for job in planned.jobs:
-            _freeze(job, directory.path / job.directory, record.code_sha256)
+            freeze(job, directory.path / job.directory, record.code_sha256)
         record.write(directory.record)
         return finish(Launcher(directory, record, console))
 
@@ -86,13 +86,14 @@ def _record(planned: PlannedSweep, overrides: Sequence[str]) -> SweepRecord:
         launcher_settings=launcher_values(planned.launcher),
         retries=planned.settings.retries,
         changes=planned.settings.changes.value,
-        jobs=[_job(job) for job in planned.jobs],
+        jobs=[job_record(job) for job in planned.jobs],
         left_out=list(planned.left_out),
         notes=list(planned.notes),
     )
 
 
-def _job(planned: PlannedJob) -> SweepJob:
+def job_record(planned: PlannedJob) -> SweepJob:
+    """Return a job as it stands before it begins."""
     return SweepJob(
         number=planned.cell.number,
         directory=planned.directory,
@@ -108,7 +109,7 @@ def _job(planned: PlannedJob) -> SweepJob:
     )
 
 
-def _freeze(planned: PlannedJob, directory: Path, code_sha256: str) -> None:
+def freeze(planned: PlannedJob, directory: Path, code_sha256: str) -> None:
     """Write down all that a job runs by, so that nothing is composed again."""
     composed, run = planned.cell.composed, RunDir(directory)
     atomic.write_text(run.config, to_yaml(composed.values))

@@ -33,7 +33,16 @@ if TYPE_CHECKING:
     from mens_exp.config.overrides import Cell, Faulty
     from mens_exp.config.sweep import SweepConfig
 
-__all__ = ["PlannedJob", "PlannedSweep", "plan_sweep"]
+__all__ = [
+    "PlannedJob",
+    "PlannedSweep",
+    "directory_of",
+    "estimate_of",
+    "meaning",
+    "place_problems",
+    "plan_sweep",
+    "refuse",
+]
 
 _NOT_SHOWN = ("hydra.", "hydra/", "sweep.")
 
@@ -85,7 +94,7 @@ def plan_sweep(overrides: Sequence[str]) -> PlannedSweep:
             bad[cell.number] = (*bad.get(cell.number, ()), *found)
     names = _names(checked.cells, checked.faulty)
     if checked.general or not checked.cells:
-        _refuse(checked.general, bad, names)
+        refuse(checked.general, bad, names)
     first = checked.cells[0]
     settings = first.config.sweep
     launcher = launcher_settings(first.composed.launcher, str(first.composed.launcher_option))
@@ -96,10 +105,10 @@ def plan_sweep(overrides: Sequence[str]) -> PlannedSweep:
     ]
     if not general:
         general += executor_problems(launcher, 1 + max(cell.number for cell in checked.cells))
-    general += [*_place_problems(root, checked.cells), *_sweeper_problems(first)]
+    general += [*place_problems(root, checked.cells), *_sweeper_problems(first)]
     good = [cell for cell in checked.cells if cell.number not in bad]
     if general or not good or (bad and settings.invalid is Invalid.error):
-        _refuse(general, bad, names)
+        refuse(general, bad, names)
     jobs, same = _collapsed(good, names)
     invalid = [
         LeftOut(
@@ -120,7 +129,7 @@ def plan_sweep(overrides: Sequence[str]) -> PlannedSweep:
     )
 
 
-def _refuse(
+def refuse(
     general: Sequence[MensError],
     bad: dict[int, tuple[MensError, ...]],
     names: dict[int, tuple[str, ...]],
@@ -176,7 +185,7 @@ def _sweeper_problems(cell: Cell) -> list[ConfigError]:
     ]
 
 
-def _place_problems(root: Path, cells: Sequence[Cell]) -> list[MensError]:
+def place_problems(root: Path, cells: Sequence[Cell]) -> list[MensError]:
     """Refuse directories that hold something, or that two cells would share."""
     if SweepDir(root).record.exists():
         return [
@@ -186,7 +195,7 @@ def _place_problems(root: Path, cells: Sequence[Cell]) -> list[MensError]:
                 remedy=f"continue it with sweep.resume={root}, or choose another hydra.sweep.dir",
             )
         ]
-    places = Counter(_directory(cell) for cell in cells)
+    places = Counter(directory_of(cell) for cell in cells)
     shared = [place for place, many in places.items() if many > 1]
     if shared:
         return [
@@ -201,7 +210,8 @@ def _place_problems(root: Path, cells: Sequence[Cell]) -> list[MensError]:
     return [run_is_there(place) for place in used]
 
 
-def _directory(cell: Cell) -> str:
+def directory_of(cell: Cell) -> str:
+    """Return where a cell runs, relative to the sweep's directory."""
     composed = cell.composed
     inside = Path(str(composed.sweep_dir)).relative_to(Path(str(composed.sweep_root)))
     return PurePosixPath(inside).as_posix()
@@ -216,7 +226,7 @@ def _collapsed(
     for cell in cells:
         trains = cell.config.task.name in TRAINING
         contracts[cell.number] = contract_of(cell.config).digest if trains else None
-        groups.setdefault(_meaning(cell, contracts[cell.number]), []).append(cell)
+        groups.setdefault(meaning(cell, contracts[cell.number]), []).append(cell)
     jobs, same = [], []
     for kept, *others in groups.values():
         notes = []
@@ -232,17 +242,17 @@ def _collapsed(
         jobs.append(
             PlannedJob(
                 cell=kept,
-                directory=_directory(kept),
+                directory=directory_of(kept),
                 differs=names[kept.number],
                 contract=contracts[kept.number],
-                estimate=_estimate(kept),
+                estimate=estimate_of(kept),
                 notes=tuple(notes),
             )
         )
     return jobs, same
 
 
-def _meaning(cell: Cell, contract: str | None) -> str:
+def meaning(cell: Cell, contract: str | None) -> str:
     """Hash what a cell does: what it learns, and what it does and leaves beside that."""
     if contract is None:
         return config_digest(cell.composed.values)
@@ -256,7 +266,7 @@ def _why_same(kept: Cell, other: Cell) -> str:
     return "one contract, and nothing beside it differs"
 
 
-def _estimate(cell: Cell) -> dict[str, Any]:
+def estimate_of(cell: Cell) -> dict[str, Any]:
     """Return what a job will take by its plan; a task that trains nothing has none."""
     if cell.config.task.name != "train":
         return {"time_s": None, "memory_bytes": None, "disk_bytes": None}

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["resume_sweep"]
 
+_TRIALS = "hydra.sweeper.n_trials"
 _MAY_CHANGE = frozenset({"sweep.resume", "sweep.retries", "sweep.changes"})
 _STAYS = frozenset({"hydra.launcher.threads", "hydra.launcher.cpus_per_task"})  # results depend
 
@@ -50,6 +51,8 @@ def resume_sweep(overrides: Sequence[str]) -> int:
         MensError: there is no such sweep, its launcher is still alive, the code is not that of
             its launch, or something is to be changed that cannot.
     """
+    trials = [text for text in overrides if text.startswith(f"{_TRIALS}=")]
+    overrides = [text for text in overrides if text not in trials]
     directory, launcher = _launched(overrides)
     _refuse_others(overrides, launcher)
     # The launcher is that of the launch, so that its settings are known.
@@ -61,13 +64,20 @@ def resume_sweep(overrides: Sequence[str]) -> int:
         _take_over(record, asked, {text.partition("=")[0] for text in overrides})
         settings = launcher_settings(record.launcher_settings, record.launcher)
         Problems.raise_if(
-            executor_problems(settings, 1 + max(job["number"] for job in record.jobs))
+            executor_problems(settings, 1 + max((job["number"] for job in record.jobs), default=0))
         )
+        if trials and record.search is None:
+            what = "has no effect on a sweep that lists its cells"
+            raise ConfigError(what, where=_TRIALS, found=trials[-1], remedy=f"drop {_TRIALS}")
         console = Console(stderr=True)
         for job in record.jobs:
             _settle(job, RunDir(directory.path / job["directory"]), here=launcher != SLURM)
         done = sum(job["state"] == JobState.SUCCEEDED for job in record.jobs)
         console.print(f"{done} of {len(record.jobs)} jobs are done, and verified.")
+        if record.search is not None:
+            from mens_exp.sweeps.searching import resume_search
+
+            return resume_search(directory, record, console, trials[-1:])
         record.write(directory.record)
         return finish(Launcher(directory, record, console))
 
@@ -163,6 +173,9 @@ def _settle(job: SweepJob, run: RunDir, *, here: bool) -> None:
     manifest = record_of(run)
     if last is not None and last["ended_utc"] is None:
         last["ended_utc"] = utc_now()
+    if run.pruned.exists() and (manifest is None or manifest.status is not Status.SUCCEEDED):
+        job["state"], job["reason"] = JobState.PRUNED, run.pruned.read_text("utf-8")
+        return
     if manifest is None and run.manifest.exists():
         reason = f"{run.manifest} cannot be read; move the directory's other files away to run anew"
         job["state"], job["reason"] = JobState.FAILED, reason

@@ -71,6 +71,8 @@ class Run:
         attempt["ended_utc"], attempt["status"] = manifest.ended_utc, status
         manifest.results["wall_s"] = self._earlier_s + time.monotonic() - self._began
         manifest.error = _failure(error) if status is Status.FAILED and error else None
+        if status is Status.CANCELLED and self.dir.pruned.exists():
+            manifest.notes.append(self.dir.pruned.read_text("utf-8"))
         self._without_infinities()
         end = {"status": str(status), "results": dict(manifest.results)}
         self._isolated("telemetry", lambda: self.telemetry.emit("run_finished", end))

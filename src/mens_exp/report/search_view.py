@@ -1,0 +1,87 @@
+"""What the terminal shows of a search: what it draws from, and the best it found."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from mens_exp.artifacts.search import TrialState
+from mens_exp.report import wording
+
+if TYPE_CHECKING:
+    from mens_exp.artifacts.search import Dimension, SearchRecord
+    from mens_exp.artifacts.sweep import SweepRecord
+
+__all__ = ["best_table", "counted", "drawn_from", "settings", "space_table"]
+
+
+def space_table(record: SweepRecord) -> RenderableType:
+    """Say what a search draws from, and how."""
+    search = _of(record)
+    table = Table(box=box.SIMPLE_HEAD, title="Search", title_justify="left", show_edge=False)
+    table.add_column("key", no_wrap=True)
+    table.add_column("drawn from", overflow="fold")
+    for one in search["space"]:
+        table.add_row(Text(wording.visible(one["key"])), Text(drawn_from(one)))
+    at_a_time = f"{search['n_trials']} trials, {record.n_jobs} at a time: {settings(search)}"
+    notes = [Text(f"note: {wording.visible(note)}", style="yellow") for note in record.notes]
+    return Group(table, Text(at_a_time), *notes)
+
+
+def best_table(record: SweepRecord) -> RenderableType:
+    """Say which trials no other is better than, and how many ended how."""
+    search = _of(record)
+    table = Table(box=box.SIMPLE_HEAD, title="Best", title_justify="left", show_edge=False)
+    table.add_column("trial", justify="right")
+    table.add_column("drawn", overflow="fold")
+    for name in search["objectives"]:
+        table.add_column(name, justify="right")
+    for number in search["best"]:
+        row = search["trials"][number]
+        values = [wording.as_text(value, name) for name, value in _named(search, row["values"])]
+        drawn = " ".join(row["params"].values())
+        table.add_row(str(number), Text(wording.visible(drawn)), *values)
+    return Group(table, Text(counted(search)))
+
+
+def drawn_from(dimension: Dimension) -> str:
+    """Write what a key's values are drawn from."""
+    if dimension["values"]:
+        return wording.visible(", ".join(dimension["values"]))
+    ends = f"{dimension['low']:g} to {dimension['high']:g}"
+    if dimension["step"] not in {None, 1.0}:
+        ends += f" in steps of {dimension['step']:g}"
+    kind = ", whole numbers" if dimension["kind"] == "int" else ""
+    return ends + kind + (", even in the logarithm" if dimension["log"] else "")
+
+
+def settings(search: SearchRecord) -> str:
+    """Write how a search draws, and what it is after."""
+    goals = [
+        f"{direction} {name}"
+        for name, direction in zip(search["objectives"], search["directions"], strict=True)
+    ]
+    pruner = "" if search["pruner"] == "none" else f", pruner {search['pruner']}"
+    return f"{', '.join(goals)}; sampler {search['sampler']}, seed {search['seed']}{pruner}"
+
+
+def counted(search: SearchRecord) -> str:
+    """Count the trials by how they ended; repeats of an earlier one are counted as well."""
+    states = [row["state"] for row in search["trials"]]
+    told = [f"{states.count(one)} {one.value}" for one in TrialState if states.count(one)]
+    repeats = sum(row["job"] not in {None, row["number"]} for row in search["trials"])
+    again = f"; {repeats} came to the same run as an earlier one" if repeats else ""
+    return f"{len(states)} of {search['n_trials']} trials: {', '.join(told) or 'none'}{again}"
+
+
+def _named(search: SearchRecord, values: list[float] | None) -> list[tuple[str, float]]:
+    return list(zip(search["objectives"], values or [], strict=False))
+
+
+def _of(record: SweepRecord) -> SearchRecord:
+    assert record.search is not None, "a sweep that searches"
+    return record.search

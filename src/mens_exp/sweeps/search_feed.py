@@ -1,0 +1,210 @@
+"""A search at work: it hands jobs to the launcher as it draws them, and learns from their ends."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.search import Trial as Row
+from mens_exp.artifacts.search import TrialState
+from mens_exp.artifacts.sweep import JobState, LeftOut
+from mens_exp.plan.contract import contract_of
+from mens_exp.sweeps.launching import freeze, job_record
+from mens_exp.sweeps.planning import PlannedJob, directory_of, estimate_of, meaning
+from mens_exp.sweeps.search_cells import Cells
+from mens_exp.sweeps.search_values import Curve, objective_values
+from mens_exp.tasks.run import TRAINING
+
+if TYPE_CHECKING:
+    from mens_exp.artifacts.search import Dimension, SearchRecord
+    from mens_exp.artifacts.sweep import SweepJob, SweepRecord
+    from mens_exp.artifacts.sweep_dir import SweepDir
+    from mens_exp.config.overrides import Cell
+    from mens_exp.sweeps.search_study import Study
+
+__all__ = ["Search"]
+
+_WATCH_S = 1.0  # between two looks at a job's validation losses; a validation takes longer
+_TOLD = {
+    JobState.SUCCEEDED: TrialState.COMPLETE,
+    JobState.PRUNED: TrialState.PRUNED,
+    JobState.FAILED: TrialState.FAILED,
+}
+
+
+class Search:
+    """The launcher's feed; it writes the search's part of the record, the launcher saves it."""
+
+    def __init__(
+        self, directory: SweepDir, record: SweepRecord, study: Study, cells: Cells | None = None
+    ) -> None:
+        """Take a search whose lock is held by the caller, and what makes its cells, if known."""
+        assert record.search is not None, "a sweep that searches"
+        self._directory, self._record, self._study = directory, record, study
+        self._search: SearchRecord = record.search
+        self._cells = cells or Cells(space=self._search["space"], fixed=self._search["fixed"])
+        self._curves: dict[int, Curve] = {}
+        self._looked: dict[int, float] = {}
+
+    def supply(self) -> bool:
+        """Draw until a trial is to run; tell whether there is one."""
+        while len(self._search["trials"]) < self._search["n_trials"]:
+            if self._draw():
+                self._record.write(self._directory.record)
+                return True
+        return False
+
+    def watch(self, job: SweepJob) -> str | None:
+        """Report a running job's validation losses; tell why it is to end, or None."""
+        number, now = job["number"], time.monotonic()
+        if self._search["pruner"] == "none" or now - self._looked.get(number, 0.0) < _WATCH_S:
+            return None
+        self._looked[number] = now
+        curve = self._curves.setdefault(number, Curve(self._run(job).telemetry))
+        may_end = curve.read()
+        row = self._search["trials"][number]
+        row["intermediate"] = [[step, loss] for step, loss in curve.points]
+        if not curve.points or not may_end or not self._study.should_end(number, curve.points):
+            return None
+        step, loss = curve.points[-1]
+        rule = f"pruner={self._search['pruner']}"
+        return f"ended by the search at step {step}: validation loss {loss:.4f} ({rule})"
+
+    def settle(self, job: SweepJob) -> None:
+        """Tell the sampler how a job ended, and with it the trials that come to the same."""
+        for row in self._search["trials"]:
+            if row["job"] == job["number"] and row["state"] == TrialState.RUNNING:
+                self._tell(row, job)
+
+    def catch_up(self) -> None:
+        """Bring record and journal together after a launcher that did not get to its end."""
+        rows = self._search["trials"]
+        for number in range(len(rows), len(self._study)):
+            lost = _row(number, {})
+            self._fail(lost, "the launcher ended while it drew this trial")
+            rows.append(lost)
+        by_number = {job["number"]: job for job in self._record.jobs}
+        for row in rows:
+            job = by_number.get(row["number"])
+            if job is None or row["job"] != row["number"]:
+                continue
+            if row["state"] == TrialState.FAILED and job["state"] == JobState.WAITING:
+                # The sampler was told, and forgets nothing.
+                job["state"], job["reason"] = JobState.FAILED, row["reason"]
+            if job["state"] in _TOLD:
+                self.settle(job)
+        for row in rows:
+            if row["state"] != TrialState.RUNNING:
+                self._study.tell(row["number"], row["state"], row["values"])
+
+    def conclude(self) -> None:
+        """Write down what the trials say together."""
+        self._search["best"] = _best(self._search)
+        self._search["importance"] = self._study.importance()
+        unknown = None if self._search["importance"] else self._study.why_no_importance()
+        self._search["importance_unknown"] = unknown
+
+    def _run(self, job: SweepJob) -> RunDir:
+        return RunDir(self._directory.path / job["directory"])
+
+    def _draw(self) -> bool:
+        """Draw one trial; tell whether it is to run."""
+        number = len(self._search["trials"])
+        trial = self._study.ask(number)
+
+        def suggest(dimension: Dimension) -> str | float:
+            return self._study.suggest(trial, dimension)
+
+        drawn = self._cells.draw(number, suggest)
+        row = _row(number, drawn.params)
+        self._search["trials"].append(row)
+        if drawn.cell is None:
+            self._fail(row, "; ".join(str(problem) for problem in drawn.problems))
+            self._leave_out(row, None)
+            return False
+        return self._queue(row, drawn.cell)
+
+    def _queue(self, row: Row, cell: Cell) -> bool:
+        """Make a trial's job, unless an earlier one comes to the same run."""
+        trains = cell.config.task.name in TRAINING
+        contract = contract_of(cell.config).digest if trains else None
+        row["meaning"] = meaning(cell, contract)
+        rows = self._search["trials"][: row["number"]]
+        twin = next((one for one in rows if one["meaning"] == row["meaning"]), None)
+        if twin is not None and twin["job"] is not None:
+            row["job"] = twin["job"]
+            self._leave_out(row, twin["job"])
+            job = next(one for one in self._record.jobs if one["number"] == twin["job"])
+            if twin["state"] != TrialState.RUNNING:
+                self._tell(row, job)
+            return False
+        planned = PlannedJob(
+            cell=cell,
+            directory=directory_of(cell),
+            differs=tuple(row["params"].values()),
+            contract=contract,
+            estimate=estimate_of(cell),
+            notes=(),
+        )
+        row["job"] = row["number"]
+        place = self._directory.path / planned.directory
+        freeze(planned, place, self._record.code_sha256)
+        self._record.jobs.append(job_record(planned))
+        return True
+
+    def _leave_out(self, row: Row, same_as: int | None) -> None:
+        why = row["reason"] or f"the same as cell {same_as}, whose values it takes"
+        self._record.left_out.append(
+            LeftOut(
+                number=row["number"],
+                differs=list(row["params"].values()),
+                why=why,
+                same_as=same_as,
+            )
+        )
+
+    def _tell(self, row: Row, job: SweepJob) -> None:
+        state, reason, values = _TOLD[JobState(job["state"])], job["reason"], None
+        if state is TrialState.COMPLETE:
+            values, why = objective_values(self._run(job), self._search["objectives"])
+            if values is None:
+                state, reason = TrialState.FAILED, f"no value of its objective: {why}"
+        row["state"], row["reason"], row["values"] = state, reason, values
+        self._study.tell(row["number"], state, values)
+        self._search["best"] = _best(self._search)
+
+    def _fail(self, row: Row, reason: str) -> None:
+        row["state"], row["reason"] = TrialState.FAILED, reason
+        self._study.tell(row["number"], TrialState.FAILED)
+
+
+def _row(number: int, params: dict[str, str]) -> Row:
+    return Row(
+        number=number,
+        state=TrialState.RUNNING,
+        params=params,
+        values=None,
+        intermediate=[],
+        reason=None,
+        job=None,
+        meaning=None,
+    )
+
+
+def _best(search: SearchRecord) -> list[int]:
+    """Return the runs that no other is at least as good as in all objectives, and better in one."""
+    signs = [-1.0 if name == "maximize" else 1.0 for name in search["directions"]]
+    points = {
+        row["number"]: [sign * value for sign, value in zip(signs, row["values"], strict=True)]
+        for row in search["trials"]
+        if row["values"] is not None and row["job"] == row["number"]
+    }
+
+    def is_beaten(mine: list[float]) -> bool:
+        return any(
+            other != mine and all(a <= b for a, b in zip(other, mine, strict=True))
+            for other in points.values()
+        )
+
+    return [number for number, mine in points.items() if not is_beaten(mine)]

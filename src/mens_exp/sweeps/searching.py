@@ -1,0 +1,126 @@
+"""hydra/sweeper=optuna: a sweep whose cells are drawn as the results of earlier ones come in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from mens_exp.artifacts import atomic, provenance
+from mens_exp.artifacts.code_digest import code_digest
+from mens_exp.artifacts.manifest import utc_now
+from mens_exp.artifacts.run_lock import held
+from mens_exp.artifacts.sweep import SweepRecord
+from mens_exp.artifacts.sweep_dir import SweepDir
+from mens_exp.config.launcher import launcher_values
+from mens_exp.config.sweep import LOCAL_LAUNCHER
+from mens_exp.errors import ConfigError
+from mens_exp.plan import machine
+from mens_exp.report import search_page, search_view
+from mens_exp.sweeps.launcher import Launcher
+from mens_exp.sweeps.launching import finish
+from mens_exp.sweeps.search_feed import Search
+from mens_exp.sweeps.search_request import read_request
+from mens_exp.sweeps.search_study import Study, need_optuna
+from mens_exp.sweeps.threads import jobs_at_a_time, threads_per_job
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mens_exp.sweeps.search_cells import Cells
+    from mens_exp.sweeps.search_request import Request
+
+__all__ = ["launch_search", "resume_search"]
+
+
+def launch_search(overrides: Sequence[str]) -> int:
+    """Check a search's space, then draw and run its trials, and say which are best.
+
+    Args:
+        overrides: the command's, as typed.
+
+    Returns:
+        The exit code: 0 when every trial that began was completed or pruned, and one at least
+        completed.
+
+    Raises:
+        MensError: nothing was started.
+    """
+    need_optuna()
+    request = read_request(overrides)
+    directory = SweepDir(request.root)
+    directory.path.mkdir(parents=True, exist_ok=True)
+    with held(directory.lock):
+        record = _record(request, overrides)
+        console = Console(stderr=True)
+        console.print(search_view.space_table(record), soft_wrap=True)
+        record.write(directory.record)
+        return _run(directory, record, console, request.cells)
+
+
+def resume_search(
+    directory: SweepDir, record: SweepRecord, console: Console, overrides: Sequence[str]
+) -> int:
+    """Go on with a search whose jobs stand as their directories say; its lock is held.
+
+    Args:
+        directory: of the search.
+        record: of the search.
+        console: where to say what happens.
+        overrides: of its settings: how many trials it is to have in all.
+
+    Raises:
+        ConfigError: that is no number of trials that it could have.
+        MissingExtra: Optuna is not installed.
+    """
+    assert record.search is not None, "a sweep that searches"
+    need_optuna()
+    drawn = len(record.search["trials"])
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if not value.isdecimal() or int(value) < max(drawn, 1):
+            raise ConfigError(
+                "out of range",
+                where=key,
+                found=value,
+                expected=f"a whole number of trials, {drawn} or more, as so many were drawn",
+            )
+        record.search["n_trials"] = int(value)
+    return _run(directory, record, console)
+
+
+def _run(
+    directory: SweepDir, record: SweepRecord, console: Console, cells: Cells | None = None
+) -> int:
+    assert record.search is not None, "a sweep that searches"
+    search = Search(directory, record, Study(directory.journal, record.search), cells)
+    search.catch_up()
+    record.write(directory.record)
+    code = finish(Launcher(directory, record, console, search))
+    search.conclude()
+    record.write(directory.record)
+    atomic.write_text(directory.search_page, search_page.page(record))
+    console.print(search_view.best_table(record), soft_wrap=True)
+    console.print(f"The search: {directory.search_page}", soft_wrap=True)
+    return code or int(not record.search["best"])
+
+
+def _record(request: Request, overrides: Sequence[str]) -> SweepRecord:
+    return SweepRecord(
+        sweep_id=request.root.resolve().name,
+        created_utc=utc_now(),
+        command=list(overrides),
+        code_sha256=code_digest(),
+        provenance=provenance.collect(Path.cwd()),
+        n_jobs=jobs_at_a_time(request.launcher),
+        threads=threads_per_job(request.launcher),
+        gpus=list(machine.gpu_ids()) if request.on_gpu else [],
+        launcher=LOCAL_LAUNCHER,
+        launcher_settings=launcher_values(request.launcher),
+        retries=request.settings.retries,
+        changes=request.settings.changes.value,
+        jobs=[],
+        notes=list(request.notes),
+        search=request.search,
+    )

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from mens_exp.artifacts.sweep import JobState, SweepRecord
+from mens_exp.report.search_page import page
+from mens_exp.report.search_plots import drawings
+from mens_exp.report.search_view import best_table, drawn_from, space_table
+
+
+def trial(number: int, **more: Any) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "number": number,
+        "state": "complete",
+        "params": {"lora.r": f"lora.r={number}"},
+        "values": None,
+        "intermediate": [],
+        "reason": None,
+        "job": number,
+        "meaning": None,
+    }
+    return {**made, **more}
+
+
+def searched(**more: Any) -> SweepRecord:
+    """Four trials of two objectives: two on the front, one beaten, one ended."""
+    dimension = {"key": "lora.r", "kind": "int", "values": [], "low": 1.0, "high": 8.0}
+    search: Any = {
+        "sampler": "tpe",
+        "seed": 3,
+        "startup_trials": 10,
+        "n_trials": 5,
+        "pruner": "median",
+        "pruner_startup_trials": 5,
+        "pruner_min_steps": 1,
+        "objectives": ["val_loss", "peak_bytes"],
+        "directions": ["minimize", "minimize"],
+        "fixed": [],
+        "space": [{**dimension, "step": None, "log": True}],
+        "trials": [
+            trial(0, values=[1.0, 300.0], intermediate=[[10, 1.5], [20, 1.2]]),
+            trial(1, values=[2.0, 100.0]),
+            trial(2, values=[3.0, 200.0]),
+            trial(3, state="pruned", reason="ended <early>", intermediate=[[10, 9.0]]),
+            trial(4, values=[1.0, 300.0], job=0),
+        ],
+        "best": [0, 1],
+        "importance": {"val_loss": {"lora.r": 1.0}},
+        "importance_unknown": None,
+        **more,
+    }
+    job: Any = {
+        "number": 0,
+        "directory": "0_job",
+        "differs": ["lora.r=0"],
+        "state": JobState.SUCCEEDED,
+        "reason": None,
+        "config_digest": "c" * 64,
+        "contract": None,
+        "estimate": {},
+        "results": {},
+        "notes": [],
+        "attempts": [],
+    }
+    return SweepRecord(
+        sweep_id="<s>",
+        created_utc="2026-11-20T05:58:01.123Z",
+        command=["hydra/sweeper=optuna"],
+        code_sha256="a" * 64,
+        n_jobs=1,
+        threads=1,
+        retries=0,
+        changes="refuse",
+        jobs=[job],
+        notes=["cannot run: lora.r=0"],
+        search=search,
+    )
+
+
+def said(table: Any) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(table)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_page_shows_trials_best_and_drawings() -> None:
+    """With the way to each report; what others wrote is escaped."""
+    text = page(searched())
+    assert text == page(searched())
+    assert '<a href="0_job/report.html">0</a>' in text
+    assert "ended &lt;early&gt;" in text
+    assert "&lt;s&gt;" in text
+    assert "the same run as trial 0." in text
+    assert "5 of 5 trials: 4 complete, 1 pruned; 1 came to the same run" in text
+    assert "peak_bytes against val_loss" in text
+    assert "<script" not in text
+
+
+def test_two_objectives_have_progress_importance_and_a_front() -> None:
+    """And curves where trials may be ended by them; what is unknown has its reason."""
+    assert searched().search is not None
+    found = {plot.name: plot for plot in drawings(searched().search)}  # type: ignore[arg-type]
+    assert list(found) == [
+        *("progress_0", "progress_1"),
+        *("importance_val_loss", "importance_peak_bytes"),
+        *("front_0_1", "curves"),
+    ]
+    assert found["importance_peak_bytes"].absent == "no key was drawn"
+    assert all("<svg" in plot.svg for plot in found.values() if not plot.absent)
+
+
+def test_a_search_without_results_says_so() -> None:
+    """Each drawing has its reason, and the exit of an empty front is no crash."""
+    record = searched(trials=[], best=[], importance={}, importance_unknown="too few")
+    assert record.search is not None
+    reasons = {plot.absent for plot in drawings(record.search)}
+    assert reasons == {"no trial is complete", "too few", "no trial validated in training"}
+    assert "no trial is complete" in page(record)
+
+
+def test_the_terminal_says_what_is_drawn_and_what_is_best() -> None:
+    """Before the first trial, and after the last."""
+    before = said(space_table(searched()))
+    assert "1 to 8, whole numbers, even in the logarithm" in before
+    assert "minimize val_loss, minimize peak_bytes; sampler tpe, seed 3, pruner median" in before
+    assert "note: cannot run: lora.r=0" in before
+    assert "lora.r=1" in said(best_table(searched()))
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"kind": "choice", "values": ["a", "b"]}, "a, b"),
+        ({"kind": "float", "low": 0.0, "high": 0.5, "step": 0.1}, "0 to 0.5 in steps of 0.1"),
+        ({"kind": "float", "low": 1e-5, "high": 0.1}, "1e-05 to 0.1"),
+    ],
+)
+def test_a_key_says_what_it_is_drawn_from(more: dict[str, Any], text: str) -> None:
+    """Choices, ends, steps."""
+    usual = {"key": "k", "values": [], "low": None, "high": None, "step": None, "log": False}
+    assert drawn_from({**usual, **more}) == text  # type: ignore[typeddict-item]

@@ -1,0 +1,100 @@
+"""Cells of a search, composed for real."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.config.search_space import read_space
+from mens_exp.sweeps.search_cells import Cells
+from mens_exp.sweeps.search_probes import Probed, probe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.artifacts.search import Dimension
+
+    Make = Callable[..., Cells]
+
+
+@pytest.fixture
+def cells(tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """A search over `tiny_run` in an empty working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def made(*overrides: str) -> Cells:
+        by_key = {text.partition("=")[0]: text for text in [*tiny_run, *overrides]}
+        space = read_space(list(by_key.values()))
+        assert space.problems == ()
+        return Cells(space=space.dimensions, fixed=space.fixed)
+
+    return made
+
+
+def chosen(**values: str | float) -> Callable[[Dimension], str | float]:
+    """Draw what is told; a key that is not told must not be drawn."""
+    return lambda dimension: values[dimension["key"].replace(".", "_")]
+
+
+def test_what_does_nothing_beside_the_options_is_not_drawn(cells: Make) -> None:
+    """backend=full has no adapter, so no rank; the sampler never learns of one."""
+    made = cells("backend=full,qlora", "lora.r=4,8", "optim.lr=interval(0.001,0.01)")
+    drawn = made.draw(3, chosen(backend="full", optim_lr=0.002))
+    assert drawn.problems == ()
+    assert list(drawn.params.values()) == ["backend=full", "optim.lr=0.002"]
+    assert drawn.cell is not None
+    assert (drawn.cell.number, drawn.cell.config.optim.lr) == (3, 0.002)
+    drawn = made.draw(4, chosen(backend="qlora", lora_r="8", optim_lr=0.002))
+    assert drawn.params["lora.r"] == "lora.r=8"
+    assert drawn.cell is not None
+    assert drawn.cell.config.lora.r == 8
+
+
+def test_a_key_that_one_option_alone_has_is_drawn_beside_it(cells: Make) -> None:
+    """The other optimizer has no betas to speak of; the command is no mistake."""
+    made = cells("optim=adamw,lion", "optim.eps=1e-8,1e-6")
+    assert "optim.eps" not in made.draw(0, chosen(optim="lion")).params
+    drawn = made.draw(1, chosen(optim="adamw", optim_eps="1e-6"))
+    assert drawn.problems == ()
+    assert drawn.params["optim.eps"] == "optim.eps=1e-6"
+
+
+def test_a_draw_that_cannot_run_has_its_reason(cells: Make) -> None:
+    """The range of a key is its schema's, whatever the command says."""
+    drawn = cells("lora.dropout=interval(0,2)").draw(0, chosen(lora_dropout=1.5))
+    assert drawn.cell is None
+    assert "lora.dropout: out of range" in str(drawn.problems[0])
+
+
+def probed(cells: Cells) -> tuple[Probed, list[str]]:
+    found = probe(cells)
+    return found, [str(problem) for problem in found.general]
+
+
+def test_both_ends_are_composed_before_the_first_draw(cells: Make) -> None:
+    """Here the upper one can never run."""
+    found, general = probed(cells("lora.dropout=interval(0,2)", "lora.r=4,8"))
+    assert general == []
+    assert len(found.cells) == 1
+    ((number, problems),) = found.bad.items()
+    assert found.names[number] == ("lora.dropout=2",)
+    assert "out of range" in str(problems[0])
+
+
+def test_options_that_do_not_go_together_are_told(cells: Make) -> None:
+    """The others can be searched."""
+    found, general = probed(cells("model=tiny_llama,hf", "lora.r=4,8"))
+    assert general == []
+    assert len(found.cells) == 1
+    assert [found.names[number] for number in found.bad] == [("model=hf",)]
+    assert "model.id: a required value is missing" in str(next(iter(found.bad.values()))[0])
+
+
+def test_a_wrong_command_is_wrong_as_a_whole(cells: Make) -> None:
+    """An unknown key, and one that nothing drawn reads."""
+    assert "lora.rr: unknown key" in probed(cells("lora.rr=4,8"))[1][0]
+    assert "nonsense: unknown key" in probed(cells("lora.r=4,8", "nonsense=1"))[1][0]
+    (said,) = probed(cells("backend=full", "lora.r=4,8"))[1]
+    assert "lora.r: has no effect in any trial" in said

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.errors import MensError
+from mens_exp.sweeps.search_request import read_request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.sweeps.search_request import Request
+
+    Asked = Callable[..., Request]
+
+
+@pytest.fixture
+def asked(tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """Ask for a search over the rank of `tiny_run` in an empty working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def made(*overrides: str) -> Request:
+        usual = [*tiny_run, "hydra/sweeper=optuna", "lora.r=4,8"]
+        by_key = {text.partition("=")[0]: text for text in [*usual, *overrides]}
+        return read_request(list(by_key.values()))
+
+    return made
+
+
+def refusal(asked: Asked, *overrides: str) -> str:
+    with pytest.raises(MensError) as caught:
+        asked(*overrides)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_directions_are_those_of_the_kpis(asked: Asked, tmp_path: Path) -> None:
+    """A loss and memory fall; nothing is written yet."""
+    request = asked(
+        "hydra.sweeper.objectives=[val_loss,peak_bytes,tokens_per_s]",
+        "hydra.sweeper.sampler=random",
+        "hydra.launcher.n_jobs=2",
+    )
+    search = request.search
+    assert search["directions"] == ["minimize", "minimize", "maximize"]
+    assert (search["sampler"], search["n_trials"], search["pruner"]) == ("random", 20, "none")
+    assert search["pruner_startup_trials"] is None
+    assert "hydra/sweeper=optuna" in search["fixed"]
+    assert [one["key"] for one in search["space"]] == ["lora.r"]
+    assert (request.launcher.n_jobs, request.on_gpu, request.notes) == (2, False, ())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_that_is_wrong_with_the_settings_is_told_at_once(asked: Asked) -> None:
+    """Each with its place."""
+    said = refusal(
+        asked,
+        "hydra.sweeper.n_trials=0",
+        "hydra.sweeper.objectives=[val_los,tokens,task_success,tokens]",
+        "hydra.sweeper.sampler=random",
+        "hydra.sweeper.startup_trials=3",
+        "hydra.sweeper.pruner_min_steps=3",
+        "task=plan",
+    )
+    for part in (
+        "task: measures no objective · found plan",
+        "n_trials: out of range",
+        "no such KPI · found val_los",
+        "the nearest is val_loss",
+        "more tokens are neither better nor worse",
+        "objectives: names one twice",
+        "startup_trials: has no effect with sampler=random",
+        "pruner_min_steps: has no effect with pruner=none",
+    ):
+        assert part in said, said
+
+
+def test_a_kpi_of_a_suite_needs_one(asked: Asked) -> None:
+    """suite=none scores nothing."""
+    said = refusal(asked, "hydra.sweeper.objectives=[task_success]")
+    assert "is measured by a suite, and there is none · found task_success" in said
+
+
+def test_directions_stand_beside_objectives(asked: Asked) -> None:
+    """As many, and no other words."""
+    said = refusal(asked, "hydra.sweeper.directions=[minimize,up]")
+    assert "directions: not one for each objective" in said
+    given = asked("hydra.sweeper.objectives=[tokens]", "hydra.sweeper.directions=[maximize]")
+    assert given.search["directions"] == ["maximize"]
+
+
+def test_pruning_needs_validations_and_the_loss_alone(asked: Asked) -> None:
+    """Otherwise it would do nothing, or end the wrong trials."""
+    said = refusal(
+        asked, "hydra.sweeper.pruner=median", "hydra.sweeper.objectives=[val_loss,peak_bytes]"
+    )
+    assert "pruner: has no effect, as nothing is validated before training has ended" in said
+    assert "which is not what is searched for" in said
+    request = asked("hydra.sweeper.pruner=median", "trainer.val_check_interval=4")
+    assert request.search["pruner_startup_trials"] == 5
+
+
+def test_nothing_to_draw_is_no_search(asked: Asked) -> None:
+    """One value for each key is a sweep of one job."""
+    assert "nothing is to be drawn" in refusal(asked, "lora.r=4")
+
+
+def test_what_can_never_run_stops_a_search_unless_told(asked: Asked) -> None:
+    """With sweep.invalid=skip it becomes a note, and its draws fail."""
+    said = refusal(asked, "lora.r=4,0")
+    assert "lora.r: out of range" in said
+    assert "sweep.invalid=skip" in said
+    (note,) = asked("lora.r=4,0", "sweep.invalid=skip").notes
+    assert note.startswith("cannot run: lora.r=0: lora.r: out of range")
+
+
+def test_an_unknown_setting_is_refused(asked: Asked) -> None:
+    """By Hydra's own schema of it."""
+    assert "trials" in refusal(asked, "hydra.sweeper.trials=3")
+
+
+def test_a_search_does_not_write_over_a_sweep(asked: Asked, tmp_path: Path) -> None:
+    """It is to be continued, or another directory chosen."""
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "sweep.json").write_text("{}", encoding="utf-8")
+    said = refusal(asked, f"hydra.sweep.dir={tmp_path / 's'}")
+    assert "a sweep is there already" in said

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import math
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.artifacts.search import TrialState
+from mens_exp.errors import MissingExtra
+from mens_exp.sweeps.search_study import Study
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.artifacts.search import SearchRecord
+
+    Make = Callable[..., SearchRecord]
+
+
+def loss_of(params: dict[str, Any]) -> float:
+    """What decides is the learning rate; 1e-3 is best."""
+    return (math.log10(params["optim.lr"]) + 3) ** 2 + 0.001 * int(params["lora.r"])
+
+
+def drawn(study: Study, search: SearchRecord, first: int, trials: int) -> list[dict[str, Any]]:
+    """Draw, and tell each trial's loss."""
+    found = []
+    for number in range(first, first + trials):
+        trial = study.ask(number)
+        params = {one["key"]: study.suggest(trial, one) for one in search["space"]}
+        study.tell(number, TrialState.COMPLETE, [loss_of(params)])
+        found.append(params)
+    return found
+
+
+@pytest.mark.parametrize("sampler", ["random", "tpe"])
+def test_a_search_that_goes_on_draws_what_it_would_have(
+    make_search: Make, tmp_path: Path, sampler: str
+) -> None:
+    """Each draw comes of the seed, the trial's number and the results so far."""
+    search = make_search(sampler=sampler, startup_trials=3)
+    whole = drawn(Study(tmp_path / "whole", search), search, 0, 12)
+    first = drawn(Study(tmp_path / "parts", search), search, 0, 5)
+    again = Study(tmp_path / "parts", search)
+    assert len(again) == 5
+    assert first + drawn(again, search, 5, 7) == whole
+    assert len({one["optim.lr"] for one in whole}) == 12
+    other = make_search(sampler=sampler, startup_trials=3, seed=1)
+    assert drawn(Study(tmp_path / "other", other), other, 0, 5) != first
+
+
+def test_tpe_comes_closer_than_chance(make_search: Make, tmp_path: Path) -> None:
+    """Of forty draws, the last ten: their median loss is under half that of random ones."""
+    median = {}
+    for sampler in ("tpe", "random"):
+        search = make_search(sampler=sampler)
+        found = drawn(Study(tmp_path / sampler, search), search, 0, 40)
+        median[sampler] = sorted(map(loss_of, found[-10:]))[5]
+    assert median["tpe"] < median["random"] / 2
+
+
+def test_values_stay_between_their_ends(make_search: Make, tmp_path: Path) -> None:
+    """Whole numbers in steps, and fractions in steps."""
+    usual = {"values": [], "log": False}
+    space = [
+        {"key": "a", "kind": "int", "low": 4.0, "high": 12.0, "step": 4.0, **usual},
+        {"key": "b", "kind": "float", "low": 0.0, "high": 0.2, "step": 0.1, **usual},
+    ]
+    search = make_search(space=space)
+    study = Study(tmp_path / "j", search)
+    trials = [study.ask(number) for number in range(20)]
+    assert {study.suggest(trial, search["space"][0]) for trial in trials} == {4, 8, 12}
+    found = {round(float(study.suggest(trial, search["space"][1])), 9) for trial in trials}
+    assert found == {0.0, 0.1, 0.2}
+
+
+def test_the_median_ends_a_trial_that_is_worse(make_search: Make, tmp_path: Path) -> None:
+    """Once so many are complete, and not before so many steps."""
+    search = make_search(pruner="median", pruner_startup_trials=2, pruner_min_steps=20)
+    study = Study(tmp_path / "j", search)
+    for number, loss in enumerate((1.0, 2.0)):
+        study.ask(number)
+        assert not study.should_end(number, [(10, loss), (20, loss)])
+        study.tell(number, TrialState.COMPLETE, [loss])
+    study.ask(2)
+    assert not study.should_end(2, [(10, 9.0)])
+    assert study.should_end(2, [(10, 9.0), (20, 9.0)])
+    assert not study.should_end(2, [(10, 9.0), (20, 9.0)])  # nothing new was said
+    study.tell(2, TrialState.PRUNED)
+    study.ask(3)
+    assert not study.should_end(3, [(10, 1.2), (20, 1.2)])
+
+
+def test_hyperband_ends_trials_too(make_search: Make, tmp_path: Path) -> None:
+    """Of thirty, with losses that never cross, some worse ones and never the best."""
+    search = make_search(pruner="hyperband")
+    study = Study(tmp_path / "j", search)
+    ended = []
+    for number in range(30):
+        study.ask(number)
+        loss = 1.0 + number % 10
+        cut = False
+        for step in (1, 3, 9, 27):
+            points = [(each, loss) for each in (1, 3, 9, 27) if each <= step]
+            cut = cut or study.should_end(number, points)
+        ended += [loss] if cut else []
+        study.tell(
+            number, TrialState.PRUNED if cut else TrialState.COMPLETE, None if cut else [loss]
+        )
+    assert ended
+    assert 1.0 not in ended
+
+
+def test_importance_names_what_decides(make_search: Make, tmp_path: Path) -> None:
+    """And is unknown from fewer than ten complete trials."""
+    search = make_search()
+    study = Study(tmp_path / "j", search)
+    drawn(study, search, 0, 9)
+    assert study.importance() == {}
+    assert study.why_no_importance() == "fewer than 10 trials are complete"
+    drawn(study, search, 9, 31)
+    shares = study.importance()["val_loss"]
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares["optim.lr"] > 0.7
+
+
+def test_half_a_line_and_a_lock_left_behind_are_no_obstacle(
+    make_search: Make, tmp_path: Path
+) -> None:
+    """As a kill leaves them."""
+    search, journal = make_search(), tmp_path / "search.journal"
+    drawn(Study(journal, search), search, 0, 2)
+    with journal.open("ab") as file:
+        file.write(b'{"op_code":4,"wor')
+    (tmp_path / "search.journal.lock").symlink_to(journal)
+    again = Study(journal, search)
+    assert len(again) == 2
+    drawn(again, search, 2, 1)
+    assert len(Study(journal, search)) == 3
+
+
+def test_a_trial_that_has_ended_stays_as_it_is(make_search: Make, tmp_path: Path) -> None:
+    """To be told twice is what comes of catching up."""
+    search = make_search()
+    study = Study(tmp_path / "j", search)
+    drawn(study, search, 0, 1)
+    study.tell(0, TrialState.FAILED)
+    again = Study(tmp_path / "j", search)
+    assert [trial.state.name for trial in again._study.trials] == ["COMPLETE"]
+
+
+def test_without_optuna_the_extra_is_named(
+    make_search: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 3, as this machine lacks something."""
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(MissingExtra, match=r"mens-exp\[search\]") as caught:
+        Study(tmp_path / "j", make_search())
+    assert caught.value.exit_code == 3
