@@ -26,3 +26,8 @@ class SweepDir:
     def lock(self) -> Path:
         """Held by the launcher as long as it lives."""
         return self.path / "sweep.lock"
+
+    @property
+    def page(self) -> Path:
+        """The sweep as a page, rendered from its record and those of its runs."""
+        return self.path / "sweep.html"
