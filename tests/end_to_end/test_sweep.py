@@ -72,6 +72,13 @@ def test_arms_of_one_seed_see_the_same_data(four: list[RunDir]) -> None:
     assert len(adapters) == 4
 
 
+def test_the_sweep_leaves_a_page_that_leads_to_each_run(four: list[RunDir]) -> None:
+    """Rendered by the launcher when the last job has ended."""
+    text = (four[0].path.parent / "sweep.html").read_text(encoding="utf-8")
+    assert all(f'href="./{run.path.name}/report.html"' in text for run in four)
+    assert "4 succeeded" in text
+
+
 def test_a_failing_cell_stops_no_other_and_the_exit_code_tells(
     tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,10 +14,13 @@ from mens_exp.artifacts.inspection import Inspection
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Scorecard
+from mens_exp.artifacts.sweep import JobState, LeftOut, SweepJob, SweepRecord
+from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.config.compose import Composed, compose, config_digest, to_yaml
 from mens_exp.config.compose import typed as typed_config
 from mens_exp.config.overrides import check
 from mens_exp.plan.contract import contract_of
+from mens_exp.report.write import write_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -237,3 +240,51 @@ def write_scores(
         conditions={"base": {"parse_rate": 0.0}, "tuned": {"parse_rate": passed / 4}},
         generation={"engine": "hf"},
     ).write(run.scorecard)
+
+
+@pytest.fixture
+def sweep_over() -> Callable[[Path, int], SweepDir]:
+    """Put the record of a sweep over runs that `study` has written, of so many seeds."""
+    return made_sweep
+
+
+def made_sweep(root: Path, seeds: int) -> SweepDir:
+    """Add a job that failed to the runs of a study."""
+    cells = [(seed, arm) for seed in range(1, seeds + 1) for arm in (0, 1)]
+    jobs = [
+        _job(number, f"{number}_{root.name}", seed, arm) for number, (seed, arm) in enumerate(cells)
+    ]
+    for job in jobs:
+        write_report(RunDir(root / job["directory"]))
+    failed = _job(len(jobs), f"{len(jobs)}_failed", 9, 1)
+    failed["state"], failed["reason"] = JobState.FAILED, "killed by <b>SIGKILL</b>"
+    SweepRecord(
+        sweep_id=root.name,
+        created_utc="2026-11-20T05:58:01.123Z",
+        command=["seed=1,2", "quant.double_quant=true,false"],
+        code_sha256="0" * 64,
+        n_jobs=1,
+        threads=1,
+        retries=0,
+        changes="refuse",
+        jobs=[*jobs, failed],
+        left_out=[LeftOut(number=99, differs=["lora.r=0"], why="invalid: <r>", same_as=None)],
+    ).write(SweepDir(root).record)
+    return SweepDir(root)
+
+
+def _job(number: int, directory: str, seed: int, arm: int) -> SweepJob:
+    value: Any = ("true", "false")[arm]
+    return SweepJob(
+        number=number,
+        directory=directory,
+        differs=[f"seed={seed}", f"quant.double_quant={value}"],
+        state=JobState.SUCCEEDED,
+        reason=None,
+        config_digest="c" * 64,
+        contract=None,
+        estimate={},
+        results={},
+        notes=[],
+        attempts=[],
+    )

@@ -50,3 +50,8 @@ class SweepDir:
     def search_page(self) -> Path:
         """In a search, its record as a page."""
         return self.path / "search.html"
+
+    @property
+    def page(self) -> Path:
+        """The sweep as a page, rendered from its record and those of its runs."""
+        return self.path / "sweep.html"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from mens_exp.report.records import Records
 
-__all__ = ["ARMS", "Plot", "draw", "smooth", "svg_of", "thin"]
+__all__ = ["ARMS", "Plot", "css_of", "draw", "smooth", "svg_of", "thin"]
 
 # One unmistakable colour each while drawing; the SVG carries the CSS variable instead.
 _INK, _MUTED, _GRID, _BASE, _TUNED = "#010101", "#020202", "#030303", "#040404", "#050505"
@@ -83,6 +83,11 @@ def draw(records: Records) -> list[Plot]:
         _single(records, "grad_norm", "Gradient norm", "train/grad_norm", "norm, before clipping"),
         _throughput(records),
     ]
+
+
+def css_of(color: str) -> str:
+    """Return what a page writes for a colour that is drawn with, such as one of :data:`ARMS`."""
+    return _CSS[color]
 
 
 def smooth(values: Sequence[float]) -> list[float]:

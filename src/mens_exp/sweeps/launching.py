@@ -23,6 +23,7 @@ from mens_exp.report import sweep_view
 from mens_exp.sweeps.launcher import Launcher
 from mens_exp.sweeps.planning import plan_sweep
 from mens_exp.sweeps.threads import jobs_at_a_time, threads_per_job
+from mens_exp.tasks.sweep_review import write_sweep_page
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,10 +64,22 @@ def finish(launcher: Launcher) -> int:
     console = launcher.console
     console.print(sweep_view.result_table(launcher.record), soft_wrap=True)
     place = launcher.directory.path
+    _render(launcher)
     if code:
         console.print(f"Go on with: python -m mens_exp sweep.resume={place}", soft_wrap=True)
     console.print(f"The record: {launcher.directory.record}", soft_wrap=True)
     return code
+
+
+def _render(launcher: Launcher) -> None:
+    """Write the sweep's page; the jobs are done, and no page undoes that."""
+    try:
+        write_sweep_page(launcher.directory)
+    except Exception as error:  # noqa: BLE001  # a sink, isolated
+        told = f"{launcher.directory.page.name} was not written: {type(error).__name__}: {error}"
+        launcher.console.print(told, soft_wrap=True, markup=False)
+    else:
+        launcher.console.print(f"To look at: {launcher.directory.page}", soft_wrap=True)
 
 
 def _record(planned: PlannedSweep, overrides: Sequence[str]) -> SweepRecord:

@@ -1,0 +1,239 @@
+"""sweep.html: what is read of a sweep, what its page says, and the page in a browser."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.artifacts.sweep import SweepRecord
+from mens_exp.errors import DataError
+from mens_exp.report.sweep_page import page
+from mens_exp.tasks.sweep_review import read_sweep, write_sweep_page
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from playwright.sync_api import Locator, Page
+
+    from mens_exp.artifacts.sweep_dir import SweepDir
+
+SEEDS = 3
+
+
+@pytest.fixture
+def sweep(study: Callable[..., Path], sweep_over: Callable[..., SweepDir]) -> SweepDir:
+    """Three seeds of two arms that ended well, and a job that was killed."""
+    how = {"seeds": range(1, SEEDS + 1), "passes": lambda arm, seed: 1 + arm + (seed > 2)}
+    return sweep_over(study(**how), SEEDS)
+
+
+def test_cells_have_what_their_runs_measured(sweep: SweepDir) -> None:
+    """Factors from the command, KPIs and costs from the runs; the seed stands last."""
+    review = read_sweep(sweep)
+    assert review.factors == ["quant.double_quant", "seed"]
+    cell = review.cells[3]
+    assert (cell.number, cell.arm) == (3, "quant.double_quant=false")
+    assert cell.values["val_loss"] == pytest.approx(2 + 2 / 100 - 1 / 10)
+    assert cell.values["parse_rate"] == 0.5
+    assert cell.values["train_s"] == 11.0
+    assert [(kpi.name, kpi.unit) for kpi in review.kpis[:2]] == [
+        ("val_loss", "nats/token"),
+        ("parse_rate", "1"),
+    ]
+    assert [cost.name for cost in review.costs[:2]] == ["train_s", "peak_bytes"]
+
+
+def test_a_job_without_a_run_has_no_values_and_its_reason(sweep: SweepDir) -> None:
+    """Unknown is no zero."""
+    cell = read_sweep(sweep).cells[-1]
+    assert (cell.state, cell.values, cell.has_report) == ("failed", {}, False)
+    assert cell.reason == "killed by <b>SIGKILL</b>"
+
+
+def test_arms_are_compared_as_task_compare_does(sweep: SweepDir) -> None:
+    """Paired by seed, over the runs that ended well."""
+    compared = read_sweep(sweep).comparison
+    assert compared is not None
+    assert [arm["seeds"] for arm in compared.arms] == [[1, 2, 3], [1, 2, 3]]
+    assert compared.contrasts[0]["kpis"]["parse_rate"]["differences"] == [0.25] * SEEDS
+
+
+def test_a_sweep_without_a_run_says_why_nothing_is_compared(
+    tmp_path: Path, sweep_over: Callable[..., SweepDir]
+) -> None:
+    """A sweep of which every job failed still has a page."""
+    sweep = sweep_over(tmp_path / "none", 0)
+    review = read_sweep(sweep)
+    assert review.comparison is None
+    assert "no training run of this sweep has ended well" in review.why_not_compared
+    assert review.why_not_compared in page(review)
+
+
+def test_a_damaged_record_costs_its_cell_the_values_alone(sweep: SweepDir) -> None:
+    """The cell says what cannot be read; nothing is compared without it."""
+    (sweep.path / "2_runs" / "manifest.json").write_text("{", encoding="utf-8")
+    review = read_sweep(sweep)
+    assert review.cells[2].values == {}
+    assert "manifest.json" in str(review.cells[2].why_unknown)
+    assert review.cells[1].values["parse_rate"] == 0.5
+    assert "manifest.json" in review.why_not_compared
+
+
+def test_a_damaged_sweep_is_refused(sweep: SweepDir) -> None:
+    """Without its own record there is nothing to show."""
+    sweep.record.write_text("{", encoding="utf-8")
+    with pytest.raises(DataError, match=r"sweep\.json"):
+        write_sweep_page(sweep)
+
+
+def test_the_page_is_the_same_for_the_same_records(sweep: SweepDir) -> None:
+    """Rendered twice, byte for byte."""
+    assert page(read_sweep(sweep)) == page(read_sweep(sweep))
+
+
+def test_texts_are_escaped_and_only_our_script_may_run(sweep: SweepDir) -> None:
+    """A reason, a completion or a left-out cell is text; the policy names one hash."""
+    events = sweep.path / "0_runs" / "events.jsonl"
+    lines = [json.loads(line) for line in events.read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        line["completion"] = "</pre><script>alert(1)</script>"
+    events.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    text = page(read_sweep(sweep))
+    assert "<b>SIGKILL" not in text
+    assert "invalid: &lt;r&gt;" in text
+    assert text.count("<script>") == 1
+    assert re.search(r"script-src &#39;|script-src 'sha256-[A-Za-z0-9+/=]{44}'", text)
+
+
+def test_equal_answers_of_several_cells_stand_there_once(sweep: SweepDir) -> None:
+    """Item 0 parses in every cell: one answer of the base, one of the tuned models."""
+    text = page(read_sweep(sweep))
+    assert "base · cells 0, 1, 2, 3, 4, 5" in text
+    assert "tuned · cells 0, 1, 2, 3, 4, 5" in text
+    assert "tuned · cells 1, 3, 4, 5" in text  # item 1, which needs two passes
+
+
+def test_items_beyond_the_first_are_counted(
+    sweep: SweepDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page stays small and says what it leaves out."""
+    monkeypatch.setattr("mens_exp.tasks.sweep_review._MOST_ITEMS", 1)
+    review = read_sweep(sweep)
+    assert len(review.predictions) == 6
+    assert review.more_predictions == 6 * 3
+    assert "18 more are in the runs" in page(review)
+
+
+# In a browser.
+
+
+@pytest.fixture(scope="module")
+def browser_path() -> str:
+    found = shutil.which("chromium") or shutil.which("chromium-browser")
+    if found is None:
+        pytest.skip("chromium is missing: apt-get install chromium")
+    if importlib.util.find_spec("playwright") is None:
+        pytest.skip("playwright is missing: pip install 'mens-exp[dev]'")
+    return found
+
+
+@pytest.fixture
+def opened(sweep: SweepDir, browser_path: str) -> Iterator[Page]:
+    """The page in headless Chromium, from its file; an error of its script fails the test."""
+    from playwright.sync_api import sync_playwright
+
+    write_sweep_page(sweep)
+    errors: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        tab = browser.new_page()
+        tab.on("pageerror", lambda error: errors.append(str(error)))
+        tab.on("console", lambda message: errors.append(message.text))
+        tab.goto(sweep.page.absolute().as_uri())
+        yield tab
+        browser.close()
+    assert errors == []
+
+
+def cells(tab: Page) -> list[str]:
+    """Numbers of the rows that are shown, in their order."""
+    rows = tab.locator("#cells tbody tr:visible th")
+    return rows.all_inner_texts()
+
+
+def chooser(tab: Page, place: int) -> Locator:
+    """Of the factors in their order, then of the state."""
+    return tab.locator("#filters select").nth(place)
+
+
+@pytest.mark.slow
+def test_a_click_sorts_and_a_second_one_turns_it_round(opened: Page) -> None:
+    """By value, not by text; the cell without a value stays last."""
+    head = opened.locator("#cells thead button", has_text="val_loss")
+    head.click()
+    assert cells(opened) == ["1", "3", "5", "0", "2", "4", "6"]
+    head.click()
+    assert cells(opened) == ["4", "2", "0", "5", "3", "1", "6"]
+    assert opened.locator("th[aria-sort]").all_inner_texts() == ["val_loss (nats/token)"]
+
+
+@pytest.mark.slow
+def test_a_factor_filters_rows_lines_and_answers(opened: Page) -> None:
+    """And the state does, beside it."""
+    chooser(opened, 0).select_option("false")
+    assert cells(opened) == ["1", "3", "5", "6"]
+    lit = opened.locator("path.cell:not(.dim)")
+    assert sorted(lit.nth(i).get_attribute("data-cell") for i in range(lit.count())) == [
+        *("1", "3", "5", "6")
+    ]
+    assert opened.locator("#shown").inner_text() == "4 of 7 cells"
+    chooser(opened, 2).select_option("failed")
+    assert cells(opened) == ["6"]
+    assert opened.locator("details.item:visible").count() == 0
+    chooser(opened, 2).select_option("")
+    chooser(opened, 0).select_option("")
+    assert len(cells(opened)) == 7
+
+
+@pytest.mark.slow
+def test_a_run_is_opened_from_its_row(opened: Page) -> None:
+    """The link leads to the run's own report; a job without one has none."""
+    row = opened.locator('tr[data-cell="3"]')
+    row.get_by_role("link").click()
+    opened.wait_for_url("**/3_runs/report.html")
+    assert "mens_exp" in opened.content()
+    opened.go_back()
+    assert opened.locator('tr[data-cell="6"] a').count() == 0
+    assert opened.locator('tr[data-cell="6"]').get_by_text("no report").is_visible()
+
+
+@pytest.mark.slow
+def test_further_kpis_come_on_request(opened: Page) -> None:
+    """The table begins narrow."""
+    head = opened.locator("#cells thead th", has_text="trainable_parameters")
+    assert not head.is_visible()
+    opened.get_by_label("all KPIs and costs").check()
+    assert head.is_visible()
+
+
+@pytest.mark.slow
+def test_pointing_at_a_row_sets_off_its_line(opened: Page) -> None:
+    """Of several lines, the eye finds the one."""
+    opened.locator('tr[data-cell="2"]').hover()
+    lit = opened.locator("path.cell.lit")
+    assert lit.count() == 1
+    assert lit.get_attribute("data-cell") == "2"
+
+
+def test_the_sweep_record_is_not_touched(sweep: SweepDir) -> None:
+    """The launcher alone writes it."""
+    before = sweep.record.read_bytes()
+    write_sweep_page(sweep)
+    assert sweep.record.read_bytes() == before
+    assert SweepRecord.read(sweep.record).sweep_id == "runs"
