@@ -76,9 +76,15 @@ def main(arguments: Sequence[str]) -> int:
     """
     from mens_exp.config.compose import begin_command
     from mens_exp.errors import MensError, Problems
+    from mens_exp.plan.ranks import of_torchrun
     from mens_exp.tasks.one_run import CANCELLED, complain
 
     begin_command()
+    rank = of_torchrun()
+    if rank is not None and not rank.is_first:
+        from mens_exp.tasks.following import follow_from_elsewhere
+
+        return follow_from_elsewhere(rank)
     try:
         return _dispatch(list(arguments))
     except Problems as several:

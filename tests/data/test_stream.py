@@ -217,10 +217,22 @@ def test_a_position_inside_what_ranks_take_together_is_refused(
         stream(rank=0, world_size=3).load_state_dict({"position": 4})
 
 
-def test_the_end_of_the_stream_may_leave_ranks_one_less(
+def test_the_end_of_the_stream_leaves_some_ranks_a_filler(
     stream: Callable[..., MicroBatches],
 ) -> None:
-    """Seven micro-batches of three ranks: three, two and two, and none twice."""
+    """Seven micro-batches of three ranks: three turns each, of which two repeat the seventh."""
     ranks = [stream(total=7, rank=r, world_size=3) for r in range(3)]
-    assert [len(rank) for rank in ranks] == [3, 2, 2]
-    assert interleaved(ranks) == order(stream(total=7))
+    assert [len(rank) for rank in ranks] == [3, 3, 3]
+    taken = sorted((batch for rank in ranks for batch in rank), key=lambda batch: batch.index)
+    assert [batch.is_filler for batch in taken] == [False] * 7 + [True] * 2
+    assert [documents_in(batch) for batch in taken[:7]] == order(stream(total=7))
+    assert all(documents_in(batch) == documents_in(taken[6]) for batch in taken[7:])
+
+
+def test_any_number_of_ranks_takes_over_a_stream_that_is_at_its_end(
+    stream: Callable[..., MicroBatches],
+) -> None:
+    """Two ranks end seven micro-batches at position 8, which three ranks do not share."""
+    after = stream(total=7, rank=1, world_size=3)
+    after.load_state_dict({"position": 8})
+    assert list(after) == []

@@ -164,14 +164,16 @@ def test_ranks_together_take_the_order_of_one(
     ranks = [stream_of(module) for _ in range(world)]
     for rank, stream in enumerate(ranks):
         stream.share(rank, world)
-    turns = zip_longest(*ranks)
-    assert same((one for turn in turns for one in turn if one is not None), alone)
+    turns = [one for turn in zip(*ranks, strict=True) for one in turn]
+    assert same((one for one in turns if not one.is_filler), alone)
+    assert [one.is_filler for one in turns[len(alone) :]] == [True] * (-len(alone) % world)
     stopped = stream_of(module)
     for batch in islice(iter(stopped), 12):
         stopped.position = batch.index + 1
     for rank, stream in enumerate(ranks):
         stream.load_state_dict(stopped.state_dict())
-        assert same(stream, [one for one in alone[12:] if one.index % world == rank])
+        mine = (one for one in stream if not one.is_filler)
+        assert same(mine, [one for one in alone[12:] if one.index % world == rank])
 
 
 def test_another_seed_gives_another_order(module: Callable[..., RowsDataModule]) -> None:

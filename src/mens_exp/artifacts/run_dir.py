@@ -93,6 +93,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def processes(self) -> Path:
+        """The directory of what a run's other processes printed, `<rank>.log` of each."""
+        return self.path / "processes"
+
+    @property
     def adapter(self) -> Path:
         """The directory of the adapter in schema v3."""
         return self.path / "adapter"

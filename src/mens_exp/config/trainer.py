@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from omegaconf import MISSING
 
 from mens_exp.config.fields import setting
 
-__all__ = ["TrainerConfig"]
+__all__ = ["Strategy", "TrainerConfig"]
+
+
+class Strategy(Enum):
+    """How the processes of a run share its work."""
+
+    one = "one"
+    ddp = "ddp"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -16,17 +24,39 @@ class TrainerConfig:
     """The part of lightning.Trainer's arguments that an experiment sets."""
 
     accelerator: str = setting(MISSING, "auto, cpu or gpu; set by the option.")
+    strategy: Strategy = setting(
+        Strategy.one,
+        "one process, or ddp: several, each with the whole model, that share the micro-batches of "
+        "a step.",
+    )
+    devices: int = setting(
+        1, "Processes on each machine: one for each GPU, or that share a CPU.", ge=1
+    )
+    num_nodes: int = setting(1, "Machines; several are started by torchrun.", ge=1)
+    device_gib: float | None = setting(
+        None, "GiB of memory of each device that task=plan plans for; null is this machine's.", gt=0
+    )
     max_steps: int = setting(60, "Optimizer steps; -1: max_epochs alone decides.", ge=-1)
     max_epochs: int = setting(
         -1, "Passes over the training data, each row exactly once in each; -1: no limit.", ge=-1
     )
-    accumulate_grad_batches: int = setting(4, "Micro-batches in one optimizer step.", ge=1)
+    accumulate_grad_batches: int = setting(
+        4, "Micro-batches in one optimizer step, those of all processes together.", ge=1
+    )
     gradient_clip_val: float | None = setting(
         1.0, "Largest global gradient norm; longer ones are scaled down. 0 or null: off.", ge=0
     )
     val_check_interval: int | None = setting(
-        None, "Micro-batches between validations; null validates before and after only.", ge=1
+        None,
+        "Micro-batches, of all processes together, between validations; null validates before "
+        "and after only.",
+        ge=1,
     )
     deterministic: bool | None = setting(
         None, "Deterministic algorithms; null turns them on on CPU and leaves them off on GPU."
     )
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run, on all machines."""
+        return self.devices * self.num_nodes

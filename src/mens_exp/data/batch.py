@@ -25,7 +25,8 @@ class Batch:
 
     A packed batch is one sequence (B = 1), and ``documents`` holds the bounds of what is in it; a
     padded one has ``attention_mask_BT`` and no bounds. ``predict_M`` indexes the flattened
-    ``[B·T]`` hidden states, ``targets_M`` the token that each must predict.
+    ``[B·T]`` hidden states, ``targets_M`` the token that each must predict. A filler is there for
+    the process that would have nothing to do while others take a stream's last micro-batches.
     """
 
     input_ids_BT: torch.Tensor
@@ -36,6 +37,7 @@ class Batch:
     targets_M: torch.Tensor
     tokens: int
     index: int
+    is_filler: bool = False
 
     def to(self, device: torch.device | str, **_: Any) -> Batch:
         """Move the tensors to a device."""

@@ -14,6 +14,8 @@ hand it over.
 from __future__ import annotations
 
 import functools
+import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,7 +82,8 @@ class MicroBatches:
         Args:
             rank: which of the ranks this is, from 0.
             world_size: ranks that share the stream. An optimizer step must hold a multiple of so
-                many micro-batches; the stream's end may leave the last ranks one less.
+                many micro-batches; where the stream's end leaves some ranks one less, they get a
+                filler, because all of them take each step together.
         """
         assert 0 <= rank < world_size, "a rank is one of the ranks"
         self.rank, self.world_size = rank, world_size
@@ -97,12 +100,16 @@ class MicroBatches:
 
     def __len__(self) -> int:
         """Count this rank's micro-batches in the whole stream, those already taken included."""
-        return len(range(self.rank, self.total, self.world_size))
+        return math.ceil(self.total / self.world_size)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield this rank's micro-batches from the current position on."""
-        for index in range(self.position + self.rank, self.total, self.world_size):
-            yield self.batch(index)
+        end = len(self) * self.world_size
+        for index in range(self.position + self.rank, end, self.world_size):
+            if index < self.total:
+                yield self.batch(index)
+            else:
+                yield replace(self.batch(self.total - 1), index=index, is_filler=True)
 
     def batch(self, index: int) -> Batch:
         """Build micro-batch ``index`` of the stream."""
@@ -139,7 +146,7 @@ class MicroBatches:
             RequestError: it lies inside what these ranks take together.
         """
         position = int(state["position"])
-        if position % self.world_size:
+        if position % self.world_size and position < self.total:
             raise RequestError(
                 "the ranks cannot share the micro-batches that are left",
                 where="data",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -102,10 +102,13 @@ class StreamedMicroBatches(MicroBatches):
         """Yield this rank's micro-batches from the current position on."""
         index, size = self.position, self.micro_batch_size
         blocks = self._blocks_from(index * size)
-        while index < self.total:
-            picked = list(islice(blocks, size))
+        picked: list[_Picked] = []
+        while index < len(self) * self.world_size:
+            is_filler = index >= self.total
+            if not is_filler:
+                picked = list(islice(blocks, size))
             if index % self.world_size == self.rank:
-                yield self._joined(*_together(picked), index)
+                yield replace(self._joined(*_together(picked), index), is_filler=is_filler)
             index += 1
 
     def batch(self, index: int) -> Batch:

@@ -20,6 +20,7 @@ from mens_exp.plan.disk import disk
 from mens_exp.plan.forecast import documents_of, forecast
 from mens_exp.plan.kernels import readers_of_names
 from mens_exp.plan.planner import execution_plan
+from mens_exp.plan.sharing import device_of_plan, shared
 from mens_exp.plan.surroundings import surroundings_of
 from mens_exp.plan.tokens import count_tokens
 from mens_exp.plan.trained import described_modules, proxy_stack, trained_parameters
@@ -55,7 +56,7 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
     per_step = config.data.seq_len * effective
     steps = steps_of(config, _blocks(config, data))
     total = steps * per_step if steps is not None else None
-    device = machine.look(config.trainer.accelerator)
+    device = device_of_plan(config)
     expected = forecast(config, shape, documents_of(config, data), device, cache)
     written = disk(config, shape, cache, steps)
     errors, warnings = findings(config, device, expected.memory, written, cache)
@@ -73,9 +74,10 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         "warmup_steps": None if steps is None else warmup_steps(config.schedule, steps),
         "checkpoints": written.checkpoints_saved,
         "tokens_total": total,
-        "time_s": _time(config, expected, total, data, per_step)
+        "time_s": _time(config, expected, device, total, data, per_step)
         | {"quantization": pace.quantization_s(shape, device.kind, config.quant.quant_type)},
         "memory_bytes": _memory(expected, device),
+        "processes": shared(config, expected.memory, device),
         "disk_bytes": _disk(written, cache),
         "device": {"kind": device.kind, "name": device.name},
         "problems": [*map(str, errors), *(data.get("contract") or {}).get("refusals", ())],
@@ -116,10 +118,16 @@ def _layout(family: Family) -> dict[str, Any]:
 
 
 def _time(
-    config: RunConfig, expected: Forecast, total: int | None, data: dict[str, Any], per_step: int
+    config: RunConfig,
+    expected: Forecast,
+    device: machine.Machine,
+    total: int | None,
+    data: dict[str, Any],
+    per_step: int,
 ) -> dict[str, Any]:
     validated = 2 * min(config.data.val_max_tokens, data["val_tokens"])
-    made = pace.time(expected.pace, expected.per_token, total, validated, per_step)
+    several = expected.pace.of_several(config.trainer.world_size, device.kind)
+    made = pace.time(several, expected.per_token, total, validated, per_step)
     return made | {"flop_per_step": per_step * expected.per_token}
 
 

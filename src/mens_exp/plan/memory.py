@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mens_exp.layout.targets import LinearModule
 
 __all__ = [
+    "BUCKETS",
     "Documents",
     "Memory",
     "bits_per_weight",
@@ -35,6 +36,7 @@ __all__ = [
     "recomputes",
 ]
 
+BUCKETS = "gradient buckets"  # what only several processes have
 NESTED_BLOCK = 256  # bitsandbytes' own; asserted in tests/quant
 
 _F32, _MASK = 4, 2  # bytes of an f32 element, and of an element of the dropout mask (int16)
@@ -207,6 +209,8 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         "embedding and head": frozen * shape.embedding_parameters * width,
         "adapter": parameters * (_F32 + (width if width < _F32 else 0)),
         "gradients": parameters * _F32,
+        # DDP sums gradients in buckets of its own, all of them together as large.
+        **({BUCKETS: parameters * _F32} if config.trainer.world_size > 1 else {}),
         "optimizer": 0 if is_paged and not on_cpu else moments,
         **{name: round(value) for name, value in kept.items()},
         "allocator": round(max(_holes(kept, factor), _kernels(documents) if on_cpu else 0)),
@@ -230,11 +234,15 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         low=round(sure * (1 - below)),
         high=round(total * (1 + above)),
         outside=0 if on_cpu else _CUDA_FRAMEWORK,
-        basis=f"by formula, one {'CPU' if on_cpu else 'CUDA'} process"
+        basis=f"by formula, {_process(config)} {'CPU' if on_cpu else 'CUDA'} process"
         + ("" if on_cpu else "; its allowance for the driver was never measured")
         + ("; activations are computed again" if again else "")
         + ("; the optimizer's state is paged to host memory" if is_paged and not on_cpu else ""),
     )
+
+
+def _process(config: RunConfig) -> str:
+    return "one" if config.trainer.world_size == 1 else f"each of {config.trainer.world_size}"
 
 
 def _holes(kept: Mapping[str, float], factor: Mapping[str, float]) -> float:

@@ -7,7 +7,7 @@ rate has been measured for a GPU; until a run on it is in the ledger its time is
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.backend import ProxyConfig
@@ -61,6 +61,19 @@ class Pace:
     high: float | None
     runs: int
     basis: str
+
+    def of_several(self, processes: int, kind: str) -> Pace:
+        """Return the rate of several together: GPUs add up, processes of a CPU share its cores."""
+        if kind == "cpu" or processes == 1 or self.rate is None:
+            return self
+        low, high = self.low or self.rate, self.high or self.rate
+        return replace(
+            self,
+            rate=self.rate * processes,
+            low=low * processes,
+            high=high * processes,
+            basis=f"{self.basis}, {processes} times over, as if none waited for another",
+        )
 
 
 def flop_per_token(

@@ -17,6 +17,7 @@ from mens_exp.plan.checks import (
     machine,
     model,
     optim,
+    processes,
     quant,
     sandbox,
     tokenizer,
@@ -54,6 +55,7 @@ _CHECKS = (
     logger.check,
     sandbox.check,
     classes.check,
+    processes.check,
     machine.check,
 )
 # It builds neither a backend nor an adapter and trains nothing.

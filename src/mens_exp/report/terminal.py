@@ -110,6 +110,8 @@ def _plan_rows(plan: Mapping[str, Any]) -> Iterable[tuple[str, Text]]:
     time, memory = (plan.get(key) or {} for key in ("time_s", "memory_bytes"))
     yield "time", _time(time)
     yield "memory", _memory(memory)
+    if plan.get("processes"):
+        yield "processes", _processes(plan["processes"])
     if plan.get("disk_bytes"):
         yield "disk", _disk(plan["disk_bytes"])
     if changed := _differences(plan.get("differs_from_default") or {}):
@@ -121,6 +123,22 @@ def _plan_rows(plan: Mapping[str, Any]) -> Iterable[tuple[str, Text]]:
             yield key.removesuffix("s"), Text(wording.visible(line), style=style)
     if plan.get("measured"):
         yield "measured", _measured(plan["measured"])
+
+
+_ANSWERS = {True: "fits", False: "does not fit", None: "may not fit"}
+
+
+def _processes(shared: Mapping[str, Any]) -> Text:
+    """Say who shares the work, and which way of sharing it fits the devices."""
+    machines = shared["processes"] // shared["on_each_machine"]
+    where = f" on {machines} machines" if machines > 1 else ""
+    text = Text(f"{shared['processes']}{where}, {shared['strategy']}")
+    if shared["device_bytes"] is None:
+        return text.append("\nwhether they fit is unknown: no device says what it holds")
+    for strategy, fits in shared["fits"].items():
+        answer = f"{strategy} {_ANSWERS[fits]} in {wording.size(shared['device_bytes'])}"
+        text.append(f"\n{answer}", style="red" if fits is False else "")
+    return text
 
 
 def _backend(plan: Mapping[str, Any]) -> Text:

@@ -20,7 +20,12 @@ __all__ = ["keep_measurement", "note_plan", "planned", "step_s"]
 
 
 def keep_measurement(manifest: Manifest, plan: dict[str, Any], cache: Path) -> None:
-    """Add a run to the ledger; one that cannot be kept is a note, never a failed run."""
+    """Add a run to the ledger; one that cannot be kept is a note, never a failed run.
+
+    A run of several processes says nothing of what one takes, and is left out.
+    """
+    if (plan.get("processes") or {}).get("processes", 1) > 1:
+        return
     results, contract = manifest.results, manifest.contract or {}
     measured = step_s(results)
     on_cpu = plan["device"]["kind"] == "cpu"

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Resumption", "go_on", "prepare"]
 
 _MAX_STEPS = "trainer.max_steps"
+_PROCESSES = ("trainer.devices", "trainer.num_nodes")  # any number goes on where others stopped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +50,7 @@ def prepare(path: str, overrides: dict[str, str]) -> Resumption:
 
     Raises:
         RequestError: there is no such run, it is no training, it has ended, or something other
-            than a longer ``trainer.max_steps`` is to be changed.
+            than a longer ``trainer.max_steps`` or the number of processes is to be changed.
     """
     directory = _found(path)
     manifest = Manifest.read(directory.manifest)
@@ -66,6 +67,9 @@ def prepare(path: str, overrides: dict[str, str]) -> Resumption:
     steps = _checked(overrides, before)
     if steps is not None:
         OmegaConf.update(values, _MAX_STEPS, steps)
+    for key in _PROCESSES:
+        if key in overrides:
+            OmegaConf.update(values, key, _count(key, overrides[key]))
     config = typed(values)
     if config.tokenizer.chat_template is not None and directory.chat_template.is_file():
         config.tokenizer.chat_template = str(directory.chat_template)  # the run's own copy
@@ -115,14 +119,14 @@ def _found(path: str) -> RunDir:
 
 
 def _checked(overrides: dict[str, str], before: RunConfig) -> int | None:
-    others = sorted(overrides.keys() - {_MAX_STEPS})
+    others = sorted(overrides.keys() - {_MAX_STEPS, *_PROCESSES})
     Problems.raise_if(
         [
             ConfigError(
                 "cannot change when a run goes on",
                 where=key,
                 found=overrides[key],
-                expected=f"nothing but a longer {_MAX_STEPS}",
+                expected=f"nothing but a longer {_MAX_STEPS}, or another number of processes",
                 remedy="start a new run for other settings",
             )
             for key in others
@@ -145,8 +149,20 @@ def _checked(overrides: dict[str, str], before: RunConfig) -> int | None:
     return int(text)
 
 
+def _count(key: str, text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise ConfigError("is no number of them", where=key, found=text, expected="1 or more")
+    return int(text)
+
+
 def _notes(before: RunConfig, after: RunConfig, step: int) -> list[str]:
-    """Say what a longer run does to the schedule."""
+    """Say what changes: the number of processes, and what a longer run does to the schedule."""
+    many, now = before.trainer.world_size, after.trainer.world_size
+    changed = [] if many == now else [f"{now} instead of {many} processes go on"]
+    return changed + _of_schedule(before, after, step)
+
+
+def _of_schedule(before: RunConfig, after: RunConfig, step: int) -> list[str]:
     old, new = before.trainer.max_steps, after.trainer.max_steps
     if old == new:
         return []

@@ -10,7 +10,9 @@ from lightning import Trainer
 from torch.optim.lr_scheduler import LambdaLR
 
 from mens_exp.data.stream import MicroBatches
+from mens_exp.plan.ranks import ALONE
 from mens_exp.training.module import TrainingModule
+from mens_exp.training.started_processes import StartedProcesses
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,6 +130,7 @@ def _step(config: RunConfig, module: TrainingModule, stream: MicroBatches) -> _S
     trainer = Trainer(
         accelerator="cpu" if device.type == "cpu" else "gpu",
         devices=1,
+        plugins=[StartedProcesses(ALONE)],
         max_steps=1,
         max_epochs=-1,
         accumulate_grad_batches=stream.total,

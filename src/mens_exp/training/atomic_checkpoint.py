@@ -15,7 +15,7 @@ __all__ = ["AtomicCheckpointIO"]
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the place, syncs, and renames; reads like Lightning's own."""
+    """Writes beside the place, syncs, and renames; the first of several processes reads for all."""
 
     def save_checkpoint(
         self,
@@ -30,3 +30,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_bytes(target, buffer.getvalue())
+
+    def load_checkpoint(self, path: str | Path, *arguments: Any, **options: Any) -> dict[str, Any]:
+        """Read a checkpoint; other machines need not see the file."""
+        if not torch.distributed.is_initialized():
+            return super().load_checkpoint(path, *arguments, **options)
+        box: list[Any] = [None]
+        if torch.distributed.get_rank() == 0:
+            box = [super().load_checkpoint(path, *arguments, **options)]
+        torch.distributed.broadcast_object_list(box, src=0)
+        read: dict[str, Any] = box[0]
+        return read

@@ -25,9 +25,12 @@ from mens_exp.config.objective import (
     ObjectiveConfig,
 )
 from mens_exp.errors import SetupError
+from mens_exp.plan.ranks import ALONE
 from mens_exp.training.atomic_checkpoint import AtomicCheckpointIO
 from mens_exp.training.loggers import lightning_logger
 from mens_exp.training.module import TrainingModule
+from mens_exp.training.process_group import strategy_of
+from mens_exp.training.started_processes import StartedProcesses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,13 +44,20 @@ if TYPE_CHECKING:
     from mens_exp.evals.during import Measured
     from mens_exp.model.resolve import BaseModel
     from mens_exp.objective.causal import Objective
+    from mens_exp.plan.ranks import Rank
     from mens_exp.training.record import RunRecord
+
+# What one process does for all: it shows, and writes what all have.
+_OF_THE_FIRST = frozenset(
+    f"mens_exp.training.callbacks.{name}"
+    for name in ("adapter_writer.AdapterWriter", "progress.Progress")
+)
 
 __all__ = ["build_backend", "build_module", "build_trainer", "device_of", "lightning_quiet"]
 
 
-def device_of(accelerator: str) -> torch.device:
-    """Choose the device.
+def device_of(accelerator: str, local_rank: int = 0) -> torch.device:
+    """Choose the device; of several processes on a machine, each has a GPU of its own.
 
     Raises:
         SetupError: a GPU was asked for and there is none.
@@ -61,13 +71,14 @@ def device_of(accelerator: str) -> torch.device:
             expected="a GPU, its driver, and a CUDA build of torch",
             remedy="use trainer=auto or trainer=cpu, or see README, CUDA machines",
         )
-    return torch.device("cuda", 0) if has_gpu and accelerator != "cpu" else torch.device("cpu")
+    on_gpu = has_gpu and accelerator != "cpu"
+    return torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
 
 
-def build_backend(config: RunConfig, base: BaseModel) -> Backend:
-    """Load the base model and put the adapter on it."""
+def build_backend(config: RunConfig, base: BaseModel, rank: Rank = ALONE) -> Backend:
+    """Load the base model and put the adapter on it, on the device of a process."""
     cls: Any = get_class(config.backend._target_)  # Hydra's own spelling
-    backend: Backend = cls(config, base, device_of(config.trainer.accelerator))
+    backend: Backend = cls(config, base, device_of(config.trainer.accelerator, rank.local_rank))
     return backend
 
 
@@ -104,6 +115,7 @@ def build_trainer(
     *,
     max_steps: int,
     score: Callable[[int], Measured] | None = None,
+    rank: Rank = ALONE,
 ) -> Trainer:
     """Build the Lightning Trainer with the callbacks that the configuration names.
 
@@ -112,25 +124,29 @@ def build_trainer(
         run: the open run.
         max_steps: optimizer steps of the run.
         score: scores so many items of the suite; without it no scorecard is made in training.
+        rank: which of the run's processes this is; they have joined already.
     """
     trainer = config.trainer
     device = device_of(trainer.accelerator)
     on_cpu = device.type == "cpu"
     deterministic = on_cpu if trainer.deterministic is None else trainer.deterministic
-    callbacks = _callbacks(config, run, score)
+    callbacks = _callbacks(config, run, score, rank)
     return Trainer(
         accelerator="cpu" if on_cpu else "gpu",
-        devices=1,
+        # Each process has one GPU, and Lightning is to know all of a machine's.
+        devices=rank.local_world_size,
+        num_nodes=rank.world_size // rank.local_world_size,
+        strategy=strategy_of(rank),
         max_steps=max_steps,
         max_epochs=-1,
-        accumulate_grad_batches=trainer.accumulate_grad_batches,
+        accumulate_grad_batches=trainer.accumulate_grad_batches // rank.world_size,
         gradient_clip_val=trainer.gradient_clip_val or None,
-        val_check_interval=_validation_interval(config, max_steps),
+        val_check_interval=_validation_interval(config, max_steps) // rank.world_size,
         check_val_every_n_epoch=None,
         deterministic=deterministic,
         callbacks=callbacks,
-        plugins=[AtomicCheckpointIO()],
-        logger=lightning_logger(config.logger, run) or False,
+        plugins=[AtomicCheckpointIO(), StartedProcesses(rank)],
+        logger=(lightning_logger(config.logger, run) if rank.is_first else None) or False,
         log_every_n_steps=1,
         enable_checkpointing=any(isinstance(one, Checkpoint) for one in callbacks),
         enable_progress_bar=False,
@@ -142,18 +158,19 @@ def build_trainer(
 
 
 def _validation_interval(config: RunConfig, max_steps: int) -> int:
-    """Return micro-batches between validations; one more than there are means none."""
+    """Return micro-batches between validations; one more step than there are means none."""
     interval = config.trainer.val_check_interval
-    return interval or max_steps * config.trainer.accumulate_grad_batches + 1
+    return interval or (max_steps + 1) * config.trainer.accumulate_grad_batches
 
 
 def _callbacks(
-    config: RunConfig, run: RunRecord, score: Callable[[int], Measured] | None
+    config: RunConfig, run: RunRecord, score: Callable[[int], Measured] | None, rank: Rank
 ) -> list[Callback]:
     callbacks = [
         _callback(node, run, score)
         for node in config.callbacks.values()
-        if score is not None or not isinstance(node, ScorecardConfig)
+        if (score is not None or not isinstance(node, ScorecardConfig))
+        and (rank.is_first or node._target_ not in _OF_THE_FIRST)  # Hydra's own spelling
     ]
     if config.adapter.select is Selection.best:
         from mens_exp.training.callbacks.best_adapter import BestAdapter
@@ -161,6 +178,8 @@ def _callbacks(
         metric = config.adapter.metric
         best = BestAdapter(run, metric if metric == "val/loss" else f"eval/{metric}")
         callbacks.insert(0, best)  # what writes the adapter must come after it
+    if not rank.is_first:
+        return callbacks
     if isinstance(config.logger, WandbLogger):
         from mens_exp.training.callbacks.wandb_mirror import WandbMirror
 
@@ -193,6 +212,8 @@ def lightning_quiet() -> Iterator[None]:
             # Modules in evaluation mode are the frozen base's; torch's notice is Lightning's own.
             warnings.filterwarnings("ignore", message="Found .* module.s. in eval mode")
             warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")
+            # Where Slurm is installed; processes of a run are started by us or by torchrun.
+            warnings.filterwarnings("ignore", message="The `srun` command is available")
             yield
     finally:
         for name, level in before.items():

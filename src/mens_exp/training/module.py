@@ -14,6 +14,7 @@ from mens_exp.artifacts.metrics import metric
 from mens_exp.config.schedule import warmup_steps
 from mens_exp.errors import DataError
 from mens_exp.tokenizer.text_bytes import bits_per_byte
+from mens_exp.training.loop_progress import for_processes
 from mens_exp.training.optimizer import build_optimizer
 from mens_exp.training.schedule import multiplier
 
@@ -32,7 +33,8 @@ class TrainingModule(LightningModule):
     """Train a backend's adapter under an objective.
 
     The loss of an optimizer step is the sum of token losses over all its micro-batches, divided
-    by their supervised tokens: gradients are summed, and scaled once before clipping.
+    by their supervised tokens: gradients are summed, and scaled once before clipping. Several
+    processes sum over all of them, so that metrics and counters are the same on each.
     Training validates after its last step whatever the interval is, so that the adapter it ends
     with has a loss. ``selected`` is the step and validation loss of the adapter in the graph when
     training has ended.
@@ -65,6 +67,7 @@ class TrainingModule(LightningModule):
         self.scored: tuple[int, dict[str, float]] = (-1, {})
         self._step_loss = 0.0
         self._step_count = 0
+        self._step_tokens = 0
 
     def record(self, name: str, value: float) -> None:
         """Set a declared metric of the current step."""
@@ -79,17 +82,22 @@ class TrainingModule(LightningModule):
             group["lr"] = rate
 
     def training_step(self, batch: Batch, _batch_idx: int) -> torch.Tensor:
-        """Return the micro-batch's loss sum, undone from Lightning's division."""
+        """Return the micro-batch's loss sum, undone from the divisions that follow.
+
+        Lightning divides by the micro-batches of a step, and several processes' gradients are
+        averaged.
+        """
         self.backend.begin(batch.index)
         loss = self.objective(self.backend(batch), batch.targets_M, self.backend.head)
-        self._step_loss += float(loss.total.detach())
-        self._step_count += loss.count
-        self.tokens += batch.tokens
-        self.supervised_tokens += loss.count
+        if not batch.is_filler:
+            self._step_loss += float(loss.total.detach())
+            self._step_count += loss.count
+            self._step_tokens += batch.tokens
         stream = self.trainer.train_dataloader
         assert stream is not None, "Lightning is training from it"
         stream.position = batch.index + 1  # what a checkpoint resumes from
-        return loss.total * self.trainer.accumulate_grad_batches
+        weight = 0 if batch.is_filler else self.trainer.world_size
+        return loss.total * (self.trainer.accumulate_grad_batches * weight)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Turn gradient sums into the gradient of the mean, before clipping.
@@ -99,7 +107,12 @@ class TrainingModule(LightningModule):
         """
         if self.trainer.global_step + 1 == self.trainer.max_steps:
             self._validate_after_this_batch()
-        if self._step_count == 0:
+        step_loss, step_count, step_tokens = self._of_all_processes(
+            self._step_loss, self._step_count, self._step_tokens
+        )
+        self.tokens += int(step_tokens)
+        self.supervised_tokens += int(step_count)
+        if step_count == 0:
             raise DataError(
                 "an optimizer step held no supervised token",
                 where="data",
@@ -109,14 +122,25 @@ class TrainingModule(LightningModule):
             )
         gradients = [p.grad for p in self.backend.trainable().values() if p.grad is not None]
         for gradient in gradients:
-            gradient.div_(self._step_count)
+            gradient.div_(step_count)
         norms = torch._foreach_norm(gradients)  # noqa: SLF001  # the fused form clipping uses
-        self.record("train/loss", self._step_loss / self._step_count)
+        self.record("train/loss", step_loss / step_count)
         self.record("train/grad_norm", float(torch.linalg.vector_norm(torch.stack(norms))))
         self.record("optim/lr", optimizer.param_groups[0]["lr"])
         self.record("data/tokens", self.tokens)
         self.record("data/supervised_tokens", self.supervised_tokens)
-        self._step_loss, self._step_count = 0.0, 0
+        self._step_loss, self._step_count, self._step_tokens = 0.0, 0, 0
+
+    def _of_all_processes(self, *values: float) -> list[float]:
+        """Sum figures over the processes that train together."""
+        if self.trainer.world_size == 1:
+            return list(values)
+        # The trainer's device: outside of a fit the module itself may lie on another.
+        device = self.trainer.strategy.root_device
+        figures = torch.tensor(values, dtype=torch.float64, device=device)
+        summed = self.trainer.strategy.reduce(figures, reduce_op="sum")
+        assert isinstance(summed, torch.Tensor), "a tensor was given"
+        return [float(value) for value in summed]
 
     def _validate_after_this_batch(self) -> None:
         """Make Lightning's rule, every so many micro-batches, hold for the one under way."""
@@ -140,20 +164,19 @@ class TrainingModule(LightningModule):
         """Add a batch to the validation sum."""
         self.backend.begin(batch.index)
         loss = self.objective(self.backend(batch), batch.targets_M, self.backend.head)
-        self._val_loss += float(loss.total)
-        self._val_count += loss.count
+        if not batch.is_filler:
+            self._val_loss += float(loss.total)
+            self._val_count += loss.count
 
     def on_validation_epoch_end(self) -> None:
         """Set the validation loss: the mean over all supervised tokens, in nats."""
-        self.validation = {
-            "val/loss": self._val_loss / self._val_count,
-            "val/supervised_tokens": self._val_count,
-        }
+        total, count = self._of_all_processes(self._val_loss, self._val_count)
+        self.validation = {"val/loss": total / count, "val/supervised_tokens": int(count)}
         if self.validated_bytes is not None:
             loss = self.validation["val/loss"]
-            per_byte = bits_per_byte(loss, self._val_count, self.validated_bytes)
+            per_byte = bits_per_byte(loss, int(count), self.validated_bytes)
             self.validation["val/bits_per_byte"] = per_byte
-        self.log("val/loss", self.validation["val/loss"])
+        self.log("val/loss", self.validation["val/loss"], sync_dist=True)  # equal on all
         if self.trainer.state.fn is TrainerFn.FITTING:
             self.selected = (self.trainer.global_step, self.validation["val/loss"])
 
@@ -204,9 +227,11 @@ class TrainingModule(LightningModule):
             "supervised_tokens": self.supervised_tokens,
         }
         checkpoint["selected"] = self.selected
+        checkpoint["world_size"] = self.trainer.world_size
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put adapter and counters back."""
+        """Put adapter and counters back; the loops count micro-batches of one process."""
+        for_processes(checkpoint, self.trainer.world_size)
         self.backend.load_start_state(checkpoint.get("start", {}))
         parameters = self.backend.trainable()
         with torch.no_grad():

@@ -33,7 +33,7 @@ def chained(*batches: Batch) -> str | None:
     """Return the chain of micro-batches after a fresh start."""
     record: Any = SimpleNamespace(manifest=SimpleNamespace(facts={}, unknown={}), save=lambda: None)
     module: Any = SimpleNamespace(step_digests={}, backend=SimpleNamespace(trainable=dict))
-    trainer: Any = SimpleNamespace(global_step=0)
+    trainer: Any = SimpleNamespace(global_step=0, world_size=1)
     callback = Digests(record)
     callback.setup(trainer, module, "fit")
     callback.on_train_start(trainer, module)
@@ -149,7 +149,7 @@ def test_a_checkpoint_without_the_chain_makes_it_unknown(fit: Any) -> None:
     """A run that began before there were digests: no chain that leaves its beginning out."""
     trainer = fit.trainer(Digests(fit.record), TelemetryWriter(fit.record))
     callback = trainer.callbacks[0]
-    later: Any = SimpleNamespace(global_step=2)
+    later: Any = SimpleNamespace(global_step=2, world_size=1)
     callback.setup(later, fit.module, "fit")
     callback.on_train_start(later, fit.module)
     callback.on_train_batch_start(later, fit.module, fit.data.train_dataloader().batch(4), 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.nearest import expected_name
+from mens_exp.config.trainer import Strategy
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,3 +40,39 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
             found=trainer.accelerator,
             expected=expected_name(trainer.accelerator, ACCELERATORS),
         )
+    if trainer.device_gib is not None and config.task.name != "plan":
+        yield ConfigError(
+            f"has no effect with task={config.task.name}, which meets the device itself",
+            where="trainer.device_gib",
+            found=trainer.device_gib,
+            expected="null, or task=plan",
+        )
+    yield from _shared(config)
+
+
+def _shared(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what several processes cannot share out among them."""
+    trainer, several = config.trainer, config.trainer.world_size
+    if trainer.strategy is Strategy.one:
+        for name in ("devices", "num_nodes"):
+            if getattr(trainer, name) != 1:
+                yield ConfigError(
+                    "one process trains",
+                    where=f"trainer.{name}",
+                    found=getattr(trainer, name),
+                    expected="1, or a trainer of several processes",
+                    remedy="choose trainer=ddp",
+                )
+        return
+    for name, what in (
+        ("accumulate_grad_batches", "micro-batches of a step"),
+        ("val_check_interval", "micro-batches between validations"),
+    ):
+        value = getattr(trainer, name)
+        if value is not None and value % several:
+            yield ConfigError(
+                f"{several} processes cannot share the {what} evenly",
+                where=f"trainer.{name}",
+                found=value,
+                expected=f"a multiple of {several}: trainer.devices × trainer.num_nodes",
+            )

@@ -13,6 +13,7 @@ from mens_exp.plan import machine, messages
 from mens_exp.plan.attribution import attribution_memory
 from mens_exp.plan.disk import disk
 from mens_exp.plan.forecast import documents_of, forecast
+from mens_exp.plan.sharing import for_all_on_a_machine
 from mens_exp.rows.cache import cache_root
 
 if TYPE_CHECKING:
@@ -47,19 +48,24 @@ def findings(
     config: RunConfig, device: machine.Machine, expected: Memory, written: Disk, cache: Path
 ) -> tuple[list[MensError], list[str]]:
     """Return what forbids the run on this device, and what may go wrong."""
-    errors = [*_kernels(device), *_formats(config, device), *_disk_errors(written, cache)]
+    errors = [*_formats(config, device), *_disk_errors(written, cache)]
+    if config.trainer.device_gib is None:  # another device's libraries are not known
+        errors = [*_kernels(device), *errors]
     warnings = []
+    low, high = (
+        for_all_on_a_machine(config, bound, device.kind) for bound in (expected.low, expected.high)
+    )
     if device.free_bytes is not None:
-        if expected.low > device.free_bytes:
+        if low > device.free_bytes:
             error = messages.memory_too_small(
                 device.name,
-                expected.low,
+                low,
                 device.free_bytes,
                 attributes=config.task.name == "attribute",
             )
             errors.append(error)
-        elif expected.high > device.free_bytes:
-            bounds = (expected.low, expected.high, device.free_bytes)
+        elif high > device.free_bytes:
+            bounds = (low, high, device.free_bytes)
             warnings.append(messages.memory_may_be_small(device.name, *bounds))
     if device.kind == "cpu" and device.has_bf16 is False and _in_bf16(config):
         warnings.append(messages.bf16_emulated(device.name))

@@ -55,7 +55,9 @@ class Checkpoint(RunsLast):
     def _save(self, trainer: Trainer, *, keep: int) -> None:
         step = trainer.global_step
         path = self.run.dir.checkpoint(step)
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path)  # all processes take part, the first one writes
+        if not trainer.is_global_zero:
+            return
         self.run.telemetry.emit(
             "checkpoint_saved",
             {

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     import torch
     from lightning import Trainer
+    from torch.optim import Optimizer
 
     from mens_exp.data.batch import Batch
     from mens_exp.training.module import TrainingModule
@@ -32,6 +33,7 @@ _START = sha256_bytes(b"")  # of a stream of which nothing has been trained on
 class Digests(Callback):
     """Chains a SHA-256 over every micro-batch trained on, and takes one of the first adapter.
 
+    Several processes chain their micro-batches in the stream's order, which is that of one process.
     Every step's event has ``batches_sha256``: the chain up to its last micro-batch. The manifest
     has the last of them in `results`, and in `facts` ``lora_init_sha256`` over all matrices that
     training started from and ``lora_init_layers_sha256`` layer by layer.
@@ -42,6 +44,7 @@ class Digests(Callback):
         self.run = run
         self._chain: str | None = None
         self._layers: dict[str, str] = {}
+        self._waiting: dict[int, Batch] = {}  # of the step under way, by place in the stream
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Take the digests of the adapter as it was built, before a checkpoint is put into it."""
@@ -65,11 +68,32 @@ class Digests(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Add a micro-batch to the chain."""
-        del trainer, batch_idx
-        if self._chain is not None:
-            self._chain = _chained(self._chain, batch)
-            pl_module.step_digests[_BATCHES] = self._chain
+        """Add a micro-batch to the chain; several processes do so at the end of the step."""
+        del batch_idx
+        if self._chain is None:
+            return
+        if trainer.world_size > 1:
+            self._waiting[batch.index] = batch
+            return
+        self._chain = _chained(self._chain, batch)
+        pl_module.step_digests[_BATCHES] = self._chain
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer
+    ) -> None:
+        """Chain what all processes have taken in this step, each adding its own in its turn."""
+        del optimizer
+        if self._chain is None or trainer.world_size == 1:
+            return
+        first, many = min(self._waiting) - trainer.global_rank, trainer.world_size
+        for index in range(first, first + many * len(self._waiting)):
+            batch = self._waiting.get(index)
+            if batch is not None and not batch.is_filler:
+                self._chain = _chained(self._chain, batch)
+            # Every link is handed on; a filler's process hands on what it was given.
+            self._chain = trainer.strategy.broadcast(self._chain, src=index % many)
+        self._waiting.clear()
+        pl_module.step_digests[_BATCHES] = self._chain
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Write the chain of the whole run."""

@@ -42,7 +42,8 @@ class ManifestFacts(Callback):
             **(_batch_facts(batch) if batch.index == 0 else {}),  # a resumed run has its first
             **pl_module.backend.facts(),
             "artifact": _artifact(pl_module.backend),
-            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "accumulate_grad_batches": trainer.accumulate_grad_batches * trainer.world_size,
+            "processes": trainer.world_size,
             "warmup_steps": warmup_steps(pl_module.config.schedule, pl_module.total_steps),
             "device": str(pl_module.device),
             "deterministic": _deterministic(),

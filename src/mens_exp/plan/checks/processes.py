@@ -1,0 +1,66 @@
+"""Whether the processes that a run asks for can be there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mens_exp.errors import ConfigError, MensError, RequestError, SetupError
+from mens_exp.plan import machine
+from mens_exp.plan.device import may_use_gpu
+from mens_exp.plan.ranks import of_torchrun
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mens_exp.config.root import RunConfig
+
+__all__ = ["check"]
+
+
+def check(config: RunConfig) -> Iterator[MensError]:
+    """Yield what does not go with the way this process was started, and devices that lack."""
+    trainer, launched = config.trainer, of_torchrun()
+    trains = config.task.name == "train"
+    if launched is not None and not (trains and trainer.world_size > 1):
+        yield RequestError(
+            "torchrun started several processes for what one does",
+            where="task" if not trains else "trainer.strategy",
+            found=config.task.name if not trains else trainer.strategy.value,
+            expected="a training run of several processes",
+            remedy="start it without torchrun, or choose trainer=ddp",
+        )
+        return
+    if not trains:
+        return
+    if launched is not None:
+        for name, asked, started in (
+            ("devices", trainer.devices, launched.local_world_size),
+            ("num_nodes", trainer.num_nodes, launched.world_size // launched.local_world_size),
+        ):
+            if asked != started:
+                yield ConfigError(
+                    "is not what torchrun started",
+                    where=f"trainer.{name}",
+                    found=asked,
+                    expected=str(started),
+                    remedy=f"choose trainer.{name}={started}",
+                )
+    elif trainer.num_nodes > 1:
+        yield ConfigError(
+            "several machines are started by torchrun",
+            where="trainer.num_nodes",
+            found=trainer.num_nodes,
+            expected="1, or the command under torchrun on each machine",
+            remedy=f"torchrun --nnodes={trainer.num_nodes} --nproc-per-node={trainer.devices} "
+            "--rdzv-backend=c10d --rdzv-endpoint=<first machine>:29500 -m mens_exp …",
+        )
+    if trainer.world_size > 1 and may_use_gpu(trainer.accelerator):
+        there = len(machine.gpu_ids())
+        if there and there < trainer.devices:
+            yield SetupError(
+                "there are fewer GPUs than processes",
+                where="trainer.devices",
+                found=trainer.devices,
+                expected=f"at most {there}",
+                remedy=f"choose trainer.devices={there}",
+            )

@@ -1,0 +1,77 @@
+"""What a run of several processes takes in each, and which way to share the work fits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.config.trainer import Strategy
+from mens_exp.plan import machine
+from mens_exp.plan.memory import BUCKETS
+
+if TYPE_CHECKING:
+    from mens_exp.config.root import RunConfig
+    from mens_exp.plan.memory import Memory
+
+__all__ = ["device_of_plan", "for_all_on_a_machine", "shared"]
+
+_GIB = 1 << 30
+
+
+def device_of_plan(config: RunConfig) -> machine.Machine:
+    """Describe the device that a run is planned for: this machine's, or of the size asked for."""
+    here = machine.look(config.trainer.accelerator)
+    gib = config.trainer.device_gib
+    if gib is None:
+        return here
+    size = round(gib * _GIB)
+    return machine.Machine(
+        kind=here.kind,
+        name=f"{'GPU' if here.kind == 'cuda' else 'CPU'} with {gib:g} GiB",
+        total_bytes=size,
+        free_bytes=size,
+    )
+
+
+def for_all_on_a_machine(config: RunConfig, one: int, kind: str) -> int:
+    """Return bytes of what a device must hold: a GPU one process, a CPU all of its machine."""
+    return one * (config.trainer.devices if kind == "cpu" else 1)
+
+
+def shared(config: RunConfig, expected: Memory, device: machine.Machine) -> dict[str, Any] | None:
+    """Say who shares the work and what each takes; None where one process is asked for.
+
+    ``fits`` says of each strategy whether the device holds it: true, false, or null where that is
+    within the estimate's interval, or where the device's memory is unknown.
+    """
+    trainer = config.trainer
+    if trainer.strategy is Strategy.one:
+        return None
+    less = expected.components.get(BUCKETS, 0)
+    bounds = {
+        Strategy.one: (expected.low - less, expected.high - less),
+        Strategy.ddp: tuple(
+            for_all_on_a_machine(config, bound, device.kind)
+            for bound in (expected.low, expected.high)
+        ),
+    }
+    return {
+        "strategy": trainer.strategy.value,
+        "processes": trainer.world_size,
+        "on_each_machine": trainer.devices,
+        "device_bytes": device.free_bytes,
+        "bytes_of_each": {
+            "estimate": expected.estimate,
+            "low": expected.low,
+            "high": expected.high,
+        },
+        "fits": {
+            strategy.value: _fits(low, high, device.free_bytes)
+            for strategy, (low, high) in bounds.items()
+        },
+    }
+
+
+def _fits(low: int, high: int, free: int | None) -> bool | None:
+    if free is None or low <= free < high:
+        return None
+    return high <= free

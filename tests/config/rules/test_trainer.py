@@ -1,0 +1,59 @@
+"""What several processes ask of the numbers that they share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.config.rules.trainer import problems
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mens_exp.config.root import RunConfig
+
+DDP = ("trainer=ddp", "trainer.accelerator=cpu")
+
+
+def test_two_processes_share_four_micro_batches(tiny_config: Callable[..., RunConfig]) -> None:
+    """The defaults of trainer=ddp are accepted, and so are eight processes of eight."""
+    two = tiny_config(*DDP)
+    assert list(problems(two)) == []
+    assert two.trainer.world_size == 2
+    eight = ("trainer.devices=4", "trainer.num_nodes=2", "trainer.accumulate_grad_batches=8")
+    assert list(problems(tiny_config(*DDP, *eight))) == []
+
+
+def test_one_process_of_ddp_is_accepted(tiny_config: Callable[..., RunConfig]) -> None:
+    """A run of two goes on with one."""
+    assert list(problems(tiny_config(*DDP, "trainer.devices=1"))) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where", "expected"),
+    [
+        (["trainer.devices=3"], "trainer.accumulate_grad_batches", "a multiple of 3"),
+        (
+            ["trainer.num_nodes=2", "trainer.accumulate_grad_batches=6"],
+            "trainer.accumulate_grad_batches",
+            "a multiple of 4",
+        ),
+        (["trainer.val_check_interval=7"], "trainer.val_check_interval", "a multiple of 2"),
+    ],
+)
+def test_what_cannot_be_shared_evenly_is_refused(
+    tiny_config: Callable[..., RunConfig], overrides: list[str], where: str, expected: str
+) -> None:
+    """Every step would have a process that waits for nothing."""
+    (found,) = problems(tiny_config(*DDP, *overrides))
+    assert found.where == where
+    assert expected in str(found.expected)
+
+
+@pytest.mark.parametrize("name", ["devices", "num_nodes"])
+def test_one_process_has_no_others(tiny_config: Callable[..., RunConfig], name: str) -> None:
+    """Without a strategy the number would do nothing."""
+    (found,) = problems(tiny_config(f"trainer.{name}=2"))
+    assert found.where == f"trainer.{name}"
+    assert "trainer=ddp" in str(found.remedy)

@@ -1,0 +1,144 @@
+"""Two processes on the CPU train what one does, leave one record, and go on as another number.
+
+The process of the tests is the one that keeps the record; it starts the others.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from mens_exp import cli
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.telemetry import read_events
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    TrainIn = Callable[..., RunDir]
+
+pytestmark = pytest.mark.slow  # whole runs, of several processes
+
+F32 = ("quant.compute_dtype=f32", "trainer.max_steps=20", "checkpoint.every_n_steps=8")
+TWO = ("trainer=ddp", "trainer.accelerator=cpu")
+RELATIVE = 1e-4  # sums over two processes round otherwise; measured: 6e-8
+
+
+def steps(run: RunDir) -> list[dict[str, Any]]:
+    return [event["payload"] for event in read_events(run.telemetry) if event["event"] == "step"]
+
+
+def same_course(one: RunDir, other: RunDir) -> None:
+    """Hold every step of one run against that of another."""
+    assert len(steps(one)) == len(steps(other))
+    for ours, theirs in zip(steps(one), steps(other), strict=True):
+        assert ours["batches_sha256"] == theirs["batches_sha256"]
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=RELATIVE)
+        assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-3)
+        for name in ("step", "data/tokens", "data/supervised_tokens", "optim/lr"):
+            assert ours[name] == theirs[name]
+    results = [Manifest.read(run.manifest).results for run in (one, other)]
+    for name in ("base_val_loss", "tuned_val_loss"):
+        assert results[0][name] == pytest.approx(results[1][name], rel=RELATIVE)
+
+
+@pytest.fixture(scope="module")
+def alone(train_in: TrainIn, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return train_in(tmp_path_factory.mktemp("alone") / "run", *F32)
+
+
+@pytest.fixture(scope="module")
+def two(train_in: TrainIn, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return train_in(tmp_path_factory.mktemp("two") / "run", *F32, *TWO, "logger=csv")
+
+
+def test_two_processes_take_the_course_of_one(alone: RunDir, two: RunDir) -> None:
+    """Twenty steps with dropout: the same documents in the same order, losses within 1e-4."""
+    same_course(two, alone)
+    assert len(steps(two)) == 20
+    digests = [(Manifest.read(run.manifest).contract or {})["digest"] for run in (alone, two)]
+    assert digests[0] == digests[1]
+
+
+def test_one_process_keeps_the_record(two: RunDir) -> None:
+    """One manifest, one event a step, one file of metrics, one adapter, no word of the other."""
+    manifest = Manifest.read(two.manifest)
+    assert manifest.status is Status.SUCCEEDED
+    assert manifest.facts["processes"] == 2
+    assert manifest.facts["accumulate_grad_batches"] == 4
+    assert [one["step"] for one in steps(two)] == list(range(1, 21))
+    assert len(list(two.csv.rglob("metrics.csv"))) == 1
+    assert (two.adapter / "adapter.safetensors").is_file()
+    assert not two.processes.exists()
+    assert not two.lock.exists()
+
+
+def test_one_run_is_mirrored(train_in: TrainIn, tmp_path: Path) -> None:
+    """W&B knows of the first process alone."""
+    run = train_in(tmp_path / "run", *TWO, "logger=wandb")
+    assert len(list(run.wandb.glob("offline-run-*"))) == 1
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_number_of_processes_goes_on(
+    alone: RunDir, train_in: TrainIn, tmp_path: Path, before: int, after: int
+) -> None:
+    """After eight steps: the others are those of a run of one process throughout."""
+    eight = f"trainer.devices={before}", "trainer.max_steps=8"
+    run = train_in(tmp_path / "run", *F32, *TWO, *eight)
+    overrides = [f"trainer.devices={after}", "trainer.max_steps=20"]
+    assert cli.main([f"resume={run.path}", *overrides]) == 0
+    manifest = Manifest.read(run.manifest)
+    assert manifest.attempts[-1]["resumed_from_step"] == 8
+    assert f"{after} instead of {before} processes go on" in manifest.notes
+    same_course(run, alone)
+
+
+def test_an_end_that_not_all_share_is_trained_too(train_in: TrainIn, tmp_path: Path) -> None:
+    """One pass over nine micro-batches in steps of four: the last is of one process alone."""
+    whole = ("trainer.max_steps=-1", "trainer.max_epochs=1")
+    sizes = ("data.micro_batch_size=1", "data.seq_len=352")
+    one = train_in(tmp_path / "one", *F32, *whole, *sizes)
+    both = train_in(tmp_path / "both", *F32, *whole, *sizes, *TWO)
+    assert len(steps(one)) == 3
+    assert steps(one)[-1]["data/tokens"] < 9 * 352
+    same_course(both, one)
+
+
+def test_a_process_that_dies_ends_the_run_and_it_goes_on(
+    alone: RunDir, train_in: TrainIn, tmp_path: Path
+) -> None:
+    """Killed after nine steps: the record says which, and the checkpoint of eight is there."""
+    path = tmp_path / "run"
+    killer = threading.Thread(target=kill_other_after, args=(RunDir(path), 9))
+    killer.start()
+    run = train_in(path, *F32, *TWO, code=1)
+    killer.join()
+    manifest = Manifest.read(run.manifest)
+    assert manifest.status is Status.FAILED
+    assert manifest.error is not None
+    assert manifest.error["type"] == "TrainingError"
+    assert "process 1 of 2 has ended" in manifest.error["message"]
+    assert "SIGKILL" in manifest.error["message"]
+    assert f"resume={path}" in str(manifest.error["remedy"])
+    assert not run.lock.exists()
+    assert cli.main([f"resume={path}"]) == 0
+    same_course(run, alone)
+
+
+def kill_other_after(run: RunDir, step: int) -> None:
+    """Kill the process that was started beside this one once a step has been taken."""
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        if run.telemetry.is_file() and f'"step":{step}' in run.telemetry.read_text("utf-8"):
+            for child in psutil.Process().children():
+                if "mens_exp.tasks.following" in child.cmdline():
+                    child.kill()
+                    return
+        time.sleep(0.002)

@@ -1,0 +1,106 @@
+"""What is started against what is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.plan.checks.processes import check
+from mens_exp.plan.ranks import Rank, of_torchrun
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mens_exp.config.root import RunConfig
+
+DDP = ("trainer=ddp", "trainer.accelerator=cpu")
+SAID = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Say in the environment what torchrun would."""
+
+    def said(**changed: str) -> None:
+        for name, value in (SAID | changed).items():
+            monkeypatch.setenv(name, value)
+
+    return said
+
+
+def test_torchrun_says_who_is_who(torchrun: Callable[..., None]) -> None:
+    """The second process of the second machine."""
+    torchrun()
+    rank = of_torchrun()
+    assert rank == Rank(rank=3, world_size=4, local_rank=1, local_world_size=2)
+    assert not rank.is_first
+
+
+@pytest.mark.parametrize("changed", [{"MASTER_PORT": ""}, {"RANK": "x"}, {"WORLD_SIZE": "1"}])
+def test_anything_less_is_one_process(
+    torchrun: Callable[..., None], changed: dict[str, str]
+) -> None:
+    """A single variable is some other program's."""
+    torchrun(**changed)
+    assert of_torchrun() is None
+
+
+def test_what_torchrun_started_is_accepted(
+    torchrun: Callable[..., None], tiny_config: Callable[..., RunConfig]
+) -> None:
+    """Two processes on each of two machines, as asked."""
+    torchrun()
+    assert list(check(tiny_config(*DDP, "trainer.num_nodes=2"))) == []
+
+
+def test_other_numbers_than_torchruns_are_refused(
+    torchrun: Callable[..., None], tiny_config: Callable[..., RunConfig]
+) -> None:
+    """Each with the number that would do."""
+    torchrun()
+    found = list(check(tiny_config(*DDP, "trainer.devices=4")))
+    assert [(one.where, one.expected) for one in found] == [
+        ("trainer.devices", "2"),
+        ("trainer.num_nodes", "2"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where"),
+    [(("trainer=cpu",), "trainer.strategy"), ((*DDP, "task=plan"), "task")],
+)
+def test_torchrun_starts_no_command_of_one_process(
+    torchrun: Callable[..., None],
+    tiny_config: Callable[..., RunConfig],
+    overrides: tuple[str, ...],
+    where: str,
+) -> None:
+    """The others would wait for ever."""
+    torchrun()
+    (found,) = check(tiny_config(*overrides))
+    assert found.where == where
+
+
+def test_several_machines_need_torchrun(tiny_config: Callable[..., RunConfig]) -> None:
+    """The message holds the command."""
+    (found,) = check(tiny_config(*DDP, "trainer.num_nodes=2"))
+    assert found.where == "trainer.num_nodes"
+    assert "torchrun --nnodes=2 --nproc-per-node=2" in str(found.remedy)
+
+
+def test_more_processes_than_gpus_are_refused(
+    tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has one of its own; on the CPU there is no such limit."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    (found,) = check(tiny_config("trainer=ddp", "trainer.accelerator=gpu"))
+    assert (found.where, found.expected) == ("trainer.devices", "at most 1")
+    assert list(check(tiny_config(*DDP))) == []

@@ -1,0 +1,118 @@
+"""What each of several processes takes, and what fits: a 70B model on eight devices of 80 GB."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.config.compose import compose, typed
+from mens_exp.config.rules.trainer import problems
+from mens_exp.plan.estimate import make_plan
+from mens_exp.plan.memory import BUCKETS
+from mens_exp.plan.pace import Pace
+from mens_exp.report import terminal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.config.root import RunConfig
+
+# Llama 3 70B's published dimensions.
+MODEL_70B = (
+    "model=random",
+    "model.family=llama",
+    "model.hidden_size=8192",
+    "model.intermediate_size=28672",
+    "model.num_hidden_layers=80",
+    "model.num_attention_heads=64",
+    "model.num_key_value_heads=8",
+    "model.vocab_size=128256",
+    "model.tie_word_embeddings=false",
+)
+EIGHT = ("trainer=ddp", "trainer.accelerator=gpu", "trainer.devices=8", "trainer.device_gib=74.5")
+GB = 10**9
+
+
+@pytest.fixture
+def planned(rows: Path, cache: Path) -> Callable[..., dict[str, Any]]:
+    """Plan a run of eight processes; 80 GB are 74.5 GiB."""
+
+    def made(*overrides: str) -> dict[str, Any]:
+        usual = ["task=plan", "logger=none", "suite=none", "data=jsonl", f"data.path={rows}"]
+        sizes = ["data.seq_len=2048", "data.micro_batch_size=1"]
+        steps = ["trainer.accumulate_grad_batches=8", "model=tiny_llama"]
+        by_key = {t.partition("=")[0]: t for t in [*usual, *sizes, *steps, *overrides]}
+        return make_plan(typed(compose([list(by_key.values())])[0].values), cache)
+
+    return made
+
+
+def test_a_quantized_70b_model_fits_eight_devices_of_80_gb(
+    planned: Callable[..., dict[str, Any]],
+) -> None:
+    """Each process holds it whole: 35 GB of codes and scales, 4.2 GB of embedding and head."""
+    plan = planned(*MODEL_70B, *EIGHT)
+    parts = plan["memory_bytes"]["components"]
+    assert parts["base weights"] == pytest.approx(68.45e9 * 4.127 / 8, rel=1e-2)
+    assert parts["embedding and head"] == 2 * 2 * 128256 * 8192
+    assert parts[BUCKETS] == 4 * plan["trainable_parameters"]
+    shared = plan["processes"]
+    assert shared["processes"] == shared["on_each_machine"] == 8
+    assert shared["fits"] == {"one": True, "ddp": True}
+    assert 40 * GB < shared["bytes_of_each"]["estimate"] < 60 * GB
+    assert not any("memory" in problem for problem in plan["problems"])
+
+
+def test_an_unquantized_one_does_not(planned: Callable[..., dict[str, Any]]) -> None:
+    """Its weights alone are 137 GB, and every process of DDP holds all of them."""
+    plan = planned(*MODEL_70B, *EIGHT, "backend=lora")
+    assert plan["processes"]["fits"] == {"one": False, "ddp": False}
+    assert plan["processes"]["bytes_of_each"]["low"] > 80 * GB
+    (problem,) = (one for one in plan["problems"] if "memory" in one)
+    assert "GPU with 74.5 GiB" in problem
+
+
+def test_the_table_says_what_fits(planned: Callable[..., dict[str, Any]]) -> None:
+    """In the words of a person."""
+    from rich.console import Console
+
+    console = Console(width=100, record=True, file=None)
+    with console.capture() as captured:
+        console.print(terminal.plan_table(planned(*MODEL_70B, *EIGHT)))
+    assert "8, ddp" in captured.get()
+    assert "ddp fits in" in captured.get()
+
+
+def test_processes_of_a_cpu_share_its_memory(planned: Callable[..., dict[str, Any]]) -> None:
+    """Where one fits, four may not."""
+    cpu = ("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=4", "trainer.device_gib=1")
+    plan = planned(*cpu)
+    assert plan["processes"]["fits"] == {"one": True, "ddp": False}
+    assert any("memory" in one for one in plan["problems"])
+
+
+def test_one_process_shares_nothing(planned: Callable[..., dict[str, Any]]) -> None:
+    """No part of the plan, and no buckets."""
+    plan = planned("trainer=cpu")
+    assert plan["processes"] is None
+    assert BUCKETS not in plan["memory_bytes"]["components"]
+
+
+def test_a_device_of_another_size_is_for_planning(tiny_config: Callable[..., RunConfig]) -> None:
+    """Training meets the device itself."""
+    assert list(problems(tiny_config("task=plan", "trainer.device_gib=80"))) == []
+    (found,) = problems(tiny_config("trainer.device_gib=80"))
+    assert found.where == "trainer.device_gib"
+
+
+def test_gpus_add_up_and_processes_of_a_cpu_do_not() -> None:
+    """Twice the rate, and the interval with it; an unknown rate stays unknown."""
+    one = Pace(rate=10.0, low=5.0, high=20.0, runs=1, basis="measured")
+    two = one.of_several(2, "cuda")
+    assert (two.rate, two.low, two.high) == (20.0, 10.0, 40.0)
+    assert "2 times over" in two.basis
+    assert one.of_several(2, "cpu") is one
+    unknown = Pace(rate=None, low=None, high=None, runs=0, basis="unknown")
+    assert unknown.of_several(2, "cuda") is unknown

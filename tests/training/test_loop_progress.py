@@ -1,0 +1,32 @@
+"""A checkpoint's counts for another number of processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mens_exp.training.loop_progress import for_processes
+
+
+def saved(batches: int, **more: Any) -> dict[str, Any]:
+    counts = dict.fromkeys(("ready", "started", "processed", "completed"), batches)
+    progress = {"current": dict(counts), "total": dict(counts), "is_last_batch": False}
+    return {"loops": {"fit_loop": {"epoch_loop.batch_progress": progress}}, **more}
+
+
+@pytest.mark.parametrize(("before", "after", "expected"), [(2, 1, 24), (1, 3, 4), (4, 2, 24)])
+def test_all_processes_together_have_taken_the_same(before: int, after: int, expected: int) -> None:
+    """Twelve micro-batches of each of ``before``."""
+    checkpoint = saved(12, world_size=before)
+    for_processes(checkpoint, after)
+    assert checkpoint["loops"] == saved(expected)["loops"]
+
+
+def test_a_checkpoint_that_says_nothing_is_of_one_process() -> None:
+    """It goes on unchanged with one, and with two each has taken half."""
+    checkpoint = saved(12)
+    for_processes(checkpoint, 1)
+    assert checkpoint == saved(12)
+    for_processes(checkpoint, 2)
+    assert checkpoint == saved(6)

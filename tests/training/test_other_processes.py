@@ -1,0 +1,80 @@
+"""Processes beside the first, and what is said when one ends."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.training import other_processes
+from mens_exp.training.other_processes import started
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mens_exp.errors import TrainingError
+
+WAITS = ("-c", "import time; time.sleep(60)")
+FAILS = ("-c", "import sys; print('first'); print('what went wrong'); sys.exit(3)")
+KILLED = ("-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+ENDS = ("-c", "pass")
+
+
+def never(error: TrainingError) -> None:
+    pytest.fail(str(error))
+
+
+def test_processes_that_end_well_leave_nothing(tmp_path: Path) -> None:
+    """No failure, and no empty log."""
+    with started({1: ENDS, 2: ENDS}, tmp_path / "processes", stuck=never) as others:
+        assert others.failed_within(20) is None
+    assert not (tmp_path / "processes").exists()
+
+
+def test_a_failed_process_is_named_with_its_last_words(tmp_path: Path) -> None:
+    """Its number, how it ended, its log, and how to go on."""
+    with started({1: WAITS, 2: FAILS}, tmp_path / "processes", stuck=never) as others:
+        found = others.failed_within(20)
+        assert found is not None
+        others.end()
+    text = str(found)
+    assert "process 2 of 3 has ended" in text
+    assert "exit code 3: what went wrong" in text
+    assert f"resume={tmp_path}" in text
+    assert (tmp_path / "processes" / "2.log").read_text() == "first\nwhat went wrong\n"
+
+
+def test_a_killed_process_is_told_by_its_signal(tmp_path: Path) -> None:
+    """As the system's own killer leaves it, without a word."""
+    with started({1: KILLED}, tmp_path / "processes", stuck=never) as others:
+        found = others.failed_within(20)
+    assert found is not None
+    assert found.found == "ended by SIGKILL"
+
+
+def test_what_still_runs_ends_with_an_error_of_the_block(tmp_path: Path) -> None:
+    """Nobody is left to train with."""
+    with (
+        pytest.raises(KeyError),
+        started({1: WAITS}, tmp_path / "processes", stuck=never) as others,
+    ):
+        raise KeyError
+    assert others.processes[1].returncode < 0
+
+
+def test_who_waits_for_the_dead_is_told_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The block goes on as if nothing were, like a collective on a GPU."""
+    monkeypatch.setattr(other_processes, "STUCK_S", 0.1)
+    told: list[TrainingError] = []
+    was_told = threading.Event()
+
+    def stuck(error: TrainingError) -> None:
+        told.append(error)
+        was_told.set()
+
+    with started({1: FAILS}, tmp_path / "processes", stuck=stuck):
+        assert was_told.wait(20)
+    assert "exit code 3" in str(told[0])
