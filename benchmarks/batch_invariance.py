@@ -3,7 +3,7 @@
 SmolLM2-135M as `task=evaluate path=base` loads it without quantization, on items of mini_python, in
 f32 and in bf16. Prints the share of items whose text is identical, and where the others part.
 
-    python benchmarks/batch_invariance.py [items] [longest answer in tokens]
+    python benchmarks/batch_invariance.py [items] [longest answer in tokens] [f32|bf16]
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def apart(one: str, other: str) -> int:
     return next(places, min(len(one), len(other)))
 
 
-def main(items: int, tokens: int) -> None:
+def main(items: int, tokens: int, *dtypes: str) -> None:
     """Print the shares."""
-    for dtype in ("f32", "bf16"):
+    for dtype in dtypes or ("f32", "bf16"):
         overrides = ["model=smollm2_135m", "backend=lora", f"quant.compute_dtype={dtype}"]
         config = typed(compose([[*overrides, "trainer=cpu", "logger=none"]])[0].values)
         base = resolve(config.model, cache_root())
@@ -61,4 +61,4 @@ def main(items: int, tokens: int) -> None:
 
 if __name__ == "__main__":
     given = [int(text) for text in sys.argv[1:3]]
-    main(*(given + [48, 32][len(given) :]))
+    main(*(given + [48, 32][len(given) :]), *sys.argv[3:])

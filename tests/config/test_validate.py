@@ -10,7 +10,7 @@ from mens_exp.config.adapter import Selection
 from mens_exp.config.callbacks import EarlyStoppingConfig, ScorecardConfig
 from mens_exp.config.compose import compose, group_options, typed
 from mens_exp.config.lora import LoraInit
-from mens_exp.config.suite import HeldoutSyntaxSuite, MiniPythonSuite, NoSuite
+from mens_exp.config.suite import HeldoutSyntaxSuite, LmEvalSuite, MiniPythonSuite, NoSuite
 from mens_exp.config.validate import (
     TASK_READS,
     ineffective_overrides,
@@ -222,6 +222,12 @@ BAD: list[tuple[Changed, str, str, str]] = [
         "at most trainer.max_steps (4)",
     ),
     ({"callbacks": scoring(0)}, "callbacks.scorecard.every_n_steps", "found 0", ">= 1"),
+    (
+        {"callbacks": scoring(2), "suite": LmEvalSuite(path="tasks")},
+        "callbacks.scorecard.every_n_steps",
+        "2 with suite=lm_eval",
+        "a suite of ours",
+    ),
     (
         {"callbacks": scoring(None, items=3)},
         "callbacks.scorecard.items",

@@ -1,0 +1,43 @@
+"""An item's answer does not depend on what stands beside it in the batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.config.suite import MiniPythonSuite
+from mens_exp.evals.generation import Generation, GraphEngine, Request
+from mens_exp.evals.mini_python import mini_python
+from mens_exp.model.resolve import resolve
+from mens_exp.tokenizer.hf import HfTokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.backends.qlora import QloraBackend
+    from mens_exp.config.root import RunConfig
+
+pytestmark = pytest.mark.slow
+SMOL = ("model=smollm2_135m", "backend=lora", "quant.compute_dtype=f32")
+
+
+def test_greedy_answers_are_the_same_alone_and_in_a_batch_of_sixteen(
+    cache: Path,
+    tiny_backend: Callable[..., QloraBackend],
+    tiny_config: Callable[..., RunConfig],
+) -> None:
+    """SmolLM2 in f32 on prompts of different lengths; more of them: benchmarks/batch_invariance."""
+    tokenizer = HfTokenizer.from_directory(resolve(tiny_config(*SMOL).model, cache).directory)
+    backend = tiny_backend(*SMOL)
+    items = mini_python(MiniPythonSuite(items=6)).items
+    requests = [Request(messages=item.messages, seed=0) for item in items]
+    prompts = tokenizer.encode_prompts([list(one.messages) for one in requests])
+    assert len(set(map(len, prompts))) > 3
+    alone, together = (
+        [one.text for one in GraphEngine(backend, tokenizer, made).complete(requests)]
+        for made in (Generation(max_new_tokens=8, batch_size=size) for size in (1, 16))
+    )
+    assert alone == together
+    assert len(set(alone)) > 1
