@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import itertools
 import logging
-import math
 import random
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -23,10 +22,10 @@ import numpy as np
 
 from mens_exp.artifacts.digest import digest
 from mens_exp.errors import ConfigError, DataError, MensError, MissingExtra
-from mens_exp.evals.attempts import judged_once
-from mens_exp.evals.generation import Completion
+from mens_exp.evals.harness_events import by_document, event_of, figures_of, item_of
 from mens_exp.evals.harness_files import read_task_files
-from mens_exp.evals.suite import Item, Judgement, SelfTest
+from mens_exp.evals.harness_known import Known
+from mens_exp.evals.suite import SelfTest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,19 +33,13 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.scorecard import ItemEvent
     from mens_exp.config.suite import LmEvalSuite
     from mens_exp.evals.running import Runner
-    from mens_exp.evals.suite import Answer
+    from mens_exp.evals.suite import Answer, Item, Judgement
 
 __all__ = ["Answered", "Harness", "files_of", "lm_eval_suite"]
 
 # Metrics that say right or wrong of an item, the ones that tasks are quoted by first.
 _RIGHT: Final = ("exact_match", "acc", "em", "acc_norm", "acc_bytes", "acc_mutual_info")
 _SEEDS: Final = (0, 1234, 1234)  # random, numpy, examples: the harness's own
-_NO_CODE: Final = "suite=lm_eval judges texts, not code"
-_OF_CODE: Final = (
-    *("compiles", "canonical", "strict", "placeholder_hits", "trivial", "richness"),
-    *("anti_stub", "outcome", "semantic"),
-)
-_FAR: Final = -100.0  # nats; what a test's model says of a wrong text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +153,7 @@ class Harness:
     def items(self) -> list[Item]:
         """An item for each document, less examples and chat template; its event has the whole."""
         return [
-            _item(
+            item_of(
                 f"{name}/{number}", str(task.doc_to_text(doc)), str(task.doc_to_target(doc)), name
             )
             for name, task in self.tasks.items()
@@ -185,11 +178,18 @@ class Harness:
         model.asked.clear()
         found = self._run(model)
         events = [
-            self._event(task, samples, model, condition)
-            for task, of_task in found["samples"].items()
-            for samples in _by_document(of_task)
+            # Of several filters the first counts, as the task file has them.
+            event_of(
+                self.tasks[name],
+                samples[0],
+                model.asked[name, samples[0]["doc_id"]],
+                self.metric_of(name),
+                condition,
+            )
+            for name, of_task in found["samples"].items()
+            for samples in by_document(of_task)
         ]
-        return Answered(events=events, figures=_figures(found["results"]))
+        return Answered(events=events, figures=figures_of(found["results"]))
 
     def self_test(self, runner: Runner | None) -> SelfTest | None:
         """Have the tasks judge their own targets, and answers that are empty or wrong.
@@ -201,8 +201,8 @@ class Harness:
         testable = {n: t for n, t in self.tasks.items() if self._is_testable(n)}
         if not testable:
             return None
-        right = self._judged(_Known(testable, is_right=True), testable)
-        wrong = self._judged(_Known(testable, is_right=False), testable)
+        right = self._judged(Known(testable, is_right=True), testable)
+        wrong = self._judged(Known(testable, is_right=False), testable)
         return SelfTest(
             references={"target": len(right)},
             failed={"target": [name for name, ok in right.items() if not ok]},
@@ -217,7 +217,7 @@ class Harness:
                 sample.get(self.metric_of(name) or "") == 1 for sample in samples
             )
             for name in tasks
-            for samples in _by_document(found[name])
+            for samples in by_document(found[name])
         }
 
     def _is_testable(self, name: str) -> bool:
@@ -259,87 +259,6 @@ class Harness:
                     found=found[:500],
                 ) from error
 
-    def _event(
-        self, name: str, samples: list[dict[str, Any]], model: Any, condition: str
-    ) -> ItemEvent:
-        first = samples[0]
-        asked = model.asked[name, first["doc_id"]]
-        metric = self.metric_of(name)
-        # Of several filters the first counts, as the task file has them.
-        value = None if metric is None else first.get(metric)
-        success = None if not isinstance(value, int | float) else bool(value == 1)
-        unknown = dict.fromkeys(_OF_CODE, _NO_CODE)
-        if success is None:
-            unknown["success"] = f"no metric of {name} says right or wrong; see suite.metric"
-        task = self.tasks[name]
-        is_choice = task.OUTPUT_TYPE == "multiple_choice"
-        # Where the choices are contexts of one ending, these are what differs.
-        shown = 0 if is_choice and task.multiple_input else -1
-        most = len(task.doc_to_choice(first["doc"])) if is_choice else 0
-        choices = [str(one[shown]) for one in first["arguments"][:most]]
-        completion = Completion(
-            text=_chosen(choices, first["resps"]) if is_choice else _text(first["resps"]),
-            tokens_in=asked.tokens_in,
-            tokens_out=asked.tokens_out,
-            is_finished=asked.is_finished,
-            latency_ms=asked.latency_ms,
-        )
-        target = first["target"]
-        if is_choice and isinstance(target, int) and 0 <= target < len(choices):
-            target = choices[target]
-        prompt = str(first["arguments"][0][0])
-        return judged_once(
-            _item(f"{name}/{first['doc_id']}", prompt, str(target), name),
-            completion,
-            Judgement(
-                success=success,
-                errors=() if success is not False else (f"{metric} is {value}",),
-                unknown=unknown,
-            ),
-            condition,
-        )
-
-
-class _Known:
-    """What a test asks instead of a model: it knows every target, and says it or the contrary."""
-
-    rank, world_size = 0, 1
-    tokenizer_name = "none"
-
-    def __init__(self, tasks: dict[str, Any], *, is_right: bool) -> None:
-        self.tasks, self.is_right = tasks, is_right
-
-    def apply_chat_template(
-        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
-    ) -> str:
-        del add_generation_prompt
-        return "\n".join(turn["content"] for turn in chat_history)
-
-    def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        return [self._target(one) if self.is_right else "" for one in requests]
-
-    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        said = [self._is_target(one) == self.is_right for one in requests]
-        return [(0.0, True) if one else (_FAR, False) for one in said]
-
-    def _target(self, request: Any) -> str:
-        task = self.tasks[request.task_name]
-        target = task.doc_to_target(request.doc)
-        if task.config.doc_to_choice is not None and isinstance(target, int):
-            return str(task.doc_to_choice(request.doc)[target])
-        return str(target[0] if isinstance(target, list) else target)
-
-    def _is_target(self, request: Any) -> bool:
-        task = self.tasks[request.task_name]
-        if task.OUTPUT_TYPE != "multiple_choice":
-            return True
-        gold = (task.doc_to_text if task.multiple_input else task.doc_to_target)(request.doc)
-        choices = task.doc_to_choice(request.doc)
-        place = request.idx % len(choices)  # beyond them stand the same without a context
-        return any(
-            one in {place, choices[place]} for one in (gold if isinstance(gold, list) else [gold])
-        )
-
 
 @contextmanager
 def _alone() -> Iterator[None]:
@@ -359,41 +278,3 @@ def _alone() -> Iterator[None]:
         np.random.set_state(numpy)  # noqa: NPY002  # as above
         for logger, level in zip(names, levels, strict=True):
             logger.setLevel(level)
-
-
-def _item(name: str, prompt: str, reference: str, task: str) -> Item:
-    messages = ({"role": "user", "content": prompt},)
-    return Item(id=name, messages=messages, reference=reference, group=task)
-
-
-def _by_document(samples: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return the samples of each document, one for each filter, in the task's order."""
-    found: dict[int, list[dict[str, Any]]] = {}
-    for sample in samples:
-        found.setdefault(sample["doc_id"], []).append(sample)
-    return list(found.values())
-
-
-def _chosen(choices: Sequence[str], responses: Sequence[Any]) -> str:
-    likelihoods = [one[0][0] for one in responses]
-    return choices[max(range(len(choices)), key=likelihoods.__getitem__)]
-
-
-def _text(responses: Sequence[Any]) -> str:
-    first = responses[0][0]
-    return first if isinstance(first, str) else ""
-
-
-def _figures(results: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Return what the harness makes of all documents, numbers alone, without its errors."""
-    figures = {}
-    for task, values in results.items():
-        for key, value in values.items():
-            metric, _, chosen = key.partition(",")
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not chosen or metric.endswith("_stderr") or not is_number:
-                continue
-            if math.isfinite(value):
-                shown = metric if chosen == "none" else f"{metric}@{chosen}"
-                figures[f"{task}/{shown}"] = float(value)
-    return figures
