@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from mens_exp.config.launcher import LAUNCHERS, launcher_settings, launcher_values
 from mens_exp.config.overrides import check
 
 
@@ -31,6 +32,30 @@ def test_an_unknown_key_of_the_launcher_is_refused() -> None:
     """By Hydra's own schema of it."""
     (problem,) = said("hydra.launcher.jobs=2", multirun=True)
     assert "jobs" in problem
+
+
+@pytest.mark.parametrize(
+    ("launcher", "setting"),
+    [("local", "n_jobs=2"), ("joblib", "backend=threading"), ("submitit_slurm", "timeout_min=5")],
+)
+def test_each_launcher_has_its_settings(launcher: str, setting: str) -> None:
+    """They are typed, stored and read back; those of another one are refused."""
+    given = ["model=tiny_llama", f"hydra/launcher={launcher}", f"hydra.launcher.{setting}"]
+    checked = check(given, multirun=True)
+    assert checked.problems == ()
+    composed = checked.cells[0].composed
+    typed = launcher_settings(composed.launcher, str(composed.launcher_option))
+    assert type(typed) is LAUNCHERS[launcher]
+    assert launcher_settings(launcher_values(typed), launcher) == typed
+    assert typed != LAUNCHERS[launcher]()
+    (problem,) = said(f"hydra/launcher={launcher}", "hydra.launcher.nodes=2", multirun=True)
+    assert "nodes" in problem
+
+
+def test_a_launcher_that_is_none_here_is_refused() -> None:
+    """With those that are."""
+    problems = said("hydra/launcher=ray", multirun=True)
+    assert any("local, joblib, submitit_slurm" in problem for problem in problems)
 
 
 def test_the_mode_is_told_by_m() -> None:

@@ -77,6 +77,12 @@ def test_jobs_on_gpus_of_their_own_share_the_time() -> None:
     assert "GPU 0, 1 in turn: ≈ 30 min 00 s" in shown(planned_table(made))
 
 
+def test_jobs_in_a_queue_share_nothing() -> None:
+    """Each has cores of its own, as many at a time as there are cells at most."""
+    text = shown(planned_table(record(launcher="submitit_slurm", n_jobs=256)))
+    assert "2 cells, 2 at a time, 1 thread each: ≈ 30 min 00 s" in text
+
+
 def test_an_unknown_time_is_no_sum() -> None:
     """Where one cell's is unknown, so is the whole."""
     made = record()

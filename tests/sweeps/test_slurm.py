@@ -173,6 +173,7 @@ def test_only_jobs_of_this_sweep_are_adopted(
         f"5|1|FAILED|None|256|{queue.script}|",
         f"7|1|PENDING|Priority|0|{queue.script}|",
         f"8|N/A|RUNNING|None|0|{queue.script}|",
+        "9|N/A|RUNNING|None|0||",
     ]
     work = executor.adopt(job)
     assert work is not None

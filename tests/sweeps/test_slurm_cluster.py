@@ -159,7 +159,7 @@ def test_a_job_out_of_time_is_put_back_and_goes_on_to_the_same_bytes(
 ) -> None:
     """Slurm warns it, it closes its record and requeues itself, and its second start resumes."""
     place = tmp_path / "sweep"
-    launcher = start("hydra.launcher.timeout_min=2", "hydra.launcher.signal_delay_s=30")
+    launcher = start("hydra.launcher.timeout_min=3", "hydra.launcher.signal_delay_s=30")
     job = paused_at_its_first_checkpoint(place, launcher)
     until(lambda: is_asked_to_end(job), launcher)
     job.resume()
@@ -189,24 +189,29 @@ def test_a_preempted_job_is_put_back_by_slurm_and_goes_on_to_the_same_bytes(
 
 
 def test_a_job_that_is_out_of_time_too_often_has_failed(start: Start, tmp_path: Path) -> None:
-    """With Slurm's word for it; what it had saved stays, and a longer limit goes on from there."""
+    """With Slurm's word for it; a longer limit goes on with it."""
     place = tmp_path / "sweep"
     launcher = start(
         "hydra.launcher.timeout_min=2",
         "hydra.launcher.signal_delay_s=30",
         "hydra.launcher.max_num_timeout=0",
+        "trainer.max_steps=4",
     )
-    job = paused_at_its_first_checkpoint(place, launcher)
+    log = AttemptLog(SweepDir(place).attempts(0))
+    (attempt,) = until(log.attempts, launcher)
+    psutil.Process(attempt["pid"]).suspend()
     # As Slurm itself sends it, without waiting for the time to pass.
-    slurm("scancel", "--batch", "--signal=USR1", f"{jobs(place)[0]['attempts'][0]['queue_id']}")
-    until(lambda: is_asked_to_end(job), launcher)
-    job.resume()
+    slurm("scancel", "--batch", "--signal=USR1", attempt["queue_id"])
+    until(lambda: is_asked_to_end(psutil.Process(attempt["pid"])), launcher)
+    psutil.Process(attempt["pid"]).resume()
     assert launcher.wait(LIMIT_S) == 1
     (only,) = jobs(place)
     assert only["state"] == "failed"
     assert only["reason"] == "TIMEOUT: its 2 minutes were over, 1 time"
     assert cli.main([f"sweep.resume={place}", "hydra.launcher.timeout_min=20"]) == 0
-    assert [one["exit_code"] for one in jobs(place)[0]["attempts"]] == [130, 0]
+    first, second = jobs(place)[0]["attempts"]
+    assert (first["why"], second["exit_code"]) == ("TIMEOUT", 0)
+    assert first["queue_id"] != second["queue_id"]
 
 
 def test_scancel_shows_as_cancelled(start: Start, tmp_path: Path) -> None:

@@ -63,9 +63,9 @@ def queue_of(batch: Path) -> dict[str, Seen]:
     text = call(["squeue", "--me", "--noheader", "--array", "--states=all", f"--Format={columns}"])
     seen = {}
     for line in text.splitlines():
-        array, index, state, reason, status, script = line.rstrip("|").split("|", maxsplit=5)
+        array, index, state, reason, status, script = line.split("|", maxsplit=5)
         if not index.isdecimal() or not script.startswith(f"{batch}{os.sep}"):
-            continue
+            continue  # of another sweep, or of none
         one = Seen(
             queue_id=f"{array}_{index}",
             number=int(index),
