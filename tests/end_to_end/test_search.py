@@ -92,9 +92,9 @@ def test_a_trial_that_learns_nothing_is_ended(tiny_run: list[str], tmp_path: Pat
     place = tmp_path / "search"
     overrides = [
         "optim.lr=choice(1e-9,1e-2)",
-        "trainer.max_steps=150",
+        "trainer.max_steps=60",
         "trainer.val_check_interval=4",
-        "checkpoint.every_n_steps=150",
+        "checkpoint.every_n_steps=60",
         "hydra.sweeper.sampler=random",
         "hydra.sweeper.seed=1",
         "hydra.sweeper.n_trials=2",
@@ -104,8 +104,8 @@ def test_a_trial_that_learns_nothing_is_ended(tiny_run: list[str], tmp_path: Pat
     assert cli.main(command(tiny_run, place, *overrides)) == 0
     good, bad = trials(place)
     assert [good["params"], bad["params"]] == [
-        {"optim.lr": "optim.lr=1e-2"},
-        {"optim.lr": "optim.lr=1e-9"},
+        {"optim.lr": "optim.lr=0.01"},
+        {"optim.lr": "optim.lr=1e-09"},
     ]
     assert [good["state"], bad["state"]] == ["complete", "pruned"]
     record = SweepRecord.read(SweepDir(place).record)
@@ -115,6 +115,6 @@ def test_a_trial_that_learns_nothing_is_ended(tiny_run: list[str], tmp_path: Pat
     assert manifest.status is Status.CANCELLED
     assert manifest.notes[-1] == bad["reason"]
     assert "ended by the search at step" in manifest.notes[-1]
-    assert bad["intermediate"][-1][0] < 150
+    assert bad["intermediate"][-1][0] < 60
     assert cli.main([f"sweep.resume={place}"]) == 0
     assert [row["state"] for row in trials(place)] == ["complete", "pruned"]

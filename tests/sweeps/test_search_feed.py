@@ -179,7 +179,7 @@ def test_a_search_stops_when_all_it_starts_fails(stage: Make) -> None:
         it.end(job, 1.0, JobState.FAILED)
         search.settle(job)
     assert len(it.rows) == 5
-    assert it.record.notes == ["5 jobs in a row failed: nothing is drawn after trial 4"]
+    assert it.record.notes == ["5 jobs in a row failed: nothing was drawn after trial 4"]
     again = it.open(*ranks)
     again.catch_up()
     assert again.supply()

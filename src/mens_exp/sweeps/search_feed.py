@@ -77,10 +77,8 @@ class Search:
         """Tell the sampler how a job ended, and with it the trials that come to the same."""
         self._failures = self._failures + 1 if job["state"] == JobState.FAILED else 0
         if self._failures == _MOST_FAILURES and self._is_more():
-            drawn = len(self._search["trials"])
-            why = (
-                f"{_MOST_FAILURES} jobs in a row failed: nothing was drawn after trial {drawn - 1}"
-            )
+            last = len(self._search["trials"]) - 1
+            why = f"{_MOST_FAILURES} jobs in a row failed: nothing was drawn after trial {last}"
             self._record.notes.append(why)
         for row in self._search["trials"]:
             if row["job"] == job["number"] and row["state"] == TrialState.RUNNING:
