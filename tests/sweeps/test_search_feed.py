@@ -169,6 +169,22 @@ def test_the_sampler_is_told_of_every_end(stage: Make) -> None:
     assert "no value of its objective" in str(it.record.search["trials"][2]["reason"])
 
 
+def test_a_search_stops_when_all_it_starts_fails(stage: Make) -> None:
+    """The fault is no draw's then; going on begins to count anew."""
+    it = stage(n_trials=9)
+    ranks = range(1, 10)
+    search = it.open(*ranks)
+    while search.supply():
+        job = it.record.jobs[-1]
+        it.end(job, 1.0, JobState.FAILED)
+        search.settle(job)
+    assert len(it.rows) == 5
+    assert it.record.notes == ["5 jobs in a row failed: nothing was drawn after trial 4"]
+    again = it.open(*ranks)
+    again.catch_up()
+    assert again.supply()
+
+
 def test_a_worse_loss_ends_a_trial(stage: Make) -> None:
     """By what its telemetry says while it runs."""
     it = stage(n_trials=2, pruner="median", pruner_startup_trials=1, pruner_min_steps=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from mens_exp.artifacts.search import TrialState
 from mens_exp.report import wording
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
     from mens_exp.artifacts.search import SearchRecord, Trial
 
@@ -56,6 +57,7 @@ def _progress(search: SearchRecord, place: int) -> Plot:
         axes.step(numbers, best, where="post", color=_BEST, linewidth=1.7, label="best so far")
         axes.set_xlabel("trial")
         axes.set_ylabel(objective)
+        _spell_sizes(axes.yaxis, objective)
         axes.legend(frameon=False, labelcolor=_MUTED)
 
     svg = svg_of(name, title, (_WIDE, 3.4), paint)
@@ -111,12 +113,20 @@ def _front(search: SearchRecord, x: int, y: int) -> Plot:
         axes.set_xlabel(names[x])
         axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
         axes.set_ylabel(names[y])
+        _spell_sizes(axes.xaxis, names[x])
+        _spell_sizes(axes.yaxis, names[y])
         axes.margins(x=0.08, y=0.1)
         axes.legend(frameon=False, labelcolor=_MUTED)
 
     caption = "The front: trials that no other is at least as good as in all objectives."
     svg = svg_of(name, title, (_WIDE, 3.8), paint)
     return Plot(name=name, title=title, caption=caption, svg=svg)
+
+
+def _spell_sizes(axis: Axis, objective: str) -> None:
+    """Write bytes in binary units."""
+    if objective.endswith("_bytes"):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: wording.size(value)))
 
 
 def _scatter(axes: Axes, points: Sequence[tuple[float, float]], color: str, label: str) -> None:

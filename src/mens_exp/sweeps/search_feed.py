@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Search"]
 
+_MOST_FAILURES = 5  # of jobs in a row; then it is no longer the draws that are at fault
 _WATCH_S = 1.0  # between two looks at a job's validation losses; a validation takes longer
 _TOLD = {
     JobState.SUCCEEDED: TrialState.COMPLETE,
@@ -46,10 +47,11 @@ class Search:
         self._cells = cells or Cells(space=self._search["space"], fixed=self._search["fixed"])
         self._curves: dict[int, Curve] = {}
         self._looked: dict[int, float] = {}
+        self._failures = 0  # of jobs, since the last that did not fail
 
     def supply(self) -> bool:
         """Draw until a trial is to run; tell whether there is one."""
-        while len(self._search["trials"]) < self._search["n_trials"]:
+        while self._failures < _MOST_FAILURES and self._is_more():
             if self._draw():
                 self._record.write(self._directory.record)
                 return True
@@ -73,6 +75,11 @@ class Search:
 
     def settle(self, job: SweepJob) -> None:
         """Tell the sampler how a job ended, and with it the trials that come to the same."""
+        self._failures = self._failures + 1 if job["state"] == JobState.FAILED else 0
+        if self._failures == _MOST_FAILURES and self._is_more():
+            last = len(self._search["trials"]) - 1
+            why = f"{_MOST_FAILURES} jobs in a row failed: nothing was drawn after trial {last}"
+            self._record.notes.append(why)
         for row in self._search["trials"]:
             if row["job"] == job["number"] and row["state"] == TrialState.RUNNING:
                 self._tell(row, job)
@@ -94,6 +101,7 @@ class Search:
                 job["state"], job["reason"] = JobState.FAILED, row["reason"]
             if job["state"] in _TOLD:
                 self.settle(job)
+        self._failures = 0
         for row in rows:
             if row["state"] != TrialState.RUNNING:
                 self._study.tell(row["number"], row["state"], row["values"])
@@ -104,6 +112,9 @@ class Search:
         self._search["importance"] = self._study.importance()
         unknown = None if self._search["importance"] else self._study.why_no_importance()
         self._search["importance_unknown"] = unknown
+
+    def _is_more(self) -> bool:
+        return len(self._search["trials"]) < self._search["n_trials"]
 
     def _run(self, job: SweepJob) -> RunDir:
         return RunDir(self._directory.path / job["directory"])

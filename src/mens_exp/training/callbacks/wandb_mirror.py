@@ -19,6 +19,7 @@ from mens_exp.artifacts.manifest import Status
 from mens_exp.artifacts.metrics import METRICS
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.errors import MensError, SetupError
+from mens_exp.training.wandb_agent import agent_run
 from mens_exp.training.wandb_rendering import (
     artifacts,
     config_of,
@@ -43,7 +44,8 @@ __all__ = ["WandbMirror"]
 
 _TOKENS = "data/supervised_tokens"
 # Who the user is and where the server stands. Every other WANDB_ variable would change what
-# the configuration says (WANDB_MODE, WANDB_RUN_ID, WANDB_SWEEP_ID, …), so wandb never sees it.
+# the configuration says (WANDB_MODE, WANDB_TAGS, WANDB_SWEEP_PARAM_PATH, …), so wandb never sees
+# it. What an agent of a sweep tells its run, `agent_run` reads.
 _ACCOUNT = frozenset(
     {
         "WANDB_API_KEY",
@@ -72,7 +74,9 @@ class WandbMirror(Callback):
         self._logger = logger
         self._run = run
         # The run's own name, so that a resumed attempt continues the same W&B run.
-        self._id = re.sub(r"[^A-Za-z0-9_.-]", "-", run.manifest.run_id)
+        self._agent = agent_run(os.environ)
+        ours = re.sub(r"[^A-Za-z0-9_.-]", "-", run.manifest.run_id)
+        self._id = ours if self._agent is None else self._agent.run_id
         self._sink: wandb.Run | None = None
         self._started = False
         self._tokens = 0  # supervised tokens at the latest step, the second axis
@@ -122,6 +126,8 @@ class WandbMirror(Callback):
         events = read_events(run.dir.telemetry)
         config = config_of(run.dir, events)
         settings = settings_of(self._logger, run.dir, run.manifest, config, self._id)
+        if self._agent is not None:
+            settings["sweep_id"] = self._agent.sweep_id
         self._sink = wandb.init(settings=wandb.Settings(**settings), config=config)
         run.after_close(self._close)
         _define_metrics(self._sink)
