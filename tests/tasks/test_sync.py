@@ -15,6 +15,7 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sync_record import Destination, SyncRecord, delivery_at
 from mens_exp.artifacts.telemetry import Telemetry
 from mens_exp.config.task import SyncConfig
+from mens_exp.tasks.study_runs import named_paths
 from mens_exp.tasks.sync_parcels import parcels
 
 if TYPE_CHECKING:
@@ -256,6 +257,18 @@ def test_a_merge_is_tied_to_the_run_whose_adapter_it_read(study: Callable[..., P
     assert uses["merged"] == [("adapter", str(root / "0_runs"))]
     assert uses["hashed"] == [("adapter", str(root / "0_runs"))]
     assert uses["scored"] == [("merged", str(root / "merged"))]
+
+
+def test_latest_means_the_sweep_of_the_last_run(
+    sweep: SweepDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our own launcher leaves sweep.json, Hydra's multirun.yaml; without either it is one run."""
+    (tmp_path / "outputs").symlink_to(sweep.path.parent)
+    monkeypatch.chdir(tmp_path)
+    assert named_paths("latest") == [str(tmp_path / "outputs" / "runs")]
+    sweep.record.unlink()
+    (found,) = named_paths("latest")
+    assert Path(found).parent == tmp_path / "outputs" / "runs"
 
 
 def test_an_open_run_is_left_out_by_name(study: Callable[..., Path]) -> None:
