@@ -6,6 +6,8 @@ it happened: what the service has already, from whatever attempt, is not added a
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import tempfile
 import time
@@ -17,7 +19,7 @@ from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.run_lock import held, is_alive
 from mens_exp.artifacts.sync_record import note_delivery
-from mens_exp.artifacts.telemetry import read_events
+from mens_exp.artifacts.telemetry import events_after, read_events
 from mens_exp.config.logger import WandbLogger
 from mens_exp.errors import MensError
 from mens_exp.training.wandb_artifacts import artifact_of, base_of, made_by
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["carry_out", "main", "opened"]
 
+_NICE = 10
 _LOOK_S = 1.0  # between two looks at the record of an open run
 _AGAIN_S = 30.0  # until a service that did not answer is asked again
 _INIT_S = 90.0  # W&B's own default
@@ -52,6 +55,8 @@ def main(arguments: list[str]) -> int:
         0, or 3 where it has not arrived.
     """
     order = Order.read(arguments[0])
+    if order.follows is not None and sys.platform != "win32":
+        os.nice(_NICE)  # the training goes first
     return carry_out(order, lambda staging: _send(order, staging))
 
 
@@ -69,6 +74,7 @@ def carry_out(order: Order, send: Callable[[Path], str]) -> int:
     try:
         with (
             held(Path(order.lock)),
+            _cleared(Path(order.path)),
             tempfile.TemporaryDirectory(prefix=STAGING, dir=order.path) as staging,
             contained(Path(staging).absolute()),
         ):
@@ -83,6 +89,14 @@ def carry_out(order: Order, send: Callable[[Path], str]) -> int:
         return 3
     note_delivery(record, order.to, digest=digest)
     return 0
+
+
+@contextmanager
+def _cleared(path: Path) -> Iterator[None]:
+    """Remove what a sender that was killed had staged."""
+    for staging in path.glob(f"{STAGING}*"):
+        shutil.rmtree(staging, ignore_errors=True)
+    yield
 
 
 @contextmanager
@@ -158,13 +172,12 @@ def _sent(order: Order, run: RunDir, staging: Path) -> str:
 
 def _feed(order: Order, run: RunDir, feed: EventFeed) -> None:
     """Hand over every event, also those that come while the run is open."""
-    taken = 0
+    offset = 0
     while True:
         is_open = order.follows is not None and _is_open(run, order.follows)
-        events = read_events(run.telemetry) if run.telemetry.is_file() else []
-        for event in events[taken:]:
+        events, offset = events_after(run.telemetry, offset)
+        for event in events:
             feed.take(event)
-        taken = len(events)
         if not is_open:  # asked before the events were read: none was missed
             return
         time.sleep(_LOOK_S)
