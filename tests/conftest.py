@@ -186,6 +186,22 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         hub_snapshot.forget()
 
 
+@pytest.fixture
+def wandb_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A stand-in of the W&B service in the place of the real one, and an account there."""
+    stand_in = runpy.run_path(str(Path(__file__).with_name("stand_in_wandb.py")))
+    for name in [*os.environ]:
+        if name.startswith(("WANDB", "NETRC")):
+            monkeypatch.delenv(name)
+    home = tmp_path / "home"
+    home.mkdir(exist_ok=True)
+    with stand_in["serving"](stand_in["Service"]()) as service:
+        monkeypatch.setenv("HOME", str(home))
+        monkeypatch.setenv("WANDB_BASE_URL", service.url)
+        monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
+        yield service
+
+
 @pytest.fixture(scope="session")
 def documents_of() -> Callable[..., Encoded]:
     """Make encoded documents from lists of ids and of what is supervised."""

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mens_exp.artifacts.telemetry import Event, Telemetry, read_events, rewind
+from mens_exp.artifacts.telemetry import Event, Telemetry, events_after, read_events, rewind
 from mens_exp.errors import DataError, MensError
 
 if TYPE_CHECKING:
@@ -172,3 +172,17 @@ def test_rewinding_what_is_not_there_does_nothing(path: Path) -> None:
     """A run killed before its first event has no file."""
     rewind(path, 1)
     assert not path.exists()
+
+
+def test_a_file_that_grows_is_read_by_whole_lines(tmp_path: Path) -> None:
+    """What was read is not read again, and half a line waits for its end."""
+    path = tmp_path / "telemetry.jsonl"
+    assert events_after(path, 0) == ([], 0)
+    path.write_bytes(b'{"ts_ms":1,"event":"step","payload":{}}\n{"ts_ms":2,')
+    events, offset = events_after(path, 0)
+    assert [event["ts_ms"] for event in events] == [1]
+    with path.open("ab") as file:
+        file.write(b'"event":"step","payload":{}}\n')
+    events, offset = events_after(path, offset)
+    assert [event["ts_ms"] for event in events] == [2]
+    assert events_after(path, offset) == ([], path.stat().st_size)

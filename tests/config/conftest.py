@@ -32,6 +32,7 @@ NEEDS = {
     "task=merge": ["path=latest"],
     "task=promote": ["policy=burn_rnd", "path=compare.json", "ledger=ledger.jsonl"],
     "task=push": ["path=latest", "repo=me/adapter"],
+    "task=sync": ["path=latest"],
 }
 
 

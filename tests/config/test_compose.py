@@ -131,6 +131,7 @@ def test_every_value_enters_the_digest() -> None:
     base.prompt, base.repo, base.push.message, base.out = "p", "me/x", "m", "o"
     base.base, base.meta, base.adapter.file = "b", "j", "s"
     base.sweep.resume = "d"
+    base.sync.project, base.sync.entity = "p", "e"
     base.merge.mode, base.merge.dtype, base.merge.base = "full", "bf16", "original"
     base.export.base_quant, base.export.double_quant = "nf4", True
     base.data.filter.min_rating, base.data.filter.min_chars, base.data.filter.max_chars = 3, 1, 9

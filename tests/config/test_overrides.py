@@ -82,7 +82,7 @@ REFUSED = [
         [
             "is set by the option",
             "task=<attribute|chat|compare|corpus|doctor|evaluate|export|inspect|merge|plan|promote|",
-            "push|serve|train>",
+            "push|serve|sync|train>",
         ],
     ),
     ("suite.name=none", "suite.name", ["is set by the option", "suite=<"]),

@@ -7,7 +7,14 @@ import pytest
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.logger import WandbLogger
-from mens_exp.training.wandb_rendering import config_of, name_of, settings_of, summary_of, tags_of
+from mens_exp.training.wandb_rendering import (
+    config_of,
+    id_of,
+    name_of,
+    settings_of,
+    summary_of,
+    tags_of,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,6 +77,26 @@ def test_group_is_the_loggers_before_the_experiments(tmp_path: Path) -> None:
     manifest = manifest_of(experiment="double_quant")
     assert group_of(tmp_path, WandbLogger(group="mine"), manifest) == "mine"
     assert group_of(tmp_path, WandbLogger(), manifest) == "double_quant"
+
+
+def test_a_sweep_is_a_group_before_its_experiment_is(tmp_path: Path) -> None:
+    """Two sweeps of one experiment stay apart; an evaluation stands beside the run it read."""
+    (tmp_path / "sweep.json").touch()
+    manifest = manifest_of(experiment="double_quant")
+    assert group_of(tmp_path / "0_abcd1234", WandbLogger(), manifest) == tmp_path.name
+    read = manifest_of(experiment="double_quant")
+    read.inputs["subject"] = str(tmp_path / "0_abcd1234")
+    assert group_of(tmp_path / "elsewhere" / "run", WandbLogger(), read) == tmp_path.name
+
+
+def test_the_same_sweep_launched_again_has_other_run_ids(tmp_path: Path) -> None:
+    """A job is named by its place and its composition, which both launches share."""
+    alone = id_of(RunDir(tmp_path / "one" / "0_abcd1234"), manifest_of())
+    assert alone == "r"
+    for sweep in ("one", "two"):
+        (tmp_path / sweep).mkdir()
+        (tmp_path / sweep / "sweep.json").touch()
+        assert id_of(RunDir(tmp_path / sweep / "0_abcd1234"), manifest_of()) == f"{sweep}_r"
 
 
 def test_group_of_an_ad_hoc_sweep_is_its_directory(tmp_path: Path) -> None:

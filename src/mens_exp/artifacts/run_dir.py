@@ -187,6 +187,21 @@ class RunDir:
         return self.path / "wandb"
 
     @property
+    def sync(self) -> Path:
+        """What W&B services have of the run."""
+        return self.path / "sync.json"
+
+    @property
+    def sync_lock(self) -> Path:
+        """Held by the process that sends the run."""
+        return self.path / "sync.lock"
+
+    @property
+    def sync_log(self) -> Path:
+        """What that process printed, where it runs beside the training."""
+        return self.path / "sync.log"
+
+    @property
     def bundle(self) -> Path:
         """In an unpacked bundle, the list of its files."""
         return self.path / "bundle.json"

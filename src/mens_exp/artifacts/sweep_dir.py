@@ -55,3 +55,13 @@ class SweepDir:
     def page(self) -> Path:
         """The sweep as a page, rendered from its record and those of its runs."""
         return self.path / "sweep.html"
+
+    @property
+    def sync(self) -> Path:
+        """What W&B services have of the sweep as a whole."""
+        return self.path / "sync.json"
+
+    @property
+    def sync_lock(self) -> Path:
+        """Held by the process that sends it."""
+        return self.path / "sync.lock"

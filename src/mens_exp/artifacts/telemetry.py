@@ -10,14 +10,14 @@ from mens_exp.artifacts.atomic import json_line, write_bytes
 from mens_exp.artifacts.metrics import METRICS, metric
 from mens_exp.artifacts.nearest import expected_name
 from mens_exp.artifacts.record import read_lines
-from mens_exp.artifacts.typed_json import check
+from mens_exp.artifacts.typed_json import check, parse_json
 from mens_exp.errors import MensError
 
 if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-__all__ = ["EVENTS", "Event", "Telemetry", "read_events", "rewind"]
+__all__ = ["EVENTS", "Event", "Telemetry", "events_after", "read_events", "rewind"]
 
 EVENTS = frozenset(
     {
@@ -142,6 +142,29 @@ def read_events(path: Path) -> list[Event]:
     """
     events: list[Event] = read_lines(path, Event, torn_end=True)
     return events
+
+
+def events_after(path: Path, offset: int) -> tuple[list[Event], int]:
+    """Read what was added to a telemetry file that is still being written.
+
+    Args:
+        path: the file; where it is missing nothing was added.
+        offset: in bytes, of what was read before.
+
+    Returns:
+        The new events, and the offset to go on from.
+
+    Raises:
+        DataError: a line is not JSON.
+    """
+    if not path.exists():
+        return [], offset
+    with path.open("rb") as file:
+        file.seek(offset)
+        added = file.read()
+    whole = added[: added.rfind(b"\n") + 1]  # a line is whole with its end
+    events: list[Any] = [parse_json(line, str(path)) for line in whole.splitlines()]
+    return events, offset + len(whole)
 
 
 def rewind(path: Path, step: int) -> None:

@@ -46,13 +46,20 @@ class WandbLogger(LoggerConfig):
 
     sink: str = "wandb"
     mode: WandbMode = setting(
-        WandbMode.offline, "offline writes into the run directory; online uploads as it runs."
+        WandbMode.offline,
+        "Both write into the run directory; with online, a process of its own uploads as it runs.",
     )
     project: str = setting("mens_exp", "W&B project.")
     entity: str | None = setting(None, "W&B entity; null is the account's default.")
-    group: str | None = setting(None, "W&B group; null is the experiment, or the sweep.")
+    group: str | None = setting(None, "W&B group; null is the sweep, or the experiment.")
     name: str | None = setting(None, "W&B run name; null is made from model and overrides.")
     tags: list[str] = setting([], "Tags beside those made from the overrides.")
+    wait_s: float = setting(
+        60.0,
+        "Seconds to wait for the upload once the run's record is closed (unverified guess); what "
+        "is not sent by then goes on in the background, or later by task=sync.",
+        ge=0,
+    )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -41,6 +41,7 @@ from mens_exp.config.task import (
     OllamaConfig,
     PushConfig,
     ServeConfig,
+    SyncConfig,
     TaskConfig,
 )
 from mens_exp.config.tokenizer import TokenizerConfig
@@ -78,7 +79,7 @@ class RunConfig:
         "adapter's directory too, in schema v2, v3 or PEFT's form; serve, and export format=gguf, "
         "take a complete model directory; inspect takes all of these, a checkpoint, and what a "
         "merge or an export wrote; compare takes runs, sweeps, scorecard files and globs, several "
-        "with commas between; promote takes compare.json files, likewise.",
+        "with commas between, and so does sync; promote takes compare.json files, likewise.",
     )
     factors: list[str] = setting(
         [],
@@ -153,6 +154,7 @@ class RunConfig:
     eval: EvalConfig = _section(EvalConfig)
     chat: ChatConfig = field(default_factory=ChatConfig, metadata={"doc": "See its keys."})
     push: PushConfig = field(default_factory=PushConfig, metadata={"doc": "See its keys."})
+    sync: SyncConfig = _section(SyncConfig)
     merge: MergeConfig = field(default_factory=MergeConfig, metadata={"doc": "See its keys."})
     export: ExportConfig = field(default_factory=ExportConfig, metadata={"doc": "See its keys."})
     parity: ParityConfig = field(default_factory=ParityConfig, metadata={"doc": "See its keys."})

@@ -22,6 +22,7 @@ __all__ = [
     "OllamaForm",
     "PushConfig",
     "ServeConfig",
+    "SyncConfig",
     "TaskConfig",
 ]
 
@@ -71,6 +72,23 @@ class PushConfig:
 
     private: bool = setting(True, "Make a repository that is not there yet a private one.")
     message: str | None = setting(None, "Commit message; null names the run.")
+
+
+@dataclass(kw_only=True, slots=True)
+class SyncConfig:
+    """Where task=sync uploads to, and how long it waits."""
+
+    project: str | None = setting(
+        None, "W&B project; null is each run's own logger.project, mens_exp where it had none."
+    )
+    entity: str | None = setting(
+        None, "W&B entity; null is each run's own logger.entity, or the account's default."
+    )
+    timeout_s: float = setting(
+        600.0,
+        "Seconds after which a run counts as not sent, and sync ends (unverified guess).",
+        gt=0,
+    )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -74,6 +74,7 @@ TASK_READS: dict[str, frozenset[str]] = {
     "evaluate": frozenset({"path", "suite", "eval", "sandbox", "trainer.accelerator"}),
     "chat": frozenset({"path", "prompt", "chat", "seed", "trainer.accelerator"}),
     "push": frozenset({"path", "repo", "push"}),
+    "sync": frozenset({"path", "sync"}),
     "export": frozenset(
         {
             *("path", "format", "export", "out", "model", "base", "merge", "gguf", "ollama"),

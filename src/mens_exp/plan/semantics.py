@@ -61,6 +61,7 @@ SETTINGS: dict[str, Part] = {
     **_all(Part.RECORD, "merge.", "mode dtype base untie any_base"),
     **_all(Part.RECORD, "chat.", "max_new_tokens temperature"),
     **_all(Part.RECORD, "push.", "private message"),
+    **_all(Part.RECORD, "sync.", "project entity timeout_s"),
     **_all(Part.RECORD, "attribute.", "tokens position_bounds extra_bits targets_frac"),
     **_all(Part.RECORD, "inspect.", "replay_steps"),
     **_all(Part.RECORD, "promote.", "parity suite_digest seeds arms factor kpi direction margin"),
@@ -172,7 +173,11 @@ SETTINGS: dict[str, Part] = {
     **_all(Part.RECORD, "trainer.", "accelerator val_check_interval deterministic"),
     # A step holds the same micro-batches however many processes take it.
     **_all(Part.RECORD, "trainer.", "strategy devices num_nodes device_gib"),
-    **_all(Part.RECORD, "logger.", "sink mode project entity group name tags flush_every_n_steps"),
+    **_all(
+        Part.RECORD,
+        "logger.",
+        "sink mode project entity group name tags wait_s flush_every_n_steps",
+    ),
     **_all(
         Part.RECORD,
         "suite.",

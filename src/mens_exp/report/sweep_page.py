@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mens_exp.evals.sweep_cells import Cell, Column, Prediction, SweepReview
     from mens_exp.report.plots import Plot
 
-__all__ = ["drawn_parallel", "page"]
+__all__ = ["fragments", "page"]
 
 _MOST_TEXT = 2_000  # characters of a prompt or an answer
 _FIRST = 4  # KPIs and costs each that are shown at first sight
@@ -91,7 +91,7 @@ def page(review: SweepReview) -> str:
             for one in review.record.left_out
         ],
         notes=[wording.visible(note) for note in review.record.notes],
-        parallel=drawn_parallel(review),
+        parallel=_parallel(review),
         arms=_arm_colors(review),
         verdicts=None if compared is None else comparison_view.verdicts_grid(compared),
         findings=[]
@@ -106,7 +106,17 @@ def page(review: SweepReview) -> str:
     )
 
 
-def drawn_parallel(review: SweepReview) -> Markup:
+def fragments(review: SweepReview) -> dict[str, str]:
+    """Render every drawing as a page of its own, by name; what cannot be drawn is left out."""
+    style = resources.files("mens_exp.report").joinpath("templates/sweep.css").read_text("utf-8")
+    parts = {"parallel_coordinates": _parallel(review)}
+    if review.comparison is not None:
+        parts |= {plot.name: _svg(plot) for plot in drawings(review.comparison) if plot.svg}
+    head = f"<!doctype html><meta charset=utf-8><style>svg {{ max-width: 100% }}\n{style}</style>"
+    return {name: f"{head}{svg}" for name, svg in parts.items() if svg}
+
+
+def _parallel(review: SweepReview) -> Markup:
     """Draw every cell over the factors, what it cost, and what it came to."""
     measured = [*review.costs[:_AXES], *review.kpis[:_AXES]]
     axes = [*review.factors, *(column.name for column in measured)]

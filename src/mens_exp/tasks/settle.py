@@ -74,6 +74,7 @@ def _settle_path(cell: Cell) -> list[MensError]:
     of_records = {
         "inspect": _settle_inspected,
         "compare": _settle_study,
+        "sync": _settle_study,
         "promote": _settle_evidence,
     }.get(config.task.name)
     if of_records is not None:

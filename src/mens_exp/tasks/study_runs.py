@@ -14,6 +14,7 @@ from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.record import read_bytes, read_lines
 from mens_exp.artifacts.run_dir import RunDir, resolve, runs
 from mens_exp.artifacts.scorecard import Scorecard
+from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.errors import DataError, RequestError
 from mens_exp.evals.arms import Trial
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 
     from mens_exp.artifacts.comparison import RunRecord
 
-__all__ = ["Read", "named_paths", "read_study"]
+__all__ = ["Read", "job_order", "named_paths", "read_study"]
 
-_SWEEP = "multirun.yaml"  # Hydra leaves it in a sweep's directory
+_SWEEP = "multirun.yaml"  # Hydra's own launcher leaves it in a sweep's directory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +54,7 @@ def named_paths(text: str) -> list[str]:
     for part in (one.strip() for one in text.split(",")):
         if part == "latest":
             run = resolve("latest", task="train").path
-            found.append(str(run.parent if (run.parent / _SWEEP).is_file() else run))
+            found.append(str(run.parent if _is_sweep(run.parent) else run))
         elif glob.has_magic(part):
             pattern = str(Path(part).expanduser())
             matches = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207  # from any root
@@ -99,6 +100,10 @@ def read_study(paths: Sequence[str]) -> Read:
     )
 
 
+def _is_sweep(directory: Path) -> bool:
+    return SweepDir(directory).record.is_file() or (directory / _SWEEP).is_file()
+
+
 def _runs_at(path: Path) -> Iterable[RunDir]:
     if path.is_file():
         if not _is_record(path):
@@ -106,13 +111,13 @@ def _runs_at(path: Path) -> Iterable[RunDir]:
         path = path.parent
         if not RunDir(path).manifest.is_file():
             raise _unusable(path, "a scorecard without the manifest of its run")
-    found = sorted(runs(path), key=lambda run: _order(run.path))
+    found = sorted(runs(path), key=lambda run: job_order(run.path))
     if not found:
         raise _unusable(path, "a directory without a run")
     return found
 
 
-def _order(path: Path) -> tuple[str, int, str]:
+def job_order(path: Path) -> tuple[str, int, str]:
     """Order the jobs of a sweep by their number, not by its digits."""
     number, _, rest = path.name.partition("_")
     return str(path.parent), int(number) if number.isdigit() and len(number) < 8 else 0, rest  # noqa: PLR2004  # a date is no job's number

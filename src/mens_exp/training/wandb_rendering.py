@@ -6,17 +6,16 @@ wandb itself is imported only by the functions that build its own objects.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.comparison import Comparison
-from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.scorecard import Scorecard, read_item_events
 from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.training.wandb_study import study_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Mapping, Sequence
 
     import wandb
 
@@ -25,11 +24,23 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.telemetry import Event
     from mens_exp.config.logger import WandbLogger
 
-__all__ = ["artifacts", "config_of", "name_of", "settings_of", "summary_of", "tables", "tags_of"]
+__all__ = [
+    "config_of",
+    "id_of",
+    "name_of",
+    "quiet_settings",
+    "settings_of",
+    "summary_of",
+    "tables",
+    "tags_of",
+]
 
 _TAG_CHARACTERS = 64  # W&B refuses a longer tag
 _NAME_CHARACTERS = 128  # W&B refuses a longer run name
-_FINISH_S = 600.0  # unverified guess; what is not uploaded by then is left for `wandb sync`
+_ITEM_KPIS = (
+    *("parses", "compile_pass_1", "compile_pass_n", "canonical_pass", "strictness"),
+    *("pass_1", "task_success", "repair_depth", "latency_ms"),
+)
 # Overrides that say nothing about the experiment, or that the name spells in its own way.
 _NO_TAG = frozenset({"hydra", "logger"})
 _NO_NAME = _NO_TAG | {"backend", "experiment", "model", "path", "resume", "seed", "task"}
@@ -42,7 +53,7 @@ def settings_of(
     config: Mapping[str, Any],
     run_id: str,
 ) -> dict[str, Any]:
-    """Return the arguments of ``wandb.Settings``.
+    """Return the arguments of ``wandb.Settings`` for a run on disk.
 
     Args:
         logger: the configured sink.
@@ -52,17 +63,22 @@ def settings_of(
         run_id: the id of the W&B run.
     """
     shown = {
-        "mode": logger.mode.value,
+        "mode": "offline",
         "project": logger.project,
         "entity": logger.entity,
-        "run_group": logger.group or manifest.experiment or _sweep(run_dir),
+        "run_group": logger.group or _sweep(run_dir, manifest) or manifest.experiment,
         "run_name": logger.name or name_of(manifest, config),
         "run_tags": tags_of(manifest.overrides, logger.tags),
         "run_job_type": manifest.task,
         "run_id": run_id,
-        "resume": "allow",
     }
-    quiet = {"silent": True, "quiet": True, "console": "off"}
+    place = {"root_dir": str(run_dir.path.absolute())}
+    return {**quiet_settings(), **shown, **place}
+
+
+def quiet_settings() -> dict[str, Any]:
+    """Return the arguments of ``wandb.Settings`` that keep it silent, apart and discreet."""
+    quiet = {"silent": True, "quiet": True, "console": "off", "use_dot_wandb": False}
     # The record has what may be known of code and machine; wandb collects nothing of its own.
     private = {
         "disable_git": True,
@@ -76,10 +92,19 @@ def settings_of(
         "x_disable_stats": True,
         "x_save_requirements": False,
     }
-    place = {"root_dir": str(run_dir.path.absolute()), "use_dot_wandb": False}
-    end = {"finish_timeout": _FINISH_S, "finish_timeout_raises": True}
     # Apart from any run that somebody else has open in this process.
-    return {**shown, **quiet, **private, **place, **end, "reinit": "create_new"}
+    return {**quiet, **private, "resume": "allow", "reinit": "create_new"}
+
+
+def id_of(run_dir: RunDir, manifest: Manifest) -> str:
+    """Return the id of the W&B run: that of ours, behind its sweep's where it is a job of one.
+
+    A job's own name says where it stands in its sweep and what it is composed of; the same sweep,
+    launched again, has jobs of the same names.
+    """
+    sweep = _sweep_at(run_dir.path)
+    whole = manifest.run_id if sweep is None else f"{sweep}_{manifest.run_id}"
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", whole)
 
 
 def name_of(manifest: Manifest, config: Mapping[str, Any]) -> str:
@@ -136,21 +161,16 @@ def tables(run_dir: RunDir) -> dict[str, wandb.Table]:
     return found
 
 
-def artifacts(run_dir: RunDir, manifest: Manifest, run_id: str) -> Iterator[wandb.Artifact]:
-    """Yield the adapter, where there is one, and manifest.json, each with its files' hashes.
-
-    The files are copied into wandb's staging directory: a resumed run will replace them.
-    """
-    if run_dir.adapter.is_dir():
-        # A dot begins the name of what a dead writer left half-written.
-        files = [path for path in run_dir.adapter.rglob("[!.]*") if path.is_file()]
-        yield _artifact("adapter", run_id, manifest, run_dir.adapter, sorted(files))
-    yield _artifact("manifest", run_id, manifest, run_dir.path, [run_dir.manifest])
+def _sweep(run_dir: RunDir, manifest: Manifest) -> str | None:
+    """Return the sweep that a run is of, or the run that it reads."""
+    subject = manifest.inputs.get("subject")
+    own = _sweep_at(run_dir.path)
+    return own if own is not None or not isinstance(subject, str) else _sweep_at(Path(subject))
 
 
-def _sweep(run_dir: RunDir) -> str | None:
+def _sweep_at(run: Path) -> str | None:
     # Hydra leaves the first in the directory of a sweep, wherever hydra.sweep.dir puts that.
-    parent = run_dir.path.absolute().parent
+    parent = run.absolute().parent
     marks = (parent / "multirun.yaml", SweepDir(parent).record)
     return parent.name if any(mark.is_file() for mark in marks) else None
 
@@ -185,29 +205,22 @@ def _scorecard_table(conditions: Mapping[str, Mapping[str, float | None]]) -> wa
 
 
 def _predictions_table(path: Path) -> wandb.Table:
+    """One row an item: what was asked, the answers, and each KPI that an answer has."""
     import wandb
 
     items: dict[str, dict[str, Any]] = {}
+    found: set[str] = {"parses"}
     for event in read_item_events(path):
         if event["sample"] > 0:
             continue  # a row an item
         row = items.setdefault(event["item_id"], {"item_id": event["item_id"]})
         row |= {"prompt": event["prompt"], "reference": event["reference"]}
         row |= {event["condition"]: event["completion"]}
-        row |= {f"{event['condition']}_parses": event["parses"]}
-    shown = ("item_id", "prompt", "reference", "base", "tuned", "base_parses", "tuned_parses")
-    data = [[row.get(name) for name in shown] for row in items.values()]
+        kpis = {name: event[name] for name in _ITEM_KPIS}  # type: ignore[literal-required]
+        found |= {name for name, value in kpis.items() if value is not None}
+        row |= {f"{event['condition']}_{name}": value for name, value in kpis.items()}
+    measured = [name for name in _ITEM_KPIS if name in found]
+    shown: list[str | int] = ["item_id", "prompt", "reference", "base", "tuned"]
+    shown += [f"{side}_{name}" for name in measured for side in ("base", "tuned")]
+    data = [[row.get(str(name)) for name in shown] for row in items.values()]
     return wandb.Table(columns=list(shown), data=data)
-
-
-def _artifact(
-    kind: str, run_id: str, manifest: Manifest, root: Path, files: Sequence[Path]
-) -> wandb.Artifact:
-    import wandb
-
-    hashes = {path.relative_to(root).as_posix(): sha256_file(path) for path in files}
-    metadata = {"config_digest": manifest.config_digest, "sha256": hashes}
-    artifact = wandb.Artifact(f"{kind}-{run_id}", type=kind, metadata=metadata)
-    for name in hashes:
-        artifact.add_file(str(root / name), name=name)
-    return artifact

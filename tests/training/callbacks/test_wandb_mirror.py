@@ -256,9 +256,11 @@ def test_leet_shows_scorecard_and_predictions_as_tables(run: FakeRun) -> None:
     assert card["columns"] == ["condition", "parse_rate"]
     assert card["data"] == [["base", None], ["tuned", 1.0]]
     items = json.loads((files / row["predictions.path"]).read_text(encoding="utf-8"))
-    assert items["data"] == [
-        ["i0", "Write f.", "def f(): pass", "def f(", "f = 1", False, True],
-    ]
+    assert items["columns"][3:7] == ["base", "tuned", "base_parses", "tuned_parses"]
+    shown = ["i0", "Write f.", "def f(): pass", "def f(", "f = 1", False, True]
+    assert [line[:7] for line in items["data"]] == [shown]
+    assert "tuned_compile_pass_1" in items["columns"]
+    assert "tuned_task_success" not in items["columns"]  # no answer has it
 
 
 def test_leet_shows_adapter_and_manifest_as_artifacts(run: FakeRun) -> None:
@@ -299,7 +301,7 @@ def test_exit_code_tells_success(run: FakeRun, status: Status, exit_code: int) -
     started(run)
     run.emit_step(1)
     run.close(status)
-    assert records(run.dir.wandb, "exit") == [{"exit_code": exit_code}]
+    assert [one["exit_code"] for one in records(run.dir.wandb, "exit")] == [exit_code]
 
 
 def test_failing_fit_and_double_teardown_still_finish_the_mirror(run: FakeRun) -> None:
@@ -461,7 +463,7 @@ def test_unreadable_scorecard_still_finishes_the_mirror(run: FakeRun) -> None:
     run.dir.scorecard.write_text("{", encoding="utf-8")
     with pytest.raises(MensError, match=r"scorecard\.json"):
         run.close()
-    assert records(run.dir.wandb, "exit") == [{"exit_code": 0}]
+    assert [one["exit_code"] for one in records(run.dir.wandb, "exit")] == [0]
 
 
 def test_crash_of_wandbs_process_does_not_end_ours(

@@ -25,6 +25,7 @@ _READS_A_PATH = {
     "serve": "no model to serve",
     "inspect": "nothing to inspect",
     "compare": "nothing to compare",
+    "sync": "nothing to upload",
 }
 _ADAPTERS = frozenset({ExportFormat.peft, ExportFormat.v2, ExportFormat.v3})
 _BUNDLE, _ADAPTER, _MERGED = "a run packed whole", "an adapter", "a merged model"
@@ -63,7 +64,7 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
             expected="a model directory"
             if _reads_a_model(config)
             else "runs, a sweep's directory, or latest"
-            if name == "compare"
+            if name in {"compare", "sync"}
             else "a run directory, or latest",
             remedy="add path=<directory>" if _reads_a_model(config) else "add path=latest",
         )

@@ -1,64 +1,57 @@
 """Weights & Biases, rendered from the JSON record of a run while it runs.
 
-wandb is imported by `WandbMirror.start` and nowhere earlier, so that ``logger=none`` never
-pays for it. Look at an offline mirror with ``wandb leet <run>/wandb``, upload it with
-``wandb sync <run>/wandb/offline-run-*``.
+The mirror itself talks to no service: it lies in the run directory, to be looked at with
+``wandb leet <run>/wandb``. With ``logger.mode=online`` a process of its own sends the record as it
+grows, so that no service delays or fails a training; what it did not send, ``task=sync`` sends.
+wandb is imported by `WandbMirror.start` and nowhere earlier, so that ``logger=none`` never pays
+for it.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import sys
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from lightning import Callback
 
 from mens_exp.artifacts.manifest import Status
-from mens_exp.artifacts.metrics import METRICS
+from mens_exp.artifacts.sync_record import Destination
 from mens_exp.artifacts.telemetry import read_events
+from mens_exp.config.logger import WandbMode
 from mens_exp.errors import MensError, SetupError
 from mens_exp.training.wandb_agent import agent_run
+from mens_exp.training.wandb_artifacts import made_by
+from mens_exp.training.wandb_environment import (
+    contained,
+    require_account,
+    server_address,
+    stop_service,
+)
+from mens_exp.training.wandb_events import EventFeed, set_config
+from mens_exp.training.wandb_order import Order, Sender
 from mens_exp.training.wandb_rendering import (
-    artifacts,
     config_of,
+    id_of,
     settings_of,
     summary_of,
     tables,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     import wandb
     from lightning import LightningModule, Trainer
 
     from mens_exp.artifacts.manifest import Manifest
-    from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.artifacts.telemetry import Event
     from mens_exp.config.logger import WandbLogger
     from mens_exp.training.record import RunRecord
 
 __all__ = ["WandbMirror"]
 
-_TOKENS = "data/supervised_tokens"
-# Who the user is and where the server stands. Every other WANDB_ variable would change what
-# the configuration says (WANDB_MODE, WANDB_TAGS, WANDB_SWEEP_PARAM_PATH, …), so wandb never sees
-# it. What an agent of a sweep tells its run, `agent_run` reads.
-_ACCOUNT = frozenset(
-    {
-        "WANDB_API_KEY",
-        "WANDB_APP_URL",
-        "WANDB_BASE_URL",
-        "WANDB_CONFIG_DIR",
-        "WANDB_CREDENTIALS_FILE",
-        "WANDB_ENTITY",
-        "WANDB_HTTP_TIMEOUT",
-        "WANDB_IDENTITY_TOKEN_FILE",
-        "WANDB_INSECURE_DISABLE_SSL",
-    }
-)
+_SENDER = "mens_exp.training.wandb_sending"
+_PATIENCE_S = 600.0  # unverified guess; of a sender, after the end of the run
 
 
 class WandbMirror(Callback):
@@ -73,13 +66,19 @@ class WandbMirror(Callback):
         """
         self._logger = logger
         self._run = run
-        # The run's own name, so that a resumed attempt continues the same W&B run.
         self._agent = agent_run(os.environ)
-        ours = re.sub(r"[^A-Za-z0-9_.-]", "-", run.manifest.run_id)
-        self._id = ours if self._agent is None else self._agent.run_id
+        self._told_id: str | None = None  # by a checkpoint
         self._sink: wandb.Run | None = None
+        self._feed: EventFeed | None = None
+        self._sender: Sender | None = None
         self._started = False
-        self._tokens = 0  # supervised tokens at the latest step, the second axis
+
+    @property
+    def _id(self) -> str:
+        """The W&B run's, so that a resumed attempt continues the same one."""
+        if self._told_id is None and self._agent is not None:
+            return self._agent.run_id
+        return self._told_id or id_of(self._run.dir, self._run.manifest)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
         """Start the mirror, on the first process only."""
@@ -96,7 +95,7 @@ class WandbMirror(Callback):
             return
         self._started = True
         try:
-            with _contained(self._run.dir):
+            with contained(self._run.dir.wandb.absolute()):
                 self._open()
         except Exception as error:
             with suppress(Exception):
@@ -117,12 +116,15 @@ class WandbMirror(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the id of the W&B run, unless one is already being written."""
         if not self._started:
-            self._id = str(state_dict["wandb_run_id"])
+            self._told_id = str(state_dict["wandb_run_id"])
 
     def _open(self) -> None:
         import wandb
 
-        run = self._run
+        run, server = self._run, None
+        if self._logger.mode is WandbMode.online:
+            server = server_address()
+            require_account(server)
         events = read_events(run.dir.telemetry)
         config = config_of(run.dir, events)
         settings = settings_of(self._logger, run.dir, run.manifest, config, self._id)
@@ -130,124 +132,57 @@ class WandbMirror(Callback):
             settings["sweep_id"] = self._agent.sweep_id
         self._sink = wandb.init(settings=wandb.Settings(**settings), config=config)
         run.after_close(self._close)
-        _define_metrics(self._sink)
+        self._feed = EventFeed(self._sink)
         for record in events:
             self._mirror(record)
         run.telemetry.subscribe(self._mirror, "wandb")
+        if server is not None:
+            self._sender = Sender(self._order(server), run.dir.sync_log)
+
+    def _order(self, server: str) -> Order:
+        me, run_dir = psutil.Process(), self._run.dir
+        entity = self._logger.entity or os.environ.get("WANDB_ENTITY")
+        return Order(
+            module=_SENDER,
+            path=str(run_dir.path.absolute()),
+            record=str(run_dir.sync.absolute()),
+            lock=str(run_dir.sync_lock.absolute()),
+            to=Destination(server, entity, self._logger.project),
+            run_id=self._id,
+            timeout_s=_PATIENCE_S,
+            follows=(me.pid, me.create_time()),
+        )
 
     def _mirror(self, record: Event) -> None:
-        if self._sink is None:
-            return
-        payload = record["payload"]
-        match record["event"]:
-            case "step":
-                self._tokens = payload.get(_TOKENS, self._tokens)
-                numbers = {k: v for k, v in _known(payload).items() if not isinstance(v, str)}
-                self._sink.log(numbers, step=payload["step"])  # a digest is no point of a curve
-            case "scorecard_step":
-                numbers = {k: v for k, v in payload.items() if k.startswith("eval/")}
-                self._sink.log(numbers, step=payload["step"])
-            case "validation":
-                self._mirror_validation(self._sink, payload)
-            case "run_started" if "config" in payload:
-                _set_config(self._sink, payload["config"])
-            case "plan" | "facts" as name:
-                _set_config(self._sink, {name: payload})
-
-    def _mirror_validation(self, sink: wandb.Run, payload: Mapping[str, Any]) -> None:
-        is_base = payload["condition"] == "base"
-        if is_base:
-            sink.summary["base_val_loss"] = payload["val/loss"]
-        if payload["condition"] == "peft_view":
-            return  # no point of the curve; the results have it
-        # The base model is a point of the tuned curve only where it starts.
-        if not is_base or payload["step"] == 0:
-            row = {**_known(payload), _TOKENS: self._tokens}
-            del row["condition"]
-            sink.log(row, step=payload["step"])
+        if self._feed is not None and self._sink is not None:
+            self._feed.take(record)
 
     def _close(self, manifest: Manifest) -> None:
         if self._sink is None:
             return
         exit_code = 0 if manifest.status == Status.SUCCEEDED else 1
-        with _contained(self._run.dir), ExitStack() as stack:
+        with contained(self._run.dir.wandb.absolute()), ExitStack() as stack:
             stack.callback(self._end, exit_code=exit_code)
             self._mirror_results(self._sink, manifest)
+        why = None if self._sender is None else self._sender.settled(self._logger.wait_s)
+        if why is not None:
+            raise MensError(
+                "not sent to W&B", found=why, remedy=f"task=sync path={self._run.dir.path}"
+            )
 
     def _mirror_results(self, sink: wandb.Run, manifest: Manifest) -> None:
         if manifest.facts:
-            _set_config(sink, {"facts": manifest.facts})
+            set_config(sink, {"facts": manifest.facts})
         if found := tables(self._run.dir):
-            sink.log(found)  # without a step: a part of the last row
+            assert self._feed is not None, "it is there with the sink"
+            self._feed.log_last(found)
         sink.summary.update(summary_of(self._run.dir, manifest))
-        for artifact in artifacts(self._run.dir, manifest, self._id):
+        for artifact in made_by(self._run.dir, manifest):
             sink.log_artifact(artifact)
 
     def _end(self, *, exit_code: int) -> None:
         sink, self._sink = self._sink, None
-        with _contained(self._run.dir), ExitStack() as stack:
-            stack.callback(_stop_service)
+        with contained(self._run.dir.wandb.absolute()), ExitStack() as stack:
+            stack.callback(stop_service)
             if sink is not None:
                 sink.finish(exit_code=exit_code)
-
-
-@contextmanager
-def _contained(run_dir: RunDir) -> Iterator[None]:
-    """Keep wandb's files in the run directory, and undo what it does to this process.
-
-    wandb reads where to stage from the environment only, exports the address of its service
-    there, and replaces `sys.exit` and `sys.excepthook` for good.
-    """
-    staging = run_dir.wandb.absolute()
-    saved = {name: value for name, value in os.environ.items() if _is_wandb(name)}
-    hooks = {"exit": sys.exit, "excepthook": sys.excepthook}
-    for name in saved.keys() - _ACCOUNT:
-        del os.environ[name]
-    os.environ |= {
-        "WANDB_ARTIFACT_DIR": str(staging / "artifacts"),
-        "WANDB_CACHE_DIR": str(staging / "cache"),
-        "WANDB_DATA_DIR": str(staging / "data"),
-        "WANDB_ERROR_REPORTING": "false",
-        "WANDB_SILENT": "true",  # also what keeps wandb from asking for an account
-    }
-    try:
-        yield
-    finally:
-        vars(sys).update(hooks)
-        for name in filter(_is_wandb, list(os.environ)):
-            del os.environ[name]
-        os.environ |= saved
-
-
-def _is_wandb(name: str) -> bool:
-    return name.lstrip("_").startswith("WANDB_")
-
-
-def _stop_service() -> None:
-    """Stop wandb's process, so that the next run of a sweep starts one with its own paths."""
-    import wandb
-
-    if wandb.run is not None:  # somebody else's run lives in this process
-        return
-    try:
-        wandb.teardown(exit_code=0)
-    except SystemExit as error:  # how wandb says that its process crashed
-        raise MensError("the W&B process crashed", found=f"exit code {error.code}") from error
-
-
-def _define_metrics(sink: wandb.Run) -> None:
-    sink.define_metric("step")
-    for metric in METRICS.values():
-        if metric.name == _TOKENS:  # an axis to choose in any chart
-            sink.define_metric(metric.name)
-            continue
-        reduced = metric.reduction if metric.reduction in {"max", "mean"} else None
-        sink.define_metric(metric.name, step_metric="step", summary=reduced)
-
-
-def _set_config(sink: wandb.Run, values: Mapping[str, Any]) -> None:
-    sink.config.update(values, allow_val_change=True)  # type: ignore[no-untyped-call]
-
-
-def _known(payload: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in payload.items() if value is not None}

@@ -1,0 +1,144 @@
+"""Training with logger.mode=online, while the service is slow, refuses, or never answers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.sync_record import SyncRecord
+from mens_exp.artifacts.telemetry import read_events
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.slow
+
+STEPS = [1, 2, 3, 4]
+
+
+@pytest.fixture
+def train(tmp_path: Path, cache: Path, wandb_service: Any) -> Callable[..., RunDir]:
+    """`python -m mens_exp experiment=smoke logger=wandb logger.mode=online`, which must succeed."""
+
+    def command(*overrides: str) -> RunDir:
+        asked = ["experiment=smoke", "logger=wandb", "logger.mode=online", "suite=none"]
+        _run(tmp_path, cache, *asked, *overrides)
+        (manifest,) = tmp_path.glob("outputs/train/smoke/*/manifest.json")
+        return RunDir(manifest.parent)
+
+    return command
+
+
+def _run(here: Path, cache: Path, *arguments: str) -> None:
+    reach = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, "-m", "mens_exp", *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        cwd=here,
+        env={**os.environ, "PYTHONPATH": reach, "MENS_EXP_CACHE": str(cache)},
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def sent(service: Any, run: RunDir) -> list[int]:
+    """Steps of the training loss that the service has."""
+    found = service.runs.get(run.path.name)
+    rows = [] if found is None else found.history
+    return [row["step"] for row in rows if "train/loss" in row]
+
+
+def settled(run: RunDir) -> dict[str, Any]:
+    """Wait for the process that sends it, and return what came of it."""
+    deadline = time.monotonic() + 300
+    while run.sync_lock.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    (delivery,) = SyncRecord.read(run.sync).deliveries
+    return dict(delivery)
+
+
+def whole(run: RunDir) -> None:
+    """Nothing of the run itself shows what the service did."""
+    manifest = Manifest.read(run.manifest)
+    assert manifest.status is Status.SUCCEEDED
+    events = read_events(run.telemetry)
+    assert [e["payload"]["step"] for e in events if e["event"] == "step"] == STEPS
+    assert [e for e in events if e["event"] == "sink_failed"] == []
+
+
+def test_a_slow_service_has_it_all_in_the_end(
+    train: Callable[..., RunDir], wandb_service: Any
+) -> None:
+    """Answers take 0.3 s each; the run does not wait for one of them."""
+    wandb_service.delay_s = 0.3
+    run = train("logger.wait_s=200")
+    whole(run)
+    assert settled(run)["why"] is None
+    assert sent(wandb_service, run) == STEPS
+    assert wandb_service.runs[run.path.name].exit_code == 0
+    assert wandb_service.unknown == []
+
+
+def test_what_a_service_refused_is_sent_later(
+    train: Callable[..., RunDir], wandb_service: Any, tmp_path: Path, cache: Path
+) -> None:
+    """Every answer is an error while it trains; the record says so, and task=sync sends it."""
+    wandb_service.refuses = lambda _: True
+    run = train("logger.wait_s=0")
+    whole(run)
+    assert settled_not(run)
+    assert sent(wandb_service, run) == []
+    wandb_service.refuses = lambda _: False
+    _end_sender(run)
+    _run(tmp_path, cache, "task=sync", f"path={run.path}")
+    assert sent(wandb_service, run) == STEPS
+    assert settled(run)["why"] is None
+
+
+def test_a_service_that_never_answers_delays_nothing(
+    train: Callable[..., RunDir], wandb_service: Any, tmp_path: Path, cache: Path
+) -> None:
+    """The run ends while its sender still waits, and is whole; later, task=sync sends it."""
+    wandb_service.hangs = lambda _: True
+    run = train("logger.wait_s=0")
+    whole(run)
+    assert wandb_service.operations  # it was asked, and has answered nothing
+    assert wandb_service.runs == {}
+    assert settled_not(run)
+    wandb_service.hangs = lambda _: False
+    wandb_service.released.set()
+    _end_sender(run)
+    _run(tmp_path, cache, "task=sync", f"path={run.path}")
+    assert sent(wandb_service, run) == STEPS
+
+
+def settled_not(run: RunDir) -> bool:
+    """Tell whether the record says that it has not arrived."""
+    (delivery,) = SyncRecord.read(run.sync).deliveries
+    return delivery["digest"] is None and bool(delivery["why"])
+
+
+def _end_sender(run: RunDir) -> None:
+    """End what still tries to send it, as a machine that is switched off does."""
+    import signal
+
+    from mens_exp.artifacts.run_lock import holder
+
+    deadline = time.monotonic() + 60
+    while (found := holder(run.sync_lock)) is not None and time.monotonic() < deadline:
+        try:
+            os.killpg(found[0], signal.SIGKILL)
+        except ProcessLookupError:
+            break
+        time.sleep(0.2)
