@@ -72,6 +72,9 @@ def test_one_process_keeps_the_record(two: RunDir) -> None:
     assert manifest.status is Status.SUCCEEDED
     assert manifest.facts["processes"] == 2
     assert manifest.facts["accumulate_grad_batches"] == 4
+    peaks = manifest.results["peak_rss_bytes_of_processes"]
+    assert len(peaks) == 2
+    assert min(peaks) > 100 * 2**20
     assert [one["step"] for one in steps(two)] == list(range(1, 21))
     assert len(list(two.csv.rglob("metrics.csv"))) == 1
     assert (two.adapter / "adapter.safetensors").is_file()

@@ -90,6 +90,7 @@ def _follow(rank: Rank, store: Store) -> None:
         directory = RunDir(Path(place))
         atomic.write_text(directory.config, known["config"])
         atomic.write_text(directory.manifest, known["manifest"])
+        atomic.write_text(directory.chat_template, known["chat_template"])
         config = typed(from_yaml(directory.config))
         run = Run(directory, Manifest.read(directory.manifest))
         device = device_of(config.trainer.accelerator, rank.local_rank)
