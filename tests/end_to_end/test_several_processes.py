@@ -16,6 +16,7 @@ from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_events
+from mens_exp.tasks.replaying import replay
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,11 +73,21 @@ def test_one_process_keeps_the_record(two: RunDir) -> None:
     assert manifest.status is Status.SUCCEEDED
     assert manifest.facts["processes"] == 2
     assert manifest.facts["accumulate_grad_batches"] == 4
+    peaks = manifest.results["peak_rss_bytes_of_processes"]
+    assert len(peaks) == 2
+    assert min(peaks) > 100 * 2**20
     assert [one["step"] for one in steps(two)] == list(range(1, 21))
     assert len(list(two.csv.rglob("metrics.csv"))) == 1
     assert (two.adapter / "adapter.safetensors").is_file()
     assert not two.processes.exists()
     assert not two.lock.exists()
+
+
+def test_a_replay_says_that_several_trained(two: RunDir) -> None:
+    """Taken again by one process: the same documents, and sums that may round otherwise."""
+    found = replay(two, 1)
+    assert any("2 processes then, one now" in one for one in found["conditions"])
+    assert "batches_sha256" not in str(found["first_difference"])
 
 
 def test_one_run_is_mirrored(train_in: TrainIn, tmp_path: Path) -> None:
@@ -90,8 +101,7 @@ def test_another_number_of_processes_goes_on(
     alone: RunDir, train_in: TrainIn, tmp_path: Path, before: int, after: int
 ) -> None:
     """After eight steps: the others are those of a run of one process throughout."""
-    eight = f"trainer.devices={before}", "trainer.max_steps=8"
-    run = train_in(tmp_path / "run", *F32, *TWO, *eight)
+    run = train_in(tmp_path / "run", *F32, *(TWO if before == 2 else ()), "trainer.max_steps=8")
     overrides = [f"trainer.devices={after}", "trainer.max_steps=20"]
     assert cli.main([f"resume={run.path}", *overrides]) == 0
     manifest = Manifest.read(run.manifest)

@@ -8,6 +8,7 @@ from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_lock import held
 from mens_exp.artifacts.telemetry import read_events
+from mens_exp.config.trainer import Strategy
 from mens_exp.errors import Problems, RequestError
 from mens_exp.tasks.resume import prepare
 
@@ -128,6 +129,15 @@ def test_longer_cosine_says_what_becomes_of_the_rate(template: RunDir) -> None:
     assert resumption.notes == [f"{laid} on, so the rate of step 3 is 0.000854 instead of 0.0005"]
 
 
+def test_another_number_of_processes_is_said(template: RunDir) -> None:
+    """A run of one goes on with two, which share its micro-batches."""
+    resumption = prepare(str(template.path), {"trainer.devices": "2"})
+    assert resumption.notes == ["2 instead of 1 processes go on"]
+    assert resumption.cell.config.trainer.strategy is Strategy.ddp
+    assert resumption.cell.config.trainer.world_size == 2
+    assert prepare(str(template.path), {}).cell.config.trainer.strategy is Strategy.one
+
+
 def test_longer_cosine_takes_the_rate_that_was_said(broken: Broken, tmp_path: Path) -> None:
     """Step 3 trains at the new schedule's rate, and no step is left out."""
     run = broken(tmp_path / "run", 10, "schedule=cosine")
@@ -149,6 +159,10 @@ def test_longer_cosine_takes_the_rate_that_was_said(broken: Broken, tmp_path: Pa
         (["trainer.max_steps=3"], ["trainer.max_steps"]),
         (["trainer.max_steps=8,9"], ["trainer.max_steps"]),
         (["trainer.max_steps=-1"], ["trainer.max_steps"]),
+        (["trainer.devices=0"], ["trainer.devices"]),
+        (["trainer.devices=two"], ["trainer.devices"]),
+        (["trainer.devices=3"], ["trainer.accumulate_grad_batches"]),
+        (["trainer.num_nodes=2"], ["trainer.num_nodes"]),
     ],
     ids=" ".join,
 )

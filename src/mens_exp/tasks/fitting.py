@@ -142,7 +142,21 @@ def fit(
             with module.as_peft_view():
                 run.manifest.results["peft_view_val_loss"] = _validate(trainer, module, data)
             note_peft_view(run)
+    _note_processes(run, rank)
     return Fitted(trainer=trainer, module=module, early=early)
+
+
+def _note_processes(run: Run, rank: Rank) -> None:
+    """Record the peak memory of each of several processes, in their order."""
+    if rank.is_alone:
+        return
+    from mens_exp.training import memory_probe
+    from mens_exp.training.process_group import told_by_all
+
+    for name in ("peak_rss_bytes", "peak_cuda_bytes"):
+        peaks = told_by_all(getattr(memory_probe, name)(), rank)
+        if any(peak is not None for peak in peaks):
+            run.manifest.results[f"{name}_of_processes"] = peaks
 
 
 def _starting_adapter(config: RunConfig, run: Run, base: BaseModel) -> StartingAdapter | None:

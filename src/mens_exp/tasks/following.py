@@ -61,14 +61,19 @@ def _ended(rank: Rank, meet: Callable[[], Store]) -> int:
 
     from mens_exp.errors import MensError
     from mens_exp.tasks.one_run import complain
+    from mens_exp.training.process_group import lost_touch
 
     try:
         _follow(rank, meet())
     except MensError as error:
         complain(getattr(error, "problems", [error]))
         return error.exit_code
-    except Exception:  # noqa: BLE001  # the outermost place: shown whole, for the log
-        traceback.print_exc()
+    except Exception as error:  # noqa: BLE001  # the outermost place: shown whole, for the log
+        lost = lost_touch(error)
+        if lost is None:
+            traceback.print_exc()
+        else:
+            complain([lost])
         return 1
     return 0
 
@@ -90,6 +95,7 @@ def _follow(rank: Rank, store: Store) -> None:
         directory = RunDir(Path(place))
         atomic.write_text(directory.config, known["config"])
         atomic.write_text(directory.manifest, known["manifest"])
+        atomic.write_text(directory.chat_template, known["chat_template"])
         config = typed(from_yaml(directory.config))
         run = Run(directory, Manifest.read(directory.manifest))
         device = device_of(config.trainer.accelerator, rank.local_rank)

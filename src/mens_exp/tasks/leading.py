@@ -75,6 +75,7 @@ def several(config: RunConfig, run: Run, checkpoint: Path | None) -> Iterator[Ra
             known = {
                 "config": run.dir.config.read_text("utf-8"),
                 "manifest": run.dir.manifest.read_text("utf-8"),
+                "chat_template": run.dir.chat_template.read_text("utf-8"),
                 "checkpoint": None if checkpoint is None else str(checkpoint),
             }
             tell(store, known)

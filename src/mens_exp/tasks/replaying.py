@@ -245,6 +245,8 @@ def _conditions(again: _Again, device: str) -> list[str]:
         found.append(f"device: {then} then, {device} now")
     elif not device.startswith("cpu"):
         found.append(f"device: {device}, whose sums need not end in the same bits twice")
+    if (many := again.manifest.facts.get("processes", 1)) > 1:
+        found.append(f"{many} processes then, one now, whose sums need not end in the same bits")
     if len(again.manifest.attempts) > 1:
         found.append("the run was resumed; its configuration is that of its last attempt")
     return found

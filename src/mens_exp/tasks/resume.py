@@ -12,6 +12,7 @@ from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.config.compose import Composed, from_yaml, typed
 from mens_exp.config.overrides import Cell
 from mens_exp.config.schedule import ScheduleKind, warmup_steps
+from mens_exp.config.trainer import Strategy
 from mens_exp.config.validate import problems_of
 from mens_exp.errors import ConfigError, Problems, RequestError
 from mens_exp.plan.preflight import preflight
@@ -67,9 +68,11 @@ def prepare(path: str, overrides: dict[str, str]) -> Resumption:
     steps = _checked(overrides, before)
     if steps is not None:
         OmegaConf.update(values, _MAX_STEPS, steps)
-    for key in _PROCESSES:
-        if key in overrides:
-            OmegaConf.update(values, key, _count(key, overrides[key]))
+    counts = {key: _count(key, overrides[key]) for key in _PROCESSES if key in overrides}
+    for key, count in counts.items():
+        OmegaConf.update(values, key, count)
+        if count > 1 and before.trainer.strategy is Strategy.one:
+            OmegaConf.update(values, "trainer.strategy", Strategy.ddp)
     config = typed(values)
     if config.tokenizer.chat_template is not None and directory.chat_template.is_file():
         config.tokenizer.chat_template = str(directory.chat_template)  # the run's own copy

@@ -101,8 +101,6 @@ def joined(rank: Rank, device: torch.device, store: Store) -> Iterator[None]:
 
 def told_by_all(value: Any, rank: Rank) -> list[Any]:
     """Return what each process gives, in their order."""
-    if rank.is_alone:
-        return [value]
     box: list[Any] = [None] * rank.world_size
     torch.distributed.all_gather_object(box, value)
     return box

@@ -151,6 +151,8 @@ def _sent(order: Order, run: RunDir, staging: Path) -> str:
     logger = _logger(config, order)
     run_id = order.run_id or id_of(run, manifest)
     settings = settings_of(logger, run, manifest, config, run_id)
+    if order.sweep_id is not None:
+        settings["sweep_id"] = order.sweep_id
     with opened(order, settings, config, staging) as sink:
         feed = EventFeed(sink)
         _feed(order, run, feed)

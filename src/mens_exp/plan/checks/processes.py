@@ -52,7 +52,7 @@ def check(config: RunConfig) -> Iterator[MensError]:
             found=trainer.num_nodes,
             expected="1, or the command under torchrun on each machine",
             remedy=f"torchrun --nnodes={trainer.num_nodes} --nproc-per-node={trainer.devices} "
-            "--rdzv-backend=c10d --rdzv-endpoint=<first machine>:29500 -m mens_exp …",
+            "--node-rank=<0, 1, …> --master-addr=<the first> --master-port=29500 -m mens_exp …",
         )
     if trainer.world_size > 1 and may_use_gpu(trainer.accelerator):
         there = len(machine.gpu_ids())

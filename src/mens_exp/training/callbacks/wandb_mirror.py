@@ -149,6 +149,7 @@ class WandbMirror(Callback):
             lock=str(run_dir.sync_lock.absolute()),
             to=Destination(server, entity, self._logger.project),
             run_id=self._id,
+            sweep_id=None if self._agent is None else self._agent.sweep_id,
             timeout_s=_PATIENCE_S,
             follows=(me.pid, me.create_time()),
         )

@@ -1,0 +1,65 @@
+"""How processes meet, and how it shows that one is gone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mens_exp.plan.ranks import ALONE
+from mens_exp.training.process_group import (
+    joined,
+    lost_touch,
+    open_store,
+    store_at,
+    strategy_of,
+    tell,
+    told,
+    told_by_all,
+)
+
+CPU = torch.device("cpu")
+
+
+def test_what_is_told_reaches_who_comes_to_the_port() -> None:
+    """Before anyone has joined."""
+    store = open_store(2)
+    tell(store, {"config": "seed: 1\n", "checkpoint": None})
+    assert told(store_at(store.port, 2)) == {"config": "seed: 1\n", "checkpoint": None}
+
+
+def test_a_group_ends_with_its_block() -> None:
+    """Also by an error; another can be joined after it."""
+    for _ in range(2):
+        with joined(ALONE, CPU, open_store(1)):
+            assert told_by_all({"peak": 3}, ALONE) == [{"peak": 3}]
+        assert not torch.distributed.is_initialized()
+    with pytest.raises(KeyError), joined(ALONE, CPU, open_store(1)):
+        raise KeyError
+    assert not torch.distributed.is_initialized()
+
+
+def test_one_process_needs_no_strategy() -> None:
+    """It trains as if there were no groups at all."""
+    assert strategy_of(ALONE) == "auto"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.distributed.DistNetworkError("Connection reset by peer"),
+        RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] closed by peer"),
+    ],
+)
+def test_a_broken_connection_is_told_as_such(error: Exception) -> None:
+    """With the library's own words, and how to go on."""
+    found = lost_touch(error)
+    assert found is not None
+    assert "cannot be reached" in str(found)
+    assert "by peer" in str(found)
+    assert "resume=" in str(found.remedy)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("gloo")])
+def test_any_other_error_is_what_it_is(error: Exception) -> None:
+    """A bug stays one."""
+    assert lost_touch(error) is None
