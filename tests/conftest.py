@@ -18,6 +18,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import numpy as np
 import pytest
 
+from mens_exp.artifacts.scorecard import Scorecard, read_item_events
 from mens_exp.config.compose import compose, typed
 from mens_exp.rows.encode import Encoded
 from mens_exp.sandbox.bubblewrap import Bubblewrap
@@ -272,3 +273,22 @@ def train_in(tiny_run: list[str]) -> Callable[..., RunDir]:
 def finished(train_in: Callable[..., RunDir], tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """A run of `tiny_run` from start to end; only to be read."""
     return train_in(tmp_path_factory.mktemp("finished") / "run")
+
+
+@pytest.fixture(scope="session")
+def untimed() -> Callable[[RunDir], dict[str, Any]]:
+    """Read a run's scorecard and events, but for latencies: they are others each time."""
+
+    def steady(values: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if not name.endswith("_ms")}
+
+    def read(run: RunDir) -> dict[str, Any]:
+        card = Scorecard.read(run.scorecard)
+        return {
+            "suite": card.suite_digest,
+            "generation": card.generation,
+            "conditions": {name: steady(kpis) for name, kpis in card.conditions.items()},
+            "events": [steady(event) for event in read_item_events(run.events)],
+        }
+
+    return read

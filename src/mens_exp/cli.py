@@ -115,7 +115,16 @@ def _dispatch(arguments: list[str]) -> int:
     in_hydra = parsed.run or parsed.resolve or _in_process(parsed.overrides)
     if _given(parsed.overrides, "sweep.resume") or (parsed.multirun and not in_hydra):
         return _sweep(parsed.overrides)
-    return _hydra(arguments, _checked_cells(parsed.overrides, multirun=parsed.multirun))
+    cells = _checked_cells(parsed.overrides, multirun=parsed.multirun)
+    return _hydra(arguments, cells) if parsed.multirun or parsed.resolve else _run(cells[0])
+
+
+def _run(cell: Cell) -> int:
+    """Run one task in the directory that Hydra makes for it."""
+    from mens_exp.config.compose import run_composed
+    from mens_exp.tasks.one_run import run_task
+
+    return run_composed(cell.composed, lambda directory: run_task(directory, cell))
 
 
 def _sweep(overrides: Sequence[str]) -> int:

@@ -8,11 +8,11 @@
     │   ├── DataError      2  a data file or a row in it
     │   ├── ModelFileError 2  a base model's files
     │   └── Problems       2  several of the above, reported together
+    │       └── Refusals   4  several refusals of a gate, reported together
     ├── SetupError         3  this machine lacks something
     │   └── MissingExtra   3  an optional package
     ├── TrainingError      1  training cannot go on (a loss that is not finite, say)
-    ├── GateError          4  a gate said no
-    └── Refusals           4  several of these, reported together
+    └── GateError          4  a gate said no
 
 The number is the process's exit code. A message says what is wrong, the value found,
 what was expected and what to do next.

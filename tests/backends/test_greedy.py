@@ -1,11 +1,12 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from mens_exp.backends.greedy import evaluating, greedy
+from mens_exp.data.batch import packed_batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,8 +41,6 @@ def test_every_id_is_the_most_likely_next_one(
     backend: QloraBackend, documents_of: Callable[..., Encoded]
 ) -> None:
     """Checked by feeding the completion back through the training forward pass."""
-    from mens_exp.data.batch import packed_batch
-
     (completion,) = complete(backend, [PROMPTS[0]])
     ids = PROMPTS[0] + completion
     encoded = documents_of([ids], [[0] * 4 + [1] * 12])
@@ -49,6 +48,21 @@ def test_every_id_is_the_most_likely_next_one(
     with torch.no_grad():
         logits = backend.head(backend(packed_batch(encoded, [[0]], index=0)))
     assert logits.argmax(-1).tolist() == completion
+
+
+@pytest.mark.parametrize("kind", ["qlora", "lora", "full", "burn"])
+def test_bf16_products_generate_on_every_backend(
+    tiny_backend: Callable[..., Any], documents_of: Callable[..., Encoded], kind: str
+) -> None:
+    """The format of the main job: each id is the likeliest, or as likely but for rounding."""
+    backend = tiny_backend(f"backend={kind}", "quant.compute_dtype=bf16").eval()
+    (completion,) = complete(backend, [PROMPTS[0]])
+    encoded = documents_of([PROMPTS[0] + completion], [[0] * 4 + [1] * 12])
+    with torch.no_grad():
+        logits_MV = backend.head(backend(packed_batch(encoded, [[0]], index=0))).float()
+    chosen_M = logits_MV.gather(1, torch.tensor(completion)[:, None])[:, 0]
+    assert len(completion) == 12
+    assert (logits_MV.amax(-1) - chosen_M).max() < 0.01 * logits_MV.std()
 
 
 def test_a_completion_stops_at_the_first_end_id_and_keeps_it(backend: QloraBackend) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -10,7 +10,6 @@ from mens_exp import cli
 from mens_exp.artifacts.adapter_v3 import read_adapter
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.scorecard import read_item_events
 from mens_exp.artifacts.telemetry import read_events
 
 if TYPE_CHECKING:
@@ -78,12 +77,14 @@ def test_loftq_s_peft_directory_is_the_trained_model(
     assert manifest.notes == []
 
 
-def test_evaluation_rebuilds_the_trained_graph(pissa: RunDir, tmp_path: Path) -> None:
+def test_evaluation_rebuilds_the_trained_graph(
+    pissa: RunDir, untimed: Callable[[RunDir], dict[str, Any]], tmp_path: Path
+) -> None:
     """It answers as the run itself did."""
     out = tmp_path / "evaluation"
     command = ["task=evaluate", f"path={pissa.path}", *SUITE, f"hydra.run.dir={out}"]
     assert cli.main(command) == 0
-    assert read_item_events(RunDir(out).events) == read_item_events(pissa.events)
+    assert untimed(RunDir(out)) == untimed(pissa)
 
 
 @pytest.mark.parametrize("init", [["lora.init=pissa"], ["lora.init=loftq", "lora.loftq_iters=2"]])

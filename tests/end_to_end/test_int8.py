@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.scorecard import Scorecard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,23 +61,16 @@ def test_the_card_says_how_to_load_it(run: RunDir) -> None:
     assert "BitsAndBytesConfig(load_in_8bit=True)" in run.model_card.read_text("utf-8")
 
 
-def without_times(run: RunDir) -> Scorecard:
-    """Latencies are another each time."""
-    found = Scorecard.read(run.scorecard)
-    for kpis in found.conditions.values():
-        for name in [name for name in kpis if name.endswith("_ms")]:
-            del kpis[name]
-    return found
-
-
 def test_an_evaluation_repeats_its_scorecard(
-    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunDir,
+    untimed: Callable[[RunDir], dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The saved adapter on a fresh 8-bit base."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["task=evaluate", f"path={run.path}", *SUITE, "hydra.run.dir=again"]) == 0
-    again = RunDir(tmp_path / "again")
-    assert without_times(again) == without_times(run)
+    assert untimed(RunDir(tmp_path / "again")) == untimed(run)
 
 
 def test_a_run_in_two_parts_is_the_run_in_one(train_in: TrainIn, tmp_path: Path) -> None:

@@ -89,6 +89,26 @@ def test_what_a_backend_implies_is_part_of_that_factor(tiny_config: Configs) -> 
     assert turned.confounded_by == ()
 
 
+def test_what_both_arms_share_sets_them_not_apart(tiny_config: Configs) -> None:
+    """Burn on the tokenizer of qlora: a smaller contrast, and a clean one."""
+    burn, qlora = ["backend=burn", "tokenizer=hf"], ["backend=qlora"]
+    assert backends(tiny_config, burn, qlora).confounded_by == ()
+    assert backends(tiny_config, qlora, burn).confounded_by == ()
+
+
+def test_a_shared_tokenizer_has_one_content(tiny_config: Configs) -> None:
+    """The factor backend may move it only where the arms differ in it."""
+    implied = implied_by(
+        lambda name: learned_settings(tiny_config(f"backend={name}")), "burn", "qlora"
+    )
+    reference = side(tiny_config(), tokenizer_sha256="one")
+    for tokenizer, causes in (("vox", ()), ("hf", ("another content of tokenizer_sha256",))):
+        arm = side(
+            tiny_config("backend=burn", f"tokenizer={tokenizer}"), tokenizer_sha256="another"
+        )
+        assert guard(arm, reference, ["backend"], implied).confounded_by == causes
+
+
 def test_what_a_backend_does_not_imply_still_confounds(tiny_config: Configs) -> None:
     """The rate was changed by hand, and so were targets that burn would have set."""
     arm = ["backend=burn", "optim.lr=1e-3"]

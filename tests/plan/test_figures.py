@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mens_exp.model.resolve import BaseModel
 
 SHARDS = 30
-LOOPS = 40  # measured: 21 to 23 on an idle machine, 1.5 s; headroom is for what shares the caches
+LOOPS = 40  # measured: 27 to 29 beside five other programs; headroom is for what shares the caches
 
 MEASURED = """
 import json, resource, sys, time

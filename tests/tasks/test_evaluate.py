@@ -42,26 +42,11 @@ def evaluated(trained: RunDir, place: Path) -> RunDir:
     return RunDir(place / "outputs" / "evaluate" / "b")
 
 
-def untimed_events(run: RunDir) -> list[dict[str, Any]]:
-    return [
-        {name: value for name, value in event.items() if not name.endswith("_ms")}
-        for event in read_item_events(run.events)
-    ]
-
-
-def untimed_kpis(run: RunDir) -> list[Any]:
-    card = Scorecard.read(run.scorecard)
-    kpis = [
-        {name: value for name, value in one.items() if not name.endswith("_ms")}
-        for one in card.conditions.values()
-    ]
-    return [card.suite_digest, card.generation, kpis]
-
-
-def test_evaluation_repeats_the_scorecard_of_training(trained: RunDir, evaluated: RunDir) -> None:
+def test_evaluation_repeats_the_scorecard_of_training(
+    trained: RunDir, evaluated: RunDir, untimed: Callable[[RunDir], dict[str, Any]]
+) -> None:
     """The saved adapter on a fresh graph answers as the trained graph did."""
-    assert untimed_events(evaluated) == untimed_events(trained)
-    assert untimed_kpis(evaluated) == untimed_kpis(trained)
+    assert untimed(evaluated) == untimed(trained)
     base, tuned = (e["completion"] for e in read_item_events(trained.events)[::2])
     assert base != tuned
 
@@ -138,22 +123,30 @@ BASE = ["task=evaluate", "path=base", "model=tiny_llama", "trainer=cpu"]
 
 
 def test_the_base_is_scored_alone(
-    trained: RunDir, tmp_path: Path, tiny_run: list[str], monkeypatch: pytest.MonkeyPatch
+    trained: RunDir,
+    untimed: Callable[[RunDir], dict[str, Any]],
+    tmp_path: Path,
+    tiny_run: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On the same rows it answers as the base of the run did, and nothing stands beside it."""
     monkeypatch.chdir(tmp_path)
     data = [text for text in tiny_run if text.startswith("data")]
     out = RunDir(tmp_path / "evaluation")
     assert cli.main([*BASE, *data, *SUITE, f"hydra.run.dir={out.path}"]) == 0
-    theirs = [event for event in untimed_events(trained) if event["condition"] == "base"]
-    assert untimed_events(out) == theirs
+    theirs = [event for event in untimed(trained)["events"] if event["condition"] == "base"]
+    assert untimed(out)["events"] == theirs
     assert list(Scorecard.read(out.scorecard).conditions) == ["base"]
     assert Manifest.read(out.manifest).inputs["subject"] == "base"
 
 
 @pytest.mark.parametrize("inside", ["adapter", "adapter/peft", "adapter/adapter.safetensors"])
 def test_an_adapter_by_itself_is_scored_on_the_models_base(
-    trained: RunDir, tmp_path: Path, tiny_run: list[str], inside: str
+    trained: RunDir,
+    untimed: Callable[[RunDir], dict[str, Any]],
+    tmp_path: Path,
+    tiny_run: list[str],
+    inside: str,
 ) -> None:
     """In either form, named by its directory or a file in it: ranks and layers are its own."""
     moved = tmp_path / "elsewhere"
@@ -162,7 +155,7 @@ def test_an_adapter_by_itself_is_scored_on_the_models_base(
     out = RunDir(tmp_path / "evaluation")
     command = ["task=evaluate", f"path={moved / inside}", "model=tiny_llama", "trainer=cpu"]
     assert cli.main([*command, *data, *SUITE, f"hydra.run.dir={out.path}"]) == 0
-    assert untimed_events(out) == untimed_events(trained)
+    assert untimed(out)["events"] == untimed(trained)["events"]
     assert "adapter_sha256" in Manifest.read(out.manifest).inputs
 
 

@@ -82,7 +82,7 @@ def greedy(
             pad_token_id=pad_id,
             logits_processor=processors,
             stopping_criteria=criteria,
-            cache_implementation="static",  # a growing one left gigabytes of holes
+            past_key_values=_cache(model, width + max_new_tokens),
             disable_compile=True,  # which a static cache would start on a GPU, for minutes
         )
     lengths = watch.lengths if watch is not None else {}
@@ -90,6 +90,21 @@ def greedy(
         _until(ids[: lengths.get(row)], end_ids)
         for row, ids in enumerate(output[:, width:].tolist())
     ]
+
+
+def _cache(model: Any, tokens: int) -> Any:
+    """Return a cache of that many positions; one that grows left gigabytes of holes.
+
+    Under autocast of an f32 model keys come out of the rotation in f32 and values out of their
+    projection in bf16, and transformers' cache takes one format.
+    """
+    from transformers import StaticCache
+
+    class OneFormat(StaticCache):  # type: ignore[misc]  # untyped to mypy
+        def update(self, key_states: Any, value_states: Any, *rest: Any, **named: Any) -> Any:
+            return super().update(key_states, value_states.to(key_states.dtype), *rest, **named)
+
+    return OneFormat(config=model.config, max_cache_len=tokens)
 
 
 def _criterion(watch: StopWatch, width: int) -> Any:

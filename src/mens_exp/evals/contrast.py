@@ -103,7 +103,7 @@ def guard(
     hashes = dict(arm["inputs"]), dict(reference["inputs"])
     names = sorted(hashes[0].keys() | hashes[1].keys())
     changed = [name for name in names if hashes[0].get(name) != hashes[1].get(name)]
-    allowed = _moved_by(_with_implied(factors, implied))
+    allowed = _moved_by([*factors, *_implied_apart(arm, reference, factors, implied)])
     moved = tuple(name for name in changed if allowed(name))
     found += [f"another content of {name}" for name in changed if name not in moved]
     return Guard(
@@ -135,7 +135,8 @@ def applied(
         factors: dotted settings, or groups.
         implied: settings that the source's backend and the target's imply, where they differ.
             One that stands in the target as its backend implies it becomes what the source's
-            backend implies; one that was set by hand stays.
+            backend implies; one that was set by hand stays, and so does one that is the same in
+            both: what arms share sets them not apart.
     """
     made: Record = copy.deepcopy(dict(target))
     mine, theirs = source.get("settings") or {}, made.setdefault("settings", {})
@@ -146,7 +147,8 @@ def applied(
         ours, before = implied
         for path in ours.keys() | before.keys():
             # A path that is no setting of the other schema is absent there, which is its value.
-            if path not in paths and theirs.get(path) == before.get(path):
+            shared = mine.get(path) == theirs.get(path)
+            if path not in paths and not shared and theirs.get(path) == before.get(path):
                 _put(theirs, path, ours.get(path))
                 _put_parts(made, source, path, keep=mine.get(path) == ours.get(path))
     for path in paths:
@@ -207,10 +209,18 @@ def _other_settings(target: Mapping[str, Any], made: Mapping[str, Any]) -> Itera
             yield path
 
 
-def _with_implied(factors: Sequence[str], implied: Implied | None) -> list[str]:
+def _implied_apart(
+    arm: Mapping[str, Any],
+    reference: Mapping[str, Any],
+    factors: Sequence[str],
+    implied: Implied | None,
+) -> list[str]:
+    """Name the settings that the two backends imply, and that the two arms differ in."""
     if _BACKEND not in factors or implied is None:
-        return list(factors)
-    return [*factors, *implied[0], *implied[1]]
+        return []
+    mine, theirs = (one["contract"].get("settings") or {} for one in (arm, reference))
+    paths = implied[0].keys() | implied[1].keys()
+    return [path for path in paths if mine.get(path) != theirs.get(path)]
 
 
 def _moved_by(factors: Sequence[str]) -> Callable[[str], bool]:

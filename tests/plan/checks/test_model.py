@@ -145,11 +145,19 @@ def test_random_weights_need_room(
     problems_of: Callable[..., list[MensError]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two layers of 40,960 weights and a table of 320·64: 409,600 bytes in f32, half in bf16."""
-    usage = shutil.disk_usage("/")
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: usage._replace(free=300_000))
+    monkeypatch.setattr(checks, "space", lambda path: (path, 300_000))
     model = RandomModel(name="roomy", init_seed=987, num_attention_heads=2)
     (problem,) = problems_of(model)
     assert problem.expected == "409,600 bytes"
     assert problem.exit_code == 3
     model.dtype = WeightsDtype.bf16
+    assert problems_of(model) == []
+
+
+def test_a_cache_that_is_not_there_yet_has_the_room_of_its_disk(
+    problems_of: Callable[..., list[MensError]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a new machine nothing has made the folder."""
+    monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "new" / "cache"))
+    model = RandomModel(name="roomy", init_seed=987, num_attention_heads=2)
     assert problems_of(model) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.backend import ProxyConfig
@@ -16,6 +15,7 @@ from mens_exp.layout.cached import ready
 from mens_exp.layout.shape import Shape, check_weights, shape_of
 from mens_exp.layout.targets import linear_modules, skipped
 from mens_exp.plan import file_messages
+from mens_exp.plan.machine import space
 from mens_exp.rows.cache import cache_root
 from mens_exp.tokenizer.load import load_tokenizer
 
@@ -85,7 +85,7 @@ def _room(model: RandomModel, shape: Shape) -> Iterator[MensError]:
     """Refuse random weights that the cache's disk cannot hold."""
     width = {WeightsDtype.f32: 4, WeightsDtype.bf16: 2}[model.dtype]
     needed = (shape.linear_parameters + shape.embedding_parameters) * width
-    free = shutil.disk_usage(cache_root()).free
+    _, free = space(cache_root())
     if needed > free:
         yield SetupError(
             "the disk has no room for the random weights",
