@@ -91,8 +91,9 @@ def test_a_search_needs_a_sweep_and_processes_of_its_own() -> None:
     """A single run draws nothing, and Hydra's own launcher takes the cells as they stand."""
     (problem,) = said("hydra/sweeper=optuna", multirun=False)
     assert "has no effect on a single run" in problem
-    (problem,) = said("hydra/sweeper=optuna", "hydra/launcher=basic", multirun=True)
-    assert "has no effect with hydra/launcher=basic" in problem
+    for launcher in ("basic", "joblib", "submitit_slurm"):
+        (problem,) = said("hydra/sweeper=optuna", f"hydra/launcher={launcher}", multirun=True)
+        assert f"has no effect with hydra/launcher={launcher}" in problem
     assert said("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", multirun=True) == []
 
 

@@ -118,26 +118,17 @@ class Launcher:
         """Hand waiting jobs over, as many as the executor has room for."""
         if self._is_cancelled:
             return
-        while self._is_room() and (jobs := self._waiting()):
-            started = self._executor.start(jobs)
-            if not started:
-                return
-            for job, work in started:
-                self._begin(job, work)
-
-    def _is_room(self) -> bool:
-        """Let a search draw a job, if there is room for it; a plain sweep has all of its own."""
-        if self._feed is None:
-            return True
-        return len(self._at_work) < self.record.n_jobs and self._is_more()
-
-    def _begin(self, job: SweepJob, work: Work | str) -> None:
-        if isinstance(work, str):
-            self._set(job, JobState.FAILED, work)
-            return
-        self._tries[job["number"]] = self._tries.get(job["number"], 0) + 1
-        self._at_work[job["number"]] = work
-        self._set(job, _state(work), work.waits)
+        if self._feed is not None:
+            room = self.record.n_jobs - len(self._at_work)
+            while len(self._waiting()) < room and self._feed.supply():
+                pass
+        for job, work in self._executor.start(self._waiting()):
+            if isinstance(work, str):
+                self._set(job, JobState.FAILED, work)
+                continue
+            self._tries[job["number"]] = self._tries.get(job["number"], 0) + 1
+            self._at_work[job["number"]] = work
+            self._set(job, _state(work), work.waits)
 
     def _pause(self) -> None:
         """Wait until it is time to look again, or a signal has come."""
@@ -154,9 +145,10 @@ class Launcher:
             if ended is not None:
                 del self._at_work[job["number"]]
                 self._note(job, ended)
-                continue
-            self._watch(job, work)
-            if (state := _state(work)) != job["state"]:
+            elif (reason := self._given_up(job)) is not None:
+                atomic.write_text(self._run_dir(job).pruned, reason)
+                self._executor.cancel([work], signal.SIGTERM)
+            elif (state := _state(work)) != job["state"]:
                 self._set(job, state, work.waits)
                 if state is JobState.WAITING:
                     self._say(job, "waits again", work.waits)
@@ -164,13 +156,11 @@ class Launcher:
                 job["reason"] = work.waits
                 self._save()
 
-    def _watch(self, job: SweepJob, work: Work) -> None:
-        """End a job that its search gives up; its record says why."""
-        run = self._run_dir(job)
-        reason = None if self._feed is None or run.pruned.exists() else self._feed.watch(job)
-        if reason is not None:
-            atomic.write_text(run.pruned, reason)
-            self._executor.cancel([work], signal.SIGTERM)
+    def _given_up(self, job: SweepJob) -> str | None:
+        """Tell why a search ends a running job, once; its record will say so."""
+        if self._feed is None or job["state"] != JobState.RUNNING:
+            return None
+        return None if self._run_dir(job).pruned.exists() else self._feed.watch(job)
 
     def _note(self, job: SweepJob, ended: Ended) -> None:
         since = job["attempts"][-1]["started_utc"] if job["attempts"] else ""

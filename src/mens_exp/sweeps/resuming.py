@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["resume_sweep"]
 
 _TRIALS = "hydra.sweeper.n_trials"
-_MAY_CHANGE = frozenset({"sweep.resume", "sweep.retries", "sweep.changes"})
+_MAY_CHANGE = frozenset({"sweep.resume", "sweep.retries", "sweep.changes", _TRIALS})
 _STAYS = frozenset({"hydra.launcher.threads", "hydra.launcher.cpus_per_task"})  # results depend
 
 
@@ -51,10 +51,10 @@ def resume_sweep(overrides: Sequence[str]) -> int:
         MensError: there is no such sweep, its launcher is still alive, the code is not that of
             its launch, or something is to be changed that cannot.
     """
-    trials = [text for text in overrides if text.startswith(f"{_TRIALS}=")]
-    overrides = [text for text in overrides if text not in trials]
     directory, launcher = _launched(overrides)
     _refuse_others(overrides, launcher)
+    trials = [text for text in overrides if text.startswith(f"{_TRIALS}=")]
+    overrides = [text for text in overrides if text not in trials]
     # The launcher is that of the launch, so that its settings are known.
     checked = check([f"hydra/launcher={launcher}", *overrides], multirun=True)
     Problems.raise_if(checked.problems)
@@ -62,13 +62,12 @@ def resume_sweep(overrides: Sequence[str]) -> int:
     with held(directory.lock):
         record = SweepRecord.read(directory.record)
         _take_over(record, asked, {text.partition("=")[0] for text in overrides})
-        settings = launcher_settings(record.launcher_settings, record.launcher)
-        Problems.raise_if(
-            executor_problems(settings, 1 + max((job["number"] for job in record.jobs), default=0))
-        )
         if trials and record.search is None:
             what = "has no effect on a sweep that lists its cells"
             raise ConfigError(what, where=_TRIALS, found=trials[-1], remedy=f"drop {_TRIALS}")
+        settings = launcher_settings(record.launcher_settings, record.launcher)
+        last = max((job["number"] for job in record.jobs), default=0)
+        Problems.raise_if(executor_problems(settings, 1 + last))
         console = Console(stderr=True)
         for job in record.jobs:
             _settle(job, RunDir(directory.path / job["directory"]), here=launcher != SLURM)

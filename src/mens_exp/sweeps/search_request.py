@@ -11,7 +11,7 @@ from mens_exp.artifacts.search import SearchRecord
 from mens_exp.config.launcher import launcher_settings
 from mens_exp.config.search import OptunaSweeper, Pruner, Sampler, search_settings
 from mens_exp.config.search_space import read_space
-from mens_exp.config.sweep import LOCAL_LAUNCHER, Invalid, LocalLauncher
+from mens_exp.config.sweep import Invalid, LocalLauncher
 from mens_exp.config.validate import range_problems
 from mens_exp.errors import ConfigError, MensError, Problems, RequestError
 from mens_exp.evals.kpi_table import KPIS, Direction
@@ -85,7 +85,9 @@ def read_request(overrides: Sequence[str]) -> Request:
     if probed.general or not probed.cells:
         refuse(probed.general, probed.bad, probed.names)
     first = probed.cells[0]
-    launcher, settings = _launcher(first), first.config.sweep
+    settings, composed = first.config.sweep, first.composed
+    launcher = launcher_settings(composed.launcher, str(composed.launcher_option))
+    assert isinstance(launcher, LocalLauncher), "the overrides were checked"
     search = search_settings(first.composed.sweeper)
     root = Path(str(first.composed.sweep_root))
     general: list[MensError] = [
@@ -108,25 +110,6 @@ def read_request(overrides: Sequence[str]) -> Request:
         on_gpu=any(cell.config.trainer.accelerator != "cpu" for cell in probed.cells),
         notes=tuple(_notes(probed, launcher, root)),
     )
-
-
-def _launcher(cell: Cell) -> LocalLauncher:
-    """Return the settings of the launcher.
-
-    Raises:
-        ConfigError: it takes all its jobs at once, where a search draws one after the other.
-    """
-    name = str(cell.composed.launcher_option)
-    launcher = launcher_settings(cell.composed.launcher, name)
-    if not isinstance(launcher, LocalLauncher):
-        raise ConfigError(
-            "takes all jobs at once, where a search draws each by the results of others",
-            where="hydra/launcher",
-            found=name,
-            expected=LOCAL_LAUNCHER,
-            remedy=f"drop hydra/launcher={name}; hydra.launcher.n_jobs says how many run at a time",
-        )
-    return launcher
 
 
 def _objective_problems(search: OptunaSweeper, cells: Sequence[Cell]) -> Iterator[ConfigError]:

@@ -23,7 +23,7 @@ from mens_exp.sweeps.launching import finish
 from mens_exp.sweeps.search_feed import Search
 from mens_exp.sweeps.search_request import read_request
 from mens_exp.sweeps.search_study import Study, need_optuna
-from mens_exp.sweeps.threads import jobs_at_a_time, threads_per_job
+from mens_exp.sweeps.threads import threads_per_job
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,7 +113,7 @@ def _record(request: Request, overrides: Sequence[str]) -> SweepRecord:
         command=list(overrides),
         code_sha256=code_digest(),
         provenance=provenance.collect(Path.cwd()),
-        n_jobs=jobs_at_a_time(request.launcher),
+        n_jobs=request.launcher.n_jobs,
         threads=threads_per_job(request.launcher),
         gpus=list(machine.gpu_ids()) if request.on_gpu else [],
         launcher=LOCAL_LAUNCHER,
