@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from lightning import Trainer
 
 from mens_exp.artifacts.adapter_v3 import read_adapter, write_adapter
 from mens_exp.backends.adapting import ADAPTER
@@ -389,6 +390,8 @@ def test_a_checkpoint_brings_its_own_base(
         TrainingModule(config, backend, objective, total_steps=1)
         for backend in (saved_by, loaded_by)
     ]
+    for module in modules:
+        module.trainer = Trainer(accelerator="cpu", logger=False, barebones=True)
     checkpoint: dict[str, Any] = {}
     modules[0].on_save_checkpoint(checkpoint)
     other = {name: matrix * 1.05 for name, matrix in saved_by.start_state().items()}

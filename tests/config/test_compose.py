@@ -243,9 +243,9 @@ def test_a_run_directory_is_known_before_hydra_makes_it() -> None:
 def test_each_command_has_its_own_time() -> None:
     """Two commands of one process with equal values never share a directory; one command does."""
     begin_command()
-    first, again = compose([[], []])
+    first, again = (one.run_dir for one in compose([[], []]))
     time.sleep(0.002)  # directories are named to the millisecond
     begin_command()
     (second,) = compose([[]])
-    assert first.run_dir == again.run_dir
-    assert first.run_dir != second.run_dir
+    assert first == again
+    assert first != second.run_dir

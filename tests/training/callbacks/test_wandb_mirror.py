@@ -413,10 +413,21 @@ def test_configuration_wins_over_the_environment(
     """A stray WANDB_ variable does not change what was configured."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setenv("WANDB_RUN_ID", "stray")
-    monkeypatch.setenv("WANDB_SWEEP_ID", "stray")
     started(run)
     run.close()
     assert records(run.dir.wandb, "run")[0]["run_id"] == RUN_ID
+
+
+def test_the_run_of_an_agent_is_that_of_its_sweep(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent tells both ids; under them it waits for its run."""
+    monkeypatch.setenv("WANDB_RUN_ID", "theirs")
+    monkeypatch.setenv("WANDB_SWEEP_ID", "sweep")
+    started(run)
+    run.close()
+    (record, *_) = records(run.dir.wandb, "run")
+    assert (record["run_id"], record["sweep_id"]) == ("theirs", "sweep")
 
 
 def test_online_without_an_account_is_refused_without_a_prompt(
