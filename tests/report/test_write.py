@@ -43,5 +43,5 @@ def test_write_report_of_no_run_writes_nothing(tmp_path: Path) -> None:
 def test_templates_are_part_of_the_package() -> None:
     """They are found through the package, from a checkout and from a wheel."""
     names = {entry.name for entry in files("mens_exp.report").joinpath("templates").iterdir()}
-    pages = {"comparison.html.j2", "corpus.html.j2", "report.html.j2"}
-    assert names == {*pages, "model_card.md.j2", "report.css"}
+    pages = {f"{name}.html.j2" for name in ("comparison", "corpus", "report", "search", "sweep")}
+    assert names == {*pages, "model_card.md.j2", "report.css", "sweep.css", "sweep.js"}
