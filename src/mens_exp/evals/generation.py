@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mens_exp.artifacts.digest import sha256_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from mens_exp.backends.protocol import Backend
     from mens_exp.tokenizer.protocol import Tokenizer
@@ -22,7 +22,7 @@ __all__ = [
     "GraphEngine",
     "Request",
     "cut",
-    "no_room",
+    "in_batches",
     "seed_of",
 ]
 
@@ -92,6 +92,31 @@ def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     return (text[: min(places)], True) if places else (text, False)
 
 
+def in_batches(
+    requests: Sequence[Request],
+    prompts: Sequence[list[int]],
+    room: int,
+    batch_size: int,
+    answer: Callable[[list[Request], list[list[int]]], list[Completion]],
+) -> list[Completion]:
+    """Answer requests a batch at a time, in their order; a prompt over ``room`` tokens gets none.
+
+    Args:
+        requests: what is asked.
+        prompts: the ids of each.
+        room: tokens that a prompt may have.
+        batch_size: requests answered together.
+        answer: answers one batch.
+    """
+    made = {i: _no_room(len(ids), room) for i, ids in enumerate(prompts) if len(ids) > room}
+    fitting = [i for i in range(len(requests)) if i not in made]
+    for start in range(0, len(fitting), batch_size):
+        batch = fitting[start : start + batch_size]
+        answers = answer([requests[i] for i in batch], [prompts[i] for i in batch])
+        made.update(zip(batch, answers, strict=True))
+    return [made[i] for i in range(len(requests))]
+
+
 class GraphEngine:
     """``eval.engine=hf``: the graph at hand, with its adapter or inside ``base_only``."""
 
@@ -103,15 +128,7 @@ class GraphEngine:
         """Answer each of them, as many at once as a batch has."""
         prompts = self.tokenizer.encode_prompts([list(one.messages) for one in requests])
         room = self.backend.max_positions - self.generation.max_new_tokens
-        made: dict[int, Completion] = {
-            i: no_room(len(prompt), room) for i, prompt in enumerate(prompts) if len(prompt) > room
-        }
-        fitting = [i for i in range(len(requests)) if i not in made]
-        for start in range(0, len(fitting), self.generation.batch_size):
-            batch = fitting[start : start + self.generation.batch_size]
-            answers = self._batch([requests[i] for i in batch], [prompts[i] for i in batch])
-            made.update(zip(batch, answers, strict=True))
-        return [made[i] for i in range(len(requests))]
+        return in_batches(requests, prompts, room, self.generation.batch_size, self._batch)
 
     def _batch(self, requests: list[Request], prompts: list[list[int]]) -> list[Completion]:
         began = time.perf_counter()
@@ -154,7 +171,7 @@ class GraphEngine:
         return options
 
 
-def no_room(tokens: int, room: int) -> Completion:
+def _no_room(tokens: int, room: int) -> Completion:
     """Return what stands for the answer to a prompt that leaves no room for one."""
     return Completion(
         text="",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.errors import MensError, MissingExtra, SetupError
-from mens_exp.evals.generation import Completion, cut, no_room
+from mens_exp.evals.generation import Completion, cut, in_batches
 from mens_exp.plan import machine
 
 if TYPE_CHECKING:
@@ -125,13 +125,7 @@ class VllmEngine:
         """Answer each of them, in their order."""
         prompts = self.tokenizer.encode_prompts([list(one.messages) for one in requests])
         room = self.max_positions - self.generation.max_new_tokens
-        made = {i: no_room(len(p), room) for i, p in enumerate(prompts) if len(p) > room}
-        fitting = [i for i in range(len(requests)) if i not in made]
-        for start in range(0, len(fitting), self.generation.batch_size):
-            batch = fitting[start : start + self.generation.batch_size]
-            answers = self._batch([requests[i] for i in batch], [prompts[i] for i in batch])
-            made.update(zip(batch, answers, strict=True))
-        return [made[i] for i in range(len(requests))]
+        return in_batches(requests, prompts, room, self.generation.batch_size, self._batch)
 
     def _batch(self, requests: list[Request], prompts: list[list[int]]) -> list[Completion]:
         from vllm.lora.request import LoRARequest

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-import mens_exp
 from mens_exp.report import comparison_view, wording
 from mens_exp.report.comparison_plots import drawings
+from mens_exp.report.rendering import rendered
 
 if TYPE_CHECKING:
     from mens_exp.artifacts.comparison import Comparison
@@ -19,16 +18,8 @@ __all__ = ["page"]
 
 def page(record: Comparison) -> str:
     """Render a comparison; the same record gives the same text."""
-    environment = Environment(
-        loader=PackageLoader("mens_exp.report"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
-    return environment.get_template("comparison.html.j2").render(
-        version=mens_exp.__version__,
-        say=wording,
+    return rendered(
+        "comparison.html.j2",
         record=record,
         title=wording.visible(f"{record.primary} by {', '.join(record.factors) or 'arm'}"),
         headline=comparison_view.headline(record),

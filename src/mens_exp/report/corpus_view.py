@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
-import mens_exp
 from mens_exp.report import wording
 from mens_exp.report.bars import Bars, histogram
+from mens_exp.report.rendering import rendered
 
 if TYPE_CHECKING:
     from mens_exp.artifacts.corpus_report import CorpusReport, Share
@@ -48,15 +46,8 @@ def render(report: CorpusReport) -> str:
     Returns:
         An HTML document that asks for nothing from anywhere; the same record gives the same text.
     """
-    environment = Environment(
-        loader=PackageLoader("mens_exp.report"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
-    return environment.get_template("corpus.html.j2").render(
-        version=mens_exp.__version__,
+    return rendered(
+        "corpus.html.j2",
         headline=_headline(report),
         cards=_cards(report),
         plots=_plots(report),

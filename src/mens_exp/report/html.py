@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-import mens_exp
 from mens_exp.report import attribution_view, data_contract_view, sections, summary, wording
+from mens_exp.report.rendering import rendered
 
 if TYPE_CHECKING:
     from mens_exp.artifacts.scorecard import ItemEvent
@@ -54,20 +53,11 @@ def render(records: Records) -> str:
     Returns:
         An HTML document; the same records give the same text.
     """
-    environment = Environment(
-        loader=PackageLoader("mens_exp.report"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
-    template = environment.get_template("report.html.j2")
-    return template.render(
+    return rendered(
+        "report.html.j2",
         title=_title(records),
-        version=mens_exp.__version__,
         m=records.manifest,
         status=records.status,
-        say=wording,
         headline=_headline(records),
         command=summary.command(records),
         commit=_commit(records.manifest.provenance),

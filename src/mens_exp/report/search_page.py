@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-import mens_exp
 from mens_exp.report import search_view, wording
+from mens_exp.report.rendering import rendered
 
 if TYPE_CHECKING:
     from mens_exp.artifacts.search import SearchRecord
@@ -24,16 +23,8 @@ def page(record: SweepRecord) -> str:
 
     assert record.search is not None, "a sweep that searches"
     search = record.search
-    environment = Environment(
-        loader=PackageLoader("mens_exp.report"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
-    return environment.get_template("search.html.j2").render(
-        version=mens_exp.__version__,
-        say=wording,
+    return rendered(
+        "search.html.j2",
         record=record,
         search=search,
         counted=search_view.counted(search),

@@ -14,15 +14,14 @@ from importlib import resources
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-import mens_exp
 from mens_exp.artifacts.sweep import JobState
 from mens_exp.report import comparison_view, wording
 from mens_exp.report.comparison_plots import drawings
 from mens_exp.report.parallel import Line, parallel
 from mens_exp.report.plots import ARMS, css_of
+from mens_exp.report.rendering import rendered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,19 +64,11 @@ class _Row:
 
 def page(review: SweepReview) -> str:
     """Render a sweep; the same records give the same text."""
-    environment = Environment(
-        loader=PackageLoader("mens_exp.report"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
     script = resources.files("mens_exp.report").joinpath("templates/sweep.js").read_text("utf-8")
     compared = review.comparison
     heads = _heads(review)
-    return environment.get_template("sweep.html.j2").render(
-        version=mens_exp.__version__,
-        say=wording,
+    return rendered(
+        "sweep.html.j2",
         record=review.record,
         command=wording.visible(shlex.join(["-m", *review.record.command])),
         counts=_counts(review),
