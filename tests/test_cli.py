@@ -401,3 +401,15 @@ def test_a_sweep_takes_options_of_the_working_directory(tiny_run: list[str], her
     assert cli.main(["-m", *mine, "task=plan", "optim=slow,fast"]) == 0
     configs = sorted(here.glob("outputs/multirun/default/*/*/config.yaml"))
     assert [("lr: 1.0e-05" in c.read_text("utf-8")) for c in configs] == [True, False]
+
+
+def test_a_run_directory_that_cannot_be_made_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By name and with a remedy, not by a traceback."""
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    command = ["task=plan", "logger=none", f"hydra.run.dir={tmp_path / 'file' / 'run'}"]
+    assert cli.main(command) == 3
+    said = capsys.readouterr().err
+    assert "hydra.run.dir: the run directory cannot be made" in said
+    assert "Traceback" not in said

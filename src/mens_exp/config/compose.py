@@ -28,7 +28,7 @@ from mens_exp.config.own_schema import CLASS_GROUPS, own_schema
 from mens_exp.config.own_source import read_own_conf
 from mens_exp.config.root import RunConfig
 from mens_exp.config.store import SCHEMAS, register, schema_of
-from mens_exp.errors import ConfigError
+from mens_exp.errors import ConfigError, SetupError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -158,9 +158,22 @@ def run_composed(one: Composed, task: Callable[[Path], int]) -> int:
     Args:
         one: a composed configuration that is no cell of a sweep.
         task: given the directory, which is there; returns an exit code.
+
+    Raises:
+        SetupError: the directory cannot be made.
     """
     config = one.whole
-    assert config is not None
+    assert config is not None, "a frozen cell is run by its sweep"
+    if one.run_dir is not None:
+        try:
+            Path(one.run_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SetupError(
+                "the run directory cannot be made",
+                where="hydra.run.dir",
+                found=str(error),
+                remedy="name a directory that you may write to",
+            ) from error
     with _hydra():
         with read_write(config):
             config.hydra.mode = RunMode.RUN
