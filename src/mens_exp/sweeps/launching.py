@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 
@@ -16,7 +16,7 @@ from mens_exp.artifacts.run_lock import held
 from mens_exp.artifacts.sweep import JobState, SweepJob, SweepRecord
 from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.config.compose import config_digest, to_yaml
-from mens_exp.config.launcher import SLURM, launcher_values
+from mens_exp.config.launcher import LAUNCHERS, SlurmLauncher, launcher_values
 from mens_exp.plan import machine
 from mens_exp.plan.checks import classes
 from mens_exp.report import sweep_view
@@ -28,9 +28,11 @@ from mens_exp.tasks.sweep_review import write_sweep_page
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mens_exp.sweeps.planning import PlannedJob, PlannedSweep
+    from mens_exp.config.launcher import Launcher as LauncherSettings
+    from mens_exp.config.sweep import SweepConfig
+    from mens_exp.sweeps.planning import PlannedJob
 
-__all__ = ["finish", "freeze", "job_record", "launch"]
+__all__ = ["finish", "freeze", "job_record", "launch", "new_record"]
 
 
 def launch(overrides: Sequence[str]) -> int:
@@ -49,7 +51,10 @@ def launch(overrides: Sequence[str]) -> int:
     directory = SweepDir(planned.root)
     directory.path.mkdir(parents=True, exist_ok=True)
     with held(directory.lock):
-        record = _record(planned, overrides)
+        on_gpu = any(job.cell.config.trainer.accelerator != "cpu" for job in planned.jobs)
+        record = new_record(planned, overrides, on_gpu=on_gpu)
+        record.jobs = [job_record(job) for job in planned.jobs]
+        record.left_out = list(planned.left_out)
         console = Console(stderr=True)
         console.print(sweep_view.planned_table(record), soft_wrap=True)
         for job in planned.jobs:
@@ -82,26 +87,51 @@ def _render(launcher: Launcher) -> None:
         launcher.console.print(f"To look at: {launcher.directory.page}", soft_wrap=True)
 
 
-def _record(planned: PlannedSweep, overrides: Sequence[str]) -> SweepRecord:
-    on_gpu = any(job.cell.config.trainer.accelerator != "cpu" for job in planned.jobs)
-    name = str(planned.jobs[0].cell.composed.launcher_option)
-    here = on_gpu and name != SLURM  # Slurm gives each job its own
+class Asked(Protocol):
+    """What a sweep's record says of its command, whether its cells are listed or drawn."""
+
+    @property
+    def root(self) -> Path:
+        """The directory of the sweep."""
+
+    @property
+    def launcher(self) -> LauncherSettings:
+        """Where its jobs run."""
+
+    @property
+    def settings(self) -> SweepConfig:
+        """The settings of the sweep."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a reader should know besides."""
+
+
+def new_record(asked: Asked, overrides: Sequence[str], *, on_gpu: bool) -> SweepRecord:
+    """Return the record of a sweep that has no jobs yet.
+
+    Args:
+        asked: what the command asks for.
+        overrides: the command's, as typed.
+        on_gpu: whether a job may use one.
+    """
+    launcher = asked.launcher
+    here = on_gpu and not isinstance(launcher, SlurmLauncher)  # Slurm gives each job its own
     return SweepRecord(
-        sweep_id=planned.root.resolve().name,
+        sweep_id=asked.root.resolve().name,
         created_utc=utc_now(),
         command=list(overrides),
         code_sha256=code_digest(),
         provenance=provenance.collect(Path.cwd()),
-        n_jobs=jobs_at_a_time(planned.launcher),
-        threads=threads_per_job(planned.launcher),
+        n_jobs=jobs_at_a_time(launcher),
+        threads=threads_per_job(launcher),
         gpus=list(machine.gpu_ids()) if here else [],
-        launcher=name,
-        launcher_settings=launcher_values(planned.launcher),
-        retries=planned.settings.retries,
-        changes=planned.settings.changes.value,
-        jobs=[job_record(job) for job in planned.jobs],
-        left_out=list(planned.left_out),
-        notes=list(planned.notes),
+        launcher=next(name for name, kind in LAUNCHERS.items() if isinstance(launcher, kind)),
+        launcher_settings=launcher_values(launcher),
+        retries=asked.settings.retries,
+        changes=asked.settings.changes.value,
+        jobs=[],
+        notes=list(asked.notes),
     )
 
 

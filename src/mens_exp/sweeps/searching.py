@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from mens_exp.artifacts import atomic, provenance
-from mens_exp.artifacts.code_digest import code_digest
-from mens_exp.artifacts.manifest import utc_now
+from mens_exp.artifacts import atomic
 from mens_exp.artifacts.run_lock import held
-from mens_exp.artifacts.sweep import SweepRecord
 from mens_exp.artifacts.sweep_dir import SweepDir
-from mens_exp.config.launcher import launcher_values
-from mens_exp.config.sweep import LOCAL_LAUNCHER
 from mens_exp.errors import ConfigError
-from mens_exp.plan import machine
 from mens_exp.report import search_page, search_view
 from mens_exp.sweeps.launcher import Launcher
-from mens_exp.sweeps.launching import finish
+from mens_exp.sweeps.launching import finish, new_record
 from mens_exp.sweeps.search_feed import Search
 from mens_exp.sweeps.search_request import read_request
 from mens_exp.sweeps.search_study import Study, need_optuna
-from mens_exp.sweeps.threads import threads_per_job
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mens_exp.artifacts.sweep import SweepRecord
     from mens_exp.sweeps.search_cells import Cells
-    from mens_exp.sweeps.search_request import Request
 
 __all__ = ["launch_search", "resume_search"]
 
@@ -52,7 +44,8 @@ def launch_search(overrides: Sequence[str]) -> int:
     directory = SweepDir(request.root)
     directory.path.mkdir(parents=True, exist_ok=True)
     with held(directory.lock):
-        record = _record(request, overrides)
+        record = new_record(request, overrides, on_gpu=request.on_gpu)
+        record.search = request.search
         console = Console(stderr=True)
         console.print(search_view.space_table(record), soft_wrap=True)
         record.write(directory.record)
@@ -104,23 +97,3 @@ def _run(
     console.print(search_view.best_table(record), soft_wrap=True)
     console.print(f"The search: {directory.search_page}", soft_wrap=True)
     return code or int(not record.search["best"])
-
-
-def _record(request: Request, overrides: Sequence[str]) -> SweepRecord:
-    return SweepRecord(
-        sweep_id=request.root.resolve().name,
-        created_utc=utc_now(),
-        command=list(overrides),
-        code_sha256=code_digest(),
-        provenance=provenance.collect(Path.cwd()),
-        n_jobs=request.launcher.n_jobs,
-        threads=threads_per_job(request.launcher),
-        gpus=list(machine.gpu_ids()) if request.on_gpu else [],
-        launcher=LOCAL_LAUNCHER,
-        launcher_settings=launcher_values(request.launcher),
-        retries=request.settings.retries,
-        changes=request.settings.changes.value,
-        jobs=[],
-        notes=list(request.notes),
-        search=request.search,
-    )
