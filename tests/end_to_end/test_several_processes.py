@@ -121,14 +121,17 @@ def test_an_end_that_not_all_share_is_trained_too(train_in: TrainIn, tmp_path: P
     same_course(both, one)
 
 
+@pytest.mark.parametrize(
+    "several", [TWO, ("trainer=fsdp", TWO[1], "quant.storage_dtype=f32")], ids=["ddp", "fsdp"]
+)
 def test_a_process_that_dies_ends_the_run_and_it_goes_on(
-    alone: RunDir, train_in: TrainIn, tmp_path: Path
+    alone: RunDir, train_in: TrainIn, tmp_path: Path, several: tuple[str, ...]
 ) -> None:
     """Killed after nine steps: the record says which, and the checkpoint of eight is there."""
     path = tmp_path / "run"
     killer = threading.Thread(target=kill_other_after, args=(RunDir(path), 9))
     killer.start()
-    run = train_in(path, *F32, *TWO, code=1)
+    run = train_in(path, *F32, *several, code=1)
     killer.join()
     manifest = Manifest.read(run.manifest)
     assert manifest.status is Status.FAILED

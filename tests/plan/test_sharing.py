@@ -11,6 +11,7 @@ from mens_exp.config.rules.trainer import problems
 from mens_exp.plan.estimate import make_plan
 from mens_exp.plan.memory import BUCKETS
 from mens_exp.plan.pace import Pace
+from mens_exp.plan.parts import WHOLE
 from mens_exp.report import terminal
 
 if TYPE_CHECKING:
@@ -60,18 +61,76 @@ def test_a_quantized_70b_model_fits_eight_devices_of_80_gb(
     assert parts[BUCKETS] == 4 * plan["trainable_parameters"]
     shared = plan["processes"]
     assert shared["processes"] == shared["on_each_machine"] == 8
-    assert shared["fits"] == {"one": True, "ddp": True}
+    assert shared["fits"] == {"one": True, "ddp": True, "fsdp": True}
     assert 40 * GB < shared["bytes_of_each"]["estimate"] < 60 * GB
     assert not any("memory" in problem for problem in plan["problems"])
 
 
 def test_an_unquantized_one_does_not(planned: Callable[..., dict[str, Any]]) -> None:
-    """Its weights alone are 137 GB, and every process of DDP holds all of them."""
-    plan = planned(*MODEL_70B, *EIGHT, "backend=lora")
-    assert plan["processes"]["fits"] == {"one": False, "ddp": False}
+    """Its weights alone are 137 GB, and every process of DDP holds all of them; FSDP would do."""
+    plan = planned(*MODEL_70B, *EIGHT, "backend=lora", "quant=none")
+    assert plan["processes"]["fits"] == {"one": False, "ddp": False, "fsdp": True}
     assert plan["processes"]["bytes_of_each"]["low"] > 80 * GB
     (problem,) = (one for one in plan["problems"] if "memory" in one)
     assert "GPU with 74.5 GiB" in problem
+
+
+def test_in_parts_it_fits_and_each_takes_an_eighth(planned: Callable[..., dict[str, Any]]) -> None:
+    """17 GB of weights each and three layers gathered; nothing of the rest is shared out."""
+    lora = (*MODEL_70B, *EIGHT, "trainer=fsdp", "backend=lora", "quant=none")
+    plan = planned(*lora)
+    parts = plan["memory_bytes"]["components"]
+    assert parts["base weights"] == pytest.approx(68.45e9 * 2 / 8, rel=1e-2)
+    assert parts["gathered layers"] == pytest.approx(3 * 68.45e9 * 2 / 80, rel=1e-2)
+    assert parts["embedding and head"] == 2 * 2 * 128256 * 8192
+    assert parts[WHOLE] == 0
+    assert plan["processes"]["strategy"] == "fsdp"
+    assert plan["processes"]["fits"] == {"one": False, "ddp": False, "fsdp": True}
+    assert not any("memory" in problem for problem in plan["problems"])
+
+
+def test_of_codes_and_scales_the_codes_are_shared_out(
+    planned: Callable[..., dict[str, Any]],
+) -> None:
+    """Two GPUs of 24 GB: 17 GB of codes each, 1.1 GB of scales, 4.2 GB of embedding and head."""
+    two = ("trainer=fsdp", "trainer.accelerator=gpu", "trainer.device_gib=24")
+    plan = planned(*MODEL_70B, *two, "quant.storage_dtype=bf16", "data.seq_len=512")
+    parts = plan["memory_bytes"]["components"]
+    assert parts["base weights"] == pytest.approx(68.45e9 * (4 / 2 + 0.127) / 8, rel=1e-2)
+    assert plan["processes"]["fits"]["ddp"] is False
+
+
+def test_who_scores_holds_the_whole_base(planned: Callable[..., dict[str, Any]]) -> None:
+    """Which is then what does not fit, and what to do about it is another thing than usual."""
+    scored = (*MODEL_70B, *EIGHT, "trainer=fsdp", "backend=lora", "quant=none", "suite=mini_python")
+    plan = planned(*scored)
+    assert plan["memory_bytes"]["components"][WHOLE] > 90 * GB
+    (problem,) = (one for one in plan["problems"] if "memory" in one)
+    assert "suite=none" in problem
+    assert plan["processes"]["fits"]["fsdp"] is False
+
+
+def test_processes_of_a_cpu_load_one_after_the_other(
+    planned: Callable[..., dict[str, Any]],
+) -> None:
+    """Together they hold one whole base and the parts of the others at least, not four of them."""
+    usual = ("backend=lora", "quant=none", "trainer.accelerator=cpu", "trainer.devices=4")
+    wide = ("model=random", "model.hidden_size=2304", "model.intermediate_size=8192")
+    large = (*wide, "model.num_hidden_layers=24")
+    ddp, fsdp = (
+        planned(*large, *usual, f"trainer={one}")["memory_bytes"]["components"]
+        for one in ("ddp", "fsdp")
+    )
+    whole, part = ddp["base weights"], fsdp["base weights"]
+    assert part == pytest.approx(whole / 4, rel=1e-6)
+    assert 4 * part < whole + 3 * part <= 4 * (sum(fsdp.values()) - fsdp["framework"])
+    assert sum(fsdp.values()) < sum(ddp.values())
+
+
+def test_a_base_that_learns_is_not_in_parts(planned: Callable[..., dict[str, Any]]) -> None:
+    """The strategy is left out of what may fit."""
+    plan = planned("trainer=ddp", "trainer.accelerator=cpu", "backend=full", "quant=none")
+    assert plan["processes"]["fits"].keys() == {"one", "ddp"}
 
 
 def test_the_table_says_what_fits(planned: Callable[..., dict[str, Any]]) -> None:
@@ -89,7 +148,7 @@ def test_processes_of_a_cpu_share_its_memory(planned: Callable[..., dict[str, An
     """Where one fits, four may not."""
     cpu = ("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=4", "trainer.device_gib=1")
     plan = planned(*cpu)
-    assert plan["processes"]["fits"] == {"one": True, "ddp": False}
+    assert plan["processes"]["fits"] == {"one": True, "ddp": False, "fsdp": False}
     assert any("memory" in one for one in plan["problems"])
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 
-from mens_exp.plan.ranks import ALONE
+from mens_exp.plan.ranks import ALONE, Rank
 from mens_exp.training.process_group import (
     joined,
     lost_touch,
@@ -16,6 +19,12 @@ from mens_exp.training.process_group import (
     told,
     told_by_all,
 )
+from mens_exp.training.sharding import ShardedBase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mens_exp.config.root import RunConfig
 
 CPU = torch.device("cpu")
 
@@ -38,9 +47,19 @@ def test_a_group_ends_with_its_block() -> None:
     assert not torch.distributed.is_initialized()
 
 
-def test_one_process_needs_no_strategy() -> None:
-    """It trains as if there were no groups at all."""
-    assert strategy_of(ALONE) == "auto"
+def test_one_process_needs_no_strategy(tiny_config: Callable[..., RunConfig]) -> None:
+    """It trains as if there were no groups at all, whatever is asked of several."""
+    for asked in ("trainer=cpu", "trainer=ddp", "trainer=fsdp"):
+        assert strategy_of(tiny_config(asked, "trainer.accelerator=cpu"), ALONE) == "auto"
+
+
+def test_several_have_the_strategy_that_is_asked_for(
+    tiny_config: Callable[..., RunConfig],
+) -> None:
+    """Lightning's own, for the whole graph or for a base in parts."""
+    rank = Rank(rank=1, world_size=2, local_rank=1, local_world_size=2)
+    for asked, kind in (("trainer=ddp", DDPStrategy), ("trainer=fsdp", ShardedBase)):
+        assert isinstance(strategy_of(tiny_config(asked, "trainer.accelerator=cpu"), rank), kind)
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,21 @@ __all__ = ["QloraBackend"]
 class QloraBackend(torch.nn.Module):
     """A transformers model loaded in 4 or 8 bits with PEFT's LoRA layers on it."""
 
-    def __init__(self, config: RunConfig, base: BaseModel, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        base: BaseModel,
+        device: torch.device,
+        *,
+        loaded_on: torch.device | None = None,
+    ) -> None:
         """Load and quantize the base model, and put a fresh adapter on it.
+
+        Args:
+            config: the whole configuration.
+            base: the model on disk.
+            device: what computes.
+            loaded_on: where the graph is built, if not there; whoever asks for it moves it.
 
         Raises:
             ConfigError: a LoRA target names no module of the model.
@@ -74,14 +87,18 @@ class QloraBackend(torch.nn.Module):
         self.shape = shape_of(config.model)
         self.modules_chosen = chosen(config.lora, self.shape)
         self.model, self.layers = adapted(
-            load_base(config, base, device), config.lora, self.modules_chosen, self.shape.family
+            load_base(config, base, loaded_on or device),
+            config.lora,
+            self.modules_chosen,
+            self.shape.family,
         )
-        self.differs_in_evaluation = differs_in_evaluation(self.model)  # Lightning moves it later
+        self.differs_in_evaluation = differs_in_evaluation(self.model)
         self.model.peft_config[ADAPTER].revision = base.revision
         self.causal_lm = self.model.get_base_model()
+        self.total_parameters = int(self.causal_lm.num_parameters())
         if is_wanted(
             config.model.gradient_checkpointing,
-            parameters=int(self.causal_lm.num_parameters()),
+            parameters=self.total_parameters,
             on_gpu=device.type == "cuda",
         ):
             checkpointing.enable(self.causal_lm)
@@ -279,7 +296,7 @@ class QloraBackend(torch.nn.Module):
         return {
             "trainable_parameters": sum(p.numel() for p in parameters),
             "trainable_matrices": len(self.trainable()),
-            "total_parameters": int(self.causal_lm.num_parameters()),
+            "total_parameters": self.total_parameters,
             **quantization_facts(self.model),
             "compute_dtype": str(self.compute_dtype).removeprefix("torch."),
             "gradient_checkpointing": bool(self.causal_lm.is_activation_checkpointing),

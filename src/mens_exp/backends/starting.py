@@ -83,9 +83,7 @@ class Residuals:
     def use(self, *, plain: bool) -> None:
         """Put the plain or the residual weights into every layer."""
         for one in self.layers.values():
-            device = parameters_of(one.module)["lora_a"].device  # Lightning moves it between fits
-            weight = one.plain if plain else one.residual
-            one.module.get_base_layer().weight = weight.to(device)
+            one.module.get_base_layer().weight = one.plain if plain else one.residual
 
     def taken(self) -> dict[str, torch.Tensor]:
         """Return what was taken out, on CPU, by ``{logical}.lora_a`` and ``{logical}.lora_b``."""

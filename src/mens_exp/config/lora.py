@@ -75,3 +75,8 @@ class LoraConfig:
         "A run, `latest`, or an adapter directory (schema v3 or PEFT) whose adapter this run "
         "starts from, with a fresh optimizer; null: a new adapter.",
     )
+
+    @property
+    def start_changes_base(self) -> bool:
+        """Whether the base holds what the start left of its weights."""
+        return self.init is LoraInit.pissa or (self.init is LoraInit.loftq and self.loftq_iters > 1)

@@ -17,6 +17,7 @@ class Strategy(Enum):
 
     one = "one"
     ddp = "ddp"
+    fsdp = "fsdp"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -26,8 +27,8 @@ class TrainerConfig:
     accelerator: str = setting(MISSING, "auto, cpu or gpu; set by the option.")
     strategy: Strategy = setting(
         Strategy.one,
-        "one process, or ddp: several, each with the whole model, that share the micro-batches of "
-        "a step.",
+        "one process, or several that share the micro-batches of a step: ddp, each with the whole "
+        "model, or fsdp, each with its part of the frozen decoder layers.",
     )
     devices: int = setting(
         1, "Processes on each machine: one for each GPU, or that share a CPU.", ge=1

@@ -23,6 +23,7 @@ from mens_exp.config.rules import (
     quant,
     sandbox,
     schedule,
+    sharded,
     suite,
     task,
     trainer,
@@ -118,7 +119,7 @@ def problems_of(config: RunConfig) -> list[MensError]:
     """List everything wrong with typed values that can be told without looking at files."""
     problems: list[MensError] = [*range_problems(config)]
     groups = (trainer, schedule, optim, checkpoint, adapter, data, lora, objective, backend, quant)
-    for rules in groups:
+    for rules in (*groups, sharded):
         problems += rules.problems(config)
     if not any(range_problems(config.model, "model.")):  # its rules divide by its values
         problems += model.problems(config)

@@ -57,7 +57,8 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
     steps = steps_of(config, _blocks(config, data))
     total = steps * per_step if steps is not None else None
     device = device_of_plan(config)
-    expected = forecast(config, shape, documents_of(config, data), device, cache)
+    documents = documents_of(config, data)
+    expected = forecast(config, shape, documents, device, cache)
     written = disk(config, shape, cache, steps)
     errors, warnings = findings(config, device, expected.memory, written, cache)
     stack = proxy_stack(config, shape)
@@ -77,7 +78,7 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         "time_s": _time(config, expected, device, total, data, per_step)
         | {"quantization": pace.quantization_s(shape, device.kind, config.quant.quant_type)},
         "memory_bytes": _memory(expected, device),
-        "processes": shared(config, expected.memory, device),
+        "processes": shared(config, shape, documents, expected.memory, device),
         "disk_bytes": _disk(written, cache),
         "device": {"kind": device.kind, "name": device.name},
         "problems": [*map(str, errors), *(data.get("contract") or {}).get("refusals", ())],

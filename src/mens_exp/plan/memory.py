@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.checkpointing import is_wanted
-from mens_exp.config.lora import LoraInit
 from mens_exp.config.objective import CrossEntropyConfig
 from mens_exp.config.quant import ComputeDtype, QuantType
 from mens_exp.layout.names import HEAD
 from mens_exp.layout.targets import chosen, linear_modules, pattern_values, target_problems
+from mens_exp.plan.parts import in_parts, is_in_parts
 from mens_exp.plan.trained import frozen_linears, proxy_stack, trained_parameters
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         "embedding and head": frozen * shape.embedding_parameters * width,
         "adapter": parameters * (_F32 + (width if width < _F32 else 0)),
         "gradients": parameters * _F32,
-        # DDP sums gradients in buckets of its own, all of them together as large.
+        # They are summed in buckets of their own, all of them together as large.
         **({BUCKETS: parameters * _F32} if config.trainer.world_size > 1 else {}),
         "optimizer": 0 if is_paged and not on_cpu else moments,
         **{name: round(value) for name, value in kept.items()},
@@ -223,6 +223,9 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         components |= {"completions": _COMPLETIONS} if config.suite.name != "none" else {}
         weights = shape.linear_parameters + shape.embedding_parameters
         components["weights file, mapped"] = _MAPPED * weights
+    if is_in_parts(config):
+        layers = shape.num_hidden_layers
+        components = in_parts(config, components, bits=bits, layers=layers, kind=kind)
     total = sum(components.values())
     below, above = _CPU_SPREAD if on_cpu else _CUDA_SPREAD
     # Only documents that are surely there count for the lower bound, and no page of a file, which
@@ -312,10 +315,7 @@ def _layer_bytes(config: RunConfig, shape: Shape, *, width: int, on_cpu: bool) -
 
 def _plain_beside_residual(config: RunConfig, shape: Shape, bits: float) -> dict[str, int]:
     """Return what the plain weights take that are kept beside those of a residual."""
-    lora = config.lora
-    if lora.init is not LoraInit.pissa and not (
-        lora.init is LoraInit.loftq and lora.loftq_iters > 1
-    ):
+    if not config.lora.start_changes_base:
         return {}
     weights = sum(one.out * one.width for one in modules_of(config, shape))
     return {"plain weights, for the base": round(weights * bits / 8)}

@@ -203,16 +203,24 @@ def disk_too_small(place: str, needed: int, free: int, parts: str) -> SetupError
     )
 
 
-def memory_too_small(device: str, low: int, free: int, *, attributes: bool = False) -> SetupError:
+def memory_too_small(
+    device: str, low: int, free: int, *, attributes: bool = False, by_scoring: bool = False
+) -> SetupError:
     """Even the lower bound of the estimate is more than there is."""
+    remedy = "lower data.micro_batch_size, data.seq_len or lora.r; task=plan shows each part"
+    if attributes:
+        remedy = "lower attribute.tokens, or choose a smaller model: it is held in f32"
+    elif by_scoring:
+        remedy = (
+            "choose suite=none, and score with task=evaluate on a larger device: "
+            "whoever scores holds the whole base"
+        )
     return SetupError(
         f"the run does not fit into the memory of {device}",
         where="memory",
         found=f"{size(free)} free",
         expected=f"at least {size(low)}, the lower bound of the estimate",
-        remedy="lower attribute.tokens, or choose a smaller model: it is held in f32"
-        if attributes
-        else "lower data.micro_batch_size, data.seq_len or lora.r; task=plan shows each part",
+        remedy=remedy,
     )
 
 

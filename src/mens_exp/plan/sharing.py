@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.config.rules.sharded import BACKENDS
 from mens_exp.config.trainer import Strategy
 from mens_exp.plan import machine
-from mens_exp.plan.memory import BUCKETS
+from mens_exp.plan.memory import memory
 
 if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
-    from mens_exp.plan.memory import Memory
+    from mens_exp.layout.shape import Shape
+    from mens_exp.plan.memory import Documents, Memory
 
 __all__ = ["device_of_plan", "for_all_on_a_machine", "shared"]
 
@@ -37,23 +40,49 @@ def for_all_on_a_machine(config: RunConfig, one: int, kind: str) -> int:
     return one * (config.trainer.devices if kind == "cpu" else 1)
 
 
-def shared(config: RunConfig, expected: Memory, device: machine.Machine) -> dict[str, Any] | None:
+def shared(
+    config: RunConfig,
+    shape: Shape,
+    documents: Documents,
+    expected: Memory,
+    device: machine.Machine,
+) -> dict[str, Any] | None:
     """Say who shares the work and what each takes; None where one process is asked for.
 
     ``fits`` says of each strategy whether the device holds it: true, false, or null where that is
-    within the estimate's interval, or where the device's memory is unknown.
+    within the estimate's interval, or where the device's memory is unknown. A strategy that the
+    run cannot have is left out.
+
+    Args:
+        config: the whole configuration.
+        shape: of the model.
+        documents: lengths of what is trained on.
+        expected: the forecast of the strategy that is chosen; the others differ from it as their
+            formulas do.
+        device: that each process computes on.
     """
     trainer = config.trainer
     if trainer.strategy is Strategy.one:
         return None
-    less = expected.components.get(BUCKETS, 0)
-    bounds = {
-        Strategy.one: (expected.low - less, expected.high - less),
-        Strategy.ddp: tuple(
-            for_all_on_a_machine(config, bound, device.kind)
-            for bound in (expected.low, expected.high)
-        ),
-    }
+
+    def formula(strategy: Strategy) -> Memory:
+        return memory(_under(config, strategy), shape, documents, kind=device.kind)
+
+    chosen, bounds = formula(trainer.strategy), {}
+    for strategy in Strategy:
+        if strategy is Strategy.fsdp and config.backend.name not in BACKENDS:
+            continue
+        other = formula(strategy)
+        low, high = (
+            round(bound * theirs / ours)
+            for bound, theirs, ours in (
+                (expected.low, other.low, chosen.low),
+                (expected.high, other.high, chosen.high),
+            )
+        )
+        if strategy is not Strategy.one:
+            low, high = (for_all_on_a_machine(config, one, device.kind) for one in (low, high))
+        bounds[strategy] = (low, high)
     return {
         "strategy": trainer.strategy.value,
         "processes": trainer.world_size,
@@ -69,6 +98,14 @@ def shared(config: RunConfig, expected: Memory, device: machine.Machine) -> dict
             for strategy, (low, high) in bounds.items()
         },
     }
+
+
+def _under(config: RunConfig, strategy: Strategy) -> RunConfig:
+    """Return the run under another strategy, with as many processes; one is one."""
+    trainer = replace(config.trainer, strategy=strategy)
+    if strategy is Strategy.one:
+        trainer = replace(trainer, devices=1, num_nodes=1)
+    return replace(config, trainer=trainer)
 
 
 def _fits(low: int, high: int, free: int | None) -> bool | None:

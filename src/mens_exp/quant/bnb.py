@@ -25,6 +25,7 @@ __all__ = [
     "compute_dtype",
     "dequantized",
     "differs_in_evaluation",
+    "keep_quantization_state",
     "keep_trainable",
     "quantization_config",
     "quantization_facts",
@@ -32,6 +33,7 @@ __all__ = [
     "quantized_linears",
     "quantizer_in",
     "quantizer_named",
+    "quantizing_on",
 ]
 
 
@@ -79,6 +81,35 @@ def quantization_config(config: QuantConfig, skip: Sequence[str] = ()) -> BitsAn
     )
 
 
+@contextmanager
+def quantizing_on(device: torch.device) -> Iterator[None]:
+    """Have transformers' loader quantize on a device what it then keeps where it loads to.
+
+    A base that is loaded in the host's memory then has the codes that this device makes, and
+    those are made much faster. Its own loader quantizes where it loads to.
+    """
+    with quiet():
+        from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+    convert = Bnb4bitQuantize.convert
+
+    def converted(self: Any, input_dict: dict[str, Any], **options: Any) -> dict[str, Any]:
+        home = {name: _tensor(values).device for name, values in input_dict.items()}
+        there = {name: [_tensor(values).to(device)] for name, values in input_dict.items()}
+        made = convert(self, there, **options)
+        return {name: weight.to(home[name]) for name, weight in made.items()}
+
+    Bnb4bitQuantize.convert = converted
+    try:
+        yield
+    finally:
+        Bnb4bitQuantize.convert = convert
+
+
+def _tensor(values: Any) -> torch.Tensor:
+    found: torch.Tensor = values[0] if isinstance(values, list) else values
+    return found
+
+
 def quantized_linears(model: torch.nn.Module) -> dict[str, Any]:
     """Return bitsandbytes' linear modules, of 4 or of 8 bits and untyped, by path."""
     with quiet():  # imported first here where nothing is quantized
@@ -98,11 +129,13 @@ def quantization_facts(model: torch.nn.Module) -> dict[str, Any]:
             "as computed" if _on_cpu(layers[0]) else f"int8, outliers above {INT8_THRESHOLD} in f16"
         )
         return {**found, "quant": "int8", "double_quant": False, "int8_inputs": inputs}
+    # A weight in parts is a plain tensor; see `keep_quantization_state`.
+    state = getattr(weight, "quant_state", None) or layers[0].quant_state
     return {
         **found,
-        "quant": str(weight.quant_state.quant_type),
-        "block_size": int(weight.quant_state.blocksize),
-        "double_quant": bool(weight.quant_state.nested),
+        "quant": str(state.quant_type),
+        "block_size": int(state.blocksize),
+        "double_quant": bool(state.nested),
         "storage_dtype": str(weight.dtype).removeprefix("torch."),
     }
 
@@ -167,6 +200,15 @@ def keep_trainable(model: torch.nn.Module) -> None:
         from mens_exp.quant.int8 import in_one_mode
 
         in_one_mode(eight_bit)
+
+
+def keep_quantization_state(model: torch.nn.Module) -> None:
+    """Let 4-bit layers know their scales beside the weight, which is about to lose its class.
+
+    Where a weight is gathered from parts, bitsandbytes takes its scales from there.
+    """
+    for module in quantized_linears(model).values():
+        module.quant_state = module.weight.quant_state
 
 
 def differs_in_evaluation(model: torch.nn.Module) -> bool:

@@ -116,6 +116,7 @@ def fit(
         build_trainer,
         lightning_quiet,
     )
+    from mens_exp.training.sharding import is_sharded
 
     data = inputs.data
     for stream in (data.train_dataloader(), data.val_dataloader()):
@@ -131,7 +132,7 @@ def fit(
             early = prepared_early(config, run, backend, inputs.rows.heldout, inputs.tokenizer)
             scoring = None if early is None else first_items(early, run.manifest)
         trainer = build_trainer(config, run, max_steps=data.max_steps, score=scoring, rank=rank)
-        if rank.is_first:
+        if rank.is_first or is_sharded(config, rank):  # no part of a base computes alone
             certify_steps(config, run, module, data)
         _validate_before(run, trainer, module, data)
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)

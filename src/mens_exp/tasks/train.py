@@ -19,9 +19,11 @@ from mens_exp.tasks.scoring import score
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from mens_exp.backends.protocol import Backend
     from mens_exp.config.root import RunConfig
     from mens_exp.data.datamodule import RowsDataModule
-    from mens_exp.tasks.fitting import Fitted
+    from mens_exp.plan.ranks import Rank
+    from mens_exp.tasks.fitting import Fitted, Inputs
     from mens_exp.tasks.run import Run
 
 __all__ = ["train"]
@@ -54,9 +56,24 @@ def train(config: RunConfig, run: Run, *, checkpoint: Path | None = None) -> Non
     certify_rows(config, run, rows, inputs.data, tokenizer, cache)
     with several(config, run, checkpoint) as rank:
         trained = fit(config, run, inputs, rank, checkpoint=checkpoint)
-    backend = trained.module.backend
+    backend = _to_be_scored(config, inputs, trained, rank)
     score(config, run, backend, rows.heldout, tokenizer, prepared=trained.early)
     _results(run, trained, inputs.data, plan)
+
+
+def _to_be_scored(config: RunConfig, inputs: Inputs, trained: Fitted, rank: Rank) -> Backend:
+    """Return the trained graph with a base that is whole in this process."""
+    from mens_exp.training.build import build_backend, lightning_quiet
+    from mens_exp.training.sharding import is_sharded
+
+    module = trained.module
+    if config.suite.name != "none" and is_sharded(config, rank):
+        _, tensors = module.backend.adapter(config)
+        del module.backend  # the parts, before there is a whole
+        with lightning_quiet():
+            module.backend = build_backend(config, inputs.base)
+        module.backend.load_adapter(tensors)
+    return module.backend
 
 
 def _results(run: Run, trained: Fitted, data: RowsDataModule, plan: dict[str, Any]) -> None:

@@ -125,10 +125,9 @@ class _Observing(TrainingModule):
 
 def _step(config: RunConfig, module: TrainingModule, stream: MicroBatches) -> _Step:
     """Take one optimizer step over a stream."""
-    device = next(module.parameters()).device
     observing = _Observing(config, module.backend, module.objective, total_steps=1)
     trainer = Trainer(
-        accelerator="cpu" if device.type == "cpu" else "gpu",
+        accelerator="cpu" if next(module.parameters()).device.type == "cpu" else "gpu",
         devices=1,
         plugins=[StartedProcesses(ALONE)],
         max_steps=1,
@@ -144,5 +143,4 @@ def _step(config: RunConfig, module: TrainingModule, stream: MicroBatches) -> _S
         use_distributed_sampler=False,
     )
     trainer.fit(observing, stream, stream)  # the second is never read: no batch of it is to be
-    observing.to(device)  # Lightning leaves it on the CPU
     return _Step(observing.loss, observing.gradients)

@@ -30,6 +30,7 @@ from mens_exp.training.atomic_checkpoint import AtomicCheckpointIO
 from mens_exp.training.loggers import lightning_logger
 from mens_exp.training.module import TrainingModule
 from mens_exp.training.process_group import strategy_of
+from mens_exp.training.sharding import is_sharded, sharded
 from mens_exp.training.started_processes import StartedProcesses
 
 if TYPE_CHECKING:
@@ -78,7 +79,13 @@ def device_of(accelerator: str, local_rank: int = 0) -> torch.device:
 def build_backend(config: RunConfig, base: BaseModel, rank: Rank = ALONE) -> Backend:
     """Load the base model and put the adapter on it, on the device of a process."""
     cls: Any = get_class(config.backend._target_)  # Hydra's own spelling
-    backend: Backend = cls(config, base, device_of(config.trainer.accelerator, rank.local_rank))
+    device = device_of(config.trainer.accelerator, rank.local_rank)
+    made: Any
+    if is_sharded(config, rank):
+        made = sharded(config, rank, device, lambda at: cls(config, base, device, loaded_on=at))
+    else:
+        made = cls(config, base, device)
+    backend: Backend = made
     return backend
 
 
@@ -136,7 +143,7 @@ def build_trainer(
         # Each process has one GPU, and Lightning is to know all of a machine's.
         devices=rank.local_world_size,
         num_nodes=rank.world_size // rank.local_world_size,
-        strategy=strategy_of(rank),
+        strategy=strategy_of(config, rank),
         max_steps=max_steps,
         max_epochs=-1,
         accumulate_grad_batches=trainer.accumulate_grad_batches // rank.world_size,

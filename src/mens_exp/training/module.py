@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from lightning import LightningModule
@@ -17,6 +17,7 @@ from mens_exp.tokenizer.text_bytes import bits_per_byte
 from mens_exp.training.loop_progress import for_processes
 from mens_exp.training.optimizer import build_optimizer
 from mens_exp.training.schedule import multiplier
+from mens_exp.training.sharding import ShardedBase, averaged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,6 +69,16 @@ class TrainingModule(LightningModule):
         self._step_loss = 0.0
         self._step_count = 0
         self._step_tokens = 0
+
+    def cpu(self) -> Self:
+        """Stay where the graph is: a trainer that is done would move it off its GPU.
+
+        It goes on there, with the next trainer or with scoring.
+        """
+        return self
+
+    def configure_model(self) -> None:
+        """Do nothing: the graph is whole, or in parts, before the trainer sees it."""
 
     def record(self, name: str, value: float) -> None:
         """Set a declared metric of the current step."""
@@ -121,6 +132,8 @@ class TrainingModule(LightningModule):
                 remedy="look at data.seq_len and at what objective learns",
             )
         gradients = [p.grad for p in self.backend.trainable().values() if p.grad is not None]
+        if isinstance(self.trainer.strategy, ShardedBase):
+            averaged(gradients)  # which DDP has done by now
         for gradient in gradients:
             gradient.div_(step_count)
         norms = torch._foreach_norm(gradients)  # noqa: SLF001  # the fused form clipping uses

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from lightning.pytorch.strategies import Strategy
 
+    from mens_exp.config.root import RunConfig
     from mens_exp.plan.ranks import Rank
 
 __all__ = [
@@ -39,11 +40,16 @@ _PATIENCE = timedelta(hours=1)
 _TOLD = "mens_exp"
 
 
-def strategy_of(rank: Rank) -> Strategy | str:
+def strategy_of(config: RunConfig, rank: Rank) -> Strategy | str:
     """Return Lightning's strategy for a process of the group."""
     if rank.is_alone:
         return "auto"
     from lightning.pytorch.strategies import DDPStrategy
+
+    from mens_exp.training.sharding import ShardedBase, is_sharded
+
+    if is_sharded(config, rank):
+        return ShardedBase(rank)
 
     return DDPStrategy(forward_sync_buffers=False)
 

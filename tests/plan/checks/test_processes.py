@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from mens_exp.plan import machine
 from mens_exp.plan.checks.processes import check
 from mens_exp.plan.ranks import Rank, of_torchrun
 
@@ -104,3 +105,25 @@ def test_more_processes_than_gpus_are_refused(
     (found,) = check(tiny_config("trainer=ddp", "trainer.accelerator=gpu"))
     assert (found.where, found.expected) == ("trainer.devices", "at most 1")
     assert list(check(tiny_config(*DDP))) == []
+
+
+FSDP = ("trainer=fsdp", "trainer.accelerator=cpu", "quant.storage_dtype=bf16")
+
+
+@pytest.mark.parametrize(
+    ("version", "problems"), [("2.6.0+cpu", 1), ("2.7.0", 0), ("2.13.0+cpu", 0)]
+)
+def test_parts_need_a_torch_that_leaves_the_adapter_whole(
+    tiny_config: Callable[..., RunConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+    problems: int,
+) -> None:
+    """fully_shard takes parameters to ignore since 2.7."""
+    monkeypatch.setattr(machine, "_torch", lambda: (version, None))
+    found = list(check(tiny_config(*FSDP)))
+    assert len(found) == problems
+    for one in found:
+        assert one.where == "trainer.strategy"
+        assert version in str(one.found)
+    assert list(check(tiny_config(*FSDP, "trainer.devices=1"))) == []

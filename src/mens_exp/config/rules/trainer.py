@@ -61,7 +61,7 @@ def _shared(config: RunConfig) -> Iterator[ConfigError]:
                     where=f"trainer.{name}",
                     found=getattr(trainer, name),
                     expected="1, or a trainer of several processes",
-                    remedy="choose trainer=ddp",
+                    remedy="choose trainer=ddp or trainer=fsdp",
                 )
         return
     for name, what in (

@@ -13,6 +13,7 @@ from mens_exp.plan import machine, messages
 from mens_exp.plan.attribution import attribution_memory
 from mens_exp.plan.disk import disk
 from mens_exp.plan.forecast import documents_of, forecast
+from mens_exp.plan.parts import WHOLE
 from mens_exp.plan.sharing import for_all_on_a_machine
 from mens_exp.rows.cache import cache_root
 
@@ -55,6 +56,8 @@ def findings(
     low, high = (
         for_all_on_a_machine(config, bound, device.kind) for bound in (expected.low, expected.high)
     )
+    # On a CPU a base is whole while it is loaded too.
+    scored = expected.components.get(WHOLE, 0) if device.kind == "cuda" else 0
     if device.free_bytes is not None:
         if low > device.free_bytes:
             error = messages.memory_too_small(
@@ -62,6 +65,7 @@ def findings(
                 low,
                 device.free_bytes,
                 attributes=config.task.name == "attribute",
+                by_scoring=low - scored <= device.free_bytes,
             )
             errors.append(error)
         elif high > device.free_bytes:

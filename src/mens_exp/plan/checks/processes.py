@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from packaging.version import Version
+
 from mens_exp.errors import ConfigError, MensError, RequestError, SetupError
 from mens_exp.plan import machine
 from mens_exp.plan.device import may_use_gpu
+from mens_exp.plan.parts import is_in_parts
 from mens_exp.plan.ranks import of_torchrun
 
 if TYPE_CHECKING:
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
 
 __all__ = ["check"]
+
+_KEEPS_WHOLE = Version("2.7")  # fully_shard's ignored_params
 
 
 def check(config: RunConfig) -> Iterator[MensError]:
@@ -54,6 +59,7 @@ def check(config: RunConfig) -> Iterator[MensError]:
             remedy=f"torchrun --nnodes={trainer.num_nodes} --nproc-per-node={trainer.devices} "
             "--node-rank=<0, 1, …> --master-addr=<the first> --master-port=29500 -m mens_exp …",
         )
+    yield from _torch(config)
     if trainer.world_size > 1 and may_use_gpu(trainer.accelerator):
         there = len(machine.gpu_ids())
         if there and there < trainer.devices:
@@ -64,3 +70,15 @@ def check(config: RunConfig) -> Iterator[MensError]:
                 expected=f"at most {there}",
                 remedy=f"choose trainer.devices={there}",
             )
+
+
+def _torch(config: RunConfig) -> Iterator[MensError]:
+    torch = machine.look("cpu").torch if is_in_parts(config) else None
+    if torch is not None and Version(torch) < _KEEPS_WHOLE:
+        yield SetupError(
+            "this torch cannot leave the adapter whole beside a base in parts",
+            where="trainer.strategy",
+            found=f"torch {torch}",
+            expected=f"torch {_KEEPS_WHOLE} or newer",
+            remedy="update torch, or choose trainer=ddp",
+        )

@@ -1,0 +1,68 @@
+"""What trainer=fsdp can hold in parts: the frozen decoder layers of a causal model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mens_exp.config.quant import QuantType
+from mens_exp.config.rules.suite import scorecard_of
+from mens_exp.config.trainer import Strategy
+from mens_exp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mens_exp.config.root import RunConfig
+
+__all__ = ["BACKENDS", "problems"]
+
+BACKENDS = ("qlora", "lora")  # whose base is frozen, and a model of transformers
+
+
+def problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what of a run cannot be in parts."""
+    if config.trainer.strategy is not Strategy.fsdp:
+        return
+    if config.backend.name not in BACKENDS:
+        yield ConfigError(
+            "has no frozen base of decoder layers that processes could hold in parts",
+            where="backend",
+            found=config.backend.name,
+            expected=" or ".join(BACKENDS),
+            remedy="choose trainer=ddp",
+        )
+        return
+    quant, lora = config.quant, config.lora
+    if quant.quant_type is QuantType.int8:
+        yield ConfigError(
+            "bitsandbytes keeps codes of eight bits outside of what can be in parts",
+            where="quant.quant_type",
+            found=quant.quant_type.value,
+            expected="nf4, fp4, or none with backend=lora",
+            remedy="choose quant=nf4, or trainer=ddp",
+        )
+    if quant.is_four_bit and quant.storage_dtype.value != quant.compute_dtype.value:
+        yield ConfigError(
+            "parts of 4-bit weights lie in tensors of the compute format",
+            where="quant.storage_dtype",
+            found=quant.storage_dtype.value,
+            expected=f"quant.compute_dtype, {quant.compute_dtype.value}; the codes are the same",
+            remedy=f"choose quant.storage_dtype={quant.compute_dtype.value}",
+        )
+    if lora.start_changes_base:
+        yield ConfigError(
+            "this start exchanges the base's weights, which are in parts",
+            where="lora.init",
+            found=lora.init.value,
+            expected="default, or loftq with lora.loftq_iters=1",
+            remedy="choose trainer=ddp",
+        )
+    scorecard = scorecard_of(config)
+    if scorecard is not None and scorecard.every_n_steps is not None:
+        yield ConfigError(
+            "one process scores, and no part of a base answers alone",
+            where="callbacks.scorecard.every_n_steps",
+            found=scorecard.every_n_steps,
+            expected="null: scored when training has ended",
+            remedy="choose callbacks.scorecard.every_n_steps=null, or trainer=ddp",
+        )

@@ -1,0 +1,73 @@
+"""What of a run can be in parts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.config.rules.sharded import problems
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mens_exp.config.root import RunConfig
+
+FSDP = ("trainer=fsdp", "trainer.accelerator=cpu")
+BF16, F32 = "quant.storage_dtype=bf16", "quant.storage_dtype=f32"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [BF16],
+        [F32, "quant.compute_dtype=f32"],
+        [BF16, "quant.quant_type=fp4", "quant.block_size=128"],
+        [BF16, "lora.variant=dora"],
+        [BF16, "lora.init=loftq"],
+        ["backend=lora", "quant=none"],
+    ],
+)
+def test_a_frozen_base_is_held_in_parts(
+    tiny_config: Callable[..., RunConfig], overrides: list[str]
+) -> None:
+    """In four bits or as it is, with any adapter that leaves it alone."""
+    assert list(problems(tiny_config(*FSDP, *overrides))) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where", "found", "remedy"),
+    [
+        (["backend=full", "quant=none"], "backend", "full", "trainer=ddp"),
+        (["backend=proxy"], "backend", "proxy", "trainer=ddp"),
+        (["backend=burn", "quant=none"], "backend", "burn", "trainer=ddp"),
+        (["quant=int8"], "quant.quant_type", "int8", "trainer=ddp"),
+        ([], "quant.storage_dtype", "u8", "quant.storage_dtype=bf16"),
+        ([F32], "quant.storage_dtype", "f32", "quant.storage_dtype=bf16"),
+        ([BF16, "lora.init=pissa"], "lora.init", "pissa", "trainer=ddp"),
+        ([BF16, "lora.init=loftq", "lora.loftq_iters=2"], "lora.init", "loftq", "trainer=ddp"),
+        (
+            [BF16, "suite=mini_python", "callbacks.scorecard.every_n_steps=2"],
+            "callbacks.scorecard.every_n_steps",
+            "2",
+            "every_n_steps=null",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    tiny_config: Callable[..., RunConfig],
+    overrides: list[str],
+    where: str,
+    found: str,
+    remedy: str,
+) -> None:
+    """By name, with the way out."""
+    (problem,) = problems(tiny_config(*FSDP, *overrides))
+    assert (problem.where, str(problem.found)) == (where, found)
+    assert remedy in str(problem.remedy)
+
+
+def test_other_strategies_ask_for_nothing(tiny_config: Callable[..., RunConfig]) -> None:
+    """Codes may lie in bytes, and every weight may learn."""
+    assert list(problems(tiny_config("trainer=ddp", "trainer.accelerator=cpu"))) == []
+    assert list(problems(tiny_config("backend=full", "quant=none"))) == []

@@ -1,0 +1,119 @@
+"""Two processes on the CPU that hold the base in parts train what one does, and leave one record.
+
+The process of the tests is the one that keeps the record; it starts the other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from mens_exp import cli
+from mens_exp.artifacts.adapter_v3 import read_adapter
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.telemetry import read_events
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.artifacts.run_dir import RunDir
+
+    TrainIn = Callable[..., RunDir]
+
+pytestmark = pytest.mark.slow  # whole runs, of several processes
+
+F32 = ("quant.compute_dtype=f32", "trainer.max_steps=20", "checkpoint.every_n_steps=8")
+PARTS = ("trainer=fsdp", "trainer.accelerator=cpu", "quant.storage_dtype=f32")
+SCORED = ("suite=heldout_syntax", "suite.max_new_tokens=48")
+RELATIVE = 1e-4  # sums over two processes round otherwise; measured: 3e-8
+
+
+def steps(run: RunDir) -> list[dict[str, Any]]:
+    return [event["payload"] for event in read_events(run.telemetry) if event["event"] == "step"]
+
+
+def same_course(one: RunDir, other: RunDir) -> None:
+    """Hold every step of one run against that of another, and what they end with."""
+    assert len(steps(one)) == len(steps(other)) == 20
+    for ours, theirs in zip(steps(one), steps(other), strict=True):
+        assert ours["batches_sha256"] == theirs["batches_sha256"]
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=RELATIVE)
+        assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-3)
+    manifests = [Manifest.read(run.manifest) for run in (one, other)]
+    assert manifests[0].status is manifests[1].status is Status.SUCCEEDED
+    for name in ("base_val_loss", "tuned_val_loss"):
+        losses = [manifest.results[name] for manifest in manifests]
+        assert losses[0] == pytest.approx(losses[1], rel=RELATIVE)
+    adapters = [read_adapter(run.adapter)[1] for run in (one, other)]
+    assert adapters[0].keys() == adapters[1].keys()
+    for name, values in adapters[0].items():
+        np.testing.assert_allclose(values, adapters[1][name], rtol=1e-2, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def alone(train_in: TrainIn, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return train_in(tmp_path_factory.mktemp("alone") / "run", *F32, *SCORED)
+
+
+@pytest.fixture(scope="module")
+def parts(train_in: TrainIn, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return train_in(tmp_path_factory.mktemp("parts") / "run", *F32, *SCORED, *PARTS)
+
+
+def test_parts_take_the_course_of_one(
+    alone: RunDir, parts: RunDir, untimed: Callable[[RunDir], dict[str, Any]]
+) -> None:
+    """Twenty steps with dropout, the same adapter, and the same scorecard from a whole base."""
+    same_course(parts, alone)
+    assert untimed(parts) == untimed(alone)
+    ours, theirs = (Manifest.read(run.manifest) for run in (parts, alone))
+    assert (ours.contract or {})["digest"] == (theirs.contract or {})["digest"]
+    expected = {"strategy": "fsdp", "processes": 2, "storage_dtype": "float32", "quant": "nf4"}
+    assert {name: ours.facts[name] for name in expected} == expected
+    for name in ("total_parameters", "trainable_parameters", "quantized_linears", "attention"):
+        assert ours.facts[name] == theirs.facts[name]
+    assert len(ours.results["peak_rss_bytes_of_processes"]) == 2
+    assert (ours.data_contract or {})["probe"]["accumulation_gradient"] < 1e-3
+    assert not parts.processes.exists()
+
+
+def test_what_they_leave_is_loaded_like_any_other(parts: RunDir, tmp_path: Path) -> None:
+    """task=evaluate by one process, which has the base whole."""
+    out = tmp_path / "evaluated"
+    command = ["task=evaluate", f"path={parts.path}", *SCORED, "trainer=cpu"]
+    assert cli.main([*command, f"hydra.run.dir={out}"]) == 0
+    assert (out / "scorecard.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("before", "changes"),
+    [(PARTS, ("trainer.devices=1",)), ((), ("trainer.devices=2",))],
+    ids=["parts, then one", "one, then two"],
+)
+def test_another_number_of_processes_goes_on(
+    alone: RunDir,
+    train_in: TrainIn,
+    tmp_path: Path,
+    before: tuple[str, ...],
+    changes: tuple[str, ...],
+) -> None:
+    """After eight steps: checkpoints are those of any strategy."""
+    run = train_in(tmp_path / "run", *F32, *SCORED, *before, "trainer.max_steps=8")
+    assert cli.main([f"resume={run.path}", *changes, "trainer.max_steps=20"]) == 0
+    assert Manifest.read(run.manifest).attempts[-1]["resumed_from_step"] == 8
+    same_course(run, alone)
+
+
+def test_an_unquantized_base_under_bf16_is_held_in_parts_too(
+    train_in: TrainIn, tmp_path: Path
+) -> None:
+    """Computed again in the backward pass; losses of bf16 round otherwise."""
+    usual = ("backend=lora", "quant=none", "model.gradient_checkpointing=on")
+    one = train_in(tmp_path / "one", *usual)
+    both = train_in(tmp_path / "both", *usual, "trainer=fsdp", "trainer.accelerator=cpu")
+    for ours, theirs in zip(steps(both), steps(one), strict=True):
+        assert ours["batches_sha256"] == theirs["batches_sha256"]
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-3)
