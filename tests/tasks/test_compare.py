@@ -138,6 +138,38 @@ def test_another_suite_confounds(study: Study, compare: Compare) -> None:
     assert "another suite" in record.contrasts[0]["confounded_by"][0]
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("engine", "vllm"), ("temperature", 0.8), ("samples", 4), ("max_retries", 2)],
+)
+def test_answers_that_were_made_otherwise_confound(
+    study: Study, compare: Compare, setting: str, value: object
+) -> None:
+    """The same items, asked of one arm greedily and once, of the other in another way."""
+    record = compare(study(answering=lambda arm: {setting: value} if arm else {}))
+    (found,) = record.contrasts[0]["confounded_by"]
+    assert found.startswith(f"answers were made otherwise: eval.{setting} is ")
+    assert str(value) in found
+
+
+def test_answers_that_were_made_otherwise_within_an_arm_confound_it(
+    study: Study, compare: Compare
+) -> None:
+    """A sweep over eval.temperature alone is one arm, and base and tuned are no clean contrast."""
+    values = iter([0.0, 0.8])
+    path = study(arms=[[]], seeds=[1, 2], answering=lambda _: {"temperature": next(values)})
+    (found,) = compare(path).contrasts[0]["confounded_by"]
+    assert "eval.temperature is 0.0 and 0.8" in found
+
+
+def test_what_changes_no_answer_confounds_nothing(study: Study, compare: Compare) -> None:
+    """Without drawing, top_p and seed mean nothing; the batch is labelled: bf16 rounds by it."""
+    told = {"temperature": 0.0, "top_p": 0.9, "seed": 7, "batch_size": 16}
+    contrast = compare(study(answering=lambda arm: told if arm else {"batch_size": 8})).contrasts[0]
+    assert contrast["confounded_by"] == []
+    assert contrast["environment"] == ["suite.batch_size 8 and 16"]
+
+
 def test_another_content_of_rows_confounds(study: Study, compare: Compare) -> None:
     """The contract is the same; what was read is not."""
     one = study("one", arms=[[]])

@@ -20,7 +20,14 @@ from mens_exp.artifacts.scorecard import UNSAFE, Condition
 from mens_exp.config.compose import compose, typed
 from mens_exp.config.own_conf import own_directory
 from mens_exp.errors import ConfigError, RequestError
-from mens_exp.evals.arms import Arm, Trial, arms_of, factors_in, inner_differences
+from mens_exp.evals.arms import (
+    Arm,
+    Trial,
+    arms_of,
+    asked_otherwise,
+    factors_in,
+    inner_differences,
+)
 from mens_exp.evals.contrast import Implied, guard, implied_by
 from mens_exp.evals.kpi_table import KPIS
 from mens_exp.evals.observations import Observation, Score, scores
@@ -197,6 +204,7 @@ def _hold(arm: Arm, reference: Arm, factors: Sequence[str], contrast: ContrastRe
     suites = {one.suite_digest for side in (arm, reference) for one in side.trials}
     if len(suites) > 1:
         found.append("another suite: its digest, or that there is a scorecard at all")
+    found += asked_otherwise([*arm.trials, *reference.trials])
     contrast["confounded_by"] = list(dict.fromkeys(found))
     contrast["moved_inputs"] = list(held.moved_inputs)
     others = [*arm.trials, *reference.trials[1:]]
@@ -205,6 +213,9 @@ def _hold(arm: Arm, reference: Arm, factors: Sequence[str], contrast: ContrastRe
         for trial in others
         for label in guard(trial.side(), first.side(), factors, implied).environment
     ]
+    sizes = {one.answering.get("batch_size") for one in (first, *others)} - {None}
+    if len(sizes) > 1:
+        labels.append(f"suite.batch_size {' and '.join(map(str, sorted(sizes)))}")
     contrast["environment"] = list(dict.fromkeys(labels))
 
 

@@ -145,6 +145,7 @@ def _read(run: RunDir, scorer: RunDir | None) -> Scored:
         settings=_settings(run),
         hashes=dict(hashes_in(manifest.inputs)),
         suite_digest=None if scorecard is None else scorecard.suite_digest,
+        answering={} if scorecard is None else scorecard.generation,
     )
     return Scored(
         trial=trial,
