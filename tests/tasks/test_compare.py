@@ -138,18 +138,16 @@ def test_another_suite_confounds(study: Study, compare: Compare) -> None:
     assert "another suite" in record.contrasts[0]["confounded_by"][0]
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [("engine", "vllm"), ("temperature", 0.8), ("samples", 4), ("max_retries", 2)],
-)
-def test_answers_that_were_made_otherwise_confound(
-    study: Study, compare: Compare, setting: str, value: object
-) -> None:
+def test_answers_that_were_made_otherwise_confound(study: Study, compare: Compare) -> None:
     """The same items, asked of one arm greedily and once, of the other in another way."""
-    record = compare(study(answering=lambda arm: {setting: value} if arm else {}))
-    (found,) = record.contrasts[0]["confounded_by"]
-    assert found.startswith(f"answers were made otherwise: eval.{setting} is ")
-    assert str(value) in found
+    told = {"engine": "vllm", "temperature": 0.8, "samples": 4, "max_retries": 2}
+    record = compare(study(answering=lambda arm: told if arm else {}))
+    assert record.contrasts[0]["confounded_by"] == [
+        "answers were made otherwise: eval.engine is hf and vllm",
+        "answers were made otherwise: eval.temperature is 0.0 and 0.8",
+        "answers were made otherwise: eval.samples is 1 and 4",
+        "answers were made otherwise: eval.max_retries is 0 and 2",
+    ]
 
 
 def test_answers_that_were_made_otherwise_within_an_arm_confound_it(
