@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,7 +22,6 @@ from mens_exp.tokenizer.hf import HfTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from mens_exp.backends.qlora import QloraBackend
     from mens_exp.model.resolve import BaseModel
@@ -333,6 +333,27 @@ def test_the_digest_is_of_files_data_and_settings(directory: Path) -> None:
     common.write_text(common.read_text() + 'fewshot_delimiter: "\\n"\n')
     others.add(digest_of(directory))
     assert len(others | {first}) == 5
+
+
+def test_the_digest_is_of_every_file_of_one_name(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two splits beside the directory, each called rows.jsonl; how it is named changes nothing."""
+    for split in ("train", "test"):
+        (directory.parent / split).mkdir()
+        (directory.parent / split / "rows.jsonl").write_text(json.dumps(CAPITALS[0]) + "\n")
+    monkeypatch.chdir(directory.parent)
+    files = "{train: train/rows.jsonl, test: test/rows.jsonl}"
+    path = directory / "capitals.yaml"
+    path.write_text(CHOICE.format(data="x").replace("{test: x}", files))
+    first = digest_of(directory, tasks=["capitals"])
+    assert digest_of(Path("tasks"), tasks=["capitals"]) == first
+    found = set()
+    for split in ("train", "test"):
+        rows = directory.parent / split / "rows.jsonl"
+        rows.write_text(json.dumps(CAPITALS[1]) + "\n")
+        found.add(digest_of(directory, tasks=["capitals"]))
+    assert len(found | {first}) == 3
 
 
 @pytest.mark.parametrize(
