@@ -93,9 +93,8 @@ def test_a_function_of_the_user_judges(suite_of: Callable[..., Jsonl], tmp_path:
     assert suite_of(row, check="function", function=f"{file}:close").digest != before
     log = tmp_path / "log"
     log.write_text("")
-    more = (
-        f"from pathlib import Path\nlog = Path({str(log)!r})\nlog.write_text(log.read_text() + '.')"
-    )
+    more = f"log = __import__('pathlib').Path({str(log)!r})"
+    more += "\nlog.write_text(log.read_text() + '.')"
     file.write_text(f"{file.read_text()}\n{more}\n")
     suite_of(row, row, row, check="function", function=f"{file}:close")
     assert log.read_text() == "."  # once, however many rows
