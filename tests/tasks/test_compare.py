@@ -160,6 +160,16 @@ def test_answers_that_were_made_otherwise_within_an_arm_confound_it(
     assert "eval.temperature is 0.0 and 0.8" in found
 
 
+def test_losses_over_different_tokens_get_no_verdict(study: Study, compare: Compare) -> None:
+    """Where every token is learned a loss is of other tokens than where the answers' alone are."""
+    record = compare(study(arms=[["objective=assistant"], ["objective=causal"]], seeds=[1, 2]))
+    found = record.contrasts[0]["kpis"]["val_loss"]
+    assert (found["verdict"], found["estimate"]) == (Verdict.UNKNOWN, None)
+    assert "over different tokens of a text" in found["why"]
+    assert found["arm_mean"] is not None
+    assert record.primary == "parse_rate"
+
+
 def test_what_changes_no_answer_confounds_nothing(study: Study, compare: Compare) -> None:
     """Without drawing, top_p and seed mean nothing; the batch is labelled: bf16 rounds by it."""
     told = {"temperature": 0.0, "top_p": 0.9, "seed": 7, "batch_size": 16}

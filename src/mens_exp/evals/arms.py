@@ -20,7 +20,15 @@ if TYPE_CHECKING:
 
     from mens_exp.artifacts.manifest import Manifest
 
-__all__ = ["Arm", "Trial", "arms_of", "asked_otherwise", "factors_in", "inner_differences"]
+__all__ = [
+    "Arm",
+    "Trial",
+    "arms_of",
+    "asked_otherwise",
+    "factors_in",
+    "inner_differences",
+    "unlike_losses",
+]
 
 _DIGITS = 8  # of a digest, enough to tell arms of one study apart
 # How answers are made where a scorecard does not say: by version 1 alone, which knew no other way.
@@ -136,6 +144,31 @@ def asked_otherwise(trials: Iterable[Trial]) -> list[str]:
             told = " and ".join(values)
             found.append(f"answers were made otherwise: eval.{name} is {told}")
     return found
+
+
+def unlike_losses(arm: Arm, reference: Arm) -> dict[str, str]:
+    """Return the losses that say nothing of two arms beside each other, and why.
+
+    A loss in nats a token compares arms of one tokenizer that learn the same tokens of a text; one
+    in bits a byte, arms that learn the same tokens.
+    """
+    sides = (arm.trials, reference.trials)
+    tokenizers, learned = (
+        [{str(of(trial)) for trial in side} for side in sides]
+        for of in (lambda one: one.hashes.get("tokenizer_sha256"), _learned)
+    )
+    found = {}
+    if tokenizers[0] != tokenizers[1]:
+        found["val_loss"] = "the arms have different tokens; val_bits_per_byte compares them"
+    if learned[0] != learned[1]:
+        why = "the arms' losses are over different tokens of a text, by their objectives"
+        found |= dict.fromkeys(("val_loss", "val_bits_per_byte"), why)
+    return found
+
+
+def _learned(trial: Trial) -> list[Any]:
+    """Say which tokens of a text a run's losses are over."""
+    return [trial.settings.get(f"objective.{name}") for name in ("name", "labels", "turns", "k")]
 
 
 def _pairs(overrides: Iterable[str]) -> dict[str, str]:

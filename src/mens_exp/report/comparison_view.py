@@ -65,9 +65,9 @@ def verdict_table(record: Comparison) -> RenderableType:
 
 def verdicts_grid(record: Comparison) -> Grid:
     """Return the verdicts: one row an arm."""
-    percent = f"{1 - record.alpha:.0%}"
-    heads = ["arm", "difference", f"{percent} interval", "p (Holm)", "seeds", "found at 80 %"]
-    heads[-1] = f"found at {record.power:.0%}"
+    percent = wording.level(1 - record.alpha)
+    heads = ["arm", "difference", f"{percent} interval", "p (Holm)", "seeds"]
+    heads += [f"found at {wording.level(record.power)}"]
     heads += ["× seed noise", "paired ÷ unpaired", "verdict"]
     rows = []
     for one in record.contrasts:
