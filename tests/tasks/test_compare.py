@@ -233,6 +233,23 @@ def test_an_evaluation_stands_for_its_run_s_scorecard(
     assert str(tmp_path) in str(record.runs[0]["scored_by"])
 
 
+def test_an_evaluation_of_a_run_that_lay_there_before_is_left_out(
+    study: Study, compare: Compare
+) -> None:
+    """Trained anew in the same place: what was scored is another adapter than lies there now."""
+    path = study(passes=lambda _arm, _seed: 4)
+    scored = study("scored", passes=lambda _arm, _seed: 0, of=path)
+    for number, run in enumerate(sorted(scored.iterdir())):
+        manifest = Manifest.read(RunDir(run).manifest)
+        manifest.inputs["adapter_sha256"] = ("ad" if number else "cd") * 32
+        manifest.write(RunDir(run).manifest)
+    record = compare(f"'{path},{scored}'")
+    (why,) = record.left_out.values()
+    assert why.startswith("it scored another adapter than ")
+    assert [run["scored_by"] is None for run in record.runs].count(True) == 1
+    assert len(record.runs) == 12
+
+
 def test_runs_that_did_not_end_well_are_left_out_by_name(study: Study, compare: Compare) -> None:
     """A failed run is no observation, and does not vanish either."""
     path = study(seeds=[1, 2, 3])
