@@ -78,6 +78,7 @@ def test_one_seed_gets_no_verdict(study: Study, compare: Compare) -> None:
     found = primary(compare(study(seeds=[3], passes=lambda arm, _seed: 2 * arm)))
     assert (found["verdict"], found["estimate"]) == (Verdict.NOT_REACHABLE, 0.5)
     assert (found["low"], found["seeds_needed"]) == (None, 2)
+    assert found["why"] == "1 seed tells no spread; 2 are needed"
 
 
 def test_only_shared_seeds_are_paired(study: Study, compare: Compare, tmp_path: Path) -> None:
