@@ -136,11 +136,23 @@ def _curves(record: Comparison, metric: str, colors: dict[str, str]) -> Plot:
             )
             axes.plot(curve["steps"], curve["mean"], color=color, linewidth=1.7, label=label)
         axes.set_ylabel("loss (nats per token)")
-        axes.legend(frameon=False, labelcolor="#020202", loc="upper right", handlelength=1.4)
+        _legend(axes, columns=2)
 
     caption = "Mean of the runs; the band runs from the lowest to the highest of them."
     return Plot(
         name=name, title=title, caption=caption, svg=svg_of(name, title, (_WIDE, 3.6), paint)
+    )
+
+
+def _legend(axes: Axes, *, columns: int) -> None:
+    """Name the arms above the drawing: inside, marks are taken for points and names are crossed."""
+    axes.legend(
+        frameon=False,
+        labelcolor="#020202",
+        handlelength=1.4,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=columns,
     )
 
 
@@ -166,14 +178,7 @@ def _scatter(record: Comparison, cost: str, colors: dict[str, str]) -> Plot:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
         axes.set_ylabel(wording.visible(record.primary))
         axes.margins(x=0.1, y=0.1)
-        # Above the points: inside, its marks would be taken for some of them.
-        axes.legend(
-            frameon=False,
-            labelcolor="#020202",
-            handletextpad=0.2,
-            loc="lower left",
-            bbox_to_anchor=(0, 1),
-        )
+        _legend(axes, columns=1)
 
     caption = "One point a run."
     return Plot(name=name, title=title, caption=caption, svg=svg_of(name, title, (5.2, 3.4), paint))
