@@ -38,6 +38,20 @@ def test_layout_case_and_punctuation_hide_nothing() -> None:
     assert index.overlaps(["one two three four", "5"]) == []
 
 
+def test_a_script_without_spaces_hides_nothing() -> None:
+    """A sentence of Chinese is no single word: all but one of its characters copied is found."""
+    item = "编写一个函数返回列表中所有偶数的总和"
+    (found,) = OverlapIndex([("x", item)], 13).overlaps([f"请{item[:-1]}吧"])
+    assert (found.shared, found.share) == (5, 5 / 6)
+
+
+def test_another_spelling_of_the_same_characters_hides_nothing() -> None:
+    """Accents in one code point or two, and characters of full width."""
+    index = OverlapIndex([("x", "caf\u00e9 cr\u00e8me deux trois quatre")], 5)
+    for text in ("cafe\u0301 cre\u0300me deux trois quatre", "café crème ｄｅｕｘ trois quatre"):
+        assert [one.share for one in index.overlaps([text])] == [1.0]
+
+
 @pytest.mark.parametrize(("texts", "has"), [(["Say hi."], True), (["a", "say HI"], True)])
 def test_short_items_are_looked_for_whole(texts: list[str], has: bool) -> None:
     """A prompt, an answer or a whole row that says just the item."""

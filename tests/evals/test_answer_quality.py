@@ -88,6 +88,13 @@ def test_a_stub_is_trivial(code: str, *, trivial: bool) -> None:
     assert is_trivial(code) is trivial
 
 
+def test_an_answer_that_repeats_itself_is_read_to_its_end() -> None:
+    """A sum of a thousand terms is deeper than what prints syntax trees goes."""
+    code = f"def f(a):\n    raise ValueError({' + '.join(['a'] * 1000)})\n"
+    assert not quality_of(code, code).trivial
+    assert is_trivial("def f():\n    raise builtins.NotImplementedError('later')\n")
+
+
 def test_richness_counts_statements_that_do_something() -> None:
     """Two of the five that are enough; more than enough is 1."""
     assert richness(GOOD) == 0.4

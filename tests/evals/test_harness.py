@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,7 +22,6 @@ from mens_exp.tokenizer.hf import HfTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from mens_exp.backends.qlora import QloraBackend
     from mens_exp.model.resolve import BaseModel
@@ -237,10 +237,68 @@ def test_the_first_documents_alone_and_examples_before_them(
         "written/0",
         "written/1",
     ]
+    path = directory / "capitals.yaml"
+    path.write_text(path.read_text() + "fewshot_split: test\n")
     more = suite_of(directory, tmp_path, tasks=["capitals"], num_fewshot=2, chat_template=False)
     prompt = more.answered(model, "base").events[0]["prompt"]
     assert prompt.endswith("The capital of France is")
     assert prompt.count("The capital of") == 3
+
+
+def test_base_and_tuned_are_asked_behind_the_same_examples(
+    directory: Path, tmp_path: Path, model: GraphModel
+) -> None:
+    """Examples are drawn anew each time the tasks are asked; the draw is the harness's own."""
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    data = directory.parent / "capitals.jsonl"
+    rows = [
+        {"question": f"The capital of {n} is", "choices": ["Rome", "Paris"], "answer": n % 2}
+        for n in range(12)
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for path in (directory / "capitals.yaml", directory / "common.yaml"):
+        path.write_text(path.read_text() + "fewshot_split: test\n")
+    settings = {"tasks": ["capitals", "written"], "items": 3, "num_fewshot": 2}
+    suite = suite_of(directory, tmp_path, chat_template=False, **settings)
+    assert suite.self_test(None) is not None
+    asked = [[e["prompt"] for e in suite.answered(model, "x").events] for _ in range(2)]
+    assert asked[0] == asked[1]
+    theirs = simple_evaluate(
+        model,
+        tasks=["capitals", "written"],
+        num_fewshot=2,
+        limit=3,
+        bootstrap_iters=0,
+        task_manager=TaskManager(include_path=str(directory), include_defaults=False),
+    )
+    named = ("capitals", "written")
+    found = [one["arguments"][0][0] for name in named for one in theirs["samples"][name]]
+    assert sorted(asked[0]) == sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("added", "is_refused"),
+    [
+        ("", True),
+        ("fewshot_split: test\n", False),
+        ("fewshot_config: {samples: [{question: Q, choices: [a, b], answer: 0}]}\n", False),
+    ],
+)
+def test_an_item_whose_own_answer_may_stand_among_its_examples_is_refused(
+    directory: Path, tmp_path: Path, added: str, is_refused: bool
+) -> None:
+    """The harness leaves an item out of its examples only where its split is named for them."""
+    path = directory / "capitals.yaml"
+    path.write_text(path.read_text() + added)
+    settings: dict[str, Any] = {"tasks": ["capitals"], "num_fewshot": 1}
+    if is_refused:
+        with pytest.raises(DataError, match="own answer may stand among the examples"):
+            suite_of(directory, tmp_path, **settings)
+    else:
+        assert len(suite_of(directory, tmp_path, **settings).items) == 3
+    assert len(suite_of(directory, tmp_path, tasks=["capitals"], num_fewshot=0).items) == 3
 
 
 def test_answers_repeat_and_the_program_s_own_draws_are_untouched(
@@ -275,6 +333,27 @@ def test_the_digest_is_of_files_data_and_settings(directory: Path) -> None:
     common.write_text(common.read_text() + 'fewshot_delimiter: "\\n"\n')
     others.add(digest_of(directory))
     assert len(others | {first}) == 5
+
+
+def test_the_digest_is_of_every_file_of_one_name(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two splits beside the directory, each called rows.jsonl; how it is named changes nothing."""
+    for split in ("train", "test"):
+        (directory.parent / split).mkdir()
+        (directory.parent / split / "rows.jsonl").write_text(json.dumps(CAPITALS[0]) + "\n")
+    monkeypatch.chdir(directory.parent)
+    files = "{train: train/rows.jsonl, test: test/rows.jsonl}"
+    path = directory / "capitals.yaml"
+    path.write_text(CHOICE.format(data="x").replace("{test: x}", files))
+    first = digest_of(directory, tasks=["capitals"])
+    assert digest_of(Path("tasks"), tasks=["capitals"]) == first
+    found = set()
+    for split in ("train", "test"):
+        rows = directory.parent / split / "rows.jsonl"
+        rows.write_text(json.dumps(CAPITALS[1]) + "\n")
+        found.add(digest_of(directory, tasks=["capitals"]))
+    assert len(found | {first}) == 3
 
 
 @pytest.mark.parametrize(

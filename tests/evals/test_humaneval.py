@@ -105,6 +105,13 @@ def test_line_that_is_no_task_is_refused(tmp_path: Path, row: Any, where: str) -
     assert where in str(caught.value)
 
 
+def test_a_task_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    """One of the two would not be asked, and nobody would be told."""
+    path = stored(tmp_path / "tasks.jsonl", HUMANEVAL, MBPP, {**HUMANEVAL, "prompt": "def f():"})
+    with pytest.raises(DataError, match=r"tasks\.jsonl:3: this task is there already"):
+        read_tasks(path)
+
+
 def test_file_without_tasks_is_refused(tmp_path: Path) -> None:
     """An empty suite measures nothing."""
     with pytest.raises(DataError, match="no task"):
@@ -264,9 +271,13 @@ def test_the_statement_that_failed_is_told(sandbox: Bubblewrap, task: ProgramTas
         "    return a + b",
         "    raise ValueError('no')",
         "import no_such_module\n\ndef add(a, b):\n    return a + b\n",
+        "    raise ValueError('\\ud800')",
+        "    exec(compile('\\n' * 99 + '1 / 0', 'tests.py', 'exec'))",
     ]
-    tasks = [replace(task, tests=tests) for tests in (several, inner, several, several)]
-    first, second, third, last = check_all(sandbox, tasks, texts, LIMITS)
+    tasks = [replace(task, tests=tests) for tests in (several, inner, *[several] * 4)]
+    first, second, third, last, odd, foreign = check_all(sandbox, tasks, texts, LIMITS)
+    assert odd.detail == "ValueError: ?"  # half a character, which no tokenizer would read
+    assert (foreign.test, foreign.verdict) == (None, Verdict.EXCEPTION)
     assert first.test == "assert add(\n    2,\n    2,\n) == 4, 'four'"
     assert first.detail == "AssertionError: four"
     assert second.test == "assert f(one, 1) == one + 2"

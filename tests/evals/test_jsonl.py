@@ -62,6 +62,11 @@ def test_json_that_does_not_parse_does_not_compile(suite_of: Callable[..., Jsonl
     """Of other checks nothing compiles, and that is null with a reason."""
     suite = suite_of({"prompt": "?", "expected": SCHEMA}, check="json_schema")
     assert [one.compiles for one in judged(suite, '{"age": 1}', "{")] == [True, False]
+    endless = ["[" * 5000, "[" * 900 + "]" * 900, "[NaN]", "-Infinity"]
+    deep = {"type": "array", "items": {"$ref": "#"}}
+    found = judged(suite_of({"prompt": "?", "expected": deep}, check="json_schema"), *endless)
+    assert [one.success for one in found] == [False] * 4
+    assert [one.compiles for one in found] == [False, True, False, False]
     text = suite_of({"prompt": "?", "expected": "x"})
     (one,) = judged(text, "x")
     assert one.compiles is one.richness is None
@@ -86,6 +91,13 @@ def test_a_function_of_the_user_judges(suite_of: Callable[..., Jsonl], tmp_path:
     before = suite.digest
     file.write_text(file.read_text() + "\n# another\n")
     assert suite_of(row, check="function", function=f"{file}:close").digest != before
+    log = tmp_path / "log"
+    log.write_text("")
+    more = f"log = __import__('pathlib').Path({str(log)!r})"
+    more += "\nlog.write_text(log.read_text() + '.')"
+    file.write_text(f"{file.read_text()}\n{more}\n")
+    suite_of(row, row, row, check="function", function=f"{file}:close")
+    assert log.read_text() == "."  # once, however many rows
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,41 @@ def test_a_server_that_says_something_else_ends_the_evaluation() -> None:
         engine(url).complete([request("a")])
 
 
+def test_half_an_answer_ends_the_evaluation() -> None:
+    """The connection breaks off before the length that was promised."""
+
+    class Breaks(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "999")
+            self.end_headers()
+            self.wfile.write(b'{"choices"')
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Breaks)
+    thread = threading.Thread(target=httpd.handle_request)
+    thread.start()
+    with pytest.raises(SetupError, match="gave no answer"):
+        engine(f"http://127.0.0.1:{httpd.server_port}/v1").complete([request("a")])
+    thread.join()
+    httpd.server_close()
+
+
+def test_half_a_character_is_replaced() -> None:
+    """JSON can say a lone surrogate, which neither files nor tokenizers hold."""
+
+    def half(body: dict[str, Any]) -> dict[str, Any]:
+        said = echo(body)
+        said["choices"][0]["message"]["content"] = "a\ud800b"
+        return said
+
+    with server(half) as (url, _):
+        (one,) = engine(url).complete([request("a")])
+    assert one.text == "a?b"
+
+
 def test_no_server_ends_the_evaluation() -> None:
     """Port 1 answers nobody."""
     with pytest.raises(SetupError, match=r"127\.0\.0\.1:1.*start it"):

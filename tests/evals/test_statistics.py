@@ -145,8 +145,9 @@ def test_minimum_detectable_effect_has_its_power() -> None:
 
 
 def test_minimum_detectable_effect_needs_a_spread() -> None:
-    """One seed has none."""
+    """One seed has none, and equal differences show none: they do not find the least effect."""
     assert statistics.minimum_detectable(None, 1, 0.05) is None
+    assert statistics.minimum_detectable(0.0, 2, 0.05) is None
 
 
 def test_seeds_for_an_effect_are_the_fewest() -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.report import html
 from mens_exp.report.records import load
 
@@ -130,3 +131,28 @@ def test_items_beyond_a_hundred_are_counted(
     page = html.render(load(write_run([item("base", "x", item_id=str(n)) for n in range(103)])))
     assert page.count('<details class="item"') == 100
     assert "3 more items are in events.jsonl." in page
+
+
+def test_an_answer_that_nobody_could_judge_is_no_failure(
+    write_run: Callable[..., RunDir], item: Callable[..., ItemEvent]
+) -> None:
+    """Of three items one is known of both: the others are unknown, and neither fails by that."""
+    told = {"a": (True, False), "b": (None, None), "c": (True, None)}
+    events = [
+        item(condition, "answer", item_id=name, parses=None, task_success=value)
+        for name, both in told.items()
+        for condition, value in zip(("base", "tuned"), both, strict=True)
+    ]
+    text = html.render(load(write_run(events)))
+    for words in ("both pass: 0", "only base passes: 1", "neither passes: 0", "unknown: 2"):
+        assert words in text
+
+
+def test_answers_to_a_suite_are_called_so(write_run: Callable[..., RunDir]) -> None:
+    """Rows that a run held out are what one suite asks, and no other."""
+    run = write_run()
+    card = Scorecard.read(run.scorecard)
+    assert "<h2>Held-out completions</h2>" in html.render(load(run))
+    card.suite = "jsonl"
+    card.write(run.scorecard)
+    assert "<h2>Answers to jsonl</h2>" in html.render(load(run))

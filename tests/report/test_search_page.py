@@ -143,3 +143,37 @@ def test_a_key_says_what_it_is_drawn_from(more: dict[str, Any], text: str) -> No
     """Choices, ends, steps."""
     usual = {"key": "k", "values": [], "low": None, "high": None, "step": None, "log": False}
     assert drawn_from({**usual, **more}) == text  # type: ignore[typeddict-item]
+
+
+@pytest.mark.parametrize(
+    ("directions", "between"),
+    [
+        (["minimize", "maximize"], 0.5),  # up to x = 2 the better of the two is not to be had
+        (["maximize", "maximize"], 0.9),
+        (["maximize", "minimize"], 0.9),
+        (["minimize", "minimize"], 0.5),
+    ],
+)
+def test_a_front_claims_no_more_than_its_trials(
+    monkeypatch: pytest.MonkeyPatch, directions: list[str], between: float
+) -> None:
+    """Between two trials the line has the value of the one whose x is allowed there."""
+    from matplotlib.figure import Figure
+
+    from mens_exp.report import search_plots
+
+    lines: dict[str, Any] = {}
+
+    def svg_of(name: str, _title: str, _inches: Any, paint: Any) -> str:
+        axes = Figure().add_subplot()
+        paint(axes)
+        lines[name] = axes.lines
+        return "<svg></svg>"
+
+    monkeypatch.setattr(search_plots, "svg_of", svg_of)
+    trials = [trial(0, values=[1.0, 0.5]), trial(1, values=[2.0, 0.9])]
+    search = searched(directions=directions, trials=trials).search
+    assert search is not None
+    drawings(search)
+    (front,) = lines["front_0_1"]
+    assert front.get_drawstyle() == {0.5: "steps-post", 0.9: "steps-pre"}[between]

@@ -34,6 +34,7 @@ def test_differences_carry_their_sign() -> None:
     """A fall is written with a minus sign, a rise with a plus sign."""
     assert wording.percent(-0.208, signed=True) == "\N{MINUS SIGN}20.8%"
     assert wording.percent(0.875) == "87.5%"
+    assert [wording.level(one) for one in (0.95, 1 - 0.001, 0.8)] == ["95%", "99.9%", "80%"]
     assert wording.points(0.25) == "+25.0 points"
 
 

@@ -148,6 +148,7 @@ class Told:
         torch: version.
         started: time.
         of: a study whose runs these evaluate.
+        answering: how answers were made, by arm.
     """
 
     arms: Sequence[Sequence[str]] = ((), ("quant.double_quant=false",))
@@ -160,6 +161,7 @@ class Told:
     torch: str = "2.6"
     started: str = "2026-11-20T06:00:00.000Z"
     of: Path | None = None
+    answering: Callable[[int], dict[str, Any]] = lambda _: {}
 
 
 def write_study(root: Path, told: Told) -> None:
@@ -181,7 +183,13 @@ def write_cell(root: Path, number: int, seed: int, arm: int, told: Told) -> None
     is_training = told.of is None
     if told.of is not None:
         inputs["subject"] = str(told.of / f"{number}_{told.of.name}")
-    write_scores(run, told.passes(arm, seed), told.suite, lambda item: told.kpis(arm, seed, item))
+    write_scores(
+        run,
+        told.passes(arm, seed),
+        told.suite,
+        lambda item: told.kpis(arm, seed, item),
+        told.answering(arm),
+    )
     outputs = [run.config, run.scorecard, run.events]
     Manifest(
         run_id=run.path.name,
@@ -213,7 +221,11 @@ def write_cell(root: Path, number: int, seed: int, arm: int, told: Told) -> None
 
 
 def write_scores(
-    run: RunDir, passed: int, suite: str, kpis: Callable[[int], dict[str, Any]]
+    run: RunDir,
+    passed: int,
+    suite: str,
+    kpis: Callable[[int], dict[str, Any]],
+    answering: dict[str, Any],
 ) -> None:
     lines = [
         {
@@ -238,7 +250,7 @@ def write_scores(
         suite_digest=suite,
         items=4,
         conditions={"base": {"parse_rate": 0.0}, "tuned": {"parse_rate": passed / 4}},
-        generation={"engine": "hf"},
+        generation={"engine": "hf", **answering},
     ).write(run.scorecard)
 
 

@@ -78,6 +78,7 @@ def test_one_seed_gets_no_verdict(study: Study, compare: Compare) -> None:
     found = primary(compare(study(seeds=[3], passes=lambda arm, _seed: 2 * arm)))
     assert (found["verdict"], found["estimate"]) == (Verdict.NOT_REACHABLE, 0.5)
     assert (found["low"], found["seeds_needed"]) == (None, 2)
+    assert found["why"] == "1 seed tells no spread; 2 are needed"
 
 
 def test_only_shared_seeds_are_paired(study: Study, compare: Compare, tmp_path: Path) -> None:
@@ -138,6 +139,46 @@ def test_another_suite_confounds(study: Study, compare: Compare) -> None:
     assert "another suite" in record.contrasts[0]["confounded_by"][0]
 
 
+def test_answers_that_were_made_otherwise_confound(study: Study, compare: Compare) -> None:
+    """The same items, asked of one arm greedily and once, of the other in another way."""
+    told = {"engine": "vllm", "temperature": 0.8, "samples": 4, "max_retries": 2}
+    record = compare(study(answering=lambda arm: told if arm else {}))
+    assert record.contrasts[0]["confounded_by"] == [
+        "answers were made otherwise: eval.engine is hf and vllm",
+        "answers were made otherwise: eval.temperature is 0.0 and 0.8",
+        "answers were made otherwise: eval.samples is 1 and 4",
+        "answers were made otherwise: eval.max_retries is 0 and 2",
+    ]
+
+
+def test_answers_that_were_made_otherwise_within_an_arm_confound_it(
+    study: Study, compare: Compare
+) -> None:
+    """A sweep over eval.temperature alone is one arm, and base and tuned are no clean contrast."""
+    values = iter([0.0, 0.8])
+    path = study(arms=[[]], seeds=[1, 2], answering=lambda _: {"temperature": next(values)})
+    (found,) = compare(path).contrasts[0]["confounded_by"]
+    assert "eval.temperature is 0.0 and 0.8" in found
+
+
+def test_losses_over_different_tokens_get_no_verdict(study: Study, compare: Compare) -> None:
+    """Where every token is learned a loss is of other tokens than where the answers' alone are."""
+    record = compare(study(arms=[["objective=assistant"], ["objective=causal"]], seeds=[1, 2]))
+    found = record.contrasts[0]["kpis"]["val_loss"]
+    assert (found["verdict"], found["estimate"]) == (Verdict.UNKNOWN, None)
+    assert "over different tokens of a text" in found["why"]
+    assert found["arm_mean"] is not None
+    assert record.primary == "parse_rate"
+
+
+def test_what_changes_no_answer_confounds_nothing(study: Study, compare: Compare) -> None:
+    """Without drawing, top_p and seed mean nothing; the batch is labelled: bf16 rounds by it."""
+    told = {"temperature": 0.0, "top_p": 0.9, "seed": 7, "batch_size": 16}
+    contrast = compare(study(answering=lambda arm: told if arm else {"batch_size": 8})).contrasts[0]
+    assert contrast["confounded_by"] == []
+    assert contrast["environment"] == ["suite.batch_size 8 and 16"]
+
+
 def test_another_content_of_rows_confounds(study: Study, compare: Compare) -> None:
     """The contract is the same; what was read is not."""
     one = study("one", arms=[[]])
@@ -191,6 +232,23 @@ def test_an_evaluation_stands_for_its_run_s_scorecard(
     assert primary(record)["estimate"] == 0.25
     assert all(run["scored_by"] for run in record.runs)
     assert str(tmp_path) in str(record.runs[0]["scored_by"])
+
+
+def test_an_evaluation_of_a_run_that_lay_there_before_is_left_out(
+    study: Study, compare: Compare
+) -> None:
+    """Trained anew in the same place: what was scored is another adapter than lies there now."""
+    path = study(passes=lambda _arm, _seed: 4)
+    scored = study("scored", passes=lambda _arm, _seed: 0, of=path)
+    for number, run in enumerate(sorted(scored.iterdir())):
+        manifest = Manifest.read(RunDir(run).manifest)
+        manifest.inputs["adapter_sha256"] = ("ad" if number else "cd") * 32
+        manifest.write(RunDir(run).manifest)
+    record = compare(f"'{path},{scored}'")
+    (why,) = record.left_out.values()
+    assert why.startswith("it scored another adapter than ")
+    assert [run["scored_by"] is None for run in record.runs].count(True) == 1
+    assert len(record.runs) == 12
 
 
 def test_runs_that_did_not_end_well_are_left_out_by_name(study: Study, compare: Compare) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mens_exp import cli
+from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Scorecard, read_item_events
@@ -58,6 +59,8 @@ def test_evaluation_is_a_run_of_its_own(trained: RunDir, evaluated: RunDir) -> N
     theirs = Manifest.read(trained.manifest).inputs
     assert manifest.inputs["base_weights_sha256"] == theirs["base_weights_sha256"]
     assert manifest.inputs["data"]["rows_sha256"] == theirs["data"]["rows_sha256"]
+    adapter = trained.adapter / "adapter.safetensors"
+    assert manifest.inputs["adapter_sha256"] == sha256_file(adapter)
     assert evaluated.report.is_file()
 
 

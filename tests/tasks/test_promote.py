@@ -187,6 +187,24 @@ def test_a_regression_in_repair_alone_is_rejected(lab: Lab) -> None:
     assert worse == {"attempts"}
 
 
+def test_equal_differences_are_no_superiority_by_their_point_alone(lab: Lab) -> None:
+    """Four seeds that differ by just one item each: an interval without width, and p = 1/8."""
+
+    def same(arm: int, seed: int, item: int) -> dict[str, Any]:
+        passed = arm == 1 or item > 0
+        return {
+            **good(arm, seed, item),
+            "task_success": passed,
+            "semantic_task_success": passed,
+        }
+
+    made = lab.ask(BurnProductionPolicy(parity=False), lab.two(kpis=same))
+    assert (made["decision"], unmet(made)) == (Answer.HOLD, {"superiority"})
+    rule = next(rule for rule in made["rules"] if rule["rule"] == "superiority")
+    assert rule["observed"] == 0.25
+    assert "all differences are equal, which tells no spread" in rule["note"]
+
+
 def test_no_shown_superiority_holds(lab: Lab) -> None:
     """Equal arms: nothing is worse, and nothing is better."""
 

@@ -130,8 +130,8 @@ class JsonlSuite(AnsweredSuite):
     )
     function: str | None = setting(
         None,
-        "<file>.py:<name> of a function (prompt, expected, answer) -> bool or a share; it runs "
-        "in this process (check=function).",
+        "<file>.py:<name> of a function (prompt, expected, answer) -> bool, or a text that says "
+        "what is wrong; it runs in this process (check=function).",
     )
 
 

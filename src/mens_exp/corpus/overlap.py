@@ -1,19 +1,23 @@
 """What rows to train on share with a benchmark: word n-grams, and short texts whole.
 
 GPT-3 was decontaminated by 13-grams of words (Brown et al. 2020, arXiv:2005.14165, appendix C);
-so are rows here, with words taken as runs of letters, digits and underscores in either case, so
-that neither layout nor punctuation hides a copy. The benchmark is small and held as an index of its
-n-grams; rows stream past it.
+so are rows here, with words taken as runs of letters, digits and underscores in either case, and
+single characters of Chinese and Japanese, which have no spaces; so that neither layout nor
+punctuation nor another spelling of the same characters (Unicode's NFKC) hides a copy. The benchmark
+is small and held as an index of its n-grams; rows stream past it.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+
+from mens_exp.corpus.shingles import UNSPACED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["NGRAM_WORDS", "Overlap", "OverlapIndex", "texts_of"]
 
 NGRAM_WORDS: Final = 13  # Brown et al. 2020, appendix C
-_WORD: Final = re.compile(r"\w+")
+_WORD: Final = re.compile(rf"[^\W{UNSPACED}]+|[{UNSPACED}]")
 _FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)  # odd; hits are verified, so that any would do
 
 
@@ -47,6 +51,10 @@ def texts_of(pair: TrainingPair) -> list[str]:
     return [text for exchange in pair.exchanges for text in exchange]
 
 
+def _words(text: str) -> list[str]:
+    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+
+
 class OverlapIndex:
     """The n-grams of a benchmark's items."""
 
@@ -66,7 +74,7 @@ class OverlapIndex:
         self._short: dict[tuple[str, ...], list[int]] = {}
         hashes: list[np.ndarray] = []
         for item, text in items:
-            hashes.append(self._add(item, _WORD.findall(text.casefold())))
+            hashes.append(self._add(item, _words(text)))
         self._hashes = np.unique(np.concatenate(hashes)) if hashes else np.zeros(0, np.uint64)
 
     def __len__(self) -> int:
@@ -79,7 +87,7 @@ class OverlapIndex:
         Args:
             texts: the row's, in order; n-grams may reach from one into the next.
         """
-        parts = [_WORD.findall(text.casefold()) for text in texts]
+        parts = [_words(text) for text in texts]
         whole = [word for part in parts for word in part]
         found: Counter[int] = Counter()
         for words in {tuple(part) for part in (whole, *parts) if len(part) < self.ngram_words}:

@@ -14,11 +14,11 @@ from typing import Final
 
 import numpy as np
 
-__all__ = ["jaccard", "mixed", "runs", "shingles", "token_hashes", "tokens"]
+__all__ = ["UNSPACED", "jaccard", "mixed", "runs", "shingles", "token_hashes", "tokens"]
 
-# Kana, Han: one character is about a word there.
-_UNSPACED: Final = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-_TOKEN: Final = re.compile(rf"[^\W{_UNSPACED}]+|\S")
+UNSPACED: Final = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+"""Kana and Han, inside a character class: one character is about a word there."""
+_TOKEN: Final = re.compile(rf"[^\W{UNSPACED}]+|\S")
 _MULTIPLIER: Final = 0x9E3779B97F4A7C15  # the odd number nearest to 2**64 over the golden ratio
 _MOST_KNOWN: Final = 2**17  # token hashes kept, some 20 MB
 _known: dict[str, int] = {}

@@ -7,7 +7,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from mens_exp.config.suite import JsonlCheck
 from mens_exp.errors import ConfigError, DataError, MissingExtra
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["Check", "check_named", "function_named"]
+
+_TOO_DEEP: Final = "it is nested too deeply to be read"
 
 
 class Check(Protocol):
@@ -155,7 +157,10 @@ class JsonSchema(_Text):
         if isinstance(value, ValueError):
             return f"it is not JSON: {value}"
         validator = jsonschema.validators.validator_for(expected)(expected)
-        found = jsonschema.exceptions.best_match(validator.iter_errors(value))
+        try:
+            found = jsonschema.exceptions.best_match(validator.iter_errors(value))
+        except RecursionError:
+            return _TOO_DEEP
         return None if found is None else f"at {found.json_path}: {found.message}"
 
 
@@ -253,9 +258,15 @@ def _no_function(text: str, found: str) -> ConfigError:
 def _json(answer: str) -> Any:
     """Return the value, or the error."""
     try:
-        return json.loads(code_of(answer))
+        return json.loads(code_of(answer), parse_constant=_no_json)
     except ValueError as error:
         return error
+    except RecursionError:
+        return ValueError(_TOO_DEEP)
+
+
+def _no_json(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _require_jsonschema() -> None:

@@ -225,8 +225,13 @@ def _does_something(node: ast.stmt) -> bool:
     if isinstance(node, ast.Return):
         return not (node.value is None or _is_none(node.value))
     if isinstance(node, ast.Raise):
-        return "NotImplemented" not in ast.unparse(node)
+        return not any(_is_not_implemented(one) for one in ast.walk(node))
     return True
+
+
+def _is_not_implemented(node: ast.AST) -> bool:
+    name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
+    return "NotImplemented" in str(name)
 
 
 def _is_none(node: ast.expr) -> bool:

@@ -20,9 +20,19 @@ if TYPE_CHECKING:
 
     from mens_exp.artifacts.manifest import Manifest
 
-__all__ = ["Arm", "Trial", "arms_of", "factors_in", "inner_differences"]
+__all__ = [
+    "Arm",
+    "Trial",
+    "arms_of",
+    "asked_otherwise",
+    "factors_in",
+    "inner_differences",
+    "unlike_losses",
+]
 
 _DIGITS = 8  # of a digest, enough to tell arms of one study apart
+# How answers are made where a scorecard does not say: by version 1 alone, which knew no other way.
+_ASKED = {"engine": "hf", "temperature": 0.0, "top_p": 1.0, "samples": 1, "max_retries": 0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,12 +44,14 @@ class Trial:
         settings: its configuration by dotted path.
         hashes: content hashes of its inputs, by dotted name.
         suite_digest: of its scorecard; None where it has none.
+        answering: how the answers of its scorecard were made; empty where it has none.
     """
 
     manifest: Manifest
     settings: Mapping[str, Any]
     hashes: Mapping[str, str]
     suite_digest: str | None = None
+    answering: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def contract(self) -> dict[str, Any]:
@@ -118,7 +130,45 @@ def inner_differences(arm: Arm) -> list[str]:
     ]
     if len({trial.suite_digest for trial in arm.trials if trial.suite_digest is not None}) > 1:
         found.append(f"runs of {arm.name} were scored by different suites")
+    return found + asked_otherwise(arm.trials)
+
+
+def asked_otherwise(trials: Iterable[Trial]) -> list[str]:
+    """Say in what the answers of runs were not made alike, the items aside, which a suite has."""
+    made = [trial.answering for trial in trials if trial.suite_digest is not None]
+    draws = any(one.get("temperature", 0.0) for one in made)
+    found = []
+    for name, usual in _ASKED.items():
+        values = sorted({str(one.get(name, usual)) for one in made})
+        if len(values) > 1 and (draws or name != "top_p"):
+            told = " and ".join(values)
+            found.append(f"answers were made otherwise: eval.{name} is {told}")
     return found
+
+
+def unlike_losses(arm: Arm, reference: Arm) -> dict[str, str]:
+    """Return the losses that say nothing of two arms beside each other, and why.
+
+    A loss in nats a token compares arms of one tokenizer that learn the same tokens of a text; one
+    in bits a byte, arms that learn the same tokens.
+    """
+    sides = (arm.trials, reference.trials)
+    tokenizers, learned = (
+        [{str(of(trial)) for trial in side} for side in sides]
+        for of in (lambda one: one.hashes.get("tokenizer_sha256"), _learned)
+    )
+    found = {}
+    if tokenizers[0] != tokenizers[1]:
+        found["val_loss"] = "the arms have different tokens; val_bits_per_byte compares them"
+    if learned[0] != learned[1]:
+        why = "the arms' losses are over different tokens of a text, by their objectives"
+        found |= dict.fromkeys(("val_loss", "val_bits_per_byte"), why)
+    return found
+
+
+def _learned(trial: Trial) -> list[Any]:
+    """Say which tokens of a text a run's losses are over."""
+    return [trial.settings.get(f"objective.{name}") for name in ("name", "labels", "turns", "k")]
 
 
 def _pairs(overrides: Iterable[str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mens_exp.artifacts.comparison import Verdict
 from mens_exp.artifacts.decision_ledger import Answer, RuleRecord
 from mens_exp.evals.kpi_table import KPIS, Direction, KpiGroup
 from mens_exp.evals.promotion_rules import rule_of, within
@@ -78,18 +79,28 @@ def _of_contrast(
 
 
 def _superior(policy: BurnProductionPolicy, one: Evidence, kpi: KpiRecord | None) -> RuleRecord:
-    """Ask that the worse bound of the interval exceeds the margin; all of it under 0 rejects."""
+    """Ask for a verdict, and that the worse bound exceeds the margin; all of it under 0 rejects.
+
+    Differences that are all equal have a point for an interval, however few they are, so that
+    bounds alone are not enough.
+    """
     bounds = None if kpi is None else _oriented(policy.kpi, kpi)
     worst, best = bounds or (None, None)
+    note = "worse bound of the difference" if worst is not None else "no interval of this KPI"
+    is_above = worst is not None and worst > policy.margin
+    if kpi is not None and is_above and kpi["verdict"] != Verdict.BETTER:
+        note = f"{note}; {kpi['verdict']}, {kpi['why']}"
     return rule_of(
         "superiority",
         one,
         kpi=policy.kpi,
         observed=worst,
         threshold=policy.margin,
-        passed=None if worst is None else worst > policy.margin,
+        passed=None
+        if kpi is None or worst is None
+        else is_above and kpi["verdict"] == Verdict.BETTER,
         leads_to=_unless(best, Answer.HOLD),
-        note="worse bound of the difference" if worst is not None else "no interval of this KPI",
+        note=note,
     )
 
 

@@ -53,7 +53,7 @@ class TaskFiles:
         tasks: names of single tasks, sorted.
         names: those, and names of groups and tags.
         sha256: content hash of each file that the tasks are made of, by its path relative to the
-            directory, or by its name where it lies elsewhere.
+            directory, or by the path that the task files have for it where it lies elsewhere.
     """
 
     directory: Path
@@ -217,9 +217,12 @@ def _tags(one: dict[str, Any]) -> list[str]:
 
 
 def _hashes(directory: Path, paths: set[Path]) -> dict[str, str]:
-    return {
-        str(path.relative_to(directory))
-        if path.is_relative_to(directory)
-        else path.name: sha256_file(path)
-        for path in sorted(paths)
-    }
+    return {_place(directory, path): sha256_file(path) for path in sorted(paths)}
+
+
+def _place(directory: Path, path: Path) -> str:
+    """Name a file the same however the directory was named, and no two files alike."""
+    for inside, of in ((path, directory), (path.resolve(), directory.resolve())):
+        if inside.is_relative_to(of):
+            return inside.relative_to(of).as_posix()
+    return path.as_posix()

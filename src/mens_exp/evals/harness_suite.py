@@ -123,14 +123,34 @@ def lm_eval_suite(config: LmEvalSuite, cache: Path, *, calls_functions: bool) ->
                     task.set_config(key="num_fewshot", value=config.num_fewshot)
                 elif task.get_config("num_fewshot") is None:
                     task.set_config(key="num_fewshot", value=0)
-                task.set_fewshot_seed(seed=_SEEDS[2])
                 len(task.eval_docs)
         except Exception as error:
             found = f"{type(error).__name__}: {error}"
             raise DataError(
                 "the harness cannot load the tasks", where=str(path), found=found[:500]
             ) from error
+    for name, task in loaded["tasks"].items():
+        _refuse_own_answers(name, task)
     return Harness(config=config, loaded=loaded, digest=sha256)
+
+
+def _refuse_own_answers(name: str, task: Any) -> None:
+    """Refuse a task whose examples are drawn from the rows that are asked, each one's own too.
+
+    The harness leaves a row out of its own examples only where both splits have one name.
+    """
+    config, examples = task.config, task.fewshot_cfg
+    asked = config.test_split if task.has_test_docs() else config.validation_split
+    drawn = examples.split or config.training_split or config.validation_split or asked
+    is_given = examples.split is None and examples.samples is not None
+    if not config.num_fewshot or is_given or drawn != asked or examples.split == config.test_split:
+        return
+    raise DataError(
+        "an item's own answer may stand among the examples before it",
+        where=f"task {name}: fewshot_split",
+        found=f"num_fewshot: {config.num_fewshot}, examples of the split {asked}, which is asked",
+        expected="other rows, or the name of test_split, which leaves each item out of its own",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,6 +259,9 @@ class Harness:
 
         only = self.loaded if tasks is None else {"tasks": tasks, "groups": {}, "group_map": {}}
         with _alone():
+            for task in only["tasks"].values():
+                # It draws its examples while it asks: every model is asked behind the same ones.
+                task.set_fewshot_seed(seed=_SEEDS[2])
             try:
                 return evaluate(
                     lm=model,

@@ -75,8 +75,9 @@ def jsonl_suite(config: JsonlSuite) -> Jsonl:
     rows = _rows(path)
     checks: dict[str, Check] = {}
     kinds = {name: JsonlCheck(row.get("check", config.check)) for name, row in rows.items()}
+    of_kind = {kind: check_named(kind, config.function) for kind in set(kinds.values())}
     for name, kind in kinds.items():
-        checks[name] = check_named(kind, config.function)
+        checks[name] = of_kind[kind]
         problem = checks[name].refuses(rows[name].get("expected"))
         if problem is not None:
             raise DataError(problem, where=f"{path}: row {name}: expected")

@@ -91,7 +91,7 @@ def run(word, end=os._exit, write=os.write, dumps=json.dumps):
         exec(tests, dict(vars(solution)))  # what the tests define is not the solution's
     except BaseException as error:
         try:
-            message = str(error)
+            message = str(error).encode("utf-8", "replace").decode()
         except Exception:
             message = ""
         line, frame = None, error.__traceback__
@@ -182,13 +182,15 @@ def _checked(task: ProgramTask, read: Assembled, execution: Execution | None, wo
     )
 
 
-def _statement(tests: str, line: int) -> str:
-    """Return the smallest statement of the tests that a line is of."""
+def _statement(tests: str, line: int) -> str | None:
+    """Return the smallest statement of the tests that a line is of; None where it is of none."""
     found = [
         node
         for node in ast.walk(ast.parse(tests))
         if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
     ]
+    if not found:
+        return None  # a decorator's line, or of a solution that calls its own code tests.py
     smallest = min(found, key=lambda node: (node.end_lineno or node.lineno) - node.lineno)
     return textwrap.dedent(ast.get_source_segment(tests, smallest, padded=True) or "").strip()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import time
@@ -71,7 +72,8 @@ class ServerEngine:
         latency_ms = 1000 * (time.perf_counter() - began)
         try:
             choice, usage = said["choices"][0], said["usage"]
-            text, is_stopped = cut(choice["message"]["content"] or "", request.stop)
+            said_text = (choice["message"]["content"] or "").encode("utf-8", "replace").decode()
+            text, is_stopped = cut(said_text, request.stop)
             return Completion(
                 text=text,
                 tokens_in=int(usage["prompt_tokens"]),
@@ -107,8 +109,8 @@ class ServerEngine:
             raise self._failed(
                 f"{error.code}: {error.read()[:300].decode(errors='replace')}"
             ) from error
-        except (OSError, ValueError) as error:
-            raise self._failed(str(error)) from error
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise self._failed(f"{type(error).__name__}: {error}") from error
 
     def _failed(self, found: str) -> SetupError:
         return SetupError(

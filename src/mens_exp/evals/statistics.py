@@ -183,17 +183,15 @@ def minimum_detectable(
     """Return the true difference that is found with the given chance; None without a spread.
 
     Args:
-        sd: standard deviation of the seeds' differences.
+        sd: standard deviation of the seeds' differences; 0 tells no spread either.
         seeds: how many there are.
         alpha: two-sided error rate.
         power: the chance wanted.
     """
     from scipy.optimize import brentq
 
-    if sd is None or seeds < 2:  # noqa: PLR2004  # one difference has no spread
+    if not sd or seeds < 2:  # noqa: PLR2004  # one difference has no spread, nor have equal ones
         return None
-    if sd == 0:
-        return 0.0
     high = 1.0
     while power_of(high, 1.0, seeds, alpha) < power:
         high *= 2

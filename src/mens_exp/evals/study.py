@@ -20,11 +20,27 @@ from mens_exp.artifacts.scorecard import UNSAFE, Condition
 from mens_exp.config.compose import compose, typed
 from mens_exp.config.own_conf import own_directory
 from mens_exp.errors import ConfigError, RequestError
-from mens_exp.evals.arms import Arm, Trial, arms_of, factors_in, inner_differences
+from mens_exp.evals.arms import (
+    Arm,
+    Trial,
+    arms_of,
+    asked_otherwise,
+    factors_in,
+    inner_differences,
+    unlike_losses,
+)
 from mens_exp.evals.contrast import Implied, guard, implied_by
 from mens_exp.evals.kpi_table import KPIS
 from mens_exp.evals.observations import Observation, Score, scores
-from mens_exp.evals.verdicts import ArmScores, Rule, arm_mean, compared, judge, noise_of
+from mens_exp.evals.verdicts import (
+    ArmScores,
+    Rule,
+    arm_mean,
+    compared,
+    incomparable,
+    judge,
+    noise_of,
+)
 from mens_exp.plan.semantics import learned_settings
 
 if TYPE_CHECKING:
@@ -37,7 +53,7 @@ __all__ = ["Scored", "conducted"]
 
 _ADAPTER = "adapter"  # the factor of base against tuned
 _OUTSIDE = "programs ran outside a sandbox (sandbox=unsafe)"
-_PREFERRED = ("task_success", "parse_rate", "val_loss")
+_PREFERRED = ("task_success", "parse_rate", "val_loss", "val_bits_per_byte")
 _SCATTER = ("train_s", "peak_bytes", "tokens", "trainable_parameters")
 _CURVES = ("train/loss", "val/loss")
 _MOST_POINTS = 200
@@ -136,7 +152,8 @@ def _record(
 ) -> Comparison:
     """Make the record, with everything but what the guard says."""
     names = _kpis(seen)
-    primary = _primary(settings.primary, names, seen)
+    unlike = {arm.name: unlike_losses(arm, arms[0]) for arm in arms[1:]}
+    primary = _primary(settings.primary, names, seen, {n for one in unlike.values() for n in one})
     rule = Rule(
         primary=primary,
         alpha=settings.alpha,
@@ -155,7 +172,9 @@ def _record(
             "environment": [],
             "moved_inputs": [],
             "kpis": {
-                name: compared(name, seen[arm.name], seen[reference.name], noise[name], rule)
+                name: incomparable(name, seen[arm.name], seen[reference.name], why)
+                if (why := unlike[arm.name].get(name)) is not None
+                else compared(name, seen[arm.name], seen[reference.name], noise[name], rule)
                 for name in names
             },
         }
@@ -197,6 +216,7 @@ def _hold(arm: Arm, reference: Arm, factors: Sequence[str], contrast: ContrastRe
     suites = {one.suite_digest for side in (arm, reference) for one in side.trials}
     if len(suites) > 1:
         found.append("another suite: its digest, or that there is a scorecard at all")
+    found += asked_otherwise([*arm.trials, *reference.trials])
     contrast["confounded_by"] = list(dict.fromkeys(found))
     contrast["moved_inputs"] = list(held.moved_inputs)
     others = [*arm.trials, *reference.trials[1:]]
@@ -205,6 +225,10 @@ def _hold(arm: Arm, reference: Arm, factors: Sequence[str], contrast: ContrastRe
         for trial in others
         for label in guard(trial.side(), first.side(), factors, implied).environment
     ]
+    told = (one.answering.get("batch_size") for one in (first, *others))
+    sizes = sorted({int(size) for size in told if size is not None})
+    if len(sizes) > 1:
+        labels.append(f"suite.batch_size {' and '.join(map(str, sizes))}")
     contrast["environment"] = list(dict.fromkeys(labels))
 
 
@@ -266,7 +290,9 @@ def _kpis(seen: Mapping[str, ArmScores]) -> list[str]:
     return [*(name for name in KPIS if name in names), *sorted(names - KPIS.keys())]
 
 
-def _primary(wanted: str | None, names: Sequence[str], seen: Mapping[str, ArmScores]) -> str:
+def _primary(
+    wanted: str | None, names: Sequence[str], seen: Mapping[str, ArmScores], unlike: set[str]
+) -> str:
     if wanted is not None and wanted not in names:
         raise ConfigError(
             "no run has this KPI",
@@ -277,7 +303,7 @@ def _primary(wanted: str | None, names: Sequence[str], seen: Mapping[str, ArmSco
     if wanted is not None:
         return wanted
     known = [n for n in names if all(arm_mean(n, arm) is not None for arm in seen.values())]
-    usual = next((name for name in _PREFERRED if name in known), None)
+    usual = next((name for name in _PREFERRED if name in known and name not in unlike), None)
     if usual is None:
         raise ConfigError(
             "no KPI stands out, so that the primary one has to be named",

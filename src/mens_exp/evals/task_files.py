@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gzip
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mens_exp.artifacts.record import read_bytes
 from mens_exp.artifacts.typed_json import parse_json
@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
 __all__ = ["tasks_in"]
 
-Task = TypeVar("Task")
+
+class _Named(Protocol):
+    @property
+    def id(self) -> str: ...
+
+
+Task = TypeVar("Task", bound=_Named)
 
 
 def tasks_in(path: Path, task_of: Callable[[Any, str], Task]) -> list[Task]:
@@ -26,21 +32,27 @@ def tasks_in(path: Path, task_of: Callable[[Any, str], Task]) -> list[Task]:
         task_of: makes a task of a line's value and its place (``file:line``).
 
     Raises:
-        DataError: the file cannot be read or holds no task, or a line is no such task.
+        DataError: the file cannot be read or holds no task, or a line is no such task, or one
+            that is there already.
         Problems: several lines.
     """
-    tasks, problems = [], []
+    tasks: dict[str, Task] = {}
+    problems = []
     for number, line in enumerate(_unpacked(path).splitlines(), 1):
         if not line.strip():
             continue
         try:
-            tasks.append(task_of(parse_json(line, f"{path}:{number}"), f"{path}:{number}"))
+            task = task_of(parse_json(line, f"{path}:{number}"), f"{path}:{number}")
         except DataError as error:
             problems.append(error)
+            continue
+        if tasks.setdefault(task.id, task) is not task:
+            where = f"{path}:{number}"
+            problems.append(DataError("this task is there already", where=where, found=task.id))
     Problems.raise_if(problems)
     if not tasks:
         raise DataError("the file holds no task", where=str(path))
-    return tasks
+    return list(tasks.values())
 
 
 def _unpacked(path: Path) -> bytes:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mens_exp.evals.observations import Score
     from mens_exp.evals.statistics import Interval
 
-__all__ = ["ArmScores", "Rule", "arm_mean", "compared", "judge", "noise_of"]
+__all__ = ["ArmScores", "Rule", "arm_mean", "compared", "incomparable", "judge", "noise_of"]
 
 ArmScores = dict[int, list[dict[str, "Score"]]]
 """Seed -> the scores of each of its runs, by KPI."""
@@ -116,6 +116,20 @@ def compared(
     return record
 
 
+def incomparable(name: str, arm: ArmScores, reference: ArmScores, why: str) -> KpiRecord:
+    """Return the record of a KPI that says nothing of two arms beside each other.
+
+    Args:
+        name: of the KPI.
+        arm: scores of one arm.
+        reference: of the other.
+        why: its values are not of one kind.
+    """
+    record = _empty(kpi_named(name), arm_mean(name, arm), arm_mean(name, reference))
+    record["why"] = why
+    return record
+
+
 def judge(records: Sequence[KpiRecord], rule: Rule) -> None:
     """Give the verdicts on the primary KPI, one record an arm, corrected by Holm."""
     adjusted = statistics.holm([record["p"] for record in records])
@@ -207,6 +221,9 @@ def _needed(main: Interval, rule: Rule) -> int | None:
         return least
     if main.sd is None:
         return None
+    if main.sd == 0:  # the p-value is of the signs then
+        needed = max(least, statistics.seeds_for_sign_flip(rule.strictest))
+        return needed if main.estimate else None
     found = statistics.seeds_for_effect(main.estimate, main.sd, rule.strictest, rule.power)
     return None if found is None else max(found, least)
 
@@ -227,7 +244,13 @@ def _verdict(record: KpiRecord, rule: Rule) -> tuple[Verdict, str]:
     assert p is not None, "two seeds have a p-value"
     if p >= rule.alpha:
         mde = record["mde"]
-        detail = "" if mde is None else f"; {n} seeds find {mde:.4g} in {rule.power:.0%} of studies"
+        detail = (
+            ""
+            if mde is None
+            else f"; {n} seeds find {mde:.4g} in {100 * rule.power:.6g}% of studies"
+        )
+        if record["estimate"] and record["low"] == record["high"]:
+            detail = "; all differences are equal, which tells no spread"
         return Verdict.NO_DIFFERENCE, f"p = {p:.3g} after Holm{detail}"
     if record["direction"] == Direction.NONE:
         return Verdict.UNKNOWN, f"p = {p:.3g} after Holm, but neither way is better"
@@ -243,7 +266,7 @@ def _unreachable(n: int, least: int, rule: Rule) -> str:
             f"{seeds} give a sign-flip p of at least {reached:.4g}, never {rule.strictest:.4g}; "
             f"{least} are needed"
         )
-    return f"{seeds} tell no spread; {least} are needed"
+    return f"{seeds} {'tells' if n == 1 else 'tell'} no spread; {least} are needed"
 
 
 def _why_unknown(name: str, arm: ArmScores, reference: ArmScores) -> str:

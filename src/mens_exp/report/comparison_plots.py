@@ -57,11 +57,11 @@ def _primary(record: Comparison, colors: dict[str, str]) -> Plot:
     title = f"{wording.visible(record.primary)}, each arm minus {wording.visible(record.reference)}"
     unit = kpis[0][1]["unit"]
     caption = (
-        f"Mean of the seeds' differences with its {1 - record.alpha:.0%} interval; "
-        f"unit {'share' if unit == '1' else unit}."
+        f"Mean of the seeds' differences with its {wording.level(1 - record.alpha)} interval; "
+        f"unit {'share' if unit == '1' else unit}.{_which_way(kpis[0][1]['direction'])}"
     )
     absent = f"no arm shares a seed with {record.reference} and has {record.primary}"
-    return _forest("forest", title, caption, rows, absent)
+    return _forest("forest", title, caption, rows, absent, "difference")
 
 
 def _all_in_noise(record: Comparison, colors: dict[str, str]) -> Plot:
@@ -83,12 +83,21 @@ def _all_in_noise(record: Comparison, colors: dict[str, str]) -> Plot:
                 )
             )
     caption = "The same for every KPI, in multiples of its standard deviation between seeds."
+    if len(rows) > _MOST_ROWS:
+        caption += f" The first {_MOST_ROWS} of {len(rows)}; the tables have all."
     absent = "no KPI varies between seeds, or no arm has two of them"
     title = "All KPIs, in multiples of seed noise"
-    return _forest("forest_noise", title, caption, rows[:_MOST_ROWS], absent)
+    unit = "difference, in multiples of seed noise"
+    return _forest("forest_noise", title, caption, rows[:_MOST_ROWS], absent, unit)
 
 
-def _forest(name: str, title: str, caption: str, rows: Sequence[_Row], absent: str) -> Plot:
+def _which_way(direction: str) -> str:
+    return {"max": " Higher is better.", "min": " Lower is better."}.get(direction, "")
+
+
+def _forest(
+    name: str, title: str, caption: str, rows: Sequence[_Row], absent: str, unit: str
+) -> Plot:
     if not rows:
         return Plot(name=name, title=title, caption="", absent=wording.visible(absent))
 
@@ -104,7 +113,7 @@ def _forest(name: str, title: str, caption: str, rows: Sequence[_Row], absent: s
         axes.grid(visible=False, axis="y")
         axes.grid(axis="x", color="#030303", linewidth=0.8)
         axes.margins(x=0.08)
-        axes.set_xlabel("difference")
+        axes.set_xlabel(unit)
 
     height = _EDGE + _LINE * len(rows)
     svg = svg_of(name, title, (_WIDE, height), paint)
@@ -127,11 +136,23 @@ def _curves(record: Comparison, metric: str, colors: dict[str, str]) -> Plot:
             )
             axes.plot(curve["steps"], curve["mean"], color=color, linewidth=1.7, label=label)
         axes.set_ylabel("loss (nats per token)")
-        axes.legend(frameon=False, labelcolor="#020202", loc="upper right", handlelength=1.4)
+        _legend(axes, columns=2)
 
     caption = "Mean of the runs; the band runs from the lowest to the highest of them."
     return Plot(
         name=name, title=title, caption=caption, svg=svg_of(name, title, (_WIDE, 3.6), paint)
+    )
+
+
+def _legend(axes: Axes, *, columns: int) -> None:
+    """Name the arms above the drawing: inside, marks are taken for points and names are crossed."""
+    axes.legend(
+        frameon=False,
+        labelcolor="#020202",
+        handlelength=1.4,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=columns,
     )
 
 
@@ -157,7 +178,7 @@ def _scatter(record: Comparison, cost: str, colors: dict[str, str]) -> Plot:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
         axes.set_ylabel(wording.visible(record.primary))
         axes.margins(x=0.1, y=0.1)
-        axes.legend(frameon=False, labelcolor="#020202", handletextpad=0.2)
+        _legend(axes, columns=1)
 
     caption = "One point a run."
     return Plot(name=name, title=title, caption=caption, svg=svg_of(name, title, (5.2, 3.4), paint))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -35,6 +35,7 @@ Grid = tuple[list[str], list[list[str]]]
 _COLORS = {Verdict.BETTER: "green", Verdict.WORSE: "red"}
 _BUDGET = ("tokens", "train_s", "tokens_per_s", "peak_bytes", "trainable_parameters")
 _UNKNOWN = "unknown"
+_WIDE = (6, 7)  # columns of the verdicts: in seed noise, and paired beside unpaired
 
 
 def headline(record: Comparison) -> str:
@@ -50,7 +51,7 @@ def headline(record: Comparison) -> str:
 
 def verdict_table(record: Comparison) -> RenderableType:
     """Show the verdicts on the primary KPI, and what stands against taking them as evidence."""
-    heads, rows = verdicts_grid(record)
+    heads, rows = (_narrower(part) for part in verdicts_grid(record))
     table = Table(box=box.SIMPLE_HEAD, title_justify="left", show_edge=False, pad_edge=False)
     table.title = f"{record.primary}: each arm minus {record.reference}"
     for number, head in enumerate(heads):
@@ -65,9 +66,9 @@ def verdict_table(record: Comparison) -> RenderableType:
 
 def verdicts_grid(record: Comparison) -> Grid:
     """Return the verdicts: one row an arm."""
-    percent = f"{1 - record.alpha:.0%}"
-    heads = ["arm", "difference", f"{percent} interval", "p (Holm)", "seeds", "found at 80 %"]
-    heads[-1] = f"found at {record.power:.0%}"
+    percent = wording.level(1 - record.alpha)
+    heads = ["arm", "difference", f"{percent} interval", "p (Holm)", "seeds"]
+    heads += [f"found at {wording.level(record.power)}"]
     heads += ["× seed noise", "paired ÷ unpaired", "verdict"]
     rows = []
     for one in record.contrasts:
@@ -87,6 +88,13 @@ def verdicts_grid(record: Comparison) -> Grid:
             ]
         )
     return heads, rows
+
+
+def _narrower(part: list[Any]) -> list[Any]:
+    """Leave out what is for the page alone: a terminal of 80 columns has room for seven."""
+    if part and isinstance(part[0], list):
+        return [_narrower(row) for row in part]
+    return [cell for place, cell in enumerate(part) if place not in _WIDE]
 
 
 def kpis_grid(contrast: ContrastRecord) -> Grid:

@@ -72,6 +72,7 @@ def render(records: Records) -> str:
         crossed=_crossed(records),
         no_items=_no_items(records),
         scorecard=records.scorecard,
+        answers_title=_answers_title(records),
         unsafe=summary.unsafe(records),
         scores=sections.scores(records),
         compared=sections.compared(records),
@@ -167,22 +168,31 @@ def _completion(condition: str, event: ItemEvent | None) -> _Completion:
 
 
 def _crossed(records: Records) -> list[tuple[str, str, int]]:
-    """Cross the outcomes of the items completed by both: (class, words, items)."""
-    outcomes = [
+    """Cross the outcomes of the items of which both are known: (class, words, items)."""
+    pairs = [
         tuple(summary.outcome_of(item.completions[name]) for name in _CONDITIONS)
         for item in summary.by_item(records.items)
         if item.completions.keys() >= set(_CONDITIONS)
     ]
+    outcomes = [pair for pair in pairs if all(one.good is not None for one in pair)]
     if not outcomes:
         return []
-    good = [tuple(bool(one.good) for one in pair) for pair in outcomes]
+    good = [tuple(one.good for one in pair) for pair in outcomes]
     does, do = outcomes[0][0].words_of_good
     return [
         ("both", f"both {do}", good.count((True, True))),
         ("tuned", f"only tuned {does}", good.count((False, True))),
         ("base", f"only base {does}", good.count((True, False))),
         ("neither", f"neither {does}", good.count((False, False))),
+        *([("unknown", "unknown", unknown)] if (unknown := len(pairs) - len(outcomes)) else []),
     ]
+
+
+def _answers_title(records: Records) -> str:
+    card = records.scorecard
+    if card is None or card.suite == "heldout_syntax":
+        return "Held-out completions"
+    return f"Answers to {wording.visible(card.suite)}"
 
 
 def _no_items(records: Records) -> str:

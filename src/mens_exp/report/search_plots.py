@@ -106,7 +106,8 @@ def _front(search: SearchRecord, x: int, y: int) -> Plot:
             axes.step(
                 [one for one, _ in best],
                 [one for _, one in best],
-                where="post" if search["directions"][y] == "minimize" else "pre",
+                # Between two trials the other objective is that of the one that x allows.
+                where="post" if search["directions"][x] == "minimize" else "pre",
                 color=_BEST,
                 linewidth=1,
             )

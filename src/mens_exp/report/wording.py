@@ -14,6 +14,7 @@ __all__ = [
     "count",
     "duration",
     "label",
+    "level",
     "loss",
     "moment",
     "percent",
@@ -102,6 +103,11 @@ def rate(value: float) -> str:
 def percent(frac: float, *, signed: bool = False) -> str:
     """Spell a fraction in percent, to one decimal: 0.875 is ``87.5%``."""
     return f"{frac * 100:{'+' if signed else ''}.1f}%".replace("-", MINUS)
+
+
+def level(frac: float) -> str:
+    """Return a level of confidence or power: ``95%``, and ``99.9%`` where that was asked for."""
+    return f"{100 * frac:.6g}%"
 
 
 def points(frac: float) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.artifacts.adapter_v3 import read_adapter
+from mens_exp.artifacts.adapter_v3 import TENSORS_NAME, read_adapter
+from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.scorecard import Condition
 from mens_exp.config.evaluation import EngineKind
@@ -59,6 +60,7 @@ def _evaluate_here(config: RunConfig, run: Run, subject: Subject) -> None:
     inputs = describe(base, tokenizer, rows)
     if subject.run is not None:
         refuse_changed(Manifest.read(subject.run.manifest).inputs, inputs)
+        run.manifest.inputs["adapter_sha256"] = sha256_file(subject.run.adapter / TENSORS_NAME)
     run.manifest.inputs.update(inputs)
     run.save()
     heldout = rows.heldout if rows is not None else ()

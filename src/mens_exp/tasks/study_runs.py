@@ -89,6 +89,8 @@ def read_study(paths: Sequence[str]) -> Read:
             subject = Path(str(manifest.inputs.get("subject"))).resolve()
             if found.get(subject) is not None and found[subject] != run:
                 left_out[str(where)] = "another evaluation of the same run is counted"
+            elif _is_of_another(manifest, RunDir(subject)):
+                left_out[str(where)] = f"it scored another adapter than {subject} has now"
             else:
                 found[subject] = run
         elif manifest.task == "train":
@@ -98,6 +100,14 @@ def read_study(paths: Sequence[str]) -> Read:
     return Read(
         runs=[_read(RunDir(path), scorer) for path, scorer in found.items()], left_out=left_out
     )
+
+
+def _is_of_another(evaluation: Manifest, subject: RunDir) -> bool:
+    """Tell whether the run that lies there is another one than was scored."""
+    adapter = evaluation.inputs.get("adapter_sha256")
+    if adapter is None or not subject.manifest.is_file():
+        return False
+    return adapter not in Manifest.read(subject.manifest).outputs.values()
 
 
 def _is_sweep(directory: Path) -> bool:
@@ -145,6 +155,7 @@ def _read(run: RunDir, scorer: RunDir | None) -> Scored:
         settings=_settings(run),
         hashes=dict(hashes_in(manifest.inputs)),
         suite_digest=None if scorecard is None else scorecard.suite_digest,
+        answering={} if scorecard is None else scorecard.generation,
     )
     return Scored(
         trial=trial,

@@ -82,7 +82,7 @@ STEPS: Final[dict[str, StepKind]] = {
     "validate": StepKind(run=validate, version=1, reads=("sandbox",), leans_on=_grammars),
     "generate": StepKind(run=generate, version=1, leans_on=_generator),
     "dedupe": StepKind(run=dedupe, version=1, leans_on=_signatures),
-    "decontaminate": StepKind(run=decontaminate, version=1, leans_on=_benchmarks),
+    "decontaminate": StepKind(run=decontaminate, version=2, leans_on=_benchmarks),
     "mix": StepKind(run=mix, version=1),
     "split": StepKind(run=split, version=1),
     "curriculum": StepKind(run=curriculum, version=1),
