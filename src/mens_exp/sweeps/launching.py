@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 
@@ -22,13 +22,19 @@ from mens_exp.plan.checks import classes
 from mens_exp.report import sweep_view
 from mens_exp.sweeps.launcher import Launcher
 from mens_exp.sweeps.planning import plan_sweep
-from mens_exp.sweeps.threads import jobs_at_a_time, threads_per_job
+from mens_exp.sweeps.threads import (
+    gpus_per_job,
+    jobs_at_a_time,
+    processes_of,
+    threads_per_job,
+)
 from mens_exp.tasks.sweep_review import write_sweep_page
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mens_exp.config.launcher import Launcher as LauncherSettings
+    from mens_exp.config.overrides import Cell
     from mens_exp.config.sweep import SweepConfig
     from mens_exp.sweeps.planning import PlannedJob
 
@@ -51,8 +57,7 @@ def launch(overrides: Sequence[str]) -> int:
     directory = SweepDir(planned.root)
     directory.path.mkdir(parents=True, exist_ok=True)
     with held(directory.lock):
-        on_gpu = any(job.cell.config.trainer.accelerator != "cpu" for job in planned.jobs)
-        record = new_record(planned, overrides, on_gpu=on_gpu)
+        record = new_record(planned, overrides, [job.cell for job in planned.jobs])
         record.jobs = [job_record(job) for job in planned.jobs]
         record.left_out = list(planned.left_out)
         console = Console(stderr=True)
@@ -107,16 +112,15 @@ class Asked(Protocol):
         """What a reader should know besides."""
 
 
-def new_record(asked: Asked, overrides: Sequence[str], *, on_gpu: bool) -> SweepRecord:
+def new_record(asked: Asked, overrides: Sequence[str], cells: Sequence[Cell]) -> SweepRecord:
     """Return the record of a sweep that has no jobs yet.
 
     Args:
         asked: what the command asks for.
         overrides: the command's, as typed.
-        on_gpu: whether a job may use one.
+        cells: those that run, or such as are drawn.
     """
     launcher = asked.launcher
-    here = on_gpu and not isinstance(launcher, SlurmLauncher)  # Slurm gives each job its own
     return SweepRecord(
         sweep_id=asked.root.resolve().name,
         created_utc=utc_now(),
@@ -125,7 +129,7 @@ def new_record(asked: Asked, overrides: Sequence[str], *, on_gpu: bool) -> Sweep
         provenance=provenance.collect(Path.cwd()),
         n_jobs=jobs_at_a_time(launcher),
         threads=threads_per_job(launcher),
-        gpus=list(machine.gpu_ids()) if here else [],
+        **_devices(launcher, cells),
         launcher=next(name for name, kind in LAUNCHERS.items() if isinstance(launcher, kind)),
         launcher_settings=launcher_values(launcher),
         retries=asked.settings.retries,
@@ -133,6 +137,14 @@ def new_record(asked: Asked, overrides: Sequence[str], *, on_gpu: bool) -> Sweep
         jobs=[],
         notes=list(asked.notes),
     )
+
+
+def _devices(launcher: LauncherSettings, cells: Sequence[Cell]) -> dict[str, Any]:
+    """Return the GPUs that jobs take in turn, and how many of them each may use."""
+    if isinstance(launcher, SlurmLauncher):  # it gives each job its own
+        return {}
+    each = gpus_per_job(cells)
+    return {"gpus": list(machine.gpu_ids()), "gpus_per_job": each} if each else {}
 
 
 def job_record(planned: PlannedJob) -> SweepJob:
@@ -149,6 +161,7 @@ def job_record(planned: PlannedJob) -> SweepJob:
         results={},
         notes=list(planned.notes),
         attempts=[],
+        processes=processes_of(planned.cell.config),
     )
 
 

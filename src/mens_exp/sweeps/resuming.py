@@ -18,12 +18,13 @@ from mens_exp.config.overrides import check
 from mens_exp.config.sweep import Changes
 from mens_exp.config.validate import range_problems
 from mens_exp.errors import ConfigError, Problems, RequestError
+from mens_exp.plan import machine
 from mens_exp.sweeps.executors import executor_problems
 from mens_exp.sweeps.launcher import Launcher
 from mens_exp.sweeps.launching import finish
 from mens_exp.sweeps.outcome import damage, outcome, record_of
 from mens_exp.sweeps.process import Ended
-from mens_exp.sweeps.threads import jobs_at_a_time
+from mens_exp.sweeps.threads import gpu_problems, jobs_at_a_time
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -140,6 +141,10 @@ def _take_over(record: SweepRecord, asked: Cell, given: set[str]) -> None:
         Problems.raise_if(list(range_problems(launcher, "hydra.launcher.")))
         record.launcher_settings.update(changed)
         record.n_jobs = jobs_at_a_time(launcher_settings(record.launcher_settings, record.launcher))
+    if record.gpus:  # those of now, which need not be those of the launch
+        record.gpus = list(machine.gpu_ids()) or record.gpus
+        many = record.n_jobs if record.search else min(record.n_jobs, len(record.jobs))
+        Problems.raise_if(gpu_problems(record.gpus, record.gpus_per_job, many))
     if code_digest() == record.code_sha256:
         return
     if record.changes == Changes.refuse.value:

@@ -44,7 +44,7 @@ def launch_search(overrides: Sequence[str]) -> int:
     directory = SweepDir(request.root)
     directory.path.mkdir(parents=True, exist_ok=True)
     with held(directory.lock):
-        record = new_record(request, overrides, on_gpu=request.on_gpu)
+        record = new_record(request, overrides, request.probed)
         record.search = request.search
         console = Console(stderr=True)
         console.print(search_view.space_table(record), soft_wrap=True)
