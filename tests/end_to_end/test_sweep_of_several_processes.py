@@ -1,4 +1,4 @@
-"""A sweep of two jobs at a time, each of two processes on the CPU, with and without disturbances."""
+"""A sweep of two jobs at a time, each of two processes on the CPU, disturbed or not."""
 
 from __future__ import annotations
 

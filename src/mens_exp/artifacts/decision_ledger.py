@@ -14,7 +14,7 @@ from mens_exp.artifacts.atomic import json_line
 from mens_exp.artifacts.digest import digest
 from mens_exp.artifacts.manifest import utc_now
 from mens_exp.artifacts.record import read_lines
-from mens_exp.artifacts.run_lock import awaited
+from mens_exp.artifacts.wait_lock import waiting
 from mens_exp.errors import DataError, MensError, Problems
 
 if TYPE_CHECKING:
@@ -155,10 +155,8 @@ def append(path: Path, kind: EntryKind, made: Callable[[list[LedgerEntry]], Any]
 
     Raises:
         DataError: as `read_ledger`; nothing is added to a ledger that was tampered with.
-        RequestError: another process held it for ten seconds.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with awaited(path.with_name(f".{path.name}.lock")):
+    with waiting(path.with_name(f".{path.name}.lock")):
         earlier = read_ledger(path)
         body = made(earlier)
         entry: dict[str, Any] = {
