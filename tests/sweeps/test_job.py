@@ -76,6 +76,7 @@ def test_changed_code_is_refused_unless_told(
     monkeypatch.setattr(job_module, "code_digest", lambda: "0" * 64)
     said = refused(frozen, capsys)
     assert "the code of mens_exp has changed since the launch" in said
+    assert said.startswith("the code")  # in one line, which becomes the job's reason
     assert "sweep.changes=accept" in said
     assert job_module.main([str(frozen.path), ACCEPT_CHANGES]) == 0
 

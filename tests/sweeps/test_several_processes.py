@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -182,8 +183,6 @@ def test_jobs_of_two_gpus_run_side_by_side(sweep: Callable[..., Launcher], tmp_p
     for name in "ab":
         (tmp_path / name).touch()
     assert made.run() == 0
-    import json
-
     seen = set()
     for job in made.record.jobs:
         environment = json.loads((tmp_path / "sweep" / job["directory"] / "tried_0").read_text())

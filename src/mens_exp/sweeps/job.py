@@ -17,7 +17,7 @@ from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.run_lock import held
 from mens_exp.errors import MensError, Problems, RequestError
-from mens_exp.tasks.one_run import CANCELLED, complain, ended, run_task
+from mens_exp.tasks.one_run import CANCELLED, ended, run_task
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -46,7 +46,8 @@ def main(arguments: Sequence[str]) -> int:
         with held(run.job_lock):
             return _work(run, accept=ACCEPT_CHANGES in arguments)
     except MensError as error:
-        complain(getattr(error, "problems", [error]))
+        # In one line: the last one of the log is the reason that the sweep's record gives.
+        print("; ".join(map(str, getattr(error, "problems", [error]))), file=sys.stderr)  # noqa: T201
         return error.exit_code
     except KeyboardInterrupt:
         return CANCELLED

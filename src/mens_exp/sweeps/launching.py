@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,11 +13,11 @@ from mens_exp.artifacts.code_digest import code_digest
 from mens_exp.artifacts.job import Job
 from mens_exp.artifacts.manifest import utc_now
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.run_lock import held
 from mens_exp.artifacts.sweep import JobState, SweepJob, SweepRecord
 from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.config.compose import config_digest, to_yaml
 from mens_exp.config.launcher import LAUNCHERS, SlurmLauncher, launcher_values
+from mens_exp.config.override_values import override_of
 from mens_exp.plan import machine
 from mens_exp.plan.checks import classes
 from mens_exp.report import sweep_view
@@ -28,6 +29,7 @@ from mens_exp.sweeps.threads import (
     processes_of,
     threads_per_job,
 )
+from mens_exp.sweeps.writing import locked, writing
 from mens_exp.tasks.sweep_review import write_sweep_page
 
 if TYPE_CHECKING:
@@ -38,7 +40,9 @@ if TYPE_CHECKING:
     from mens_exp.config.sweep import SweepConfig
     from mens_exp.sweeps.planning import PlannedJob
 
-__all__ = ["finish", "freeze", "job_record", "launch", "new_record"]
+__all__ = ["PLACE", "finish", "freeze", "job_record", "launch", "new_record"]
+
+PLACE = "hydra.sweep.dir"
 
 
 def launch(overrides: Sequence[str]) -> int:
@@ -55,16 +59,16 @@ def launch(overrides: Sequence[str]) -> int:
     """
     planned = plan_sweep(overrides)
     directory = SweepDir(planned.root)
-    directory.path.mkdir(parents=True, exist_ok=True)
-    with held(directory.lock):
+    with locked(directory, PLACE):
         record = new_record(planned, overrides, [job.cell for job in planned.jobs])
         record.jobs = [job_record(job) for job in planned.jobs]
         record.left_out = list(planned.left_out)
         console = Console(stderr=True)
         console.print(sweep_view.planned_table(record), soft_wrap=True)
-        for job in planned.jobs:
-            freeze(job, directory.path / job.directory, record.code_sha256)
-        record.write(directory.record)
+        with writing(PLACE):
+            for job in planned.jobs:
+                freeze(job, directory.path / job.directory, record.code_sha256)
+            record.write(directory.record)
         return finish(Launcher(directory, record, console))
 
 
@@ -76,8 +80,9 @@ def finish(launcher: Launcher) -> int:
     place = launcher.directory.path
     _render(launcher)
     if code:
-        console.print(f"Go on with: python -m mens_exp sweep.resume={place}", soft_wrap=True)
-    console.print(f"The record: {launcher.directory.record}", soft_wrap=True)
+        again = shlex.join(["python", "-m", "mens_exp", override_of("sweep.resume", str(place))])
+        console.print(f"Go on with: {again}", soft_wrap=True, markup=False)
+    console.print(f"The record: {launcher.directory.record}", soft_wrap=True, markup=False)
     return code
 
 
@@ -89,7 +94,9 @@ def _render(launcher: Launcher) -> None:
         told = f"{launcher.directory.page.name} was not written: {type(error).__name__}: {error}"
         launcher.console.print(told, soft_wrap=True, markup=False)
     else:
-        launcher.console.print(f"To look at: {launcher.directory.page}", soft_wrap=True)
+        launcher.console.print(
+            f"To look at: {launcher.directory.page}", soft_wrap=True, markup=False
+        )
 
 
 class Asked(Protocol):

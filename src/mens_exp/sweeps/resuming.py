@@ -10,7 +10,7 @@ from rich.console import Console
 from mens_exp.artifacts.code_digest import code_digest
 from mens_exp.artifacts.manifest import Status, utc_now
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.run_lock import held, holder, is_alive
+from mens_exp.artifacts.run_lock import holder, is_alive
 from mens_exp.artifacts.sweep import JobAttempt, JobState, SweepRecord
 from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.config.launcher import LAUNCHERS, SLURM, launcher_settings, launcher_values
@@ -25,6 +25,7 @@ from mens_exp.sweeps.launching import finish
 from mens_exp.sweeps.outcome import damage, outcome, record_of
 from mens_exp.sweeps.process import Ended
 from mens_exp.sweeps.threads import gpu_problems, jobs_at_a_time
+from mens_exp.sweeps.writing import locked, writing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,7 +61,7 @@ def resume_sweep(overrides: Sequence[str]) -> int:
     checked = check([f"hydra/launcher={launcher}", *overrides], multirun=True)
     Problems.raise_if(checked.problems)
     asked = checked.cells[0]
-    with held(directory.lock):
+    with locked(directory, "sweep.resume"):
         record = SweepRecord.read(directory.record)
         _take_over(record, asked, {text.partition("=")[0] for text in overrides})
         if trials and record.search is None:
@@ -78,7 +79,8 @@ def resume_sweep(overrides: Sequence[str]) -> int:
             from mens_exp.sweeps.searching import resume_search
 
             return resume_search(directory, record, console, trials[-1:])
-        record.write(directory.record)
+        with writing("sweep.resume"):
+            record.write(directory.record)
         return finish(Launcher(directory, record, console))
 
 
@@ -175,6 +177,7 @@ def _settle(job: SweepJob, run: RunDir, *, here: bool) -> None:
         _note_process(job, *at_work)
         return
     manifest = record_of(run)
+    gone = [path.name for path in (run.config, run.job) if not path.is_file()]
     if last is not None and last["ended_utc"] is None:
         last["ended_utc"] = utc_now()
     if run.pruned.exists() and (manifest is None or manifest.status is not Status.SUCCEEDED):
@@ -182,6 +185,9 @@ def _settle(job: SweepJob, run: RunDir, *, here: bool) -> None:
         return
     if manifest is None and run.manifest.exists():
         reason = f"{run.manifest} cannot be read; move the directory's other files away to run anew"
+        job["state"], job["reason"] = JobState.FAILED, reason
+    elif gone and (manifest is None or manifest.status is not Status.SUCCEEDED):
+        reason = f"{' and '.join(gone)} of {run.path} are gone: a new sweep may run this cell"
         job["state"], job["reason"] = JobState.FAILED, reason
     elif manifest is None or manifest.status is not Status.SUCCEEDED or not run.report.exists():
         job["state"], job["reason"] = JobState.WAITING, None
