@@ -66,6 +66,30 @@ def test_what_is_said_of_a_place_can_be_typed_again(
     assert cell.config.sweep.resume == str(directory.path)
 
 
+def test_of_two_launches_into_one_directory_the_second_is_refused(
+    tiny_run: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    make_sweep: Callable[..., SweepRecord],
+) -> None:
+    """Also where the first one came to its end while the second one planned."""
+    directory = SweepDir(tmp_path / "sweep")
+    plan = launching.plan_sweep
+
+    def planned(overrides: list[str]) -> Any:
+        found = plan(overrides)
+        directory.path.mkdir()
+        make_sweep({}).write(directory.record)
+        return found
+
+    monkeypatch.setattr(launching, "plan_sweep", planned)
+    command = ["-m", *tiny_run, "task=plan", f"hydra.sweep.dir={directory.path}"]
+    assert cli.main(command) == 2
+    assert "a sweep is there already" in capsys.readouterr().err
+    assert [path.name for path in directory.path.iterdir()] == ["sweep.json"]
+
+
 def test_a_sweep_that_cannot_be_made_is_refused(
     tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from mens_exp.artifacts.atomic import json_line
 from mens_exp.artifacts.digest import digest
 from mens_exp.artifacts.manifest import utc_now
-from mens_exp.artifacts.record import read_lines
+from mens_exp.artifacts.record import cut_torn_end, read_lines
 from mens_exp.artifacts.wait_lock import waiting
 from mens_exp.errors import DataError, MensError, Problems
 
@@ -170,7 +170,7 @@ def append(path: Path, kind: EntryKind, made: Callable[[list[LedgerEntry]], Any]
             "previous": earlier[-1]["sha256"] if earlier else None,
         }
         entry["sha256"] = digest(entry)
-        _cut_torn_end(path)
+        cut_torn_end(path)
         with path.open("ab") as file:
             file.write(json_line(entry, str(path)))
             file.flush()
@@ -212,11 +212,3 @@ def _wrong(
             expected=f"number {number} after {before}",
             remedy="put the ledger back as it was; entries are never dropped or moved",
         )
-
-
-def _cut_torn_end(path: Path) -> None:
-    data = path.read_bytes() if path.exists() else b""
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        with path.open("rb+") as file:
-            file.truncate(whole)

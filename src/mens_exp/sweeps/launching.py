@@ -18,11 +18,12 @@ from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.config.compose import config_digest, to_yaml
 from mens_exp.config.launcher import LAUNCHERS, SlurmLauncher, launcher_values
 from mens_exp.config.override_values import override_of
+from mens_exp.errors import Problems
 from mens_exp.plan import machine
 from mens_exp.plan.checks import classes
 from mens_exp.report import sweep_view
 from mens_exp.sweeps.launcher import Launcher
-from mens_exp.sweeps.planning import plan_sweep
+from mens_exp.sweeps.planning import place_problems, plan_sweep
 from mens_exp.sweeps.threads import (
     gpus_per_job,
     jobs_at_a_time,
@@ -60,7 +61,9 @@ def launch(overrides: Sequence[str]) -> int:
     planned = plan_sweep(overrides)
     directory = SweepDir(planned.root)
     with locked(directory, PLACE):
-        record = new_record(planned, overrides, [job.cell for job in planned.jobs])
+        cells = [job.cell for job in planned.jobs]
+        Problems.raise_if(place_problems(planned.root, cells))  # another launcher was quicker
+        record = new_record(planned, overrides, cells)
         record.jobs = [job_record(job) for job in planned.jobs]
         record.left_out = list(planned.left_out)
         console = Console(stderr=True)

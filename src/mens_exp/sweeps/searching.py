@@ -8,10 +8,11 @@ from rich.console import Console
 
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.sweep_dir import SweepDir
-from mens_exp.errors import ConfigError
+from mens_exp.errors import ConfigError, Problems
 from mens_exp.report import search_page, search_view
 from mens_exp.sweeps.launcher import Launcher
 from mens_exp.sweeps.launching import PLACE, finish, new_record
+from mens_exp.sweeps.planning import place_problems
 from mens_exp.sweeps.search_feed import Search
 from mens_exp.sweeps.search_request import read_request
 from mens_exp.sweeps.search_study import Study, need_optuna
@@ -43,6 +44,7 @@ def launch_search(overrides: Sequence[str]) -> int:
     request = read_request(overrides)
     directory = SweepDir(request.root)
     with locked(directory, PLACE):
+        Problems.raise_if(place_problems(request.root, ()))  # another launcher was quicker
         record = new_record(request, overrides, request.probed)
         record.search = request.search
         console = Console(stderr=True)
