@@ -96,7 +96,7 @@ def _frozen(run: RunDir, job: Job, *, accept: bool) -> Cell:
     return cell
 
 
-def _changes(job: Job, cell: Cell) -> Iterator[RequestError]:
+def _changes(job: Job, cell: Cell) -> Iterator[MensError]:
     """Yield what is not what it was when the sweep was launched."""
     remedy = "put it back, or go on all the same with sweep.changes=accept"
     if code_digest() != job.code_sha256:
@@ -106,10 +106,14 @@ def _changes(job: Job, cell: Cell) -> Iterator[RequestError]:
         if not path.is_file() or sha256_file(path) != sha256:
             yield RequestError("has changed since the launch", where=name, remedy=remedy)
     if job.contract is not None:
+        from mens_exp.plan.checks import data
         from mens_exp.plan.contract import contract_of
 
         now = contract_of(cell.config).digest
         if now != job.contract:
+            if wrong := list(data.check(cell.config)):  # rows that are not here, above all
+                yield from wrong
+                return
             yield RequestError(
                 "the files that it names have changed since the launch",
                 where="data",
