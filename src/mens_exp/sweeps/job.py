@@ -97,7 +97,11 @@ def _frozen(run: RunDir, job: Job, *, accept: bool) -> Cell:
 
 
 def _changes(job: Job, cell: Cell) -> Iterator[MensError]:
-    """Yield what is not what it was when the sweep was launched."""
+    """Yield what is not what it was when the sweep was launched.
+
+    Raises:
+        DataError: rows that it names cannot be read.
+    """
     remedy = "put it back, or go on all the same with sweep.changes=accept"
     if code_digest() != job.code_sha256:
         yield RequestError("the code of mens_exp has changed since the launch", remedy=remedy)
@@ -111,9 +115,7 @@ def _changes(job: Job, cell: Cell) -> Iterator[MensError]:
 
         now = contract_of(cell.config).digest
         if now != job.contract:
-            if wrong := list(data.check(cell.config)):  # rows that are not here, above all
-                yield from wrong
-                return
+            yield from data.check(cell.config)  # it raises where rows are not there at all
             yield RequestError(
                 "the files that it names have changed since the launch",
                 where="data",
