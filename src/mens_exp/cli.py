@@ -80,12 +80,16 @@ def main(arguments: Sequence[str]) -> int:
     from mens_exp.tasks.one_run import CANCELLED, complain
 
     begin_command()
-    rank = of_torchrun()
+    rank, alone = of_torchrun(), _of_one_process(arguments)
     if rank is not None and not rank.is_first:
+        if alone is not None:
+            return 0  # what is to be said of it, the first process says
         from mens_exp.tasks.following import follow_from_elsewhere
 
         return follow_from_elsewhere(rank)
     try:
+        if rank is not None and alone is not None:
+            _refuse_under_torchrun(alone)
         return _dispatch(list(arguments))
     except Problems as several:
         complain(several.problems)
@@ -96,6 +100,34 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("Cancelled.", file=sys.stderr)  # noqa: T201  # outside of any run
         return CANCELLED
+
+
+def _of_one_process(arguments: Sequence[str]) -> str | None:
+    """Return the argument that makes a command one of a single process; None for training."""
+    given = [text for text in arguments if text.startswith(("-", "sweep.resume="))]
+    tasks = [text for text in arguments if text.lstrip("+").startswith("task=")]
+    given += [text for text in tasks[-1:] if not text.endswith("=train")]
+    return given[0] if given else None
+
+
+def _refuse_under_torchrun(argument: str) -> None:
+    """Refuse what only one process does; Hydra's flags that answer and end do no harm.
+
+    Raises:
+        MensError: it would leave the other processes without work.
+    """
+    from mens_exp.errors import RequestError
+    from mens_exp.plan.checks.processes import started_for_one
+
+    if argument in {"-m", "--multirun"} or argument.startswith("sweep.resume="):
+        raise RequestError(
+            "torchrun started several processes for a sweep",
+            found=argument,
+            expected="one process, which starts those of its jobs",
+            remedy="start it without torchrun; with trainer=ddp each job has several processes",
+        )
+    if not argument.startswith("-"):
+        raise started_for_one("task", argument.partition("=")[2])
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -193,6 +225,8 @@ def _checked_cells(
     """Compose every cell, and raise all problems of the command together."""
     from mens_exp.config.overrides import check
     from mens_exp.errors import Problems
+    from mens_exp.plan.checks import processes
+    from mens_exp.plan.ranks import of_torchrun
     from mens_exp.tasks.settle import settled
 
     checked = check(overrides, multirun=multirun)
@@ -200,6 +234,8 @@ def _checked_cells(
     for cell in checked.cells if with_files else ():
         problems += settled(cell)
         problems += _used_directory(cell, multirun=multirun)
+        if of_torchrun() is not None:
+            problems += processes.check(cell.config)
     Problems.raise_if(list({str(problem): problem for problem in problems}.values()))
     return list(checked.cells)
 

@@ -37,3 +37,24 @@ def test_a_torn_line_is_dropped_and_a_wrong_one_refused(tmp_path: Path) -> None:
     path.write_bytes(b'{"event":"began","colour":"red"}\n')
     with pytest.raises(DataError, match="colour"):
         log.attempts()
+
+
+@pytest.mark.parametrize("torn", [b'{"event":"en', b'{"event":"began","pid'])
+def test_what_comes_after_a_torn_line_is_read(tmp_path: Path, torn: bytes) -> None:
+    """The next start of the job writes on."""
+    path = tmp_path / "attempts.jsonl"
+    log = AttemptLog(path)
+    log.began(7, 1.5, host="a", queue_id=None)
+    with path.open("ab") as file:
+        file.write(torn)
+    log.began(8, 2.5, host="b", queue_id=None)
+    assert [one["pid"] for one in log.attempts()] == [7, 8]
+
+
+def test_an_end_whose_begin_was_torn_is_nobodys(tmp_path: Path) -> None:
+    """There is no attempt that it could be of."""
+    path = tmp_path / "attempts.jsonl"
+    path.write_bytes(b'{"event":"beg')
+    log = AttemptLog(path)
+    log.ended(0)
+    assert log.attempts() == []

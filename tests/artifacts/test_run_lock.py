@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
+from mens_exp.artifacts import run_lock
 from mens_exp.artifacts.run_lock import held
 from mens_exp.errors import RequestError
 
@@ -53,3 +56,39 @@ def test_lock_is_released_when_the_block_fails(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="inside"), held(path):
         raise ValueError("inside")
     assert not path.exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="threads share the lock of Windows; run it on Linux")
+def test_of_two_that_find_a_dead_one_s_lock_only_one_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both look before either writes, if nothing keeps the second waiting."""
+    path = tmp_path / "run.lock"
+    path.write_bytes(b'{"pid": 1, "st')
+    both_looked = threading.Barrier(2)
+    look = run_lock.holder
+
+    def looked(where: Path) -> tuple[int, float] | None:
+        found = look(where)
+        with suppress(threading.BrokenBarrierError):
+            both_looked.wait(0.5)
+        return found
+
+    monkeypatch.setattr(run_lock, "holder", looked)
+    refused, over = [], threading.Barrier(2)
+
+    def take() -> None:
+        try:
+            with held(path):
+                over.wait(30)
+        except RequestError as error:
+            refused.append(error.found)
+            over.wait(30)
+
+    threads = [threading.Thread(target=take) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert refused == [f"process {os.getpid()}"]
+    assert list(tmp_path.iterdir()) == []

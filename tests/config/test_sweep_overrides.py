@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mens_exp.config.launcher import LAUNCHERS, launcher_settings, launcher_values
+from mens_exp.config.override_values import override_of
 from mens_exp.config.overrides import check
 
 
@@ -111,3 +112,17 @@ def test_a_drawn_key_without_effect_is_dropped_from_the_only_cell() -> None:
     checked = check(texts, multirun=True, drawn={"lora.r"}, first=7)
     assert checked.problems == ()
     assert [(cell.number, cell.dropped) for cell in checked.cells] == [(7, ("lora.r=4",))]
+
+
+@pytest.mark.parametrize(
+    "text", ["/a/b.c", "a b", "it's", "a\\", "x[y]{z}", "ü=1,2", "null", "True", "7", '"q"', "#%"]
+)
+def test_an_override_that_is_written_for_a_text_means_that_text(text: str) -> None:
+    """Whatever Hydra would read it as without quotes."""
+    (cell,) = check([override_of("sweep.resume", text)], multirun=True).cells
+    assert cell.config.sweep.resume == text
+
+
+def test_a_plain_path_needs_no_quotes() -> None:
+    """So that it stays readable."""
+    assert override_of("sweep.resume", "outputs/a-b_1") == "sweep.resume=outputs/a-b_1"

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mens_exp.artifacts import run_lock
-from mens_exp.errors import RequestError
 from mens_exp.plan.ledger import Entry, append, entries, ledger_path, residuals
 
 if TYPE_CHECKING:
@@ -72,20 +70,6 @@ def test_two_processes_lose_no_line(tmp_path: Path) -> None:
     writers = [subprocess.Popen(command, cwd=root) for _ in range(2)]
     assert [writer.wait(timeout=60) for writer in writers] == [0, 0]
     assert entries(path) == [ENTRY] * 40
-
-
-def test_ledger_that_is_held_is_an_error_in_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Waiting has an end, and nothing is written."""
-    monkeypatch.setattr(run_lock, "_PATIENCE_S", 0.05)
-    path = ledger_path(tmp_path)
-    with (
-        run_lock.held(path.with_suffix(".lock")),
-        pytest.raises(RequestError, match="still working"),
-    ):
-        append(path, ENTRY)
-    assert entries(path) == []
 
 
 def test_three_equal_runs_give_their_ratio() -> None:

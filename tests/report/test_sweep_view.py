@@ -77,6 +77,16 @@ def test_jobs_on_gpus_of_their_own_share_the_time() -> None:
     assert "GPU 0, 1 in turn: ≈ 30 min 00 s" in shown(planned_table(made))
 
 
+def test_jobs_of_several_gpus_take_as_many_at_a_time() -> None:
+    """Four GPUs are two places for jobs of two."""
+    made = record(gpus=["0", "1", "2", "3"], gpus_per_job=2, n_jobs=4)
+    made.jobs += [dict(job) for job in made.jobs]  # type: ignore[misc]
+    for job in made.jobs:
+        job["estimate"]["device"] = "cuda"
+    text = shown(planned_table(made))
+    assert "2 each of GPU 0, 1, 2, 3 in turn: ≈ 1 h 00 min" in text
+
+
 def test_jobs_in_a_queue_share_nothing() -> None:
     """Each has cores of its own, as many at a time as there are cells at most."""
     text = shown(planned_table(record(launcher="submitit_slurm", n_jobs=256)))

@@ -76,6 +76,7 @@ def test_changed_code_is_refused_unless_told(
     monkeypatch.setattr(job_module, "code_digest", lambda: "0" * 64)
     said = refused(frozen, capsys)
     assert "the code of mens_exp has changed since the launch" in said
+    assert said.startswith("the code")  # in one line, which becomes the job's reason
     assert "sweep.changes=accept" in said
     assert job_module.main([str(frozen.path), ACCEPT_CHANGES]) == 0
 
@@ -129,3 +130,13 @@ def test_a_second_process_of_one_job_is_refused(
 
     with held(frozen.job_lock):
         assert "a process is still working on this run" in refused(frozen, capsys)
+
+
+def test_rows_that_are_not_there_are_told_in_one_line(
+    frozen: RunDir, rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where a sweep goes on from another directory than it was launched in."""
+    rows.unlink()
+    assert job_module.main([str(frozen.path)]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert str(rows) in said

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.sweep import SweepRecord
+from mens_exp.artifacts.sweep import JobState, SweepRecord
+from mens_exp.errors import SetupError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -177,3 +179,36 @@ def test_output_of_all_attempts_is_kept(sweep: Sweep) -> None:
     assert launcher.run() == 0
     log = RunDir(launcher.directory.path / "0_job").log.read_text("utf-8")
     assert log.splitlines() == ["first", "second"]
+
+
+def test_a_full_disk_ends_no_sweep(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record is written as soon as there is room again; it is told once."""
+    launcher = sweep([DONE])
+    write, refusals = SweepRecord.write, iter(range(2))
+
+    def full(record: SweepRecord, path: Path) -> None:
+        if next(refusals, None) is not None:
+            raise OSError(28, "No space left on device")
+        write(record, path)
+
+    monkeypatch.setattr(SweepRecord, "write", full)
+    assert launcher.run() == 0
+    assert SweepRecord.read(launcher.directory.record).jobs[0]["state"] == JobState.SUCCEEDED
+    file = launcher.console.file
+    assert isinstance(file, io.StringIO)
+    assert file.getvalue().count("was not written, and will be tried again") == 1
+
+
+def test_a_record_that_cannot_be_written_is_told_once_all_jobs_have_ended(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The jobs were looked after all the same."""
+    launcher = sweep([DONE])
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SweepRecord, "write", full)
+    with pytest.raises(SetupError, match="No space left on device"):
+        launcher.run()
+    assert launcher.record.jobs[0]["state"] == JobState.SUCCEEDED

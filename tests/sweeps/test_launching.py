@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
+import shlex
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from rich.console import Console
 
+from mens_exp import cli
+from mens_exp.artifacts.job import Job
 from mens_exp.artifacts.sweep_dir import SweepDir
+from mens_exp.config.overrides import check
 from mens_exp.sweeps import launching
 from mens_exp.sweeps.launching import finish
 
@@ -37,6 +43,85 @@ def test_a_sweep_leaves_its_page_however_it_ended(ended: Any) -> None:
     assert f"To look at: {ended.directory.page}" in said
     assert "sweep.resume=" in said
     assert "1 waiting" in ended.directory.page.read_text(encoding="utf-8")
+
+
+def test_what_is_said_of_a_place_can_be_typed_again(
+    tmp_path: Path, make_sweep: Callable[..., SweepRecord]
+) -> None:
+    """Blanks, quotes and brackets, which a shell, Hydra and the terminal would take otherwise."""
+    directory = SweepDir(tmp_path / "it's a [bold] \\ place, #1")
+    directory.path.mkdir()
+    made = make_sweep({})
+    made.write(directory.record)
+    console = Console(file=(file := io.StringIO()), width=20)
+    made_up: Any = SimpleNamespace(directory=directory, record=made, console=console, run=lambda: 1)
+    finish(made_up)
+    lines = file.getvalue().splitlines()
+    assert f"The record: {directory.record}" in lines
+    assert f"To look at: {directory.page}" in lines
+    (again,) = [line for line in lines if line.startswith("Go on with: ")]
+    python, *words = shlex.split(again.removeprefix("Go on with: "))
+    assert (python, words[:2]) == ("python", ["-m", "mens_exp"])
+    (cell,) = check(words[2:], multirun=True).cells
+    assert cell.config.sweep.resume == str(directory.path)
+
+
+def test_of_two_launches_into_one_directory_the_second_is_refused(
+    tiny_run: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    make_sweep: Callable[..., SweepRecord],
+) -> None:
+    """Also where the first one came to its end while the second one planned."""
+    directory = SweepDir(tmp_path / "sweep")
+    plan = launching.plan_sweep
+
+    def planned(overrides: list[str]) -> Any:
+        found = plan(overrides)
+        directory.path.mkdir()
+        make_sweep({}).write(directory.record)
+        return found
+
+    monkeypatch.setattr(launching, "plan_sweep", planned)
+    command = ["-m", *tiny_run, "task=plan", f"hydra.sweep.dir={directory.path}"]
+    assert cli.main(command) == 2
+    assert "a sweep is there already" in capsys.readouterr().err
+    assert [path.name for path in directory.path.iterdir()] == ["sweep.json"]
+
+
+def test_a_sweep_that_cannot_be_made_is_refused(
+    tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file is in the way; a full disk is told likewise."""
+    (tmp_path / "file").touch()
+    place = tmp_path / "file" / "sweep"
+    assert cli.main(["-m", *tiny_run, "task=plan", f"hydra.sweep.dir={place}"]) == 3
+    said = capsys.readouterr().err
+    assert "hydra.sweep.dir: the directory of the sweep cannot be written to" in said
+    assert "Traceback" not in said
+
+
+def test_no_room_for_the_frozen_configurations_is_told(
+    tiny_run: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Nothing has begun; with room, the same command may be given again."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    place = tmp_path / "sweep"
+    command = ["-m", *tiny_run, "task=plan", f"hydra.sweep.dir={place}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "write", full)
+        assert cli.main(command) == 3
+    assert "No space left on device" in capsys.readouterr().err
+    assert not SweepDir(place).record.exists()
+    monkeypatch.setattr(launching.Launcher, "run", lambda _: 0)
+    assert cli.main(command) == 0
 
 
 def test_a_page_that_fails_undoes_no_sweep(ended: Any, monkeypatch: pytest.MonkeyPatch) -> None:

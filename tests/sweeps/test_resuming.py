@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,11 @@ def attempt(**more: Any) -> dict[str, Any]:
 
 
 def stored(record: SweepRecord, path: Path) -> Path:
-    path.mkdir(exist_ok=True)
+    for job in record.jobs:
+        run = RunDir(path / job["directory"])
+        run.path.mkdir(parents=True, exist_ok=True)
+        for frozen in (run.config, run.job):
+            frozen.touch()
     record.write(SweepDir(path).record)
     return path
 
@@ -105,6 +110,37 @@ def test_a_damaged_record_is_no_reason_to_begin_anew(
     assert cli.main([f"sweep.resume={stored(record, tmp_path)}"]) == 0
     assert states(begun) == ["failed"]
     assert "cannot be read" in str(begun[0].jobs[0]["reason"])
+
+
+@pytest.mark.parametrize("gone", ["config.yaml", "job.json", ""], ids=lambda name: name or "all")
+def test_a_job_without_its_frozen_configuration_is_failed(
+    make_sweep: Make, tmp_path: Path, begun: list[SweepRecord], gone: str
+) -> None:
+    """Its directory was deleted by hand, say; the others go on."""
+    record = make_sweep({"state": JobState.SUCCEEDED}, {})
+    place = stored(record, tmp_path)
+    path = tmp_path / record.jobs[0]["directory"]
+    if gone:
+        (path / gone).unlink()
+    else:
+        shutil.rmtree(path)
+    assert cli.main([f"sweep.resume={place}"]) == 0
+    assert states(begun) == ["failed", "waiting"]
+    reason = str(begun[0].jobs[0]["reason"])
+    assert gone in reason
+    assert "a new sweep may run this cell" in reason
+
+
+def test_a_sweep_that_cannot_be_written_to_is_refused(
+    make_sweep: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A directory lies where its lock would; as on a disk that is read-only."""
+    place = stored(make_sweep({}), tmp_path)
+    SweepDir(place).lock.mkdir()
+    assert cli.main([f"sweep.resume={place}"]) == 3
+    said = capsys.readouterr().err
+    assert "the directory of the sweep cannot be written to" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("noted", [True, False], ids=["noted", "known by its lock"])

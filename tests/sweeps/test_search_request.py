@@ -49,7 +49,7 @@ def test_directions_are_those_of_the_kpis(asked: Asked, tmp_path: Path) -> None:
     assert search["pruner_startup_trials"] is None
     assert "hydra/sweeper=optuna" in search["fixed"]
     assert [one["key"] for one in search["space"]] == ["lora.r"]
-    assert (request.launcher.n_jobs, request.on_gpu, request.notes) == (2, False, ())
+    assert (request.launcher.n_jobs, request.notes) == (2, ())
     assert list(tmp_path.iterdir()) == []
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from mens_exp.config.sweep import LocalLauncher
 from mens_exp.sweeps import threads
-from mens_exp.sweeps.threads import environment_of, threads_per_job
+from mens_exp.sweeps.threads import environment_of, gpu_problems, threads_per_job
 
 
 @pytest.fixture(autouse=True)
@@ -34,3 +34,33 @@ def test_without_gpus_the_device_is_left_alone(monkeypatch: pytest.MonkeyPatch) 
     made = environment_of(3, threads=2, gpus=[])
     assert (made["CUDA_VISIBLE_DEVICES"], made["OMP_NUM_THREADS"]) == ("5", "2")
     assert environment_of(3, threads=2, gpus=["a", "b"])["CUDA_VISIBLE_DEVICES"] == "b"
+
+
+@pytest.mark.parametrize(("processes", "each"), [(1, "6"), (2, "3"), (4, "1"), (8, "1")])
+def test_the_processes_of_a_job_share_its_threads(processes: int, each: str) -> None:
+    """Rounded down, and never less than one: torch reads the number in every process."""
+    made = environment_of(0, threads=6, gpus=[], processes=processes)
+    assert (made["OMP_NUM_THREADS"], made["MKL_NUM_THREADS"]) == (each, each)
+
+
+def test_a_job_of_several_processes_has_gpus_of_its_own() -> None:
+    """As many as the widest job takes; one that has fewer processes sees no more than it uses."""
+    gpus = ["4", "5", "6", "7"]
+
+    def seen(slot: int, processes: int) -> str:
+        made = environment_of(slot, threads=1, gpus=gpus, each=2, processes=processes)
+        return made["CUDA_VISIBLE_DEVICES"]
+
+    assert (seen(0, 2), seen(1, 2), seen(1, 1)) == ("4,5", "6,7", "6")
+
+
+def test_jobs_of_one_process_may_share_a_gpu_and_those_of_several_may_not() -> None:
+    """Three jobs of two GPUs on five of them; where nobody knows the GPUs, none are counted."""
+    gpus = ["0", "1", "2", "3", "4"]
+    assert gpu_problems(gpus, 1, 9) == []
+    assert gpu_problems(gpus, 2, 2) == []
+    assert gpu_problems([], 2, 3) == []
+    (found,) = gpu_problems(gpus, 2, 3)
+    assert (found.where, found.exit_code) == ("hydra.launcher.n_jobs", 2)
+    assert found.found == "3 of 2 GPUs each (trainer.devices), and 5 are here"
+    assert found.remedy == "choose hydra.launcher.n_jobs=2"

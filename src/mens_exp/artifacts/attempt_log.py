@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from mens_exp.artifacts.atomic import json_line
 from mens_exp.artifacts.manifest import utc_now
-from mens_exp.artifacts.record import read_lines
+from mens_exp.artifacts.record import cut_torn_end, read_lines
 from mens_exp.artifacts.sweep import JobAttempt
 
 if TYPE_CHECKING:
@@ -73,13 +73,14 @@ class AttemptLog:
                 if made and made[-1]["ended_utc"] is None:
                     made[-1]["ended_utc"], made[-1]["why"] = line["utc"], _UNSEEN
                 made.append(_attempt(line))
-            else:
+            elif made:  # the line of its begin may have been torn
                 made[-1]["ended_utc"], made[-1]["exit_code"] = line["utc"], line["exit_code"]
                 made[-1]["peak_rss_bytes"], made[-1]["why"] = line["peak_rss_bytes"], line["why"]
         return made
 
     def _append(self, line: _Line) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        cut_torn_end(self._path)
         with self._path.open("ab") as file:
             file.write(json_line(line, str(self._path)))
             file.flush()

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from mens_exp.artifacts.atomic import json_line
 from mens_exp.artifacts.digest import digest
 from mens_exp.artifacts.manifest import utc_now
-from mens_exp.artifacts.record import read_lines
-from mens_exp.artifacts.run_lock import awaited
+from mens_exp.artifacts.record import cut_torn_end, read_lines
+from mens_exp.artifacts.wait_lock import waiting
 from mens_exp.errors import DataError, MensError, Problems
 
 if TYPE_CHECKING:
@@ -155,10 +155,8 @@ def append(path: Path, kind: EntryKind, made: Callable[[list[LedgerEntry]], Any]
 
     Raises:
         DataError: as `read_ledger`; nothing is added to a ledger that was tampered with.
-        RequestError: another process held it for ten seconds.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with awaited(path.with_name(f".{path.name}.lock")):
+    with waiting(path.with_name(f".{path.name}.lock")):
         earlier = read_ledger(path)
         body = made(earlier)
         entry: dict[str, Any] = {
@@ -172,7 +170,7 @@ def append(path: Path, kind: EntryKind, made: Callable[[list[LedgerEntry]], Any]
             "previous": earlier[-1]["sha256"] if earlier else None,
         }
         entry["sha256"] = digest(entry)
-        _cut_torn_end(path)
+        cut_torn_end(path)
         with path.open("ab") as file:
             file.write(json_line(entry, str(path)))
             file.flush()
@@ -214,11 +212,3 @@ def _wrong(
             expected=f"number {number} after {before}",
             remedy="put the ledger back as it was; entries are never dropped or moved",
         )
-
-
-def _cut_torn_end(path: Path) -> None:
-    data = path.read_bytes() if path.exists() else b""
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        with path.open("rb+") as file:
-            file.truncate(whole)

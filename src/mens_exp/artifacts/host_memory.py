@@ -1,4 +1,4 @@
-"""Resident and peak memory of this process, in bytes."""
+"""Resident and peak memory of a process, in bytes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,24 @@ def reset_peak_rss() -> bool:
     return True
 
 
-def peak_rss_bytes() -> int | None:
-    """Return the peak resident set size since :func:`reset_peak_rss`, or None where unknown."""
+def peak_rss_bytes(pid: int | None = None) -> int | None:
+    """Return the peak resident set size since :func:`reset_peak_rss`, or None where unknown.
+
+    Args:
+        pid: of a process; None is this one.
+    """
     try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
+        status = Path(f"/proc/{pid or 'self'}/status").read_text("utf-8", "replace")
     except OSError:
-        peak = getattr(psutil.Process().memory_info(), "peak_wset", None)  # Windows' own name
-        return int(peak) if peak is not None else None
+        return _peak_wset(pid)
     line = next((x for x in status.splitlines() if x.startswith("VmHWM:")), None)
     return int(line.split()[1]) * 1024 if line is not None else None
+
+
+def _peak_wset(pid: int | None) -> int | None:
+    """Return what Windows keeps of a process, which may have ended."""
+    try:
+        peak = getattr(psutil.Process(pid).memory_info(), "peak_wset", None)
+    except psutil.Error:
+        return None
+    return int(peak) if peak is not None else None

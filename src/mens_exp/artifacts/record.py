@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Record",
     "StoredRecord",
+    "cut_torn_end",
     "read_bytes",
     "read_lines",
     "read_record",
@@ -160,6 +161,15 @@ def read_lines(
             problems += check(values[-1], hint, where)
     Problems.raise_if(problems)
     return values
+
+
+def cut_torn_end(path: Path) -> None:
+    """Drop a last line without its newline, whose writer died; a line may then be added."""
+    data = path.read_bytes() if path.exists() else b""
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        with path.open("rb+") as file:
+            file.truncate(whole)
 
 
 def write_lines(path: Path, values: Iterable[object], hint: Any) -> None:

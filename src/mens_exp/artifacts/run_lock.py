@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import psutil
 
+from mens_exp.artifacts.wait_lock import waiting
 from mens_exp.errors import RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["awaited", "held", "holder", "is_alive"]
-
-_PATIENCE_S = 10.0  # a line is written in a millisecond
+__all__ = ["held", "holder", "is_alive"]
 
 
 @contextmanager
@@ -28,42 +25,13 @@ def held(path: Path) -> Iterator[None]:
     Raises:
         RequestError: a living process of this machine holds it.
     """
-    _clear_stale(path)
-    me = psutil.Process()
-    record = json.dumps({"pid": me.pid, "started": me.create_time()}).encode()
-    try:
-        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-    except FileExistsError as error:
-        raise _taken(path, "another process, just now") from error
-    with os.fdopen(handle, "wb") as file:
-        file.write(record)
+    # One at a time: of two that find the lock of a dead process, only the first takes it over.
+    with waiting(path.with_name(f".{path.name}.taking")):
+        _take(path)
     try:
         yield
     finally:
         path.unlink(missing_ok=True)
-
-
-@contextmanager
-def awaited(path: Path) -> Iterator[None]:
-    """Hold a lock file inside the block, waiting up to ten seconds for whoever holds it.
-
-    Raises:
-        RequestError: it was held all that time.
-    """
-    deadline = time.monotonic() + _PATIENCE_S
-    while True:
-        manager = held(path)
-        try:
-            manager.__enter__()
-            break
-        except RequestError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)
-    try:
-        yield
-    finally:
-        manager.__exit__(None, None, None)
 
 
 def holder(path: Path) -> tuple[int, float] | None:
@@ -89,17 +57,14 @@ def is_alive(pid: int, started: float) -> bool:
         return False
 
 
-def _clear_stale(path: Path) -> None:
+def _take(path: Path) -> None:
     found = holder(path)
     if found is not None:
-        raise _taken(path, f"process {found[0]}")
-    path.unlink(missing_ok=True)
-
-
-def _taken(path: Path, holder: str) -> RequestError:
-    return RequestError(
-        "a process is still working on this run",
-        where=str(path.parent),
-        found=holder,
-        remedy="wait for it, or end it first",
-    )
+        raise RequestError(
+            "a process is still working on this run",
+            where=str(path.parent),
+            found=f"process {found[0]}",
+            remedy="wait for it, or end it first",
+        )
+    me = psutil.Process()
+    path.write_text(json.dumps({"pid": me.pid, "started": me.create_time()}), encoding="ascii")

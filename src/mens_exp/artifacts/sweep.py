@@ -36,7 +36,8 @@ class JobAttempt(_Queued):
 
     ``process_started`` (seconds since 1970) tells it from a later one of the same number.
     ``exit_code`` is minus the number of the signal that ended it, and null while it runs or where
-    nobody was there to see. A batch system adds its own number of the job (``queue_id``), the
+    nobody was there to see. ``peak_rss_bytes`` adds up the peaks of all processes that train along.
+    A batch system adds its own number of the job (``queue_id``), the
     ``host`` it ran on, and ``why`` it ended that attempt (``TIMEOUT``), null where it did not.
     """
 
@@ -48,11 +49,16 @@ class JobAttempt(_Queued):
     peak_rss_bytes: int | None
 
 
-class SweepJob(TypedDict):
+class _Shared(TypedDict, total=False):
+    processes: int
+
+
+class SweepJob(_Shared):
     """One cell that runs.
 
     ``directory`` is relative to the sweep's. ``estimate`` and ``results`` hold seconds, bytes and
-    losses by name, null where unknown.
+    losses by name, null where unknown; bytes are those of all its ``processes``, one where nothing
+    is said.
     """
 
     number: int
@@ -92,6 +98,7 @@ class SweepRecord(StoredRecord):
         n_jobs: jobs at a time.
         threads: threads of each job; it stays when the sweep goes on, as results depend on it.
         gpus: devices that jobs take in turn; empty where they see what the launcher sees.
+        gpus_per_job: how many of them a job may use.
         launcher: the option of hydra/launcher.
         launcher_settings: its settings; they hold for what is left when the sweep goes on.
         retries: how often a job is started again after it was killed.
@@ -112,6 +119,7 @@ class SweepRecord(StoredRecord):
     n_jobs: int
     threads: int
     gpus: list[str] = field(default_factory=list)
+    gpus_per_job: int = 1
     launcher: str = "local"
     launcher_settings: dict[str, Any] = field(default_factory=dict)
     retries: int

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict
 from mens_exp.artifacts.atomic import json_line, write_bytes
 from mens_exp.artifacts.metrics import METRICS, metric
 from mens_exp.artifacts.nearest import expected_name
-from mens_exp.artifacts.record import read_lines
+from mens_exp.artifacts.record import cut_torn_end, read_lines
 from mens_exp.artifacts.typed_json import check, parse_json
 from mens_exp.errors import MensError
 
@@ -65,7 +65,7 @@ class Telemetry:
             clock: seconds since 1970.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_torn_end(path)
+        cut_torn_end(path)
         self._path = path
         self._clock = clock
         self._subscribers: dict[Subscriber, str] = {}
@@ -214,13 +214,3 @@ def _is_checkpoint(record: Event, step: int) -> bool:
 
 def _is_kept(record: Event, step: int) -> bool:
     return record["event"] not in _ENDS and record["payload"].get("step", step) <= step
-
-
-def _cut_torn_end(path: Path) -> None:
-    if not path.exists():
-        return
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        with path.open("rb+") as file:
-            file.truncate(whole)

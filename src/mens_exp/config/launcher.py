@@ -49,8 +49,8 @@ class JoblibLauncher:
     verbose: int = setting(0, "How much joblib itself tells of its progress.", ge=0)
     threads: int | None = setting(
         None,
-        "Threads of each job; null: OMP_NUM_THREADS where that is set, else the cores of this "
-        "machine shared out among the jobs that run at a time.",
+        "Threads of each job, which its processes share; null: OMP_NUM_THREADS where that is set, "
+        "else the cores of this machine shared out among the jobs that run at a time.",
         ge=1,
     )
 
@@ -68,8 +68,12 @@ class SlurmLauncher:
     exclude: str | None = setting(None, "Nodes to leave out; null: none.")
     comment: str | None = setting(None, "Comment in Slurm's records; null: none.")
     timeout_min: int = setting(60, "Time limit of a job in minutes.", ge=1)  # as submitit_slurm
-    cpus_per_task: int = setting(1, "Cores of a job, and its threads.", ge=1)
-    gpus_per_node: int | None = setting(None, "GPUs of a job; null: none are asked for.", ge=1)
+    cpus_per_task: int = setting(
+        1, "Cores of a job, and its threads: one at least for each of its processes.", ge=1
+    )
+    gpus_per_node: int | None = setting(
+        None, "GPUs of a job, one for each of its processes; null: none are asked for.", ge=1
+    )
     gres: str | None = setting(None, "Generic resources, such as gpu:a100:1; null: none.")
     mem_gb: float | None = setting(
         None, "Memory of a job in GiB; null: what the cluster gives by default.", gt=0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import (
     BooleanNode,
     DictConfig,
@@ -30,10 +32,11 @@ if TYPE_CHECKING:
 
     from hydra.core.override_parser.types import Override
 
-__all__ = ["NO_KEY", "exists", "value_problems"]
+__all__ = ["NO_KEY", "exists", "override_of", "value_problems"]
 
 NO_KEY = "is no key of the chosen"
 
+_NO_TEXTS = frozenset({"null", "true", "false", "nan", "inf"})  # what Hydra reads them as
 _WORDS = {
     IntegerNode: "a whole number",
     FloatNode: "a number",
@@ -45,6 +48,12 @@ _ELEMENTS = {
     float: "numbers, such as [0.9,0.99]",
     str: "texts, such as [a,b]",
 }
+
+
+def override_of(key: str, text: str) -> str:
+    """Return an override that sets a key to a text, quoted where Hydra would read it otherwise."""
+    plain = re.fullmatch(r"[A-Za-z./][A-Za-z0-9_./:-]*", text) and text.lower() not in _NO_TEXTS
+    return f"{key}={text if plain else QuotedString(text=text, quote=Quote.single).with_quotes()}"
 
 
 def value_problems(

@@ -61,7 +61,7 @@ class LocalLauncher:
     n_jobs: int = setting(1, "Jobs at a time.", ge=1)
     threads: int | None = setting(
         None,
-        "Threads of each job; null: OMP_NUM_THREADS where that is set, else the cores of this "
-        "machine shared out among the jobs that run at a time.",
+        "Threads of each job, which its processes share; null: OMP_NUM_THREADS where that is set, "
+        "else the cores of this machine shared out among the jobs that run at a time.",
         ge=1,
     )

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.atomic import json_line
-from mens_exp.artifacts.run_lock import awaited
+from mens_exp.artifacts.wait_lock import waiting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,12 +78,10 @@ def append(path: Path, entry: Entry) -> None:
     """Add one line; concurrent runs wait for each other.
 
     Raises:
-        RequestError: another process held the ledger for ten seconds.
         OSError: the disk refused.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     line = json_line({"format": _FORMAT, "version": _VERSION, **asdict(entry)}, str(path))
-    with awaited(path.with_suffix(".lock")), path.open("ab") as file:
+    with waiting(path.with_suffix(".lock")), path.open("ab") as file:
         if file.tell() and not _ends_whole(path):
             line = b"\n" + line  # a writer died in the middle of its line; leave it behind
         file.write(line)

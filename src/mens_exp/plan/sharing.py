@@ -36,7 +36,7 @@ def device_of_plan(config: RunConfig) -> machine.Machine:
 
 
 def for_all_on_a_machine(config: RunConfig, one: int, kind: str) -> int:
-    """Return bytes of what a device must hold: a GPU one process, a CPU all of its machine."""
+    """Return bytes that a device must hold: a GPU those of one process, a CPU those of all."""
     return one * (config.trainer.devices if kind == "cpu" else 1)
 
 

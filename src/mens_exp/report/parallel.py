@@ -5,6 +5,7 @@ Every line carries the number of its cell, so that a page can dim what its reade
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -125,12 +126,11 @@ def _scale(axis: _Axis) -> Markup:
 
 
 def _number(value: str | float) -> float | None:
-    if isinstance(value, int | float):
-        return float(value)
     try:
-        return float(value)
+        number = float(value)
     except ValueError:
         return None
+    return number if math.isfinite(number) else None
 
 
 def _figure(value: float, name: str) -> str:

@@ -102,14 +102,16 @@ def _total(record: SweepRecord) -> str:
     many = min(record.n_jobs, len(record.jobs))
     # Jobs on the CPU share its cores: two at a time are no faster than one after the other.
     on_cpu = any(job["estimate"].get("device") == "cpu" for job in record.jobs)
-    beside = 1 if on_cpu else min(many, max(1, len(record.gpus)))
+    slots = max(1, len(record.gpus) // record.gpus_per_job)
+    beside = 1 if on_cpu else min(many, slots)
     if record.launcher == _SLURM:  # each on cores or a GPU of its own, once it has left the queue
         beside = max(1, many)
     time = _time(sum(known) / beside) if len(known) == len(times) else _UNKNOWN
     peak = sum(sorted(memory, reverse=True)[: record.n_jobs])
     at_a_time = f"{many} at a time, {_many(record.threads, 'thread')} each"
     if record.gpus:
-        at_a_time += f", GPU {', '.join(record.gpus)} in turn"
+        each = f"{record.gpus_per_job} each of " if record.gpus_per_job > 1 else ""
+        at_a_time += f", {each}GPU {', '.join(record.gpus)} in turn"
     return (
         f"{_many(len(record.jobs), 'cell')}, {at_a_time}: {time}, "
         f"{_size(peak or None)} of memory at most, {_size(disk or None)} of disk"

@@ -5,21 +5,52 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mens_exp.config.launcher import SlurmLauncher
-from mens_exp.errors import RequestError
+from mens_exp.errors import ConfigError, MensError, RequestError
 from mens_exp.plan import machine
 from mens_exp.plan.messages import size
-from mens_exp.sweeps.threads import jobs_at_a_time
+from mens_exp.sweeps.threads import gpu_problems, gpus_per_job, jobs_at_a_time, processes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from mens_exp.config.launcher import Launcher
+    from mens_exp.config.overrides import Cell
     from mens_exp.sweeps.planning import PlannedJob
 
-__all__ = ["machine_notes"]
+__all__ = ["device_problems", "machine_notes"]
 
 _GIB = 2**30
+
+
+def device_problems(cells: Sequence[Cell], launcher: Launcher, many: int) -> list[MensError]:
+    """Return why the processes of jobs would not have a GPU, or a core, each.
+
+    Args:
+        cells: of the jobs.
+        launcher: its settings.
+        many: the number of jobs, as more than those never run at a time.
+    """
+    if isinstance(launcher, SlurmLauncher):
+        return list(_slurm_problems(cells, launcher))
+    return gpu_problems(machine.gpu_ids(), gpus_per_job(cells), min(many, jobs_at_a_time(launcher)))
+
+
+def _slurm_problems(cells: Sequence[Cell], launcher: SlurmLauncher) -> Iterator[MensError]:
+    """Yield what Slurm is not asked for, though the processes of a job each need one."""
+    asked = {
+        "cpus_per_task": (launcher.cpus_per_task, max(processes_of(one.config) for one in cells)),
+        "gpus_per_node": (launcher.gpus_per_node, gpus_per_job(cells)),
+    }
+    for name, (given, needed) in asked.items():
+        if given is not None and needed > max(1, given):
+            yield ConfigError(
+                "is less than the processes of a job (trainer.devices)",
+                where=f"hydra.launcher.{name}",
+                found=given,
+                expected=f"{needed} at least",
+                remedy=f"choose hydra.launcher.{name}={needed}, or fewer processes",
+            )
 
 
 def machine_notes(jobs: Sequence[PlannedJob], launcher: Launcher, root: Path) -> list[str]:
@@ -36,6 +67,7 @@ def machine_notes(jobs: Sequence[PlannedJob], launcher: Launcher, root: Path) ->
     notes = _asked_for(jobs, launcher) if isinstance(launcher, SlurmLauncher) else []
     if not isinstance(launcher, SlurmLauncher):  # whose jobs run on other machines
         notes += _memory_notes(jobs, jobs_at_a_time(launcher))
+        notes += _core_notes(jobs, jobs_at_a_time(launcher))
     needed = sum(job.estimate["disk_bytes"] or 0 for job in jobs)
     place, space = machine.space(root)
     if needed > space:
@@ -92,3 +124,13 @@ def _memory_notes(jobs: Sequence[PlannedJob], n_jobs: int) -> list[str]:
     if free is not None and likely > free:
         notes.append(f"{n_jobs} jobs at a time may need {size(likely)} of {size(free)} free memory")
     return notes
+
+
+def _core_notes(jobs: Sequence[PlannedJob], n_jobs: int) -> list[str]:
+    """Say where several processes in each job leave no core for each; they then take turns."""
+    processes = sorted((processes_of(job.cell.config) for job in jobs), reverse=True)
+    together, cores = sum(processes[:n_jobs]), machine.cores()
+    if max(processes, default=1) == 1 or together <= cores:
+        return []
+    here = f"{cores} core{'' if cores == 1 else 's'}"
+    return [f"{together} processes at a time share {here}: those of a job will wait for each other"]

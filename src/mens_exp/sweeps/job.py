@@ -17,7 +17,7 @@ from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.run_lock import held
 from mens_exp.errors import MensError, Problems, RequestError
-from mens_exp.tasks.one_run import CANCELLED, complain, ended, run_task
+from mens_exp.tasks.one_run import CANCELLED, ended, run_task
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -46,7 +46,8 @@ def main(arguments: Sequence[str]) -> int:
         with held(run.job_lock):
             return _work(run, accept=ACCEPT_CHANGES in arguments)
     except MensError as error:
-        complain(getattr(error, "problems", [error]))
+        # In one line: the last one of the log is the reason that the sweep's record gives.
+        print("; ".join(map(str, getattr(error, "problems", [error]))), file=sys.stderr)  # noqa: T201
         return error.exit_code
     except KeyboardInterrupt:
         return CANCELLED
@@ -95,8 +96,12 @@ def _frozen(run: RunDir, job: Job, *, accept: bool) -> Cell:
     return cell
 
 
-def _changes(job: Job, cell: Cell) -> Iterator[RequestError]:
-    """Yield what is not what it was when the sweep was launched."""
+def _changes(job: Job, cell: Cell) -> Iterator[MensError]:
+    """Yield what is not what it was when the sweep was launched.
+
+    Raises:
+        DataError: rows that it names cannot be read.
+    """
     remedy = "put it back, or go on all the same with sweep.changes=accept"
     if code_digest() != job.code_sha256:
         yield RequestError("the code of mens_exp has changed since the launch", remedy=remedy)
@@ -105,10 +110,12 @@ def _changes(job: Job, cell: Cell) -> Iterator[RequestError]:
         if not path.is_file() or sha256_file(path) != sha256:
             yield RequestError("has changed since the launch", where=name, remedy=remedy)
     if job.contract is not None:
+        from mens_exp.plan.checks import data
         from mens_exp.plan.contract import contract_of
 
         now = contract_of(cell.config).digest
         if now != job.contract:
+            yield from data.check(cell.config)  # it raises where rows are not there at all
             yield RequestError(
                 "the files that it names have changed since the launch",
                 where="data",

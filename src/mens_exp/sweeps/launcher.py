@@ -14,6 +14,7 @@ from mens_exp.artifacts.sweep import JobState
 from mens_exp.report import sweep_view
 from mens_exp.sweeps.executors import executor_of
 from mens_exp.sweeps.outcome import outcome
+from mens_exp.sweeps.writing import writing
 from mens_exp.tasks.one_run import CANCELLED
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Launcher:
         self._is_cancelled = False
         self._tries: dict[int, int] = {}  # by job, of this launcher
         self._worst = 0
+        self._unsaved: OSError | None = None  # why the record on disk is not that of now
 
     def run(self) -> int:
         """Run every waiting job, and wait for those that are at work already.
@@ -73,6 +75,9 @@ class Launcher:
         Returns:
             0 when all jobs succeeded, 130 when the sweep was cancelled, else the largest exit
             code of a failed job, 1 for one that was killed.
+
+        Raises:
+            SetupError: all jobs have ended, and the record could not be written.
         """
         with self._listening():
             self._adopt()
@@ -84,6 +89,9 @@ class Launcher:
         for job in self._waiting():
             self._set(job, JobState.CANCELLED, "the sweep was cancelled before it began")
         self._save()
+        if self._unsaved is not None:
+            with writing(str(self.directory.record)):
+                raise self._unsaved
         if self._is_cancelled:
             return CANCELLED
         failed = any(job["state"] not in _WELL for job in self.record.jobs)
@@ -191,7 +199,17 @@ class Launcher:
         self.console.print(sweep_view.line(self.record, job, what, why), soft_wrap=True)
 
     def _save(self) -> None:
-        self.record.write(self.directory.record)
+        """Write the record; on a full disk the jobs are looked after all the same."""
+        before = self._unsaved
+        try:
+            self.record.write(self.directory.record)
+        except OSError as error:
+            self._unsaved = error
+            told = f"{self.directory.record} was not written, and will be tried again: {error}"
+            if before is None:
+                self.console.print(told, soft_wrap=True, markup=False)
+        else:
+            self._unsaved = None
 
     def _pass_on(self) -> None:
         """Hand signals on to the jobs, each once: they close their records, then end."""

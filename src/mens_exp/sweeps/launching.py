@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 
@@ -12,27 +13,37 @@ from mens_exp.artifacts.code_digest import code_digest
 from mens_exp.artifacts.job import Job
 from mens_exp.artifacts.manifest import utc_now
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.run_lock import held
 from mens_exp.artifacts.sweep import JobState, SweepJob, SweepRecord
 from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.config.compose import config_digest, to_yaml
 from mens_exp.config.launcher import LAUNCHERS, SlurmLauncher, launcher_values
+from mens_exp.config.override_values import override_of
+from mens_exp.errors import Problems
 from mens_exp.plan import machine
 from mens_exp.plan.checks import classes
 from mens_exp.report import sweep_view
 from mens_exp.sweeps.launcher import Launcher
-from mens_exp.sweeps.planning import plan_sweep
-from mens_exp.sweeps.threads import jobs_at_a_time, threads_per_job
+from mens_exp.sweeps.planning import place_problems, plan_sweep
+from mens_exp.sweeps.threads import (
+    gpus_per_job,
+    jobs_at_a_time,
+    processes_of,
+    threads_per_job,
+)
+from mens_exp.sweeps.writing import locked, writing
 from mens_exp.tasks.sweep_review import write_sweep_page
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mens_exp.config.launcher import Launcher as LauncherSettings
+    from mens_exp.config.overrides import Cell
     from mens_exp.config.sweep import SweepConfig
     from mens_exp.sweeps.planning import PlannedJob
 
-__all__ = ["finish", "freeze", "job_record", "launch", "new_record"]
+__all__ = ["PLACE", "finish", "freeze", "job_record", "launch", "new_record"]
+
+PLACE = "hydra.sweep.dir"
 
 
 def launch(overrides: Sequence[str]) -> int:
@@ -49,17 +60,18 @@ def launch(overrides: Sequence[str]) -> int:
     """
     planned = plan_sweep(overrides)
     directory = SweepDir(planned.root)
-    directory.path.mkdir(parents=True, exist_ok=True)
-    with held(directory.lock):
-        on_gpu = any(job.cell.config.trainer.accelerator != "cpu" for job in planned.jobs)
-        record = new_record(planned, overrides, on_gpu=on_gpu)
+    with locked(directory, PLACE):
+        cells = [job.cell for job in planned.jobs]
+        Problems.raise_if(place_problems(planned.root, cells))  # another launcher was quicker
+        record = new_record(planned, overrides, cells)
         record.jobs = [job_record(job) for job in planned.jobs]
         record.left_out = list(planned.left_out)
         console = Console(stderr=True)
         console.print(sweep_view.planned_table(record), soft_wrap=True)
-        for job in planned.jobs:
-            freeze(job, directory.path / job.directory, record.code_sha256)
-        record.write(directory.record)
+        with writing(PLACE):
+            for job in planned.jobs:
+                freeze(job, directory.path / job.directory, record.code_sha256)
+            record.write(directory.record)
         return finish(Launcher(directory, record, console))
 
 
@@ -71,8 +83,9 @@ def finish(launcher: Launcher) -> int:
     place = launcher.directory.path
     _render(launcher)
     if code:
-        console.print(f"Go on with: python -m mens_exp sweep.resume={place}", soft_wrap=True)
-    console.print(f"The record: {launcher.directory.record}", soft_wrap=True)
+        again = shlex.join(["python", "-m", "mens_exp", override_of("sweep.resume", str(place))])
+        console.print(f"Go on with: {again}", soft_wrap=True, markup=False)
+    console.print(f"The record: {launcher.directory.record}", soft_wrap=True, markup=False)
     return code
 
 
@@ -84,7 +97,9 @@ def _render(launcher: Launcher) -> None:
         told = f"{launcher.directory.page.name} was not written: {type(error).__name__}: {error}"
         launcher.console.print(told, soft_wrap=True, markup=False)
     else:
-        launcher.console.print(f"To look at: {launcher.directory.page}", soft_wrap=True)
+        launcher.console.print(
+            f"To look at: {launcher.directory.page}", soft_wrap=True, markup=False
+        )
 
 
 class Asked(Protocol):
@@ -107,16 +122,15 @@ class Asked(Protocol):
         """What a reader should know besides."""
 
 
-def new_record(asked: Asked, overrides: Sequence[str], *, on_gpu: bool) -> SweepRecord:
+def new_record(asked: Asked, overrides: Sequence[str], cells: Sequence[Cell]) -> SweepRecord:
     """Return the record of a sweep that has no jobs yet.
 
     Args:
         asked: what the command asks for.
         overrides: the command's, as typed.
-        on_gpu: whether a job may use one.
+        cells: those that run, or such as are drawn.
     """
     launcher = asked.launcher
-    here = on_gpu and not isinstance(launcher, SlurmLauncher)  # Slurm gives each job its own
     return SweepRecord(
         sweep_id=asked.root.resolve().name,
         created_utc=utc_now(),
@@ -125,7 +139,7 @@ def new_record(asked: Asked, overrides: Sequence[str], *, on_gpu: bool) -> Sweep
         provenance=provenance.collect(Path.cwd()),
         n_jobs=jobs_at_a_time(launcher),
         threads=threads_per_job(launcher),
-        gpus=list(machine.gpu_ids()) if here else [],
+        **_devices(launcher, cells),
         launcher=next(name for name, kind in LAUNCHERS.items() if isinstance(launcher, kind)),
         launcher_settings=launcher_values(launcher),
         retries=asked.settings.retries,
@@ -133,6 +147,14 @@ def new_record(asked: Asked, overrides: Sequence[str], *, on_gpu: bool) -> Sweep
         jobs=[],
         notes=list(asked.notes),
     )
+
+
+def _devices(launcher: LauncherSettings, cells: Sequence[Cell]) -> dict[str, Any]:
+    """Return the GPUs that jobs take in turn, and how many of them each may use."""
+    if isinstance(launcher, SlurmLauncher):  # it gives each job its own
+        return {}
+    each = gpus_per_job(cells)
+    return {"gpus": list(machine.gpu_ids()), "gpus_per_job": each} if each else {}
 
 
 def job_record(planned: PlannedJob) -> SweepJob:
@@ -149,6 +171,7 @@ def job_record(planned: PlannedJob) -> SweepJob:
         results={},
         notes=list(planned.notes),
         attempts=[],
+        processes=processes_of(planned.cell.config),
     )
 
 

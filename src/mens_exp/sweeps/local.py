@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from contextlib import suppress
 from typing import TYPE_CHECKING
+
+import psutil
 
 from mens_exp.artifacts.manifest import utc_now
 from mens_exp.artifacts.run_dir import RunDir
@@ -10,7 +14,7 @@ from mens_exp.artifacts.run_lock import holder
 from mens_exp.artifacts.sweep import JobAttempt, JobState
 from mens_exp.sweeps.job import ACCEPT_CHANGES
 from mens_exp.sweeps.process import Found, start
-from mens_exp.sweeps.threads import environment_of
+from mens_exp.sweeps.threads import VISIBLE, environment_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,12 +79,12 @@ class LocalExecutor:
     def _started(self, slot: int, job: SweepJob) -> Work | str:
         record, run = self._record, self._run_dir(job)
         arguments = [str(run.path)] + [ACCEPT_CHANGES] * (record.changes == "accept")
-        environment = environment_of(slot, threads=record.threads, gpus=record.gpus)
         began = utc_now()
         try:
-            process = start(arguments, run.log, environment)
+            process = start(arguments, run.log, self._environment(slot, job))
         except OSError as error:
             return f"no process could be started: {error}"
+        process.has_others = job.get("processes", 1) > 1
         job["attempts"].append(
             JobAttempt(
                 pid=process.pid,
@@ -100,8 +104,27 @@ class LocalExecutor:
             return None
         last = job["attempts"][-1]
         work = LocalWork(job, self._run_dir(job), Found(last["pid"], last["process_started"]))
-        self._slots[len(self._slots)] = work
+        self._slots[self._slot_of(job, last["pid"])] = work
         return work
+
+    def _slot_of(self, job: SweepJob, pid: int) -> int:
+        """Return the slot whose GPUs a process was given, else the first that is free."""
+        with suppress(psutil.Error):  # it has ended, or the system does not tell
+            given = psutil.Process(pid).environ().get(VISIBLE, "")
+            for slot in range(self._record.n_jobs):
+                if slot not in self._slots and self._environment(slot, job).get(VISIBLE) == given:
+                    return slot
+        return next(slot for slot in itertools.count() if slot not in self._slots)
+
+    def _environment(self, slot: int, job: SweepJob) -> dict[str, str]:
+        record = self._record
+        return environment_of(
+            slot,
+            threads=record.threads,
+            gpus=record.gpus,
+            each=record.gpus_per_job,
+            processes=job.get("processes", 1),
+        )
 
     def poll(self) -> None:
         """Do nothing: each process is asked by itself."""

@@ -21,7 +21,8 @@ from mens_exp.plan.contract import contract_of
 from mens_exp.plan.estimate import make_plan
 from mens_exp.plan.preflight import writable_cache
 from mens_exp.plan.semantics import recorded_settings
-from mens_exp.sweeps.capacity import machine_notes
+from mens_exp.plan.sharing import for_all_on_a_machine
+from mens_exp.sweeps.capacity import device_problems, machine_notes
 from mens_exp.sweeps.executors import executor_problems
 from mens_exp.tasks.run import TRAINING, run_is_there
 from mens_exp.tasks.settle import settled
@@ -56,7 +57,8 @@ class PlannedJob:
         directory: where, relative to the sweep's.
         differs: the overrides that tell it from the others.
         contract: digest of what it means; None for a task that trains nothing.
-        estimate: seconds, and bytes of memory and disk; null where unknown.
+        estimate: seconds, and bytes of memory and disk, those of all its processes; null where
+            unknown.
         notes: other cells that it stands for, and overrides that it leaves out.
     """
 
@@ -110,6 +112,7 @@ def plan_sweep(overrides: Sequence[str]) -> PlannedSweep:
     if general or not good or (bad and settings.invalid is Invalid.error):
         refuse(general, bad, names)
     jobs, same = _collapsed(good, names)
+    Problems.raise_if(device_problems([job.cell for job in jobs], launcher, len(jobs)))
     invalid = [
         LeftOut(
             number=number,
@@ -271,11 +274,12 @@ def estimate_of(cell: Cell) -> dict[str, Any]:
     if cell.config.task.name != "train":
         return {"time_s": None, "memory_bytes": None, "disk_bytes": None}
     plan = make_plan(cell.config, writable_cache())
+    kind, memory = plan["device"]["kind"], plan["memory_bytes"]
     return {
         "time_s": plan["time_s"]["estimate"],
-        "memory_bytes": plan["memory_bytes"]["estimate"],
-        "memory_low_bytes": plan["memory_bytes"]["low"],
+        "memory_bytes": for_all_on_a_machine(cell.config, memory["estimate"], kind),
+        "memory_low_bytes": for_all_on_a_machine(cell.config, memory["low"], kind),
         "disk_bytes": plan["disk_bytes"]["in_run"],
-        "device": plan["device"]["kind"],
-        "free_bytes": plan["memory_bytes"]["free"],
+        "device": kind,
+        "free_bytes": memory["free"],
     }

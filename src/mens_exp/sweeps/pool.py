@@ -132,6 +132,8 @@ class JoblibExecutor:
             n_jobs=record.n_jobs,
             threads=record.threads,
             gpus=record.gpus,
+            gpus_per_job=record.gpus_per_job,
+            processes=job.get("processes", 1),
             directory=self._directory,
         )
 
@@ -189,6 +191,8 @@ class Call:
         n_jobs: jobs at a time.
         threads: of the job.
         gpus: devices that jobs take in turn.
+        gpus_per_job: how many of them a job may use.
+        processes: of the job.
         directory: the sweep's.
     """
 
@@ -198,6 +202,8 @@ class Call:
     n_jobs: int
     threads: int
     gpus: list[str]
+    gpus_per_job: int
+    processes: int
     directory: SweepDir
 
 
@@ -222,9 +228,21 @@ def work(call: Call) -> tuple[int, Ended]:
         return call.number, Ended(exit_code=CANCELLED)
     try:
         with _slot(call.directory.batch, call.n_jobs) as slot:
-            environment = environment_of(slot, threads=call.threads, gpus=call.gpus)
+            environment = environment_of(
+                slot,
+                threads=call.threads,
+                gpus=call.gpus,
+                each=call.gpus_per_job,
+                processes=call.processes,
+            )
             ended = supervise(
-                call.arguments, call.output, environment, log, queue_id=None, signals=news
+                call.arguments,
+                call.output,
+                environment,
+                log,
+                processes=call.processes,
+                queue_id=None,
+                signals=news,
             )
     except OSError as error:
         stop = Stop(state=JobState.FAILED, reason=f"no process could be started: {error}")

@@ -6,13 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
+from mens_exp.artifacts.host_memory import peak_rss_bytes
 from mens_exp.artifacts.run_lock import is_alive
+from mens_exp.tasks import following
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,6 +27,7 @@ __all__ = ["SOURCE", "Child", "Ended", "Found", "Process", "Stop", "signal_group
 
 SOURCE = Path(__file__).resolve().parents[2]
 _KIB = 1024
+_LOOK_S = 1.0  # between two looks at the memory of processes, whose peaks the system keeps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +51,8 @@ class Ended:
 
     Attributes:
         exit_code: minus the number of the signal that ended it; None where nobody saw.
-        peak_rss_bytes: its own peak; None where the system did not tell.
+        peak_rss_bytes: its own peak, and those of the processes that train along with it; None
+            where the system did not tell.
         stop: what a batch system says of it; None where it ended by itself.
     """
 
@@ -71,11 +77,18 @@ class Process(Protocol):
 
 
 class Child:
-    """A process that this one started."""
+    """A process that this one started.
+
+    Attributes:
+        has_others: whether it starts processes that train along, whose memory counts as well.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         """Take a process that was just started."""
+        self.has_others = False
         self._process = process
+        self._peaks: dict[int, int] = {}  # of the others, by their numbers
+        self._looked = 0.0
         self.pid = process.pid
         self.started = _start_time(process.pid)
 
@@ -86,11 +99,24 @@ class Child:
             return None if code is None else Ended(exit_code=code)
         pid, status, usage = os.wait4(self.pid, os.WNOHANG)
         if pid == 0:
+            self._look_at_others()
             return None
         code = os.waitstatus_to_exitcode(status)
         self._process.returncode = code  # it was waited for here
         scale = 1 if sys.platform == "darwin" else _KIB
-        return Ended(exit_code=code, peak_rss_bytes=usage.ru_maxrss * scale)
+        peak = usage.ru_maxrss * scale + sum(self._peaks.values())
+        return Ended(exit_code=code, peak_rss_bytes=peak)
+
+    def _look_at_others(self) -> None:
+        """Note how much memory those have taken that train along, while they can be asked."""
+        now = time.monotonic()
+        if not self.has_others or now - self._looked < _LOOK_S:
+            return
+        self._looked = now
+        for pid in _others_of(self.pid):
+            peak = peak_rss_bytes(pid)
+            if peak is not None:
+                self._peaks[pid] = max(peak, self._peaks.get(pid, 0))
 
     def pass_on(self, number: int) -> None:
         """Send a signal to it and to what it has started."""
@@ -136,6 +162,19 @@ def start(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -
             start_new_session=True,
         )
     return Child(process)
+
+
+def _others_of(pid: int) -> list[int]:
+    """Return the processes that a job has started to train along."""
+    found = []
+    try:
+        for child in psutil.Process(pid).children():
+            with suppress(psutil.Error):  # it has just ended
+                if following.__name__ in child.cmdline():
+                    found.append(child.pid)
+    except psutil.Error:
+        pass
+    return found
 
 
 def _start_time(pid: int) -> float:

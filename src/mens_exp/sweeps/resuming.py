@@ -10,7 +10,7 @@ from rich.console import Console
 from mens_exp.artifacts.code_digest import code_digest
 from mens_exp.artifacts.manifest import Status, utc_now
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.run_lock import held, holder, is_alive
+from mens_exp.artifacts.run_lock import holder, is_alive
 from mens_exp.artifacts.sweep import JobAttempt, JobState, SweepRecord
 from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.config.launcher import LAUNCHERS, SLURM, launcher_settings, launcher_values
@@ -18,12 +18,14 @@ from mens_exp.config.overrides import check
 from mens_exp.config.sweep import Changes
 from mens_exp.config.validate import range_problems
 from mens_exp.errors import ConfigError, Problems, RequestError
+from mens_exp.plan import machine
 from mens_exp.sweeps.executors import executor_problems
 from mens_exp.sweeps.launcher import Launcher
 from mens_exp.sweeps.launching import finish
 from mens_exp.sweeps.outcome import damage, outcome, record_of
 from mens_exp.sweeps.process import Ended
-from mens_exp.sweeps.threads import jobs_at_a_time
+from mens_exp.sweeps.threads import gpu_problems, jobs_at_a_time
+from mens_exp.sweeps.writing import locked, writing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +61,7 @@ def resume_sweep(overrides: Sequence[str]) -> int:
     checked = check([f"hydra/launcher={launcher}", *overrides], multirun=True)
     Problems.raise_if(checked.problems)
     asked = checked.cells[0]
-    with held(directory.lock):
+    with locked(directory, "sweep.resume"):
         record = SweepRecord.read(directory.record)
         _take_over(record, asked, {text.partition("=")[0] for text in overrides})
         if trials and record.search is None:
@@ -77,7 +79,8 @@ def resume_sweep(overrides: Sequence[str]) -> int:
             from mens_exp.sweeps.searching import resume_search
 
             return resume_search(directory, record, console, trials[-1:])
-        record.write(directory.record)
+        with writing("sweep.resume"):
+            record.write(directory.record)
         return finish(Launcher(directory, record, console))
 
 
@@ -140,6 +143,10 @@ def _take_over(record: SweepRecord, asked: Cell, given: set[str]) -> None:
         Problems.raise_if(list(range_problems(launcher, "hydra.launcher.")))
         record.launcher_settings.update(changed)
         record.n_jobs = jobs_at_a_time(launcher_settings(record.launcher_settings, record.launcher))
+    if record.gpus:  # those of now, which need not be those of the launch
+        record.gpus = list(machine.gpu_ids()) or record.gpus
+        many = record.n_jobs if record.search else min(record.n_jobs, len(record.jobs))
+        Problems.raise_if(gpu_problems(record.gpus, record.gpus_per_job, many))
     if code_digest() == record.code_sha256:
         return
     if record.changes == Changes.refuse.value:
@@ -170,6 +177,7 @@ def _settle(job: SweepJob, run: RunDir, *, here: bool) -> None:
         _note_process(job, *at_work)
         return
     manifest = record_of(run)
+    gone = [path.name for path in (run.config, run.job) if not path.is_file()]
     if last is not None and last["ended_utc"] is None:
         last["ended_utc"] = utc_now()
     if run.pruned.exists() and (manifest is None or manifest.status is not Status.SUCCEEDED):
@@ -177,6 +185,9 @@ def _settle(job: SweepJob, run: RunDir, *, here: bool) -> None:
         return
     if manifest is None and run.manifest.exists():
         reason = f"{run.manifest} cannot be read; move the directory's other files away to run anew"
+        job["state"], job["reason"] = JobState.FAILED, reason
+    elif gone and (manifest is None or manifest.status is not Status.SUCCEEDED):
+        reason = f"{' and '.join(gone)} of {run.path} are gone: a new sweep may run this cell"
         job["state"], job["reason"] = JobState.FAILED, reason
     elif manifest is None or manifest.status is not Status.SUCCEEDED or not run.report.exists():
         job["state"], job["reason"] = JobState.WAITING, None

@@ -31,12 +31,14 @@ class Probed:
     Attributes:
         general: problems of the command itself.
         cells: one for each combination of options that can run.
+        ends: one for each other choice and upper end that can, beside the first such combination.
         bad: number of a probe -> why it cannot run.
         names: number of a probe -> its values.
     """
 
     general: list[MensError] = field(default_factory=list)
     cells: list[Cell] = field(default_factory=list)
+    ends: list[Cell] = field(default_factory=list)
     bad: dict[int, tuple[MensError, ...]] = field(default_factory=dict)
     names: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
@@ -71,8 +73,8 @@ def _take(
     if problems:
         found.bad[number] = problems
     is_good = bool(checked.cells) and not (problems or checked.general)
-    if settle and is_good:
-        found.cells.append(checked.cells[0])
+    if is_good:
+        (found.cells if settle else found.ends).append(checked.cells[0])
     return is_good, idle
 
 

@@ -15,7 +15,7 @@ from mens_exp.config.sweep import Invalid, LocalLauncher
 from mens_exp.config.validate import range_problems
 from mens_exp.errors import ConfigError, MensError, Problems, RequestError
 from mens_exp.evals.kpi_table import KPIS, Direction
-from mens_exp.sweeps.capacity import machine_notes
+from mens_exp.sweeps.capacity import device_problems, machine_notes
 from mens_exp.sweeps.planning import (
     PlannedJob,
     directory_of,
@@ -51,7 +51,7 @@ class Request:
         settings: of the sweep.
         search: its part of the record, without trials.
         cells: what makes those of its trials.
-        on_gpu: whether a trial may use one.
+        probed: cells such as are drawn, those that ask for most among them.
         notes: what a reader should know besides.
     """
 
@@ -60,7 +60,7 @@ class Request:
     settings: SweepConfig
     search: SearchRecord
     cells: Cells
-    on_gpu: bool
+    probed: tuple[Cell, ...]
     notes: tuple[str, ...]
 
 
@@ -98,6 +98,7 @@ def read_request(overrides: Sequence[str]) -> Request:
         *_objective_problems(search, probed.cells),
         *_pruner_problems(search, probed.cells),
         *_idle_settings(search, {bare(text) for text in overrides}),
+        *device_problems([*probed.cells, *probed.ends], launcher, launcher.n_jobs),
     ]
     if general or (probed.bad and settings.invalid is Invalid.error):
         refuse(general, probed.bad, probed.names)
@@ -107,7 +108,7 @@ def read_request(overrides: Sequence[str]) -> Request:
         settings=settings,
         search=_record(search, space),
         cells=cells,
-        on_gpu=any(cell.config.trainer.accelerator != "cpu" for cell in probed.cells),
+        probed=(*probed.cells, *probed.ends),
         notes=tuple(_notes(probed, launcher, root)),
     )
 

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from mens_exp.artifacts import atomic
-from mens_exp.artifacts.run_lock import held
 from mens_exp.artifacts.sweep_dir import SweepDir
-from mens_exp.errors import ConfigError
+from mens_exp.errors import ConfigError, Problems
 from mens_exp.report import search_page, search_view
 from mens_exp.sweeps.launcher import Launcher
-from mens_exp.sweeps.launching import finish, new_record
+from mens_exp.sweeps.launching import PLACE, finish, new_record
+from mens_exp.sweeps.planning import place_problems
 from mens_exp.sweeps.search_feed import Search
 from mens_exp.sweeps.search_request import read_request
 from mens_exp.sweeps.search_study import Study, need_optuna
+from mens_exp.sweeps.writing import locked, writing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,13 +43,14 @@ def launch_search(overrides: Sequence[str]) -> int:
     need_optuna()
     request = read_request(overrides)
     directory = SweepDir(request.root)
-    directory.path.mkdir(parents=True, exist_ok=True)
-    with held(directory.lock):
-        record = new_record(request, overrides, on_gpu=request.on_gpu)
+    with locked(directory, PLACE):
+        Problems.raise_if(place_problems(request.root, ()))  # another launcher was quicker
+        record = new_record(request, overrides, request.probed)
         record.search = request.search
         console = Console(stderr=True)
         console.print(search_view.space_table(record), soft_wrap=True)
-        record.write(directory.record)
+        with writing(PLACE):
+            record.write(directory.record)
         return _run(directory, record, console, request.cells)
 
 
@@ -95,5 +97,5 @@ def _run(
     record.write(directory.record)
     atomic.write_text(directory.search_page, search_page.page(record))
     console.print(search_view.best_table(record), soft_wrap=True)
-    console.print(f"The search: {directory.search_page}", soft_wrap=True)
+    console.print(f"The search: {directory.search_page}", soft_wrap=True, markup=False)
     return code or int(not record.search["best"])

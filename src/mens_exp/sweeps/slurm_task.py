@@ -46,14 +46,16 @@ def main(arguments: Sequence[str]) -> int:
     number = int(os.environ["SLURM_ARRAY_TASK_ID"])
     record = SweepRecord.read(directory.record)
     job = next(one for one in record.jobs if one["number"] == number)
+    processes = job.get("processes", 1)
     run, log = RunDir(directory.path / job["directory"]), AttemptLog(directory.attempts(number))
     queue_id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{number}"
     began, warned = time.monotonic(), _Warned()
     ended = supervise(
         [str(run.path)] + [ACCEPT_CHANGES] * given.accept_changes,
         run.log,
-        _environment(record.threads),
+        _environment(record.threads, processes),
         log,
+        processes=processes,
         queue_id=queue_id,
         signals=warned.taken,
     )
@@ -81,8 +83,8 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _environment(threads: int) -> dict[str, str]:
-    made = environment_of(0, threads=threads, gpus=[])
+def _environment(threads: int, processes: int) -> dict[str, str]:
+    made = environment_of(0, threads=threads, gpus=[], processes=processes)
     return {name: value for name, value in made.items() if name not in _OF_TASKS}
 
 

@@ -26,6 +26,7 @@ def supervise(
     environment: Mapping[str, str],
     log: AttemptLog,
     *,
+    processes: int,
     queue_id: str | None,
     signals: Callable[[], list[int]],
 ) -> Ended:
@@ -36,6 +37,7 @@ def supervise(
         output: where the job's output goes.
         environment: of the job.
         log: of its attempts.
+        processes: of the job, those that train along with its first.
         queue_id: the batch system's own number of the job.
         signals: returns those to hand on to the job, each once.
 
@@ -43,6 +45,7 @@ def supervise(
         OSError: the system starts no further process.
     """
     process = start(arguments, output, environment)
+    process.has_others = processes > 1
     log.began(process.pid, process.started, host=socket.gethostname(), queue_id=queue_id)
     while (ended := process.ended()) is None:
         for number in signals():

@@ -92,7 +92,7 @@ def attribute(config: RunConfig, run: Run) -> None:
     console = Console()
     console.print(worst_table(record))
     console.print(suggested_command(record), soft_wrap=True)
-    console.print(f"Report: {run.dir.report}", soft_wrap=True)
+    console.print(f"Report: {run.dir.report}", soft_wrap=True, markup=False)
 
 
 def _subject(config: RunConfig, run: Run, device: torch.device) -> tuple[BaseModel, Subject]:

@@ -55,7 +55,7 @@ def chat(config: RunConfig, run: Run) -> None:
         _turn(talk, line.strip(), titles, console)
         _write(run, talk)
     _write(run, talk)
-    console.print(f"Transcript: {run.dir.transcript}", soft_wrap=True)
+    console.print(f"Transcript: {run.dir.transcript}", soft_wrap=True, markup=False)
 
 
 def _loaded(config: RunConfig, run: Run) -> tuple[Backend, Tokenizer, bool]:

@@ -50,7 +50,7 @@ def compare(config: RunConfig, run: Run) -> None:
     console = Console()
     console.print(verdict_table(record))
     where = run.dir if config.out is None else RunDir(Path(config.out).expanduser())
-    console.print(f"Report: {where.comparison_page}", soft_wrap=True)
+    console.print(f"Report: {where.comparison_page}", soft_wrap=True, markup=False)
 
 
 def _note_cycle(record: Comparison, ledger: Path) -> None:

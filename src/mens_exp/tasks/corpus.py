@@ -46,7 +46,7 @@ def corpus(config: RunConfig, run: Run) -> None:
     made = run_steps(config, files, inputs, told)
     run.manifest.results.update(_results(made, output))
     for name, file in made.files.items():
-        console.print(f"{output / name}: {file['rows']} rows", soft_wrap=True)
+        console.print(f"{output / name}: {file['rows']} rows", soft_wrap=True, markup=False)
     if "report" in config.corpus.steps:
         console.print(_page(made, output), soft_wrap=True)
     console.print(_next(made, output), soft_wrap=True)

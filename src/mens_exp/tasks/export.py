@@ -48,4 +48,4 @@ def _bundle(config: RunConfig, run: Run) -> None:
     )
     console = Console()
     console.print(f"{len(hashes)} files, {archive.stat().st_size / 2**20:.1f} MiB")
-    console.print(f"Bundle: {archive}", soft_wrap=True)
+    console.print(f"Bundle: {archive}", soft_wrap=True, markup=False)

@@ -63,7 +63,7 @@ def export_adapter(config: RunConfig, run: Run) -> None:
     console.print(
         f"{asked.place.form} to {written.form}: {len(after.layer_order)} layers, {size:.1f} MiB"
     )
-    console.print(f"Adapter: {out}", soft_wrap=True)
+    console.print(f"Adapter: {out}", soft_wrap=True, markup=False)
 
 
 def _add_template(config: RunConfig, subject: RunDir | None, out: Path) -> None:

@@ -57,7 +57,7 @@ def export_model(config: RunConfig, run: Run) -> None:
         files_sha256=hashes_of(out),
         bytes=sum(path.stat().st_size for path in out.rglob("*") if path.is_file()),
     )
-    console.print(f"Written: {out}", soft_wrap=True)
+    console.print(f"Written: {out}", soft_wrap=True, markup=False)
     console.print(command.format(out=out), soft_wrap=True)
 
 

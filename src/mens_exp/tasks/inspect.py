@@ -69,7 +69,7 @@ def inspect(config: RunConfig, run: Run) -> None:
         run.unknown("results.parameters", record.unknown["layers"])
     console = Console()
     console.print(inspection_view(record))
-    console.print(f"Record: {run.dir.inspection}", soft_wrap=True)
+    console.print(f"Record: {run.dir.inspection}", soft_wrap=True, markup=False)
     _judge(record, run)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.manifest import Status
 from mens_exp.errors import MensError
 from mens_exp.plan.ranks import ALONE, Rank, of_torchrun
+from mens_exp.tasks import following
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,8 +62,9 @@ def several(config: RunConfig, run: Run, checkpoint: Path | None) -> Iterator[Ra
             many = config.trainer.world_size
             rank = Rank(rank=0, world_size=many, local_rank=0, local_world_size=many)
             meeting = open_store(many)
+            place = stack.enter_context(tempfile.TemporaryDirectory(prefix=following.PLACE))
             lines = {
-                number: ("-m", "mens_exp.tasks.following", *map(str, (meeting.port, number, many)))
+                number: following.command(meeting.port, number, many, place)
                 for number in range(1, many)
             }
             others = stack.enter_context(

@@ -26,7 +26,7 @@ def merge(config: RunConfig, run: Run) -> None:
     choices = merging.choices
     merging.note(run)
     console = Console()
-    console.print(f"Base: {choices.why}.", soft_wrap=True)
+    console.print(f"Base: {choices.why}.", soft_wrap=True, markup=False)
     usual = run.dir.merged_tensors if choices.only_merged else run.dir.merged
     out = usual if config.out is None else Path(config.out).expanduser()
     atomic.remove_stale(out.parent)
@@ -51,4 +51,4 @@ def merge(config: RunConfig, run: Run) -> None:
     console.print(f"{len(choices.layers)} layers merged, {choices.dtype}, {size:.1f} MiB")
     if choices.unties:
         console.print("The head had the embedding's weight; it has one of its own now.")
-    console.print(f"Merged: {out}", soft_wrap=True)
+    console.print(f"Merged: {out}", soft_wrap=True, markup=False)

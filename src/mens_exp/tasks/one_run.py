@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -59,7 +60,7 @@ def ended(work: Callable[[], None], directory: Path, goes_on: str | None = None)
         print(f"The record: {directory}", file=sys.stderr)  # noqa: T201
         return error.exit_code
     except (Cancelled, KeyboardInterrupt):
-        again = goes_on or f"python -m mens_exp resume={directory}"
+        again = goes_on or shlex.join(["python", "-m", "mens_exp", f"resume={directory}"])
         print(f"Cancelled. Go on with: {again}", file=sys.stderr)  # noqa: T201
         return CANCELLED
     except (Exception, SystemExit):  # noqa: BLE001  # the outermost place: a bug, shown whole
@@ -85,7 +86,7 @@ def _show(directory: Path) -> None:
     if found.items:
         console.print(terminal.completions(found.items, n=3))
     console.print(terminal.result_table(found))
-    console.print(f"Report: {run.report}", soft_wrap=True)
+    console.print(f"Report: {run.report}", soft_wrap=True, markup=False)
 
 
 def complain(problems: Sequence[MensError]) -> None:

@@ -26,4 +26,4 @@ def push(config: RunConfig, run: Run) -> None:
     run.manifest.inputs.update(subject=str(subject.path))
     pushed = hub.push(subject, config.repo, private=config.push.private, message=message)
     run.manifest.results.update(asdict(pushed))
-    Console().print(f"Pushed: {pushed.url} (commit {pushed.commit})", soft_wrap=True)
+    Console().print(f"Pushed: {pushed.url} (commit {pushed.commit})", soft_wrap=True, markup=False)

@@ -52,7 +52,7 @@ def sync(config: RunConfig, run: Run) -> None:
     counts = run.manifest.results
     counts |= {"sent": 0, "known": 0, "left_out": found.left_out, "not_sent": []}
     for path, reason in found.left_out.items():
-        console.print(f"left out: {wording.visible(path)}: {reason}", soft_wrap=True)
+        console.print(f"left out: {wording.visible(path)}: {reason}", soft_wrap=True, markup=False)
     for place, parcel in enumerate(found.parcels):
         why = _send(parcel, config.sync.timeout_s)
         if why == _KNOWN:

@@ -17,7 +17,18 @@ if TYPE_CHECKING:
 
     from mens_exp.config.root import RunConfig
 
-__all__ = ["check"]
+__all__ = ["check", "started_for_one"]
+
+
+def started_for_one(where: str, found: str) -> RequestError:
+    """Say that torchrun started what one process does."""
+    return RequestError(
+        "torchrun started several processes for what one does",
+        where=where,
+        found=found,
+        expected="a training run of several processes",
+        remedy="start it without torchrun, or choose task=train trainer=ddp",
+    )
 
 _KEEPS_WHOLE = Version("2.7")  # fully_shard's ignored_params
 
@@ -27,13 +38,10 @@ def check(config: RunConfig) -> Iterator[MensError]:
     trainer, launched = config.trainer, of_torchrun()
     trains = config.task.name == "train"
     if launched is not None and not (trains and trainer.world_size > 1):
-        yield RequestError(
-            "torchrun started several processes for what one does",
-            where="task" if not trains else "trainer.strategy",
-            found=config.task.name if not trains else trainer.strategy.value,
-            expected="a training run of several processes",
-            remedy="start it without torchrun, or choose trainer=ddp",
-        )
+        if trains:
+            yield started_for_one("trainer.strategy", trainer.strategy.value)
+        else:
+            yield started_for_one("task", config.task.name)
         return
     if not trains:
         return

@@ -1,0 +1,30 @@
+"""Lines over factors that are numbers, words, or neither."""
+
+from __future__ import annotations
+
+import pytest
+
+from mens_exp.report.parallel import Line, parallel
+
+
+def line(cell: int, **values: str | float | None) -> Line:
+    return Line(cell=cell, arm=f"arm {cell}", color="red", values=values)
+
+
+@pytest.mark.parametrize("odd", ["nan", "inf", "-inf", "1e999"])
+def test_a_factor_without_an_end_lies_apart(odd: str) -> None:
+    """It has no place on a scale; the other value would have none beside it."""
+    drawn = parallel(["clip", "loss"], [line(0, clip="1.0", loss=2.0), line(1, clip=odd, loss=3.0)])
+    paths = [text.partition('"')[0] for text in drawn.split(' d="')[1:]]
+    assert len(paths) == 2
+    assert not any("nan" in text or "inf" in text for text in paths)
+    assert f">{odd}</text>" in drawn
+    assert ">1.0</text>" in drawn
+
+
+def test_numbers_lie_to_scale() -> None:
+    """Half-way between 0 and 10 is 5."""
+    lines = [line(number, r=text, loss=1.0) for number, text in enumerate(("0", "5", "10"))]
+    paths = [text.partition('"')[0] for text in parallel(["r", "loss"], lines).split(' d="')[1:]]
+    low, middle, high = (float(path.split()[1].removesuffix("L")) for path in paths)
+    assert middle == pytest.approx((low + high) / 2)
