@@ -21,20 +21,21 @@ SUITE = ["suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=40"]
 RANKS = (4, 8)
 
 
-@pytest.fixture
-def runs(tmp_path: Path, train_in: Callable[..., Any]) -> Path:
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, train_in: Callable[..., Any]) -> Path:
     """Two arms trained, merged, their merged models scored, and these compared."""
+    root = tmp_path_factory.mktemp("runs")
 
     def typed(name: str, *command: str) -> None:
-        assert cli.main([*command, f"hydra.run.dir={tmp_path}/{name}"]) == 0
+        assert cli.main([*command, f"hydra.run.dir={root}/{name}"]) == 0
 
     for rank in RANKS:
-        train_in(tmp_path / f"train{rank}", f"lora.r={rank}", "optim.lr=0.1", "seed=1")
-        typed(f"merge{rank}", "task=merge", f"path={tmp_path}/train{rank}")
-        typed(f"score{rank}", "task=evaluate", f"path={tmp_path}/merge{rank}", *SUITE)
-    scored = ",".join(f"{tmp_path}/score{rank}" for rank in RANKS)
+        train_in(root / f"train{rank}", f"lora.r={rank}", "optim.lr=0.1", "seed=1")
+        typed(f"merge{rank}", "task=merge", f"path={root}/train{rank}")
+        typed(f"score{rank}", "task=evaluate", f"path={root}/merge{rank}", *SUITE)
+    scored = ",".join(f"{root}/score{rank}" for rank in RANKS)
     typed("compare", "task=compare", f"path=[{scored}]", "logger=none")
-    return tmp_path
+    return root
 
 
 def test_each_run_reads_what_an_earlier_one_made(runs: Path, wandb_service: Any) -> None:
