@@ -110,6 +110,24 @@ def test_a_merge_elsewhere_still_finds_its_run_by_the_adapters_hash(
     found = subject_named(str(moved))
     assert found.run is not None
     assert found.run.path == trained.path
+    assert found.merged == moved / "merged"
+
+
+@pytest.mark.slow
+def test_a_model_that_was_written_elsewhere_is_found_from_its_merge(
+    merged: RunDir, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`out=` is told from the directory of the command."""
+    apart = place / "apart"
+    apart.mkdir()
+    shutil.copytree(merged.merged, tmp_path / "mine")
+    manifest = Manifest.read(merged.manifest)
+    manifest.results["out"] = "mine"
+    manifest.write(apart / "manifest.json")
+    monkeypatch.chdir(tmp_path)
+    found = subject_named(str(apart)).merged
+    assert found is not None
+    assert found.resolve() == (tmp_path / "mine").resolve()
 
 
 def test_a_merged_arm_beside_one_with_its_adapter_is_confounded(

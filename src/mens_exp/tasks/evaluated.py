@@ -73,7 +73,7 @@ def subject_named(path: str) -> Subject:
             "there is no adapter",
             where="path",
             found=path,
-            expected="a run, a merged model, an adapter in schema v3 or PEFT's form, or base",
+            expected="a run that trained or merged, an adapter (schema v3 or PEFT), or base",
         ) from error
     return Subject(path=str(directory))
 

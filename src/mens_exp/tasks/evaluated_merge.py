@@ -42,8 +42,10 @@ def written_by(merge: RunDir) -> Path:
         RequestError: it has not ended well, wrote no whole model, or that is no longer there.
     """
     manifest = Manifest.read(merge.manifest)
-    model = merge.path / str(manifest.results.get("out"))  # an absolute `out` stays as it is
-    if manifest.status is not Status.SUCCEEDED or not (model / "config.json").is_file():
+    out = Path(str(manifest.results.get("out"))).expanduser()  # in the run, or where it was asked
+    places = (merge.path / out, out)
+    model = next((one for one in places if (one / "config.json").is_file()), None)
+    if manifest.status is not Status.SUCCEEDED or model is None:
         raise RequestError(
             "the merge left no model that answers",
             where="path",
