@@ -92,7 +92,8 @@ def test_a_merge_without_a_model_or_without_its_run_is_refused(
     manifest.write(lost / "manifest.json")
     assert evaluated(lost, tmp_path / "own") == 2
     assert "the run that trained what was merged is not at hand" in capsys.readouterr().err
-    assert evaluated(merged.path, tmp_path / "own", "eval.engine=vllm") == 2
+    code = evaluated(merged.path, tmp_path / "own", "eval.engine=vllm")
+    assert code in (2, 3)  # 3 where vLLM is missing as well
     assert "and this is merged" in capsys.readouterr().err
     assert not (tmp_path / "own").exists()
 
