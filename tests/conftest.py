@@ -202,6 +202,14 @@ def wandb_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[A
         yield service
 
 
+@pytest.fixture
+def wandb_sweeps(wandb_service: Any) -> Any:
+    """Let the stand-in know of sweeps, their agents and local controllers."""
+    stand_in = runpy.run_path(str(Path(__file__).with_name("stand_in_wandb_sweeps.py")))
+    wandb_service.sweeps = stand_in["Sweeps"](wandb_service)
+    return wandb_service.sweeps
+
+
 @pytest.fixture(scope="session")
 def documents_of() -> Callable[..., Encoded]:
     """Make encoded documents from lists of ids and of what is supervised."""

@@ -29,6 +29,7 @@ class Run:
 
     name: str
     project: str
+    sweep: str | None = None
     group: str | None = None
     job_type: str | None = None
     display_name: str | None = None
@@ -37,6 +38,7 @@ class Run:
     lines: dict[str, dict[int, str]] = field(default_factory=dict)  # of a streamed file, by number
     files: dict[str, bytes] = field(default_factory=dict)
     exit_code: int | None = None
+    is_begun: bool = False  # by a client; an agent's run is there before
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -74,13 +76,14 @@ class Service:
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}
         self.artifacts: dict[str, Artifact] = {}
-        self.used: list[tuple[str, str]] = []  # run, artifact's name
+        self.used: list[tuple[str, Artifact]] = []  # by a run, one version
         self.operations: list[str] = []
         self.uploads: dict[str, bytes] = {}
         self.unknown: list[str] = []
         self.delay_s = 0.0
         self.refuses: Callable[[str], bool] = lambda _: False  # answers 500 to such an operation
         self.hangs: Callable[[str], bool] = lambda _: False
+        self.sweeps: Any = None  # what answers about sweeps, where a test wants some
         self.lock = threading.RLock()
         self.released = threading.Event()
         self.url = ""
@@ -91,16 +94,20 @@ class Service:
     def lineage(self) -> set[tuple[str, str]]:
         """Edges from what a run read to the run, and from the run to what it made."""
         made = {(one.made_by, one.name) for one in self.artifacts.values() if one.made_by}
-        return made | {(artifact, run) for run, artifact in self.used}
+        return made | {(artifact.name, run) for run, artifact in self.used}
 
     def versions(self, name: str) -> list[Artifact]:
         return [one for one in self.artifacts.values() if one.name == name]
+
+    def expect(self, name: str, project: str, sweep: str, config: dict[str, Any]) -> None:
+        """Have a run that a client is yet to begin: an agent will be told of it."""
+        self.runs[name] = Run(name, project, sweep=sweep, config=config)
 
     # What the client asks for.
 
     def graphql(self, operation: str, told: dict[str, Any], query: str) -> Any:
         name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", operation).lower()
-        answer = getattr(self, f"_on_{name}", None)
+        answer = getattr(self, f"_on_{name}", getattr(self.sweeps, f"on_{name}", None))
         if answer is None:
             self.unknown.append(f"{operation} {json.dumps(told)[:300]} {query[:600]}")
             return {}
@@ -141,7 +148,7 @@ class Service:
             "tags": run.tags,
             "notes": None,
             "wandbConfig": json.dumps({"t": 1}),
-            "sweepName": None,
+            "sweepName": run.sweep,
             "project": {
                 "id": "p",
                 "name": run.project,
@@ -152,11 +159,13 @@ class Service:
     def _on_upsert_bucket(self, told: dict[str, Any]) -> Any:
         is_new = told["name"] not in self.runs
         run = self.runs.setdefault(told["name"], Run(told["name"], told["project"]))
+        run.is_begun = True
         for ours, theirs in (
             ("group", "groupName"),
             ("job_type", "jobType"),
             ("display_name", "displayName"),
             ("tags", "tags"),
+            ("sweep", "sweep"),
         ):
             if told.get(theirs) is not None:
                 setattr(run, ours, told[theirs])
@@ -267,7 +276,7 @@ class Service:
 
     def _on_use_artifact(self, told: dict[str, Any]) -> Any:
         artifact = self.artifacts[told["artifactID"]]
-        self.used.append((told["runName"], artifact.name))
+        self.used.append((told["runName"], artifact))
         return {"useArtifact": {"artifact": {"id": artifact.id, "digest": artifact.digest}}}
 
     def streamed(self, name: str, told: dict[str, Any]) -> Any:
@@ -279,7 +288,8 @@ class Service:
                     lines[part["offset"] + i] = line
             if told.get("complete"):
                 run.exit_code = told.get("exitcode")
-        return {"limits": {}}
+            is_stopped = self.sweeps is not None and name in self.sweeps.stopping
+        return {"limits": {}, "stopped": is_stopped}
 
     def stored(self, path: str, body: bytes) -> None:
         _, kind, owner, *rest = path.removeprefix("/").split("/")

@@ -16,6 +16,7 @@ from mens_exp.artifacts.telemetry import Telemetry
 from mens_exp.config.task import SyncConfig
 from mens_exp.tasks.study_runs import named_paths
 from mens_exp.tasks.sync_parcels import parcels
+from mens_exp.training.wandb_agent import agent_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -160,6 +161,17 @@ def test_a_service_that_never_answers_is_given_up_on(
 
 
 @pytest.mark.slow
+def test_a_run_that_is_stopped_in_the_service_is_sent_to_its_end(
+    sweep: SweepDir, sync: Callable[..., int], wandb_service: Any, wandb_sweeps: Any
+) -> None:
+    """W&B's client answers a stop by an interrupt of the process that sends."""
+    wandb_sweeps.stopping.add("runs_0_runs")
+    assert sync(sweep.path / "0_runs") == 0
+    assert steps(wandb_service, "runs_0_runs") == [(1, 1.75), (2, 1.5), (3, 1.25)]
+    assert wandb_service.runs["runs_0_runs"].exit_code == 0
+
+
+@pytest.mark.slow
 def test_a_slow_service_gets_everything(
     sweep: SweepDir, sync: Callable[..., int], wandb_service: Any
 ) -> None:
@@ -289,6 +301,21 @@ def test_the_project_is_the_runs_own_unless_the_command_says_otherwise(
     assert second.order.to == Destination("http://w", None, "mens_exp")
     told = parcels([str(root)], SyncConfig(project="p", entity="e"), "http://w").parcels
     assert {one.order.to for one in told} == {Destination("http://w", "e", "p")}
+
+
+def test_an_agents_run_goes_where_its_sweep_is(study: Callable[..., Path]) -> None:
+    """Whatever the account's default; a command that says otherwise wins."""
+    root = study(seeds=[1])
+    path = root / "0_runs" / "manifest.json"
+    manifest = Manifest.read(path)
+    told = {"WANDB_RUN_ID": "theirs", "WANDB_SWEEP_ID": "sweep"}
+    manifest.inputs |= agent_inputs(told | {"WANDB_ENTITY": "lab", "WANDB_PROJECT": "mine"})
+    manifest.write(path)
+    first, second = parcels([str(root)], SyncConfig(), "http://w").parcels
+    assert first.order.to == Destination("http://w", "lab", "mine")
+    assert second.order.to == Destination("http://w", None, "mens_exp")
+    moved = parcels([str(root)], SyncConfig(project="p", entity="e"), "http://w").parcels
+    assert {one.order.to for one in moved} == {Destination("http://w", "e", "p")}
 
 
 def test_a_run_that_has_changed_is_another_parcel(study: Callable[..., Path]) -> None:

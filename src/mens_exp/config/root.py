@@ -74,12 +74,13 @@ class RunConfig:
     path: str | None = setting(
         None,
         "The run a task reads: a run directory, or `latest` (evaluate, chat, push, export, merge, "
-        "inspect); chat and evaluate take `base` too, the model of the command alone; evaluate, "
-        "merge and export take an "
-        "adapter's directory too, in schema v2, v3 or PEFT's form; serve, and export format=gguf, "
-        "take a complete model directory; inspect takes all of these, a checkpoint, and what a "
-        "merge or an export wrote; compare takes runs, sweeps, scorecard files and globs, several "
-        "with commas between, and so does sync; promote takes compare.json files, likewise.",
+        "inspect); chat and evaluate take `base` too, the model of the command alone; evaluate "
+        "takes a run of task=merge too, whose weights it scores; evaluate, merge and export take "
+        "an adapter's directory too, in schema v2, v3 or PEFT's form; serve, and export "
+        "format=gguf, take a complete model directory; inspect takes all of these, a checkpoint, "
+        "and what a merge or an export wrote; compare takes runs, sweeps, scorecard files and "
+        "globs, several with commas between, and so does sync; promote takes compare.json "
+        "files, likewise.",
     )
     factors: list[str] = setting(
         [],

@@ -1,4 +1,4 @@
-"""task=evaluate: score a finished run, an adapter or the base, in a run of its own."""
+"""task=evaluate: score a run, a merged model, an adapter or the base, in a run of its own."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.artifacts.adapter_v3 import TENSORS_NAME, read_adapter
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Condition
 from mens_exp.config.evaluation import EngineKind
 from mens_exp.corpus.source import load_rows
 from mens_exp.evals.catalogue import needs_rows
 from mens_exp.plan.preflight import writable_cache
 from mens_exp.tasks.evaluated import base_of_another, subject_named, with_adapter
+from mens_exp.tasks.evaluated_merge import MERGED, config_of_merged, other_weights
 from mens_exp.tasks.inputs import describe, refuse_changed, tokenizer_of
 from mens_exp.tasks.scoring import score, score_served
 from mens_exp.tasks.specified import score_spec
@@ -29,13 +31,15 @@ __all__ = ["evaluate"]
 
 
 def evaluate(config: RunConfig, run: Run) -> None:
-    """Load what `path` names and score it: both conditions, or the base alone."""
+    """Load what `path` names and score it: both conditions, or the one that it has."""
     if config.suite.name == "scorecard_spec":
         score_spec(config, run)
         return
     assert config.path is not None, "validation has asked for it"
     subject = subject_named(config.path)
     run.manifest.inputs["subject"] = subject.path
+    if subject.merged is not None and subject.run is not None:
+        run.manifest.inputs[MERGED] = str(subject.run.path.absolute())
     if config.eval.engine is EngineKind.openai:
         condition = Condition.BASE if subject.is_base else Condition.TUNED
         score_served(config, run, condition)
@@ -54,13 +58,18 @@ def _evaluate_here(config: RunConfig, run: Run, subject: Subject) -> None:
     if adapter is not None:
         base_of_another(adapter, base)
         run.manifest.inputs["adapter_sha256"] = adapter.sha256
+    if subject.merged is not None:
+        other_weights(RunDir(Path(subject.path)), base)
     tokenizer = tokenizer_of(theirs.tokenizer, base, subject.run or run.dir)
     with_rows = subject.run is not None or needs_rows(config.suite)
     rows = load_rows(theirs.data, cache) if with_rows else None
     inputs = describe(base, tokenizer, rows)
     if subject.run is not None:
-        refuse_changed(Manifest.read(subject.run.manifest).inputs, inputs)
-        run.manifest.inputs["adapter_sha256"] = sha256_file(subject.run.adapter / TENSORS_NAME)
+        recorded = Manifest.read(subject.run.manifest).inputs
+        if subject.merged is not None:  # its weights are held against the merge's own record
+            recorded = recorded | {"base_weights_sha256": None}
+        refuse_changed(recorded, inputs)
+        run.manifest.inputs["adapter_sha256"] = _adapter_of(subject, subject.run)
     run.manifest.inputs.update(inputs)
     run.save()
     heldout = rows.heldout if rows is not None else ()
@@ -71,14 +80,29 @@ def _evaluate_here(config: RunConfig, run: Run, subject: Subject) -> None:
         backend = build_backend(theirs, base)
     if tensors is not None:
         backend.load_adapter(tensors)
-    conditions = (Condition.BASE,) if subject.is_base else (Condition.BASE, Condition.TUNED)
-    score(config, run, backend, heldout, tokenizer, conditions=conditions)
+    score(config, run, backend, heldout, tokenizer, conditions=_conditions(subject))
+
+
+def _adapter_of(subject: Subject, trained: RunDir) -> str:
+    """Return the digest of the adapter that answers, be it by weights that it was merged into."""
+    if subject.merged is not None:
+        return str(Manifest.read(RunDir(Path(subject.path)).manifest).inputs["adapter_sha256"])
+    return sha256_file(trained.adapter / TENSORS_NAME)
+
+
+def _conditions(subject: Subject) -> tuple[Condition, ...]:
+    """Return what can answer: merged weights have their base no more."""
+    if subject.is_base:
+        return (Condition.BASE,)
+    return (Condition.BASE, Condition.TUNED) if subject.merged is None else (Condition.TUNED,)
 
 
 def _told(config: RunConfig, subject: Subject) -> tuple[RunConfig, Any, Any]:
     """Return what to build, the tensors to load into it, and a bare adapter's description."""
     if subject.is_base:
         return config, None, None
+    if subject.merged is not None and subject.run is not None:
+        return config_of_merged(subject.run, subject.merged), None, None
     if subject.run is not None:
         return config_of(subject.run), read_adapter(subject.run.adapter)[1], None
     theirs, adapter = with_adapter(config, Path(subject.path))

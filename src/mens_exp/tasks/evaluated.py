@@ -1,4 +1,4 @@
-"""What task=evaluate scores: a run, an adapter that lies by itself, or the base alone."""
+"""What task=evaluate scores: a run, a merged model, an adapter by itself, or the base alone."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from mens_exp.layout.shape import family_for, shape_of
 from mens_exp.layout.starting_adapter import find, read
 from mens_exp.layout.targets import linear_modules
 from mens_exp.plan.checks.adapter import check, other_base
+from mens_exp.tasks.evaluated_merge import merge_at, trained_for, written_by
 from mens_exp.tasks.subject import base_problems, config_of, subject_of
 
 if TYPE_CHECKING:
@@ -31,11 +32,13 @@ class Subject:
 
     Attributes:
         path: the run, the adapter's directory, or ``base``.
-        run: the run, where it is one.
+        run: the run that trained, where one did.
+        merged: the model that a run of task=merge wrote, where `path` names one.
     """
 
     path: str
     run: RunDir | None = None
+    merged: Path | None = None
 
     @property
     def is_base(self) -> bool:
@@ -47,7 +50,8 @@ def subject_named(path: str) -> Subject:
     """Return what `path` means now.
 
     Args:
-        path: ``base``, ``latest``, a run, an adapter's directory, or a file in one.
+        path: ``base``, ``latest``, a run that trained or merged, an adapter's directory, or a
+            file in one.
 
     Raises:
         RequestError: there is no such thing, or it has no adapter.
@@ -55,6 +59,10 @@ def subject_named(path: str) -> Subject:
     if path == "base":
         return Subject(path=path)
     place = Path(path).expanduser()
+    merge = None if path == "latest" else merge_at(place)
+    if merge is not None:
+        model = written_by(merge)
+        return Subject(path=str(merge.path), run=trained_for(merge), merged=model)
     if path == "latest" or RunDir(place).manifest.is_file() or not place.exists():
         run = subject_of(path)
         return Subject(path=str(run.path), run=run)
@@ -65,7 +73,7 @@ def subject_named(path: str) -> Subject:
             "there is no adapter",
             where="path",
             found=path,
-            expected="a run, an adapter's directory in schema v3 or PEFT's form, or base",
+            expected="a run that trained or merged, an adapter (schema v3 or PEFT), or base",
         ) from error
     return Subject(path=str(directory))
 
@@ -95,6 +103,15 @@ def _vllm_problems(subject: Subject) -> list[MensError]:
     from mens_exp.tasks.vllm_scoring import peft_directory
 
     found: list[MensError] = list(of_machine())
+    if subject.merged is not None:
+        what = RequestError(
+            "vLLM is given a base and an adapter here, and this is merged",
+            where="path",
+            found=subject.path,
+            expected="a run, with eval.engine=vllm",
+            remedy="choose eval.engine=hf, or serve the merged model and eval.engine=openai",
+        )
+        return [*found, what]
     try:
         adapter = peft_directory(subject)
     except RequestError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from mens_exp.errors import MensError, RequestError
 from mens_exp.plan.checks import classes
 from mens_exp.plan.contract import contract_of
 from mens_exp.tasks.cancellation import Cancelled, cancellable, end_at_once
+from mens_exp.training.wandb_agent import agent_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -205,6 +207,7 @@ def _manifest(run_id: str, cell: Cell) -> Manifest:
         seed=cell.config.seed,
         unknown=unknown,
         provenance=_provenance(cell),
+        inputs=agent_inputs(os.environ),
     )
 
 

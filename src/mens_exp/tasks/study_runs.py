@@ -20,6 +20,7 @@ from mens_exp.errors import DataError, RequestError
 from mens_exp.evals.arms import Trial
 from mens_exp.evals.observations import observations
 from mens_exp.evals.study import Scored
+from mens_exp.tasks.evaluated_merge import MERGED
 from mens_exp.tasks.inputs import hashes_in
 
 if TYPE_CHECKING:
@@ -86,7 +87,10 @@ def read_study(paths: Sequence[str]) -> Read:
         if manifest.status is not Status.SUCCEEDED:
             left_out[str(where)] = f"it {_ended(manifest)}"
         elif manifest.task == "evaluate":
-            subject = Path(str(manifest.inputs.get("subject"))).resolve()
+            if manifest.inputs.get("subject") == "base":
+                left_out[str(where)] = "it scored a base model, which no run trained"
+                continue
+            subject = Path(_scored(manifest)).resolve()
             if found.get(subject) is not None and found[subject] != run:
                 left_out[str(where)] = "another evaluation of the same run is counted"
             elif _is_of_another(manifest, RunDir(subject)):
@@ -108,6 +112,17 @@ def _is_of_another(evaluation: Manifest, subject: RunDir) -> bool:
     if adapter is None or not subject.manifest.is_file():
         return False
     return adapter not in Manifest.read(subject.manifest).outputs.values()
+
+
+def _scored(manifest: Manifest) -> str:
+    """Return the run that an evaluation scored, be it by the weights that it was merged into."""
+    return str(manifest.inputs.get(MERGED) or manifest.inputs.get("subject"))
+
+
+def _form(scorer: RunDir | None) -> dict[str, str]:
+    """Say where merged weights answered: beside an adapter they are another model."""
+    is_merged = scorer is not None and MERGED in Manifest.read(scorer.manifest).inputs
+    return {"scored_model": "merged"} if is_merged else {}
 
 
 def _is_sweep(directory: Path) -> bool:
@@ -153,7 +168,7 @@ def _read(run: RunDir, scorer: RunDir | None) -> Scored:
     trial = Trial(
         manifest=manifest,
         settings=_settings(run),
-        hashes=dict(hashes_in(manifest.inputs)),
+        hashes=dict(hashes_in(manifest.inputs)) | _form(scorer),
         suite_digest=None if scorecard is None else scorecard.suite_digest,
         answering={} if scorecard is None else scorecard.generation,
     )

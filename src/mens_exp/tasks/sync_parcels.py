@@ -21,11 +21,13 @@ from mens_exp.config.logger import WandbLogger
 from mens_exp.errors import DataError
 from mens_exp.tasks.study_runs import job_order
 from mens_exp.training.wandb_order import Order, digest_of
+from mens_exp.training.wandb_rendering import agent_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from mens_exp.config.task import SyncConfig
+    from mens_exp.training.wandb_agent import AgentRun
 
 __all__ = ["Found", "Parcel", "parcels", "sweep_digest"]
 
@@ -117,7 +119,7 @@ def _of_run(
             path=str(run.path),
             record=str(run.sync),
             lock=str(run.sync_lock),
-            to=_destination(logger, settings, server),
+            to=_destination(logger, settings, server, agent_of(run, manifest)),
             timeout_s=settings.timeout_s,
             uses=list(_uses(run, manifest, read)),
         ),
@@ -146,12 +148,15 @@ def _of_sweep(directory: SweepDir, settings: SyncConfig, server: str) -> Parcel:
     )
 
 
-def _destination(logger: Mapping[str, Any], settings: SyncConfig, server: str) -> Destination:
-    """Return where a run belongs: where the command says, or where its own mirror was to go."""
+def _destination(
+    logger: Mapping[str, Any], settings: SyncConfig, server: str, agent: AgentRun | None = None
+) -> Destination:
+    """Return where a run belongs: where the command says, where its mirror or its agent was."""
+    entity, project = (None, None) if agent is None else (agent.entity, agent.project)
     return Destination(
         server,
-        settings.entity or logger.get("entity") or os.environ.get("WANDB_ENTITY"),
-        settings.project or logger.get("project") or WandbLogger().project,
+        settings.entity or logger.get("entity") or entity or os.environ.get("WANDB_ENTITY"),
+        settings.project or logger.get("project") or project or WandbLogger().project,
     )
 
 

@@ -21,9 +21,15 @@ _TOKENS = "data/supervised_tokens"
 class EventFeed:
     """Hands events to an open W&B run, in their order, each under the time it happened."""
 
-    def __init__(self, sink: wandb.Run) -> None:
-        """Tell the run by which axes its metrics are drawn."""
+    def __init__(self, sink: wandb.Run, drawn: Mapping[str, Any] | None = None) -> None:
+        """Tell the run by which axes its metrics are drawn.
+
+        Args:
+            sink: the run.
+            drawn: by an agent; no configuration takes its place, or the search would miss it.
+        """
         self._sink = sink
+        self._drawn = drawn or {}
         self._tokens = 0  # supervised tokens at the latest step, the second axis
         self.last_step = 0
         self._last_s: float | None = None
@@ -49,7 +55,7 @@ class EventFeed:
             case "validation":
                 self._validation(payload, at_s)
             case "run_started" if "config" in payload:
-                set_config(self._sink, payload["config"])
+                set_config(self._sink, {**payload["config"], **self._drawn})
             case "plan" | "facts" as name:
                 set_config(self._sink, {name: payload})
 

@@ -39,7 +39,6 @@ class Order:
         to: where it goes.
         timeout_s: that may pass after the last news of the run before sending is given up.
         run_id: of the W&B run; None for what the record says.
-        sweep_id: of the W&B sweep whose agent started the run; None where none did.
         uses: what it was made from: kind of artifact, and the directory of the run that made it.
         follows: the process whose run is still open, and when it started; None for a closed one.
     """
@@ -51,7 +50,6 @@ class Order:
     to: Destination
     timeout_s: float
     run_id: str | None = None
-    sweep_id: str | None = None
     uses: list[tuple[str, str]] = field(default_factory=list)
     follows: tuple[int, float] | None = None
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.scorecard import Scorecard, read_item_events
 from mens_exp.artifacts.sweep_dir import SweepDir
+from mens_exp.training.wandb_agent import recorded_agent
 from mens_exp.training.wandb_study import study_tables
 
 if TYPE_CHECKING:
@@ -23,9 +24,12 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.artifacts.telemetry import Event
     from mens_exp.config.logger import WandbLogger
+    from mens_exp.training.wandb_agent import AgentRun
 
 __all__ = [
+    "agent_of",
     "config_of",
+    "drawn_for",
     "id_of",
     "name_of",
     "quiet_settings",
@@ -72,6 +76,9 @@ def settings_of(
         "run_job_type": manifest.task,
         "run_id": run_id,
     }
+    agent = agent_of(run_dir, manifest)
+    if agent is not None and agent.is_of(logger.entity, logger.project):
+        shown["sweep_id"] = agent.sweep_id
     place = {"root_dir": str(run_dir.path.absolute())}
     return {**quiet_settings(), **shown, **place}
 
@@ -100,11 +107,25 @@ def id_of(run_dir: RunDir, manifest: Manifest) -> str:
     """Return the id of the W&B run: that of ours, behind its sweep's where it is a job of one.
 
     A job's own name says where it stands in its sweep and what it is composed of; the same sweep,
-    launched again, has jobs of the same names.
+    launched again, has jobs of the same names. A run that an agent started has the agent's.
     """
+    agent = agent_of(run_dir, manifest)
+    if agent is not None:
+        return agent.run_id
     sweep = _sweep_at(run_dir.path)
     whole = manifest.run_id if sweep is None else f"{sweep}_{manifest.run_id}"
     return re.sub(r"[^A-Za-z0-9_.-]", "-", whole)
+
+
+def agent_of(run_dir: RunDir, manifest: Manifest) -> AgentRun | None:
+    """Return the agent's run that a run is; the jobs of a sweep that an agent launched are none."""
+    return None if _sweep_at(run_dir.path) is not None else recorded_agent(manifest)
+
+
+def drawn_for(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:
+    """Return what an agent drew, under the names of its sweep: there its search looks for them."""
+    agent = agent_of(run_dir, manifest)
+    return {} if agent is None else agent.parameters
 
 
 def name_of(manifest: Manifest, config: Mapping[str, Any]) -> str:

@@ -28,6 +28,7 @@ from mens_exp.training.wandb_events import EventFeed, set_config
 from mens_exp.training.wandb_order import STAGING, Order, digest_of
 from mens_exp.training.wandb_rendering import (
     config_of,
+    drawn_for,
     id_of,
     settings_of,
     summary_of,
@@ -121,6 +122,7 @@ def opened(
                 "init_timeout": min(_INIT_S, order.timeout_s),
                 "finish_timeout": order.timeout_s,
                 "finish_timeout_raises": True,
+                "stop_fn": _go_on,
             }
         ),
         config=dict(config),
@@ -130,6 +132,10 @@ def opened(
     except BaseException:
         sink.finish(exit_code=1)
         raise
+
+
+def _go_on() -> None:
+    """Let a run that a user has stopped in W&B be sent to its end: an agent ends the training."""
 
 
 def _send(order: Order, staging: Path) -> str:
@@ -147,14 +153,12 @@ def _send(order: Order, staging: Path) -> str:
 def _sent(order: Order, run: RunDir, staging: Path) -> str:
     manifest = Manifest.read(run.manifest)
     events = read_events(run.telemetry) if run.telemetry.is_file() else []
-    config = config_of(run, events)
+    config, drawn = config_of(run, events), drawn_for(run, manifest)
     logger = _logger(config, order)
     run_id = order.run_id or id_of(run, manifest)
     settings = settings_of(logger, run, manifest, config, run_id)
-    if order.sweep_id is not None:
-        settings["sweep_id"] = order.sweep_id
-    with opened(order, settings, config, staging) as sink:
-        feed = EventFeed(sink)
+    with opened(order, settings, {**config, **drawn}, staging) as sink:
+        feed = EventFeed(sink, drawn)
         _feed(order, run, feed)
         manifest = Manifest.read(run.manifest)
         if manifest.status is Status.STARTED:
@@ -187,7 +191,8 @@ def _feed(order: Order, run: RunDir, feed: EventFeed) -> None:
 
 def _tie(order: Order, run: RunDir, manifest: Manifest, sink: wandb.Run, staging: Path) -> None:
     """Tie the run to what it was made from, and to what it made."""
-    base = base_of(manifest, staging)
+    is_merged = any(kind == "merged" for kind, _ in order.uses)  # then that is its base
+    base = None if is_merged else base_of(manifest, staging)
     used = [artifact_of(kind, RunDir(Path(path))) for kind, path in order.uses]
     for artifact in (base, *used):
         if artifact is not None:

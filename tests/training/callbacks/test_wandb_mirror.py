@@ -19,6 +19,7 @@ from mens_exp.artifacts.telemetry import Telemetry, read_events, rewind
 from mens_exp.config.logger import WandbLogger, WandbMode
 from mens_exp.errors import MensError, SetupError
 from mens_exp.training.callbacks.wandb_mirror import WandbMirror
+from mens_exp.training.wandb_agent import agent_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -418,12 +419,10 @@ def test_configuration_wins_over_the_environment(
     assert records(run.dir.wandb, "run")[0]["run_id"] == RUN_ID
 
 
-def test_the_run_of_an_agent_is_that_of_its_sweep(
-    run: FakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_run_of_an_agent_is_that_of_its_sweep(run: FakeRun) -> None:
     """An agent tells both ids; under them it waits for its run."""
-    monkeypatch.setenv("WANDB_RUN_ID", "theirs")
-    monkeypatch.setenv("WANDB_SWEEP_ID", "sweep")
+    told = {"WANDB_RUN_ID": "theirs", "WANDB_SWEEP_ID": "sweep"}
+    run.manifest.inputs |= agent_inputs(told)
     started(run)
     run.close()
     (record, *_) = records(run.dir.wandb, "run")

@@ -30,6 +30,7 @@ def started_for_one(where: str, found: str) -> RequestError:
         remedy="start it without torchrun, or choose task=train trainer=ddp",
     )
 
+
 _KEEPS_WHOLE = Version("2.7")  # fully_shard's ignored_params
 
 

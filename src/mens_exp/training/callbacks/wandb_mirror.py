@@ -21,7 +21,6 @@ from mens_exp.artifacts.sync_record import Destination
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.config.logger import WandbMode
 from mens_exp.errors import MensError, SetupError
-from mens_exp.training.wandb_agent import agent_run
 from mens_exp.training.wandb_artifacts import made_by
 from mens_exp.training.wandb_environment import (
     contained,
@@ -33,6 +32,7 @@ from mens_exp.training.wandb_events import EventFeed, set_config
 from mens_exp.training.wandb_order import Order, Sender
 from mens_exp.training.wandb_rendering import (
     config_of,
+    drawn_for,
     id_of,
     settings_of,
     summary_of,
@@ -66,7 +66,6 @@ class WandbMirror(Callback):
         """
         self._logger = logger
         self._run = run
-        self._agent = agent_run(os.environ)
         self._told_id: str | None = None  # by a checkpoint
         self._sink: wandb.Run | None = None
         self._feed: EventFeed | None = None
@@ -76,8 +75,6 @@ class WandbMirror(Callback):
     @property
     def _id(self) -> str:
         """The W&B run's, so that a resumed attempt continues the same one."""
-        if self._told_id is None and self._agent is not None:
-            return self._agent.run_id
         return self._told_id or id_of(self._run.dir, self._run.manifest)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
@@ -126,13 +123,12 @@ class WandbMirror(Callback):
             server = server_address()
             require_account(server)
         events = read_events(run.dir.telemetry)
-        config = config_of(run.dir, events)
+        config, drawn = config_of(run.dir, events), drawn_for(run.dir, run.manifest)
         settings = settings_of(self._logger, run.dir, run.manifest, config, self._id)
-        if self._agent is not None:
-            settings["sweep_id"] = self._agent.sweep_id
-        self._sink = wandb.init(settings=wandb.Settings(**settings), config=config)
+        shown = {**config, **drawn}
+        self._sink = wandb.init(settings=wandb.Settings(**settings), config=shown)
         run.after_close(self._close)
-        self._feed = EventFeed(self._sink)
+        self._feed = EventFeed(self._sink, drawn)
         for record in events:
             self._mirror(record)
         run.telemetry.subscribe(self._mirror, "wandb")
@@ -141,7 +137,7 @@ class WandbMirror(Callback):
 
     def _order(self, server: str) -> Order:
         me, run_dir = psutil.Process(), self._run.dir
-        entity = self._logger.entity or os.environ.get("WANDB_ENTITY")
+        entity = self._logger.entity or os.environ.get("WANDB_ENTITY")  # an agent sets it too
         return Order(
             module=_SENDER,
             path=str(run_dir.path.absolute()),
@@ -149,7 +145,6 @@ class WandbMirror(Callback):
             lock=str(run_dir.sync_lock.absolute()),
             to=Destination(server, entity, self._logger.project),
             run_id=self._id,
-            sweep_id=None if self._agent is None else self._agent.sweep_id,
             timeout_s=_PATIENCE_S,
             follows=(me.pid, me.create_time()),
         )

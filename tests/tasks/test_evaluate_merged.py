@@ -1,0 +1,165 @@
+"""task=evaluate of what task=merge wrote."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from mens_exp import cli
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.scorecard import Scorecard, read_item_events
+from mens_exp.tasks.evaluated import subject_named
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+SUITE = ["suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=40"]
+EXACT = ["backend=lora", "quant.compute_dtype=f32", "optim.lr=0.1"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("place")
+
+
+@pytest.fixture(scope="module")
+def trained(train_in: Callable[..., RunDir], place: Path) -> RunDir:
+    return train_in(place / "trained", *EXACT, *SUITE)
+
+
+@pytest.fixture(scope="module")
+def merged(trained: RunDir, place: Path) -> RunDir:
+    command = ["task=merge", f"path={trained.path}", f"hydra.run.dir={place}/merged"]
+    assert cli.main(command) == 0
+    return RunDir(place / "merged")
+
+
+def evaluated(path: Path, own: Path, *overrides: str) -> int:
+    return cli.main(["task=evaluate", f"path={path}", *SUITE, *overrides, f"hydra.run.dir={own}"])
+
+
+@pytest.mark.slow
+def test_merged_weights_answer_as_the_run_did_that_was_merged(
+    trained: RunDir, merged: RunDir, tmp_path: Path
+) -> None:
+    """On the rows that the run held out, and without its base, which they have no more."""
+    assert evaluated(merged.merged, tmp_path / "own") == 0
+    own = RunDir(tmp_path / "own")
+    assert list(Scorecard.read(own.scorecard).conditions) == ["tuned"]
+    before = [one for one in read_item_events(trained.events) if one["condition"] == "tuned"]
+    for told in ("item_id", "prompt", "completion"):
+        shown = [one[told] for one in read_item_events(own.events)]  # type: ignore[literal-required]
+        assert shown == [one[told] for one in before]  # type: ignore[literal-required]
+    inputs = Manifest.read(own.manifest).inputs
+    assert inputs["subject"] == str(merged.path)
+    assert inputs["trained"] == str(trained.path)
+
+
+@pytest.mark.slow
+def test_weights_that_the_merge_did_not_write_are_refused(
+    merged: RunDir, trained: RunDir, place: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """One number changed."""
+    other = place / "other"
+    shutil.copytree(merged.path, other)
+    (shard,) = (other / "merged").glob("*.safetensors")
+    tensors = load_file(shard)
+    next(iter(tensors.values())).view(-1)[0] += 1
+    save_file(tensors, shard, metadata={"format": "pt"})
+    assert evaluated(other, tmp_path / "own") == 2
+    assert "is not what was merged" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_merge_without_a_model_or_without_its_run_is_refused(
+    merged: RunDir, tmp_path: Path, capsys: Any
+) -> None:
+    """Both before a run of its own is opened; vLLM, too, has no adapter to load."""
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(merged.manifest, bare / "manifest.json")
+    assert evaluated(bare, tmp_path / "own") == 2
+    assert "the merge left no model that answers" in capsys.readouterr().err
+    lost = tmp_path / "lost"
+    shutil.copytree(merged.path, lost)
+    manifest = Manifest.read(lost / "manifest.json")
+    manifest.inputs |= {"adapter": "/gone/adapter", "adapter_sha256": "ad" * 32}
+    manifest.write(lost / "manifest.json")
+    assert evaluated(lost, tmp_path / "own") == 2
+    assert "the run that trained what was merged is not at hand" in capsys.readouterr().err
+    code = evaluated(merged.path, tmp_path / "own", "eval.engine=vllm")
+    assert code in (2, 3)  # 3 where vLLM is missing as well
+    assert "and this is merged" in capsys.readouterr().err
+    assert not (tmp_path / "own").exists()
+
+
+@pytest.mark.slow
+def test_a_merge_elsewhere_still_finds_its_run_by_the_adapters_hash(
+    merged: RunDir, trained: RunDir, place: Path
+) -> None:
+    """The place that the merge recorded is gone; the run lies beside."""
+    moved = place / "moved"
+    shutil.copytree(merged.path, moved)
+    manifest = Manifest.read(moved / "manifest.json")
+    manifest.inputs["adapter"] = "/gone/adapter"
+    manifest.write(moved / "manifest.json")
+    found = subject_named(str(moved))
+    assert found.run is not None
+    assert found.run.path == trained.path
+    assert found.merged == moved / "merged"
+
+
+@pytest.mark.slow
+def test_a_model_that_was_written_elsewhere_is_found_from_its_merge(
+    merged: RunDir, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`out=` is told from the directory of the command."""
+    apart = place / "apart"
+    apart.mkdir()
+    shutil.copytree(merged.merged, tmp_path / "mine")
+    manifest = Manifest.read(merged.manifest)
+    manifest.results["out"] = "mine"
+    manifest.write(apart / "manifest.json")
+    monkeypatch.chdir(tmp_path)
+    found = subject_named(str(apart)).merged
+    assert found is not None
+    assert found.resolve() == (tmp_path / "mine").resolve()
+
+
+def test_a_merged_arm_beside_one_with_its_adapter_is_confounded(
+    study: Callable[..., Path], compare: Callable[..., Any]
+) -> None:
+    """Merged weights answer otherwise than base and adapter; two merged arms are even."""
+    root = study(seeds=[1])
+    scored = study("scored", seeds=[1], of=root)
+    for number, confounded in ((0, ["another content of scored_model"]), (1, [])):
+        run = RunDir(scored / f"{number}_scored")
+        manifest = Manifest.read(run.manifest)
+        manifest.inputs |= {"subject": "/gone/merge", "trained": str(root / f"{number}_runs")}
+        manifest.write(run.manifest)
+        record = compare(f"[{root},{scored}]")
+        assert [one["confounded_by"] for one in record.contrasts] == [confounded]
+        assert {one["scored_by"] for one in record.runs} == {
+            str(scored / "0_scored"),
+            str(scored / "1_scored"),
+        }
+
+
+def test_what_scored_a_base_alone_is_left_out_by_name(
+    study: Callable[..., Path], compare: Callable[..., Any]
+) -> None:
+    """It has no trained run to stand for."""
+    root = study(seeds=[1])
+    run = RunDir(root / "base")
+    run.path.mkdir()
+    manifest = Manifest.read(root / "0_runs" / "manifest.json")
+    manifest.task, manifest.status = "evaluate", Status.SUCCEEDED
+    manifest.inputs = {"subject": "base"}
+    manifest.write(run.manifest)
+    record = compare(root)
+    assert record.left_out == {str(run.path): "it scored a base model, which no run trained"}
