@@ -92,10 +92,12 @@ def test_a_search_needs_a_sweep_and_processes_of_its_own() -> None:
     """A single run draws nothing, and Hydra's own launcher takes the cells as they stand."""
     (problem,) = said("hydra/sweeper=optuna", multirun=False)
     assert "has no effect on a single run" in problem
-    for launcher in ("basic", "joblib", "submitit_slurm"):
-        (problem,) = said("hydra/sweeper=optuna", f"hydra/launcher={launcher}", multirun=True)
-        assert f"has no effect with hydra/launcher={launcher}" in problem
-    assert said("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", multirun=True) == []
+    (problem,) = said("hydra/sweeper=optuna", "hydra/launcher=basic", multirun=True)
+    assert "has no effect with hydra/launcher=basic" in problem
+    assert "local, joblib, submitit_slurm take trials as they come" in problem
+    for launcher in ("local", "joblib", "submitit_slurm"):
+        given = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", f"hydra/launcher={launcher}"]
+        assert said(*given, multirun=True) == []
 
 
 def test_an_interval_without_a_search_names_it() -> None:

@@ -1,17 +1,20 @@
-"""Searches from the outside: drawn, ended early, killed and gone on with."""
+"""Searches from the outside: drawn, ended early, killed and gone on with, on each launcher here."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mens_exp import cli
+from mens_exp.artifacts.attempt_log import AttemptLog
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import SweepRecord
@@ -21,12 +24,27 @@ from mens_exp.errors import MensError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from mens_exp.artifacts.sweep import SweepJob
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals; run it on Linux"),
 ]
 
 RATE = "optim.lr=tag(log,interval(1e-5,1e-2))"
+SPACE = [RATE, "lora.r=4,8", "backend=qlora,full", "hydra.sweeper.n_trials=3"]
+POOL = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=1"]
+LAUNCHERS = [
+    pytest.param([], id="local"),
+    pytest.param(
+        POOL,
+        id="joblib",
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec("joblib") is None,
+            reason="joblib is missing: pip install joblib",
+        ),
+    ),
+]
 
 
 def command(tiny_run: list[str], place: Path, *overrides: str) -> list[str]:
@@ -45,32 +63,47 @@ def results(place: Path) -> list[tuple[Any, ...]]:
     return [(row["state"], row["params"], row["values"], row["job"]) for row in trials(place)]
 
 
+def pid_at_work(directory: SweepDir, job: SweepJob) -> int | None:
+    """Return the process of a job that has opened its run, as its launcher notes it."""
+    log = AttemptLog(directory.attempts(job["number"]))
+    attempts = log.attempts() or job["attempts"]
+    opened = RunDir(directory.path / job["directory"]).manifest.exists()
+    return attempts[-1]["pid"] if attempts and opened else None
+
+
 def kill_in_trial(place: Path, number: int, launcher: subprocess.Popen[bytes]) -> None:
     """Kill the launcher and its job, once that job has opened its run."""
-    began = time.monotonic()
-    while time.monotonic() - began < 300:
+    began, pid = time.monotonic(), None
+    while pid is None and time.monotonic() - began < 300:
         try:
             jobs = SweepRecord.read(SweepDir(place).record).jobs
         except MensError:
             jobs = []
-        if len(jobs) > number and (place / jobs[number]["directory"] / "manifest.json").exists():
-            break
+        pid = pid_at_work(SweepDir(place), jobs[number]) if len(jobs) > number else None
         time.sleep(0.05)
+    assert pid is not None
     os.kill(launcher.pid, signal.SIGKILL)
     launcher.wait()
-    os.killpg(jobs[number]["attempts"][-1]["pid"], signal.SIGKILL)
+    os.killpg(pid, signal.SIGKILL)
 
 
+@pytest.fixture(scope="module")
+def whole(tiny_run: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A search that nothing disturbs, one trial at a time."""
+    place = tmp_path_factory.mktemp("whole") / "search"
+    assert cli.main(command(tiny_run, place, *SPACE)) == 0
+    return place
+
+
+@pytest.mark.parametrize("launcher_is", LAUNCHERS)
 def test_a_killed_search_goes_on_as_if_it_had_not_been(
-    tiny_run: list[str], tmp_path: Path, cache: Path
+    tiny_run: list[str], whole: Path, tmp_path: Path, cache: Path, launcher_is: list[str]
 ) -> None:
-    """The same draws and the same losses, repeats of a run included; nothing runs twice."""
-    space = [RATE, "lora.r=4,8", "backend=qlora,full", "hydra.sweeper.n_trials=3"]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert cli.main(command(tiny_run, whole, *space)) == 0
+    """The same draws and the same losses on any launcher, repeats included; nothing runs twice."""
+    killed = tmp_path / "killed"
     source = os.pathsep.join(filter(None, sys.path))
     with subprocess.Popen(
-        [sys.executable, "-m", "mens_exp", *command(tiny_run, killed, *space)],
+        [sys.executable, "-m", "mens_exp", *command(tiny_run, killed, *SPACE, *launcher_is)],
         env={**os.environ, "PYTHONPATH": source, "MENS_EXP_CACHE": str(cache)},
         stderr=subprocess.DEVNULL,
     ) as launcher:
@@ -87,7 +120,44 @@ def test_a_killed_search_goes_on_as_if_it_had_not_been(
     assert tried == [1, 2, 1]
 
 
-def test_a_trial_that_learns_nothing_is_ended(tiny_run: list[str], tmp_path: Path) -> None:
+def test_a_killed_trial_is_tried_again_while_tpe_draws_others(
+    tiny_run: list[str], tmp_path: Path
+) -> None:
+    """In two workers of joblib's pool, each of which gets a trial as soon as it has none."""
+    pytest.importorskip("joblib", reason="joblib is missing: pip install joblib")
+    place = tmp_path / "search"
+    given = [RATE, *POOL, "hydra.launcher.n_jobs=2", "hydra.sweeper.n_trials=4"]
+    killed: list[int] = []
+
+    def kill() -> None:
+        began, directory = time.monotonic(), SweepDir(place)
+        while not killed and time.monotonic() - began < 300:
+            jobs = SweepRecord.read(directory.record).jobs if directory.record.exists() else []
+            for job in jobs[:1]:
+                pid = pid_at_work(directory, job)
+                if pid is not None:
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(pid)
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    assert cli.main(command(tiny_run, place, *given, "hydra.sweeper.startup_trials=1")) == 0
+    thread.join()
+    assert [row["state"] for row in trials(place)] == ["complete"] * 4
+    jobs = SweepRecord.read(SweepDir(place).record).jobs
+    codes = [[one["exit_code"] for one in job["attempts"]] for job in jobs]
+    assert codes == [[-signal.SIGKILL, 0], [0], [0], [0]]
+    begun = [job["attempts"][0]["started_utc"] for job in jobs]
+    ended = sorted(str(job["attempts"][-1]["ended_utc"]) for job in jobs)
+    assert begun[1] < ended[0] < begun[2]
+    assert ended[1] < begun[3]
+
+
+@pytest.mark.parametrize("launcher_is", LAUNCHERS)
+def test_a_trial_that_learns_nothing_is_ended(
+    tiny_run: list[str], tmp_path: Path, launcher_is: list[str]
+) -> None:
     """By the second trial's validation loss beside the first's; its record says so."""
     place = tmp_path / "search"
     overrides = [
@@ -100,6 +170,7 @@ def test_a_trial_that_learns_nothing_is_ended(tiny_run: list[str], tmp_path: Pat
         "hydra.sweeper.n_trials=2",
         "hydra.sweeper.pruner=median",
         "hydra.sweeper.pruner_startup_trials=1",
+        *launcher_is,
     ]
     assert cli.main(command(tiny_run, place, *overrides)) == 0
     good, bad = trials(place)
@@ -116,5 +187,6 @@ def test_a_trial_that_learns_nothing_is_ended(tiny_run: list[str], tmp_path: Pat
     assert manifest.notes[-1] == bad["reason"]
     assert "ended by the search at step" in manifest.notes[-1]
     assert bad["intermediate"][-1][0] < 60
+    assert len(record.jobs[1]["attempts"]) == 1
     assert cli.main([f"sweep.resume={place}"]) == 0
     assert [row["state"] for row in trials(place)] == ["complete", "pruned"]

@@ -1,4 +1,4 @@
-"""A launcher whose jobs come one after the other, as their results decide."""
+"""A launcher whose jobs come one after the other, as their results decide; on this machine."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.sweep import JobState
+from mens_exp.sweeps.process import Ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +27,16 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals; ru
 
 DONE: list[tuple[str, Any]] = [("end", "succeeded"), ("exit", 0)]
 LONG: list[tuple[str, Any]] = [("on interrupt", 130), ("wait", "never")]
+POOL = {"launcher": "joblib", "launcher_settings": {"backend": "threading"}}
+
+
+@pytest.fixture(params=["local", "joblib"])
+def where(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Which launcher runs the jobs."""
+    if request.param == "joblib":
+        pytest.importorskip("joblib", reason="joblib is missing: pip install joblib")
+        return POOL
+    return {}
 
 
 class Fed:
@@ -49,17 +61,45 @@ class Fed:
         self.settled.append((job["number"], str(job["state"])))
 
 
-def test_jobs_come_as_others_end(sweep: Sweep) -> None:
+def test_jobs_come_as_others_end(sweep: Sweep, where: dict[str, Any]) -> None:
     """One at a time here; each end is told."""
-    launcher = sweep([DONE], [[("exit", 2)]], [DONE])
+    launcher = sweep([DONE], [[("exit", 2)]], [DONE], **where)
     fed = Fed(launcher)
     assert launcher.run() == 2
     assert fed.settled == [(0, "succeeded"), (1, "failed"), (2, "succeeded")]
 
 
-def test_a_pruned_job_is_neither_failed_nor_cancelled(sweep: Sweep) -> None:
+def test_as_many_come_as_may_run(sweep: Sweep, tmp_path: Path, where: dict[str, Any]) -> None:
+    """Two at a time wait for each other's file; the third comes when one of them has ended."""
+    files = [tmp_path / "sweep" / f"{number}_job" / "tried_0" for number in (0, 1)]
+    met = [[("wait", str(other)), *DONE] for other in reversed(files)]
+    launcher = sweep([met[0]], [met[1]], [DONE], n_jobs=2, **where)
+    fed = Fed(launcher)
+    assert launcher.run() == 0
+    assert sorted(fed.settled) == [(number, "succeeded") for number in range(3)]
+    began = [job["attempts"][0]["started_utc"] for job in launcher.record.jobs]
+    ended = [str(job["attempts"][0]["ended_utc"]) for job in launcher.record.jobs]
+    assert began[2] >= min(ended[:2])
+
+
+def test_a_killed_job_is_tried_again_beside_the_others(
+    sweep: Sweep, tmp_path: Path, where: dict[str, Any]
+) -> None:
+    """The other job ends once the killed one has begun again; no place stays empty till then."""
+    again = tmp_path / "sweep" / "0_job" / "tried_1"
+    patient: list[tuple[str, Any]] = [("wait", str(again)), *DONE]
+    launcher = sweep([[("kill", "SIGKILL")], DONE], [patient], n_jobs=2, retries=1, **where)
+    fed = Fed(launcher)
+    assert launcher.run() == 0
+    assert sorted(fed.settled) == [(0, "succeeded"), (1, "succeeded")]
+    killed, other = (job["attempts"] for job in launcher.record.jobs)
+    assert [one["exit_code"] for one in killed] == [-signal.SIGKILL, 0]
+    assert killed[1]["started_utc"] <= str(other[0]["ended_utc"])
+
+
+def test_a_pruned_job_is_neither_failed_nor_cancelled(sweep: Sweep, where: dict[str, Any]) -> None:
     """Its directory says why, it is not tried again, and the exit code is 0."""
-    launcher = sweep([LONG], [DONE], retries=3)
+    launcher = sweep([LONG], [DONE], retries=3, **where)
     fed = Fed(launcher, {0: "worse than others"})
     assert launcher.run() == 0
     assert fed.settled == [(0, "pruned"), (1, "succeeded")]
@@ -80,9 +120,83 @@ def test_a_job_that_ends_well_before_it_is_pruned_has_succeeded(sweep: Sweep) ->
     assert fed.settled == [(0, "succeeded")]
 
 
-def test_no_job_comes_after_a_signal(sweep: Sweep) -> None:
+def test_only_the_job_that_is_pruned_ends(sweep: Sweep, where: dict[str, Any]) -> None:
+    """The one beside it is told nothing."""
+    unheard: list[tuple[str, Any]] = [("wait", "until_pruned"), *DONE]
+    launcher = sweep([LONG], [unheard], n_jobs=2, **where)
+    beside = launcher.directory.path / "1_job"
+    scripts = (beside / "scripts.json").read_text("utf-8")
+    pruned = RunDir(launcher.directory.path / "0_job").pruned
+    (beside / "scripts.json").write_text(scripts.replace("until_pruned", str(pruned)), "utf-8")
+    fed = Fed(launcher, {0: "worse than others"})
+    assert launcher.run() == 0
+    assert sorted(fed.settled) == [(0, "pruned"), (1, "succeeded")]
+    assert launcher.record.jobs[1]["attempts"][0]["exit_code"] == 0
+
+
+class Recorded:
+    """An executor that takes nothing at first, and then jobs that ended before it was asked."""
+
+    look_s = 0.01
+
+    def __init__(self, *, left: bool) -> None:
+        self.left, self.is_silent, self.told_to_end = left, not left, 0
+        self.waits = None
+
+    def start(self, jobs: list[SweepJob]) -> list[tuple[SweepJob, Any]]:
+        was_silent, self.is_silent = self.is_silent, False
+        if was_silent:
+            for job in jobs:
+                job["reason"] = "nobody answers"
+            return []
+        return [(job, self) for job in jobs]
+
+    def adopt(self, job: SweepJob) -> Recorded | None:
+        del job
+        return self if self.left else None
+
+    def poll(self) -> None:
+        """Nothing is to be asked."""
+
+    def ended(self) -> Ended:
+        return Ended(exit_code=130 if self.left else 0)
+
+    def end(self) -> None:
+        self.told_to_end += 1
+
+
+def test_a_job_that_could_not_be_handed_over_waits(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the reason on record until somebody takes it."""
+    launcher = sweep([DONE])
+    run = launcher.directory.path / "0_job"
+    (run / "manifest_succeeded.json").replace(run / "manifest.json")
+    monkeypatch.setattr(launcher, "_executor", Recorded(left=False))
+    told: list[str | None] = []
+    monkeypatch.setattr(launcher, "_say", lambda _job, what, why: told.append(f"{what}: {why}"))
+    assert launcher.run() == 0
+    assert told == ["waits: nobody answers", "running: None", "succeeded: None"]
+
+
+def test_a_pruned_job_that_was_not_told_so_is_ended_when_the_search_goes_on(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its launcher died between the note in its directory and the signal."""
+    launcher = sweep([LONG])
+    job = launcher.record.jobs[0]
+    job["state"] = JobState.RUNNING
+    RunDir(launcher.directory.path / job["directory"]).pruned.write_text("worse", "utf-8")
+    executor = Recorded(left=True)
+    monkeypatch.setattr(launcher, "_executor", executor)
+    assert launcher.run() == 0
+    assert executor.told_to_end == 1
+    assert (str(job["state"]), job["reason"]) == ("pruned", "worse")
+
+
+def test_no_job_comes_after_a_signal(sweep: Sweep, where: dict[str, Any]) -> None:
     """A search that is cancelled draws nothing more, and tells of no end."""
-    launcher = sweep([LONG], [DONE])
+    launcher = sweep([LONG], [DONE], **where)
     fed = Fed(launcher)
     listens = Path(launcher.directory.path) / "0_job" / "listens"
 

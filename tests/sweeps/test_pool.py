@@ -5,10 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from concurrent.futures import BrokenExecutor, Future
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 from mens_exp import cli
@@ -17,7 +21,9 @@ from mens_exp.artifacts.sweep import JobState, SweepRecord
 from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.config.launcher import JoblibLauncher
 from mens_exp.errors import MissingExtra
-from mens_exp.sweeps.pool import pool_problems
+from mens_exp.sweeps import pool
+from mens_exp.sweeps.pool import PoolWork, pool_problems
+from mens_exp.sweeps.process import Ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,8 +104,6 @@ def test_a_job_that_an_earlier_pool_left_at_work_is_waited_for(sweep: Sweep) -> 
     launcher = sweep([DONE], **POOL)
     directory, job = launcher.directory, launcher.record.jobs[0]
     job["state"] = JobState.RUNNING
-    import psutil
-
     me = psutil.Process()
     log = AttemptLog(directory.attempts(0))
     log.began(me.pid, me.create_time(), host="here", queue_id=None)
@@ -108,6 +112,45 @@ def test_a_job_that_an_earlier_pool_left_at_work_is_waited_for(sweep: Sweep) -> 
     assert work.ended() is None
     log.ended(0)
     assert launcher._executor.adopt(job) is None
+
+
+def test_a_job_whose_worker_was_killed_is_still_its_process(sweep: Sweep) -> None:
+    """Waited for while that lives; without one it has ended, and the log says so."""
+    launcher = sweep([DONE], **POOL)
+    job, log = launcher.record.jobs[0], AttemptLog(launcher.directory.attempts(0))
+    told: Future[Ended] = Future()
+    work = PoolWork(job, log, told)
+    assert work.ended() is None
+    assert work.waits == "it waits for a worker of joblib's pool"
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        log.began(
+            process.pid, psutil.Process(process.pid).create_time(), host="here", queue_id=None
+        )
+        told.set_exception(BrokenExecutor("a worker was killed"))
+        assert (work.ended(), work.waits) == (None, None)
+    assert work.ended() == Ended(exit_code=None)
+    assert job["attempts"][0]["ended_utc"] is not None
+
+
+def test_a_pool_that_broke_is_replaced(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next job gets a worker of a new one."""
+    broken: Future[Ended] = Future()
+    broken.set_exception(BrokenExecutor("a worker was killed"))
+    launcher, made = sweep([DONE], [DONE], **POOL), pool._pool
+
+    class Broken:
+        def submit(self, *_: object) -> Future[Ended]:
+            monkeypatch.setattr(pool, "_pool", made)
+            monkeypatch.setattr(self, "submit", self.refuse, raising=False)
+            return broken
+
+        def refuse(self, *_: object) -> Future[Ended]:
+            raise BrokenExecutor("a worker was killed")
+
+    monkeypatch.setattr(pool, "_pool", lambda *_: Broken())
+    assert launcher.run() == 1
+    assert states(launcher) == ["failed", "succeeded"]
+    assert launcher.record.jobs[0]["reason"] == "its process died, and nobody saw how"
 
 
 def test_without_joblib_the_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,3 +179,31 @@ def test_a_sweep_runs_in_processes_of_the_pool(
     assert os.getpid() not in {job["attempts"][0]["pid"] for job in record.jobs}
     assert cli.main([f"sweep.resume={place}"]) == 0
     assert "2 of 2 jobs are done" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_worker_of_the_pool_that_is_killed_takes_no_job_with_it(
+    tiny_run: list[str], tmp_path: Path
+) -> None:
+    """What it had at work comes to its end, and the next job gets another worker."""
+    place = tmp_path / "sweep"
+    directory, killed = SweepDir(place), []
+
+    def kill() -> None:
+        began, log = time.monotonic(), AttemptLog(directory.attempts(0))
+        while not log.attempts() and time.monotonic() - began < 300:
+            time.sleep(0.05)
+        worker = psutil.Process(log.attempts()[0]["pid"]).parent()
+        assert worker is not None
+        worker.kill()
+        killed.append(worker.pid)
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    given = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=1", "seed=1,2", "sweep.retries=0"]
+    assert cli.main(["-m", *tiny_run, *given, f"hydra.sweep.dir={place}"]) == 0
+    thread.join()
+    assert killed != [os.getpid()]
+    jobs = SweepRecord.read(directory.record).jobs
+    assert [job["state"] for job in jobs] == ["succeeded", "succeeded"]
+    assert [[one["exit_code"] for one in job["attempts"]] for job in jobs] == [[None], [0]]

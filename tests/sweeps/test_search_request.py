@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mens_exp.errors import MensError
+from mens_exp.errors import MensError, SetupError
 from mens_exp.sweeps.search_request import read_request
+from mens_exp.sweeps.threads import jobs_at_a_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +50,7 @@ def test_directions_are_those_of_the_kpis(asked: Asked, tmp_path: Path) -> None:
     assert search["pruner_startup_trials"] is None
     assert "hydra/sweeper=optuna" in search["fixed"]
     assert [one["key"] for one in search["space"]] == ["lora.r"]
-    assert (request.launcher.n_jobs, request.notes) == (2, ())
+    assert (jobs_at_a_time(request.launcher), request.notes) == (2, ())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -100,6 +101,30 @@ def test_pruning_needs_validations_and_the_loss_alone(asked: Asked) -> None:
     assert "which is not what is searched for" in said
     request = asked("hydra.sweeper.pruner=median", "trainer.val_check_interval=4")
     assert request.search["pruner_startup_trials"] == 5
+
+
+def test_tpe_needs_results_while_it_draws(asked: Asked) -> None:
+    """Where all are drawn before one has ended, they are drawn at random."""
+    tpe = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=20"]
+    said = refusal(asked, *tpe)
+    assert "hydra.launcher.n_jobs: sampler=tpe has no effect with it" in said
+    assert "20 trials at a time, 20 in all" in said
+    assert asked(*tpe, "hydra.sweeper.sampler=random").search["sampler"] == "random"
+    assert asked(*tpe, "hydra.sweeper.n_trials=21").search["n_trials"] == 21
+    few = asked(*tpe, "hydra.sweeper.n_trials=10")  # all of them are drawn at random as it is
+    assert few.search["startup_trials"] == 10
+
+
+def test_what_keeps_a_launcher_from_working_keeps_a_search_from_it(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No jobs at a time, and a machine without Slurm."""
+    assert "n_jobs: out of range" in refusal(
+        asked, "hydra/launcher=joblib", "hydra.launcher.n_jobs=0"
+    )
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SetupError, match="Slurm's commands are not here"):
+        asked("hydra/launcher=submitit_slurm", "hydra.launcher.array_parallelism=2")
 
 
 def test_nothing_to_draw_is_no_search(asked: Asked) -> None:

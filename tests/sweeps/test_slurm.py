@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mens_exp.artifacts.attempt_log import AttemptLog
+from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import JobState, SweepRecord
 from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.config.launcher import SlurmLauncher
 from mens_exp.errors import SetupError
 from mens_exp.sweeps import slurm, slurm_states, slurm_task
 from mens_exp.sweeps.process import Ended
-from mens_exp.sweeps.slurm import SlurmExecutor
+from mens_exp.sweeps.slurm import SlurmExecutor, SlurmWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,12 +31,13 @@ class Queue:
         self.lines: list[str] = []
         self.asked: list[list[str]] = []
         self.error: str | None = None
+        self.number = 7
 
     def __call__(self, command: Sequence[str], text: str = "") -> str:
         self.asked.append(list(command))
         if self.error:
             raise OSError(self.error)
-        return "7\n" if command[0] == "sbatch" else "\n".join(self.lines)
+        return f"{self.number}\n" if command[0] == "sbatch" else "\n".join(self.lines)
 
     def says(self, state: str, reason: str = "None", status: int = 0, number: int = 0) -> None:
         self.lines = [f"7|{number}|{state}|{reason}|{status}|{self.script}|"]
@@ -156,6 +158,94 @@ def test_a_silent_slurm_changes_nothing(executor: SlurmExecutor, queue: Queue) -
     assert "`scancel 7_0` failed: Unable to contact" in ended.stop.reason
 
 
+def test_a_job_that_is_drawn_later_is_a_submission_of_its_own(
+    executor: SlurmExecutor, queue: Queue, tmp_path: Path
+) -> None:
+    """An array of one, its index the number of its cell."""
+    first, second = executor._record.jobs
+    ((_, work),) = executor.start([first])
+    queue.number = 8
+    ((_, later),) = executor.start([second])
+    assert isinstance(work, SlurmWork)
+    assert isinstance(later, SlurmWork)
+    assert (work.queue_id, later.queue_id) == ("7_0", "8_1")
+    scripts = [tmp_path / "batch" / f"submission_{number}.sh" for number in (1, 2)]
+    arrays = [path.read_text("utf-8").partition("--array=")[2] for path in scripts]
+    assert [one.partition("%")[0] for one in arrays] == ["0", "1"]
+
+
+def test_one_job_is_ended_alone(executor: SlurmExecutor, queue: Queue) -> None:
+    """The other one, which is none of the executor's business then, stays in the queue."""
+    ((_, work), _) = executor.start(executor._record.jobs)
+    assert not isinstance(work, str)
+    work.end()
+    assert queue.asked[-1] == ["scancel", "7_0"]
+    executor.poll()
+    assert queue.asked[-1][0] == "squeue"
+
+
+def test_slurm_is_told_of_an_end_as_soon_as_it_answers(
+    executor: SlurmExecutor, queue: Queue
+) -> None:
+    """Once; no other job is taken for lost meanwhile, as it is where all are cancelled."""
+    ((_, work), (_, other)) = executor.start(executor._record.jobs)
+    assert not isinstance(work, str)
+    assert not isinstance(other, str)
+    queue.error = "slurm_kill_job2() failed: Unable to contact slurm controller"
+    work.end()
+    executor.poll()
+    assert other.ended() is None
+    queue.error = None
+    queue.asked.clear()
+    executor.poll()
+    executor.poll()
+    assert [command[0] for command in queue.asked] == ["squeue", "scancel", "squeue"]
+
+
+def test_a_job_that_has_ended_by_itself_is_not_told_again(
+    executor: SlurmExecutor, queue: Queue
+) -> None:
+    """Slurm answers that it is over."""
+    ((_, work),) = executor.start(executor._record.jobs[:1])
+    assert not isinstance(work, str)
+    queue.error = "scancel: error: Kill job error on job id 7_0: Job already completed"
+    work.end()
+    queue.error = None
+    queue.asked.clear()
+    executor.poll()
+    assert [command[0] for command in queue.asked] == ["squeue"]
+
+
+def test_a_submission_waits_for_a_slurm_that_does_not_answer(
+    executor: SlurmExecutor, queue: Queue
+) -> None:
+    """The job has not failed; what Slurm took without saying so is not submitted again."""
+    lost, other = executor._record.jobs
+    queue.error = "sbatch: error: Batch job submission failed: Unable to contact slurm controller"
+    assert executor.start([lost, other]) == []
+    assert str(lost["reason"]).startswith("Slurm does not answer: sbatch: error")
+    executor.poll()
+    assert executor.start([lost, other]) == []
+    queue.error = None
+    queue.says("PENDING", "Priority", number=0)
+    executor.poll()
+    queue.number = 8
+    taken = executor.start([lost, other])
+    ids = [work.queue_id for _, work in taken if isinstance(work, SlurmWork)]
+    assert ids == ["7_0", "8_1"]
+    assert executor.start([]) == []
+
+
+def test_a_pruned_job_that_is_still_in_the_queue_is_adopted(
+    executor: SlurmExecutor, queue: Queue
+) -> None:
+    """Its launcher died before it could tell Slurm, and the next one will."""
+    job = executor._record.jobs[0]
+    job["state"] = JobState.PRUNED
+    queue.says("RUNNING")
+    assert executor.adopt(job) is not None
+
+
 def test_a_refused_submission_fails_its_jobs(executor: SlurmExecutor, queue: Queue) -> None:
     """With what sbatch said."""
     queue.error = "sbatch: error: QOSMaxSubmitJobPerUserLimit"
@@ -262,6 +352,16 @@ def test_a_warned_job_is_put_back_as_often_as_allowed(task: Task) -> None:
     task.code = 0
     assert task.run() == 0
     assert task.requeued == 1
+
+
+def test_a_pruned_job_is_not_put_back(task: Task) -> None:
+    """A search ended it just as its time was over."""
+    task.warned, task.code = True, 130
+    run = RunDir(task.place / "1_job")
+    run.path.mkdir()
+    run.pruned.write_text("worse", "utf-8")
+    assert task.run() == 130
+    assert (task.requeued, task.why()) == (0, ["TIMEOUT"])
 
 
 def test_a_warning_long_before_the_end_is_a_preemption(task: Task) -> None:

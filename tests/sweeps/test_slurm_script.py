@@ -99,10 +99,17 @@ def test_sbatch_judges_the_request(stand_in: Path) -> None:
     assert "sbatch: error: Invalid account" in str(wrong)
 
 
-def test_a_slurm_that_does_not_answer_is_no_wrong_request(stand_in: Path) -> None:
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Unable to contact slurm controller (connect failure)",
+        "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation",
+    ],
+)
+def test_a_slurm_that_does_not_answer_is_no_wrong_request(stand_in: Path, said: str) -> None:
     """The user cannot correct it: exit code 3."""
     (stand_in / "code").write_text("1")
-    (stand_in / "says").write_text("Unable to contact slurm controller (connect failure)\n")
+    (stand_in / "says").write_text(f"{said}\n")
     (wrong,) = slurm_problems(SlurmLauncher(), 1)
     assert isinstance(wrong, SetupError)
     assert "sinfo" in str(wrong)

@@ -35,7 +35,7 @@ class PoolBackend(Enum):
 
 @dataclass(kw_only=True)  # Hydra reads it as it reads its own launchers
 class JoblibLauncher:
-    """`hydra/launcher=joblib`: joblib's pool on this machine; all jobs are handed over at once."""
+    """`hydra/launcher=joblib`: joblib's pool on this machine."""
 
     _target_: str = "mens_exp.sweeps.launcher.Launcher"
     n_jobs: int = setting(
@@ -46,7 +46,6 @@ class JoblibLauncher:
         PoolBackend.loky,
         "What waits for a job: a process of the pool (loky), or a thread of the launcher.",
     )
-    verbose: int = setting(0, "How much joblib itself tells of its progress.", ge=0)
     threads: int | None = setting(
         None,
         "Threads of each job, which its processes share; null: OMP_NUM_THREADS where that is set, "
@@ -78,7 +77,11 @@ class SlurmLauncher:
     mem_gb: float | None = setting(
         None, "Memory of a job in GiB; null: what the cluster gives by default.", gt=0
     )
-    array_parallelism: int = setting(256, "Jobs at a time.", ge=1)  # as submitit_slurm
+    array_parallelism: int = setting(
+        256,  # as submitit_slurm
+        "Jobs at a time; in a search, trials that are in the queue or at work at a time.",
+        ge=1,
+    )
     signal_delay_s: int = setting(
         120,  # as submitit_slurm
         "Seconds before the time limit at which a job is told to close its record and is put back "

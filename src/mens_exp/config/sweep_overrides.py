@@ -62,12 +62,13 @@ def sweep_override_problems(override: Override, *, launcher: str | None) -> Iter
             expected=f"{', '.join(LAUNCHERS)}, a process for each job; or {IN_PROCESS}, which runs "
             "them one after the other in the launcher's own process",
         )
-    elif launcher != LOCAL_LAUNCHER and line == f"hydra/sweeper={OPTUNA}":
+    elif launcher == IN_PROCESS and line == f"hydra/sweeper={OPTUNA}":
         yield ConfigError(
-            f"has no effect with hydra/launcher={launcher}, which takes the cells as they stand",
+            f"has no effect with hydra/launcher={IN_PROCESS}, which takes the cells as they stand",
             where=key,
             found=line,
-            remedy=f"drop hydra/launcher={launcher}: {LOCAL_LAUNCHER} takes trials as they come",
+            remedy=f"drop hydra/launcher={IN_PROCESS}: {', '.join(LAUNCHERS)} take trials as they "
+            "come",
         )
     elif launcher == IN_PROCESS and key.startswith("sweep"):
         yield ConfigError(

@@ -27,7 +27,8 @@ def space_table(record: SweepRecord) -> RenderableType:
     table.add_column("drawn from", overflow="fold")
     for one in search["space"]:
         table.add_row(Text(wording.visible(one["key"])), Text(drawn_from(one)))
-    at_a_time = f"{search['n_trials']} trials, {record.n_jobs} at a time: {settings(search)}"
+    many = min(record.n_jobs, search["n_trials"])
+    at_a_time = f"{search['n_trials']} trials, {many} at a time: {settings(search)}"
     notes = [Text(f"note: {wording.visible(note)}", style="yellow") for note in record.notes]
     return Group(table, Text(at_a_time), *notes)
 

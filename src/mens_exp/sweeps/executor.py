@@ -29,6 +29,10 @@ class Work(Protocol):
         """
         ...
 
+    def end(self) -> None:
+        """Let this job alone close its record and end, as nobody wants its result any more."""
+        ...
+
 
 class Executor(Protocol):
     """Where the jobs of a sweep run."""
@@ -36,7 +40,10 @@ class Executor(Protocol):
     look_s: float  # between two looks at them, in seconds
 
     def start(self, jobs: Sequence[SweepJob]) -> list[tuple[SweepJob, Work | str]]:
-        """Take as many waiting jobs, in order, as there is room for.
+        """Take as many waiting jobs, in order, as there is room for; the others are offered again.
+
+        A sweep that lists its cells offers all of them from the first; a search offers each as it
+        is drawn.
 
         Returns:
             Each one taken, with its work, or with why it could not be started.

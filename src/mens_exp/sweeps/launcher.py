@@ -119,6 +119,8 @@ class Launcher:
             if work is not None:
                 self._at_work[job["number"]] = work
                 self._say(job, "is still at work", _where(job))
+                if self._run_dir(job).pruned.exists():  # the launcher died before it was ended
+                    work.end()
             elif job["state"] == JobState.RUNNING:  # it has ended since it was looked for
                 job["state"] = JobState.WAITING
 
@@ -130,13 +132,19 @@ class Launcher:
             room = self.record.n_jobs - len(self._at_work)
             while len(self._waiting()) < room and self._feed.supply():
                 pass
-        for job, work in self._executor.start(self._waiting()):
+        waiting = self._waiting()
+        told = {job["number"]: job["reason"] for job in waiting}
+        for job, work in self._executor.start(waiting):
             if isinstance(work, str):
                 self._set(job, JobState.FAILED, work)
                 continue
             self._tries[job["number"]] = self._tries.get(job["number"], 0) + 1
             self._at_work[job["number"]] = work
             self._set(job, _state(work), work.waits)
+        for job in self._waiting():
+            if job["reason"] != told[job["number"]]:
+                self._set(job, JobState.WAITING, job["reason"])
+                self._say(job, "waits", job["reason"])
 
     def _pause(self) -> None:
         """Wait until it is time to look again, or a signal has come."""
@@ -155,7 +163,7 @@ class Launcher:
                 self._note(job, ended)
             elif (reason := self._given_up(job)) is not None:
                 atomic.write_text(self._run_dir(job).pruned, reason)
-                self._executor.cancel([work], signal.SIGTERM)
+                work.end()
             elif (state := _state(work)) != job["state"]:
                 self._set(job, state, work.waits)
                 if state is JobState.WAITING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,10 @@ class LocalWork:
         attempt["exit_code"], attempt["peak_rss_bytes"] = ended.exit_code, ended.peak_rss_bytes
         self.is_over = True
         return ended
+
+    def end(self) -> None:
+        """Let it close its record and end."""
+        self.pass_on(signal.SIGTERM)
 
     def pass_on(self, number: int) -> None:
         """Send a signal to the process and to what it has started."""

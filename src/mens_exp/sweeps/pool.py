@@ -6,7 +6,7 @@ import importlib.util
 import signal
 import threading
 import time
-from concurrent.futures import BrokenExecutor
+from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from mens_exp.artifacts.attempt_log import AttemptLog
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.run_lock import held, is_alive
 from mens_exp.artifacts.sweep import JobState
+from mens_exp.config.launcher import PoolBackend
 from mens_exp.errors import ConfigError, MensError, MissingExtra, RequestError
 from mens_exp.sweeps.job import ACCEPT_CHANGES
 from mens_exp.sweeps.process import Ended, Found, Stop
@@ -24,6 +25,7 @@ from mens_exp.tasks.one_run import CANCELLED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from concurrent.futures import Executor, Future
     from pathlib import Path
 
     from mens_exp.artifacts.sweep import JobAttempt, SweepJob, SweepRecord
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from mens_exp.config.launcher import JoblibLauncher
     from mens_exp.sweeps.executor import Work
 
-__all__ = ["Call", "JoblibExecutor", "pool_problems", "work"]
+__all__ = ["Call", "JoblibExecutor", "PoolWork", "pool_problems", "work"]
 
 _LOOK_S = 0.1  # a job takes seconds at least
 
@@ -59,37 +61,51 @@ def pool_problems(launcher: JoblibLauncher) -> list[MensError]:
 
 
 class PoolWork:
-    """A job in the pool, or one that an earlier pool left at work."""
+    """A job that a worker of the pool has, or one that an earlier pool left at work."""
 
-    def __init__(self, job: SweepJob, log: AttemptLog, found: Found | None = None) -> None:
-        """Take a job; `found` is its process where no pool of this launcher waits for it."""
-        self._job, self._log, self._found = job, log, found
-        self._before = len(log.attempts()) - (found is not None)
-        self._result: Ended | None = None
-        self.waits: str | None = None if found else "it waits for a free place in joblib's pool"
+    def __init__(self, job: SweepJob, log: AttemptLog, told: Future[Ended] | Found) -> None:
+        """Take a job, and what tells of its end: its worker, or else its process."""
+        self.is_over = False
+        self._job, self._log, self._told = job, log, told
+        is_left = isinstance(told, Found)
+        self._before = len(log.attempts()) - is_left
+        self.waits: str | None = None if is_left else "it waits for a worker of joblib's pool"
 
     def ended(self) -> Ended | None:
         """Tell how it ended; None while it runs or waits."""
-        gone = None if self._found is None else self._found.ended()
-        attempts = self._log.attempts()
-        if gone is not None and attempts[-1]["ended_utc"] is None:
-            self._log.ended(None)
-            attempts = self._log.attempts()
-        self._job["attempts"][:] = attempts
-        if len(attempts) > self._before:
+        ended = self._result()  # before the log is read, which then is whole
+        if ended is not None and self._log.is_open():  # no worker is left that would note the end
+            left = process_left(self._log.attempts())
+            if left is None:
+                self._log.ended(None)
+            else:
+                self._told, ended = left, None
+        self._job["attempts"][:] = self._log.attempts()
+        if len(self._job["attempts"]) > self._before:
             self.waits = None
-        if self._result is not None and (left := process_left(attempts)) is not None:
-            self._found, self._result = left, None
-        return self._result or gone
+        self.is_over = ended is not None
+        return ended
 
-    def settle(self, result: Ended) -> None:
-        """Take what a worker says of the job's end, or that no worker is left to say it."""
-        self._result = result
+    def _result(self) -> Ended | None:
+        if isinstance(self._told, Found):
+            return self._told.ended()
+        if not self._told.done():
+            return None
+        try:
+            return self._told.result()
+        except BrokenExecutor:  # a worker was killed, which ends all of them
+            return Ended(exit_code=None)
+
+    def end(self) -> None:
+        """Let it close its record and end."""
+        process = process_left(self._log.attempts())
+        if process is not None:
+            process.pass_on(signal.SIGTERM)
 
     def pass_on(self, number: int) -> None:
         """Send a signal to a process that no worker waits for."""
-        if self._found is not None:
-            self._found.pass_on(number)
+        if isinstance(self._told, Found):
+            self._told.pass_on(number)
 
 
 def process_left(attempts: Sequence[JobAttempt]) -> Found | None:
@@ -102,25 +118,34 @@ def process_left(attempts: Sequence[JobAttempt]) -> Found | None:
 
 
 class JoblibExecutor:
-    """`hydra/launcher=joblib`."""
+    """`hydra/launcher=joblib`: a pool that lasts, whose workers each have one job at a time."""
 
     look_s = _LOOK_S
 
     def __init__(self, directory: SweepDir, record: SweepRecord, launcher: JoblibLauncher) -> None:
         """Take a sweep whose jobs are frozen."""
         self._directory, self._record, self._launcher = directory, record, launcher
-        self._pool: threading.Thread | None = None
+        self._pool: Executor | None = None
+        self._works: list[PoolWork] = []
         directory.signals.unlink(missing_ok=True)  # of an earlier launcher
 
     def start(self, jobs: Sequence[SweepJob]) -> list[tuple[SweepJob, Work | str]]:
-        """Hand over all jobs at once; those to be tried again wait until the pool is through."""
-        if not jobs or (self._pool is not None and self._pool.is_alive()):
-            return []
-        works = {job["number"]: PoolWork(job, self._log(job)) for job in jobs}
-        calls = [self._call(job) for job in jobs]
-        self._pool = threading.Thread(target=self._work_off, args=(calls, works), daemon=True)
-        self._pool.start()
-        return [(job, works[job["number"]]) for job in jobs]
+        """Hand jobs to workers that have none."""
+        self._works = [work for work in self._works if not work.is_over]
+        room = max(0, self._record.n_jobs - len(self._works))
+        return [(job, self._handed_over(job)) for job in jobs[:room]]
+
+    def _handed_over(self, job: SweepJob) -> PoolWork:
+        log, call = self._log(job), self._call(job)
+        if self._pool is None:
+            self._pool = _pool(self._launcher.backend, self._record.n_jobs)
+        try:
+            told = self._pool.submit(work, call)
+        except BrokenExecutor:  # a worker was killed; what it had at work is seen to
+            self._pool = _pool(self._launcher.backend, self._record.n_jobs)
+            told = self._pool.submit(work, call)
+        self._works.append(PoolWork(job, log, told))
+        return self._works[-1]
 
     def _call(self, job: SweepJob) -> Call:
         record = self._record
@@ -137,33 +162,15 @@ class JoblibExecutor:
             directory=self._directory,
         )
 
-    def _work_off(self, calls: list[Call], works: dict[int, PoolWork]) -> None:
-        import joblib
-
-        left = dict(works)
-        pool = joblib.Parallel(
-            n_jobs=self._record.n_jobs,
-            backend=self._launcher.backend.value,
-            verbose=self._launcher.verbose,
-            batch_size=1,
-            return_as="generator_unordered",
-        )
-        run = joblib.delayed(work)
-        try:
-            for number, ended in pool(run(call) for call in calls):
-                left.pop(number).settle(ended)
-        except BrokenExecutor:  # a worker was killed, and no other one may tell its result
-            for one in left.values():
-                one.settle(Ended(exit_code=None))
-
     def adopt(self, job: SweepJob) -> Work | None:
-        """Take up a process that an earlier launcher's pool left at work."""
+        """Take up a process of an earlier pool, over `n_jobs` where they are more."""
         log = self._log(job)
         job["attempts"][:] = log.attempts()
         found = process_left(job["attempts"])
         if found is None or job["state"] not in {JobState.RUNNING, JobState.WAITING}:
             return None
-        return PoolWork(job, log, found)
+        self._works.append(PoolWork(job, log, found))
+        return self._works[-1]
 
     def poll(self) -> None:
         """Do nothing: workers tell of themselves."""
@@ -178,6 +185,16 @@ class JoblibExecutor:
 
     def _log(self, job: SweepJob) -> AttemptLog:
         return AttemptLog(self._directory.attempts(job["number"]))
+
+
+def _pool(backend: PoolBackend, n_jobs: int) -> Executor:
+    """Return workers: joblib's own processes, or threads of this one."""
+    if backend is PoolBackend.threading:
+        return ThreadPoolExecutor(n_jobs)
+    from joblib.externals import loky
+
+    pool: Executor = loky.ProcessPoolExecutor(n_jobs)
+    return pool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,12 +224,8 @@ class Call:
     directory: SweepDir
 
 
-def work(call: Call) -> tuple[int, Ended]:
-    """Run one job, in a worker of the pool.
-
-    Returns:
-        The job's number, and how it ended.
-    """
+def work(call: Call) -> Ended:
+    """Run one job, in a worker of the pool; tell how it ended."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher hears Ctrl-C for all of them
     passed = 0
@@ -225,7 +238,7 @@ def work(call: Call) -> tuple[int, Ended]:
 
     log = AttemptLog(call.directory.attempts(call.number))
     if _numbers(call.directory.signals):
-        return call.number, Ended(exit_code=CANCELLED)
+        return Ended(exit_code=CANCELLED)
     try:
         with _slot(call.directory.batch, call.n_jobs) as slot:
             environment = environment_of(
@@ -246,9 +259,9 @@ def work(call: Call) -> tuple[int, Ended]:
             )
     except OSError as error:
         stop = Stop(state=JobState.FAILED, reason=f"no process could be started: {error}")
-        return call.number, Ended(exit_code=None, stop=stop)
+        return Ended(exit_code=None, stop=stop)
     log.ended(ended.exit_code, peak_rss_bytes=ended.peak_rss_bytes)
-    return call.number, ended
+    return ended
 
 
 _slots = threading.Lock()  # threads of one process share its locks

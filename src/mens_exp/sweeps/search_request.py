@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.nearest import expected_name
 from mens_exp.artifacts.search import SearchRecord
-from mens_exp.config.launcher import launcher_settings
+from mens_exp.config.launcher import SlurmLauncher, launcher_settings
 from mens_exp.config.search import OptunaSweeper, Pruner, Sampler, search_settings
 from mens_exp.config.search_space import read_space
-from mens_exp.config.sweep import Invalid, LocalLauncher
+from mens_exp.config.sweep import Invalid
 from mens_exp.config.validate import range_problems
 from mens_exp.errors import ConfigError, MensError, Problems, RequestError
 from mens_exp.evals.kpi_table import KPIS, Direction
 from mens_exp.sweeps.capacity import device_problems, machine_notes
+from mens_exp.sweeps.executors import executor_problems
 from mens_exp.sweeps.planning import (
     PlannedJob,
     directory_of,
@@ -25,10 +26,12 @@ from mens_exp.sweeps.planning import (
 )
 from mens_exp.sweeps.search_cells import Cells, bare
 from mens_exp.sweeps.search_probes import probe
+from mens_exp.sweeps.threads import jobs_at_a_time
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from mens_exp.config.launcher import Launcher
     from mens_exp.config.overrides import Cell
     from mens_exp.config.search_space import Space
     from mens_exp.config.sweep import SweepConfig
@@ -56,7 +59,7 @@ class Request:
     """
 
     root: Path
-    launcher: LocalLauncher
+    launcher: Launcher
     settings: SweepConfig
     search: SearchRecord
     cells: Cells
@@ -87,7 +90,6 @@ def read_request(overrides: Sequence[str]) -> Request:
     first = probed.cells[0]
     settings, composed = first.config.sweep, first.composed
     launcher = launcher_settings(composed.launcher, str(composed.launcher_option))
-    assert isinstance(launcher, LocalLauncher), "the overrides were checked"
     search = search_settings(first.composed.sweeper)
     root = Path(str(first.composed.sweep_root))
     general: list[MensError] = [
@@ -98,8 +100,11 @@ def read_request(overrides: Sequence[str]) -> Request:
         *_objective_problems(search, probed.cells),
         *_pruner_problems(search, probed.cells),
         *_idle_settings(search, {bare(text) for text in overrides}),
-        *device_problems([*probed.cells, *probed.ends], launcher, launcher.n_jobs),
+        *device_problems([*probed.cells, *probed.ends], launcher, jobs_at_a_time(launcher)),
+        *_width_problems(search, launcher),
     ]
+    if not general:
+        general += executor_problems(launcher, search.n_trials)
     if general or (probed.bad and settings.invalid is Invalid.error):
         refuse(general, probed.bad, probed.names)
     return Request(
@@ -109,7 +114,7 @@ def read_request(overrides: Sequence[str]) -> Request:
         search=_record(search, space),
         cells=cells,
         probed=(*probed.cells, *probed.ends),
-        notes=tuple(_notes(probed, launcher, root)),
+        notes=tuple(_notes(probed, launcher, search.n_trials, root)),
     )
 
 
@@ -200,6 +205,20 @@ def _idle_settings(search: OptunaSweeper, given: set[str]) -> Iterator[ConfigErr
             yield ConfigError(f"has no effect with {beside}", where=where, remedy=f"drop {where}")
 
 
+def _width_problems(search: OptunaSweeper, launcher: Launcher) -> Iterator[ConfigError]:
+    """Yield why tpe would draw at random: it models results, and none would be there in time."""
+    many = jobs_at_a_time(launcher)
+    if search.sampler is Sampler.tpe and many >= search.n_trials > search.startup_trials:
+        name = "array_parallelism" if isinstance(launcher, SlurmLauncher) else "n_jobs"
+        yield ConfigError(
+            "sampler=tpe has no effect with it, as all trials are drawn before one has a result",
+            where=f"hydra.launcher.{name}",
+            found=f"{many} trials at a time, {search.n_trials} in all",
+            expected="a few trials at a time",
+            remedy=f"set hydra.launcher.{name}, or draw with hydra.sweeper.sampler=random",
+        )
+
+
 def _record(search: OptunaSweeper, space: Space) -> SearchRecord:
     directions = search.directions or [_DIRECTIONS[KPIS[k].direction] for k in search.objectives]
     is_median = search.pruner is Pruner.median
@@ -222,7 +241,7 @@ def _record(search: OptunaSweeper, space: Space) -> SearchRecord:
     )
 
 
-def _notes(probed: Probed, launcher: LocalLauncher, root: Path) -> Iterator[str]:
+def _notes(probed: Probed, launcher: Launcher, n_trials: int, root: Path) -> Iterator[str]:
     """Say what cannot run, and where a few trials at a time are too much for the machine.
 
     Raises:
@@ -242,4 +261,4 @@ def _notes(probed: Probed, launcher: LocalLauncher, root: Path) -> Iterator[str]
         )
         for cell in probed.cells
     ]
-    yield from machine_notes(jobs * launcher.n_jobs, launcher, root)
+    yield from machine_notes(jobs * min(jobs_at_a_time(launcher), n_trials), launcher, root)

@@ -1,4 +1,4 @@
-"""Jobs in Slurm's queue: one array for all that wait, each task noted by itself.
+"""Jobs in Slurm's queue: an array for all that wait at a time, each task noted by itself.
 
 Slurm alone knows whether a job is at work: on another machine, and whether or not the launcher
 lives. A job that reached its time limit puts itself back into the queue (`slurm_task`), one that
@@ -15,7 +15,7 @@ from mens_exp.artifacts.attempt_log import AttemptLog
 from mens_exp.artifacts.sweep import JobState
 from mens_exp.sweeps.job import ACCEPT_CHANGES
 from mens_exp.sweeps.process import Ended, Stop
-from mens_exp.sweeps.slurm_script import call, refused, script
+from mens_exp.sweeps.slurm_script import call, is_silence, refused, script
 from mens_exp.sweeps.slurm_states import queue_of
 from mens_exp.sweeps.slurm_task import TIMEOUT
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mens_exp.sweeps.executor import Work
     from mens_exp.sweeps.slurm_states import Seen
 
-__all__ = ["SlurmExecutor"]
+__all__ = ["SlurmExecutor", "SlurmWork"]
 
 _MEANS = {
     "BOOT_FAIL": "its node did not start",
@@ -40,6 +40,8 @@ _MEANS = {
     "PREEMPTED": "another job took its node",
     "RECONFIG_FAIL": "its node could not be set up",
 }
+# One that a search ended is, where the launcher died before it could tell Slurm.
+_MAY_BE_AT_WORK = frozenset({JobState.RUNNING, JobState.WAITING, JobState.PRUNED})
 _MAY_PASS = frozenset({"BOOT_FAIL", "LAUNCH_FAILED", "NODE_FAIL", "PREEMPTED", "RECONFIG_FAIL"})
 
 
@@ -69,6 +71,10 @@ class SlurmWork:
             log.ended(None, why=None if seen is None else seen.state)
             self._job["attempts"][:] = log.attempts()
         return self._ended(seen)
+
+    def end(self) -> None:
+        """Let it close its record and end; what Slurm ends so is not put back."""
+        self._executor.end(self.queue_id)
 
     def _ended(self, seen: Seen | None) -> Ended:
         mine = [one for one in self._job["attempts"] if one.get("queue_id") == self.queue_id]
@@ -108,9 +114,19 @@ class SlurmExecutor:
         self.silence: str | None = None  # why jobs can no longer be followed
         self._directory, self._record = directory, record
         self._batch = directory.batch.resolve()
+        self._unwanted: set[str] = set()  # jobs to be ended, of which Slurm could not be told
+        self._is_unsure = False  # whether Slurm took the last submission
 
     def start(self, jobs: Sequence[SweepJob]) -> list[tuple[SweepJob, Work | str]]:
-        """Submit all jobs as one array."""
+        """Submit all jobs as one array; while Slurm does not answer, they wait."""
+        if self._is_unsure and not self.has_answered:
+            return []
+        there = [(job, work) for job in jobs if self._is_unsure and (work := self._queued(job))]
+        self._is_unsure = False
+        taken = {job["number"] for job, _ in there}
+        return [*there, *self._submitted([job for job in jobs if job["number"] not in taken])]
+
+    def _submitted(self, jobs: Sequence[SweepJob]) -> list[tuple[SweepJob, Work | str]]:
         if not jobs:
             return []
         self._batch.mkdir(parents=True, exist_ok=True)
@@ -127,9 +143,14 @@ class SlurmExecutor:
         atomic.write_text(path, text)
         try:
             array = call(["sbatch", "--parsable", str(path)]).strip().partition(";")[0]
-            self.poll()
         except OSError as error:
+            if is_silence(str(error)):
+                self._is_unsure, self.has_answered = True, False
+                for job in jobs:
+                    job["reason"] = f"Slurm does not answer: {error}"
+                return []
             return [(job, f"Slurm did not take it: {error}") for job in jobs]
+        self.poll()
         return [(job, SlurmWork(self, job, f"{array}_{job['number']}")) for job in jobs]
 
     def adopt(self, job: SweepJob) -> Work | None:
@@ -140,8 +161,10 @@ class SlurmExecutor:
             except OSError as error:
                 raise refused(str(error)) from error
         job["attempts"][:] = self.log(job).attempts()
-        if job["state"] not in {JobState.RUNNING, JobState.WAITING}:
-            return None
+        return self._queued(job) if job["state"] in _MAY_BE_AT_WORK else None
+
+    def _queued(self, job: SweepJob) -> SlurmWork | None:
+        """Return a job's work, where Slurm has it in its queue or at work."""
         mine = [one for one in self.seen.values() if one.number == job["number"]]
         ids = [one.queue_id for one in mine if not one.is_over]
         return SlurmWork(self, job, ids[-1]) if ids else None
@@ -152,6 +175,18 @@ class SlurmExecutor:
             self.seen, self.has_answered = queue_of(self._batch), True
         except OSError:  # a controller that restarts; the next answer tells of all that happened
             self.has_answered = False
+            return
+        for queue_id in sorted(self._unwanted):
+            self.end(queue_id)
+
+    def end(self, queue_id: str) -> None:
+        """Let Slurm end one job; where it does not answer, it is told again when it does."""
+        self._unwanted.discard(queue_id)
+        try:
+            call(["scancel", queue_id])
+        except OSError as error:  # else it has ended by itself
+            if is_silence(str(error)):
+                self._unwanted.add(queue_id)
 
     def cancel(self, works: Sequence[Work], number: int) -> None:
         """Let Slurm end the jobs: it tells them, and kills what has not closed its record."""

@@ -18,9 +18,17 @@ if TYPE_CHECKING:
 
     from mens_exp.config.launcher import SlurmLauncher
 
-__all__ = ["call", "refused", "script", "slurm_problems"]
+__all__ = ["call", "is_silence", "refused", "script", "slurm_problems"]
 
 _ASK_S = 60.0  # a busy controller answers within half a minute
+_SILENCE = (
+    "Unable to contact",
+    "configuration source",
+    "Connection refused",
+    "authentic",
+    "timed out",
+    "did not answer",  # in that time
+)
 _TOOLS = ("sbatch", "squeue", "scancel", "scontrol")
 # What a setting stands for, and what decides how a job is told to stop, put back and found again.
 _OURS = frozenset(
@@ -141,10 +149,14 @@ def _setting_problems(launcher: SlurmLauncher) -> Iterator[MensError]:
         )
 
 
+def is_silence(said: str) -> bool:
+    """Tell whether one of Slurm's commands failed as Slurm did not answer, which may pass."""
+    return any(text in said for text in _SILENCE)
+
+
 def refused(said: str) -> MensError:
     """Return the error for what one of Slurm's commands said: of Slurm, or of the request."""
-    unreachable = ("Unable to contact", "configuration source", "Connection refused", "authentic")
-    if any(text in said for text in unreachable):
+    if is_silence(said):
         return SetupError(
             "Slurm does not answer",
             where="hydra/launcher",

@@ -66,7 +66,8 @@ def main(arguments: Sequence[str]) -> int:
     log.ended(ended.exit_code, peak_rss_bytes=ended.peak_rss_bytes, why=why)
     mine = [one for one in log.attempts() if one.get("queue_id") == queue_id]
     late = sum(one.get("why") == TIMEOUT for one in mine)
-    if why == PREEMPTED or (why == TIMEOUT and late <= given.max_num_timeout):
+    is_due = why == PREEMPTED or (why == TIMEOUT and late <= given.max_num_timeout)
+    if is_due and not run.pruned.exists():
         call(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]])
         return 0
     code = ended.exit_code

@@ -1,0 +1,177 @@
+"""Searches on a real Slurm: a cluster of one node that these tests start and end."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mens_exp import cli
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.sweep import SweepRecord
+from mens_exp.artifacts.sweep_dir import SweepDir
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from mens_exp.artifacts.search import SearchRecord
+
+_STAND_IN = runpy.run_path(str(Path(__file__).with_name("slurm_cluster.py")))
+_MISSING = _STAND_IN["missing"]() if os.name != "nt" else "Slurm runs on Linux"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING)),
+]
+
+LIMIT_S = 300
+SLURM = [
+    "hydra/launcher=submitit_slurm",
+    "hydra.launcher.poll_s=0.5",
+    "hydra.launcher.array_parallelism=1",
+]
+SPACE = ["optim.lr=tag(log,interval(1e-5,1e-2))", "hydra.sweeper.n_trials=2"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """The cluster's commands are those of this process, and of all that it starts."""
+    with pytest.MonkeyPatch.context() as patch, _STAND_IN["cluster"]() as environment:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture
+def launched(tiny_run: list[str], tmp_path: Path, cache: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Launch a search whose first trial waits in the queue for another job to end."""
+    slurm("sbatch", "--exclusive", "--job-name=other", "--output=/dev/null", "--wrap=sleep 900")
+    source = os.pathsep.join(filter(None, sys.path))
+    with subprocess.Popen(
+        [sys.executable, "-m", "mens_exp", *command(tiny_run, tmp_path / "search", *SLURM, *SPACE)],
+        env={**os.environ, "PYTHONPATH": source, "MENS_EXP_CACHE": str(cache)},
+    ) as launcher:
+        until(queued, launcher)
+        until(lambda: "in Slurm's queue" in str(jobs(tmp_path / "search")[0]["reason"]), launcher)
+        yield launcher
+        launcher.kill()
+    slurm("scancel", "--name=other")
+
+
+def command(tiny_run: list[str], place: Path, *overrides: str) -> list[str]:
+    usual = [*tiny_run, "hydra/sweeper=optuna", "trainer.max_steps=2", f"hydra.sweep.dir={place}"]
+    by_key = {text.partition("=")[0]: text for text in [*usual, *overrides]}
+    return ["-m", *by_key.values()]
+
+
+def slurm(*arguments: str) -> str:
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def queued() -> list[str]:
+    """Return the numbers of this search's jobs that have not ended."""
+    return slurm("squeue", "--noheader", "--array", "--name=mens_exp", "--format=%i").split()
+
+
+def until(is_so: Callable[[], Any], launcher: subprocess.Popen[bytes]) -> None:
+    """Wait for something to be the case, as long as the launcher lives."""
+    began = time.time()
+    while not is_so():
+        assert launcher.poll() is None, "the launcher has ended"
+        assert time.time() - began < LIMIT_S
+        time.sleep(0.05)
+
+
+def jobs(place: Path) -> list[Any]:
+    return list(SweepRecord.read(SweepDir(place).record).jobs)
+
+
+def search_of(place: Path) -> SearchRecord:
+    search = SweepRecord.read(SweepDir(place).record).search
+    assert search is not None
+    return search
+
+
+def results(place: Path) -> list[tuple[Any, ...]]:
+    rows = search_of(place)["trials"]
+    return [(str(row["state"]), row["params"], row["values"], row["job"]) for row in rows]
+
+
+def queue_ids(place: Path) -> list[list[str]]:
+    return [[one["queue_id"] for one in job["attempts"]] for job in jobs(place)]
+
+
+def submissions(place: Path) -> list[Path]:
+    return sorted(SweepDir(place).batch.glob("*.sh"))
+
+
+def test_a_trial_that_learns_nothing_is_taken_out_of_slurm(
+    tiny_run: list[str], tmp_path: Path
+) -> None:
+    """Each trial is an array of one; the pruned one ran once, and no failure is on record."""
+    place = tmp_path / "search"
+    overrides = [
+        *SLURM,
+        "optim.lr=choice(1e-9,1e-2)",
+        "trainer.max_steps=60",
+        "trainer.val_check_interval=4",
+        "checkpoint.every_n_steps=60",
+        "hydra.sweeper.sampler=random",
+        "hydra.sweeper.seed=1",
+        "hydra.sweeper.n_trials=2",
+        "hydra.sweeper.pruner=median",
+        "hydra.sweeper.pruner_startup_trials=1",
+    ]
+    assert cli.main(command(tiny_run, place, *overrides)) == 0
+    good, bad = search_of(place)["trials"]
+    assert [good["state"], bad["state"]] == ["complete", "pruned"]
+    assert "ended by the search at step" in str(bad["reason"])
+    ((first,), (second,)) = queue_ids(place)
+    assert [one.partition("_")[2] for one in (first, second)] == ["0", "1"]
+    assert first.partition("_")[0] != second.partition("_")[0]
+    job = jobs(place)[1]
+    assert (job["state"], job["reason"]) == ("pruned", bad["reason"])
+    said = slurm("scontrol", "show", "job", second)
+    assert "JobState=CANCELLED" in said
+    assert "Restarts=0" in said
+    manifest = Manifest.read(RunDir(place / job["directory"]).manifest)
+    assert (manifest.status, manifest.notes[-1]) == (Status.CANCELLED, bad["reason"])
+    assert SweepDir(place).search_page.exists()
+
+
+def test_a_trial_in_the_queue_outlives_its_launcher(
+    tiny_run: list[str], tmp_path: Path, launched: subprocess.Popen[bytes]
+) -> None:
+    """The search goes on with it, and to the draws and losses of one on this machine."""
+    place, here = tmp_path / "search", tmp_path / "here"
+    (first,) = queued()
+    launched.kill()
+    launched.wait()
+    slurm("scancel", "--name=other")
+    assert cli.main([f"sweep.resume={place}"]) == 0
+    assert [state for state, *_ in results(place)] == ["complete", "complete"]
+    assert queue_ids(place)[0] == [first]
+    assert len(submissions(place)) == 2
+    assert cli.main(command(tiny_run, here, *SPACE)) == 0
+    assert results(place) == results(here)
+
+
+def test_ctrl_c_takes_the_trial_out_of_the_queue(
+    tmp_path: Path, launched: subprocess.Popen[bytes]
+) -> None:
+    """Nothing more is drawn, and the trial has no result: going on would run it."""
+    launched.send_signal(signal.SIGINT)
+    assert launched.wait(LIMIT_S) == 130
+    (job,) = jobs(tmp_path / "search")
+    assert (job["state"], job["attempts"]) == ("cancelled", [])
+    assert [state for state, *_ in results(tmp_path / "search")] == ["running"]
+    assert queued() == []
