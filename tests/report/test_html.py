@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -162,7 +162,8 @@ def test_a_suite_that_brings_its_own_models_shows_their_answers(
     write_run: Callable[..., RunDir], item: Callable[..., ItemEvent]
 ) -> None:
     """Two conditions that are neither base nor tuned, each by its name."""
-    events = [item("base", f"answer of {name}", condition=name) for name in ("first", "second")]
+    names = ("first", "second")
+    events: Any = [{**item("base", f"answer of {name}"), "condition": name} for name in names]
     text = html.render(load(write_run(events)))
     assert "answer of first" in text
     assert "answer of second" in text

@@ -180,7 +180,8 @@ def test_completions_neither_obeys_escapes_nor_markup(item: Callable[..., ItemEv
 
 def test_conditions_of_a_suite_s_own_are_shown_by_name(item: Callable[..., ItemEvent]) -> None:
     """They are neither base nor tuned, which nobody asked."""
-    events = [item("base", "one", condition="first"), item("base", "two", condition="second")]
+    told = {"first": "one", "second": "two"}
+    events: Any = [{**item("base", said), "condition": name} for name, said in told.items()]
     text = _shown(terminal.completions(events))
     assert "not completed" not in text
     assert all(word in text for word in ("first", "one", "second", "two"))
