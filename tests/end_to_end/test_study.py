@@ -44,7 +44,7 @@ def test_a_sweep_is_compared_by_its_directory(
     assert found["width_ratio"] < 1
     assert contrast["kpis"]["tokens"]["estimate"] == 0
     assert set(record.curves["quant.double_quant=true"]) == {"train/loss"}
-    assert "paired" in capsys.readouterr().out
+    assert "val_loss: each arm minus" in capsys.readouterr().out
 
 
 def test_an_undeclared_setting_of_a_real_run_confounds(

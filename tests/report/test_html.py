@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -156,3 +156,15 @@ def test_answers_to_a_suite_are_called_so(write_run: Callable[..., RunDir]) -> N
     card.suite = "jsonl"
     card.write(run.scorecard)
     assert "<h2>Answers to jsonl</h2>" in html.render(load(run))
+
+
+def test_a_suite_that_brings_its_own_models_shows_their_answers(
+    write_run: Callable[..., RunDir], item: Callable[..., ItemEvent]
+) -> None:
+    """Two conditions that are neither base nor tuned, each by its name."""
+    names = ("first", "second")
+    events: Any = [{**item("base", f"answer of {name}"), "condition": name} for name in names]
+    text = html.render(load(write_run(events)))
+    assert "answer of first" in text
+    assert "answer of second" in text
+    assert "not completed under this condition" not in text

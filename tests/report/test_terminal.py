@@ -178,6 +178,15 @@ def test_completions_neither_obeys_escapes_nor_markup(item: Callable[..., ItemEv
     assert "\\x1b[2J [/red] [bold]x[/bold]" in text
 
 
+def test_conditions_of_a_suite_s_own_are_shown_by_name(item: Callable[..., ItemEvent]) -> None:
+    """They are neither base nor tuned, which nobody asked."""
+    told = {"first": "one", "second": "two"}
+    events: Any = [{**item("base", said), "condition": name} for name, said in told.items()]
+    text = _shown(terminal.completions(events))
+    assert "not completed" not in text
+    assert all(word in text for word in ("first", "one", "second", "two"))
+
+
 def test_no_completions_is_said(item: Callable[..., ItemEvent]) -> None:
     """An empty list is not an empty screen."""
     assert "No held-out item" in _shown(terminal.completions([]))

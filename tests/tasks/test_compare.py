@@ -11,6 +11,7 @@ from mens_exp.artifacts.comparison import Comparison, Verdict
 from mens_exp.artifacts.decision_ledger import EntryKind, append
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.tasks.study_runs import read_study
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -261,6 +262,19 @@ def test_runs_that_did_not_end_well_are_left_out_by_name(study: Study, compare: 
     record = compare(path)
     assert record.left_out == {str(run): "it ended failed"}
     assert len(record.runs) == 5
+
+
+def test_evaluations_of_no_training_run_are_left_out_by_name(study: Study) -> None:
+    """The base alone, and a suite that brings models of its own, beside runs that count."""
+    path = study(seeds=[1, 2])
+    scored = study("scored", seeds=[1], of=path)
+    for run, subject in zip(sorted(scored.iterdir()), ("base", None), strict=True):
+        manifest = Manifest.read(RunDir(run).manifest)
+        manifest.inputs["subject"] = subject
+        manifest.write(RunDir(run).manifest)
+    read = read_study([str(path), str(scored)])
+    assert set(read.left_out.values()) == {"it scored no training run"}
+    assert (len(read.runs), len(read.left_out)) == (4, 2)
 
 
 def test_a_scorecard_file_names_its_run(study: Study, compare: Compare) -> None:

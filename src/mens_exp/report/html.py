@@ -141,7 +141,7 @@ def _shown(records: Records) -> list[_Shown]:
         _Shown(
             item=item,
             first_line=next((line for line in item.prompt.splitlines() if line.strip()), ""),
-            completions=[_completion(name, item.completions.get(name)) for name in _CONDITIONS],
+            completions=[_completion(name, item.completions.get(name)) for name in item.conditions],
         )
         for item in summary.by_item(records.items)[:_MOST_ITEMS]
     ]
@@ -152,6 +152,7 @@ def _unseen(records: Records) -> int:
 
 
 def _completion(condition: str, event: ItemEvent | None) -> _Completion:
+    condition = wording.visible(condition)
     if event is None:
         return _Completion(
             condition=condition, text="", outcome=None, finished=True, error="", tokens=""

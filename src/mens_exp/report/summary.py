@@ -95,6 +95,12 @@ class Item:
     reference: str
     completions: dict[str, ItemEvent]
 
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """Base and tuned, or the conditions of a suite that brings models of its own."""
+        own = self.completions.keys() - set(_CONDITIONS)
+        return tuple(self.completions) if own else _CONDITIONS
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:

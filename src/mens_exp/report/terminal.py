@@ -330,15 +330,15 @@ def _cell(cell: Cell, between: str = "\n") -> Text:
 def _item(item: summary.Item) -> RenderableType:
     prompt = Text(_clip(item.prompt, _MOST_PROMPT_LINES))
     beside = Table.grid(expand=True)
-    for _ in _CONDITIONS:
+    for _ in item.conditions:
         beside.add_column(ratio=1)
-    beside.add_row(*(_completion(name, item.completions.get(name)) for name in _CONDITIONS))
+    beside.add_row(*(_completion(name, item.completions.get(name)) for name in item.conditions))
     title = Text(item.item_id, style="bold")
     return Group(title, prompt, beside, Text())
 
 
 def _completion(condition: str, event: ItemEvent | None) -> Panel:
-    title = Text(condition)
+    title = Text(wording.visible(condition))
     if event is None:
         return Panel(Text("not completed", style="dim italic"), title=title, title_align="left")
     outcome = summary.outcome_of(event)

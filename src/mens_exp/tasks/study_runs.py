@@ -86,6 +86,8 @@ def read_study(paths: Sequence[str]) -> Read:
         where = run.path.resolve()
         if manifest.status is not Status.SUCCEEDED:
             left_out[str(where)] = f"it {_ended(manifest)}"
+        elif manifest.task == "evaluate" and manifest.inputs.get("subject") in {None, "base"}:
+            left_out[str(where)] = "it scored no training run"
         elif manifest.task == "evaluate":
             if manifest.inputs.get("subject") == "base":
                 left_out[str(where)] = "it scored a base model, which no run trained"
