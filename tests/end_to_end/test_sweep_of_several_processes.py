@@ -162,7 +162,7 @@ def test_a_killed_launcher_and_job_go_on_together(
 def test_sigterm_ends_all_processes_and_closes_their_records(
     started: Start, whole: Path, tmp_path: Path
 ) -> None:
-    """Cancelled, nothing left at work or lying about, and resuming comes to the same bytes."""
+    """Nothing is left at work or lying about; moved elsewhere, it goes on to the same bytes."""
     place = tmp_path / "sweep"
     launcher = started()
     others = [second_of(place, number) for number in (0, 1)]
@@ -172,5 +172,6 @@ def test_sigterm_ends_all_processes_and_closes_their_records(
     assert [job["state"] for job in jobs(place)] == ["cancelled", "cancelled"]
     assert {one.status for one in manifests(place)} == {Status.CANCELLED}
     assert thrown_away(tmp_path) == []
-    assert cli.main([f"sweep.resume={place}"]) == 0
-    assert adapters(place) == adapters(whole)
+    moved = place.rename(tmp_path / "moved elsewhere")
+    assert cli.main([f"sweep.resume='{moved}'"]) == 0
+    assert adapters(moved) == adapters(whole)

@@ -96,8 +96,12 @@ def _frozen(run: RunDir, job: Job, *, accept: bool) -> Cell:
     return cell
 
 
-def _changes(job: Job, cell: Cell) -> Iterator[RequestError]:
-    """Yield what is not what it was when the sweep was launched."""
+def _changes(job: Job, cell: Cell) -> Iterator[MensError]:
+    """Yield what is not what it was when the sweep was launched.
+
+    Raises:
+        DataError: rows that it names cannot be read.
+    """
     remedy = "put it back, or go on all the same with sweep.changes=accept"
     if code_digest() != job.code_sha256:
         yield RequestError("the code of mens_exp has changed since the launch", remedy=remedy)
@@ -106,10 +110,12 @@ def _changes(job: Job, cell: Cell) -> Iterator[RequestError]:
         if not path.is_file() or sha256_file(path) != sha256:
             yield RequestError("has changed since the launch", where=name, remedy=remedy)
     if job.contract is not None:
+        from mens_exp.plan.checks import data
         from mens_exp.plan.contract import contract_of
 
         now = contract_of(cell.config).digest
         if now != job.contract:
+            yield from data.check(cell.config)  # it raises where rows are not there at all
             yield RequestError(
                 "the files that it names have changed since the launch",
                 where="data",
