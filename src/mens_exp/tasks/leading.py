@@ -83,7 +83,14 @@ def several(config: RunConfig, run: Run, checkpoint: Path | None) -> Iterator[Ra
             }
             tell(store, known)
             with joined(rank, device_of(config.trainer.accelerator, rank.local_rank), store):
-                yield rank
+                try:
+                    yield rank
+                except BaseException as error:
+                    if others is not None and not (
+                        isinstance(error, Exception) and not isinstance(error, MensError)
+                    ):
+                        others.end()  # leaving the group may wait for what they wait for
+                    raise
         except MensError:
             raise
         except Exception as error:
