@@ -111,6 +111,9 @@ def test_tpe_needs_results_while_it_draws(asked: Asked) -> None:
     assert "20 trials at a time, 20 in all" in said
     assert asked(*tpe, "hydra.sweeper.sampler=random").search["sampler"] == "random"
     assert asked(*tpe, "hydra.sweeper.n_trials=21").search["n_trials"] == 21
+    said = refusal(asked, "hydra/launcher=submitit_slurm")
+    assert "hydra.launcher.array_parallelism: sampler=tpe has no effect with it" in said
+    assert "256 trials at a time, 20 in all" in said
     few = asked(*tpe, "hydra.sweeper.n_trials=10")  # all of them are drawn at random as it is
     assert few.search["startup_trials"] == 10
 

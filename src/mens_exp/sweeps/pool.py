@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Call", "JoblibExecutor", "PoolWork", "pool_problems", "work"]
 
 _LOOK_S = 0.1  # a job takes seconds at least
+_IDLE_S = 300.0  # joblib's own; a worker without a job for so long, or without its launcher, ends
 
 
 def pool_problems(launcher: JoblibLauncher) -> list[MensError]:
@@ -193,7 +194,7 @@ def _pool(backend: PoolBackend, n_jobs: int) -> Executor:
         return ThreadPoolExecutor(n_jobs)
     from joblib.externals import loky
 
-    pool: Executor = loky.ProcessPoolExecutor(n_jobs)
+    pool: Executor = loky.ProcessPoolExecutor(n_jobs, timeout=_IDLE_S)
     return pool
 
 
