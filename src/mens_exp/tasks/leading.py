@@ -11,6 +11,7 @@ from mens_exp.artifacts.manifest import Status
 from mens_exp.errors import MensError
 from mens_exp.plan.ranks import ALONE, Rank, of_torchrun
 from mens_exp.tasks import following
+from mens_exp.tasks.cancellation import Cancelled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,10 +86,8 @@ def several(config: RunConfig, run: Run, checkpoint: Path | None) -> Iterator[Ra
             with joined(rank, device_of(config.trainer.accelerator, rank.local_rank), store):
                 try:
                     yield rank
-                except BaseException as error:
-                    if others is not None and not (
-                        isinstance(error, Exception) and not isinstance(error, MensError)
-                    ):
+                except (MensError, Cancelled, KeyboardInterrupt):
+                    if others is not None:
                         others.end()  # leaving the group may wait for what they wait for
                     raise
         except MensError:
