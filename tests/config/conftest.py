@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 NEEDS = {
     "quant=none": ["backend=lora"],
+    "trainer=fsdp": ["quant.storage_dtype=bf16"],
     "tokenizer=vox": ["backend=burn"],
     "model=hf": ["model.id=somewhere"],
     "data=jsonl": ["data.path=rows.jsonl"],
