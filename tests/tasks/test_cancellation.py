@@ -27,23 +27,6 @@ def test_after_the_first_signal_the_system_ends_the_process() -> None:
         assert [signal.getsignal(each) for each in HANDLED] == [signal.SIG_DFL] * 2
 
 
-def test_a_handler_that_was_put_back_still_ends_the_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Lightning restores handlers on its way out; the second signal is then raised anew."""
-    raised: list[int] = []
-    with cancellable(lambda: False):
-        ours = signal.getsignal(signal.SIGTERM)
-        with pytest.raises(Cancelled):
-            signal.raise_signal(signal.SIGTERM)
-        monkeypatch.setattr(signal, "raise_signal", raised.append)
-        assert callable(ours)
-        with pytest.raises(Cancelled):
-            ours(signal.SIGTERM, None)
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert raised == [signal.SIGTERM]
-
-
 def test_a_closing_run_is_not_cancelled() -> None:
     """Its status stands already; the second signal ends it like any other."""
     with cancellable(lambda: True):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -164,3 +165,13 @@ def test_quiet_hides_lightnings_notices_and_ends_with_its_block() -> None:
         with pytest.warns(UserWarning, match="another"):
             warnings.warn("another", stacklevel=1)
     assert logger.level == level
+
+
+def test_a_trainer_leaves_signals_to_the_run(built: Callable[..., Trainer]) -> None:
+    """Lightning's handler of SIGTERM would broadcast from inside the signal, and wait for ever."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        built()._signal_connector.register_signal_handlers()  # as `fit` does
+        assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        signal.signal(signal.SIGTERM, before)

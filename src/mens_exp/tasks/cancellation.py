@@ -31,15 +31,10 @@ def cancellable(is_closing: Callable[[], bool]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # Python handles signals in the main thread alone
         return
-    was_asked = False
 
     def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal was_asked
         del frame
         end_at_once()
-        if was_asked:  # Lightning put this handler back when it passed the first one on
-            signal.raise_signal(number)
-        was_asked = True
         if not is_closing():
             raise Cancelled(signal.Signals(number).name)
 

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from mens_exp.data.stream import MicroBatches
 from mens_exp.plan.ranks import ALONE
 from mens_exp.training.module import TrainingModule
+from mens_exp.training.own_signals import keep_signals
 from mens_exp.training.started_processes import StartedProcesses
 
 if TYPE_CHECKING:
@@ -142,5 +143,6 @@ def _step(config: RunConfig, module: TrainingModule, stream: MicroBatches) -> _S
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
     )
+    keep_signals(trainer)
     trainer.fit(observing, stream, stream)  # the second is never read: no batch of it is to be
     return _Step(observing.loss, observing.gradients)

@@ -29,6 +29,7 @@ from mens_exp.plan.ranks import ALONE
 from mens_exp.training.atomic_checkpoint import AtomicCheckpointIO
 from mens_exp.training.loggers import lightning_logger
 from mens_exp.training.module import TrainingModule
+from mens_exp.training.own_signals import keep_signals
 from mens_exp.training.process_group import strategy_of
 from mens_exp.training.sharding import is_sharded, sharded
 from mens_exp.training.started_processes import StartedProcesses
@@ -138,7 +139,7 @@ def build_trainer(
     on_cpu = device.type == "cpu"
     deterministic = on_cpu if trainer.deterministic is None else trainer.deterministic
     callbacks = _callbacks(config, run, score, rank)
-    return Trainer(
+    made = Trainer(
         accelerator="cpu" if on_cpu else "gpu",
         # Each process has one GPU, and Lightning is to know all of a machine's.
         devices=rank.local_world_size,
@@ -162,6 +163,8 @@ def build_trainer(
         use_distributed_sampler=False,
         default_root_dir=run.dir.path,
     )
+    keep_signals(made)
+    return made
 
 
 def _validation_interval(config: RunConfig, max_steps: int) -> int:
