@@ -61,6 +61,7 @@ def in_two(
     return made
 
 
+@pytest.mark.slow  # two processes that load torch, each time
 @pytest.mark.parametrize(
     "overrides",
     [QLORA, (*QLORA, "model.gradient_checkpointing=on"), (*QLORA, "lora.variant=dora"), LORA],
