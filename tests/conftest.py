@@ -300,6 +300,16 @@ def finished(train_in: Callable[..., RunDir], tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="session")
+def notes_of() -> Callable[[RunDir], list[str]]:
+    """Read a run's notes, but for what this machine lacks: they are the same on any."""
+    from mens_exp.artifacts.manifest import Manifest
+    from mens_exp.plan import machine, messages
+
+    lacks = messages.bf16_emulated(machine.look("cpu").name)
+    return lambda run: [note for note in Manifest.read(run.manifest).notes if note != lacks]
+
+
+@pytest.fixture(scope="session")
 def untimed() -> Callable[[RunDir], dict[str, Any]]:
     """Read a run's scorecard and events, but for latencies: they are others each time."""
 

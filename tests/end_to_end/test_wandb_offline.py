@@ -135,8 +135,10 @@ def test_adapter_and_manifest_are_artifacts_inside_the_run(
     assert staged.read_bytes() == (run.adapter / "adapter.safetensors").read_bytes()
 
 
-def test_nothing_is_left_outside_of_the_run(run: RunDir, home: Path) -> None:
+def test_nothing_is_left_outside_of_the_run(
+    run: RunDir, home: Path, notes_of: Callable[[RunDir], list[str]]
+) -> None:
     """No account, no prompt, no file in the home directory."""
     assert [p for p in home.rglob("*") if "wandb" in p.name] == []
     assert [e for e in read_events(run.telemetry) if e["event"] == "sink_failed"] == []
-    assert Manifest.read(run.manifest).notes == []
+    assert notes_of(run) == []

@@ -103,7 +103,10 @@ def test_latest_is_the_newest_training_run(
 
 
 def test_eight_steps_in_two_runs_are_eight_steps(
-    train_in: TrainIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    train_in: TrainIn,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    notes_of: Callable[[RunDir], list[str]],
 ) -> None:
     """Under the constant schedule a finished run of four goes on to eight, byte for byte."""
     through = train_in(tmp_path / "through", "trainer.max_steps=8")
@@ -115,7 +118,7 @@ def test_eight_steps_in_two_runs_are_eight_steps(
     assert adapter(run) == adapter(through)
     assert step_values(run, "train/loss") == step_values(through, "train/loss")
     manifest = Manifest.read(run.manifest)
-    assert manifest.notes == [note]
+    assert notes_of(run) == [note]
     assert manifest.results["steps"] == 8
     assert "max_steps: 8" in run.config.read_text(encoding="utf-8")
     expected = Manifest.read(through.manifest).config_digest
@@ -268,7 +271,7 @@ def test_a_file_that_has_gone_is_told_before_the_run_is_reopened(
 
 
 def test_a_mirrored_run_goes_on_in_the_same_wandb_run(
-    broken: Broken, finished: RunDir, tmp_path: Path
+    broken: Broken, finished: RunDir, tmp_path: Path, notes_of: Callable[[RunDir], list[str]]
 ) -> None:
     """Two offline files under one id, which `wandb sync` uploads as one run."""
     run = broken(tmp_path / "run", 10, "logger=wandb")
@@ -276,4 +279,4 @@ def test_a_mirrored_run_goes_on_in_the_same_wandb_run(
     files = sorted(path.name for path in run.wandb.glob("offline-run-*/*.wandb"))
     assert files == ["run-run.wandb", "run-run.wandb"]
     assert adapter(run) == adapter(finished)
-    assert Manifest.read(run.manifest).notes == []
+    assert notes_of(run) == []
