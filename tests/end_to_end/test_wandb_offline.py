@@ -17,7 +17,7 @@ from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.artifacts.telemetry import read_events
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.slow
 
