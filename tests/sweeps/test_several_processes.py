@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -23,7 +22,7 @@ from mens_exp.sweeps import launcher, launching, planning, slurm_task
 from mens_exp.sweeps.capacity import device_problems
 from mens_exp.sweeps.local import LocalExecutor
 from mens_exp.sweeps.planning import plan_sweep
-from mens_exp.sweeps.process import Child, Ended
+from mens_exp.sweeps.process import SOURCE, Ended
 from mens_exp.sweeps.search_request import read_request
 
 if TYPE_CHECKING:
@@ -251,32 +250,37 @@ other.kill()
 OTHER = "held = b'x' * 100_000_000; print('taken', flush=True); import time; time.sleep(60)"
 
 
+# A process of its own, and a small one: what it starts begins at its size.
+LAUNCHER = """
+import signal, subprocess, sys, time
+from mens_exp.sweeps.process import Child
+first = [sys.executable, "-S", "-c", sys.argv[2], sys.argv[3]]
+pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+process = subprocess.Popen(first, **pipes, start_new_session=True)
+child = Child(process)
+child.has_others = sys.argv[1] == "True"
+assert process.stdout.readline() == b"taken\\n"
+assert child.ended() is None
+child.pass_on(signal.SIGKILL)
+while (ended := child.ended()) is None:
+    time.sleep(0.01)
+assert ended.exit_code == -signal.SIGKILL
+print(ended.peak_rss_bytes)
+"""
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc; run it on Linux")
 @pytest.mark.parametrize("has_others", [True, False])
 def test_the_peak_of_a_job_counts_those_that_train_along(has_others: bool) -> None:
     """Also of one that is killed: it was asked while it lived."""
-    child = Child(
-        subprocess.Popen(
-            [sys.executable, "-S", "-c", FIRST, OTHER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
+    told = subprocess.run(
+        [sys.executable, "-c", LAUNCHER, str(has_others), FIRST, OTHER],
+        capture_output=True,
+        check=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
     )
-    child.has_others = has_others
-    process = child._process
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"taken\n"
-    assert child.ended() is None
-    child.pass_on(signal.SIGKILL)
-    while (ended := child.ended()) is None:
-        time.sleep(0.01)
-    process.stdin.close()
-    process.stdout.close()
-    assert ended.exit_code == -signal.SIGKILL
-    assert ended.peak_rss_bytes is not None
-    assert (ended.peak_rss_bytes > 100_000_000) is has_others
+    assert (int(told.stdout) > 100_000_000) is has_others
 
 
 def test_a_slurm_task_shares_its_cores_among_the_processes(

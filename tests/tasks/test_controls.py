@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow  # whole runs
 
 VALIDATING = "trainer.val_check_interval=4"  # after each optimizer step
-# A rate so high that the third validation is the best of six (found by trying).
-OVERSHOOTS = ("trainer.max_steps=6", "optim.lr=6", VALIDATING)
+# A rate so high that the third validation is the best of six, by 2 % (found by trying). In f32:
+# bf16 takes another course where the processor has no instructions for it.
+FAST = ("optim.lr=0.02", "quant.compute_dtype=f32")
+OVERSHOOTS = ("trainer.max_steps=6", *FAST, VALIDATING)
 BEST = 3
 
 
@@ -70,7 +72,7 @@ def test_the_written_adapter_is_the_one_of_that_step(
     overshot: RunDir, train_in: TrainIn, tmp_path: Path
 ) -> None:
     """Under a constant rate, a run that ends at that step has the same bytes."""
-    shorter = train_in(tmp_path / "run", f"trainer.max_steps={BEST}", "optim.lr=6")
+    shorter = train_in(tmp_path / "run", f"trainer.max_steps={BEST}", *FAST)
     assert adapter(shorter) == adapter(overshot)
     name = "adapter/peft/adapter_model.safetensors"
     assert (shorter.path / name).read_bytes() == (overshot.path / name).read_bytes()
