@@ -73,7 +73,7 @@ def test_without_proc_the_peak_is_windows_own_or_unknown(
 
     process = SimpleNamespace(memory_info=lambda: SimpleNamespace(**own))
     monkeypatch.setattr(Path, "read_text", absent)
-    monkeypatch.setattr(host_memory.psutil, "Process", lambda: process)
+    monkeypatch.setattr(host_memory.psutil, "Process", lambda _pid: process)
     assert memory_probe.peak_rss_bytes() == expected
 
 
