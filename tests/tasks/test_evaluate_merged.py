@@ -162,4 +162,4 @@ def test_what_scored_a_base_alone_is_left_out_by_name(
     manifest.inputs = {"subject": "base"}
     manifest.write(run.manifest)
     record = compare(root)
-    assert record.left_out == {str(run.path): "it scored a base model, which no run trained"}
+    assert record.left_out == {str(run.path): "it scored no training run"}

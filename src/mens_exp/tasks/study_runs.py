@@ -89,9 +89,6 @@ def read_study(paths: Sequence[str]) -> Read:
         elif manifest.task == "evaluate" and manifest.inputs.get("subject") in {None, "base"}:
             left_out[str(where)] = "it scored no training run"
         elif manifest.task == "evaluate":
-            if manifest.inputs.get("subject") == "base":
-                left_out[str(where)] = "it scored a base model, which no run trained"
-                continue
             subject = Path(_scored(manifest)).resolve()
             if found.get(subject) is not None and found[subject] != run:
                 left_out[str(where)] = "another evaluation of the same run is counted"
