@@ -127,10 +127,26 @@ def test_processes_of_a_cpu_load_one_after_the_other(
     assert sum(fsdp.values()) < sum(ddp.values())
 
 
-def test_a_base_that_learns_is_not_in_parts(planned: Callable[..., dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    "overrides", [("backend=full", "quant=none"), ("quant=int8",), ("lora.init=pissa",)]
+)
+def test_what_cannot_be_in_parts_does_not_fit_so(
+    planned: Callable[..., dict[str, Any]], overrides: tuple[str, ...]
+) -> None:
     """The strategy is left out of what may fit."""
-    plan = planned("trainer=ddp", "trainer.accelerator=cpu", "backend=full", "quant=none")
+    plan = planned("trainer=ddp", "trainer.accelerator=cpu", *overrides)
     assert plan["processes"]["fits"].keys() == {"one", "ddp"}
+
+
+def test_too_small_without_scoring_too_it_is_the_run_that_is_too_large(
+    planned: Callable[..., dict[str, Any]],
+) -> None:
+    """Leaving the suite out would not help: a part alone takes more than is there."""
+    small = ("trainer.device_gib=20", "suite=mini_python", "backend=lora", "quant=none")
+    plan = planned(*MODEL_70B, *EIGHT, "trainer=fsdp", *small)
+    (problem,) = (one for one in plan["problems"] if "memory" in one)
+    assert "suite=none" not in problem
+    assert "data.seq_len" in problem
 
 
 def test_the_table_says_what_fits(planned: Callable[..., dict[str, Any]]) -> None:

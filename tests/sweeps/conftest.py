@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import io
 import json
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,8 +22,7 @@ from mens_exp.sweeps.launcher import Launcher
 from mens_exp.sweeps.process import Child
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
 UTC = "2026-11-20T05:58:01.123Z"
 
@@ -198,3 +199,13 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Laun
         return Launcher(directory, _record(*jobs, **more), Console(file=io.StringIO()))
 
     return made
+
+
+@pytest.fixture(scope="module")
+def slurm_of_one_node() -> Iterator[None]:
+    """The cluster's commands are those of this process, and of all that it starts."""
+    stand_in = runpy.run_path(str(Path(__file__).with_name("slurm_cluster.py")))
+    with pytest.MonkeyPatch.context() as patch, stand_in["cluster"]() as environment:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        yield

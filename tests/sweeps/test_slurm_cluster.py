@@ -22,7 +22,7 @@ from mens_exp.artifacts.sweep import SweepRecord
 from mens_exp.artifacts.sweep_dir import SweepDir
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     Start = Callable[..., subprocess.Popen[bytes]]
 
@@ -32,19 +32,11 @@ _MISSING = _STAND_IN["missing"]() if os.name != "nt" else "Slurm runs on Linux"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING)),
+    pytest.mark.usefixtures("slurm_of_one_node"),
 ]
 
 LIMIT_S = 300
 SLURM = ["hydra/launcher=submitit_slurm", "hydra.launcher.poll_s=0.5"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """The cluster's commands are those of this process, and of all that it starts."""
-    with pytest.MonkeyPatch.context() as patch, _STAND_IN["cluster"]() as environment:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        yield
 
 
 def command(tiny_run: list[str], directory: Path, *overrides: str) -> list[str]:

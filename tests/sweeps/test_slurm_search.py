@@ -30,6 +30,7 @@ _MISSING = _STAND_IN["missing"]() if os.name != "nt" else "Slurm runs on Linux"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING)),
+    pytest.mark.usefixtures("slurm_of_one_node"),
 ]
 
 LIMIT_S = 300
@@ -39,15 +40,6 @@ SLURM = [
     "hydra.launcher.array_parallelism=1",
 ]
 SPACE = ["optim.lr=tag(log,interval(1e-5,1e-2))", "hydra.sweeper.n_trials=2"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """The cluster's commands are those of this process, and of all that it starts."""
-    with pytest.MonkeyPatch.context() as patch, _STAND_IN["cluster"]() as environment:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        yield
 
 
 @pytest.fixture

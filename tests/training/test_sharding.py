@@ -116,17 +116,24 @@ def test_only_several_processes_hold_parts(tiny_config: Callable[..., RunConfig]
 
 
 def test_quantized_elsewhere_a_base_has_the_same_codes(
-    tiny_backend: Callable[..., QloraBackend],
+    tiny_backend: Callable[..., QloraBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here the other device is this one; the loader is put back after it."""
+    """Here the other device is this one; the loader asks for each layer, and is put back."""
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 
-    convert, moved = Bnb4bitQuantize.convert, []
-    usual = tiny_backend()
+    asked: list[list[str]] = []
+    usual, convert = quantized_linears(tiny_backend()), Bnb4bitQuantize.convert
+
+    def counted(self: Any, input_dict: dict[str, Any], **options: Any) -> Any:
+        asked.append(list(input_dict))
+        return convert(self, input_dict, **options)
+
+    monkeypatch.setattr(Bnb4bitQuantize, "convert", counted)
     with quantizing_on(torch.device("cpu")):
-        assert Bnb4bitQuantize.convert is not convert
+        assert Bnb4bitQuantize.convert is not counted
         moved = [m.weight for m in quantized_linears(tiny_backend("seed=43")).values()]
-    assert Bnb4bitQuantize.convert is convert
-    for ours, theirs in zip(quantized_linears(usual).values(), moved, strict=True):
+    assert Bnb4bitQuantize.convert is counted
+    assert len(asked) == len(usual)
+    for ours, theirs in zip(usual.values(), moved, strict=True):
         assert torch.equal(ours.weight.data, theirs.data)
         assert torch.equal(ours.weight.quant_state.absmax, theirs.quant_state.absmax)

@@ -48,7 +48,7 @@ def in_parts(
         "gathered layers": min(_AT_ONCE, layers) * codes // layers,
     }
     alone = sum(components[name] for name in _RESTING)
-    if kind == "cpu":  # one process of a machine loads at a time, while the others hold their part
+    if kind == "cpu":  # at the least, one process of a machine loads while others hold their part
         many, resting = config.trainer.devices, sum(parts[name] for name in _RESTING)
         peak = (alone + (many - 1) * resting) // many
     else:  # it is loaded in the host's memory, and scored by the first process alone

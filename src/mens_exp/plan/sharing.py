@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.config.rules.sharded import BACKENDS
+from mens_exp.config.rules.sharded import may_be_in_parts
 from mens_exp.config.trainer import Strategy
 from mens_exp.plan import machine
 from mens_exp.plan.memory import memory
@@ -70,7 +70,7 @@ def shared(
 
     chosen, bounds = formula(trainer.strategy), {}
     for strategy in Strategy:
-        if strategy is Strategy.fsdp and config.backend.name not in BACKENDS:
+        if strategy is Strategy.fsdp and not may_be_in_parts(config):
             continue
         other = formula(strategy)
         low, high = (

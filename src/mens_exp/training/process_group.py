@@ -50,7 +50,6 @@ def strategy_of(config: RunConfig, rank: Rank) -> Strategy | str:
 
     if is_sharded(config, rank):
         return ShardedBase(rank)
-
     return DDPStrategy(forward_sync_buffers=False)
 
 

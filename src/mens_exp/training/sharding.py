@@ -56,7 +56,7 @@ def sharded(
     """Build a graph and keep this process's part of its base; all processes do so together.
 
     A base is loaded whole in the host's memory before it is taken apart, by as many processes of
-    a machine at a time as it has room for. A GPU never holds more than its part and one layer.
+    a machine at a time as it has room for. A GPU never holds more than its part and a few layers.
 
     Args:
         config: the whole configuration.

@@ -154,6 +154,16 @@ def test_random_weights_need_room(
     assert problems_of(model) == []
 
 
+def test_a_plan_draws_no_weights(
+    tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It shows the disk's lack among its problems, beside the figures."""
+    monkeypatch.setattr(checks, "space", lambda path: (path, 0))
+    config = tiny_config("task=plan", "data.seq_len=64")
+    config.model = RandomModel(name="roomy", init_seed=987, num_attention_heads=2)
+    assert list(checks.check(config)) == []
+
+
 def test_a_cache_that_is_not_there_yet_has_the_room_of_its_disk(
     problems_of: Callable[..., list[MensError]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

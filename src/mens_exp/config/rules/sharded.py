@@ -14,21 +14,41 @@ if TYPE_CHECKING:
 
     from mens_exp.config.root import RunConfig
 
-__all__ = ["BACKENDS", "problems"]
+__all__ = ["may_be_in_parts", "problems"]
 
-BACKENDS = ("qlora", "lora")  # whose base is frozen, and a model of transformers
+_BACKENDS = ("qlora", "lora")  # whose base is frozen, and a model of transformers
+
+
+def may_be_in_parts(config: RunConfig) -> bool:
+    """Tell whether trainer=fsdp suits a run as it is, however its codes are stored."""
+    return next(_of_the_run(config), None) is None
 
 
 def problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield what of a run cannot be in parts."""
     if config.trainer.strategy is not Strategy.fsdp:
         return
-    if config.backend.name not in BACKENDS:
+    yield from _of_the_run(config)
+    quant = config.quant
+    if config.backend.name not in _BACKENDS or not quant.is_four_bit:
+        return
+    if quant.storage_dtype.value != quant.compute_dtype.value:
+        yield ConfigError(
+            "parts of 4-bit weights lie in tensors of the compute format",
+            where="quant.storage_dtype",
+            found=quant.storage_dtype.value,
+            expected=f"quant.compute_dtype, {quant.compute_dtype.value}; the codes are the same",
+            remedy=f"choose quant.storage_dtype={quant.compute_dtype.value}",
+        )
+
+
+def _of_the_run(config: RunConfig) -> Iterator[ConfigError]:
+    if config.backend.name not in _BACKENDS:
         yield ConfigError(
             "has no frozen base of decoder layers that processes could hold in parts",
             where="backend",
             found=config.backend.name,
-            expected=" or ".join(BACKENDS),
+            expected=" or ".join(_BACKENDS),
             remedy="choose trainer=ddp",
         )
         return
@@ -40,14 +60,6 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
             found=quant.quant_type.value,
             expected="nf4, fp4, or none with backend=lora",
             remedy="choose quant=nf4, or trainer=ddp",
-        )
-    if quant.is_four_bit and quant.storage_dtype.value != quant.compute_dtype.value:
-        yield ConfigError(
-            "parts of 4-bit weights lie in tensors of the compute format",
-            where="quant.storage_dtype",
-            found=quant.storage_dtype.value,
-            expected=f"quant.compute_dtype, {quant.compute_dtype.value}; the codes are the same",
-            remedy=f"choose quant.storage_dtype={quant.compute_dtype.value}",
         )
     if lora.start_changes_base:
         yield ConfigError(

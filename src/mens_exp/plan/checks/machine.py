@@ -58,6 +58,7 @@ def findings(
     )
     # On a CPU a base is whole while it is loaded too.
     scored = expected.components.get(WHOLE, 0) if device.kind == "cuda" else 0
+    unscored = low * (1 - scored / expected.estimate)
     if device.free_bytes is not None:
         if low > device.free_bytes:
             error = messages.memory_too_small(
@@ -65,7 +66,7 @@ def findings(
                 low,
                 device.free_bytes,
                 attributes=config.task.name == "attribute",
-                by_scoring=low - scored <= device.free_bytes,
+                by_scoring=unscored <= device.free_bytes,
             )
             errors.append(error)
         elif high > device.free_bytes:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "started_for_one"]
 
+_KEEPS_WHOLE = Version("2.7")  # fully_shard's ignored_params
+
 
 def started_for_one(where: str, found: str) -> RequestError:
     """Say that torchrun started what one process does."""
@@ -29,9 +31,6 @@ def started_for_one(where: str, found: str) -> RequestError:
         expected="a training run of several processes",
         remedy="start it without torchrun, or choose task=train trainer=ddp",
     )
-
-
-_KEEPS_WHOLE = Version("2.7")  # fully_shard's ignored_params
 
 
 def check(config: RunConfig) -> Iterator[MensError]:
