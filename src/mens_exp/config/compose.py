@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,12 +18,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import run_job
 from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
+from omegaconf import AnyNode, DictConfig, ListConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from mens_exp.artifacts.digest import digest
 from mens_exp.config.foreign import refuse_foreign
+from mens_exp.config.loader import RememberingLoader
 from mens_exp.config.own_conf import config_directory, group_options, our_targets
 from mens_exp.config.own_schema import CLASS_GROUPS, own_schema
 from mens_exp.config.own_source import read_own_conf
@@ -146,6 +148,9 @@ def _hydra() -> Iterator[None]:
     prepare_hydra()
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(config_directory()), version_base=VERSION_BASE):
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        hydra.config_loader = RememberingLoader(hydra.config_loader.get_search_path())
         yield
 
 
@@ -268,10 +273,13 @@ def _directory(config: DictConfig | None, number: int, *parts: str) -> str | Non
 
 
 def _visible(config: DictConfig) -> DictConfig:
-    """Copy without Hydra's node, under the root schema, keeping missing values missing."""
-    ours = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-    visible = OmegaConf.merge(OmegaConf.structured(RunConfig), ours)
-    assert isinstance(visible, DictConfig)
+    """Copy without Hydra's node, keeping missing values missing."""
+    theirs = config._get_node("hydra") if "hydra" in config else None  # noqa: SLF001
+    # What the memo knows is not copied: Hydra's node is half of the whole.
+    visible = copy.deepcopy(config, {id(theirs): AnyNode()} if theirs is not None else {})
+    if theirs is not None:
+        del visible._content["hydra"]  # type: ignore[union-attr,arg-type]  # noqa: SLF001
+    OmegaConf.set_struct(visible, None)
     return visible
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +91,17 @@ def _problems(override: Override, reference: DictConfig, unsure: set[str]) -> It
 
 def exists(config: DictConfig, key: str) -> bool:
     """Tell whether a key is there to be set, as a value or as a mapping of values."""
-    return any(leaf == key or leaf.startswith(f"{key}.") for leaf in _leaves(config))
+    node: Any = config
+    for part in key.split("."):
+        if not _is_closed(node) or part not in node.keys():  # noqa: SIM118  # as in _leaves
+            return False
+        node = node._get_node(part)  # noqa: SLF001  # a missing value must not raise here
+    return bool(_leaves(node)) if _is_closed(node) else True
+
+
+def _is_closed(node: Any) -> bool:
+    """Tell whether a node is a mapping whose keys are given."""
+    return isinstance(node, DictConfig) and not is_open(node)
 
 
 def _leaves(config: Any, prefix: str = "") -> list[str]:
@@ -98,8 +109,7 @@ def _leaves(config: Any, prefix: str = "") -> list[str]:
     for name in config.keys():  # noqa: SIM118  # iterating a DictConfig skips missing values
         node = config._get_node(name)  # noqa: SLF001  # a missing value must not raise here
         path = f"{prefix}{name}"
-        inner = isinstance(node, DictConfig) and not is_open(node)
-        leaves += _leaves(node, f"{path}.") if inner else [path]
+        leaves += _leaves(node, f"{path}.") if _is_closed(node) else [path]
     return leaves
 
 
@@ -134,7 +144,7 @@ def _assignment_problems(key: str, value: Any, reference: DictConfig) -> Iterato
         )
         return
     node = _node_at(reference, key)
-    if isinstance(value, dict) and isinstance(node, DictConfig) and not is_open(node):
+    if isinstance(value, dict) and _is_closed(node):
         for name, entry in value.items():
             yield from _assignment_problems(f"{key}.{name}", entry, reference)
     elif not _fits(key, value, node, reference):
@@ -148,8 +158,12 @@ def _fits(key: str, value: Any, node: Any, reference: DictConfig) -> bool:
         return True  # an interpolation; composing resolves and judges it
     if isinstance(node, DictConfig) and not (is_open(node) and isinstance(value, dict)):
         return False
+    group, _, rest = key.partition(".")
     try:
-        OmegaConf.update(reference.copy(), key, value, merge=True)
+        if rest:  # a copy of the group is enough, and the whole is large
+            OmegaConf.update(copy.deepcopy(_node_at(reference, group)), rest, value, merge=True)
+        else:
+            OmegaConf.update(reference.copy(), key, value, merge=True)
     except OmegaConfBaseException:
         return False
     return True

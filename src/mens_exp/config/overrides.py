@@ -8,7 +8,7 @@ chosen; what is left is then composed cell by cell and judged by value.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -139,7 +139,7 @@ def check(
             good.append(override)
     late: list[MensError] = []
     given = _Given(
-        overrides=tuple(_without_refused_hydra(good, late)),
+        overrides=tuple(good),
         named=frozenset(o.key_or_group for o in overrides),
         swept=frozenset(o.key_or_group for o in overrides if o.is_sweep_override()),
         drawn=frozenset(drawn),
@@ -304,24 +304,35 @@ def _references(groups: Sequence[Override]) -> list[Composed]:
         ) from error
 
 
-def _without_refused_hydra(overrides: list[Override], problems: list[MensError]) -> list[Override]:
+def _without_refused_hydra(
+    overrides: tuple[Override, ...], problems: list[MensError]
+) -> tuple[Override, ...]:
     """Drop what Hydra refuses of its own settings, so that the rest can still be judged."""
     theirs = [o for o in overrides if _is_hydra(o)]
-    if not theirs:
-        return overrides
     try:
         compose(_split(theirs)[:1])
     except (HydraException, OmegaConfBaseException) as error:
         problems.append(_refused_by_hydra(error))
-        return [o for o in overrides if not _is_hydra(o)]
+        return tuple(o for o in overrides if not _is_hydra(o))
     return overrides
 
 
-def _composed(overrides: list[Override], made: list[Composed], first: int) -> list[Composed]:
+def _composed(given: _Given, made: list[Composed]) -> list[Composed]:
     """Compose the cells, unless all overrides are options and ``made`` are just these."""
-    cells = _split(overrides)
-    are_these = first == 0 and [list(one.overrides) for one in made] == cells
-    return made if are_these else compose(cells, first=first)
+    cells = _split(given.overrides)
+    are_these = given.first == 0 and [list(one.overrides) for one in made] == cells
+    return made if are_these else compose(cells, first=given.first)
+
+
+def _sound(
+    given: _Given, problems: list[MensError], made: list[Composed]
+) -> tuple[_Given, list[Composed]]:
+    """Compose the cells, without Hydra's own settings where it is these that cannot be."""
+    try:
+        return given, _composed(given, made)
+    except (HydraException, OmegaConfBaseException):
+        kept = replace(given, overrides=_without_refused_hydra(given.overrides, problems))
+        return kept, _composed(kept, made)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -347,7 +358,7 @@ def _cells(
     faulty: dict[int, Faulty] = {}
     idle: dict[int, tuple[str, ...]] = {}
     try:
-        composed = _composed(list(given.overrides), made, given.first)
+        given, composed = _sound(given, general, made)
         for number, one in enumerate(composed, start=given.first):
             cell, problems = _judged(given, one, number)
             cells += [cell] if cell else []

@@ -27,6 +27,7 @@ __all__ = [
     "our_options",
     "our_targets",
     "own_directory",
+    "own_fingerprint",
     "own_problems",
     "own_targets",
     "own_trusted_models",
@@ -92,6 +93,15 @@ def _own_files() -> list[Path]:
     if root is None:
         return []
     return sorted(file.relative_to(root) for file in root.rglob("*.yaml"))
+
+
+def own_fingerprint() -> tuple[Any, ...]:
+    """Tell one state of ``./conf`` from another: where it is, and its files with size and time."""
+    root = own_directory()
+    if root is None:
+        return ()
+    states = [(file, (root / file).stat()) for file in _own_files()]
+    return (root, *((file, state.st_size, state.st_mtime_ns) for file, state in states))
 
 
 def own_problems() -> Iterator[ConfigError]:
