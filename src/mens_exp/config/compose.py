@@ -278,7 +278,7 @@ def _visible(config: DictConfig) -> DictConfig:
     # What the memo knows is not copied: Hydra's node is half of the whole.
     visible = copy.deepcopy(config, {id(theirs): AnyNode()} if theirs is not None else {})
     if theirs is not None:
-        del visible._content["hydra"]  # type: ignore[union-attr,arg-type]  # noqa: SLF001
+        del visible._content["hydra"]  # type: ignore[union-attr]  # noqa: SLF001
     OmegaConf.set_struct(visible, None)
     return visible
 
