@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import ast
 import re
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -202,7 +201,7 @@ def test_cache_that_cannot_be_written_is_refused(library: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_standard_library_keeps_every_promise(cache: Path) -> None:
+def test_standard_library_keeps_every_promise(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of this interpreter: every response parses, has no docstring, and no file is on two sides."""
     extraction = load(cache)
     assert len(extraction.pairs) > 3_000
@@ -220,6 +219,5 @@ def test_standard_library_keeps_every_promise(cache: Path) -> None:
     sides = split(extraction.pairs, 0.05, 0.05)
     assert all(sides.values())
     assert_disjoint(sides)
-    start = time.perf_counter()
+    monkeypatch.setattr(ast, "parse", None)  # the cache holds what was read
     assert load(cache) == extraction
-    assert time.perf_counter() - start < 1.0

@@ -152,10 +152,13 @@ def test_blocks_are_a_sequence() -> None:
         blocks[4]
 
 
-def test_half_a_million_documents_pack_in_seconds() -> None:
-    """Looking through all blocks for each takes hours; the bound is far over what this takes."""
+def test_time_to_pack_grows_with_the_documents() -> None:
+    """Looking through all blocks for each grows with their square, a hundred times here."""
     lengths = np.random.default_rng(0).integers(1, 2049, 500_000)
-    began = time.process_time()
-    blocks = pack(lengths, 2048)
-    assert time.process_time() - began < 15
-    assert len(blocks.order) == 500_000
+    seconds = []
+    for count in (50_000, 500_000):
+        began = time.process_time()
+        blocks = pack(lengths[:count], 2048)
+        seconds.append(time.process_time() - began)
+        assert len(blocks.order) == count
+    assert seconds[1] < 40 * seconds[0]
