@@ -17,28 +17,46 @@ from mens_exp.training.process_group import open_store
 if TYPE_CHECKING:
     from pathlib import Path
 
-# A first process that starts another one and is gone before that has looked around.
-GONE = """
+# A first process that starts another one and is gone before that has looked around, or waits.
+FIRST = """
 import subprocess, sys, os
-print(subprocess.Popen([sys.executable, *sys.argv[1:], str(os.getpid()), os.environ["PLACE"]]).pid)
+other = subprocess.Popen([sys.executable, *sys.argv[2:], str(os.getpid()), os.environ["PLACE"]])
+print(other.pid, flush=True)
+if sys.argv[1] == "wait":
+    other.wait()
 """
 
+# Another one that ends by itself as soon as its first one has been killed.
+LOST = """
+import os, signal, sys
+from mens_exp.tasks import following
 
-@pytest.mark.skipif(os.name == "nt", reason="needs POSIX processes; run it on Linux")
-def test_a_process_whose_first_one_is_gone_before_it_began_ends(tmp_path: Path) -> None:
-    """It would wait an hour where they meet: the place of meeting is open, and nobody comes."""
-    meeting = open_store(2)
-    place = tmp_path / "place"
+def ended(rank, meet, place):
+    (place / "written").touch()
+    first = os.getppid()
+    os.kill(first, signal.SIGKILL)
+    while os.getppid() == first:
+        pass
+    return 1
+
+following._ended = ended
+sys.exit(following.main(sys.argv[1:]))
+"""
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX processes; run it on Linux")
+
+
+def leaves_nothing(first: str, command: tuple[str, ...], place: Path) -> None:
+    """Start a process that starts another, and wait until both are gone."""
     place.mkdir()
-    *command, _, _ = following.command(meeting.port, 1, 2, str(place))
     reach = os.pathsep.join(filter(None, sys.path))
     said = subprocess.run(
-        [sys.executable, "-S", "-c", GONE, *command],
+        [sys.executable, "-S", "-c", FIRST, first, *command],
         env={**os.environ, "PLACE": str(place), "PYTHONPATH": reach},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        check=True,
-        timeout=60,
+        check=first != "wait",
+        timeout=300,
     )
     other, began = int(said.stdout), time.monotonic()
     while psutil.pid_exists(other) and psutil.Process(other).status() != psutil.STATUS_ZOMBIE:
@@ -47,3 +65,16 @@ def test_a_process_whose_first_one_is_gone_before_it_began_ends(tmp_path: Path) 
             pytest.fail("it waits for a process that is gone")
         time.sleep(0.1)
     assert not place.exists()
+
+
+def test_a_process_whose_first_one_is_gone_before_it_began_ends(tmp_path: Path) -> None:
+    """It would wait an hour where they meet: the place of meeting is open, and nobody comes."""
+    meeting = open_store(2)
+    place = tmp_path / "place"
+    *command, _, _ = following.command(meeting.port, 1, 2, str(place))
+    leaves_nothing("go", tuple(command), place)
+
+
+def test_a_process_that_loses_its_first_one_clears_up_for_it(tmp_path: Path) -> None:
+    """The broken connection ends it before it has looked whether the first one is there."""
+    leaves_nothing("wait", ("-c", LOST, "1", "1", "2"), tmp_path / "place")

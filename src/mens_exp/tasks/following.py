@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["PLACE", "command", "follow_from_elsewhere", "main"]
 
 PLACE = "mens_exp_process_"  # begins the name of a directory for what is thrown away
+_LOOK_S = 0.2  # between two looks whether the first process is still there
 
 
 def command(port: int, number: int, many: int, place: str) -> tuple[str, ...]:
@@ -54,13 +55,17 @@ def main(arguments: Sequence[str]) -> int:
     *numbers, place = arguments
     port, number, many, first = map(int, numbers)
     # Before torch is loaded, which takes seconds: the first process may have been killed meanwhile.
-    threading.Thread(target=_end_with, args=(first, Path(place)), daemon=True).start()
+    watch = threading.Thread(target=_end_with, args=(first, Path(place)), daemon=True)
+    watch.start()
     from mens_exp.training.process_group import store_at
 
     rank = Rank(rank=number, world_size=many, local_rank=number, local_world_size=many)
     mine = Path(place) / str(number)
     mine.mkdir()
-    return _ended(rank, lambda: store_at(port, many), mine)
+    code = _ended(rank, lambda: store_at(port, many), mine)
+    if code:
+        watch.join(5 * _LOOK_S)  # where the first was killed, nobody else clears up
+    return code
 
 
 def follow_from_elsewhere(rank: Rank) -> int:
@@ -74,8 +79,11 @@ def follow_from_elsewhere(rank: Rank) -> int:
 def _end_with(first: int, place: Path) -> None:
     """End when the first process has: a GPU's collective would wait for it for ever."""
     while os.getppid() == first:
-        time.sleep(1)
-    shutil.rmtree(place, ignore_errors=True)
+        time.sleep(_LOOK_S)
+    for _ in range(100):
+        shutil.rmtree(place, ignore_errors=True)
+        if not place.exists():  # what trains may have written there meanwhile
+            break
     os._exit(1)
 
 

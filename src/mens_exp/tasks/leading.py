@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
@@ -69,7 +70,7 @@ def several(config: RunConfig, run: Run, checkpoint: Path | None) -> Iterator[Ra
                 for number in range(1, many)
             }
             others = stack.enter_context(
-                started(lines, run.dir.processes, stuck=lambda error: _give_up(run, error))
+                started(lines, run.dir.processes, stuck=lambda error: _give_up(run, error, place))
             )
             store: Store = meeting
         else:
@@ -114,7 +115,7 @@ def _threads_kept() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _give_up(run: Run, error: TrainingError) -> None:
+def _give_up(run: Run, error: TrainingError, place: str) -> None:
     """Close the record and end: this process waits for another that has ended, and always will."""
     from mens_exp.tasks.one_run import complain
 
@@ -122,4 +123,5 @@ def _give_up(run: Run, error: TrainingError) -> None:
         complain([error])
         run.close(Status.FAILED, error)
         run.dir.lock.unlink(missing_ok=True)
+        shutil.rmtree(place, ignore_errors=True)
         os._exit(error.exit_code)

@@ -1,0 +1,60 @@
+"""The first process of a run, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.tasks import following
+from mens_exp.tasks.leading import several
+from mens_exp.tasks.run import Run
+from mens_exp.training import other_processes, process_group
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mens_exp.config.root import RunConfig
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX processes; run it on Linux")
+def test_one_that_waits_for_the_dead_for_ever_gives_up_and_clears_up(
+    finished: RunDir,
+    tiny_config: Callable[..., RunConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It ends without going through its blocks, which a GPU's collective would never leave."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(other_processes, "STUCK_S", 0.1)
+    monkeypatch.setattr(process_group, "joined", lambda *_: nullcontext())
+    monkeypatch.setattr(following, "command", lambda *_: ("-S", "-c", "raise SystemExit(3)"))
+    ends: list[tuple[int, list[Path]]] = []
+    has_ended = threading.Event()
+
+    def end(code: int) -> None:
+        ends.append((code, list((tmp_path / "tmp").iterdir())))
+        has_ended.set()
+
+    monkeypatch.setattr(os, "_exit", end)
+    directory = RunDir(shutil.copytree(finished.path, tmp_path / "run"))
+    run = Run(directory, Manifest.read(directory.manifest))
+    config = tiny_config("trainer=ddp", "trainer.accelerator=cpu")
+    with several(config, run, None):
+        (place,) = (tmp_path / "tmp").iterdir()
+        assert place.name.startswith(following.PLACE)
+        assert has_ended.wait(60)
+    assert ends == [(1, [])]
+    left = Manifest.read(directory.manifest)
+    assert left.status is Status.FAILED
+    assert left.error is not None
+    assert "process 1 of 2 has ended" in left.error["message"]
