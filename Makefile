@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ARGS ?=
-# One process a core; the tests of a file stay together, since they share what is dear to make.
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+# One process a core; the tests of a file stay together, since they share what is dear to make, and
+# the files stay in the order of tests/conftest.py: slow ones first.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test quick check format golden docs bench clean

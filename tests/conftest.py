@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from mens_exp.model.resolve import BaseModel
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files of slow tests, so that no process is left alone with one at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Keep the tests out of the user's own cache; one for the whole session."""

@@ -45,8 +45,8 @@ def test_peft_reproduces_the_tuned_validation_loss(
 
 @pytest.fixture(scope="module")
 def real_code(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documented functions, enough of them that bf16's rounding averages out."""
-    rows = [to_json(pair) for pair in stdlib.load(cache).pairs[::30]]
+    """Documented functions."""
+    rows = [to_json(pair) for pair in stdlib.load(cache).pairs[::90]]
     path = tmp_path_factory.mktemp("real") / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
@@ -64,17 +64,19 @@ def test_peft_reproduces_the_loss_of_a_real_model(
     run = train_in(
         tmp_path / "run",
         "model=smollm2_135m",
+        "quant.compute_dtype=f32",  # a CPU without bf16 instructions takes ten times as long in it
         "optim.lr=1e-3",
         "trainer.max_steps=3",
+        "trainer.accumulate_grad_batches=2",
         f"data.path={real_code}",
         "data.seq_len=512",
         "data.val_max_tokens=100000",
-        "data.val_frac=0.4",  # bf16 rounding is noise: it averages out over tokens
+        "data.val_frac=0.4",
     )
     results = Manifest.read(run.manifest).results
     assert results["tuned_val_loss"] < 0.97 * results["base_val_loss"]
     loss = peft_loss(run)
-    assert loss == pytest.approx(results["tuned_val_loss"], rel=1e-3)
+    assert loss == pytest.approx(results["tuned_val_loss"], rel=1e-4)
 
 
 @pytest.mark.slow

@@ -151,7 +151,7 @@ def test_a_job_out_of_time_is_put_back_and_goes_on_to_the_same_bytes(
 ) -> None:
     """Slurm warns it, it closes its record and requeues itself, and its second start resumes."""
     place = tmp_path / "sweep"
-    launcher = start("hydra.launcher.timeout_min=3", "hydra.launcher.signal_delay_s=30")
+    launcher = start("hydra.launcher.timeout_min=3", "hydra.launcher.signal_delay_s=90")
     job = paused_at_its_first_checkpoint(place, launcher)
     until(lambda: is_asked_to_end(job), launcher)
     job.resume()
