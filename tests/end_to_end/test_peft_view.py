@@ -10,6 +10,7 @@ import pytest
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.corpus import stdlib
 from mens_exp.layout.families import FAMILIES
+from mens_exp.plan.machine import look
 from mens_exp.rows.schema import to_json
 
 if TYPE_CHECKING:
@@ -44,31 +45,44 @@ def test_peft_reproduces_the_tuned_validation_loss(
 
 
 @pytest.fixture(scope="module")
-def real_code(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documented functions."""
-    rows = [to_json(pair) for pair in stdlib.load(cache).pairs[::90]]
-    path = tmp_path_factory.mktemp("real") / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+def real_code(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Write every so many documented functions as rows."""
+
+    def written(every: int) -> Path:
+        rows = [to_json(pair) for pair in stdlib.load(cache).pairs[::every]]
+        path = tmp_path_factory.mktemp("real") / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return path
+
+    return written
+
+
+# In bf16 rounding is noise, which averages out over more tokens. A CPU that emulates bf16 takes
+# more than fifteen minutes in it; the tiny model above is computed in it on any.
+REAL = [("f32", 90, 1e-4), *([("bf16", 30, 1e-3)] if look("cpu").has_bf16 else [])]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("compute", "every", "rel"), REAL)
 def test_peft_reproduces_the_loss_of_a_real_model(
     train_in: Callable[..., RunDir],
     peft_loss: Callable[..., float],
-    real_code: Path,
+    real_code: Callable[[int], Path],
     tmp_path: Path,
+    compute: str,
+    every: int,
+    rel: float,
 ) -> None:
     """SmolLM2 with its own chat template, a few steps on real code."""
     pytest.importorskip("gguf", reason="needs mens-exp[gguf]: pip install 'mens-exp[gguf]'")
     run = train_in(
         tmp_path / "run",
         "model=smollm2_135m",
-        "quant.compute_dtype=f32",  # a CPU without bf16 instructions takes ten times as long in it
+        f"quant.compute_dtype={compute}",
         "optim.lr=1e-3",
         "trainer.max_steps=3",
         "trainer.accumulate_grad_batches=2",
-        f"data.path={real_code}",
+        f"data.path={real_code(every)}",
         "data.seq_len=512",
         "data.val_max_tokens=100000",
         "data.val_frac=0.4",
@@ -76,7 +90,7 @@ def test_peft_reproduces_the_loss_of_a_real_model(
     results = Manifest.read(run.manifest).results
     assert results["tuned_val_loss"] < 0.97 * results["base_val_loss"]
     loss = peft_loss(run)
-    assert loss == pytest.approx(results["tuned_val_loss"], rel=1e-4)
+    assert loss == pytest.approx(results["tuned_val_loss"], rel=rel)
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ sys.exit(following.main(sys.argv[1:]))
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX processes; run it on Linux")
 
 
-def leaves_nothing(first: str, command: tuple[str, ...], place: Path) -> None:
+def run_out(first: str, command: tuple[str, ...], place: Path) -> None:
     """Start a process that starts another, and wait until both are gone."""
     place.mkdir()
     reach = os.pathsep.join(filter(None, sys.path))
@@ -64,7 +64,6 @@ def leaves_nothing(first: str, command: tuple[str, ...], place: Path) -> None:
             psutil.Process(other).kill()
             pytest.fail("it waits for a process that is gone")
         time.sleep(0.1)
-    assert not place.exists()
 
 
 def test_a_process_whose_first_one_is_gone_before_it_began_ends(tmp_path: Path) -> None:
@@ -72,9 +71,12 @@ def test_a_process_whose_first_one_is_gone_before_it_began_ends(tmp_path: Path) 
     meeting = open_store(2)
     place = tmp_path / "place"
     *command, _, _ = following.command(meeting.port, 1, 2, str(place))
-    leaves_nothing("go", tuple(command), place)
+    run_out("go", tuple(command), place)
+    assert not place.exists()
 
 
 def test_a_process_that_loses_its_first_one_clears_up_for_it(tmp_path: Path) -> None:
     """The broken connection ends it before it has looked whether the first one is there."""
-    leaves_nothing("wait", ("-c", LOST, "1", "1", "2"), tmp_path / "place")
+    place = tmp_path / "place"
+    run_out("wait", ("-c", LOST, "1", "1", "2"), place)
+    assert not place.exists()
