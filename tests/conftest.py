@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 # machine take a hundred times as long. Before torch is imported, and for subprocesses too.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import fork_server
 import numpy as np
 import pytest
 
+from mens_exp.artifacts import own_process
 from mens_exp.artifacts.scorecard import Scorecard, read_item_events
 from mens_exp.config.compose import compose, typed
 from mens_exp.rows.encode import Encoded
@@ -45,6 +47,16 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MENS_EXP_CACHE", str(root))
         yield root
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fork the package's own processes instead of starting them; see tests/support/fork_server.py."""
+    fork_server.keep_log(tmp_path_factory.getbasetemp() / "fork_server.log")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own_process, "Popen", fork_server.Popen)
+        yield
+    fork_server.end_servers()
 
 
 @pytest.fixture(scope="session")

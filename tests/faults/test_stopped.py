@@ -110,7 +110,7 @@ def test_validations_fall_where_they_would_have(
 
 def test_kill_leaves_the_record_started_and_every_file_whole(stopped: Callable[[str], Any]) -> None:
     """The checkpoint in flight is a hidden temporary file, which resuming clears away."""
-    killed = stopped("while a checkpoint is written, left alone")
+    killed = stopped("while a checkpoint is written")
     assert killed.ends == [-signal.SIGKILL]
     manifest = Manifest.read(killed.run.manifest)
     assert (manifest.status, manifest.ended_utc) == (Status.STARTED, None)

@@ -12,7 +12,6 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -20,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mens_exp.artifacts import own_process
 from mens_exp.errors import MissingExtra, RequestError, SetupError
 from mens_exp.tokenizer.hf import HfTokenizer
 
@@ -120,15 +120,12 @@ def serving(model: Path, *, host: str, port: int) -> Iterator[Server]:
         )
     is_chat = HfTokenizer.from_directory(model).has_own_template
     port = _free_port(host, port)
-    command = [sys.executable, "-P", "-c", _ENTRY, "serve", name, "--host", host, "--port"]
-    # It calls a model by the text it was given, so it stands beside the directory.
-    process = subprocess.Popen(  # noqa: S603  # our own interpreter
-        [*command, str(port)],
+    # The server calls a model by the text it was given, so it starts beside the directory.
+    process = own_process.spawn(
+        ["-P", "-c", _ENTRY, "serve", name, "--host", host, "--port", str(port)],
+        output=_STDERR,  # its log; what is asked for is printed by the task
+        environment={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},
         cwd=model.resolve().parent,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=_STDERR,  # its log; what is asked for is printed by the task
-        start_new_session=True,  # Ctrl-C is ours to pass on
     )
     try:
         shown = f"[{host}]" if ":" in host else host

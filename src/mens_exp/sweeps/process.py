@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
+from mens_exp.artifacts import own_process
 from mens_exp.artifacts.host_memory import peak_rss_bytes
 from mens_exp.artifacts.run_lock import is_alive
 from mens_exp.tasks import following
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from mens_exp.artifacts.sweep import JobState
 
-__all__ = ["SOURCE", "Child", "Ended", "Found", "Process", "Stop", "signal_group", "start"]
+__all__ = ["Child", "Ended", "Found", "Process", "Stop", "signal_group", "start"]
 
-SOURCE = Path(__file__).resolve().parents[2]
 _KIB = 1024
 _LOOK_S = 1.0  # between two looks at the memory of processes, whose peaks the system keeps
 
@@ -146,22 +146,14 @@ def start(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -
     Args:
         arguments: of ``python -m mens_exp.sweeps.job``.
         log: where its output goes, after what is there.
-        environment: of the process; this package is put in reach of it.
+        environment: of the process.
 
     Raises:
         OSError: the system starts no further process.
     """
-    reach = [str(SOURCE), environment.get("PYTHONPATH", "")]
     with log.open("ab") as output:
-        process = subprocess.Popen(  # noqa: S603  # our own interpreter and module
-            [sys.executable, "-m", "mens_exp.sweeps.job", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, reach))},
-            start_new_session=True,
-        )
-    return Child(process)
+        command = ["-m", "mens_exp.sweeps.job", *arguments]
+        return Child(own_process.spawn(command, output=output, environment=environment))
 
 
 def _others_of(pid: int) -> list[int]:

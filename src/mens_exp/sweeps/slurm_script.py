@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mens_exp.artifacts.own_process import python_path
 from mens_exp.errors import ConfigError, MensError, RequestError, SetupError
-from mens_exp.sweeps.process import SOURCE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -65,7 +65,7 @@ def script(
     for name, value in launcher.additional_parameters.items():
         flag = f"--{name.replace('_', '-')}"
         options.append(flag if value is True else f"{flag}={shlex.quote(str(value))}")
-    reach = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH", "")]))
+    reach = python_path(os.environ)
     command = [sys.executable, "-m", "mens_exp.sweeps.slurm_task", *arguments]
     return "\n".join(
         [

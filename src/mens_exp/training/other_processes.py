@@ -5,22 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mens_exp.artifacts import own_process
 from mens_exp.errors import TrainingError
 from mens_exp.plan.machine import cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
 __all__ = ["Others", "started"]
 
-_SOURCE = Path(__file__).resolve().parents[2]
 _END_S = 10.0  # for a process that was asked to end
 _LINE = 200  # characters of a log's last line that a message shows
 
@@ -129,17 +128,8 @@ def _start(arguments: Sequence[str], log: Path, processes: int) -> subprocess.Po
     """Start one in a session of its own: Ctrl-C ends it through the first process alone."""
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // processes)))
-    reach = [str(_SOURCE), environment.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, reach))
     with log.open("ab") as output:
-        return subprocess.Popen(  # noqa: S603  # our own interpreter and module
-            [sys.executable, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+        return own_process.spawn(arguments, output=output, environment=environment)
 
 
 STUCK_S = 30.0

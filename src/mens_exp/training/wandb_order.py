@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from mens_exp.artifacts import own_process
 from mens_exp.artifacts.digest import digest, sha256_file
 from mens_exp.artifacts.sync_record import Destination, delivery_at, note_delivery
 from mens_exp.errors import MensError
@@ -24,7 +25,6 @@ __all__ = ["STAGING", "Order", "Sender", "digest_of"]
 
 STAGING = ".sync-"  # begins the name of a directory that a sender stages files in
 _AT_WORK: list[subprocess.Popen[bytes]] = []  # senders that nobody waits for any more
-_SOURCE = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,16 +83,9 @@ class Sender:
         self._order = order
         why = "it was being sent, and nothing says that all of it arrived"
         note_delivery(Path(order.record), order.to, why=why)
-        reach = [str(_SOURCE), os.environ.get("PYTHONPATH", "")]
         with log.open("ab") as output:
-            self._process = subprocess.Popen(  # noqa: S603  # our own interpreter and module
-                [sys.executable, "-m", order.module, order.text()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, reach))},
-                start_new_session=True,
-            )
+            command = ["-m", order.module, order.text()]
+            self._process = own_process.spawn(command, output=output)
 
     def settled(self, wait_s: float) -> str | None:
         """Wait a while for its end, and let it go on after that.

@@ -1,0 +1,529 @@
+"""Processes of this interpreter, forked from a server that has imported everything.
+
+A start of Python with torch, transformers, PEFT and Lightning takes ten seconds of a core; a fork of
+a process that has them takes some hundredths of a second. `Popen` and `run` are those of
+`subprocess` for commands of this interpreter (``[sys.executable, "-m", "mens_exp", …]``): pipes,
+working directory, environment, sessions, signals and exit codes are those of a real start, and the
+process is a true child of the one that asked for it.
+
+How a fork becomes the child of the one that asked, which is not the one that forks: the server is a
+child of the asking process A. It forks twice and ends the process between, and Linux gives the
+orphan to A, which is its subreaper at that moment. Each forked process keeps a clean copy of itself
+as its own server before it does anything else, so that what it starts is forked too.
+
+The server runs no tensor operation and has one thread: libraries' thread pools do not survive a
+fork. What a fork would share by mistake is made anew in `_become`: signal handlers and masks, open
+files, random state, the environment and the working directory. Variables that libraries read while
+they are imported (`READ_AT_IMPORT`) select a server of their own.
+
+`write_stubs` makes programs ``python`` and ``mens-exp`` for shells, which pass their command on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import inspect
+import io
+import json
+import os
+import pkgutil
+import random
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+# Variables whose values are frozen by an import: two commands that differ in them share no server.
+READ_AT_IMPORT = ("ATEN_", "BNB_", "DATASETS_", "HF_", "HUGGING", "MALLOC_", "MKL_", "NUMEXPR_")
+READ_AT_IMPORT += ("ONEDNN_", "OPENBLAS_", "PYTHONHASHSEED", "PYTORCH_", "TORCH_", "TRANSFORMERS_")
+EXTERNAL = (
+    "accelerate.utils",
+    "bitsandbytes",
+    "joblib",
+    "lightning",
+    "lightning.pytorch.strategies",
+    "matplotlib.backends.backend_svg",
+    "matplotlib.figure",
+    "optuna",
+    "peft.tuners.lora",
+    "scipy.stats",
+    "torch.distributed.fsdp",
+    "torch.distributed.run",
+    "torch.utils.data",
+    "transformers.integrations.bitsandbytes",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+    "tree_sitter_rust",
+    "wandb.apis.public",
+    "wandb.sdk.wandb_run",
+)
+_MESSAGE = 1 << 18  # bytes of a request, below the limit of a packet
+_PADDING = 1 << 13  # bytes that the server's own command line leaves for those of its forks
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, linux/prctl.h
+_HANDLED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1}
+_HANDLED |= {signal.SIGUSR2, signal.SIGALRM}
+_PYTHON_IGNORES = {signal.SIGPIPE, signal.SIGXFSZ}
+
+
+class ForkServer:
+    """A server and the connection to it; it ends when the process that holds this has ended."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        at: str | None = None,
+        process: subprocess.Popen[bytes] | None = None,
+        *,
+        is_ready: bool = False,
+    ) -> None:
+        self.at = at  # socket for stubs
+        self._connection = connection
+        self._process = process
+        self._lock = threading.Lock()
+        self._is_ready = is_ready
+
+    @classmethod
+    def start(cls, environment: dict[str, str], log: Path) -> ForkServer:
+        """Start a server with a true process start; it imports while this process goes on."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        at = f"{tempfile.mkdtemp(prefix='mens_exp_fork_')}/socket"
+        code = "import fork_server; fork_server.main()"
+        with theirs, log.open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-c", code, str(theirs.fileno()), at, " " * _PADDING],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                env={
+                    **{k: v for k, v in environment.items() if not k.startswith("COVERAGE")},
+                    "PYTHONPATH": str(Path(__file__).parent),
+                    "OMP_NUM_THREADS": "1",
+                    "OPENBLAS_NUM_THREADS": "1",
+                    "MKL_NUM_THREADS": "1",
+                },
+            )
+        return cls(ours, at, process)
+
+    def wait_until_ready(self) -> None:
+        """Wait for the end of the imports.
+
+        Raises:
+            RuntimeError: the server has ended; its log says why.
+        """
+        if not self._is_ready and self._connection.recv(_MESSAGE) != b"ready":
+            raise RuntimeError("the fork server has ended; see fork_server.log")
+        self._is_ready = True
+
+    def close(self) -> None:
+        """Let the server end."""
+        self._connection.close()
+        if self._process is not None:
+            self._process.wait()
+
+    def fork(self, request: dict[str, Any], files: list[int]) -> int:
+        """Start a process that is a child of this one.
+
+        Returns:
+            Its process ID.
+        """
+        with self._lock:
+            self.wait_until_ready()
+            libc = ctypes.CDLL(None)
+            libc.prctl(_SUBREAPER, 1, 0, 0, 0)
+            try:
+                socket.send_fds(self._connection, [json.dumps(request).encode()], files)
+                answer = self._connection.recv(_MESSAGE)
+            finally:
+                libc.prctl(_SUBREAPER, 0, 0, 0, 0)
+        if not answer:
+            raise RuntimeError("the fork server has ended; see fork_server.log")
+        return int(answer)
+
+
+_servers: dict[tuple[tuple[str, str], ...], ForkServer] = {}
+_log = Path(os.devnull)
+
+
+def keep_log(path: Path) -> None:
+    """Let the servers of this process write what goes wrong in them into a file."""
+    global _log  # noqa: PLW0603  # one for the process, as the servers are
+    _log = path
+
+
+def server_for(environment: dict[str, str]) -> ForkServer:
+    """Return the server of an environment; the first request for one starts it."""
+    key = _key(environment)
+    if key not in _servers:
+        _servers[key] = ForkServer.start(environment, _log)
+    return _servers[key]
+
+
+def end_servers() -> None:
+    """End the servers of this process."""
+    for server in _servers.values():
+        server.close()
+    _servers.clear()
+
+
+def _key(environment: dict[str, str]) -> tuple[tuple[str, str], ...]:
+    ours = {k: v for k, v in environment.items() if k.startswith(READ_AT_IMPORT)}
+    for threads in ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        ours.pop(threads, None)  # each process sets its own
+    return tuple(sorted(ours.items()))
+
+
+_EXECUTE = inspect.signature(subprocess.Popen._execute_child)
+
+
+class Popen(subprocess.Popen):
+    """`subprocess.Popen` for commands of this interpreter, forked instead of started.
+
+    Args:
+        before: source text that the process executes before its command.
+    """
+
+    def __init__(self, args: Any, *more: Any, before: str | None = None, **options: Any) -> None:
+        self._before = before
+        super().__init__(args, *more, **options)
+
+    def _execute_child(self, *args: Any, **options: Any) -> None:
+        bound = _EXECUTE.bind(self, *args, **options).arguments
+        command = [os.fspath(word) for word in bound["args"]]
+        if command[0] != sys.executable or bound["preexec_fn"] or bound["pass_fds"]:
+            raise ValueError(f"only commands of {sys.executable} are forked: {command}")
+        environment = dict(os.environ if bound["env"] is None else bound["env"])
+        ignored = [n for n in _HANDLED if signal.getsignal(n) is signal.SIG_IGN]
+        request = {
+            "arguments": command[1:],
+            "cwd": os.path.abspath(bound["cwd"] or "."),
+            "environment": environment,
+            "session": bool(bound["start_new_session"]),
+            "ignored": ignored,
+            "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+            "before": self._before,
+        }
+        ends = bound["p2cread"], bound["c2pwrite"], bound["errwrite"]
+        files = [number if end == -1 else end for number, end in enumerate(ends)]
+        try:
+            self.pid = server_for(environment).fork(request, files)
+            self._child_created = True
+        finally:
+            pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+            self._close_pipe_fds(*(bound[name] for name in pipes))
+
+
+def run(
+    command: list[Any],
+    *,
+    check: bool = False,
+    capture_output: bool = False,
+    timeout: float | None = None,
+    text_input: str | None = None,
+    **options: Any,
+) -> subprocess.CompletedProcess[Any]:
+    """Run a command of this interpreter to its end, as `subprocess.run` does."""
+    if capture_output:
+        options["stdout"] = options["stderr"] = subprocess.PIPE
+    if text_input is not None:
+        options["stdin"] = subprocess.PIPE
+    with Popen(command, **options) as process:
+        try:
+            output, errors = process.communicate(text_input, timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(command, process.returncode, output, errors)
+    if check:
+        done.check_returncode()
+    return done
+
+
+STUB = """#!{python} -IS
+import json, os, signal, socket, sys
+arguments = {first!r} + sys.argv[1:]
+code = arguments[:1] == ["-c"] and "mens_exp" in arguments[1]
+if not code and not (arguments[:1] == ["-m"] and arguments[1].startswith("mens_exp")):
+    os.execv({python!r}, [{python!r}, *arguments])
+request = dict(arguments=arguments, cwd=os.getcwd(), environment=dict(os.environ), session=False)
+request.update(ignored=[], blocked=[], before=None)
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+    connection.connect({at!r})
+    socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2])
+    pid = int(connection.recv(100))
+    for number in {signals!r}:
+        signal.signal(number, lambda number, _: os.kill(pid, number))
+    code = int(connection.recv(100))
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+
+
+def write_stubs(directory: Path) -> Path:
+    """Write the programs ``python``, ``python3`` and ``mens-exp`` for the PATH of a shell.
+
+    They fork commands of mens_exp and execute any other.
+    """
+    server = server_for(dict(os.environ))
+    server.wait_until_ready()
+    for name in ("python", "python3", "mens-exp"):
+        first = ["-m", "mens_exp"] if name == "mens-exp" else []
+        numbers = [int(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+        text = STUB.format(python=sys.executable, first=first, at=server.at, signals=numbers)
+        (directory / name).write_text(text, encoding="utf-8")
+        (directory / name).chmod(0o755)
+    return directory
+
+
+def main() -> None:
+    """Import everything, then serve; each fork leaves the loop to run its command here."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    at = sys.argv[2]
+    sys.path[:] = [place for place in sys.path if place not in ("", str(Path(__file__).parent))]
+    _import_everything()
+    threads = len(os.listdir("/proc/self/task"))
+    assert threads == 1, f"{threads} threads after the imports: a fork would copy one of them"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(at)
+    listener.listen()
+    gc.collect()
+    gc.freeze()
+    connection.send(b"ready")
+    asked = _serve(connection, listener)
+    if asked is None:
+        os.unlink(at)
+        os.rmdir(os.path.dirname(at))
+    while asked is not None:
+        asked = _become(*asked)
+
+
+def _import_everything() -> None:
+    """Import the libraries, and this package whole."""
+    for name in EXTERNAL:
+        importlib.import_module(name)
+    import mens_exp
+
+    for found in pkgutil.walk_packages(mens_exp.__path__, "mens_exp."):
+        if not found.name.endswith(("__main__", "vllm_engine")):
+            importlib.import_module(found.name)
+
+
+_Asked = tuple[dict[str, Any], list[int]]
+
+
+def _serve(connection: socket.socket, listener: socket.socket | None) -> _Asked | None:
+    """Fork for each request, until the other end of the connection is closed.
+
+    Returns:
+        In a fork its request and its standard files; in the server None.
+    """
+    for number in _HANDLED:
+        signal.signal(number, signal.SIG_IGN)  # those sent to its group are not for a server
+    sources = [connection] if listener is None else [connection, listener]
+    while True:
+        ready, _, _ = select.select(sources, [], [])
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+        source = connection if connection in ready else listener.accept()[0]
+        message, files, _, _ = socket.recv_fds(source, _MESSAGE, 3)
+        asked = json.loads(message) if message else None, files
+        if source is not connection:
+            if message and os.fork() == 0:
+                _mind(source, files)
+                return asked
+            source.close()
+        elif not message:
+            return None
+        else:
+            pid = _fork_for_parent()
+            if pid is None:
+                return asked
+            connection.send(str(pid).encode())
+        for file in files:
+            os.close(file)
+
+
+def _fork_for_parent() -> int | None:
+    """Fork a process that this server's parent adopts; returns its ID, and None in it."""
+    read, write = os.pipe()
+    between = os.fork()
+    if between == 0:
+        me = os.getpid()
+        pid = os.fork()
+        if pid:
+            os.write(write, str(pid).encode())
+            os._exit(0)
+        while os.getppid() == me:
+            time.sleep(0.0005)
+        return None
+    os.waitpid(between, 0)
+    os.close(write)
+    with open(read, "rb") as pipe:
+        return int(pipe.read())
+
+
+def _mind(asking: socket.socket, files: list[int]) -> None:
+    """Fork a process and tell a stub how it ended; returns in that process alone."""
+    pid = os.fork()
+    if pid == 0:
+        return
+    for file in files:
+        os.close(file)
+    asking.send(str(pid).encode())
+    watch = os.pidfd_open(pid)
+    if watch not in select.select([asking, watch], [], [])[0]:
+        os.kill(pid, signal.SIGKILL)  # the stub is gone
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(BrokenPipeError):
+        asking.send(str(os.waitstatus_to_exitcode(status)).encode())
+    os._exit(0)
+
+
+def _become(request: dict[str, Any], files: list[int]) -> _Asked | None:
+    """Make this fork the process that was asked for, and run its command.
+
+    Returns:
+        What `_serve` returned, in the server of this process's own; None in the process.
+    """
+    if request["session"]:
+        os.setsid()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        kept = theirs.detach()
+        _close_files_but(kept)
+        _name("fork_server of", request["arguments"])
+        return _serve(socket.socket(fileno=kept), None)
+    theirs.close()
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+    kept = ours.detach()
+    _close_files_but(kept)
+    environment = request["environment"]
+    os.environ.clear()
+    os.environ.update(environment)
+    _servers[_key(environment)] = ForkServer(socket.socket(fileno=kept), is_ready=True)
+    os.chdir(request["cwd"])
+    _reset(request)
+    _name(sys.executable, request["arguments"])
+    if environment.keys() & {"COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG"}:
+        importlib.import_module("coverage").process_startup(force=True)
+    if request["before"]:
+        exec(request["before"], {})
+    try:
+        _execute(request["arguments"])
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    return None
+
+
+def _close_files_but(kept: int) -> None:
+    os.closerange(3, kept)
+    os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX") if kept < 1024 else kept + 1024)
+
+
+def _reset(request: dict[str, Any]) -> None:
+    """Put the state that a fork shares with its parent to what it is after a start."""
+    for number in _HANDLED:
+        is_ignored = number in request["ignored"]
+        signal.signal(number, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    if signal.SIGINT not in request["ignored"]:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in _PYTHON_IGNORES:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+    _open_standard_streams()
+    tempfile.tempdir = None
+    time.tzset()
+    importlib.invalidate_caches()
+    random.seed()
+    import numpy as np
+    import torch
+
+    from mens_exp.artifacts import own_process
+
+    np.random.seed()  # the global state, which a start takes from the system
+    torch.seed()
+    own_process.Popen = Popen
+    threads = request["environment"].get("OMP_NUM_THREADS", "")
+    torch.set_num_threads(int(threads) if threads.isdigit() else len(os.sched_getaffinity(0)))
+    gc.enable()
+
+
+def _open_standard_streams() -> None:
+    """Open them as Python does; the old ones stay open, since handlers of logs have them."""
+    is_buffered = not os.environ.get("PYTHONUNBUFFERED")
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        old = getattr(sys, name)
+        file = open(
+            number, "wb" if number else "rb", buffering=-1 if is_buffered else 0, closefd=False
+        )
+        new = io.TextIOWrapper(
+            file,
+            encoding=old.encoding,
+            errors=old.errors,
+            newline="\n" if number else None,
+            line_buffering=is_buffered and (number == 2 or os.isatty(number)),
+            write_through=not is_buffered,
+        )
+        setattr(sys, name, new)
+        setattr(sys, f"__{name}__", new)
+
+
+def _name(first: str, arguments: list[str]) -> None:
+    """Show a command in the process table: some code knows processes by it."""
+    fields = Path("/proc/self/stat").read_text("utf-8").rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, proc(5)
+    text = b"\0".join(word.encode() for word in [first, *arguments])[: end - start - 1]
+    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+def _execute(arguments: list[str]) -> None:
+    """Do what ``python`` does with these arguments."""
+    rest = list(arguments)
+    is_safe = rest[0] == "-P"
+    if is_safe:
+        del rest[0]
+    kind, rest = rest[0], rest[1:]
+    reach = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    sys.path[:0] = reach
+    sys.orig_argv = [sys.executable, *arguments]
+    if kind == "-m":
+        if not is_safe:
+            sys.path.insert(0, os.getcwd())
+        sys.argv = rest
+        sys.modules.pop(rest[0], None)
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        if not is_safe:
+            sys.path.insert(0, "")
+        sys.argv = ["-c", *rest[1:]]
+        scope = type(sys)("__main__")
+        sys.modules["__main__"] = scope
+        exec(compile(rest[0], "<string>", "exec"), scope.__dict__)
+    else:
+        if not is_safe:
+            sys.path.insert(0, str(Path(kind).resolve().parent))
+        sys.argv = [kind, *rest]
+        runpy.run_path(kind, run_name="__main__")
