@@ -55,8 +55,44 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     fork_server.keep_log(tmp_path_factory.getbasetemp() / "fork_server.log")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(own_process, "Popen", fork_server.Popen)
+        fork_server.execute_before_each(WITHOUT_DRAWING)
         yield
     fork_server.end_servers()
+
+
+# matplotlib takes a third of a tiny run's time, and few tests look at its drawings.
+WITHOUT_DRAWING = """
+from mens_exp.report import plots
+plots._drawn = lambda *_: '<svg viewBox="0 0 1 1"></svg>'
+"""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def undrawn() -> Iterator[Callable[..., str]]:
+    """Leave the plots of reports empty; the marker `draws` has them drawn for one test."""
+    from mens_exp.report import plots
+
+    drawn = plots._drawn
+    exec(WITHOUT_DRAWING, {})
+    yield drawn
+    plots._drawn = drawn
+
+
+@pytest.fixture(autouse=True)
+def _draws(request: pytest.FixtureRequest, undrawn: Callable[..., str]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("draws"):
+            from mens_exp.report import plots
+
+            patch.setattr(plots, "_drawn", undrawn)
+        yield
+
+
+@pytest.fixture(scope="session")
+def shell_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """PATH of a shell in which ``python`` and ``mens-exp`` fork commands of mens_exp."""
+    programs = fork_server.write_stubs(tmp_path_factory.mktemp("programs"))
+    return os.pathsep.join([str(programs), os.environ["PATH"]])
 
 
 @pytest.fixture(scope="session")

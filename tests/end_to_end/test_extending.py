@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fork_server
 import pytest
 
 import mens_exp
@@ -45,7 +46,7 @@ def job(tmp_path: Path) -> Callable[..., tuple[subprocess.CompletedProcess[str],
         *arguments: str, code: int = 0
     ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
         # -P keeps the working directory off sys.path, as it is for a console script.
-        done = subprocess.run(
+        done = fork_server.run(
             [sys.executable, "-P", "-c", SCRIPT, *PAGE.TINY, *arguments],
             check=False,
             capture_output=True,
@@ -145,14 +146,14 @@ def test_a_run_with_classes_goes_on_where_they_are_and_nowhere_else(
     command = [sys.executable, "-P", "-c", SCRIPT, *arguments]
     env = {**os.environ, "PYTHONPATH": str(Path(mens_exp.__file__ or "").parents[1])}
     (tmp_path / "conf").rename(tmp_path / "elsewhere")
-    refused = subprocess.run(
+    refused = fork_server.run(
         command, check=False, capture_output=True, text=True, cwd=tmp_path, env=env
     )
     assert refused.returncode == 2, refused.stderr
     assert "my_callbacks.PrintEvery" in refused.stderr
     assert "./conf" in refused.stderr
     (tmp_path / "elsewhere").rename(tmp_path / "conf")
-    went_on = subprocess.run(
+    went_on = fork_server.run(
         command, check=False, capture_output=True, text=True, cwd=tmp_path, env=env
     )
     assert went_on.returncode == 0, went_on.stderr

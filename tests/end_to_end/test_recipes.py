@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,20 +49,19 @@ def _recipes() -> list[Recipe]:
     return recipes
 
 
-def _run(recipe: Recipe, here: Path, rows_file: Path) -> str:
+def _run(recipe: Recipe, here: Path, rows_file: Path, shell_path: str) -> str:
     for name, text in recipe.files.items():
         path = here / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     shutil.copy(rows_file, here / "rows.jsonl")
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         ["bash", "-e", "-c", recipe.commands],  # noqa: S607  # the reader's own shell
         check=False,
         capture_output=True,
         text=True,
         cwd=here,
-        env={**os.environ, "PATH": path},
+        env={**os.environ, "PATH": shell_path},
         timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -80,12 +78,12 @@ def test_the_page_holds_the_recipes_that_were_asked_for() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", _recipes(), ids=lambda recipe: recipe.title)
 def test_recipe_runs_as_it_stands(
-    recipe: Recipe, tmp_path: Path, rows_file: Path, tiny_base: BaseModel
+    recipe: Recipe, tmp_path: Path, rows_file: Path, tiny_base: BaseModel, shell_path: str
 ) -> None:
     """Every command succeeds and every training run is recorded as succeeded."""
     if recipe.needs_model:
         shutil.copytree(tiny_base.directory, tmp_path / "my_model")
-    said = _run(recipe, tmp_path, rows_file)
+    said = _run(recipe, tmp_path, rows_file, shell_path)
     runs = sorted(tmp_path.glob("outputs/train/*/*/manifest.json"))
     trained = sum(
         " task=" not in line for line in recipe.commands.splitlines() if "mens_exp" in line

@@ -11,6 +11,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import fork_server
 import pytest
 
 from mens_exp import cli
@@ -102,7 +103,7 @@ def test_a_killed_search_goes_on_as_if_it_had_not_been(
     """The same draws and the same losses on any launcher, repeats included; nothing runs twice."""
     killed = tmp_path / "killed"
     source = os.pathsep.join(filter(None, sys.path))
-    with subprocess.Popen(
+    with fork_server.Popen(
         [sys.executable, "-m", "mens_exp", *command(tiny_run, killed, *SPACE, *launcher_is)],
         env={**os.environ, "PYTHONPATH": source, "MENS_EXP_CACHE": str(cache)},
         stderr=subprocess.DEVNULL,

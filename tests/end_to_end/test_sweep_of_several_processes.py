@@ -9,6 +9,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import fork_server
 import psutil
 import pytest
 
@@ -87,7 +88,7 @@ def started(tiny_run: list[str], tmp_path: Path, cache: Path) -> Start:
         (tmp_path / "tmp").mkdir()
         source = os.pathsep.join(filter(None, sys.path))
         told = {"PYTHONPATH": source, "MENS_EXP_CACHE": str(cache), "TMPDIR": str(tmp_path / "tmp")}
-        launcher = subprocess.Popen(
+        launcher = fork_server.Popen(
             [
                 *(sys.executable, "-m", "mens_exp"),
                 *command(tiny_run, tmp_path / "sweep", *overrides),

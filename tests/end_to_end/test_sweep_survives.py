@@ -10,6 +10,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import fork_server
 import pytest
 
 from mens_exp import cli
@@ -70,7 +71,7 @@ def started(
     def launched(*overrides: str) -> subprocess.Popen[bytes]:
         source = os.pathsep.join(filter(None, sys.path))
         arguments = command(tiny_run, tmp_path / "sweep", *overrides)
-        launcher = subprocess.Popen(
+        launcher = fork_server.Popen(
             [sys.executable, "-m", "mens_exp", *arguments],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

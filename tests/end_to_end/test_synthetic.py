@@ -6,6 +6,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import fork_server
 import pytest
 
 from mens_exp.artifacts.manifest import Manifest, Status
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.slow
 def test_generated_rows_train_and_their_sides_are_recorded(tmp_path: Path) -> None:
     """The smoke run, on 300 tasks whose held-out part is the benchmark's."""
     command = "experiment=smoke data=synthetic data.rows=300 data.seq_len=1024 trainer=cpu"
-    done = subprocess.run(
+    done = fork_server.run(
         [sys.executable, "-m", "mens_exp", *command.split()],
         check=False,
         capture_output=True,
@@ -39,7 +40,7 @@ def test_generated_rows_train_and_their_sides_are_recorded(tmp_path: Path) -> No
 def test_impossible_settings_are_refused_together(tmp_path: Path) -> None:
     """Each with its range, before anything is made."""
     command = "data=synthetic data.rows=9 data.repair_frac=1.5 data.generator_seed=-1"
-    done = subprocess.run(
+    done = fork_server.run(
         [sys.executable, "-m", "mens_exp", *command.split()],
         check=False,
         capture_output=True,

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fork_server
 import pytest
 
 from mens_exp.artifacts.manifest import Manifest
@@ -34,7 +35,7 @@ def run(cache: Path, home: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "XDG_", "NETRC"))}
     source = os.pathsep.join(filter(None, sys.path))
     here = tmp_path_factory.mktemp("here")
-    done = subprocess.run(
+    done = fork_server.run(
         [sys.executable, "-m", "mens_exp", "experiment=smoke", "logger=wandb", "lora.r=8"],
         check=False,
         capture_output=True,

@@ -8,6 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import fork_server
 import pytest
 
 from mens_exp.artifacts.manifest import Manifest, Status
@@ -39,7 +40,7 @@ def train(tmp_path: Path, cache: Path, wandb_service: Any) -> Callable[..., RunD
 
 def _run(here: Path, cache: Path, *arguments: str) -> None:
     reach = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(
+    done = fork_server.run(
         [sys.executable, "-m", "mens_exp", *arguments],
         check=False,
         capture_output=True,

@@ -3,11 +3,14 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from mens_exp.artifacts.comparison import Comparison
 from mens_exp.report.comparison_plots import drawings
 from mens_exp.report.comparison_view import verdict_table, verdicts_grid
+
+pytestmark = pytest.mark.draws
 
 SHIPPED = Path(__file__).parents[2] / "notebooks" / "records" / "comparison" / "compare.json"
 

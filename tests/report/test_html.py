@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.artifacts.scorecard import ItemEvent
 
+pytestmark = pytest.mark.draws
+
 _VOID = {"meta", "link", "img", "br", "input", "hr"}
 _HOSTILE = "<script>alert(1)</script> & </pre> \x1b[2J {{ 7 * 7 }}"
 

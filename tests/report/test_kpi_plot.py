@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.telemetry import Event
 
 
+pytestmark = pytest.mark.draws
+
 @pytest.fixture
 def with_steps(write_run: Callable[..., RunDir]) -> Callable[..., Records]:
     """Return a run's records with scorecards of training in its telemetry."""

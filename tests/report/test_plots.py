@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.run_dir import RunDir
 
 
+pytestmark = pytest.mark.draws
+
 @pytest.fixture
 def records(write_run: Callable[..., RunDir]) -> Records:
     return load(write_run())

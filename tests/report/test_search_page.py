@@ -12,6 +12,8 @@ from mens_exp.report.search_plots import drawings
 from mens_exp.report.search_view import best_table, drawn_from, space_table
 
 
+pytestmark = pytest.mark.draws
+
 def trial(number: int, **more: Any) -> dict[str, Any]:
     made: dict[str, Any] = {
         "number": number,

@@ -157,12 +157,19 @@ class ForkServer:
 
 _servers: dict[tuple[tuple[str, str], ...], ForkServer] = {}
 _log = Path(os.devnull)
+_before_each = ""
 
 
 def keep_log(path: Path) -> None:
     """Let the servers of this process write what goes wrong in them into a file."""
     global _log  # noqa: PLW0603  # one for the process, as the servers are
     _log = path
+
+
+def execute_before_each(source: str) -> None:
+    """Let each process that this one forks, and those that they fork, execute this text first."""
+    global _before_each  # noqa: PLW0603  # as above
+    _before_each = source
 
 
 def server_for(environment: dict[str, str]) -> ForkServer:
@@ -216,6 +223,7 @@ class Popen(subprocess.Popen):
             "ignored": ignored,
             "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
             "before": self._before,
+            "before_each": _before_each,
         }
         ends = bound["p2cread"], bound["c2pwrite"], bound["errwrite"]
         files = [number if end == -1 else end for number, end in enumerate(ends)]
@@ -260,7 +268,7 @@ code = arguments[:1] == ["-c"] and "mens_exp" in arguments[1]
 if not code and not (arguments[:1] == ["-m"] and arguments[1].startswith("mens_exp")):
     os.execv({python!r}, [{python!r}, *arguments])
 request = dict(arguments=arguments, cwd=os.getcwd(), environment=dict(os.environ), session=False)
-request.update(ignored=[], blocked=[], before=None)
+request.update(ignored=[], blocked=[], before=None, before_each={before_each!r})
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
     connection.connect({at!r})
     socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2])
@@ -285,7 +293,13 @@ def write_stubs(directory: Path) -> Path:
     for name in ("python", "python3", "mens-exp"):
         first = ["-m", "mens_exp"] if name == "mens-exp" else []
         numbers = [int(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-        text = STUB.format(python=sys.executable, first=first, at=server.at, signals=numbers)
+        text = STUB.format(
+            python=sys.executable,
+            first=first,
+            at=server.at,
+            signals=numbers,
+            before_each=_before_each,
+        )
         (directory / name).write_text(text, encoding="utf-8")
         (directory / name).chmod(0o755)
     return directory
@@ -322,6 +336,9 @@ def _import_everything() -> None:
     for found in pkgutil.walk_packages(mens_exp.__path__, "mens_exp."):
         if not found.name.endswith(("__main__", "vllm_engine")):
             importlib.import_module(found.name)
+    from mens_exp.config.compose import compose
+
+    compose([[]])  # the files of conf/ are read once
 
 
 _Asked = tuple[dict[str, Any], list[int]]
@@ -397,10 +414,10 @@ def _mind(asking: socket.socket, files: list[int]) -> None:
 
 
 def _become(request: dict[str, Any], files: list[int]) -> _Asked | None:
-    """Make this fork the process that was asked for, and run its command.
+    """Make this fork the process that was asked for, run its command, and end.
 
     Returns:
-        What `_serve` returned, in the server of this process's own; None in the process.
+        What `_serve` returned, in the server of this process's own.
     """
     if request["session"]:
         os.setsid()
@@ -424,18 +441,10 @@ def _become(request: dict[str, Any], files: list[int]) -> _Asked | None:
     _name(sys.executable, request["arguments"])
     if environment.keys() & {"COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG"}:
         importlib.import_module("coverage").process_startup(force=True)
-    if request["before"]:
-        exec(request["before"], {})
-    try:
-        _execute(request["arguments"])
-    except KeyboardInterrupt:
-        traceback.print_exc()
-        threading._shutdown()
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    return None
+    for source in (request["before_each"], request["before"]):
+        exec(source or "", {})
+    execute_before_each(request["before_each"])
+    _end(_code_of(request["arguments"]))
 
 
 def _close_files_but(kept: int) -> None:
@@ -497,6 +506,37 @@ def _name(first: str, arguments: list[str]) -> None:
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, proc(5)
     text = b"\0".join(word.encode() for word in [first, *arguments])[: end - start - 1]
     ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+def _code_of(arguments: list[str]) -> int:
+    """Run a command; return the exit code that Python gives for how it ended."""
+    try:
+        _execute(arguments)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        return -signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _end(code: int) -> None:
+    """End as Python does, but leave the memory to the system: freeing it would copy all of it."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(ValueError, OSError):
+            stream.flush()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code & 0xFF)
 
 
 def _execute(arguments: list[str]) -> None:

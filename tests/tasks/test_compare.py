@@ -319,6 +319,7 @@ def test_a_path_without_runs_is_refused(typed: Callable[..., str], tmp_path: Pat
         assert reason in said
 
 
+@pytest.mark.draws
 def test_page_and_table_are_written_where_asked(
     study: Study, compare: Compare, tmp_path: Path
 ) -> None:

@@ -274,6 +274,11 @@ def svg_of(
         inches: width and height.
         paint: draws on axes that are furnished for optimizer steps; it may furnish otherwise.
     """
+    return _inline(_drawn(name, inches, paint), title)
+
+
+def _drawn(name: str, inches: tuple[float, float], paint: Callable[[Axes], None]) -> str:
+    """Draw a plot as an SVG file."""
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams["svg.hashsalt"] = f"mens_exp/{name}"
@@ -287,7 +292,7 @@ def svg_of(
         buffer = io.StringIO()
         bare = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(buffer, format="svg", transparent=True, metadata=bare)
-    return _inline(buffer.getvalue(), title)
+    return buffer.getvalue()
 
 
 def _furnish(axes: Axes) -> None:
