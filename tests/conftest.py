@@ -18,6 +18,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import fork_server
 import numpy as np
 import pytest
+from filelock import FileLock
 
 from mens_exp.artifacts import own_process
 from mens_exp.artifacts.scorecard import Scorecard, read_item_events
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from mens_exp.backends.qlora import QloraBackend
     from mens_exp.config.root import RunConfig
     from mens_exp.model.resolve import BaseModel
+
+pytest_plugins = ["real_models"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -93,6 +96,36 @@ def shell_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """PATH of a shell in which ``python`` and ``mens-exp`` fork commands of mens_exp."""
     programs = fork_server.write_stubs(tmp_path_factory.mktemp("programs"))
     return os.pathsep.join([str(programs), os.environ["PATH"]])
+
+
+@pytest.fixture(scope="session")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Path]]:
+    """Directories that the first test that asks for one makes, for all workers; only to be read."""
+    root = tmp_path_factory.getbasetemp()
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        root = root.parent
+    root = root / "shelf"
+    root.mkdir(exist_ok=True)
+    taken: dict[Path, str] = {}
+
+    def take(name: str, make: Callable[[Path], object]) -> Path:
+        place = root / name
+        with FileLock(root / f"{name}.lock"):
+            if not place.with_suffix(".made").exists():
+                make(place)
+                place.with_suffix(".made").write_text(state_of(place), "utf-8")
+        taken[place] = place.with_suffix(".made").read_text("utf-8")
+        return place
+
+    yield take
+    changed = [place.name for place, made in taken.items() if state_of(place) != made]
+    assert changed == [], "a test has changed what others read; let it copy it first"
+
+
+def state_of(place: Path) -> str:
+    """List the files of a directory with their sizes and times."""
+    files = sorted(path for path in [place, *place.rglob("*")] if path.is_file())
+    return "".join(f"{p} {p.stat().st_size} {p.stat().st_mtime_ns}\n" for p in files)
 
 
 @pytest.fixture(scope="session")

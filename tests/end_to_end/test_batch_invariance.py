@@ -9,27 +9,24 @@ import pytest
 from mens_exp.config.suite import MiniPythonSuite
 from mens_exp.evals.generation import Generation, GraphEngine, Request
 from mens_exp.evals.mini_python import mini_python
-from mens_exp.model.resolve import resolve
 from mens_exp.tokenizer.hf import HfTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from mens_exp.backends.qlora import QloraBackend
-    from mens_exp.config.root import RunConfig
+    from mens_exp.model.resolve import BaseModel
 
 pytestmark = pytest.mark.slow
 SMOL = ("model=smollm2_135m", "backend=lora", "quant.compute_dtype=f32")
 
 
 def test_greedy_answers_are_the_same_alone_and_in_a_batch_of_sixteen(
-    cache: Path,
+    smollm2: BaseModel,
     tiny_backend: Callable[..., QloraBackend],
-    tiny_config: Callable[..., RunConfig],
 ) -> None:
     """SmolLM2 in f32 on prompts of different lengths; more of them: benchmarks/batch_invariance."""
-    tokenizer = HfTokenizer.from_directory(resolve(tiny_config(*SMOL).model, cache).directory)
+    tokenizer = HfTokenizer.from_directory(smollm2.directory)
     backend = tiny_backend(*SMOL)
     items = mini_python(MiniPythonSuite(items=6)).items
     requests = [Request(messages=item.messages, seed=0) for item in items]

@@ -1,4 +1,7 @@
-"""A real run's adapter on SmolLM2: a right merge passes its certificate, every wrong one fails."""
+"""An adapter on real weights: a right merge passes its certificate, every wrong one fails.
+
+The weights are four of SmolLM2's layers; make soak takes all thirty.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +27,35 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-SQUARE = "base_model.model.model.layers.14.self_attn.q_proj"  # 576 by 576
+SQUARE = "base_model.model.model.layers.2.self_attn.q_proj"  # 576 by 576
+PROJECTIONS = 7  # of a layer
+
+
+@pytest.fixture(scope="module", params=[4, pytest.param(30, marks=pytest.mark.soak)])
+def layers(request: pytest.FixtureRequest) -> int:
+    """How many layers of SmolLM2 the base model has."""
+    return int(request.param)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """Four steps on SmolLM2, enough for an adapter that matters."""
+def run(
+    layers: int,
+    smollm2_cut: Path,
+    code_rows: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> RunDir:
+    """Four steps, enough for an adapter that matters."""
     directory = tmp_path_factory.mktemp("smollm2") / "run"
+    if layers < 30:  # in bf16 the noise of so few layers is beyond the budget
+        model = ["model=hf", f"model.id={smollm2_cut}", "quant.compute_dtype=f32"]
+    else:
+        model = [f"quant.compute_dtype={'bf16' if look('cpu').has_bf16 else 'f32'}"]
     command = [
+        *model,
+        "data=jsonl",
+        f"data.path={code_rows}",
         "trainer=cpu",
         "trainer.max_steps=4",
-        f"quant.compute_dtype={'bf16' if look('cpu').has_bf16 else 'f32'}",  # emulated: 6 minutes
         "trainer.accumulate_grad_batches=2",
         "data.seq_len=256",
         "data.val_max_tokens=256",
@@ -158,45 +179,50 @@ def _a_and_b_swapped(tensors: dict[str, torch.Tensor], _: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("change", "layers"),
-    [(_alpha_doubled, 210), (_a_module_dropped, 30), (_a_and_b_swapped, 1)],
+    ("change", "tensors"),
+    [
+        (_alpha_doubled, lambda layers: PROJECTIONS * layers),
+        (_a_module_dropped, lambda layers: layers),
+        (_a_and_b_swapped, lambda _: 1),
+    ],
     ids=["alpha doubled", "a module dropped", "A and B swapped in one square layer"],
 )
 def test_an_adapter_that_is_not_the_trained_one_is_found(
     merged: Callable[..., tuple[int, Path]],
     tampered: Callable[..., Path],
     change: Callable[..., None],
+    tensors: Callable[[int], int],
     layers: int,
 ) -> None:
     """The reference is the run's own adapter, whichever form of it was merged.
 
-    One layer of 210 is far below the noise of bf16 products on a text; its tensor is not.
+    One tensor is far below the noise of bf16 products on a text; its tensor is not.
     """
     code, out = merged(path=tampered(change))
     assert code == 4
     found = Certificate.read(rejected_place(out) / "parity.json")
     assert not found.passed
     wrong = [name for name, one in found.tensors.items() if one["relative"] > 0.5]
-    assert len(wrong) == layers
+    assert len(wrong) == tensors(layers)
 
 
 def test_the_same_form_untampered_passes(
-    merged: Callable[..., tuple[int, Path]], tampered: Callable[..., Path]
+    layers: int, merged: Callable[..., tuple[int, Path]], tampered: Callable[..., Path]
 ) -> None:
     """The run's PEFT directory is the run's adapter."""
     code, out = merged(path=tampered(lambda *_: None))
     assert code == 0
     tensors = Certificate.read(out / "parity.json").tensors
-    assert len(tensors) == 210
+    assert len(tensors) == PROJECTIONS * layers
     assert max(one["relative"] for one in tensors.values()) < 1e-3
 
 
 def test_a_base_of_another_revision_is_found(
-    run: RunDir, tmp_path: Path, merged: Callable[..., tuple[int, Path]], smollm2: Path
+    run: RunDir, tmp_path: Path, merged: Callable[..., tuple[int, Path]], base: Path
 ) -> None:
     """Merged on request into weights that were trained a little further, it is another model."""
     other = tmp_path / "revision"
-    shutil.copytree(smollm2, other)
+    shutil.copytree(base, other)
     weights = load_file(other / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
     for name, values in weights.items():
@@ -214,7 +240,7 @@ def test_a_base_of_another_revision_is_found(
 
 
 @pytest.fixture
-def smollm2(run: RunDir, cache: Path) -> Path:
+def base(run: RunDir, cache: Path) -> Path:
     """The directory of the base model."""
     from mens_exp.config.compose import from_yaml, typed
     from mens_exp.model.resolve import resolve
@@ -264,15 +290,20 @@ def test_a_run_leaves_as_gguf_with_its_certificate(exported: Callable[..., Path]
     ids=["hf", "ollama", "ollama adapter", "vllm"],
 )
 def test_a_run_leaves_for_other_programs_with_its_certificate(
-    exported: Callable[..., Path], overrides: list[str], family: str, files: set[str]
+    layers: int,
+    exported: Callable[..., Path],
+    overrides: list[str],
+    family: str,
+    files: set[str],
 ) -> None:
     """What the program reads, the hand-off record, and the card or Modelfile beside it."""
     out = exported(*overrides)
     assert files < {path.name for path in out.iterdir()}
     assert read_handoff(out).backend_family == family
     tensors = Certificate.read(out / "parity.json").tensors
-    assert len(tensors) == 210
+    assert len(tensors) == PROJECTIONS * layers
     assert max(one["relative"] for one in tensors.values()) < 0.01
     if "Modelfile" in files:
-        begins = "FROM .\n" if "config.json" in files else "FROM SmolLM2-135M-Instruct\nADAPTER .\n"
+        base = "smollm2_cut" if layers < 30 else "SmolLM2-135M-Instruct"
+        begins = "FROM .\n" if "config.json" in files else f"FROM {base}\nADAPTER .\n"
         assert (out / "Modelfile").read_text().startswith(begins)

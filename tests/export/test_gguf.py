@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from mens_exp.config.root import RunConfig
 
 gguf = pytest.importorskip("gguf", reason="gguf is missing: pip install 'mens-exp[gguf]'")
 FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
@@ -255,23 +254,23 @@ def test_a_weight_beyond_the_type_is_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_smollm2_survives(
     real_texts: Callable[[int], list[str]],
     same_ids: Callable[[Path, Path], None],
-    cache: Path,
-    tiny_config: Callable[..., RunConfig],
+    smollm2: BaseModel,
+    smollm2_cut: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    is_whole: bool,
 ) -> None:
-    """The default model: F32 to 1e-4, the others within their rounding, the same ids."""
+    """The default model, or part of it: F32 to 1e-4, the others within their rounding, the same ids."""
     from transformers import AutoConfig
-
-    from mens_exp.model.resolve import resolve
 
     # transformers makes this table anew for every tensor, which takes most of its time
     names = functools.cache(gguf.get_tensor_name_map)
     monkeypatch.setattr(gguf, "get_tensor_name_map", names)
-    source = resolve(tiny_config("model=smollm2_135m").model, cache).directory
+    source = smollm2.directory if is_whole else smollm2_cut
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
     ids = torch.tensor([tokenizer.encode("\n\n".join(real_texts(40))).ids[:256]])
     wanted = logits_of(source, ids)

