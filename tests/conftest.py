@@ -9,7 +9,6 @@ import os
 import runpy
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 # One thread: tiny models gain nothing from more, and threads that wait for each other on a busy
 # machine take a hundred times as long. Before torch is imported, and for subprocesses too.
@@ -22,29 +21,25 @@ from filelock import FileLock
 
 from mens_exp.artifacts import own_process
 from mens_exp.artifacts.scorecard import Scorecard, read_item_events
+from mens_exp.config import loader
 from mens_exp.config.compose import compose, typed
 from mens_exp.rows.encode import Encoded
 from mens_exp.sandbox.bubblewrap import Bubblewrap
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.backends.qlora import QloraBackend
-    from mens_exp.config.root import RunConfig
-    from mens_exp.model.resolve import BaseModel
-
 pytest_plugins = ["real_models"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+loader._MOST = 10_000  # compositions that a process remembers; tests ask for many
+
+
+def pytest_collection_modifyitems(items):
     """Begin with the files of slow tests, so that no process is left alone with one at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def cache(tmp_path_factory):
     """Keep the tests out of the user's own cache; one for the whole session."""
     root = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
@@ -53,8 +48,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Fork the package's own processes instead of starting them; see tests/support/fork_server.py."""
+def forked(tmp_path_factory):
+    """Fork the package's own processes instead of starting them: see fork_server."""
     fork_server.keep_log(tmp_path_factory.getbasetemp() / "fork_server.log")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(own_process, "Popen", fork_server.Popen)
@@ -71,7 +66,7 @@ plots._drawn = lambda *_: '<svg viewBox="0 0 1 1"></svg>'
 
 
 @pytest.fixture(scope="session", autouse=True)
-def undrawn() -> Iterator[Callable[..., str]]:
+def undrawn():
     """Leave the plots of reports empty; the marker `draws` has them drawn for one test."""
     from mens_exp.report import plots
 
@@ -82,7 +77,7 @@ def undrawn() -> Iterator[Callable[..., str]]:
 
 
 @pytest.fixture(autouse=True)
-def _draws(request: pytest.FixtureRequest, undrawn: Callable[..., str]) -> Iterator[None]:
+def _draws(request, undrawn):
     with pytest.MonkeyPatch.context() as patch:
         if request.node.get_closest_marker("draws"):
             from mens_exp.report import plots
@@ -92,23 +87,23 @@ def _draws(request: pytest.FixtureRequest, undrawn: Callable[..., str]) -> Itera
 
 
 @pytest.fixture(scope="session")
-def shell_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+def shell_path(tmp_path_factory):
     """PATH of a shell in which ``python`` and ``mens-exp`` fork commands of mens_exp."""
     programs = fork_server.write_stubs(tmp_path_factory.mktemp("programs"))
     return os.pathsep.join([str(programs), os.environ["PATH"]])
 
 
 @pytest.fixture(scope="session")
-def shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Path]]:
+def shelf(tmp_path_factory):
     """Directories that the first test that asks for one makes, for all workers; only to be read."""
     root = tmp_path_factory.getbasetemp()
     if os.environ.get("PYTEST_XDIST_WORKER"):
         root = root.parent
     root = root / "shelf"
     root.mkdir(exist_ok=True)
-    taken: dict[Path, str] = {}
+    taken = {}
 
-    def take(name: str, make: Callable[[Path], object]) -> Path:
+    def take(name, make):
         place = root / name
         with FileLock(root / f"{name}.lock"):
             if not place.with_suffix(".made").exists():
@@ -122,14 +117,14 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Pa
     assert changed == [], "a test has changed what others read; let it copy it first"
 
 
-def state_of(place: Path) -> str:
+def state_of(place):
     """List the files of a directory with their sizes and times."""
     files = sorted(path for path in [place, *place.rglob("*")] if path.is_file())
     return "".join(f"{p} {p.stat().st_size} {p.stat().st_mtime_ns}\n" for p in files)
 
 
 @pytest.fixture(scope="session")
-def sandbox() -> Bubblewrap:
+def sandbox():
     """Where tests execute programs."""
     if shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is missing: apt-get install bubblewrap")
@@ -137,11 +132,11 @@ def sandbox() -> Bubblewrap:
 
 
 @pytest.fixture(scope="session")
-def tiny_config() -> Callable[..., RunConfig]:
+def tiny_config():
     """Compose a configuration of tiny_llama on CPU from overrides."""
 
     @functools.cache  # Hydra takes a third of a second each time
-    def composed(*overrides: str) -> RunConfig:
+    def composed(*overrides):
         usual = ["model=tiny_llama", "logger=none", "trainer=cpu", "suite=none"]
         by_key = {text.partition("=")[0]: text for text in [*usual, *overrides]}
         return typed(compose([list(by_key.values())])[0].values)
@@ -150,7 +145,7 @@ def tiny_config() -> Callable[..., RunConfig]:
 
 
 @pytest.fixture(scope="session")
-def tiny_base(cache: Path, tiny_config: Callable[..., RunConfig]) -> BaseModel:
+def tiny_base(cache, tiny_config):
     """Two random Llama layers on disk."""
     from mens_exp.model.resolve import resolve
 
@@ -158,29 +153,29 @@ def tiny_base(cache: Path, tiny_config: Callable[..., RunConfig]) -> BaseModel:
 
 
 @pytest.fixture(scope="session")
-def tiny_backend(cache: Path, tiny_config: Callable[..., RunConfig]) -> Callable[..., QloraBackend]:
+def tiny_backend(cache, tiny_config):
     """Build a fresh graph, QLoRA on tiny_llama by default; `live` fills B, which starts at zero."""
     import torch
 
     from mens_exp.model.resolve import resolve
     from mens_exp.training.build import build_backend
 
-    def build(*overrides: str, live: bool = False) -> QloraBackend:
+    def build(*overrides, live=False):
         config = tiny_config(*overrides)
-        backend: Any = build_backend(config, resolve(config.model, cache))
+        backend = build_backend(config, resolve(config.model, cache))
         if live:
             generator = torch.Generator().manual_seed(0)
             for name, parameter in backend.trainable().items():
                 if name.endswith("lora_b"):
                     parameter.data.normal_(std=0.1, generator=generator)
-        return backend  # type: ignore[no-any-return]
+        return backend
 
     return build
 
 
 # Far from the defaults wherever a default would hide what is left out: windows shorter than a
 # document, heads wider than their share, caps that bite, a scale that is not the width's.
-_FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
+_FAMILY_CONFIGS = {
     "llama": {},
     "gpt2": {"num_key_value_heads": 4},
     "mistral": {"sliding_window": 5},
@@ -191,7 +186,7 @@ _FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 32, "sliding_window": 5},
     "olmo2": {},
 }
-_FAMILY_EXTRAS: dict[str, dict[str, Any]] = {
+_FAMILY_EXTRAS = {
     "gemma2": {
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 3.0,
@@ -205,7 +200,7 @@ _FAMILY_EXTRAS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="session")
-def family_base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], BaseModel]:
+def family_base(tmp_path_factory):
     """Save a small random model of a family, weights far apart, as a user's own directory."""
     from mens_exp.config.model import HfModel, ModelFamily, RandomModel
     from mens_exp.layout import random_config
@@ -215,7 +210,7 @@ def family_base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bas
     root = tmp_path_factory.mktemp("families")
 
     @functools.cache
-    def saved(name: str) -> BaseModel:
+    def saved(name):
         model = RandomModel(
             name=name,
             family=ModelFamily(name),
@@ -237,13 +232,11 @@ def family_base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bas
 
 
 @pytest.fixture(scope="session")
-def family_config(
-    tiny_config: Callable[..., RunConfig], family_base: Callable[[str], BaseModel]
-) -> Callable[[str], RunConfig]:
+def family_config(tiny_config, family_base):
     """Compose a run in f32 on a family's directory, an adapter on every linear layer."""
     from mens_exp.config.model import HfModel
 
-    def composed(name: str) -> RunConfig:
+    def composed(name):
         config = tiny_config("quant.compute_dtype=f32", "lora.dropout=0")
         config.model = HfModel(id=str(family_base(name).directory))
         return config
@@ -252,7 +245,7 @@ def family_config(
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def hub(tmp_path, monkeypatch):
     """Put a stand-in hub in the place of the real one, its cache an empty folder."""
     from huggingface_hub import constants
 
@@ -274,7 +267,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.fixture
-def wandb_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def wandb_service(tmp_path, monkeypatch):
     """A stand-in of the W&B service in the place of the real one, and an account there."""
     stand_in = runpy.run_path(str(Path(__file__).with_name("stand_in_wandb.py")))
     for name in [*os.environ]:
@@ -290,7 +283,7 @@ def wandb_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[A
 
 
 @pytest.fixture
-def wandb_sweeps(wandb_service: Any) -> Any:
+def wandb_sweeps(wandb_service):
     """Let the stand-in know of sweeps, their agents and local controllers."""
     stand_in = runpy.run_path(str(Path(__file__).with_name("stand_in_wandb_sweeps.py")))
     wandb_service.sweeps = stand_in["Sweeps"](wandb_service)
@@ -298,10 +291,10 @@ def wandb_sweeps(wandb_service: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def documents_of() -> Callable[..., Encoded]:
+def documents_of():
     """Make encoded documents from lists of ids and of what is supervised."""
 
-    def made(ids: Sequence[Sequence[int]], supervised: Sequence[Sequence[int]]) -> Encoded:
+    def made(ids, supervised):
         return Encoded(
             ids=np.array([token for document in ids for token in document], np.int32),
             supervised=np.array([x for document in supervised for x in document], bool),
@@ -314,12 +307,10 @@ def documents_of() -> Callable[..., Encoded]:
 
 
 @pytest.fixture(scope="session")
-def random_documents(documents_of: Callable[..., Encoded]) -> Callable[..., Encoded]:
+def random_documents(documents_of):
     """Draw documents of given lengths; the last `supervised[i]` tokens of each are learned."""
 
-    def drawn(
-        lengths: Sequence[int], supervised: Sequence[int] | None = None, *, seed: int = 0
-    ) -> Encoded:
+    def drawn(lengths, supervised=None, *, seed=0):
         generator = np.random.default_rng(seed)
         learned = supervised if supervised is not None else [length // 2 for length in lengths]
         return documents_of(
@@ -331,7 +322,7 @@ def random_documents(documents_of: Callable[..., Encoded]) -> Callable[..., Enco
 
 
 @pytest.fixture(scope="session")
-def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rows_file(tmp_path_factory):
     """Sixty rows of small functions: about 45 to train on, the rest shared by the other sides."""
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     rows = [
@@ -343,7 +334,7 @@ def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_run(rows_file: Path) -> list[str]:
+def tiny_run(rows_file):
     """Overrides of a training run that takes about a second: four steps of four micro-batches."""
     return [
         "model=tiny_llama",
@@ -364,14 +355,12 @@ def tiny_run(rows_file: Path) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def train_in(tiny_run: list[str]) -> Callable[..., RunDir]:
+def train_in(tiny_run):
     """Run the command line in this process, its run in a given directory."""
     from mens_exp import cli
     from mens_exp.artifacts.run_dir import RunDir
 
-    def trained(
-        directory: Path, *overrides: str, code: int = 0, without: str | None = None
-    ) -> RunDir:
+    def trained(directory, *overrides, code=0, without=None):
         by_key = {text.partition("=")[0]: text for text in [*tiny_run, *overrides]}
         by_key.pop(without, None)
         assert cli.main([*by_key.values(), f"hydra.run.dir={directory}"]) == code
@@ -381,13 +370,13 @@ def train_in(tiny_run: list[str]) -> Callable[..., RunDir]:
 
 
 @pytest.fixture(scope="session")
-def finished(train_in: Callable[..., RunDir], tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def finished(train_in, tmp_path_factory):
     """A run of `tiny_run` from start to end; only to be read."""
     return train_in(tmp_path_factory.mktemp("finished") / "run")
 
 
 @pytest.fixture(scope="session")
-def notes_of() -> Callable[[RunDir], list[str]]:
+def notes_of():
     """Read a run's notes, but for what this machine lacks: they are the same on any."""
     from mens_exp.artifacts.manifest import Manifest
     from mens_exp.plan import machine, messages
@@ -397,13 +386,13 @@ def notes_of() -> Callable[[RunDir], list[str]]:
 
 
 @pytest.fixture(scope="session")
-def untimed() -> Callable[[RunDir], dict[str, Any]]:
+def untimed():
     """Read a run's scorecard and events, but for latencies: they are others each time."""
 
-    def steady(values: dict[str, Any]) -> dict[str, Any]:
+    def steady(values):
         return {name: value for name, value in values.items() if not name.endswith("_ms")}
 
-    def read(run: RunDir) -> dict[str, Any]:
+    def read(run):
         card = Scorecard.read(run.scorecard)
         return {
             "suite": card.suite_digest,

@@ -12,11 +12,7 @@ import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, unquote, urlsplit
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @dataclass
@@ -27,7 +23,7 @@ class Repository:
     refs: dict[str, str] = field(default_factory=dict)
     gated: bool = False
 
-    def commit(self, files: dict[str, bytes], branch: str = "main") -> str:
+    def commit(self, files, branch="main"):
         """Add a commit and move a branch to it."""
         sha = hashlib.sha1(repr(sorted(files.items())).encode(), usedforsecurity=False).hexdigest()
         self.commits[sha] = files
@@ -43,17 +39,17 @@ class Hub(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.repositories: dict[str, Repository] = {}
-        self.requests: list[str] = []
+        self.repositories = {}
+        self.requests = []
         self.broken = False
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
-    def asked(self, part: str) -> list[str]:
+    def asked(self, part):
         """Return the requests whose line holds a text."""
         return [line for line in self.requests if part in line]
 
@@ -62,16 +58,16 @@ class _Handler(BaseHTTPRequestHandler):
     server: Hub
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, *_):
         pass
 
-    def do_HEAD(self) -> None:
+    def do_HEAD(self):
         self._answer()
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self._answer()
 
-    def _answer(self) -> None:
+    def _answer(self):
         self.server.requests.append(f"{self.command} {self.path}")
         parts = urlsplit(self.path)
         path = [unquote(part) for part in parts.path.strip("/").split("/")]
@@ -90,7 +86,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._refuse(404, "EntryNotFound")
 
-    def _search(self, query: dict[str, list[str]], *, datasets: bool) -> None:
+    def _search(self, query, *, datasets):
         text, author = query.get("search", [""])[0], query.get("author", [""])[0]
         names = [
             name.removeprefix("datasets/")
@@ -100,7 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
         names = [n for n in names if text.lower() in n.lower() and n.startswith(author)]
         self._json([{"id": name, "modelId": name} for name in names])
 
-    def _api(self, name: str, rest: list[str]) -> None:
+    def _api(self, name, rest):
         repository = self.server.repositories.get(name)
         if repository is None:
             self._refuse(401, "RepoNotFound")
@@ -122,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
                 bare = name.removeprefix("datasets/")
                 self._json({"id": bare, "modelId": bare, "sha": sha, "siblings": siblings})
 
-    def _file(self, name: str, revision: str, file: str) -> None:
+    def _file(self, name, revision, file):
         repository = self.server.repositories[name]
         sha = repository.refs.get(revision, revision)
         if repository.gated:
@@ -140,13 +136,13 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self._send(200, data, headers)
 
-    def _json(self, value: Any) -> None:
+    def _json(self, value):
         self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
-    def _refuse(self, status: int, code: str) -> None:
+    def _refuse(self, status, code):
         self._send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": code})
 
-    def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+    def _send(self, status, body, headers=None):
         self.send_response(status)
         for key, value in (headers or {}).items():
             self.send_header(key, value)
@@ -156,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-def _entry(path: str, data: bytes) -> dict[str, Any]:
+def _entry(path, data):
     return {
         "type": "file",
         "path": path,
@@ -166,7 +162,7 @@ def _entry(path: str, data: bytes) -> dict[str, Any]:
 
 
 @contextmanager
-def serving() -> Iterator[Hub]:
+def serving():
     """Serve on a free port inside the block."""
     hub = Hub()
     thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.02})

@@ -14,11 +14,8 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 ENTITY = "lab"
 
@@ -41,17 +38,17 @@ class Run:
     is_begun: bool = False  # by a client; an agent's run is there before
 
     @property
-    def history(self) -> list[dict[str, Any]]:
+    def history(self):
         found = self.lines.get("wandb-history.jsonl", {})
         return [json.loads(found[number]) for number in sorted(found)]
 
     @property
-    def summary(self) -> dict[str, Any]:
+    def summary(self):
         found = self.lines.get("wandb-summary.json", {})
         return json.loads(found[max(found)]) if found else {}
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self):
         """The configuration as a user reads it."""
         return {key: one["value"] for key, one in self.config.items() if key != "_wandb"}
 
@@ -73,17 +70,17 @@ class Artifact:
 class Service:
     """The state behind the server, and how it behaves."""
 
-    def __init__(self) -> None:
-        self.runs: dict[str, Run] = {}
-        self.artifacts: dict[str, Artifact] = {}
-        self.used: list[tuple[str, Artifact]] = []  # by a run, one version
-        self.operations: list[str] = []
-        self.uploads: dict[str, bytes] = {}
-        self.unknown: list[str] = []
+    def __init__(self):
+        self.runs = {}
+        self.artifacts = {}
+        self.used = []  # by a run, one version
+        self.operations = []
+        self.uploads = {}
+        self.unknown = []
         self.delay_s = 0.0
-        self.refuses: Callable[[str], bool] = lambda _: False  # answers 500 to such an operation
-        self.hangs: Callable[[str], bool] = lambda _: False
-        self.sweeps: Any = None  # what answers about sweeps, where a test wants some
+        self.refuses = lambda _: False  # answers 500 to such an operation
+        self.hangs = lambda _: False
+        self.sweeps = None  # what answers about sweeps, where a test wants some
         self.lock = threading.RLock()
         self.released = threading.Event()
         self.url = ""
@@ -91,21 +88,21 @@ class Service:
     # What a test asks for.
 
     @property
-    def lineage(self) -> set[tuple[str, str]]:
+    def lineage(self):
         """Edges from what a run read to the run, and from the run to what it made."""
         made = {(one.made_by, one.name) for one in self.artifacts.values() if one.made_by}
         return made | {(artifact.name, run) for run, artifact in self.used}
 
-    def versions(self, name: str) -> list[Artifact]:
+    def versions(self, name):
         return [one for one in self.artifacts.values() if one.name == name]
 
-    def expect(self, name: str, project: str, sweep: str, config: dict[str, Any]) -> None:
+    def expect(self, name, project, sweep, config):
         """Have a run that a client is yet to begin: an agent will be told of it."""
         self.runs[name] = Run(name, project, sweep=sweep, config=config)
 
     # What the client asks for.
 
-    def graphql(self, operation: str, told: dict[str, Any], query: str) -> Any:
+    def graphql(self, operation, told, query):
         name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", operation).lower()
         answer = getattr(self, f"_on_{name}", getattr(self.sweeps, f"on_{name}", None))
         if answer is None:
@@ -118,20 +115,20 @@ class Service:
                 self.unknown.append(f"{operation} {error!r} {json.dumps(told)[:600]} {query[:900]}")
                 raise ValueError from error
 
-    def _on_viewer(self, _: dict[str, Any]) -> Any:
+    def _on_viewer(self, _):
         me = {"id": "me", "entity": ENTITY, "username": "me", "email": "", "flags": "{}"}
         return {"viewer": {**me, "teams": {"edges": []}, "apiKeys": {"edges": []}}}
 
-    def _on_server_features_query(self, _: dict[str, Any]) -> Any:
+    def _on_server_features_query(self, _):
         return {"serverInfo": {"features": []}}
 
-    def _on_run_resume_status(self, told: dict[str, Any]) -> Any:
+    def _on_run_resume_status(self, told):
         run = self.runs.get(told["name"])
         bucket = None if run is None else self._bucket(run)
         model = {"id": "model", "name": told["project"], "entity": {"id": "e", "name": ENTITY}}
         return {"model": {**model, "bucket": bucket}}
 
-    def _bucket(self, run: Run) -> dict[str, Any]:
+    def _bucket(self, run):
         tail = [json.dumps(line) for line in run.history[-1:]]
         return {
             "id": f"id-{run.name}",
@@ -156,7 +153,7 @@ class Service:
             },
         }
 
-    def _on_upsert_bucket(self, told: dict[str, Any]) -> Any:
+    def _on_upsert_bucket(self, told):
         is_new = told["name"] not in self.runs
         run = self.runs.setdefault(told["name"], Run(told["name"], told["project"]))
         run.is_begun = True
@@ -173,7 +170,7 @@ class Service:
             run.config = json.loads(told["config"])
         return {"upsertBucket": {"bucket": self._bucket(run), "inserted": is_new}}
 
-    def _on_create_run_files(self, told: dict[str, Any]) -> Any:
+    def _on_create_run_files(self, told):
         files = [
             {"name": name, "uploadUrl": f"{self.url}/put/run/{told['run']}/{name}"}
             for name in told["files"]
@@ -181,12 +178,12 @@ class Service:
         made = {"runID": f"id-{told['run']}", "uploadHeaders": [], "files": files}
         return {"createRunFiles": made}
 
-    def _on_artifact_type(self, told: dict[str, Any]) -> Any:
+    def _on_artifact_type(self, told):
         found = self.versions(told["name"].partition(":")[0])
         known = {"artifactType": {"name": found[-1].type}} if found else None
         return {"project": {"artifact": known}}
 
-    def _on_create_artifact(self, told: dict[str, Any]) -> Any:
+    def _on_create_artifact(self, told):
         name, digest = told["artifactCollectionName"], told["digest"]
         number = len(self.versions(name))
         known = next((one for one in self.versions(name) if one.digest == digest), None)
@@ -211,7 +208,7 @@ class Service:
             }
         }
 
-    def _on_create_artifact_manifest(self, told: dict[str, Any]) -> Any:
+    def _on_create_artifact_manifest(self, told):
         url = f"{self.url}/put/manifest/{told['artifactID']}"
         made = {
             "id": f"manifest-{told['artifactID']}",
@@ -225,11 +222,11 @@ class Service:
         }
         return {"createArtifactManifest": {"artifactManifest": made}}
 
-    def _on_create_artifact_files(self, told: dict[str, Any]) -> Any:
+    def _on_create_artifact_files(self, told):
         edges = [{"node": self._file(one)} for one in told["artifactFiles"]]
         return {"createArtifactFiles": {"files": {"edges": edges}}}
 
-    def _file(self, told: dict[str, Any]) -> dict[str, Any]:
+    def _file(self, told):
         owner, name = told["artifactID"], told["name"]
         return {
             "id": f"{owner}/{name}",
@@ -242,12 +239,12 @@ class Service:
             "artifact": {"id": owner},
         }
 
-    def _on_commit_artifact(self, told: dict[str, Any]) -> Any:
+    def _on_commit_artifact(self, told):
         artifact = self.artifacts[told["artifactID"]]
         artifact.state = "COMMITTED"
         return {"commitArtifact": {"artifact": {"id": artifact.id, "digest": artifact.digest}}}
 
-    def _on_artifact_by_id(self, told: dict[str, Any]) -> Any:
+    def _on_artifact_by_id(self, told):
         one = self.artifacts[told["id"]]
         project = {"id": "p", "internalId": "p", "name": "p", "entity": {"name": ENTITY}}
         known = {
@@ -274,12 +271,12 @@ class Service:
         absent = ("description", "historyStep", "commitHash", "updatedAt")
         return {"artifact": known | dict.fromkeys(absent)}
 
-    def _on_use_artifact(self, told: dict[str, Any]) -> Any:
+    def _on_use_artifact(self, told):
         artifact = self.artifacts[told["artifactID"]]
         self.used.append((told["runName"], artifact))
         return {"useArtifact": {"artifact": {"id": artifact.id, "digest": artifact.digest}}}
 
-    def streamed(self, name: str, told: dict[str, Any]) -> Any:
+    def streamed(self, name, told):
         with self.lock:
             run = self.runs.setdefault(name, Run(name, "?"))
             for file, part in (told.get("files") or {}).items():
@@ -291,7 +288,7 @@ class Service:
             is_stopped = self.sweeps is not None and name in self.sweeps.stopping
         return {"limits": {}, "stopped": is_stopped}
 
-    def stored(self, path: str, body: bytes) -> None:
+    def stored(self, path, body):
         _, kind, owner, *rest = path.removeprefix("/").split("/")
         with self.lock:
             self.uploads[path] = body
@@ -306,10 +303,10 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     service: Service
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, *_):
         pass
 
-    def _body(self) -> bytes:
+    def _body(self):
         if self.headers.get("Transfer-Encoding") != "chunked":
             return self.rfile.read(int(self.headers.get("Content-Length") or 0))
         parts = []
@@ -319,13 +316,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return b"".join(parts)
 
-    def _any(self) -> None:
+    def _any(self):
         try:
             self._answer()
         except (ConnectionError, TimeoutError):
             self.close_connection = True
 
-    def handle(self) -> None:
+    def handle(self):
         """Answer until the client goes away, however it does."""
         try:
             super().handle()
@@ -334,7 +331,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_POST = do_PUT = _any  # as the library spells them
 
-    def _answer(self) -> None:
+    def _answer(self):
         body, path, service = self._body(), unquote(self.path), self.service
         told = json.loads(body) if path == "/graphql" else {}
         operation = told.get("operationName") or _named(told.get("query", "")) or path
@@ -363,7 +360,7 @@ class _Handler(BaseHTTPRequestHandler):
             service.unknown.append(path)
             self._send(404, {})
 
-    def _send(self, status: int, value: Any) -> None:
+    def _send(self, status, value):
         data = json.dumps(value).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -372,13 +369,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
-def _named(query: str) -> str:
+def _named(query):
     words = query.replace("(", " ").replace("{", " ").split()
     return words[1] if len(words) > 1 else ""
 
 
 @contextmanager
-def serving(service: Service) -> Iterator[Service]:
+def serving(service):
     """Let a service answer on a port of its own."""
     handler = type("Handler", (_Handler,), {"service": service})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)

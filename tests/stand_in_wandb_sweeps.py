@@ -28,7 +28,7 @@ class Sweep:
     is_exhausted: bool = False  # or a user has stopped it
 
     @property
-    def is_local(self) -> bool:
+    def is_local(self):
         """Whether a local controller draws."""
         return (self.config.get("controller") or {}).get("type") == "local"
 
@@ -36,17 +36,17 @@ class Sweep:
 class Sweeps:
     """Sweeps and agents of a service; a test reads what they sent, and says what is to come."""
 
-    def __init__(self, service: Any) -> None:
+    def __init__(self, service):
         self._service = service
-        self.by_name: dict[str, Sweep] = {}
-        self.agents: dict[str, Sweep] = {}
-        self.suggestions: list[dict[str, Any]] = []  # of the service itself, in order
-        self.stopping: set[str] = set()  # runs that a user has stopped
-        self.commands: list[dict[str, Any]] = []  # sent to agents
+        self.by_name = {}
+        self.agents = {}
+        self.suggestions = []  # of the service itself, in order
+        self.stopping = set()  # runs that a user has stopped
+        self.commands = []  # sent to agents
 
     # What the client asks for.
 
-    def on_upsert_sweep(self, told: dict[str, Any]) -> Any:
+    def on_upsert_sweep(self, told):
         if told.get("id") is None:
             number = len(self.by_name)
             entity, project = told["entityName"], told["projectName"]
@@ -64,18 +64,18 @@ class Sweeps:
         shown = {"name": sweep.name, "project": self._project(sweep)}
         return {"upsertSweep": {"sweep": shown, "configValidationWarnings": []}}
 
-    def on_create_agent(self, told: dict[str, Any]) -> Any:
+    def on_create_agent(self, told):
         agent = f"agent-{len(self.agents)}"
         self.agents[agent] = self.by_name[told["sweep"]]
         return {"createAgent": {"agent": {"id": agent}}}
 
-    def on_heartbeat(self, told: dict[str, Any]) -> Any:
+    def on_heartbeat(self, told):
         commands = self._commands(self.agents[told["id"]], json.loads(told["runState"]))
         self.commands += commands
         beat = {"agent": {"id": told["id"]}, "commands": json.dumps(commands)}
         return {"agentHeartbeat": beat}
 
-    def on_sweep_with_runs(self, told: dict[str, Any]) -> Any:
+    def on_sweep_with_runs(self, told):
         sweep = self.by_name.get(told["sweep"])
         if sweep is None or sweep.project != told["project"]:
             return {"project": {"sweep": None}}
@@ -97,11 +97,11 @@ class Sweeps:
 
     # How a sweep goes.
 
-    def _project(self, sweep: Sweep) -> dict[str, Any]:
+    def _project(self, sweep):
         entity = {"id": "e", "name": sweep.entity}
         return {"id": "p", "name": sweep.project, "entity": entity}
 
-    def _controlled(self, sweep: Sweep, controller: dict[str, Any]) -> None:
+    def _controlled(self, sweep, controller):
         sweep.controller = controller
         known = {one["id"] for one in sweep.scheduled}
         for entry in controller.get("schedule", []):
@@ -115,14 +115,14 @@ class Sweeps:
             sweep.scheduled.append({"id": entry["id"], "runid": name})
         self.stopping |= set(controller.get("earlystop", []))
 
-    def _create(self, sweep: Sweep, drawn: dict[str, Any]) -> str:
+    def _create(self, sweep, drawn):
         name = f"{sweep.name}r{len(sweep.runs)}"
         self._service.expect(name, sweep.project, sweep.name, drawn)
         sweep.runs.append(name)
         sweep.waiting.append(name)
         return name
 
-    def _commands(self, sweep: Sweep, running: dict[str, bool]) -> list[dict[str, Any]]:
+    def _commands(self, sweep, running):
         stops = [{"type": "stop", "run_id": name} for name in running if name in self.stopping]
         if running:
             return stops
@@ -139,11 +139,11 @@ class Sweeps:
             return [{"id": f"command-{name}", "type": "run", **told}]
         return [{"type": "exit"}] if sweep.is_exhausted else []
 
-    def _state(self, sweep: Sweep) -> str:
+    def _state(self, sweep):
         ended = all(self._service.runs[name].exit_code is not None for name in sweep.runs)
         return "FINISHED" if sweep.is_exhausted and ended else "RUNNING"
 
-    def _shown(self, run: Any, keys: list[str]) -> dict[str, Any]:
+    def _shown(self, run, keys):
         if run.exit_code is not None:
             state = "finished" if run.exit_code == 0 else "failed"
         else:

@@ -5,23 +5,15 @@ import os
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 
 from mens_exp import __version__, cli
 from mens_exp.artifacts.manifest import Manifest, Status
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.model.resolve import BaseModel
-
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     """An empty working directory."""
     place = tmp_path / "here"
     place.mkdir()
@@ -30,10 +22,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refused(here, capsys):
     """Run a command that must exit with 2 and leave nothing behind; returns what it said."""
 
-    def said(*arguments: str, code: int = 2) -> str:
+    def said(*arguments, code=2):
         before = sorted(here.rglob("*"))
         assert cli.main(list(arguments)) == code
         assert sorted(here.rglob("*")) == before
@@ -44,7 +36,7 @@ def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str
     return said
 
 
-def subprocess_of(*arguments: str) -> subprocess.CompletedProcess[str]:
+def subprocess_of(*arguments):
     """Run `python -m mens_exp`, and report the heavy modules it imported on the last line."""
     heavy = {"torch", "transformers", "lightning", "peft", "wandb", "matplotlib", "bitsandbytes"}
     code = (
@@ -58,7 +50,7 @@ def subprocess_of(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_help_shows_tasks_groups_and_examples_and_loads_nothing_heavy() -> None:
+def test_help_shows_tasks_groups_and_examples_and_loads_nothing_heavy():
     """It is what a new user reads first, and must answer at once."""
     done = subprocess_of("--help")
     assert done.returncode == 0
@@ -67,16 +59,14 @@ def test_help_shows_tasks_groups_and_examples_and_loads_nothing_heavy() -> None:
     assert done.stdout.rstrip().endswith("[]")
 
 
-def test_a_configuration_error_loads_nothing_heavy() -> None:
+def test_a_configuration_error_loads_nothing_heavy():
     """A typing mistake is told before torch would be half imported."""
     done = subprocess_of("lora.r=0", "backend=qlra")
     assert done.returncode == 2
     assert done.stdout.strip() == "[]"
 
 
-def test_cfg_shows_the_composed_configuration(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cfg_shows_the_composed_configuration(here, capsys):
     """With the overrides, and without a run."""
     assert cli.main(["--cfg", "job", "lora.r=8", "model=tiny_llama"]) == 0
     shown = capsys.readouterr().out
@@ -85,32 +75,30 @@ def test_cfg_shows_the_composed_configuration(
     assert list(here.iterdir()) == []
 
 
-def test_cfg_checks_like_a_run_does(refused: Callable[..., str]) -> None:
+def test_cfg_checks_like_a_run_does(refused):
     """A typing mistake is none the better for being shown."""
     assert "quant.duble_quant" in refused("--cfg", "job", "quant.duble_quant=true")
 
 
-def test_cfg_with_resume_resumes_nothing(
-    finished: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cfg_with_resume_resumes_nothing(finished, capsys):
     """To look at a configuration never begins to train."""
     assert cli.main(["--cfg", "job", f"resume={finished.path}"]) == 0
     assert f"resume: {finished.path}" in capsys.readouterr().out
 
 
-def test_shell_completion_is_hydras(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shell_completion_is_hydras(capsys):
     """The line that --hydra-help tells to evaluate defines a completion function."""
     assert cli.main(["-sc", "install=bash"]) == 0
     assert "hydra_bash_completion()" in capsys.readouterr().out
 
 
-def test_hydra_help_shows_hydras_flags(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hydra_help_shows_hydras_flags(capsys):
     """What a user knows of Hydra holds."""
     assert cli.main(["--hydra-help"]) == 0
     assert "--multirun,-m" in capsys.readouterr().out
 
 
-def test_version_is_ours(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_ours(capsys):
     """Hydra would tell its own."""
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"mens_exp {__version__}\n"
@@ -128,9 +116,7 @@ def test_version_is_ours(capsys: pytest.CaptureFixture[str]) -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_flags_that_would_do_nothing_are_refused(
-    refused: Callable[..., str], flags: list[str], said: str
-) -> None:
+def test_flags_that_would_do_nothing_are_refused(refused, flags, said):
     """Silence would mean that they were heeded."""
     assert said in refused(*flags)
 
@@ -147,15 +133,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("override", BAD)
-def test_one_mistake_is_told_with_what_is_accepted(
-    refused: Callable[..., str], override: str
-) -> None:
+def test_one_mistake_is_told_with_what_is_accepted(refused, override):
     """The command exits with 2 before a directory is made."""
     said = refused("model=tiny_llama", override)
     assert all(part in said for part in BAD[override]), said
 
 
-def test_all_mistakes_of_a_command_are_told_together(refused: Callable[..., str]) -> None:
+def test_all_mistakes_of_a_command_are_told_together(refused):
     """Overrides, values and files in one answer."""
     said = refused("model=tiny_llama", "data=jsonl", "data.path=missing.jsonl", *BAD)
     for parts in ({name: parts[:2] for name, parts in BAD.items() if name != "lora.r=0"}).values():
@@ -164,14 +148,12 @@ def test_all_mistakes_of_a_command_are_told_together(refused: Callable[..., str]
     assert "missing.jsonl" in said
 
 
-def test_several_values_need_a_sweep(refused: Callable[..., str]) -> None:
+def test_several_values_need_a_sweep(refused):
     """The way to mean it is named."""
     assert "add -m" in refused("seed=1,2")
 
 
-def test_a_row_that_is_no_json_is_told_by_file_and_line(
-    refused: Callable[..., str], here: Path
-) -> None:
+def test_a_row_that_is_no_json_is_told_by_file_and_line(refused, here):
     """With every other bad row of the file."""
     rows = here / "rows.jsonl"
     good = json.dumps({"prompt": "p", "response": "r"})
@@ -183,9 +165,7 @@ def test_a_row_that_is_no_json_is_told_by_file_and_line(
     assert "response" in said
 
 
-def test_a_truncated_base_model_is_told_by_its_file(
-    refused: Callable[..., str], tiny_base: BaseModel, here: Path
-) -> None:
+def test_a_truncated_base_model_is_told_by_its_file(refused, tiny_base, here):
     """Weights that end too early would otherwise be noticed in the middle of a run."""
     copy = here / "model"
     shutil.copytree(tiny_base.directory, copy)
@@ -195,9 +175,7 @@ def test_a_truncated_base_model_is_told_by_its_file(
 
 
 @pytest.mark.slow
-def test_a_whole_base_model_directory_is_accepted(
-    tiny_base: BaseModel, train_in: Callable[..., RunDir], tmp_path: Path
-) -> None:
+def test_a_whole_base_model_directory_is_accepted(tiny_base, train_in, tmp_path):
     """The same directory, untouched, trains."""
     run = train_in(tmp_path / "run", "model=hf", f"model.id={tiny_base.directory}")
     inputs = Manifest.read(run.manifest).inputs
@@ -206,9 +184,7 @@ def test_a_whole_base_model_directory_is_accepted(
 
 
 @pytest.mark.slow
-def test_no_supervised_token_is_told_when_the_rows_are_encoded(
-    train_in: Callable[..., RunDir], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_supervised_token_is_told_when_the_rows_are_encoded(train_in, tmp_path, capsys):
     """Sixteen tokens end inside every prompt; the run is on record as failed."""
     run = train_in(tmp_path / "run", "data.seq_len=16", code=2)
     said = " ".join(capsys.readouterr().err.split())
@@ -224,11 +200,11 @@ def test_no_supervised_token_is_told_when_the_rows_are_encoded(
 
 
 def test_a_missing_gpu_is_the_environments_fault(
-    train_in: Callable[..., RunDir],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    train_in,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     """Exit code 3, and the way to do without."""
     import torch
 
@@ -238,15 +214,15 @@ def test_a_missing_gpu_is_the_environments_fault(
 
 
 def test_a_bug_exits_with_1_and_keeps_its_record(
-    train_in: Callable[..., RunDir],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    train_in,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     """The traceback is shown whole, and where the record lies."""
     from mens_exp.training.module import TrainingModule
 
-    def broken(*_: object) -> None:
+    def broken(*_):
         raise ZeroDivisionError("by our own fault")
 
     monkeypatch.setattr(TrainingModule, "training_step", broken)
@@ -257,13 +233,11 @@ def test_a_bug_exits_with_1_and_keeps_its_record(
     assert Manifest.read(run.manifest).status is Status.FAILED
 
 
-def test_a_library_that_exits_ends_no_more_than_its_run(
-    train_in: Callable[..., RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_that_exits_ends_no_more_than_its_run(train_in, tmp_path, monkeypatch):
     """Exiting is no way to fail; the run is failed, and a sweep would go on."""
     from mens_exp.training.module import TrainingModule
 
-    def leaving(*_: object) -> None:
+    def leaving(*_):
         sys.exit(7)
 
     monkeypatch.setattr(TrainingModule, "training_step", leaving)
@@ -273,13 +247,11 @@ def test_a_library_that_exits_ends_no_more_than_its_run(
     assert error["type"] == "SystemExit"
 
 
-def test_ctrl_c_before_a_run_is_open_exits_with_130(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_before_a_run_is_open_exits_with_130(monkeypatch, capsys):
     """Without a traceback."""
     from mens_exp.tasks import settle
 
-    def interrupted(_config: object) -> None:
+    def interrupted(_config):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(settle, "preflight", interrupted)
@@ -288,9 +260,7 @@ def test_ctrl_c_before_a_run_is_open_exits_with_130(
 
 
 @pytest.mark.slow
-def test_a_second_run_in_the_same_directory_is_refused(
-    train_in: Callable[..., RunDir], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_run_in_the_same_directory_is_refused(train_in, tmp_path, capsys):
     """The first one's adapter and record stay."""
     run = train_in(tmp_path / "run", "trainer.max_steps=1")
     manifest, adapter = run.manifest.read_bytes(), run.adapter / "adapter.safetensors"
@@ -300,9 +270,7 @@ def test_a_second_run_in_the_same_directory_is_refused(
     assert (run.manifest.read_bytes(), adapter.read_bytes()) == (manifest, before)
 
 
-def test_the_result_names_the_report(
-    train_in: Callable[..., RunDir], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_result_names_the_report(train_in, tmp_path, capsys):
     """Base and tuned stand side by side above it."""
     run = train_in(tmp_path / "run", "trainer.max_steps=1")
     said = capsys.readouterr().out
@@ -310,7 +278,7 @@ def test_the_result_names_the_report(
     assert "Validation loss" in said
 
 
-def test_runs_lie_under_outputs_by_task_and_experiment(tiny_run: list[str], here: Path) -> None:
+def test_runs_lie_under_outputs_by_task_and_experiment(tiny_run, here):
     """outputs/<task>/<experiment>/<utc>_<digest8>, as Hydra's own run directory."""
     assert cli.main([*tiny_run, "task=plan"]) == 0
     (manifest,) = here.glob("outputs/plan/default/*_*/manifest.json")
@@ -320,7 +288,7 @@ def test_runs_lie_under_outputs_by_task_and_experiment(tiny_run: list[str], here
 
 
 @pytest.mark.slow
-def test_python_m_mens_exp_exits_with_the_code_of_the_command(here: Path) -> None:
+def test_python_m_mens_exp_exits_with_the_code_of_the_command(here):
     """The entry point hands the code to the shell, and errors go to standard error."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     for arguments, code in (["lora.r=0"], 2), (["--version"], 0), (["task=plan"], 0):
@@ -336,7 +304,7 @@ def test_python_m_mens_exp_exits_with_the_code_of_the_command(here: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_reader_that_has_gone_ends_no_run(here: Path) -> None:
+def test_a_reader_that_has_gone_ends_no_run(here):
     """With `… | head` the run succeeds, whichever of the two outputs nobody reads."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     for output, other in (("stdout", "stderr"), ("stderr", "stdout")):
@@ -355,9 +323,7 @@ def test_a_reader_that_has_gone_ends_no_run(here: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_used_directory_is_refused_before_hydra_writes_into_it(
-    tiny_run: list[str], here: Path, refused: Callable[..., str]
-) -> None:
+def test_a_used_directory_is_refused_before_hydra_writes_into_it(tiny_run, here, refused):
     """Hydra's own copy of the overrides still tells what ran there."""
     assert cli.main([*tiny_run, "task=plan", "hydra.run.dir=run"]) == 0
     before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
@@ -368,9 +334,7 @@ def test_a_used_directory_is_refused_before_hydra_writes_into_it(
 
 
 @pytest.mark.slow
-def test_a_used_sweep_directory_is_refused_as_well(
-    tiny_run: list[str], here: Path, refused: Callable[..., str]
-) -> None:
+def test_a_used_sweep_directory_is_refused_as_well(tiny_run, here, refused):
     """It is named as a sweep, and how to go on with it."""
     sweep = ["-m", *tiny_run, "task=plan", "seed=1,2", "hydra.sweep.dir=sweep"]
     assert cli.main(sweep) == 0
@@ -381,9 +345,7 @@ def test_a_used_sweep_directory_is_refused_as_well(
 
 
 @pytest.mark.slow
-def test_the_same_command_twice_in_one_process_makes_two_runs(
-    tiny_run: list[str], here: Path
-) -> None:
+def test_the_same_command_twice_in_one_process_makes_two_runs(tiny_run, here):
     """The directory's time is the command's, not the process's."""
     for _ in range(2):
         assert cli.main([*tiny_run, "task=plan"]) == 0
@@ -391,7 +353,7 @@ def test_the_same_command_twice_in_one_process_makes_two_runs(
 
 
 @pytest.mark.slow
-def test_a_sweep_takes_options_of_the_working_directory(tiny_run: list[str], here: Path) -> None:
+def test_a_sweep_takes_options_of_the_working_directory(tiny_run, here):
     """Each cell is composed from the copy made at launch."""
     for name, rate in (("slow", 1e-5), ("fast", 1e-3)):
         file = here / "conf" / "optim" / f"{name}.yaml"
@@ -403,9 +365,7 @@ def test_a_sweep_takes_options_of_the_working_directory(tiny_run: list[str], her
     assert [("lr: 1.0e-05" in c.read_text("utf-8")) for c in configs] == [True, False]
 
 
-def test_a_run_directory_that_cannot_be_made_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path, capsys):
     """By name and with a remedy, not by a traceback."""
     (tmp_path / "file").write_text("", encoding="utf-8")
     command = ["task=plan", "logger=none", f"hydra.run.dir={tmp_path / 'file' / 'run'}"]

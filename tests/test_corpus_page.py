@@ -10,7 +10,7 @@ from mens_exp.config.overrides import check
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "corpus.md"
 
 
-def test_the_command_of_the_page_composes() -> None:
+def test_the_command_of_the_page_composes():
     """It is accepted as it stands."""
     (command,) = re.findall(r"<!-- composes -->\n    (.*)\n", PAGE.read_text("utf-8"))
     words = shlex.split(command)
@@ -18,7 +18,7 @@ def test_the_command_of_the_page_composes() -> None:
     assert [str(problem) for problem in check(words[3:]).problems] == []
 
 
-def test_the_page_tells_of_every_step() -> None:
+def test_the_page_tells_of_every_step():
     """Each has a row in the table of what it does."""
     text = PAGE.read_text("utf-8").partition("## What is in the directory")[0]
     assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == set(STEPS)

@@ -11,7 +11,7 @@ from mens_exp.errors import ConfigError, DataError, MensError, MissingExtra, Pro
 TREE_LINE = re.compile(r"^(?P<bars>[\s│├└─]*)(?P<name>[A-Z]\w+)\s+(?P<code>\d)  \S")
 
 
-def classes() -> dict[str, type[MensError]]:
+def classes():
     return {
         name: found
         for name, found in inspect.getmembers(errors, inspect.isclass)
@@ -19,10 +19,10 @@ def classes() -> dict[str, type[MensError]]:
     }
 
 
-def drawn_tree() -> list[tuple[str, int, str | None]]:
+def drawn_tree():
     """Read name, exit code and parent of each line of the drawing in the module's docstring."""
-    tree: list[tuple[str, int, str | None]] = []
-    path: list[str] = []
+    tree = []
+    path = []
     for line in (errors.__doc__ or "").splitlines():
         if match := TREE_LINE.match(line):
             depth = len(match["bars"]) // 4 - 1
@@ -31,7 +31,7 @@ def drawn_tree() -> list[tuple[str, int, str | None]]:
     return tree
 
 
-def test_drawing_shows_every_error_with_its_exit_code_and_parent() -> None:
+def test_drawing_shows_every_error_with_its_exit_code_and_parent():
     """The module's docstring is the tree that the classes make."""
     drawn = {name: (code, parent) for name, code, parent in drawn_tree()}
     real = {
@@ -41,12 +41,12 @@ def test_drawing_shows_every_error_with_its_exit_code_and_parent() -> None:
     assert drawn == real
 
 
-def test_every_error_is_exported() -> None:
+def test_every_error_is_exported():
     """The tree and `__all__` name the same classes."""
     assert sorted(errors.__all__) == sorted(classes())
 
 
-def test_message_has_place_finding_expectation_and_remedy() -> None:
+def test_message_has_place_finding_expectation_and_remedy():
     """The four parts stand in this order, in one line."""
     error = ConfigError(
         "out of range", where="lora.r", found=0, expected="a value >= 1", remedy="raise it"
@@ -54,7 +54,7 @@ def test_message_has_place_finding_expectation_and_remedy() -> None:
     assert str(error) == "lora.r: out of range · found 0 · expected a value >= 1 · Next: raise it"
 
 
-def test_parts_that_are_not_given_leave_no_trace() -> None:
+def test_parts_that_are_not_given_leave_no_trace():
     """A bare error is its one clause."""
     assert str(MensError("it broke")) == "it broke"
 
@@ -62,17 +62,17 @@ def test_parts_that_are_not_given_leave_no_trace() -> None:
 @pytest.mark.parametrize(
     ("found", "text"), [("as it is", "as it is"), (["a"], "['a']"), (0, "0"), ("", "")]
 )
-def test_found_strings_stand_without_quotes(found: object, text: str) -> None:
+def test_found_strings_stand_without_quotes(found, text):
     """Anything else is shown the way Python writes it; zero and nothing are findings too."""
     assert str(MensError("wrong", found=found)) == f"wrong · found {text}"
 
 
-def test_no_problem_raises_nothing() -> None:
+def test_no_problem_raises_nothing():
     """An empty list of problems is no error."""
     Problems.raise_if([])
 
 
-def test_one_problem_is_raised_as_itself() -> None:
+def test_one_problem_is_raised_as_itself():
     """A single problem keeps its type."""
     problem = DataError("bad row")
     with pytest.raises(DataError) as caught:
@@ -80,7 +80,7 @@ def test_one_problem_is_raised_as_itself() -> None:
     assert caught.value is problem
 
 
-def test_several_problems_are_raised_together() -> None:
+def test_several_problems_are_raised_together():
     """All are kept, each on a line of its own, and the exit code is the request's."""
     problems = [DataError("bad row"), MissingExtra("no wheel")]
     with pytest.raises(Problems) as caught:

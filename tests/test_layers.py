@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SOURCE = Path(__file__).parents[1] / "src" / "mens_exp"
 
@@ -76,7 +73,8 @@ KNOWS_OMEGACONF = (
 )
 
 
-def modules(root: Path) -> dict[str, ast.Module]:
+@functools.cache
+def modules(root):
     """Parse each file, by its path under the root."""
     return {
         path.relative_to(root).as_posix(): ast.parse(path.read_text("utf-8"))
@@ -84,12 +82,12 @@ def modules(root: Path) -> dict[str, ast.Module]:
     }
 
 
-def package_of(file: str) -> str:
+def package_of(file):
     first = file.split("/", maxsplit=1)[0].removesuffix(".py")
     return "" if first == "__init__" else first
 
 
-def imported(tree: ast.Module) -> Iterator[str]:
+def imported(tree):
     """Yield every dotted name a file imports, wherever in it the statement stands."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -99,7 +97,7 @@ def imported(tree: ast.Module) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def own_packages(tree: ast.Module) -> set[str]:
+def own_packages(tree):
     """Return the packages of mens_exp that a file imports."""
     found = set()
     for name in imported(tree):
@@ -109,7 +107,7 @@ def own_packages(tree: ast.Module) -> set[str]:
     return found
 
 
-def violations(root: Path) -> list[str]:
+def violations(root):
     wrong = []
     for file, tree in modules(root).items():
         here = package_of(file)
@@ -121,16 +119,16 @@ def violations(root: Path) -> list[str]:
     return wrong
 
 
-def foreign(tree: ast.Module) -> set[str]:
+def foreign(tree):
     return {name.split(".")[0] for name in imported(tree)}
 
 
-def test_every_package_has_its_layer() -> None:
+def test_every_package_has_its_layer():
     """A new package is placed before it is used; a gone one is taken off the list."""
     assert {package_of(file) for file in modules(SOURCE)} == HEIGHT.keys()
 
 
-def test_packages_import_only_what_lies_above_them() -> None:
+def test_packages_import_only_what_lies_above_them():
     """Function-level imports and those for type checking count like any other."""
     assert violations(SOURCE) == []
 
@@ -148,7 +146,7 @@ def test_packages_import_only_what_lies_above_them() -> None:
         ("corpus/down.py", "from mens_exp.plan import preflight"),
     ],
 )
-def test_import_against_the_order_is_found(tmp_path: Path, file: str, source: str) -> None:
+def test_import_against_the_order_is_found(tmp_path, file, source):
     """The check sees plain, nested, type-checking, package and sideways imports."""
     path = tmp_path / file
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +154,7 @@ def test_import_against_the_order_is_found(tmp_path: Path, file: str, source: st
     assert len(violations(tmp_path)) == 1
 
 
-def test_light_packages_name_no_heavy_library() -> None:
+def test_light_packages_name_no_heavy_library():
     """Not even inside a function, but for one: what they do must never wait for torch."""
     guilty = {
         file: foreign(tree) & HEAVY
@@ -166,7 +164,7 @@ def test_light_packages_name_no_heavy_library() -> None:
     assert guilty == MAY_NAME
 
 
-def test_light_packages_load_nothing_heavy() -> None:
+def test_light_packages_load_nothing_heavy():
     """Imported whole in a fresh interpreter, they bring in no heavy library, however indirectly."""
     names = [
         "mens_exp." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
@@ -187,7 +185,7 @@ def test_light_packages_load_nothing_heavy() -> None:
     assert ours == set(LIGHT)
 
 
-def test_importing_the_package_loads_none_of_its_modules() -> None:
+def test_importing_the_package_loads_none_of_its_modules():
     """`import mens_exp` is instant."""
     code = "import sys, mens_exp; print([n for n in sys.modules if n.startswith('mens_exp.')])"
     done = subprocess.run(
@@ -196,7 +194,7 @@ def test_importing_the_package_loads_none_of_its_modules() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_few_modules_know_omegaconf_and_hydra() -> None:
+def test_few_modules_know_omegaconf_and_hydra():
     """DictConfig stops at the door; a module that no longer needs it is taken off the list."""
     knowing = [f for f, tree in modules(SOURCE).items() if foreign(tree) & {"hydra", "omegaconf"}]
     outside = [f for f in knowing if not f.startswith(KNOWS_OMEGACONF)]
@@ -205,7 +203,7 @@ def test_few_modules_know_omegaconf_and_hydra() -> None:
     assert unused == []
 
 
-def test_packages_hold_only_a_docstring() -> None:
+def test_packages_hold_only_a_docstring():
     """Nothing is re-exported, so importing a module loads only what it names."""
     full = [
         file
@@ -215,7 +213,7 @@ def test_packages_hold_only_a_docstring() -> None:
     assert full == []
 
 
-def test_modules_are_named_by_their_concept() -> None:
+def test_modules_are_named_by_their_concept():
     """No drawer for odds and ends."""
     vague = {"utils", "util", "common", "helpers", "misc"}
     parts = {part for file in modules(SOURCE) for part in file.removesuffix(".py").split("/")}

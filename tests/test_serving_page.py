@@ -12,20 +12,20 @@ from mens_exp.export.vllm import serve_command
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "serving.md"
 
 
-def _commands() -> list[str]:
+def _commands():
     blocks = re.findall(r"<!-- composes -->\n```bash\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     return [line for block in blocks for line in block.splitlines()]
 
 
 @pytest.mark.parametrize("command", _commands())
-def test_a_command_of_the_page_composes(command: str) -> None:
+def test_a_command_of_the_page_composes(command):
     """Each is accepted as it stands."""
     assert command.startswith("python -m mens_exp task=")
     checked = check(shlex.split(command)[3:])
     assert [str(problem) for problem in checked.problems] == []
 
 
-def test_the_page_has_commands_and_quotes_the_vllm_command_that_is_written() -> None:
+def test_the_page_has_commands_and_quotes_the_vllm_command_that_is_written():
     """The markers still enclose what they should."""
     assert len(_commands()) == 9
     base = "HuggingFaceTB/SmolLM2-135M-Instruct"

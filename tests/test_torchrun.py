@@ -5,20 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 
 from mens_exp import __version__, cli
 from mens_exp.tasks import following
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.plan.ranks import Rank
-
-    As = Callable[[int], None]
 
 OF_ONE = (
     ["task=plan"],
@@ -32,11 +23,11 @@ OF_ONE = (
 
 
 @pytest.fixture
-def started_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> As:
+def started_as(tmp_path, monkeypatch):
     """Be one of torchrun's two processes, in an empty working directory."""
     monkeypatch.chdir(tmp_path)
 
-    def said(rank: int) -> None:
+    def said(rank):
         told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
         told |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
         for name, value in told.items():
@@ -46,9 +37,7 @@ def started_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> As:
 
 
 @pytest.mark.parametrize("command", OF_ONE, ids=" ".join)
-def test_the_first_process_refuses_what_one_does(
-    started_as: As, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
-) -> None:
+def test_the_first_process_refuses_what_one_does(started_as, tmp_path, capsys, command):
     """Exit code 2, and nothing is made."""
     started_as(0)
     assert cli.main(command) == 2
@@ -58,11 +47,11 @@ def test_the_first_process_refuses_what_one_does(
 
 @pytest.mark.parametrize("command", [*OF_ONE, ["--version"], ["--help"]], ids=" ".join)
 def test_the_others_have_nothing_to_do_with_it(
-    started_as: As,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    command: list[str],
-) -> None:
+    started_as,
+    capsys,
+    monkeypatch,
+    command,
+):
     """Not a word: an error of theirs would end the first one before it has told why."""
     started_as(1)
     monkeypatch.setattr(following, "follow_from_elsewhere", lambda _: pytest.fail("it would wait"))
@@ -70,7 +59,7 @@ def test_the_others_have_nothing_to_do_with_it(
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_question_is_answered_once(started_as: As, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_question_is_answered_once(started_as, capsys):
     """By the first process."""
     started_as(0)
     assert cli.main(["--version"]) == 0
@@ -78,14 +67,12 @@ def test_a_question_is_answered_once(started_as: As, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("command", [["trainer=ddp"], ["task=chat", "task=train"], ["resume=run"]])
-def test_the_others_of_a_training_run_follow(
-    started_as: As, monkeypatch: pytest.MonkeyPatch, command: list[str]
-) -> None:
+def test_the_others_of_a_training_run_follow(started_as, monkeypatch, command):
     """What the first one goes on with is told by it."""
     started_as(1)
-    seen: list[Rank] = []
+    seen = []
 
-    def follow(rank: Rank) -> int:
+    def follow(rank):
         seen.append(rank)
         return 7
 
@@ -94,9 +81,7 @@ def test_the_others_of_a_training_run_follow(
     assert [rank.rank for rank in seen] == [1]
 
 
-def test_a_task_that_an_experiment_chooses_is_refused_as_well(
-    started_as: As, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_task_that_an_experiment_chooses_is_refused_as_well(started_as, tmp_path, capsys):
     """Then the configuration says so, and torchrun ends the others with the first."""
     mine = tmp_path / "conf" / "experiment" / "mine.yaml"
     mine.parent.mkdir(parents=True)
@@ -109,7 +94,7 @@ def test_a_task_that_an_experiment_chooses_is_refused_as_well(
 
 
 @pytest.mark.slow
-def test_torchrun_itself_ends_at_once(tmp_path: Path) -> None:
+def test_torchrun_itself_ends_at_once(tmp_path):
     """Both processes are real; the second would have waited for an hour."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     ended = subprocess.run(

@@ -141,9 +141,17 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"mens_exp {__version__}")  # noqa: T201  # what was asked for
         return 0
     arguments = spelled_out(arguments)
-    parsed, rest = get_args_parser().parse_known_args(arguments)
+    parser = get_args_parser()
+    parsed, rest = parser.parse_known_args(arguments)
     _refuse_flags(parsed, rest)
-    if parsed.help or parsed.hydra_help or parsed.info or parsed.shell_completion:
+    if parsed.help or parsed.hydra_help:
+        from mens_exp.config.compose import show_help
+
+        if parsed.overrides:
+            _checked_cells(parsed.overrides, multirun=parsed.multirun, with_files=False)
+        show_help(parser, parsed)
+        return 0
+    if parsed.info or parsed.shell_completion:
         return _hydra(arguments, [])
     if parsed.cfg:
         _checked_cells(parsed.overrides, multirun=parsed.multirun, with_files=False)

@@ -15,12 +15,12 @@ SHA = "ab" * 32
 
 
 @pytest.fixture
-def golden() -> Path:
+def golden():
     return Path(__file__).parents[1] / "golden"
 
 
 @pytest.fixture
-def manifest() -> Manifest:
+def manifest():
     """A run that succeeded at its second attempt, with one unknown; golden/manifest_v1.json."""
     return Manifest(
         run_id="20261120T055801_abcd1234",
@@ -58,7 +58,7 @@ def manifest() -> Manifest:
 
 
 @pytest.fixture
-def scorecard() -> Scorecard:
+def scorecard():
     """Two conditions over three items; golden/scorecard_v2.json."""
     return Scorecard(
         suite="heldout_syntax",
@@ -74,7 +74,7 @@ def scorecard() -> Scorecard:
 
 
 @pytest.fixture
-def adapter() -> AdapterManifest:
+def adapter():
     """Two layers of ranks 2 and 1; golden/adapters/v3."""
     return AdapterManifest(
         adapter_method="qlora",
@@ -93,7 +93,7 @@ def adapter() -> AdapterManifest:
 
 
 @pytest.fixture
-def tensors() -> dict[str, np.ndarray]:
+def tensors():
     """The two layers' matrices, deliberately out of order."""
     return {
         "l0.v.lora_b": np.array([[9.0], [8.0]], dtype=np.float32),

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -11,20 +10,14 @@ from mens_exp.artifacts.adapter_delta import deltas, portable
 from mens_exp.artifacts.adapter_v3 import write_adapter
 from mens_exp.errors import DataError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.adapter_v3 import AdapterManifest
-
 Tensors = dict[str, np.ndarray]
 
 
-def with_ours(adapter: AdapterManifest, **ours: Any) -> AdapterManifest:
+def with_ours(adapter, **ours):
     return dataclasses.replace(adapter, mens_exp={**(adapter.mens_exp or {}), **ours})
 
 
-def products(manifest: AdapterManifest, tensors: Tensors) -> Tensors:
+def products(manifest, tensors):
     """Each layer's delta by the definition, in f64."""
     return {
         layer: scale * (B_OR.astype(np.float64) @ A_RI.astype(np.float64))
@@ -32,9 +25,7 @@ def products(manifest: AdapterManifest, tensors: Tensors) -> Tensors:
     }
 
 
-def test_a_layers_delta_is_its_matrices_and_its_scale(
-    adapter: AdapterManifest, tensors: Tensors
-) -> None:
+def test_a_layers_delta_is_its_matrices_and_its_scale(adapter, tensors):
     """Alpha 4 over r 2 and over r 1, by hand; l0.v is [[9], [8]] @ [[1, 2, 3]] times 4."""
     found = deltas(adapter, tensors)
     assert list(found) == ["l0.q", "l0.v"]
@@ -52,9 +43,7 @@ def test_a_layers_delta_is_its_matrices_and_its_scale(
         {"variant": "rslora", "init": {"doubled_rank": True}},
     ],
 )
-def test_in_portable_form_the_headers_scale_is_every_layers(
-    adapter: AdapterManifest, tensors: Tensors, ours: dict[str, Any]
-) -> None:
+def test_in_portable_form_the_headers_scale_is_every_layers(adapter, tensors, ours):
     """A reader that ignores mens_exp computes the same deltas, but for one rounding of B."""
     tensors["l0.q.lora_b"] = np.array([[1.5, -2], [0, 1], [3, 4]], np.float32)
     manifest = with_ours(adapter, **ours)
@@ -68,9 +57,7 @@ def test_in_portable_form_the_headers_scale_is_every_layers(
     assert light.variant == "lora"
 
 
-def test_the_portable_form_of_a_portable_adapter_is_itself(
-    adapter: AdapterManifest, tensors: Tensors, tmp_path: Path
-) -> None:
+def test_the_portable_form_of_a_portable_adapter_is_itself(adapter, tensors, tmp_path):
     """Twice is once, and it can be written."""
     once = portable(with_ours(adapter, variant="rslora"), tensors)
     twice = portable(*once)
@@ -80,7 +67,7 @@ def test_the_portable_form_of_a_portable_adapter_is_itself(
     write_adapter(tmp_path, *once)
 
 
-def test_a_plain_adapter_is_portable_as_it_is(adapter: AdapterManifest, tensors: Tensors) -> None:
+def test_a_plain_adapter_is_portable_as_it_is(adapter, tensors):
     """No byte of it changes."""
     tensors = {name: values for name, values in tensors.items() if name.startswith("l0.q")}
     keys = {"l0.q": adapter.base_key_map["l0.q"]}
@@ -92,17 +79,13 @@ def test_a_plain_adapter_is_portable_as_it_is(adapter: AdapterManifest, tensors:
 
 
 @pytest.mark.parametrize("function", [deltas, portable])
-def test_a_dora_is_no_delta(
-    adapter: AdapterManifest, tensors: Tensors, function: Callable[..., Any]
-) -> None:
+def test_a_dora_is_no_delta(adapter, tensors, function):
     """Its update depends on the weight that it changes; the way out is named."""
     with pytest.raises(DataError, match=r"DoRA is no delta.*format=peft"):
         function(with_ours(adapter, variant="dora"), tensors)
 
 
-def test_rslora_is_folded_by_the_root_of_its_rank(
-    adapter: AdapterManifest, tensors: Tensors
-) -> None:
+def test_rslora_is_folded_by_the_root_of_its_rank(adapter, tensors):
     """Alpha / sqrt(r) over alpha / r: sqrt 2 in l0.q; in l0.v 4 over the header's 4 / 2."""
     tensors["l0.q.lora_b"] = np.ones((3, 2), np.float32)
     _, folded = portable(with_ours(adapter, variant="rslora"), tensors)

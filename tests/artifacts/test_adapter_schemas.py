@@ -6,7 +6,6 @@ import dataclasses
 import json
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import pytest
@@ -17,15 +16,10 @@ from mens_exp.artifacts.adapter_v2 import lift, read_adapter_v2, write_adapter_v
 from mens_exp.artifacts.adapter_v3 import write_adapter
 from mens_exp.errors import DataError, Problems
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    from mens_exp.artifacts.adapter_v3 import AdapterManifest
-
 GOLDEN = Path(__file__).parents[1] / "golden" / "adapters"
 HEADERS = {"v2": "candle_qlora_adapter_meta.json", "v3": "adapter_manifest.json"}
 # What each refused header's message says; those marked True are wrong by the schema alone.
-REFUSED: dict[str, tuple[str, bool]] = {
+REFUSED = {
     "v2_another_format": ("no header of an adapter", True),
     "v2_another_rank": (r"mid0\.lora_a: wrong shape.*found \[2, 3\].*expected \[3, in\]", False),
     "v2_another_vocab": (r"lm_head\.lora_b: wrong shape.*expected 5 rows.*vocab", False),
@@ -66,31 +60,31 @@ REFUSED: dict[str, tuple[str, bool]] = {
 }
 
 
-def schema(version: str) -> dict[str, Any]:
+def schema(version):
     name = f"schemas/adapter_{version}.schema.json"
     text = resources.files("mens_exp.artifacts").joinpath(name).read_text("utf-8")
     return json.loads(text)
 
 
-def accepts(version: str, value: Any) -> bool:
+def accepts(version, value):
     return bool(jsonschema.Draft202012Validator(schema(version)).is_valid(value))
 
 
 @pytest.mark.parametrize("version", ["v2", "v3"])
-def test_the_schema_is_a_schema(version: str) -> None:
+def test_the_schema_is_a_schema(version):
     """Of JSON Schema 2020-12."""
     jsonschema.Draft202012Validator.check_schema(schema(version))
 
 
 @pytest.mark.parametrize("version", ["v2", "v3"])
-def test_the_committed_adapter_is_accepted(version: str) -> None:
+def test_the_committed_adapter_is_accepted(version):
     """And read, with the tensors beside it."""
     assert accepts(version, json.loads((GOLDEN / version / HEADERS[version]).read_text("utf-8")))
     read_directory(GOLDEN / version)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_a_committed_header_is_refused(name: str) -> None:
+def test_a_committed_header_is_refused(name):
     """By the reader always, by the schema where the header alone is wrong."""
     version, (message, by_the_schema) = name[:2], REFUSED[name]
     path = GOLDEN / "refused" / f"{name}.json"
@@ -100,14 +94,12 @@ def test_a_committed_header_is_refused(name: str) -> None:
     assert accepts(version, json.loads(path.read_text("utf-8"))) is not by_the_schema
 
 
-def test_every_committed_refusal_is_expected() -> None:
+def test_every_committed_refusal_is_expected():
     """None lies there unread."""
     assert {path.stem for path in (GOLDEN / "refused").iterdir()} == REFUSED.keys()
 
 
-def test_what_the_writers_write_is_accepted(
-    adapter: AdapterManifest, tensors: dict[str, np.ndarray], tmp_path: Path
-) -> None:
+def test_what_the_writers_write_is_accepted(adapter, tensors, tmp_path):
     """Every key that a manifest can have, and every key of v2."""
     ours = {
         "rank_pattern": {"l0.v": 1},
@@ -160,9 +152,7 @@ def test_what_the_writers_write_is_accepted(
         ("v3", adapter_v3.AdapterManifest, adapter_v3.FORMATS),
     ],
 )
-def test_schema_and_record_have_the_same_keys(
-    version: str, record: Any, formats: tuple[str, ...]
-) -> None:
+def test_schema_and_record_have_the_same_keys(version, record, formats):
     """Neither knows one that the other does not; the format names are the same."""
     value = schema(version)
     assert set(value["properties"]) == {field.name for field in dataclasses.fields(record)}

@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -16,23 +15,20 @@ from mens_exp.artifacts.adapter_v2 import (
     read_adapter_v2,
     write_adapter_v2,
 )
-from mens_exp.artifacts.adapter_v3 import AdapterManifest, read_adapter, write_adapter
+from mens_exp.artifacts.adapter_v3 import read_adapter, write_adapter
 from mens_exp.errors import DataError, MensError, Problems
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FILES = ("candle_qlora_adapter_meta.json", "candle_qlora_adapter.safetensors")
 
 
-def copied(golden: Path, target: Path, **changes: Any) -> Path:
+def copied(golden, target, **changes):
     shutil.copytree(golden / "adapters" / "v2", target)
     path = target / FILES[0]
     path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changes), encoding="utf-8")
     return target
 
 
-def test_the_committed_adapter_is_read(golden: Path) -> None:
+def test_the_committed_adapter_is_read(golden):
     """A proxy stack of one middle projection and the tied head; the figures of the seeds' test."""
     meta, tensors = read_adapter_v2(golden / "adapters" / "v2")
     assert meta == AdapterMeta(
@@ -53,7 +49,7 @@ def test_the_committed_adapter_is_read(golden: Path) -> None:
     np.testing.assert_array_equal(tensors["mid0.lora_a"], [[0, 1, 2], [3, 4, 5]])
 
 
-def test_what_was_read_is_written_as_it_was(golden: Path, tmp_path: Path) -> None:
+def test_what_was_read_is_written_as_it_was(golden, tmp_path):
     """Byte for byte, also by way of v3 on disk."""
     there = golden / "adapters" / "v2"
     write_adapter_v2(tmp_path / "again", *read_adapter_v2(there))
@@ -66,20 +62,20 @@ def test_what_was_read_is_written_as_it_was(golden: Path, tmp_path: Path) -> Non
             assert (tmp_path / place / name).read_bytes() == (there / name).read_bytes()
 
 
-def test_the_older_format_name_is_read_as_todays(golden: Path, tmp_path: Path) -> None:
+def test_the_older_format_name_is_read_as_todays(golden, tmp_path):
     """vox_populi_qlora_lora_only_v2."""
     directory = copied(golden, tmp_path / "a", format="vox_populi_qlora_lora_only_v2")
     assert read_adapter_v2(directory)[0] == read_adapter_v2(golden / "adapters" / "v2")[0]
 
 
 @pytest.mark.parametrize("name", [None, "org/model"])
-def test_the_base_models_name_may_be_there(golden: Path, tmp_path: Path, name: str | None) -> None:
+def test_the_base_models_name_may_be_there(golden, tmp_path, name):
     """Later writers of v2 put it down, as null too."""
     directory = copied(golden, tmp_path / "a", base_model=name)
     assert read_adapter_v2(directory)[0].base_model == name
 
 
-def test_lifted_it_is_qlora_on_nf4(golden: Path) -> None:
+def test_lifted_it_is_qlora_on_nf4(golden):
     """With double quantization, unless told otherwise; layers and sizes are the same."""
     meta, _ = read_adapter_v2(golden / "adapters" / "v2")
     manifest = lift(meta)
@@ -92,18 +88,18 @@ def test_lifted_it_is_qlora_on_nf4(golden: Path) -> None:
 
 
 @pytest.fixture
-def tied(golden: Path) -> AdapterManifest:
+def tied(golden):
     """The committed v2 as a v3 that does not tell the embedding's key."""
     manifest = lift(read_adapter_v2(golden / "adapters" / "v2")[0])
     return dataclasses.replace(manifest, mens_exp=None)
 
 
-def test_a_tied_head_tells_the_embeddings_key(tied: AdapterManifest) -> None:
+def test_a_tied_head_tells_the_embeddings_key(tied):
     """As the seeds' own conversion takes it."""
     assert lower(tied).embed_key == "wte.weight"
 
 
-def test_an_untied_head_does_not_tell_the_embeddings_key(tied: AdapterManifest) -> None:
+def test_an_untied_head_does_not_tell_the_embeddings_key(tied):
     """The caller does, or the conversion is refused."""
     keys = tied.base_key_map | {"lm_head": "lm_head.weight"}
     untied = dataclasses.replace(tied, base_key_map=keys)
@@ -123,16 +119,14 @@ def test_an_untied_head_does_not_tell_the_embeddings_key(tied: AdapterManifest) 
         ({"rank_pattern": {"mid0": 1}}, r"rank_pattern.*mid0.*expected rank 2 in every layer"),
     ],
 )
-def test_what_v2_has_no_word_for_is_refused(
-    tied: AdapterManifest, ours: dict[str, Any], message: str
-) -> None:
+def test_what_v2_has_no_word_for_is_refused(tied, ours, message):
     """Each with what keeps it out and the formats that take it."""
     with pytest.raises((DataError, Problems), match=message) as caught:
         lower(dataclasses.replace(tied, mens_exp=ours))
     assert "format=v3" in str(caught.value)
 
 
-def test_a_v2_is_no_v3_and_the_other_way_round(golden: Path, tmp_path: Path) -> None:
+def test_a_v2_is_no_v3_and_the_other_way_round(golden, tmp_path):
     """A reader of one schema refuses the other's header."""
     two, three = golden / "adapters" / "v2", golden / "adapters" / "v3"
     shutil.copy(three / "adapter_manifest.json", tmp_path / FILES[0])
@@ -141,7 +135,7 @@ def test_a_v2_is_no_v3_and_the_other_way_round(golden: Path, tmp_path: Path) -> 
         read_adapter_v2(tmp_path)
 
 
-def test_a_directory_is_read_in_its_own_schema(golden: Path) -> None:
+def test_a_directory_is_read_in_its_own_schema(golden):
     """v2 comes lifted."""
     assert schema_in(golden / "adapters" / "v2") == "v2"
     assert schema_in(golden / "adapters" / "v3") == "v3"
@@ -159,9 +153,7 @@ def test_a_directory_is_read_in_its_own_schema(golden: Path) -> None:
         ("v3", "adapter_manifest.json", "vox_populi_adapter"),
     ],
 )
-def test_two_files_of_any_names_are_told_by_their_format(
-    golden: Path, tmp_path: Path, version: str, name: str, older: str
-) -> None:
+def test_two_files_of_any_names_are_told_by_their_format(golden, tmp_path, version, name, older):
     """Today's format name or the older one, as merge takes them."""
     there = golden / "adapters" / version
     manifest, tensors = read_directory(there)
@@ -175,7 +167,7 @@ def test_two_files_of_any_names_are_told_by_their_format(
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"format": "peft"}'])
-def test_a_header_of_no_adapter_is_refused(golden: Path, tmp_path: Path, content: str) -> None:
+def test_a_header_of_no_adapter_is_refused(golden, tmp_path, content):
     """All four names are listed."""
     (tmp_path / "meta.json").write_text(content)
     weights = golden / "adapters" / "v2" / FILES[1]
@@ -183,7 +175,7 @@ def test_a_header_of_no_adapter_is_refused(golden: Path, tmp_path: Path, content
         read_files(weights, tmp_path / "meta.json")
 
 
-def test_an_adapter_that_could_not_be_read_is_not_written(golden: Path, tmp_path: Path) -> None:
+def test_an_adapter_that_could_not_be_read_is_not_written(golden, tmp_path):
     """A matrix too few, a rank that is not the matrices'; the directory stays empty."""
     meta, tensors = read_adapter_v2(golden / "adapters" / "v2")
     with pytest.raises(MensError, match="wrong shape"):

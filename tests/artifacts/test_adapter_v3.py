@@ -5,17 +5,13 @@ import json
 import math
 import shutil
 import struct
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from mens_exp.artifacts.adapter_v3 import AdapterManifest, read_adapter, write_adapter
+from mens_exp.artifacts.adapter_v3 import read_adapter, write_adapter
 from mens_exp.errors import DataError, MensError, Problems
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 Tensors = dict[str, np.ndarray]
 RANKS = {"rank_pattern": {"l0.v": 1}}
@@ -30,16 +26,14 @@ QUANTIZER = {
 }
 
 
-def copied(golden: Path, target: Path, **changes: Any) -> Path:
+def copied(golden, target, **changes):
     shutil.copytree(golden / "adapters" / "v3", target)
     path = target / "adapter_manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changes))
     return target
 
 
-def test_the_committed_adapter_is_read(
-    golden: Path, adapter: AdapterManifest, tensors: Tensors
-) -> None:
+def test_the_committed_adapter_is_read(golden, adapter, tensors):
     """Manifest and every matrix come back as they were meant."""
     manifest, read = read_adapter(golden / "adapters" / "v3")
     assert manifest == adapter
@@ -48,9 +42,7 @@ def test_the_committed_adapter_is_read(
         np.testing.assert_array_equal(read[name], tensor, strict=True)
 
 
-def test_an_adapter_is_written_as_committed(
-    golden: Path, adapter: AdapterManifest, tensors: Tensors, tmp_path: Path
-) -> None:
+def test_an_adapter_is_written_as_committed(golden, adapter, tensors, tmp_path):
     """Byte for byte, in whatever order and memory layout the matrices come."""
     for order in (sorted(tensors), sorted(tensors, reverse=True)):
         shuffled = {name: np.asfortranarray(tensors[name]) for name in order}
@@ -61,25 +53,21 @@ def test_an_adapter_is_written_as_committed(
             ).read_bytes()
 
 
-def test_optional_keys_are_absent_when_there_is_nothing_to_say(golden: Path) -> None:
+def test_optional_keys_are_absent_when_there_is_nothing_to_say(golden):
     """The schema has no null in their place."""
     value = json.loads((golden / "adapters" / "v3" / "adapter_manifest.json").read_text("utf-8"))
     assert "base_model" not in value
     assert "provenance" not in value
 
 
-def test_writing_leaves_other_files_alone(
-    adapter: AdapterManifest, tensors: Tensors, tmp_path: Path
-) -> None:
+def test_writing_leaves_other_files_alone(adapter, tensors, tmp_path):
     """The PEFT view lies in the same directory."""
     (tmp_path / "peft").mkdir()
     write_adapter(tmp_path, adapter, tensors)
     assert (tmp_path / "peft").is_dir()
 
 
-def test_the_older_format_and_file_name_are_read_as_todays(
-    golden: Path, adapter: AdapterManifest, tmp_path: Path
-) -> None:
+def test_the_older_format_and_file_name_are_read_as_todays(golden, adapter, tmp_path):
     """vox_populi_adapter in populi_adapter_manifest_v3.json."""
     directory = copied(golden, tmp_path / "a", format="vox_populi_adapter")
     old = directory / "populi_adapter_manifest_v3.json"
@@ -87,7 +75,7 @@ def test_the_older_format_and_file_name_are_read_as_todays(
     assert read_adapter(directory)[0] == adapter
 
 
-def test_a_manifest_with_the_base_models_provenance_is_read(golden: Path, tmp_path: Path) -> None:
+def test_a_manifest_with_the_base_models_provenance_is_read(golden, tmp_path):
     """The licence may be left out, as in the schema."""
     origin = {"base_family": "llama", "upstream_model_id": "x/y", "attribution_required": True}
     directory = copied(golden, tmp_path / "a", base_model="x/y", provenance=origin)
@@ -144,15 +132,13 @@ def test_a_manifest_with_the_base_models_provenance_is_read(golden: Path, tmp_pa
         ({"provenance": {"base_family": "llama"}}, r"provenance\.upstream_model_id: missing"),
     ],
 )
-def test_an_adapter_manifest_is_refused(
-    golden: Path, tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_an_adapter_manifest_is_refused(golden, tmp_path, changes, message):
     """Each wrong thing is named with its place."""
     with pytest.raises((DataError, Problems), match=message):
         read_adapter(copied(golden, tmp_path / "a", **changes))
 
 
-def test_problems_of_both_files_are_reported_together(golden: Path, tmp_path: Path) -> None:
+def test_problems_of_both_files_are_reported_together(golden, tmp_path):
     """An alpha of zero in one, a matrix of another rank in the other."""
     with pytest.raises(Problems) as caught:
         read_adapter(copied(golden, tmp_path / "a", alpha=0, rank=3))
@@ -161,9 +147,7 @@ def test_problems_of_both_files_are_reported_together(golden: Path, tmp_path: Pa
     assert "adapter.safetensors: l0.q.lora_a: wrong shape" in said
 
 
-def test_a_file_that_notes_another_alpha_is_refused(
-    golden: Path, tmp_path: Path, tensors: Tensors
-) -> None:
+def test_a_file_that_notes_another_alpha_is_refused(golden, tmp_path, tensors):
     """Safetensors' own notes, where a writer left some, agree with the header or are refused."""
     directory = copied(golden, tmp_path / "a")
     for alpha, refused in (("4", False), ("8", True)):
@@ -177,7 +161,7 @@ def test_a_file_that_notes_another_alpha_is_refused(
 
 
 @pytest.mark.parametrize("keep", [0, 4, 20, -1])
-def test_a_truncated_tensor_file_is_refused(golden: Path, tmp_path: Path, keep: int) -> None:
+def test_a_truncated_tensor_file_is_refused(golden, tmp_path, keep):
     """Wherever it was cut, the message names the file."""
     directory = copied(golden, tmp_path / "a")
     path = directory / "adapter.safetensors"
@@ -186,7 +170,7 @@ def test_a_truncated_tensor_file_is_refused(golden: Path, tmp_path: Path, keep: 
         read_adapter(directory)
 
 
-def test_a_missing_tensor_file_is_refused(golden: Path, tmp_path: Path) -> None:
+def test_a_missing_tensor_file_is_refused(golden, tmp_path):
     """The manifest alone is no adapter."""
     directory = copied(golden, tmp_path / "a")
     (directory / "adapter.safetensors").unlink()
@@ -194,7 +178,7 @@ def test_a_missing_tensor_file_is_refused(golden: Path, tmp_path: Path) -> None:
         read_adapter(directory)
 
 
-def test_a_missing_manifest_is_refused(golden: Path, tmp_path: Path) -> None:
+def test_a_missing_manifest_is_refused(golden, tmp_path):
     """The tensors alone are no adapter."""
     directory = copied(golden, tmp_path / "a")
     (directory / "adapter_manifest.json").unlink()
@@ -202,9 +186,7 @@ def test_a_missing_manifest_is_refused(golden: Path, tmp_path: Path) -> None:
         read_adapter(directory)
 
 
-def test_tensors_of_another_type_are_refused_when_read(
-    golden: Path, tmp_path: Path, tensors: Tensors
-) -> None:
+def test_tensors_of_another_type_are_refused_when_read(golden, tmp_path, tensors):
     """bfloat16, which numpy has no type for, is named like any other."""
     directory = copied(golden, tmp_path / "a")
     whole = save({name: tensor.astype(np.float16) for name, tensor in tensors.items()})
@@ -227,13 +209,13 @@ def test_tensors_of_another_type_are_refused_when_read(
     ],
 )
 def test_tensors_that_disagree_are_not_written(
-    adapter: AdapterManifest,
-    tensors: Tensors,
-    tmp_path: Path,
-    name: str,
-    tensor: np.ndarray | None,
-    message: str,
-) -> None:
+    adapter,
+    tensors,
+    tmp_path,
+    name,
+    tensor,
+    message,
+):
     """The directory stays empty."""
     tensors.pop(name, None)
     if tensor is not None:
@@ -243,12 +225,12 @@ def test_tensors_that_disagree_are_not_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_rank_of_a_layer_is_its_own_or_the_adapters(adapter: AdapterManifest) -> None:
+def test_the_rank_of_a_layer_is_its_own_or_the_adapters(adapter):
     """The pattern names l0.v only."""
     assert (adapter.rank_of("l0.q"), adapter.rank_of("l0.v")) == (2, 1)
 
 
-def with_ours(adapter: AdapterManifest, **ours: Any) -> AdapterManifest:
+def with_ours(adapter, **ours):
     return dataclasses.replace(adapter, mens_exp={**(adapter.mens_exp or {}), **ours})
 
 
@@ -267,17 +249,13 @@ def with_ours(adapter: AdapterManifest, **ours: Any) -> AdapterManifest:
         ),
     ],
 )
-def test_the_scale_of_a_layer_is_its_variant_s(
-    adapter: AdapterManifest, ours: dict[str, Any], expected: dict[str, float]
-) -> None:
+def test_the_scale_of_a_layer_is_its_variant_s(adapter, ours, expected):
     """By hand, of alpha 4, r 2 and r 1: alpha / r, or over its root; doubling changes nothing."""
     manifest = with_ours(dataclasses.replace(adapter, alpha=4), **ours)
     assert {layer: manifest.scale_of(layer) for layer in manifest.layer_order} == expected
 
 
-def test_lengths_of_dora_are_written_and_read(
-    adapter: AdapterManifest, tensors: Tensors, tmp_path: Path
-) -> None:
+def test_lengths_of_dora_are_written_and_read(adapter, tensors, tmp_path):
     """One for each output, beside the matrices."""
     manifest = with_ours(adapter, variant="dora")
     whole = tensors | {
@@ -290,9 +268,7 @@ def test_lengths_of_dora_are_written_and_read(
     assert values.keys() == whole.keys()
 
 
-def test_lengths_of_another_number_are_refused(
-    adapter: AdapterManifest, tensors: Tensors, tmp_path: Path
-) -> None:
+def test_lengths_of_another_number_are_refused(adapter, tensors, tmp_path):
     """They are the rows of B."""
     manifest = with_ours(adapter, variant="dora")
     whole = tensors | {
@@ -302,9 +278,7 @@ def test_lengths_of_another_number_are_refused(
         write_adapter(tmp_path, manifest, whole)
 
 
-def test_lengths_without_dora_are_refused(
-    adapter: AdapterManifest, tensors: Tensors, tmp_path: Path
-) -> None:
+def test_lengths_without_dora_are_refused(adapter, tensors, tmp_path):
     """A tensor that no reader would apply."""
     whole = tensors | {"l0.q.lora_magnitude": np.ones(4, np.float32)}
     with pytest.raises(MensError, match="a tensor of no layer"):

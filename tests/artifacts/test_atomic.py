@@ -35,11 +35,11 @@ while True:
 """
 
 
-def names_in(path: Path) -> list[str]:
+def names_in(path):
     return sorted(child.name for child in path.iterdir())
 
 
-def kill_a_writer(source: str, *arguments: str, after_s: float) -> int:
+def kill_a_writer(source, *arguments, after_s):
     with subprocess.Popen(
         [sys.executable, "-c", source, *arguments], stdout=subprocess.PIPE
     ) as writer:
@@ -50,13 +50,13 @@ def kill_a_writer(source: str, *arguments: str, after_s: float) -> int:
     return writer.pid
 
 
-def dead_pid() -> int:
+def dead_pid():
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         gone.wait()
     return gone.pid
 
 
-def test_a_killed_writer_leaves_the_file_whole_old_or_whole_new(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_the_file_whole_old_or_whole_new(tmp_path):
     """Twelve kills at different moments of a 4 MiB write never show a mixture or a part."""
     path, size = tmp_path / "file", 4 << 20
     path.write_bytes(b"o" * size)
@@ -68,8 +68,8 @@ def test_a_killed_writer_leaves_the_file_whole_old_or_whole_new(tmp_path: Path) 
 
 
 def test_a_killed_writer_leaves_a_whole_directory_once_the_stale_is_cleared(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """A directory caught between its two moves is moved back; its files are all of one kind."""
     path = tmp_path / "adapter"
     with atomic.directory(path) as new:
@@ -83,17 +83,17 @@ def test_a_killed_writer_leaves_a_whole_directory_once_the_stale_is_cleared(
         assert letters in (["o"] * 3, ["n"] * 3)
 
 
-def test_a_write_makes_missing_parents_and_leaves_no_temporary(tmp_path: Path) -> None:
+def test_a_write_makes_missing_parents_and_leaves_no_temporary(tmp_path):
     """One file is all there is afterwards."""
     atomic.write_text(tmp_path / "a" / "b.txt", "é\n")
     assert (tmp_path / "a" / "b.txt").read_bytes() == b"\xc3\xa9\n"
     assert names_in(tmp_path / "a") == ["b.txt"]
 
 
-def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     """An fsync that fails leaves neither new content nor a temporary."""
 
-    def full(_: int) -> None:
+    def full(_):
         raise OSError(28, "No space left on device")
 
     atomic.write_bytes(tmp_path / "file", b"old")
@@ -104,34 +104,34 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     assert names_in(tmp_path) == ["file"]
 
 
-def test_a_written_file_gets_the_permissions_of_any_new_file(tmp_path: Path) -> None:
+def test_a_written_file_gets_the_permissions_of_any_new_file(tmp_path):
     """The temporary is not private, or the result would be."""
     (tmp_path / "plain").write_bytes(b"")
     atomic.write_bytes(tmp_path / "atomic", b"")
     assert (tmp_path / "atomic").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
-def test_json_is_sorted_indented_and_ends_with_a_newline(tmp_path: Path) -> None:
+def test_json_is_sorted_indented_and_ends_with_a_newline(tmp_path):
     """The bytes are these, letters beyond ASCII as themselves."""
     atomic.write_json(tmp_path / "x.json", {"b": [1], "a": "é"})
     assert (tmp_path / "x.json").read_text("utf-8") == ('{\n  "a": "é",\n  "b": [\n    1\n  ]\n}\n')
 
 
-def test_json_keeps_a_lone_surrogate(tmp_path: Path) -> None:
+def test_json_keeps_a_lone_surrogate(tmp_path):
     """An undecodable argument survives the round trip."""
     atomic.write_json(tmp_path / "x.json", ["\udc80"])
     assert json.loads((tmp_path / "x.json").read_bytes()) == ["\udc80"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object()])
-def test_json_refuses_what_it_cannot_say(tmp_path: Path, value: object) -> None:
+def test_json_refuses_what_it_cannot_say(tmp_path, value):
     """The target is never made."""
     with pytest.raises(MensError, match="cannot be written as JSON"):
         atomic.write_json(tmp_path / "x.json", {"a": value})
     assert names_in(tmp_path) == []
 
 
-def test_a_directory_replaces_the_earlier_one_whole(tmp_path: Path) -> None:
+def test_a_directory_replaces_the_earlier_one_whole(tmp_path):
     """A file that only the earlier one had is gone."""
     path = tmp_path / "adapter"
     for name in ("old", "new"):
@@ -141,7 +141,7 @@ def test_a_directory_replaces_the_earlier_one_whole(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["adapter"]
 
 
-def test_a_directory_block_that_raises_changes_nothing(tmp_path: Path) -> None:
+def test_a_directory_block_that_raises_changes_nothing(tmp_path):
     """The earlier directory stays and the temporary goes."""
     path = tmp_path / "adapter"
     with atomic.directory(path) as temporary:
@@ -152,17 +152,15 @@ def test_a_directory_block_that_raises_changes_nothing(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["adapter"]
 
 
-def test_a_directory_that_cannot_be_moved_in_puts_the_earlier_one_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_cannot_be_moved_in_puts_the_earlier_one_back(tmp_path, monkeypatch):
     """The second of the two moves fails once; the first is undone."""
     path = tmp_path / "adapter"
     path.mkdir()
     (path / "old").write_text("")
-    moves: list[Path] = []
+    moves = []
     replace = Path.replace
 
-    def second_fails(self: Path, target: Path) -> Path:
+    def second_fails(self, target):
         moves.append(self)
         if len(moves) == 2:
             raise PermissionError
@@ -175,7 +173,7 @@ def test_a_directory_that_cannot_be_moved_in_puts_the_earlier_one_back(
     assert names_in(path) == ["old"]
 
 
-def test_stale_temporaries_of_dead_writers_go_and_those_of_live_ones_stay(tmp_path: Path) -> None:
+def test_stale_temporaries_of_dead_writers_go_and_those_of_live_ones_stay(tmp_path):
     """This process lives; the other has ended."""
     machine = atomic._machine()
     dead = tmp_path / f".m.json.{machine}-{dead_pid()}-00000000.tmp"
@@ -187,7 +185,7 @@ def test_stale_temporaries_of_dead_writers_go_and_those_of_live_ones_stay(tmp_pa
     assert sorted(tmp_path.iterdir()) == sorted([live, other])
 
 
-def test_a_temporary_older_than_the_process_of_its_number_is_stale(tmp_path: Path) -> None:
+def test_a_temporary_older_than_the_process_of_its_number_is_stale(tmp_path):
     """The number was given out again since: the file is from 1970, this process is not."""
     path = tmp_path / f".m.json.{atomic._machine()}-{os.getpid()}-00000000.tmp"
     path.write_text("")
@@ -195,7 +193,7 @@ def test_a_temporary_older_than_the_process_of_its_number_is_stale(tmp_path: Pat
     assert atomic.remove_stale(tmp_path) == [path]
 
 
-def test_another_machines_temporary_is_stale_after_a_day(tmp_path: Path) -> None:
+def test_another_machines_temporary_is_stale_after_a_day(tmp_path):
     """Its processes cannot be asked, so age decides."""
     young, old = (tmp_path / f".{name}.00000000-1-00000000.tmp" for name in ("young", "old"))
     young.write_text("")
@@ -205,7 +203,7 @@ def test_another_machines_temporary_is_stale_after_a_day(tmp_path: Path) -> None
     assert young.exists()
 
 
-def test_a_directory_left_between_its_two_moves_is_restored(tmp_path: Path) -> None:
+def test_a_directory_left_between_its_two_moves_is_restored(tmp_path):
     """The earlier directory was moved aside and its writer died before the next move."""
     aside = tmp_path / f".adapter.{atomic._machine()}-{dead_pid()}-00000000.old"
     aside.mkdir()
@@ -215,12 +213,12 @@ def test_a_directory_left_between_its_two_moves_is_restored(tmp_path: Path) -> N
     assert not aside.exists()
 
 
-def test_nothing_is_stale_where_there_is_no_directory(tmp_path: Path) -> None:
+def test_nothing_is_stale_where_there_is_no_directory(tmp_path):
     """A missing parent is no error."""
     assert atomic.remove_stale(tmp_path / "missing") == []
 
 
-def test_a_file_that_a_library_writes_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_that_a_library_writes_appears_whole_or_not_at_all(tmp_path):
     """It is written beside its target; a library that writes nothing leaves the earlier file."""
     target = tmp_path / "deep" / "x.bin"
     with atomic.file(target) as place:

@@ -1,17 +1,12 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mens_exp.artifacts.attempt_log import AttemptLog
 from mens_exp.errors import DataError
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-
-def test_each_begin_is_an_attempt(tmp_path: Path) -> None:
+def test_each_begin_is_an_attempt(tmp_path):
     """With its end, where somebody saw it; the next begin says that nobody did."""
     log = AttemptLog(tmp_path / "batch" / "attempts_0.jsonl")
     assert log.attempts() == []
@@ -26,7 +21,7 @@ def test_each_begin_is_an_attempt(tmp_path: Path) -> None:
     assert (second["exit_code"], second["peak_rss_bytes"], second["why"]) == (130, 5, "TIMEOUT")
 
 
-def test_a_torn_line_is_dropped_and_a_wrong_one_refused(tmp_path: Path) -> None:
+def test_a_torn_line_is_dropped_and_a_wrong_one_refused(tmp_path):
     """The node may have died while it wrote; another form was not written by us."""
     path = tmp_path / "attempts.jsonl"
     log = AttemptLog(path)
@@ -40,7 +35,7 @@ def test_a_torn_line_is_dropped_and_a_wrong_one_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", [b'{"event":"en', b'{"event":"began","pid'])
-def test_what_comes_after_a_torn_line_is_read(tmp_path: Path, torn: bytes) -> None:
+def test_what_comes_after_a_torn_line_is_read(tmp_path, torn):
     """The next start of the job writes on."""
     path = tmp_path / "attempts.jsonl"
     log = AttemptLog(path)
@@ -51,7 +46,7 @@ def test_what_comes_after_a_torn_line_is_read(tmp_path: Path, torn: bytes) -> No
     assert [one["pid"] for one in log.attempts()] == [7, 8]
 
 
-def test_an_end_whose_begin_was_torn_is_nobodys(tmp_path: Path) -> None:
+def test_an_end_whose_begin_was_torn_is_nobodys(tmp_path):
     """There is no attempt that it could be of."""
     path = tmp_path / "attempts.jsonl"
     path.write_bytes(b'{"event":"beg')

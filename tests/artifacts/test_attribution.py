@@ -1,31 +1,25 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mens_exp.artifacts.attribution import Attribution
 from mens_exp.errors import DataError, MensError, Problems
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-
-def changed(golden: Path, dotted: str, value: Any) -> dict[str, Any]:
+def changed(golden, dotted, value):
     """Return the committed record with one value changed; a number is a place in a list."""
-    record: dict[str, Any] = json.loads((golden / "attribution_v1.json").read_text("utf-8"))
+    record = json.loads((golden / "attribution_v1.json").read_text("utf-8"))
     *parents, last = dotted.split(".")
-    node: Any = record
+    node = record
     for name in parents:
         node = node[int(name)] if name.isdigit() else node[name]
     node[last] = value
     return record
 
 
-def test_the_committed_attribution_of_version_1_is_written_as_read(
-    golden: Path, tmp_path: Path
-) -> None:
+def test_the_committed_attribution_of_version_1_is_written_as_read(golden, tmp_path):
     """Byte for byte; an unknown SQNR stays null."""
     record = Attribution.read(golden / "attribution_v1.json")
     assert record.modules[1]["variants"]["nf4"]["sqnr_db"] is None
@@ -49,16 +43,14 @@ def test_the_committed_attribution_of_version_1_is_written_as_read(
         ("parity.by_position.0.last", "no", "last: wrong value"),
     ],
 )
-def test_an_attribution_is_refused(
-    golden: Path, tmp_path: Path, dotted: str, value: Any, message: str
-) -> None:
+def test_an_attribution_is_refused(golden, tmp_path, dotted, value, message):
     """Each wrong thing is named with its place."""
     (tmp_path / "a.json").write_text(json.dumps(changed(golden, dotted, value)))
     with pytest.raises((DataError, Problems), match=message):
         Attribution.read(tmp_path / "a.json")
 
 
-def test_a_module_without_one_of_the_variants_is_refused(golden: Path, tmp_path: Path) -> None:
+def test_a_module_without_one_of_the_variants_is_refused(golden, tmp_path):
     """A table of variants has no holes."""
     record = changed(golden, "version", 1)
     del record["modules"][1]["variants"]["nf4"]
@@ -67,7 +59,7 @@ def test_a_module_without_one_of_the_variants_is_refused(golden: Path, tmp_path:
         Attribution.read(tmp_path / "a.json")
 
 
-def test_an_attribution_that_is_not_finite_is_not_written(golden: Path, tmp_path: Path) -> None:
+def test_an_attribution_that_is_not_finite_is_not_written(golden, tmp_path):
     """The file stays absent."""
     record = Attribution.read(golden / "attribution_v1.json")
     record.modules[0]["kl"] = float("inf")

@@ -1,14 +1,9 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mens_exp.artifacts.code_digest import code_digest
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-
-def test_only_code_counts(tmp_path: Path) -> None:
+def test_only_code_counts(tmp_path):
     """Neither compiled copies nor the config groups of an installed package change it."""
     (tmp_path / "a.py").write_text("x = 1\n")
     (tmp_path / "deep").mkdir()
@@ -25,6 +20,6 @@ def test_only_code_counts(tmp_path: Path) -> None:
     assert code_digest(tmp_path) not in {before, changed}
 
 
-def test_the_running_code_has_one() -> None:
+def test_the_running_code_has_one():
     """The same for two calls."""
     assert code_digest() == code_digest()

@@ -1,18 +1,13 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from mens_exp.artifacts.corpus_report import CorpusReport
 from mens_exp.errors import MensError
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-
-def record(**fields: Any) -> CorpusReport:
-    usual: dict[str, Any] = {
+def record(**fields):
+    usual = {
         "rows": 2,
         "sides": {"train": 1, "val": 1},
         "characters": {"prompts": 3},
@@ -29,7 +24,7 @@ def record(**fields: Any) -> CorpusReport:
     return CorpusReport(**usual | fields)
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_what_is_written_is_read_back(tmp_path):
     """Null with its reason included."""
     record().write(tmp_path / "r.json")
     assert CorpusReport.read(tmp_path / "r.json") == record()
@@ -43,15 +38,13 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         ({"rows": "2"}, "rows"),
     ],
 )
-def test_contradictions_are_not_written(
-    tmp_path: Path, fields: dict[str, Any], message: str
-) -> None:
+def test_contradictions_are_not_written(tmp_path, fields, message):
     """They could not be read back."""
     with pytest.raises(MensError, match=message):
         record(**fields).write(tmp_path / "r.json")
 
 
-def test_a_key_of_another_version_is_refused(tmp_path: Path) -> None:
+def test_a_key_of_another_version_is_refused(tmp_path):
     """Reading is strict."""
     record().write(tmp_path / "r.json")
     text = (tmp_path / "r.json").read_text("utf-8").replace('"parse"', '"parsing"')

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -11,11 +10,8 @@ from mens_exp.artifacts.decision_ledger import EntryKind, append, cycles_of, rea
 from mens_exp.artifacts.digest import digest
 from mens_exp.errors import DataError, RequestError
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-
-def cycle(name: str, *seeds: int) -> dict[str, Any]:
+def cycle(name, *seeds):
     return {
         "cycle": name,
         "suite_digest": "ab" * 32,
@@ -29,19 +25,19 @@ def cycle(name: str, *seeds: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Path:
+def ledger(tmp_path):
     path = tmp_path / "deep" / "ledger.jsonl"
     for number, name in enumerate(("one", "two", "three")):
         append(path, EntryKind.CYCLE, lambda _, n=number, c=name: cycle(c, n))
     return path
 
 
-def test_absent_ledger_is_empty(tmp_path: Path) -> None:
+def test_absent_ledger_is_empty(tmp_path):
     """Its first entry makes it."""
     assert read_ledger(tmp_path / "ledger.jsonl") == []
 
 
-def test_entries_are_chained(ledger: Path) -> None:
+def test_entries_are_chained(ledger):
     """Each carries the digest of the one before; the first, of none."""
     entries = read_ledger(ledger)
     assert [entry["number"] for entry in entries] == [1, 2, 3]
@@ -53,10 +49,10 @@ def test_entries_are_chained(ledger: Path) -> None:
     assert list(cycles_of(entries)) == ["one", "two", "three"]
 
 
-def test_what_the_maker_sees_is_all_that_is_there(ledger: Path) -> None:
+def test_what_the_maker_sees_is_all_that_is_there(ledger):
     """Under the lock; what it raises adds nothing."""
 
-    def refused(entries: list[Any]) -> Any:
+    def refused(entries):
         assert len(entries) == 3
         raise RequestError("no")
 
@@ -66,14 +62,14 @@ def test_what_the_maker_sees_is_all_that_is_there(ledger: Path) -> None:
     assert ledger.read_bytes() == before
 
 
-def test_an_edited_line_is_refused_by_its_number(ledger: Path) -> None:
+def test_an_edited_line_is_refused_by_its_number(ledger):
     """Whatever was edited of it."""
     ledger.write_bytes(ledger.read_bytes().replace(b'"two"', b'"too"'))
     with pytest.raises(DataError, match=r"jsonl:2: the entry is not the one that was written"):
         read_ledger(ledger)
 
 
-def test_an_edited_line_with_a_digest_of_its_own_breaks_the_chain(ledger: Path) -> None:
+def test_an_edited_line_with_a_digest_of_its_own_breaks_the_chain(ledger):
     """Hashing the edited entry anew does not hide it from the next one."""
     lines = ledger.read_text("utf-8").splitlines()
     entry = json.loads(lines[1])
@@ -86,7 +82,7 @@ def test_an_edited_line_with_a_digest_of_its_own_breaks_the_chain(ledger: Path) 
 
 
 @pytest.mark.parametrize("kept", [[1, 2], [0, 2], [1, 0, 2]], ids=["first", "middle", "swapped"])
-def test_dropped_and_swapped_lines_are_refused(ledger: Path, kept: list[int]) -> None:
+def test_dropped_and_swapped_lines_are_refused(ledger, kept):
     """The chain has every entry, in its order."""
     lines = ledger.read_text("utf-8").splitlines(keepends=True)
     ledger.write_text("".join(lines[number] for number in kept), encoding="utf-8")
@@ -94,7 +90,7 @@ def test_dropped_and_swapped_lines_are_refused(ledger: Path, kept: list[int]) ->
         read_ledger(ledger)
 
 
-def test_a_torn_last_line_was_never_written(ledger: Path) -> None:
+def test_a_torn_last_line_was_never_written(ledger):
     """A writer died in the middle of it; the next entry stands in its place."""
     whole = ledger.read_bytes()
     ledger.write_bytes(whole + b'{"format": "mens_exp_dec')
@@ -104,7 +100,7 @@ def test_a_torn_last_line_was_never_written(ledger: Path) -> None:
     assert [entry["number"] for entry in read_ledger(ledger)] == [1, 2, 3, 4]
 
 
-def test_a_key_that_nobody_knows_is_refused(ledger: Path) -> None:
+def test_a_key_that_nobody_knows_is_refused(ledger):
     """As in any other record."""
     ledger.write_bytes(ledger.read_bytes().replace(b'"number"', b'"numbr"', 1))
     with pytest.raises(RequestError, match="unknown key"):

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mens_exp.artifacts.inspection import Check, Inspection, Kind, Outcome, Verification
 from mens_exp.errors import DataError, MensError
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-
-def inspection(outcome: Outcome, recorded: Any, found: Any) -> Inspection:
+def inspection(outcome, recorded, found):
     check = Check(
         name="a", step=None, outcome=outcome, recorded=recorded, found=found, note="why not"
     )
@@ -32,9 +28,7 @@ def inspection(outcome: Outcome, recorded: Any, found: Any) -> Inspection:
         (Outcome.NOT_HERE, "aa", None),
     ],
 )
-def test_what_is_written_is_read_back(
-    tmp_path: Path, outcome: Outcome, recorded: Any, found: Any
-) -> None:
+def test_what_is_written_is_read_back(tmp_path, outcome, recorded, found):
     """Every outcome with values that it is true of."""
     written = inspection(outcome, recorded, found)
     written.write(tmp_path / "inspection.json")
@@ -44,9 +38,7 @@ def test_what_is_written_is_read_back(
 @pytest.mark.parametrize(
     ("outcome", "recorded", "found"), [(Outcome.EQUAL, 1, 2), (Outcome.DIFFERS, 1, 1)]
 )
-def test_an_outcome_that_its_values_deny_is_not_written(
-    tmp_path: Path, outcome: Outcome, recorded: Any, found: Any
-) -> None:
+def test_an_outcome_that_its_values_deny_is_not_written(tmp_path, outcome, recorded, found):
     """Equal beside two values, different beside one."""
     with pytest.raises(MensError, match="not that of its own values"):
         inspection(outcome, recorded, found).write(tmp_path / "inspection.json")
@@ -62,9 +54,7 @@ def test_an_outcome_that_its_values_deny_is_not_written(
         ({"mood": "good"}, "unknown key"),
     ],
 )
-def test_a_record_of_another_kind_is_refused(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_a_record_of_another_kind_is_refused(tmp_path, changes, message):
     """A newer version, another format, an unknown key or value."""
     path = tmp_path / "inspection.json"
     inspection(Outcome.EQUAL, 1, 1).write(path)

@@ -2,33 +2,27 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mens_exp.artifacts.manifest import Manifest, Status, utc_now
 from mens_exp.errors import DataError, MensError, Problems
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-
-def damaged(golden: Path, target: Path, **changes: Any) -> Path:
+def damaged(golden, target, **changes):
     value = json.loads((golden / "manifest_v1.json").read_text("utf-8"))
     target.write_text(json.dumps(value | changes))
     return target
 
 
-def test_the_committed_manifest_of_version_1_is_read(golden: Path, manifest: Manifest) -> None:
+def test_the_committed_manifest_of_version_1_is_read(golden, manifest):
     """Every field comes back as it was meant."""
     read = Manifest.read(golden / "manifest_v1.json")
     assert read == manifest
     assert read.status is Status.SUCCEEDED
 
 
-def test_a_manifest_is_written_as_committed(
-    golden: Path, manifest: Manifest, tmp_path: Path
-) -> None:
+def test_a_manifest_is_written_as_committed(golden, manifest, tmp_path):
     """Byte for byte."""
     manifest.write(tmp_path / "manifest.json")
     assert (tmp_path / "manifest.json").read_bytes() == (golden / "manifest_v1.json").read_bytes()
@@ -58,9 +52,7 @@ def test_a_manifest_is_written_as_committed(
         ({"contract": {}}, r"contract\.digest.*expected a SHA-256"),
     ],
 )
-def test_a_manifest_is_refused(
-    golden: Path, tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_a_manifest_is_refused(golden, tmp_path, changes, message):
     """Each wrong thing is named with the file and the dotted place."""
     path = damaged(golden, tmp_path / "manifest.json", **changes)
     with pytest.raises((DataError, Problems), match=message) as caught:
@@ -69,7 +61,7 @@ def test_a_manifest_is_refused(
     assert caught.value.exit_code == 2
 
 
-def test_all_problems_of_a_manifest_are_reported_together(golden: Path, tmp_path: Path) -> None:
+def test_all_problems_of_a_manifest_are_reported_together(golden, tmp_path):
     """Two wrong values, two lines."""
     path = damaged(golden, tmp_path / "manifest.json", seed=None, task=1)
     with pytest.raises(Problems) as caught:
@@ -90,22 +82,20 @@ def test_all_problems_of_a_manifest_are_reported_together(golden: Path, tmp_path
         (b"\xff", "not JSON"),
     ],
 )
-def test_a_file_that_is_no_manifest_is_refused(
-    tmp_path: Path, content: bytes, message: str
-) -> None:
+def test_a_file_that_is_no_manifest_is_refused(tmp_path, content, message):
     """It never becomes a record of defaults."""
     (tmp_path / "m.json").write_bytes(content)
     with pytest.raises((DataError, Problems), match=message):
         Manifest.read(tmp_path / "m.json")
 
 
-def test_a_missing_manifest_is_refused(tmp_path: Path) -> None:
+def test_a_missing_manifest_is_refused(tmp_path):
     """The message names it."""
     with pytest.raises(DataError, match=r"m\.json: the file cannot be read"):
         Manifest.read(tmp_path / "m.json")
 
 
-def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, manifest: Manifest) -> None:
+def test_what_could_not_be_read_back_is_not_written(tmp_path, manifest):
     """A result that is not finite; the file stays absent."""
     manifest.results["steps"] = float("nan")
     with pytest.raises(MensError, match=r"results\.steps") as caught:
@@ -114,12 +104,12 @@ def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, manifest: Ma
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_time_is_written_in_utc_to_the_millisecond() -> None:
+def test_the_time_is_written_in_utc_to_the_millisecond():
     """The documented form."""
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", utc_now())
 
 
-def test_a_manifest_from_before_there_were_contracts_is_read(golden: Path, tmp_path: Path) -> None:
+def test_a_manifest_from_before_there_were_contracts_is_read(golden, tmp_path):
     """The key is absent there; what it meant was never written down."""
     old = json.loads((golden / "manifest_v1.json").read_text("utf-8"))
     del old["contract"]

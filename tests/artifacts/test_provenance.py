@@ -14,9 +14,9 @@ from mens_exp.artifacts.provenance import PACKAGES, collect
 IDENTITY = ("-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false")
 
 
-def git(directory: Path, *arguments: str) -> str:
+def git(directory, *arguments):
     done = subprocess.run(
-        ["git", "-C", str(directory), *IDENTITY, *arguments],  # noqa: S607 - the developer's git
+        ["git", "-C", str(directory), *IDENTITY, *arguments],
         check=True,
         capture_output=True,
         text=True,
@@ -25,7 +25,7 @@ def git(directory: Path, *arguments: str) -> str:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path):
     path = tmp_path / "checkout"
     (path / "package").mkdir(parents=True)
     (path / "package" / "code.py").write_text("x = 1\n")
@@ -35,7 +35,7 @@ def checkout(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_clean_checkout_is_its_commit(checkout: Path) -> None:
+def test_a_clean_checkout_is_its_commit(checkout):
     """The full hash, not dirty, nothing to digest; the working directory is the same checkout."""
     facts = collect(checkout, package=checkout / "package")
     assert facts["commit"] == git(checkout, "rev-parse", "HEAD")
@@ -43,7 +43,7 @@ def test_a_clean_checkout_is_its_commit(checkout: Path) -> None:
     assert (facts["dirty"], facts["diff_sha256"], facts["workspace"]) == (False, None, None)
 
 
-def test_a_changed_file_and_a_new_one_make_different_dirty_digests(checkout: Path) -> None:
+def test_a_changed_file_and_a_new_one_make_different_dirty_digests(checkout):
     """The digest tells two states of one commit apart."""
     package = checkout / "package"
     (package / "code.py").write_text("x = 2\n")
@@ -55,7 +55,7 @@ def test_a_changed_file_and_a_new_one_make_different_dirty_digests(checkout: Pat
     assert changed["diff_sha256"] != added["diff_sha256"]
 
 
-def test_a_package_that_no_checkout_tracks_has_no_commit(checkout: Path, tmp_path: Path) -> None:
+def test_a_package_that_no_checkout_tracks_has_no_commit(checkout, tmp_path):
     """An environment inside a repository is not its code; the repository is the workspace."""
     site = checkout / "venv"
     site.mkdir()
@@ -66,25 +66,19 @@ def test_a_package_that_no_checkout_tracks_has_no_commit(checkout: Path, tmp_pat
     assert collect(tmp_path, package=site)["workspace"] is None
 
 
-def test_a_machine_without_git_has_no_commit(
-    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_without_git_has_no_commit(checkout, tmp_path, monkeypatch):
     """Unknown is null."""
     monkeypatch.setenv("PATH", str(tmp_path))
     assert collect(checkout, package=checkout / "package")["commit"] is None
 
 
-def test_a_hooks_variables_do_not_name_another_repository(
-    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hooks_variables_do_not_name_another_repository(checkout, tmp_path, monkeypatch):
     """GIT_DIR is set inside every hook."""
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
     assert collect(checkout, package=checkout / "package")["commit"] is not None
 
 
-def test_only_the_declared_variables_are_kept_and_never_a_secret(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_declared_variables_are_kept_and_never_a_secret(tmp_path, monkeypatch):
     """One of ours that is named like a secret is left out too."""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.setenv("MENS_EXP_CACHE", "c")
@@ -96,14 +90,14 @@ def test_only_the_declared_variables_are_kept_and_never_a_secret(
     assert "hunter2" not in json.dumps(facts)
 
 
-def test_the_packages_are_our_dependencies() -> None:
+def test_the_packages_are_our_dependencies():
     """The list and pyproject.toml cannot drift apart."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))
     declared = {re.split(r"[^\w-]", text)[0] for text in project["project"]["dependencies"]}
     assert declared <= set(PACKAGES)
 
 
-def test_the_facts_are_json_and_name_versions_and_hardware(tmp_path: Path) -> None:
+def test_the_facts_are_json_and_name_versions_and_hardware(tmp_path):
     """The versions are the installed ones."""
     facts = json.loads(json.dumps(collect(tmp_path), allow_nan=False))
     assert facts["packages"]["mens-exp"] == __version__

@@ -9,13 +9,13 @@ from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.errors import RequestError
 
 
-def make_run(path: Path, started_utc: str) -> Path:
+def make_run(path, started_utc):
     path.mkdir(parents=True)
     (path / "manifest.json").write_text(json.dumps({"started_utc": started_utc}))
     return path
 
 
-def test_the_names_in_a_run_directory_are_the_documented_ones() -> None:
+def test_the_names_in_a_run_directory_are_the_documented_ones():
     """Every name of the layout, spelled out."""
     run = RunDir(Path("r"))
     names = {
@@ -39,7 +39,7 @@ def test_the_names_in_a_run_directory_are_the_documented_ones() -> None:
     }
 
 
-def test_the_last_checkpoint_is_of_the_highest_step(tmp_path: Path) -> None:
+def test_the_last_checkpoint_is_of_the_highest_step(tmp_path):
     """Steps compare as numbers; other files do not count."""
     run = RunDir(tmp_path)
     run.checkpoints.mkdir()
@@ -49,7 +49,7 @@ def test_the_last_checkpoint_is_of_the_highest_step(tmp_path: Path) -> None:
     assert run.last_checkpoint() == run.checkpoint(100_000_000)
 
 
-def test_a_run_without_checkpoints_has_no_last_one(tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_has_no_last_one(tmp_path):
     """Neither without the directory nor with an empty one."""
     run = RunDir(tmp_path)
     assert run.last_checkpoint() is None
@@ -57,7 +57,7 @@ def test_a_run_without_checkpoints_has_no_last_one(tmp_path: Path) -> None:
     assert run.last_checkpoint() is None
 
 
-def test_latest_is_the_run_that_started_last(tmp_path: Path) -> None:
+def test_latest_is_the_run_that_started_last(tmp_path):
     """At any depth, by the record and not by the file's time; a damaged record is passed over."""
     make_run(tmp_path / "train" / "b", "2026-11-20T05:58:01.123Z")
     newest = make_run(tmp_path / "train" / "sweep" / "1", "2026-11-21T00:00:00.000Z")
@@ -67,19 +67,19 @@ def test_latest_is_the_run_that_started_last(tmp_path: Path) -> None:
     assert resolve("latest", tmp_path).path == newest
 
 
-def test_latest_is_refused_where_there_is_no_run(tmp_path: Path) -> None:
+def test_latest_is_refused_where_there_is_no_run(tmp_path):
     """The message says what to do."""
     with pytest.raises(RequestError, match=r"there is no run yet.*Next: train one first"):
         resolve("latest", tmp_path)
 
 
-def test_a_directory_with_a_manifest_is_a_run(tmp_path: Path) -> None:
+def test_a_directory_with_a_manifest_is_a_run(tmp_path):
     """It need not lie under the outputs."""
     path = make_run(tmp_path / "elsewhere", "")
     assert resolve(str(path), tmp_path / "outputs") == RunDir(path)
 
 
-def test_a_misspelt_run_is_refused_with_the_nearest(tmp_path: Path) -> None:
+def test_a_misspelt_run_is_refused_with_the_nearest(tmp_path):
     """One wrong digit still finds the run that was meant."""
     path = make_run(tmp_path / "train" / "20261120_abcd", "")
     with pytest.raises(RequestError) as caught:
@@ -88,7 +88,7 @@ def test_a_misspelt_run_is_refused_with_the_nearest(tmp_path: Path) -> None:
     assert f"the nearest is {path.as_posix()}" in str(caught.value)
 
 
-def test_a_directory_without_a_manifest_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_a_manifest_is_refused(tmp_path):
     """With no run anywhere, the nearest that exists is the directory."""
     with pytest.raises(RequestError, match=r"no manifest.json in this directory") as caught:
         resolve(str(tmp_path), tmp_path / "outputs")

@@ -4,7 +4,6 @@ import json
 import os
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -13,11 +12,8 @@ from mens_exp.artifacts import run_lock
 from mens_exp.artifacts.run_lock import held
 from mens_exp.errors import RequestError
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-
-def test_lock_is_there_inside_the_block_and_gone_after(tmp_path: Path) -> None:
+def test_lock_is_there_inside_the_block_and_gone_after(tmp_path):
     """The file lives exactly as long as the block."""
     path = tmp_path / "run.lock"
     with held(path):
@@ -25,7 +21,7 @@ def test_lock_is_there_inside_the_block_and_gone_after(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_second_holder_is_refused_and_named(tmp_path: Path) -> None:
+def test_second_holder_is_refused_and_named(tmp_path):
     """A living holder keeps everybody else out, and keeps its lock."""
     path = tmp_path / "run.lock"
     with held(path), pytest.raises(RequestError, match=f"process {os.getpid()}"), held(path):
@@ -42,7 +38,7 @@ def test_second_holder_is_refused_and_named(tmp_path: Path) -> None:
     ],
     ids=["torn", "pid-reused", "dead"],
 )
-def test_lock_of_a_dead_process_is_taken_over(tmp_path: Path, content: bytes) -> None:
+def test_lock_of_a_dead_process_is_taken_over(tmp_path, content):
     """A kill leaves a lock behind, and it stops nobody."""
     path = tmp_path / "run.lock"
     path.write_bytes(content)
@@ -50,7 +46,7 @@ def test_lock_of_a_dead_process_is_taken_over(tmp_path: Path, content: bytes) ->
         assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
-def test_lock_is_released_when_the_block_fails(tmp_path: Path) -> None:
+def test_lock_is_released_when_the_block_fails(tmp_path):
     """A failure inside the block leaves no lock."""
     path = tmp_path / "run.lock"
     with pytest.raises(ValueError, match="inside"), held(path):
@@ -59,16 +55,14 @@ def test_lock_is_released_when_the_block_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="threads share the lock of Windows; run it on Linux")
-def test_of_two_that_find_a_dead_one_s_lock_only_one_takes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_that_find_a_dead_one_s_lock_only_one_takes_it(tmp_path, monkeypatch):
     """Both look before either writes, if nothing keeps the second waiting."""
     path = tmp_path / "run.lock"
     path.write_bytes(b'{"pid": 1, "st')
     both_looked = threading.Barrier(2)
     look = run_lock.holder
 
-    def looked(where: Path) -> tuple[int, float] | None:
+    def looked(where):
         found = look(where)
         with suppress(threading.BrokenBarrierError):
             both_looked.wait(0.5)
@@ -77,7 +71,7 @@ def test_of_two_that_find_a_dead_one_s_lock_only_one_takes_it(
     monkeypatch.setattr(run_lock, "holder", looked)
     refused, over = [], threading.Barrier(2)
 
-    def take() -> None:
+    def take():
         try:
             with held(path):
                 over.wait(30)

@@ -1,23 +1,18 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mens_exp.artifacts.scorecard import (
     Condition,
-    ItemEvent,
     Scorecard,
     read_item_events,
     write_item_events,
 )
 from mens_exp.errors import DataError, MensError, Problems
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-EVENT: ItemEvent = {
+EVENT = {
     "version": 2,
     "item_id": "bisect.insort",
     "condition": Condition.BASE,
@@ -65,19 +60,17 @@ EVENT_OF_1 = {
 }
 
 
-def test_the_committed_scorecard_of_version_1_is_read(golden: Path, scorecard: Scorecard) -> None:
+def test_the_committed_scorecard_of_version_1_is_read(golden, scorecard):
     """It measured greedy answers, each once, and ran nothing."""
     assert Scorecard.read(golden / "scorecard_v1.json") == scorecard
 
 
-def test_the_committed_scorecard_of_version_2_is_read(golden: Path, scorecard: Scorecard) -> None:
+def test_the_committed_scorecard_of_version_2_is_read(golden, scorecard):
     """Every field comes back as it was meant."""
     assert Scorecard.read(golden / "scorecard_v2.json") == scorecard
 
 
-def test_a_scorecard_is_written_as_committed(
-    golden: Path, scorecard: Scorecard, tmp_path: Path
-) -> None:
+def test_a_scorecard_is_written_as_committed(golden, scorecard, tmp_path):
     """Byte for byte."""
     scorecard.write(tmp_path / "s.json")
     assert (tmp_path / "s.json").read_bytes() == (golden / "scorecard_v2.json").read_bytes()
@@ -95,9 +88,7 @@ def test_a_scorecard_is_written_as_committed(
         ({"conditions": {"base": {"parse_rate": True}}}, "expected a finite number or an integer"),
     ],
 )
-def test_a_scorecard_is_refused(
-    golden: Path, tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_a_scorecard_is_refused(golden, tmp_path, changes, message):
     """Each wrong thing is named with its place."""
     value = json.loads((golden / "scorecard_v2.json").read_text("utf-8"))
     (tmp_path / "s.json").write_text(json.dumps(value | changes))
@@ -105,19 +96,17 @@ def test_a_scorecard_is_refused(
         Scorecard.read(tmp_path / "s.json")
 
 
-def test_a_scorecard_with_a_rate_that_is_not_finite_is_not_written(
-    tmp_path: Path, scorecard: Scorecard
-) -> None:
+def test_a_scorecard_with_a_rate_that_is_not_finite_is_not_written(tmp_path, scorecard):
     """A mean over no items is unknown, not NaN."""
     scorecard.conditions["base"]["parse_rate"] = float("nan")
     with pytest.raises(MensError, match=r"conditions\.base\.parse_rate"):
         scorecard.write(tmp_path / "s.json")
 
 
-def test_item_events_come_back_as_written(tmp_path: Path) -> None:
+def test_item_events_come_back_as_written(tmp_path):
     """One line each, though the completion holds a line separator."""
     path = tmp_path / "events.jsonl"
-    tuned: ItemEvent = {**EVENT, "condition": Condition.TUNED, "error": None}
+    tuned = {**EVENT, "condition": Condition.TUNED, "error": None}
     write_item_events(path, [EVENT, tuned])
     assert path.read_bytes().count(b"\n") == 2
     assert read_item_events(path) == [EVENT, tuned]
@@ -134,7 +123,7 @@ def test_item_events_come_back_as_written(tmp_path: Path) -> None:
         ('{"item_id":', "not JSON"),
     ],
 )
-def test_an_item_event_is_refused_with_its_line(tmp_path: Path, line: str, message: str) -> None:
+def test_an_item_event_is_refused_with_its_line(tmp_path, line, message):
     """A torn last line is no exception: this file is written whole."""
     path = tmp_path / "events.jsonl"
     path.write_text(json.dumps(EVENT) + "\n" + line)
@@ -143,13 +132,13 @@ def test_an_item_event_is_refused_with_its_line(tmp_path: Path, line: str, messa
     assert f"{path}:2" in str(caught.value)
 
 
-def test_an_item_event_of_version_1_is_read(tmp_path: Path) -> None:
+def test_an_item_event_of_version_1_is_read(tmp_path):
     """What it did not record is null and says so; what it did comes back."""
     path = tmp_path / "events.jsonl"
     broken = {**EVENT_OF_1, "parses": False, "error": "SyntaxError: f"}
     path.write_text("".join(json.dumps(one) + "\n" for one in (EVENT_OF_1, broken)))
     good, bad = read_item_events(path)
-    assert {name: good[name] for name in EVENT_OF_1} == EVENT_OF_1  # type: ignore[literal-required]
+    assert {name: good[name] for name in EVENT_OF_1} == EVENT_OF_1
     assert (good["version"], good["sample"], good["attempts"], good["group"]) == (2, 0, 1, "")
     assert (good["compile_pass_1"], good["compile_pass_n"], good["repair_depth"]) == (True, True, 0)
     assert (bad["compile_pass_1"], bad["repair_depth"], bad["error_count"]) == (False, None, 1)
@@ -160,9 +149,9 @@ def test_an_item_event_of_version_1_is_read(tmp_path: Path) -> None:
     assert read_item_events(path) == [good, bad]
 
 
-def test_a_wrong_item_event_is_not_written(tmp_path: Path) -> None:
+def test_a_wrong_item_event_is_not_written(tmp_path):
     """The file stays absent."""
-    wrong: Any = {**EVENT, "attempts": None}
+    wrong = {**EVENT, "attempts": None}
     with pytest.raises(MensError, match="attempts"):
         write_item_events(tmp_path / "events.jsonl", [wrong])
     assert list(tmp_path.iterdir()) == []

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mens_exp.artifacts.sync_record import Destination, SyncRecord, delivery_at, note_delivery
 from mens_exp.errors import DataError
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 HERE, THERE = Destination("http://w", None, "lab"), Destination("http://w", "us", "lab")
 
 
-def test_what_was_noted_is_read_back(tmp_path: Path) -> None:
+def test_what_was_noted_is_read_back(tmp_path):
     """A failure is no delivery, and says why."""
     note_delivery(tmp_path / "sync.json", HERE, why="it does not answer")
     found = delivery_at(tmp_path / "sync.json", HERE)
@@ -23,7 +18,7 @@ def test_what_was_noted_is_read_back(tmp_path: Path) -> None:
     assert (found["digest"], found["sent_utc"], found["why"]) == (None, None, "it does not answer")
 
 
-def test_a_later_word_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:
+def test_a_later_word_takes_the_place_of_an_earlier_one(tmp_path):
     """And leaves other destinations alone."""
     path = tmp_path / "sync.json"
     note_delivery(path, HERE, why="refused")
@@ -35,14 +30,14 @@ def test_a_later_word_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:
     assert (second["entity"], second["why"]) == ("us", "refused")
 
 
-def test_nothing_was_sent_where_nothing_is_noted(tmp_path: Path) -> None:
+def test_nothing_was_sent_where_nothing_is_noted(tmp_path):
     """Neither without a record, nor to another destination."""
     assert delivery_at(tmp_path / "sync.json", HERE) is None
     note_delivery(tmp_path / "sync.json", HERE, digest="d" * 64)
     assert delivery_at(tmp_path / "sync.json", THERE) is None
 
 
-def test_a_damaged_record_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_record_is_refused(tmp_path):
     """Nothing is sent twice because a file could not be read."""
     (tmp_path / "sync.json").write_text("{", encoding="utf-8")
     with pytest.raises(DataError, match=r"sync\.json"):

@@ -1,32 +1,27 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
-from mens_exp.artifacts.telemetry import Event, Telemetry, events_after, read_events, rewind
+from mens_exp.artifacts.telemetry import Telemetry, events_after, read_events, rewind
 from mens_exp.errors import DataError, MensError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "run" / "telemetry.jsonl"
 
 
-def emit_all(path: Path, *events: tuple[str, dict[str, Any]]) -> None:
+def emit_all(path, *events):
     with Telemetry(path, clock=lambda: 0.0) as telemetry:
         for name, payload in events:
             telemetry.emit(name, payload)
 
 
-def summary(path: Path) -> list[tuple[str, Any]]:
+def summary(path):
     return [(record["event"], record["payload"].get("step")) for record in read_events(path)]
 
 
-def test_an_event_is_one_line_with_milliseconds(path: Path) -> None:
+def test_an_event_is_one_line_with_milliseconds(path):
     """The bytes are on disk before the file is closed."""
     telemetry = Telemetry(path, clock=lambda: 1.2345)
     telemetry.emit("step", {"step": 1, "train/loss": 0.5})
@@ -46,14 +41,14 @@ def test_an_event_is_one_line_with_milliseconds(path: Path) -> None:
         ("step", {"step": object()}, "JSON value"),
     ],
 )
-def test_an_event_is_refused(path: Path, event: str, payload: dict[str, Any], message: str) -> None:
+def test_an_event_is_refused(path, event, payload, message):
     """Nothing of it is written."""
     with Telemetry(path) as telemetry, pytest.raises(MensError, match=message):
         telemetry.emit(event, payload)
     assert path.read_bytes() == b""
 
 
-def test_closing_twice_is_no_error_and_emitting_afterwards_is(path: Path) -> None:
+def test_closing_twice_is_no_error_and_emitting_afterwards_is(path):
     """A double teardown passes; a late event does not vanish silently."""
     telemetry = Telemetry(path)
     telemetry.close()
@@ -62,9 +57,9 @@ def test_closing_twice_is_no_error_and_emitting_afterwards_is(path: Path) -> Non
         telemetry.emit("step", {"step": 1})
 
 
-def test_a_subscriber_gets_every_later_event(path: Path) -> None:
+def test_a_subscriber_gets_every_later_event(path):
     """The one before it came is not replayed."""
-    seen: list[Event] = []
+    seen = []
     with Telemetry(path, clock=lambda: 2.0) as telemetry:
         telemetry.emit("plan", {})
         telemetry.subscribe(seen.append)
@@ -72,12 +67,12 @@ def test_a_subscriber_gets_every_later_event(path: Path) -> None:
     assert seen == [{"ts_ms": 2000, "event": "step", "payload": {"step": 1}}]
 
 
-def test_a_subscriber_that_raises_is_dropped_and_recorded(path: Path) -> None:
+def test_a_subscriber_that_raises_is_dropped_and_recorded(path):
     """The other one gets the event and the news of the failure, and training goes on."""
-    seen: list[str] = []
-    calls: list[str] = []
+    seen = []
+    calls = []
 
-    def broken(record: Event) -> None:
+    def broken(record):
         calls.append(record["event"])
         raise OSError("network down")
 
@@ -91,7 +86,7 @@ def test_a_subscriber_that_raises_is_dropped_and_recorded(path: Path) -> None:
     assert read_events(path)[1]["payload"] == {"sink": "wandb", "error": "OSError: network down"}
 
 
-def test_a_torn_last_line_is_left_out(path: Path) -> None:
+def test_a_torn_last_line_is_left_out(path):
     """A killed writer leaves half an event; the rest is read."""
     emit_all(path, ("step", {"step": 1}))
     with path.open("ab") as file:
@@ -99,7 +94,7 @@ def test_a_torn_last_line_is_left_out(path: Path) -> None:
     assert summary(path) == [("step", 1)]
 
 
-def test_reopening_cuts_a_torn_last_line_off(path: Path) -> None:
+def test_reopening_cuts_a_torn_last_line_off(path):
     """The next event does not continue the half one."""
     emit_all(path, ("step", {"step": 1}))
     with path.open("ab") as file:
@@ -119,9 +114,7 @@ def test_reopening_cuts_a_torn_last_line_off(path: Path) -> None:
         (b"", "not JSON"),
     ],
 )
-def test_a_broken_line_elsewhere_is_refused_with_its_number(
-    path: Path, line: bytes, message: str
-) -> None:
+def test_a_broken_line_elsewhere_is_refused_with_its_number(path, line, message):
     """The second of three lines is named."""
     emit_all(path, ("step", {"step": 1}))
     whole = path.read_bytes()
@@ -131,13 +124,13 @@ def test_a_broken_line_elsewhere_is_refused_with_its_number(
     assert f"{path}:2:" in str(caught.value)
 
 
-def test_a_missing_file_is_refused(path: Path) -> None:
+def test_a_missing_file_is_refused(path):
     """Reading says which."""
     with pytest.raises(DataError, match=r"telemetry\.jsonl: the file cannot be read"):
         read_events(path)
 
 
-def test_rewinding_keeps_what_came_up_to_the_checkpoint(path: Path) -> None:
+def test_rewinding_keeps_what_came_up_to_the_checkpoint(path):
     """Later steps, and the end of an attempt that is continued, are forgotten."""
     emit_all(
         path,
@@ -153,7 +146,7 @@ def test_rewinding_keeps_what_came_up_to_the_checkpoint(path: Path) -> None:
     assert summary(path) == [("plan", None), ("step", 1), ("step", 2), ("checkpoint_saved", 2)]
 
 
-def test_rewinding_without_the_checkpoints_event_goes_by_step(path: Path) -> None:
+def test_rewinding_without_the_checkpoints_event_goes_by_step(path):
     """Events of no step stay, ends do not."""
     emit_all(
         path,
@@ -168,13 +161,13 @@ def test_rewinding_without_the_checkpoints_event_goes_by_step(path: Path) -> Non
     assert summary(path) == [("plan", None), ("step", 1), ("warning", None)]
 
 
-def test_rewinding_what_is_not_there_does_nothing(path: Path) -> None:
+def test_rewinding_what_is_not_there_does_nothing(path):
     """A run killed before its first event has no file."""
     rewind(path, 1)
     assert not path.exists()
 
 
-def test_a_file_that_grows_is_read_by_whole_lines(tmp_path: Path) -> None:
+def test_a_file_that_grows_is_read_by_whole_lines(tmp_path):
     """What was read is not read again, and half a line waits for its end."""
     path = tmp_path / "telemetry.jsonl"
     assert events_after(path, 0) == ([], 0)

@@ -22,7 +22,7 @@ from mens_exp.errors import DataError
         ({"a": [None, 1, 1.5, "x", True, {}]}, dict[str, Any]),
     ],
 )
-def test_a_value_of_the_declared_type_has_no_problem(value: object, hint: Any) -> None:
+def test_a_value_of_the_declared_type_has_no_problem(value, hint):
     """An integer is a number too."""
     assert check(value, hint, "f") == []
 
@@ -42,24 +42,24 @@ def test_a_value_of_the_declared_type_has_no_problem(value: object, hint: Any) -
         ({"a": {1, 2}}, dict[str, Any]),
     ],
 )
-def test_a_value_of_another_type_has_one_problem(value: object, hint: Any) -> None:
+def test_a_value_of_another_type_has_one_problem(value, hint):
     """True is no number, whatever Python says."""
     assert len(check(value, hint, "f")) == 1
 
 
-def test_json_nested_without_end_is_refused() -> None:
+def test_json_nested_without_end_is_refused():
     """A hostile file is an error, not a crash."""
     with pytest.raises(DataError, match="not JSON"):
         parse_json(b"[" * 200_000, "f")
 
 
-def test_the_nearest_name_is_the_one_most_alike() -> None:
+def test_the_nearest_name_is_the_one_most_alike():
     """And none when nothing is alike."""
     assert nearest("alhpa", ["alpha", "rank"]) == "alpha"
     assert nearest("zzz", ["alpha", "rank"]) is None
 
 
-def test_all_names_are_offered_when_none_is_alike() -> None:
+def test_all_names_are_offered_when_none_is_alike():
     """In alphabetical order."""
     assert expected_name("zzz", ["rank", "alpha"]) == "one of alpha, rank"
     assert expected_name("zzz", []) == "no name at all here"

@@ -4,29 +4,24 @@ import multiprocessing
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING
 
 import pytest
 
 from mens_exp.artifacts.wait_lock import waiting
 
-if TYPE_CHECKING:
-    from multiprocessing.synchronize import Event
-    from pathlib import Path
 
-
-def _hold(path: Path, has_it: Event) -> None:
+def _hold(path, has_it):
     with waiting(path):
         has_it.set()
         time.sleep(60)
 
 
-def test_a_second_one_waits_until_the_first_is_done(tmp_path: Path) -> None:
+def test_a_second_one_waits_until_the_first_is_done(tmp_path):
     """Eight threads add to a number that they read before and write after a pause."""
     path = tmp_path / "lock"
     number = [0]
 
-    def add() -> None:
+    def add():
         with waiting(path):
             before = number[0]
             time.sleep(0.005)
@@ -41,7 +36,7 @@ def test_a_second_one_waits_until_the_first_is_done(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failure_lets_go(tmp_path: Path) -> None:
+def test_a_failure_lets_go(tmp_path):
     """The next one does not wait for it."""
     with pytest.raises(KeyError), waiting(tmp_path / "lock"):
         raise KeyError
@@ -49,7 +44,7 @@ def test_a_failure_lets_go(tmp_path: Path) -> None:
         assert (tmp_path / "lock").exists()
 
 
-def test_a_killed_holder_lets_go(tmp_path: Path) -> None:
+def test_a_killed_holder_lets_go(tmp_path):
     """The kernel holds the lock, and the file that stays behind is nobody's."""
     context = multiprocessing.get_context("spawn")
     has_it = context.Event()

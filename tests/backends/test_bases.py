@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 import torch
 
@@ -13,41 +11,32 @@ from mens_exp.model.stored_weights import StoredWeights
 from mens_exp.quant.bnb import dequantized, quantized_linears
 from mens_exp.quant.nf4_reference import FP4_LEVELS, NF4_LEVELS, quantize
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.data.batch import Batch
-    from mens_exp.rows.encode import Encoded
-
 F32 = "quant.compute_dtype=f32"
 WIDE = ["model=random", "model.name=wide", "model.hidden_size=256", "model.intermediate_size=512"]
 
 
 @pytest.fixture
-def batch(random_documents: Callable[..., Encoded]) -> Batch:
+def batch(random_documents):
     return packed_batch(random_documents([11, 6, 17]), [[0, 1, 2]], index=0)
 
 
-def logits_of(backend: Any, batch: Batch) -> torch.Tensor:
+def logits_of(backend, batch):
     backend.eval()
     with torch.no_grad():
-        logits: torch.Tensor = backend.head(backend(batch))
-    return logits
+        return backend.head(backend(batch))
 
 
-def weights_of(backend: Any) -> StoredWeights:
+def weights_of(backend):
     return StoredWeights(backend.base.directory, backend.shape.family)
 
 
-def test_an_unquantized_base_is_the_checkpoint(
-    tiny_backend: Callable[..., Any], batch: Batch
-) -> None:
+def test_an_unquantized_base_is_the_checkpoint(tiny_backend, batch):
     """No 4-bit layer; logits of packed documents equal transformers' own model, f32, to 1e-5."""
     from transformers import AutoModelForCausalLM
 
     backend = tiny_backend("backend=lora", F32)
     assert quantized_linears(backend.model) == {}
-    model: Any = AutoModelForCausalLM.from_pretrained(backend.base.directory, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(backend.base.directory, dtype=torch.float32)
     assert batch.documents is not None
     parts = []
     with torch.no_grad():
@@ -59,9 +48,7 @@ def test_an_unquantized_base_is_the_checkpoint(
     assert backend.facts()["quant"] == "none"
 
 
-def test_the_adapter_of_an_unquantized_base_says_so(
-    tiny_backend: Callable[..., Any], tiny_config: Callable[..., Any]
-) -> None:
+def test_the_adapter_of_an_unquantized_base_says_so(tiny_backend, tiny_config):
     """Method lora, base_quant none; qlora and nf4 beside it."""
     for overrides, method, quant in (
         (["backend=lora"], "lora", {"base_quant": "none", "double_quant": False}),
@@ -73,9 +60,7 @@ def test_the_adapter_of_an_unquantized_base_says_so(
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("block", [64, 128, 256])
-def test_blocks_are_of_the_size_asked_for(
-    tiny_backend: Callable[..., Any], kind: str, block: int
-) -> None:
+def test_blocks_are_of_the_size_asked_for(tiny_backend, kind, block):
     """Every layer equals the reference's round trip of the published weight at that size."""
     backend = tiny_backend(*WIDE, F32, f"quant={kind}", f"quant.block_size={block}")
     assert backend.facts()["block_size"] == block
@@ -87,9 +72,7 @@ def test_blocks_are_of_the_size_asked_for(
         assert (dequantized(module.weight) - expected.dequantize()).abs().max() <= 1e-6, path
 
 
-def test_blocks_of_other_sizes_compute_and_learn(
-    tiny_backend: Callable[..., Any], batch: Batch
-) -> None:
+def test_blocks_of_other_sizes_compute_and_learn(tiny_backend, batch):
     """Logits differ from those of 64, and every matrix gets a gradient."""
     usual = logits_of(tiny_backend(*WIDE, F32), batch)
     backend = tiny_backend(*WIDE, F32, "quant.block_size=256", live=True)
@@ -102,9 +85,7 @@ def test_blocks_of_other_sizes_compute_and_learn(
 
 
 @pytest.mark.parametrize("storage", ["u8", "bf16", "f32"])
-def test_codes_are_the_same_whatever_they_lie_in(
-    tiny_backend: Callable[..., Any], batch: Batch, storage: str
-) -> None:
+def test_codes_are_the_same_whatever_they_lie_in(tiny_backend, batch, storage):
     """The element type of the packed tensor changes no bit of the logits."""
     expected = logits_of(tiny_backend(F32), batch)
     backend = tiny_backend(F32, f"quant.storage_dtype={storage}")
@@ -113,7 +94,7 @@ def test_codes_are_the_same_whatever_they_lie_in(
     assert torch.equal(logits_of(backend, batch), expected)
 
 
-def test_modules_left_out_keep_their_weights(tiny_backend: Callable[..., Any]) -> None:
+def test_modules_left_out_keep_their_weights(tiny_backend):
     """`mlp` and one more layer's query are the checkpoint's; everything else has four bits."""
     backend = tiny_backend(F32, "quant.skip=[mlp,'*.layers.1.*.q_proj']")
     quantized = {path.replace(".base_layer", "") for path in quantized_linears(backend.causal_lm)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -13,15 +12,6 @@ from mens_exp.artifacts.adapter_v3 import read_adapter, write_adapter
 from mens_exp.data.batch import packed_batch, padded_batch
 from mens_exp.errors import ConfigError
 from mens_exp.objective.causal import CrossEntropy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.backends.protocol import Backend
-    from mens_exp.config.root import RunConfig
-    from mens_exp.data.batch import Batch
-    from mens_exp.rows.encode import Encoded
 
 F32 = "quant.compute_dtype=f32"
 STILL = "lora.dropout=0"
@@ -59,28 +49,28 @@ LENGTHS, SUPERVISED = [11, 6, 17, 9], [3, 1, 12, 0]
 
 
 @pytest.fixture
-def documents(random_documents: Callable[..., Encoded]) -> Encoded:
+def documents(random_documents):
     return random_documents(LENGTHS, SUPERVISED)
 
 
 @pytest.fixture
-def batch(documents: Encoded) -> Batch:
+def batch(documents):
     return packed_batch(documents, [[0, 1, 2, 3]], index=0)
 
 
-def logits_of(backend: Backend, batch: Batch) -> torch.Tensor:
+def logits_of(backend, batch):
     """Return logits in evaluation mode, without gradients."""
     backend.eval()
     with torch.no_grad():
         return backend.head(backend(batch))
 
 
-def loss_of(backend: Backend, batch: Batch) -> torch.Tensor:
+def loss_of(backend, batch):
     backend.begin(batch.index)
     return CrossEntropy("causal", 4)(backend(batch), batch.targets_M, backend.head).total
 
 
-def gradients_of(backend: Backend, batch: Batch) -> dict[str, torch.Tensor]:
+def gradients_of(backend, batch):
     """Take the gradients of one micro-batch in training mode."""
     backend.train()
     backend.zero_grad()
@@ -91,9 +81,7 @@ def gradients_of(backend: Backend, batch: Batch) -> dict[str, torch.Tensor]:
 
 
 @arms
-def test_a_fresh_adapter_leaves_the_logits_as_they_are(
-    tiny_backend: Callable[..., Backend], batch: Batch, overrides: list[str]
-) -> None:
+def test_a_fresh_adapter_leaves_the_logits_as_they_are(tiny_backend, batch, overrides):
     """B = 0: at step 0, switching the adapter off changes no bit of the logits."""
     backend = tiny_backend(*overrides)
     tuned = logits_of(backend, batch)
@@ -104,9 +92,7 @@ def test_a_fresh_adapter_leaves_the_logits_as_they_are(
 
 
 @arms
-def test_a_live_adapter_changes_the_logits_until_it_is_switched_off(
-    tiny_backend: Callable[..., Backend], batch: Batch, overrides: list[str]
-) -> None:
+def test_a_live_adapter_changes_the_logits_until_it_is_switched_off(tiny_backend, batch, overrides):
     """With B filled, off is the base again and on is the adapter again."""
     base = logits_of(tiny_backend(*overrides), batch)
     backend = tiny_backend(*overrides, live=True)
@@ -119,9 +105,7 @@ def test_a_live_adapter_changes_the_logits_until_it_is_switched_off(
 
 
 @arms
-def test_every_adapter_matrix_learns_and_nothing_else_does(
-    tiny_backend: Callable[..., Backend], batch: Batch, overrides: list[str]
-) -> None:
+def test_every_adapter_matrix_learns_and_nothing_else_does(tiny_backend, batch, overrides):
     """After one backward pass with B filled, each matrix has a gradient; the base has none."""
     backend = tiny_backend(*overrides, live=True)
     gradients = gradients_of(backend, batch)
@@ -133,9 +117,7 @@ def test_every_adapter_matrix_learns_and_nothing_else_does(
 
 
 @arms
-def test_adapters_are_f32_whatever_computes(
-    tiny_backend: Callable[..., Backend], batch: Batch, overrides: list[str]
-) -> None:
+def test_adapters_are_f32_whatever_computes(tiny_backend, batch, overrides):
     """Parameters and their gradients are f32, so that small steps are not rounded away."""
     backend = tiny_backend(*overrides, live=True)
     assert {p.dtype for p in backend.trainable().values()} == {torch.float32}
@@ -143,9 +125,7 @@ def test_adapters_are_f32_whatever_computes(
 
 
 @arms
-def test_train_validate_train_gives_the_same_gradients(
-    tiny_backend: Callable[..., Backend], batch: Batch, overrides: list[str]
-) -> None:
+def test_train_validate_train_gives_the_same_gradients(tiny_backend, batch, overrides):
     """A validation pass in between changes no bit of any matrix's gradient."""
     backend = tiny_backend(*overrides, live=True)
     before = gradients_of(backend, batch)
@@ -157,13 +137,11 @@ def test_train_validate_train_gives_the_same_gradients(
 
 
 @arms
-def test_dropout_follows_the_micro_batch_and_nothing_else(
-    tiny_backend: Callable[..., Backend], batch: Batch, overrides: list[str]
-) -> None:
+def test_dropout_follows_the_micro_batch_and_nothing_else(tiny_backend, batch, overrides):
     """The same index gives the same hidden states in training, another one others."""
     backend = tiny_backend(*overrides, "lora.dropout=0.3", live=True).train()
 
-    def hidden(index: int) -> torch.Tensor:
+    def hidden(index):
         backend.begin(index)
         with torch.no_grad():
             return backend(batch)
@@ -178,12 +156,12 @@ def test_dropout_follows_the_micro_batch_and_nothing_else(
 
 @arms
 def test_an_adapter_on_disk_gives_the_same_logits_in_a_fresh_graph(
-    tiny_backend: Callable[..., Backend],
-    tiny_config: Callable[..., RunConfig],
-    batch: Batch,
-    overrides: list[str],
-    tmp_path: Path,
-) -> None:
+    tiny_backend,
+    tiny_config,
+    batch,
+    overrides,
+    tmp_path,
+):
     """Written as schema v3, read and loaded, no bit of the logits differs."""
     backend = tiny_backend(*overrides, live=True)
     manifest, tensors = backend.adapter(tiny_config(*overrides))
@@ -194,9 +172,7 @@ def test_an_adapter_on_disk_gives_the_same_logits_in_a_fresh_graph(
     assert torch.equal(logits_of(fresh, batch), logits_of(backend, batch))
 
 
-def test_an_exported_adapter_is_a_copy(
-    tiny_backend: Callable[..., Backend], tiny_config: Callable[..., RunConfig]
-) -> None:
+def test_an_exported_adapter_is_a_copy(tiny_backend, tiny_config):
     """Training on does not change what was taken out before."""
     backend = tiny_backend(live=True)
     _, tensors = backend.adapter(tiny_config())
@@ -208,9 +184,7 @@ def test_an_exported_adapter_is_a_copy(
 
 
 @pytest.mark.parametrize("change", ["missing", "extra", "rank", "transposed"])
-def test_an_adapter_of_another_graph_is_refused(
-    tiny_backend: Callable[..., Backend], tiny_config: Callable[..., RunConfig], change: str
-) -> None:
+def test_an_adapter_of_another_graph_is_refused(tiny_backend, tiny_config, change):
     """The message names the matrix; a lower rank is not stretched to fit."""
     backend = tiny_backend(live=True)
     _, tensors = backend.adapter(tiny_config())
@@ -229,8 +203,8 @@ def test_an_adapter_of_another_graph_is_refused(
 
 
 def test_initialisation_is_shared_by_arms_that_differ_in_something_else(
-    tiny_backend: Callable[..., Backend],
-) -> None:
+    tiny_backend,
+):
     """Other quantization, format or targets: a layer that both have starts with the same A."""
     reference = tiny_backend().trainable()
     for overrides in ARMS.values():
@@ -244,7 +218,7 @@ def test_initialisation_is_shared_by_arms_that_differ_in_something_else(
             )
 
 
-def test_initialisation_follows_the_seed(tiny_backend: Callable[..., Backend]) -> None:
+def test_initialisation_follows_the_seed(tiny_backend):
     """Another seed draws every A anew and leaves every B at zero."""
     first, second = tiny_backend("seed=1").trainable(), tiny_backend("seed=2").trainable()
     for name in first:
@@ -252,9 +226,7 @@ def test_initialisation_follows_the_seed(tiny_backend: Callable[..., Backend]) -
 
 
 @pytest.mark.parametrize("overrides", [[F32], [F32, "quant=fp4"], [F32, "lora=qv"]])
-def test_a_document_has_the_same_logits_packed_and_alone(
-    tiny_backend: Callable[..., Backend], documents: Encoded, overrides: list[str]
-) -> None:
+def test_a_document_has_the_same_logits_packed_and_alone(tiny_backend, documents, overrides):
     """In f32, through base and adapter, to 1e-5."""
     backend = tiny_backend(*overrides, live=True)
     together = logits_of(backend, packed_batch(documents, [[0, 1, 2, 3]], index=0))
@@ -262,9 +234,7 @@ def test_a_document_has_the_same_logits_packed_and_alone(
     assert (together - torch.cat(alone)).abs().max() <= 1e-5
 
 
-def test_padded_and_packed_give_the_same_loss_and_gradients(
-    tiny_backend: Callable[..., Backend], documents: Encoded
-) -> None:
+def test_padded_and_packed_give_the_same_loss_and_gradients(tiny_backend, documents):
     """In f32, whatever the pad id is."""
     backend = tiny_backend(F32, STILL, live=True)
     packed = packed_batch(documents, [[0, 1, 2, 3]], index=0)
@@ -276,9 +246,7 @@ def test_padded_and_packed_give_the_same_loss_and_gradients(
             assert torch.allclose(gradient, gradients[name], rtol=1e-4, atol=1e-5), name
 
 
-def test_changing_a_document_changes_nothing_in_the_others(
-    tiny_backend: Callable[..., Backend], documents: Encoded
-) -> None:
+def test_changing_a_document_changes_nothing_in_the_others(tiny_backend, documents):
     """Bit for bit, through base and adapter in bf16."""
     backend = tiny_backend(live=True)
     before = logits_of(backend, packed_batch(documents, [[0, 1, 2, 3]], index=0))
@@ -289,9 +257,7 @@ def test_changing_a_document_changes_nothing_in_the_others(
     assert torch.equal(before[4:], after[4:])
 
 
-def test_hidden_states_are_those_of_supervised_positions_alone(
-    tiny_backend: Callable[..., Backend], batch: Batch
-) -> None:
+def test_hidden_states_are_those_of_supervised_positions_alone(tiny_backend, batch):
     """16 supervised tokens: 16 rows of 64, and 16 of 320 logits."""
     backend = tiny_backend()
     hidden = backend(batch)
@@ -300,9 +266,7 @@ def test_hidden_states_are_those_of_supervised_positions_alone(
 
 
 @arms
-def test_four_micro_batches_are_one_batch_of_four(
-    tiny_backend: Callable[..., Backend], documents: Encoded, overrides: list[str]
-) -> None:
+def test_four_micro_batches_are_one_batch_of_four(tiny_backend, documents, overrides):
     """Gradients of a batch's loss sum are the sums of its documents', to the format's rounding."""
     backend = tiny_backend(*overrides, STILL, live=True)
     rounding = 1e-4 if F32 in overrides or "backend=burn" in overrides else 3e-2
@@ -318,15 +282,15 @@ def test_four_micro_batches_are_one_batch_of_four(
     ("licence", "required"), [("apache-2.0", True), ("cc0-1.0", False), ("own", None), (None, None)]
 )
 def test_an_adapter_names_the_origin_of_its_base_where_that_is_known(
-    tiny_backend: Callable[..., Backend],
-    tiny_config: Callable[..., RunConfig],
-    overrides: list[str],
-    licence: str | None,
-    required: bool | None,
-) -> None:
+    tiny_backend,
+    tiny_config,
+    overrides,
+    licence,
+    required,
+):
     """Family, name, licence and what it asks; the schema has no null for the last."""
     backend = tiny_backend(*overrides)
-    backend.base = dataclasses.replace(backend.base, license=licence)  # type: ignore[attr-defined]
+    backend.base = dataclasses.replace(backend.base, license=licence)
     manifest, _ = backend.adapter(tiny_config(*overrides))
     known = {
         "base_family": "llama",

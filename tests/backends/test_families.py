@@ -7,7 +7,6 @@ and quantized by itself.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -20,15 +19,6 @@ from mens_exp.layout.families import FAMILIES
 from mens_exp.model.quiet import quiet
 from mens_exp.quant.bnb import quantization_config, quantized_linears
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
-    from mens_exp.data.batch import Batch
-    from mens_exp.model.resolve import BaseModel
-    from mens_exp.rows.encode import Encoded
-
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
@@ -37,23 +27,21 @@ families = pytest.mark.parametrize("name", FAMILIES)
 
 
 @pytest.fixture
-def documents(random_documents: Callable[..., Encoded]) -> Encoded:
+def documents(random_documents):
     """Five documents, every token of them predicted."""
     return random_documents(LENGTHS, [length - 1 for length in LENGTHS])
 
 
 @pytest.fixture
-def packed(documents: Encoded) -> Batch:
+def packed(documents):
     return packed_batch(documents, [list(range(len(LENGTHS)))], index=0)
 
 
 @pytest.fixture
-def backend_of(
-    family_base: Callable[[str], BaseModel], family_config: Callable[[str], RunConfig]
-) -> Callable[..., QloraBackend]:
+def backend_of(family_base, family_config):
     """Build the graph of a family; `live` fills B."""
 
-    def built(name: str, *, live: bool = True) -> QloraBackend:
+    def built(name, *, live=True):
         backend = QloraBackend(family_config(name), family_base(name), CPU)
         generator = torch.Generator().manual_seed(0)
         for key, parameter in backend.trainable().items():
@@ -64,7 +52,7 @@ def backend_of(
     return built
 
 
-def eager(base: BaseModel, config: RunConfig | None = None) -> Any:
+def eager(base, config=None):
     """Load the base with transformers alone, in 4 bits where a configuration says which.
 
     bitsandbytes' own inference kernel for AVX512-BF16 is left out; it computes in bf16.
@@ -81,7 +69,7 @@ def eager(base: BaseModel, config: RunConfig | None = None) -> Any:
     return model.eval()
 
 
-def one_by_one(model: Any, documents: Encoded) -> torch.Tensor:
+def one_by_one(model, documents):
     """Return the logits that predict each document's tokens, documents apart."""
     ids = torch.from_numpy(documents.ids).long()
     bounds = documents.offsets.tolist()
@@ -93,11 +81,11 @@ def one_by_one(model: Any, documents: Encoded) -> torch.Tensor:
     )
 
 
-def logits_of(backend: QloraBackend, batch: Batch) -> torch.Tensor:
+def logits_of(backend, batch):
     return backend.head(backend(batch))
 
 
-def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:
+def close(ours, theirs, tolerance):
     """Compare with a tolerance relative to the largest logit."""
     assert ours.shape == theirs.shape
     return bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max())
@@ -105,14 +93,14 @@ def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:
 
 @families
 def test_logits_are_those_of_peft_on_eager_attention(
-    name: str,
-    backend_of: Callable[..., QloraBackend],
-    family_base: Callable[[str], BaseModel],
-    family_config: Callable[[str], RunConfig],
-    documents: Encoded,
-    packed: Batch,
-    tmp_path: Path,
-) -> None:
+    name,
+    backend_of,
+    family_base,
+    family_config,
+    documents,
+    packed,
+    tmp_path,
+):
     """Packed, padded, learning and not: to 1e-5 of what PEFT gives for each document alone."""
     from peft import PeftModel
 
@@ -132,13 +120,13 @@ def test_logits_are_those_of_peft_on_eager_attention(
 
 @families
 def test_a_fresh_adapter_is_the_base(
-    name: str,
-    backend_of: Callable[..., QloraBackend],
-    family_base: Callable[[str], BaseModel],
-    family_config: Callable[[str], RunConfig],
-    documents: Encoded,
-    packed: Batch,
-) -> None:
+    name,
+    backend_of,
+    family_base,
+    family_config,
+    documents,
+    packed,
+):
     """B = 0 gives the logits of the quantized base as transformers alone loads it."""
     backend = backend_of(name, live=False).eval()
     with torch.no_grad():
@@ -151,13 +139,13 @@ def test_a_fresh_adapter_is_the_base(
 
 @families
 def test_the_adapter_adds_b_times_a_to_the_checkpoint_s_own_weights(
-    name: str,
-    backend_of: Callable[..., QloraBackend],
-    family_base: Callable[[str], BaseModel],
-    family_config: Callable[[str], RunConfig],
-    documents: Encoded,
-    packed: Batch,
-) -> None:
+    name,
+    backend_of,
+    family_base,
+    family_config,
+    documents,
+    packed,
+):
     """Dequantized weights plus s·BA, put under the keys of the v3 manifest, are the same model.
 
     Which holds only where names, keys and the orientation of transposed checkpoints are right.
@@ -179,9 +167,7 @@ def test_the_adapter_adds_b_times_a_to_the_checkpoint_s_own_weights(
 
 
 @families
-def test_quantized_weights_are_the_checkpoint_s_in_four_bits(
-    name: str, backend_of: Callable[..., QloraBackend], family_base: Callable[[str], BaseModel]
-) -> None:
+def test_quantized_weights_are_the_checkpoint_s_in_four_bits(name, backend_of, family_base):
     """Each projection is within a tenth of its weights' norm, in the checkpoint's orientation.
 
     NF4's error on normal weights is 9.2 %; a transposed or misread block would be over 100 %.
@@ -190,7 +176,7 @@ def test_quantized_weights_are_the_checkpoint_s_in_four_bits(
 
     backend, base = backend_of(name), family_base(name)
     directory = read_directory(base.directory)
-    stored: dict[str, torch.Tensor] = {}
+    stored = {}
     for shard in directory.shards:
         stored |= load_file(shard)
     linears = quantized_linears(backend.causal_lm)
@@ -204,14 +190,14 @@ def test_quantized_weights_are_the_checkpoint_s_in_four_bits(
 
 @families
 def test_gradients_reach_every_adapter_and_are_those_of_eager_attention(
-    name: str,
-    backend_of: Callable[..., QloraBackend],
-    family_base: Callable[[str], BaseModel],
-    family_config: Callable[[str], RunConfig],
-    documents: Encoded,
-    packed: Batch,
-    tmp_path: Path,
-) -> None:
+    name,
+    backend_of,
+    family_base,
+    family_config,
+    documents,
+    packed,
+    tmp_path,
+):
     """None is zero, none is missing, and PEFT's own differ by no more than rounding."""
     from peft import PeftModel
 
@@ -235,11 +221,11 @@ def test_gradients_reach_every_adapter_and_are_those_of_eager_attention(
 
 @families
 def test_logical_names_lead_to_the_checkpoint_and_back(
-    name: str,
-    backend_of: Callable[..., QloraBackend],
-    family_base: Callable[[str], BaseModel],
-    family_config: Callable[[str], RunConfig],
-) -> None:
+    name,
+    backend_of,
+    family_base,
+    family_config,
+):
     """Every layer has a key of its own in the header, whose shape is A's inputs by B's outputs."""
     backend = backend_of(name)
     manifest, tensors = backend.adapter(family_config(name))
@@ -256,11 +242,11 @@ def test_logical_names_lead_to_the_checkpoint_and_back(
 
 @families
 def test_prompts_are_continued_as_by_transformers(
-    name: str,
-    backend_of: Callable[..., QloraBackend],
-    family_base: Callable[[str], BaseModel],
-    family_config: Callable[[str], RunConfig],
-) -> None:
+    name,
+    backend_of,
+    family_base,
+    family_config,
+):
     """Greedily, together and padded, the ids of `generate` on eager attention, prompt by prompt."""
     generator = torch.Generator().manual_seed(1)
     prompts = [
@@ -283,9 +269,7 @@ def test_prompts_are_continued_as_by_transformers(
 
 
 @families
-def test_the_base_drops_nothing_of_its_own(
-    name: str, backend_of: Callable[..., QloraBackend], packed: Batch
-) -> None:
+def test_the_base_drops_nothing_of_its_own(name, backend_of, packed):
     """GPT-2 would, at embeddings and residuals: training mode changes no logit."""
     backend = backend_of(name).eval()
     with torch.no_grad():
@@ -293,9 +277,7 @@ def test_the_base_drops_nothing_of_its_own(
         assert torch.equal(logits_of(backend.train(), packed), still)
 
 
-def test_gemma_caps_both_scores_and_logits(
-    backend_of: Callable[..., QloraBackend], packed: Batch
-) -> None:
+def test_gemma_caps_both_scores_and_logits(backend_of, packed):
     """Without either cap the logits are others, so the comparisons above can fail."""
     backend = backend_of("gemma2").eval()
     with torch.no_grad():
@@ -310,9 +292,7 @@ def test_gemma_caps_both_scores_and_logits(
 
 
 @pytest.mark.parametrize("name", ["mistral", "phi3", "gemma2"])
-def test_windows_are_shorter_than_the_documents(
-    name: str, backend_of: Callable[..., QloraBackend], packed: Batch
-) -> None:
+def test_windows_are_shorter_than_the_documents(name, backend_of, packed):
     """Without the window the logits are others, so the comparisons above can fail."""
     backend = backend_of(name).eval()
     with torch.no_grad():

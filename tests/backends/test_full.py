@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 import torch
 
@@ -12,14 +10,6 @@ from mens_exp.data.batch import packed_batch
 from mens_exp.errors import RequestError, SetupError
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.tasks.subject import subject_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.data.batch import Batch
-    from mens_exp.rows.encode import Encoded
 
 pytestmark = pytest.mark.slow  # whole runs
 
@@ -33,18 +23,17 @@ graphs = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def batch(random_documents: Callable[..., Encoded]) -> Batch:
+def batch(random_documents):
     return packed_batch(random_documents([11, 6, 17]), [[0, 1, 2]], index=0)
 
 
-def logits_of(backend: Any, batch: Batch) -> torch.Tensor:
+def logits_of(backend, batch):
     backend.eval()
     with torch.no_grad():
-        logits: torch.Tensor = backend.head(backend(batch))
-    return logits
+        return backend.head(backend(batch))
 
 
-def step(backend: Any, batch: Batch) -> None:
+def step(backend, batch):
     """Move every weight against its gradient."""
     backend.train()
     backend.zero_grad()
@@ -56,16 +45,14 @@ def step(backend: Any, batch: Batch) -> None:
                 parameter.sub_(0.01 * parameter.grad)
 
 
-def test_gradients_are_those_of_transformers_own_loss(
-    tiny_backend: Callable[..., Any], batch: Batch
-) -> None:
+def test_gradients_are_those_of_transformers_own_loss(tiny_backend, batch):
     """Each weight's, the tied embedding's two parts included, over chunks of the head, to 1e-4."""
     from transformers import AutoModelForCausalLM
 
     backend = tiny_backend(*FULL).train()
     loss = CrossEntropy("causal", 4)(backend(batch), batch.targets_M, backend.head)
     loss.total.backward()
-    model: Any = AutoModelForCausalLM.from_pretrained(backend.base.directory, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(backend.base.directory, dtype=torch.float32)
     total = torch.zeros(())
     for start, end in batch.documents or ():
         logits = model(input_ids=batch.input_ids_BT[:, start:end]).logits[0]
@@ -83,9 +70,7 @@ def test_gradients_are_those_of_transformers_own_loss(
 
 
 @graphs
-def test_every_weight_learns_in_f32(
-    tiny_backend: Callable[..., Any], batch: Batch, overrides: list[str]
-) -> None:
+def test_every_weight_learns_in_f32(tiny_backend, batch, overrides):
     """One step moves all base weights; B, which starts at zero, moves too."""
     backend = tiny_backend(*overrides)
     before = {name: p.detach().clone() for name, p in backend.trainable().items()}
@@ -97,9 +82,7 @@ def test_every_weight_learns_in_f32(
 
 
 @graphs
-def test_the_base_is_the_published_one_after_training(
-    tiny_backend: Callable[..., Any], batch: Batch, overrides: list[str]
-) -> None:
+def test_the_base_is_the_published_one_after_training(tiny_backend, batch, overrides):
     """Inside the block the first logits again, after it the trained ones, bit for bit."""
     backend = tiny_backend(*overrides)
     first = logits_of(backend, batch)
@@ -112,9 +95,7 @@ def test_the_base_is_the_published_one_after_training(
 
 
 @graphs
-def test_written_weights_are_the_trained_model(
-    tiny_backend: Callable[..., Any], batch: Batch, overrides: list[str], tmp_path: Path
-) -> None:
+def test_written_weights_are_the_trained_model(tiny_backend, batch, overrides, tmp_path):
     """Loaded by transformers alone, one document's logits agree to 1e-5."""
     from transformers import AutoModelForCausalLM
 
@@ -122,7 +103,7 @@ def test_written_weights_are_the_trained_model(
     step(backend, batch)
     step(backend, batch)
     backend.write_weights(tmp_path / "weights")
-    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "weights", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "weights", dtype=torch.float32)
     (start, end), *_ = batch.documents or ()
     inside = [int(i) for i in batch.predict_M if start <= i < end]
     with torch.no_grad():
@@ -131,9 +112,7 @@ def test_written_weights_are_the_trained_model(
 
 
 @graphs
-def test_there_is_no_adapter(
-    tiny_backend: Callable[..., Any], tiny_config: Callable[..., Any], overrides: list[str]
-) -> None:
+def test_there_is_no_adapter(tiny_backend, tiny_config, overrides):
     """And none is taken, where every weight was trained."""
     backend = tiny_backend(*overrides)
     assert not backend.has_adapter
@@ -145,7 +124,7 @@ def test_there_is_no_adapter(
             backend.load_adapter({})
 
 
-def test_a_frozen_base_writes_no_weights(tiny_backend: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_frozen_base_writes_no_weights(tiny_backend, tmp_path):
     """Warm-started, the research lane leaves an adapter, as qlora and the proxy do."""
     for overrides in (["backend=burn", "backend.train_base=false"], [], ["backend=proxy"]):
         backend = tiny_backend(*overrides)
@@ -154,9 +133,7 @@ def test_a_frozen_base_writes_no_weights(tiny_backend: Callable[..., Any], tmp_p
             backend.write_weights(tmp_path / "weights")
 
 
-def test_the_research_lane_says_so(
-    tiny_backend: Callable[..., Any], tiny_config: Callable[..., Any]
-) -> None:
+def test_the_research_lane_says_so(tiny_backend, tiny_config):
     """In the facts, a note, and the adapter's manifest."""
     overrides = ["backend=burn", "backend.train_base=false"]
     backend = tiny_backend(*overrides)
@@ -169,9 +146,7 @@ def test_the_research_lane_says_so(
     assert "lane" not in tiny_backend().facts()
 
 
-def test_a_full_run_leaves_weights_and_adapter_tasks_refuse_it(
-    train_in: Callable[..., RunDir], tmp_path: Path
-) -> None:
+def test_a_full_run_leaves_weights_and_adapter_tasks_refuse_it(train_in, tmp_path):
     """The command line end to end: weights/ is hashed, and evaluate names what to do instead."""
     run = train_in(tmp_path / "run", "backend=full")
     assert (run.weights / "model.safetensors").is_file()
@@ -181,9 +156,7 @@ def test_a_full_run_leaves_weights_and_adapter_tasks_refuse_it(
 
 
 @pytest.mark.parametrize("overrides", [["backend=proxy"], ["backend=burn"], ["backend=lora"]])
-def test_each_backend_trains_through_the_command_line(
-    train_in: Callable[..., RunDir], tmp_path: Path, overrides: list[str]
-) -> None:
+def test_each_backend_trains_through_the_command_line(train_in, tmp_path, overrides):
     """The run succeeds, its loss falls, and what it leaves can be read."""
     from mens_exp.artifacts.manifest import Manifest
 

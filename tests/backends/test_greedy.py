@@ -1,18 +1,10 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 import torch
 
 from mens_exp.backends.greedy import evaluating, greedy
 from mens_exp.data.batch import packed_batch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.backends.qlora import QloraBackend
-    from mens_exp.rows.encode import Encoded
 
 F32 = "quant.compute_dtype=f32"
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15], [16]]
@@ -20,26 +12,22 @@ NO_END = {319}  # an id the tests make sure does not come up
 
 
 @pytest.fixture
-def backend(tiny_backend: Callable[..., QloraBackend]) -> QloraBackend:
+def backend(tiny_backend):
     return tiny_backend(F32, "lora.dropout=0.4", live=True)
 
 
-def complete(
-    backend: QloraBackend, prompts: list[list[int]], *, limit: int = 12, end_ids: set[int] = NO_END
-) -> list[list[int]]:
+def complete(backend, prompts, *, limit=12, end_ids=NO_END):
     return backend.generate(prompts, max_new_tokens=limit, end_ids=end_ids, pad_id=0)
 
 
-def test_each_prompt_is_continued_as_if_it_were_alone(backend: QloraBackend) -> None:
+def test_each_prompt_is_continued_as_if_it_were_alone(backend):
     """Left padding changes no id in f32."""
     together = complete(backend, PROMPTS)
     assert together == [complete(backend, [prompt])[0] for prompt in PROMPTS]
     assert [len(ids) for ids in together] == [12, 12, 12]
 
 
-def test_every_id_is_the_most_likely_next_one(
-    backend: QloraBackend, documents_of: Callable[..., Encoded]
-) -> None:
+def test_every_id_is_the_most_likely_next_one(backend, documents_of):
     """Checked by feeding the completion back through the training forward pass."""
     (completion,) = complete(backend, [PROMPTS[0]])
     ids = PROMPTS[0] + completion
@@ -51,9 +39,7 @@ def test_every_id_is_the_most_likely_next_one(
 
 
 @pytest.mark.parametrize("kind", ["qlora", "lora", "full", "burn"])
-def test_bf16_products_generate_on_every_backend(
-    tiny_backend: Callable[..., Any], documents_of: Callable[..., Encoded], kind: str
-) -> None:
+def test_bf16_products_generate_on_every_backend(tiny_backend, documents_of, kind):
     """The format of the main job: each id is the likeliest, or as likely but for rounding."""
     backend = tiny_backend(f"backend={kind}", "quant.compute_dtype=bf16").eval()
     (completion,) = complete(backend, [PROMPTS[0]])
@@ -65,12 +51,12 @@ def test_bf16_products_generate_on_every_backend(
     assert (logits_MV.amax(-1) - chosen_M).max() < 0.01 * logits_MV.std()
 
 
-def test_a_completion_stops_at_the_first_end_id_and_keeps_it(backend: QloraBackend) -> None:
+def test_a_completion_stops_at_the_first_end_id_and_keeps_it(backend):
     """Of two end ids the first to come ends it; the others go on to the limit or their own."""
     free = complete(backend, PROMPTS)
     ends = {free[0][4], free[1][7]}
 
-    def cut(ids: list[int]) -> list[int]:
+    def cut(ids):
         return ids[: next((i for i, token in enumerate(ids) if token in ends), 11) + 1]
 
     stopped = complete(backend, PROMPTS, end_ids=ends)
@@ -78,7 +64,7 @@ def test_a_completion_stops_at_the_first_end_id_and_keeps_it(backend: QloraBacke
     assert len(stopped[0]) < 12
 
 
-def test_nothing_is_dropped_while_generating(backend: QloraBackend) -> None:
+def test_nothing_is_dropped_while_generating(backend):
     """In training mode and at any micro-batch, completions are those of evaluation mode."""
     expected = complete(backend.eval(), PROMPTS)
     backend.train()
@@ -88,7 +74,7 @@ def test_nothing_is_dropped_while_generating(backend: QloraBackend) -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_mode_is_as_before_afterwards(backend: QloraBackend, training: bool) -> None:
+def test_the_mode_is_as_before_afterwards(backend, training):
     """Module by module, also where they differ."""
     backend.train(training)
     odd = backend.causal_lm.model.layers[0]
@@ -98,12 +84,12 @@ def test_the_mode_is_as_before_afterwards(backend: QloraBackend, training: bool)
     assert [module.training for module in backend.modules()] == before
 
 
-def test_the_mode_is_as_before_after_an_error(backend: QloraBackend) -> None:
+def test_the_mode_is_as_before_after_an_error(backend):
     """A failing block does not leave the model in evaluation mode."""
     backend.train()
     seen = []
 
-    def fail() -> None:
+    def fail():
         with evaluating(backend):
             seen.append(backend.training)
             raise OSError("lost")
@@ -114,7 +100,7 @@ def test_the_mode_is_as_before_after_an_error(backend: QloraBackend) -> None:
     assert all(module.training for module in backend.modules())
 
 
-def test_sampling_settings_of_the_checkpoint_play_no_part(backend: QloraBackend) -> None:
+def test_sampling_settings_of_the_checkpoint_play_no_part(backend):
     """A repetition penalty in generation_config.json would change what greedy means."""
     expected = complete(backend, PROMPTS)
     loaded = backend.causal_lm.generation_config
@@ -123,9 +109,7 @@ def test_sampling_settings_of_the_checkpoint_play_no_part(backend: QloraBackend)
     assert complete(backend, PROMPTS) == expected
 
 
-def test_the_base_is_what_completes_while_the_adapter_is_off(
-    backend: QloraBackend, tiny_backend: Callable[..., QloraBackend]
-) -> None:
+def test_the_base_is_what_completes_while_the_adapter_is_off(backend, tiny_backend):
     """Off, the completions are a fresh graph's; on, they are not."""
     fresh = complete(tiny_backend(F32), PROMPTS)
     assert complete(backend, PROMPTS) != fresh
@@ -133,15 +117,13 @@ def test_the_base_is_what_completes_while_the_adapter_is_off(
         assert complete(backend, PROMPTS) == fresh
 
 
-def test_generating_leaves_the_gradients_of_the_next_step_as_they_were(
-    backend: QloraBackend, random_documents: Callable[..., Encoded]
-) -> None:
+def test_generating_leaves_the_gradients_of_the_next_step_as_they_were(backend, random_documents):
     """No inference tensor or repacked weight stays behind."""
     from mens_exp.data.batch import packed_batch
 
     batch = packed_batch(random_documents([20]), [[0]], index=0)
 
-    def gradient() -> torch.Tensor:
+    def gradient():
         backend.train().zero_grad()
         backend.begin(0)
         backend(batch).square().sum().backward()
@@ -154,7 +136,7 @@ def test_generating_leaves_the_gradients_of_the_next_step_as_they_were(
     assert torch.equal(gradient(), before)
 
 
-def test_a_limit_of_one_token_gives_one(backend: QloraBackend) -> None:
+def test_a_limit_of_one_token_gives_one(backend):
     """The shortest completion there is."""
     ids = greedy(backend.causal_lm, [PROMPTS[0]], max_new_tokens=1, end_ids=NO_END, pad_id=0)
     assert [len(row) for row in ids] == [1]

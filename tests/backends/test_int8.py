@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 import torch
 
@@ -11,40 +9,28 @@ from mens_exp.data.batch import packed_batch
 from mens_exp.model.quiet import quiet
 from mens_exp.quant.bnb import dequantized, quantization_config, quantized_linears
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
-    from mens_exp.data.batch import Batch
-    from mens_exp.model.resolve import BaseModel
-    from mens_exp.rows.encode import Encoded
-
 INT8 = ["quant=int8", "quant.compute_dtype=f32"]
 
 
 @pytest.fixture
-def batch(random_documents: Callable[..., Encoded]) -> Batch:
+def batch(random_documents):
     return packed_batch(random_documents([38], [37]), [[0]], index=0)
 
 
-def logits_of(backend: Any, batch: Batch) -> torch.Tensor:
+def logits_of(backend, batch):
     backend.eval()
     with torch.no_grad():
-        logits: torch.Tensor = backend.head(backend(batch))
-    return logits
+        return backend.head(backend(batch))
 
 
 @pytest.mark.parametrize("model", ["tiny_llama", "tiny_gpt2", "tiny_qwen2"])
-def test_hidden_states_are_those_of_the_dequantized_weights(
-    tiny_backend: Callable[..., Any], batch: Batch, model: str
-) -> None:
+def test_hidden_states_are_those_of_the_dequantized_weights(tiny_backend, batch, model):
     """Transformers' own f32 model with those weights in plain torch: logits to 1e-5."""
     from transformers import AutoModelForCausalLM
     from transformers.pytorch_utils import Conv1D
 
     backend = tiny_backend(*INT8, f"model={model}")
-    plain: Any = AutoModelForCausalLM.from_pretrained(
+    plain = AutoModelForCausalLM.from_pretrained(
         backend.base.directory, dtype=torch.float32, attn_implementation="eager"
     )
     layers = quantized_linears(backend.causal_lm)
@@ -59,12 +45,12 @@ def test_hidden_states_are_those_of_the_dequantized_weights(
 
 
 def test_the_peft_view_is_what_peft_loads(
-    tiny_backend: Callable[..., Any],
-    tiny_base: BaseModel,
-    tiny_config: Callable[..., RunConfig],
-    batch: Batch,
-    tmp_path: Path,
-) -> None:
+    tiny_backend,
+    tiny_base,
+    tiny_config,
+    batch,
+    tmp_path,
+):
     """Bit for bit as far as f32 goes: 1e-5; the trained graph itself is further away."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -72,7 +58,7 @@ def test_the_peft_view_is_what_peft_loads(
     backend = tiny_backend(*INT8, live=True)
     backend.write_peft(tmp_path / "peft")
     with quiet():
-        base: Any = AutoModelForCausalLM.from_pretrained(
+        base = AutoModelForCausalLM.from_pretrained(
             tiny_base.directory,
             dtype=torch.float32,
             quantization_config=quantization_config(tiny_config(*INT8).quant),
@@ -88,9 +74,7 @@ def test_the_peft_view_is_what_peft_loads(
     assert (logits_of(backend, batch) - expected).abs().max() > 1e-4
 
 
-def test_the_manifest_names_the_base(
-    tiny_backend: Callable[..., Any], tiny_config: Callable[..., RunConfig]
-) -> None:
+def test_the_manifest_names_the_base(tiny_backend, tiny_config):
     """Method qlora, base int8, no double quantization, and nothing taken out of the base."""
     manifest, _ = tiny_backend(*INT8).adapter(tiny_config(*INT8))
     assert (manifest.adapter_method, manifest.rank) == ("qlora", 16)
@@ -99,7 +83,7 @@ def test_the_manifest_names_the_base(
     assert manifest.mens_exp["init"]["doubled_rank"] is False
 
 
-def test_modules_left_out_keep_their_weights(tiny_backend: Callable[..., Any]) -> None:
+def test_modules_left_out_keep_their_weights(tiny_backend):
     """`mlp` is the checkpoint's; attention has eight bits, and the head is as it was."""
     backend = tiny_backend(*INT8, "quant.skip=[mlp]")
     kinds = {path.split(".")[3] for path in quantized_linears(backend.causal_lm)}
@@ -107,7 +91,7 @@ def test_modules_left_out_keep_their_weights(tiny_backend: Callable[..., Any]) -
     assert backend.causal_lm.lm_head.weight.dtype == torch.float32
 
 
-def test_dora_learns_on_it(tiny_backend: Callable[..., Any], batch: Batch) -> None:
+def test_dora_learns_on_it(tiny_backend, batch):
     """At B = 0 its lengths are those of the dequantized weights: the base's logits, to 1e-5."""
     base = logits_of(tiny_backend(*INT8), batch)
     backend = tiny_backend(*INT8, "lora.variant=dora", "lora.dropout=0")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,14 +14,6 @@ from mens_exp.data.batch import packed_batch
 from mens_exp.errors import ConfigError, ModelFileError, SetupError
 from mens_exp.layout.directory import read_directory
 from mens_exp.quant.nf4_reference import quantize
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.backends.proxy import ProxyBackend
-    from mens_exp.config.root import RunConfig
-    from mens_exp.model.resolve import BaseModel
 
 PROXY = ["backend=proxy", "quant.compute_dtype=f32"]
 IDS = [7, 100, 41, 41, 258, 3, 199, 12, 64, 5]
@@ -34,15 +25,13 @@ MODELS = {
 }
 
 
-def weights_of(backend: ProxyBackend) -> dict[str, torch.Tensor]:
+def weights_of(backend):
     """Read the checkpoint with another library than the backend does."""
     (shard,) = read_directory(backend.base.directory).shards
     return {name: tensor.float() for name, tensor in load_file(shard).items()}
 
 
-def by_definition(
-    backend: ProxyBackend, model: str, previous: int, *, composition: str = "residual"
-) -> torch.Tensor:
+def by_definition(backend, model, previous, *, composition="residual"):
     """Return the logits that follow one token, written from the specification in f64."""
     middle, embedding, transposed = MODELS[model]
     weights, adapter = weights_of(backend), backend.trainable()
@@ -50,7 +39,7 @@ def by_definition(
     if embedding not in key_of:  # a GPT-2 saved without its head lacks the first part of each key
         embedding, middle = embedding.partition(".")[2], middle.partition(".")[2]
 
-    def projected(weight: torch.Tensor, name: str, x: torch.Tensor) -> torch.Tensor:
+    def projected(weight, name, x):
         frozen = quantize(weight, double_quant=True).dequantize().double()
         a, b = (adapter[f"{name}.lora_{half}"].detach().double() for half in "ab")
         return frozen @ x + (16 / a.shape[0]) * (b @ (a @ x))
@@ -73,10 +62,10 @@ def by_definition(
 
 
 @pytest.fixture(scope="session")
-def batch_of(documents_of: Callable[..., Any]) -> Callable[..., Any]:
+def batch_of(documents_of):
     """Pack one document whose last `k` tokens are learned."""
 
-    def made(k: int, ids: list[int] = IDS) -> Any:
+    def made(k, ids=IDS):
         learned = [0] * (len(ids) - k) + [1] * k
         return packed_batch(documents_of([ids], [learned]), [[0]], index=0)
 
@@ -85,9 +74,7 @@ def batch_of(documents_of: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("k", [1, 4, 9])
-def test_all_targets_at_once_equal_one_at_a_time(
-    tiny_backend: Callable[..., Any], batch_of: Callable[..., Any], model: str, k: int
-) -> None:
+def test_all_targets_at_once_equal_one_at_a_time(tiny_backend, batch_of, model, k):
     """Logits and mean loss of the last k targets, on three layouts, to 1e-4 in f32."""
     backend = tiny_backend(*PROXY, f"model={model}", live=True).eval()
     batch = batch_of(k)
@@ -104,9 +91,7 @@ def test_all_targets_at_once_equal_one_at_a_time(
 
 
 @pytest.mark.parametrize("composition", ["residual", "sequential", "residual_plain"])
-def test_each_composition_is_its_own_formula(
-    tiny_backend: Callable[..., Any], batch_of: Callable[..., Any], composition: str
-) -> None:
+def test_each_composition_is_its_own_formula(tiny_backend, batch_of, composition):
     """And the three differ."""
     backend = tiny_backend(*PROXY, f"backend.composition={composition}", live=True).eval()
     with torch.no_grad():
@@ -131,12 +116,12 @@ def test_each_composition_is_its_own_formula(
     ],
 )
 def test_layers_are_taken_from_the_first_on(
-    tiny_backend: Callable[..., Any],
-    batch_of: Callable[..., Any],
-    overrides: list[str],
-    middle: int,
-    graph: str,
-) -> None:
+    tiny_backend,
+    batch_of,
+    overrides,
+    middle,
+    graph,
+):
     """The factors follow the number taken, and the facts say it under the seeds' names."""
     backend = tiny_backend(*PROXY, *overrides, live=True).eval()
     with torch.no_grad():
@@ -154,9 +139,7 @@ def test_layers_are_taken_from_the_first_on(
     assert facts["notes"] == []
 
 
-def test_the_prediction_depends_on_the_last_token_alone(
-    tiny_backend: Callable[..., Any], batch_of: Callable[..., Any]
-) -> None:
+def test_the_prediction_depends_on_the_last_token_alone(tiny_backend, batch_of):
     """What stands before it, and where it stands, changes no bit."""
     backend = tiny_backend(*PROXY, live=True).eval()
     with torch.no_grad():
@@ -165,9 +148,7 @@ def test_the_prediction_depends_on_the_last_token_alone(
     assert torch.equal(long, short)
 
 
-def test_the_embedding_is_mapped_and_never_written(
-    tiny_backend: Callable[..., Any], tiny_base: BaseModel
-) -> None:
+def test_the_embedding_is_mapped_and_never_written(tiny_backend, tiny_base):
     """It is neither parameter nor buffer, and writing to it leaves the file as it was."""
     (shard,) = read_directory(tiny_base.directory).shards
     before = shard.read_bytes()
@@ -179,7 +160,7 @@ def test_the_embedding_is_mapped_and_never_written(
     assert shard.read_bytes() == before
 
 
-def test_weights_are_what_four_bits_leave_of_them(tiny_backend: Callable[..., Any]) -> None:
+def test_weights_are_what_four_bits_leave_of_them(tiny_backend):
     """Each frozen weight is the reference's round trip of the checkpoint's."""
     backend = tiny_backend(*PROXY)
     weights = weights_of(backend)
@@ -188,15 +169,15 @@ def test_weights_are_what_four_bits_leave_of_them(tiny_backend: Callable[..., An
         assert (part.weight_OI - expected).abs().max() <= 1e-6
 
 
-def test_bits_per_parameter_are_measured(tiny_backend: Callable[..., Any]) -> None:
+def test_bits_per_parameter_are_measured(tiny_backend):
     """4.5 without double quantization: three weights of whole blocks, codes and scales."""
     backend = tiny_backend(*PROXY, "quant.double_quant=false")
     assert backend.facts()["bits_per_parameter"] == 4.5
 
 
 def test_arms_of_other_backends_start_from_the_same_matrices(
-    tiny_backend: Callable[..., Any],
-) -> None:
+    tiny_backend,
+):
     """The proxy's mid1 is the full graph's l1.o: the same A; so is the head's."""
     proxy = tiny_backend(*PROXY).trainable()
     full = tiny_backend("lora.targets=[o_proj,lm_head]").trainable()
@@ -206,12 +187,12 @@ def test_arms_of_other_backends_start_from_the_same_matrices(
 
 
 def test_generation_follows_the_arg_max_of_the_last_token(
-    tiny_backend: Callable[..., Any],
-) -> None:
+    tiny_backend,
+):
     """By the definition, token after token, rows apart; an end id ends its row."""
     backend = tiny_backend(*PROXY, live=True)
 
-    def follow(token: int) -> int:
+    def follow(token):
         return int(by_definition(backend, "tiny_llama", token).argmax())
 
     first = [follow(41), follow(7)]
@@ -221,7 +202,7 @@ def test_generation_follows_the_arg_max_of_the_last_token(
     assert ended[0] == [first[0]]
 
 
-def test_there_is_no_peft_view(tiny_backend: Callable[..., Any], tmp_path: Path) -> None:
+def test_there_is_no_peft_view(tiny_backend, tmp_path):
     """Asked for one, it refuses and writes nothing."""
     backend = tiny_backend(*PROXY)
     assert not backend.has_peft_view
@@ -231,10 +212,10 @@ def test_there_is_no_peft_view(tiny_backend: Callable[..., Any], tmp_path: Path)
 
 
 @pytest.fixture(scope="session")
-def without(tiny_base: BaseModel, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def without(tiny_base, tmp_path_factory):
     """Copy tiny_llama, some tensors left out or replaced, config.json changed."""
 
-    def made(*names: str, config: dict[str, Any] | None = None, **tensors: torch.Tensor) -> Path:
+    def made(*names, config=None, **tensors):
         directory = tmp_path_factory.mktemp("lacking") / "model"
         shutil.copytree(tiny_base.directory, directory)
         (shard,) = read_directory(directory).shards
@@ -251,9 +232,7 @@ def without(tiny_base: BaseModel, tmp_path_factory: pytest.TempPathFactory) -> C
 LACKING = "model.layers.1.self_attn.o_proj.weight"
 
 
-def test_a_checkpoint_that_lacks_a_projection_trains_its_head_alone(
-    tiny_backend: Callable[..., Any], without: Callable[..., Path]
-) -> None:
+def test_a_checkpoint_that_lacks_a_projection_trains_its_head_alone(tiny_backend, without):
     """Never a part of the stack; a note says what is missing."""
     directory = without(LACKING)
     backend = tiny_backend(*PROXY, "model=hf", f"model.id={directory}")
@@ -265,9 +244,7 @@ def test_a_checkpoint_that_lacks_a_projection_trains_its_head_alone(
     assert LACKING in facts["notes"][0]
 
 
-def test_a_full_stack_is_required_on_request(
-    tiny_backend: Callable[..., Any], without: Callable[..., Path]
-) -> None:
+def test_a_full_stack_is_required_on_request(tiny_backend, without):
     """The refusal lists what is missing, before a weight is read."""
     overrides = [*PROXY, "model=hf", f"model.id={without(LACKING)}"]
     with pytest.raises(ModelFileError, match=LACKING):
@@ -275,8 +252,8 @@ def test_a_full_stack_is_required_on_request(
 
 
 def test_projections_that_are_not_square_are_refused_with_their_shape(
-    tiny_backend: Callable[..., Any],
-) -> None:
+    tiny_backend,
+):
     """Four heads of 32 beside a width of 64: o_proj is [64, 128]; the head alone still works."""
     overrides = [*PROXY, "model=random", "model.name=wide", "model.head_dim=32"]
     with pytest.raises(ModelFileError, match=r"\[64, 128\].*4 heads of 32"):
@@ -284,16 +261,14 @@ def test_projections_that_are_not_square_are_refused_with_their_shape(
     assert list(tiny_backend(*overrides, "backend.lm_head_only=true").projections) == ["lm_head"]
 
 
-def test_more_layers_than_there_are_is_refused(tiny_backend: Callable[..., Any]) -> None:
+def test_more_layers_than_there_are_is_refused(tiny_backend):
     """Three of two; two of two are all."""
     with pytest.raises(ConfigError, match="at most 2"):
         tiny_backend(*PROXY, "backend.max_layers=3")
     assert len(tiny_backend(*PROXY, "backend.max_layers=2").middle) == 2
 
 
-def test_a_deep_plain_product_is_warned_about(
-    tiny_backend: Callable[..., Any], tiny_config: Callable[..., RunConfig]
-) -> None:
+def test_a_deep_plain_product_is_warned_about(tiny_backend, tiny_config):
     """Eight layers without the factors: a note names the remedy; residually there is none."""
     deep = [*PROXY, "model=random", "model.name=deep", "model.num_hidden_layers=8"]
     for kind in ("sequential", "residual_plain"):

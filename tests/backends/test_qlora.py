@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,20 +15,11 @@ from mens_exp.model.quiet import quiet
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.quant.bnb import keep_trainable, quantization_config
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.backends.qlora import QloraBackend
-    from mens_exp.config.root import RunConfig
-    from mens_exp.model.resolve import BaseModel
-    from mens_exp.rows.encode import Encoded
-
 F32 = "quant.compute_dtype=f32"
 LAYER = {"q": 64, "k": 32, "v": 32, "o": 64, "gate": 128, "up": 128, "down": 64}  # outputs
 
 
-def plain_base(config: RunConfig, base: BaseModel) -> Any:
+def plain_base(config, base):
     """Load the base with the libraries alone, with eager attention."""
     from transformers import AutoModelForCausalLM
 
@@ -44,7 +34,7 @@ def plain_base(config: RunConfig, base: BaseModel) -> Any:
     return model.eval()
 
 
-def ours_on(backend: QloraBackend, ids: list[int], documents_of: Callable[..., Encoded]) -> Any:
+def ours_on(backend, ids, documents_of):
     """Return the logits after every token of one document but its last."""
     encoded = documents_of([ids], [[0] + [1] * (len(ids) - 1)])
     backend.eval()
@@ -56,12 +46,12 @@ def ours_on(backend: QloraBackend, ids: list[int], documents_of: Callable[..., E
     "overrides", [[], ["quant=fp4"], ["quant=int8"], ["quant.double_quant=false"]]
 )
 def test_a_fresh_graph_is_the_quantized_base(
-    tiny_backend: Callable[..., QloraBackend],
-    tiny_base: BaseModel,
-    tiny_config: Callable[..., RunConfig],
-    documents_of: Callable[..., Encoded],
-    overrides: list[str],
-) -> None:
+    tiny_backend,
+    tiny_base,
+    tiny_config,
+    documents_of,
+    overrides,
+):
     """In f32, step-0 logits are those of transformers' own 4-bit model."""
     ids = list(range(3, 40))
     theirs = plain_base(tiny_config(F32, *overrides), tiny_base)
@@ -73,13 +63,13 @@ def test_a_fresh_graph_is_the_quantized_base(
 
 @pytest.mark.parametrize("overrides", [[], ["lora=qv", "lora.r=4", "lora.alpha=32"]])
 def test_peft_reads_the_adapter_back_on_its_own_base(
-    tiny_backend: Callable[..., QloraBackend],
-    tiny_base: BaseModel,
-    tiny_config: Callable[..., RunConfig],
-    documents_of: Callable[..., Encoded],
-    tmp_path: Path,
-    overrides: list[str],
-) -> None:
+    tiny_backend,
+    tiny_base,
+    tiny_config,
+    documents_of,
+    tmp_path,
+    overrides,
+):
     """PeftModel.from_pretrained on the 4-bit base gives the trained graph's logits in f32."""
     from peft import PeftModel
 
@@ -95,9 +85,7 @@ def test_peft_reads_the_adapter_back_on_its_own_base(
     assert (ours_on(backend, ids, documents_of) - expected).abs().max() <= 1e-5
 
 
-def test_the_peft_directory_holds_the_adapter_and_nothing_else(
-    tiny_backend: Callable[..., QloraBackend], tmp_path: Path
-) -> None:
+def test_the_peft_directory_holds_the_adapter_and_nothing_else(tiny_backend, tmp_path):
     """Configuration and matrices; a directory that was there is replaced as a whole."""
     (tmp_path / "peft").mkdir()
     (tmp_path / "peft" / "old").touch()
@@ -110,10 +98,10 @@ def test_the_peft_directory_holds_the_adapter_and_nothing_else(
 
 
 def test_the_manifest_describes_the_adapter(
-    tiny_backend: Callable[..., QloraBackend],
-    tiny_base: BaseModel,
-    tiny_config: Callable[..., RunConfig],
-) -> None:
+    tiny_backend,
+    tiny_base,
+    tiny_config,
+):
     """Logical names map to the checkpoint's keys; shapes and base are recorded."""
     overrides = ["lora=qv", "lora.r=4", "lora.alpha=8", "quant=fp4", "quant.double_quant=false"]
     manifest, tensors = tiny_backend(*overrides).adapter(tiny_config(*overrides))
@@ -151,7 +139,7 @@ def test_the_manifest_describes_the_adapter(
     }
 
 
-def test_facts_are_what_was_built(tiny_backend: Callable[..., QloraBackend]) -> None:
+def test_facts_are_what_was_built(tiny_backend):
     """Counted by hand: 94,528 weights, and 16 · (inputs + outputs) for each of 14 projections."""
     assert tiny_backend().facts() == {
         "trainable_parameters": 32_768,
@@ -181,17 +169,13 @@ def test_facts_are_what_was_built(tiny_backend: Callable[..., QloraBackend]) -> 
         (["lora.r=1"], {"trainable_parameters": 2048}),
     ],
 )
-def test_each_setting_shows_in_the_facts(
-    tiny_backend: Callable[..., QloraBackend], overrides: list[str], expected: dict[str, object]
-) -> None:
+def test_each_setting_shows_in_the_facts(tiny_backend, overrides, expected):
     """What an override asks for is read back from the graph."""
     facts = tiny_backend(*overrides).facts()
     assert {key: facts[key] for key in expected} == expected
 
 
-def test_alpha_over_r_scales_the_update(
-    tiny_backend: Callable[..., QloraBackend], documents_of: Callable[..., Encoded]
-) -> None:
+def test_alpha_over_r_scales_the_update(tiny_backend, documents_of):
     """Twice alpha is twice B: the logits agree in f32."""
     doubled = tiny_backend(F32, "lora.alpha=32", live=True)
     plain = tiny_backend(F32, "lora.alpha=16", live=True)
@@ -207,25 +191,21 @@ def test_alpha_over_r_scales_the_update(
 
 
 @pytest.mark.parametrize("targets", ["[nope_proj]", "[q_proj,q_porj]", "['*.layers.2.*']"])
-def test_targets_that_match_nothing_are_refused(
-    tiny_backend: Callable[..., QloraBackend], targets: str
-) -> None:
+def test_targets_that_match_nothing_are_refused(tiny_backend, targets):
     """One that matches beside it does not save the other; the nearest name is given."""
     with pytest.raises(ConfigError, match=r"lora\.targets: matches no linear.*expected"):
         tiny_backend(f"lora.targets={targets}")
 
 
 def test_all_targets_that_match_nothing_are_reported_together(
-    tiny_backend: Callable[..., QloraBackend],
-) -> None:
+    tiny_backend,
+):
     """Two misspelt names are two problems of one message."""
     with pytest.raises(Problems, match=r"found up_porj(.|\n)*found q_porj"):
         tiny_backend("lora.targets=[up_porj,q_porj]")
 
 
-def test_a_model_without_four_bit_layers_is_refused(
-    tiny_backend: Callable[..., QloraBackend], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_without_four_bit_layers_is_refused(tiny_backend, monkeypatch):
     """A loader that leaves the weights as they are does not pass for QLoRA."""
     monkeypatch.setattr(frozen_base, "quantization_config", lambda config, skip: None)
     with pytest.raises(SetupError, match="no linear layer was quantized"):
@@ -233,9 +213,7 @@ def test_a_model_without_four_bit_layers_is_refused(
 
 
 @pytest.mark.parametrize("compute", ["bf16", "f32"])
-def test_the_head_and_the_norms_stay_in_the_compute_format(
-    tiny_backend: Callable[..., QloraBackend], compute: str
-) -> None:
+def test_the_head_and_the_norms_stay_in_the_compute_format(tiny_backend, compute):
     """Nothing of the base is cast up, which would cost 2 GB on an 8B model."""
     backend = tiny_backend(f"quant.compute_dtype={compute}")
     expected = {"bf16": torch.bfloat16, "f32": torch.float32}[compute]
@@ -246,10 +224,10 @@ def test_the_head_and_the_norms_stay_in_the_compute_format(
 
 @pytest.mark.filterwarnings("ignore:bitsandbytes..gemv_4bit. an autograd kernel was not registered")
 def test_a_repacking_kernel_left_on_would_change_the_gradients(
-    tiny_backend: Callable[..., QloraBackend],
-    random_documents: Callable[..., Encoded],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tiny_backend,
+    random_documents,
+    monkeypatch,
+):
     """The trap of DESIGN, shown: without the guard, gradients after a validation are others."""
     import bitsandbytes
 
@@ -259,7 +237,7 @@ def test_a_repacking_kernel_left_on_would_change_the_gradients(
     backend = tiny_backend(live=True)
     batch = packed_batch(random_documents([20]), [[0]], index=0)
 
-    def gradient() -> torch.Tensor:
+    def gradient():
         backend.train().zero_grad()
         backend.begin(0)
         CrossEntropy("causal", 4)(backend(batch), batch.targets_M, backend.head).total.backward()
@@ -277,19 +255,19 @@ def test_a_repacking_kernel_left_on_would_change_the_gradients(
 @pytest.mark.parametrize("compute", ["bf16", "f32"])
 @pytest.mark.parametrize(("targets", "expected"), [("all_linear", 8), ("qv", 2), ("mlp", 4)])
 def test_one_mask_is_drawn_for_each_layer_input(
-    tiny_backend: Callable[..., QloraBackend],
-    random_documents: Callable[..., Encoded],
-    monkeypatch: pytest.MonkeyPatch,
-    compute: str,
-    targets: str,
-    expected: int,
-) -> None:
+    tiny_backend,
+    random_documents,
+    monkeypatch,
+    compute,
+    targets,
+    expected,
+):
     """Projections of one input share it: two layers of q/k/v, o, gate/up and down are eight."""
     from mens_exp.lora import keyed
 
     draw, keys = keyed._keep, []
 
-    def counted(key: int, *rest: Any) -> torch.Tensor:
+    def counted(key, *rest):
         keys.append(key)
         return draw(key, *rest)
 
@@ -300,7 +278,7 @@ def test_one_mask_is_drawn_for_each_layer_input(
 
 
 def test_the_longest_sequence_is_the_checkpoint_s(
-    tiny_backend: Callable[..., QloraBackend],
-) -> None:
+    tiny_backend,
+):
     """tiny_llama's configuration says 2,048."""
     assert tiny_backend().max_positions == 2048

@@ -5,17 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mens_exp.artifacts.manifest import Manifest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.model.resolve import BaseModel
 
 pytestmark = pytest.mark.slow  # whole runs
 
@@ -58,18 +51,16 @@ class TheirModel(LlamaForCausalLM):
 
 
 @pytest.fixture
-def with_code(
-    tiny_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str], Path]:
+def with_code(tiny_base, tmp_path, monkeypatch):
     """Put a model directory with code of its own somewhere."""
     from transformers import dynamic_module_utils
 
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
 
-    def made(code: str) -> Path:
+    def made(code):
         directory = Path(shutil.copytree(tiny_base.directory, tmp_path / "theirs"))
         (directory / "their_code.py").write_text(code, "utf-8")
-        config: dict[str, Any] = json.loads((directory / "config.json").read_text("utf-8"))
+        config = json.loads((directory / "config.json").read_text("utf-8"))
         config["auto_map"] = {"AutoModelForCausalLM": "their_code.TheirModel"}
         (directory / "config.json").write_text(json.dumps(config), "utf-8")
         return directory
@@ -77,9 +68,7 @@ def with_code(
     return made
 
 
-def test_code_is_not_run_unless_asked_for(
-    with_code: Callable[[str], Path], train_in: Callable[..., RunDir], tmp_path: Path
-) -> None:
+def test_code_is_not_run_unless_asked_for(with_code, train_in, tmp_path):
     """The class of transformers itself is taken, nobody is prompted, no code is on record."""
     mark = tmp_path / "mark"
     directory = with_code(GOOD.format(mark=str(mark)))
@@ -88,9 +77,7 @@ def test_code_is_not_run_unless_asked_for(
     assert "trust_remote_code" not in Manifest.read(run.manifest).inputs
 
 
-def test_code_that_was_asked_for_is_run_and_recorded(
-    with_code: Callable[[str], Path], train_in: Callable[..., RunDir], tmp_path: Path
-) -> None:
+def test_code_that_was_asked_for_is_run_and_recorded(with_code, train_in, tmp_path):
     """It keeps documents apart, because transformers' own attention is what it calls."""
     mark = tmp_path / "mark"
     directory = with_code(GOOD.format(mark=str(mark)))
@@ -109,13 +96,13 @@ def test_code_that_was_asked_for_is_run_and_recorded(
     ("code", "found"), [(LEAKING, "another neighbour moves"), (STRICT, "unexpected keyword")]
 )
 def test_code_that_would_mix_documents_is_refused(
-    with_code: Callable[[str], Path],
-    train_in: Callable[..., RunDir],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    code: str,
-    found: str,
-) -> None:
+    with_code,
+    train_in,
+    tmp_path,
+    capsys,
+    code,
+    found,
+):
     """Before a step is taken, with what was seen."""
     directory = with_code(code)
     train_in(

@@ -1,38 +1,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from mens_exp.backends.sampling import Draw, Sampling, Stops, StopWatch
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.backends.qlora import QloraBackend
-
 F32 = "quant.compute_dtype=f32"
 NO_END = {319}
 PROMPTS = [[5 + row, *range(9, 9 + row % 5)] for row in range(16)]
 
 
-def drawn(*, temperature: float = 1.0, top_p: float = 1.0, draws: int = 4000) -> Counter[int]:
+def drawn(*, temperature=1.0, top_p=1.0, draws=4000):
     """Draw from probabilities 0.5, 0.3, 0.2 in a shuffled order, ids 2, 0, 1."""
     logits = torch.log(torch.tensor([0.3, 0.2, 0.5])).repeat(draws, 1)
     draw = Draw(Sampling(temperature=temperature, top_p=top_p, seeds=list(range(draws))))
     return Counter(draw(logits).tolist())
 
 
-def test_tokens_come_up_as_often_as_they_are_likely() -> None:
+def test_tokens_come_up_as_often_as_they_are_likely():
     """Within four standard errors of 4,000 draws."""
     counts = drawn()
     for token, chance in ((2, 0.5), (0, 0.3), (1, 0.2)):
         assert abs(counts[token] / 4000 - chance) < 4 * (chance * (1 - chance) / 4000) ** 0.5
 
 
-def test_temperature_sharpens() -> None:
+def test_temperature_sharpens():
     """At one half, chances are squared: 25, 9 and 4 of 38."""
     counts = drawn(temperature=0.5)
     assert counts[2] / 4000 == pytest.approx(25 / 38, abs=0.03)
@@ -42,12 +36,12 @@ def test_temperature_sharpens() -> None:
 @pytest.mark.parametrize(
     ("top_p", "kept"), [(0.4, {2}), (0.5, {2}), (0.7, {0, 2}), (1.0, {0, 1, 2})]
 )
-def test_top_p_keeps_the_fewest_that_have_the_share(top_p: float, kept: set[int]) -> None:
+def test_top_p_keeps_the_fewest_that_have_the_share(top_p, kept):
     """The most likely token is always among them."""
     assert set(drawn(top_p=top_p, draws=500)) == kept
 
 
-def test_a_row_draws_from_its_own_stream() -> None:
+def test_a_row_draws_from_its_own_stream():
     """Whatever stands beside it, and in whatever order rows are asked for."""
     logits = torch.zeros(3, 50)
     together = Draw(Sampling(temperature=1.0, top_p=1.0, seeds=[7, 8, 9]))
@@ -61,22 +55,22 @@ def test_a_row_draws_from_its_own_stream() -> None:
 
 
 @pytest.fixture(scope="module", params=["qlora", "proxy"])
-def backend(request: pytest.FixtureRequest, tiny_backend: Callable[..., QloraBackend]) -> Any:
+def backend(request, tiny_backend):
     """The graph of transformers, and the one of our own."""
     more = (F32,) if request.param == "qlora" else ("backend=proxy", F32)
     return tiny_backend(*more, live=True)
 
 
-def completed(backend: Any, rows: list[int], **options: Any) -> list[list[int]]:
+def completed(backend, rows, **options):
     prompts = [PROMPTS[row] for row in rows]
     return backend.generate(prompts, max_new_tokens=8, end_ids=NO_END, pad_id=0, **options)
 
 
-def sampling(rows: list[int], seed: int = 0) -> Sampling:
+def sampling(rows, seed=0):
     return Sampling(temperature=1.0, top_p=0.95, seeds=[seed * 1000 + row for row in rows])
 
 
-def test_an_item_gets_the_same_sample_whatever_the_batch(backend: Any) -> None:
+def test_an_item_gets_the_same_sample_whatever_the_batch(backend):
     """Alone, and among sixteen; another seed gives another one."""
     rows = list(range(16))
     together = completed(backend, rows, sampling=sampling(rows))
@@ -86,7 +80,7 @@ def test_an_item_gets_the_same_sample_whatever_the_batch(backend: Any) -> None:
     assert together != completed(backend, rows)
 
 
-def test_greedy_text_is_the_same_alone_and_among_sixteen(backend: Any) -> None:
+def test_greedy_text_is_the_same_alone_and_among_sixteen(backend):
     """In f32 every item; the accepted share is 99 of 100."""
     rows = list(range(16))
     together = completed(backend, rows)
@@ -94,10 +88,10 @@ def test_greedy_text_is_the_same_alone_and_among_sixteen(backend: Any) -> None:
     assert same / len(rows) >= 0.99
 
 
-def test_a_stop_text_ends_the_answer_that_reaches_it(backend: Any) -> None:
+def test_a_stop_text_ends_the_answer_that_reaches_it(backend):
     """The ids up to it come back, of that prompt alone; nothing is taken for an end marker."""
 
-    def decode(ids: Any) -> str:
+    def decode(ids):
         return "".join(f"<{token}>" for token in ids)
 
     free = completed(backend, [0, 1, 2])
@@ -109,7 +103,7 @@ def test_a_stop_text_ends_the_answer_that_reaches_it(backend: Any) -> None:
     assert len(stopped[0]) < 8
 
 
-def test_a_watch_remembers_where_an_answer_stopped() -> None:
+def test_a_watch_remembers_where_an_answer_stopped():
     """Also where the text straddles tokens, and whatever comes after."""
     watch = StopWatch(Stops(texts=[["ab"], []], decode=lambda ids: "".join(map(chr, ids))))
     assert not watch.has_stopped(0, [ord("x"), ord("a")])

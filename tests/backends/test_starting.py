@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import numpy as np
 import pytest
 import torch
@@ -19,14 +17,6 @@ from mens_exp.objective.causal import CrossEntropy
 from mens_exp.quant.bnb import dequantized, keep_trainable, quantization_config
 from mens_exp.tokenizer import byte_level
 from mens_exp.training.module import TrainingModule
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
-    from mens_exp.data.batch import Batch
-    from mens_exp.rows.encode import Encoded
 
 F32 = "quant.compute_dtype=f32"
 LOFTQ = ["lora.init=loftq"]
@@ -56,17 +46,17 @@ IDS = list(range(3, 40))
 
 
 @pytest.fixture
-def batch(documents_of: Callable[..., Encoded]) -> Batch:
+def batch(documents_of):
     return packed_batch(documents_of([IDS], [[0] + [1] * 36]), [[0]], index=0)
 
 
-def logits_of(backend: QloraBackend, batch: Batch) -> torch.Tensor:
+def logits_of(backend, batch):
     backend.eval()
     with torch.no_grad():
         return backend.head(backend(batch))
 
 
-def moved(backend: QloraBackend) -> QloraBackend:
+def moved(backend):
     """Move every trained parameter a little, as training does."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -76,7 +66,7 @@ def moved(backend: QloraBackend) -> QloraBackend:
     return backend
 
 
-def of_the_libraries(config: RunConfig, base: BaseModel, *, quantized: bool = True) -> Any:
+def of_the_libraries(config, base, *, quantized=True):
     from transformers import AutoModelForCausalLM
 
     with quiet():
@@ -90,19 +80,19 @@ def of_the_libraries(config: RunConfig, base: BaseModel, *, quantized: bool = Tr
     return model.eval()
 
 
-def plain_logits(model: Any) -> torch.Tensor:
+def plain_logits(model):
     with torch.no_grad():
         return model(input_ids=torch.tensor([IDS]), use_cache=False).logits[0, :-1]
 
 
 @both
 def test_the_start_is_nearer_to_the_unquantized_model(
-    tiny_backend: Callable[..., QloraBackend],
-    tiny_base: BaseModel,
-    tiny_config: Callable[..., RunConfig],
-    overrides: list[str],
-    batch: Batch,
-) -> None:
+    tiny_backend,
+    tiny_base,
+    tiny_config,
+    overrides,
+    batch,
+):
     """Its logits, and the weights of every layer, by the measure that is printed and recorded."""
     backend = tiny_backend(F32, *overrides)
     unquantized = of_the_libraries(tiny_config(F32), tiny_base, quantized=False)
@@ -125,7 +115,7 @@ def test_the_start_is_nearer_to_the_unquantized_model(
     assert errors["l1.up"][0] == pytest.approx(float((W - plain).norm() / W.norm()), rel=1e-4)
 
 
-def test_facts_say_what_the_start_did(tiny_backend: Callable[..., QloraBackend]) -> None:
+def test_facts_say_what_the_start_did(tiny_backend):
     """The means over the layers, the worst of them, and the time."""
     backend = tiny_backend("lora.init=pissa")
     facts, errors = backend.facts(), backend.quantization_errors()
@@ -143,12 +133,12 @@ def test_facts_say_what_the_start_did(tiny_backend: Callable[..., QloraBackend])
 
 @both
 def test_without_the_adapter_it_is_the_plain_base_again(
-    tiny_backend: Callable[..., QloraBackend],
-    tiny_base: BaseModel,
-    tiny_config: Callable[..., RunConfig],
-    batch: Batch,
-    overrides: list[str],
-) -> None:
+    tiny_backend,
+    tiny_base,
+    tiny_config,
+    batch,
+    overrides,
+):
     """Nothing taken out, nothing added: transformers' own 4-bit model; then the start again."""
     backend = tiny_backend(F32, *overrides)
     tuned = logits_of(backend, batch)
@@ -160,9 +150,7 @@ def test_without_the_adapter_it_is_the_plain_base_again(
 
 
 @both
-def test_equal_configurations_start_from_equal_bits(
-    tiny_backend: Callable[..., QloraBackend], batch: Batch, overrides: list[str]
-) -> None:
+def test_equal_configurations_start_from_equal_bits(tiny_backend, batch, overrides):
     """Whatever was drawn before, and whatever the seed: the weights alone decide."""
     first = tiny_backend(*overrides)
     torch.rand(7)
@@ -173,9 +161,7 @@ def test_equal_configurations_start_from_equal_bits(
 
 
 @both
-def test_every_part_learns_and_the_base_does_not(
-    tiny_backend: Callable[..., QloraBackend], batch: Batch, overrides: list[str]
-) -> None:
+def test_every_part_learns_and_the_base_does_not(tiny_backend, batch, overrides):
     """From the first step on: B is not zero here, so that A has a gradient at once."""
     backend = tiny_backend(*overrides).train()
     backend.begin(0)
@@ -190,12 +176,12 @@ def test_every_part_learns_and_the_base_does_not(
 
 @both
 def test_an_adapter_on_disk_gives_the_same_logits_in_a_fresh_graph(
-    tiny_backend: Callable[..., QloraBackend],
-    tiny_config: Callable[..., RunConfig],
-    batch: Batch,
-    overrides: list[str],
-    tmp_path: Path,
-) -> None:
+    tiny_backend,
+    tiny_config,
+    batch,
+    overrides,
+    tmp_path,
+):
     """No bit differs, and the scale of every layer is read back."""
     backend = moved(tiny_backend(*overrides))
     manifest, tensors = backend.adapter(tiny_config(*overrides))
@@ -211,12 +197,12 @@ def test_an_adapter_on_disk_gives_the_same_logits_in_a_fresh_graph(
 
 @residual
 def test_the_base_is_rebuilt_from_the_adapter_not_from_a_new_decomposition(
-    tiny_backend: Callable[..., QloraBackend],
-    tiny_config: Callable[..., RunConfig],
-    batch: Batch,
-    overrides: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tiny_backend,
+    tiny_config,
+    batch,
+    overrides,
+    monkeypatch,
+):
     """Another machine's last bits, here a decomposition that is off by a twentieth, do no harm."""
     from mens_exp.backends import starting
 
@@ -225,7 +211,7 @@ def test_the_base_is_rebuilt_from_the_adapter_not_from_a_new_decomposition(
     expected = logits_of(backend, batch)
     start = starting._start
 
-    def other(*args: Any) -> Any:
+    def other(*args):
         found = start(*args)
         pair = (found.taken[0] * 1.05, found.taken[1])
         return type(found)(pair=found.pair, taken=pair)
@@ -246,13 +232,13 @@ def test_the_base_is_rebuilt_from_the_adapter_not_from_a_new_decomposition(
 
 @both
 def test_peft_on_the_plain_base_is_what_the_view_says_it_is(
-    tiny_backend: Callable[..., QloraBackend],
-    tiny_base: BaseModel,
-    tiny_config: Callable[..., RunConfig],
-    batch: Batch,
-    overrides: list[str],
-    tmp_path: Path,
-) -> None:
+    tiny_backend,
+    tiny_base,
+    tiny_config,
+    batch,
+    overrides,
+    tmp_path,
+):
     """Its own reader gives the logits of as_peft_view; those of the trained graph where exact."""
     from peft import PeftModel
 
@@ -271,10 +257,10 @@ def test_peft_on_the_plain_base_is_what_the_view_says_it_is(
 
 @residual
 def test_an_untouched_start_is_no_change_of_the_published_model(
-    tiny_backend: Callable[..., QloraBackend],
-    tiny_config: Callable[..., RunConfig],
-    overrides: list[str],
-) -> None:
+    tiny_backend,
+    tiny_config,
+    overrides,
+):
     """PiSSA's delta is B A − B0 A0, zero before training; LoftQ's is what its last round added."""
     backend = tiny_backend(*overrides)
     manifest, tensors = backend.adapter(tiny_config(*overrides))
@@ -291,10 +277,10 @@ def test_an_untouched_start_is_no_change_of_the_published_model(
 
 @exact
 def test_loftq_of_one_round_keeps_its_rank(
-    tiny_backend: Callable[..., QloraBackend],
-    tiny_config: Callable[..., RunConfig],
-    overrides: list[str],
-) -> None:
+    tiny_backend,
+    tiny_config,
+    overrides,
+):
     """The adapter on the plain base is the model, and the manifest says so."""
     manifest, tensors = tiny_backend(*overrides).adapter(tiny_config(*overrides))
     init = (manifest.mens_exp or {})["init"]
@@ -305,9 +291,7 @@ def test_loftq_of_one_round_keeps_its_rank(
 
 @pytest.mark.parametrize("family", ["gpt2", "phi3"])
 @pytest.mark.parametrize("init", ["pissa", "loftq"])
-def test_families_with_other_modules_start_nearer_too(
-    tiny_config: Callable[..., RunConfig], tmp_path: Path, family: str, init: str
-) -> None:
+def test_families_with_other_modules_start_nearer_too(tiny_config, tmp_path, family, init):
     """GPT-2's checkpoints hold transposed weights, Phi-3's fused ones; the square one included."""
     base = saved(family, tmp_path)
     config = tiny_config("model=hf", f"model.id={base.directory}", f"lora.init={init}", "lora.r=4")
@@ -318,7 +302,7 @@ def test_families_with_other_modules_start_nearer_too(
     assert all(0.05 < before < 0.12 and after < 0.99 * before for before, after in errors.values())
 
 
-def saved(family: str, directory: Path) -> BaseModel:
+def saved(family, directory):
     """Save a small random model of a family, as a user would bring it."""
     from transformers import AutoModelForCausalLM, GPT2Config, Phi3Config
 
@@ -344,9 +328,7 @@ def saved(family: str, directory: Path) -> BaseModel:
 
 
 @residual
-def test_the_view_adds_what_training_changed_of_the_published_weights(
-    tiny_backend: Callable[..., QloraBackend], overrides: list[str]
-) -> None:
+def test_the_view_adds_what_training_changed_of_the_published_weights(tiny_backend, overrides):
     """``s (B A − B0 A0)`` for each layer, by hand, whatever ranks and scales it is written with."""
     backend = moved(tiny_backend(*overrides))
     taken, found = backend.start_state(), backend.trainable()
@@ -366,9 +348,7 @@ def test_the_view_adds_what_training_changed_of_the_published_weights(
 
 
 @pytest.mark.parametrize("init", ["pissa", "loftq"])
-def test_dora_starts_with_the_lengths_of_what_it_starts_from(
-    tiny_backend: Callable[..., QloraBackend], init: str
-) -> None:
+def test_dora_starts_with_the_lengths_of_what_it_starts_from(tiny_backend, init):
     """Base and first update together, so that its ratio is one and it changes nothing yet."""
     backend = tiny_backend(F32, "lora.variant=dora", f"lora.init={init}")
     found = backend.trainable()
@@ -379,9 +359,7 @@ def test_dora_starts_with_the_lengths_of_what_it_starts_from(
         assert torch.allclose(found[f"{name}.lora_magnitude"].detach(), expected, rtol=1e-5)
 
 
-def test_a_checkpoint_brings_its_own_base(
-    tiny_backend: Callable[..., QloraBackend], tiny_config: Callable[..., RunConfig]
-) -> None:
+def test_a_checkpoint_brings_its_own_base(tiny_backend, tiny_config):
     """Where this machine's decomposition came out otherwise, the checkpoint's is taken."""
     config = tiny_config("lora.init=pissa")
     saved_by, loaded_by = (tiny_backend("lora.init=pissa") for _ in range(2))
@@ -392,7 +370,7 @@ def test_a_checkpoint_brings_its_own_base(
     ]
     for module in modules:
         module.trainer = Trainer(accelerator="cpu", logger=False, barebones=True)
-    checkpoint: dict[str, Any] = {}
+    checkpoint = {}
     modules[0].on_save_checkpoint(checkpoint)
     other = {name: matrix * 1.05 for name, matrix in saved_by.start_state().items()}
     loaded_by.load_start_state(other)

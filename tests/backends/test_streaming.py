@@ -1,43 +1,36 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mens_exp.backends.streaming import Stream
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.backends.qlora import QloraBackend
 
 PROMPT = [5, 6, 7, 8]
 NO_END = {319}
 
 
 @pytest.fixture
-def backend(tiny_backend: Callable[..., QloraBackend]) -> QloraBackend:
+def backend(tiny_backend):
     return tiny_backend("quant.compute_dtype=f32", "lora.dropout=0.4", live=True)
 
 
-def finished(stream: Stream) -> list[int]:
+def finished(stream):
     while not stream.is_done:
         stream.advance()
     return stream.ids
 
 
-def stream(backend: QloraBackend, prompt: list[int] = PROMPT, **options: object) -> Stream:
+def stream(backend, prompt=PROMPT, **options):
     settings = {"end_ids": NO_END, "max_new_tokens": 12, **options}
-    return Stream(backend, prompt, **settings)  # type: ignore[arg-type]
+    return Stream(backend, prompt, **settings)
 
 
-def test_tokens_come_as_transformers_generates_them(backend: QloraBackend) -> None:
+def test_tokens_come_as_transformers_generates_them(backend):
     """Its own generate(), without our cache and loop, gives the same ids."""
     (expected,) = backend.generate([PROMPT], max_new_tokens=12, end_ids=NO_END, pad_id=0)
     assert finished(stream(backend)) == expected
 
 
-def test_base_and_tuned_take_turns_without_touching_each_other(backend: QloraBackend) -> None:
+def test_base_and_tuned_take_turns_without_touching_each_other(backend):
     """A token each in turn gives what each gives alone."""
     with backend.base_only():
         (base,) = backend.generate([PROMPT], max_new_tokens=12, end_ids=NO_END, pad_id=0)
@@ -50,7 +43,7 @@ def test_base_and_tuned_take_turns_without_touching_each_other(backend: QloraBac
     assert [one.ids for one in two] == [base, tuned]
 
 
-def test_an_end_id_ends_an_answer_and_the_limit_cuts_it(backend: QloraBackend) -> None:
+def test_an_end_id_ends_an_answer_and_the_limit_cuts_it(backend):
     """Only the first is an end of the model's own."""
     free = finished(stream(backend))
     ended = stream(backend, end_ids={free[3]})
@@ -63,7 +56,7 @@ def test_an_end_id_ends_an_answer_and_the_limit_cuts_it(backend: QloraBackend) -
     assert cut.ids == free[:2]
 
 
-def test_drawn_tokens_repeat_under_a_seed(backend: QloraBackend) -> None:
+def test_drawn_tokens_repeat_under_a_seed(backend):
     """Another seed draws others; near 0 the likeliest is drawn."""
     warm = {"temperature": 5.0}
     first = finished(stream(backend, seed=1, **warm))
@@ -72,9 +65,7 @@ def test_drawn_tokens_repeat_under_a_seed(backend: QloraBackend) -> None:
     assert finished(stream(backend, temperature=1e-7)) == finished(stream(backend))
 
 
-def test_an_answer_ends_where_the_models_positions_do(
-    backend: QloraBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_ends_where_the_models_positions_do(backend, monkeypatch):
     """Whatever the limit says."""
     monkeypatch.setattr(type(backend), "max_positions", property(lambda _self: 7))
     assert len(finished(stream(backend))) == 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,16 +14,6 @@ from mens_exp.data.batch import packed_batch
 from mens_exp.model.quiet import quiet
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.quant.bnb import keep_trainable, quantization_config
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.backends.qlora import QloraBackend
-    from mens_exp.config.root import RunConfig
-    from mens_exp.data.batch import Batch
-    from mens_exp.model.resolve import BaseModel
-    from mens_exp.rows.encode import Encoded
 
 F32 = "quant.compute_dtype=f32"
 ARMS = {
@@ -45,22 +34,22 @@ arms = pytest.mark.parametrize("overrides", ARMS.values(), ids=ARMS.keys())
 
 
 @pytest.fixture
-def documents(random_documents: Callable[..., Encoded]) -> Encoded:
+def documents(random_documents):
     return random_documents([11, 6, 17], [3, 1, 12])
 
 
 @pytest.fixture
-def batch(documents: Encoded) -> Batch:
+def batch(documents):
     return packed_batch(documents, [[0, 1, 2]], index=0)
 
 
-def logits_of(backend: QloraBackend, batch: Batch) -> torch.Tensor:
+def logits_of(backend, batch):
     backend.eval()
     with torch.no_grad():
         return backend.head(backend(batch))
 
 
-def gradients_of(backend: QloraBackend, batch: Batch, chunk: int = 4) -> dict[str, Any]:
+def gradients_of(backend, batch, chunk=4):
     backend.train()
     backend.zero_grad()
     backend.begin(0)
@@ -69,9 +58,7 @@ def gradients_of(backend: QloraBackend, batch: Batch, chunk: int = 4) -> dict[st
     return {name: p.grad for name, p in backend.trainable().items()}
 
 
-def peft_logits(
-    config: RunConfig, base: BaseModel, directory: Path, ids: list[int]
-) -> torch.Tensor:
+def peft_logits(config, base, directory, ids):
     """Load base and adapter with the libraries alone."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -90,9 +77,7 @@ def peft_logits(
 
 
 @arms
-def test_a_fresh_adapter_changes_nothing(
-    tiny_backend: Callable[..., QloraBackend], batch: Batch, overrides: list[str]
-) -> None:
+def test_a_fresh_adapter_changes_nothing(tiny_backend, batch, overrides):
     """B = 0, whatever the variant; DoRA's lengths are those of the weights it starts from."""
     backend = tiny_backend(F32, *overrides)
     tuned = logits_of(backend, batch)
@@ -102,9 +87,7 @@ def test_a_fresh_adapter_changes_nothing(
     assert (tuned - base).abs().max() <= limit
 
 
-def test_dora_in_bf16_starts_within_its_rounding(
-    tiny_backend: Callable[..., QloraBackend], batch: Batch
-) -> None:
+def test_dora_in_bf16_starts_within_its_rounding(tiny_backend, batch):
     """The ratio of the lengths is one to bf16's eight bits while it learns."""
     backend = tiny_backend("lora.variant=dora", "lora.dropout=0").train()
     with backend.base_only():
@@ -115,9 +98,7 @@ def test_dora_in_bf16_starts_within_its_rounding(
 
 @arms
 @pytest.mark.parametrize("compute", ["f32", "bf16"])
-def test_every_part_learns_and_nothing_else_does(
-    tiny_backend: Callable[..., QloraBackend], batch: Batch, overrides: list[str], compute: str
-) -> None:
+def test_every_part_learns_and_nothing_else_does(tiny_backend, batch, overrides, compute):
     """Each matrix and each length has an f32 gradient; the base, a tied table included, none."""
     backend = tiny_backend(*overrides, f"quant.compute_dtype={compute}", live=True)
     gradients = gradients_of(backend, batch)
@@ -128,9 +109,7 @@ def test_every_part_learns_and_nothing_else_does(
 
 
 @arms
-def test_train_validate_train_gives_the_same_gradients(
-    tiny_backend: Callable[..., QloraBackend], batch: Batch, overrides: list[str]
-) -> None:
+def test_train_validate_train_gives_the_same_gradients(tiny_backend, batch, overrides):
     """A measurement in between changes no bit."""
     backend = tiny_backend(*overrides, live=True)
     before = {name: g.clone() for name, g in gradients_of(backend, batch).items()}
@@ -142,13 +121,13 @@ def test_train_validate_train_gives_the_same_gradients(
 @pytest.mark.filterwarnings("ignore:Model .*tie_word_embeddings=True")  # PEFT's, of a tied head
 @arms
 def test_peft_reads_the_adapter_back(
-    tiny_backend: Callable[..., QloraBackend],
-    tiny_base: BaseModel,
-    tiny_config: Callable[..., RunConfig],
-    documents_of: Callable[..., Encoded],
-    tmp_path: Path,
-    overrides: list[str],
-) -> None:
+    tiny_backend,
+    tiny_base,
+    tiny_config,
+    documents_of,
+    tmp_path,
+    overrides,
+):
     """Its own reader gives the trained graph's logits in f32, patterns and lengths included."""
     backend = tiny_backend(F32, *overrides, live=True)
     with torch.no_grad():
@@ -167,12 +146,12 @@ def test_peft_reads_the_adapter_back(
 
 @arms
 def test_the_adapter_on_disk_is_read_back_exactly(
-    tiny_backend: Callable[..., QloraBackend],
-    tiny_config: Callable[..., RunConfig],
-    batch: Batch,
-    overrides: list[str],
-    tmp_path: Path,
-) -> None:
+    tiny_backend,
+    tiny_config,
+    batch,
+    overrides,
+    tmp_path,
+):
     """Tensors, variant, and the scale of every layer as PEFT computes with it."""
     backend = tiny_backend(F32, *overrides, live=True)
     manifest, tensors = backend.adapter(tiny_config(F32, *overrides))
@@ -187,7 +166,7 @@ def test_the_adapter_on_disk_is_read_back_exactly(
     assert torch.equal(logits_of(fresh, batch), logits_of(backend, batch))
 
 
-def test_rslora_scales_by_the_root_of_the_rank(tiny_backend: Callable[..., QloraBackend]) -> None:
+def test_rslora_scales_by_the_root_of_the_rank(tiny_backend):
     """Alpha 16 and r 4: 8, where LoRA has 4."""
     scales = {
         variant: {
@@ -200,8 +179,8 @@ def test_rslora_scales_by_the_root_of_the_rank(tiny_backend: Callable[..., Qlora
 
 
 def test_patterns_set_ranks_and_alphas_of_single_modules(
-    tiny_backend: Callable[..., QloraBackend],
-) -> None:
+    tiny_backend,
+):
     """By group, name and glob; the others keep the usual values."""
     backend = tiny_backend(
         "lora.rank_pattern={qv:8,*.layers.1.self_attn.q_proj:2}",
@@ -216,8 +195,8 @@ def test_patterns_set_ranks_and_alphas_of_single_modules(
 
 
 def test_variants_and_patterns_share_the_draws_of_plain_lora(
-    tiny_backend: Callable[..., QloraBackend],
-) -> None:
+    tiny_backend,
+):
     """A is keyed by the layer alone wherever its shape is the same."""
     reference = tiny_backend().trainable()
     for overrides in (*ARMS.values(), ["lora.variant=dora", "lora.dropout=0"]):
@@ -229,7 +208,7 @@ def test_variants_and_patterns_share_the_draws_of_plain_lora(
 # the head
 
 
-def reference_gradients(backend: QloraBackend, batch: Batch) -> tuple[float, dict[str, Any]]:
+def reference_gradients(backend, batch):
     """Take plain cross entropy of all logits at once, by autograd through everything."""
     backend.train()
     backend.zero_grad()
@@ -244,9 +223,7 @@ def reference_gradients(backend: QloraBackend, batch: Batch) -> tuple[float, dic
 
 @pytest.mark.parametrize("chunk", [1, 5, 16, 100])
 @pytest.mark.parametrize("targets", ["[lm_head]", "[all_linear,lm_head]"])
-def test_gradients_of_the_head_are_those_of_full_logits(
-    tiny_backend: Callable[..., QloraBackend], batch: Batch, targets: str, chunk: int
-) -> None:
+def test_gradients_of_the_head_are_those_of_full_logits(tiny_backend, batch, targets, chunk):
     """In f32, to 1e-5 of each gradient's size, however small the chunks."""
     backend = tiny_backend(F32, f"lora.targets={targets}", "lora.dropout=0", live=True)
     _, expected = reference_gradients(backend, batch)
@@ -257,9 +234,7 @@ def test_gradients_of_the_head_are_those_of_full_logits(
         assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
 
 
-def test_an_adapter_on_a_tied_head_leaves_the_embedding_alone(
-    tiny_backend: Callable[..., QloraBackend], batch: Batch
-) -> None:
+def test_an_adapter_on_a_tied_head_leaves_the_embedding_alone(tiny_backend, batch):
     """The hidden states of a live head adapter are the base's; the logits are not."""
     backend = tiny_backend(F32, "lora=lm_head", live=True)
     table = backend.causal_lm.get_input_embeddings().weight
@@ -273,9 +248,7 @@ def test_an_adapter_on_a_tied_head_leaves_the_embedding_alone(
     assert table.grad is None
 
 
-def test_the_manifest_says_that_an_adapted_head_is_tied(
-    tiny_backend: Callable[..., QloraBackend], tiny_config: Callable[..., RunConfig]
-) -> None:
+def test_the_manifest_says_that_an_adapted_head_is_tied(tiny_backend, tiny_config):
     """Its key is the embedding's, and a merge is warned; without a head adapter nothing is said."""
     manifest, tensors = tiny_backend("lora=lm_head").adapter(tiny_config("lora=lm_head"))
     assert manifest.base_key_map == {"lm_head": "model.embed_tokens.weight"}
@@ -288,9 +261,7 @@ def test_the_manifest_says_that_an_adapted_head_is_tied(
     assert "tied_head" not in (manifest.mens_exp or {})
 
 
-def test_dropout_before_the_head_differs_from_chunk_to_chunk(
-    tiny_backend: Callable[..., QloraBackend], batch: Batch
-) -> None:
+def test_dropout_before_the_head_differs_from_chunk_to_chunk(tiny_backend, batch):
     """Equal rows in two chunks lose other elements; a micro-batch repeated loses the same."""
     backend = tiny_backend(F32, "lora=lm_head", "lora.dropout=0.5", live=True).train()
     hidden = torch.ones(4, 64)
@@ -305,8 +276,8 @@ def test_dropout_before_the_head_differs_from_chunk_to_chunk(
 
 
 def test_dora_drops_elements_of_one_input_for_base_and_update_alike(
-    tiny_backend: Callable[..., QloraBackend],
-) -> None:
+    tiny_backend,
+):
     """By hand: ``W x + (g − 1) W d(x) + g s B A d(x)``, with g the ratio of lengths.
 
     This is what DoRA's authors do (arXiv:2402.09353, PEFT's DoraLinearVariant): what the ratio
@@ -332,8 +303,8 @@ def test_dora_drops_elements_of_one_input_for_base_and_update_alike(
 
 
 def test_dora_without_dropout_computes_the_base_once(
-    tiny_backend: Callable[..., QloraBackend],
-) -> None:
+    tiny_backend,
+):
     """PEFT's identity stays in place, which is how it knows."""
     backend = tiny_backend("lora.variant=dora", "lora.dropout=0")
     assert backend.dropouts == []
@@ -352,17 +323,15 @@ def test_dora_without_dropout_computes_the_base_once(
     ],
 )
 def test_the_peft_directory_names_modules_as_short_as_can_be(
-    tiny_backend: Callable[..., QloraBackend], tmp_path: Path, targets: str, expected: list[str]
-) -> None:
+    tiny_backend, tmp_path, targets, expected
+):
     """Last names where those say it all, in a fixed order."""
     tiny_backend(f"lora.targets={targets}").write_peft(tmp_path / "peft")
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text("utf-8"))
     assert config["target_modules"] == expected
 
 
-def test_the_peft_directory_carries_variant_and_patterns(
-    tiny_backend: Callable[..., QloraBackend], tmp_path: Path
-) -> None:
+def test_the_peft_directory_carries_variant_and_patterns(tiny_backend, tmp_path):
     """Its own reader needs no more."""
     overrides = ["lora.variant=rslora", "lora.rank_pattern={*.1.*.q_proj:2}", "lora=attention"]
     tiny_backend(*overrides).write_peft(tmp_path / "peft")

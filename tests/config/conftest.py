@@ -1,14 +1,10 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import pytest
 
-from mens_exp.config.compose import Composed, compose
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from mens_exp.config.compose import compose, group_options
 
 NEEDS = {
     "quant=none": ["backend=lora"],
@@ -38,11 +34,33 @@ NEEDS = {
 
 
 @pytest.fixture(scope="session")
-def option() -> Callable[[str], Composed]:
+def nodes():
+    """Return what each option puts under its group; options of several groups share a composition.
+
+    Those of `preset` and `experiment` put nothing there, and would set values of other groups.
+    """
+    options = {group: list(names) for group, names in group_options().items()}
+    found = {(group, name): {} for group, names in options.items() for name in names}
+    blocks = compose([[f"callbacks=[{','.join(options['callbacks'])}]"]])[0].values.callbacks
+    found |= {("callbacks", name): {name: block} for name, block in blocks.items()}
+    for group in ("backend", "callbacks", "experiment", "preset"):
+        names = options.pop(group)
+        if group == "backend":
+            composed = [compose([[f"backend={name}"]])[0].values.backend for name in names]
+            found |= {(group, name): node for name, node in zip(names, composed, strict=True)}
+    for number in range(max(map(len, options.values()))):
+        chosen = {group: names[number % len(names)] for group, names in options.items()}
+        values = compose([[f"{group}={name}" for group, name in chosen.items()]])[0].values
+        found |= {one: values.get(one[0]) or {} for one in chosen.items()}
+    return found
+
+
+@pytest.fixture(scope="session")
+def option():
     """Compose one option with the values it requires; once for all tests, so do not change it."""
 
     @functools.cache
-    def composed(override: str) -> Composed:
+    def composed(override):
         return compose([[override, *NEEDS.get(override, [])]])[0]
 
     return composed

@@ -10,7 +10,7 @@ TINY = ["model=tiny_llama", "trainer=cpu", "logger=none"]
 WIDE = ["model=random", "model.name=wide", "model.hidden_size=256", "model.intermediate_size=512"]
 
 
-def problems_of(*overrides: str) -> list[tuple[str | None, str]]:
+def problems_of(*overrides):
     """Compose a command and list what is wrong with it, files and limits included."""
     by_key = {text.partition("=")[0]: text for text in [*TINY, *overrides]}
     checked = check(list(by_key.values()))
@@ -42,7 +42,7 @@ def problems_of(*overrides: str) -> list[tuple[str | None, str]]:
         [*WIDE, "quant.block_size=256"],
     ],
 )
-def test_combination_is_accepted(overrides: list[str]) -> None:
+def test_combination_is_accepted(overrides):
     """Nothing is wrong with it."""
     assert problems_of(*overrides) == []
 
@@ -96,7 +96,7 @@ def test_combination_is_accepted(overrides: list[str]) -> None:
         (["backend.name=lora"], "backend.name", "set by the option"),
     ],
 )
-def test_combination_is_refused(overrides: list[str], where: str, says: str) -> None:
+def test_combination_is_refused(overrides, where, says):
     """Before a run directory exists, by the place that is wrong and what would be right."""
     found = problems_of(*overrides)
     assert [(place, text) for place, text in found if place == where and says in text], found

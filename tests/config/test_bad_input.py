@@ -1,26 +1,22 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 import pytest
 
 from mens_exp.cli import main
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, str]:
+def refusal(capsys, *arguments):
     """Run a refused command; return each problem's lines by its first one's place."""
     assert main(arguments) == 2
-    blocks: dict[str, str] = {}
+    blocks = {}
     for line in capsys.readouterr().err.splitlines():
         if not line.startswith(" "):
             place = line.partition(": ")[0]
@@ -28,9 +24,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, st
     return blocks
 
 
-def test_every_fault_of_a_command_is_told_at_once(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_fault_of_a_command_is_told_at_once(here, capsys):
     """Keys, options, values and files: place, finding, what is accepted, the nearest name."""
     (here / "misnamed.jsonl").write_text('{"prompt": "p", "response": "r"}\n', "utf-8")
     said = refusal(
@@ -58,9 +52,7 @@ def test_every_fault_of_a_command_is_told_at_once(
     assert list(here.iterdir()) == [here / "misnamed.jsonl"]
 
 
-def test_faulty_rows_are_told_with_the_faulty_override(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_faulty_rows_are_told_with_the_faulty_override(here, capsys):
     """A line that is no JSON and a row without a response, each by file and line."""
     rows = here / "rows.jsonl"
     rows.write_text('{"prompt": "p", "response": "r"}\nnot JSON\n{"prompt": "p"}\n', "utf-8")
@@ -71,9 +63,7 @@ def test_faulty_rows_are_told_with_the_faulty_override(
     assert list(here.iterdir()) == [rows]
 
 
-def test_truncated_base_model_is_told_before_anything_runs(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_truncated_base_model_is_told_before_anything_runs(here, capsys):
     """The safetensors file is named; no run directory is left."""
     base = here / "base"
     base.mkdir()
@@ -86,9 +76,7 @@ def test_truncated_base_model_is_told_before_anything_runs(
     assert list(here.iterdir()) == [base]
 
 
-def test_sweep_with_one_faulty_cell_starts_none(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sweep_with_one_faulty_cell_starts_none(here, capsys):
     """What can be told beforehand is not found out in the second run."""
     said = refusal(capsys, "-m", "model=tiny_llama", "lora.r=4,0", "seed=1,2")
     assert list(said) == ["lora.r", "sweep.invalid"]
@@ -97,7 +85,7 @@ def test_sweep_with_one_faulty_cell_starts_none(
     assert list(here.iterdir()) == []
 
 
-def test_unknown_flag_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_flag_is_refused(here, capsys):
     """It is shown, and where to look."""
     said = refusal(capsys, "--bogus")
     assert "--bogus" in "".join(said.values())

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from omegaconf import OmegaConf
 
 from mens_exp.config.checkpointing import Checkpointing
 from mens_exp.config.compose import from_yaml, to_yaml, typed
 from mens_exp.config.overrides import check
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 KEY = "model.gradient_checkpointing"
 SPELLINGS = [
@@ -25,9 +20,7 @@ SPELLINGS = [
 
 
 @pytest.mark.parametrize(("text", "meaning"), SPELLINGS)
-def test_spelling_survives_the_command_line_and_the_stored_yaml(
-    text: str, meaning: Checkpointing, tmp_path: Path
-) -> None:
+def test_spelling_survives_the_command_line_and_the_stored_yaml(text, meaning, tmp_path):
     """`on` stays `on` in config.yaml, where a bare one would come back as true."""
     checked = check(["model=tiny_llama", f"{KEY}={text}"])
     assert checked.problems == ()
@@ -38,7 +31,7 @@ def test_spelling_survives_the_command_line_and_the_stored_yaml(
 
 
 @pytest.mark.parametrize(("text", "meaning"), SPELLINGS)
-def test_spelling_in_a_yaml_of_one_s_own(text: str, meaning: Checkpointing, tmp_path: Path) -> None:
+def test_spelling_in_a_yaml_of_one_s_own(text, meaning, tmp_path):
     """An experiment's YAML may say it bare; the parser makes a truth value of it."""
     checked = check(["model=tiny_llama"])
     values = checked.cells[0].composed.values
@@ -49,7 +42,7 @@ def test_spelling_in_a_yaml_of_one_s_own(text: str, meaning: Checkpointing, tmp_
     assert Checkpointing.read(typed(from_yaml(file)).model.gradient_checkpointing) is meaning
 
 
-def test_another_word_is_refused() -> None:
+def test_another_word_is_refused():
     """The message names what is accepted."""
     (problem,) = check(["model=tiny_llama", f"{KEY}=yes_please"]).problems
     assert problem.where == KEY

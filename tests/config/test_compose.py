@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from enum import Enum
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
@@ -21,32 +20,26 @@ from mens_exp.config.model import HfModel
 from mens_exp.config.sandbox import NoSandbox
 from mens_exp.errors import ConfigError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.config.compose import Composed
-
 OPTIONS = [f"{group}={option}" for group, options in group_options().items() for option in options]
 
 
-def values(*overrides: str) -> DictConfig:
+def values(*overrides):
     return compose([list(overrides)])[0].values
 
 
-def stored(path: Path, text: str) -> Path:
+def stored(path, text):
     file = path / "config.yaml"
     file.write_text(text, encoding="utf-8")
     return file
 
 
-def leaves(config: Any, prefix: str = "") -> list[str]:
+def leaves(config, prefix=""):
     if not isinstance(config, DictConfig):
         return [prefix.removesuffix(".")]
     return [leaf for name in config for leaf in leaves(config[name], f"{prefix}{name}.")]
 
 
-def changed(value: Any) -> Any:
+def changed(value):
     """Return another value of the same type."""
     if isinstance(value, bool):
         return not value
@@ -61,9 +54,7 @@ def changed(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("override", OPTIONS)
-def test_stored_configuration_reads_back_the_same(
-    override: str, option: Callable[[str], Composed], tmp_path: Path
-) -> None:
+def test_stored_configuration_reads_back_the_same(override, option, tmp_path):
     """Values, types and digest survive the run's own config.yaml, for every option."""
     before = option(override).values
     after = from_yaml(stored(tmp_path, to_yaml(before)))
@@ -71,7 +62,7 @@ def test_stored_configuration_reads_back_the_same(
     assert config_digest(after) == config_digest(before)
 
 
-def test_changed_values_read_back_too(tmp_path: Path) -> None:
+def test_changed_values_read_back_too(tmp_path):
     """Enums, lists, nulls and numbers that are not the default."""
     before = values(
         "quant.compute_dtype=f32",
@@ -83,7 +74,7 @@ def test_changed_values_read_back_too(tmp_path: Path) -> None:
     )
     after = typed(from_yaml(stored(tmp_path, to_yaml(before))))
     assert after == typed(before)
-    assert after.logger.tags == ["a", "1"]  # type: ignore[attr-defined]
+    assert after.logger.tags == ["a", "1"]
 
 
 @pytest.mark.parametrize(
@@ -99,9 +90,7 @@ def test_changed_values_read_back_too(tmp_path: Path) -> None:
         ("lora: [", "flow node"),
     ],
 )
-def test_stored_configuration_of_other_schemas_is_refused(
-    tmp_path: Path, text: str, reason: str
-) -> None:
+def test_stored_configuration_of_other_schemas_is_refused(tmp_path, text, reason):
     """The file is named, and what was found in it."""
     file = stored(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
@@ -110,13 +99,13 @@ def test_stored_configuration_of_other_schemas_is_refused(
     assert reason in str(caught.value.found)
 
 
-def test_absent_configuration_is_refused(tmp_path: Path) -> None:
+def test_absent_configuration_is_refused(tmp_path):
     """A run directory without config.yaml is named, not a traceback."""
     with pytest.raises(ConfigError, match=r"config\.yaml: .* cannot be read"):
         from_yaml(tmp_path / "config.yaml")
 
 
-def test_every_value_enters_the_digest() -> None:
+def test_every_value_enters_the_digest():
     """To change any one leaf changes it, each in its own way."""
     chosen = ["trainer.deterministic=true", "trainer.val_check_interval=3", "path=p"]
     base = values(*chosen, "policy=burn_production")
@@ -152,7 +141,7 @@ def test_every_value_enters_the_digest() -> None:
     assert len(digests) == len(paths) + 1
 
 
-def test_null_and_absent_callback_enter_the_digest() -> None:
+def test_null_and_absent_callback_enter_the_digest():
     """A value that becomes null, or a callback that is gone, is another configuration."""
     texts = ["trainer.val_check_interval=3", "~callbacks.memory", "seed=42"]
     digests = [config_digest(values(text)) for text in texts]
@@ -160,7 +149,7 @@ def test_null_and_absent_callback_enter_the_digest() -> None:
     assert digests[2] == config_digest(values())
 
 
-def test_order_does_not_enter_the_digest() -> None:
+def test_order_does_not_enter_the_digest():
     """Neither that of the overrides nor that of the keys."""
     one = values("lora.r=8", "seed=3", "callbacks=[facts,telemetry]")
     two = values("callbacks=[telemetry,facts]", "seed=3", "lora.r=8")
@@ -168,7 +157,7 @@ def test_order_does_not_enter_the_digest() -> None:
     assert config_digest(one) == config_digest(two)
 
 
-def test_earlier_run_s_model_directory_is_read(tmp_path: Path) -> None:
+def test_earlier_run_s_model_directory_is_read(tmp_path):
     """Its record calls the source by another name and has neither revision nor permission."""
     text = to_yaml(values("model=hf", "model.id=/models/mine"))
     for line in ("  revision: null\n", "  trust_remote_code: false\n"):
@@ -181,7 +170,7 @@ def test_earlier_run_s_model_directory_is_read(tmp_path: Path) -> None:
     assert (model.id, model.revision, model.trust_remote_code) == ("/models/mine", None, False)
 
 
-def test_earlier_run_without_a_sandbox_is_read(tmp_path: Path) -> None:
+def test_earlier_run_without_a_sandbox_is_read(tmp_path):
     """It executed nothing, and that is what its record is taken to say."""
     text = to_yaml(values())
     begin = text.index("sandbox:\n")
@@ -193,7 +182,7 @@ def test_earlier_run_without_a_sandbox_is_read(tmp_path: Path) -> None:
     assert typed(from_yaml(stored(tmp_path, earlier))).sandbox == NoSandbox()
 
 
-def test_interpolation_is_resolved_in_digest_and_file() -> None:
+def test_interpolation_is_resolved_in_digest_and_file():
     """A value stored by reference is the value."""
     config = values("model=tiny_llama", "data.seq_len=${model.max_position_embeddings}")
     same = values("model=tiny_llama", "data.seq_len=2048")
@@ -201,7 +190,7 @@ def test_interpolation_is_resolved_in_digest_and_file() -> None:
     assert "seq_len: 2048" in to_yaml(config)
 
 
-def test_typed_configuration_holds_no_omegaconf_container() -> None:
+def test_typed_configuration_holds_no_omegaconf_container():
     """Groups are their schemas' dataclasses, lists and mappings Python's own."""
     config = typed(values("model=tiny_llama"))
     assert type(config.model).__name__ == "RandomModel"
@@ -210,27 +199,27 @@ def test_typed_configuration_holds_no_omegaconf_container() -> None:
     assert all(dataclasses.is_dataclass(callback) for callback in config.callbacks.values())
 
 
-def test_choices_name_the_option_of_each_group() -> None:
+def test_choices_name_the_option_of_each_group():
     """What an experiment chooses counts, and no experiment is None."""
     smoke, none = compose([["experiment=smoke", "lora=qv"], []])
     assert (smoke.choices["model"], smoke.choices["lora"]) == ("tiny_llama", "qv")
     assert (smoke.choices["experiment"], none.choices["experiment"]) == ("smoke", None)
 
 
-def test_command_beats_experiment_beats_defaults() -> None:
+def test_command_beats_experiment_beats_defaults():
     """An experiment changes the defaults and the command changes the experiment."""
     smoke = values("experiment=smoke", "trainer.max_steps=7")
     assert (smoke.trainer.max_steps, smoke.data.seq_len, smoke.lora.r) == (7, 256, 16)
 
 
-def test_a_list_of_options_is_on_record() -> None:
+def test_a_list_of_options_is_on_record():
     """Hydra leaves it out of its choices; a group with one option is as before."""
     (composed,) = compose([["callbacks=[facts,telemetry]"]])
     assert composed.choices["callbacks"] == "facts,telemetry"
     assert composed.choices["lora"] == "all_linear"
 
 
-def test_a_run_directory_is_known_before_hydra_makes_it() -> None:
+def test_a_run_directory_is_known_before_hydra_makes_it():
     """That of a run alone, and of each job of a sweep."""
     cells = compose([["seed=1", "hydra.sweep.dir=s"], ["seed=2", "hydra.sweep.dir=s"]])
     digests = [config_digest(cell.values)[:8] for cell in cells]
@@ -240,7 +229,7 @@ def test_a_run_directory_is_known_before_hydra_makes_it() -> None:
     assert fixed.run_dir == "mine"
 
 
-def test_each_command_has_its_own_time() -> None:
+def test_each_command_has_its_own_time():
     """Two commands of one process with equal values never share a directory; one command does."""
     begin_command()
     first, again = (one.run_dir for one in compose([[], []]))

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING
 
 import pytest
 from omegaconf import OmegaConf
@@ -12,36 +11,30 @@ from mens_exp.config.root import RunConfig
 from mens_exp.config.store import DISCRIMINATORS, SCHEMAS, SET_BY_OPTION
 from mens_exp.config.validate import TASK_READS, problems_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from mens_exp.config.compose import Composed
-
 ROOT = config_directory()
 FILES = sorted(ROOT.rglob("*.yaml"))
 OPTIONS = [f"{group}={option}" for group, options in group_options().items() for option in options]
 
 
-def name(file: Path) -> str:
+def name(file):
     return file.relative_to(ROOT).as_posix()
 
 
-def header(file: Path) -> list[str]:
+def header(file):
     """Return the comment lines at the top, Hydra's own directive left out."""
     lines = file.read_text("utf-8").splitlines()
     end = next(i for i, line in enumerate(lines) if not line.startswith("#"))
     return [line for line in lines[:end] if not line.startswith("# @package")]
 
 
-def schemas() -> Iterator[type]:
+def schemas():
     yield RunConfig
     for group in SCHEMAS.values():
         yield from group.values()
 
 
 @pytest.mark.parametrize("file", FILES, ids=name)
-def test_file_opens_with_one_line_that_says_what_it_is_for(file: Path) -> None:
+def test_file_opens_with_one_line_that_says_what_it_is_for(file):
     """A sentence of its own; only experiments and presets go on, with their command."""
     first, *others = header(file)
     assert re.fullmatch(r"# \S.{10,97}[.?]", first)
@@ -49,7 +42,7 @@ def test_file_opens_with_one_line_that_says_what_it_is_for(file: Path) -> None:
 
 
 @pytest.mark.parametrize("experiment", group_options()["experiment"])
-def test_experiment_states_question_command_and_expectation(experiment: str) -> None:
+def test_experiment_states_question_command_and_expectation(experiment):
     """Its comment asks, shows the exact command, and says what to expect of it."""
     question, command, expected = header(ROOT / "experiment" / f"{experiment}.yaml")
     assert "?" in question
@@ -59,14 +52,14 @@ def test_experiment_states_question_command_and_expectation(experiment: str) -> 
 
 
 @pytest.mark.parametrize("preset", group_options()["preset"])
-def test_preset_states_its_command(preset: str) -> None:
+def test_preset_states_its_command(preset):
     """Its comment shows how it is used."""
     command = header(ROOT / "preset" / f"{preset}.yaml")[1]
     assert command.startswith(f"# Command: python -m mens_exp preset={preset} ")
 
 
 @pytest.mark.parametrize("override", OPTIONS)
-def test_option_composes_and_is_valid(override: str, option: Callable[[str], Composed]) -> None:
+def test_option_composes_and_is_valid(override, option):
     """Each option of each group makes a whole, typed configuration without a known problem."""
     composed = option(override)
     group, _, name = override.partition("=")
@@ -74,7 +67,7 @@ def test_option_composes_and_is_valid(override: str, option: Callable[[str], Com
     assert composed.choices[group] == name
 
 
-def test_root_chooses_an_option_of_every_group() -> None:
+def test_root_chooses_an_option_of_every_group():
     """The defaults list names each group that there is, and nothing else."""
     composed = compose([[]])[0]
     assert composed.choices.keys() == group_options().keys()
@@ -83,12 +76,12 @@ def test_root_chooses_an_option_of_every_group() -> None:
     assert all(option in group_options()[group] for group, option in composed.choices.items())
 
 
-def test_every_group_has_a_schema() -> None:
+def test_every_group_has_a_schema():
     """A group without one would take any key; presets and experiments set keys of the others."""
     assert SCHEMAS.keys() == group_options().keys() - {"preset", "experiment"}
 
 
-def test_every_setting_is_documented() -> None:
+def test_every_setting_is_documented():
     """A field says what it decides, itself or in the class that declares it first."""
     silent = []
     for schema in schemas():
@@ -104,7 +97,7 @@ def test_every_setting_is_documented() -> None:
     assert silent == []
 
 
-def test_numbers_have_a_range() -> None:
+def test_numbers_have_a_range():
     """Every whole or real number says what is accepted."""
     open_ended = [
         f"{schema.__name__}.{field.name}"
@@ -115,25 +108,25 @@ def test_numbers_have_a_range() -> None:
     assert open_ended == []
 
 
-def test_discriminators_are_fields_that_tell_options_apart() -> None:
+def test_discriminators_are_fields_that_tell_options_apart():
     """Each schema of such a group has its own value there, so that stored values find it."""
     for group, field in DISCRIMINATORS.items():
         values = [getattr(schema(), field) for schema in SCHEMAS[group].values()]
         assert values == list(SCHEMAS[group])
 
 
-def test_fields_set_by_the_option_exist() -> None:
+def test_fields_set_by_the_option_exist():
     """Every such key names a field of its group."""
     values = compose([["task=promote", "policy=burn_rnd"]])[0].values
     assert all(OmegaConf.select(values, key) is not None for key in SET_BY_OPTION)
 
 
-def test_every_task_says_what_it_reads() -> None:
+def test_every_task_says_what_it_reads():
     """The table of what a task reads has a line for each task."""
     assert TASK_READS.keys() == set(group_options()["task"])
 
 
-def test_callbacks_are_named_after_their_files(option: Callable[[str], Composed]) -> None:
+def test_callbacks_are_named_after_their_files(option):
     """`callbacks.<file>` is where a callback's settings lie."""
     collections = {"default", "minimal"}
     blocks = set(group_options()["callbacks"]) - collections

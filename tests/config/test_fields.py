@@ -10,7 +10,7 @@ from mens_exp.config.fields import Range, range_of, setting, shown
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Example:
     share: float = setting(0.5, "A share.", ge=0, lt=1)
-    tags: list[str] = setting(["a"], "Tags.")  # noqa: RUF009  # `setting` returns a field
+    tags: list[str] = setting(["a"], "Tags.")  # `setting` returns a field  # noqa: RUF009
 
 
 @pytest.mark.parametrize(
@@ -23,26 +23,24 @@ class Example:
         (Range(ge=0, lt=1), [0, 0.5], [-0.1, 1]),
     ],
 )
-def test_range_accepts_its_interval_only(
-    bounds: Range, inside: list[float], outside: list[float]
-) -> None:
+def test_range_accepts_its_interval_only(bounds, inside, outside):
     """`ge` and `le` include the bound, `gt` and `lt` leave it out."""
     assert all(bounds.accepts(value) for value in inside)
     assert not any(bounds.accepts(value) for value in outside)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_range_refuses_what_is_not_finite(value: float) -> None:
+def test_range_refuses_what_is_not_finite(value):
     """Not even where no bound is on that side."""
     assert not Range().accepts(value)
 
 
-def test_range_is_written_as_a_message_shows_it() -> None:
+def test_range_is_written_as_a_message_shows_it():
     """Both bounds, in the order lower, upper."""
     assert str(Range(ge=0, lt=1)) == ">= 0 and < 1"
 
 
-def test_setting_keeps_doc_and_range() -> None:
+def test_setting_keeps_doc_and_range():
     """The metadata is where validation and documentation find them."""
     share, tags = dataclasses.fields(Example)
     assert share.metadata["doc"] == "A share."
@@ -50,7 +48,7 @@ def test_setting_keeps_doc_and_range() -> None:
     assert range_of(tags) is None
 
 
-def test_list_default_is_a_copy_for_each_instance() -> None:
+def test_list_default_is_a_copy_for_each_instance():
     """Two configurations never share a list."""
     first, second = Example(), Example()
     first.tags.append("b")
@@ -60,6 +58,6 @@ def test_list_default_is_a_copy_for_each_instance() -> None:
 @pytest.mark.parametrize(
     ("value", "text"), [(None, "null"), (False, "false"), ("", "''"), (3, "3"), ("nf4", "nf4")]
 )
-def test_a_value_is_spelled_as_on_the_command_line(value: object, text: str) -> None:
+def test_a_value_is_spelled_as_on_the_command_line(value, text):
     """What YAML calls it, not what Python does."""
     assert shown(value) == text

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
@@ -10,22 +9,16 @@ from mens_exp import cli
 from mens_exp.config.compose import compose, from_yaml, to_yaml, typed
 from mens_exp.errors import MensError, Problems
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.run_dir import RunDir
-
 pytestmark = pytest.mark.slow  # whole runs
 
 
 @pytest.fixture
-def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], Path]:
+def stored(tmp_path, monkeypatch):
     """Write a config.yaml as a run does, with some values replaced by dotted key."""
     monkeypatch.chdir(tmp_path)
     text = to_yaml(compose([["model=tiny_llama"]])[0].values)
 
-    def written(changes: dict[str, Any]) -> Path:
+    def written(changes):
         values = yaml.safe_load(text)
         for key, value in changes.items():
             node = values
@@ -40,7 +33,7 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[st
     return written
 
 
-def refusal(file: Path) -> str:
+def refusal(file):
     with pytest.raises(MensError) as caught:
         typed(from_yaml(file))
     assert caught.value.exit_code == 2
@@ -48,13 +41,13 @@ def refusal(file: Path) -> str:
 
 
 def test_a_runs_own_configuration_comes_back_as_it_was(
-    stored: Callable[[dict[str, Any]], Path],
-) -> None:
+    stored,
+):
     """Every class of ours and of torch that our options name is trusted."""
     assert typed(from_yaml(stored({}))) == typed(compose([["model=tiny_llama"]])[0].values)
 
 
-def test_a_function_to_run_is_refused(stored: Callable[[dict[str, Any]], Path]) -> None:
+def test_a_function_to_run_is_refused(stored):
     """Whoever wants one called names it in a command of their own."""
     said = refusal(stored({"suite.function": "evil.py:f"}))
     assert "suite.function: a stored configuration may not name a function to run" in said
@@ -79,16 +72,14 @@ def test_a_function_to_run_is_refused(stored: Callable[[dict[str, Any]], Path]) 
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_class_nobody_vouched_for_is_refused(
-    stored: Callable[[dict[str, Any]], Path], changes: dict[str, Any], place: str
-) -> None:
+def test_a_class_nobody_vouched_for_is_refused(stored, changes, place):
     """Wherever it stands; the message says how to allow it."""
     said = refusal(stored(changes))
     assert f": {place}: a stored configuration may not name this class" in said
     assert "name the same _target_ in a file of ./conf" in said
 
 
-def test_every_such_class_is_told_at_once(stored: Callable[[dict[str, Any]], Path]) -> None:
+def test_every_such_class_is_told_at_once(stored):
     """Whoever looks at a run of somebody else's sees the whole of it."""
     file = stored({"optim._target_": "a.B", "backend._target_": "c.D"})
     with pytest.raises(Problems) as caught:
@@ -96,9 +87,7 @@ def test_every_such_class_is_told_at_once(stored: Callable[[dict[str, Any]], Pat
     assert len(caught.value.problems) == 2
 
 
-def test_a_reference_to_the_environment_is_refused(
-    stored: Callable[[dict[str, Any]], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reference_to_the_environment_is_refused(stored, monkeypatch):
     """It would carry a secret of this machine into the next record."""
     monkeypatch.setenv("SOME_SECRET", "hunter2")
     said = refusal(stored({"model.name": "${oc.env:SOME_SECRET}"}))
@@ -106,20 +95,18 @@ def test_a_reference_to_the_environment_is_refused(
     assert "hunter2" not in said
 
 
-def test_a_class_that_conf_names_too_is_vouched_for(
-    stored: Callable[[dict[str, Any]], Path], tmp_path: Path
-) -> None:
+def test_a_class_that_conf_names_too_is_vouched_for(stored, tmp_path):
     """The same _target_ in any file of ./conf."""
     file = stored({"callbacks.mine": {"_target_": "my_callbacks.Mine", "every_n": 3}})
     assert "my_callbacks.Mine" in refusal(file)
     (tmp_path / "conf/callbacks").mkdir(parents=True)
     (tmp_path / "conf/callbacks/mine.yaml").write_text("_target_: my_callbacks.Mine\nevery_n: 5\n")
-    assert typed(from_yaml(file)).callbacks["mine"].every_n == 3  # type: ignore[attr-defined]
+    assert typed(from_yaml(file)).callbacks["mine"].every_n == 3
 
 
 def test_torchs_and_lightnings_classes_may_be_named(
-    stored: Callable[[dict[str, Any]], Path],
-) -> None:
+    stored,
+):
     """With settings of their own."""
     config = typed(
         from_yaml(
@@ -131,12 +118,12 @@ def test_torchs_and_lightnings_classes_may_be_named(
             )
         )
     )
-    assert config.optim.momentum == 0.9  # type: ignore[attr-defined]
+    assert config.optim.momentum == 0.9
 
 
 def test_a_models_own_code_is_not_run_for_having_been_trusted_elsewhere(
-    stored: Callable[[dict[str, Any]], Path],
-) -> None:
+    stored,
+):
     """What another's command allowed is asked again; ./conf is how to say yes, for that model."""
     model = {"source": "hf", "name": "hf", "id": "some/model", "trust_remote_code": True}
     file = stored({"model": {**model, "revision": None, "gradient_checkpointing": "auto"}})
@@ -149,7 +136,7 @@ def test_a_models_own_code_is_not_run_for_having_been_trusted_elsewhere(
     typed(from_yaml(file))
 
 
-def test_a_missing_value_is_told(stored: Callable[[dict[str, Any]], Path]) -> None:
+def test_a_missing_value_is_told(stored):
     """A configuration of another version is no traceback."""
     file = stored({})
     values = yaml.safe_load(file.read_text("utf-8"))
@@ -163,13 +150,13 @@ def test_a_missing_value_is_told(stored: Callable[[dict[str, Any]], Path]) -> No
     "target", ["os.system", "torch.hub.load", "lightning.Trainer", "mens_exp.cli.main"]
 )
 def test_nothing_of_a_malicious_run_is_called(
-    finished: RunDir,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Any,
-    task: str,
-    target: str,
-) -> None:
+    finished,
+    tmp_path,
+    monkeypatch,
+    capsys,
+    task,
+    target,
+):
     """Not even what a trusted package holds: it must be a class of the kind its place takes."""
     import shutil
 

@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import yaml
@@ -16,18 +15,13 @@ import mens_exp
 from mens_exp.config.compose import compose, config_directory, group_options
 from mens_exp.config.overrides import check
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.config.compose import Composed
-
 HELP = yaml.safe_load((config_directory() / "hydra/help/mens_exp.yaml").read_text("utf-8"))
-TEXT: str = HELP["template"]
+TEXT = HELP["template"]
 HEAVY = ["torch", "transformers", "lightning", "wandb", "peft", "bitsandbytes"]
 MAIN_TASKS = 6  # what help shows first
 
 
-def section(title: str) -> list[str]:
+def section(title):
     """Return the indented lines under a heading."""
     lines = TEXT.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(title)) + 1
@@ -35,7 +29,7 @@ def section(title: str) -> list[str]:
     return [line.strip() for line in lines[start:end]]
 
 
-def listed_groups() -> dict[str, list[str]]:
+def listed_groups():
     """Read the options of each group off their column."""
     columns = (
         re.match(r"(\w+)\s+(\S+(?: \S+)*)\s{2,}\S|(\w+) (\S+(?: \S+)*)  ", line)
@@ -48,7 +42,7 @@ def listed_groups() -> dict[str, list[str]]:
     return found
 
 
-def test_help_lists_every_group_with_every_option() -> None:
+def test_help_lists_every_group_with_every_option():
     """The default first, as composed; callbacks by their collections, the blocks being many."""
     defaults = compose([[]])[0].choices
     expected = {group: set(options) for group, options in group_options().items()}
@@ -61,7 +55,7 @@ def test_help_lists_every_group_with_every_option() -> None:
     )
 
 
-def test_help_lists_the_tasks() -> None:
+def test_help_lists_the_tasks():
     """Each one that exists, up to the six main ones, in the words of its YAML."""
     tasks = {line.split()[0] for line in section("Tasks")}
     existing = set(group_options()["task"])
@@ -69,22 +63,18 @@ def test_help_lists_the_tasks() -> None:
     assert len(tasks) == min(len(existing), MAIN_TASKS)
 
 
-def test_settings_that_help_names_exist(option: Callable[[str], Composed]) -> None:
+def test_settings_that_help_names_exist(nodes):
     """What stands behind the options of a group are keys of its options."""
     for line in section("Config groups"):
         group, rest = line.split(maxsplit=1)
         names = re.findall(r"\b[a-z]+(?:_[a-z]+)+\b|\b(?:r|lr|eps|path)\b", rest)
-        keys = {
-            key
-            for name in group_options()[group]
-            for key in option(f"{group}={name}").values.get(group, {})
-        }
+        keys = {key for name in group_options()[group] for key in nodes[group, name]}
         options = set(group_options()[group])
         assert set(names) <= keys | options, group
 
 
 @pytest.mark.parametrize("line", section("Examples"))
-def test_example_of_help_composes(line: str) -> None:
+def test_example_of_help_composes(line):
     """Each example is a command whose overrides are right."""
     command = shlex.split(re.split(r"\s{3,}", line)[0])
     assert command[:3] == ["python", "-m", "mens_exp"]
@@ -106,7 +96,7 @@ def test_example_of_help_composes(line: str) -> None:
     ],
     ids=" ".join,
 )
-def test_quick_answer_imports_nothing_heavy(command: list[str], tmp_path: Path) -> None:
+def test_quick_answer_imports_nothing_heavy(command, tmp_path):
     """Help, the composed configuration, errors, a whole plan and a sweep's own process."""
     code = (
         "import json, sys\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from hydra import compose as hydra_compose
@@ -15,12 +14,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from mens_exp.config import compose as composing
 from mens_exp.config.compose import compose
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
-
-def plainly(overrides: Sequence[str]) -> DictConfig:
+def plainly(overrides):
     """Compose with Hydra's own loader."""
     composing.prepare_hydra()
     GlobalHydra.instance().clear()
@@ -29,7 +24,7 @@ def plainly(overrides: Sequence[str]) -> DictConfig:
         return hydra_compose("config", list(overrides), return_hydra_config=True)
 
 
-def nodes(node: Any, path: str = "") -> list[tuple[Any, ...]]:
+def nodes(node, path=""):
     """List every node below one in order: path, type, schema and flags, and a leaf's value."""
     described = (path, type(node), node._metadata.ref_type, node._metadata.flags)
     if not isinstance(node, DictConfig | ListConfig):
@@ -57,7 +52,7 @@ def nodes(node: Any, path: str = "") -> list[tuple[Any, ...]]:
     ],
     ids=" ".join,
 )
-def test_it_is_the_whole_of_what_hydra_composes(overrides: list[str]) -> None:
+def test_it_is_the_whole_of_what_hydra_composes(overrides):
     """Types, order and flags too, read the first time and remembered."""
     expected = nodes(plainly(overrides))
     for others in ([], ["lora.r=16", "seed=8", "hydra.sweep.dir=/tmp/other"]):
@@ -69,7 +64,7 @@ def test_it_is_the_whole_of_what_hydra_composes(overrides: list[str]) -> None:
 @pytest.mark.parametrize(
     "overrides", [["lora.r=abc", "seed=1"], ["no_such_key=1"], ["lora=none_such"]], ids=" ".join
 )
-def test_it_refuses_as_hydra_does(overrides: list[str]) -> None:
+def test_it_refuses_as_hydra_does(overrides):
     """In the same words, each time."""
     with pytest.raises(ConfigCompositionException) as refused:
         plainly(overrides)
@@ -78,7 +73,7 @@ def test_it_refuses_as_hydra_does(overrides: list[str]) -> None:
             compose([overrides])
 
 
-def test_what_is_done_to_one_is_not_done_to_the_next() -> None:
+def test_what_is_done_to_one_is_not_done_to_the_next():
     """Each is a copy, Hydra's node too."""
     for _ in range(2):
         [one] = compose([["seed=5"]])
@@ -89,9 +84,7 @@ def test_what_is_done_to_one_is_not_done_to_the_next() -> None:
         one.whole.hydra.job.num = 4
 
 
-def test_a_changed_file_of_the_users_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_file_of_the_users_is_read_again(tmp_path, monkeypatch):
     """So is one that comes or goes, and another working directory has others."""
     monkeypatch.chdir(tmp_path)
     own = tmp_path / "conf" / "lora" / "mine.yaml"
@@ -104,9 +97,7 @@ def test_a_changed_file_of_the_users_is_read_again(
         compose([["lora=mine"]])
 
 
-def test_the_working_directory_is_that_of_now(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_working_directory_is_that_of_now(tmp_path, monkeypatch):
     """Hydra's node says where it was composed."""
     compose([[]])
     monkeypatch.chdir(tmp_path)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -11,15 +10,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from mens_exp.config.compose import config_directory
 from mens_exp.config.data import JsonlData
-from mens_exp.config.overrides import Checked, check, spelled_out
+from mens_exp.config.overrides import check, spelled_out
 from mens_exp.config.schedule import ScheduleKind
 from mens_exp.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
-    from mens_exp.errors import MensError
 
 # Override, the place its message names, and what the message holds besides.
 REFUSED = [
@@ -93,26 +86,24 @@ REFUSED = [
 
 
 @functools.cache
-def checked(*texts: str, multirun: bool = False) -> Checked:
+def checked(*texts, multirun=False):
     return check(texts, multirun=multirun)
 
 
-def config(*texts: str) -> RunConfig:
+def config(*texts):
     result = checked(*texts)
     assert result.problems == ()
     (cell,) = result.cells
     return cell.config
 
 
-def problem(*texts: str, multirun: bool = False) -> MensError:
+def problem(*texts, multirun=False):
     (only,) = checked(*texts, multirun=multirun).problems
     return only
 
 
 @pytest.mark.parametrize(("text", "where", "parts"), REFUSED)
-def test_refused_override_is_told_among_all_others(
-    text: str, where: str | None, parts: list[str]
-) -> None:
+def test_refused_override_is_told_among_all_others(text, where, parts):
     """One command with every fault tells each: the place, what was found, what is accepted."""
     problems = checked(*(text for text, _, _ in REFUSED)).problems
     assert len(problems) == len(REFUSED)
@@ -122,7 +113,7 @@ def test_refused_override_is_told_among_all_others(
     assert mine.exit_code == 2
 
 
-def test_refused_overrides_leave_the_others_in_force() -> None:
+def test_refused_overrides_leave_the_others_in_force():
     """What is left composes, so that its values and files can be judged too."""
     result = checked("seed=7", "lora.rr=1", "lora.r=0")
     assert [problem.where for problem in result.problems] == ["lora.rr", "lora.r"]
@@ -147,68 +138,68 @@ ACCEPTED = [
 ]
 
 
-def test_accepted_overrides_take_effect() -> None:
+def test_accepted_overrides_take_effect():
     """Each kind that Hydra offers and that means something here."""
     run = config(*ACCEPTED)
     assert (run.optim.lr, run.lora.r, run.lora.alpha) == (1e-4, 8, 4)
-    assert (run.data.seq_len, run.model.name, run.suite.items) == (256, "tiny_llama", 8)  # type: ignore[attr-defined]
+    assert (run.data.seq_len, run.model.name, run.suite.items) == (256, "tiny_llama", 8)
     assert (run.trainer.deterministic, run.schedule.kind) == (None, ScheduleKind.linear)
-    assert (run.quant.compute_dtype.value, run.logger.tags) == ("f32", ["a", "1"])  # type: ignore[attr-defined]
+    assert (run.quant.compute_dtype.value, run.logger.tags) == ("f32", ["a", "1"])
     assert "progress" not in run.callbacks
     assert run.checkpoint.keep == 3
 
 
-def test_overrides_are_recorded_as_typed() -> None:
+def test_overrides_are_recorded_as_typed():
     """The record repeats the command."""
     assert checked(*ACCEPTED).cells[0].composed.overrides == tuple(ACCEPTED)
 
 
-def test_no_override_is_the_default_run() -> None:
+def test_no_override_is_the_default_run():
     """Nothing is wrong with the defaults."""
     assert config().task.name == "train"
 
 
-def test_list_of_callbacks_composes_them() -> None:
+def test_list_of_callbacks_composes_them():
     """Hydra lets a group take several options; an unknown one among them is named."""
     assert list(config("callbacks=[facts,telemetry]").callbacks) == ["facts", "telemetry"]
     refused = problem("callbacks=[facts,telemetri]")
     assert (refused.where, refused.found) == ("callbacks", "telemetri")
 
 
-def test_last_of_two_values_wins() -> None:
+def test_last_of_two_values_wins():
     """As in Hydra."""
     assert config("seed=1", "seed=2").seed == 2
 
 
-def test_key_of_a_misspelt_option_is_let_be() -> None:
+def test_key_of_a_misspelt_option_is_let_be():
     """Only the option is wrong: its key would be right with the option that was meant."""
     assert problem("data=jsnl", "data.path=rows.jsonl").where == "data"
 
 
-def test_wrong_key_of_a_misspelt_option_is_told() -> None:
+def test_wrong_key_of_a_misspelt_option_is_told():
     """No option of the group has it."""
     problems = checked("data=jsnl", "data.pth=rows.jsonl").problems
     assert [problem.where for problem in problems] == ["data", "data.pth"]
 
 
-def test_required_value_is_asked_for() -> None:
+def test_required_value_is_asked_for():
     """The key is named, with how to give it."""
     asked = problem("data=jsonl")
     assert (asked.where, asked.remedy) == ("data.path", "add data.path=…")
     assert checked("data=jsonl").cells == ()
 
 
-def test_required_value_given_wrongly_is_not_asked_for_again() -> None:
+def test_required_value_given_wrongly_is_not_asked_for_again():
     """One fault, one message."""
     assert "several values" in str(problem("data=jsonl", "data.path=a.jsonl,b.jsonl"))
 
 
-def test_value_that_does_not_resolve_is_told() -> None:
+def test_value_that_does_not_resolve_is_told():
     """An interpolation is judged when it is resolved."""
     assert "nowhere" in str(problem("seed=${nowhere}"))
 
 
-def test_files_and_columns_are_written_as_a_user_writes_them() -> None:
+def test_files_and_columns_are_written_as_a_user_writes_them():
     """A list, a glob, and columns by name; a misspelt field has the nearest."""
     rows = config(
         "data=jsonl", "data.path=[a.jsonl,b/*.jsonl]", "data.columns={prompt:q,response:a}"
@@ -220,7 +211,7 @@ def test_files_and_columns_are_written_as_a_user_writes_them() -> None:
     assert "the nearest is data.columns.prompt" in str(problem(*given))
 
 
-def test_turns_are_no_setting_of_an_objective_that_learns_everything() -> None:
+def test_turns_are_no_setting_of_an_objective_that_learns_everything():
     """It would do nothing there."""
     refused = problem("objective=causal", "objective.turns=last")
     assert (refused.where, "objective=assistant, which has it" in str(refused)) == (
@@ -229,14 +220,14 @@ def test_turns_are_no_setting_of_an_objective_that_learns_everything() -> None:
     )
 
 
-def test_setting_that_another_one_undoes_is_refused() -> None:
+def test_setting_that_another_one_undoes_is_refused():
     """Said with what undoes it; without that it is accepted."""
     given = ("data=jsonl", "data.path=a.jsonl", "data.val_frac=0.1")
     assert config(*given).data.val_frac == 0.1
     assert problem(*given, "data.val_path=b.jsonl").where == "data.val_frac"
 
 
-def test_task_tells_what_it_does_not_read() -> None:
+def test_task_tells_what_it_does_not_read():
     """Every explicit override without effect."""
     problems = checked("task=evaluate", "path=latest", "seed=3", "lora=qv").problems
     assert [problem.where for problem in problems] == ["seed", "lora"]
@@ -253,7 +244,7 @@ SWEEPS = [
 
 
 @pytest.mark.parametrize("texts", SWEEPS, ids=" ".join)
-def test_sweep_makes_the_cells_that_hydra_runs(texts: tuple[str, ...]) -> None:
+def test_sweep_makes_the_cells_that_hydra_runs(texts):
     """The same ones in the same order, as a cell is found by the number of Hydra's job."""
     loader = ConfigLoaderImpl(create_config_search_path(str(config_directory())))
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(texts))
@@ -265,7 +256,7 @@ def test_sweep_makes_the_cells_that_hydra_runs(texts: tuple[str, ...]) -> None:
     assert ours == [[text.replace("progress=null", "progress") for text in cell] for cell in hydras]
 
 
-def test_cells_of_a_sweep_hold_its_values() -> None:
+def test_cells_of_a_sweep_hold_its_values():
     """Two factors with two values each are four runs."""
     cells = checked("seed=1,2", "lora=qv,mlp", multirun=True).cells
     assert [(cell.config.seed, cell.config.lora.name) for cell in cells] == [
@@ -276,7 +267,7 @@ def test_cells_of_a_sweep_hold_its_values() -> None:
     ]
 
 
-def test_sweep_tells_the_one_wrong_value() -> None:
+def test_sweep_tells_the_one_wrong_value():
     """Of a key, of an option, and out of range."""
     texts = ("lora.r=8,abc", "lora=qv,qvv", "trainer.max_steps=4,60")
     problems = checked(*texts, multirun=True).problems
@@ -285,19 +276,19 @@ def test_sweep_tells_the_one_wrong_value() -> None:
     assert (low.where, low.found) == ("lora.r", 0)
 
 
-def test_key_must_fit_every_option_of_a_sweep() -> None:
+def test_key_must_fit_every_option_of_a_sweep():
     """`data.path` would have no effect in half of the runs."""
     refused = problem("data=jsonl,stdlib", "data.path=rows.jsonl", multirun=True)
     assert (refused.where, "data=jsonl" in str(refused)) == ("data.path", True)
 
 
 @pytest.mark.parametrize("text", ["lora.r=interval(1,8)", "seed=shuffle(1,2,3)"])
-def test_sweep_without_a_fixed_list_is_refused(text: str) -> None:
+def test_sweep_without_a_fixed_list_is_refused(text):
     """Cells that are not known beforehand cannot be checked."""
     assert "must list its values, in order" in str(problem(text, multirun=True))
 
 
-def test_a_mapping_of_patterns_takes_any_keys() -> None:
+def test_a_mapping_of_patterns_takes_any_keys():
     """Groups, names and globs; a sweep gives each run its own."""
     checked = check(["lora.rank_pattern={mlp:4,*.layers.1.*.q_proj:8}"])
     assert checked.problems == ()
@@ -306,9 +297,7 @@ def test_a_mapping_of_patterns_takes_any_keys() -> None:
     assert [cell.config.lora.rank_pattern for cell in swept.cells] == [{"mlp": 4}, {"mlp": 8}]
 
 
-def test_options_that_do_not_go_together_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_that_do_not_go_together_are_told(tmp_path, monkeypatch):
     """An experiment that overrides a group the command overrides too is no traceback."""
     experiment = tmp_path / "conf" / "experiment" / "torn.yaml"
     experiment.parent.mkdir(parents=True)
@@ -323,7 +312,7 @@ def test_options_that_do_not_go_together_are_told(
     assert caught.value.remedy is not None
 
 
-def test_an_adapter_s_file_may_be_named_in_short() -> None:
+def test_an_adapter_s_file_may_be_named_in_short():
     """A mapping of the section's keys stays what it is."""
     given = ["adapter=a.safetensors", "adapter={select:best}", "adapter.select=best", "seed=1"]
     assert spelled_out(given) == ["adapter.file=a.safetensors", *given[1:]]

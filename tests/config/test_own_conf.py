@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -9,19 +8,13 @@ from mens_exp.config import own_conf
 from mens_exp.config.compose import compose, config_directory, group_options, typed
 from mens_exp.config.overrides import check
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.errors import MensError
-
 
 @pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+def write(tmp_path, monkeypatch):
     """Write a file below ./conf of an empty working directory."""
     monkeypatch.chdir(tmp_path)
 
-    def written(name: str, text: str) -> Path:
+    def written(name, text):
         file = tmp_path / "conf" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
@@ -31,29 +24,29 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str
 
 
 @pytest.fixture
-def print_every(write: Callable[[str, str], Path]) -> None:
+def print_every(write):
     write("callbacks/print_every.yaml", "# p\n_target_: my_callbacks.PrintEvery\nevery_n: 5\n")
 
 
-def only(*overrides: str) -> MensError:
+def only(*overrides):
     (problem,) = check(list(overrides)).problems
     return problem
 
 
-def test_without_a_conf_folder_the_options_are_ours(write: object) -> None:
+def test_without_a_conf_folder_the_options_are_ours(write):
     """In an empty directory nothing is added."""
     assert group_options() == own_conf.our_options()
     assert own_conf.own_directory() is None
 
 
-def test_our_own_conf_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_conf_is_not_the_users(monkeypatch):
     """In a checkout ./conf is ours, and nothing changes."""
     monkeypatch.chdir(config_directory().parent)
     assert own_conf.own_directory() is None
 
 
 @pytest.mark.usefixtures("print_every")
-def test_a_class_is_composed_under_its_files_name_without_any_header() -> None:
+def test_a_class_is_composed_under_its_files_name_without_any_header():
     """Neither a package line nor a schema is asked of the user."""
     (one,) = compose([["callbacks=[minimal,print_every]", "callbacks.print_every.every_n=2"]])
     assert dict(one.values.callbacks.print_every) == {
@@ -64,12 +57,12 @@ def test_a_class_is_composed_under_its_files_name_without_any_header() -> None:
 
 
 @pytest.mark.usefixtures("print_every")
-def test_a_list_of_callbacks_has_a_name_of_its_own(write: Callable[[str, str], Path]) -> None:
+def test_a_list_of_callbacks_has_a_name_of_its_own(write):
     """callbacks=mine is ours and the user's."""
     write("callbacks/mine.yaml", "# m\ndefaults:\n  - default\n  - print_every\n")
     (one,) = compose([["callbacks=mine"]])
     assert list(one.values.callbacks)[-2:] == ["checkpoint", "print_every"]
-    assert typed(one.values).callbacks["print_every"].every_n == 5  # type: ignore[attr-defined]
+    assert typed(one.values).callbacks["print_every"].every_n == 5
 
 
 @pytest.mark.usefixtures("print_every")
@@ -81,25 +74,25 @@ def test_a_list_of_callbacks_has_a_name_of_its_own(write: Callable[[str, str], P
         ("callbacks.print_every._target_=os.system", "is set by the option"),
     ],
 )
-def test_a_setting_of_theirs_is_checked_like_ours(override: str, said: str) -> None:
+def test_a_setting_of_theirs_is_checked_like_ours(override, said):
     """By key and by the type that the YAML shows."""
     assert said in str(only("callbacks=[default,print_every]", override))
 
 
 @pytest.mark.usefixtures("print_every")
-def test_a_misspelled_option_names_the_nearest_of_ours_and_theirs() -> None:
+def test_a_misspelled_option_names_the_nearest_of_ours_and_theirs():
     """Both are options alike."""
     assert "the nearest is print_every" in str(only("callbacks=print_evry"))
 
 
 @pytest.mark.usefixtures("print_every")
-def test_adding_a_callback_with_a_plus_says_how_to_write_it() -> None:
+def test_adding_a_callback_with_a_plus_says_how_to_write_it():
     """The natural spelling elsewhere in Hydra is none here."""
     assert "write callbacks=[default,print_every]" in str(only("+callbacks=print_every"))
 
 
 @pytest.mark.slow
-def test_types_follow_the_values(write: Callable[[str, str], Path]) -> None:
+def test_types_follow_the_values(write):
     """A whole number stays one; a list keeps the kind of its entries; null takes anything."""
     text = (
         "_target_: m.O\nlr: 0.1\nbeta: 0.9\nnesterov: true\nks: [1, 2]\nextra: null\nmap: {a: 1}\n"
@@ -114,8 +107,8 @@ def test_types_follow_the_values(write: Callable[[str, str], Path]) -> None:
 
 
 def test_names_of_an_objective_and_a_backend_are_their_files(
-    write: Callable[[str, str], Path],
-) -> None:
+    write,
+):
     """And an objective learns the assistant's tokens unless it says otherwise."""
     write("objective/focal.yaml", "# f\n_target_: m.Focal\ngamma: 2.0\n")
     write("backend/mine.yaml", "# b\n_target_: m.B\n")
@@ -124,7 +117,7 @@ def test_names_of_an_objective_and_a_backend_are_their_files(
     assert config.backend.name == "mine"
 
 
-def test_an_experiment_of_ones_own_sets_what_it_likes(write: Callable[[str, str], Path]) -> None:
+def test_an_experiment_of_ones_own_sets_what_it_likes(write):
     """Options of values alone need no class."""
     write(
         "experiment/mine.yaml",
@@ -134,7 +127,7 @@ def test_an_experiment_of_ones_own_sets_what_it_likes(write: Callable[[str, str]
     assert (cell.config.seed, cell.config.model.name) == (7, "tiny_llama")
 
 
-def test_an_option_can_build_on_one_of_ours(write: Callable[[str, str], Path]) -> None:
+def test_an_option_can_build_on_one_of_ours(write):
     """Its schema then is that of ours."""
     write("optim/slow.yaml", "# s\ndefaults:\n  - adamw\n  - _self_\nlr: 1e-5\n")
     (cell,) = check(["optim=slow"]).cells
@@ -152,9 +145,7 @@ def test_an_option_can_build_on_one_of_ours(write: Callable[[str, str], Path]) -
         ("callbacks/mine.yaml", "a: [\n", "is no YAML mapping"),
     ],
 )
-def test_a_file_that_would_do_nothing_is_refused(
-    write: Callable[[str, str], Path], file: str, text: str, said: str
-) -> None:
+def test_a_file_that_would_do_nothing_is_refused(write, file, text, said):
     """By its path, whatever else the command asks for."""
     write(file, text)
     problem = only("seed=1")
@@ -164,8 +155,8 @@ def test_a_file_that_would_do_nothing_is_refused(
 
 
 def test_a_copy_of_ours_and_a_folder_of_somebody_else_are_let_be(
-    write: Callable[[str, str], Path],
-) -> None:
+    write,
+):
     """Neither changes what a command means."""
     copy = write("optim/adamw.yaml", "")
     shutil.copy(config_directory() / "optim/adamw.yaml", copy)
@@ -174,17 +165,13 @@ def test_a_copy_of_ours_and_a_folder_of_somebody_else_are_let_be(
 
 
 @pytest.mark.parametrize("key", ["_partial_", "_args_", "not a name"])
-def test_keys_that_are_no_arguments_are_refused(
-    write: Callable[[str, str], Path], key: str
-) -> None:
+def test_keys_that_are_no_arguments_are_refused(write, key):
     """Hydra would take some of them for itself."""
     write("optim/mine.yaml", f"_target_: m.O\n{key}: true\n")
     assert "is no setting of a class" in str(only("optim=mine"))
 
 
-def test_a_frozen_copy_is_read_whatever_becomes_of_the_folder(
-    write: Callable[[str, str], Path], tmp_path: Path
-) -> None:
+def test_a_frozen_copy_is_read_whatever_becomes_of_the_folder(write, tmp_path):
     """As a sweep needs it, which composes each cell when its turn comes."""
     file = write("optim/mine.yaml", "# o\n_target_: m.O\nlr: 0.25\n")
     copy = tmp_path / "copy"

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mens_exp.config.compose import group_options
@@ -9,23 +7,18 @@ from mens_exp.config.overrides import check
 from mens_exp.config.peers import PEERS, peer_of
 from mens_exp.config.root import RunConfig
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-    from mens_exp.config.compose import Composed
-
-
-def said(override: str) -> str:
+def said(override):
     (problem,) = check([override]).problems
     return str(problem)
 
 
-def test_every_name_of_ours_exists(option: Callable[[str], Composed]) -> None:
+def test_every_name_of_ours_exists(option, nodes):
     """As a group, or as a key of some option; a table of wrong names would mislead."""
     known = {*group_options(), *RunConfig.__dataclass_fields__, "hydra.run.dir"}
     for group, options in group_options().items():
         for name in options:
-            node = option(f"{group}={name}").values.get(group) or {}
+            node = nodes[group, name]
             known |= {f"{group}.{key}" for key in node}
             if group == "callbacks":
                 known |= {f"callbacks.{one}.{key}" for one, entry in node.items() for key in entry}
@@ -37,7 +30,7 @@ def test_every_name_of_ours_exists(option: Callable[[str], Composed]) -> None:
     assert {peer.ours for peer in PEERS.values() if peer.ours} <= known
 
 
-def test_no_name_of_theirs_is_one_of_ours() -> None:
+def test_no_name_of_theirs_is_one_of_ours():
     """It would never be shown."""
     assert PEERS.keys().isdisjoint({*group_options(), *RunConfig.__dataclass_fields__})
 
@@ -58,12 +51,12 @@ def test_no_name_of_theirs_is_one_of_ours() -> None:
         ("neftune_noise_alpha=5", ["not offered here"]),
     ],
 )
-def test_a_peers_name_is_told_with_ours(override: str, parts: list[str]) -> None:
+def test_a_peers_name_is_told_with_ours(override, parts):
     """Whoever comes from there reads what to write."""
     assert all(part in said(override) for part in parts)
 
 
-def test_a_name_of_nobody_is_a_typing_slip() -> None:
+def test_a_name_of_nobody_is_a_typing_slip():
     """The nearest key of ours is named, and no peer."""
     assert peer_of("learning_rat") is None
     assert "call" not in said("trainer.max_stpes=4").partition("expected")[0]

@@ -12,19 +12,19 @@ from mens_exp.config.store import SCHEMAS
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 
 
-def rows() -> dict[str, list[str]]:
+def rows():
     """Return the cells of every row by its first cell, without backquotes."""
     lines = [line for line in page().splitlines() if line.startswith("| `")]
     cells = [re.split(r"(?<!\\) \| ", line.strip("| ")) for line in lines]
     return {entry[0].strip("`"): entry[1:] for entry in cells}
 
 
-def test_the_page_is_current() -> None:
+def test_the_page_is_current():
     """A change of a schema or of a group changes the page too: make docs."""
     assert PAGE.read_text("utf-8") == page()
 
 
-def test_every_key_and_option_is_on_the_page() -> None:
+def test_every_key_and_option_is_on_the_page():
     """Of every schema of every group, and of the root."""
     text = page()
     for group, schemas in SCHEMAS.items():
@@ -40,7 +40,7 @@ def test_every_key_and_option_is_on_the_page() -> None:
     )
 
 
-def test_a_row_tells_type_default_range_and_meaning() -> None:
+def test_a_row_tells_type_default_range_and_meaning():
     """As the schema has them."""
     assert rows()["lora.dropout"][:3] == ["number", "`0.05`", "`>= 0 and < 1`"]
     assert rows()["quant.double_quant"][:2] == ["true or false", "`true`"]
@@ -49,7 +49,7 @@ def test_a_row_tells_type_default_range_and_meaning() -> None:
     assert "Set by `all_linear`" in rows()["lora.targets"][-1]
 
 
-def test_no_cell_breaks_its_table() -> None:
+def test_no_cell_breaks_its_table():
     """Every row has the columns of its head."""
     width = 0
     for line in page().splitlines():

@@ -5,7 +5,7 @@ import pytest
 from mens_exp.config.schedule import ScheduleConfig, ScheduleKind, warmup_steps
 
 
-def schedule(steps: int | None = None, frac: float | None = None) -> ScheduleConfig:
+def schedule(steps=None, frac=None):
     return ScheduleConfig(kind=ScheduleKind.cosine, warmup_steps=steps, warmup_frac=frac)
 
 
@@ -13,16 +13,16 @@ def schedule(steps: int | None = None, frac: float | None = None) -> ScheduleCon
     ("frac", "total", "steps"),
     [(0.0, 60, 0), (0.05, 60, 3), (0.07, 100, 7), (0.01, 60, 1), (0.5, 5, 3), (0.1, 30, 3)],
 )
-def test_a_fraction_is_rounded_up_to_whole_steps(frac: float, total: int, steps: int) -> None:
+def test_a_fraction_is_rounded_up_to_whole_steps(frac, total, steps):
     """Where it is whole by hand it is whole, whatever floats say (0.07 * 100 is above 7)."""
     assert warmup_steps(schedule(frac=frac), total) == steps
 
 
-def test_steps_are_taken_as_they_are() -> None:
+def test_steps_are_taken_as_they_are():
     """However long the run is."""
     assert [warmup_steps(schedule(steps=n), 60) for n in (0, 7)] == [0, 7]
 
 
-def test_neither_is_a_twentieth() -> None:
+def test_neither_is_a_twentieth():
     """Three of sixty, one of a few."""
     assert [warmup_steps(schedule(), total) for total in (60, 4, 12_000)] == [3, 1, 600]

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from mens_exp.config.search_space import read_space, written
 
 
-def one(text: str) -> dict[str, Any]:
+def one(text):
     space = read_space([text])
     assert space.problems == ()
     (dimension,) = space.dimensions
@@ -24,7 +22,7 @@ def one(text: str) -> dict[str, Any]:
         ("backend=qlora,lora", "group", ["qlora", "lora"]),
     ],
 )
-def test_lists_are_choices(text: str, kind: str, values: list[str]) -> None:
+def test_lists_are_choices(text, kind, values):
     """A group's options are told apart, since other keys depend on them."""
     found = one(text)
     assert (found["kind"], found["values"]) == (kind, values)
@@ -43,8 +41,8 @@ def test_lists_are_choices(text: str, kind: str, values: list[str]) -> None:
     ],
 )
 def test_ranges_and_intervals_have_ends(  # one column each
-    text: str, kind: str, low: float, high: float, step: float | None, log: bool
-) -> None:
+    text, kind, low, high, step, log
+):
     """A range leaves its end out, as Hydra does; an interval has both."""
     found = one(text)
     assert found["kind"] == kind
@@ -52,7 +50,7 @@ def test_ranges_and_intervals_have_ends(  # one column each
     assert found["log"] is log
 
 
-def test_what_is_not_drawn_is_fixed_and_groups_come_first() -> None:
+def test_what_is_not_drawn_is_fixed_and_groups_come_first():
     """In the order of what decides on what."""
     space = read_space(["seed=1", "optim.lr=interval(0,1)", "lora.r=4,8", "backend=qlora,lora"])
     assert space.fixed == ("seed=1",)
@@ -71,7 +69,7 @@ def test_what_is_not_drawn_is_fixed_and_groups_come_first() -> None:
         ("lora.r=[8", "not an override"),
     ],
 )
-def test_what_cannot_be_drawn_from_is_refused(text: str, said: str) -> None:
+def test_what_cannot_be_drawn_from_is_refused(text, said):
     """Before anything is composed."""
     (problem,) = read_space([text]).problems
     assert said in str(problem)
@@ -87,9 +85,7 @@ def test_what_cannot_be_drawn_from_is_refused(text: str, said: str) -> None:
         ("+lora.rank_pattern.q=4,8", "8", "+lora.rank_pattern.q=8"),
     ],
 )
-def test_a_drawn_value_is_written_as_a_person_would(
-    text: str, value: str | float, override: str
-) -> None:
+def test_a_drawn_value_is_written_as_a_person_would(text, value, override):
     """In six digits, as long as that stays between the ends; a step's multiple exactly."""
     (dimension,) = read_space([text]).dimensions
     assert written(dimension, value) == override

@@ -7,7 +7,7 @@ from mens_exp.config.override_values import override_of
 from mens_exp.config.overrides import check
 
 
-def said(*texts: str, multirun: bool) -> list[str]:
+def said(*texts, multirun):
     return [str(problem) for problem in check(texts, multirun=multirun).problems]
 
 
@@ -15,7 +15,7 @@ def said(*texts: str, multirun: bool) -> list[str]:
     "override",
     ["sweep.retries=2", "hydra.launcher.n_jobs=2", "hydra/launcher=basic", "sweep.invalid=skip"],
 )
-def test_a_setting_of_a_sweep_needs_one(override: str) -> None:
+def test_a_setting_of_a_sweep_needs_one(override):
     """On a single run it would do nothing."""
     (problem,) = said("model=tiny_llama", override, multirun=False)
     assert "has no effect on a single run" in problem
@@ -23,13 +23,13 @@ def test_a_setting_of_a_sweep_needs_one(override: str) -> None:
     assert said("model=tiny_llama", override, multirun=True) == []
 
 
-def test_the_launcher_in_one_process_reads_no_setting_of_a_sweep() -> None:
+def test_the_launcher_in_one_process_reads_no_setting_of_a_sweep():
     """It keeps no record, and retries nothing."""
     (problem,) = said("sweep.retries=2", "hydra/launcher=basic", multirun=True)
     assert "has no effect with hydra/launcher=basic" in problem
 
 
-def test_an_unknown_key_of_the_launcher_is_refused() -> None:
+def test_an_unknown_key_of_the_launcher_is_refused():
     """By Hydra's own schema of it."""
     (problem,) = said("hydra.launcher.jobs=2", multirun=True)
     assert "jobs" in problem
@@ -39,7 +39,7 @@ def test_an_unknown_key_of_the_launcher_is_refused() -> None:
     ("launcher", "setting"),
     [("local", "n_jobs=2"), ("joblib", "backend=threading"), ("submitit_slurm", "timeout_min=5")],
 )
-def test_each_launcher_has_its_settings(launcher: str, setting: str) -> None:
+def test_each_launcher_has_its_settings(launcher, setting):
     """They are typed, stored and read back; those of another one are refused."""
     given = ["model=tiny_llama", f"hydra/launcher={launcher}", f"hydra.launcher.{setting}"]
     checked = check(given, multirun=True)
@@ -53,19 +53,19 @@ def test_each_launcher_has_its_settings(launcher: str, setting: str) -> None:
     assert "nodes" in problem
 
 
-def test_a_launcher_that_is_none_here_is_refused() -> None:
+def test_a_launcher_that_is_none_here_is_refused():
     """With those that are."""
     problems = said("hydra/launcher=ray", multirun=True)
     assert any("local, joblib, submitit_slurm" in problem for problem in problems)
 
 
-def test_the_mode_is_told_by_m() -> None:
+def test_the_mode_is_told_by_m():
     """Hydra would sweep without what is checked here."""
     (problem,) = said("hydra.mode=MULTIRUN", multirun=False)
     assert "is told by -m" in problem
 
 
-def test_a_swept_key_without_effect_in_some_cells_is_dropped_there() -> None:
+def test_a_swept_key_without_effect_in_some_cells_is_dropped_there():
     """backend=full has no adapter; what was dropped is kept by name."""
     checked = check(["backend=full,qlora", "lora.r=4,8"], multirun=True)
     assert checked.problems == ()
@@ -73,14 +73,14 @@ def test_a_swept_key_without_effect_in_some_cells_is_dropped_there() -> None:
     assert [cell.config.lora.r for cell in checked.cells] == [16, 16, 4, 8]
 
 
-def test_a_key_given_once_without_effect_in_some_cells_is_an_error() -> None:
+def test_a_key_given_once_without_effect_in_some_cells_is_an_error():
     """Nothing was swept over it, so nobody expects some cells to leave it out."""
     problems = said("backend=full,qlora", "lora.r=4", multirun=True)
     assert len(problems) == 1
     assert "lora.r: has no effect with backend=full" in problems[0]
 
 
-def test_faulty_cells_are_known_by_their_number() -> None:
+def test_faulty_cells_are_known_by_their_number():
     """Beside what is wrong with the command itself."""
     checked = check(["lora.r=8,0", "seed=1,2", "nonsense=1"], multirun=True)
     assert sorted(checked.faulty) == [2, 3]
@@ -88,7 +88,7 @@ def test_faulty_cells_are_known_by_their_number() -> None:
     assert [problem.where for problem in checked.general] == ["nonsense"]
 
 
-def test_a_search_needs_a_sweep_and_processes_of_its_own() -> None:
+def test_a_search_needs_a_sweep_and_processes_of_its_own():
     """A single run draws nothing, and Hydra's own launcher takes the cells as they stand."""
     (problem,) = said("hydra/sweeper=optuna", multirun=False)
     assert "has no effect on a single run" in problem
@@ -100,14 +100,14 @@ def test_a_search_needs_a_sweep_and_processes_of_its_own() -> None:
         assert said(*given, multirun=True) == []
 
 
-def test_an_interval_without_a_search_names_it() -> None:
+def test_an_interval_without_a_search_names_it():
     """The basic sweeper has no list of its values."""
     (problem,) = said("optim.lr=interval(0,1)", multirun=True)
     assert "a sweep must list its values" in problem
     assert "hydra/sweeper=optuna" in problem
 
 
-def test_a_drawn_key_without_effect_is_dropped_from_the_only_cell() -> None:
+def test_a_drawn_key_without_effect_is_dropped_from_the_only_cell():
     """A search composes one cell at a time."""
     texts = ["backend=full", "lora.r=4"]
     assert "has no effect" in said(*texts, multirun=True)[0]
@@ -119,12 +119,12 @@ def test_a_drawn_key_without_effect_is_dropped_from_the_only_cell() -> None:
 @pytest.mark.parametrize(
     "text", ["/a/b.c", "a b", "it's", "a\\", "x[y]{z}", "ü=1,2", "null", "True", "7", '"q"', "#%"]
 )
-def test_an_override_that_is_written_for_a_text_means_that_text(text: str) -> None:
+def test_an_override_that_is_written_for_a_text_means_that_text(text):
     """Whatever Hydra would read it as without quotes."""
     (cell,) = check([override_of("sweep.resume", text)], multirun=True).cells
     assert cell.config.sweep.resume == text
 
 
-def test_a_plain_path_needs_no_quotes() -> None:
+def test_a_plain_path_needs_no_quotes():
     """So that it stays readable."""
     assert override_of("sweep.resume", "outputs/a-b_1") == "sweep.resume=outputs/a-b_1"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -19,24 +19,19 @@ from mens_exp.config.validate import (
     unread_overrides,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.config.root import RunConfig
-
 Changed = dict[str, Any]
 
 
 @pytest.fixture(scope="session")
-def make() -> Callable[[Changed], RunConfig]:
+def make():
     """Return a valid tiny_llama configuration with some values changed, by dotted path."""
     valid = typed(compose([["model=tiny_llama", "data=jsonl", "data.path=rows.jsonl"]])[0].values)
 
-    def changed(values: Changed) -> RunConfig:
+    def changed(values):
         config = copy.deepcopy(valid)
         for path, value in values.items():
             *groups, name = path.split(".")
-            node: Any = config
+            node = config
             for group in groups:
                 node = node[group] if isinstance(node, dict) else getattr(node, group)
             setattr(node, name, value)
@@ -45,25 +40,25 @@ def make() -> Callable[[Changed], RunConfig]:
     return changed
 
 
-def places(config: RunConfig) -> list[str | None]:
+def places(config):
     return [problem.where for problem in problems_of(config)]
 
 
 STOPPING = {"early_stopping": EarlyStoppingConfig(_target_="x")}
 
 
-def scoring(every_n_steps: int | None, **settings: Any) -> dict[str, ScorecardConfig]:
+def scoring(every_n_steps, **settings):
     return {"scorecard": ScorecardConfig(_target_="x", every_n_steps=every_n_steps, **settings)}
 
 
 # Four micro-batches a step: a validation and a scorecard after every second step.
-BY_KPI: Changed = {
+BY_KPI = {
     "adapter.select": Selection.best,
     "adapter.metric": "parse_rate",
     "trainer.val_check_interval": 8,
     "callbacks": scoring(2),
 }
-GOOD: list[Changed] = [
+GOOD = [
     {},
     {"lora.r": 1, "lora.dropout": 0.0},
     {"trainer.max_steps": -1, "trainer.max_epochs": 2},
@@ -99,7 +94,7 @@ GOOD: list[Changed] = [
     BY_KPI | {"callbacks": scoring(4)},
 ]
 
-BAD: list[tuple[Changed, str, str, str]] = [
+BAD = [
     ({"lora.r": 0}, "lora.r", "found 0", "a value >= 1"),
     ({"lora.dropout": 1.0}, "lora.dropout", "found 1.0", ">= 0 and < 1"),
     ({"optim.lr": float("nan")}, "optim.lr", "found nan", "a finite value > 0"),
@@ -300,17 +295,13 @@ BAD: list[tuple[Changed, str, str, str]] = [
 
 
 @pytest.mark.parametrize("values", GOOD, ids=str)
-def test_sound_values_raise_no_problem(
-    make: Callable[[Changed], RunConfig], values: Changed
-) -> None:
+def test_sound_values_raise_no_problem(make, values):
     """The limits themselves are accepted."""
     assert problems_of(make(values)) == []
 
 
 @pytest.mark.parametrize(("values", "where", "found", "expected"), BAD)
-def test_wrong_value_is_named_with_what_is_accepted(
-    make: Callable[[Changed], RunConfig], values: Changed, where: str, found: str, expected: str
-) -> None:
+def test_wrong_value_is_named_with_what_is_accepted(make, values, where, found, expected):
     """One problem, at its dotted path."""
     (problem,) = problems_of(make(values))
     assert problem.where == where
@@ -319,7 +310,7 @@ def test_wrong_value_is_named_with_what_is_accepted(
     assert problem.exit_code == 2
 
 
-def test_all_problems_come_together(make: Callable[[Changed], RunConfig]) -> None:
+def test_all_problems_come_together(make):
     """A number out of range hides neither another one nor a rule between values."""
     config = make(
         {
@@ -343,13 +334,13 @@ def test_all_problems_come_together(make: Callable[[Changed], RunConfig]) -> Non
     ]
 
 
-def test_evaluating_with_no_suite_is_refused(make: Callable[[Changed], RunConfig]) -> None:
+def test_evaluating_with_no_suite_is_refused(make):
     """There would be nothing to do."""
     config = make({"task.name": "evaluate", "path": "latest", "suite.name": "none"})
     assert places(config) == ["suite"]
 
 
-def test_ranges_of_one_group_can_be_asked_for(make: Callable[[Changed], RunConfig]) -> None:
+def test_ranges_of_one_group_can_be_asked_for(make):
     """The prefix makes the dotted path; other groups do not count."""
     config = make({"model.vocab_size": 0, "lora.r": 0})
     assert [p.where for p in range_problems(config.model, "model.")] == ["model.vocab_size"]
@@ -369,7 +360,7 @@ def test_ranges_of_one_group_can_be_asked_for(make: Callable[[Changed], RunConfi
         ("evaluate", "logger.mode"),
     ],
 )
-def test_override_that_the_task_never_reads_is_refused(task: str, key: str) -> None:
+def test_override_that_the_task_never_reads_is_refused(task, key):
     """It would have no effect, and the message names the combination."""
     (problem,) = unread_overrides(task, [key])
     assert problem.where == key
@@ -392,12 +383,12 @@ def test_override_that_the_task_never_reads_is_refused(task: str, key: str) -> N
         ("evaluate", "hydra"),
     ],
 )
-def test_override_that_the_task_reads_is_accepted(task: str, key: str) -> None:
+def test_override_that_the_task_reads_is_accepted(task, key):
     """A plan reads all that the run it plans would; `trainer=cpu` chooses where to evaluate."""
     assert unread_overrides(task, [key]) == []
 
 
-def test_what_tasks_read_exists(make: Callable[[Changed], RunConfig]) -> None:
+def test_what_tasks_read_exists(make):
     """Every name in the table is a field of the configuration, or a group."""
     config = make({})
     for path in set().union(*TASK_READS.values()):
@@ -414,9 +405,7 @@ def test_what_tasks_read_exists(make: Callable[[Changed], RunConfig]) -> None:
         ({"data.val_path": "v.jsonl"}, "data.val_frac", "has no effect with data.val_path"),
     ],
 )
-def test_override_that_other_values_undo_is_refused(
-    make: Callable[[Changed], RunConfig], values: Changed, key: str, told: str
-) -> None:
+def test_override_that_other_values_undo_is_refused(make, values, key, told):
     """Set by hand it would do nothing; the message says what undoes it."""
     (problem,) = ineffective_overrides(make(values), [key, "seed"])
     assert (problem.where, told in str(problem)) == (key, True)
@@ -426,25 +415,19 @@ def test_override_that_other_values_undo_is_refused(
 @pytest.mark.parametrize(
     ("values", "key"), [({"task.name": "plan"}, "data.show"), ({}, "data.val_frac")]
 )
-def test_override_that_has_its_effect_is_accepted(
-    make: Callable[[Changed], RunConfig], values: Changed, key: str
-) -> None:
+def test_override_that_has_its_effect_is_accepted(make, values, key):
     """A plan shows rows, and without files of its own validation takes its share."""
     assert ineffective_overrides(make(values), [key]) == []
 
 
 @pytest.mark.parametrize("key", ["sandbox", "sandbox.memory_mib"])
-def test_sandbox_of_a_suite_that_executes_nothing_is_refused(
-    make: Callable[[Changed], RunConfig], key: str
-) -> None:
+def test_sandbox_of_a_suite_that_executes_nothing_is_refused(make, key):
     """No suite that executes, no sandbox to set."""
     config = make({})
     assert [problem.where for problem in ineffective_overrides(config, [key, "lora.r"])] == [key]
 
 
-def test_sandbox_of_a_suite_that_executes_is_accepted(
-    make: Callable[[Changed], RunConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sandbox_of_a_suite_that_executes_is_accepted(make, monkeypatch):
     """Its settings have an effect."""
     config = make({})
     monkeypatch.setattr(type(config.suite), "executes", True)

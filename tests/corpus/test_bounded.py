@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import tracemalloc
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -20,28 +19,20 @@ from mens_exp.rows.on_disk import RowsOnDisk, read_on_disk
 from mens_exp.rows.readers import Reading, rows_digest
 from mens_exp.tokenizer.vox import VoxTokenizer
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.rows.schema import TrainingPair
-
 MARK = "\ufeff"
 
 
 @pytest.fixture
-def both_ways(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[Rows | MensError, Rows | MensError]]:
+def both_ways(tmp_path, monkeypatch):
     """Load the same rows in memory and on disk; return what came of it."""
 
-    def outcome(config: JsonlData) -> Rows | MensError:
+    def outcome(config):
         try:
             return load_rows(config, tmp_path / "cache")
         except MensError as error:
             return error
 
-    def loaded(path: Any, **values: Any) -> tuple[Rows | MensError, Rows | MensError]:
+    def loaded(path, **values):
         config = JsonlData(path=path, **{"val_frac": 0.2, "heldout_frac": 0.1, **values})
         monkeypatch.setattr(files, "_LARGE", 2**60)
         held = outcome(config)
@@ -52,10 +43,10 @@ def both_ways(
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[..., str]:
+def write(tmp_path):
     """Write lines, rows as JSON and texts as they stand; return the file's path."""
 
-    def written(name: str, *lines: dict[str, Any] | str, begin: str = "", end: str = "\n") -> str:
+    def written(name, *lines, begin="", end="\n"):
         text = begin + "\n".join(
             line if isinstance(line, str) else json.dumps(line, ensure_ascii=False)
             for line in lines
@@ -68,13 +59,13 @@ def write(tmp_path: Path) -> Callable[..., str]:
     return written
 
 
-def row(number: int, **more: Any) -> dict[str, Any]:
+def row(number, **more):
     labels = {"rating": number % 5 + 1} if number % 3 else {}
     group = {"group": f"g{number // 4}"} if number % 2 else {}
     return {"prompt": f"né {number}", "response": "r" * (number % 7 + 1), **labels, **group, **more}
 
 
-def chat(number: int) -> dict[str, Any]:
+def chat(number):
     turns = [f"a{number}", f"b{number}", f"c{number}", f"d{number}"]
     roles = ("user", "assistant", "user", "assistant")
     return {
@@ -83,7 +74,7 @@ def chat(number: int) -> dict[str, Any]:
     }
 
 
-def assert_same(held: Rows | MensError, on_disk: Rows | MensError) -> Rows:
+def assert_same(held, on_disk):
     """Hold every field of the two against each other; return the rows on disk."""
     assert isinstance(held, Rows), held
     assert isinstance(on_disk, Rows), on_disk
@@ -99,7 +90,7 @@ def assert_same(held: Rows | MensError, on_disk: Rows | MensError) -> Rows:
     return on_disk
 
 
-def test_rows_on_disk_are_those_in_memory(both_ways: Any, write: Any) -> None:
+def test_rows_on_disk_are_those_in_memory(both_ways, write):
     """Of several files and formats, with byte order mark, carriage returns and no last newline."""
     names = [
         write("a.jsonl", *map(row, range(60)), begin=MARK),
@@ -111,13 +102,13 @@ def test_rows_on_disk_are_those_in_memory(both_ways: Any, write: Any) -> None:
     assert len(rows.train) + len(rows.val) + len(rows.heldout) == 139
 
 
-def test_sides_of_few_groups_are_those_in_memory(both_ways: Any, write: Any) -> None:
+def test_sides_of_few_groups_are_those_in_memory(both_ways, write):
     """They go by rank there."""
     rows = assert_same(*both_ways(write("a.jsonl", *(row(n, group=f"g{n % 3}") for n in range(9)))))
     assert {len(side) for side in (rows.train, rows.val, rows.heldout)} == {3}
 
 
-def test_rows_to_validate_on_are_those_in_memory(both_ways: Any, write: Any) -> None:
+def test_rows_to_validate_on_are_those_in_memory(both_ways, write):
     """Named apart, filtered as the others, and hashed with them."""
     path, val = write("a.jsonl", *map(row, range(60))), write("v.jsonl", *map(row, range(100, 120)))
     assert_same(*both_ways(path, val_path=val))
@@ -126,7 +117,7 @@ def test_rows_to_validate_on_are_those_in_memory(both_ways: Any, write: Any) -> 
     assert rows.taken["filtered"]["refused"]["min_rating"] > 0
 
 
-def test_bad_rows_that_are_put_aside_are_those_in_memory(both_ways: Any, write: Any) -> None:
+def test_bad_rows_that_are_put_aside_are_those_in_memory(both_ways, write):
     """With line, content and reason; the rows around them keep their lines."""
     lines = [
         *map(row, range(30)),
@@ -142,7 +133,7 @@ def test_bad_rows_that_are_put_aside_are_those_in_memory(both_ways: Any, write: 
     assert [one.line for one in rows.bad] == [31, 32, 33, 34]
 
 
-def test_columns_and_group_column_are_read_as_in_memory(both_ways: Any, write: Any) -> None:
+def test_columns_and_group_column_are_read_as_in_memory(both_ways, write):
     """And the columns left out are counted."""
     lines = [{"q": f"q{n}", "a": "r", "file": n // 2, "id": n} for n in range(40)]
     columns = ColumnsConfig(prompt="q", response="a")
@@ -150,7 +141,7 @@ def test_columns_and_group_column_are_read_as_in_memory(both_ways: Any, write: A
     assert rows.files[0].ignored == {"id": 40}
 
 
-def test_compressed_rows_are_copied_once(both_ways: Any, write: Any, tmp_path: Path) -> None:
+def test_compressed_rows_are_copied_once(both_ways, write, tmp_path):
     """Into the cache, by their content; messages and record name the file itself."""
     path = write("a.jsonl.gz", *map(row, range(60)), begin=MARK)
     rows = assert_same(*both_ways(path))
@@ -165,9 +156,7 @@ def test_compressed_rows_are_copied_once(both_ways: Any, write: Any, tmp_path: P
 @pytest.mark.parametrize(
     "wrong", ["json", "leak", "near", "filter", "bad", "columns", "one", "cut"]
 )
-def test_what_is_refused_in_memory_is_refused_on_disk(
-    both_ways: Any, write: Any, wrong: str, tmp_path: Path
-) -> None:
+def test_what_is_refused_in_memory_is_refused_on_disk(both_ways, write, wrong, tmp_path):
     """In the same words, with the same places."""
     good = [*map(row, range(60))]
     path, values = write("a.jsonl", *good), {}
@@ -199,15 +188,13 @@ def test_what_is_refused_in_memory_is_refused_on_disk(
     assert getattr(on_disk, "remedy", None) == getattr(held, "remedy", None)
 
 
-def loaded(path: str, monkeypatch: pytest.MonkeyPatch, cache: Path) -> Rows:
+def loaded(path, monkeypatch, cache):
     monkeypatch.setattr(files, "_LARGE", 0)
     return load_rows(JsonlData(path=path, val_frac=0.2, heldout_frac=0.1), cache)
 
 
 @pytest.mark.parametrize("change", ["append", "replace", "same_size", "silent", "remove"])
-def test_file_that_is_changed_afterwards_is_refused(
-    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
+def test_file_that_is_changed_afterwards_is_refused(write, tmp_path, monkeypatch, change):
     """However it is changed: other rows would be trained on than the record says."""
     path = tmp_path / "a.jsonl"
     rows = loaded(write(path.name, *map(row, range(60))), monkeypatch, tmp_path)
@@ -231,9 +218,7 @@ def test_file_that_is_changed_afterwards_is_refused(
         _ = rows.val[0]
 
 
-def test_damaged_copy_of_a_compressed_file_is_refused(
-    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_copy_of_a_compressed_file_is_refused(write, tmp_path, monkeypatch):
     """The rows are read from the file, so that their checksums are not the copy's."""
     path = write("a.jsonl.gz", *map(row, range(60)))
     loaded(path, monkeypatch, tmp_path)
@@ -246,9 +231,7 @@ def test_damaged_copy_of_a_compressed_file_is_refused(
     assert list(loaded(path, monkeypatch, tmp_path).train)
 
 
-def test_processes_that_encode_read_the_rows(
-    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_that_encode_read_the_rows(write, tmp_path, monkeypatch):
     """What they make is what one process makes of them in memory; a changed file is told."""
     for name, value in {"_SHARD": 10, "_POOL_FROM": 20, "usable_cores": lambda: 2}.items():
         monkeypatch.setattr(shards, name, value)
@@ -268,14 +251,12 @@ def test_processes_that_encode_read_the_rows(
         shards.encode_parts(train, VoxTokenizer(), labelling, tmp_path / "other")
 
 
-def test_cache_that_cannot_be_written_is_told(
-    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_that_cannot_be_written_is_told(write, tmp_path, monkeypatch):
     """With what else there is to do."""
     (tmp_path / "decompressed").mkdir()
     path = write("a.jsonl.gz", *map(row, range(60)))
 
-    def refused(path: Path) -> None:
+    def refused(path):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("mens_exp.rows.on_disk.atomic.stream", refused)
@@ -284,28 +265,24 @@ def test_cache_that_cannot_be_written_is_told(
     assert "MENS_EXP_CACHE" in str(caught.value.remedy)
 
 
-def test_file_that_changes_while_it_is_read_is_refused(
-    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_that_changes_while_it_is_read_is_refused(write, tmp_path, monkeypatch):
     """Half of it would be of one content and half of another."""
     path = tmp_path / "a.jsonl"
     write(path.name, *map(row, range(60)))
 
-    def seen(_: TrainingPair) -> None:
+    def seen(_):
         os.utime(path, ns=(1, 1))
 
     with pytest.raises(DataError, match="was changed while it was in use"):
         read_on_disk(path, Reading(), tmp_path, seen)
 
 
-def test_a_part_of_the_rows_is_named_and_not_read(
-    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_of_the_rows_is_named_and_not_read(write, tmp_path, monkeypatch):
     """Slices read nothing; each row of them, and on the way to another process, is the same."""
     path = tmp_path / "a.jsonl"
     train = loaded(write(path.name, *map(row, range(60))), monkeypatch, tmp_path).train
     everyone = list(train)
-    part = pickle.loads(pickle.dumps(train[5:20:3]))  # noqa: S301  # our own
+    part = pickle.loads(pickle.dumps(train[5:20:3]))  # our own
     assert list(part) == everyone[5:20:3]
     assert (part[0], part[-1], train[-2]) == (everyone[5], everyone[17], everyone[-2])
     assert len(pickle.dumps(train[:2])) < 1_000
@@ -315,7 +292,7 @@ def test_a_part_of_the_rows_is_named_and_not_read(
     assert len(train[:3]) == 3
 
 
-def test_small_files_and_arrays_stay_in_memory(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_files_and_arrays_stay_in_memory(write, monkeypatch):
     """A JSON array cannot be read from its middle."""
     path = write("a.jsonl", *map(row, range(60)))
     assert not files.is_large(JsonlData(path=path))
@@ -326,9 +303,7 @@ def test_small_files_and_arrays_stay_in_memory(write: Any, monkeypatch: pytest.M
     assert not files.is_large(JsonlData(path=f"{path}.none"))
 
 
-def test_memory_does_not_hold_the_rows(
-    tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_does_not_hold_the_rows(tmp_path, write, monkeypatch):
     """Objects of twelve megabytes of text are several times as many bytes."""
     path = write("a.jsonl", *(row(n, response=f"{n} " * 100) for n in range(20_000)))
     size = (tmp_path / "a.jsonl").stat().st_size

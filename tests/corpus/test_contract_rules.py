@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -9,13 +8,10 @@ from mens_exp.config.data_contract import ContractConfig
 from mens_exp.corpus import contract_rules
 from mens_exp.rows.encode import Labelling
 
-if TYPE_CHECKING:
-    from mens_exp.artifacts.data_contract import OverlapPart, ProbePart, RowsPart, TokenPart
-
 LIMITS = ContractConfig()
 LABELLING = Labelling(objective="assistant", seq_len=512)
 ROLES = {"system": 0, "user": 30, "assistant": 50, "end_marker": 10, "template": 10}
-TOKENS: TokenPart = {
+TOKENS = {
     "documents": 10,
     "tokens": 100,
     "trained_tokens": 60,
@@ -34,7 +30,7 @@ TOKENS: TokenPart = {
     "longest": 512,
     "truncated": 0,
 }
-ROWS: RowsPart = {
+ROWS = {
     "groups_on_two_sides": [],
     "rows_on_two_sides": 0,
     "conversations": 10,
@@ -43,7 +39,7 @@ ROWS: RowsPart = {
     "prompts_otherwise": 0,
     "mix_off": 2.0,
 }
-OVERLAP: OverlapPart = {
+OVERLAP = {
     "against": "the held-out rows",
     "items": 100,
     "ngram_words": 13,
@@ -53,7 +49,7 @@ OVERLAP: OverlapPart = {
     "rows_sharing": 40,
     "worst": [{"row": "r", "item": "i", "shared": 9, "share": 0.9}],
 }
-PROBE: ProbePart = {
+PROBE = {
     "documents": 4,
     "tokens": 256,
     "packed": True,
@@ -73,7 +69,7 @@ PROBE: ProbePart = {
 
 
 @pytest.mark.parametrize("limits", [LIMITS, ContractConfig(min_supervised_frac=0.6)])
-def test_what_is_at_its_limit_passes(limits: ContractConfig) -> None:
+def test_what_is_at_its_limit_passes(limits):
     """Only what is over one is refused."""
     assert not list(contract_rules.of_tokens(TOKENS, limits, LABELLING))
     assert not list(contract_rules.of_rows(ROWS, limits))
@@ -101,11 +97,9 @@ def test_what_is_at_its_limit_passes(limits: ContractConfig) -> None:
         ({"trained_by_role": {**ROLES, "user": 1}}, "objective.labels", {}),
     ],
 )
-def test_each_fault_of_the_tokens_is_refused_and_its_setting_allows_it(
-    change: dict[str, Any], where: str, setting: dict[str, Any]
-) -> None:
+def test_each_fault_of_the_tokens_is_refused_and_its_setting_allows_it(change, where, setting):
     """With exit code 4 and what to do next; what no setting allows is a fault of the program."""
-    part: Any = {**TOKENS, **change}
+    part = {**TOKENS, **change}
     (error,) = contract_rules.of_tokens(part, LIMITS, LABELLING)
     assert (error.where, error.exit_code) == (where, 4)
     assert error.remedy
@@ -114,25 +108,25 @@ def test_each_fault_of_the_tokens_is_refused_and_its_setting_allows_it(
         assert not list(contract_rules.of_tokens(part, allowed, LABELLING))
 
 
-def test_a_few_last_tokens_are_no_fault_of_last_k() -> None:
+def test_a_few_last_tokens_are_no_fault_of_last_k():
     """It learns as few as it is told, and adds no end marker."""
-    part: Any = {**TOKENS, "trained_frac": 0.001, "ends_trained": 0, "answer_tokens_missed": 40}
+    part = {**TOKENS, "trained_frac": 0.001, "ends_trained": 0, "answer_tokens_missed": 40}
     last = dataclasses.replace(LABELLING, objective="last_k")
     assert not list(contract_rules.of_tokens(part, LIMITS, last))
     assert not list(contract_rules.notes_of_tokens({**part, "ends": 0}, last))
 
 
-def test_unknown_roles_refuse_nothing() -> None:
+def test_unknown_roles_refuse_nothing():
     """Null has a reason beside it, and is no figure."""
     names = ("tokens_by_role", "trained_by_role", "ends", "ends_trained", "answer_tokens_missed")
-    part: Any = {**TOKENS, **dict.fromkeys(names), "end_marker_trained": None}
+    part = {**TOKENS, **dict.fromkeys(names), "end_marker_trained": None}
     assert not list(contract_rules.of_tokens(part, LIMITS, LABELLING))
     assert not list(contract_rules.notes_of_tokens(part, LABELLING))
 
 
-def test_documents_that_are_all_cut_are_noted() -> None:
+def test_documents_that_are_all_cut_are_noted():
     """No end marker is there to be learned."""
-    part: Any = {**TOKENS, "ends": 0, "ends_trained": 0, "end_marker_trained": False}
+    part = {**TOKENS, "ends": 0, "ends_trained": 0, "end_marker_trained": False}
     assert not list(contract_rules.of_tokens(part, LIMITS, LABELLING))
     (note,) = contract_rules.notes_of_tokens(part, LABELLING)
     assert "will not learn to stop" in note
@@ -148,9 +142,9 @@ def test_documents_that_are_all_cut_are_noted() -> None:
         ({"mix_off": 2.1}, "has not its share"),
     ],
 )
-def test_each_fault_of_the_rows_is_refused(change: dict[str, Any], what: str) -> None:
+def test_each_fault_of_the_rows_is_refused(change, what):
     """One fault, one error."""
-    part: Any = {**ROWS, **change}
+    part = {**ROWS, **change}
     (error,) = contract_rules.of_rows(part, LIMITS)
     assert what in error.what
 
@@ -167,15 +161,15 @@ def test_each_fault_of_the_rows_is_refused(change: dict[str, Any], what: str) ->
         ({"accumulation_gradient": 0.051}, "not one batch"),
     ],
 )
-def test_each_fault_of_the_probe_is_refused(change: dict[str, Any], what: str) -> None:
+def test_each_fault_of_the_probe_is_refused(change, what):
     """Over the tolerance is a fault; at it is rounding."""
-    part: Any = {**PROBE, **change}
+    part = {**PROBE, **change}
     (error,) = contract_rules.of_probe(part)
     assert what in error.what
 
 
-def test_an_overlap_names_the_worst_row() -> None:
+def test_an_overlap_names_the_worst_row():
     """Whoever has to drop something knows what."""
-    part: Any = {**OVERLAP, "contained_frac": 0.06}
+    part = {**OVERLAP, "contained_frac": 0.06}
     (error,) = contract_rules.of_overlap(part, LIMITS)
     assert "row r has 90% of item i" in str(error.found)

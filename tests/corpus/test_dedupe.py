@@ -9,22 +9,22 @@ from mens_exp.corpus.dedupe import dedupe, response_key
 from mens_exp.rows.schema import TrainingPair
 
 
-def pair(prompt: str, response: str) -> TrainingPair:
+def pair(prompt, response):
     return TrainingPair(prompt=prompt, response=response)
 
 
-def test_first_of_equal_responses_is_kept() -> None:
+def test_first_of_equal_responses_is_kept():
     """Order is that of the input, the count that of what is gone."""
     rows = [pair("a", "x = 1"), pair("b", "x = 2"), pair("c", "x = 1"), pair("d", "x = 1")]
     assert dedupe(rows) == ([rows[0], rows[1]], 2)
 
 
-def test_no_rows_have_no_duplicates() -> None:
+def test_no_rows_have_no_duplicates():
     """Nothing in, nothing out."""
     assert dedupe([]) == ([], 0)
 
 
-def test_row_given_twice_is_counted() -> None:
+def test_row_given_twice_is_counted():
     """Also when it is the same object."""
     row = pair("a", "x = 1")
     assert dedupe([row, row]) == ([row], 1)
@@ -39,7 +39,7 @@ def test_row_given_twice_is_counted() -> None:
     ],
     ids=["layout and comments", "quotes", "white space of prose"],
 )
-def test_responses_that_say_the_same_are_equal(one: str, other: str) -> None:
+def test_responses_that_say_the_same_are_equal(one, other):
     """How it is written does not count."""
     assert response_key(one) == response_key(other)
 
@@ -56,19 +56,19 @@ def test_responses_that_say_the_same_are_equal(one: str, other: str) -> None:
     ],
     ids=["name", "text in a string", "indentation", "words", "only comments", "no UTF-8"],
 )
-def test_responses_that_differ_are_not_equal(one: str, other: str) -> None:
+def test_responses_that_differ_are_not_equal(one, other):
     """What is said counts, down to the spaces in a string."""
     assert response_key(one) != response_key(other)
 
 
-def test_a_tree_too_deep_to_be_written_down_is_told_by_its_words() -> None:
+def test_a_tree_too_deep_to_be_written_down_is_told_by_its_words():
     """A sum of 1,500 terms is parsed, and its tree is deeper than Python recurses."""
     deep = "x = " + "+".join(["1"] * 1500)
     assert response_key(deep) == response_key(f"{deep}\n")
     assert response_key(deep) != response_key(f"{deep}+1")
 
 
-def test_code_is_equal_where_its_dumped_trees_are() -> None:
+def test_code_is_equal_where_its_dumped_trees_are():
     """Held against `ast.dump` over all pairs of statements that differ in one thing."""
     lines = [
         *(
@@ -91,7 +91,7 @@ def test_code_is_equal_where_its_dumped_trees_are() -> None:
             assert (response_key(one) == response_key(other)) == same, (one, other)
 
 
-def test_warnings_of_the_code_are_not_the_users() -> None:
+def test_warnings_of_the_code_are_not_the_users():
     """An invalid escape in a response is silent, and stays a difference."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,44 +1,36 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import numpy as np
 
 from mens_exp.config.corpus_dedupe import DedupeBy, DedupeConfig
 from mens_exp.corpus import duplicates as module
-from mens_exp.corpus.duplicates import Duplicates, duplicates
+from mens_exp.corpus.duplicates import duplicates
 from mens_exp.rows.schema import TrainingPair
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
-    import pytest
-
-
-def find(responses: Sequence[str], scratch: Path, **values: Any) -> Duplicates:
+def find(responses, scratch, **values):
     rows = [TrainingPair(prompt=f"p{n}", response=text) for n, text in enumerate(responses)]
     return duplicates(rows, DedupeConfig(**{"processes": 1} | values), scratch)
 
 
-def words(rng: np.random.Generator, count: int) -> list[str]:
+def words(rng, count):
     return [f"w{n}" for n in rng.integers(0, 5000, count)]
 
 
-def counted(one: list[str], other: list[str]) -> float:
+def counted(one, other):
     first, second = (
         {tuple(text[i : i + 5]) for i in range(len(text) - 4)} for text in (one, other)
     )
     return len(first & second) / len(first | second)
 
 
-def test_near_duplicates_are_found_and_others_stay(tmp_path: Path) -> None:
+def test_near_duplicates_are_found_and_others_stay(tmp_path):
     """Planted from 0.75 to 0.85, by a count of tuples: of those from 0.8 on 95 % at least go.
 
     Nothing under 0.8 does, and no row that came first.
     """
     rng = np.random.default_rng(1)
-    texts: list[list[str]] = []
+    texts = []
     for number in range(150):
         text = words(rng, 124)
         other = text[: 124 - 18 - number % 13]  # keeps 102 to 90 of 120 shingles
@@ -56,7 +48,7 @@ def test_near_duplicates_are_found_and_others_stay(tmp_path: Path) -> None:
     assert found.similarity(gone[0]) == dict(pairs)[gone[0]]
 
 
-def test_exact_duplicates_are_told_by_the_tree(tmp_path: Path) -> None:
+def test_exact_duplicates_are_told_by_the_tree(tmp_path):
     """Comments and layout, which change shingles, do not count; the first row stays."""
     found = find(["x = 1", "y = 2", "x  =  (1)  # one", "y = 2"], tmp_path)
     assert found.kept.tolist() == [0, 1, 0, 1]
@@ -66,7 +58,7 @@ def test_exact_duplicates_are_told_by_the_tree(tmp_path: Path) -> None:
     assert (facts["clusters"], facts["largest_cluster"]) == (2, 2)
 
 
-def test_clusters_reach_through_their_rows(tmp_path: Path) -> None:
+def test_clusters_reach_through_their_rows(tmp_path):
     """Each text is ten words further along; a and c are unlike, and b joins them in any order.
 
     Each has 110 shingles: neighbours share 100 of 120, and a and c 90 of 130.
@@ -81,7 +73,7 @@ def test_clusters_reach_through_their_rows(tmp_path: Path) -> None:
     assert found.similarity(2) == 90 / 130
 
 
-def test_an_exact_duplicate_goes_where_its_first_row_goes(tmp_path: Path) -> None:
+def test_an_exact_duplicate_goes_where_its_first_row_goes(tmp_path):
     """Row 2 is row 1 once more, and row 1 is near row 0."""
     text = words(np.random.default_rng(3), 200)
     found = find([" ".join(text), " ".join(text[:190]), " ".join(text[:190])], tmp_path)
@@ -89,7 +81,7 @@ def test_an_exact_duplicate_goes_where_its_first_row_goes(tmp_path: Path) -> Non
     assert found.exact.tolist() == [False, False, True]
 
 
-def test_without_a_threshold_only_exact_ones_go(tmp_path: Path) -> None:
+def test_without_a_threshold_only_exact_ones_go(tmp_path):
     """And nobody says how alike they are."""
     text = words(np.random.default_rng(4), 200)
     found = find([" ".join(text), " ".join(text[:190]), " ".join(text)], tmp_path, threshold=None)
@@ -98,7 +90,7 @@ def test_without_a_threshold_only_exact_ones_go(tmp_path: Path) -> None:
     assert "threshold" not in found.facts()
 
 
-def test_rows_are_compared_by_what_is_asked_for(tmp_path: Path) -> None:
+def test_rows_are_compared_by_what_is_asked_for(tmp_path):
     """The same answer to two questions, and in two conversations."""
     rows = [
         TrainingPair(prompt="Is 3 prime?", response="Yes."),
@@ -115,9 +107,7 @@ def test_rows_are_compared_by_what_is_asked_for(tmp_path: Path) -> None:
     assert kept == {DedupeBy.response: [0, 0, 0, 0, 4], DedupeBy.row: [0, 1, 0, 3, 4]}
 
 
-def test_processes_and_parts_do_not_change_the_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_and_parts_do_not_change_the_result(tmp_path, monkeypatch):
     """Two processes over three pieces, and keys sorted 100 at a time."""
     rng = np.random.default_rng(5)
     texts = []
@@ -135,7 +125,7 @@ def test_processes_and_parts_do_not_change_the_result(
     assert one.facts()["near"] > 200
 
 
-def test_crowded_buckets_are_compared_with_their_first_rows(tmp_path: Path) -> None:
+def test_crowded_buckets_are_compared_with_their_first_rows(tmp_path):
     """Of 100 rows alike 35 come behind the first and 64 others, in each of at most 21 bands.
 
     They share all but their last word, and each is compared once: with the first row.
@@ -147,7 +137,7 @@ def test_crowded_buckets_are_compared_with_their_first_rows(tmp_path: Path) -> N
     assert 0 < found.crowded <= 21 * 35
 
 
-def test_nothing_has_no_duplicates(tmp_path: Path) -> None:
+def test_nothing_has_no_duplicates(tmp_path):
     """Zero rows are no error."""
     found = find([], tmp_path)
     assert found.kept.tolist() == []

@@ -1,19 +1,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from mens_exp.corpus.equal_keys import Met, met
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from mens_exp.corpus.equal_keys import met
 
 
-def groups(found: list[Met]) -> set[tuple[int, ...]]:
-    by_start: dict[tuple[int, int], list[int]] = defaultdict(list)
+def groups(found):
+    by_start = defaultdict(list)
     for part, one in enumerate(found):
         for row, start in zip(one.rows.tolist(), one.starts.tolist(), strict=True):
             by_start[part, start].append(row)
@@ -22,7 +18,7 @@ def groups(found: list[Met]) -> set[tuple[int, ...]]:
 
 @pytest.mark.parametrize("most", [1_000_000, 300, 17])
 @pytest.mark.parametrize("words", [1, 2])
-def test_rows_meet_by_all_of_their_key(tmp_path: Path, words: int, most: int) -> None:
+def test_rows_meet_by_all_of_their_key(tmp_path, words, most):
     """Held against a dictionary, however many parts are sorted on their own."""
     rng = np.random.default_rng(words)
     values = rng.integers(0, 2**64, (400, words), dtype=np.uint64)
@@ -30,7 +26,7 @@ def test_rows_meet_by_all_of_their_key(tmp_path: Path, words: int, most: int) ->
     if words == 2:
         keys[::3, 1] += np.uint64(1)  # the first word alone does not make them meet
     keys.astype("<u8").tofile(tmp_path / "keys")
-    expected: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    expected = defaultdict(list)
     for row, key in enumerate(keys.tolist()):
         expected[tuple(key)].append(row)
     found = list(met(tmp_path / "keys", words, tmp_path, most))
@@ -38,7 +34,7 @@ def test_rows_meet_by_all_of_their_key(tmp_path: Path, words: int, most: int) ->
     assert [path.name for path in tmp_path.iterdir()] == ["keys"]
 
 
-def test_rows_of_a_group_are_in_order_from_its_start(tmp_path: Path) -> None:
+def test_rows_of_a_group_are_in_order_from_its_start(tmp_path):
     """Rows 1, 2 and 4 share a key, and 0 with 3; row 5 meets nobody."""
     np.array([9, 5, 5, 9, 5, 7], "<u8").tofile(tmp_path / "keys")
     (only,) = met(tmp_path / "keys", 1, tmp_path)
@@ -47,7 +43,7 @@ def test_rows_of_a_group_are_in_order_from_its_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_too_few_rows_do_not_meet(tmp_path: Path, count: int) -> None:
+def test_too_few_rows_do_not_meet(tmp_path, count):
     """An empty file is no error."""
     np.zeros(count, "<u8").tofile(tmp_path / "keys")
     (only,) = met(tmp_path / "keys", 1, tmp_path)

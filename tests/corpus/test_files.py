@@ -1,25 +1,20 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mens_exp.config.data import JsonlData
 from mens_exp.corpus.files import records
-from mens_exp.corpus.source import Rows, load_rows
+from mens_exp.corpus.source import load_rows
 from mens_exp.errors import DataError, Problems
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Callable[..., str]:
+def file(tmp_path):
     """Write rows, each a prompt or whole, into a file of the given name; return its path."""
 
-    def written(name: str, *rows: str | dict[str, Any]) -> str:
+    def written(name, *rows):
         path = tmp_path / name
         whole = [{"prompt": row, "response": "r"} if isinstance(row, str) else row for row in rows]
         path.write_text("".join(json.dumps(row) + "\n" for row in whole), "utf-8")
@@ -28,18 +23,18 @@ def file(tmp_path: Path) -> Callable[..., str]:
     return written
 
 
-def load(path: Any, **values: Any) -> Rows:
+def load(path, **values):
     from pathlib import Path
 
     shares = {"val_frac": 0.2, "heldout_frac": 0.2}
     return load_rows(JsonlData(path=path, **{**shares, **values}), Path("unused"))
 
 
-def prompts(rows: Rows, *sides: str) -> set[str]:
+def prompts(rows, *sides):
     return {pair.prompt for side in sides for pair in getattr(rows, side)}
 
 
-def test_files_of_a_list_are_one_corpus(file: Callable[..., str]) -> None:
+def test_files_of_a_list_are_one_corpus(file):
     """Split together; each is in the record with its format, rows and content hash."""
     chat = {"conversations": [{"from": "human", "value": "z"}, {"from": "gpt", "value": "r"}]}
     rows = load([file("a.jsonl", *"abcdef"), file("b.jsonl", chat)])
@@ -51,7 +46,7 @@ def test_files_of_a_list_are_one_corpus(file: Callable[..., str]) -> None:
     assert len({f.sha256 for f in rows.files}) == 2
 
 
-def test_order_of_files_is_the_order_of_rows(file: Callable[..., str]) -> None:
+def test_order_of_files_is_the_order_of_rows(file):
     """Another order trains another model, and the hash tells."""
     a, b = file("a.jsonl", *"abc"), file("b.jsonl", *"def")
     assert load([a, b]).sha256 != load([b, a]).sha256
@@ -59,8 +54,8 @@ def test_order_of_files_is_the_order_of_rows(file: Callable[..., str]) -> None:
 
 
 def test_files_to_validate_on_leave_every_other_row_to_train_and_hold_out(
-    file: Callable[..., str],
-) -> None:
+    file,
+):
     """No row of data.path validates; held-out rows are data.path's."""
     rows = load(file("a.jsonl", *"abcdefghij"), val_path=file("v.jsonl", *"xy"))
     assert prompts(rows, "val") == set("xy")
@@ -69,7 +64,7 @@ def test_files_to_validate_on_leave_every_other_row_to_train_and_hold_out(
     assert [f.role for f in rows.files] == ["rows", "validation"]
 
 
-def test_hash_of_all_rows_follows_those_to_validate_on(file: Callable[..., str]) -> None:
+def test_hash_of_all_rows_follows_those_to_validate_on(file):
     """They are read too."""
     path = file("a.jsonl", *"abcdef")
     first, second = (load(path, val_path=file(f"{n}.jsonl", n)) for n in "xy")
@@ -84,9 +79,7 @@ def test_hash_of_all_rows_follows_those_to_validate_on(file: Callable[..., str])
         ({"prompt": "new", "response": "s", "group": "g"}, "shares its group 'g'"),
     ],
 )
-def test_validation_row_that_is_trained_on_is_refused(
-    file: Callable[..., str], row: dict[str, str], told: str
-) -> None:
+def test_validation_row_that_is_trained_on_is_refused(file, row, told):
     """Both places are named: the loss on it would say nothing."""
     path = file("a.jsonl", "a", "b", "c", {"prompt": "d", "response": "r", "group": "g"})
     val = file("v.jsonl", "x", row)
@@ -96,7 +89,7 @@ def test_validation_row_that_is_trained_on_is_refused(
     assert (caught.value.where, caught.value.found) == (f"{val}:2", f"the same in {path}:{line}")
 
 
-def test_many_leaks_are_counted(file: Callable[..., str]) -> None:
+def test_many_leaks_are_counted(file):
     """Five in full and the number of the rest."""
     letters = "abcdefgh"
     with pytest.raises(Problems, match="3 more such rows") as caught:
@@ -104,7 +97,7 @@ def test_many_leaks_are_counted(file: Callable[..., str]) -> None:
     assert len(caught.value.problems) == 6
 
 
-def test_problems_of_all_files_come_together(file: Callable[..., str], tmp_path: Path) -> None:
+def test_problems_of_all_files_come_together(file, tmp_path):
     """Whoever wrote them mends them in one go."""
     bad = file("a.jsonl", {"prompt": "p"})
     with pytest.raises(Problems) as caught:
@@ -116,16 +109,14 @@ def test_problems_of_all_files_come_together(file: Callable[..., str], tmp_path:
     ]
 
 
-def test_absent_file_to_validate_on_is_named_by_its_setting(
-    file: Callable[..., str], tmp_path: Path
-) -> None:
+def test_absent_file_to_validate_on_is_named_by_its_setting(file, tmp_path):
     """Not by data.path."""
     with pytest.raises(DataError) as caught:
         load(file("a.jsonl", *"abc"), val_path=str(tmp_path / "b.jsonl"))
     assert caught.value.where == "data.val_path"
 
 
-def test_columns_left_out_are_in_the_record(file: Callable[..., str]) -> None:
+def test_columns_left_out_are_in_the_record(file):
     """With how many rows had them; a file without any says nothing of them."""
     from mens_exp.config.data import ColumnsConfig
 

@@ -1,31 +1,26 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mens_exp.config.data import FilterConfig, JsonlData, StdlibData
 from mens_exp.corpus.filters import filtered
-from mens_exp.corpus.source import Rows, load_rows
+from mens_exp.corpus.source import load_rows
 from mens_exp.errors import DataError
 from mens_exp.rows.schema import TrainingPair
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
-
-def row(**fields: Any) -> TrainingPair:
+def row(**fields):
     return TrainingPair(**{"prompt": "p", "response": "r", **fields})
 
 
-def passes(pair: TrainingPair, **filters: Any) -> bool:
+def passes(pair, **filters):
     return filtered([pair], FilterConfig(**filters))[0] == [pair]
 
 
 @pytest.mark.parametrize(("rating", "passing"), [(None, True), (2, False), (3, True), (5, True)])
-def test_rating_is_a_floor_that_unrated_rows_pass(rating: int | None, passing: bool) -> None:
+def test_rating_is_a_floor_that_unrated_rows_pass(rating, passing):
     """What nobody judged is not judged bad."""
     assert passes(row(rating=rating), min_rating=3) is passing
 
@@ -34,9 +29,7 @@ def test_rating_is_a_floor_that_unrated_rows_pass(rating: int | None, passing: b
     ("category", "passing"),
     [(None, False), ("Idiomatic Rust", True), ("unidiomatic", True), ("docs", False), ("", False)],
 )
-def test_category_is_part_of_a_tag_that_every_row_needs(
-    category: str | None, passing: bool
-) -> None:
+def test_category_is_part_of_a_tag_that_every_row_needs(category, passing):
     """In either case; a row without one fails."""
     assert passes(row(category=category), category="IDIOM") is passing
     assert passes(row(category=category), exclude_category="IDIOM") is not passing
@@ -51,7 +44,7 @@ def test_category_is_part_of_a_tag_that_every_row_needs(
         ({"max_chars": 9}, False),
     ],
 )
-def test_length_is_that_of_all_turns(filters: dict[str, int], passing: bool) -> None:
+def test_length_is_that_of_all_turns(filters, passing):
     """Four, three, two and one characters; the system prompt does not count."""
     pair = row(prompt="ab", response="c", history=(("defg", "hij"),), system="long " * 9)
     assert passes(pair, **filters) is passing
@@ -72,14 +65,12 @@ def test_length_is_that_of_all_turns(filters: dict[str, int], passing: bool) -> 
         ({}, False),
     ],
 )
-def test_language_is_the_rows_own_or_that_of_a_fence_of_an_answer(
-    fields: dict[str, Any], passing: bool
-) -> None:
+def test_language_is_the_rows_own_or_that_of_a_fence_of_an_answer(fields, passing):
     """The field decides where there is one; a fence in a prompt is not what is learned."""
     assert passes(row(**fields), language="rust") is passing
 
 
-def test_row_counts_for_the_first_filter_that_it_fails() -> None:
+def test_row_counts_for_the_first_filter_that_it_fails():
     """The counts add up to the rows that are gone; those that are left keep their order."""
     pairs = [row(rating=1), row(rating=5, category="b"), row(category="a"), row(rating=1)]
     kept, refused = filtered(pairs, FilterConfig(min_rating=3, category="a"))
@@ -87,16 +78,16 @@ def test_row_counts_for_the_first_filter_that_it_fails() -> None:
     assert refused == {"min_rating": 2, "category": 1}
 
 
-def test_no_filter_takes_every_row() -> None:
+def test_no_filter_takes_every_row():
     """Nothing is left out that nobody asked to."""
     assert filtered([row(), row()], FilterConfig()) == ([row(), row()], {})
 
 
 @pytest.fixture
-def load(tmp_path: Path) -> Callable[..., Rows]:
+def load(tmp_path):
     """Read ten rows, rated 1 to 5 and 1 to 5, and two more to validate on where asked to."""
 
-    def loaded(*, count: int = 10, val: bool = False, **filters: Any) -> Rows:
+    def loaded(*, count=10, val=False, **filters):
         path, other = tmp_path / "rows.jsonl", tmp_path / "val.jsonl"
         rows = [{"prompt": f"p{n}", "response": "r", "rating": n % 5 + 1} for n in range(count)]
         path.write_text("".join(json.dumps(one) + "\n" for one in rows), "utf-8")
@@ -114,7 +105,7 @@ def load(tmp_path: Path) -> Callable[..., Rows]:
     return loaded
 
 
-def test_counts_of_filters_are_recorded(load: Callable[..., Rows]) -> None:
+def test_counts_of_filters_are_recorded(load):
     """With the rows before; a filter that refused none is there with a zero."""
     rows = load(min_rating=3, max_chars=99)
     assert len(rows.train) + len(rows.val) + len(rows.heldout) == 6
@@ -126,7 +117,7 @@ def test_counts_of_filters_are_recorded(load: Callable[..., Rows]) -> None:
     assert "filtered" not in load().record()
 
 
-def test_filters_move_no_row_to_another_side(load: Callable[..., Rows]) -> None:
+def test_filters_move_no_row_to_another_side(load):
     """They come before the split, which goes by group alone where there are enough."""
     every, some = load(count=200), load(count=200, min_rating=2)
     assert set(some.val) <= set(every.val)
@@ -134,7 +125,7 @@ def test_filters_move_no_row_to_another_side(load: Callable[..., Rows]) -> None:
     assert some.sha256 != every.sha256
 
 
-def test_rows_to_validate_on_are_filtered_alike(load: Callable[..., Rows]) -> None:
+def test_rows_to_validate_on_are_filtered_alike(load):
     """Loss is measured on what is trained for."""
     rows = load(val=True, min_rating=3)
     assert [pair.prompt for pair in rows.val] == ["v4"]
@@ -142,7 +133,7 @@ def test_rows_to_validate_on_are_filtered_alike(load: Callable[..., Rows]) -> No
 
 
 @pytest.mark.parametrize("val", [False, True])
-def test_filters_that_leave_nothing_are_refused(load: Callable[..., Rows], val: bool) -> None:
+def test_filters_that_leave_nothing_are_refused(load, val):
     """With what each of them refused."""
     with pytest.raises(DataError, match="no row passes the filters") as caught:
         load(val=val, min_rating=5, max_chars=2)
@@ -150,13 +141,13 @@ def test_filters_that_leave_nothing_are_refused(load: Callable[..., Rows], val: 
     assert caught.value.found == "10 rows: min_rating refused 8, max_chars refused 2"
 
 
-def test_rows_to_validate_on_that_no_filter_leaves_are_refused(load: Callable[..., Rows]) -> None:
+def test_rows_to_validate_on_that_no_filter_leaves_are_refused(load):
     """Though there would be rows to train on."""
     with pytest.raises(DataError, match="2 rows: min_rating refused 2"):
         load(val=True, min_rating=5)
 
 
-def test_filters_work_on_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filters_work_on_every_source(tmp_path, monkeypatch):
     """The standard library's rows have a category of their own."""
     from mens_exp.corpus import stdlib
 
@@ -170,7 +161,7 @@ def test_filters_work_on_every_source(tmp_path: Path, monkeypatch: pytest.Monkey
         load_rows(StdlibData(filter=FilterConfig(category="test")), tmp_path / "cache")
 
 
-def test_filters_that_contradict_are_refused(tiny_config: Any) -> None:
+def test_filters_that_contradict_are_refused(tiny_config):
     """Before a row is read."""
     from mens_exp.config.validate import problems_of
 

@@ -9,15 +9,15 @@ from mens_exp.corpus.functions import pairs_of
 from mens_exp.rows.schema import TrainingPair
 
 
-def extracted(text: str) -> tuple[list[TrainingPair], dict[str, int]]:
-    dropped: Counter[str] = Counter()
+def extracted(text):
+    dropped = Counter()
     pairs = pairs_of(
         textwrap.dedent(text), module="pkg.mod", group="pkg/mod.py", category="c", dropped=dropped
     )
     return pairs, dict(dropped)
 
 
-def test_function_makes_a_pair_of_signature_docstring_and_source() -> None:
+def test_function_makes_a_pair_of_signature_docstring_and_source():
     """The whole pair, as it is trained on."""
     pairs, dropped = extracted('''
         @cache
@@ -48,7 +48,7 @@ def test_function_makes_a_pair_of_signature_docstring_and_source() -> None:
     assert dropped == {}
 
 
-def test_method_prompt_names_its_class() -> None:
+def test_method_prompt_names_its_class():
     """A class within a class is named by both."""
     pairs, _ = extracted('''
         class A:
@@ -64,7 +64,7 @@ def test_method_prompt_names_its_class() -> None:
     )
 
 
-def test_functions_come_in_the_order_of_the_file() -> None:
+def test_functions_come_in_the_order_of_the_file():
     """Also those under an `if`, a `try` and a `match`."""
     body = '"""d"""\n{0}    a = 1\n{0}    return a'
     text = (
@@ -84,7 +84,7 @@ def test_functions_come_in_the_order_of_the_file() -> None:
     ]
 
 
-def test_function_within_a_function_makes_no_pair_of_its_own() -> None:
+def test_function_within_a_function_makes_no_pair_of_its_own():
     """It is part of the outer one's response."""
     pairs, dropped = extracted('''
         def outer():
@@ -123,7 +123,7 @@ def test_function_within_a_function_makes_no_pair_of_its_own() -> None:
         ("def f(:", "file_does_not_parse"),
     ],
 )
-def test_unfit_function_is_dropped_and_counted(text: str, reason: str) -> None:
+def test_unfit_function_is_dropped_and_counted(text, reason):
     """One reason each."""
     assert extracted(text) == ([], {reason: 1})
 
@@ -137,13 +137,13 @@ def test_unfit_function_is_dropped_and_counted(text: str, reason: str) -> None:
         "def latest():\n    'd'\n    a = 1\n    return a",
     ],
 )
-def test_function_just_fit_is_taken(text: str) -> None:
+def test_function_just_fit_is_taken(text):
     """Two lines, another error, a stub with a statement, a name that only ends in test."""
     pairs, dropped = extracted(text)
     assert (len(pairs), dropped) == (1, {})
 
 
-def test_response_at_the_limit_is_taken() -> None:
+def test_response_at_the_limit_is_taken():
     """4,000 characters are allowed, 4,001 are not."""
     code = "def f():\n{}    a = 1\n    return '{}'"
     fill = 4_000 - len(code.format("", ""))

@@ -3,7 +3,6 @@ from __future__ import annotations
 import io
 import sys
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,15 +12,11 @@ from huggingface_hub import constants
 from mens_exp.config.data import ColumnsConfig, HubData
 from mens_exp.corpus.files import records
 from mens_exp.corpus.hub_rows import examples, pinned
-from mens_exp.corpus.source import Rows, load_rows
+from mens_exp.corpus.source import load_rows
 from mens_exp.corpus.split import Side
 from mens_exp.corpus.streamed import RowStream
 from mens_exp.errors import ConfigError, DataError, MensError, MissingExtra, Problems, SetupError
 from mens_exp.layout import hub_snapshot
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 NAME = "lab/rows"
 CARD = """---
@@ -37,14 +32,14 @@ configs:
 """
 
 
-def table(prompts: str, **columns: list[Any]) -> bytes:
+def table(prompts, **columns):
     sink = io.BytesIO()
     rows = {"prompt": list(prompts), "response": ["r"] * len(prompts), **columns}
     pq.write_table(pa.table(rows), sink)
     return sink.getvalue()
 
 
-def chat(prompts: str) -> bytes:
+def chat(prompts):
     turns = [
         [{"role": "user", "content": prompt}, {"role": "assistant", "content": "r"}]
         for prompt in prompts
@@ -55,7 +50,7 @@ def chat(prompts: str) -> bytes:
 
 
 @pytest.fixture
-def repository(hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def repository(hub, tmp_path, monkeypatch):
     """A dataset of two subsets on the hub; both caches are empty folders."""
     import datasets
 
@@ -73,22 +68,22 @@ def repository(hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any
     return made
 
 
-def load(tmp_path: Path, **values: Any) -> Rows:
+def load(tmp_path, **values):
     shares = {"id": NAME, "subset": "code", "val_frac": 0.2, "heldout_frac": 0.2}
     return load_rows(HubData(**{**shares, **values}), tmp_path / "unused")
 
 
-def prompts(rows: Rows, *sides: str) -> str:
+def prompts(rows, *sides):
     return "".join(sorted(pair.prompt for side in sides for pair in getattr(rows, side)))
 
 
-def refusal(tmp_path: Path, **values: Any) -> MensError:
+def refusal(tmp_path, **values):
     with pytest.raises(MensError) as caught:
         load(tmp_path, **values)
     return caught.value
 
 
-def test_rows_of_a_split_are_read_and_recorded(repository: Any, tmp_path: Path) -> None:
+def test_rows_of_a_split_are_read_and_recorded(repository, tmp_path):
     """The record has the commit, a row its split and number."""
     rows = load(tmp_path)
     assert prompts(rows, "train", "val", "heldout") == "abcdefgh"
@@ -104,7 +99,7 @@ def test_rows_of_a_split_are_read_and_recorded(repository: Any, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("repository")
-def test_split_may_validate(tmp_path: Path) -> None:
+def test_split_may_validate(tmp_path):
     """Then no other row does."""
     rows = load(tmp_path, val_split="test")
     assert (prompts(rows, "val"), prompts(rows, "train", "heldout")) == ("xy", "abcdefgh")
@@ -112,7 +107,7 @@ def test_split_may_validate(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("repository")
-def test_parts_and_sums_of_splits_are_read(tmp_path: Path) -> None:
+def test_parts_and_sums_of_splits_are_read(tmp_path):
     """As `datasets` writes it."""
     assert prompts(load(tmp_path, split="train[:5]"), "train", "val", "heldout") == "abcde"
     every = load(tmp_path, split="all")
@@ -121,14 +116,14 @@ def test_parts_and_sums_of_splits_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("repository")
-def test_subset_of_another_format_is_read(tmp_path: Path) -> None:
+def test_subset_of_another_format_is_read(tmp_path):
     """Lists of turns, as chat datasets have them."""
     rows = load(tmp_path, subset="chat")
     assert prompts(rows, "train", "val", "heldout") == "klmnop"
     assert rows.files[0].form == "messages"
 
 
-def test_bad_rows_are_refused_with_split_and_number(repository: Any, tmp_path: Path) -> None:
+def test_bad_rows_are_refused_with_split_and_number(repository, tmp_path):
     """Those of both splits together."""
     repository.commit(
         {
@@ -146,7 +141,7 @@ def test_bad_rows_are_refused_with_split_and_number(repository: Any, tmp_path: P
     ]
 
 
-def test_columns_are_named(repository: Any, tmp_path: Path) -> None:
+def test_columns_are_named(repository, tmp_path):
     """And those that are left out are counted."""
     columns = ColumnsConfig(prompt="prompt", response="response")
     repository.commit({"train.parquet": table("abcdef", id=[1] * 6)})
@@ -168,16 +163,14 @@ def test_columns_are_named(repository: Any, tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("repository")
-def test_name_that_is_not_there_is_refused_with_the_nearest(
-    tmp_path: Path, values: dict[str, str | None], where: str, told: str
-) -> None:
+def test_name_that_is_not_there_is_refused_with_the_nearest(tmp_path, values, where, told):
     """By the setting that has it."""
     problem = refusal(tmp_path, **values)
     assert (problem.where, problem.exit_code) == (where, 2)
     assert told in str(problem)
 
 
-def test_gated_dataset_names_its_page_and_the_login(repository: Any, tmp_path: Path) -> None:
+def test_gated_dataset_names_its_page_and_the_login(repository, tmp_path):
     """The page of a dataset is not that of a model."""
     repository.gated = True
     problem = refusal(tmp_path)
@@ -186,9 +179,7 @@ def test_gated_dataset_names_its_page_and_the_login(repository: Any, tmp_path: P
 
 
 @pytest.mark.usefixtures("repository")
-def test_cached_dataset_needs_no_network(
-    hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_dataset_needs_no_network(hub, tmp_path, monkeypatch):
     """The same commit gives the same rows."""
     rows = load(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -199,9 +190,7 @@ def test_cached_dataset_needs_no_network(
 
 
 @pytest.mark.usefixtures("repository")
-def test_dataset_that_is_not_cached_needs_a_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dataset_that_is_not_cached_needs_a_network(tmp_path, monkeypatch):
     """The environment lacks it, and the command that would fetch it is told."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     problem = refusal(tmp_path)
@@ -210,7 +199,7 @@ def test_dataset_that_is_not_cached_needs_a_network(
     assert f"hf download --repo-type dataset {NAME}; or give files instead" in str(problem)
 
 
-def test_branch_is_put_down_as_its_commit(repository: Any, tmp_path: Path) -> None:
+def test_branch_is_put_down_as_its_commit(repository, tmp_path):
     """A branch that moves on changes nothing for who names the commit."""
     first = pinned(HubData(id=NAME))
     assert first == repository.refs["main"]
@@ -221,9 +210,7 @@ def test_branch_is_put_down_as_its_commit(repository: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("repository")
-def test_without_datasets_the_extra_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_datasets_the_extra_is_named(tmp_path, monkeypatch):
     """Before anything is fetched."""
     monkeypatch.setitem(sys.modules, "datasets", None)
     problem = refusal(tmp_path)
@@ -231,7 +218,7 @@ def test_without_datasets_the_extra_is_named(
     assert "mens-exp[datasets]" in str(problem)
 
 
-def test_split_to_train_on_may_not_validate(tiny_config: Any) -> None:
+def test_split_to_train_on_may_not_validate(tiny_config):
     """Its rows would be on both sides."""
     from mens_exp.config.rules.data import problems
 
@@ -242,15 +229,15 @@ def test_split_to_train_on_may_not_validate(tiny_config: Any) -> None:
     assert (problem.where, isinstance(problem, ConfigError)) == ("data.val_split", True)
 
 
-def test_command_puts_branches_down_as_commits(repository: Any, tiny_config: Any) -> None:
+def test_command_puts_branches_down_as_commits(repository, tiny_config):
     """Of the dataset, and of every source of a mix; what is not there is left for preflight."""
     from omegaconf import OmegaConf
 
     from mens_exp.tasks.settle import settle_rows
 
-    def settled(*overrides: str) -> Any:
+    def settled(*overrides):
         config = tiny_config(*overrides)
-        cell: Any = SimpleNamespace(
+        cell = SimpleNamespace(
             config=config, composed=SimpleNamespace(values=OmegaConf.structured(config))
         )
         settle_rows(cell)
@@ -267,7 +254,7 @@ def test_command_puts_branches_down_as_commits(repository: Any, tiny_config: Any
 
 
 @pytest.fixture
-def streaming(hub: Any, repository: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def streaming(hub, repository, monkeypatch):
     """The same dataset, asked for by what streams it."""
     import datasets
 
@@ -275,13 +262,13 @@ def streaming(hub: Any, repository: Any, monkeypatch: pytest.MonkeyPatch) -> Any
     return hub
 
 
-def stream_of(**values: Any) -> RowStream:
+def stream_of(**values):
     usual = {"id": NAME, "subset": "code", "val_frac": 0.2, "heldout_frac": 0.2}
     config = HubData(**{**usual, "streaming": True, "shuffle_buffer": 3, **values})
     return RowStream(config, None)
 
 
-def test_a_split_is_streamed_by_windows(streaming: Any) -> None:
+def test_a_split_is_streamed_by_windows(streaming):
     """Eight rows by three, of a Parquet file that is never stored; then from the first again."""
     stream = stream_of()
     seen = []
@@ -295,7 +282,7 @@ def test_a_split_is_streamed_by_windows(streaming: Any) -> None:
 
 @pytest.mark.usefixtures("streaming")
 @pytest.mark.parametrize("taken", [0, 1, 2, 3, 4])
-def test_a_streamed_split_goes_on_from_a_saved_place(taken: int) -> None:
+def test_a_streamed_split_goes_on_from_a_saved_place(taken):
     """Inside its file, and over its end."""
     through = stream_of()
     windows = [through.next_window() for _ in range(6)]
@@ -310,7 +297,7 @@ def test_a_streamed_split_goes_on_from_a_saved_place(taken: int) -> None:
 
 
 @pytest.mark.usefixtures("streaming")
-def test_a_streamed_split_has_the_rows_of_one_that_is_fetched(tmp_path: Path) -> None:
+def test_a_streamed_split_has_the_rows_of_one_that_is_fetched(tmp_path):
     """All of them in the buffer, and another split to validate on; the record has the commit."""
     whole = load(tmp_path, val_split="test")
     rows = load(tmp_path, val_split="test", streaming=True, shuffle_buffer=8)
@@ -319,7 +306,7 @@ def test_a_streamed_split_has_the_rows_of_one_that_is_fetched(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("streaming")
-def test_a_split_that_cannot_be_streamed_is_refused(tmp_path: Path) -> None:
+def test_a_split_that_cannot_be_streamed_is_refused(tmp_path):
     """The message has what `datasets` says, and what to do."""
     told = str(refusal(tmp_path, split="trian", streaming=True))
     assert "data.split=trian: datasets cannot stream this split" in told
@@ -334,10 +321,10 @@ def test_a_split_that_cannot_be_streamed_is_refused(tmp_path: Path) -> None:
         (pa.ArrowInvalid("no magic bytes"), DataError, "cannot read on.*no magic bytes"),
     ],
 )
-def test_a_stream_that_breaks_off_is_told(error: Exception, kind: type[Any], told: str) -> None:
+def test_a_stream_that_breaks_off_is_told(error, kind, told):
     """It answered when the run began; this is no bug of ours."""
 
-    def breaking() -> Iterator[dict[str, object]]:
+    def breaking():
         yield {"prompt": "a", "rating": None}
         raise error
 

@@ -1,15 +1,10 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mens_exp.corpus.kept import keep, recall
 from mens_exp.errors import SetupError
 from mens_exp.rows.schema import TrainingPair
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HEADER = {"format": "own", "version": 1, "content_sha256": "c" * 64, "dropped": {"long": 2}}
 PAIRS = [
@@ -18,7 +13,7 @@ PAIRS = [
 ]
 
 
-def test_rows_come_back_with_what_they_are(tmp_path: Path) -> None:
+def test_rows_come_back_with_what_they_are(tmp_path):
     """Line separators of Unicode inside a row end no line."""
     path = tmp_path / "cache" / "rows.jsonl"
     keep(path, HEADER, PAIRS)
@@ -29,7 +24,7 @@ def test_rows_come_back_with_what_they_are(tmp_path: Path) -> None:
     assert header.items() >= HEADER.items()
 
 
-def test_no_file_or_one_of_other_content_gives_nothing(tmp_path: Path) -> None:
+def test_no_file_or_one_of_other_content_gives_nothing(tmp_path):
     """The header names what the rows were made of."""
     path = tmp_path / "rows.jsonl"
     assert recall(path, "c" * 64) is None
@@ -49,15 +44,15 @@ def test_no_file_or_one_of_other_content_gives_nothing(tmp_path: Path) -> None:
     ],
     ids=["cut", "changed row", "empty", "no header", "not UTF-8", "no hash"],
 )
-def test_damaged_file_gives_nothing(tmp_path: Path, damage: object) -> None:
+def test_damaged_file_gives_nothing(tmp_path, damage):
     """Whoever asked makes the rows anew."""
     path = tmp_path / "rows.jsonl"
     keep(path, HEADER, PAIRS)
-    path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
+    path.write_bytes(damage(path.read_bytes()))
     assert recall(path, "c" * 64) is None
 
 
-def test_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_cache_that_cannot_be_written_is_refused(tmp_path):
     """A file stands where its directory should be."""
     (tmp_path / "cache").write_text("")
     with pytest.raises(SetupError, match="the cache cannot be written") as caught:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import builtins
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from mens_exp.corpus.minhash import MOST_MISSED, Bands, Signer, band_keys, bands
 from mens_exp.errors import MissingExtra
 
 
-def test_default_bands_are_21_of_6() -> None:
+def test_default_bands_are_21_of_6():
     """At 0.8: 0.8**6 = 0.262144, and 0.737856**21 = 0.00169 miss; 18 of 7 would miss 1.4 %."""
     bands = bands_for(0.8, 128)
     assert bands == Bands(bands=21, rows=6)
@@ -19,7 +18,7 @@ def test_default_bands_are_21_of_6() -> None:
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0])
-def test_bands_are_the_widest_that_miss_little(threshold: float) -> None:
+def test_bands_are_the_widest_that_miss_little(threshold):
     """One row more a band would miss over half a percent, or does not fit."""
     bands = bands_for(threshold, 128)
     assert bands.bands * bands.rows <= 128
@@ -28,14 +27,14 @@ def test_bands_are_the_widest_that_miss_little(threshold: float) -> None:
     assert wider > 128 or Bands(bands=128 // wider, rows=wider).missed(threshold) > MOST_MISSED
 
 
-def test_too_few_permutations_leave_bands_of_one_row() -> None:
+def test_too_few_permutations_leave_bands_of_one_row():
     """The best there is, and what it misses is told: half to the 2nd."""
     bands = bands_for(0.5, 2)
     assert bands == Bands(bands=2, rows=1)
     assert bands.missed(0.5) == 0.25
 
 
-def test_signatures_agree_as_often_as_the_sets_do() -> None:
+def test_signatures_agree_as_often_as_the_sets_do():
     """300 of 500 values common: 0.6, to four standard errors of 1,024 permutations (0.061)."""
     rng = np.random.default_rng(0)
     values = np.unique(rng.integers(0, 2**32, 500, dtype=np.uint32))
@@ -45,7 +44,7 @@ def test_signatures_agree_as_often_as_the_sets_do() -> None:
     assert (one == signer.sign(values[:400][::-1])).all()
 
 
-def test_keys_are_equal_where_bands_are() -> None:
+def test_keys_are_equal_where_bands_are():
     """Two signatures that differ at value 4 differ in band 1 alone; value 9 is in none."""
     one = np.arange(10, dtype=np.uint32)
     other, third = one.copy(), one.copy()
@@ -56,18 +55,18 @@ def test_keys_are_equal_where_bands_are() -> None:
     assert (keys[:, 0] == keys[:, 2]).all()
 
 
-def test_order_within_a_band_counts() -> None:
+def test_order_within_a_band_counts():
     """A signature is a list."""
     two = np.array([[1, 2], [2, 1]], np.uint32)
     keys = band_keys(two, Bands(bands=1, rows=2))
     assert keys[0, 0] != keys[0, 1]
 
 
-def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_named(monkeypatch):
     """With the extra that has it, and the way without it."""
     real = builtins.__import__
 
-    def without(name: str, *rest: Any) -> Any:
+    def without(name, *rest):
         if name == "datasketch":
             raise ImportError(name)
         return real(name, *rest)

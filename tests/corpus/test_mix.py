@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -10,17 +9,13 @@ from hypothesis import strategies as st
 
 from mens_exp.config.data import FilterConfig, MixData, MixStop, OnBadRow
 from mens_exp.corpus.mix import estimated_tokens, mixed
-from mens_exp.corpus.source import Rows, load_rows
+from mens_exp.corpus.source import load_rows
 from mens_exp.corpus.split import group_of
 from mens_exp.errors import DataError, Problems
 from mens_exp.rows.schema import TrainingPair
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
-
-def corpora(*sizes: int) -> dict[str, list[TrainingPair]]:
+def corpora(*sizes):
     """Sources a, b, … of so many rows, each of which is named after its source and number."""
     return {
         name: [TrainingPair(prompt=f"{name}{n}", response="r") for n in range(size)]
@@ -28,17 +23,17 @@ def corpora(*sizes: int) -> dict[str, list[TrainingPair]]:
     }
 
 
-def draw(sizes: tuple[int, ...], weights: tuple[float, ...], **values: Any) -> list[str]:
+def draw(sizes, weights, **values):
     named = dict(zip("abcdef", weights, strict=False))
     rows, _ = mixed(corpora(*sizes), named, MixData(sources=[], **values))
     return [pair.prompt for pair in rows]
 
 
-def by_source(prompts: list[str]) -> Counter[str]:
+def by_source(prompts):
     return Counter(prompt[0] for prompt in prompts)
 
 
-def test_fractional_weights_are_the_shares_of_a_hundred_thousand_rows() -> None:
+def test_fractional_weights_are_the_shares_of_a_hundred_thousand_rows():
     """0.5, 0.3 and 0.2 come out to the row, where half a percent was asked for."""
     sizes = (60_000, 30_000, 40_000)
     rows = draw(sizes, (0.5, 0.3, 0.2), stop=MixStop.first_exhausted)
@@ -50,38 +45,36 @@ def test_fractional_weights_are_the_shares_of_a_hundred_thousand_rows() -> None:
     weights=st.lists(st.floats(0.05, 20), min_size=2, max_size=5).map(tuple),
     sizes=st.lists(st.integers(1, 40), min_size=5, max_size=5).map(tuple),
 )
-def test_no_count_is_more_than_a_row_per_source_off_its_share(
-    weights: tuple[float, ...], sizes: tuple[int, ...]
-) -> None:
+def test_no_count_is_more_than_a_row_per_source_off_its_share(weights, sizes):
     """After any number of rows; a fractional weight is not rounded up."""
     rows = draw(sizes[: len(weights)], weights, stop=MixStop.first_exhausted)
-    counts: Counter[str] = Counter()
+    counts = Counter()
     for total, prompt in enumerate(rows, start=1):
         counts[prompt[0]] += 1
         for name, weight in zip("abcdef", weights, strict=False):
             assert abs(counts[name] - weight / sum(weights) * total) < len(weights)
 
 
-def test_only_the_ratios_of_weights_count() -> None:
+def test_only_the_ratios_of_weights_count():
     """Two to one is two thirds to one third."""
     assert draw((9, 9), (2, 1)) == draw((9, 9), (0.5, 0.25))
 
 
-def test_all_exhausted_goes_through_every_source() -> None:
+def test_all_exhausted_goes_through_every_source():
     """Ten rows at a fifth make fifty; the other ten are repeated in whole passes."""
     rows = draw((10, 10), (0.2, 0.8))
     assert by_source(rows) == {"a": 10, "b": 40}
     assert set(Counter(rows).values()) == {1, 4}
 
 
-def test_first_exhausted_repeats_no_row() -> None:
+def test_first_exhausted_repeats_no_row():
     """It ends where a source that is due has none left."""
     rows = draw((10, 10), (0.2, 0.8), stop=MixStop.first_exhausted)
     assert by_source(rows) == {"a": 2, "b": 10}
     assert len(set(rows)) == len(rows)
 
 
-def test_budget_ends_at_so_many_tokens() -> None:
+def test_budget_ends_at_so_many_tokens():
     """With the row that reaches it."""
     token = estimated_tokens(TrainingPair(prompt="a0", response="r"))
     assert token == pytest.approx(40 + 3 / 3.4)
@@ -89,7 +82,7 @@ def test_budget_ends_at_so_many_tokens() -> None:
     assert by_source(rows) == {"a": 10, "b": 10}
 
 
-def test_seed_decides_which_rows_and_not_how_many() -> None:
+def test_seed_decides_which_rows_and_not_how_many():
     """The same seed gives the same rows in the same order."""
     some = {"stop": MixStop.first_exhausted}
     first, again, other = (draw((30, 9), (1, 1), mix_seed=seed, **some) for seed in (1, 1, 2))
@@ -97,13 +90,13 @@ def test_seed_decides_which_rows_and_not_how_many() -> None:
     assert by_source(first) == by_source(other)
 
 
-def test_every_pass_has_an_order_of_its_own() -> None:
+def test_every_pass_has_an_order_of_its_own():
     """And is whole."""
     rows = [row for row in draw((20, 1), (20, 0.5)) if row[0] == "a"]
     assert (len(rows), set(rows[:20]), rows[:20] != rows[20:]) == (40, set(rows[20:]), True)
 
 
-def test_shares_are_recorded() -> None:
+def test_shares_are_recorded():
     """As asked for and as they came out, with how often each source was gone through."""
     _, record = mixed(corpora(10, 10), {"a": 1, "b": 4}, MixData(sources=[]))
     assert record["b"] == {
@@ -116,23 +109,23 @@ def test_shares_are_recorded() -> None:
     }
 
 
-def test_source_without_rows_is_refused() -> None:
+def test_source_without_rows_is_refused():
     """Its share could not be had."""
     with pytest.raises(DataError, match="has no row to train on · found b"):
         draw((3, 0), (1, 1))
 
 
-def test_source_that_would_be_repeated_without_end_is_refused() -> None:
+def test_source_that_would_be_repeated_without_end_is_refused():
     """A weight a thousand times too small would fill the memory with the other's rows."""
     with pytest.raises(DataError, match="repeated over 100 times · found b"):
         draw((10, 10), (0.001, 1))
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Callable[..., str]:
+def file(tmp_path):
     """Write rows, each a prompt or whole, into a file of the given name; return its path."""
 
-    def written(name: str, *rows: str | dict[str, Any]) -> str:
+    def written(name, *rows):
         path = tmp_path / name
         whole = [{"prompt": row, "response": "r"} if isinstance(row, str) else row for row in rows]
         path.write_text("".join(json.dumps(row) + "\n" for row in whole), "utf-8")
@@ -141,20 +134,20 @@ def file(tmp_path: Path) -> Callable[..., str]:
     return written
 
 
-def load(*sources: dict[str, Any], **values: Any) -> Rows:
+def load(*sources, **values):
     from pathlib import Path
 
-    shares: dict[str, Any] = {"val_frac": 0.2, "heldout_frac": 0.2}
+    shares = {"val_frac": 0.2, "heldout_frac": 0.2}
     return load_rows(MixData(sources=list(sources), **{**shares, **values}), Path("unused"))
 
 
-def numbered(name: str, count: int) -> list[str]:
+def numbered(name, count):
     return [f"{name}{n}" for n in range(count)]
 
 
 def test_training_rows_are_mixed_and_the_others_left_as_they_are(
-    file: Callable[..., str],
-) -> None:
+    file,
+):
     """Validation and held-out rows are there once, whatever the weights."""
     a, b = file("a.jsonl", *numbered("a", 200)), file("b.jsonl", *numbered("b", 50))
     rows = load({"path": a, "weight": 1}, {"path": b, "weight": 3})
@@ -169,7 +162,7 @@ def test_training_rows_are_mixed_and_the_others_left_as_they_are(
     assert [one.rows for one in rows.files] == [200, 50]
 
 
-def test_prompt_of_two_sources_is_on_one_side(file: Callable[..., str]) -> None:
+def test_prompt_of_two_sources_is_on_one_side(file):
     """The split is one for all sources."""
     same = [f"p{n}" for n in range(100)]
     other = [{"prompt": prompt, "response": "another"} for prompt in same]
@@ -179,7 +172,7 @@ def test_prompt_of_two_sources_is_on_one_side(file: Callable[..., str]) -> None:
     assert trained.isdisjoint(group_of(pair) for pair in (*rows.val, *rows.heldout))
 
 
-def test_preferred_rows_of_one_file_come_two_to_one(file: Callable[..., str]) -> None:
+def test_preferred_rows_of_one_file_come_two_to_one(file):
     """As SigilDERG's second phase has idiomatic code: by the rows' own categories."""
     rows = [
         {"prompt": f"p{n}", "response": "r", "category": "idiomatic" if n % 4 else "plain"}
@@ -196,7 +189,7 @@ def test_preferred_rows_of_one_file_come_two_to_one(file: Callable[..., str]) ->
     assert sources["rest"]["refused"] == {"exclude_category": 150}
 
 
-def test_every_source_is_read_in_its_own_way(file: Callable[..., str]) -> None:
+def test_every_source_is_read_in_its_own_way(file):
     """Format and columns are the entry's."""
     a = file("a.jsonl", *numbered("a", 9))
     b = file("b.jsonl", *({"q": f"b{n}", "a": "r"} for n in range(9)))
@@ -207,7 +200,7 @@ def test_every_source_is_read_in_its_own_way(file: Callable[..., str]) -> None:
     assert set(by_source([pair.prompt for pair in rows.train])) == {"a", "b"}
 
 
-def test_filter_and_quarantine_of_the_mix_are_for_all_sources(file: Callable[..., str]) -> None:
+def test_filter_and_quarantine_of_the_mix_are_for_all_sources(file):
     """Counted together."""
     a = file("a.jsonl", *numbered("a", 9), {"prompt": "p"})
     b = file("b.jsonl", *numbered("b", 8), "long enough", {"prompt": ""})
@@ -223,7 +216,7 @@ def test_filter_and_quarantine_of_the_mix_are_for_all_sources(file: Callable[...
     assert record["filtered"] == {"rows": 18, "kept": 17, "refused": {"max_chars": 1}}
 
 
-def test_problems_of_all_sources_come_together(file: Callable[..., str]) -> None:
+def test_problems_of_all_sources_come_together(file):
     """Rows of one, the filter of another and the file of a third."""
     a, b = file("a.jsonl", {"prompt": "p"}), file("b.jsonl", "b")
     with pytest.raises(Problems) as caught:

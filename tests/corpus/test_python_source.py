@@ -18,15 +18,15 @@ from mens_exp.corpus.python_source import (
 )
 
 
-def function_in(text: str) -> FunctionNode:
+def function_in(text):
     return next(node for node in ast.walk(ast.parse(text)) if isinstance(node, FunctionNode))
 
 
-def cut_from(text: str) -> str:
+def cut_from(text):
     return cut(text.split("\n"), function_in(text))
 
 
-def test_docstring_lines_go_and_comments_stay() -> None:
+def test_docstring_lines_go_and_comments_stay():
     """Above, beside and below the docstring."""
     text = textwrap.dedent('''\
         def f(a):  # header
@@ -52,12 +52,12 @@ def test_docstring_lines_go_and_comments_stay() -> None:
     ],
     ids=["comment beside", "statement beside", "one line", "in brackets", "not ASCII"],
 )
-def test_only_the_docstring_goes(text: str, expected: str) -> None:
+def test_only_the_docstring_goes(text, expected):
     """What else stands on its lines stays."""
     assert cut_from(text) == expected
 
 
-def test_method_is_dedented_with_its_decorators() -> None:
+def test_method_is_dedented_with_its_decorators():
     """Decorators belong to the function, and every line moves by the class's indentation."""
     text = textwrap.dedent('''\
         class A:
@@ -76,7 +76,7 @@ def test_method_is_dedented_with_its_decorators() -> None:
     )
 
 
-def test_lines_within_a_string_are_not_dedented() -> None:
+def test_lines_within_a_string_are_not_dedented():
     """Their white space is part of the value."""
     text = textwrap.dedent('''\
         class A:
@@ -98,25 +98,25 @@ def test_lines_within_a_string_are_not_dedented() -> None:
     ]
 
 
-def test_string_continued_by_a_backslash_is_not_dedented() -> None:
+def test_string_continued_by_a_backslash_is_not_dedented():
     """The second line of such a string begins within it."""
     text = "class A:\n    def f(self):\n        'd'\n        return 'a\\\n        b'\n"
     assert cut_from(text) == "def f(self):\n    return 'a\\\n        b'"
 
 
-def test_tabs_are_dedented() -> None:
+def test_tabs_are_dedented():
     """Indentation is what stands before the def, whatever it is made of."""
     assert cut_from("class A:\n\tdef f(self):\n\t\t'd'\n\t\treturn 1\n") == (
         "def f(self):\n\treturn 1"
     )
 
 
-def test_form_feed_does_not_end_a_line() -> None:
+def test_form_feed_does_not_end_a_line():
     """The tree's line numbers do not count it."""
     assert cut_from("\x0c\nx = 1\ndef f():\n    'd'\n    return 1") == "def f():\n    return 1"
 
 
-def test_cut_that_says_the_same_is_accepted() -> None:
+def test_cut_that_says_the_same_is_accepted():
     """The function parsed from the text is returned."""
     node = function_in("def f():\n    'd'\n    return 1")
     bare = same_but_docstring("def f():\n    return 1", node)
@@ -135,12 +135,12 @@ def test_cut_that_says_the_same_is_accepted() -> None:
         "",
     ],
 )
-def test_cut_that_says_something_else_is_refused(text: str) -> None:
+def test_cut_that_says_something_else_is_refused(text):
     """Another value, the docstring, more code, no code, no function, nothing."""
     assert same_but_docstring(text, function_in("def f():\n    'd'\n    return 1")) is None
 
 
-def test_docstring_continued_by_backslashes_goes_whole() -> None:
+def test_docstring_continued_by_backslashes_goes_whole():
     """The last backslash stays, on an otherwise blank line, where it does no harm."""
     text = "def f():\n    'd' \\\n    'e' \\\n\n    return 1"
     assert cut_from(text) == "def f():\n    \\\n\n    return 1"
@@ -160,13 +160,13 @@ def test_docstring_continued_by_backslashes_goes_whole() -> None:
         "def f() -> (\n    'é: x'\n):",
     ],
 )
-def test_signature_is_the_header_as_written(header: str) -> None:
+def test_signature_is_the_header_as_written(header):
     """Up to its own colon, past the colons of annotations, comments and strings."""
     text = f"@decorator(a=1)\n{header}  # after: this\n    return {{1: 2}}"
     assert signature(text, function_in(text)) == header
 
 
-def test_source_is_decoded_as_it_declares() -> None:
+def test_source_is_decoded_as_it_declares():
     """PEP 263, with UTF-8 where nothing is declared."""
     assert decode(b"# -*- coding: latin-1 -*-\r\nx = '\xe9'\r") == (
         "# -*- coding: latin-1 -*-\nx = 'é'\n"
@@ -175,13 +175,13 @@ def test_source_is_decoded_as_it_declares() -> None:
 
 
 @pytest.mark.parametrize("data", [b"x = '\xe9'", b"# coding: no-such-codec\n", b"\xff\xfe\x00"])
-def test_source_that_cannot_be_decoded_is_none(data: bytes) -> None:
+def test_source_that_cannot_be_decoded_is_none(data):
     """Some test files of the library are wrong on purpose."""
     assert decode(data) is None
 
 
 @pytest.mark.parametrize("text", ["def f(:", "x = '\0'", "(" * 5_000])
-def test_text_that_is_no_python_is_none(text: str) -> None:
+def test_text_that_is_no_python_is_none(text):
     """Wrong, with NUL bytes, and nested too deeply."""
     assert parse(text) is None
 
@@ -201,7 +201,7 @@ FLUSH = ["y = '''a\n        b\n  c'''", "return '''\n'''", "t = 'a\\\nb'"]
 DOCSTRINGS = ["'d'", '"""One.\n\n    Two.\n"""', "('d' 'é')", "r'''\\d\n'''", "'a' \\\n'b'"]
 
 
-def block(statements: list[str], docstring: str, beside: str, indent: str) -> str:
+def block(statements, docstring, beside, indent):
     """Write a method of a class."""
     head = textwrap.indent("@d\ndef f(self, a=':'):", indent)
     body = [
@@ -217,9 +217,7 @@ def block(statements: list[str], docstring: str, beside: str, indent: str) -> st
     st.sampled_from(["", "  # beside", "; w = 1"]),
     st.sampled_from(["  ", "    ", "\t"]),
 )
-def test_cutting_changes_nothing_but_the_docstring(
-    statements: list[str], docstring: str, beside: str, indent: str
-) -> None:
+def test_cutting_changes_nothing_but_the_docstring(statements, docstring, beside, indent):
     """The tree of what is cut out is the original's less its first statement."""
     text = block(statements, docstring, beside, indent)
     node = function_in(text)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -15,30 +14,26 @@ from mens_exp.rows.encode import Labelling, encode
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.tokenizer.vox import VoxTokenizer
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
 VOX = VoxTokenizer()
 LABELLING = Labelling(objective="assistant", seq_len=200)
 WORDS = "a b c d e f g h i j k l m n o p q r s t"
 
 
-def pair(prompt: str, response: str = "ok", **more: Any) -> TrainingPair:
+def pair(prompt, response="ok", **more):
     return TrainingPair(prompt=prompt, response=response, **more)
 
 
-def rows(train: Sequence[TrainingPair], **sides: Any) -> Rows:
+def rows(train, **sides):
     given = {"val": [], "heldout": [], **sides}
     return Rows(source="jsonl", train=list(train), sha256="0", **given)
 
 
-def part_of(train: Sequence[TrainingPair], **sides: Any) -> Any:
+def part_of(train, **sides):
     documents = encode(train, VOX, LABELLING)
     return rows_part(rows(train, **sides), documents, VOX, LABELLING)
 
 
-def test_groups_and_rows_on_two_sides_are_counted() -> None:
+def test_groups_and_rows_on_two_sides_are_counted():
     """By their own names, whatever the split went by."""
     train = [pair("1", group="a.py"), pair("2", group="b.py"), pair("3")]
     found = part_of(train, val=[pair("4", group="b.py")], heldout=[pair("3"), pair("5")])
@@ -47,8 +42,8 @@ def test_groups_and_rows_on_two_sides_are_counted() -> None:
 
 
 def test_training_rows_are_held_against_some_of_many_held_out_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """As many as memory has room for, and the record says how many."""
     everyone = rows([pair(f"t{n}", WORDS) for n in range(3)], heldout=[pair("h", WORDS)] * 5)
     whole = heldout_part(everyone)
@@ -62,7 +57,7 @@ def test_training_rows_are_held_against_some_of_many_held_out_rows(
     assert heldout_part(rows([pair("t", WORDS)])) is None
 
 
-def test_conversations_that_repeat_an_answer_are_counted() -> None:
+def test_conversations_that_repeat_an_answer_are_counted():
     """Up to white space; rows of one exchange are no conversations."""
     train = [
         pair("1", "Yes."),
@@ -73,7 +68,7 @@ def test_conversations_that_repeat_an_answer_are_counted() -> None:
     assert (found["conversations"], found["repeated_answers"]) == (2, 1)
 
 
-def test_prompts_are_those_of_evaluation_in_every_kind_of_document() -> None:
+def test_prompts_are_those_of_evaluation_in_every_kind_of_document():
     """Conversations, long documents and rows with nothing to learn do not count as otherwise."""
     train = [
         pair("x" * 500),  # nothing of its answer is within the limit
@@ -85,7 +80,7 @@ def test_prompts_are_those_of_evaluation_in_every_kind_of_document() -> None:
     assert (found["prompts_checked"], found["prompts_otherwise"]) == (2, 0)
 
 
-def test_documents_of_another_template_are_told() -> None:
+def test_documents_of_another_template_are_told():
     """The learned part follows other ids than evaluation gives."""
     train = [pair("1"), pair("2")]
     documents = encode(train, VOX, LABELLING)
@@ -94,7 +89,7 @@ def test_documents_of_another_template_are_told() -> None:
     assert (found["prompts_checked"], found["prompts_otherwise"]) == (2, 2)
 
 
-def test_a_mix_is_held_against_its_exact_shares() -> None:
+def test_a_mix_is_held_against_its_exact_shares():
     """Of ten rows, 0.7 and 0.3 are seven and three."""
     sources = {"a": {"weight": 0.7, "rows": 5}, "b": {"weight": 0.3, "rows": 5}}
     found = part_of([pair("1")], taken={"mixed": {"rows": 10, "sources": sources}})
@@ -102,7 +97,7 @@ def test_a_mix_is_held_against_its_exact_shares() -> None:
     assert part_of([pair("1")])["mix_off"] is None
 
 
-def test_half_of_an_item_in_one_row_is_contained() -> None:
+def test_half_of_an_item_in_one_row_is_contained():
     """Twenty words are eight 13-grams; sixteen of them have four."""
     row = pair("Say it.", " ".join(WORDS.split()[:16]))
     found = overlap_part([pair("clean"), row, row], [("i", WORDS), ("j", "other")], "items")
@@ -113,7 +108,7 @@ def test_half_of_an_item_in_one_row_is_contained() -> None:
 
 
 @pytest.fixture
-def key() -> CacheKey:
+def key():
     return CacheKey(
         rows_sha256="r",
         tokenizer_sha256=VOX.sha256,
@@ -124,9 +119,7 @@ def key() -> CacheKey:
     )
 
 
-def test_the_token_part_is_counted_by_hand_and_kept(
-    tmp_path: Path, key: CacheKey, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_token_part_is_counted_by_hand_and_kept(tmp_path, key, monkeypatch):
     """Two rows of 10 learned characters and one of 300, cut; the second time nothing is encoded."""
     train = [pair("1", "y" * 10), pair("2", "z" * 10), pair("3", "w" * 300)]
     documents, counts = rows_cache.encoded(tmp_path, key, lambda: encode(train, VOX, LABELLING))
@@ -147,9 +140,7 @@ def test_the_token_part_is_counted_by_hand_and_kept(
     assert again == made == known_token_part(tmp_path, key, counts)
 
 
-def test_a_token_part_that_is_damaged_or_of_other_documents_is_not_known(
-    tmp_path: Path, key: CacheKey
-) -> None:
+def test_a_token_part_that_is_damaged_or_of_other_documents_is_not_known(tmp_path, key):
     """It is made again then."""
     train = [pair("1")]
     documents, counts = rows_cache.encoded(tmp_path, key, lambda: encode(train, VOX, LABELLING))
@@ -164,9 +155,7 @@ def test_a_token_part_that_is_damaged_or_of_other_documents_is_not_known(
     assert again == made
 
 
-def test_documents_that_are_not_their_rows_leave_roles_unknown_with_the_reason(
-    tmp_path: Path, key: CacheKey
-) -> None:
+def test_documents_that_are_not_their_rows_leave_roles_unknown_with_the_reason(tmp_path, key):
     """What can be told without roles still is."""
     train = [pair("1", "y" * 300)]
     documents, counts = rows_cache.encoded(tmp_path, key, lambda: encode(train, VOX, LABELLING))

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -14,37 +13,34 @@ import pytest
 from mens_exp.corpus.side_by_side import in_order, pieces
 from mens_exp.errors import DataError, SetupError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
-
-def doubled(piece: list[int]) -> tuple[int, list[int]]:
+def doubled(piece):
     return os.getpid(), [2 * one for one in piece]
 
 
-def refused(piece: list[int]) -> list[int]:
+def refused(piece):
     raise DataError("is wrong", where=f"row {piece[0]}")
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_results_come_in_the_order_of_the_pieces(processes: int) -> None:
+def test_results_come_in_the_order_of_the_pieces(processes):
     """From other processes where there are several."""
     found = list(in_order(doubled, pieces(range(1000), 30), processes))
     assert [one for _, piece in found for one in piece] == [2 * n for n in range(1000)]
     assert (os.getpid() in {process for process, _ in found}) == (processes == 1)
 
 
-def test_one_piece_starts_no_process() -> None:
+def test_one_piece_starts_no_process():
     """A small corpus does not pay for it."""
     assert list(in_order(doubled, [[1]], 2)) == [(os.getpid(), [2])]
     assert list(in_order(doubled, [], 2)) == []
 
 
-def test_few_pieces_are_read_ahead() -> None:
+def test_few_pieces_are_read_ahead():
     """With two processes at most four, and the one that is waited for."""
     read = 0
 
-    def stream() -> Iterator[list[int]]:
+    def stream():
         nonlocal read
         for number in range(40):
             read += 1
@@ -55,24 +51,24 @@ def test_few_pieces_are_read_ahead() -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_an_error_is_the_same_from_another_process(processes: int) -> None:
+def test_an_error_is_the_same_from_another_process(processes):
     """With its place."""
     with pytest.raises(DataError, match="row 0: is wrong") as caught:
         list(in_order(refused, [[0], [1], [2]], processes))
     assert caught.value.where == "row 0"
 
 
-def killed(piece: list[int]) -> None:
+def killed(piece):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_process_that_the_system_ends_is_told() -> None:
+def test_a_process_that_the_system_ends_is_told():
     """As it does when memory runs out."""
     with pytest.raises(SetupError, match=r"ended from outside.*fewer processes"):
         list(in_order(killed, [[0], [1], [2]], 2))
 
 
-def test_pieces_are_as_long_as_asked_but_the_last() -> None:
+def test_pieces_are_as_long_as_asked_but_the_last():
     """Seven by three."""
     assert list(pieces(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
 
@@ -86,13 +82,13 @@ if __name__ == "__main__":
 """
 
 
-def told(piece: list[str]) -> None:
+def told(piece):
     sys.stdout.write(f"{os.getpid()}\n")
     sys.stdout.flush()
     time.sleep(60)
 
 
-def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+def test_processes_end_with_the_one_that_started_them(tmp_path):
     """Killed, it can tell nobody; its two processes notice."""
     (tmp_path / "main.py").write_text(WAITING)
     here = str(Path(__file__).parent)

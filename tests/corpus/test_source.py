@@ -2,33 +2,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING
 
 import pytest
 
 from mens_exp.config.data import DataConfig, JsonlData, StdlibData
 from mens_exp.corpus import stdlib
-from mens_exp.corpus.source import Rows, cache_key, load_rows
+from mens_exp.corpus.source import cache_key, load_rows
 from mens_exp.corpus.split import Side
 from mens_exp.errors import DataError, Problems
 from mens_exp.rows.readers import rows_digest
 from mens_exp.tokenizer import byte_level
 from mens_exp.tokenizer.hf import HfTokenizer
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
-
 FUNCTION = 'def {0}(a):\n    """Do {0}."""\n    b = a + "{0}"\n    return b\n'
 
 
 @pytest.fixture
-def jsonl(tmp_path: Path) -> Callable[..., JsonlData]:
+def jsonl(tmp_path):
     """Write rows of ten groups, two rows each, and configure them."""
 
-    def written(groups: int = 10, **values: float) -> JsonlData:
+    def written(groups=10, **values):
         rows = [
             {"prompt": f"p{group}-{row}", "response": "r", "group": f"g{group}"}
             for group in range(groups)
@@ -41,11 +34,11 @@ def jsonl(tmp_path: Path) -> Callable[..., JsonlData]:
     return written
 
 
-def groups(rows: Rows, side: Side) -> set[str]:
+def groups(rows, side):
     return {pair.group for pair in getattr(rows, side.value)}
 
 
-def test_rows_of_a_file_are_split_by_group(jsonl: Callable[..., JsonlData], tmp_path: Path) -> None:
+def test_rows_of_a_file_are_split_by_group(jsonl, tmp_path):
     """All rows, each group on one side, in the file's order."""
     rows = load_rows(jsonl(), tmp_path)
     assert (rows.source, len(rows.train) + len(rows.val) + len(rows.heldout)) == ("jsonl", 20)
@@ -55,9 +48,7 @@ def test_rows_of_a_file_are_split_by_group(jsonl: Callable[..., JsonlData], tmp_
     assert [pair.prompt for pair in rows.val] == sorted(pair.prompt for pair in rows.val)
 
 
-def test_file_under_the_home_directory_is_found(
-    jsonl: Callable[..., JsonlData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_under_the_home_directory_is_found(jsonl, tmp_path, monkeypatch):
     """A tilde is the user's home, in a configuration as in a shell."""
     jsonl()
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -66,9 +57,7 @@ def test_file_under_the_home_directory_is_found(
     assert load_rows(config, tmp_path).train
 
 
-def test_standard_library_is_extracted_and_cached(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_standard_library_is_extracted_and_cached(tmp_path, monkeypatch):
     """Its files are the groups; a second call reads the cache."""
     library = tmp_path / "lib"
     library.mkdir()
@@ -84,9 +73,7 @@ def test_standard_library_is_extracted_and_cached(
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_too_few_groups_to_validate_on_are_refused(
-    jsonl: Callable[..., JsonlData], tmp_path: Path, count: int
-) -> None:
+def test_too_few_groups_to_validate_on_are_refused(jsonl, tmp_path, count):
     """One group can be trained on or validated on, not both; two can serve both."""
     if count == 1:
         with pytest.raises(DataError, match="no row is left for val") as caught:
@@ -98,7 +85,7 @@ def test_too_few_groups_to_validate_on_are_refused(
         assert (bool(rows.train), bool(rows.val), bool(rows.heldout)) == (True, True, count > 2)
 
 
-def test_faults_of_the_file_are_passed_on(tmp_path: Path) -> None:
+def test_faults_of_the_file_are_passed_on(tmp_path):
     """All of them, by line."""
     path = tmp_path / "rows.jsonl"
     path.write_text("{}\n[]\n", "utf-8")
@@ -107,7 +94,7 @@ def test_faults_of_the_file_are_passed_on(tmp_path: Path) -> None:
     assert {str(p.where) for p in caught.value.problems} == {f"{path}:1", f"{path}:2"}
 
 
-def test_hashes_are_those_of_the_rows(jsonl: Callable[..., JsonlData], tmp_path: Path) -> None:
+def test_hashes_are_those_of_the_rows(jsonl, tmp_path):
     """Of each side and of all; a changed share moves rows, not what they are."""
     rows = load_rows(jsonl(), tmp_path)
     assert rows.side_sha256(Side.TRAIN) == rows_digest(rows.train)
@@ -117,9 +104,7 @@ def test_hashes_are_those_of_the_rows(jsonl: Callable[..., JsonlData], tmp_path:
     assert other.side_sha256(Side.VAL) != rows.side_sha256(Side.VAL)
 
 
-def test_cache_key_follows_all_that_shapes_ids(
-    jsonl: Callable[..., JsonlData], tmp_path: Path, tiny_config: Callable[..., RunConfig]
-) -> None:
+def test_cache_key_follows_all_that_shapes_ids(jsonl, tmp_path, tiny_config):
     """Rows, tokenizer, template, control tokens and labelling; not the seed or the batch."""
     byte_level.write_files(tmp_path)
     tokenizer = HfTokenizer.from_directory(tmp_path)
@@ -157,7 +142,7 @@ def test_cache_key_follows_all_that_shapes_ids(
     assert len({key, *moved}) == 9
 
 
-def test_every_source_has_its_own_fields() -> None:
+def test_every_source_has_its_own_fields():
     """Only rows from a file have a path."""
     assert isinstance(JsonlData(path="x"), DataConfig)
     assert not hasattr(StdlibData(), "path")

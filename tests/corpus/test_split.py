@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,18 +8,15 @@ from mens_exp.corpus.split import Side, assert_disjoint, group_of, side_of, spli
 from mens_exp.errors import ConfigError, DataError
 from mens_exp.rows.schema import TrainingPair
 
-if TYPE_CHECKING:
-    from random import Random
 
-
-def rows(groups: list[str]) -> list[TrainingPair]:
+def rows(groups):
     return [
         TrainingPair(prompt=f"p{number}", response="r", group=group)
         for number, group in enumerate(groups)
     ]
 
 
-def groups_on(sides: dict[Side, list[TrainingPair]]) -> dict[Side, set[str]]:
+def groups_on(sides):
     return {side: {group_of(pair) for pair in pairs} for side, pairs in sides.items()}
 
 
@@ -38,12 +33,12 @@ fractions = st.floats(0, 0.45)
         ("d.py", 0.10, Side.TRAIN),
     ],
 )
-def test_side_is_read_off_the_hash(group: str, share: float, side: Side) -> None:
+def test_side_is_read_off_the_hash(group, share, side):
     """SHA-256 of "a.py" begins f0de (0.941 of the range), that of "d.py" 3006 (0.188)."""
     assert side_of(group, share, share) is side
 
 
-def test_wider_held_out_share_keeps_what_was_held_out() -> None:
+def test_wider_held_out_share_keeps_what_was_held_out():
     """Held-out groups stay so when the share grows from a tenth to a third."""
     names = [f"m{number}.py" for number in range(500)]
     small = {name for name in names if side_of(name, 0.1, 0.1) is Side.HELDOUT}
@@ -51,7 +46,7 @@ def test_wider_held_out_share_keeps_what_was_held_out() -> None:
     assert small < large
 
 
-def test_changing_the_held_out_share_moves_no_validation_group() -> None:
+def test_changing_the_held_out_share_moves_no_validation_group():
     """The two shares lie at opposite ends of the range."""
     names = [f"m{number}.py" for number in range(500)]
     before = {name for name in names if side_of(name, 0.2, 0.1) is Side.VAL}
@@ -59,7 +54,7 @@ def test_changing_the_held_out_share_moves_no_validation_group() -> None:
     assert before == after
 
 
-def test_shares_are_about_those_asked_for() -> None:
+def test_shares_are_about_those_asked_for():
     """Of 10,000 groups a tenth each: within five standard deviations (30) of 1,000."""
     sides = [side_of(f"m{number}.py", 0.1, 0.1) for number in range(10_000)]
     assert abs(sides.count(Side.VAL) - 1_000) < 150
@@ -67,9 +62,7 @@ def test_shares_are_about_those_asked_for() -> None:
 
 
 @given(names, fractions, fractions, st.randoms(use_true_random=False))
-def test_split_is_a_function_of_the_groups_only(
-    groups: list[str], val: float, heldout: float, random: Random
-) -> None:
+def test_split_is_a_function_of_the_groups_only(groups, val, heldout, random):
     """Shuffled rows with other texts fall on the same sides."""
     pairs = rows(groups)
     shuffled = [
@@ -80,9 +73,7 @@ def test_split_is_a_function_of_the_groups_only(
 
 
 @given(names, fractions, fractions)
-def test_split_loses_no_row_and_divides_no_group(
-    groups: list[str], val: float, heldout: float
-) -> None:
+def test_split_loses_no_row_and_divides_no_group(groups, val, heldout):
     """The sides together are the rows, and no group is on two of them."""
     pairs = rows(groups)
     sides = split(pairs, val, heldout)
@@ -93,7 +84,7 @@ def test_split_loses_no_row_and_divides_no_group(
 
 
 @given(names, st.floats(0.001, 0.49), st.floats(0.001, 0.49))
-def test_no_side_is_empty_with_three_groups(groups: list[str], val: float, heldout: float) -> None:
+def test_no_side_is_empty_with_three_groups(groups, val, heldout):
     """Three groups are enough for three sides."""
     sides = groups_on(split(rows([*groups, "one", "two", "three"]), val, heldout))
     assert all(sides.values())
@@ -108,25 +99,25 @@ def test_no_side_is_empty_with_three_groups(groups: list[str], val: float, heldo
         (3, {Side.TRAIN, Side.VAL, Side.HELDOUT}),
     ],
 )
-def test_train_is_served_first_with_few_groups(count: int, filled: set[Side]) -> None:
+def test_train_is_served_first_with_few_groups(count, filled):
     """One group trains, the second validates, the third is held out."""
     sides = split(rows([f"m{number}.py" for number in range(count)]), 0.05, 0.05)
     assert {side for side, pairs in sides.items() if pairs} == filled
 
 
-def test_two_groups_fill_the_two_sides_asked_for() -> None:
+def test_two_groups_fill_the_two_sides_asked_for():
     """Without a validation share the second group is held out."""
     sides = split(rows(["a.py", "b.py"]), 0.0, 0.05)
     assert [len(sides[side]) for side in Side] == [1, 0, 1]
 
 
-def test_side_without_a_share_stays_empty() -> None:
+def test_side_without_a_share_stays_empty():
     """A fraction of zero means none."""
     sides = split(rows([f"m{number}.py" for number in range(100)]), 0.0, 0.0)
     assert [len(sides[side]) for side in Side] == [100, 0, 0]
 
 
-def test_rows_keep_their_order_within_a_side() -> None:
+def test_rows_keep_their_order_within_a_side():
     """Splitting does not shuffle."""
     sides = split(rows(["a.py", "b.py", "c.py"] * 5), 0.3, 0.3)
     for pairs in sides.values():
@@ -134,7 +125,7 @@ def test_rows_keep_their_order_within_a_side() -> None:
         assert numbers == sorted(numbers)
 
 
-def test_row_without_group_goes_with_its_prompt() -> None:
+def test_row_without_group_goes_with_its_prompt():
     """Two answers to one question stay together, white space aside."""
     one = TrainingPair(prompt="Why  so?", response="a")
     two = TrainingPair(prompt="Why so? ", response="b")
@@ -143,7 +134,7 @@ def test_row_without_group_goes_with_its_prompt() -> None:
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.0, 2.0, float("nan"), float("inf")])
-def test_share_outside_its_range_is_refused(fraction: float) -> None:
+def test_share_outside_its_range_is_refused(fraction):
     """The message has the setting's path, whichever of the two it is."""
     with pytest.raises(ConfigError, match=r"data\.val_frac: not a share"):
         split(rows(["a.py"]), fraction, 0.0)
@@ -151,13 +142,13 @@ def test_share_outside_its_range_is_refused(fraction: float) -> None:
         side_of("a.py", 0.0, fraction)
 
 
-def test_shares_that_leave_nothing_to_train_on_are_refused() -> None:
+def test_shares_that_leave_nothing_to_train_on_are_refused():
     """Half and half is everything."""
     with pytest.raises(ConfigError, match="nothing is left to train on"):
         split(rows(["a.py"]), 0.5, 0.5)
 
 
-def test_group_on_two_sides_is_refused() -> None:
+def test_group_on_two_sides_is_refused():
     """The message names the group and both sides."""
     sides = {Side.TRAIN: rows(["a.py", "b.py"]), Side.VAL: rows(["c.py"]), Side.HELDOUT: []}
     assert_disjoint(sides)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import ast
 import re
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,21 +10,17 @@ from mens_exp.corpus.split import assert_disjoint, split
 from mens_exp.corpus.stdlib import extract, load, stdlib_digest
 from mens_exp.errors import SetupError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 FUNCTION = 'def {0}(a):\n    """Do {0}."""\n    b = a + "{0}"\n    return b\n'
 
 
-def write(root: Path, name: str, *functions: str) -> None:
+def write(root, name, *functions):
     path = root / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(FUNCTION.format(function) for function in functions))
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> Path:
+def library(tmp_path):
     root = tmp_path / "lib"
     write(root, "zlast.py", "z")
     write(root, "json/__init__.py", "dump", "load")
@@ -34,16 +29,16 @@ def library(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Path:
+def cache(tmp_path):
     return tmp_path / "cache"
 
 
-def cache_file(cache: Path) -> Path:
+def cache_file(cache):
     (path,) = cache.iterdir()
     return path
 
 
-def test_pairs_come_by_file_and_position(library: Path) -> None:
+def test_pairs_come_by_file_and_position(library):
     """The group is the file, the prompt names the module."""
     extraction = extract(library)
     assert [(pair.group, pair.prompt.split("`")[1]) for pair in extraction.pairs] == [
@@ -72,7 +67,7 @@ def test_pairs_come_by_file_and_position(library: Path) -> None:
         "notes.txt",
     ],
 )
-def test_what_is_not_the_library_is_not_read(library: Path, name: str) -> None:
+def test_what_is_not_the_library_is_not_read(library, name):
     """Tests, packages and local files change neither the pairs nor the digest."""
     before = extract(library)
     write(library, name, "extra")
@@ -80,19 +75,19 @@ def test_what_is_not_the_library_is_not_read(library: Path, name: str) -> None:
     assert stdlib_digest(library) == before.content_sha256
 
 
-def test_file_whose_name_only_contains_test_is_read(library: Path) -> None:
+def test_file_whose_name_only_contains_test_is_read(library):
     """The directory test is skipped, the module doctest is not."""
     write(library, "doctest.py", "extra")
     assert extract(library).files == 4
 
 
-def test_link_to_a_directory_is_not_followed(library: Path) -> None:
+def test_link_to_a_directory_is_not_followed(library):
     """It could lead in a circle."""
     (library / "json" / "again").symlink_to(library, target_is_directory=True)
     assert extract(library).files == 3
 
 
-def test_files_that_cannot_be_read_as_python_are_counted(library: Path) -> None:
+def test_files_that_cannot_be_read_as_python_are_counted(library):
     """One that does not parse and one that does not decode stop nothing."""
     (library / "bad_syntax.py").write_text("def f(:")
     (library / "bad_bytes.py").write_bytes(b"x = '\xff'")
@@ -101,7 +96,7 @@ def test_files_that_cannot_be_read_as_python_are_counted(library: Path) -> None:
     assert extraction.dropped == {"file_does_not_decode": 1, "file_does_not_parse": 1}
 
 
-def test_duplicates_are_dropped_across_files(library: Path) -> None:
+def test_duplicates_are_dropped_across_files(library):
     """The first file in order keeps the function."""
     write(library, "copy.py", "z")
     extraction = extract(library)
@@ -110,13 +105,13 @@ def test_duplicates_are_dropped_across_files(library: Path) -> None:
     assert extraction.dropped == {"duplicate": 1}
 
 
-def test_invalid_escape_in_the_library_is_no_warning_to_the_user(library: Path) -> None:
+def test_invalid_escape_in_the_library_is_no_warning_to_the_user(library):
     """Warnings are errors here, and nothing is raised."""
     (library / "escape.py").write_text('def f():\n    """d\\d"""\n    a = "\\w"\n    return a\n')
     assert len(extract(library).pairs) == 5
 
 
-def test_digest_is_the_same_for_the_same_content(library: Path, tmp_path: Path) -> None:
+def test_digest_is_the_same_for_the_same_content(library, tmp_path):
     """Where the library lies does not matter."""
     other = library.rename(tmp_path / "elsewhere")
     first = stdlib_digest(other)
@@ -124,7 +119,7 @@ def test_digest_is_the_same_for_the_same_content(library: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("change", ["content", "name", "added"])
-def test_digest_depends_on_names_and_contents(library: Path, change: str) -> None:
+def test_digest_depends_on_names_and_contents(library, change):
     """Another library, another digest."""
     before = stdlib_digest(library)
     if change == "content":
@@ -137,16 +132,14 @@ def test_digest_depends_on_names_and_contents(library: Path, change: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["missing", "empty"])
-def test_library_without_sources_is_refused(tmp_path: Path, name: str) -> None:
+def test_library_without_sources_is_refused(tmp_path, name):
     """Some Pythons carry theirs in a zip archive; the message says what to do instead."""
     (tmp_path / "empty").mkdir()
     with pytest.raises(SetupError, match=r"no standard library in source form.*data=jsonl"):
         extract(tmp_path / name)
 
 
-def test_second_load_reads_the_cache(
-    library: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_load_reads_the_cache(library, cache, monkeypatch):
     """It returns the same without extracting."""
     first = load(cache, library)
     assert first == extract(library)
@@ -154,13 +147,13 @@ def test_second_load_reads_the_cache(
     assert load(cache, library) == first
 
 
-def test_cache_is_named_by_the_content(library: Path, cache: Path) -> None:
+def test_cache_is_named_by_the_content(library, cache):
     """Twelve digits of the digest, and the version of the extraction."""
     load(cache, library)
     assert cache_file(cache).name == f"stdlib-{stdlib_digest(library)[:12]}-v1.jsonl"
 
 
-def test_changed_library_is_extracted_anew(library: Path, cache: Path) -> None:
+def test_changed_library_is_extracted_anew(library, cache):
     """The older cache stays, for whoever goes back."""
     load(cache, library)
     write(library, "new.py", "new")
@@ -181,9 +174,7 @@ def test_changed_library_is_extracted_anew(library: Path, cache: Path) -> None:
         lambda data: data.replace(b'"files":3', b'"files":null'),
     ],
 )
-def test_damaged_cache_is_made_anew(
-    library: Path, cache: Path, damage: Callable[[bytes], bytes]
-) -> None:
+def test_damaged_cache_is_made_anew(library, cache, damage):
     """Whatever is wrong with it, the result is that of a fresh extraction."""
     first = load(cache, library)
     path = cache_file(cache)
@@ -193,7 +184,7 @@ def test_damaged_cache_is_made_anew(
     assert path.read_bytes() == whole
 
 
-def test_cache_that_cannot_be_written_is_refused(library: Path, tmp_path: Path) -> None:
+def test_cache_that_cannot_be_written_is_refused(library, tmp_path):
     """A file stands where the directory should be; the message names the cache."""
     (tmp_path / "cache").write_text("")
     with pytest.raises(SetupError, match="the cache cannot be written"):
@@ -201,7 +192,7 @@ def test_cache_that_cannot_be_written_is_refused(library: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_standard_library_keeps_every_promise(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_library_keeps_every_promise(cache, monkeypatch):
     """Of this interpreter: every response parses, has no docstring, and no file is on two sides."""
     extraction = load(cache)
     assert len(extraction.pairs) > 3_000

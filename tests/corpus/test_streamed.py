@@ -4,28 +4,22 @@ import gzip
 import json
 import pickle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mens_exp.config.data import FilterConfig, JsonlData, OnBadRow
 from mens_exp.corpus.source import load_rows
 from mens_exp.corpus.split import Side
-from mens_exp.corpus.streamed import RowStream, Window
+from mens_exp.corpus.streamed import RowStream
 from mens_exp.errors import DataError, Problems
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
-    from mens_exp.rows.schema import TrainingPair
-
-
-def line(number: int, **more: Any) -> str:
+def line(number, **more):
     return json.dumps({"prompt": f"p{number}", "response": f"r{number}", **more}) + "\n"
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> list[str]:
+def files(tmp_path):
     """Seventeen rows, then a compressed file of thirteen."""
     first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"
     first.write_text("".join(line(i) for i in range(17)), "utf-8")
@@ -33,28 +27,28 @@ def files(tmp_path: Path) -> list[str]:
     return [str(first), str(second)]
 
 
-def config_of(path: object, **values: Any) -> JsonlData:
+def config_of(path, **values):
     usual = {"shuffle_buffer": 7, "val_frac": 0.2, "heldout_frac": 0.1}
     return JsonlData(path=path, streaming=True, **{**usual, **values})
 
 
-def windows(stream: RowStream, count: int) -> list[Window]:
+def windows(stream, count):
     return [stream.next_window() for _ in range(count)]
 
 
-def numbers(pairs: Iterable[TrainingPair]) -> list[int]:
+def numbers(pairs):
     return [int(pair.prompt[1:]) for pair in pairs]
 
 
-def all_of(window: Window) -> list[int]:
+def all_of(window):
     return sorted(number for side in window.sides.values() for number in numbers(side))
 
 
-def trained(found: Sequence[Window]) -> list[int]:
+def trained(found):
     return [number for window in found for number in numbers(window.sides[Side.TRAIN])]
 
 
-def test_windows_follow_the_rows_of_all_files(files: list[str]) -> None:
+def test_windows_follow_the_rows_of_all_files(files):
     """Thirty rows, seven at a time: five windows an epoch, the last of two; then from the first."""
     found = windows(RowStream(config_of(files), None), 6)
     assert [all_of(window) for window in found[:5]] == [
@@ -66,18 +60,18 @@ def test_windows_follow_the_rows_of_all_files(files: list[str]) -> None:
 
 
 @pytest.mark.parametrize("taken", range(12))
-def test_a_saved_place_goes_on_bit_for_bit(files: list[str], taken: int) -> None:
+def test_a_saved_place_goes_on_bit_for_bit(files, taken):
     """Over the ends of windows, files and epochs, by a state that survives a file."""
     through = windows(RowStream(config_of(files), None), 14)
     stream = RowStream(config_of(files), None)
     windows(stream, taken)
-    state = pickle.loads(pickle.dumps(stream.state_dict()))  # noqa: S301  # our own
+    state = pickle.loads(pickle.dumps(stream.state_dict()))  # our own
     resumed = RowStream(config_of(files), None)
     resumed.load_state_dict(state)
     assert windows(resumed, 14 - taken) == through[taken:]
 
 
-def test_sides_are_those_of_the_rows_groups(files: list[str]) -> None:
+def test_sides_are_those_of_the_rows_groups(files):
     """As in a run that reads all rows first; nothing of another side is ever trained on."""
     whole = load_rows(JsonlData(path=files, val_frac=0.2, heldout_frac=0.1), Path("unused"))
     found = windows(RowStream(config_of(files), None), 5)
@@ -87,15 +81,15 @@ def test_sides_are_those_of_the_rows_groups(files: list[str]) -> None:
 
 
 def test_with_all_rows_in_the_buffer_rows_are_those_that_are_read_at_once(
-    files: list[str],
-) -> None:
+    files,
+):
     """The first window is everything: sides, order and all."""
     whole = load_rows(JsonlData(path=files, val_frac=0.2, heldout_frac=0.1), Path("unused"))
     first = load_rows(config_of(files, shuffle_buffer=30), Path("unused"))
     assert (first.train, first.val, first.heldout) == (whole.train, whole.val, whole.heldout)
 
 
-def test_the_first_rows_are_all_that_is_read_at_first(files: list[str]) -> None:
+def test_the_first_rows_are_all_that_is_read_at_first(files):
     """What stands behind them is not looked at yet, however wrong it is."""
     Path(files[1]).write_bytes(b"no gzip")
     rows = load_rows(config_of(files, shuffle_buffer=14), Path("unused"))
@@ -108,7 +102,7 @@ def test_the_first_rows_are_all_that_is_read_at_first(files: list[str]) -> None:
         windows(RowStream(config_of(files), None), 3)
 
 
-def test_rows_to_validate_on_are_not_trained_on(files: list[str], tmp_path: Path) -> None:
+def test_rows_to_validate_on_are_not_trained_on(files, tmp_path):
     """Two of four stand among the others too, and are passed over and counted."""
     val = tmp_path / "val.jsonl"
     val.write_text("".join(line(number) for number in (3, 12, 100, 101)), "utf-8")
@@ -122,7 +116,7 @@ def test_rows_to_validate_on_are_not_trained_on(files: list[str], tmp_path: Path
     assert [file.role for file in rows.files] == ["validation"]
 
 
-def test_filters_pass_rows_over(tmp_path: Path) -> None:
+def test_filters_pass_rows_over(tmp_path):
     """Every third row is of the category; the others are counted."""
     path = tmp_path / "a.jsonl"
     path.write_text("".join(line(i, category="ab"[i % 3 > 0]) for i in range(21)), "utf-8")
@@ -132,7 +126,7 @@ def test_filters_pass_rows_over(tmp_path: Path) -> None:
     assert found[-1].totals["filtered"] == 14
 
 
-def test_a_wrong_row_is_told_with_its_place(files: list[str]) -> None:
+def test_a_wrong_row_is_told_with_its_place(files):
     """When its window is read, with the others of that window."""
     with Path(files[0]).open("a", encoding="utf-8") as file:
         file.write('{"prompt": 3}\n{"prompt": "x"}\n')
@@ -145,7 +139,7 @@ def test_a_wrong_row_is_told_with_its_place(files: list[str]) -> None:
     }
 
 
-def test_wrong_rows_are_put_aside_and_counted(files: list[str]) -> None:
+def test_wrong_rows_are_put_aside_and_counted(files):
     """Two of thirty-two, in the third window; the others are as they were."""
     before = trained(windows(RowStream(config_of(files), None), 5))
     with Path(files[0]).open("a", encoding="utf-8") as file:
@@ -157,7 +151,7 @@ def test_wrong_rows_are_put_aside_and_counted(files: list[str]) -> None:
     assert [row.line for row in found[2].bad] == [18, 19]
 
 
-def test_too_many_wrong_rows_are_refused(files: list[str]) -> None:
+def test_too_many_wrong_rows_are_refused(files):
     """Two of twenty-one are over a twentieth; the message has the last place and the reasons."""
     with Path(files[0]).open("a", encoding="utf-8") as file:
         file.write("{\nnothing\n")
@@ -166,7 +160,7 @@ def test_too_many_wrong_rows_are_refused(files: list[str]) -> None:
         windows(RowStream(config, None), 3)
 
 
-def test_an_epoch_without_a_row_to_train_on_ends(tmp_path: Path) -> None:
+def test_an_epoch_without_a_row_to_train_on_ends(tmp_path):
     """It would read the same rows for ever."""
     path = tmp_path / "a.jsonl"
     path.write_text(line(0), "utf-8")
@@ -178,7 +172,7 @@ def test_an_epoch_without_a_row_to_train_on_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("side", ["train", "val"])
-def test_first_rows_without_a_side_are_refused(tmp_path: Path, side: str) -> None:
+def test_first_rows_without_a_side_are_refused(tmp_path, side):
     """The message says what gives it one."""
     path = tmp_path / "a.jsonl"
     path.write_text("".join(line(i, group="one") for i in range(9)), "utf-8")
@@ -187,7 +181,7 @@ def test_first_rows_without_a_side_are_refused(tmp_path: Path, side: str) -> Non
         load_rows(config_of(str(path), val_frac=share, heldout_frac=0.0005), Path("unused"))
 
 
-def test_the_digest_is_of_all_rows_so_far(files: list[str]) -> None:
+def test_the_digest_is_of_all_rows_so_far(files):
     """It changes with each window, and where one of the rows changes."""
     found = windows(RowStream(config_of(files), None), 3)
     assert len({window.rows_sha256 for window in found}) == 3
@@ -198,11 +192,11 @@ def test_the_digest_is_of_all_rows_so_far(files: list[str]) -> None:
     assert same == [True, False, False]
 
 
-def test_no_row_is_lost_or_read_twice_whatever_the_buffer(files: list[str]) -> None:
+def test_no_row_is_lost_or_read_twice_whatever_the_buffer(files):
     """One row, some, all and more than there are."""
     for size in (1, 4, 30, 31, 100):
         stream = RowStream(config_of(files, shuffle_buffer=size), None)
-        seen: list[int] = []
+        seen = []
         window = stream.next_window()
         while window.epoch == 0:
             seen += all_of(window)

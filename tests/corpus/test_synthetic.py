@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mens_exp.config.data import SyntheticData
@@ -15,26 +13,20 @@ from mens_exp.corpus.split import Side
 from mens_exp.corpus.synthetic import counts, is_cached, load, made_by
 from mens_exp.errors import DataError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
-
 
 @pytest.fixture
-def config() -> SyntheticData:
+def config():
     return SyntheticData(rows=100)
 
 
-def test_shares_are_of_the_rows(config: SyntheticData) -> None:
+def test_shares_are_of_the_rows(config):
     """Rounded, one at least; train has the rest."""
     assert counts(config) == {Side.TRAIN: 90, Side.VAL: 5, Side.HELDOUT: 5}
     few = SyntheticData(rows=10, val_frac=0.01, heldout_frac=0.3)
     assert counts(few) == {Side.TRAIN: 6, Side.VAL: 1, Side.HELDOUT: 3}
 
 
-def test_sides_are_families_of_their_own(tmp_path: Path) -> None:
+def test_sides_are_families_of_their_own(tmp_path):
     """As the catalogue has them; every row says its family and theme, and carries bare code."""
     rows = load_rows(SyntheticData(rows=200, val_frac=0.2, heldout_frac=0.2), tmp_path)
     assert (rows.source, len(rows.train), len(rows.val), len(rows.heldout)) == (
@@ -51,15 +43,13 @@ def test_sides_are_families_of_their_own(tmp_path: Path) -> None:
     assert not any("```" in pair.response for pair in everyone)
 
 
-def test_held_out_rows_are_the_benchmark(tmp_path: Path) -> None:
+def test_held_out_rows_are_the_benchmark(tmp_path):
     """What a suite makes of the same seed and share, no more and no less."""
     rows = load_rows(SyntheticData(rows=100, generator_seed=4, repair_frac=0.5), tmp_path)
     assert rows.heldout == [task.pair for task in benchmark_tasks(4, 5, 0.5)]
 
 
-def test_second_load_reads_the_cache(
-    config: SyntheticData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_load_reads_the_cache(config, tmp_path, monkeypatch):
     """The same rows and counts, nothing generated."""
     assert not is_cached(config, tmp_path)
     first = load(config, tmp_path)
@@ -71,9 +61,7 @@ def test_second_load_reads_the_cache(
 @pytest.mark.parametrize(
     "damage", [lambda whole: whole[:-9], lambda whole: whole.replace(b"dropped", b"droped", 1)]
 )
-def test_damaged_cache_is_made_anew(
-    config: SyntheticData, tmp_path: Path, damage: Callable[[bytes], bytes]
-) -> None:
+def test_damaged_cache_is_made_anew(config, tmp_path, damage):
     """Byte for byte as it was, whether a row or the header lost something."""
     first = load(config, tmp_path)
     (path,) = tmp_path.iterdir()
@@ -88,18 +76,14 @@ def test_damaged_cache_is_made_anew(
     [{"rows": 101}, {"generator_seed": 1}, {"repair_frac": 0.5}, {"heldout_frac": 0.1}],
     ids=str,
 )
-def test_what_changes_the_rows_names_another_cache(
-    config: SyntheticData, tmp_path: Path, change: dict[str, float]
-) -> None:
+def test_what_changes_the_rows_names_another_cache(config, tmp_path, change):
     """What does not, such as the sequence length, finds the same."""
     load(config, tmp_path)
     assert is_cached(SyntheticData(rows=100, seq_len=64), tmp_path)
     assert not is_cached(SyntheticData(**{"rows": 100} | change), tmp_path)
 
 
-def test_another_generator_or_interpreter_names_another_cache(
-    config: SyntheticData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_generator_or_interpreter_names_another_cache(config, tmp_path, monkeypatch):
     """Messages that repair rows quote are the interpreter's own."""
     load(config, tmp_path)
     said = made_by()
@@ -112,9 +96,7 @@ def test_another_generator_or_interpreter_names_another_cache(
     assert made_by() != said
 
 
-def test_more_rows_than_there_are_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_rows_than_there_are_is_refused(tmp_path, monkeypatch):
     """With how many there are, and nothing left in the cache."""
     first = families_of(Side.TRAIN)[0]
     monkeypatch.setattr(module, "families_of", lambda side: [first])
@@ -124,9 +106,7 @@ def test_more_rows_than_there_are_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_shares_that_leave_nothing_to_train_on_are_refused(
-    tmp_path: Path, tiny_config: Callable[..., RunConfig]
-) -> None:
+def test_shares_that_leave_nothing_to_train_on_are_refused(tmp_path, tiny_config):
     """Ten rows of which five validate and five are held out; by the rules, before any is made."""
     config = tiny_config("data=synthetic")
     config.data = SyntheticData(rows=10, val_frac=0.48, heldout_frac=0.5)
@@ -138,7 +118,7 @@ def test_shares_that_leave_nothing_to_train_on_are_refused(
     assert list(problems(config)) == []
 
 
-def test_shares_of_one_and_more_are_told_once(tiny_config: Callable[..., RunConfig]) -> None:
+def test_shares_of_one_and_more_are_told_once(tiny_config):
     """By their sum, as for every source; a share that is no number is left to its range."""
     config = tiny_config("data=synthetic")
     config.data = SyntheticData(rows=10, val_frac=float("nan"))

@@ -1,16 +1,9 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 
 from mens_exp.data.batch import packed_batch, padded_batch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.rows.encode import Encoded
 
 PAD = 0
 IDS = [[10, 11, 12, 13], [20, 21, 22]]
@@ -18,13 +11,13 @@ SUPERVISED = [[0, 0, 1, 1], [0, 1, 1]]
 
 
 @pytest.fixture
-def documents(documents_of: Callable[..., Encoded]) -> Encoded:
+def documents(documents_of):
     return documents_of(IDS, SUPERVISED)
 
 
 def test_packed_batch_predicts_each_supervised_token_from_the_one_before(
-    documents: Encoded,
-) -> None:
+    documents,
+):
     """12, 13 and 21, 22 are learned from 11, 12 and 20, 21, at their places in one sequence."""
     batch = packed_batch(documents, [[1, 0]], index=7)
     assert batch.input_ids_BT.tolist() == [[20, 21, 22, 10, 11, 12, 13]]
@@ -37,8 +30,8 @@ def test_packed_batch_predicts_each_supervised_token_from_the_one_before(
 
 
 def test_padded_batch_predicts_each_supervised_token_from_the_one_before(
-    documents: Encoded,
-) -> None:
+    documents,
+):
     """The same tokens are learned, at their places in the flattened rows of four."""
     batch = padded_batch(documents, [[1], [0]], index=7, pad_id=PAD)
     assert batch.input_ids_BT.tolist() == [[20, 21, 22, PAD], [10, 11, 12, 13]]
@@ -51,7 +44,7 @@ def test_padded_batch_predicts_each_supervised_token_from_the_one_before(
     assert (batch.tokens, batch.index) == (7, 7)
 
 
-def test_a_padded_batch_masks_by_length_and_never_by_the_pad_id(documents: Encoded) -> None:
+def test_a_padded_batch_masks_by_length_and_never_by_the_pad_id(documents):
     """Where the pad id is also a learned token (an end marker, say), it stays learned and seen."""
     batch = padded_batch(documents, [[1], [0]], index=0, pad_id=22)
     assert batch.input_ids_BT.tolist()[0] == [20, 21, 22, 22]
@@ -60,7 +53,7 @@ def test_a_padded_batch_masks_by_length_and_never_by_the_pad_id(documents: Encod
     assert batch.targets_M.tolist() == [21, 22, 12, 13]
 
 
-def test_blocks_of_a_micro_batch_join_into_one_packed_sequence(documents: Encoded) -> None:
+def test_blocks_of_a_micro_batch_join_into_one_packed_sequence(documents):
     """Two blocks give the sequence that one block of both documents gives."""
     apart, together = (packed_batch(documents, b, index=0) for b in ([[0], [1]], [[0, 1]]))
     assert torch.equal(apart.input_ids_BT, together.input_ids_BT)
@@ -68,8 +61,8 @@ def test_blocks_of_a_micro_batch_join_into_one_packed_sequence(documents: Encode
 
 
 def test_a_document_without_supervision_is_seen_and_not_learned(
-    documents_of: Callable[..., Encoded],
-) -> None:
+    documents_of,
+):
     """Its tokens count, its predictions do not exist."""
     documents = documents_of(IDS, [[0, 0, 0, 0], [0, 1, 1]])
     for batch in (
@@ -80,7 +73,7 @@ def test_a_document_without_supervision_is_seen_and_not_learned(
         assert batch.targets_M.tolist() == [21, 22]
 
 
-def test_ids_and_indices_are_of_the_types_torch_indexes_with(documents: Encoded) -> None:
+def test_ids_and_indices_are_of_the_types_torch_indexes_with(documents):
     """int64 everywhere, whatever the cache stores."""
     for batch in (
         packed_batch(documents, [[0, 1]], index=0),
@@ -90,7 +83,7 @@ def test_ids_and_indices_are_of_the_types_torch_indexes_with(documents: Encoded)
             assert tensor.dtype == torch.int64
 
 
-def test_moving_a_batch_moves_every_tensor_and_nothing_else(documents: Encoded) -> None:
+def test_moving_a_batch_moves_every_tensor_and_nothing_else(documents):
     """On the meta device no tensor has values; bounds and counts stay as they are."""
     batch = padded_batch(documents, [[1], [0]], index=3, pad_id=PAD).to("meta", non_blocking=True)
     assert batch.attention_mask_BT is not None

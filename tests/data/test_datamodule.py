@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mens_exp.corpus.source import Rows
@@ -11,17 +9,8 @@ from mens_exp.rows.readers import rows_digest
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.tokenizer.hf import HfTokenizer
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
-    from mens_exp.config.root import RunConfig
-    from mens_exp.data.batch import Batch
-    from mens_exp.data.stream import MicroBatches
-    from mens_exp.model.resolve import BaseModel
-
-
-def pairs(count: int, *, width: int = 5) -> list[TrainingPair]:
+def pairs(count, *, width=5):
     """Make rows whose answers are of many lengths."""
     return [
         TrainingPair(prompt=f"row {i}", response="x" * (1 + width * (i % 7)), group=f"g{i}")
@@ -29,18 +18,16 @@ def pairs(count: int, *, width: int = 5) -> list[TrainingPair]:
     ]
 
 
-def rows_of(train: list[TrainingPair], val: list[TrainingPair]) -> Rows:
+def rows_of(train, val):
     return Rows(source="jsonl", train=train, val=val, heldout=[], sha256=rows_digest(train + val))
 
 
 @pytest.fixture
-def module(
-    tiny_config: Callable[..., RunConfig], tiny_base: BaseModel, tmp_path: Path
-) -> Callable[..., RowsDataModule]:
+def module(tiny_config, tiny_base, tmp_path):
     """Build a datamodule over 40 training and 30 validation rows."""
     tokenizer = HfTokenizer.from_directory(tiny_base.directory)
 
-    def build(*overrides: str, rows: Rows | None = None) -> RowsDataModule:
+    def build(*overrides, rows=None):
         config = tiny_config("data.seq_len=128", "trainer.max_steps=5", *overrides)
         return RowsDataModule(
             config, rows or rows_of(pairs(40), pairs(70)[40:]), tokenizer, tmp_path
@@ -49,12 +36,12 @@ def module(
     return build
 
 
-def documents_in(stream: MicroBatches) -> list[tuple[int, ...]]:
+def documents_in(stream):
     """List the documents of a stream by their ids, sorted."""
     return sorted(document for batch in stream for document in documents_of_batch(batch))
 
 
-def documents_of_batch(batch: Batch) -> list[tuple[int, ...]]:
+def documents_of_batch(batch):
     if batch.documents is not None:
         ids = batch.input_ids_BT[0].tolist()
         return [tuple(ids[start:end]) for start, end in batch.documents]
@@ -64,13 +51,13 @@ def documents_of_batch(batch: Batch) -> list[tuple[int, ...]]:
 
 
 def test_the_stream_holds_as_many_micro_batches_as_the_run_takes(
-    module: Callable[..., RowsDataModule],
-) -> None:
+    module,
+):
     """5 steps of 4 micro-batches are 20."""
     assert len(module("trainer.accumulate_grad_batches=4").train_dataloader()) == 20
 
 
-def test_max_epochs_alone_counts_steps_in_blocks(module: Callable[..., RowsDataModule]) -> None:
+def test_max_epochs_alone_counts_steps_in_blocks(module):
     """40 rows unpacked, 3 in a micro-batch, 2 micro-batches a step: 2 epochs are 14 steps.
 
     27 micro-batches hold the 80 rows, the last of them two: nothing is trained on a third time.
@@ -89,9 +76,7 @@ def test_max_epochs_alone_counts_steps_in_blocks(module: Callable[..., RowsDataM
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(5, 5), (500, 10)])
-def test_the_lower_of_two_limits_holds(
-    module: Callable[..., RowsDataModule], steps: int, expected: int
-) -> None:
+def test_the_lower_of_two_limits_holds(module, steps, expected):
     """One epoch of 40 unpacked rows is 10 steps of 4."""
     data = module(
         f"trainer.max_steps={steps}",
@@ -102,10 +87,10 @@ def test_the_lower_of_two_limits_holds(
     assert data.max_steps == expected
 
 
-def test_the_training_order_depends_on_the_seed(module: Callable[..., RowsDataModule]) -> None:
+def test_the_training_order_depends_on_the_seed(module):
     """The same seed gives the same first batches, another gives others."""
 
-    def first(seed: int) -> list[list[int]]:
+    def first(seed):
         stream = module(f"seed={seed}").train_dataloader()
         return [stream.batch(i).input_ids_BT[0].tolist() for i in range(6)]
 
@@ -113,7 +98,7 @@ def test_the_training_order_depends_on_the_seed(module: Callable[..., RowsDataMo
     assert first(1) != first(2)
 
 
-def test_no_row_is_missing_from_an_epoch(module: Callable[..., RowsDataModule]) -> None:
+def test_no_row_is_missing_from_an_epoch(module):
     """One epoch over packed blocks holds every training row once."""
     data = module("trainer.max_steps=-1", "trainer.max_epochs=1")
     stream = data.train_dataloader()
@@ -123,9 +108,7 @@ def test_no_row_is_missing_from_an_epoch(module: Callable[..., RowsDataModule]) 
 
 
 @pytest.mark.parametrize("limit", [300, 100_000])
-def test_arms_validate_on_the_same_documents(
-    module: Callable[..., RowsDataModule], limit: int
-) -> None:
+def test_arms_validate_on_the_same_documents(module, limit):
     """Neither the seed nor packing nor the micro-batch moves what is validated on."""
     cells = ([], ["seed=7"], ["data.packing=false"], ["data.micro_batch_size=3"])
     seen = [
@@ -135,7 +118,7 @@ def test_arms_validate_on_the_same_documents(
     assert seen[0] == seen[1] == seen[2] == seen[3]
 
 
-def test_validation_stops_once_it_has_its_tokens(module: Callable[..., RowsDataModule]) -> None:
+def test_validation_stops_once_it_has_its_tokens(module):
     """The last document chosen is the one that reaches the limit."""
     data = module("data.val_max_tokens=300")
     tokens = sum(batch.tokens for batch in data.val_dataloader())
@@ -143,16 +126,16 @@ def test_validation_stops_once_it_has_its_tokens(module: Callable[..., RowsDataM
 
 
 def test_validation_takes_everything_where_the_limit_is_higher(
-    module: Callable[..., RowsDataModule],
-) -> None:
+    module,
+):
     """All 30 rows, once each."""
     stream = module("data.val_max_tokens=100000", "data.micro_batch_size=4").val_dataloader()
     assert len(documents_in(stream)) == 30
 
 
 def test_a_validation_sample_is_not_the_longest_documents(
-    module: Callable[..., RowsDataModule],
-) -> None:
+    module,
+):
     """The mean length of a third of the rows is within a third of the mean over all."""
     data = module("data.val_max_tokens=1000", rows=rows_of(pairs(9), pairs(300, width=12)))
     sample = documents_in(data.val_dataloader())
@@ -161,8 +144,8 @@ def test_a_validation_sample_is_not_the_longest_documents(
 
 
 def test_packing_efficiency_is_the_share_of_room_that_tokens_fill(
-    module: Callable[..., RowsDataModule],
-) -> None:
+    module,
+):
     """Tokens of all training documents over blocks times capacity."""
     data = module()
     blocks = data.train_dataloader().blocks
@@ -172,9 +155,7 @@ def test_packing_efficiency_is_the_share_of_room_that_tokens_fill(
 
 
 @pytest.mark.parametrize("side", ["train", "val"])
-def test_a_side_without_a_learned_token_is_refused(
-    module: Callable[..., RowsDataModule], side: str
-) -> None:
+def test_a_side_without_a_learned_token_is_refused(module, side):
     """Prompts longer than the sequence leave nothing to learn; the message names the remedy."""
     long = [TrainingPair(prompt="y" * 200, response="x", group="g")]
     rows = rows_of(long, pairs(3)) if side == "train" else rows_of(pairs(3), long)
@@ -182,9 +163,7 @@ def test_a_side_without_a_learned_token_is_refused(
         module(rows=rows)
 
 
-def test_encoding_is_opened_from_the_cache_the_second_time(
-    module: Callable[..., RowsDataModule], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_encoding_is_opened_from_the_cache_the_second_time(module, monkeypatch):
     """With the encoder broken, a datamodule over the same rows still opens."""
     first = module()
     monkeypatch.setattr("mens_exp.data.datamodule.encode_parts", None)
@@ -192,8 +171,8 @@ def test_encoding_is_opened_from_the_cache_the_second_time(
 
 
 def test_bytes_are_those_of_the_learned_text_that_is_validated(
-    module: Callable[..., RowsDataModule],
-) -> None:
+    module,
+):
     """Byte-level ids: every learned token is a byte, but one end marker a document."""
     data = module("data.val_max_tokens=200")
     documents = len(documents_in(data.val_dataloader()))

@@ -1,31 +1,26 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 
 from mens_exp.data import packed as module
 from mens_exp.data.packed import packed
-from mens_exp.data.packing import Blocks, pack
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from mens_exp.data.packing import pack
 
 LENGTHS = np.array([6, 5, 4, 3, 2])
 
 
 @pytest.fixture(autouse=True)
-def from_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def from_one(monkeypatch):
     """Keep blocks on disk however few they are."""
     monkeypatch.setattr(module, "_KEPT_FROM", 1)
 
 
-def lists(blocks: Blocks) -> list[list[int]]:
+def lists(blocks):
     return [block.tolist() for block in blocks]
 
 
-def test_blocks_are_packed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_packed_once(tmp_path, monkeypatch):
     """6+4 and 5+3+2, by hand; the second time without packing."""
     assert lists(packed(tmp_path, "d", LENGTHS, 10)) == [[0, 2], [1, 3, 4]]
     monkeypatch.setattr(module, "pack", None)
@@ -36,9 +31,7 @@ def test_blocks_are_packed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ("sha256", "capacity", "method"),
     [("other", 10, "m"), ("d", 11, "m"), ("d", 10, "other")],
 )
-def test_documents_capacity_and_method_are_the_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sha256: str, capacity: int, method: str
-) -> None:
+def test_documents_capacity_and_method_are_the_key(tmp_path, monkeypatch, sha256, capacity, method):
     """What was packed of something else is not opened."""
     monkeypatch.setattr(module, "PACKING_METHOD", "m")
     packed(tmp_path, "d", LENGTHS, 10)
@@ -47,7 +40,7 @@ def test_documents_capacity_and_method_are_the_key(
     assert len(list((tmp_path / "packed").iterdir())) == 2
 
 
-def test_damaged_blocks_are_packed_again(tmp_path: Path) -> None:
+def test_damaged_blocks_are_packed_again(tmp_path):
     """And are whole afterwards."""
     packed(tmp_path, "d", LENGTHS, 10)
     (file,) = (tmp_path / "packed").glob("*/order.npy")
@@ -57,9 +50,7 @@ def test_damaged_blocks_are_packed_again(tmp_path: Path) -> None:
     assert file.read_bytes() == whole
 
 
-def test_few_documents_leave_nothing_on_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_documents_leave_nothing_on_disk(tmp_path, monkeypatch):
     """Packing them is faster than opening a file."""
     monkeypatch.setattr(module, "_KEPT_FROM", 6)
     packed(tmp_path, "d", LENGTHS, 10)

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mens_exp.data.packing import Blocks, pack, single
+from mens_exp.data.packing import pack, single
 
 
-def lists(blocks: Blocks) -> list[list[int]]:
+def lists(blocks):
     return [block.tolist() for block in blocks]
 
 
-def plain_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
+def plain_best_fit(lengths, capacity):
     """Johnson's rule by its words: look at every block each time, oldest first."""
-    blocks: list[list[int]] = []
+    blocks = []
     for document in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         room = [capacity - sum(lengths[i] for i in block) for block in blocks]
         fitting = [i for i, left in enumerate(room) if left >= lengths[document]]
@@ -29,9 +29,9 @@ def plain_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
     return [sorted(block) for block in blocks]
 
 
-def first_fit(lengths: list[int], capacity: int) -> int:
+def first_fit(lengths, capacity):
     """Count the blocks of the plainest packer: each document into the first that has room."""
-    room: list[int] = []
+    room = []
     for length in lengths:
         place = next((i for i, left in enumerate(room) if length <= left), None)
         if place is None:
@@ -42,13 +42,13 @@ def first_fit(lengths: list[int], capacity: int) -> int:
 
 
 @st.composite
-def corpora(draw: st.DrawFn) -> tuple[list[int], int]:
+def corpora(draw):
     capacity = draw(st.integers(1, 64))
     return draw(st.lists(st.integers(1, capacity), max_size=60)), capacity
 
 
 @given(corpora())
-def test_every_document_is_in_exactly_one_block(corpus: tuple[list[int], int]) -> None:
+def test_every_document_is_in_exactly_one_block(corpus):
     """Nothing is lost and nothing is learned twice."""
     lengths, capacity = corpus
     placed = [document for block in pack(lengths, capacity) for document in block.tolist()]
@@ -56,7 +56,7 @@ def test_every_document_is_in_exactly_one_block(corpus: tuple[list[int], int]) -
 
 
 @given(corpora())
-def test_no_block_holds_more_than_its_capacity(corpus: tuple[list[int], int]) -> None:
+def test_no_block_holds_more_than_its_capacity(corpus):
     """A block's tokens fit, and no block is empty."""
     lengths, capacity = corpus
     for block in pack(lengths, capacity):
@@ -64,20 +64,20 @@ def test_no_block_holds_more_than_its_capacity(corpus: tuple[list[int], int]) ->
 
 
 @given(corpora())
-def test_blocks_keep_the_order_of_their_documents(corpus: tuple[list[int], int]) -> None:
+def test_blocks_keep_the_order_of_their_documents(corpus):
     """Inside a block, documents stand as they came."""
     assert all(block == sorted(block) for block in lists(pack(*corpus)))
 
 
 @given(corpora())
-def test_the_same_lengths_pack_the_same(corpus: tuple[list[int], int]) -> None:
+def test_the_same_lengths_pack_the_same(corpus):
     """The result is a function of the lengths."""
     lengths, capacity = corpus
     assert lists(pack(lengths, capacity)) == lists(pack(list(lengths), capacity))
 
 
 @given(corpora())
-def test_never_worse_than_the_proven_bound_over_first_fit(corpus: tuple[list[int], int]) -> None:
+def test_never_worse_than_the_proven_bound_over_first_fit(corpus):
     """Best-fit-decreasing needs at most 11/9 OPT + 6/9 blocks, and OPT is at most first-fit's."""
     lengths, capacity = corpus
     blocks = len(pack(lengths, capacity))
@@ -86,50 +86,50 @@ def test_never_worse_than_the_proven_bound_over_first_fit(corpus: tuple[list[int
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_packs_document_like_lengths_tighter_than_first_fit(seed: int) -> None:
+def test_packs_document_like_lengths_tighter_than_first_fit(seed):
     """On log-normal lengths it fills over 99 % of the room and first-fit needs no fewer blocks."""
-    draw = random.Random(seed)  # noqa: S311  # lengths, no secret
+    draw = random.Random(seed)  # lengths, no secret
     lengths = [min(512, max(8, int(draw.lognormvariate(5, 0.8)))) for _ in range(2000)]
     blocks = len(pack(lengths, 512))
     assert blocks <= first_fit(lengths, 512)
     assert sum(lengths) / (blocks * 512) > 0.99
 
 
-def test_each_document_goes_into_the_fullest_block_it_fits() -> None:
+def test_each_document_goes_into_the_fullest_block_it_fits():
     """6, 5, 4, 3, 2 in 10: 6+4 fills a block, 5+3+2 the other."""
     assert lists(pack([6, 5, 4, 3, 2], 10)) == [[0, 2], [1, 3, 4]]
 
 
-def test_equal_lengths_pack_in_their_own_order() -> None:
+def test_equal_lengths_pack_in_their_own_order():
     """Ties go by index, whatever a sort does with them."""
     assert lists(pack([5, 5, 5, 5], 10)) == [[0, 1], [2, 3]]
 
 
-def test_nothing_packs_into_no_block() -> None:
+def test_nothing_packs_into_no_block():
     """No documents, no blocks."""
     assert lists(pack([], 16)) == []
 
 
-def test_a_document_over_the_capacity_is_no_packing_problem() -> None:
+def test_a_document_over_the_capacity_is_no_packing_problem():
     """Encoding cuts documents; one that is too long is a bug, never a silent truncation."""
     with pytest.raises(AssertionError, match="sequence length"):
         pack([17], 16)
 
 
 @given(corpora())
-def test_packs_as_looking_at_every_block_does_or_tighter(corpus: tuple[list[int], int]) -> None:
+def test_packs_as_looking_at_every_block_does_or_tighter(corpus):
     """Best fit by its words, but where filling makes fewer blocks."""
     found, plain = lists(pack(*corpus)), plain_best_fit(*corpus)
     assert len(found) < len(plain) or found == plain
 
 
-def test_blocks_are_filled_where_that_makes_fewer() -> None:
+def test_blocks_are_filled_where_that_makes_fewer():
     """Best fit makes 5+4, 3+3+3 and 2 in 10; 5 is ended by 3+2, and 4 by 3+3."""
     assert len(plain_best_fit([5, 4, 3, 3, 3, 2], 10)) == 3
     assert lists(pack([5, 4, 3, 3, 3, 2], 10)) == [[0, 2, 5], [1, 3, 4]]
 
 
-def test_lengths_like_the_standard_librarys_fill_98_in_100() -> None:
+def test_lengths_like_the_standard_librarys_fill_98_in_100():
     """A third of the rows over half a block, a tenth of them a whole one, as at 512 tokens."""
     draw = np.random.default_rng(0)
     lengths = np.minimum(draw.lognormal(5.35, 0.75, 4347), 512).astype(np.int64)
@@ -137,13 +137,13 @@ def test_lengths_like_the_standard_librarys_fill_98_in_100() -> None:
     assert lengths.sum() / (len(pack(lengths, 512)) * 512) > 0.98
 
 
-def test_blocks_of_chosen_documents_name_those() -> None:
+def test_blocks_of_chosen_documents_name_those():
     """Packing sees lengths; what they are of is told afterwards."""
     blocks = pack([6, 5, 4], 10).of(np.array([20, 30, 40]))
     assert lists(blocks) == [[20, 40], [30]]
 
 
-def test_blocks_are_a_sequence() -> None:
+def test_blocks_are_a_sequence():
     """From either end and in slices; past the end is an error."""
     blocks = single(4)
     assert (len(blocks), blocks[-1].tolist()) == (4, [3])
@@ -152,7 +152,7 @@ def test_blocks_are_a_sequence() -> None:
         blocks[4]
 
 
-def test_time_to_pack_grows_with_the_documents() -> None:
+def test_time_to_pack_grows_with_the_documents():
     """Looking through all blocks for each grows with their square, a hundred times here."""
     lengths = np.random.default_rng(0).integers(1, 2049, 500_000)
     seconds = []

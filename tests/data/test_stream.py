@@ -1,38 +1,31 @@
 from __future__ import annotations
 
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 import pytest
 
 from mens_exp.data.stream import MicroBatches
 from mens_exp.errors import RequestError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from mens_exp.data.batch import Batch
-    from mens_exp.rows.encode import Encoded
-
 BLOCKS = [[0], [1, 2], [3], [4], [5, 6]]
 
 
 @pytest.fixture
-def stream(documents_of: Callable[..., Encoded]) -> Callable[..., MicroBatches]:
+def stream(documents_of):
     """Lay out a stream over seven documents; document i is [100 + i, i]."""
     documents = documents_of([[100 + i, i] for i in range(7)], [[0, 1]] * 7)
 
     def made(
         *,
-        seed: int | None = 0,
-        size: int = 1,
-        total: int = 15,
-        packing: bool = True,
-        blocks: Sequence[Sequence[int]] = BLOCKS,
-        places: int | None = None,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> MicroBatches:
+        seed=0,
+        size=1,
+        total=15,
+        packing=True,
+        blocks=BLOCKS,
+        places=None,
+        rank=0,
+        world_size=1,
+    ):
         batches = MicroBatches(
             documents,
             blocks,
@@ -49,26 +42,26 @@ def stream(documents_of: Callable[..., Encoded]) -> Callable[..., MicroBatches]:
     return made
 
 
-def documents_in(batch: Batch) -> list[int]:
+def documents_in(batch):
     """Name the documents of a batch by their first tokens."""
     return [token - 100 for token in batch.input_ids_BT.flatten().tolist() if token >= 100]
 
 
-def order(batches: MicroBatches) -> list[list[int]]:
+def order(batches):
     return [documents_in(batch) for batch in batches]
 
 
-def test_the_same_seed_gives_the_same_order(stream: Callable[..., MicroBatches]) -> None:
+def test_the_same_seed_gives_the_same_order(stream):
     """Two streams of one seed are one stream."""
     assert order(stream(seed=3)) == order(stream(seed=3))
 
 
-def test_another_seed_gives_another_order(stream: Callable[..., MicroBatches]) -> None:
+def test_another_seed_gives_another_order(stream):
     """Ten seeds give more than one order."""
     assert len({str(order(stream(seed=seed))) for seed in range(10)}) > 5
 
 
-def test_every_epoch_is_a_permutation_of_all_blocks(stream: Callable[..., MicroBatches]) -> None:
+def test_every_epoch_is_a_permutation_of_all_blocks(stream):
     """Each five micro-batches hold each block once, and epochs differ."""
     taken = order(stream(total=15))
     epochs = [taken[start : start + 5] for start in (0, 5, 10)]
@@ -76,7 +69,7 @@ def test_every_epoch_is_a_permutation_of_all_blocks(stream: Callable[..., MicroB
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def test_micro_batches_run_over_the_end_of_an_epoch(stream: Callable[..., MicroBatches]) -> None:
+def test_micro_batches_run_over_the_end_of_an_epoch(stream):
     """Five blocks in pairs: the third micro-batch holds the last and the next epoch's first."""
     singles = order(stream(size=1, total=10))
     pairs = order(stream(size=2, total=5))
@@ -84,9 +77,7 @@ def test_micro_batches_run_over_the_end_of_an_epoch(stream: Callable[..., MicroB
 
 
 @pytest.mark.parametrize("position", [0, 1, 4, 5, 7, 15])
-def test_a_fresh_stream_goes_on_from_a_saved_position(
-    stream: Callable[..., MicroBatches], position: int
-) -> None:
+def test_a_fresh_stream_goes_on_from_a_saved_position(stream, position):
     """Micro-batch k of a resumed stream is micro-batch k of one run through."""
     resumed = stream()
     resumed.load_state_dict({"position": position})
@@ -95,8 +86,8 @@ def test_a_fresh_stream_goes_on_from_a_saved_position(
 
 
 def test_the_state_is_the_position_and_survives_a_round_trip(
-    stream: Callable[..., MicroBatches],
-) -> None:
+    stream,
+):
     """What is saved is what is loaded; iterating alone does not move it."""
     first = stream()
     first.position = 6
@@ -107,38 +98,38 @@ def test_the_state_is_the_position_and_survives_a_round_trip(
 
 
 def test_the_order_does_not_depend_on_the_global_generator(
-    stream: Callable[..., MicroBatches],
-) -> None:
+    stream,
+):
     """Draws in between change nothing."""
     import numpy as np
 
     expected = order(stream())
-    np.random.seed(99)  # noqa: NPY002  # the global generator is the point
+    np.random.seed(99)  # the global generator is the point
     assert order(stream()) == expected
 
 
 def test_the_order_is_the_same_whatever_the_length_of_the_stream(
-    stream: Callable[..., MicroBatches],
-) -> None:
+    stream,
+):
     """A longer run begins as the shorter one did."""
     assert order(stream(total=30))[:15] == order(stream(total=15))
 
 
 def test_without_a_seed_blocks_come_in_their_own_order(
-    stream: Callable[..., MicroBatches],
-) -> None:
+    stream,
+):
     """Validation takes each block once, the last micro-batch what is left."""
     assert order(stream(seed=None, size=2, total=3)) == [[0, 1, 2], [3, 4], [5, 6]]
 
 
-def test_length_counts_the_whole_stream(stream: Callable[..., MicroBatches]) -> None:
+def test_length_counts_the_whole_stream(stream):
     """Lightning compares it with a position, so what was taken counts too."""
     resumed = stream(total=15)
     resumed.load_state_dict({"position": 9})
     assert len(resumed) == 15
 
 
-def test_unpacked_blocks_become_padded_rows(stream: Callable[..., MicroBatches]) -> None:
+def test_unpacked_blocks_become_padded_rows(stream):
     """One row a document, with a mask; the order is the packed stream's."""
     blocks = [[i] for i in range(7)]
     padded = stream(packing=False, blocks=blocks, size=2, total=7)
@@ -148,9 +139,7 @@ def test_unpacked_blocks_become_padded_rows(stream: Callable[..., MicroBatches])
 
 
 @pytest.mark.parametrize("epochs", [1, 2, 3])
-def test_whole_epochs_hold_each_document_so_many_times(
-    stream: Callable[..., MicroBatches], epochs: int
-) -> None:
+def test_whole_epochs_hold_each_document_so_many_times(stream, epochs):
     """Five blocks in micro-batches of two: the last one is not filled up from the next epoch."""
     places = 5 * epochs
     found = order(stream(size=2, total=-(-places // 2), places=places))
@@ -158,14 +147,14 @@ def test_whole_epochs_hold_each_document_so_many_times(
 
 
 def test_without_a_bound_the_last_micro_batch_is_filled_up(
-    stream: Callable[..., MicroBatches],
-) -> None:
+    stream,
+):
     """Three micro-batches of two blocks hold six: one block is there a second time."""
     found = order(stream(size=2, total=3, blocks=[[i] for i in range(5)]))
     assert sum(map(len, found)) == 6
 
 
-def interleaved(ranks: Sequence[MicroBatches]) -> list[list[int]]:
+def interleaved(ranks):
     """Take one micro-batch of each rank in turn, as the ranks of one step do side by side."""
     turns = zip_longest(*[order(rank) for rank in ranks])
     return [documents for turn in turns for documents in turn if documents is not None]
@@ -173,9 +162,7 @@ def interleaved(ranks: Sequence[MicroBatches]) -> list[list[int]]:
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_ranks_together_take_the_order_of_one(
-    stream: Callable[..., MicroBatches], world: int, accumulate: int
-) -> None:
+def test_ranks_together_take_the_order_of_one(stream, world, accumulate):
     """Each step holds the same micro-batches for any number of ranks, and all epochs' order."""
     total = 4 * world * accumulate
     alone = stream(size=2, total=total)
@@ -192,9 +179,7 @@ def test_ranks_together_take_the_order_of_one(
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 @pytest.mark.parametrize("before", [1, 2, 3, 4])
 @pytest.mark.parametrize("after", [1, 2, 3, 4])
-def test_another_number_of_ranks_goes_on_where_the_first_stopped(
-    stream: Callable[..., MicroBatches], before: int, after: int, accumulate: int
-) -> None:
+def test_another_number_of_ranks_goes_on_where_the_first_stopped(stream, before, after, accumulate):
     """Twelve times so many micro-batches a step, stopped after three steps inside an epoch."""
     step = 12 * accumulate
     total = 5 * step
@@ -210,16 +195,16 @@ def test_another_number_of_ranks_goes_on_where_the_first_stopped(
 
 
 def test_a_position_inside_what_ranks_take_together_is_refused(
-    stream: Callable[..., MicroBatches],
-) -> None:
+    stream,
+):
     """Two of three ranks would have no third; the message says what to do."""
     with pytest.raises(RequestError, match=r"position 4 for 3 ranks.*number of ranks that divides"):
         stream(rank=0, world_size=3).load_state_dict({"position": 4})
 
 
 def test_the_end_of_the_stream_leaves_some_ranks_a_filler(
-    stream: Callable[..., MicroBatches],
-) -> None:
+    stream,
+):
     """Seven micro-batches of three ranks: three turns each, of which two repeat the seventh."""
     ranks = [stream(total=7, rank=r, world_size=3) for r in range(3)]
     assert [len(rank) for rank in ranks] == [3, 3, 3]
@@ -230,8 +215,8 @@ def test_the_end_of_the_stream_leaves_some_ranks_a_filler(
 
 
 def test_any_number_of_ranks_takes_over_a_stream_that_is_at_its_end(
-    stream: Callable[..., MicroBatches],
-) -> None:
+    stream,
+):
     """Two ranks end seven micro-batches at position 8, which three ranks do not share."""
     after = stream(total=7, rank=1, world_size=3)
     after.load_state_dict({"position": 8})

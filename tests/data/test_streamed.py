@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import pickle
 from itertools import islice, zip_longest
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,19 +14,11 @@ from mens_exp.data.streamed import StreamedMicroBatches
 from mens_exp.errors import DataError
 from mens_exp.tokenizer.hf import HfTokenizer
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
-    from mens_exp.data.batch import Batch
-    from mens_exp.model.resolve import BaseModel
-
 STREAMED = ["data.streaming=true", "data.shuffle_buffer=11"]
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     """Sixty rows of many lengths."""
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": f"row {i}", "response": "x" * (1 + 5 * (i % 7))} for i in range(60)]
@@ -36,13 +27,11 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def module(
-    tiny_config: Callable[..., RunConfig], tiny_base: BaseModel, tmp_path: Path, path: Path
-) -> Callable[..., RowsDataModule]:
+def module(tiny_config, tiny_base, tmp_path, path):
     """Build a datamodule over the rows, forty micro-batches long."""
     tokenizer = HfTokenizer.from_directory(tiny_base.directory)
 
-    def build(*overrides: str) -> RowsDataModule:
+    def build(*overrides):
         usual = ["data=jsonl", f"data.path={path}", "data.val_frac=0.3", "data.heldout_frac=0.1"]
         config = tiny_config(*usual, "data.seq_len=128", "trainer.max_steps=10", *overrides)
         return RowsDataModule(config, load_rows(config.data, tmp_path), tokenizer, tmp_path)
@@ -50,13 +39,13 @@ def module(
     return build
 
 
-def stream_of(module: Callable[..., RowsDataModule], *overrides: str) -> StreamedMicroBatches:
+def stream_of(module, *overrides):
     stream = module(*STREAMED, *overrides).train_dataloader()
     assert isinstance(stream, StreamedMicroBatches)
     return stream
 
 
-def same(first: Iterable[Batch], second: Iterable[Batch]) -> bool:
+def same(first, second):
     """Tell whether two runs of micro-batches are equal in all that a model sees."""
     pairs = list(zip_longest(first, second))
     return bool(pairs) and all(
@@ -71,7 +60,7 @@ def same(first: Iterable[Batch], second: Iterable[Batch]) -> bool:
     )
 
 
-def documents_in(batches: Iterable[Batch]) -> list[tuple[int, ...]]:
+def documents_in(batches):
     found = []
     for batch in batches:
         if batch.documents is not None:
@@ -85,9 +74,7 @@ def documents_in(batches: Iterable[Batch]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("other", [[], ["data.packing=false"], ["data.micro_batch_size=3"]])
-def test_with_all_rows_in_the_buffer_it_is_the_run_that_read_them_first(
-    module: Callable[..., RowsDataModule], other: list[str]
-) -> None:
+def test_with_all_rows_in_the_buffer_it_is_the_run_that_read_them_first(module, other):
     """Micro-batch by micro-batch, over several epochs: so the loss is the same, too."""
     streamed = module("data.streaming=true", "data.shuffle_buffer=60", *other)
     first = module(*other)
@@ -97,9 +84,7 @@ def test_with_all_rows_in_the_buffer_it_is_the_run_that_read_them_first(
 
 
 @pytest.mark.parametrize("buffer", [11, 30, 59])
-def test_an_epoch_holds_each_document_once(
-    module: Callable[..., RowsDataModule], buffer: int
-) -> None:
+def test_an_epoch_holds_each_document_once(module, buffer):
     """Those that a run trains on which read all rows first, in another order each time."""
     first = module("data.packing=false", "trainer.max_steps=30")
     count = len(first.train_documents)
@@ -113,9 +98,7 @@ def test_an_epoch_holds_each_document_once(
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("packing", ["true", "false"])
-def test_a_stopped_run_goes_on_bit_for_bit(
-    module: Callable[..., RowsDataModule], packing: str, size: int
-) -> None:
+def test_a_stopped_run_goes_on_bit_for_bit(module, packing, size):
     """From every position: inside windows, at their ends, over the ends of epochs."""
     overrides = [f"data.packing={packing}", f"data.micro_batch_size={size}"]
     through = list(stream_of(module, *overrides))
@@ -124,13 +107,13 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     resumed = stream_of(module, *overrides)
     for number, batch in enumerate(stopped, start=1):
         stopped.position = batch.index + 1  # as training does, while one more is read ahead
-        state = pickle.loads(pickle.dumps(stopped.state_dict()))  # noqa: S301  # our own
+        state = pickle.loads(pickle.dumps(stopped.state_dict()))  # our own
         if number % 3 == 0 and number < 40:
             resumed.load_state_dict(state)
             assert same(resumed, through[number:])
 
 
-def test_a_run_that_resumes_twice_goes_on(module: Callable[..., RowsDataModule]) -> None:
+def test_a_run_that_resumes_twice_goes_on(module):
     """Each time from the state of the one before, which began inside a window."""
     through = list(stream_of(module))
     state = stream_of(module).state_dict()
@@ -145,7 +128,7 @@ def test_a_run_that_resumes_twice_goes_on(module: Callable[..., RowsDataModule])
     assert same(taken, through)
 
 
-def test_the_state_does_not_grow(module: Callable[..., RowsDataModule]) -> None:
+def test_the_state_does_not_grow(module):
     """It has one window's place, however many were read, and no rows."""
     stream = stream_of(module, "trainer.max_steps=100")
     sizes = []
@@ -156,9 +139,7 @@ def test_the_state_does_not_grow(module: Callable[..., RowsDataModule]) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_ranks_together_take_the_order_of_one(
-    module: Callable[..., RowsDataModule], world: int
-) -> None:
+def test_ranks_together_take_the_order_of_one(module, world):
     """Also where another number of ranks goes on inside an epoch."""
     alone = list(stream_of(module))
     ranks = [stream_of(module) for _ in range(world)]
@@ -176,14 +157,14 @@ def test_ranks_together_take_the_order_of_one(
         assert same(mine, [one for one in alone[12:] if one.index % world == rank])
 
 
-def test_another_seed_gives_another_order(module: Callable[..., RowsDataModule]) -> None:
+def test_another_seed_gives_another_order(module):
     """Of the same documents in each window."""
     first, other = (list(stream_of(module, f"seed={seed}")) for seed in (1, 2))
     assert not same(first, other)
     assert same(first, stream_of(module, "seed=1"))
 
 
-def test_what_was_consumed_is_told(module: Callable[..., RowsDataModule]) -> None:
+def test_what_was_consumed_is_told(module):
     """Rows and documents up to the end of the window that the last micro-batch is of."""
     data = module(*STREAMED, "data.packing=false")
     assert data.consumed() == {}
@@ -199,9 +180,7 @@ def test_what_was_consumed_is_told(module: Callable[..., RowsDataModule]) -> Non
     assert data.consumed()["rows_sha256"] != told["rows_sha256"]
 
 
-def test_documents_that_lose_everything_are_counted(
-    module: Callable[..., RowsDataModule], path: Path
-) -> None:
+def test_documents_that_lose_everything_are_counted(module, path):
     """A long prompt in the second window leaves nothing to learn."""
     lines = path.read_text("utf-8").splitlines()
     group = next(name for name in map(str, range(99)) if side_of(name, 0.3, 0.1) is Side.TRAIN)
@@ -214,18 +193,16 @@ def test_documents_that_lose_everything_are_counted(
     assert (data.consumed()["dropped"], data.consumed()["truncated"]) == (1, 1)
 
 
-def test_first_rows_that_change_while_training_are_refused(
-    module: Callable[..., RowsDataModule], path: Path
-) -> None:
+def test_first_rows_that_change_while_training_are_refused(module, path):
     """They are encoded once, and would be taken for what they were."""
-    stream: Any = stream_of(module)
+    stream = stream_of(module)
     text = path.read_text("utf-8")
     path.write_text(text.replace("xxx", "xyx"), "utf-8")
     with pytest.raises(DataError, match="first rows are no longer what they were"):
         next(iter(stream))
 
 
-def test_one_micro_batch_can_be_asked_for(module: Callable[..., RowsDataModule]) -> None:
+def test_one_micro_batch_can_be_asked_for(module):
     """It is the one that iteration comes to."""
     stream = stream_of(module)
     assert same([stream.batch(i) for i in (0, 7, 25)], [list(stream)[i] for i in (0, 7, 25)])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 import torch
 
@@ -14,12 +12,6 @@ from mens_exp.model.quiet import quiet
 from mens_exp.model.resolve import resolve
 from mens_exp.rows.encode import messages_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.run_dir import RunDir
-
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + "
     "message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -27,7 +19,7 @@ CHATML = (
 )
 
 
-def peft_model(run: RunDir, base: Path) -> Any:
+def peft_model(run, base):
     """Load the quantized base and the adapter with transformers and PEFT alone.
 
     bitsandbytes' own inference kernel for AVX512-BF16 is left out: SmolLM2's loss is 2.2206 with
@@ -55,7 +47,7 @@ def peft_model(run: RunDir, base: Path) -> Any:
         return PeftModel.from_pretrained(model, run.peft).eval()
 
 
-def loss_of(model: Any, run: RunDir, base: Path, cache: Path) -> float:
+def loss_of(model, run, base, cache):
     """Score the validation documents one by one, answers alone, with a plain forward pass.
 
     Rendering, ids and labels are made here with transformers' own tokenizer.
@@ -87,15 +79,15 @@ def loss_of(model: Any, run: RunDir, base: Path, cache: Path) -> float:
     return total / count
 
 
-def base_of(run: RunDir, cache: Path) -> Path:
+def base_of(run, cache):
     return resolve(typed(from_yaml(run.config)).model, cache).directory
 
 
 @pytest.fixture
-def peft_loss(cache: Path) -> Callable[..., float]:
+def peft_loss(cache):
     """Score a run's validation documents with an adapter, its own unless told otherwise."""
 
-    def scored(run: RunDir, *, adapter_of: RunDir | None = None) -> float:
+    def scored(run, *, adapter_of=None):
         base = base_of(run, cache)
         return loss_of(peft_model(adapter_of or run, base), run, base, cache)
 

@@ -10,19 +10,19 @@ PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 TINY = ["experiment=smoke", "suite=none", "trainer=cpu"]
 
 
-def files() -> dict[str, str]:
+def files():
     """Return each shown file by its path: a name in backquotes, then its block."""
     block = re.compile(r"^`([\w/.]+)`:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
     return dict(block.findall(PAGE.read_text("utf-8")))
 
 
-def commands() -> list[list[str]]:
+def commands():
     """Return the overrides of each shown command."""
     lines = re.findall(r"^    python -m mens_exp (.*)$", PAGE.read_text("utf-8"), re.MULTILINE)
     return [shlex.split(line) for line in lines]
 
 
-def write_into(directory: Path) -> None:
+def write_into(directory):
     """Write every shown file."""
     for name, text in files().items():
         file = directory / name

@@ -5,8 +5,6 @@ The process of the tests is the one that keeps the record; it starts the other.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import numpy as np
 import pytest
 
@@ -14,14 +12,6 @@ from mens_exp import cli
 from mens_exp.artifacts.adapter_v3 import read_adapter
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.telemetry import read_events
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.run_dir import RunDir
-
-    TrainIn = Callable[..., RunDir]
 
 pytestmark = pytest.mark.slow  # whole runs, of several processes
 
@@ -31,11 +21,11 @@ SCORED = ("suite=heldout_syntax", "suite.max_new_tokens=48")
 RELATIVE = 1e-4  # sums over two processes round otherwise; measured: 3e-8
 
 
-def steps(run: RunDir) -> list[dict[str, Any]]:
+def steps(run):
     return [event["payload"] for event in read_events(run.telemetry) if event["event"] == "step"]
 
 
-def same_course(one: RunDir, other: RunDir) -> None:
+def same_course(one, other):
     """Hold every step of one run against that of another, and what they end with."""
     assert len(steps(one)) == len(steps(other)) == 20
     for ours, theirs in zip(steps(one), steps(other), strict=True):
@@ -54,18 +44,16 @@ def same_course(one: RunDir, other: RunDir) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(train_in: TrainIn, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def alone(train_in, tmp_path_factory):
     return train_in(tmp_path_factory.mktemp("alone") / "run", *F32, *SCORED)
 
 
 @pytest.fixture(scope="module")
-def parts(train_in: TrainIn, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def parts(train_in, tmp_path_factory):
     return train_in(tmp_path_factory.mktemp("parts") / "run", *F32, *SCORED, *PARTS)
 
 
-def test_parts_take_the_course_of_one(
-    alone: RunDir, parts: RunDir, untimed: Callable[[RunDir], dict[str, Any]]
-) -> None:
+def test_parts_take_the_course_of_one(alone, parts, untimed):
     """Twenty steps with dropout, the same adapter, and the same scorecard from a whole base."""
     same_course(parts, alone)
     assert untimed(parts) == untimed(alone)
@@ -80,7 +68,7 @@ def test_parts_take_the_course_of_one(
     assert not parts.processes.exists()
 
 
-def test_what_they_leave_is_loaded_like_any_other(parts: RunDir, tmp_path: Path) -> None:
+def test_what_they_leave_is_loaded_like_any_other(parts, tmp_path):
     """task=evaluate by one process, which has the base whole."""
     out = tmp_path / "evaluated"
     command = ["task=evaluate", f"path={parts.path}", *SCORED, "trainer=cpu"]
@@ -94,12 +82,12 @@ def test_what_they_leave_is_loaded_like_any_other(parts: RunDir, tmp_path: Path)
     ids=["parts, then one", "one, then two"],
 )
 def test_another_number_of_processes_goes_on(
-    alone: RunDir,
-    train_in: TrainIn,
-    tmp_path: Path,
-    before: tuple[str, ...],
-    changes: tuple[str, ...],
-) -> None:
+    alone,
+    train_in,
+    tmp_path,
+    before,
+    changes,
+):
     """After eight steps: checkpoints are those of any strategy."""
     run = train_in(tmp_path / "run", *F32, *SCORED, *before, "trainer.max_steps=8")
     assert cli.main([f"resume={run.path}", *changes, "trainer.max_steps=20"]) == 0
@@ -107,9 +95,7 @@ def test_another_number_of_processes_goes_on(
     same_course(run, alone)
 
 
-def test_an_unquantized_base_under_bf16_is_held_in_parts_too(
-    train_in: TrainIn, tmp_path: Path
-) -> None:
+def test_an_unquantized_base_under_bf16_is_held_in_parts_too(train_in, tmp_path):
     """Computed again in the backward pass; losses of bf16 round otherwise."""
     usual = ("backend=lora", "quant=none", "model.gradient_checkpointing=on")
     one = train_in(tmp_path / "one", *usual)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mens_exp.config.suite import MiniPythonSuite
@@ -11,20 +9,14 @@ from mens_exp.evals.generation import Generation, GraphEngine, Request
 from mens_exp.evals.mini_python import mini_python
 from mens_exp.tokenizer.hf import HfTokenizer
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.backends.qlora import QloraBackend
-    from mens_exp.model.resolve import BaseModel
-
 pytestmark = pytest.mark.slow
 SMOL = ("model=smollm2_135m", "backend=lora", "quant.compute_dtype=f32")
 
 
 def test_greedy_answers_are_the_same_alone_and_in_a_batch_of_sixteen(
-    smollm2: BaseModel,
-    tiny_backend: Callable[..., QloraBackend],
-) -> None:
+    smollm2,
+    tiny_backend,
+):
     """SmolLM2 in f32 on prompts of different lengths; more of them: benchmarks/batch_invariance."""
     tokenizer = HfTokenizer.from_directory(smollm2.directory)
     backend = tiny_backend(*SMOL)

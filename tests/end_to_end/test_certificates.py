@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -21,10 +20,6 @@ from mens_exp.export.handoff import read_handoff
 from mens_exp.export.verdict import hashes_of, rejected_place
 from mens_exp.plan.machine import look
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 pytestmark = pytest.mark.slow
 
 SQUARE = "base_model.model.model.layers.2.self_attn.q_proj"  # 576 by 576
@@ -32,18 +27,18 @@ PROJECTIONS = 7  # of a layer
 
 
 @pytest.fixture(scope="module", params=[4, pytest.param(30, marks=pytest.mark.soak)])
-def layers(request: pytest.FixtureRequest) -> int:
+def layers(request):
     """How many layers of SmolLM2 the base model has."""
     return int(request.param)
 
 
 @pytest.fixture(scope="module")
 def run(
-    layers: int,
-    smollm2_cut: Path,
-    code_rows: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> RunDir:
+    layers,
+    smollm2_cut,
+    code_rows,
+    tmp_path_factory,
+):
     """Four steps, enough for an adapter that matters."""
     directory = tmp_path_factory.mktemp("smollm2") / "run"
     if layers < 30:  # in bf16 the noise of so few layers is beyond the budget
@@ -68,10 +63,10 @@ def run(
 
 
 @pytest.fixture
-def merged(run: RunDir, tmp_path: Path) -> Callable[..., tuple[int, Path]]:
+def merged(run, tmp_path):
     """Merge the run's adapter, or a directory that stands for it; return exit code and output."""
 
-    def merge(*overrides: str, path: Path | None = None) -> tuple[int, Path]:
+    def merge(*overrides, path=None):
         out = tmp_path / "merged"
         command = [
             "task=merge",
@@ -87,10 +82,10 @@ def merged(run: RunDir, tmp_path: Path) -> Callable[..., tuple[int, Path]]:
 
 
 @pytest.fixture
-def tampered(run: RunDir, tmp_path: Path) -> Callable[[Callable[..., None]], Path]:
+def tampered(run, tmp_path):
     """Copy the run and change its PEFT directory; return that directory."""
 
-    def changed(change: Callable[..., None]) -> Path:
+    def changed(change):
         copy = tmp_path / "run"
         shutil.copytree(run.path, copy, ignore=shutil.ignore_patterns("checkpoints"))
         peft = RunDir(copy).peft
@@ -104,7 +99,7 @@ def tampered(run: RunDir, tmp_path: Path) -> Callable[[Callable[..., None]], Pat
     return changed
 
 
-def certificate_of(tmp_path: Path, directory: Path) -> Certificate:
+def certificate_of(tmp_path, directory):
     """Read the certificate; the task's own record has the same one."""
     found = Certificate.read(directory / "parity.json")
     own = Certificate.read(RunDir(tmp_path / "record").parity)
@@ -112,9 +107,7 @@ def certificate_of(tmp_path: Path, directory: Path) -> Certificate:
     return found
 
 
-def test_a_right_merge_of_a_real_adapter_passes(
-    tmp_path: Path, merged: Callable[..., tuple[int, Path]]
-) -> None:
+def test_a_right_merge_of_a_real_adapter_passes(tmp_path, merged):
     """Every graph is compared; what was written lies beside the dequantized base with the delta."""
     code, out = merged()
     assert code == 0
@@ -140,9 +133,7 @@ def test_a_right_merge_of_a_real_adapter_passes(
     )
 
 
-def test_the_published_base_under_an_nf4_adapter_is_set_aside(
-    tmp_path: Path, merged: Callable[..., tuple[int, Path]]
-) -> None:
+def test_the_published_base_under_an_nf4_adapter_is_set_aside(tmp_path, merged):
     """Exit code 4; nothing lies where it was to lie, and everything beside it."""
     code, out = merged("merge.base=original")
     assert code == 4
@@ -152,9 +143,7 @@ def test_the_published_base_under_an_nf4_adapter_is_set_aside(
     assert any(text.startswith("mean_kl") for text in found.exceeded())
 
 
-def test_what_is_accepted_is_kept_and_says_so(
-    tmp_path: Path, merged: Callable[..., tuple[int, Path]]
-) -> None:
+def test_what_is_accepted_is_kept_and_says_so(tmp_path, merged):
     """parity.accept=true leaves both facts in the certificate and in the card."""
     code, out = merged("merge.base=original", "parity.accept=true")
     assert code == 0
@@ -163,17 +152,17 @@ def test_what_is_accepted_is_kept_and_says_so(
     assert "and accepted" in (out / "README.md").read_text()
 
 
-def _alpha_doubled(_: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+def _alpha_doubled(_, config):
     config["lora_alpha"] *= 2
 
 
-def _a_module_dropped(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+def _a_module_dropped(tensors, config):
     for name in [name for name in tensors if ".mlp.down_proj." in name]:
         del tensors[name]
     config["target_modules"] = [one for one in config["target_modules"] if "down_proj" not in one]
 
 
-def _a_and_b_swapped(tensors: dict[str, torch.Tensor], _: dict[str, Any]) -> None:
+def _a_and_b_swapped(tensors, _):
     a, b = f"{SQUARE}.lora_A.weight", f"{SQUARE}.lora_B.weight"
     tensors[a], tensors[b] = tensors[b].T.contiguous(), tensors[a].T.contiguous()
 
@@ -188,12 +177,12 @@ def _a_and_b_swapped(tensors: dict[str, torch.Tensor], _: dict[str, Any]) -> Non
     ids=["alpha doubled", "a module dropped", "A and B swapped in one square layer"],
 )
 def test_an_adapter_that_is_not_the_trained_one_is_found(
-    merged: Callable[..., tuple[int, Path]],
-    tampered: Callable[..., Path],
-    change: Callable[..., None],
-    tensors: Callable[[int], int],
-    layers: int,
-) -> None:
+    merged,
+    tampered,
+    change,
+    tensors,
+    layers,
+):
     """The reference is the run's own adapter, whichever form of it was merged.
 
     One tensor is far below the noise of bf16 products on a text; its tensor is not.
@@ -206,9 +195,7 @@ def test_an_adapter_that_is_not_the_trained_one_is_found(
     assert len(wrong) == tensors(layers)
 
 
-def test_the_same_form_untampered_passes(
-    layers: int, merged: Callable[..., tuple[int, Path]], tampered: Callable[..., Path]
-) -> None:
+def test_the_same_form_untampered_passes(layers, merged, tampered):
     """The run's PEFT directory is the run's adapter."""
     code, out = merged(path=tampered(lambda *_: None))
     assert code == 0
@@ -217,9 +204,7 @@ def test_the_same_form_untampered_passes(
     assert max(one["relative"] for one in tensors.values()) < 1e-3
 
 
-def test_a_base_of_another_revision_is_found(
-    run: RunDir, tmp_path: Path, merged: Callable[..., tuple[int, Path]], base: Path
-) -> None:
+def test_a_base_of_another_revision_is_found(run, tmp_path, merged, base):
     """Merged on request into weights that were trained a little further, it is another model."""
     other = tmp_path / "revision"
     shutil.copytree(base, other)
@@ -240,7 +225,7 @@ def test_a_base_of_another_revision_is_found(
 
 
 @pytest.fixture
-def base(run: RunDir, cache: Path) -> Path:
+def base(run, cache):
     """The directory of the base model."""
     from mens_exp.config.compose import from_yaml, typed
     from mens_exp.model.resolve import resolve
@@ -249,10 +234,10 @@ def base(run: RunDir, cache: Path) -> Path:
 
 
 @pytest.fixture
-def exported(run: RunDir, tmp_path: Path) -> Callable[..., Path]:
+def exported(run, tmp_path):
     """Export the run in a form; return the directory."""
 
-    def export(*overrides: str) -> Path:
+    def export(*overrides):
         out = tmp_path / "out"
         command = ["task=export", f"path={run.path}", f"out={out}", "parity.tokens=256"]
         assert cli.main([*command, f"hydra.run.dir={tmp_path / 'record'}", *overrides]) == 0
@@ -267,7 +252,7 @@ def exported(run: RunDir, tmp_path: Path) -> Callable[..., Path]:
     return export
 
 
-def test_a_run_leaves_as_gguf_with_its_certificate(exported: Callable[..., Path]) -> None:
+def test_a_run_leaves_as_gguf_with_its_certificate(exported):
     """Merged on the way in f32, rounded once, read back by transformers."""
     out = exported("format=gguf", "gguf.dtype=bf16")
     found = Certificate.read(out / "parity.json").comparisons["written"]
@@ -290,12 +275,12 @@ def test_a_run_leaves_as_gguf_with_its_certificate(exported: Callable[..., Path]
     ids=["hf", "ollama", "ollama adapter", "vllm"],
 )
 def test_a_run_leaves_for_other_programs_with_its_certificate(
-    layers: int,
-    exported: Callable[..., Path],
-    overrides: list[str],
-    family: str,
-    files: set[str],
-) -> None:
+    layers,
+    exported,
+    overrides,
+    family,
+    files,
+):
     """What the program reads, the hand-off record, and the card or Modelfile beside it."""
     out = exported(*overrides)
     assert files < {path.name for path in out.iterdir()}

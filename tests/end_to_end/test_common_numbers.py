@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.telemetry import read_events
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.run_dir import RunDir
-
-    TrainIn = Callable[..., RunDir]
-
 pytestmark = pytest.mark.slow
 
 
-def chain(run: RunDir) -> list[str]:
+def chain(run):
     """Return the digest of the micro-batches after each step."""
     events = [e["payload"] for e in read_events(run.telemetry) if e["event"] == "step"]
     steps = [payload["batches_sha256"] for payload in events]
@@ -29,18 +19,17 @@ def chain(run: RunDir) -> list[str]:
     return steps
 
 
-def facts(run: RunDir) -> dict[str, Any]:
+def facts(run):
     return Manifest.read(run.manifest).facts
 
 
-def layers(run: RunDir) -> dict[str, str]:
-    found: dict[str, str] = facts(run)["lora_init_layers_sha256"]
-    return found
+def layers(run):
+    return facts(run)["lora_init_layers_sha256"]
 
 
 def test_arms_that_differ_only_in_logger_share_everything_at_every_step(
-    train_in: TrainIn, finished: RunDir, tmp_path: Path
-) -> None:
+    train_in, finished, tmp_path
+):
     """Four steps, four equal chains; one first adapter."""
     other = train_in(tmp_path / "run", "logger=csv")
     assert len(chain(finished)) == len(set(chain(finished))) == 4
@@ -58,18 +47,14 @@ def test_arms_that_differ_only_in_logger_share_everything_at_every_step(
     ],
     ids=" ".join,
 )
-def test_arms_share_batches_and_first_matrices_whatever_the_base(
-    train_in: TrainIn, finished: RunDir, tmp_path: Path, arm: list[str]
-) -> None:
+def test_arms_share_batches_and_first_matrices_whatever_the_base(train_in, finished, tmp_path, arm):
     """Quantizer and backend are no part of the draws."""
     run = train_in(tmp_path / "run", *arm)
     assert chain(run) == chain(finished)
     assert facts(run)["lora_init_sha256"] == facts(finished)["lora_init_sha256"]
 
 
-def test_arms_with_some_layers_in_common_share_those(
-    train_in: TrainIn, finished: RunDir, tmp_path: Path
-) -> None:
+def test_arms_with_some_layers_in_common_share_those(train_in, finished, tmp_path):
     """Attention alone: another whole, and the same layers; so has burn's q, k and v."""
     every = layers(finished)
     for number, arm in enumerate((["lora=attention"], ["backend=burn", "tokenizer=hf"])):
@@ -80,26 +65,20 @@ def test_arms_with_some_layers_in_common_share_those(
         assert ours == {name: every[name] for name in ours}
 
 
-def test_the_proxy_starts_from_the_full_graphs_matrices(
-    train_in: TrainIn, finished: RunDir, tmp_path: Path
-) -> None:
+def test_the_proxy_starts_from_the_full_graphs_matrices(train_in, finished, tmp_path):
     """Its middle projections are the attention outputs, under names of their own."""
     ours, every = layers(train_in(tmp_path / "run", "backend=proxy")), layers(finished)
     assert [ours["mid0"], ours["mid1"]] == [every["l0.o"], every["l1.o"]]
 
 
-def test_another_seed_changes_batches_and_matrices(
-    train_in: TrainIn, finished: RunDir, tmp_path: Path
-) -> None:
+def test_another_seed_changes_batches_and_matrices(train_in, finished, tmp_path):
     """Not one step and not one layer is shared."""
     run = train_in(tmp_path / "run", "seed=7")
     assert not set(chain(run)) & set(chain(finished))
     assert not set(layers(run).values()) & set(layers(finished).values())
 
 
-def test_other_data_changes_the_batches_alone(
-    train_in: TrainIn, finished: RunDir, rows_file: Path, tmp_path: Path
-) -> None:
+def test_other_data_changes_the_batches_alone(train_in, finished, rows_file, tmp_path):
     """One changed digit in the rows is another stream; the first adapter knows no data."""
     rows = tmp_path / "rows.jsonl"
     rows.write_bytes(rows_file.read_bytes().replace(b"Add 1", b"Add 2"))
@@ -109,15 +88,15 @@ def test_other_data_changes_the_batches_alone(
 
 
 def test_a_resumed_run_has_the_digests_of_an_undisturbed_one(
-    finished: RunDir, train_in: TrainIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    finished, train_in, tmp_path, monkeypatch
+):
     """Cancelled in the middle of the third step and resumed: every chain is the same."""
     from mens_exp.tasks.cancellation import Cancelled
     from mens_exp.training.module import TrainingModule
 
     original = TrainingModule.training_step
 
-    def step(self: Any, batch: Any, index: int) -> Any:
+    def step(self, batch, index):
         if batch.index == 10:
             raise Cancelled("SIGINT")
         return original(self, batch, index)

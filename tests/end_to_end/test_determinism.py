@@ -5,27 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 pytestmark = pytest.mark.slow
 
 
-def adapter(run: RunDir) -> bytes:
+def adapter(run):
     return (run.adapter / "adapter.safetensors").read_bytes()
 
 
-def test_the_same_command_twice_gives_the_same_adapter(
-    finished: RunDir, train_in: Callable[..., RunDir], tmp_path: Path
-) -> None:
+def test_the_same_command_twice_gives_the_same_adapter(finished, train_in, tmp_path):
     """Also the same losses, to the last bit."""
     again = train_in(tmp_path / "run")
     assert adapter(again) == adapter(finished)
@@ -35,8 +28,8 @@ def test_the_same_command_twice_gives_the_same_adapter(
 
 @pytest.mark.slow
 def test_another_process_gives_the_same_adapter_and_no_logger_means_no_wandb(
-    finished: RunDir, tiny_run: list[str], tmp_path: Path
-) -> None:
+    finished, tiny_run, tmp_path
+):
     """Nothing of a process gets into the result, and what is not asked for is not imported."""
     run = RunDir(tmp_path / "run")
     code = (
@@ -53,9 +46,7 @@ def test_another_process_gives_the_same_adapter_and_no_logger_means_no_wandb(
     assert adapter(run) == adapter(finished)
 
 
-def test_a_sink_changes_nothing(
-    finished: RunDir, train_in: Callable[..., RunDir], tmp_path: Path
-) -> None:
+def test_a_sink_changes_nothing(finished, train_in, tmp_path):
     """Two arms that differ in their logger alone have the same adapter."""
     mirrored = train_in(tmp_path / "run", "logger=wandb")
     assert list(mirrored.wandb.glob("offline-run-*"))
@@ -63,8 +54,6 @@ def test_a_sink_changes_nothing(
 
 
 @pytest.mark.parametrize("override", ["seed=43", "lora.dropout=0.2", "optim.lr=3e-3", "lora.r=8"])
-def test_every_factor_reaches_the_adapter(
-    finished: RunDir, train_in: Callable[..., RunDir], tmp_path: Path, override: str
-) -> None:
+def test_every_factor_reaches_the_adapter(finished, train_in, tmp_path, override):
     """A determinism test would pass on an adapter that nothing changes."""
     assert adapter(train_in(tmp_path / "run", override)) != adapter(finished)

@@ -3,10 +3,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import fork_server
 import pytest
@@ -14,15 +12,12 @@ import pytest
 import mens_exp
 from mens_exp.artifacts.digest import sha256_file
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 pytestmark = pytest.mark.slow
 
 SCRIPT = "import sys; from mens_exp.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
-def _page() -> Any:
+def _page():
     spec = importlib.util.spec_from_file_location(
         "extending_page", Path(__file__).with_name("extending_page.py")
     )
@@ -38,13 +33,11 @@ COMMANDS = PAGE.commands()
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Callable[..., tuple[subprocess.CompletedProcess[str], dict[str, Any]]]:
+def job(tmp_path):
     """Run a command as the installed script does, in a directory with the page's files."""
     PAGE.write_into(tmp_path)
 
-    def run(
-        *arguments: str, code: int = 0
-    ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    def run(*arguments, code=0):
         # -P keeps the working directory off sys.path, as it is for a console script.
         done = fork_server.run(
             [sys.executable, "-P", "-c", SCRIPT, *PAGE.TINY, *arguments],
@@ -62,7 +55,7 @@ def job(tmp_path: Path) -> Callable[..., tuple[subprocess.CompletedProcess[str],
     return run
 
 
-def test_the_page_shows_a_class_of_each_kind_at_the_promised_length() -> None:
+def test_the_page_shows_a_class_of_each_kind_at_the_promised_length():
     """A callback in ten lines, an objective in thirty."""
     shown = PAGE.files()
     assert {name for name in shown if name.endswith(".py")} == {
@@ -78,9 +71,7 @@ def test_the_page_shows_a_class_of_each_kind_at_the_promised_length() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_a_shown_command_trains_and_records_what_it_named(
-    job: Callable[..., Any], tmp_path: Path, command: list[str]
-) -> None:
+def test_a_shown_command_trains_and_records_what_it_named(job, tmp_path, command):
     """The run succeeds, and names its classes and the hashes of their modules."""
     done, manifest = job(*command)
     assert manifest["status"] == "succeeded"
@@ -94,20 +85,20 @@ def test_a_shown_command_trains_and_records_what_it_named(
         assert [end for end in ends if end and end % every] == []
 
 
-def test_the_shown_objective_is_cross_entropy_at_gamma_0() -> None:
+def test_the_shown_objective_is_cross_entropy_at_gamma_0():
     """In value and gradient; at gamma 2 each token weighs (1 - p)^2 of that."""
     import torch
     from torch.nn import functional
 
     from mens_exp.objective.causal import CrossEntropy
 
-    shown: dict[str, Any] = {}
-    exec(PAGE.files()["my_objectives.py"], shown)  # noqa: S102  # our own page
+    shown = {}
+    exec(PAGE.files()["my_objectives.py"], shown)  # our own page
     hidden = torch.randn(5, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
     weights = torch.randn(11, 8, generator=torch.Generator().manual_seed(2))
     targets = torch.tensor([3, 1, 10, 0, 7])
 
-    def head(hidden_CD: torch.Tensor) -> torch.Tensor:
+    def head(hidden_CD):
         return hidden_CD @ weights.T
 
     ours = CrossEntropy("assistant", 2)(hidden, targets, head)
@@ -123,9 +114,7 @@ def test_the_shown_objective_is_cross_entropy_at_gamma_0() -> None:
 
 
 @pytest.mark.slow
-def test_the_shown_backend_leaves_a_of_the_first_layer_as_drawn(
-    job: Callable[..., Any], tmp_path: Path, tiny_backend: Callable[..., Any]
-) -> None:
+def test_the_shown_backend_leaves_a_of_the_first_layer_as_drawn(job, tmp_path, tiny_backend):
     """Every other matrix has moved."""
     from mens_exp.artifacts.adapter_v3 import read_adapter
 
@@ -137,9 +126,7 @@ def test_the_shown_backend_leaves_a_of_the_first_layer_as_drawn(
 
 
 @pytest.mark.slow
-def test_a_run_with_classes_goes_on_where_they_are_and_nowhere_else(
-    job: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_run_with_classes_goes_on_where_they_are_and_nowhere_else(job, tmp_path):
     """Without ./conf nobody vouches for the class, so resume refuses it."""
     job("callbacks=mine", "hydra.run.dir=run")
     arguments = ["resume=run", "trainer.max_steps=6"]

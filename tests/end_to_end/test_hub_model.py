@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from huggingface_hub import constants
@@ -15,13 +14,6 @@ from mens_exp.config.compose import from_yaml, typed
 from mens_exp.config.model import HfModel
 from mens_exp.layout import hub_snapshot
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.model.resolve import BaseModel
-
 pytestmark = pytest.mark.slow
 
 NAME = "lab/tiny-llama"
@@ -29,7 +21,7 @@ ON_HUB = ["model=hf", f"model.id={NAME}"]
 
 
 @pytest.fixture
-def published(hub: Any, tiny_base: BaseModel) -> Any:
+def published(hub, tiny_base):
     """tiny_llama on the hub, as its first commit."""
     repository = hub.new()
     files = {file.name: file.read_bytes() for file in tiny_base.directory.iterdir()}
@@ -38,7 +30,7 @@ def published(hub: Any, tiny_base: BaseModel) -> Any:
     return repository
 
 
-def move_on(published: Any) -> None:
+def move_on(published):
     """Push other weights to the branch, as an owner may at any time."""
     files = dict(published.commits[published.refs["main"]])
     del files["model.safetensors"]
@@ -49,12 +41,12 @@ def move_on(published: Any) -> None:
 
 @pytest.mark.slow
 def test_the_commit_is_recorded_and_held_to(
-    published: Any,
-    tiny_base: BaseModel,
-    train_in: Callable[..., RunDir],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    published,
+    tiny_base,
+    train_in,
+    tmp_path,
+    monkeypatch,
+):
     """Trained, resumed after the branch has moved, and evaluated without a network."""
     commit = published.refs["main"]
     run = train_in(tmp_path / "run", *ON_HUB, "trainer.max_steps=2")
@@ -94,13 +86,13 @@ def test_the_commit_is_recorded_and_held_to(
 
 
 def test_the_plan_says_what_will_be_downloaded(
-    published: Any,
-    hub: Any,
-    tiny_base: BaseModel,
-    train_in: Callable[..., RunDir],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    published,
+    hub,
+    tiny_base,
+    train_in,
+    tmp_path,
+    capsys,
+):
     """Bytes and commit, and nothing of the weights is fetched but a header."""
     run = train_in(tmp_path / "plan", *ON_HUB, "task=plan")
     plan = json.loads(run.plan.read_text("utf-8"))
@@ -112,11 +104,11 @@ def test_the_plan_says_what_will_be_downloaded(
 
 
 def test_a_gated_model_is_refused_before_a_run_exists(
-    published: Any,
-    train_in: Callable[..., RunDir],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    published,
+    train_in,
+    tmp_path,
+    capsys,
+):
     """Exit code 2, beside the command's other mistakes."""
     published.gated = True
     train_in(tmp_path / "run", *ON_HUB, "lora.r=0", code=2)
@@ -127,12 +119,12 @@ def test_a_gated_model_is_refused_before_a_run_exists(
 
 
 def test_out_of_reach_and_not_cached_is_the_environments_fault(
-    published: Any,
-    train_in: Callable[..., RunDir],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    published,
+    train_in,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     """Exit code 3, and no run."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     train_in(tmp_path / "run", *ON_HUB, code=3)
@@ -141,13 +133,13 @@ def test_out_of_reach_and_not_cached_is_the_environments_fault(
 
 
 def test_wrong_shapes_are_told_before_the_download(
-    published: Any,
-    hub: Any,
-    tiny_base: BaseModel,
-    train_in: Callable[..., RunDir],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    published,
+    hub,
+    tiny_base,
+    train_in,
+    tmp_path,
+    capsys,
+):
     """From the headers alone: a projection of another width."""
     tensors = load_file(tiny_base.directory / "model.safetensors")
     key = "model.layers.1.mlp.down_proj.weight"
@@ -167,13 +159,13 @@ def test_wrong_shapes_are_told_before_the_download(
     ],
 )
 def test_settings_without_effect_are_refused(
-    tiny_base: BaseModel,
-    train_in: Callable[..., RunDir],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    override: str,
-    said: str,
-) -> None:
+    tiny_base,
+    train_in,
+    tmp_path,
+    capsys,
+    override,
+    said,
+):
     """A directory has no revisions, and this one no code."""
     model = ["model=hf", f"model.id={tiny_base.directory}"]
     train_in(tmp_path / "run", *model, override, code=2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from mens_exp import cli
@@ -12,10 +10,6 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_events
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 pytestmark = pytest.mark.slow
 
 SUITE = ["suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=40"]
@@ -23,14 +17,12 @@ LEARN = ["quant.compute_dtype=f32", "optim.lr=5e-3", "data.val_max_tokens=100000
 
 
 @pytest.fixture(scope="module")
-def pissa(train_in: Callable[..., RunDir], tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def pissa(train_in, tmp_path_factory):
     """A run of a few steps from PiSSA; only to be read."""
     return train_in(tmp_path_factory.mktemp("pissa") / "run", "lora.init=pissa", *LEARN, *SUITE)
 
 
-def test_the_base_of_the_record_is_the_plain_one(
-    pissa: RunDir, train_in: Callable[..., RunDir], tmp_path: Path
-) -> None:
+def test_the_base_of_the_record_is_the_plain_one(pissa, train_in, tmp_path):
     """Its loss is that of a run from plain LoRA; the tuned one is not."""
     plain = train_in(tmp_path / "run", *LEARN)
     ours, theirs = (Manifest.read(run.manifest).results for run in (pissa, plain))
@@ -39,7 +31,7 @@ def test_the_base_of_the_record_is_the_plain_one(
     assert "peft_view_val_loss" not in theirs
 
 
-def test_the_error_before_and_after_is_recorded_layer_by_layer(pissa: RunDir) -> None:
+def test_the_error_before_and_after_is_recorded_layer_by_layer(pissa):
     """Means in the facts, each layer in an event of its own."""
     (event,) = [e for e in read_events(pissa.telemetry) if e["event"] == "initialisation"]
     layers = event["payload"]["layers"]
@@ -50,9 +42,7 @@ def test_the_error_before_and_after_is_recorded_layer_by_layer(pissa: RunDir) ->
     assert facts["lora_init"] == "pissa"
 
 
-def test_the_peft_directory_has_the_loss_that_the_record_says(
-    pissa: RunDir, peft_loss: Callable[..., float]
-) -> None:
+def test_the_peft_directory_has_the_loss_that_the_record_says(pissa, peft_loss):
     """On the plain base it is not the trained model; manifest and card say by how much."""
     manifest = Manifest.read(pissa.manifest)
     results = manifest.results
@@ -66,11 +56,11 @@ def test_the_peft_directory_has_the_loss_that_the_record_says(
 
 
 def test_loftq_s_peft_directory_is_the_trained_model(
-    train_in: Callable[..., RunDir],
-    peft_loss: Callable[..., float],
-    tmp_path: Path,
-    notes_of: Callable[[RunDir], list[str]],
-) -> None:
+    train_in,
+    peft_loss,
+    tmp_path,
+    notes_of,
+):
     """One round leaves the base as it is, so there is nothing to confess."""
     run = train_in(tmp_path / "run", "lora.init=loftq", *LEARN)
     manifest = Manifest.read(run.manifest)
@@ -80,9 +70,7 @@ def test_loftq_s_peft_directory_is_the_trained_model(
     assert notes_of(run) == []
 
 
-def test_evaluation_rebuilds_the_trained_graph(
-    pissa: RunDir, untimed: Callable[[RunDir], dict[str, Any]], tmp_path: Path
-) -> None:
+def test_evaluation_rebuilds_the_trained_graph(pissa, untimed, tmp_path):
     """It answers as the run itself did."""
     out = tmp_path / "evaluation"
     command = ["task=evaluate", f"path={pissa.path}", *SUITE, f"hydra.run.dir={out}"]
@@ -91,9 +79,7 @@ def test_evaluation_rebuilds_the_trained_graph(
 
 
 @pytest.mark.parametrize("init", [["lora.init=pissa"], ["lora.init=loftq", "lora.loftq_iters=2"]])
-def test_a_run_that_goes_on_ends_as_one_never_stopped(
-    train_in: Callable[..., RunDir], tmp_path: Path, init: list[str]
-) -> None:
+def test_a_run_that_goes_on_ends_as_one_never_stopped(train_in, tmp_path, init):
     """Byte for byte, base and adapter rebuilt from the checkpoint."""
     whole = train_in(tmp_path / "whole", *init, "trainer.max_steps=4")
     part = train_in(tmp_path / "part", *init, "trainer.max_steps=2")
@@ -116,11 +102,11 @@ def test_a_run_that_goes_on_ends_as_one_never_stopped(
 )
 @pytest.mark.filterwarnings("ignore:Model .*tie_word_embeddings=True")
 def test_variants_reach_the_disk_as_they_were_validated(
-    train_in: Callable[..., RunDir],
-    peft_loss: Callable[..., float],
-    tmp_path: Path,
-    overrides: list[str],
-) -> None:
+    train_in,
+    peft_loss,
+    tmp_path,
+    overrides,
+):
     """PEFT alone reproduces the loss of the run, in f32."""
     run = train_in(tmp_path / "run", *LEARN, *overrides)
     results = Manifest.read(run.manifest).results

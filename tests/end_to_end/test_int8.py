@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    TrainIn = Callable[..., RunDir]
 
 pytestmark = pytest.mark.slow
 
@@ -24,13 +17,13 @@ INT8 = ("quant=int8", "quant.compute_dtype=f32", "optim.lr=5e-3", "trainer.max_s
 
 
 @pytest.fixture(scope="module")
-def run(train_in: TrainIn, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def run(train_in, tmp_path_factory):
     """A whole run that validates on every row kept for it; only to be read."""
     directory = tmp_path_factory.mktemp("int8") / "run"
     return train_in(directory, *INT8, "data.val_max_tokens=100000")
 
 
-def test_the_record_says_what_was_computed(run: RunDir) -> None:
+def test_the_record_says_what_was_computed(run):
     """Quantizer, inputs, method; an adapter that learned, and what it is worth elsewhere."""
     manifest = Manifest.read(run.manifest)
     facts, results = manifest.facts, manifest.results
@@ -49,31 +42,31 @@ def test_the_record_says_what_was_computed(run: RunDir) -> None:
     assert written["quant"] == {"base_quant": "int8", "double_quant": False}
 
 
-def test_peft_reproduces_the_loss_of_its_view(run: RunDir, peft_loss: Callable[..., float]) -> None:
+def test_peft_reproduces_the_loss_of_its_view(run, peft_loss):
     """Transformers and PEFT alone, in evaluation on CPU: to a ten-thousandth."""
     results = Manifest.read(run.manifest).results
     assert peft_loss(run) == pytest.approx(results["peft_view_val_loss"], rel=1e-4)
     assert results["peft_view_val_loss"] != results["tuned_val_loss"]
 
 
-def test_the_card_says_how_to_load_it(run: RunDir) -> None:
+def test_the_card_says_how_to_load_it(run):
     """With the quantizer that it was trained on."""
     assert "BitsAndBytesConfig(load_in_8bit=True)" in run.model_card.read_text("utf-8")
 
 
 def test_an_evaluation_repeats_its_scorecard(
-    run: RunDir,
-    untimed: Callable[[RunDir], dict[str, Any]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    run,
+    untimed,
+    tmp_path,
+    monkeypatch,
+):
     """The saved adapter on a fresh 8-bit base."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["task=evaluate", f"path={run.path}", *SUITE, "hydra.run.dir=again"]) == 0
     assert untimed(RunDir(tmp_path / "again")) == untimed(run)
 
 
-def test_a_run_in_two_parts_is_the_run_in_one(train_in: TrainIn, tmp_path: Path) -> None:
+def test_a_run_in_two_parts_is_the_run_in_one(train_in, tmp_path):
     """Resumed from its checkpoint, the adapter is the same, byte for byte."""
     through = train_in(tmp_path / "through", "quant=int8", "trainer.max_steps=4")
     parts = train_in(tmp_path / "parts", "quant=int8", "trainer.max_steps=2")

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
 
 import pytest
 
 from mens_exp.artifacts.scorecard import Scorecard, read_item_events
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.run_dir import RunDir
-
 pytestmark = pytest.mark.slow
 
 
-def test_training_ends_with_tasks_that_were_run(
-    train_in: Callable[..., RunDir], tmp_path: Path
-) -> None:
+def test_training_ends_with_tasks_that_were_run(train_in, tmp_path):
     """The suite tested itself, each answer was sent back once, and the sandbox is on record."""
     if shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is missing: apt-get install bubblewrap")

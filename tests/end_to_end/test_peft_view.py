@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.layout.families import FAMILIES
 from mens_exp.plan.machine import look
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.model.resolve import BaseModel
-
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("compute", ["f32", "bf16"])
 def test_peft_reproduces_the_tuned_validation_loss(
-    train_in: Callable[..., RunDir],
-    peft_loss: Callable[..., float],
-    tmp_path: Path,
-    compute: str,
-) -> None:
+    train_in,
+    peft_loss,
+    tmp_path,
+    compute,
+):
     """To a thousandth, on an adapter that moved the loss by far more than that."""
     run = train_in(
         tmp_path / "run",
@@ -57,17 +48,17 @@ SOAK = pytest.mark.soak
     ],
 )
 def test_peft_reproduces_the_loss_of_a_real_model(
-    train_in: Callable[..., RunDir],
-    peft_loss: Callable[..., float],
-    smollm2: BaseModel,
-    smollm2_cut: Path,
-    code_rows: Path,
-    tmp_path: Path,
-    model: str,
-    compute: str,
-    val_frac: float,
-    rel: float,
-) -> None:
+    train_in,
+    peft_loss,
+    smollm2,
+    smollm2_cut,
+    code_rows,
+    tmp_path,
+    model,
+    compute,
+    val_frac,
+    rel,
+):
     """SmolLM2 with its own chat template, a few steps on real code."""
     run = train_in(
         tmp_path / "run",
@@ -90,12 +81,12 @@ def test_peft_reproduces_the_loss_of_a_real_model(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_peft_reproduces_the_loss_of_every_family(
-    name: str,
-    train_in: Callable[..., RunDir],
-    family_base: Callable[[str], BaseModel],
-    peft_loss: Callable[..., float],
-    tmp_path: Path,
-) -> None:
+    name,
+    train_in,
+    family_base,
+    peft_loss,
+    tmp_path,
+):
     """A user's own model directory of each family: trained, saved, loaded by PEFT on NF4."""
     run = train_in(
         tmp_path / "run",
@@ -112,11 +103,11 @@ def test_peft_reproduces_the_loss_of_every_family(
 
 
 def test_another_adapter_does_not(
-    train_in: Callable[..., RunDir],
-    peft_loss: Callable[..., float],
-    finished: RunDir,
-    tmp_path: Path,
-) -> None:
+    train_in,
+    peft_loss,
+    finished,
+    tmp_path,
+):
     """The comparison can fail: the adapter of a shorter run gives another loss."""
     run = train_in(tmp_path / "run", "optim.lr=5e-3", "data.val_max_tokens=100000")
     loss = peft_loss(run, adapter_of=finished)

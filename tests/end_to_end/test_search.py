@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
 
 import fork_server
 import pytest
@@ -21,11 +20,6 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import SweepRecord
 from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.errors import MensError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mens_exp.artifacts.sweep import SweepJob
 
 pytestmark = [
     pytest.mark.slow,
@@ -48,23 +42,23 @@ LAUNCHERS = [
 ]
 
 
-def command(tiny_run: list[str], place: Path, *overrides: str) -> list[str]:
+def command(tiny_run, place, *overrides):
     usual = [*tiny_run, "hydra/sweeper=optuna", "trainer.max_steps=2", f"hydra.sweep.dir={place}"]
     by_key = {text.partition("=")[0]: text for text in [*usual, *overrides]}
     return ["-m", *by_key.values()]
 
 
-def trials(place: Path) -> list[dict[str, Any]]:
+def trials(place):
     search = SweepRecord.read(SweepDir(place).record).search
     assert search is not None
     return [dict(row) for row in search["trials"]]
 
 
-def results(place: Path) -> list[tuple[Any, ...]]:
+def results(place):
     return [(row["state"], row["params"], row["values"], row["job"]) for row in trials(place)]
 
 
-def pid_at_work(directory: SweepDir, job: SweepJob) -> int | None:
+def pid_at_work(directory, job):
     """Return the process of a job that has opened its run, as its launcher notes it."""
     log = AttemptLog(directory.attempts(job["number"]))
     attempts = log.attempts() or job["attempts"]
@@ -72,7 +66,7 @@ def pid_at_work(directory: SweepDir, job: SweepJob) -> int | None:
     return attempts[-1]["pid"] if attempts and opened else None
 
 
-def kill_in_trial(place: Path, number: int, launcher: subprocess.Popen[bytes]) -> None:
+def kill_in_trial(place, number, launcher):
     """Kill the launcher and its job, once that job has opened its run."""
     began, pid = time.monotonic(), None
     while pid is None and time.monotonic() - began < 300:
@@ -89,7 +83,7 @@ def kill_in_trial(place: Path, number: int, launcher: subprocess.Popen[bytes]) -
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_run: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tiny_run, tmp_path_factory):
     """A search that nothing disturbs, one trial at a time."""
     place = tmp_path_factory.mktemp("whole") / "search"
     assert cli.main(command(tiny_run, place, *SPACE)) == 0
@@ -98,8 +92,8 @@ def whole(tiny_run: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.mark.parametrize("launcher_is", LAUNCHERS)
 def test_a_killed_search_goes_on_as_if_it_had_not_been(
-    tiny_run: list[str], whole: Path, tmp_path: Path, cache: Path, launcher_is: list[str]
-) -> None:
+    tiny_run, whole, tmp_path, cache, launcher_is
+):
     """The same draws and the same losses on any launcher, repeats included; nothing runs twice."""
     killed = tmp_path / "killed"
     source = os.pathsep.join(filter(None, sys.path))
@@ -121,16 +115,14 @@ def test_a_killed_search_goes_on_as_if_it_had_not_been(
     assert tried == [1, 2, 1]
 
 
-def test_a_killed_trial_is_tried_again_while_tpe_draws_others(
-    tiny_run: list[str], tmp_path: Path
-) -> None:
+def test_a_killed_trial_is_tried_again_while_tpe_draws_others(tiny_run, tmp_path):
     """In two workers of joblib's pool, each of which gets a trial as soon as it has none."""
     pytest.importorskip("joblib", reason="joblib is missing: pip install joblib")
     place = tmp_path / "search"
     given = [RATE, *POOL, "hydra.launcher.n_jobs=2", "hydra.sweeper.n_trials=4"]
-    killed: list[int] = []
+    killed = []
 
-    def kill() -> None:
+    def kill():
         began, directory = time.monotonic(), SweepDir(place)
         while not killed and time.monotonic() - began < 300:
             jobs = SweepRecord.read(directory.record).jobs if directory.record.exists() else []
@@ -156,9 +148,7 @@ def test_a_killed_trial_is_tried_again_while_tpe_draws_others(
 
 
 @pytest.mark.parametrize("launcher_is", LAUNCHERS)
-def test_a_trial_that_learns_nothing_is_ended(
-    tiny_run: list[str], tmp_path: Path, launcher_is: list[str]
-) -> None:
+def test_a_trial_that_learns_nothing_is_ended(tiny_run, tmp_path, launcher_is):
     """By the second trial's validation loss beside the first's; its record says so."""
     place = tmp_path / "search"
     overrides = [

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -18,12 +17,6 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.tasks.replaying import replay
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    TrainIn = Callable[..., RunDir]
-
 pytestmark = pytest.mark.slow  # whole runs, of several processes
 
 F32 = ("quant.compute_dtype=f32", "trainer.max_steps=20", "checkpoint.every_n_steps=8")
@@ -31,11 +24,11 @@ TWO = ("trainer=ddp", "trainer.accelerator=cpu")
 RELATIVE = 1e-4  # sums over two processes round otherwise; measured: 6e-8
 
 
-def steps(run: RunDir) -> list[dict[str, Any]]:
+def steps(run):
     return [event["payload"] for event in read_events(run.telemetry) if event["event"] == "step"]
 
 
-def same_course(one: RunDir, other: RunDir) -> None:
+def same_course(one, other):
     """Hold every step of one run against that of another."""
     assert len(steps(one)) == len(steps(other))
     for ours, theirs in zip(steps(one), steps(other), strict=True):
@@ -50,16 +43,16 @@ def same_course(one: RunDir, other: RunDir) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(train_in: TrainIn, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def alone(train_in, tmp_path_factory):
     return train_in(tmp_path_factory.mktemp("alone") / "run", *F32)
 
 
 @pytest.fixture(scope="module")
-def two(train_in: TrainIn, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def two(train_in, tmp_path_factory):
     return train_in(tmp_path_factory.mktemp("two") / "run", *F32, *TWO, "logger=csv")
 
 
-def test_two_processes_take_the_course_of_one(alone: RunDir, two: RunDir) -> None:
+def test_two_processes_take_the_course_of_one(alone, two):
     """Twenty steps with dropout: the same documents in the same order, losses within 1e-4."""
     same_course(two, alone)
     assert len(steps(two)) == 20
@@ -67,7 +60,7 @@ def test_two_processes_take_the_course_of_one(alone: RunDir, two: RunDir) -> Non
     assert digests[0] == digests[1]
 
 
-def test_one_process_keeps_the_record(two: RunDir) -> None:
+def test_one_process_keeps_the_record(two):
     """One manifest, one event a step, one file of metrics, one adapter, no word of the other."""
     manifest = Manifest.read(two.manifest)
     assert manifest.status is Status.SUCCEEDED
@@ -83,23 +76,21 @@ def test_one_process_keeps_the_record(two: RunDir) -> None:
     assert not two.lock.exists()
 
 
-def test_a_replay_says_that_several_trained(two: RunDir) -> None:
+def test_a_replay_says_that_several_trained(two):
     """Taken again by one process: the same documents, and sums that may round otherwise."""
     found = replay(two, 1)
     assert any("2 processes then, one now" in one for one in found["conditions"])
     assert "batches_sha256" not in str(found["first_difference"])
 
 
-def test_one_run_is_mirrored(train_in: TrainIn, tmp_path: Path) -> None:
+def test_one_run_is_mirrored(train_in, tmp_path):
     """W&B knows of the first process alone."""
     run = train_in(tmp_path / "run", *TWO, "logger=wandb")
     assert len(list(run.wandb.glob("offline-run-*"))) == 1
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_another_number_of_processes_goes_on(
-    alone: RunDir, train_in: TrainIn, tmp_path: Path, before: int, after: int
-) -> None:
+def test_another_number_of_processes_goes_on(alone, train_in, tmp_path, before, after):
     """After eight steps: the others are those of a run of one process throughout."""
     run = train_in(tmp_path / "run", *F32, *(TWO if before == 2 else ()), "trainer.max_steps=8")
     overrides = [f"trainer.devices={after}", "trainer.max_steps=20"]
@@ -110,7 +101,7 @@ def test_another_number_of_processes_goes_on(
     same_course(run, alone)
 
 
-def test_an_end_that_not_all_share_is_trained_too(train_in: TrainIn, tmp_path: Path) -> None:
+def test_an_end_that_not_all_share_is_trained_too(train_in, tmp_path):
     """One pass over nine micro-batches in steps of four: the last is of one process alone."""
     whole = ("trainer.max_steps=-1", "trainer.max_epochs=1")
     sizes = ("data.micro_batch_size=1", "data.seq_len=352")
@@ -124,9 +115,7 @@ def test_an_end_that_not_all_share_is_trained_too(train_in: TrainIn, tmp_path: P
 @pytest.mark.parametrize(
     "several", [TWO, ("trainer=fsdp", TWO[1], "quant.storage_dtype=f32")], ids=["ddp", "fsdp"]
 )
-def test_a_process_that_dies_ends_the_run_and_it_goes_on(
-    alone: RunDir, train_in: TrainIn, tmp_path: Path, several: tuple[str, ...]
-) -> None:
+def test_a_process_that_dies_ends_the_run_and_it_goes_on(alone, train_in, tmp_path, several):
     """Killed after nine steps: the record says which, and the checkpoint of eight is there."""
     path = tmp_path / "run"
     killer = threading.Thread(target=kill_other_after, args=(RunDir(path), 9))
@@ -145,7 +134,7 @@ def test_a_process_that_dies_ends_the_run_and_it_goes_on(
     same_course(run, alone)
 
 
-def kill_other_after(run: RunDir, step: int) -> None:
+def kill_other_after(run, step):
     """Kill the process that was started beside this one once a step has been taken."""
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:

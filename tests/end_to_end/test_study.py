@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mens_exp import cli
 from mens_exp.artifacts.comparison import Comparison, Verdict
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def sweep(tiny_run: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sweep(tiny_run, tmp_path_factory):
     """Three seeds with and without double quantization, two steps each."""
     directory = tmp_path_factory.mktemp("study") / "sweep"
     factors = ["seed=1,2,3", "quant.double_quant=true,false", "trainer.max_steps=2"]
@@ -25,9 +20,7 @@ def sweep(tiny_run: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path
     return directory
 
 
-def test_a_sweep_is_compared_by_its_directory(
-    sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_is_compared_by_its_directory(sweep, tmp_path, capsys):
     """Arms, factor and seeds are found; nothing confounds; pairing narrows the interval."""
     command = ["task=compare", f"path={sweep}", "logger=none", f"hydra.run.dir={tmp_path / 'c'}"]
     assert cli.main(command) == 0
@@ -40,16 +33,14 @@ def test_a_sweep_is_compared_by_its_directory(
     found = contrast["kpis"]["val_loss"]
     assert record.primary == "val_loss"
     assert found["width_ratio"] is not None
-    print(f"paired interval over unpaired: {found['width_ratio']:.3f}")  # noqa: T201  # a figure
+    print(f"paired interval over unpaired: {found['width_ratio']:.3f}")  # a figure
     assert found["width_ratio"] < 1
     assert contrast["kpis"]["tokens"]["estimate"] == 0
     assert set(record.curves["quant.double_quant=true"]) == {"train/loss"}
     assert "val_loss: each arm minus" in capsys.readouterr().out
 
 
-def test_an_undeclared_setting_of_a_real_run_confounds(
-    sweep: Path, tiny_run: list[str], tmp_path: Path
-) -> None:
+def test_an_undeclared_setting_of_a_real_run_confounds(sweep, tiny_run, tmp_path):
     """A further run with another rank is an arm by itself, and no clean one."""
     further = [text for text in tiny_run if not text.startswith("trainer.max_steps")]
     further += ["seed=1", "trainer.max_steps=2", "quant.double_quant=false", "lora.r=8"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,26 +13,22 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config import compose, own_conf
 from mens_exp.config.compose import config_digest, from_yaml
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 pytestmark = pytest.mark.slow
 
 
-def runs_under(directory: Path) -> list[RunDir]:
+def runs_under(directory):
     found = [RunDir(path.parent) for path in directory.glob("*/manifest.json")]
     return sorted(found, key=lambda run: int(run.path.name.split("_")[0]))
 
 
-def sweep(tiny_run: list[str], directory: Path, *overrides: str) -> int:
+def sweep(tiny_run, directory, *overrides):
     keys = {text.partition("=")[0] for text in overrides}
     kept = [text for text in tiny_run if text.partition("=")[0] not in keys]
     return cli.main(["-m", *kept, *overrides, f"hydra.sweep.dir={directory}"])
 
 
 @pytest.fixture(scope="module")
-def four(tiny_run: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[RunDir]:
+def four(tiny_run, tmp_path_factory):
     """Two seeds with and without double quantization, two steps each."""
     directory = tmp_path_factory.mktemp("sweep") / "four"
     factors = ["seed=1,2", "quant.double_quant=true,false", "trainer.max_steps=2"]
@@ -41,7 +36,7 @@ def four(tiny_run: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[
     return runs_under(directory)
 
 
-def test_each_combination_is_a_run_of_its_own(four: list[RunDir]) -> None:
+def test_each_combination_is_a_run_of_its_own(four):
     """Four directories, each with the manifest of its own cell, and all succeeded."""
     manifests = [Manifest.read(run.manifest) for run in four]
     assert [(m.seed, m.facts["double_quant"]) for m in manifests] == [
@@ -54,7 +49,7 @@ def test_each_combination_is_a_run_of_its_own(four: list[RunDir]) -> None:
     assert [f"seed={m.seed}" in m.overrides for m in manifests] == [True] * 4
 
 
-def test_each_run_has_its_own_frozen_configuration(four: list[RunDir]) -> None:
+def test_each_run_has_its_own_frozen_configuration(four):
     """The directory is named after its digest."""
     digests = [config_digest(from_yaml(run.config)) for run in four]
     assert len(set(digests)) == 4
@@ -62,7 +57,7 @@ def test_each_run_has_its_own_frozen_configuration(four: list[RunDir]) -> None:
     assert [run.path.name for run in four] == [f"{n}_{d[:8]}" for n, d in enumerate(digests)]
 
 
-def test_arms_of_one_seed_see_the_same_data(four: list[RunDir]) -> None:
+def test_arms_of_one_seed_see_the_same_data(four):
     """Rows, tokens and their order are shared; the factor changes the adapter."""
     first, second, third, _ = (Manifest.read(run.manifest) for run in four)
     assert first.inputs == second.inputs == third.inputs
@@ -72,16 +67,14 @@ def test_arms_of_one_seed_see_the_same_data(four: list[RunDir]) -> None:
     assert len(adapters) == 4
 
 
-def test_the_sweep_leaves_a_page_that_leads_to_each_run(four: list[RunDir]) -> None:
+def test_the_sweep_leaves_a_page_that_leads_to_each_run(four):
     """Rendered by the launcher when the last job has ended."""
     text = (four[0].path.parent / "sweep.html").read_text(encoding="utf-8")
     assert all(f'href="./{run.path.name}/report.html"' in text for run in four)
     assert "4 succeeded" in text
 
 
-def test_a_failing_cell_stops_no_other_and_the_exit_code_tells(
-    tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failing_cell_stops_no_other_and_the_exit_code_tells(tiny_run, tmp_path, capsys):
     """The first cell has no supervised token, the second one trains."""
     factors = ["data.seq_len=16,192", "trainer.max_steps=1"]
     assert sweep(tiny_run, tmp_path / "sweep", *factors) == 2
@@ -90,23 +83,19 @@ def test_a_failing_cell_stops_no_other_and_the_exit_code_tells(
     assert "no row keeps a supervised token" in capsys.readouterr().err
 
 
-def test_one_bad_cell_known_beforehand_stops_all(
-    tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_bad_cell_known_beforehand_stops_all(tiny_run, tmp_path, capsys):
     """What can be told before the first job is told then, and nothing is made."""
     assert sweep(tiny_run, tmp_path / "sweep", "lora.r=8,0") == 2
     assert "lora.r: out of range" in capsys.readouterr().err
     assert not (tmp_path / "sweep").exists()
 
 
-def test_ctrl_c_ends_the_whole_sweep(
-    tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_ends_the_whole_sweep(tiny_run, tmp_path, monkeypatch):
     """In one process too: the cell at work is cancelled, and the next one does not begin."""
     from mens_exp.tasks.cancellation import Cancelled
     from mens_exp.training.module import TrainingModule
 
-    def interrupted(*_: Any) -> None:
+    def interrupted(*_):
         raise Cancelled
 
     monkeypatch.setattr(TrainingModule, "on_train_batch_start", interrupted)
@@ -116,7 +105,7 @@ def test_ctrl_c_ends_the_whole_sweep(
 
 
 @pytest.fixture
-def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def groups(tmp_path, monkeypatch):
     """A copy of the config groups that may be edited."""
     copy = tmp_path / "conf"
     shutil.copytree(compose.config_directory(), copy)
@@ -129,18 +118,18 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.parametrize("edit", ["  r: 4", "  - not: [yaml"], ids=["other value", "broken"])
 def test_editing_the_groups_during_a_sweep_changes_nothing(
-    tiny_run: list[str],
-    groups: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    edit: str,
-) -> None:
+    tiny_run,
+    groups,
+    tmp_path,
+    monkeypatch,
+    edit,
+):
     """In one process, Hydra composes each cell in its turn, from the copy made at launch."""
     from mens_exp.tasks import plan
 
     original = plan.plan
 
-    def edited(config: Any, run: Any) -> None:
+    def edited(config, run):
         original(config, run)
         (groups / "lora" / "all_linear.yaml").write_text(edit, encoding="utf-8")
 

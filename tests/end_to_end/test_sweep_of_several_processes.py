@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
 
 import fork_server
 import psutil
@@ -19,12 +18,6 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import SweepRecord
 from mens_exp.artifacts.sweep_dir import SweepDir
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    Start = Callable[..., subprocess.Popen[bytes]]
-
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals; run it on Linux"),
@@ -33,7 +26,7 @@ pytestmark = [
 LIMIT_S = 400
 
 
-def command(tiny_run: list[str], directory: Path, *overrides: str) -> list[str]:
+def command(tiny_run, directory, *overrides):
     """Two seeds, each of two processes, thirty steps, a checkpoint after every second one."""
     several = ["trainer=ddp", "trainer.accelerator=cpu", "hydra.launcher.n_jobs=2"]
     given = [*tiny_run, *several, "trainer.max_steps=30", *overrides]
@@ -41,31 +34,31 @@ def command(tiny_run: list[str], directory: Path, *overrides: str) -> list[str]:
     return ["-m", *by_key.values(), "seed=1,2", f"hydra.sweep.dir={directory}"]
 
 
-def jobs(directory: Path) -> list[Any]:
+def jobs(directory):
     return list(SweepRecord.read(SweepDir(directory).record).jobs)
 
 
-def manifests(directory: Path) -> list[Manifest]:
+def manifests(directory):
     return [Manifest.read(RunDir(directory / job["directory"]).manifest) for job in jobs(directory)]
 
 
-def adapters(directory: Path) -> dict[str, bytes]:
+def adapters(directory):
     files = sorted(directory.glob("*/adapter/**/*.safetensors"))
     assert len(files) == 4
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
 
 
-def first_of(directory: Path, number: int) -> int:
+def first_of(directory, number):
     return int(jobs(directory)[number]["attempts"][-1]["pid"])
 
 
-def second_of(directory: Path, number: int) -> psutil.Process:
+def second_of(directory, number):
     children = psutil.Process(first_of(directory, number)).children()
     (other,) = (one for one in children if "mens_exp.tasks.following" in one.cmdline())
     return other
 
 
-def wait_until_gone(process: psutil.Process) -> None:
+def wait_until_gone(process):
     began = time.monotonic()
     while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() - began < 60, "it has outlived its first process"
@@ -73,7 +66,7 @@ def wait_until_gone(process: psutil.Process) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_run: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tiny_run, tmp_path_factory):
     """The sweep without a disturbance."""
     directory = tmp_path_factory.mktemp("whole") / "sweep"
     assert cli.main(command(tiny_run, directory)) == 0
@@ -81,10 +74,10 @@ def whole(tiny_run: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.fixture
-def started(tiny_run: list[str], tmp_path: Path, cache: Path) -> Start:
+def started(tiny_run, tmp_path, cache):
     """Launch the sweep in a process of its own, and wait until both jobs have a checkpoint."""
 
-    def launched(*overrides: str) -> subprocess.Popen[bytes]:
+    def launched(*overrides):
         (tmp_path / "tmp").mkdir()
         source = os.pathsep.join(filter(None, sys.path))
         told = {"PYTHONPATH": source, "MENS_EXP_CACHE": str(cache), "TMPDIR": str(tmp_path / "tmp")}
@@ -107,11 +100,11 @@ def started(tiny_run: list[str], tmp_path: Path, cache: Path) -> Start:
     return launched
 
 
-def thrown_away(tmp_path: Path) -> list[str]:
+def thrown_away(tmp_path):
     return [path.name for path in (tmp_path / "tmp").glob("mens_exp_process*")]
 
 
-def test_jobs_of_two_processes_train_side_by_side(whole: Path) -> None:
+def test_jobs_of_two_processes_train_side_by_side(whole):
     """Each on record with both its processes, and with the memory of both."""
     assert [job["state"] for job in jobs(whole)] == ["succeeded", "succeeded"]
     for job, manifest in zip(jobs(whole), manifests(whole), strict=True):
@@ -125,8 +118,8 @@ def test_jobs_of_two_processes_train_side_by_side(whole: Path) -> None:
 
 
 def test_killed_processes_leave_none_behind_and_their_jobs_go_on_to_the_same_bytes(
-    started: Start, whole: Path, tmp_path: Path
-) -> None:
+    started, whole, tmp_path
+):
     """The first process of one job, the second one of the other: both jobs are tried again."""
     place = tmp_path / "sweep"
     launcher = started("sweep.retries=1")
@@ -146,9 +139,7 @@ def test_killed_processes_leave_none_behind_and_their_jobs_go_on_to_the_same_byt
     assert thrown_away(tmp_path) == []
 
 
-def test_a_killed_launcher_and_job_go_on_together(
-    started: Start, whole: Path, tmp_path: Path
-) -> None:
+def test_a_killed_launcher_and_job_go_on_together(started, whole, tmp_path):
     """What is still at work is waited for, with its second process; what died is started again."""
     place = tmp_path / "sweep"
     launcher = started()
@@ -160,9 +151,7 @@ def test_a_killed_launcher_and_job_go_on_together(
     assert adapters(place) == adapters(whole)
 
 
-def test_sigterm_ends_all_processes_and_closes_their_records(
-    started: Start, whole: Path, tmp_path: Path
-) -> None:
+def test_sigterm_ends_all_processes_and_closes_their_records(started, whole, tmp_path):
     """Nothing is left at work or lying about; moved elsewhere, it goes on to the same bytes."""
     place = tmp_path / "sweep"
     launcher = started()

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
 
 import fork_server
 import pytest
@@ -21,10 +20,6 @@ from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.config.compose import from_yaml
 from mens_exp.sweeps.launcher import Launcher
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals; run it on Linux"),
@@ -33,28 +28,28 @@ pytestmark = [
 LIMIT_S = 240
 
 
-def command(tiny_run: list[str], directory: Path, *overrides: str) -> list[str]:
+def command(tiny_run, directory, *overrides):
     """A sweep of two seeds, thirty steps each, a checkpoint after every second one."""
     given = [*tiny_run, "trainer.max_steps=30", "sweep.retries=0", *overrides]
     by_key = {text.partition("=")[0]: text for text in given}
     return ["-m", *by_key.values(), "seed=1,2", f"hydra.sweep.dir={directory}"]
 
 
-def adapters(directory: Path) -> dict[str, bytes]:
+def adapters(directory):
     files = sorted(directory.glob("*/adapter/**/*.safetensors"))
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
 
 
-def job_dirs(directory: Path) -> list[RunDir]:
+def job_dirs(directory):
     return [RunDir(directory / job["directory"]) for job in jobs(directory)]
 
 
-def jobs(directory: Path) -> list[Any]:
+def jobs(directory):
     return list(SweepRecord.read(SweepDir(directory).record).jobs)
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_run: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tiny_run, tmp_path_factory):
     """The sweep without a disturbance."""
     directory = tmp_path_factory.mktemp("whole") / "sweep"
     assert cli.main(command(tiny_run, directory)) == 0
@@ -63,12 +58,10 @@ def whole(tiny_run: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.fixture
-def started(
-    tiny_run: list[str], tmp_path: Path, cache: Path
-) -> Callable[..., subprocess.Popen[bytes]]:
+def started(tiny_run, tmp_path, cache):
     """Launch the sweep in a process of its own, and wait until its first job has a checkpoint."""
 
-    def launched(*overrides: str) -> subprocess.Popen[bytes]:
+    def launched(*overrides):
         source = os.pathsep.join(filter(None, sys.path))
         arguments = command(tiny_run, tmp_path / "sweep", *overrides)
         launcher = fork_server.Popen(
@@ -87,13 +80,11 @@ def started(
     return launched
 
 
-def pid_of(directory: Path, number: int) -> int:
+def pid_of(directory, number):
     return int(jobs(directory)[number]["attempts"][-1]["pid"])
 
 
-def test_a_killed_job_stops_no_other_and_goes_on_to_the_same_bytes(
-    started: Callable[..., subprocess.Popen[bytes]], whole: Path, tmp_path: Path
-) -> None:
+def test_a_killed_job_stops_no_other_and_goes_on_to_the_same_bytes(started, whole, tmp_path):
     """The sweep says that one failed, and resuming takes it up from its checkpoint."""
     place = tmp_path / "sweep"
     launcher = started()
@@ -109,9 +100,7 @@ def test_a_killed_job_stops_no_other_and_goes_on_to_the_same_bytes(
     assert adapters(place) == adapters(whole)
 
 
-def test_a_killed_launcher_leaves_its_job_at_work(
-    started: Callable[..., subprocess.Popen[bytes]], whole: Path, tmp_path: Path
-) -> None:
+def test_a_killed_launcher_leaves_its_job_at_work(started, whole, tmp_path):
     """Resuming waits for it instead of starting it anew."""
     place = tmp_path / "sweep"
     launcher = started()
@@ -123,9 +112,7 @@ def test_a_killed_launcher_leaves_its_job_at_work(
     assert adapters(place) == adapters(whole)
 
 
-def test_ctrl_c_cancels_what_is_at_work(
-    started: Callable[..., subprocess.Popen[bytes]], whole: Path, tmp_path: Path
-) -> None:
+def test_ctrl_c_cancels_what_is_at_work(started, whole, tmp_path):
     """Its record is closed, the other has not begun, and both go on to the same bytes."""
     place = tmp_path / "sweep"
     launcher = started()
@@ -140,9 +127,7 @@ def test_ctrl_c_cancels_what_is_at_work(
 
 
 @pytest.mark.parametrize("edit", ["r: 4", "- not: [yaml"], ids=["other value", "broken"])
-def test_editing_conf_after_the_launch_changes_nothing(
-    tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: str
-) -> None:
+def test_editing_conf_after_the_launch_changes_nothing(tiny_run, tmp_path, monkeypatch, edit):
     """Both jobs run what was composed before the first one."""
     monkeypatch.chdir(tmp_path)
     mine = tmp_path / "conf" / "lora" / "mine.yaml"
@@ -150,7 +135,7 @@ def test_editing_conf_after_the_launch_changes_nothing(
     mine.write_text("defaults: [all_linear, _self_]\nr: 2\n", "utf-8")
     run = Launcher.run
 
-    def edited(self: Launcher) -> int:
+    def edited(self):
         mine.write_text(edit, "utf-8")
         return run(self)
 
@@ -162,9 +147,7 @@ def test_editing_conf_after_the_launch_changes_nothing(
         assert "r 2" in json.loads(one.plan.read_text("utf-8"))["lora"]
 
 
-def test_the_terminal_shows_the_cells_before_and_after(
-    tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_terminal_shows_the_cells_before_and_after(tiny_run, tmp_path, capsys):
     """A skipped cell and a collapsed one are named, and where the record lies."""
     place = tmp_path / "sweep"
     swept = ["lora.r=2,0,2", "sweep.invalid=skip", "task=plan", "trainer.max_steps=1"]

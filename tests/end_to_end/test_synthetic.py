@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 import fork_server
 import pytest
 
 from mens_exp.artifacts.manifest import Manifest, Status
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 pytestmark = pytest.mark.slow
 
 
-def test_generated_rows_train_and_their_sides_are_recorded(tmp_path: Path) -> None:
+def test_generated_rows_train_and_their_sides_are_recorded(tmp_path):
     """The smoke run, on 300 tasks whose held-out part is the benchmark's."""
     command = "experiment=smoke data=synthetic data.rows=300 data.seq_len=1024 trainer=cpu"
     done = fork_server.run(
@@ -36,7 +32,7 @@ def test_generated_rows_train_and_their_sides_are_recorded(tmp_path: Path) -> No
     assert data["train_rows"] > 200
 
 
-def test_impossible_settings_are_refused_together(tmp_path: Path) -> None:
+def test_impossible_settings_are_refused_together(tmp_path):
     """Each with its range, before anything is made."""
     command = "data=synthetic data.rows=9 data.repair_frac=1.5 data.generator_seed=-1"
     done = fork_server.run(

@@ -9,17 +9,12 @@ import os
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_events
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 IP = shutil.which("ip") or "ip"
 pytestmark = pytest.mark.slow  # whole runs, of processes on two machines
@@ -30,12 +25,12 @@ MACHINES = ("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=1", "trai
 ADDRESSES = ("10.77.31.1", "10.77.31.2")
 
 
-def ip(*arguments: str) -> None:
+def ip(*arguments):
     subprocess.run([IP, *arguments], check=True, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
-def machines() -> Iterator[tuple[str, str]]:
+def machines():
     """Two namespaces with a cable between them; gone afterwards."""
     if shutil.which("ip") is None:
         pytest.skip("the program ip is missing: apt-get install iproute2")
@@ -61,7 +56,7 @@ def machines() -> Iterator[tuple[str, str]]:
         ip("netns", "delete", name)
 
 
-def on_machine(number: int, name: str, arguments: list[str], place: Path) -> Any:
+def on_machine(number, name, arguments, place):
     """Start torchrun there."""
     place.mkdir(parents=True)
     environment = {
@@ -84,11 +79,11 @@ def on_machine(number: int, name: str, arguments: list[str], place: Path) -> Any
 
 
 def test_two_machines_train_what_one_does(
-    machines: tuple[str, str],
-    tiny_run: list[str],
-    train_in: Callable[..., RunDir],
-    tmp_path: Path,
-) -> None:
+    machines,
+    tiny_run,
+    train_in,
+    tmp_path,
+):
     """The same losses and documents; the record is on the first, and nothing on the second."""
     run = RunDir(tmp_path / "run")
     by_key = {text.partition("=")[0]: text for text in [*tiny_run, *F32, *MACHINES]}
@@ -108,7 +103,7 @@ def test_two_machines_train_what_one_does(
     assert sorted(path.name for path in (tmp_path / machines[1]).iterdir()) == ["cache"]
 
 
-def steps(run: RunDir) -> list[dict[str, Any]]:
+def steps(run):
     found = [event["payload"] for event in read_events(run.telemetry) if event["event"] == "step"]
     assert len(found) == STEPS
     return found

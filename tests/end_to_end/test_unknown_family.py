@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -11,18 +10,11 @@ from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.tokenizer import byte_level
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.model.resolve import BaseModel
-
 pytestmark = pytest.mark.slow
 
 # Each with something of its own: multipliers, one fused matrix, plain MLPs. StableLM's layers do
 # not hand the bounds of documents on.
-CONFIGS: dict[str, dict[str, Any]] = {
+CONFIGS = {
     "granite": {"num_key_value_heads": 2},
     "stablelm": {"num_key_value_heads": 2},
     "gpt_neox": {},
@@ -33,10 +25,10 @@ LOSES = ("stablelm", True)
 
 
 @pytest.fixture
-def novel(tmp_path: Path) -> Callable[[str], Path]:
+def novel(tmp_path):
     """Let transformers make and save a small random model, weights far apart."""
 
-    def saved(name: str) -> Path:
+    def saved(name):
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -68,13 +60,13 @@ def novel(tmp_path: Path) -> Callable[[str], Path]:
     [(name, packing) for name in CONFIGS for packing in (True, False) if (name, packing) != LOSES],
 )
 def test_peft_reproduces_the_loss(
-    name: str,
-    packing: bool,
-    novel: Callable[[str], Path],
-    train_in: Callable[..., RunDir],
-    peft_loss: Callable[..., float],
-    tmp_path: Path,
-) -> None:
+    name,
+    packing,
+    novel,
+    train_in,
+    peft_loss,
+    tmp_path,
+):
     """In f32 on the NF4 base, one document at a time: nothing leaked, no layer was missed."""
     run = train_in(
         tmp_path / "run",
@@ -91,11 +83,11 @@ def test_peft_reproduces_the_loss(
 
 
 def test_it_merges_whole_and_names_what_wants_a_known_family(
-    novel: Callable[[str], Path],
-    train_in: Callable[..., RunDir],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    novel,
+    train_in,
+    tmp_path,
+    capsys,
+):
     """The whole model with its certificate; single tensors and GGUF refuse, the known listed."""
     run = train_in(
         tmp_path / "run",
@@ -121,11 +113,11 @@ def test_it_merges_whole_and_names_what_wants_a_known_family(
 
 
 def test_a_family_that_drops_the_bounds_is_refused_when_packed(
-    novel: Callable[[str], Path],
-    train_in: Callable[..., RunDir],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    novel,
+    train_in,
+    tmp_path,
+    capsys,
+):
     """Every position would have seen all the others, or none, without a word."""
     train_in(tmp_path / "run", "model=hf", f"model.id={novel(LOSES[0])}", code=2)
     said = " ".join(capsys.readouterr().err.split())
@@ -134,11 +126,11 @@ def test_a_family_that_drops_the_bounds_is_refused_when_packed(
 
 
 def test_weights_that_would_be_random_are_refused(
-    tiny_base: BaseModel,
-    train_in: Callable[..., RunDir],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tiny_base,
+    train_in,
+    tmp_path,
+    capsys,
+):
     """Llama's weights under Qwen 3's name lack the norms of queries and keys."""
     directory = tmp_path / "base"
     directory.mkdir()

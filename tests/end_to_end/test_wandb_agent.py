@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
@@ -18,35 +17,32 @@ from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_com
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.config.overrides import check
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "sweeps.md"
 PARAMETERS = {"optim.lr": 0.000123, "lora.r": 8, "backend": "qlora"}
 ENVIRONMENT = {"WANDB_PROJECT": "mine", "WANDB_RUN_ID": "abc123", "WANDB_SWEEP_ID": "swp456"}
 
 
-def page_file() -> dict[str, Any]:
+def page_file():
     (text,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     return dict(yaml.safe_load(text))
 
 
-def command_of_agent(parameters: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def command_of_agent(parameters, monkeypatch):
     """Fill the file's command in, as `wandb.wandb_agent.Agent` does for a run."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     file = page_file()
     told = {"args": {name: {"value": value} for name, value in parameters.items()}}
-    found: dict[str, Sequence[str]] = create_sweep_command_args(told)
+    found = create_sweep_command_args(told)
     found |= {"env": [], "interpreter": [sys.executable], "program": [file["program"]]}
-    command: list[str] = []
+    command = []
     for part in create_sweep_command(copy.deepcopy(file["command"])):
         is_macro = part.startswith("${") and part.endswith("}")
         command += found[part[2:-1]] if is_macro else [part]
     return command
 
 
-def test_every_value_of_the_page_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_value_of_the_page_is_accepted(monkeypatch):
     """Each choice, and both ends."""
     parameters = page_file()["parameters"]
     assert set(parameters) == set(PARAMETERS)
@@ -59,9 +55,7 @@ def test_every_value_of_the_page_is_accepted(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_the_agents_run_is_the_one_that_it_waits_for(
-    tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_agents_run_is_the_one_that_it_waits_for(tiny_run, tmp_path, monkeypatch):
     """Offline here; its history has the metric that the sweep is after."""
     command = command_of_agent(PARAMETERS, monkeypatch)
     ours = [text for text in tiny_run if not text.startswith(("logger=", "optim.lr="))]

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mens_exp import cli
 from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.manifest import Manifest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow  # eight runs
 
@@ -22,11 +17,11 @@ RANKS = (4, 8)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, train_in: Callable[..., Any]) -> Path:
+def runs(tmp_path_factory, train_in):
     """Two arms trained, merged, their merged models scored, and these compared."""
     root = tmp_path_factory.mktemp("runs")
 
-    def typed(name: str, *command: str) -> None:
+    def typed(name, *command):
         assert cli.main([*command, f"hydra.run.dir={root}/{name}"]) == 0
 
     for rank in RANKS:
@@ -38,7 +33,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, train_in: Callable[..., Any])
     return root
 
 
-def test_each_run_reads_what_an_earlier_one_made(runs: Path, wandb_service: Any) -> None:
+def test_each_run_reads_what_an_earlier_one_made(runs, wandb_service):
     """The same version of it, by digest: nothing that was read is there a second time."""
     synced = ["task=sync", f"path={runs}", f"hydra.run.dir={runs}/sync"]
     assert cli.main(synced) == 0
@@ -69,7 +64,7 @@ def test_each_run_reads_what_an_earlier_one_made(runs: Path, wandb_service: Any)
     }
 
 
-def test_a_comparison_of_merged_models_is_of_the_runs_that_were_trained(runs: Path) -> None:
+def test_a_comparison_of_merged_models_is_of_the_runs_that_were_trained(runs):
     """Its arms are theirs, its scorecards those of the merged models."""
     record = Comparison.read(runs / "compare" / "compare.json")
     assert sorted(one["run_id"] for one in record.runs) == ["train4", "train8"]

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import fork_server
 import pytest
@@ -17,20 +16,17 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.artifacts.telemetry import read_events
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory):
     """A home directory without an account."""
     return tmp_path_factory.mktemp("home")
 
 
 @pytest.fixture(scope="module")
-def run(cache: Path, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunDir]:
+def run(cache, home, tmp_path_factory):
     """`python -m mens_exp experiment=smoke logger=wandb` for a user without an account."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "XDG_", "NETRC"))}
     source = os.pathsep.join(filter(None, sys.path))
@@ -51,24 +47,24 @@ def run(cache: Path, home: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.fixture(scope="module")
-def records(run: RunDir) -> dict[str, list[dict[str, Any]]]:
+def records(run):
     """What `wandb leet inspect` reads, by kind."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run.wandb)]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found: dict[str, list[dict[str, Any]]] = {}
+    found = {}
     for line in text.splitlines():
         record = json.loads(line)
         found.setdefault(record["type"], []).append(record.get(record["type"]) or record)
     return found
 
 
-def summary(run: RunDir) -> dict[str, Any]:
+def summary(run):
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", "--summary"]
     text = subprocess.run([*command, str(run.wandb)], check=True, capture_output=True, text=True)
     return json.loads(text.stdout)
 
 
-def test_the_run_is_there_under_its_names(records: dict[str, list[Any]], run: RunDir) -> None:
+def test_the_run_is_there_under_its_names(records, run):
     """Group, job type and tags tell runs apart without opening them."""
     shown = records["run"][0]
     assert shown["run_id"] == run.path.name
@@ -78,7 +74,7 @@ def test_the_run_is_there_under_its_names(records: dict[str, list[Any]], run: Ru
     assert "tiny_llama" in shown["display_name"]
 
 
-def test_configuration_plan_and_facts_are_there(run: RunDir) -> None:
+def test_configuration_plan_and_facts_are_there(run):
     """The resolved values, not the overrides."""
     config = summary(run)["config"]
     assert config["lora"]["r"] == 8
@@ -87,7 +83,7 @@ def test_configuration_plan_and_facts_are_there(run: RunDir) -> None:
     assert config["facts"]["trainable_parameters"] == 16_384
 
 
-def test_history_has_every_step_on_both_axes(records: dict[str, list[Any]], run: RunDir) -> None:
+def test_history_has_every_step_on_both_axes(records, run):
     """Losses and cumulative supervised tokens are those of telemetry.jsonl."""
     rows = [record["item"] for record in records["history"]]
     shown = [
@@ -102,7 +98,7 @@ def test_history_has_every_step_on_both_axes(records: dict[str, list[Any]], run:
     ]
 
 
-def test_summary_has_the_results(run: RunDir) -> None:
+def test_summary_has_the_results(run):
     """Base and tuned validation loss, and the scorecard's KPIs."""
     shown = summary(run)["summary"]
     results = Manifest.read(run.manifest).results
@@ -113,7 +109,7 @@ def test_summary_has_the_results(run: RunDir) -> None:
     assert shown["status"] == "succeeded"
 
 
-def test_scorecard_and_predictions_are_tables(records: dict[str, list[Any]], run: RunDir) -> None:
+def test_scorecard_and_predictions_are_tables(records, run):
     """Their rows are those of scorecard.json and events.jsonl."""
     (row,) = [r["item"] for r in records["history"] if "scorecard.path" in r["item"]]
     (offline,) = run.wandb.glob("offline-run-*")
@@ -123,9 +119,7 @@ def test_scorecard_and_predictions_are_tables(records: dict[str, list[Any]], run
     assert len(items["data"]) == Scorecard.read(run.scorecard).items
 
 
-def test_adapter_and_manifest_are_artifacts_inside_the_run(
-    records: dict[str, list[Any]], run: RunDir
-) -> None:
+def test_adapter_and_manifest_are_artifacts_inside_the_run(records, run):
     """The run directory is self-contained: what would be uploaded lies in it."""
     shown = {record["type"]: record for record in records["artifact"]}
     assert {"adapter", "manifest"} <= shown.keys()  # and W&B's own for the tables
@@ -136,9 +130,7 @@ def test_adapter_and_manifest_are_artifacts_inside_the_run(
     assert staged.read_bytes() == (run.adapter / "adapter.safetensors").read_bytes()
 
 
-def test_nothing_is_left_outside_of_the_run(
-    run: RunDir, home: Path, notes_of: Callable[[RunDir], list[str]]
-) -> None:
+def test_nothing_is_left_outside_of_the_run(run, home, notes_of):
     """No account, no prompt, no file in the home directory."""
     assert [p for p in home.rglob("*") if "wandb" in p.name] == []
     assert [e for e in read_events(run.telemetry) if e["event"] == "sink_failed"] == []

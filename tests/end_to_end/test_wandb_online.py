@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
 
 import fork_server
 import pytest
@@ -16,20 +15,16 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sync_record import SyncRecord
 from mens_exp.artifacts.telemetry import read_events
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 pytestmark = pytest.mark.slow
 
 STEPS = [1, 2, 3, 4]
 
 
 @pytest.fixture
-def train(tmp_path: Path, cache: Path, wandb_service: Any) -> Callable[..., RunDir]:
+def train(tmp_path, cache, wandb_service):
     """`python -m mens_exp experiment=smoke logger=wandb logger.mode=online`, which must succeed."""
 
-    def command(*overrides: str) -> RunDir:
+    def command(*overrides):
         asked = ["experiment=smoke", "logger=wandb", "logger.mode=online", "suite=none"]
         _run(tmp_path, cache, *asked, *overrides)
         (manifest,) = tmp_path.glob("outputs/train/smoke/*/manifest.json")
@@ -38,7 +33,7 @@ def train(tmp_path: Path, cache: Path, wandb_service: Any) -> Callable[..., RunD
     return command
 
 
-def _run(here: Path, cache: Path, *arguments: str) -> None:
+def _run(here, cache, *arguments):
     reach = os.pathsep.join(filter(None, sys.path))
     done = fork_server.run(
         [sys.executable, "-m", "mens_exp", *arguments],
@@ -53,14 +48,14 @@ def _run(here: Path, cache: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def sent(service: Any, run: RunDir) -> list[int]:
+def sent(service, run):
     """Steps of the training loss that the service has."""
     found = service.runs.get(run.path.name)
     rows = [] if found is None else found.history
     return [row["step"] for row in rows if "train/loss" in row]
 
 
-def settled(run: RunDir) -> dict[str, Any]:
+def settled(run):
     """Wait for the process that sends it, and return what came of it."""
     deadline = time.monotonic() + 300
     while run.sync_lock.exists() and time.monotonic() < deadline:
@@ -69,7 +64,7 @@ def settled(run: RunDir) -> dict[str, Any]:
     return dict(delivery)
 
 
-def whole(run: RunDir) -> None:
+def whole(run):
     """Nothing of the run itself shows what the service did."""
     manifest = Manifest.read(run.manifest)
     assert manifest.status is Status.SUCCEEDED
@@ -78,9 +73,7 @@ def whole(run: RunDir) -> None:
     assert [e for e in events if e["event"] == "sink_failed"] == []
 
 
-def test_a_slow_service_has_it_all_in_the_end(
-    train: Callable[..., RunDir], wandb_service: Any
-) -> None:
+def test_a_slow_service_has_it_all_in_the_end(train, wandb_service):
     """Answers take 0.3 s each; the run does not wait for one of them."""
     wandb_service.delay_s = 0.3
     run = train("logger.wait_s=200")
@@ -91,9 +84,7 @@ def test_a_slow_service_has_it_all_in_the_end(
     assert wandb_service.unknown == []
 
 
-def test_what_a_service_refused_is_sent_later(
-    train: Callable[..., RunDir], wandb_service: Any, tmp_path: Path, cache: Path
-) -> None:
+def test_what_a_service_refused_is_sent_later(train, wandb_service, tmp_path, cache):
     """Every answer is an error while it trains; the record says so, and task=sync sends it."""
     wandb_service.refuses = lambda _: True
     run = train("logger.wait_s=0")
@@ -107,9 +98,7 @@ def test_what_a_service_refused_is_sent_later(
     assert settled(run)["why"] is None
 
 
-def test_a_service_that_never_answers_delays_nothing(
-    train: Callable[..., RunDir], wandb_service: Any, tmp_path: Path, cache: Path
-) -> None:
+def test_a_service_that_never_answers_delays_nothing(train, wandb_service, tmp_path, cache):
     """The run ends while its sender still waits, and is whole; later, task=sync sends it."""
     wandb_service.hangs = lambda _: True
     run = train("logger.wait_s=0")
@@ -124,13 +113,13 @@ def test_a_service_that_never_answers_delays_nothing(
     assert sent(wandb_service, run) == STEPS
 
 
-def settled_not(run: RunDir) -> bool:
+def settled_not(run):
     """Tell whether the record says that it has not arrived."""
     (delivery,) = SyncRecord.read(run.sync).deliveries
     return delivery["digest"] is None and bool(delivery["why"])
 
 
-def _end_sender(run: RunDir) -> None:
+def _end_sender(run):
     """End what still tries to send it, as a machine that is switched off does."""
     import signal
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
@@ -19,9 +18,6 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.training.wandb_agent import recorded_agent
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "sweeps.md"
@@ -31,13 +27,13 @@ DRAWN = [
 ]
 
 
-def page_file() -> dict[str, Any]:
+def page_file():
     (text,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     return dict(yaml.safe_load(text))
 
 
 @pytest.fixture
-def environment(tmp_path: Path, wandb_service: Any) -> dict[str, str]:
+def environment(tmp_path, wandb_service):
     """What a user's shell has: the environment's own `python`, and an account."""
     here = str(Path(sys.executable).parent)
     return {
@@ -49,10 +45,10 @@ def environment(tmp_path: Path, wandb_service: Any) -> dict[str, str]:
 
 
 @pytest.fixture
-def wandb_command(tmp_path: Path, environment: dict[str, str]) -> Callable[..., str]:
+def wandb_command(tmp_path, environment):
     """Run a command of W&B's own in a directory, and return what it said."""
 
-    def run(*arguments: str) -> str:
+    def run(*arguments):
         done = subprocess.run(
             [sys.executable, "-m", "wandb", *arguments],
             check=False,
@@ -70,12 +66,10 @@ def wandb_command(tmp_path: Path, environment: dict[str, str]) -> Callable[..., 
 
 
 @pytest.fixture
-def sweep_of_the_page(
-    tmp_path: Path, tiny_run: list[str], wandb_command: Callable[..., str]
-) -> Callable[..., str]:
+def sweep_of_the_page(tmp_path, tiny_run, wandb_command):
     """Create the sweep that the docs show, its jobs tiny; returns what the agent is given."""
 
-    def created(*overrides: str, **changes: Any) -> str:
+    def created(*overrides, **changes):
         file = page_file() | changes
         fixed = {text.partition("=")[0]: text for text in [*tiny_run, *overrides]}
         for key in ("logger", *file["parameters"]):
@@ -89,7 +83,7 @@ def sweep_of_the_page(
     return created
 
 
-def runs_in(place: Path) -> dict[str, tuple[RunDir, Manifest]]:
+def runs_in(place):
     """Our runs, by the id that the agent gave."""
     found = {}
     for path in place.glob("outputs/train/*/*/manifest.json"):
@@ -101,12 +95,12 @@ def runs_in(place: Path) -> dict[str, tuple[RunDir, Manifest]]:
 
 
 def test_an_agent_runs_the_sweep_of_the_page_and_the_service_has_its_runs(
-    sweep_of_the_page: Callable[..., str],
-    wandb_command: Callable[..., str],
-    wandb_service: Any,
-    wandb_sweeps: Any,
-    tmp_path: Path,
-) -> None:
+    sweep_of_the_page,
+    wandb_command,
+    wandb_service,
+    wandb_sweeps,
+    tmp_path,
+):
     """Under the ids that the agent gave, of the sweep, with the metric that it is after."""
     wandb_sweeps.suggestions = list(DRAWN)
     told = sweep_of_the_page()
@@ -127,13 +121,13 @@ def test_an_agent_runs_the_sweep_of_the_page_and_the_service_has_its_runs(
 
 
 def test_the_local_controller_draws_from_what_the_runs_came_to(
-    sweep_of_the_page: Callable[..., str],
-    wandb_command: Callable[..., str],
-    wandb_service: Any,
-    wandb_sweeps: Any,
-    environment: dict[str, str],
-    tmp_path: Path,
-) -> None:
+    sweep_of_the_page,
+    wandb_command,
+    wandb_service,
+    wandb_sweeps,
+    environment,
+    tmp_path,
+):
     """The service only hands on: W&B's own search, here, reads the first run and draws a second."""
     pytest.importorskip("sweeps", reason="sweeps is missing: pip install 'wandb[sweeps]'")
     lane = {"backend": {"values": ["qlora", "lora"]}, "lora.r": {"values": [8]}}
@@ -163,12 +157,12 @@ def test_the_local_controller_draws_from_what_the_runs_came_to(
 
 
 def test_a_run_that_is_stopped_in_the_service_ends_in_order(
-    sweep_of_the_page: Callable[..., str],
-    wandb_service: Any,
-    wandb_sweeps: Any,
-    environment: dict[str, str],
-    tmp_path: Path,
-) -> None:
+    sweep_of_the_page,
+    wandb_service,
+    wandb_sweeps,
+    environment,
+    tmp_path,
+):
     """The agent ends it: its record says cancelled, and the service has all that it did."""
     wandb_sweeps.suggestions = DRAWN[:1]
     told = sweep_of_the_page("trainer.max_steps=100000", "checkpoint.every_n_steps=100000")
@@ -200,14 +194,14 @@ def test_a_run_that_is_stopped_in_the_service_ends_in_order(
     assert [row["step"] for row in run.history if "train/loss" in row] == steps
 
 
-def has_steps(service: Any) -> Any:
+def has_steps(service):
     """The agent's run, once the service has two steps of it."""
     run = service.runs.get("sweep000r0")
     rows = [] if run is None else [row for row in run.history if "train/loss" in row]
     return run if len(rows) > 1 else None
 
 
-def waited_for(found: Callable[[], Any]) -> Any:
+def waited_for(found):
     deadline = time.monotonic() + 240
     while not (what := found()):
         assert time.monotonic() < deadline, "it never came"
@@ -216,13 +210,13 @@ def waited_for(found: Callable[[], Any]) -> Any:
 
 
 def test_what_an_agent_ran_offline_is_sent_later_as_the_agents_run(
-    sweep_of_the_page: Callable[..., str],
-    wandb_command: Callable[..., str],
-    wandb_service: Any,
-    wandb_sweeps: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    sweep_of_the_page,
+    wandb_command,
+    wandb_service,
+    wandb_sweeps,
+    tmp_path,
+    monkeypatch,
+):
     """Under its id and in its sweep, once, however often it is asked for."""
     wandb_sweeps.suggestions = DRAWN[:1]
     command = [

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     """The wheel of this checkout."""
     place = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(place)]
@@ -31,7 +31,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_wheel_carries_every_config_file_and_template(wheel: Path) -> None:
+def test_the_wheel_carries_every_config_file_and_template(wheel):
     """What is data in the checkout is in the package, and tests are not."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -53,7 +53,7 @@ def test_the_wheel_carries_every_config_file_and_template(wheel: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_installed_wheel_runs_a_job_in_an_empty_directory(wheel: Path, tmp_path: Path) -> None:
+def test_the_installed_wheel_runs_a_job_in_an_empty_directory(wheel, tmp_path):
     """A fresh environment, the pinned versions, no checkout, and a cache of its own."""
     environment, here = tmp_path / "venv", tmp_path / "here"
     venv.create(environment, with_pip=True)
@@ -81,7 +81,7 @@ def test_the_installed_wheel_runs_a_job_in_an_empty_directory(wheel: Path, tmp_p
     _own_callback(python.with_name("mens-exp"), tmp_path / "own", kept, tmp_path / "cache")
 
 
-def _own_callback(script: Path, here: Path, kept: dict[str, str], cache: Path) -> None:
+def _own_callback(script, here, kept, cache):
     """The callback that docs/extending.md shows, through the script, in an empty directory."""
     shown = (ROOT / "docs" / "extending.md").read_text("utf-8")
     for name in ("my_callbacks.py", "conf/callbacks/print_every.yaml"):

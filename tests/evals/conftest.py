@@ -12,7 +12,7 @@ from mens_exp.sandbox.program import Limits
 
 
 @pytest.fixture(scope="session")
-def runner() -> Runner:
+def runner():
     """Programs in a sandbox, two seconds of the processor each."""
     if shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is missing: apt-get install bubblewrap")

@@ -29,7 +29,7 @@ GOOD = "def f(x):\n    y = x + 1\n    return y\n"
         (" \n", False),
     ],
 )
-def test_an_answer_is_strict_that_is_code_only(completion: str, *, strict: bool) -> None:
+def test_an_answer_is_strict_that_is_code_only(completion, *, strict):
     """Neither a fence nor a sentence stands around it."""
     assert is_strict(completion) is strict
 
@@ -48,7 +48,7 @@ def test_an_answer_is_strict_that_is_code_only(completion: str, *, strict: bool)
         ("def f(:", False),
     ],
 )
-def test_canonical_code_is_laid_out_as_formatters_do(code: str, *, canonical: bool) -> None:
+def test_canonical_code_is_laid_out_as_formatters_do(code, *, canonical):
     """Four spaces, one statement a line, no blanks at the end."""
     assert is_canonical(code) is canonical
 
@@ -65,7 +65,7 @@ def test_canonical_code_is_laid_out_as_formatters_do(code: str, *, canonical: bo
         ("x = values[..., 0]\n", 0),  # an ellipsis that means something
     ],
 )
-def test_what_is_left_to_write_is_counted(code: str, hits: int) -> None:
+def test_what_is_left_to_write_is_counted(code, hits):
     """Markers in words, and an ellipsis for a body."""
     assert placeholder_hits(code) == hits
 
@@ -83,19 +83,19 @@ def test_what_is_left_to_write_is_counted(code: str, hits: int) -> None:
         ("def f(:", False),  # who knows
     ],
 )
-def test_a_stub_is_trivial(code: str, *, trivial: bool) -> None:
+def test_a_stub_is_trivial(code, *, trivial):
     """Nothing in it does anything."""
     assert is_trivial(code) is trivial
 
 
-def test_an_answer_that_repeats_itself_is_read_to_its_end() -> None:
+def test_an_answer_that_repeats_itself_is_read_to_its_end():
     """A sum of a thousand terms is deeper than what prints syntax trees goes."""
     code = f"def f(a):\n    raise ValueError({' + '.join(['a'] * 1000)})\n"
     assert not quality_of(code, code).trivial
     assert is_trivial("def f():\n    raise builtins.NotImplementedError('later')\n")
 
 
-def test_richness_counts_statements_that_do_something() -> None:
+def test_richness_counts_statements_that_do_something():
     """Two of the five that are enough; more than enough is 1."""
     assert richness(GOOD) == 0.4
     assert richness("def f(): pass") == 0.0
@@ -103,7 +103,7 @@ def test_richness_counts_statements_that_do_something() -> None:
     assert richness("fn f() -> i32 {\n    // one\n    1\n}\n", is_python=False) == 0.4
 
 
-def test_anti_stub_is_neither_trivial_nor_marked() -> None:
+def test_anti_stub_is_neither_trivial_nor_marked():
     """One marker is enough to fail it."""
     assert quality_of(GOOD, GOOD).anti_stub
     assert not quality_of("def f(): pass", "def f(): pass").anti_stub
@@ -111,7 +111,7 @@ def test_anti_stub_is_neither_trivial_nor_marked() -> None:
     assert not quality_of(marked, marked).anti_stub
 
 
-def test_layout_of_other_languages_is_not_judged() -> None:
+def test_layout_of_other_languages_is_not_judged():
     """Only Python has a layout here; the rest is told by words."""
     quality = quality_of("fn f() {}", "fn f() {}", is_python=False)
     assert quality.canonical is None

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-from typing import Any
-
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.evals.arms import Arm, Trial, unlike_losses
 
 
-def arm_of(tokenizer: str | None, **objective: Any) -> Arm:
+def arm_of(tokenizer, **objective):
     manifest = Manifest.__new__(Manifest)  # nothing of it is asked
     hashes = {} if tokenizer is None else {"tokenizer_sha256": tokenizer}
     settings = {f"objective.{name}": value for name, value in objective.items()}
@@ -14,14 +12,14 @@ def arm_of(tokenizer: str | None, **objective: Any) -> Arm:
     return Arm(name="arm", values={}, trials=[trial])
 
 
-def test_losses_in_nats_a_token_compare_arms_of_one_tokenizer() -> None:
+def test_losses_in_nats_a_token_compare_arms_of_one_tokenizer():
     """Bits a byte compare those of two; where nobody recorded one, both are taken for the same."""
     assert unlike_losses(arm_of("a"), arm_of("a")) == {}
     assert unlike_losses(arm_of(None), arm_of(None)) == {}
     assert list(unlike_losses(arm_of("a"), arm_of("b"))) == ["val_loss"]
 
 
-def test_losses_compare_arms_that_learn_the_same_tokens() -> None:
+def test_losses_compare_arms_that_learn_the_same_tokens():
     """How many logits exist at a time changes nothing of which tokens are learned."""
     answers = arm_of("a", name="assistant", labels="assistant", turns="all", chunk_tokens=64)
     assert (

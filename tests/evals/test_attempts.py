@@ -1,20 +1,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mens_exp.evals.attempts import Plan, answer_all, repair_turns
 from mens_exp.evals.generation import Completion, seed_of
 from mens_exp.evals.suite import Item, Judgement
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from mens_exp.artifacts.scorecard import ItemEvent
-    from mens_exp.evals.generation import Request
-    from mens_exp.evals.suite import Answer
 
 
 @dataclass
@@ -26,11 +18,11 @@ class Words:
     digest: str = "0" * 64
     needs_sandbox: bool = False
 
-    def judge(self, answers: Sequence[Answer], runner: Any) -> list[Judgement]:
+    def judge(self, answers, runner):
         del runner
         return [self._judged(one.text) for one in answers]
 
-    def _judged(self, text: str) -> Judgement:
+    def _judged(self, text):
         success = text == "right"
         return Judgement(
             compiles=text in {"right", "text"},
@@ -39,22 +31,22 @@ class Words:
             errors=() if success else (f"{text} is wrong",),
         )
 
-    def self_test(self, runner: Any) -> None:
+    def self_test(self, runner):
         del runner
 
 
 class Replies:
     """Answers each item with the next of its replies, and keeps what it was asked."""
 
-    def __init__(self, **replies: list[str]) -> None:
+    def __init__(self, **replies):
         self.replies = replies
-        self.asked: list[list[Request]] = []
+        self.asked = []
 
-    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+    def complete(self, requests):
         self.asked.append(list(requests))
         return [self._one(one) for one in requests]
 
-    def _one(self, request: Request) -> Completion:
+    def _one(self, request):
         text = self.replies[request.messages[0]["content"]].pop(0)
         problem = "no room" if text == "long" else None
         return Completion(
@@ -67,17 +59,17 @@ class Replies:
         )
 
 
-def item(name: str) -> Item:
+def item(name):
     return Item(id=name, messages=({"role": "user", "content": name},), reference="right")
 
 
-def answered(engine: Replies, *, retries: int = 0, samples: int = 1) -> list[ItemEvent]:
+def answered(engine, *, retries=0, samples=1):
     suite = Words(items=[item(name) for name in engine.replies])
     plan = Plan(samples=samples, max_retries=retries, seed=5)
     return answer_all(suite, engine, None, plan, "base")
 
 
-def test_a_right_answer_is_asked_for_once() -> None:
+def test_a_right_answer_is_asked_for_once():
     """It is valid at depth 0, though there was room for repairs."""
     engine = Replies(a=["right"])
     (event,) = answered(engine, retries=3)
@@ -86,7 +78,7 @@ def test_a_right_answer_is_asked_for_once() -> None:
     assert event["time_to_first_valid_ms"] == pytest.approx(100, abs=50)
 
 
-def test_errors_are_fed_back_until_the_answer_is_right() -> None:
+def test_errors_are_fed_back_until_the_answer_is_right():
     """The second conversation holds the first answer and what was wrong with it."""
     engine = Replies(a=["junk", "text", "right"], b=["right"])
     first, second = answered(engine, retries=4)
@@ -102,7 +94,7 @@ def test_errors_are_fed_back_until_the_answer_is_right() -> None:
     assert (second["attempts"], second["prompt"]) == (1, "b")
 
 
-def test_repairs_end_at_their_number() -> None:
+def test_repairs_end_at_their_number():
     """Two attempts with the same errors are a stall; other errors are none."""
     stalled, moving = answered(Replies(a=["x", "x"], b=["x", "y"]), retries=1)
     assert (stalled["attempts"], stalled["repair_stalled"]) == (2, True)
@@ -112,19 +104,19 @@ def test_repairs_end_at_their_number() -> None:
     assert stalled["unknown"]["repair_depth"] == "no attempt is valid"
 
 
-def test_a_repair_without_room_leaves_the_answer_before_it() -> None:
+def test_a_repair_without_room_leaves_the_answer_before_it():
     """What cannot be asked is no attempt, and is not asked again."""
     (event,) = answered(Replies(a=["text", "long"]), retries=5)
     assert (event["attempts"], event["completion"], event["error"]) == (1, "text", "text is wrong")
 
 
-def test_a_prompt_without_room_is_an_item_that_failed() -> None:
+def test_a_prompt_without_room_is_an_item_that_failed():
     """It stays in the denominator."""
     (event,) = answered(Replies(a=["long"]), retries=2)
     assert (event["task_success"], event["error"], event["attempts"]) == (False, "no room", 1)
 
 
-def test_samples_have_streams_of_their_own() -> None:
+def test_samples_have_streams_of_their_own():
     """A seed depends on item, sample and attempt, and on nothing else."""
     engine = Replies(a=["text", "right", "right"])
     events = answered(engine, samples=2, retries=1)
@@ -137,7 +129,7 @@ def test_samples_have_streams_of_their_own() -> None:
     assert len(seeds) == 4
 
 
-def test_what_a_suite_does_not_measure_is_null() -> None:
+def test_what_a_suite_does_not_measure_is_null():
     """Each with a reason."""
     (event,) = answered(Replies(a=["right"]))
     assert event["richness"] is event["outcome"] is None
@@ -147,6 +139,6 @@ def test_what_a_suite_does_not_measure_is_null() -> None:
     }
 
 
-def test_an_answer_without_errors_is_still_sent_back() -> None:
+def test_an_answer_without_errors_is_still_sent_back():
     """It is told that it does not do the task."""
     assert "it does not do the task" in repair_turns("x", [])[1]["content"]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,23 +16,16 @@ from mens_exp.layout.targets import linear_modules
 from mens_exp.model.resolve import resolve
 from mens_exp.quant.stored_as import stored_as, variants_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
-    from mens_exp.rows.encode import Encoded
-
 PLANTED = "model.layers.1.mlp.up_proj"
 
 
 @pytest.fixture
-def config(family_config: Callable[[str], RunConfig]) -> RunConfig:
+def config(family_config):
     return family_config("llama")
 
 
 @pytest.fixture
-def subject(config: RunConfig, tmp_path: Path, random_documents: Callable[..., Encoded]) -> Subject:
+def subject(config, tmp_path, random_documents):
     """A small Llama in f32 over two packed batches."""
     documents = random_documents([30, 25, 40])
     shape = shape_of(config.model)
@@ -49,19 +41,19 @@ def subject(config: RunConfig, tmp_path: Path, random_documents: Callable[..., E
     )
 
 
-def plant(subject: Subject) -> None:
+def plant(subject):
     """Make a module hard to quantize: a column a thousand times as large, its input as small."""
     layer = subject.replay.causal_lm.model.layers[1]
     with torch.no_grad():
         layer.mlp.up_proj.weight[:, 0] *= 1000
         layer.post_attention_layernorm.weight[0] /= 1000
     batches, layers = subject.replay.batches, "model.layers"
-    subject.replay.__init__(  # type: ignore[misc]  # the reference is the planted model
+    subject.replay.__init__(  # the reference is the planted model
         subject.replay.causal_lm, layers, batches, chunk_tokens=64
     )
 
 
-def test_module_that_is_hard_to_quantize_ranks_first(subject: Subject) -> None:
+def test_module_that_is_hard_to_quantize_ranks_first(subject):
     """Its blocks are mostly zeros afterwards; no other module comes near."""
     plant(subject)
     records = {one["path"]: one for one in attribute_modules(subject)}
@@ -74,13 +66,11 @@ def test_module_that_is_hard_to_quantize_ranks_first(subject: Subject) -> None:
     assert max(errors) < 0.05
 
 
-def test_loss_change_is_that_of_a_plain_forward_with_one_module_replaced(
-    subject: Subject, config: RunConfig
-) -> None:
+def test_loss_change_is_that_of_a_plain_forward_with_one_module_replaced(subject, config):
     """Losses by torch over all logits, with and without; every module, to f32's rounding."""
     model, batches = subject.replay.causal_lm, subject.replay.batches
 
-    def loss() -> float:
+    def loss():
         with torch.inference_mode():
             scores = torch.cat([model.lm_head(hidden_states(model, batch)) for batch in batches])
         targets = torch.cat([batch.targets_M for batch in batches])
@@ -88,16 +78,16 @@ def test_loss_change_is_that_of_a_plain_forward_with_one_module_replaced(
 
     before = loss()
     for record in attribute_modules(subject):
-        module: Any = model.get_submodule(record["path"])
+        module = model.get_submodule(record["path"])
         stored_OI = stored_as(module.weight.data, config.quant).values
         with replaced(module, stored_OI, transposed=False):
             change = loss() - before
         assert record["loss_change"] == pytest.approx(change, abs=1e-6), record["path"]
 
 
-def test_shares_sum_to_one_and_ranks_follow_kl(subject: Subject) -> None:
+def test_shares_sum_to_one_and_ranks_follow_kl(subject):
     """One record for each module, in the model's order; progress is told after each."""
-    told: list[int] = []
+    told = []
     records = attribute_modules(subject, told.append)
     assert [one["path"] for one in records] == [one.path for one in subject.modules]
     assert told == list(range(1, len(records) + 1))
@@ -107,7 +97,7 @@ def test_shares_sum_to_one_and_ranks_follow_kl(subject: Subject) -> None:
     assert [one["kl"] for one in ranked] == sorted((one["kl"] for one in records), reverse=True)
 
 
-def test_double_quantization_has_its_own_part(subject: Subject) -> None:
+def test_double_quantization_has_its_own_part(subject):
     """Another SQNR (of so few blocks either may win) in fewer bits than 4.5; fp4 costs more KL."""
     for one in attribute_modules(subject):
         double, plain = one["variants"]["nf4_double"], one["variants"]["nf4"]
@@ -120,9 +110,7 @@ def test_double_quantization_has_its_own_part(subject: Subject) -> None:
     assert whole["fp4_double"]["kl"] > whole["nf4_double"]["kl"]
 
 
-def test_all_modules_at_once_are_the_model_that_training_loads(
-    subject: Subject, config: RunConfig, tmp_path: Path
-) -> None:
+def test_all_modules_at_once_are_the_model_that_training_loads(subject, config, tmp_path):
     """In f32, exchanged weights and bitsandbytes' own layers: the same KL to rounding."""
     loaded = load_base(config, resolve(config.model, tmp_path), torch.device("cpu"))
     parity = parity_with(loaded, subject.replay, (0, 20))
@@ -134,7 +122,7 @@ def test_all_modules_at_once_are_the_model_that_training_loads(
     assert sum(one["tokens"] for one in parity["by_position"]) == parity["tokens"]
 
 
-def test_model_is_unquantized_afterwards(subject: Subject) -> None:
+def test_model_is_unquantized_afterwards(subject):
     """Every weight is put back: the reference comes out again bit for bit."""
     attribute_modules(subject)
     attribute_whole(subject)

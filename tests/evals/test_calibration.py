@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,14 +12,13 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "calibration.py"
 
 
 @pytest.fixture(scope="module")
-def bench() -> dict[str, Any]:
+def bench():
     return runpy.run_path(str(BENCHMARK))
 
 
 @pytest.fixture(scope="module")
-def scores(bench: dict[str, Any]) -> dict[str, list[list[float]]]:
-    found: dict[str, list[list[float]]] = bench["scores_in"](bench["SCORES"])
-    return found
+def scores(bench):
+    return bench["scores_in"](bench["SCORES"])
 
 
 NAMES = [
@@ -30,16 +28,14 @@ NAMES = [
 ]
 
 
-def test_the_file_holds_what_is_simulated(scores: dict[str, list[list[float]]]) -> None:
+def test_the_file_holds_what_is_simulated(scores):
     """Three kinds of real score: rare failures, rare successes, a loss."""
     assert list(scores) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seeds", [5, 6])
-def test_verdicts_hold_level_and_power(
-    bench: dict[str, Any], scores: dict[str, list[list[float]]], name: str, seeds: int
-) -> None:
+def test_verdicts_hold_level_and_power(bench, scores, name, seeds):
     """Of 1,000 null studies at most 6.5 % get a verdict; the stated effect is found in 75-85 %."""
     rates = bench["calibrated"](scores[name], seeds)
     assert rates.false <= 0.065
@@ -48,7 +44,7 @@ def test_verdicts_hold_level_and_power(
     assert rates.bootstrap_false > rates.false
 
 
-def test_items_of_a_run_are_read_from_its_events(bench: dict[str, Any], tmp_path: Path) -> None:
+def test_items_of_a_run_are_read_from_its_events(bench, tmp_path):
     """Booleans by condition; what never varies cannot be simulated."""
     lines = [
         {"condition": "tuned", "item_id": str(i), "parses": i > 0, "finished": True, "tokens_in": 3}

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,15 +13,11 @@ from mens_exp.config.suite import (
     MiniPythonSuite,
     NoSuite,
     ScorecardSpecSuite,
-    SuiteConfig,
 )
 from mens_exp.evals.catalogue import file_problems, frozen_suite, needs_rows
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-
-def test_a_suite_is_found_by_its_settings(tmp_path: Path) -> None:
+def test_a_suite_is_found_by_its_settings(tmp_path):
     """Each goes by its option's name."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "?", "expected": "x"}')
@@ -35,21 +30,19 @@ def test_a_suite_is_found_by_its_settings(tmp_path: Path) -> None:
     "suite",
     [NoSuite(), HeldoutSyntaxSuite(), MiniPythonSuite(), JsonlSuite(), ScorecardSpecSuite()],
 )
-def test_a_suite_without_a_file_has_no_problem_with_it(suite: SuiteConfig) -> None:
+def test_a_suite_without_a_file_has_no_problem_with_it(suite):
     """A path that is missing is told by the rules."""
     assert file_problems(suite) == []
 
 
 @pytest.mark.parametrize("kind", [HumanEvalSuite, JsonlSuite, ScorecardSpecSuite])
-def test_a_file_that_is_not_there_is_told(kind: type, tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_told(kind, tmp_path):
     """With its path."""
     (problem,) = file_problems(kind(path=str(tmp_path / "absent")))
     assert "absent: the file cannot be read" in str(problem)
 
 
-def test_a_wrong_row_is_told_before_training_begins(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_row_is_told_before_training_begins(tmp_path, capsys):
     """Nothing is trained for a scorecard that cannot be."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "?"}\n{"prompt": "!"}\n')
@@ -62,7 +55,7 @@ def test_a_wrong_row_is_told_before_training_begins(
     assert not out.exists()
 
 
-def test_suites_are_read_without_torch(tmp_path: Path) -> None:
+def test_suites_are_read_without_torch(tmp_path):
     """A plan looks at their files too."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "?", "expected": "x"}')

@@ -26,7 +26,7 @@ WHOLE = "def total(numbers):\n    return sum(numbers)\n"
 CHAT = f"Sure!\n\n```python\n{WHOLE}```\n\nIt adds them up."
 
 # By name: the completion, and how it is read. Each gives total([1, 2, 3]) == 6.
-ACCEPTED: dict[str, tuple[str, Style]] = {
+ACCEPTED = {
     "indented body": ("    return sum(numbers)\n", Style.CONTINUATION),
     "body after an empty line": ("\n    return sum(numbers)", Style.CONTINUATION),
     "first line flush": ("found = sum(numbers)\n    return found\n", Style.CONTINUATION),
@@ -147,14 +147,14 @@ ACCEPTED: dict[str, tuple[str, Style]] = {
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_every_style_gives_the_same_function(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_style_gives_the_same_function(name, capsys):
     """Read as what it is, and run here: these completions are this test's own."""
     completion, style = ACCEPTED[name]
     read = assemble(completion, entry_point="total", prompt=PROMPT)
     assert (read.error, read.style) == (None, style)
-    space: dict[str, object] = {"__name__": "solution"}
-    exec(compile(read.source, name, "exec"), space)  # noqa: S102  # as above
-    assert space["total"]([1, 2, 3]) == 6  # type: ignore[operator]
+    space = {"__name__": "solution"}
+    exec(compile(read.source, name, "exec"), space)  # as above
+    assert space["total"]([1, 2, 3]) == 6
     if "one line" not in name:
         assert capsys.readouterr().out == ""
 
@@ -172,7 +172,7 @@ def test_every_style_gives_the_same_function(name: str, capsys: pytest.CaptureFi
         (" \n\n", "empty", True),
     ],
 )
-def test_errors_of_a_completion_are_not_repaired(completion: str, error: str, parses: bool) -> None:
+def test_errors_of_a_completion_are_not_repaired(completion, error, parses):
     """It stays what the model wrote."""
     read = assemble(completion, entry_point="total", prompt=PROMPT)
     assert read.style is None
@@ -196,13 +196,11 @@ def test_errors_of_a_completion_are_not_repaired(completion: str, error: str, pa
     ],
     ids=range(10),
 )
-def test_degenerate_text_is_read_a_hundred_times_at_most(
-    monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+def test_degenerate_text_is_read_a_hundred_times_at_most(monkeypatch, text):
     """What small models repeat without end takes a second, not minutes, and breaks nothing."""
     read, parse = [0], ast.parse
 
-    def counted(source: str) -> ast.Module:
+    def counted(source):
         read[0] += len(source)
         return parse(source)
 
@@ -211,26 +209,26 @@ def test_degenerate_text_is_read_a_hundred_times_at_most(
     assert 0 < read[0] <= 100 * len(PROMPT + text)
 
 
-def test_invalid_escape_is_no_warning() -> None:
+def test_invalid_escape_is_no_warning():
     """It is what models write, and Python accepts it."""
     read = assemble("    import re\n    return len(re.findall('\\d', numbers))", **TOTAL)
     assert read.style is Style.CONTINUATION
 
 
-def test_other_function_is_no_answer_to_a_task_in_words() -> None:
+def test_other_function_is_no_answer_to_a_task_in_words():
     """Without a prompt of code, only the function itself is one."""
     read = assemble("def other():\n    return 1\n", entry_point="total")
     assert (read.error, read.parses) == ("no function total is defined", True)
     assert assemble(WHOLE, entry_point="total").style is Style.WHOLE
 
 
-def test_nested_function_of_that_name_is_no_answer() -> None:
+def test_nested_function_of_that_name_is_no_answer():
     """It must be one that the tests can call."""
     read = assemble("class A:\n    def total(self):\n        return 1\n", entry_point="total")
     assert read.error == "no function total is defined"
 
 
-def test_lines_keep_their_places() -> None:
+def test_lines_keep_their_places():
     """What is left out leaves an empty line: a traceback still tells the model's own line."""
     read = assemble("print(1)\n" + WHOLE + "print(2)\n\ndef last(): pass", entry_point="total")
     assert read.source == "print(1)\n" + WHOLE + "\n\ndef last(): pass"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from enum import Enum
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,18 +11,11 @@ from mens_exp.evals.contrast import Guard, applied, guard, implied_by, without_s
 from mens_exp.plan.contract import contract_of, recorded_digest
 from mens_exp.plan.semantics import learned_settings
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.config.root import RunConfig
-
-    Configs = Callable[..., RunConfig]
-
 INPUTS = {"base_weights_sha256": "b", "data.rows_sha256": "r", "data.train_sha256": "t"}
 MACHINE = {"commit": "c", "packages": {"torch": "2.6"}, "cpu": {"model": "x"}}
 
 
-def side(config: RunConfig, **inputs: str) -> dict[str, Any]:
+def side(config, **inputs):
     return {
         "contract": contract_of(config).record(),
         "inputs": {**INPUTS, **inputs},
@@ -31,11 +23,11 @@ def side(config: RunConfig, **inputs: str) -> dict[str, Any]:
     }
 
 
-def held(config: Configs, arm: list[str], reference: list[str], *factors: str) -> Guard:
+def held(config, arm, reference, *factors):
     return guard(side(config(*arm)), side(config(*reference)), factors)
 
 
-def backends(config: Configs, arm: list[str], reference: list[str]) -> Guard:
+def backends(config, arm, reference):
     implied = implied_by(
         lambda name: learned_settings(config(f"backend={name}")),
         arm[0].removeprefix("backend="),
@@ -54,34 +46,32 @@ def backends(config: Configs, arm: list[str], reference: list[str]) -> Guard:
         ("trainer.max_steps", "5", "50"),
     ],
 )
-def test_a_declared_factor_and_the_seed_may_differ(
-    tiny_config: Configs, factor: str, one: str, other: str
-) -> None:
+def test_a_declared_factor_and_the_seed_may_differ(tiny_config, factor, one, other):
     """Nothing else does, so nothing confounds."""
     found = held(tiny_config, [f"{factor}={one}", "seed=1"], [f"{factor}={other}"], factor)
     assert found == Guard(confounded_by=(), environment=(), moved_inputs=())
 
 
-def test_an_undeclared_difference_is_named(tiny_config: Configs) -> None:
+def test_an_undeclared_difference_is_named(tiny_config):
     """The rank moved beside the declared factor."""
     arm = ["quant.double_quant=false", "lora.r=8"]
     found = held(tiny_config, arm, [], "quant.double_quant")
     assert found.confounded_by == ("lora.r",)
 
 
-def test_a_group_is_a_factor_of_all_its_settings(tiny_config: Configs) -> None:
+def test_a_group_is_a_factor_of_all_its_settings(tiny_config):
     """`lora` declares rank and targets at once."""
     arm = ["lora=attention", "lora.r=8"]
     assert not held(tiny_config, arm, [], "lora").confounded_by
     assert held(tiny_config, arm, [], "lora.targets").confounded_by == ("lora.r",)
 
 
-def test_a_factor_s_name_is_whole(tiny_config: Configs) -> None:
+def test_a_factor_s_name_is_whole(tiny_config):
     """`lora.r` is not `lora.rank_pattern`, nor is `lor` the group."""
     assert held(tiny_config, ["lora.r=8"], [], "lor").confounded_by == ("lora.r",)
 
 
-def test_what_a_backend_implies_is_part_of_that_factor(tiny_config: Configs) -> None:
+def test_what_a_backend_implies_is_part_of_that_factor(tiny_config):
     """Burn takes another quantizer, other targets and another tokenizer with it."""
     found = backends(tiny_config, ["backend=burn"], ["backend=qlora"])
     assert found.confounded_by == ()
@@ -89,14 +79,14 @@ def test_what_a_backend_implies_is_part_of_that_factor(tiny_config: Configs) -> 
     assert turned.confounded_by == ()
 
 
-def test_what_both_arms_share_sets_them_not_apart(tiny_config: Configs) -> None:
+def test_what_both_arms_share_sets_them_not_apart(tiny_config):
     """Burn on the tokenizer of qlora: a smaller contrast, and a clean one."""
     burn, qlora = ["backend=burn", "tokenizer=hf"], ["backend=qlora"]
     assert backends(tiny_config, burn, qlora).confounded_by == ()
     assert backends(tiny_config, qlora, burn).confounded_by == ()
 
 
-def test_a_shared_tokenizer_has_one_content(tiny_config: Configs) -> None:
+def test_a_shared_tokenizer_has_one_content(tiny_config):
     """The factor backend may move it only where the arms differ in it."""
     implied = implied_by(
         lambda name: learned_settings(tiny_config(f"backend={name}")), "burn", "qlora"
@@ -109,7 +99,7 @@ def test_a_shared_tokenizer_has_one_content(tiny_config: Configs) -> None:
         assert guard(arm, reference, ["backend"], implied).confounded_by == causes
 
 
-def test_what_a_backend_does_not_imply_still_confounds(tiny_config: Configs) -> None:
+def test_what_a_backend_does_not_imply_still_confounds(tiny_config):
     """The rate was changed by hand, and so were targets that burn would have set."""
     arm = ["backend=burn", "optim.lr=1e-3"]
     assert backends(tiny_config, arm, ["backend=qlora"]).confounded_by == ("optim.lr",)
@@ -117,13 +107,13 @@ def test_what_a_backend_does_not_imply_still_confounds(tiny_config: Configs) -> 
     assert backends(tiny_config, arm, ["backend=qlora"]).confounded_by == ("lora.targets",)
 
 
-def test_without_the_backend_as_factor_its_implications_confound(tiny_config: Configs) -> None:
+def test_without_the_backend_as_factor_its_implications_confound(tiny_config):
     """Double quantization alone does not make burn of qlora."""
     found = held(tiny_config, ["backend=burn"], [], "quant.double_quant")
     assert {"backend.name", "quant.quant_type", "tokenizer.name"} <= set(found.confounded_by)
 
 
-def test_other_rows_confound_whatever_the_contract_says(tiny_config: Configs) -> None:
+def test_other_rows_confound_whatever_the_contract_says(tiny_config):
     """The same settings, another content."""
     config = tiny_config()
     arm = side(config, **{"data.rows_sha256": "others"})
@@ -131,7 +121,7 @@ def test_other_rows_confound_whatever_the_contract_says(tiny_config: Configs) ->
     assert found.confounded_by == ("another content of data.rows_sha256",)
 
 
-def test_a_length_moves_documents_but_never_rows(tiny_config: Configs) -> None:
+def test_a_length_moves_documents_but_never_rows(tiny_config):
     """Documents are cut at another length by the factor itself; other rows are no part of it."""
     arm = side(tiny_config("data.seq_len=64"), **{"data.train_sha256": "cut"})
     reference = side(tiny_config("data.seq_len=32"))
@@ -141,7 +131,7 @@ def test_a_length_moves_documents_but_never_rows(tiny_config: Configs) -> None:
     assert guard(arm, reference, ["data.seq_len"]).confounded_by
 
 
-def test_another_machine_is_labelled_and_refuses_nothing(tiny_config: Configs) -> None:
+def test_another_machine_is_labelled_and_refuses_nothing(tiny_config):
     """Versions and processor, by name."""
     arm = side(tiny_config())
     arm["provenance"] = {"commit": "d", "packages": {"torch": "2.7"}, "cpu": {"model": "y"}}
@@ -150,7 +140,7 @@ def test_another_machine_is_labelled_and_refuses_nothing(tiny_config: Configs) -
     assert found.environment == ("commit", "torch 2.7 beside 2.6", "cpu")
 
 
-def test_an_edited_part_confounds_though_no_setting_differs(tiny_config: Configs) -> None:
+def test_an_edited_part_confounds_though_no_setting_differs(tiny_config):
     """The digest covers the parts too."""
     arm = side(tiny_config())
     arm["contract"]["adapter"]["method"] = "another"
@@ -158,7 +148,7 @@ def test_an_edited_part_confounds_though_no_setting_differs(tiny_config: Configs
     assert found.confounded_by == ("a part of the contract that no setting tells",)
 
 
-def other(value: Any) -> Any:
+def other(value):
     """Return another value of the same type."""
     if isinstance(value, Enum):
         return next(one for one in type(value) if one is not value)
@@ -184,13 +174,11 @@ LEAVES = (
 
 
 @pytest.mark.parametrize("path", LEAVES.split())
-def test_any_setting_put_into_the_other_s_record_gives_its_digest(
-    tiny_config: Configs, path: str
-) -> None:
+def test_any_setting_put_into_the_other_s_record_gives_its_digest(tiny_config, path):
     """Every part of a contract that is made of a setting moves with it."""
     reference, arm = tiny_config(), tiny_config()
     *groups, name = path.split(".")
-    parent: Any = arm
+    parent = arm
     for group in groups:
         parent = getattr(parent, group)
     setattr(parent, name, other(getattr(parent, name)))
@@ -199,7 +187,7 @@ def test_any_setting_put_into_the_other_s_record_gives_its_digest(
     assert recorded_digest(applied(mine, theirs, [path])) == recorded_digest(mine)
 
 
-def test_records_are_left_as_they_were(tiny_config: Configs) -> None:
+def test_records_are_left_as_they_were(tiny_config):
     """The guard works on copies."""
     mine, theirs = (contract_of(tiny_config(f"lora.r={r}")).record() for r in (4, 8))
     before = copy.deepcopy((mine, theirs))

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from mens_exp.artifacts.manifest import Manifest
@@ -15,22 +13,16 @@ from mens_exp.evals.mini_python import mini_python
 from mens_exp.evals.running import Runner
 from mens_exp.sandbox.program import Limits
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from mens_exp.evals.generation import Request
-    from mens_exp.evals.suite import Suite
-
 BROKEN = "def f("
 
 
 class Fixed:
     """Gives answers from a list, and counts what it was asked."""
 
-    def __init__(self, texts: list[str]) -> None:
+    def __init__(self, texts):
         self.texts, self.asked = texts, 0
 
-    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+    def complete(self, requests):
         self.asked += len(requests)
         return [
             Completion(text=text, tokens_in=1, tokens_out=3, is_finished=True, latency_ms=4.0)
@@ -39,12 +31,12 @@ class Fixed:
 
 
 @pytest.fixture
-def suite() -> Suite:
+def suite():
     return mini_python(MiniPythonSuite(items=6))
 
 
 @pytest.fixture
-def manifest() -> Manifest:
+def manifest():
     return Manifest(
         run_id="run",
         task="train",
@@ -54,7 +46,7 @@ def manifest() -> Manifest:
     )
 
 
-def test_the_metrics_are_kpis_of_the_table() -> None:
+def test_the_metrics_are_kpis_of_the_table():
     """The same names, units and directions; those of a whole run or of its data are left out."""
     during = {n.removeprefix("eval/"): m for n, m in METRICS.items() if n.startswith("eval/")}
     measured = {name for name, kpi in KPIS.items() if kpi.field is not None}
@@ -63,7 +55,7 @@ def test_the_metrics_are_kpis_of_the_table() -> None:
         assert (metric.unit, metric.direction) == (KPIS[name].unit, KPIS[name].direction.value)
 
 
-def test_shares_are_of_the_first_items(suite: Suite, manifest: Manifest, sandbox: Any) -> None:
+def test_shares_are_of_the_first_items(suite, manifest, sandbox):
     """Two of the first four are references and pass, two do not parse; no other is asked."""
     right = [item.reference for item in suite.items[:2]]
     engine = Fixed([*right, BROKEN, BROKEN])
@@ -76,7 +68,7 @@ def test_shares_are_of_the_first_items(suite: Suite, manifest: Manifest, sandbox
     assert found.unknown["eval/pass_at_k"]
 
 
-def test_what_nothing_ran_is_unknown_with_its_reason(suite: Suite, manifest: Manifest) -> None:
+def test_what_nothing_ran_is_unknown_with_its_reason(suite, manifest):
     """Without a sandbox tasks are not failed; they are not measured."""
     found = measure(FirstItems(suite, 2), Fixed([BROKEN] * 2), None, Plan(), manifest)
     assert found.values["eval/parse_rate"] == 0.0
@@ -84,7 +76,7 @@ def test_what_nothing_ran_is_unknown_with_its_reason(suite: Suite, manifest: Man
     assert "sandbox" in found.unknown["eval/task_success"]
 
 
-def test_more_items_than_there_are_is_all_of_them(suite: Suite, manifest: Manifest) -> None:
+def test_more_items_than_there_are_is_all_of_them(suite, manifest):
     """And the suite itself stays whole."""
     found = measure(FirstItems(suite, 99), Fixed([BROKEN] * 6), None, Plan(), manifest)
     assert found.items == len(suite.items) == 6

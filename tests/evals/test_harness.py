@@ -4,7 +4,6 @@ import json
 import math
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,14 +16,8 @@ from mens_exp.config.suite import LmEvalSuite
 from mens_exp.errors import ConfigError, DataError, MissingExtra, Problems
 from mens_exp.evals import harness_suite
 from mens_exp.evals.harness_model import GraphModel
-from mens_exp.evals.harness_suite import Harness, files_of, lm_eval_suite
+from mens_exp.evals.harness_suite import files_of, lm_eval_suite
 from mens_exp.tokenizer.hf import HfTokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.backends.qlora import QloraBackend
-    from mens_exp.model.resolve import BaseModel
 
 CAPITALS = [
     {"question": "The capital of France is", "choices": ["Rome", "Paris"], "answer": 1},
@@ -80,7 +73,7 @@ metric_list: [{metric: byte_perplexity}]
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Path:
+def directory(tmp_path):
     """Four small tasks over three rows, one of each kind that the harness has."""
     data = tmp_path / "capitals.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in CAPITALS))
@@ -93,28 +86,28 @@ def directory(tmp_path: Path) -> Path:
     return tasks
 
 
-def suite_of(directory: Path, cache: Path, **settings: Any) -> Harness:
+def suite_of(directory, cache, **settings):
     config = LmEvalSuite(path=str(directory), **settings)
     return lm_eval_suite(config, cache, calls_functions=False)
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tiny_base: BaseModel) -> HfTokenizer:
+def tokenizer(tiny_base):
     return HfTokenizer.from_directory(tiny_base.directory)
 
 
-def model_of(backend: QloraBackend, tokenizer: HfTokenizer) -> GraphModel:
+def model_of(backend, tokenizer):
     return GraphModel(backend, tokenizer, max_new_tokens=8, batch_size=2)
 
 
 @pytest.fixture
-def model(tiny_backend: Callable[..., QloraBackend], tokenizer: HfTokenizer) -> GraphModel:
+def model(tiny_backend, tokenizer):
     return model_of(tiny_backend("backend=lora", "quant.compute_dtype=f32", live=True), tokenizer)
 
 
 def test_likelihoods_and_answers_are_those_of_the_harness_own_model(
-    tiny_backend: Callable[..., QloraBackend], tiny_base: BaseModel, tokenizer: HfTokenizer
-) -> None:
+    tiny_backend, tiny_base, tokenizer
+):
     """HFLM on the same files is the independent reference, texts longer than the model included."""
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -158,8 +151,8 @@ def test_likelihoods_and_answers_are_those_of_the_harness_own_model(
 
 
 def test_each_document_is_an_item_and_the_harness_figures_stand_beside_ours(
-    directory: Path, tmp_path: Path, model: GraphModel
-) -> None:
+    directory, tmp_path, model
+):
     """Accuracy of the events is the harness's own; what no task says is null with the reason."""
     suite = suite_of(directory, tmp_path)
     answered = suite.answered(model, "tuned")
@@ -183,9 +176,7 @@ def test_each_document_is_an_item_and_the_harness_figures_stand_beside_ours(
     assert by_task["written"][0]["tokens_out"] in range(1, 5)
 
 
-def test_questions_are_turns_under_the_chat_template_of_training(
-    directory: Path, tmp_path: Path, model: GraphModel
-) -> None:
+def test_questions_are_turns_under_the_chat_template_of_training(directory, tmp_path, model):
     """The ids of the question are those that training and every other suite ask with."""
     asked = suite_of(directory, tmp_path).answered(model, "tuned")
     plain = suite_of(directory, tmp_path, chat_template=False).answered(model, "tuned")
@@ -199,7 +190,7 @@ def test_questions_are_turns_under_the_chat_template_of_training(
     assert model.tok_encode(chat) == model.texts.encode_prompts([turns])[0]
 
 
-def test_targets_pass_and_empty_answers_fail(directory: Path, tmp_path: Path) -> None:
+def test_targets_pass_and_empty_answers_fail(directory, tmp_path):
     """The tasks judge their own targets right; the one of likelihood alone has nothing to test."""
     result = suite_of(directory, tmp_path).self_test(None)
     assert result is not None
@@ -207,9 +198,7 @@ def test_targets_pass_and_empty_answers_fail(directory: Path, tmp_path: Path) ->
     assert result.problem is None
 
 
-def test_a_task_that_judges_its_targets_wrong_is_not_scored(
-    directory: Path, tmp_path: Path
-) -> None:
+def test_a_task_that_judges_its_targets_wrong_is_not_scored(directory, tmp_path):
     """A filter that throws the answer away is found before anything is scored."""
     path = directory / "written.yaml"
     path.write_text(path.read_text().replace("remove_whitespace", "lowercase"))
@@ -219,7 +208,7 @@ def test_a_task_that_judges_its_targets_wrong_is_not_scored(
     assert "references judged wrong: written/0" in result.problem
 
 
-def test_an_empty_answer_that_passes_is_not_scored(directory: Path, tmp_path: Path) -> None:
+def test_an_empty_answer_that_passes_is_not_scored(directory, tmp_path):
     """A target that is empty makes every silence right."""
     path = directory / "written.yaml"
     path.write_text(path.read_text().replace('"{{choices[answer]}}"', '""'))
@@ -228,9 +217,7 @@ def test_an_empty_answer_that_passes_is_not_scored(directory: Path, tmp_path: Pa
     assert result.stubs_passed == ["written/0", "written/1", "written/2"]
 
 
-def test_the_first_documents_alone_and_examples_before_them(
-    directory: Path, tmp_path: Path, model: GraphModel
-) -> None:
+def test_the_first_documents_alone_and_examples_before_them(directory, tmp_path, model):
     """`suite.items` and `suite.num_fewshot` do what they say."""
     suite = suite_of(directory, tmp_path, tasks=["written"], items=2)
     assert [event["item_id"] for event in suite.answered(model, "base").events] == [
@@ -245,9 +232,7 @@ def test_the_first_documents_alone_and_examples_before_them(
     assert prompt.count("The capital of") == 3
 
 
-def test_base_and_tuned_are_asked_behind_the_same_examples(
-    directory: Path, tmp_path: Path, model: GraphModel
-) -> None:
+def test_base_and_tuned_are_asked_behind_the_same_examples(directory, tmp_path, model):
     """Examples are drawn anew each time the tasks are asked; the draw is the harness's own."""
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -287,12 +272,12 @@ def test_base_and_tuned_are_asked_behind_the_same_examples(
     ],
 )
 def test_an_item_whose_own_answer_may_stand_among_its_examples_is_refused(
-    directory: Path, tmp_path: Path, added: str, is_refused: bool
-) -> None:
+    directory, tmp_path, added, is_refused
+):
     """The harness leaves an item out of its examples only where its split is named for them."""
     path = directory / "capitals.yaml"
     path.write_text(path.read_text() + added)
-    settings: dict[str, Any] = {"tasks": ["capitals"], "num_fewshot": 1}
+    settings = {"tasks": ["capitals"], "num_fewshot": 1}
     if is_refused:
         with pytest.raises(DataError, match="own answer may stand among the examples"):
             suite_of(directory, tmp_path, **settings)
@@ -301,9 +286,7 @@ def test_an_item_whose_own_answer_may_stand_among_its_examples_is_refused(
     assert len(suite_of(directory, tmp_path, tasks=["capitals"], num_fewshot=0).items) == 3
 
 
-def test_answers_repeat_and_the_program_s_own_draws_are_untouched(
-    directory: Path, tmp_path: Path, model: GraphModel
-) -> None:
+def test_answers_repeat_and_the_program_s_own_draws_are_untouched(directory, tmp_path, model):
     """The harness seeds Python's and NumPy's generators; ours go on as if it had not."""
     import random
 
@@ -317,11 +300,11 @@ def test_answers_repeat_and_the_program_s_own_draws_are_untouched(
     assert random.getstate() == before
 
 
-def digest_of(directory: Path, **settings: Any) -> str:
+def digest_of(directory, **settings):
     return files_of(LmEvalSuite(path=str(directory), **settings), calls_functions=False)
 
 
-def test_the_digest_is_of_files_data_and_settings(directory: Path) -> None:
+def test_the_digest_is_of_files_data_and_settings(directory):
     """It moves with each of them, and not with what only makes it faster."""
     first = digest_of(directory)
     assert digest_of(directory, batch_size=1) == first
@@ -335,9 +318,7 @@ def test_the_digest_is_of_files_data_and_settings(directory: Path) -> None:
     assert len(others | {first}) == 5
 
 
-def test_the_digest_is_of_every_file_of_one_name(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_digest_is_of_every_file_of_one_name(directory, monkeypatch):
     """Two splits beside the directory, each called rows.jsonl; how it is named changes nothing."""
     for split in ("train", "test"):
         (directory.parent / split).mkdir()
@@ -367,7 +348,7 @@ def test_the_digest_is_of_every_file_of_one_name(
         ("a: [\n", "is no YAML"),
     ],
 )
-def test_what_cannot_be_asked_here_is_refused(directory: Path, added: str, said: str) -> None:
+def test_what_cannot_be_asked_here_is_refused(directory, added, said):
     """Code outside the sandbox, and data that are not on this machine; nothing is loaded."""
     path = directory / "told.yaml"
     kept = [
@@ -380,9 +361,7 @@ def test_what_cannot_be_asked_here_is_refused(directory: Path, added: str, said:
         digest_of(directory)
 
 
-def test_python_of_a_task_file_runs_with_task_evaluate_alone(
-    directory: Path, tmp_path: Path
-) -> None:
+def test_python_of_a_task_file_runs_with_task_evaluate_alone(directory, tmp_path):
     """It is found before the harness imports it, and trusted where the user asks by hand."""
     mark = tmp_path / "was_imported"
     (directory / "own.py").write_text(
@@ -400,13 +379,13 @@ def test_python_of_a_task_file_runs_with_task_evaluate_alone(
     assert mark.exists()
 
 
-def test_an_unknown_task_is_refused_with_those_there_are(directory: Path) -> None:
+def test_an_unknown_task_is_refused_with_those_there_are(directory):
     """Before anything is loaded."""
     with pytest.raises(ConfigError, match=r"no task file has it.*nothing.*capitals, rolled"):
         digest_of(directory, tasks=["nothing"])
 
 
-def test_without_task_files_there_is_no_suite(tmp_path: Path) -> None:
+def test_without_task_files_there_is_no_suite(tmp_path):
     """An empty directory, and one that is none."""
     with pytest.raises(DataError, match="holds no task file"):
         digest_of(tmp_path)
@@ -414,9 +393,7 @@ def test_without_task_files_there_is_no_suite(tmp_path: Path) -> None:
         digest_of(tmp_path / "nowhere")
 
 
-def test_drawing_that_is_not_known_is_refused(
-    directory: Path, tmp_path: Path, model: GraphModel
-) -> None:
+def test_drawing_that_is_not_known_is_refused(directory, tmp_path, model):
     """Ignoring a task's beam search would give another score under its name."""
     path = directory / "written.yaml"
     path.write_text(path.read_text().replace("max_gen_toks", "num_beams: 4, max_gen_toks"))
@@ -424,7 +401,7 @@ def test_drawing_that_is_not_known_is_refused(
         suite_of(directory, tmp_path, tasks=["written"]).answered(model, "base")
 
 
-def test_what_the_harness_cannot_load_is_told(directory: Path, tmp_path: Path) -> None:
+def test_what_the_harness_cannot_load_is_told(directory, tmp_path):
     """Its own words stand in the message."""
     path = directory / "told.yaml"
     path.write_text(path.read_text() + "test_split: train\n")
@@ -432,18 +409,14 @@ def test_what_the_harness_cannot_load_is_told(directory: Path, tmp_path: Path) -
         suite_of(directory, tmp_path, tasks=["told"])
 
 
-def test_without_the_harness_its_extra_is_named(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_harness_its_extra_is_named(directory, monkeypatch):
     """Before anything is spent."""
     monkeypatch.setattr(harness_suite, "find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"pip install 'mens-exp\[lm-eval\]'"):
         digest_of(directory)
 
 
-def test_likelihoods_are_finite_of_base_and_tuned(
-    directory: Path, tmp_path: Path, model: GraphModel
-) -> None:
+def test_likelihoods_are_finite_of_base_and_tuned(directory, tmp_path, model):
     """The two conditions are the same graph, its adapter off and on."""
     suite = suite_of(directory, tmp_path, tasks=["rolled"])
     figures = []

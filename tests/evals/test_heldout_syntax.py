@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,21 +15,14 @@ from mens_exp.evals.suite import Answer, Item
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.tokenizer.hf import HfTokenizer
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from mens_exp.artifacts.scorecard import ItemEvent
-    from mens_exp.evals.generation import Request
-    from mens_exp.model.resolve import BaseModel
-
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny_base: BaseModel) -> HfTokenizer:
+def tokenizer(tiny_base):
     """One id a byte, so that lengths can be counted by hand."""
     return HfTokenizer.from_directory(tiny_base.directory)
 
 
-def pairs(*answers: str) -> list[TrainingPair]:
+def pairs(*answers):
     return [TrainingPair(prompt=f"P{n}", response=answer) for n, answer in enumerate(answers)]
 
 
@@ -49,7 +41,7 @@ def pairs(*answers: str) -> list[TrainingPair]:
         ("```", ""),
     ],
 )
-def test_code_is_the_inside_of_the_first_fence_or_all_of_it(completion: str, code: str) -> None:
+def test_code_is_the_inside_of_the_first_fence_or_all_of_it(completion, code):
     """The language's name is dropped, and common indentation is taken away."""
     assert code_of(completion) == code
 
@@ -64,7 +56,7 @@ def test_code_is_the_inside_of_the_first_fence_or_all_of_it(completion: str, cod
         "def f():\n    return '\\d'\n",  # an invalid escape is a warning, no error
     ],
 )
-def test_code_that_parses_and_defines_a_function_counts(code: str) -> None:
+def test_code_that_parses_and_defines_a_function_counts(code):
     """Wherever the function stands, and without a warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -87,14 +79,14 @@ def test_code_that_parses_and_defines_a_function_counts(code: str) -> None:
         ("def f(): return " + "-" * 100_000 + "1", "Error: "),  # deeper than the parser goes
     ],
 )
-def test_everything_else_says_why_it_does_not(code: str, said: str) -> None:
+def test_everything_else_says_why_it_does_not(code, said):
     """Also what makes the parser itself give up."""
     error = syntax_error(code)
     assert error is not None
     assert said in error
 
 
-def test_items_do_not_depend_on_the_order_of_the_rows(tokenizer: HfTokenizer) -> None:
+def test_items_do_not_depend_on_the_order_of_the_rows(tokenizer):
     """The choice is by content hash, so every seed and every machine has the same items."""
     rows = pairs(*(f"def f{n}(): pass" for n in range(20)))
     suite = HeldoutSyntaxSuite(items=5)
@@ -104,7 +96,7 @@ def test_items_do_not_depend_on_the_order_of_the_rows(tokenizer: HfTokenizer) ->
     assert [item.id for item in forwards] == sorted(row.id for row in rows)[:5]
 
 
-def test_more_items_keep_the_ones_there_were(tokenizer: HfTokenizer) -> None:
+def test_more_items_keep_the_ones_there_were(tokenizer):
     """A larger suite holds the smaller one."""
     rows = pairs(*(f"def f{n}(): pass" for n in range(20)))
     few, many = (
@@ -114,7 +106,7 @@ def test_more_items_keep_the_ones_there_were(tokenizer: HfTokenizer) -> None:
     assert many[:3] == few
 
 
-def test_an_answer_must_be_shorter_than_a_completion_may_be(tokenizer: HfTokenizer) -> None:
+def test_an_answer_must_be_shorter_than_a_completion_may_be(tokenizer):
     """Nine bytes fit ten tokens with the end marker; ten do not."""
     rows = pairs("x" * 9, "x" * 10)
     suite = HeldoutSyntaxSuite(max_new_tokens=10)
@@ -123,8 +115,8 @@ def test_an_answer_must_be_shorter_than_a_completion_may_be(tokenizer: HfTokeniz
 
 
 def test_rows_that_do_not_fit_are_passed_over_until_there_are_items_enough(
-    tokenizer: HfTokenizer,
-) -> None:
+    tokenizer,
+):
     """Whatever their number: as many as there are items are encoded at a time."""
     rows = pairs(*("x" * (5 if n % 5 == 0 else 50) for n in range(40)))
     suite = HeldoutSyntaxSuite(max_new_tokens=10, items=6)
@@ -133,7 +125,7 @@ def test_rows_that_do_not_fit_are_passed_over_until_there_are_items_enough(
     assert [item.id for item in chosen] == fitting[:6]
 
 
-def test_prompt_and_completion_must_fit_the_model(tokenizer: HfTokenizer) -> None:
+def test_prompt_and_completion_must_fit_the_model(tokenizer):
     """At the limit it is in, one position less and it is out."""
     rows, suite = pairs("x"), HeldoutSyntaxSuite(max_new_tokens=10)
     (item,) = choose_items(rows, tokenizer, suite, max_positions=2048)
@@ -142,7 +134,7 @@ def test_prompt_and_completion_must_fit_the_model(tokenizer: HfTokenizer) -> Non
     assert choose_items(rows, tokenizer, suite, max_positions=room - 1) == []
 
 
-def test_a_prompt_ends_where_the_answer_begins(tokenizer: HfTokenizer) -> None:
+def test_a_prompt_ends_where_the_answer_begins(tokenizer):
     """It is encoded as in training: the turn of the assistant is opened, and nothing is in it."""
     (item,) = choose_items(pairs("x"), tokenizer, HeldoutSyntaxSuite(), max_positions=2048)
     ids = prompt_ids(item, tokenizer)
@@ -150,13 +142,11 @@ def test_a_prompt_ends_where_the_answer_begins(tokenizer: HfTokenizer) -> None:
     assert text == "<|im_start|>user\nP0<|im_end|>\n<|im_start|>assistant\n"
 
 
-def prompt_ids(item: Item, tokenizer: HfTokenizer) -> list[int]:
+def prompt_ids(item, tokenizer):
     return tokenizer.encode_prompts([list(item.messages)])[0]
 
 
-def answered(
-    items: list[Item], backend: Any, tokenizer: HfTokenizer, config: HeldoutSyntaxSuite
-) -> list[ItemEvent]:
+def answered(items, backend, tokenizer, config):
     """Answer the suite's items once, as the tuned model."""
     suite = HeldoutSyntax(items=items, max_new_tokens=config.max_new_tokens)
     generation = Generation(max_new_tokens=config.max_new_tokens, batch_size=config.batch_size)
@@ -169,16 +159,16 @@ class Scripted:
 
     max_positions = 2048
 
-    def __init__(self, answers: dict[tuple[int, ...], list[int]]) -> None:
+    def __init__(self, answers):
         self.answers = answers
-        self.asked: list[tuple[int, dict[str, Any]]] = []
+        self.asked = []
 
-    def generate(self, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
+    def generate(self, prompts, **options):
         self.asked.append((len(prompts), options))
         return [self.answers[tuple(prompt)] for prompt in prompts]
 
 
-def test_each_item_is_judged_by_its_own_completion(tokenizer: HfTokenizer) -> None:
+def test_each_item_is_judged_by_its_own_completion(tokenizer):
     """Three items in batches of two: one ends well, one is cut off, one is broken."""
     suite = HeldoutSyntaxSuite(max_new_tokens=30, batch_size=2)
     items = choose_items(pairs("a", "b", "c"), tokenizer, suite, max_positions=2048)
@@ -206,7 +196,7 @@ def test_each_item_is_judged_by_its_own_completion(tokenizer: HfTokenizer) -> No
     assert [e["tokens_in"] for e in events] == [len(prompt) for prompt in prompts]
 
 
-def test_an_empty_completion_is_neither_parsed_nor_finished(tokenizer: HfTokenizer) -> None:
+def test_an_empty_completion_is_neither_parsed_nor_finished(tokenizer):
     """It still counts as an item."""
     items = choose_items(pairs("a"), tokenizer, HeldoutSyntaxSuite(), max_positions=2048)
     backend = Scripted({tuple(prompt_ids(items[0], tokenizer)): []})
@@ -214,7 +204,7 @@ def test_an_empty_completion_is_neither_parsed_nor_finished(tokenizer: HfTokeniz
     assert (event["parses"], event["finished"], event["tokens_out"]) == (False, False, 0)
 
 
-def made_item(name: str) -> Item:
+def made_item(name):
     return Item(
         id=name,
         messages=({"role": "user", "content": f"Write {name}."},),
@@ -225,10 +215,10 @@ def made_item(name: str) -> Item:
 class Says:
     """An engine that gives each item its answer, of so many tokens."""
 
-    def __init__(self, answers: dict[str, tuple[str, int]]) -> None:
+    def __init__(self, answers):
         self.answers = answers
 
-    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+    def complete(self, requests):
         said = [self.answers[one.messages[-1]["content"]] for one in requests]
         return [
             Completion(
@@ -238,14 +228,14 @@ class Says:
         ]
 
 
-def test_the_denominator_is_always_all_items() -> None:
+def test_the_denominator_is_always_all_items():
     """One of four parsed is a quarter, also where a condition lacks events."""
     suite = HeldoutSyntax(items=[made_item(name) for name in "abcd"], max_new_tokens=160)
     good, bad = ("def f(): pass", 6), ("def f(:", 30)
     says = Says({"Write a.": good, "Write b.": bad, "Write c.": good, "Write d.": good})
     tuned = answer_all(suite, says, None, Plan(), "tuned")
     base = [{**event, "condition": "base"} for event in tuned[:2]]
-    events: Any = [*base, *tuned]
+    events = [*base, *tuned]
     card = to_scorecard(suite, events, Plan(), {})
     assert card.items == 4
     names = ("parse_rate", "parsed", "completed", "tokens_out_mean", "compile_at_1", "strictness")
@@ -255,7 +245,7 @@ def test_the_denominator_is_always_all_items() -> None:
     }
 
 
-def test_what_needs_execution_is_null_with_its_reason() -> None:
+def test_what_needs_execution_is_null_with_its_reason():
     """Nothing is run, so that no task is known to be done."""
     suite = HeldoutSyntax(items=[made_item("a")], max_new_tokens=160)
     events = answer_all(suite, Says({"Write a.": ("def f(): pass", 6)}), None, Plan(), "base")
@@ -267,11 +257,11 @@ def test_what_needs_execution_is_null_with_its_reason() -> None:
     assert suite.self_test(None) is None
 
 
-def test_the_digest_is_that_of_items_and_limit() -> None:
+def test_the_digest_is_that_of_items_and_limit():
     """Another item, reference or limit is another suite; the value is that of earlier versions."""
     items = [made_item("a"), made_item("b")]
 
-    def digest_of(of: list[Item], limit: int = 160) -> str:
+    def digest_of(of, limit=160):
         return HeldoutSyntax(items=of, max_new_tokens=limit).digest
 
     first = digest_of(items)
@@ -287,7 +277,7 @@ def test_the_digest_is_that_of_items_and_limit() -> None:
     assert len(others | {first}) == 4
 
 
-def test_an_answer_is_judged_by_reading_alone() -> None:
+def test_an_answer_is_judged_by_reading_alone():
     """A stub parses, and is told from code."""
     suite = HeldoutSyntax(items=[made_item("a")], max_new_tokens=160)
     said = ["def f(): pass", "def f(x):\n    return x + 1", "Sure.\n```\ndef f(): pass\n```"]

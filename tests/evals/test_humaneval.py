@@ -3,7 +3,6 @@ from __future__ import annotations
 import gzip
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,14 +13,9 @@ from mens_exp.evals.humaneval import (
     self_test,
     written_in_every_style,
 )
-from mens_exp.evals.program_checks import ProgramTask, Verdict, check_all
+from mens_exp.evals.program_checks import Verdict, check_all
 from mens_exp.sandbox.program import Limits, Outcome
 from mens_exp.sandbox.unsafe import Unsafe
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mens_exp.sandbox.bubblewrap import Bubblewrap
 
 LIMITS = Limits(memory_mib=128, wall_s=8, cpu_s=8, output_kib=8)
 HUMANEVAL = {
@@ -40,17 +34,17 @@ MBPP = {
 }
 
 
-def stored(path: Path, *rows: Any) -> Path:
+def stored(path, *rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     return path
 
 
 @pytest.fixture
-def task(tmp_path: Path) -> ProgramTask:
+def task(tmp_path):
     return read_tasks(stored(tmp_path / "tasks.jsonl", HUMANEVAL))[0]
 
 
-def test_both_forms_are_read(tmp_path: Path) -> None:
+def test_both_forms_are_read(tmp_path):
     """Each field where it belongs; the function of an MBPP task is the one its tests call."""
     first, second = read_tasks(stored(tmp_path / "tasks.jsonl", HUMANEVAL, MBPP))
     assert (first.id, first.code, first.prompt) == ("T/0", HUMANEVAL["prompt"], HUMANEVAL["prompt"])
@@ -60,7 +54,7 @@ def test_both_forms_are_read(tmp_path: Path) -> None:
     assert second.setup == MBPP["test_setup_code"]
 
 
-def test_sanitized_mbpp_has_other_names(tmp_path: Path) -> None:
+def test_sanitized_mbpp_has_other_names(tmp_path):
     """Its question is `prompt`, its setup a list of imports."""
     row = {
         "task_id": 2,
@@ -73,7 +67,7 @@ def test_sanitized_mbpp_has_other_names(tmp_path: Path) -> None:
     assert (task.prompt, task.setup, task.entry_point) == ("Round up.", "import math", "up")
 
 
-def test_gzipped_file_is_read(tmp_path: Path) -> None:
+def test_gzipped_file_is_read(tmp_path):
     """As HumanEval is shipped."""
     path = tmp_path / "tasks.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps(HUMANEVAL).encode()))
@@ -95,7 +89,7 @@ def test_gzipped_file_is_read(tmp_path: Path) -> None:
         ({**MBPP, "code": "def square(x:"}, "no Python"),
     ],
 )
-def test_line_that_is_no_task_is_refused(tmp_path: Path, row: Any, where: str) -> None:
+def test_line_that_is_no_task_is_refused(tmp_path, row, where):
     """With file and line, and all of them at once."""
     path = stored(tmp_path / "tasks.jsonl", HUMANEVAL, row, row)
     with pytest.raises(Problems) as caught:
@@ -105,27 +99,27 @@ def test_line_that_is_no_task_is_refused(tmp_path: Path, row: Any, where: str) -
     assert where in str(caught.value)
 
 
-def test_a_task_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+def test_a_task_that_is_there_twice_is_refused(tmp_path):
     """One of the two would not be asked, and nobody would be told."""
     path = stored(tmp_path / "tasks.jsonl", HUMANEVAL, MBPP, {**HUMANEVAL, "prompt": "def f():"})
     with pytest.raises(DataError, match=r"tasks\.jsonl:3: this task is there already"):
         read_tasks(path)
 
 
-def test_file_without_tasks_is_refused(tmp_path: Path) -> None:
+def test_file_without_tasks_is_refused(tmp_path):
     """An empty suite measures nothing."""
     with pytest.raises(DataError, match="no task"):
         read_tasks(stored(tmp_path / "tasks.jsonl"))
 
 
-def test_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_names_its_extra(monkeypatch):
     """Exit code 3, with the command."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"mens-exp\[humaneval\]"):
         humaneval_tasks()
 
 
-VERDICTS: dict[str, tuple[str, Verdict, str]] = {
+VERDICTS = {
     "right": ("    return a + b", Verdict.PASSED, ""),
     "wrong": ("    return a - b", Verdict.ASSERTION, "AssertionError"),
     "stub": ("    pass", Verdict.ASSERTION, "AssertionError"),
@@ -203,7 +197,7 @@ VERDICTS: dict[str, tuple[str, Verdict, str]] = {
 
 
 @pytest.mark.parametrize("name", VERDICTS)
-def test_verdict_says_what_happened(sandbox: Bubblewrap, task: ProgramTask, name: str) -> None:
+def test_verdict_says_what_happened(sandbox, task, name):
     """And rests on the execution."""
     completion, verdict, detail = VERDICTS[name]
     limits = LIMITS if name != "waits" else Limits(wall_s=0.6)
@@ -213,9 +207,7 @@ def test_verdict_says_what_happened(sandbox: Bubblewrap, task: ProgramTask, name
     assert (found.execution is None) == (verdict in {Verdict.SYNTAX_ERROR, Verdict.NO_FUNCTION})
 
 
-def test_verdicts_come_in_the_order_of_the_tasks(
-    sandbox: Bubblewrap, task: ProgramTask, tmp_path: Path
-) -> None:
+def test_verdicts_come_in_the_order_of_the_tasks(sandbox, task, tmp_path):
     """Those that are not executed among those that are."""
     square = read_tasks(stored(tmp_path / "mbpp.jsonl", MBPP))[0]
     texts = ["(", "    return a + b", square.reference, "x = 1"]
@@ -229,7 +221,7 @@ def test_verdicts_come_in_the_order_of_the_tasks(
     assert [one.task for one in found] == ["T/0", "T/0", "7", "7"]
 
 
-def test_setup_stands_below_what_must_be_first(sandbox: Bubblewrap, tmp_path: Path) -> None:
+def test_setup_stands_below_what_must_be_first(sandbox, tmp_path):
     """A future import stays the first line of the solution."""
     square = read_tasks(stored(tmp_path / "mbpp.jsonl", MBPP))[0]
     text = "from __future__ import annotations\ndef square(x: Later):\n    return helper(x)\n"
@@ -237,16 +229,14 @@ def test_setup_stands_below_what_must_be_first(sandbox: Bubblewrap, tmp_path: Pa
     assert found.verdict is Verdict.PASSED, found
 
 
-def test_unsafe_execution_is_labelled(task: ProgramTask) -> None:
+def test_unsafe_execution_is_labelled(task):
     """Each verdict says where it was reached."""
     (found,) = check_all(Unsafe(), [task], ["    return a + b"], LIMITS)
     assert found.execution is not None
     assert (found.execution.sandbox, found.execution.outcome) == ("unsafe", Outcome.ok)
 
 
-def test_self_test_finds_a_wrong_reference_and_weak_tests(
-    sandbox: Bubblewrap, tmp_path: Path
-) -> None:
+def test_self_test_finds_a_wrong_reference_and_weak_tests(sandbox, tmp_path):
     """Each reference passes in every style, and a stub in none; otherwise it is told."""
     wrong = {**HUMANEVAL, "task_id": "wrong", "canonical_solution": "    return a\n"}
     weak = {**HUMANEVAL, "task_id": "weak", "test": "def check(candidate):\n    candidate(1, 2)\n"}
@@ -260,7 +250,7 @@ def test_self_test_finds_a_wrong_reference_and_weak_tests(
     assert len(against) == styles + 2  # and two stubs: alone, and as a continuation
 
 
-def test_the_statement_that_failed_is_told(sandbox: Bubblewrap, task: ProgramTask) -> None:
+def test_the_statement_that_failed_is_told(sandbox, task):
     """The innermost of the tests, all its lines; none where the tests were not reached."""
     several = "import math\n\nassert add(1, 2) == 3\nassert add(\n    2,\n    2,\n) == 4, 'four'\n"
     inner = (

@@ -1,27 +1,20 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mens_exp.config.suite import JsonlCheck, JsonlSuite
 from mens_exp.errors import ConfigError, DataError, Problems
-from mens_exp.evals.jsonl import Jsonl, jsonl_suite
+from mens_exp.evals.jsonl import jsonl_suite
 from mens_exp.evals.suite import Answer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.evals.suite import Judgement
 
 
 @pytest.fixture
-def suite_of(tmp_path: Path) -> Callable[..., Jsonl]:
+def suite_of(tmp_path):
     """Read rows from a file, judged as told."""
 
-    def made(*rows: dict[str, Any], check: str = "exact", function: str | None = None) -> Jsonl:
+    def made(*rows, check="exact", function=None):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         config = JsonlSuite(path=str(path), check=JsonlCheck(check), function=function)
@@ -30,7 +23,7 @@ def suite_of(tmp_path: Path) -> Callable[..., Jsonl]:
     return made
 
 
-def judged(suite: Jsonl, *texts: str) -> list[Judgement]:
+def judged(suite, *texts):
     return suite.judge([Answer(item=suite.items[0], text=text) for text in texts], None)
 
 
@@ -47,9 +40,7 @@ SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "require
         ("json_schema", SCHEMA, ['{"age": 3}', '```json\n{"age": 3}\n```'], ['{"age": "3"}', "3"]),
     ],
 )
-def test_each_check_accepts_and_refuses(
-    suite_of: Callable[..., Jsonl], check: str, expected: Any, good: list[str], bad: list[str]
-) -> None:
+def test_each_check_accepts_and_refuses(suite_of, check, expected, good, bad):
     """A right answer has no error; a wrong one has one that does not give the answer away."""
     suite = suite_of({"prompt": "?", "expected": expected}, check=check)
     assert [one.success for one in judged(suite, *good)] == [True] * len(good)
@@ -58,7 +49,7 @@ def test_each_check_accepts_and_refuses(
     assert all(one.errors and "Paris" not in one.errors[0] for one in wrong)
 
 
-def test_json_that_does_not_parse_does_not_compile(suite_of: Callable[..., Jsonl]) -> None:
+def test_json_that_does_not_parse_does_not_compile(suite_of):
     """Of other checks nothing compiles, and that is null with a reason."""
     suite = suite_of({"prompt": "?", "expected": SCHEMA}, check="json_schema")
     assert [one.compiles for one in judged(suite, '{"age": 1}', "{")] == [True, False]
@@ -73,7 +64,7 @@ def test_json_that_does_not_parse_does_not_compile(suite_of: Callable[..., Jsonl
     assert one.unknown["compiles"] == "suite=jsonl judges texts, not code"
 
 
-def test_a_function_of_the_user_judges(suite_of: Callable[..., Jsonl], tmp_path: Path) -> None:
+def test_a_function_of_the_user_judges(suite_of, tmp_path):
     """It returns a verdict, or what is wrong; the file is part of the digest."""
     file = tmp_path / "checks.py"
     file.write_text(
@@ -109,12 +100,12 @@ def test_a_function_of_the_user_judges(suite_of: Callable[..., Jsonl], tmp_path:
     ],
 )
 def test_a_function_that_is_not_there_is_refused(
-    suite_of: Callable[..., Jsonl],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    function: str,
-    said: str,
-) -> None:
+    suite_of,
+    tmp_path,
+    monkeypatch,
+    function,
+    said,
+):
     """The message names it and says why."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checks.py").write_text("def f(prompt, expected, answer): return 1\n")
@@ -126,9 +117,7 @@ def test_a_function_that_is_not_there_is_refused(
 @pytest.mark.parametrize(
     ("body", "found"), [("return 1", "1"), ("raise KeyError('x')", "KeyError")]
 )
-def test_a_function_without_a_verdict_ends_the_evaluation(
-    suite_of: Callable[..., Jsonl], tmp_path: Path, body: str, found: str
-) -> None:
+def test_a_function_without_a_verdict_ends_the_evaluation(suite_of, tmp_path, body, found):
     """A fault of it is no zero."""
     file = tmp_path / "checks.py"
     file.write_text(f"def f(prompt, expected, answer): {body}\n")
@@ -137,7 +126,7 @@ def test_a_function_without_a_verdict_ends_the_evaluation(
         judged(suite, "x")
 
 
-def test_rows_keep_their_names_turns_and_groups(suite_of: Callable[..., Jsonl]) -> None:
+def test_rows_keep_their_names_turns_and_groups(suite_of):
     """A name, or the number of the line; turns as they stand; a check of its own."""
     turns = [
         {"role": "user", "content": "Hi"},
@@ -172,30 +161,28 @@ def test_rows_keep_their_names_turns_and_groups(suite_of: Callable[..., Jsonl]) 
         ({"prompt": "?", "expected": {"type": 1}, "check": "json_schema"}, "is no JSON schema"),
     ],
 )
-def test_a_row_that_is_none_is_refused(
-    suite_of: Callable[..., Jsonl], row: dict[str, Any], message: str
-) -> None:
+def test_a_row_that_is_none_is_refused(suite_of, row, message):
     """With its place."""
     with pytest.raises((DataError, Problems), match=message) as caught:
         suite_of(row)
     assert "rows.jsonl" in str(caught.value)
 
 
-def test_two_rows_of_one_name_are_refused(suite_of: Callable[..., Jsonl]) -> None:
+def test_two_rows_of_one_name_are_refused(suite_of):
     """A number of a line counts as a name."""
     with pytest.raises(DataError, match=r"rows\.jsonl:2: id: .*there already"):
         suite_of({"prompt": "?", "expected": "x"}, {"id": "1", "prompt": "!", "expected": "x"})
 
 
-def test_no_row_is_refused(suite_of: Callable[..., Jsonl]) -> None:
+def test_no_row_is_refused(suite_of):
     """An empty file is no suite."""
     with pytest.raises(DataError, match="holds no row"):
         suite_of()
 
 
 def test_a_pattern_that_an_empty_answer_matches_fails_the_test_of_the_suite(
-    suite_of: Callable[..., Jsonl],
-) -> None:
+    suite_of,
+):
     """So does a reference that its own check refuses."""
     stub = suite_of({"prompt": "?", "expected": "a*", "check": "regex"}).self_test(None)
     assert stub.problem == "empty answers judged right: 1 (1 in all)"

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 
 from mens_exp.evals.kpis import KPIS, pass_at_k, percentile, summarise
 
 
-def event(**changes: Any) -> Any:
+def event(**changes):
     """One attempt that does the task at once."""
     return {
         "item_id": "a",
@@ -40,7 +39,7 @@ def event(**changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(5, 2, 3), (4, 0, 2), (4, 4, 1), (6, 1, 6), (3, 2, 2)])
-def test_pass_at_k_is_the_share_of_draws_with_a_correct_one(n: int, c: int, k: int) -> None:
+def test_pass_at_k_is_the_share_of_draws_with_a_correct_one(n, c, k):
     """Counted over every way to choose k of the n samples."""
     draws = list(itertools.combinations([True] * c + [False] * (n - c), k))
     assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)
@@ -50,14 +49,12 @@ def test_pass_at_k_is_the_share_of_draws_with_a_correct_one(n: int, c: int, k: i
     ("values", "share", "expected"),
     [([3.0], 0.95, 3.0), ([4, 1, 3, 2], 0.5, 2.5), ([0, 10], 0.95, 9.5), (range(101), 0.95, 95)],
 )
-def test_a_percentile_lies_between_its_neighbours(
-    values: list[float], share: float, expected: float
-) -> None:
+def test_a_percentile_lies_between_its_neighbours(values, share, expected):
     """Linear, as numpy's own."""
     assert percentile(list(values), share) == pytest.approx(expected)
 
 
-def test_every_kpi_is_summed_up() -> None:
+def test_every_kpi_is_summed_up():
     """Three of four by hand: one is repaired, one is never valid."""
     events = [
         event(item_id="a", latency_ms=10.0),
@@ -122,7 +119,7 @@ def test_every_kpi_is_summed_up() -> None:
     assert unknown == {"pass_at_k": "eval.samples=1: there is no k above 1"}
 
 
-def test_samples_of_an_item_count_together() -> None:
+def test_samples_of_an_item_count_together():
     """Of two samples, one item has one that is right, the other none."""
     events = [event(item_id="a"), event(item_id="a", pass_1=False, task_success=False)]
     events += [event(item_id="b", pass_1=False, task_success=False) for _ in range(2)]
@@ -130,7 +127,7 @@ def test_samples_of_an_item_count_together() -> None:
     assert (kpis["pass_at_1"], kpis["pass_at_k"], kpis["task_success"]) == (0.25, 0.5, 0.25)
 
 
-def test_what_one_item_lacks_the_condition_lacks() -> None:
+def test_what_one_item_lacks_the_condition_lacks():
     """It is null and says of how many; nothing is averaged over the rest."""
     lacking = event(item_id="b", task_success=None, unknown={"task_success": "no sandbox"})
     kpis, unknown = summarise([event(), lacking], items=2, samples=1, max_retries=0)
@@ -140,7 +137,7 @@ def test_what_one_item_lacks_the_condition_lacks() -> None:
     assert unknown["repair_depth_mean"] == "eval.max_retries=0: nothing is repaired"
 
 
-def test_nothing_valid_has_no_time_to_it() -> None:
+def test_nothing_valid_has_no_time_to_it():
     """A median over none is unknown."""
     never = event(
         repair_depth=None,
@@ -153,7 +150,7 @@ def test_nothing_valid_has_no_time_to_it() -> None:
     assert unknown["repair_depth_mean"] == "no answer became valid"
 
 
-def test_groups_have_a_success_of_their_own() -> None:
+def test_groups_have_a_success_of_their_own():
     """Each over its own items."""
     events = [
         event(item_id="a", group="write"),

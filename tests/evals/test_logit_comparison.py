@@ -8,24 +8,22 @@ from torch.nn import functional
 
 from mens_exp.errors import MensError
 from mens_exp.evals import logit_comparison
-from mens_exp.evals.logit_comparison import LogitComparison, LogitDifference
+from mens_exp.evals.logit_comparison import LogitComparison
 
 
-def compared(
-    reference: torch.Tensor, other: torch.Tensor, *, bounds: tuple[int, ...] = (0,)
-) -> LogitDifference:
+def compared(reference, other, *, bounds=(0,)):
     tokens = len(reference)
     comparison = LogitComparison(bounds)
     comparison.add(reference, other, torch.zeros(tokens, dtype=torch.long), torch.arange(tokens))
     return comparison.result()
 
 
-def two_way(odds: list[float]) -> torch.Tensor:
+def two_way(odds):
     """Logits over two ids whose odds, first to second, are given."""
     return torch.tensor([[math.log(odd), 0.0] for odd in odds], dtype=torch.float64)
 
 
-def test_kl_agreement_and_loss_are_those_worked_out_by_hand() -> None:
+def test_kl_agreement_and_loss_are_those_worked_out_by_hand():
     """P = (1/2, 1/2) against (3/4, 1/4): KL = ln 2/sqrt 3, other's NLL is less by ln 3/2."""
     result = compared(two_way([1.0]), two_way([3.0]))
     assert result.mean_kl == pytest.approx(math.log(2 / math.sqrt(3)), rel=1e-12)
@@ -35,13 +33,13 @@ def test_kl_agreement_and_loss_are_those_worked_out_by_hand() -> None:
     assert result.top1_agreement == 1.0  # of two equal logits the lowest id counts
 
 
-def test_kl_is_of_the_reference_from_the_other() -> None:
+def test_kl_is_of_the_reference_from_the_other():
     """KL((3/4, 1/4) ‖ (1/2, 1/2)) = 3/4 ln 3/2 + 1/4 ln 1/2, which is not the way round above."""
     result = compared(two_way([3.0]), two_way([1.0]))
     assert result.mean_kl == pytest.approx(0.75 * math.log(1.5) + 0.25 * math.log(0.5), rel=1e-12)
 
 
-def test_equal_logits_differ_by_nothing() -> None:
+def test_equal_logits_differ_by_nothing():
     """A model against itself: zero everywhere, and all tokens agree."""
     logits = torch.randn(9, 31, generator=torch.Generator().manual_seed(0))
     result = compared(logits, logits)
@@ -49,13 +47,13 @@ def test_equal_logits_differ_by_nothing() -> None:
     assert result.top1_agreement == 1.0
 
 
-def test_a_small_difference_of_f32_logits_is_not_lost() -> None:
+def test_a_small_difference_of_f32_logits_is_not_lost():
     """Logits 1e-4 apart over two even ids: KL = e²/8 to second order, 1.25e-9."""
     result = compared(torch.zeros(1, 2), torch.tensor([[1e-4, 0.0]]))
     assert result.mean_kl == pytest.approx(1e-8 / 8, rel=1e-6)
 
 
-def test_standard_error_is_that_of_paired_differences() -> None:
+def test_standard_error_is_that_of_paired_differences():
     """Differences of 0 and 2d have mean d and standard error d, whatever the tokens' own losses."""
     result = compared(two_way([1.0, 5.0]), two_way([1.0, 1.0]))
     d = (math.log(2) - math.log(6 / 5)) / 2
@@ -64,14 +62,14 @@ def test_standard_error_is_that_of_paired_differences() -> None:
     assert compared(two_way([1.0]), two_way([3.0])).nll_difference_se == 0.0  # one token
 
 
-def test_agreement_counts_the_same_likeliest_id() -> None:
+def test_agreement_counts_the_same_likeliest_id():
     """Two of three positions prefer the same id."""
     result = compared(two_way([2.0, 0.5, 2.0]), two_way([3.0, 2.0, 1.5]))
     assert result.top1_agreement == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(("tokens", "rank"), [(1, 1), (100, 99), (101, 100), (250, 248)])
-def test_p99_is_the_nearest_rank(tokens: int, rank: int) -> None:
+def test_p99_is_the_nearest_rank(tokens, rank):
     """Of n KLs in ascending order it is number ceil(0.99 n)."""
     odds = [1 + i / 10 for i in range(tokens)]
     result = compared(two_way([1.0] * tokens), two_way(odds))
@@ -79,7 +77,7 @@ def test_p99_is_the_nearest_rank(tokens: int, rank: int) -> None:
     assert result.p99_kl == pytest.approx(math.log((1 + odd) / (2 * math.sqrt(odd))), abs=1e-12)
 
 
-def test_chunks_and_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_and_pieces_change_nothing(monkeypatch):
     """Thirteen positions added in three calls, two rows in work, against torch's own functions."""
     generator = torch.Generator().manual_seed(1)
     reference, other = (torch.randn(13, 17, generator=generator) * 3 for _ in range(2))
@@ -103,7 +101,7 @@ def test_chunks_and_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     )
 
 
-def test_buckets_hold_their_positions_and_empty_ones_are_left_out() -> None:
+def test_buckets_hold_their_positions_and_empty_ones_are_left_out():
     """Positions 0 to 4 in buckets from 0, 2 and 100: two tokens, three, and no third bucket."""
     result = compared(two_way([1.0] * 5), two_way([1, 1, 3, 3, 3]), bounds=(0, 2, 100))
     buckets = [(one.first, one.last, one.tokens) for one in result.by_position]
@@ -113,7 +111,7 @@ def test_buckets_hold_their_positions_and_empty_ones_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("broken", [0, 1])
-def test_a_logit_that_is_not_finite_is_refused(broken: int) -> None:
+def test_a_logit_that_is_not_finite_is_refused(broken):
     """The message says whose it is."""
     logits = [torch.zeros(2, 3), torch.zeros(2, 3)]
     logits[broken][1, 2] = math.nan
@@ -121,13 +119,13 @@ def test_a_logit_that_is_not_finite_is_refused(broken: int) -> None:
         compared(*logits)
 
 
-def test_logits_of_two_vocabularies_are_refused() -> None:
+def test_logits_of_two_vocabularies_are_refused():
     """Both shapes are in the message."""
     with pytest.raises(MensError, match=r"\(2, 3\), \(2, 4\)"):
         compared(torch.zeros(2, 3), torch.zeros(2, 4))
 
 
-def test_a_comparison_of_nothing_is_refused() -> None:
+def test_a_comparison_of_nothing_is_refused():
     """A mean over no token would be no number."""
     with pytest.raises(MensError, match="no token"):
         LogitComparison().result()

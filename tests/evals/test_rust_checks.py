@@ -2,15 +2,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mens_exp.errors import DataError, Problems, SetupError
 from mens_exp.evals.program_checks import Verdict
 from mens_exp.evals.rust_checks import (
-    RustTask,
-    Toolchain,
     check_rust,
     find_rust,
     least_rust_limits,
@@ -18,11 +15,6 @@ from mens_exp.evals.rust_checks import (
 )
 from mens_exp.evals.rust_styles import assemble_rust
 from mens_exp.sandbox.program import Limits
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mens_exp.sandbox.bubblewrap import Bubblewrap
 
 STOP = ["\n}"]
 DOUBLE = {
@@ -56,24 +48,24 @@ WHOLE = "fn double(x: isize) -> isize {\n    x * 2\n}\n"
 LIMITS = least_rust_limits(Limits())
 
 
-def stored(path: Path, *rows: Any) -> Path:
+def stored(path, *rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     return path
 
 
 @pytest.fixture(scope="module")
-def rust() -> Toolchain:
+def rust():
     if shutil.which("rustc") is None:
         pytest.skip("rustc is missing: https://rustup.rs, or apt-get install rustc")
     return find_rust()
 
 
 @pytest.fixture
-def tasks(tmp_path: Path) -> list[RustTask]:
+def tasks(tmp_path):
     return read_rust_tasks(stored(tmp_path / "tasks.jsonl", DOUBLE, COUNT, BRACE))
 
 
-def test_task_is_read(tasks: list[RustTask]) -> None:
+def test_task_is_read(tasks):
     """Its function is the one that its prompt leaves open."""
     assert [task.entry_point for task in tasks] == ["double", "count", "brace"]
     assert tasks[0].id == "HumanEval_0_double"
@@ -92,7 +84,7 @@ def test_task_is_read(tasks: list[RustTask]) -> None:
         {**DOUBLE, "stop_tokens": "x"},
     ],
 )
-def test_line_that_is_no_task_is_refused(tmp_path: Path, row: Any) -> None:
+def test_line_that_is_no_task_is_refused(tmp_path, row):
     """With file and line, and all of them at once."""
     path = stored(tmp_path / "tasks.jsonl", DOUBLE, row, row)
     with pytest.raises(Problems) as caught:
@@ -101,16 +93,14 @@ def test_line_that_is_no_task_is_refused(tmp_path: Path, row: Any) -> None:
     assert f"{path}:2" in str(caught.value)
 
 
-def test_file_without_tasks_is_refused(tmp_path: Path) -> None:
+def test_file_without_tasks_is_refused(tmp_path):
     """An empty suite measures nothing."""
     with pytest.raises(DataError, match="no task"):
         read_rust_tasks(stored(tmp_path / "tasks.jsonl"))
 
 
 @pytest.mark.parametrize("tools", [[], ["rustc"]])
-def test_missing_compiler_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tools: list[str]
-) -> None:
+def test_missing_compiler_is_named(monkeypatch, tmp_path, tools):
     """Exit code 3; a compiler without a linker does not do."""
     for name in tools:
         (tmp_path / name).symlink_to("/bin/true")
@@ -140,7 +130,7 @@ ACCEPTED = {
 }
 
 
-def test_every_style_passes(sandbox: Bubblewrap, rust: Toolchain, tasks: list[RustTask]) -> None:
+def test_every_style_passes(sandbox, rust, tasks):
     """Read as what it is, compiled and run."""
     found = check_rust(sandbox, rust, tasks[:1] * len(ACCEPTED), list(ACCEPTED.values()), LIMITS)
     wrong = {n: one for n, one in zip(ACCEPTED, found, strict=True) if one.verdict != "passed"}
@@ -161,27 +151,21 @@ VERDICTS = {
 }
 
 
-def test_verdict_says_what_happened(
-    sandbox: Bubblewrap, rust: Toolchain, tasks: list[RustTask]
-) -> None:
+def test_verdict_says_what_happened(sandbox, rust, tasks):
     """The compiler's word, the panic's, or what ended it."""
     found = check_rust(sandbox, rust, tasks[:1] * len(VERDICTS), list(VERDICTS), LIMITS)
     for (verdict, detail), one in zip(VERDICTS.values(), found, strict=True):
         assert (one.verdict, detail in (one.detail or "")) == (verdict, True), one
 
 
-def test_endless_program_and_endless_wait_end(
-    sandbox: Bubblewrap, rust: Toolchain, tasks: list[RustTask]
-) -> None:
+def test_endless_program_and_endless_wait_end(sandbox, rust, tasks):
     """The limits hold for what was compiled too."""
     limits = Limits(memory_mib=1024, cpu_s=2, wall_s=20, processes=64, file_mib=64)
     (found,) = check_rust(sandbox, rust, tasks[:1], ["    loop {}"], limits)
     assert found.verdict is Verdict.TIMEOUT
 
 
-def test_imports_and_braces_of_other_tasks(
-    sandbox: Bubblewrap, rust: Toolchain, tasks: list[RustTask]
-) -> None:
+def test_imports_and_braces_of_other_tasks(sandbox, rust, tasks):
     """The prompt's imports serve a whole function, and a brace in a text closes nothing."""
     whole = f"fn count(text: String) -> HashMap<char, isize> {{\n{COUNT_BODY}}}\n"
     chosen = [tasks[1], tasks[1], tasks[2], tasks[2]]
@@ -193,7 +177,7 @@ def test_imports_and_braces_of_other_tasks(
     ]
 
 
-def test_main_of_the_completion_is_left_out() -> None:
+def test_main_of_the_completion_is_left_out():
     """The tests bring their own; items beside it stay."""
     text = f"{WHOLE}\nfn main() {{\n    if true {{ }}\n}}\n\nfn more() {{}}\n"
     items = assemble_rust(text, prompt=str(DOUBLE["prompt"]), entry_point="double")
@@ -202,7 +186,7 @@ def test_main_of_the_completion_is_left_out() -> None:
     assert items.count("fn double") == 1
 
 
-def test_limits_are_never_lowered() -> None:
+def test_limits_are_never_lowered():
     """A compiler needs more than a small program, and gets what was given above that."""
     assert least_rust_limits(Limits(wall_s=99, output_kib=3)) == Limits(
         memory_mib=1024, cpu_s=30, wall_s=99, processes=64, output_kib=3, file_mib=64

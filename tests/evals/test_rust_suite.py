@@ -3,18 +3,12 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
 from mens_exp.config.suite import RustSuite
-from mens_exp.evals.rust_suite import RustProgramSuite, rust_suite
+from mens_exp.evals.rust_suite import rust_suite
 from mens_exp.evals.suite import Answer
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mens_exp.evals.running import Runner
 
 TRIPLE = {
     "name": "Own_0_triple",
@@ -25,7 +19,7 @@ TRIPLE = {
 
 
 @pytest.fixture
-def suite(tmp_path: Path) -> RustProgramSuite:
+def suite(tmp_path):
     if shutil.which("rustc") is None:
         pytest.skip("rustc is missing: https://rustup.rs, or apt-get install rustc")
     path = tmp_path / "tasks.jsonl"
@@ -33,7 +27,7 @@ def suite(tmp_path: Path) -> RustProgramSuite:
     return rust_suite(RustSuite(path=str(path)))
 
 
-def test_answers_are_compiled_and_their_tests_run(suite: RustProgramSuite, runner: Runner) -> None:
+def test_answers_are_compiled_and_their_tests_run(suite, runner):
     """A body, the whole function in a fence, a wrong one, and one that does not compile."""
     (item,) = suite.items
     texts = [
@@ -52,7 +46,7 @@ def test_answers_are_compiled_and_their_tests_run(suite: RustProgramSuite, runne
     assert judged[0].unknown == {"canonical": "the layout of Rust is not judged"}
 
 
-def test_a_stub_compiles_and_fails(suite: RustProgramSuite, runner: Runner) -> None:
+def test_a_stub_compiles_and_fails(suite, runner):
     """A task whose own part does not compile fails the suite's test."""
     result = suite.self_test(runner)
     assert result is not None
@@ -63,7 +57,7 @@ def test_a_stub_compiles_and_fails(suite: RustProgramSuite, runner: Runner) -> N
     assert broken.problem == "references judged wrong: Own_0_triple (1 in all)"
 
 
-def test_without_a_sandbox_nothing_is_compiled(suite: RustProgramSuite) -> None:
+def test_without_a_sandbox_nothing_is_compiled(suite):
     """Whether it compiles is null too: a compiler runs code of the answer's."""
     (one,) = suite.judge([Answer(item=suite.items[0], text="    x * 3\n")], None)
     assert one.compiles is one.success is None

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 import json
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -11,10 +10,7 @@ from mens_exp.evals.attempts import Plan, answer_all
 from mens_exp.evals.scorecard_spec import FixtureEngine, SpecSuite, read_spec
 from mens_exp.evals.suite import Answer
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-SPEC: dict[str, Any] = {
+SPEC = {
     "schema_version": 1,
     "prompt_pack_version": "2026-11",
     "max_retries": 1,
@@ -55,16 +51,16 @@ SPEC: dict[str, Any] = {
 }
 
 
-def written(path: Path, spec: Any) -> Path:
+def written(path, spec):
     path.write_text(json.dumps(spec))
     return path
 
 
-def suite(path: Path) -> SpecSuite:
+def suite(path):
     return SpecSuite(spec=read_spec(written(path / "spec.json", SPEC)))
 
 
-def test_a_specification_comes_back_as_written(tmp_path: Path) -> None:
+def test_a_specification_comes_back_as_written(tmp_path):
     """Optional keys may be absent."""
     assert read_spec(written(tmp_path / "spec.json", SPEC)) == SPEC
 
@@ -86,12 +82,10 @@ def test_a_specification_comes_back_as_written(tmp_path: Path) -> None:
         (("prompts",), [], "unknown key"),
     ],
 )
-def test_a_wrong_specification_is_refused(
-    tmp_path: Path, place: tuple[Any, ...], value: Any, message: str
-) -> None:
+def test_a_wrong_specification_is_refused(tmp_path, place, value, message):
     """With the place of what is wrong."""
     spec = copy.deepcopy(SPEC)
-    node: Any = spec
+    node = spec
     for key in place[:-1]:
         node = node[key]
     node[place[-1]] = value
@@ -99,7 +93,7 @@ def test_a_wrong_specification_is_refused(
         read_spec(written(tmp_path / "spec.json", spec))
 
 
-def test_models_are_no_part_of_the_digest(tmp_path: Path) -> None:
+def test_models_are_no_part_of_the_digest(tmp_path):
     """Tasks, retries and the version of the prompts are."""
     first = suite(tmp_path)
     other = SpecSuite(spec={**first.spec, "conditions": first.spec["conditions"][:1]})
@@ -120,9 +114,7 @@ def test_models_are_no_part_of_the_digest(tmp_path: Path) -> None:
         ("", False, False, False),
     ],
 )
-def test_code_is_judged_by_what_it_contains(
-    tmp_path: Path, text: str, *, compiles: bool, success: bool, semantic: bool
-) -> None:
+def test_code_is_judged_by_what_it_contains(tmp_path, text, *, compiles, success, semantic):
     """It must parse; a stub does nothing that is meant."""
     one = suite(tmp_path)
     (judged,) = one.judge([Answer(item=one.items[0], text=text)], None)
@@ -130,7 +122,7 @@ def test_code_is_judged_by_what_it_contains(
     assert bool(judged.errors) is not success
 
 
-def test_text_is_not_compiled(tmp_path: Path) -> None:
+def test_text_is_not_compiled(tmp_path):
     """Whether it compiles is null with a reason."""
     one = suite(tmp_path)
     (judged,) = one.judge([Answer(item=one.items[1], text="Oh, hello there.")], None)
@@ -138,7 +130,7 @@ def test_text_is_not_compiled(tmp_path: Path) -> None:
     assert judged.unknown["compiles"] == "the answer is text, not code"
 
 
-def test_the_references_pass_the_suites_own_test(tmp_path: Path) -> None:
+def test_the_references_pass_the_suites_own_test(tmp_path):
     """Where there are some; an empty answer passes nothing."""
     result = suite(tmp_path).self_test(None)
     assert result is not None
@@ -154,7 +146,7 @@ def test_the_references_pass_the_suites_own_test(tmp_path: Path) -> None:
     assert wrong.problem == "references judged wrong: add (1 in all)"
 
 
-def test_a_fixture_answers_attempt_by_attempt(tmp_path: Path) -> None:
+def test_a_fixture_answers_attempt_by_attempt(tmp_path):
     """The second answer is that of the first repair; what nobody counted is null."""
     one = suite(tmp_path)
     answers = {"add": ["def add(", "def add(a, b):\n    return a + b"], "say": ["no"]}
@@ -167,7 +159,7 @@ def test_a_fixture_answers_attempt_by_attempt(tmp_path: Path) -> None:
     assert add["condition"] == "old"
 
 
-def test_a_fixture_without_a_task_is_refused(tmp_path: Path) -> None:
+def test_a_fixture_without_a_task_is_refused(tmp_path):
     """It names what is lacking."""
     one = suite(tmp_path)
     with pytest.raises(DataError, match=r"lacks answers.*found say"):

@@ -4,7 +4,6 @@ import json
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,17 +11,14 @@ from mens_exp.errors import ConfigError, SetupError
 from mens_exp.evals.generation import Generation, Request
 from mens_exp.evals.served import ServerEngine
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 
 @contextmanager
-def server(answer: Callable[[dict[str, Any]], Any], status: int = 200) -> Iterator[Any]:
+def server(answer, status=200):
     """An OpenAI-compatible server of one route; yields its address and what it was asked."""
-    asked: list[tuple[dict[str, Any], str | None]] = []
+    asked = []
 
     class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+        def do_POST(self):
             assert self.path == "/v1/chat/completions"
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             asked.append((body, self.headers["Authorization"]))
@@ -32,7 +28,7 @@ def server(answer: Callable[[dict[str, Any]], Any], status: int = 200) -> Iterat
             self.end_headers()
             self.wfile.write(data)
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, *_):
             """Say nothing."""
 
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -46,7 +42,7 @@ def server(answer: Callable[[dict[str, Any]], Any], status: int = 200) -> Iterat
         httpd.server_close()
 
 
-def echo(body: dict[str, Any]) -> dict[str, Any]:
+def echo(body):
     text = body["messages"][-1]["content"] + "\ndef rest(): pass"
     return {
         "choices": [{"message": {"content": text}, "finish_reason": "length"}],
@@ -54,16 +50,16 @@ def echo(body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def request(text: str, *stop: str) -> Request:
+def request(text, *stop):
     return Request(messages=({"role": "user", "content": text},), seed=2**40 + 5, stop=stop)
 
 
-def engine(url: str, **changes: Any) -> ServerEngine:
+def engine(url, **changes):
     generation = Generation(max_new_tokens=9, batch_size=2, **changes)
     return ServerEngine(base_url=url, model="m", generation=generation)
 
 
-def test_answers_come_back_in_order_with_the_servers_own_counts() -> None:
+def test_answers_come_back_in_order_with_the_servers_own_counts():
     """Cut at the stop text, which ends an answer also where the server went on."""
     with server(echo) as (url, asked):
         done = engine(url).complete([request("a", "\ndef"), request("b"), request("c", "\ndef")])
@@ -81,7 +77,7 @@ def test_answers_come_back_in_order_with_the_servers_own_counts() -> None:
     }
 
 
-def test_drawing_hands_on_the_items_own_seed() -> None:
+def test_drawing_hands_on_the_items_own_seed():
     """Within 31 bits."""
     with server(echo) as (url, asked):
         engine(url, temperature=0.8, top_p=0.9).complete([request("a")])
@@ -90,7 +86,7 @@ def test_drawing_hands_on_the_items_own_seed() -> None:
     assert key is None
 
 
-def test_a_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_comes_from_the_environment(monkeypatch):
     """Where it is named it must be there."""
     generation = Generation(max_new_tokens=9, batch_size=1)
     with server(echo) as (url, asked):
@@ -105,7 +101,7 @@ def test_a_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
             keyed.complete([request("a")])
 
 
-def test_a_server_that_refuses_ends_the_evaluation() -> None:
+def test_a_server_that_refuses_ends_the_evaluation():
     """Its own words are shown; nothing counts as a wrong answer."""
     with (
         server(lambda _: {"error": "no such model"}, status=404) as (url, _),
@@ -114,7 +110,7 @@ def test_a_server_that_refuses_ends_the_evaluation() -> None:
         engine(url).complete([request("a")])
 
 
-def test_a_server_that_says_something_else_ends_the_evaluation() -> None:
+def test_a_server_that_says_something_else_ends_the_evaluation():
     """An answer without token counts is none."""
     with (
         server(lambda _: {"choices": []}) as (url, _),
@@ -123,17 +119,17 @@ def test_a_server_that_says_something_else_ends_the_evaluation() -> None:
         engine(url).complete([request("a")])
 
 
-def test_half_an_answer_ends_the_evaluation() -> None:
+def test_half_an_answer_ends_the_evaluation():
     """The connection breaks off before the length that was promised."""
 
     class Breaks(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+        def do_POST(self):
             self.send_response(200)
             self.send_header("Content-Length", "999")
             self.end_headers()
             self.wfile.write(b'{"choices"')
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, *_):
             """Say nothing."""
 
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), Breaks)
@@ -145,10 +141,10 @@ def test_half_an_answer_ends_the_evaluation() -> None:
     httpd.server_close()
 
 
-def test_half_a_character_is_replaced() -> None:
+def test_half_a_character_is_replaced():
     """JSON can say a lone surrogate, which neither files nor tokenizers hold."""
 
-    def half(body: dict[str, Any]) -> dict[str, Any]:
+    def half(body):
         said = echo(body)
         said["choices"][0]["message"]["content"] = "a\ud800b"
         return said
@@ -158,7 +154,7 @@ def test_half_a_character_is_replaced() -> None:
     assert one.text == "a?b"
 
 
-def test_no_server_ends_the_evaluation() -> None:
+def test_no_server_ends_the_evaluation():
     """Port 1 answers nobody."""
     with pytest.raises(SetupError, match=r"127\.0\.0\.1:1.*start it"):
         engine("http://127.0.0.1:1/v1").complete([request("a")])

@@ -13,7 +13,7 @@ from mens_exp.evals import statistics
 REAL = [0.031, 0.012, 0.044, -0.008, 0.027]
 
 
-def test_paired_interval_is_students_t() -> None:
+def test_paired_interval_is_students_t():
     """Beside scipy's one-sample test of the same differences."""
     found = statistics.paired(REAL, 0.05)
     reference = stats.ttest_1samp(REAL, 0.0)
@@ -23,7 +23,7 @@ def test_paired_interval_is_students_t() -> None:
     assert found.p == pytest.approx(reference.pvalue)
 
 
-def test_paired_interval_by_hand() -> None:
+def test_paired_interval_by_hand():
     """1, 2, 3: mean 2, sd 1, and t(0.975, 2) = 4.303 from a table."""
     found = statistics.paired([1, 2, 3], 0.05)
     half = 4.303 / math.sqrt(3)
@@ -32,7 +32,7 @@ def test_paired_interval_by_hand() -> None:
     assert found.sd == pytest.approx(1)
 
 
-def test_one_seed_tells_no_interval() -> None:
+def test_one_seed_tells_no_interval():
     """The difference stands alone: no bounds, no p-value."""
     found = statistics.paired([0.25], 0.05)
     assert (found.estimate, found.low, found.high, found.p, found.width) == (
@@ -44,17 +44,17 @@ def test_one_seed_tells_no_interval() -> None:
     )
 
 
-def test_equal_differences_are_not_certain() -> None:
+def test_equal_differences_are_not_certain():
     """Five times the same difference: t would say p = 0; the signs alone say 2 / 32."""
     assert statistics.paired([0.1] * 5, 0.05).p == pytest.approx(2 / 32)
 
 
-def test_no_difference_at_all_is_no_evidence() -> None:
+def test_no_difference_at_all_is_no_evidence():
     """Zeros have p = 1, not 0 / 0."""
     assert statistics.paired([0.0] * 6, 0.05).p == 1
 
 
-def test_unpaired_interval_is_welchs() -> None:
+def test_unpaired_interval_is_welchs():
     """Beside scipy's own test of two samples with unequal variances."""
     rng = np.random.default_rng(1)
     arm, reference = rng.normal(1, 2, 6), rng.normal(0, 1, 5)
@@ -65,12 +65,12 @@ def test_unpaired_interval_is_welchs() -> None:
     assert found.p == pytest.approx(theirs.pvalue)
 
 
-def test_unpaired_of_single_values_tells_no_interval() -> None:
+def test_unpaired_of_single_values_tells_no_interval():
     """Two means of one seed each have no spread."""
     assert statistics.unpaired([1.0], [0.0], 0.05).low is None
 
 
-def test_pairing_removes_what_the_seeds_share() -> None:
+def test_pairing_removes_what_the_seeds_share():
     """Seeds that move both arms together: the paired interval is far narrower."""
     seeds = np.array([0.0, 1.0, 2.0, 3.0, 4.0])
     arm = seeds + 0.5 + np.array([0.01, -0.01, 0.0, 0.02, -0.02])
@@ -81,12 +81,12 @@ def test_pairing_removes_what_the_seeds_share() -> None:
     assert tight.estimate == pytest.approx(wide.estimate)
 
 
-def test_sign_flip_by_hand() -> None:
+def test_sign_flip_by_hand():
     """1, 2, 3: of eight patterns two (all plus, all minus) reach the sum 6."""
     assert statistics.sign_flip_p([1, 2, 3]) == pytest.approx(2 / 8)
 
 
-def test_sign_flip_is_scipys_permutation_test() -> None:
+def test_sign_flip_is_scipys_permutation_test():
     """Beside scipy's exact paired permutation test."""
     theirs = stats.permutation_test(
         (REAL,), lambda x, axis: np.mean(x, axis=axis), permutation_type="samples", vectorized=True
@@ -94,7 +94,7 @@ def test_sign_flip_is_scipys_permutation_test() -> None:
     assert statistics.sign_flip_p(REAL) == pytest.approx(theirs.pvalue)
 
 
-def test_sign_flip_of_many_seeds_is_sampled_near_t() -> None:
+def test_sign_flip_of_many_seeds_is_sampled_near_t():
     """Beyond sixteen the patterns are a fixed sample: near t's p-value, and the same again."""
     values = np.random.default_rng(2).normal(0.4, 1, 24)
     found = statistics.sign_flip_p(values)
@@ -102,7 +102,7 @@ def test_sign_flip_of_many_seeds_is_sampled_near_t() -> None:
     assert found == statistics.sign_flip_p(values)
 
 
-def test_five_seeds_never_reach_five_percent_by_signs() -> None:
+def test_five_seeds_never_reach_five_percent_by_signs():
     """2 / 32 is over 0.05, and 2 / 64 is under it."""
     assert statistics.least_sign_flip_p(5) == 0.0625
     assert statistics.least_sign_flip_p(6) == 0.03125
@@ -110,33 +110,33 @@ def test_five_seeds_never_reach_five_percent_by_signs() -> None:
 
 
 @pytest.mark.parametrize(("alpha", "seeds"), [(0.5, 2), (0.0625, 5), (0.025, 7), (0.01, 8)])
-def test_seeds_that_signs_need(alpha: float, seeds: int) -> None:
+def test_seeds_that_signs_need(alpha, seeds):
     """The fewest n with 2 / 2^n <= alpha, bounds included."""
     assert statistics.seeds_for_sign_flip(alpha) == seeds
     assert statistics.least_sign_flip_p(seeds) <= alpha < statistics.least_sign_flip_p(seeds - 1)
 
 
-def test_holm_by_hand() -> None:
+def test_holm_by_hand():
     """0.01·3, then max(0.03, 0.02·2), then 0.04·1 lifted to 0.04, in the order given."""
     assert statistics.holm([0.04, 0.01, 0.02]) == pytest.approx([0.04, 0.03, 0.04])
 
 
-def test_holm_counts_a_test_that_could_not_be_made() -> None:
+def test_holm_counts_a_test_that_could_not_be_made():
     """Dropping an arm must not make the others look better."""
     assert statistics.holm([0.02, None]) == [pytest.approx(0.04), None]
 
 
-def test_holm_never_exceeds_one() -> None:
+def test_holm_never_exceeds_one():
     """Three p-values of a half."""
     assert statistics.holm([0.5, 0.5, 0.5]) == [1, 1, 1]
 
 
-def test_power_is_that_of_the_noncentral_t() -> None:
+def test_power_is_that_of_the_noncentral_t():
     """G*Power's textbook case: d = 0.5, n = 34 pairs, two-sided 0.05 gives 0.808."""
     assert statistics.power_of(0.5, 1, 34, 0.05) == pytest.approx(0.8078, abs=5e-4)
 
 
-def test_minimum_detectable_effect_has_its_power() -> None:
+def test_minimum_detectable_effect_has_its_power():
     """At the effect the power is what was asked for, and it scales with the spread."""
     found = statistics.minimum_detectable(1, 5, 0.05)
     assert found is not None
@@ -144,29 +144,29 @@ def test_minimum_detectable_effect_has_its_power() -> None:
     assert statistics.minimum_detectable(3, 5, 0.05) == pytest.approx(3 * found)
 
 
-def test_minimum_detectable_effect_needs_a_spread() -> None:
+def test_minimum_detectable_effect_needs_a_spread():
     """One seed has none, and equal differences show none: they do not find the least effect."""
     assert statistics.minimum_detectable(None, 1, 0.05) is None
     assert statistics.minimum_detectable(0.0, 2, 0.05) is None
 
 
-def test_seeds_for_an_effect_are_the_fewest() -> None:
+def test_seeds_for_an_effect_are_the_fewest():
     """An effect of 0.5 sd at 80 % takes 34 pairs: 33 have less."""
     assert statistics.seeds_for_effect(0.5, 1, 0.05) == 34
     assert statistics.power_of(0.5, 1, 33, 0.05) < 0.8
 
 
 @pytest.mark.parametrize(("effect", "sd"), [(0.0, 1.0), (1e-6, 1.0)])
-def test_no_number_of_seeds_finds_nothing(effect: float, sd: float) -> None:
+def test_no_number_of_seeds_finds_nothing(effect, sd):
     """No effect, or one too small to ever look for."""
     assert statistics.seeds_for_effect(effect, sd, 0.05) is None
 
 
-def test_pooled_spread_by_hand() -> None:
+def test_pooled_spread_by_hand():
     """(0, 2) and (1, 1, 4): sums of squares 2 and 6 over 1 + 2 degrees of freedom."""
     assert statistics.pooled_sd([[0, 2], [1, 1, 4], [7]]) == pytest.approx(math.sqrt(8 / 3))
 
 
-def test_pooled_spread_of_single_values_is_unknown() -> None:
+def test_pooled_spread_of_single_values_is_unknown():
     """Nothing was run twice."""
     assert statistics.pooled_sd([[1.0], [2.0]]) is None

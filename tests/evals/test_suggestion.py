@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from mens_exp.config.overrides import check
@@ -9,11 +7,8 @@ from mens_exp.evals.suggestion import suggested
 from mens_exp.layout.targets import chosen, skipped
 from mens_exp.plan.preflight import preflight
 
-if TYPE_CHECKING:
-    from mens_exp.artifacts.attribution import ModuleRecord, Suggestion
 
-
-def module(path: str, kl: float, *, parameters: int = 100, width: int = 20) -> ModuleRecord:
+def module(path, kl, *, parameters=100, width=20):
     """A module of 4 bits a parameter; its kind is its last name."""
     layer = int(path.split(".")[2])
     kind = path.rpartition(".")[2]
@@ -41,8 +36,8 @@ MODULES = [
 ]  # 1,400 parameters; the shares sum to 1
 
 
-def suggest(**changes: Any) -> Suggestion:
-    usual: dict[str, Any] = {
+def suggest(**changes):
+    usual = {
         "variant": "nf4",
         "already": [],
         "kept_bits": 16,
@@ -76,12 +71,12 @@ def suggest(**changes: Any) -> Suggestion:
         ),
     ],
 )
-def test_skip_takes_most_kl_for_its_bits(extra_bits: float, taken: list[str]) -> None:
+def test_skip_takes_most_kl_for_its_bits(extra_bits, taken):
     """In the order of KL per extra bit, as long as the budget lasts."""
     assert suggest(extra_bits=extra_bits)["skip"] == [f"model.layers.{name}" for name in taken]
 
 
-def test_cost_of_skip_is_in_bits_a_parameter() -> None:
+def test_cost_of_skip_is_in_bits_a_parameter():
     """4 bits, and one module in 14 of the parameters at 16 instead: 4 + 12/14."""
     made = suggest(extra_bits=0.86)
     assert made["bits_per_parameter"] == 4
@@ -89,13 +84,13 @@ def test_cost_of_skip_is_in_bits_a_parameter() -> None:
     assert made["skip_share"] == pytest.approx(0.2)
 
 
-def test_what_is_skipped_already_stays_skipped() -> None:
+def test_what_is_skipped_already_stays_skipped():
     """The override replaces the whole list."""
     made = suggest(extra_bits=0.86, already=["o_proj"])
     assert made["overrides"][0] == "quant.skip=[o_proj,model.layers.1.self_attn.q_proj]"
 
 
-def test_without_a_module_that_fits_no_skip_is_suggested() -> None:
+def test_without_a_module_that_fits_no_skip_is_suggested():
     """Only targets are left."""
     assert [text.partition("=")[0] for text in suggest()["overrides"]] == ["lora.targets"]
 
@@ -108,9 +103,7 @@ def test_without_a_module_that_fits_no_skip_is_suggested() -> None:
         (0.31, ["self_attn.q_proj", "mlp.up_proj"], 1.0, 1.0),
     ],
 )
-def test_targets_are_kinds_that_cover_the_share(
-    share: float, targets: list[str], covered: float, cost: float
-) -> None:
+def test_targets_are_kinds_that_cover_the_share(share, targets, covered, cost):
     """In the order of KL per adapter parameter, until there is enough."""
     made = suggest(targets_share=share)
     assert made["targets"] == targets
@@ -118,18 +111,18 @@ def test_targets_are_kinds_that_cover_the_share(
     assert made["targets_cost"] == pytest.approx(cost)
 
 
-def test_rule_states_both_settings() -> None:
+def test_rule_states_both_settings():
     """Whoever reads the override reads what chose it."""
     rule = suggest(extra_bits=0.25, targets_share=0.8)["rule"]
     assert "0.25 extra bits" in rule
     assert "80%" in rule
 
 
-def test_modules_without_any_kl_are_not_left_out() -> None:
+def test_modules_without_any_kl_are_not_left_out():
     """Bits spent on what costs nothing are wasted; one kind is adapted all the same."""
     silent = [{**one, "kl": 0.0, "share": 0.0} for one in MODULES]
     made = suggested(
-        silent,  # type: ignore[arg-type]  # a spread TypedDict is a dict to mypy
+        silent,  # a spread TypedDict is a dict to mypy
         variant="nf4",
         already=[],
         kept_bits=16,
@@ -140,7 +133,7 @@ def test_modules_without_any_kl_are_not_left_out() -> None:
     assert len(made["targets"]) >= 1
 
 
-def test_overrides_compose_and_plan() -> None:
+def test_overrides_compose_and_plan():
     """Our own parser takes them, and they name the modules that were meant."""
     from mens_exp.layout.shape import shape_of
 

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
-from mens_exp.artifacts.comparison import NoiseRecord, Verdict
+from mens_exp.artifacts.comparison import Verdict
 from mens_exp.evals.observations import Observation, Score, scores
 from mens_exp.evals.verdicts import Rule, compared, judge, noise_of
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-QUIET: NoiseRecord = {"seed": None, "rerun": None}
+QUIET = {"seed": None, "rerun": None}
 
 
-def rule(**changes: Any) -> Rule:
-    usual: dict[str, Any] = {"alpha": 0.05, "test": "t", "power": 0.8, "arms": 1}
+def rule(**changes):
+    usual = {"alpha": 0.05, "test": "t", "power": 0.8, "arms": 1}
     return Rule(**{"primary": "task_success", **usual, **changes})
 
 
-def arm(name: str, by_seed: Mapping[int, Any]) -> dict[int, list[dict[str, Score]]]:
+def arm(name, by_seed):
     """Scores of one run a seed: a number, or the values of items."""
     return {
         seed: [{name: Score(mean=value) if isinstance(value, float) else of_items(value)}]
@@ -29,17 +24,17 @@ def arm(name: str, by_seed: Mapping[int, Any]) -> dict[int, list[dict[str, Score
     }
 
 
-def of_items(values: Mapping[str, float]) -> Score:
+def of_items(values):
     return Score(mean=sum(values.values()) / len(values), items=dict(values))
 
 
-def verdict(name: str, one: Mapping[int, Any], other: Mapping[int, Any], **how: Any) -> Any:
+def verdict(name, one, other, **how):
     record = compared(name, arm(name, one), arm(name, other), QUIET, rule(primary=name, **how))
     judge([record], rule(primary=name, **how))
     return record
 
 
-def test_lower_is_better_where_the_table_says_so() -> None:
+def test_lower_is_better_where_the_table_says_so():
     """A loss that falls in every seed is better, a success that falls is worse."""
     falling = {1: 1.0, 2: 1.1, 3: 1.2, 4: 1.3}
     before = {1: 2.0, 2: 2.0, 3: 2.3, 4: 2.3}
@@ -47,7 +42,7 @@ def test_lower_is_better_where_the_table_says_so() -> None:
     assert verdict("task_success", falling, before)["verdict"] == Verdict.WORSE
 
 
-def test_a_count_that_is_neither_good_nor_bad_gets_no_verdict() -> None:
+def test_a_count_that_is_neither_good_nor_bad_gets_no_verdict():
     """More tokens, in every seed."""
     found = verdict("tokens", {1: 9.0, 2: 9.1, 3: 9.2}, {1: 1.0, 2: 1.0, 3: 1.1})
     assert (found["verdict"], found["why"][-24:]) == (
@@ -56,14 +51,14 @@ def test_a_count_that_is_neither_good_nor_bad_gets_no_verdict() -> None:
     )
 
 
-def test_items_without_a_value_are_left_out_in_pairs() -> None:
+def test_items_without_a_value_are_left_out_in_pairs():
     """Repair depth is of answers that became valid: only `b` did in both arms, 3 against 1."""
     found = verdict("repair_depth", {1: {"a": 9, "b": 3}}, {1: {"b": 1, "c": 5}})
     assert (found["estimate"], found["items"]) == (2, 1)
     assert (found["arm_mean"], found["reference_mean"]) == (3, 1)
 
 
-def test_arms_that_share_no_item_have_no_difference() -> None:
+def test_arms_that_share_no_item_have_no_difference():
     """And the reason."""
     found = verdict("repair_depth", {1: {"a": 9}}, {1: {"c": 5}})
     assert (found["verdict"], found["why"]) == (
@@ -72,13 +67,13 @@ def test_arms_that_share_no_item_have_no_difference() -> None:
     )
 
 
-def test_arms_that_share_no_seed_have_no_difference() -> None:
+def test_arms_that_share_no_seed_have_no_difference():
     """Nothing is compared across seeds."""
     found = verdict("val_loss", {1: 1.0}, {2: 1.0})
     assert (found["estimate"], found["why"]) == (None, "the arms share no seed")
 
 
-def test_a_share_counts_items_without_a_value_as_failed() -> None:
+def test_a_share_counts_items_without_a_value_as_failed():
     """The denominator is all items of the suite: 1 of 4, not of the 1 or 2 that answered."""
     told = [("a", True), ("b", None)]
     found = scores(
@@ -91,14 +86,14 @@ def test_a_share_counts_items_without_a_value_as_failed() -> None:
     assert found["task_success"].mean == 0.25
 
 
-def test_a_kpi_that_no_item_has_is_unknown_not_zero() -> None:
+def test_a_kpi_that_no_item_has_is_unknown_not_zero():
     """Null with the reason."""
     one = Observation(arm="x", seed=1, run="r", item="a", values={"task_success": None})
     found = scores([one], items=1)["task_success"]
     assert (found.mean, found.why) == (None, "no item has a value")
 
 
-def test_several_answers_to_an_item_are_their_mean() -> None:
+def test_several_answers_to_an_item_are_their_mean():
     """Three samples, of which two pass, are one item of 2/3."""
     told = [
         Observation(arm="x", seed=1, run="r", item="a", values={"pass_at_1": value})
@@ -107,7 +102,7 @@ def test_several_answers_to_an_item_are_their_mean() -> None:
     assert scores(told, items=1)["pass_at_1"].mean == pytest.approx(2 / 3)
 
 
-def test_holm_shares_the_error_rate_over_arms() -> None:
+def test_holm_shares_the_error_rate_over_arms():
     """One p-value of 0.03 is a verdict by itself, and none among three arms."""
     one = {1: 0.0, 2: 0.0, 3: 0.0, 4: 0.0}
     other = {1: 1.0, 2: 2.0, 3: 4.0, 4: 1.6}
@@ -126,7 +121,7 @@ def test_holm_shares_the_error_rate_over_arms() -> None:
     assert records[0]["seeds_needed"] > 4
 
 
-def test_noise_is_told_apart_by_hand() -> None:
+def test_noise_is_told_apart_by_hand():
     """Seeds at 1 and 3 and 10 and 14 (means of reruns): variances 2 and 8; reruns ±0 and ±1."""
     first = {1: [score(1.0), score(1.0)], 2: [score(2.0), score(4.0)]}
     second = {1: [score(10.0)], 2: [score(14.0)]}
@@ -135,11 +130,11 @@ def test_noise_is_told_apart_by_hand() -> None:
     assert found["rerun"] == pytest.approx(((0 + 2) / 2) ** 0.5)
 
 
-def score(value: float) -> dict[str, Score]:
+def score(value):
     return {"val_loss": Score(mean=value)}
 
 
-def test_an_effect_is_told_in_multiples_of_seed_noise() -> None:
+def test_an_effect_is_told_in_multiples_of_seed_noise():
     """A difference of 3 over a noise of 1.5."""
     record = compared(
         "val_loss",

@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -15,12 +15,7 @@ from mens_exp.evals.generation import Generation, Request
 from mens_exp.evals.vllm_engine import Served, VllmEngine, open_vllm, problems
 from mens_exp.tokenizer.hf import HfTokenizer
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from mens_exp.model.resolve import BaseModel
-
-QUESTION: Any = {"role": "user", "content": "What is it?"}
+QUESTION = {"role": "user", "content": "What is it?"}
 
 
 @dataclass
@@ -60,12 +55,12 @@ class FakeLLM:
 
     def generate(
         self,
-        prompts: Sequence[dict[str, list[int]]],
-        sampling_params: Sequence[FakeParams],
+        prompts,
+        sampling_params,
         *,
-        use_tqdm: bool = True,
-        lora_request: FakeLora | None = None,
-    ) -> list[Any]:
+        use_tqdm=True,
+        lora_request=None,
+    ):
         assert not use_tqdm
         assert len(prompts) == len(sampling_params)
         assert lora_request is None or self.enable_lora
@@ -75,21 +70,21 @@ class FakeLLM:
 
 
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def vllm(monkeypatch):
     """A module with the signatures that vLLM documents."""
     module, lora, request = (ModuleType(n) for n in ("vllm", "vllm.lora", "vllm.lora.request"))
-    module.LLM, module.SamplingParams = FakeLLM, FakeParams  # type: ignore[attr-defined]
-    request.LoRARequest = FakeLora  # type: ignore[attr-defined]
+    module.LLM, module.SamplingParams = FakeLLM, FakeParams
+    request.LoRARequest = FakeLora
     for one in (module, lora, request):
         monkeypatch.setitem(sys.modules, one.__name__, one)
 
 
 @pytest.fixture
-def tokenizer(tiny_base: BaseModel) -> HfTokenizer:
+def tokenizer(tiny_base):
     return HfTokenizer.from_directory(tiny_base.directory)
 
 
-def opened(room: int | None = None) -> FakeLLM:
+def opened(room=None):
     engine = open_vllm(
         Served(base=Path("base"), max_lora_rank=room, dtype=ComputeDtype.bf16, max_positions=64)
     )
@@ -99,8 +94,8 @@ def opened(room: int | None = None) -> FakeLLM:
 
 @pytest.mark.usefixtures("vllm")
 def test_the_adapter_is_a_lora_request_of_the_tuned_condition_alone(
-    tokenizer: HfTokenizer,
-) -> None:
+    tokenizer,
+):
     """One engine is loaded, with room for the rank; the base is asked without a request."""
     adapter = Path("adapter")
     engine = opened(32)
@@ -118,8 +113,8 @@ def test_the_adapter_is_a_lora_request_of_the_tuned_condition_alone(
 
 @pytest.mark.usefixtures("vllm")
 def test_it_is_given_the_ids_of_training_and_its_ids_become_text_here(
-    tokenizer: HfTokenizer,
-) -> None:
+    tokenizer,
+):
     """The chat template is ours, stop texts are cut, and counts are of tokens."""
     engine = opened()
     engine.says = tokenizer.encode_all(["def f(): pass\nEND more"])[0]
@@ -145,7 +140,7 @@ def test_it_is_given_the_ids_of_training_and_its_ids_become_text_here(
 
 
 @pytest.mark.usefixtures("vllm")
-def test_greedy_answers_have_no_seed_and_may_be_cut_off(tokenizer: HfTokenizer) -> None:
+def test_greedy_answers_have_no_seed_and_may_be_cut_off(tokenizer):
     """Temperature 0 is how vLLM takes the likeliest token."""
     engine = opened()
     engine.says = tokenizer.encode_all(["and so on"])[0]
@@ -159,7 +154,7 @@ def test_greedy_answers_have_no_seed_and_may_be_cut_off(tokenizer: HfTokenizer) 
 
 
 @pytest.mark.usefixtures("vllm")
-def test_a_prompt_without_room_for_an_answer_is_not_asked(tokenizer: HfTokenizer) -> None:
+def test_a_prompt_without_room_for_an_answer_is_not_asked(tokenizer):
     """It fails as it does with the graph at hand."""
     engine = opened()
     generation = Generation(max_new_tokens=60, batch_size=2)
@@ -171,10 +166,10 @@ def test_a_prompt_without_room_for_an_answer_is_not_asked(tokenizer: HfTokenizer
 
 
 @pytest.mark.usefixtures("vllm")
-def test_what_vllm_cannot_load_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_vllm_cannot_load_is_told(monkeypatch):
     """Its own words stand in the message."""
 
-    def refused(self: FakeLLM, *_: Any, **__: Any) -> None:
+    def refused(self, *_, **__):
         raise ValueError("architecture not supported")
 
     monkeypatch.setattr(FakeLLM, "__init__", refused)
@@ -182,7 +177,7 @@ def test_what_vllm_cannot_load_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         opened()
 
 
-def test_without_vllm_and_without_a_gpu_both_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_and_without_a_gpu_both_are_told(monkeypatch):
     """Before anything is loaded."""
     cpu, cuda = SimpleNamespace(kind="cpu"), SimpleNamespace(kind="cuda")
     monkeypatch.setattr(vllm_engine, "find_spec", lambda name: None)

@@ -5,19 +5,12 @@ import importlib.util
 import pydoc
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
-    from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.model.resolve import BaseModel
-
-
-def _stand_in() -> Any:
+def _stand_in():
     spec = importlib.util.spec_from_file_location(
         "stand_in_hub", Path(__file__).with_name("stand_in_hub.py")
     )
@@ -30,12 +23,12 @@ def _stand_in() -> Any:
 
 
 @pytest.fixture(scope="session")
-def stand_in() -> Any:
+def stand_in():
     return _stand_in()
 
 
 @pytest.fixture
-def hub(stand_in: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def hub(stand_in, monkeypatch):
     """The hub's stand-in, and nobody logged in anywhere."""
     from huggingface_hub import constants
 
@@ -48,7 +41,7 @@ def hub(stand_in: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def portable(train_in: Callable[..., RunDir], tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def portable(train_in, tmp_path_factory):
     """A run whose records name relative paths alone; only to be read."""
     place = tmp_path_factory.mktemp("portable")
     with pytest.MonkeyPatch.context() as patch:
@@ -60,7 +53,7 @@ def portable(train_in: Callable[..., RunDir], tmp_path_factory: pytest.TempPathF
     return RunDir(place / "run")
 
 
-def _real_texts(number: int) -> list[str]:
+def _real_texts(number):
     """Paragraphs of the standard library's own documentation, code and numbers among them."""
     texts = [pydoc.plain(pydoc.render_doc(name)) for name in ("json", "textwrap", "decimal", "re")]
     parts = [line for text in texts for line in text.splitlines() if line.strip()]
@@ -69,17 +62,17 @@ def _real_texts(number: int) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def real_texts() -> Callable[[int], list[str]]:
+def real_texts():
     """So many lines of real text."""
     return _real_texts
 
 
 @pytest.fixture(scope="session")
-def same_ids() -> Callable[..., None]:
+def same_ids():
     """Compare what transformers makes of a file with the directory's own tokenizer."""
     from mens_exp.model.quiet import quiet
 
-    def compare(source: Path, file: Path, *, strip: bool = False) -> None:
+    def compare(source, file, *, strip=False):
         from transformers import AutoTokenizer
 
         theirs = Tokenizer.from_file(str(source / "tokenizer.json"))
@@ -94,11 +87,11 @@ def same_ids() -> Callable[..., None]:
 
 
 @pytest.fixture(scope="session")
-def trained_vocabulary() -> Callable[..., Tokenizer]:
+def trained_vocabulary():
     """Train a small byte-level BPE under a splitting."""
     from tokenizers import decoders, trainers
 
-    def trained(splitting: Any) -> Tokenizer:
+    def trained(splitting):
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = splitting
         tokenizer.decoder = decoders.ByteLevel()
@@ -118,15 +111,15 @@ def trained_vocabulary() -> Callable[..., Tokenizer]:
 
 @pytest.fixture(scope="session")
 def source_of(
-    family_base: Callable[[str], BaseModel],
-    trained_vocabulary: Callable[..., Tokenizer],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[str], Path]:
+    family_base,
+    trained_vocabulary,
+    tmp_path_factory,
+):
     """Return a family's small random model with a tokenizer that has merges; only to be read."""
     root = tmp_path_factory.mktemp("sources")
 
     @functools.cache
-    def made(family: str) -> Path:
+    def made(family):
         source = shutil.copytree(family_base(family).directory, root / family)
         gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
         trained_vocabulary(gpt2).save(str(source / "tokenizer.json"))

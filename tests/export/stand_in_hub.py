@@ -8,10 +8,7 @@ import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import Any
 
 COMMIT = "c0ffee" + "0" * 34
 TOKEN = "hf_" + "t" * 34
@@ -27,12 +24,12 @@ class Hub:
     commits: list[dict[str, Any]] = field(default_factory=list)
 
 
-def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:  # noqa: C901  # one class, five routes
+def _handler(hub):  # noqa: C901  # one class, five routes
     class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, *_):
             """Say nothing on the terminal."""
 
-        def _answer(self, code: int, value: Any, **headers: str) -> None:
+        def _answer(self, code, value, **headers):
             body = json.dumps(value).encode()
             self.send_response(code)
             self.send_header("Content-Type", "application/json")
@@ -42,10 +39,10 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:  # noqa: C901  # one cla
             self.end_headers()
             self.wfile.write(body)
 
-        def _body(self) -> bytes:
+        def _body(self):
             return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
-        def _begin(self) -> bool:
+        def _begin(self):
             hub.requests.append((self.command, self.path))
             if self.headers.get("Authorization") == f"Bearer {TOKEN}":
                 return True
@@ -53,7 +50,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:  # noqa: C901  # one cla
             self._answer(401, {"error": "Invalid credentials"}, X_Error_Message="Invalid token")
             return False
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             if not self._begin():
                 return
             name = self.path.removeprefix("/api/models/").partition("?")[0]
@@ -62,7 +59,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:  # noqa: C901  # one cla
             else:
                 self._answer(404, {"error": "missing"}, X_Error_Code="RepoNotFound")
 
-        def do_POST(self) -> None:
+        def do_POST(self):
             if not self._begin():
                 return
             body = self._body()
@@ -82,7 +79,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:  # noqa: C901  # one cla
             else:
                 self._commit(body)
 
-        def _commit(self, body: bytes) -> None:
+        def _commit(self, body):
             lines = [json.loads(line) for line in body.splitlines()]
             files = {
                 line["value"]["path"]: base64.b64decode(line["value"]["content"])
@@ -99,7 +96,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:  # noqa: C901  # one cla
 
 
 @contextmanager
-def stand_in_hub() -> Iterator[Hub]:
+def stand_in_hub():
     """Serve inside the block."""
     hub = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))

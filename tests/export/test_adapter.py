@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -22,17 +21,11 @@ from mens_exp.export.adapter import find, needs_base, out_problems, read, write
 from mens_exp.layout.adapter_base import base_of
 from mens_exp.model.quiet import quiet
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.layout.adapter_base import AdapterBase
-    from mens_exp.model.resolve import BaseModel
-
 PEFT, V2, V3 = ExportFormat.peft, ExportFormat.v2, ExportFormat.v3
 IDS = torch.arange(3, 27).reshape(2, 12)
 QV = {"target_modules": ["q_proj", "v_proj"]}
 # What PEFT's own LoraConfig is given, and the family that it is put on.
-ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+ADAPTERS = {
     "lora": ("llama", {"target_modules": "all-linear"}),
     "rslora": ("llama", {**QV, "use_rslora": True}),
     "regex": ("llama", {"target_modules": r".*layers\.1\..*(up|down)_proj"}),
@@ -50,7 +43,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied head": ("gemma2", {"target_modules": ["lm_head", "q_proj"]}),
     "head": ("llama", {"target_modules": ["lm_head", "q_proj"]}),
 }
-DORAS: dict[str, tuple[str, dict[str, Any]]] = {
+DORAS = {
     "dora": ("llama", {**QV, "use_dora": True}),
     "dora of a fraction": ("llama", {**QV, "use_dora": True, "lora_alpha": 2.5}),
     "dora and rslora": (
@@ -61,42 +54,39 @@ DORAS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def model_of(base: BaseModel) -> Any:
+def model_of(base):
     from transformers import AutoModelForCausalLM
 
     with quiet():
         return AutoModelForCausalLM.from_pretrained(base.directory, dtype=torch.float32).eval()
 
 
-def with_peft(base: BaseModel, directory: Path) -> Any:
+def with_peft(base, directory):
     from peft import PeftModel
 
     with tied_head_is_meant():
         return PeftModel.from_pretrained(model_of(base), directory).eval()
 
 
-def logits(model: Any) -> np.ndarray:
+def logits(model):
     with torch.inference_mode():
-        found: np.ndarray = model(input_ids=IDS).logits.numpy()
-    return found
+        return model(input_ids=IDS).logits.numpy()
 
 
 @pytest.fixture
-def golden() -> Path:
+def golden():
     return Path(__file__).parents[1] / "golden"
 
 
 @pytest.fixture
-def made(
-    family_base: Callable[[str], BaseModel], tmp_path: Path
-) -> Callable[..., tuple[Path, BaseModel, AdapterBase]]:
+def made(family_base, tmp_path):
     """Let PEFT save an adapter of its own, A and B drawn at random; return what it is on."""
     from peft import LoraConfig, get_peft_model
 
-    def saved(family: str, **config: Any) -> tuple[Path, BaseModel, AdapterBase]:
+    def saved(family, **config):
         base = family_base(family)
         torch.manual_seed(3)
-        settings: dict[str, Any] = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM", **config}
+        settings = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM", **config}
         with quiet(), tied_head_is_meant():
             model = get_peft_model(model_of(base), LoraConfig(**settings))
             for name, parameter in model.named_parameters():
@@ -109,12 +99,12 @@ def made(
     return saved
 
 
-def convert(source: Path, form: ExportFormat, out: Path, base: AdapterBase | None) -> Path:
+def convert(source, form, out, base):
     write(*read(find(source), base, None), form, out, base)
     return out
 
 
-def by_the_header(model: Any, directory: Path) -> Any:
+def by_the_header(model, directory):
     """Merge a v3 by the seeds' formula, knowing the header's own keys and nothing of ours."""
     from transformers.pytorch_utils import Conv1D
 
@@ -130,9 +120,7 @@ def by_the_header(model: Any, directory: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_any_lora_keeps_its_logits_through_v3_and_back(
-    made: Callable[..., tuple[Path, BaseModel, AdapterBase]], tmp_path: Path, name: str
-) -> None:
+def test_any_lora_keeps_its_logits_through_v3_and_back(made, tmp_path, name):
     """PEFT to v3 to PEFT, to 1e-5 in f32, on logits that the adapter had moved."""
     family, config = ADAPTERS[name]
     theirs, base, described = made(family, **config)
@@ -147,9 +135,7 @@ def test_any_lora_keeps_its_logits_through_v3_and_back(
 
 
 @pytest.mark.parametrize("name", [*DORAS, *ADAPTERS])
-def test_peft_written_again_keeps_its_logits(
-    made: Callable[..., tuple[Path, BaseModel, AdapterBase]], tmp_path: Path, name: str
-) -> None:
+def test_peft_written_again_keeps_its_logits(made, tmp_path, name):
     """PEFT to PEFT, to 1e-5 in f32; DoRA's lengths go along."""
     family, config = {**DORAS, **ADAPTERS}[name]
     theirs, base, described = made(family, **config)
@@ -160,9 +146,7 @@ def test_peft_written_again_keeps_its_logits(
 
 
 @pytest.mark.parametrize("form", [V2, V3], ids=lambda form: form.value)
-def test_a_dora_is_no_delta_and_leaves_as_peft_alone(
-    made: Callable[..., tuple[Path, BaseModel, AdapterBase]], tmp_path: Path, form: ExportFormat
-) -> None:
+def test_a_dora_is_no_delta_and_leaves_as_peft_alone(made, tmp_path, form):
     """Refused with the reason and the way out; nothing is written."""
     theirs, _, described = made("llama", **QV, use_dora=True)
     with pytest.raises(DataError, match=r"DoRA is no delta.*format=peft"):
@@ -171,9 +155,7 @@ def test_a_dora_is_no_delta_and_leaves_as_peft_alone(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_tensors_are_read_exactly(
-    made: Callable[..., tuple[Path, BaseModel, AdapterBase]], tmp_path: Path, dtype: torch.dtype
-) -> None:
+def test_half_precision_tensors_are_read_exactly(made, tmp_path, dtype):
     """As TRL and Unsloth save them; f32 holds every one of their values."""
     from safetensors.torch import load_file, save_file
 
@@ -186,9 +168,7 @@ def test_half_precision_tensors_are_read_exactly(
     np.testing.assert_array_equal(tensors["l1.v.lora_b"], halves[name].float().numpy())
 
 
-def test_v2_holds_the_same_deltas_and_goes_back(
-    made: Callable[..., tuple[Path, BaseModel, AdapterBase]], tmp_path: Path
-) -> None:
+def test_v2_holds_the_same_deltas_and_goes_back(made, tmp_path):
     """PEFT to v2 to v3 to v2: the two v2 are the same bytes, and rsLoRA's root is in B."""
     theirs, _, described = made("llama", **QV, use_rslora=True)
     two = convert(theirs, V2, tmp_path / "v2", described)
@@ -207,18 +187,14 @@ def test_v2_holds_the_same_deltas_and_goes_back(
         assert (back / file.name).read_bytes() == file.read_bytes()
 
 
-def test_mixed_ranks_have_no_v2(
-    made: Callable[..., tuple[Path, BaseModel, AdapterBase]], tmp_path: Path
-) -> None:
+def test_mixed_ranks_have_no_v2(made, tmp_path):
     """One header, one rank; the layers that differ are named."""
     theirs, _, described = made("llama", **QV, rank_pattern={"q_proj": 2})
     with pytest.raises(DataError, match=r"rank_pattern.*l0\.q"):
         convert(theirs, V2, tmp_path / "v2", described)
 
 
-def test_the_base_that_is_recorded_stays_recorded(
-    made: Callable[..., tuple[Path, BaseModel, AdapterBase]], tmp_path: Path
-) -> None:
+def test_the_base_that_is_recorded_stays_recorded(made, tmp_path):
     """From PEFT's configuration to v3 and back."""
     theirs, _, described = made("llama", **QV)
     file = theirs / "adapter_config.json"
@@ -233,12 +209,12 @@ def test_the_base_that_is_recorded_stays_recorded(
 
 @pytest.mark.parametrize(("other", "message"), [("gpt2", "no projection"), ("qwen3", "another")])
 def test_an_adapter_of_another_base_is_refused(
-    made: Callable[..., tuple[Path, BaseModel, AdapterBase]],
-    family_base: Callable[[str], BaseModel],
-    tmp_path: Path,
-    other: str,
-    message: str,
-) -> None:
+    made,
+    family_base,
+    tmp_path,
+    other,
+    message,
+):
     """By names that the base does not have, or by shapes; qwen3's heads are wider here."""
     theirs, _, _ = made("llama", **QV)
     foreign = base_of(HfModel(id=str(family_base(other).directory)), tmp_path)
@@ -247,10 +223,10 @@ def test_an_adapter_of_another_base_is_refused(
 
 
 def test_a_v3_of_another_base_is_refused(
-    made: Callable[..., tuple[Path, BaseModel, AdapterBase]],
-    family_base: Callable[[str], BaseModel],
-    tmp_path: Path,
-) -> None:
+    made,
+    family_base,
+    tmp_path,
+):
     """Layers, keys and sizes are each named; the model setting is the remedy."""
     theirs, _, described = made("llama", target_modules="all-linear")
     three = convert(theirs, V3, tmp_path / "v3", described)
@@ -261,9 +237,7 @@ def test_a_v3_of_another_base_is_refused(
 
 
 @pytest.mark.parametrize("ours", [None, {"candle_qlora_graph_id": "lm_head_only"}])
-def test_a_proxy_stack_has_no_peft_form(
-    golden: Path, family_base: Callable[[str], BaseModel], tmp_path: Path, ours: dict[str, str]
-) -> None:
+def test_a_proxy_stack_has_no_peft_form(golden, family_base, tmp_path, ours):
     """Told by its layers or by its graph; both schemas take it."""
     manifest, tensors = read(find(golden / "adapters" / "v2"), None, None)
     if ours is not None:
@@ -277,9 +251,7 @@ def test_a_proxy_stack_has_no_peft_form(
         read(find(tmp_path / "v3"), described, None)
 
 
-def test_a_runs_revision_is_put_down_for_whoever_loads_it(
-    made: Callable[..., tuple[Path, BaseModel, AdapterBase]], tmp_path: Path
-) -> None:
+def test_a_runs_revision_is_put_down_for_whoever_loads_it(made, tmp_path):
     """The commit of the hub, as PEFT itself records it."""
     theirs, _, described = made("llama", **QV)
     pinned = dataclasses.replace(described, revision="ab" * 20)
@@ -288,7 +260,7 @@ def test_a_runs_revision_is_put_down_for_whoever_loads_it(
     assert written["revision"] == "ab" * 20
 
 
-def test_what_lies_at_the_target_is_not_replaced(tmp_path: Path) -> None:
+def test_what_lies_at_the_target_is_not_replaced(tmp_path):
     """An empty directory may be; files of the user's own may not."""
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
@@ -297,7 +269,7 @@ def test_what_lies_at_the_target_is_not_replaced(tmp_path: Path) -> None:
         assert len(list(out_problems(tmp_path / name))) == count
 
 
-def test_a_directory_without_an_adapter_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_an_adapter_is_refused(tmp_path):
     """What would have been one is listed."""
     with pytest.raises(MensError, match=r"no adapter.*candle_qlora_adapter_meta\.json"):
         find(tmp_path)

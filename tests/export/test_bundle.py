@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import shutil
 import tarfile
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,33 +14,27 @@ from mens_exp.errors import MensError
 from mens_exp.export.bundle import pack, packing_problems, verify
 from mens_exp.export.contents import path_problems, secret_problems
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 pytestmark = pytest.mark.slow  # whole runs
 
 
-def unpack(archive: Path, place: Path) -> RunDir:
+def unpack(archive, place):
     with tarfile.open(archive) as tar:
         tar.extractall(place, filter="data")
     (folder,) = place.iterdir()
     return RunDir(folder)
 
 
-def problems(run: RunDir, *, allow: bool = False) -> list[str]:
+def problems(run, *, allow=False):
     found = packing_problems(run, checkpoints=False, allow_absolute_paths=allow)
     return [str(problem) for problem in found]
 
 
 @pytest.fixture
-def copied(portable: RunDir, tmp_path: Path) -> RunDir:
+def copied(portable, tmp_path):
     return RunDir(shutil.copytree(portable.path, tmp_path / "run"))
 
 
-def test_the_command_writes_one_archive_and_records_its_hash(
-    portable: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_writes_one_archive_and_records_its_hash(portable, tmp_path, monkeypatch):
     """task=export path=…; the archive lies in the export's own run directory."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["task=export", f"path={portable.path}", "hydra.run.dir=out"]) == 0
@@ -50,7 +43,7 @@ def test_the_command_writes_one_archive_and_records_its_hash(
     assert record.results["bundle_sha256"] == sha256_file(tmp_path / "out" / "run.tar.gz")
 
 
-def test_two_packings_are_the_same_bytes(portable: RunDir, tmp_path: Path) -> None:
+def test_two_packings_are_the_same_bytes(portable, tmp_path):
     """No time, no owner, and a fixed order."""
     for name in ("a", "b"):
         pack(portable, tmp_path / f"{name}.tar.gz", checkpoints=False)
@@ -61,7 +54,7 @@ def test_two_packings_are_the_same_bytes(portable: RunDir, tmp_path: Path) -> No
     assert all(e.name.startswith("run/") and ".." not in e.name for e in entries)
 
 
-def test_unpacked_it_is_the_same_run(portable: RunDir, tmp_path: Path) -> None:
+def test_unpacked_it_is_the_same_run(portable, tmp_path):
     """Every file has the hash of the list; training states stay at home unless asked for."""
     hashes = pack(portable, tmp_path / "b.tar.gz", checkpoints=False)
     run = unpack(tmp_path / "b.tar.gz", tmp_path / "there")
@@ -84,9 +77,7 @@ def test_unpacked_it_is_the_same_run(portable: RunDir, tmp_path: Path) -> None:
     assert with_states.keys() - hashes.keys() == {"checkpoints/step_00000001.ckpt"}
 
 
-def test_a_colleague_scores_the_unpacked_run(
-    portable: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_colleague_scores_the_unpacked_run(portable, tmp_path, monkeypatch):
     """In another directory, by evaluate, with the same weights and rows."""
     pack(portable, tmp_path / "b.tar.gz", checkpoints=False)
     run = unpack(tmp_path / "b.tar.gz", tmp_path / "there")
@@ -98,12 +89,12 @@ def test_a_colleague_scores_the_unpacked_run(
 
 @pytest.mark.parametrize("task", ["evaluate", "chat"])
 def test_an_altered_bundle_is_refused(
-    portable: RunDir,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    task: str,
-) -> None:
+    portable,
+    tmp_path,
+    monkeypatch,
+    capsys,
+    task,
+):
     """Before anything of it is loaded."""
     pack(portable, tmp_path / "b.tar.gz", checkpoints=False)
     run = unpack(tmp_path / "b.tar.gz", tmp_path / "there")
@@ -125,9 +116,7 @@ def test_an_altered_bundle_is_refused(
         (lambda listing: {**listing, "files": {"gone.json": "0"}}, "no such file"),
     ],
 )
-def test_a_list_that_is_wrong_is_refused(
-    portable: RunDir, tmp_path: Path, change: Callable[[dict[str, object]], object], said: str
-) -> None:
+def test_a_list_that_is_wrong_is_refused(portable, tmp_path, change, said):
     """Its own format, version and paths are checked first."""
     pack(portable, tmp_path / "b.tar.gz", checkpoints=False)
     run = unpack(tmp_path / "b.tar.gz", tmp_path / "there")
@@ -137,7 +126,7 @@ def test_a_list_that_is_wrong_is_refused(
         verify(run)
 
 
-def test_a_run_that_was_changed_is_not_packed(copied: RunDir) -> None:
+def test_a_run_that_was_changed_is_not_packed(copied):
     """Its adapter is no longer what the manifest says it left."""
     assert problems(copied) == []
     weights = copied.adapter / "adapter.safetensors"
@@ -146,7 +135,7 @@ def test_a_run_that_was_changed_is_not_packed(copied: RunDir) -> None:
     assert "is not what the run left" in said
 
 
-def test_absolute_paths_are_refused_unless_asked_for(finished: RunDir) -> None:
+def test_absolute_paths_are_refused_unless_asked_for(finished):
     """The place and the path are told; allow_absolute_paths packs them all the same."""
     said = problems(finished)
     assert any("config.yaml: data.path" in one for one in said)
@@ -154,7 +143,7 @@ def test_absolute_paths_are_refused_unless_asked_for(finished: RunDir) -> None:
     assert problems(finished, allow=True) == []
 
 
-def test_what_is_an_absolute_path_and_what_is_not(tmp_path: Path) -> None:
+def test_what_is_an_absolute_path_and_what_is_not(tmp_path):
     """Roots, drives and homes; no fraction, date, URL, module or template."""
     texts = {
         "a": "/home/me/rows.jsonl",
@@ -174,7 +163,7 @@ def test_what_is_an_absolute_path_and_what_is_not(tmp_path: Path) -> None:
     assert found == {"a", "b", "c", "d"}
 
 
-def test_a_credential_keeps_a_run_here_and_is_not_repeated(copied: RunDir) -> None:
+def test_a_credential_keeps_a_run_here_and_is_not_repeated(copied):
     """The message names the file alone."""
     secret = "hf_" + "a1B2" * 9
     copied.model_card.write_text(f"see {secret}", encoding="utf-8")

@@ -3,7 +3,6 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,35 +15,29 @@ from mens_exp.export.gguf import _kind, write_gguf
 from mens_exp.export.gguf_layout import Form, Stored
 from mens_exp.model.quiet import quiet
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-
 gguf = pytest.importorskip("gguf", reason="gguf is missing: pip install 'mens-exp[gguf]'")
 FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 
 
-def copied(source: Path, target: Path) -> Path:
+def copied(source, target):
     return shutil.copytree(source, target)
 
 
-def changed(directory: Path, file: str, **values: Any) -> Path:
+def changed(directory, file, **values):
     path = directory / file
     path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | values), encoding="utf-8")
     return directory
 
 
-def logits_of(directory: Path, ids: torch.Tensor, **how: Any) -> torch.Tensor:
+def logits_of(directory, ids, **how):
     from transformers import AutoModelForCausalLM
 
     with quiet(), torch.inference_mode():
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **how)
-        logits: torch.Tensor = model(ids).logits
-    return logits
+        return model(ids).logits
 
 
-def read_back(file: Path, ids: torch.Tensor, config: Any = None) -> torch.Tensor:
+def read_back(file, ids, config=None):
     from transformers import GgufConfig
 
     how = {} if config is None else {"config": config}
@@ -52,18 +45,16 @@ def read_back(file: Path, ids: torch.Tensor, config: Any = None) -> torch.Tensor
     return logits_of(file.parent, ids, gguf_file=file.name, quantization_config=unpacked, **how)
 
 
-def header(file: Path) -> dict[str, Any]:
+def header(file):
     return {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
 
 
-def tensors(file: Path) -> dict[str, Any]:
+def tensors(file):
     return {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_read_back_gives_the_same_logits(
-    family: str, source_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_model_read_back_gives_the_same_logits(family, source_of, tmp_path):
     """In F32, by transformers' own reader: names, orientation, and the order of q and k."""
     from transformers import AutoConfig
 
@@ -79,9 +70,7 @@ def test_a_model_read_back_gives_the_same_logits(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_the_header_alone_makes_the_same_model(
-    family: str, source_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_the_header_alone_makes_the_same_model(family, source_of, tmp_path):
     """Without config.json: heads, widths, norms and rotary base are in the file."""
     source = source_of(family)
     write_gguf(source, tmp_path / "m.gguf", GgufDtype.f32)
@@ -92,9 +81,7 @@ def test_the_header_alone_makes_the_same_model(
 @pytest.mark.parametrize(
     ("dtype", "most"), [("f16", 2**-11), ("bf16", 2**-8), ("q8_0", 1 / 254 + 2**-11)]
 )
-def test_matrices_are_rounded_and_vectors_are_not(
-    dtype: str, most: float, source_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_matrices_are_rounded_and_vectors_are_not(dtype, most, source_of, tmp_path):
     """Relative to each value, or for Q8_0 to the largest of its block of 32; norms stay exact."""
     source = source_of("llama")
     write_gguf(source, tmp_path / "m.gguf", GgufDtype(dtype))
@@ -110,7 +97,7 @@ def test_matrices_are_rounded_and_vectors_are_not(
     assert found["blk.0.attn_norm.weight"].tensor_type.name == "F32"
 
 
-def test_a_matrix_that_blocks_do_not_divide_stays_in_f16() -> None:
+def test_a_matrix_that_blocks_do_not_divide_stays_in_f16():
     """Rows of 48 are no whole number of blocks of 32; rows of 64 are."""
     for width, kind in ((48, "F16"), (64, "Q8_0")):
         stored = Stored(
@@ -119,9 +106,7 @@ def test_a_matrix_that_blocks_do_not_divide_stays_in_f16() -> None:
         assert _kind(stored, GgufDtype.q8_0).name == kind
 
 
-def test_the_same_directory_gives_the_same_bytes(
-    source_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_the_same_directory_gives_the_same_bytes(source_of, tmp_path):
     """No time, no path, a fixed order."""
     for number in ("1", "2"):
         source = copied(source_of("llama"), tmp_path / f"from{number}")
@@ -130,22 +115,20 @@ def test_the_same_directory_gives_the_same_bytes(
     assert str(tmp_path).encode() not in (tmp_path / "1.gguf").read_bytes()
 
 
-def test_a_window_bounds_the_context(source_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_window_bounds_the_context(source_of, tmp_path):
     """The Llama graph has no window; up to its length the two are one."""
     write_gguf(source_of("mistral"), tmp_path / "m.gguf", GgufDtype.f16)
     assert header(tmp_path / "m.gguf")["llama.context_length"] == 5
 
 
-def test_a_tied_head_is_written_once(source_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_tied_head_is_written_once(source_of, tmp_path):
     """GPT-2's is, tiny Llama's is not."""
     for family, has_head in (("gpt2", False), ("llama", True)):
         write_gguf(source_of(family), tmp_path / "m.gguf", GgufDtype.f32)
         assert ("output.weight" in tensors(tmp_path / "m.gguf")) is has_head
 
 
-def test_a_tied_model_with_another_head_is_refused(
-    source_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_tied_model_with_another_head_is_refused(source_of, tmp_path):
     """What transformers loads is the head that lies in the file; the same one twice is no harm."""
     source = copied(source_of("llama"), tmp_path / "m")
     changed(source, "config.json", tie_word_embeddings=True)
@@ -158,9 +141,7 @@ def test_a_tied_model_with_another_head_is_refused(
     assert "output.weight" not in tensors(tmp_path / "m.gguf")
 
 
-def test_llama_3_scaling_is_written_as_factors(
-    source_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_llama_3_scaling_is_written_as_factors(source_of, tmp_path):
     """By hand: wavelengths under 8192/4 are kept, over 8192/1 divided by 8, between blended."""
     source = copied(source_of("llama"), tmp_path / "m")
     rope = {
@@ -184,9 +165,7 @@ def test_llama_3_scaling_is_written_as_factors(
     assert {1.0, 8.0} < set(factors.round(3).tolist())
 
 
-def test_linear_scaling_is_a_value_of_the_header(
-    source_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_linear_scaling_is_a_value_of_the_header(source_of, tmp_path):
     """Positions divided by the factor."""
     source = copied(source_of("llama"), tmp_path / "m")
     rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
@@ -217,12 +196,12 @@ def test_linear_scaling_is_a_value_of_the_header(
     ],
 )
 def test_a_model_that_gguf_cannot_say_is_refused(
-    family: str,
-    values: dict[str, Any],
-    said: str,
-    source_of: Callable[[str], Path],
-    tmp_path: Path,
-) -> None:
+    family,
+    values,
+    said,
+    source_of,
+    tmp_path,
+):
     """By name, and nothing is written."""
     source = changed(copied(source_of(family), tmp_path / "m"), "config.json", **values)
     with pytest.raises(MensError, match=said):
@@ -238,9 +217,7 @@ def test_a_model_that_gguf_cannot_say_is_refused(
         (1e5, "f16", r"not finite in F16.*100000.*gguf\.dtype=f32"),
     ],
 )
-def test_a_weight_beyond_the_type_is_refused(
-    value: float, dtype: str, said: str, source_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_weight_beyond_the_type_is_refused(value, dtype, said, source_of, tmp_path):
     """A half-written file is gone, and an earlier one stays."""
     source = copied(source_of("llama"), tmp_path / "m")
     weights = load_file(source / "model.safetensors")
@@ -256,15 +233,15 @@ def test_a_weight_beyond_the_type_is_refused(
 @pytest.mark.slow
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_smollm2_survives(
-    real_texts: Callable[[int], list[str]],
-    same_ids: Callable[[Path, Path], None],
-    smollm2: BaseModel,
-    smollm2_cut: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    is_whole: bool,
-) -> None:
-    """The default model, or part of it: F32 to 1e-4, the others within their rounding, the same ids."""
+    real_texts,
+    same_ids,
+    smollm2,
+    smollm2_cut,
+    tmp_path,
+    monkeypatch,
+    is_whole,
+):
+    """The default model, or part of it: F32 to 1e-4, the others within their rounding."""
     from transformers import AutoConfig
 
     # transformers makes this table anew for every tensor, which takes most of its time
@@ -284,6 +261,6 @@ def test_smollm2_survives(
             same_ids(source, file)
         p, q = wanted.log_softmax(-1).double(), found.log_softmax(-1).double()
         kl = (p.exp() * (p - q)).sum(-1)
-        print(f"{dtype}: mean KL {kl.mean():.2e}, max {kl.max():.2e}")  # noqa: T201  # the figures
+        print(f"{dtype}: mean KL {kl.mean():.2e}, max {kl.max():.2e}")  # the figures
         assert kl.mean() <= most
         file.unlink()

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING
 
 import pytest
 from tokenizers import Tokenizer
@@ -13,18 +12,13 @@ from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.export.handoff import BackendFamily, read_handoff
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mens_exp.model.resolve import BaseModel
-
 pytestmark = pytest.mark.slow  # commands typed whole; `make quick` has their parts
 
 
 @pytest.fixture
-def model(tiny_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def model(tiny_base, tmp_path, monkeypatch):
     """tiny_llama with one merge, which readers ask for, in the working directory."""
-    source: Path = shutil.copytree(tiny_base.directory, tmp_path / "merged")
+    source = shutil.copytree(tiny_base.directory, tmp_path / "merged")
     path = source / "tokenizer.json"
     core = json.loads(path.read_text("utf-8"))
     core["model"]["vocab"]["ab"] = 259
@@ -36,9 +30,7 @@ def model(tiny_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return source
 
 
-def test_the_command_writes_the_file_a_modelfile_and_the_record(
-    model: Path, tmp_path: Path
-) -> None:
+def test_the_command_writes_the_file_a_modelfile_and_the_record(model, tmp_path):
     """task=export format=gguf path=… out=…; written again, the directory is replaced."""
     for number in ("1", "2"):
         overrides = ["format=gguf", "path=merged", "out=out", f"hydra.run.dir=run{number}"]
@@ -61,7 +53,7 @@ def test_the_command_writes_the_file_a_modelfile_and_the_record(
     assert certificate.files == first
 
 
-def test_without_out_it_lies_in_the_run(model: Path, tmp_path: Path) -> None:
+def test_without_out_it_lies_in_the_run(model, tmp_path):
     """In a folder named after the format."""
     overrides = ["format=gguf", f"path={model}", "gguf.dtype=q8_0", "hydra.run.dir=run"]
     assert cli.main(["task=export", *overrides]) == 0
@@ -90,21 +82,19 @@ def test_without_out_it_lies_in_the_run(model: Path, tmp_path: Path) -> None:
     ],
 )
 def test_a_command_that_asks_for_something_else_is_refused(
-    model: Path,
-    tmp_path: Path,
-    overrides: list[str],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    model,
+    tmp_path,
+    overrides,
+    said,
+    capsys,
+):
     """Before a run is opened."""
     assert cli.main(["task=export", *overrides]) == 2
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [model]
 
 
-def test_what_is_neither_a_model_nor_an_adapter_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_neither_a_model_nor_an_adapter_is_refused(tmp_path, monkeypatch, capsys):
     """Before a run is opened."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
@@ -113,11 +103,11 @@ def test_what_is_neither_a_model_nor_an_adapter_is_refused(
 
 
 def test_a_missing_library_is_told_before_a_run_is_opened(
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    model,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     """Exit code 3 and the extra's name."""
     import sys
 

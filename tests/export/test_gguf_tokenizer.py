@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
@@ -11,10 +10,6 @@ from mens_exp.config.task import GgufDtype
 from mens_exp.errors import MensError
 from mens_exp.export.gguf import write_gguf
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 gguf = pytest.importorskip("gguf", reason="gguf is missing: pip install 'mens-exp[gguf]'")
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -22,15 +17,15 @@ LLAMA3_SPLIT = (
 )
 
 
-def copied(source: Path, target: Path) -> Path:
+def copied(source, target):
     return shutil.copytree(source, target)
 
 
-def header(file: Path) -> dict[str, Any]:
+def header(file):
     return {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
 
 
-def split_by(pattern: str) -> Any:
+def split_by(pattern):
     from tokenizers import Regex
 
     return pre_tokenizers.Sequence(
@@ -50,13 +45,13 @@ def split_by(pattern: str) -> Any:
     ],
 )
 def test_a_byte_level_tokenizer_read_back_gives_the_same_ids(
-    same_ids: Callable[[Path, Path], None],
-    name: str,
-    splitting: Callable[[], Any],
-    trained_vocabulary: Callable[..., Tokenizer],
-    source_of: Callable[[str], Path],
-    tmp_path: Path,
-) -> None:
+    same_ids,
+    name,
+    splitting,
+    trained_vocabulary,
+    source_of,
+    tmp_path,
+):
     """Two hundred real texts, under the splitting that the header names."""
     source = copied(source_of("llama"), tmp_path / "m")
     trained_vocabulary(splitting()).save(str(source / "tokenizer.json"))
@@ -72,10 +67,10 @@ def test_a_byte_level_tokenizer_read_back_gives_the_same_ids(
 
 
 def test_smollms_splitting_has_its_name(
-    trained_vocabulary: Callable[..., Tokenizer],
-    source_of: Callable[[str], Path],
-    tmp_path: Path,
-) -> None:
+    trained_vocabulary,
+    source_of,
+    tmp_path,
+):
     """Digits alone, then GPT-2's."""
     source = copied(source_of("llama"), tmp_path / "m")
     digits = pre_tokenizers.Digits(individual_digits=True)
@@ -86,12 +81,12 @@ def test_smollms_splitting_has_its_name(
     assert header(tmp_path / "m.gguf")["tokenizer.ggml.pre"] == "smollm"
 
 
-def with_bytes(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Any:
+def with_bytes(vocab, merges):
     unknown = "<unk>"
     return models.BPE(vocab=vocab, merges=merges, unk_token=unknown, byte_fallback=True)
 
 
-def sentencepiece_like(target: Path, *, change: Callable[[Any], None] | None = None) -> None:
+def sentencepiece_like(target, *, change=None):
     """Merge four words' letters as SentencePiece exports do: pairs in the order of one score."""
     from tokenizers import AddedToken, decoders
 
@@ -122,9 +117,7 @@ def sentencepiece_like(target: Path, *, change: Callable[[Any], None] | None = N
     (target / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def test_a_sentencepiece_like_tokenizer_read_back_gives_the_same_ids(
-    same_ids: Callable[..., None], source_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_sentencepiece_like_tokenizer_read_back_gives_the_same_ids(same_ids, source_of, tmp_path):
     """Scores take the place of merges; bytes stand in for what the vocabulary lacks."""
     source = copied(source_of("llama"), tmp_path / "m")
     sentencepiece_like(source)
@@ -137,12 +130,12 @@ def test_a_sentencepiece_like_tokenizer_read_back_gives_the_same_ids(
     same_ids(source, tmp_path / "m.gguf", strip=True)
 
 
-def never_spaced(tokenizer: Any) -> None:
+def never_spaced(tokenizer):
     tokenizer.normalizer = None
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
 
 
-def replaced_alone(tokenizer: Any) -> None:
+def replaced_alone(tokenizer):
     tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
 
 
@@ -150,11 +143,11 @@ def replaced_alone(tokenizer: Any) -> None:
     ("change", "adds"), [(None, True), (never_spaced, False), (replaced_alone, False)]
 )
 def test_the_header_says_whether_a_space_stands_before_a_text(
-    change: Callable[[Any], None] | None,
-    adds: bool,
-    source_of: Callable[[str], Path],
-    tmp_path: Path,
-) -> None:
+    change,
+    adds,
+    source_of,
+    tmp_path,
+):
     """Two ways to say that none does."""
     source = copied(source_of("llama"), tmp_path / "m")
     sentencepiece_like(source, change=change)
@@ -162,28 +155,28 @@ def test_the_header_says_whether_a_space_stands_before_a_text(
     assert header(tmp_path / "m.gguf")["tokenizer.ggml.add_space_prefix"] is adds
 
 
-def spaced_unless_it_is(tokenizer: Any) -> None:
+def spaced_unless_it_is(tokenizer):
     tokenizer.normalizer = None
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
 
 
-def spaced_at_first(tokenizer: Any) -> None:
+def spaced_at_first(tokenizer):
     tokenizer.normalizer = None
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
 
 
-def lowercased(tokenizer: Any) -> None:
+def lowercased(tokenizer):
     tokenizer.normalizer = normalizers.Lowercase()
 
 
-def out_of_order(tokenizer: Any) -> None:
+def out_of_order(tokenizer):
     model = json.loads(tokenizer.to_str())["model"]
     merges = [tuple(pair) for pair in model["merges"]]
     merges.append(merges.pop(merges.index(("\u2581", "the"))))  # its other split stays
     tokenizer.model = with_bytes(model["vocab"], merges)
 
 
-def one_short(tokenizer: Any) -> None:
+def one_short(tokenizer):
     model = json.loads(tokenizer.to_str())["model"]
     merges = [tuple(pair) for pair in model["merges"] if pair != ["r", "e"]]
     tokenizer.model = with_bytes(model["vocab"], merges)
@@ -200,11 +193,11 @@ def one_short(tokenizer: Any) -> None:
     ],
 )
 def test_a_sentencepiece_like_tokenizer_that_scores_cannot_say_is_refused(
-    change: Callable[[Any], None],
-    said: str,
-    source_of: Callable[[str], Path],
-    tmp_path: Path,
-) -> None:
+    change,
+    said,
+    source_of,
+    tmp_path,
+):
     """It would split text differently in every reader."""
     source = copied(source_of("llama"), tmp_path / "m")
     sentencepiece_like(source, change=change)
@@ -212,24 +205,24 @@ def test_a_sentencepiece_like_tokenizer_that_scores_cannot_say_is_refused(
         write_gguf(source, tmp_path / "m.gguf", GgufDtype.f16)
 
 
-def without_merges(tokenizer: Any) -> None:
+def without_merges(tokenizer):
     vocab = {t: i for t, i in tokenizer.get_vocab().items() if i < 259}
     tokenizer.model = models.BPE(vocab=vocab, merges=[])
 
 
-def with_lowercase(tokenizer: Any) -> None:
+def with_lowercase(tokenizer):
     tokenizer.normalizer = normalizers.Lowercase()
 
 
-def with_another_splitting(tokenizer: Any) -> None:
+def with_another_splitting(tokenizer):
     tokenizer.pre_tokenizer = split_by(r"\p{L}+|\s+")
 
 
-def with_a_prefix(tokenizer: Any) -> None:
+def with_a_prefix(tokenizer):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
 
 
-def with_two_ends(tokenizer: Any) -> None:
+def with_two_ends(tokenizer):
     from tokenizers import processors
 
     end = "<|im_end|>"
@@ -238,7 +231,7 @@ def with_two_ends(tokenizer: Any) -> None:
     )
 
 
-def with_more_tokens(tokenizer: Any) -> None:
+def with_more_tokens(tokenizer):
     tokenizer.add_tokens([f"more {number}" for number in range(20)])
 
 
@@ -254,12 +247,12 @@ def with_more_tokens(tokenizer: Any) -> None:
     ],
 )
 def test_a_byte_level_tokenizer_without_a_name_is_refused(
-    change: Callable[[Any], None],
-    said: str,
-    trained_vocabulary: Callable[..., Tokenizer],
-    source_of: Callable[[str], Path],
-    tmp_path: Path,
-) -> None:
+    change,
+    said,
+    trained_vocabulary,
+    source_of,
+    tmp_path,
+):
     """Readers know splittings by name; another would be guessed at."""
     source = copied(source_of("llama"), tmp_path / "m")
     tokenizer = trained_vocabulary(pre_tokenizers.ByteLevel(add_prefix_space=False))
@@ -269,9 +262,7 @@ def test_a_byte_level_tokenizer_without_a_name_is_refused(
         write_gguf(source, tmp_path / "m.gguf", GgufDtype.f16)
 
 
-def test_special_tokens_and_template_are_those_of_the_directory(
-    source_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_special_tokens_and_template_are_those_of_the_directory(source_of, tmp_path):
     """A tokenizer that adds a begin of sequence says so; without a template there is none."""
     from tokenizers import processors
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,8 +11,8 @@ from mens_exp.export.handoff import FILE, BackendFamily, Handoff, read_handoff, 
 GOLDEN = Path(__file__).parents[1] / "golden" / FILE
 
 
-def record(**changes: Any) -> Handoff:
-    values: dict[str, Any] = {
+def record(**changes):
+    values = {
         "backend_family": BackendFamily.VLLM,
         "base_model": "HuggingFaceTB/SmolLM2-135M-Instruct",
         "adapter_path": "adapter",
@@ -26,14 +25,14 @@ def record(**changes: Any) -> Handoff:
     return Handoff(**values | changes)
 
 
-def test_the_record_is_the_committed_one(tmp_path: Path) -> None:
+def test_the_record_is_the_committed_one(tmp_path):
     """The same bytes, and read back the same values."""
     write_handoff(record(), tmp_path)
     assert (tmp_path / FILE).read_bytes() == GOLDEN.read_bytes()
     assert read_handoff(GOLDEN) == read_handoff(tmp_path) == record()
 
 
-def test_what_is_unknown_is_left_out(tmp_path: Path) -> None:
+def test_what_is_unknown_is_left_out(tmp_path):
     """Three keys are optional, and absent rather than null."""
     bare = record(adapter_path=None, openai_base_url=None, notes=None)
     write_handoff(bare, tmp_path)
@@ -57,9 +56,7 @@ def test_what_is_unknown_is_left_out(tmp_path: Path) -> None:
         ({"note": "x"}, "unknown key.*notes"),
     ],
 )
-def test_a_record_that_is_wrong_is_refused(
-    tmp_path: Path, changes: dict[str, Any], said: str
-) -> None:
+def test_a_record_that_is_wrong_is_refused(tmp_path, changes, said):
     """Its schema and version first, then every key."""
     values = json.loads(GOLDEN.read_text("utf-8")) | changes
     (tmp_path / FILE).write_text(json.dumps(values), encoding="utf-8")
@@ -67,7 +64,7 @@ def test_a_record_that_is_wrong_is_refused(
         read_handoff(tmp_path)
 
 
-def test_a_missing_key_is_named(tmp_path: Path) -> None:
+def test_a_missing_key_is_named(tmp_path):
     """As is a file that is none, or no object."""
     values = json.loads(GOLDEN.read_text("utf-8"))
     del values["prompt_format"]
@@ -83,7 +80,7 @@ def test_a_missing_key_is_named(tmp_path: Path) -> None:
         read_handoff(tmp_path / "absent.json")
 
 
-def test_a_record_that_could_not_be_read_is_not_written(tmp_path: Path) -> None:
+def test_a_record_that_could_not_be_read_is_not_written(tmp_path):
     """The writer holds to the reader's rules."""
     with pytest.raises(MensError, match="leads out of the export"):
         write_handoff(record(artifact_dir="/srv"), tmp_path)

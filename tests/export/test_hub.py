@@ -1,41 +1,32 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mens_exp.model.resolve import BaseModel
-
 pytestmark = pytest.mark.slow  # whole runs
 
 
 @pytest.fixture
-def asked(finished: RunDir) -> list[str]:
+def asked(finished):
     return ["task=push", f"path={finished.path}", "repo=me/adapter", "hydra.run.dir=push"]
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
-def _token(hub: Any, stand_in: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def _token(hub, stand_in, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", stand_in.TOKEN)
 
 
 @pytest.mark.usefixtures("_token")
-def test_one_commit_holds_adapter_card_and_records(
-    hub: Any, stand_in: Any, asked: list[str], here: Path, finished: RunDir
-) -> None:
+def test_one_commit_holds_adapter_card_and_records(hub, stand_in, asked, here, finished):
     """Byte for byte; the repository is private, and the commit is on record."""
     assert cli.main(asked) == 0
     (commit,) = hub.commits
@@ -57,9 +48,7 @@ def test_one_commit_holds_adapter_card_and_records(
 
 
 @pytest.mark.usefixtures("_token")
-def test_what_was_pushed_is_what_peft_loads(
-    hub: Any, asked: list[str], here: Path, tiny_base: BaseModel, finished: RunDir
-) -> None:
+def test_what_was_pushed_is_what_peft_loads(hub, asked, here, tiny_base, finished):
     """The repository's root is a PEFT directory with the trained matrices."""
     from peft import PeftModel
     from safetensors.numpy import load_file
@@ -83,9 +72,7 @@ def test_what_was_pushed_is_what_peft_loads(
 
 
 @pytest.mark.usefixtures("_token")
-def test_the_token_is_written_nowhere(
-    hub: Any, stand_in: Any, asked: list[str], here: Path
-) -> None:
+def test_the_token_is_written_nowhere(hub, stand_in, asked, here):
     """Neither into the run's record nor into what is uploaded."""
     assert cli.main(asked) == 0
     token = stand_in.TOKEN.encode()
@@ -93,9 +80,7 @@ def test_the_token_is_written_nowhere(
     assert not [name for name, content in hub.commits[0]["files"].items() if token in content]
 
 
-def test_without_a_token_the_login_command_is_named(
-    hub: Any, asked: list[str], here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_token_the_login_command_is_named(hub, asked, here, capsys):
     """The environment's fault, told before a directory is made or a request sent."""
     assert cli.main(asked) == 3
     assert "hf auth login" in capsys.readouterr().err
@@ -103,9 +88,7 @@ def test_without_a_token_the_login_command_is_named(
     assert list(here.iterdir()) == []
 
 
-def test_a_token_that_is_not_known_names_the_login_command(
-    hub: Any, asked: list[str], here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_token_that_is_not_known_names_the_login_command(hub, asked, here, monkeypatch, capsys):
     """The run is on record as failed."""
     monkeypatch.setenv("HF_TOKEN", "hf_" + "x" * 34)
     assert cli.main(asked) == 3
@@ -115,9 +98,7 @@ def test_a_token_that_is_not_known_names_the_login_command(
 
 
 @pytest.mark.usefixtures("_token", "here")
-def test_a_public_repository_is_not_written_unless_asked(
-    hub: Any, asked: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_public_repository_is_not_written_unless_asked(hub, asked, capsys):
     """Private by default holds for repositories that are there already, too."""
     hub.repos["me/adapter"] = {"private": False}
     assert cli.main(asked) == 2
@@ -129,16 +110,14 @@ def test_a_public_repository_is_not_written_unless_asked(
 
 
 @pytest.mark.usefixtures("_token", "here")
-def test_a_new_repository_is_public_when_asked(hub: Any, asked: list[str]) -> None:
+def test_a_new_repository_is_public_when_asked(hub, asked):
     """push.private=false."""
     assert cli.main([*asked, "push.private=false"]) == 0
     assert hub.repos == {"me/adapter": {"private": False}}
 
 
 @pytest.mark.usefixtures("_token", "here")
-def test_a_hub_that_does_not_answer_is_the_environments_fault(
-    asked: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hub_that_does_not_answer_is_the_environments_fault(asked, monkeypatch, capsys):
     """Nothing listens at that port."""
     from huggingface_hub import constants
 
@@ -149,9 +128,7 @@ def test_a_hub_that_does_not_answer_is_the_environments_fault(
 
 @pytest.mark.usefixtures("_token", "here")
 @pytest.mark.parametrize("repo", ["adapter", "me/", "https://host/me/adapter", "me/a/b"])
-def test_a_repository_is_a_user_and_a_name(
-    hub: Any, asked: list[str], repo: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_repository_is_a_user_and_a_name(hub, asked, repo, capsys):
     """Anything else is refused before the hub is asked."""
     assert cli.main([*asked, f"repo={repo}"]) == 2
     assert "<user>/<name>" in capsys.readouterr().err

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,12 +10,8 @@ from mens_exp.errors import MensError
 from mens_exp.export.handoff import FILE, BackendFamily, Handoff, write_handoff
 from mens_exp.export.model_source import model_directory, occupied
 
-if TYPE_CHECKING:
-    from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.model.resolve import BaseModel
 
-
-def exported(directory: Path, **changes: str) -> Path:
+def exported(directory, **changes):
     directory.mkdir(exist_ok=True)
     values = {
         "base_model": "base",
@@ -28,21 +23,21 @@ def exported(directory: Path, **changes: str) -> Path:
     return directory
 
 
-def test_a_complete_directory_is_itself(tiny_base: BaseModel, tmp_path: Path) -> None:
+def test_a_complete_directory_is_itself(tiny_base, tmp_path):
     """With or without a hand-off record in it."""
     assert model_directory(str(tiny_base.directory)) == tiny_base.directory
     copy = Path(shutil.copytree(tiny_base.directory, tmp_path / "m"))
     assert model_directory(str(exported(copy))) == copy
 
 
-def test_an_export_names_its_model(tiny_base: BaseModel, tmp_path: Path) -> None:
+def test_an_export_names_its_model(tiny_base, tmp_path):
     """The record's artifact_dir, below the export."""
     export = exported(tmp_path / "export", artifact_dir="model")
     shutil.copytree(tiny_base.directory, export / "model")
     assert model_directory(str(export)) == export / "model"
 
 
-def test_an_adapter_is_sent_to_the_merge(finished: RunDir) -> None:
+def test_an_adapter_is_sent_to_the_merge(finished):
     """A run with one, its adapter directory, and the PEFT directory in it."""
     for path in (finished.path, finished.adapter, finished.peft):
         with pytest.raises(MensError, match="is an adapter, no complete model") as refused:
@@ -50,7 +45,7 @@ def test_an_adapter_is_sent_to_the_merge(finished: RunDir) -> None:
         assert f"task=merge path={path} out=<directory>" in str(refused.value)
 
 
-def test_the_weights_of_a_full_run_are_its_model(tiny_base: BaseModel, tmp_path: Path) -> None:
+def test_the_weights_of_a_full_run_are_its_model(tiny_base, tmp_path):
     """A run that trained every weight has them as a directory."""
     run = tmp_path / "run"
     shutil.copytree(tiny_base.directory, run / "weights")
@@ -69,7 +64,7 @@ def test_the_weights_of_a_full_run_are_its_model(tiny_base: BaseModel, tmp_path:
         ({FILE: "{}"}, "not this format"),
     ],
 )
-def test_what_is_no_model_is_refused(tmp_path: Path, files: dict[str, str], said: str) -> None:
+def test_what_is_no_model_is_refused(tmp_path, files, said):
     """With what is missing, or with the program that reads it."""
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -77,13 +72,13 @@ def test_what_is_no_model_is_refused(tmp_path: Path, files: dict[str, str], said
         model_directory(str(tmp_path))
 
 
-def test_a_path_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_path_that_is_not_there_is_named(tmp_path):
     """As one that does not exist."""
     with pytest.raises(MensError, match="which does not exist"):
         model_directory(str(tmp_path / "absent"))
 
 
-def test_weights_that_config_json_denies_are_refused(tiny_base: BaseModel, tmp_path: Path) -> None:
+def test_weights_that_config_json_denies_are_refused(tiny_base, tmp_path):
     """Loading would fill a missing layer at random."""
     copy = shutil.copytree(tiny_base.directory, tmp_path / "m")
     config = json.loads((copy / "config.json").read_text("utf-8"))
@@ -93,7 +88,7 @@ def test_weights_that_config_json_denies_are_refused(tiny_base: BaseModel, tmp_p
         model_directory(str(copy))
 
 
-def test_only_an_export_is_written_over(tmp_path: Path) -> None:
+def test_only_an_export_is_written_over(tmp_path):
     """A new directory, an empty one and an earlier export may be written; nothing else."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "mine").mkdir()

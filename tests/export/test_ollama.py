@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -9,12 +8,6 @@ from mens_exp.errors import RequestError
 from mens_exp.export.ollama import default_system, is_chatml, modelfile
 from mens_exp.tokenizer.hf import HfTokenizer
 from mens_exp.tokenizer.templates import CHATML
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.model.resolve import BaseModel
 
 # What SmolLM2's own does: a default system turn, and a newline behind every end marker.
 SMOLLM = (
@@ -30,11 +23,11 @@ QUOTED = SMOLLM.replace("Be kind.", 'Be """kind""".')
 
 
 @pytest.fixture
-def tokenizer_with(tiny_base: BaseModel, tmp_path: Path) -> Callable[[str | None], HfTokenizer]:
+def tokenizer_with(tiny_base, tmp_path):
     """The byte tokenizer under a chat template."""
     import shutil
 
-    def made(template: str | None) -> HfTokenizer:
+    def made(template):
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(tiny_base.directory / name, tmp_path / name)
         if template is not None:
@@ -44,7 +37,7 @@ def tokenizer_with(tiny_base: BaseModel, tmp_path: Path) -> Callable[[str | None
     return made
 
 
-def go(template: str, turns: list[dict[str, str]]) -> str:
+def go(template, turns):
     """Do what Go does with a range over messages and two fields of each; nothing else is in it."""
     found = re.fullmatch(
         r"\{\{- range \.Messages \}\}(.*)\{\{ end \}\}([^{]*)", template, re.DOTALL
@@ -58,9 +51,7 @@ def go(template: str, turns: list[dict[str, str]]) -> str:
 
 
 @pytest.mark.parametrize(("template", "system"), [(CHATML, ""), (SMOLLM, "Be kind.")])
-def test_chatml_is_the_same_text_in_go(
-    tokenizer_with: Callable[..., HfTokenizer], template: str, system: str
-) -> None:
+def test_chatml_is_the_same_text_in_go(tokenizer_with, template, system):
     """The default system turn becomes SYSTEM, which Ollama puts before the others."""
     tokenizer = tokenizer_with(template)
     text = modelfile(tokenizer, base=".")
@@ -78,9 +69,7 @@ def test_chatml_is_the_same_text_in_go(
 
 
 @pytest.mark.parametrize("template", [TRIMMED, NO_SYSTEM, BEFORE, QUOTED, "{{ messages }}"])
-def test_a_template_that_is_not_chatml_is_left_out_and_said(
-    tokenizer_with: Callable[..., HfTokenizer], template: str
-) -> None:
+def test_a_template_that_is_not_chatml_is_left_out_and_said(tokenizer_with, template):
     """Contents trimmed, a role refused, a text before, what cannot be quoted, another format."""
     tokenizer = tokenizer_with(template)
     text = modelfile(tokenizer, base=".")
@@ -89,7 +78,7 @@ def test_a_template_that_is_not_chatml_is_left_out_and_said(
     assert "# No TEMPLATE: this chat template is not ChatML" in text
 
 
-def test_the_three_forms_are_these_bytes(tokenizer_with: Callable[..., HfTokenizer]) -> None:
+def test_the_three_forms_are_these_bytes(tokenizer_with):
     """A directory, a GGUF file, and a base with an adapter."""
     tokenizer = tokenizer_with(None)
     assert default_system(tokenizer) == ""
@@ -106,8 +95,8 @@ def test_the_three_forms_are_these_bytes(tokenizer_with: Callable[..., HfTokeniz
 
 
 def test_a_name_with_a_line_break_is_refused(
-    tokenizer_with: Callable[..., HfTokenizer],
-) -> None:
+    tokenizer_with,
+):
     """It would be another instruction."""
     with pytest.raises(RequestError, match="no line break"):
         modelfile(tokenizer_with(None), base=".\nADAPTER x")

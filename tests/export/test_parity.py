@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -20,39 +19,25 @@ from mens_exp.model.resolve import resolve
 from mens_exp.rows.encode import Labelling
 from mens_exp.rows.schema import TrainingPair
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from mens_exp.backends.qlora import QloraBackend
-    from mens_exp.config.root import RunConfig
-    from mens_exp.model.resolve import BaseModel
-
 F32 = "quant.compute_dtype=f32"
 DOCUMENTS = ((5, 9, 200, 31, 7, 77, 3), (11, 12), (8, 100, 8, 100, 45, 2, 9, 60, 61))
 PROBE = Probe(documents=DOCUMENTS, source="by hand")
 STRICT = BudgetConfig(mean_kl=1e-6, top1_agreement=1.0, nll_difference=1e-4)
 
 
-def trained(
-    tiny_backend: Callable[..., QloraBackend], tiny_config: Callable[..., RunConfig], *over: str
-) -> tuple[QloraBackend, RunConfig, BaseModel]:
+def trained(tiny_backend, tiny_config, *over):
     config = tiny_config(*over)
     backend = tiny_backend(*over, live=True)
     return backend, config, backend.base
 
 
-def against(
-    tmp_path: Path, backend: QloraBackend, forward: Any, budget: BudgetConfig = STRICT
-) -> Comparison:
+def against(tmp_path, backend, forward, budget=STRICT):
     folder = tmp_path / "reference"
     folder.mkdir()
     return compare(record(backend.trace, PROBE, folder), forward, "other", budget)
 
 
-def test_a_graph_is_no_distance_from_itself(
-    tmp_path: Path, tiny_backend: Callable[..., QloraBackend], tiny_config: Callable[..., RunConfig]
-) -> None:
+def test_a_graph_is_no_distance_from_itself(tmp_path, tiny_backend, tiny_config):
     """Zero throughout, over every token but the first of each document."""
     backend, _, _ = trained(tiny_backend, tiny_config, F32)
     found = against(tmp_path, backend, backend.trace)
@@ -63,15 +48,15 @@ def test_a_graph_is_no_distance_from_itself(
     assert found["exceeded"] == []
 
 
-def test_figures_are_those_worked_out_by_hand(tmp_path: Path) -> None:
+def test_figures_are_those_worked_out_by_hand(tmp_path):
     """Two entries: logits log 3 and 0 against equal ones; states off by a tenth in one layer."""
     even, odd = torch.zeros(3, 2), torch.tensor([[np.log(3.0), 0.0]] * 3).float()
     state = torch.ones(3, 4)
 
-    def one(_: Sequence[int]) -> Trace:
+    def one(_):
         return Trace(hidden={"embedding": state, "l0": state}, logits_TV=even)
 
-    def other(_: Sequence[int]) -> Trace:
+    def other(_):
         return Trace(hidden={"embedding": state, "l0": 1.1 * state}, logits_TV=odd)
 
     probe = Probe(documents=((0, 1, 1),), source="by hand")
@@ -110,11 +95,11 @@ def test_figures_are_those_worked_out_by_hand(tmp_path: Path) -> None:
     ids=lambda it: " ".join(it) or "nf4",
 )
 def test_the_dequantized_base_and_the_deltas_are_the_trained_model(
-    tmp_path: Path,
-    tiny_backend: Callable[..., QloraBackend],
-    tiny_config: Callable[..., RunConfig],
-    overrides: list[str],
-) -> None:
+    tmp_path,
+    tiny_backend,
+    tiny_config,
+    overrides,
+):
     """Computed in f32, what was trained and its dense form differ by rounding alone."""
     backend, config, base = trained(tiny_backend, tiny_config, F32, *overrides)
     with graphs.merged(backend, config, base, into="dequantized") as forward:
@@ -125,8 +110,8 @@ def test_the_dequantized_base_and_the_deltas_are_the_trained_model(
 
 
 def test_the_published_base_under_the_same_deltas_is_another_model(
-    tmp_path: Path, tiny_backend: Callable[..., QloraBackend], tiny_config: Callable[..., RunConfig]
-) -> None:
+    tmp_path, tiny_backend, tiny_config
+):
     """The quantization error that the adapter was trained around shows at once."""
     backend, config, base = trained(tiny_backend, tiny_config, F32)
     with graphs.merged(backend, config, base, into="original") as forward:
@@ -136,10 +121,10 @@ def test_the_published_base_under_the_same_deltas_is_another_model(
 
 
 def test_the_proxy_stack_is_traced_layer_by_layer(
-    tiny_backend: Callable[..., QloraBackend],
-) -> None:
+    tiny_backend,
+):
     """The states are those that head and loss are computed from, the middle ones between."""
-    backend: Any = tiny_backend("backend=proxy", F32, live=True)
+    backend = tiny_backend("backend=proxy", F32, live=True)
     found = backend.trace([5, 9, 200])
     backend.eval()
     with torch.no_grad():
@@ -149,9 +134,7 @@ def test_the_proxy_stack_is_traced_layer_by_layer(
     assert torch.equal(found.hidden["embedding"], backend.embedding_VD[[5, 9, 200]].float())
 
 
-def test_a_directory_is_opened_as_it_is_stored(
-    tmp_path: Path, tiny_backend: Callable[..., QloraBackend], tiny_base: BaseModel
-) -> None:
+def test_a_directory_is_opened_as_it_is_stored(tmp_path, tiny_backend, tiny_base):
     """The base's own directory is the graph with its adapter off and nothing quantized."""
     backend = tiny_backend("backend=lora", F32)
     with graphs.from_directory(tiny_base.directory) as forward:
@@ -159,9 +142,7 @@ def test_a_directory_is_opened_as_it_is_stored(
     assert found["max_kl"] < 1e-8
 
 
-def test_a_model_that_does_not_fit_is_read_layer_by_layer(
-    tmp_path: Path, tiny_base: BaseModel
-) -> None:
+def test_a_model_that_does_not_fit_is_read_layer_by_layer(tmp_path, tiny_base):
     """With room for a fraction of its weights the figures stay the same."""
     with graphs.from_directory(tiny_base.directory) as forward:
         (tmp_path / "reference").mkdir()
@@ -173,8 +154,8 @@ def test_a_model_that_does_not_fit_is_read_layer_by_layer(
 
 
 def test_a_merge_quantized_again_is_compared_under_the_same_quantizer(
-    tmp_path: Path, tiny_backend: Callable[..., QloraBackend], tiny_config: Callable[..., RunConfig]
-) -> None:
+    tmp_path, tiny_backend, tiny_config
+):
     """The untouched base, quantized again as the run has it, is the run's base."""
     backend, config, base = trained(tiny_backend, tiny_config, F32, "quant.block_size=128")
     with backend.base_only(), graphs.quantized_from(base.directory, config, base) as forward:
@@ -182,14 +163,14 @@ def test_a_merge_quantized_again_is_compared_under_the_same_quantizer(
     assert found["max_kl"] == 0
 
 
-def test_a_number_that_is_not_finite_is_an_error(tmp_path: Path) -> None:
+def test_a_number_that_is_not_finite_is_an_error(tmp_path):
     """A broken graph is told, not averaged over."""
 
-    def broken(ids: Sequence[int]) -> Trace:
+    def broken(ids):
         state = torch.full((len(ids), 2), float("nan"))
         return Trace(hidden={"embedding": state}, logits_TV=torch.zeros(len(ids), 4))
 
-    def whole(ids: Sequence[int]) -> Trace:
+    def whole(ids):
         state = torch.ones(len(ids), 2)
         return Trace(hidden={"embedding": state}, logits_TV=torch.zeros(len(ids), 4))
 
@@ -201,35 +182,33 @@ def test_a_number_that_is_not_finite_is_an_error(tmp_path: Path) -> None:
 class Letters:
     """A tokenizer of one id a character."""
 
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_all(self, texts):
         return [[ord(letter) for letter in text] for text in texts]
 
 
-def test_a_file_of_text_is_cut_into_documents(tmp_path: Path) -> None:
+def test_a_file_of_text_is_cut_into_documents(tmp_path):
     """Ten characters in pieces of four; a last piece of fewer than two would say nothing."""
     path = tmp_path / "text.txt"
     path.write_text("abcdefghij")
-    letters: Any = Letters()
+    letters = Letters()
     probe = of_text(path, letters, seq_len=4, tokens=9)
     assert [len(ids) for ids in probe.documents] == [4, 4, 2]
     assert probe.record()["source"] == "text: text.txt"
 
 
 @pytest.mark.parametrize("content", [b"abc", b"\xff\xfe\x00"], ids=["too short", "not UTF-8"])
-def test_a_text_that_cannot_serve_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_text_that_cannot_serve_is_refused(tmp_path, content):
     """The message names the setting and the file."""
     path = tmp_path / "text.txt"
     path.write_bytes(content)
-    letters: Any = Letters()
+    letters = Letters()
     with pytest.raises(DataError, match=r"parity\.text.*text\.txt"):
         of_text(path, letters, seq_len=4, tokens=9)
     with pytest.raises(DataError, match="No such file"):
         of_text(tmp_path / "none.txt", letters, seq_len=4, tokens=9)
 
 
-def test_rows_that_are_held_out_come_first_and_others_fill_up(
-    cache: Path, tiny_base: BaseModel, tiny_config: Callable[..., RunConfig]
-) -> None:
+def test_rows_that_are_held_out_come_first_and_others_fill_up(cache, tiny_base, tiny_config):
     """Whole rows, until there are tokens enough; the record says from where."""
     from mens_exp.tokenizer.load import load_tokenizer
 
@@ -249,7 +228,7 @@ def test_rows_that_are_held_out_come_first_and_others_fill_up(
         of_rows({"held out": []}, tokenizer, labelling, 200)
 
 
-def certificate(**changes: Any) -> Certificate:
+def certificate(**changes):
     found = Comparison(
         what="the written model",
         tokens=15,
@@ -261,7 +240,7 @@ def certificate(**changes: Any) -> Certificate:
         worst_layer={"layer": "l0", "relative_error": 0.0},
         exceeded=[],
     )
-    usual: dict[str, Any] = {
+    usual = {
         "evidence": Evidence.GRAPH,
         "reference": "as trained",
         "reference_nll": 2.0,
@@ -278,7 +257,7 @@ def certificate(**changes: Any) -> Certificate:
     return Certificate(**{**usual, **changes})
 
 
-def test_a_certificate_reads_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_certificate_reads_back_as_it_was_written(tmp_path):
     """Every field, strictly typed."""
     certificate().write(tmp_path / "parity.json")
     assert Certificate.read(tmp_path / "parity.json") == certificate()
@@ -295,9 +274,7 @@ def test_a_certificate_reads_back_as_it_was_written(tmp_path: Path) -> None:
         ("reference_nll", "2", "wrong value"),
     ],
 )
-def test_a_certificate_that_contradicts_itself_is_refused(
-    tmp_path: Path, field: str, value: Any, match: str
-) -> None:
+def test_a_certificate_that_contradicts_itself_is_refused(tmp_path, field, value, match):
     """An edited verdict does not survive reading."""
     path = tmp_path / "parity.json"
     certificate().write(path)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from mens_exp.artifacts.certificate import Certificate, Comparison, Evidence, TensorError
@@ -11,11 +9,8 @@ from mens_exp.errors import GateError
 from mens_exp.export.verdict import certificate_place, hashes_of, rejected_place, settle
 from mens_exp.report.parity_view import card_section, verdict
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-
-def comparison(*exceeded: str) -> Comparison:
+def comparison(*exceeded):
     return Comparison(
         what="written",
         tokens=9,
@@ -29,7 +24,7 @@ def comparison(*exceeded: str) -> Comparison:
     )
 
 
-def of_graphs(*exceeded: str, accepted: bool = False) -> Certificate:
+def of_graphs(*exceeded, accepted=False):
     return Certificate(
         evidence=Evidence.GRAPH,
         reference="as trained",
@@ -46,9 +41,9 @@ def of_graphs(*exceeded: str, accepted: bool = False) -> Certificate:
     )
 
 
-def of_tensors(relative: float, **changes: Any) -> Certificate:
+def of_tensors(relative, **changes):
     tensors = {"a": TensorError(max_abs=1.0, relative=relative)}
-    usual: dict[str, Any] = {
+    usual = {
         "evidence": Evidence.WEIGHTS,
         "reference": "W + delta in f64",
         "reference_nll": None,
@@ -65,7 +60,7 @@ def of_tensors(relative: float, **changes: Any) -> Certificate:
     return Certificate(**{**usual, **changes})
 
 
-def written(tmp_path: Path) -> Path:
+def written(tmp_path):
     directory = tmp_path / ".merged.tmp"
     directory.mkdir()
     (directory / "model.safetensors").write_bytes(b"weights")
@@ -73,9 +68,7 @@ def written(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("certificate", [of_graphs(), of_tensors(0.001)])
-def test_what_is_within_the_budget_stays_with_its_certificate(
-    tmp_path: Path, certificate: Certificate
-) -> None:
+def test_what_is_within_the_budget_stays_with_its_certificate(tmp_path, certificate):
     """Nothing is moved; the certificate lies beside the weights."""
     directory = written(tmp_path)
     settle(directory, tmp_path / "merged", certificate)
@@ -90,9 +83,7 @@ def test_what_is_within_the_budget_stays_with_its_certificate(
         (of_tensors(0.5), "a: relative error 0.5"),
     ],
 )
-def test_what_is_over_the_budget_is_set_aside(
-    tmp_path: Path, certificate: Certificate, figure: str
-) -> None:
+def test_what_is_over_the_budget_is_set_aside(tmp_path, certificate, figure):
     """Exit code 4, the figure in the message, the directory under .rejected, an older one gone."""
     directory = written(tmp_path)
     (tmp_path / "merged.rejected").mkdir()
@@ -107,7 +98,7 @@ def test_what_is_over_the_budget_is_set_aside(
     ]
 
 
-def test_what_is_accepted_stays_and_says_so(tmp_path: Path) -> None:
+def test_what_is_accepted_stays_and_says_so(tmp_path):
     """The certificate keeps both facts, and so does the card."""
     directory = written(tmp_path)
     (directory / "README.md").write_text("# Merged\n")
@@ -122,7 +113,7 @@ def test_what_is_accepted_stays_and_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("relative", [0.001, 0.5])
-def test_the_certificate_of_a_file_lies_beside_it(tmp_path: Path, relative: float) -> None:
+def test_the_certificate_of_a_file_lies_beside_it(tmp_path, relative):
     """Under its name, or under that of the file set aside."""
     temporary, out = tmp_path / ".tmp", tmp_path / "merged.safetensors"
     temporary.write_bytes(b"weights")
@@ -138,7 +129,7 @@ def test_the_certificate_of_a_file_lies_beside_it(tmp_path: Path, relative: floa
     assert hashes_of(out) == {"": hashes_of(out)[""]}
 
 
-def test_hashes_are_of_every_file_but_the_certificate(tmp_path: Path) -> None:
+def test_hashes_are_of_every_file_but_the_certificate(tmp_path):
     """Paths are relative, folders included."""
     directory = written(tmp_path)
     (directory / "below").mkdir()
@@ -149,7 +140,7 @@ def test_hashes_are_of_every_file_but_the_certificate(tmp_path: Path) -> None:
     assert found["below/x"].startswith("e3b0c442")  # SHA-256 of nothing
 
 
-def test_the_card_shows_every_figure() -> None:
+def test_the_card_shows_every_figure():
     """One row a graph; for tensors, how many and the worst."""
     text = card_section(of_graphs())
     assert "| written | 0.25 | 1 | 50.00% | -0.12 | l3 0.75 |" in text

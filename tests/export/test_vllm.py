@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -11,20 +10,14 @@ from mens_exp.errors import MensError
 from mens_exp.export.handoff import BackendFamily, read_handoff
 from mens_exp.export.vllm import serve_command, vllm_problems, write_vllm
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.run_dir import RunDir
-
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
 @pytest.fixture
-def adapter(tmp_path: Path) -> Callable[..., Path]:
+def adapter(tmp_path):
     """Write a PEFT directory of rank 4 on one layer."""
 
-    def made(*, layer: str = LAYER, rank: int = 4, **changes: Any) -> Path:
+    def made(*, layer=LAYER, rank=4, **changes):
         place = tmp_path / "peft"
         place.mkdir()
         config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
@@ -43,16 +36,14 @@ def adapter(tmp_path: Path) -> Callable[..., Path]:
 @pytest.mark.parametrize(
     ("rank", "room"), [(1, 1), (4, 8), (16, 16), (33, 64), (300, 320), (512, 512)]
 )
-def test_the_command_makes_room_for_the_rank(rank: int, room: int) -> None:
+def test_the_command_makes_room_for_the_rank(rank, room):
     """It takes only certain sizes; the next one holds the adapter."""
     assert serve_command("org/base", "mine", "out dir", rank) == (
         f"vllm serve org/base --enable-lora --lora-modules 'mine=out dir' --max-lora-rank {room}"
     )
 
 
-def test_the_directory_holds_the_adapter_the_command_and_the_record(
-    adapter: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_directory_holds_the_adapter_the_command_and_the_record(adapter, tmp_path):
     """The adapter's files are copied byte for byte; twice gives the same bytes."""
     source = adapter()
     for name in ("a", "b"):
@@ -69,7 +60,7 @@ def test_the_directory_holds_the_adapter_the_command_and_the_record(
     assert record.notes == command
 
 
-def test_what_a_run_leaves_is_served(finished: RunDir) -> None:
+def test_what_a_run_leaves_is_served(finished):
     """LoRA on all linear layers, as PEFT writes it."""
     assert vllm_problems(finished.peft) == []
 
@@ -89,23 +80,21 @@ def test_what_a_run_leaves_is_served(finished: RunDir) -> None:
         ({"r": "4"}, "no configuration of a LoRA adapter"),
     ],
 )
-def test_what_vllm_would_serve_otherwise_is_refused(
-    adapter: Callable[..., Path], tmp_path: Path, changes: dict[str, Any], said: str
-) -> None:
+def test_what_vllm_would_serve_otherwise_is_refused(adapter, tmp_path, changes, said):
     """Before anything is written; merging is the way out."""
     with pytest.raises(MensError, match=said):
         write_vllm(adapter(**changes), tmp_path / "out", base="org/base", name="mine")
     assert not (tmp_path / "out").exists()
 
 
-def test_all_problems_are_told_together(adapter: Callable[..., Path]) -> None:
+def test_all_problems_are_told_together(adapter):
     """Files that are not there as well."""
     found = vllm_problems(adapter(use_dora=True, bias="all"))
     assert len(found) == 2
     assert all("task=merge" in str(problem) for problem in found)
 
 
-def test_a_directory_that_is_no_adapter_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_is_no_adapter_is_refused(tmp_path):
     """The file that is missing is named."""
     (problem,) = vllm_problems(tmp_path)
     assert "adapter_config.json: the file cannot be read" in str(problem)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -11,17 +10,12 @@ from safetensors.torch import save_file
 
 from mens_exp.errors import ModelFileError
 from mens_exp.export.weight_parity import tensor_errors
-from mens_exp.layout.merge_map import AdaptedLayer, Place, places
+from mens_exp.layout.merge_map import AdaptedLayer, places
 from mens_exp.lora.merge import Delta
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mens_exp.artifacts.certificate import TensorError
 
 KEY = "model.layers.0.self_attn.q_proj.weight"
 OUT, WIDTH, RANK = 6, 64, 2
-QUANTIZER: Any = {
+QUANTIZER = {
     "quant_type": "nf4",
     "block_size": 64,
     "double_quant": False,
@@ -32,7 +26,7 @@ QUANTIZER: Any = {
 }
 
 
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+def drawn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -40,7 +34,7 @@ DELTA = Delta(A_RI=drawn(RANK, WIDTH), B_OR=drawn(OUT, RANK, seed=1), scale=0.5)
 WEIGHT_OI = drawn(OUT, WIDTH, seed=2)
 
 
-def place_of(tmp_path: Path, weight_OI: torch.Tensor = WEIGHT_OI) -> Place:
+def place_of(tmp_path, weight_OI=WEIGHT_OI):
     """Store a base of one layer and find its place."""
     shard = tmp_path / "base.safetensors"
     save_file({KEY: weight_OI}, shard)
@@ -49,7 +43,7 @@ def place_of(tmp_path: Path, weight_OI: torch.Tensor = WEIGHT_OI) -> Place:
     return found
 
 
-def error_of(tmp_path: Path, written_OI: torch.Tensor, **changes: Any) -> TensorError:
+def error_of(tmp_path, written_OI, **changes):
     """Compare one written tensor with the merge of DELTA."""
     path = tmp_path / "merged.safetensors"
     save_file({KEY: written_OI.contiguous()}, path)
@@ -63,19 +57,19 @@ def error_of(tmp_path: Path, written_OI: torch.Tensor, **changes: Any) -> Tensor
 MERGED_OI = WEIGHT_OI + 0.5 * DELTA.B_OR @ DELTA.A_RI
 
 
-def test_a_right_merge_differs_by_rounding_alone(tmp_path: Path) -> None:
+def test_a_right_merge_differs_by_rounding_alone(tmp_path):
     """f32 against f64."""
     assert error_of(tmp_path, MERGED_OI)["relative"] < 1e-6
 
 
-def test_nothing_that_was_to_change_leaves_the_weight_as_the_measure(tmp_path: Path) -> None:
+def test_nothing_that_was_to_change_leaves_the_weight_as_the_measure(tmp_path):
     """Where B is zero, a weight that changed all the same is wrong by what it changed."""
     still = {"B_OR": torch.zeros(OUT, RANK)}
     assert error_of(tmp_path, WEIGHT_OI, delta=still)["relative"] == 0
     assert error_of(tmp_path, 2 * WEIGHT_OI, delta=still)["relative"] == pytest.approx(1)
 
 
-def test_the_figures_are_those_of_the_difference(tmp_path: Path) -> None:
+def test_the_figures_are_those_of_the_difference(tmp_path):
     """One entry off by one: the largest error is 1, and the share 1 over the delta's norm."""
     wrong_OI = MERGED_OI.clone()
     wrong_OI[2, 3] += 1
@@ -93,15 +87,13 @@ def test_the_figures_are_those_of_the_difference(tmp_path: Path) -> None:
     ],
     ids=["alpha off by two", "left out", "rows in another order"],
 )
-def test_a_wrong_merge_shows(tmp_path: Path, wrong_OI: torch.Tensor) -> None:
+def test_a_wrong_merge_shows(tmp_path, wrong_OI):
     """Far above any rounding."""
     assert error_of(tmp_path, wrong_OI)["relative"] > 0.9
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_rounding_to_the_format_that_is_written_is_no_error(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
+def test_rounding_to_the_format_that_is_written_is_no_error(tmp_path, dtype):
     """However small the delta: rounded once to the nearest is the best there is."""
     small = {"scale": 1e-4}
     written_OI = (WEIGHT_OI.double() + 1e-4 * DELTA.B_OR.double() @ DELTA.A_RI.double()).to(dtype)
@@ -110,7 +102,7 @@ def test_rounding_to_the_format_that_is_written_is_no_error(
     assert left_out["relative"] > 0.5
 
 
-def test_the_base_is_the_one_that_the_adapter_met(tmp_path: Path) -> None:
+def test_the_base_is_the_one_that_the_adapter_met(tmp_path):
     """Where 4-bit values were met, a merge into the published weights is off by their error."""
     found = error_of(tmp_path, MERGED_OI, quantizer=QUANTIZER, place={"quantized": True})
     assert found["relative"] > 0.05
@@ -118,7 +110,7 @@ def test_the_base_is_the_one_that_the_adapter_met(tmp_path: Path) -> None:
     assert left_alone["relative"] < 1e-6
 
 
-def test_dora_sets_the_length_of_each_row(tmp_path: Path) -> None:
+def test_dora_sets_the_length_of_each_row(tmp_path):
     """Rows of length three whatever the sum's was."""
     lengths_O = torch.full((OUT,), 3.0)
     right_OI = 3 * MERGED_OI / MERGED_OI.norm(dim=1, keepdim=True)
@@ -127,7 +119,7 @@ def test_dora_sets_the_length_of_each_row(tmp_path: Path) -> None:
     assert error_of(tmp_path, MERGED_OI, delta=delta)["relative"] > 0.1
 
 
-def test_a_tensor_that_is_absent_or_of_another_shape_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_that_is_absent_or_of_another_shape_is_refused(tmp_path):
     """Neither counts as compared."""
     place = place_of(tmp_path)
     with pytest.raises(ModelFileError, match="not in the output"):

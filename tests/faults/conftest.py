@@ -2,17 +2,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import fork_server
 import planned_signals
 import pytest
 
 from mens_exp.artifacts.run_dir import RunDir
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 @dataclass
@@ -24,14 +19,14 @@ class Stopped:
     log: str
 
 
-def at(place: str, call: int, signal: str, **more: Any) -> dict[str, Any]:
+def at(place, call, signal, **more):
     return {"at": place, "call": call, "signal": signal, **more}
 
 
 # tiny_run takes four micro-batches a step and saves every second step: steps 2, 4 and 6 here.
 LONGER = "trainer.max_steps=6"
 VALIDATING = [LONGER, "trainer.val_check_interval=4"]
-SCENARIOS: dict[str, tuple[list[str], list[list[dict[str, Any]]]]] = {
+SCENARIOS = {
     "in mid-epoch": ([LONGER], [[at("micro-batch", 20, "SIGKILL")]]),
     "in mid-accumulation": ([LONGER], [[at("micro-batch", 22, "SIGKILL")]]),
     "before the first checkpoint": ([LONGER], [[at("micro-batch", 5, "SIGKILL")]]),
@@ -50,10 +45,10 @@ SCENARIOS: dict[str, tuple[list[str], list[list[dict[str, Any]]]]] = {
 
 
 @pytest.fixture
-def stopped(tiny_run: list[str], tmp_path: Path) -> Callable[[str], Stopped]:
+def stopped(tiny_run, tmp_path):
     """Play a scenario: run commands in processes that signal themselves."""
 
-    def play(name: str) -> Stopped:
+    def play(name):
         overrides, attempts = SCENARIOS[name]
         directory = tmp_path / "stopped"
         by_key = {text.partition("=")[0]: text for text in [*tiny_run, *overrides]}

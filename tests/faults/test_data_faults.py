@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import math
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -25,13 +24,6 @@ from mens_exp.rows.schema import TrainingPair, to_json
 from mens_exp.tokenizer.hf import HfTokenizer
 from mens_exp.training.module import TrainingModule
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.rows.encode import Encoded
-
 pytestmark = pytest.mark.slow
 REFUSED = 4
 LOOP = (
@@ -41,14 +33,14 @@ LOOP = (
 
 @pytest.fixture
 def refused(
-    train_in: Callable[..., RunDir],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Callable[..., str]:
+    train_in,
+    tmp_path,
+    monkeypatch,
+):
     """Train under a fault with a cache of its own, and return what the certificate says of it."""
     monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
 
-    def trained(*overrides: str, without: str | None = None) -> str:
+    def trained(*overrides, without=None):
         run = train_in(tmp_path / "run", *overrides, code=REFUSED, without=without)
         assert not run.checkpoints.exists()  # nothing was trained
         manifest = Manifest.read(run.manifest)
@@ -59,24 +51,22 @@ def refused(
 
 
 @pytest.fixture
-def encoding(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Encoded]], None]:
+def encoding(monkeypatch):
     """Put a fault into how documents are made: it gets the real encoding and its arguments."""
     real = shards.encode
 
-    def faulty(fault: Callable[..., Encoded]) -> None:
+    def faulty(fault):
         monkeypatch.setattr(shards, "encode", lambda *given: fault(real, *given))
 
     return faulty
 
 
-def written(path: Path, pairs: Sequence[TrainingPair]) -> str:
+def written(path, pairs):
     path.write_text("".join(json.dumps(to_json(pair)) + "\n" for pair in pairs), "utf-8")
     return f"data.path={path}"
 
 
-def test_keys_that_no_schema_has_are_all_refused(
-    tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keys_that_no_schema_has_are_all_refused(tiny_run, tmp_path, capsys):
     """Six keys of theirs, silently dropped by the schema, are six errors here."""
     keys = ("max_seq_length", "pack", "eos", "min_len", "shuffle_seed", "num_proc")
     command = [*tiny_run, f"hydra.run.dir={tmp_path / 'run'}"]
@@ -85,9 +75,7 @@ def test_keys_that_no_schema_has_are_all_refused(
     assert all(f"data.{key}" in said for key in keys)
 
 
-def test_a_sequence_length_that_is_not_forwarded_is_caught(
-    encoding: Callable[..., None], refused: Callable[..., str]
-) -> None:
+def test_a_sequence_length_that_is_not_forwarded_is_caught(encoding, refused):
     """Documents come out longer than was asked for."""
     encoding(
         lambda real, pairs, encoder, labelling: real(
@@ -98,26 +86,22 @@ def test_a_sequence_length_that_is_not_forwarded_is_caught(
     assert "data.seq_len: a document is longer than was asked for" in found
 
 
-def test_packing_that_is_not_forwarded_is_caught(
-    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
-) -> None:
+def test_packing_that_is_not_forwarded_is_caught(monkeypatch, refused):
     """The first batch is read back."""
     real = stream.MicroBatches.__init__
 
-    def packed(self: Any, *given: Any, **named: Any) -> None:
+    def packed(self, *given, **named):
         real(self, *given, **{**named, "packing": True})
 
     monkeypatch.setattr(stream.MicroBatches, "__init__", packed)
     assert "packed: True, data.packing=False" in refused("data.packing=false")
 
 
-def test_an_end_marker_that_is_not_trained_is_caught(
-    encoding: Callable[..., None], refused: Callable[..., str]
-) -> None:
+def test_an_end_marker_that_is_not_trained_is_caught(encoding, refused):
     """No document learns its end."""
 
-    def without_ends(real: Any, pairs: Any, encoder: HfTokenizer, labelling: Any) -> Encoded:
-        made: Encoded = real(pairs, encoder, labelling)
+    def without_ends(real, pairs, encoder, labelling):
+        made = real(pairs, encoder, labelling)
         return dataclasses.replace(
             made, supervised=made.supervised & ~np.isin(made.ids, list(encoder.end_ids))
         )
@@ -128,12 +112,10 @@ def test_an_end_marker_that_is_not_trained_is_caught(
     assert "found 0 of " in found
 
 
-def test_another_prompt_at_evaluation_is_caught(
-    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
-) -> None:
+def test_another_prompt_at_evaluation_is_caught(monkeypatch, refused):
     """Evaluation that asks without the chat template asks otherwise than training did."""
 
-    def bare(self: HfTokenizer, conversations: Sequence[list[dict[str, str]]]) -> list[list[int]]:
+    def bare(self, conversations):
         return self.encode_all([turns[-1]["content"] for turns in conversations])
 
     monkeypatch.setattr(HfTokenizer, "encode_prompts", bare)
@@ -142,13 +124,11 @@ def test_another_prompt_at_evaluation_is_caught(
     assert "found 16 of 16 prompts differ" in found
 
 
-def test_targets_without_the_shift_are_caught(
-    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
-) -> None:
+def test_targets_without_the_shift_are_caught(monkeypatch, refused):
     """Each token predicted from itself."""
     real = stream.packed_batch
 
-    def unshifted(*given: Any, **named: Any) -> Any:
+    def unshifted(*given, **named):
         batch = real(*given, **named)
         return dataclasses.replace(batch, predict_M=batch.predict_M + 1)
 
@@ -156,15 +136,13 @@ def test_targets_without_the_shift_are_caught(
     assert "what is to be predicted is not the token that follows" in refused()
 
 
-def test_a_model_that_sees_what_it_predicts_is_caught(
-    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
-) -> None:
+def test_a_model_that_sees_what_it_predicts_is_caught(monkeypatch, refused):
     """The same fault behind the batch: hidden states of the target's own place."""
     from mens_exp.backends import causal_forward
 
     real = causal_forward.hidden_states
 
-    def unshifted(causal_lm: Any, batch: Any) -> Any:
+    def unshifted(causal_lm, batch):
         return real(causal_lm, dataclasses.replace(batch, predict_M=batch.predict_M + 1))
 
     monkeypatch.setattr(causal_forward, "hidden_states", unshifted)
@@ -173,13 +151,11 @@ def test_a_model_that_sees_what_it_predicts_is_caught(
     )
 
 
-def test_a_mask_that_a_left_cut_leaves_behind_is_caught(
-    encoding: Callable[..., None], refused: Callable[..., str]
-) -> None:
+def test_a_mask_that_a_left_cut_leaves_behind_is_caught(encoding, refused):
     """The prompt's length still counts from a beginning that is gone."""
 
-    def unmoved(real: Any, pairs: Any, encoder: Any, labelling: Any) -> Encoded:
-        made: Encoded = real(pairs, encoder, labelling)
+    def unmoved(real, pairs, encoder, labelling):
+        made = real(pairs, encoder, labelling)
         whole = real(pairs, encoder, dataclasses.replace(labelling, seq_len=5_000))
         assert len(whole) == len(made)
         masks = [
@@ -193,13 +169,11 @@ def test_a_mask_that_a_left_cut_leaves_behind_is_caught(
     assert "objective.labels: parts of answers are not learned" in found
 
 
-def test_gradients_of_the_last_micro_batch_alone_are_caught(
-    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
-) -> None:
+def test_gradients_of_the_last_micro_batch_alone_are_caught(monkeypatch, refused):
     """Accumulation that begins anew with every micro-batch."""
     real = TrainingModule.training_step
 
-    def forgetful(self: Any, batch: Any, number: int) -> Any:
+    def forgetful(self, batch, number):
         for parameter in self.backend.trainable().values():
             parameter.grad = None
         return real(self, batch, number)
@@ -209,9 +183,7 @@ def test_gradients_of_the_last_micro_batch_alone_are_caught(
     assert "trainer.accumulate_grad_batches: accumulated micro-batches are not one batch" in found
 
 
-def test_mix_weights_that_are_rounded_up_are_caught(
-    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str], tmp_path: Path
-) -> None:
+def test_mix_weights_that_are_rounded_up_are_caught(monkeypatch, refused, tmp_path):
     """0.7 and 0.3, rounded up, are halves."""
     sources = []
     for name, weight in (("a", 0.7), ("b", 0.3)):
@@ -220,7 +192,7 @@ def test_mix_weights_that_are_rounded_up_are_caught(
         sources.append(f"{{path:{tmp_path / name}.jsonl,weight:{weight}}}")
     real = mix._shares
 
-    def rounded(weights: Any, names: Any) -> Any:
+    def rounded(weights, names):
         return real({name: math.ceil(weights[name]) for name in names}, names)
 
     monkeypatch.setattr(mix, "_shares", rounded)
@@ -229,11 +201,11 @@ def test_mix_weights_that_are_rounded_up_are_caught(
 
 
 def test_a_hash_of_the_text_lets_copies_through_and_they_are_caught(
-    monkeypatch: pytest.MonkeyPatch,
-    refused: Callable[..., str],
-    train_in: Callable[..., RunDir],
-    tmp_path: Path,
-) -> None:
+    monkeypatch,
+    refused,
+    train_in,
+    tmp_path,
+):
     """The same code laid out otherwise: a hash of its syntax drops it, one of its text does not."""
     groups = [f"file {n}" for n in range(60)]
     sides = {group: side_of(group, 0.1, 0.1) for group in groups}
@@ -261,9 +233,7 @@ def test_a_hash_of_the_text_lets_copies_through_and_they_are_caught(
     assert "data.contract.max_overlap_frac: training rows have the benchmark's items" in found
 
 
-def test_items_of_the_suite_that_are_trained_on_are_caught(
-    refused: Callable[..., str], tmp_path: Path
-) -> None:
+def test_items_of_the_suite_that_are_trained_on_are_caught(refused, tmp_path):
     """A suite with items of its own is held against the rows like the held-out ones."""
     rows = [
         TrainingPair(prompt=f"Sum {n}.", response=LOOP.format(name=f"f{n}", n=n)) for n in range(60)
@@ -276,9 +246,7 @@ def test_items_of_the_suite_that_are_trained_on_are_caught(
     assert "4 of 4 items of suite=jsonl" in found
 
 
-def test_conversations_whose_answer_never_changes_are_caught(
-    refused: Callable[..., str], tmp_path: Path
-) -> None:
+def test_conversations_whose_answer_never_changes_are_caught(refused, tmp_path):
     """Two questions, one answer, row after row."""
     rows = [
         TrainingPair(prompt=f"And {n}?", response="Yes.", history=((f"Is it {n}?", "Yes."),))
@@ -288,9 +256,7 @@ def test_conversations_whose_answer_never_changes_are_caught(
     assert "max_repeated_answer_frac: conversations give the same answer again" in found
 
 
-def test_rows_of_one_file_on_two_sides_are_caught(
-    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str], tmp_path: Path
-) -> None:
+def test_rows_of_one_file_on_two_sides_are_caught(monkeypatch, refused, tmp_path):
     """A split that parts rows instead of source files."""
     rows = [
         TrainingPair(prompt=f"Add {n}.", response=f"x + {n}", group=f"file {n % 6}")
@@ -302,7 +268,7 @@ def test_rows_of_one_file_on_two_sides_are_caught(
     assert "file 0" in found
 
 
-def test_a_run_without_a_fault_has_a_certificate_without_a_violation(finished: RunDir) -> None:
+def test_a_run_without_a_fault_has_a_certificate_without_a_violation(finished):
     """Each of the figures that the faults move is where it should be."""
     node = Manifest.read(finished.manifest).data_contract
     assert node is not None

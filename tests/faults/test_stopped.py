@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,12 +14,6 @@ import torch
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.telemetry import read_events
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.run_dir import RunDir
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,21 +23,21 @@ pytestmark = [
 LONGER = "trainer.max_steps=6"
 
 
-def adapter(run: RunDir) -> bytes:
+def adapter(run):
     return (run.adapter / "adapter.safetensors").read_bytes()
 
 
-def steps(run: RunDir) -> list[int]:
+def steps(run):
     return [e["payload"]["step"] for e in read_events(run.telemetry) if e["event"] == "step"]
 
 
-def losses(run: RunDir, event: str, metric: str) -> list[tuple[int, float]]:
+def losses(run, event, metric):
     read = [e["payload"] for e in read_events(run.telemetry) if e["event"] == event]
     return [(payload["step"], payload[metric]) for payload in read]
 
 
 @pytest.fixture(scope="session")
-def longer(train_in: Callable[..., RunDir], tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def longer(train_in, tmp_path_factory):
     """Six steps without an interruption."""
     return train_in(tmp_path_factory.mktemp("longer") / "run", LONGER)
 
@@ -59,9 +52,7 @@ def longer(train_in: Callable[..., RunDir], tmp_path_factory: pytest.TempPathFac
         ("twice", 4),
     ],
 )
-def test_a_killed_run_ends_as_if_it_had_never_stopped(
-    stopped: Callable[[str], Any], longer: RunDir, scenario: str, resumed_from: int
-) -> None:
+def test_a_killed_run_ends_as_if_it_had_never_stopped(stopped, longer, scenario, resumed_from):
     """The adapter has the same bytes, and telemetry has every step once, with the same loss."""
     killed = stopped(scenario)
     assert set(killed.ends) == {-signal.SIGKILL}
@@ -79,9 +70,7 @@ def test_a_killed_run_ends_as_if_it_had_never_stopped(
     assert manifest.inputs == one_by_one.inputs
 
 
-def test_python_m_mens_exp_resumes_a_run_killed_in_mid_epoch(
-    stopped: Callable[[str], Any], longer: RunDir, cache: Path
-) -> None:
+def test_python_m_mens_exp_resumes_a_run_killed_in_mid_epoch(stopped, longer, cache):
     """The command as a user types it, in a process of its own."""
     killed = stopped("in mid-epoch")
     source = os.pathsep.join(filter(None, sys.path))
@@ -97,9 +86,7 @@ def test_python_m_mens_exp_resumes_a_run_killed_in_mid_epoch(
     assert steps(killed.run) == [1, 2, 3, 4, 5, 6]
 
 
-def test_validations_fall_where_they_would_have(
-    stopped: Callable[[str], Any], train_in: Callable[..., RunDir], tmp_path: Path
-) -> None:
+def test_validations_fall_where_they_would_have(stopped, train_in, tmp_path):
     """Each on the step it belongs to and once, checkpoint steps included."""
     through = train_in(tmp_path / "run", LONGER, "trainer.val_check_interval=4")
     killed = stopped("with validation")
@@ -108,7 +95,7 @@ def test_validations_fall_where_they_would_have(
     assert losses(killed.run, "validation", "val/loss") == losses(through, "validation", "val/loss")
 
 
-def test_kill_leaves_the_record_started_and_every_file_whole(stopped: Callable[[str], Any]) -> None:
+def test_kill_leaves_the_record_started_and_every_file_whole(stopped):
     """The checkpoint in flight is a hidden temporary file, which resuming clears away."""
     killed = stopped("while a checkpoint is written")
     assert killed.ends == [-signal.SIGKILL]
@@ -125,9 +112,7 @@ def test_kill_leaves_the_record_started_and_every_file_whole(stopped: Callable[[
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_signal_cancels_the_run_and_keeps_its_last_checkpoint(
-    stopped: Callable[[str], Any], finished: RunDir, name: str
-) -> None:
+def test_a_signal_cancels_the_run_and_keeps_its_last_checkpoint(stopped, finished, name):
     """The record is closed, the way on is named, and going on ends as if nothing had happened."""
     asked = stopped(name)
     assert asked.ends == [130]
@@ -146,7 +131,7 @@ def test_a_signal_cancels_the_run_and_keeps_its_last_checkpoint(
     assert steps(asked.run) == [1, 2, 3, 4]
 
 
-def test_a_second_signal_ends_at_once(stopped: Callable[[str], Any]) -> None:
+def test_a_second_signal_ends_at_once(stopped):
     """Even while the report is rendered; the status was on disk before that."""
     asked = stopped("SIGINT twice")
     assert asked.ends == [-signal.SIGINT]
@@ -154,7 +139,7 @@ def test_a_second_signal_ends_at_once(stopped: Callable[[str], Any]) -> None:
     assert not asked.run.report.exists()
 
 
-def test_a_signal_while_closing_changes_nothing(stopped: Callable[[str], Any]) -> None:
+def test_a_signal_while_closing_changes_nothing(stopped):
     """The run has succeeded by then, and its report is still rendered."""
     asked = stopped("SIGINT while closing")
     assert asked.ends == [0]

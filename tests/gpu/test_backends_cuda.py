@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 import torch
 
@@ -11,13 +9,6 @@ from mens_exp.data.batch import packed_batch
 from mens_exp.model.resolve import resolve
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.training.build import build_backend
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
-    from mens_exp.rows.encode import Encoded
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,8 +22,8 @@ F32 = "quant.compute_dtype=f32"
 WIDE = ["model=random", "model.name=wide", "model.hidden_size=256", "model.intermediate_size=512"]
 
 
-def built(config: RunConfig, cache: Path) -> Any:
-    backend: Any = build_backend(config, resolve(config.model, cache))
+def built(config, cache):
+    backend = build_backend(config, resolve(config.model, cache))
     generator = torch.Generator().manual_seed(0)
     for name, parameter in backend.trainable().items():
         if name.endswith("lora_b"):
@@ -54,11 +45,11 @@ def built(config: RunConfig, cache: Path) -> Any:
     ],
 )
 def test_loss_and_gradients_are_those_of_the_cpu(
-    tiny_config: Callable[..., RunConfig],
-    random_documents: Callable[..., Encoded],
-    cache: Path,
-    overrides: list[str],
-) -> None:
+    tiny_config,
+    random_documents,
+    cache,
+    overrides,
+):
     """In f32 and without dropout, to 1e-3."""
     found = []
     for accelerator in ("cpu", "gpu"):
@@ -80,11 +71,11 @@ def test_loss_and_gradients_are_those_of_the_cpu(
 
 @pytest.mark.parametrize("overrides", [["backend=proxy"], ["backend=full"], ["backend=lora"]])
 def test_bf16_learns_and_goes_back_to_its_base(
-    tiny_config: Callable[..., RunConfig],
-    random_documents: Callable[..., Encoded],
-    cache: Path,
-    overrides: list[str],
-) -> None:
+    tiny_config,
+    random_documents,
+    cache,
+    overrides,
+):
     """A gradient for every parameter; a continuation; and the base inside its block."""
     config = tiny_config(*overrides)
     config.trainer.accelerator = "gpu"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 
@@ -12,15 +10,6 @@ from mens_exp.backends.qlora import QloraBackend
 from mens_exp.data.batch import packed_batch
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.training.optimizer import build_optimizer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.config.root import RunConfig
-    from mens_exp.model.resolve import BaseModel
-    from mens_exp.rows.encode import Encoded
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,9 +24,7 @@ PAGED = 1024, 128  # from 100,000 elements on, bitsandbytes pages the state
 
 
 @pytest.mark.parametrize("option", ["paged_adamw_8bit", "adamw_8bit", "lion"])
-def test_an_optimizer_moves_the_parameters_themselves(
-    tiny_config: Callable[..., RunConfig], option: str
-) -> None:
+def test_an_optimizer_moves_the_parameters_themselves(tiny_config, option):
     """Not a copy of them: the tensor that the graph holds has moved, in place."""
     parameter = torch.nn.Parameter(torch.ones(PAGED, device=CUDA))
     place = parameter.data_ptr()
@@ -49,17 +36,13 @@ def test_an_optimizer_moves_the_parameters_themselves(
     assert torch.allclose(parameter, torch.full_like(parameter, 0.99), atol=1e-4)
 
 
-def test_paged_state_is_paged_and_survives_a_checkpoint(
-    tiny_config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
+def test_paged_state_is_paged_and_survives_a_checkpoint(tiny_config, tmp_path):
     """Three steps, through a file, and two more are five."""
     config = tiny_config("optim=paged_adamw_8bit")
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(PAGED, generator=generator).to(CUDA) for _ in range(5)]
 
-    def stepped(
-        parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer, first: int, last: int
-    ) -> None:
+    def stepped(parameter, optimizer, first, last):
         for gradient in gradients[first:last]:
             parameter.grad = gradient
             optimizer.step()
@@ -78,10 +61,10 @@ def test_paged_state_is_paged_and_survives_a_checkpoint(
 
 
 def test_checkpointed_activations_give_the_same_gradients(
-    tiny_base: BaseModel,
-    tiny_config: Callable[..., RunConfig],
-    random_documents: Callable[..., Encoded],
-) -> None:
+    tiny_base,
+    tiny_config,
+    random_documents,
+):
     """Dropout's masks are drawn again from their keys by the GPU's generator."""
     batch = packed_batch(random_documents([11, 6, 17, 9], [3, 1, 12, 4]), [[0, 1, 2, 3]], index=2)
     batch = batch.to(CUDA)
@@ -98,9 +81,7 @@ def test_checkpointed_activations_give_the_same_gradients(
 
 
 @pytest.mark.slow
-def test_a_run_with_a_paged_optimizer_succeeds(
-    train_in: Callable[..., RunDir], tmp_path: Path
-) -> None:
+def test_a_run_with_a_paged_optimizer_succeeds(train_in, tmp_path):
     """With checkpointing, validation and the best adapter, as the SigilDERG presets are used."""
     run = train_in(
         tmp_path / "run",

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 
 from mens_exp.backends.qlora import QloraBackend
 from mens_exp.data.batch import packed_batch, padded_batch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.config.root import RunConfig
-    from mens_exp.data.batch import Batch
-    from mens_exp.model.resolve import BaseModel
-    from mens_exp.rows.encode import Encoded
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,18 +21,18 @@ families = pytest.mark.parametrize("name", ["mistral", "gemma2", "phi3", "gpt2",
 
 
 @pytest.fixture
-def documents(random_documents: Callable[..., Encoded]) -> Encoded:
+def documents(random_documents):
     return random_documents(LENGTHS, [length - 1 for length in LENGTHS])
 
 
 @pytest.fixture
 def build(
-    family_base: Callable[[str], BaseModel],
-    family_config: Callable[[str], RunConfig],
-) -> Callable[[str, str], QloraBackend]:
+    family_base,
+    family_config,
+):
     """Build a family on a device with B filled alike."""
 
-    def built(name: str, device: str) -> QloraBackend:
+    def built(name, device):
         backend = QloraBackend(family_config(name), family_base(name), torch.device(device))
         generator = torch.Generator().manual_seed(0)
         for key, parameter in backend.trainable().items():
@@ -54,14 +44,12 @@ def build(
     return built
 
 
-def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+def apart(ours, theirs):
     return float((ours.cpu() - theirs.cpu()).abs().max() / theirs.abs().max().cpu())
 
 
 @families
-def test_logits_are_those_of_the_cpu(
-    build: Callable[[str, str], QloraBackend], documents: Encoded, name: str
-) -> None:
+def test_logits_are_those_of_the_cpu(build, documents, name):
     """In f32, packed and padded, to a thousandth of the largest logit.
 
     The weights are quantized anew on the device; rounding there may fall to the other side.
@@ -76,13 +64,11 @@ def test_logits_are_those_of_the_cpu(
 
 
 @families
-def test_packed_and_padded_give_the_same_gradients(
-    build: Callable[[str, str], QloraBackend], documents: Encoded, name: str
-) -> None:
+def test_packed_and_padded_give_the_same_gradients(build, documents, name):
     """In f32, by kernels that share nothing but the mathematics."""
     backend = build(name, "cuda:0").train()
 
-    def gradients(batch: Batch) -> dict[str, torch.Tensor]:
+    def gradients(batch):
         backend.zero_grad()
         backend.head(backend(batch.to("cuda:0"))).logsumexp(-1).sum().backward()
         found = {key: p.grad for key, p in backend.trainable().items()}
@@ -96,14 +82,12 @@ def test_packed_and_padded_give_the_same_gradients(
 
 
 @families
-def test_prompts_are_continued_together_as_alone(
-    build: Callable[[str, str], QloraBackend], name: str
-) -> None:
+def test_prompts_are_continued_together_as_alone(build, name):
     """Left padding and a static cache change no id, windows shorter than the text included."""
     backend = build(name, "cuda:0")
     prompts = [[5, 6, 7, 8], list(range(9, 22)), [16]]
 
-    def complete(some: list[list[int]]) -> list[list[int]]:
+    def complete(some):
         return backend.generate(some, max_new_tokens=8, end_ids={319}, pad_id=0)
 
     assert complete(prompts) == [complete([prompt])[0] for prompt in prompts]

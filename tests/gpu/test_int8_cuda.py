@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 import torch
 
@@ -11,14 +9,6 @@ from mens_exp.data.batch import packed_batch
 from mens_exp.model.resolve import resolve
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.training.build import build_backend
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
-    from mens_exp.data.batch import Batch
-    from mens_exp.rows.encode import Encoded
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,18 +21,18 @@ pytestmark = [
 
 
 @pytest.fixture
-def batch(random_documents: Callable[..., Encoded]) -> Batch:
+def batch(random_documents):
     return packed_batch(random_documents([11, 6, 17]), [[0, 1, 2]], index=0)
 
 
 @pytest.fixture
-def built(tiny_config: Callable[..., RunConfig], cache: Path) -> Callable[[str], Any]:
+def built(tiny_config, cache):
     """Build the graph on a device, B filled, without dropout."""
 
-    def made(accelerator: str) -> Any:
+    def made(accelerator):
         config = tiny_config("quant=int8", "lora.dropout=0")
         config.trainer.accelerator = accelerator
-        backend: Any = build_backend(config, resolve(config.model, cache))
+        backend = build_backend(config, resolve(config.model, cache))
         generator = torch.Generator().manual_seed(0)
         for name, parameter in backend.trainable().items():
             if name.endswith("lora_b"):
@@ -53,22 +43,19 @@ def built(tiny_config: Callable[..., RunConfig], cache: Path) -> Callable[[str],
     return made
 
 
-def gradients(backend: Any, batch: Batch) -> dict[str, torch.Tensor]:
+def gradients(backend, batch):
     backend.train().zero_grad()
     CrossEntropy("causal", 4)(backend(batch), batch.targets_M, backend.head).total.backward()
     return {name: p.grad.to("cpu", copy=True) for name, p in backend.trainable().items()}
 
 
-def logits(backend: Any, batch: Batch) -> torch.Tensor:
+def logits(backend, batch):
     backend.eval()
     with torch.no_grad():
-        found: torch.Tensor = backend.head(backend(batch)).float().cpu()
-    return found
+        return backend.head(backend(batch)).float().cpu()
 
 
-def test_it_is_the_cpu_s_graph_but_for_rounded_inputs(
-    built: Callable[[str], Any], batch: Batch
-) -> None:
+def test_it_is_the_cpu_s_graph_but_for_rounded_inputs(built, batch):
     """Logits to three per cent, and a gradient for every matrix to ten."""
     there, here = built("cpu"), built("gpu")  # tolerances: unverified guess, no GPU was at hand
     theirs, ours = logits(there, batch), logits(here, batch.to("cuda"))
@@ -78,7 +65,7 @@ def test_it_is_the_cpu_s_graph_but_for_rounded_inputs(
         assert (gradient - expected[name]).norm() <= 0.1 * expected[name].norm(), name
 
 
-def test_the_peft_view_is_exact_there(built: Callable[[str], Any], batch: Batch) -> None:
+def test_the_peft_view_is_exact_there(built, batch):
     """The library computes one function in both modes, and says so in the facts."""
     backend = built("gpu")
     assert backend.peft_view_is_exact
@@ -88,9 +75,7 @@ def test_the_peft_view_is_exact_there(built: Callable[[str], Any], batch: Batch)
         assert torch.equal(logits(backend, batch.to("cuda")), ours)
 
 
-def test_it_learns_after_validation_and_after_a_way_to_the_cpu_and_back(
-    built: Callable[[str], Any], batch: Batch
-) -> None:
+def test_it_learns_after_validation_and_after_a_way_to_the_cpu_and_back(built, batch):
     """Lightning moves a module between fits: codes and scales go with it."""
     backend = built("gpu")
     before = gradients(backend, batch.to("cuda"))

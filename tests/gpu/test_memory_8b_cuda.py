@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,9 +11,6 @@ import torch
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 GIB = 1 << 30
 DEVICE_GIB, DISK_GIB = 60, 20  # 40 GiB without checkpointing, and what the interval allows
@@ -44,7 +40,7 @@ RUN = [
 
 
 @pytest.fixture(scope="module")
-def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def room(tmp_path_factory):
     """A cache folder that holds the weights, on a machine that can hold the run."""
     place = tmp_path_factory.mktemp("llama_8b")
     memory = torch.cuda.get_device_properties(0).total_memory
@@ -59,9 +55,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("checkpointing", ["off", "on"])
-def test_8b_takes_what_the_plan_says(
-    room: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: str
-) -> None:
+def test_8b_takes_what_the_plan_says(room, monkeypatch, checkpointing):
     """NF4 with double quantization, r 16 on seven projections, 2 × 2,048 tokens.
 
     The allocator's peak is inside the plan's interval, less the part that the allocator does not

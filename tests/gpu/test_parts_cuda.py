@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,15 +16,6 @@ from mens_exp.quant.bnb import quantized_linears
 from mens_exp.training.process_group import joined, open_store
 from mens_exp.training.sharding import sharded
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.config.root import RunConfig
-    from mens_exp.model.resolve import BaseModel
-    from mens_exp.rows.encode import Encoded
-
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
@@ -40,10 +29,10 @@ QLORA = ("trainer=gpu", "quant.storage_dtype=bf16", "lora.dropout=0")
 
 
 def test_quantized_through_the_host_a_base_is_the_same(
-    tiny_config: Callable[..., RunConfig],
-    tiny_base: BaseModel,
-    random_documents: Callable[..., Encoded],
-) -> None:
+    tiny_config,
+    tiny_base,
+    random_documents,
+):
     """One process, whose part is everything: the same codes, the same pass, on the GPU alone."""
     config = tiny_config(*QLORA)
     whole = QloraBackend(config, tiny_base, CUDA)
@@ -52,7 +41,7 @@ def test_quantized_through_the_host_a_base_is_the_same(
     batch = packed_batch(documents, [[0, 1]], 0, multiple=1, pad_id=0).to(CUDA)
     expected_MD = whole(batch).detach()
     with joined(ALONE, CUDA, open_store(1)):
-        parts: Any = sharded(
+        parts = sharded(
             config,
             ALONE,
             CUDA,
@@ -77,9 +66,7 @@ def test_quantized_through_the_host_a_base_is_the_same(
 @pytest.mark.parametrize(
     "base", [("quant.storage_dtype=bf16",), ("backend=lora", "quant=none")], ids=["qlora", "lora"]
 )
-def test_two_gpus_take_the_course_of_one(
-    train_in: Callable[..., RunDir], tmp_path: Path, base: tuple[str, ...]
-) -> None:
+def test_two_gpus_take_the_course_of_one(train_in, tmp_path, base):
     """The same documents, and losses as bf16 rounds them."""
     one = train_in(tmp_path / "one", *base, "trainer=gpu")
     two = train_in(tmp_path / "two", *base, "trainer=fsdp", "trainer.accelerator=gpu")

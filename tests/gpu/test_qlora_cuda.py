@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -14,16 +13,6 @@ from mens_exp.backends.qlora import QloraBackend
 from mens_exp.data.batch import packed_batch, padded_batch
 from mens_exp.lora.keyed import KeyedDropout
 from mens_exp.objective.causal import CrossEntropy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.config.root import RunConfig
-    from mens_exp.data.batch import Batch
-    from mens_exp.model.resolve import BaseModel
-    from mens_exp.rows.encode import Encoded
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,12 +28,10 @@ STILL = "lora.dropout=0"
 
 
 @pytest.fixture
-def cuda_backend(
-    tiny_base: BaseModel, tiny_config: Callable[..., RunConfig]
-) -> Callable[..., QloraBackend]:
+def cuda_backend(tiny_base, tiny_config):
     """Build tiny_llama on the GPU with B filled."""
 
-    def build(*overrides: str) -> QloraBackend:
+    def build(*overrides):
         backend = QloraBackend(tiny_config(*overrides), tiny_base, CUDA)
         generator = torch.Generator().manual_seed(0)
         for name, parameter in backend.trainable().items():
@@ -57,11 +44,11 @@ def cuda_backend(
 
 
 @pytest.fixture
-def documents(random_documents: Callable[..., Encoded]) -> Encoded:
+def documents(random_documents):
     return random_documents([11, 6, 17, 9], [3, 1, 12, 4])
 
 
-def gradients_of(backend: QloraBackend, batch: Batch) -> dict[str, torch.Tensor]:
+def gradients_of(backend, batch):
     backend.train()
     backend.zero_grad()
     backend.begin(batch.index)
@@ -69,14 +56,14 @@ def gradients_of(backend: QloraBackend, batch: Batch) -> dict[str, torch.Tensor]
     return {name: p.grad.clone() for name, p in backend.trainable().items() if p.grad is not None}
 
 
-def mask(*, micro_batch: int = 0, p: float = 0.3) -> torch.Tensor:
+def mask(*, micro_batch=0, p=0.3):
     dropout = KeyedDropout(p, seed=1, layer="l0.qkv")
     dropout.begin(micro_batch)
     return dropout(torch.ones(512, 512, device=CUDA)) != 0
 
 
 @pytest.mark.slow
-def test_the_main_path_runs_on_the_gpu(train_in: Callable[..., RunDir], tmp_path: Path) -> None:
+def test_the_main_path_runs_on_the_gpu(train_in, tmp_path):
     """A whole run succeeds there, says so in its facts, and knows its peak of GPU memory."""
     directory = train_in(tmp_path / "run", "trainer=gpu")
     manifest = Manifest.read(directory.manifest)
@@ -86,9 +73,7 @@ def test_the_main_path_runs_on_the_gpu(train_in: Callable[..., RunDir], tmp_path
 
 
 @pytest.mark.slow
-def test_two_runs_on_the_gpu_end_with_the_same_adapter(
-    train_in: Callable[..., RunDir], tmp_path: Path
-) -> None:
+def test_two_runs_on_the_gpu_end_with_the_same_adapter(train_in, tmp_path):
     """Not bit for bit, as atomic sums are unordered there, but to a hundredth of its norm."""
     (_, first), (_, second) = (
         read_adapter(train_in(tmp_path / name, "trainer=gpu").adapter) for name in "ab"
@@ -99,19 +84,17 @@ def test_two_runs_on_the_gpu_end_with_the_same_adapter(
 
 
 def test_weights_are_loaded_where_they_were_asked_for(
-    cuda_backend: Callable[..., QloraBackend],
-    tiny_base: BaseModel,
-    tiny_config: Callable[..., RunConfig],
-) -> None:
+    cuda_backend,
+    tiny_base,
+    tiny_config,
+):
     """On the GPU for one, on the CPU for the other, though there is a GPU."""
     assert {p.device.type for p in cuda_backend().parameters()} == {"cuda"}
     on_cpu = QloraBackend(tiny_config(), tiny_base, torch.device("cpu"))
     assert {p.device.type for p in on_cpu.parameters()} == {"cpu"}
 
 
-def test_initialisation_is_that_of_the_cpu(
-    cuda_backend: Callable[..., QloraBackend], tiny_backend: Callable[..., QloraBackend]
-) -> None:
+def test_initialisation_is_that_of_the_cpu(cuda_backend, tiny_backend):
     """A is drawn on the CPU, so that arms on either machine start alike."""
     there, here = cuda_backend().trainable(), tiny_backend().trainable()
     assert all(
@@ -119,7 +102,7 @@ def test_initialisation_is_that_of_the_cpu(
     )
 
 
-def test_dropout_masks_are_a_function_of_their_key() -> None:
+def test_dropout_masks_are_a_function_of_their_key():
     """Equal keys give equal masks, with other draws in between; another micro-batch another."""
     first = mask()
     torch.rand(100, device=CUDA)
@@ -128,7 +111,7 @@ def test_dropout_masks_are_a_function_of_their_key() -> None:
 
 
 @pytest.mark.parametrize("p", [0.05, 0.3])
-def test_the_share_that_is_dropped_is_the_probability(p: float) -> None:
+def test_the_share_that_is_dropped_is_the_probability(p):
     """Over a quarter of a million elements, within six standard deviations."""
     dropped = 1 - float(mask(p=p).float().mean())
     assert abs(dropped - p) < 6 * math.sqrt(p * (1 - p)) / 512
@@ -136,8 +119,8 @@ def test_the_share_that_is_dropped_is_the_probability(p: float) -> None:
 
 @pytest.mark.parametrize("overrides", [[], [F32], ["quant=fp4"], ["quant.double_quant=false"]])
 def test_every_adapter_matrix_learns_before_and_after_a_validation(
-    cuda_backend: Callable[..., QloraBackend], documents: Encoded, overrides: list[str]
-) -> None:
+    cuda_backend, documents, overrides
+):
     """No gradient is zero or missing."""
     backend = cuda_backend(*overrides)
     batch = packed_batch(documents, [[0, 1, 2, 3]], index=0).to(CUDA)
@@ -150,9 +133,7 @@ def test_every_adapter_matrix_learns_before_and_after_a_validation(
             backend.head(backend(batch))
 
 
-def test_packed_and_padded_give_the_same_gradients(
-    cuda_backend: Callable[..., QloraBackend], documents: Encoded
-) -> None:
+def test_packed_and_padded_give_the_same_gradients(cuda_backend, documents):
     """In f32, by two kernels that share nothing but the mathematics."""
     backend = cuda_backend(F32, STILL)
     packed = packed_batch(documents, [[0, 1, 2, 3]], index=0).to(CUDA)
@@ -162,13 +143,11 @@ def test_packed_and_padded_give_the_same_gradients(
         assert (gradient - expected[name]).norm() <= 1e-3 * expected[name].norm(), name
 
 
-def test_changing_a_document_changes_nothing_in_the_others(
-    cuda_backend: Callable[..., QloraBackend], documents: Encoded
-) -> None:
+def test_changing_a_document_changes_nothing_in_the_others(cuda_backend, documents):
     """Packed, in f32: the logits of the other three stay within 1e-5."""
     backend = cuda_backend(F32).eval()
 
-    def logits() -> torch.Tensor:
+    def logits():
         batch = packed_batch(documents, [[0, 1, 2, 3]], index=0).to(CUDA)
         with torch.no_grad():
             return backend.head(backend(batch))
@@ -182,12 +161,12 @@ def test_changing_a_document_changes_nothing_in_the_others(
 
 
 def test_prompts_are_continued_on_the_gpu_as_alone(
-    cuda_backend: Callable[..., QloraBackend],
-) -> None:
+    cuda_backend,
+):
     """Left padding changes no id in f32."""
     backend, prompts = cuda_backend(F32), [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14], [16]]
 
-    def complete(some: list[list[int]]) -> list[list[int]]:
+    def complete(some):
         return backend.generate(some, max_new_tokens=8, end_ids={319}, pad_id=0)
 
     assert complete(prompts) == [complete([prompt])[0] for prompt in prompts]
@@ -204,9 +183,7 @@ def test_prompts_are_continued_on_the_gpu_as_alone(
     ],
     ids=str,
 )
-def test_starts_and_variants_run_on_a_gpu_from_start_to_end(
-    train_in: Callable[..., RunDir], tmp_path: Path, overrides: list[str]
-) -> None:
+def test_starts_and_variants_run_on_a_gpu_from_start_to_end(train_in, tmp_path, overrides):
     """The base is the plain one, the quantization error falls, and the adapter learns."""
     still = ["trainer=gpu", STILL, "trainer.max_steps=6"]
     run = train_in(tmp_path / "run", *overrides, *still)
@@ -220,9 +197,7 @@ def test_starts_and_variants_run_on_a_gpu_from_start_to_end(
 
 
 @pytest.mark.parametrize("init", ["pissa", "loftq"])
-def test_a_start_on_a_gpu_is_that_of_the_cpu(
-    tiny_base: BaseModel, tiny_config: Callable[..., RunConfig], init: str
-) -> None:
+def test_a_start_on_a_gpu_is_that_of_the_cpu(tiny_base, tiny_config, init):
     """To the last bits of the decomposition: the same update, and equal errors."""
     config = tiny_config(f"lora.init={init}")
     here, there = (QloraBackend(config, tiny_base, device) for device in (CPU, CUDA))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -14,12 +13,6 @@ from mens_exp.evals.vllm_engine import Served, VllmEngine, open_vllm
 from mens_exp.model.resolve import resolve
 from mens_exp.tokenizer.hf import HfTokenizer
 from mens_exp.training.build import build_backend
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,9 +27,7 @@ pytestmark = [
 ]
 
 
-def test_greedy_answers_begin_as_those_of_the_graph_at_hand(
-    cache: Path, tiny_config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
+def test_greedy_answers_begin_as_those_of_the_graph_at_hand(cache, tiny_config, tmp_path):
     """Base and tuned, on unquantized weights in f32; eight tokens, before rounding tells."""
     config = tiny_config("model=smollm2_135m", "backend=lora", "quant.compute_dtype=f32")
     base = resolve(config.model, cache)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -9,11 +8,8 @@ from safetensors.numpy import save_file
 
 from mens_exp.tokenizer import byte_level
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 # Two query heads and one key-value head of width 32.
-CONFIG: dict[str, Any] = {
+CONFIG = {
     "model_type": "llama",
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -36,7 +32,7 @@ SHAPES = {
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
+def base(tmp_path):
     """A model directory of two layers, weights all zero, written with one shard a layer."""
     path = tmp_path / "base"
     path.mkdir()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -13,30 +12,21 @@ from mens_exp.artifacts.adapter_v3 import AdapterManifest
 from mens_exp.config.model import HfModel
 from mens_exp.errors import SetupError
 from mens_exp.layout import hub
-from mens_exp.layout.adapter_base import AdapterBase, base_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
-    from mens_exp.model.resolve import BaseModel
+from mens_exp.layout.adapter_base import base_of
 
 
 @pytest.fixture
-def llama_8b(
-    tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> AdapterBase:
+def llama_8b(tiny_config, monkeypatch, tmp_path):
     """Llama-3.1-8B by the dimensions that we ship; the hub is out of reach."""
 
-    def away(model_id: str, revision: str | None) -> str:
+    def away(model_id, revision):
         raise SetupError(f"the hub cannot be reached for {model_id} at {revision}")
 
     monkeypatch.setattr(hub, "commit_of", away)
     return base_of(tiny_config("model=llama3_8b").model, tmp_path)
 
 
-def test_an_adapter_of_llama_8b_is_168_megabytes(llama_8b: AdapterBase) -> None:
+def test_an_adapter_of_llama_8b_is_168_megabytes(llama_8b):
     """Rank 16 on seven projections of 32 layers: 168 MB in f32, 84 MB in bf16, from the shapes."""
     sizes = [
         16 * (one.width + one.out) for one in llama_8b.modules.values() if one.layer is not None
@@ -46,7 +36,7 @@ def test_an_adapter_of_llama_8b_is_168_megabytes(llama_8b: AdapterBase) -> None:
     assert round(2 * sum(sizes) / 1e6) == 84
 
 
-def test_a_model_that_is_not_here_has_its_usual_keys(llama_8b: AdapterBase) -> None:
+def test_a_model_that_is_not_here_has_its_usual_keys(llama_8b):
     """A head of its own, and the hub's name."""
     assert llama_8b.embed_key == "model.embed_tokens.weight"
     assert llama_8b.key_of("l31.down") == "model.layers.31.mlp.down_proj.weight"
@@ -55,8 +45,8 @@ def test_a_model_that_is_not_here_has_its_usual_keys(llama_8b: AdapterBase) -> N
 
 
 def test_a_model_that_is_not_made_yet_has_the_keys_that_it_will_have(
-    tiny_config: Callable[..., RunConfig], tiny_base: BaseModel, cache: Path, tmp_path: Path
-) -> None:
+    tiny_config, tiny_base, cache, tmp_path
+):
     """The same as those of the directory, once it is there."""
     model = tiny_config().model
     made, unmade = base_of(model, cache), base_of(model, tmp_path)
@@ -66,17 +56,13 @@ def test_a_model_that_is_not_made_yet_has_the_keys_that_it_will_have(
     assert made.embed_key == unmade.embed_key
 
 
-def test_a_tied_head_is_the_embedding_table(
-    family_base: Callable[[str], BaseModel], tmp_path: Path
-) -> None:
+def test_a_tied_head_is_the_embedding_table(family_base, tmp_path):
     """gpt2's, whose checkpoint holds no head."""
     base = base_of(HfModel(id=str(family_base("gpt2").directory)), tmp_path)
     assert base.key_of("lm_head") == base.embed_key == "transformer.wte.weight"
 
 
-def test_a_checkpoint_saved_without_its_head_keeps_its_short_keys(
-    family_base: Callable[[str], BaseModel], tmp_path: Path
-) -> None:
+def test_a_checkpoint_saved_without_its_head_keeps_its_short_keys(family_base, tmp_path):
     """As the hub's gpt2 is: `h.0…` instead of `transformer.h.0…`."""
     place = shutil.copytree(family_base("gpt2").directory, tmp_path / "gpt2")
     file = place / "model.safetensors"
@@ -88,8 +74,8 @@ def test_a_checkpoint_saved_without_its_head_keeps_its_short_keys(
     assert base.modules["l0.qkv"].path == "transformer.h.0.attn.c_attn"
 
 
-def adapter(base: AdapterBase, **changes: object) -> tuple[AdapterManifest, dict[str, np.ndarray]]:
-    values: dict[str, object] = {
+def adapter(base, **changes):
+    values = {
         "adapter_method": "lora",
         "quant": {"base_quant": "none", "double_quant": False},
         "base_key_map": {"l0.k": base.key_of("l0.k")},
@@ -100,7 +86,7 @@ def adapter(base: AdapterBase, **changes: object) -> tuple[AdapterManifest, dict
         "alpha": 2,
     }
     tensors = {"a": np.ones((2, 64), np.float32), "b": np.ones((32, 2), np.float32)}
-    manifest = AdapterManifest(**(values | changes))  # type: ignore[arg-type]
+    manifest = AdapterManifest(**(values | changes))
     named = {
         f"{layer}.lora_{half}": tensors[half] for layer in manifest.layer_order for half in "ab"
     }
@@ -122,11 +108,11 @@ def adapter(base: AdapterBase, **changes: object) -> tuple[AdapterManifest, dict
     ],
 )
 def test_what_the_base_does_not_have_is_named(
-    tiny_config: Callable[..., RunConfig],
-    cache: Path,
-    changes: dict[str, object],
-    expected: list[str],
-) -> None:
+    tiny_config,
+    cache,
+    changes,
+    expected,
+):
     """Sizes, layers, keys and shapes; k is [32, 64] there and q [64, 64]."""
     base = base_of(tiny_config().model, cache)
     found = base.problems(*adapter(base, **changes), "a")

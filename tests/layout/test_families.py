@@ -6,7 +6,7 @@ from mens_exp.layout.families import FAMILIES
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logical_names_are_one_to_one(name: str) -> None:
+def test_logical_names_are_one_to_one(name):
     """Two modules of a layer never share a name, nor two names a module."""
     projections = FAMILIES[name].projections
     assert len({one.logical for one in projections}) == len(projections)
@@ -14,7 +14,7 @@ def test_logical_names_are_one_to_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_groups_hold_projections_and_all_linear_holds_all(name: str) -> None:
+def test_groups_hold_projections_and_all_linear_holds_all(name):
     """A group names nothing that the family lacks."""
     family = FAMILIES[name]
     logical = {one.logical for one in family.projections}

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -15,12 +14,6 @@ from mens_exp.layout.names import logical_name
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import linear_modules
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.layout.directory import ModelDirectory
-
 SIZES = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -32,11 +25,11 @@ LAYER = {"attention.query_key_value": (192, 64), "attention.dense": (64, 64), "m
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Callable[..., ModelDirectory]:
+def directory(tmp_path):
     """Write a model directory of two layers, some of its tensors replaced or, as None, left out."""
 
-    def written(changes: dict[str, Any] | None = None, **config: Any) -> ModelDirectory:
-        shapes: dict[str, Any] = {"net.embed_in.weight": (300, 64), "embed_out.weight": (300, 64)}
+    def written(changes=None, **config):
+        shapes = {"net.embed_in.weight": (300, 64), "embed_out.weight": (300, 64)}
         for layer in range(2):
             shapes |= {f"net.layers.{layer}.{path}.weight": out for path, out in LAYER.items()}
             shapes[f"net.layers.{layer}.norm.weight"] = (64,)
@@ -51,12 +44,12 @@ def directory(tmp_path: Path) -> Callable[..., ModelDirectory]:
     return written
 
 
-def test_a_known_model_type_keeps_its_table(directory: Callable[..., ModelDirectory]) -> None:
+def test_a_known_model_type_keeps_its_table(directory):
     """Whatever the headers say; they are checked against it elsewhere."""
     assert family_in(directory(model_type="gpt2")) is FAMILIES["gpt2"]
 
 
-def test_an_unknown_one_is_read_off_its_headers(directory: Callable[..., ModelDirectory]) -> None:
+def test_an_unknown_one_is_read_off_its_headers(directory):
     """Paths, sizes, layers, the embedding, and that the head is one of its own."""
     from mens_exp.config.model import HfModel
 
@@ -71,17 +64,17 @@ def test_an_unknown_one_is_read_off_its_headers(directory: Callable[..., ModelDi
     assert logical_name(paths["l1.dense"], shape.family) == "l1.dense"
 
 
-def test_one_table_alone_is_a_tied_head(directory: Callable[..., ModelDirectory]) -> None:
+def test_one_table_alone_is_a_tied_head(directory):
     """Unless config.json says otherwise."""
     assert family_in(directory({"embed_out.weight": None})).tied
 
 
 def test_usual_names_get_the_usual_logical_names_and_groups(
-    directory: Callable[..., ModelDirectory],
-) -> None:
+    directory,
+):
     """So an adapter on them is called what it is called elsewhere."""
     usual = {"self_attn.q_proj": (64, 64), "self_attn.v_proj": (64, 64), "mlp.fc": (128, 64)}
-    changes: dict[str, Any] = {}
+    changes = {}
     for layer in range(2):
         changes |= dict.fromkeys(f"net.layers.{layer}.{path}.weight" for path in LAYER)
         changes |= {f"net.layers.{layer}.{path}.weight": out for path, out in usual.items()}
@@ -92,21 +85,21 @@ def test_usual_names_get_the_usual_logical_names_and_groups(
 
 
 def test_names_that_are_not_unique_are_whole_paths(
-    directory: Callable[..., ModelDirectory],
-) -> None:
+    directory,
+):
     """Two dense layers of one decoder layer are told apart."""
     twice = {f"net.layers.{layer}.mlp.dense.weight": (64, 256) for layer in range(2)}
     logical = [one.logical for one in family_in(directory(twice)).projections]
     assert {"attention_dense", "mlp_dense"} <= set(logical)
 
 
-def test_layers_that_differ_are_refused(directory: Callable[..., ModelDirectory]) -> None:
+def test_layers_that_differ_are_refused(directory):
     """A plan for one layer would be wrong about the other."""
     with pytest.raises(ModelFileError, match="its layers are not alike"):
         family_in(directory({"net.layers.1.mlp.up.weight": (512, 64)}))
 
 
-def test_weights_without_layers_are_refused(directory: Callable[..., ModelDirectory]) -> None:
+def test_weights_without_layers_are_refused(directory):
     """The nearest known family is named, or all."""
     without = {f"net.layers.{layer}.{path}.weight": None for layer in range(2) for path in LAYER}
     with pytest.raises(ModelFileError, match=r"unknown model_type.*nearest is llama"):

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from huggingface_hub import constants
@@ -13,14 +12,11 @@ from mens_exp.layout import hub_snapshot
 from mens_exp.layout.directory import read_directory
 from mens_exp.layout.shape import check_weights, shape_of
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 NAME = "lab/tiny-model"
 
 
 @pytest.fixture
-def model(hub: Any, base: Path) -> HfModel:
+def model(hub, base):
     """The two-layer model of this folder's fixtures, on the hub, with much that nobody needs."""
     files = {file.name: file.read_bytes() for file in base.iterdir()}
     clutter = dict.fromkeys(
@@ -33,23 +29,23 @@ def model(hub: Any, base: Path) -> HfModel:
     return HfModel(id=NAME)
 
 
-def commit(hub: Any) -> str:
+def commit(hub):
     return str(hub.repositories[NAME].refs["main"])
 
 
-def refusal(model: HfModel) -> MensError:
+def refusal(model):
     with pytest.raises(MensError) as caught:
         ours.describe(model)
     return caught.value
 
 
-def away(monkeypatch: pytest.MonkeyPatch) -> None:
+def away(monkeypatch):
     """Cut the network off, in a process that has asked nothing yet."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub_snapshot.forget()
 
 
-def test_a_branch_is_put_down_as_its_commit(hub: Any, model: HfModel) -> None:
+def test_a_branch_is_put_down_as_its_commit(hub, model):
     """Once a process: the branch moves on, and the answer stays."""
     first = commit(hub)
     assert ours.pinned(model).revision == first
@@ -63,16 +59,14 @@ def test_a_branch_is_put_down_as_its_commit(hub: Any, model: HfModel) -> None:
     assert ours.pinned(model).revision == commit(hub)
 
 
-def test_a_directory_is_put_down_whole(
-    hub: Any, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_is_put_down_whole(hub, base, monkeypatch):
     """Whatever folder a run is resumed in, it is the same one; the hub is not asked."""
     monkeypatch.chdir(base.parent)
     assert ours.pinned(HfModel(id="base")) == HfModel(id=str(base))
     assert hub.requests == []
 
 
-def test_headers_are_read_before_weights(hub: Any, model: HfModel, base: Path) -> None:
+def test_headers_are_read_before_weights(hub, model, base):
     """Dimensions and tensors are the directory's own, and no shard was fetched."""
     found = ours.describe(model)
     assert found.tensors == read_directory(base).tensors
@@ -81,9 +75,7 @@ def test_headers_are_read_before_weights(hub: Any, model: HfModel, base: Path) -
     assert not list(found.path.glob("*.safetensors"))
 
 
-def test_bytes_to_download_are_those_of_the_missing_shards(
-    hub: Any, model: HfModel, base: Path
-) -> None:
+def test_bytes_to_download_are_those_of_the_missing_shards(hub, model, base):
     """Both shards, then none."""
     shards = sum(file.stat().st_size for file in base.glob("*.safetensors"))
     assert ours.bytes_to_download(model) == shards
@@ -92,7 +84,7 @@ def test_bytes_to_download_are_those_of_the_missing_shards(
     assert ours.bytes_to_download(HfModel(id=str(base))) == 0
 
 
-def test_only_what_is_needed_is_downloaded(hub: Any, model: HfModel, base: Path) -> None:
+def test_only_what_is_needed_is_downloaded(hub, model, base):
     """Shards, tokenizer and configuration, byte for byte; no pickle, no copy, no code."""
     directory = ours.download(model)
     assert directory.name == commit(hub)
@@ -103,13 +95,13 @@ def test_only_what_is_needed_is_downloaded(hub: Any, model: HfModel, base: Path)
         assert not [line for line in hub.asked(clutter) if "/resolve/" in line]
 
 
-def test_code_is_downloaded_where_it_is_asked_for(hub: Any, model: HfModel) -> None:
+def test_code_is_downloaded_where_it_is_asked_for(hub, model):
     """Of the same commit as the weights."""
     model.trust_remote_code = True
     assert (ours.download(model) / "model.py").is_file()
 
 
-def test_a_pinned_commit_is_what_is_downloaded(hub: Any, model: HfModel) -> None:
+def test_a_pinned_commit_is_what_is_downloaded(hub, model):
     """Though the branch has moved on since."""
     model.revision = commit(hub)
     hub.repositories[NAME].commit({"config.json": b"another"})
@@ -119,9 +111,7 @@ def test_a_pinned_commit_is_what_is_downloaded(hub: Any, model: HfModel) -> None
     assert not hub.asked("/resolve/main/")
 
 
-def test_a_cached_model_needs_no_network(
-    hub: Any, model: HfModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cached_model_needs_no_network(hub, model, monkeypatch):
     """By branch, which the cache remembers, and by commit; nothing is sent."""
     directory = ours.download(model)
     hub.requests.clear()
@@ -132,9 +122,7 @@ def test_a_cached_model_needs_no_network(
     assert hub.requests == []
 
 
-def test_a_model_that_is_not_cached_needs_one(
-    hub: Any, model: HfModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_is_not_cached_needs_one(hub, model, monkeypatch):
     """The environment's fault, and the command that fetches it."""
     away(monkeypatch)
     error = refusal(model)
@@ -144,9 +132,7 @@ def test_a_model_that_is_not_cached_needs_one(
     assert f"hf download {NAME}" in str(error)
 
 
-def test_a_half_downloaded_model_needs_one(
-    hub: Any, model: HfModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_half_downloaded_model_needs_one(hub, model, monkeypatch):
     """One shard is gone, and the hub with it; back again, only that one is fetched."""
     directory = ours.download(model)
     (directory / "shard-1.safetensors").resolve().unlink()
@@ -161,7 +147,7 @@ def test_a_half_downloaded_model_needs_one(
     assert not hub.asked("shard-0")
 
 
-def test_a_hub_that_is_down_is_told(hub: Any, model: HfModel) -> None:
+def test_a_hub_that_is_down_is_told(hub, model):
     """Exit code 3, and what answers badly is named."""
     hub.broken = True
     error = refusal(model)
@@ -169,15 +155,13 @@ def test_a_hub_that_is_down_is_told(hub: Any, model: HfModel) -> None:
     assert hub.url in str(error)
 
 
-def test_no_server_at_all_is_told(hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_server_at_all_is_told(hub, monkeypatch):
     """A port nobody listens on."""
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert refusal(HfModel(id="lab/never-seen")).exit_code == 3
 
 
-def test_a_network_that_swallows_packets_holds_nobody_up(
-    hub: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_network_that_swallows_packets_holds_nobody_up(hub, monkeypatch):
     """A server that accepts and never answers is given up on."""
     monkeypatch.setattr(hub_snapshot, "_PATIENCE_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -187,7 +171,7 @@ def test_a_network_that_swallows_packets_holds_nobody_up(
     assert "Timeout" in str(error)
 
 
-def test_a_gated_model_names_the_login(hub: Any, model: HfModel) -> None:
+def test_a_gated_model_names_the_login(hub, model):
     """And the page where its terms are accepted."""
     hub.repositories[NAME].gated = True
     error = refusal(model)
@@ -205,7 +189,7 @@ def test_a_gated_model_names_the_login(hub: Any, model: HfModel) -> None:
         ("openai-comunity/gpt2", "openai-community/gpt2"),
     ],
 )
-def test_a_mistyped_id_names_the_nearest(hub: Any, model: HfModel, wrong: str, right: str) -> None:
+def test_a_mistyped_id_names_the_nearest(hub, model, wrong, right):
     """On the hub, by owner and by name, or among the presets."""
     error = refusal(HfModel(id=wrong))
     assert isinstance(error, ModelFileError)
@@ -213,14 +197,14 @@ def test_a_mistyped_id_names_the_nearest(hub: Any, model: HfModel, wrong: str, r
     assert f"the nearest is {right}" in str(error)
 
 
-def test_an_id_like_no_other_is_still_refused(hub: Any, model: HfModel) -> None:
+def test_an_id_like_no_other_is_still_refused(hub, model):
     """Without a guess, and with the login for a private one."""
     error = refusal(HfModel(id="zzzz/9999"))
     assert "nearest" not in str(error)
     assert "hf auth login" in str(error)
 
 
-def test_a_wrong_revision_names_the_nearest(hub: Any, model: HfModel) -> None:
+def test_a_wrong_revision_names_the_nearest(hub, model):
     """Among the branches that there are."""
     error = refusal(HfModel(id=NAME, revision="mian"))
     assert isinstance(error, ConfigError)
@@ -228,12 +212,12 @@ def test_a_wrong_revision_names_the_nearest(hub: Any, model: HfModel) -> None:
     assert "the nearest is main" in str(error)
 
 
-def test_a_commit_that_is_not_there_is_refused(hub: Any, model: HfModel) -> None:
+def test_a_commit_that_is_not_there_is_refused(hub, model):
     """It looks like one, and the hub does not know it."""
     assert refusal(HfModel(id=NAME, revision="0" * 40)).where == "model.revision"
 
 
-def test_a_model_without_safetensors_is_refused(hub: Any, model: HfModel) -> None:
+def test_a_model_without_safetensors_is_refused(hub, model):
     """What it has instead is named, and not fetched."""
     files = dict(hub.repositories[NAME].commits[commit(hub)])
     for name in [name for name in files if "safetensors" in name]:
@@ -245,7 +229,7 @@ def test_a_model_without_safetensors_is_refused(hub: Any, model: HfModel) -> Non
     assert not [line for line in hub.asked(".bin") if "/resolve/" in line]
 
 
-def test_a_damaged_header_is_refused(hub: Any, model: HfModel) -> None:
+def test_a_damaged_header_is_refused(hub, model):
     """Before a weight is fetched."""
     files = dict(hub.repositories[NAME].commits[commit(hub)])
     files["shard-0.safetensors"] = b"\\x10" + bytes(7) + b"no header at all"
@@ -254,22 +238,20 @@ def test_a_damaged_header_is_refused(hub: Any, model: HfModel) -> None:
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "/nowhere", "~/nowhere", "a/b/c"])
-def test_a_path_that_leads_nowhere_is_not_looked_up(hub: Any, path: str) -> None:
+def test_a_path_that_leads_nowhere_is_not_looked_up(hub, path):
     """What is written as a path is one."""
     assert "is no directory" in str(refusal(HfModel(id=path)))
     assert hub.requests == []
 
 
-def test_what_is_no_id_is_refused(hub: Any) -> None:
+def test_what_is_no_id_is_refused(hub):
     """Neither a directory nor anything the hub could have."""
     error = refusal(HfModel(id="my model"))
     assert isinstance(error, ConfigError)
     assert error.where == "model.id"
 
 
-def test_a_full_disk_is_told_before_the_download(
-    hub: Any, model: HfModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_told_before_the_download(hub, model, monkeypatch):
     """Needed and free bytes, and no shard asked for."""
     usage = hub_snapshot.shutil.disk_usage("/")
     monkeypatch.setattr(hub_snapshot.shutil, "disk_usage", lambda _: usage._replace(free=10))

@@ -21,6 +21,6 @@ from mens_exp.layout.licence import attribution_required
         (None, None),
     ],
 )
-def test_licence_asks_what_its_text_says(licence: str | None, required: bool | None) -> None:
+def test_licence_asks_what_its_text_says(licence, required):
     """Of a text that nobody here has read, nothing is claimed."""
     assert attribution_required(licence) is required

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from safetensors.numpy import save_file
 
 from mens_exp.layout.merge_map import (
     AdaptedLayer,
-    Place,
     dtype_of,
     is_transposed,
     layer_problems,
@@ -19,9 +17,6 @@ from mens_exp.layout.merge_map import (
     stored_key,
     untied,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LLAMA = {
     "model.embed_tokens.weight": (4, 3),
@@ -31,13 +26,13 @@ LLAMA = {
 GPT2 = {"wte.weight": (4, 3), "h.0.attn.c_attn.weight": (3, 9), "h.0.attn.bias": (1,)}
 
 
-def shard_of(directory: Path, shapes: dict[str, tuple[int, ...]], dtype: type = np.float32) -> Path:
+def shard_of(directory, shapes, dtype=np.float32):
     path = directory / "a.safetensors"
     save_file({name: np.ones(shape, dtype) for name, shape in shapes.items()}, path)
     return path
 
 
-def layer(logical: str, key: str, shape: tuple[int, int] = (6, 3)) -> AdaptedLayer:
+def layer(logical, key, shape=(6, 3)):
     return AdaptedLayer(logical=logical, key=key, shape=shape)
 
 
@@ -76,15 +71,13 @@ Q0 = layer("l0.q", "model.layers.0.self_attn.q_proj.weight")
         ),
     ],
 )
-def test_an_adapter_of_something_else_is_refused(
-    layers: list[AdaptedLayer], reason: str, tmp_path: Path
-) -> None:
+def test_an_adapter_of_something_else_is_refused(layers, reason, tmp_path):
     """Each with what was found and what to do."""
     (problem,) = layer_problems(layers, [shard_of(tmp_path, LLAMA)], "adapter")
     assert re.search(reason, str(problem)), str(problem)
 
 
-def test_a_quantized_tensor_cannot_be_merged_into(tmp_path: Path) -> None:
+def test_a_quantized_tensor_cannot_be_merged_into(tmp_path):
     """Codes of 4 bits lie in bytes."""
     shard = shard_of(tmp_path, LLAMA, np.uint8)
     (problem,) = layer_problems([Q0], [shard], "adapter")
@@ -92,7 +85,7 @@ def test_a_quantized_tensor_cannot_be_merged_into(tmp_path: Path) -> None:
     assert "unquantized" in str(problem)
 
 
-def test_an_adapter_of_the_base_has_no_problems(tmp_path: Path) -> None:
+def test_an_adapter_of_the_base_has_no_problems(tmp_path):
     """Also where the checkpoint was saved without its head, and stored the other way round."""
     layers = [Q0, layer("lm_head", "model.embed_tokens.weight", (4, 3))]
     assert layer_problems(layers, [shard_of(tmp_path, LLAMA)], "adapter") == []
@@ -104,7 +97,7 @@ def test_an_adapter_of_the_base_has_no_problems(tmp_path: Path) -> None:
     ("key", "found"),
     [("a.b", None), ("model.x", "model.x"), ("transformer.h", "h"), ("y", "model.y")],
 )
-def test_names_may_differ_in_their_first_part(key: str, found: str | None) -> None:
+def test_names_may_differ_in_their_first_part(key, found):
     """Whichever of the two was saved without its head."""
     assert stored_key(key, {"model.x", "h", "model.y"}) == found
 
@@ -120,16 +113,16 @@ def test_names_may_differ_in_their_first_part(key: str, found: str | None) -> No
         ("model.layers.0.self_attn.o_proj.weight", False),
     ],
 )
-def test_only_gpt2_s_projections_are_transposed(key: str, expected: bool) -> None:
+def test_only_gpt2_s_projections_are_transposed(key, expected):
     """Falcon's and BLOOM's keys begin alike and are Linear's."""
     assert is_transposed(key) is expected
 
 
-def by_name(found: dict[Path, list[Place]]) -> dict[str, Place]:
+def by_name(found):
     return {one.name: one for listed in found.values() for one in listed}
 
 
-def test_a_subset_holds_the_merged_tensors_alone(tmp_path: Path) -> None:
+def test_a_subset_holds_the_merged_tensors_alone(tmp_path):
     """A head that is the embedding table under its own name."""
     head = layer("lm_head", "model.embed_tokens.weight", (4, 3))
     assert untied(head)
@@ -141,7 +134,7 @@ def test_a_subset_holds_the_merged_tensors_alone(tmp_path: Path) -> None:
     assert found["lm_head.weight"].key == head.key
 
 
-def test_a_new_head_stands_beside_every_tensor_of_the_base(tmp_path: Path) -> None:
+def test_a_new_head_stands_beside_every_tensor_of_the_base(tmp_path):
     """The table keeps its name and nothing is merged into it."""
     head = layer("lm_head", "transformer.wte.weight", (4, 3))
     found = by_name(places([head], [shard_of(tmp_path, GPT2)], only_merged=False))
@@ -150,7 +143,7 @@ def test_a_new_head_stands_beside_every_tensor_of_the_base(tmp_path: Path) -> No
     assert found["lm_head.weight"].key == "wte.weight"
 
 
-def test_a_base_keeps_its_precision(tmp_path: Path) -> None:
+def test_a_base_keeps_its_precision(tmp_path):
     """bf16 where all of it is; f32 for anything else, which it holds without loss."""
     shard = shard_of(tmp_path, GPT2, np.float16)
     assert dtype_of(one.info for one in places([], [shard], only_merged=False)[shard]) == "F32"

@@ -30,7 +30,7 @@ PEFT = "base_model.model."
         ("lm_head", "llama", "lm_head"),
     ],
 )
-def test_projection_has_its_logical_name(path: str, family: str, name: str) -> None:
+def test_projection_has_its_logical_name(path, family, name):
     """The names of the adapter schema; PEFT's prefix does not matter."""
     assert logical_name(path, FAMILIES[family]) == name
     assert logical_name(PEFT + path, FAMILIES[family]) == name
@@ -48,20 +48,20 @@ def test_projection_has_its_logical_name(path: str, family: str, name: str) -> N
         "transformer.h.0.mlp.c_fc",
     ],
 )
-def test_other_module_has_none(path: str) -> None:
+def test_other_module_has_none(path):
     """Not even one that looks alike, or one of another family."""
     with pytest.raises(ModelFileError, match="no projection with a logical name"):
         logical_name(path, LLAMA)
 
 
-def test_a_checkpoint_saved_without_its_head_lacks_the_first_part_of_each_name() -> None:
+def test_a_checkpoint_saved_without_its_head_lacks_the_first_part_of_each_name():
     """The key is the one that is there."""
     assert base_key("transformer.h.3.mlp.c_fc", GPT2, {"h.3.mlp.c_fc.weight"}) == (
         "h.3.mlp.c_fc.weight"
     )
 
 
-def test_a_tied_head_is_the_embedding_table() -> None:
+def test_a_tied_head_is_the_embedding_table():
     """Its own key is taken where there is one."""
     embedding = "model.embed_tokens.weight"
     assert base_key("lm_head", LLAMA, {embedding}) == embedding
@@ -69,7 +69,7 @@ def test_a_tied_head_is_the_embedding_table() -> None:
     assert base_key("lm_head", GPT2, {"wte.weight"}) == "wte.weight"
 
 
-def test_a_module_that_the_checkpoint_lacks_is_refused() -> None:
+def test_a_module_that_the_checkpoint_lacks_is_refused():
     """A delta would have nothing to be added to."""
     with pytest.raises(ModelFileError, match="no weight of this module"):
         base_key("model.layers.0.mlp.up_proj", LLAMA, {"model.layers.1.mlp.up_proj.weight"})

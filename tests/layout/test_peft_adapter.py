@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -15,25 +14,18 @@ from mens_exp.layout.adapter_base import base_of
 from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.peft_adapter import manifest_of, read_peft, write_peft
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
-    from mens_exp.layout.adapter_base import AdapterBase
-
 LLAMA = FAMILIES["llama"]
-QUANT: Any = {"base_quant": "none", "double_quant": False}
+QUANT = {"base_quant": "none", "double_quant": False}
 Q, V = (f"base_model.model.model.layers.0.self_attn.{one}_proj" for one in "qv")
 
 
 @pytest.fixture
-def base(tiny_config: Callable[..., RunConfig], cache: Path) -> AdapterBase:
+def base(tiny_config, cache):
     """tiny_llama: width 64, four heads of 16, two of them for keys and values."""
     return base_of(tiny_config().model, cache)
 
 
-def matrices(path: str, r: int, out: int) -> dict[str, np.ndarray]:
+def matrices(path, r, out):
     generator = np.random.default_rng(len(path) + r)
     return {
         f"{path}.lora_A.weight": generator.normal(size=(r, 64)).astype(np.float32),
@@ -41,7 +33,7 @@ def matrices(path: str, r: int, out: int) -> dict[str, np.ndarray]:
     }
 
 
-def peft_in(directory: Path, tensors: dict[str, np.ndarray] | None = None, **config: Any) -> Path:
+def peft_in(directory, tensors=None, **config):
     """Write what PEFT would; q of rank 2 unless told otherwise."""
     directory.mkdir(parents=True, exist_ok=True)
     values = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "bias": "none", **config}
@@ -50,7 +42,7 @@ def peft_in(directory: Path, tensors: dict[str, np.ndarray] | None = None, **con
     return directory
 
 
-def scales(directory: Path, base: AdapterBase) -> dict[str, float]:
+def scales(directory, base):
     adapter = read_peft(directory, base.shape.family)
     manifest, tensors = manifest_of(adapter, base, QUANT, str(directory))
     found = {}
@@ -77,9 +69,7 @@ def scales(directory: Path, base: AdapterBase) -> dict[str, float]:
     ],
     ids=["plain", "rslora", "one alpha", "first pattern", "half", "fraction", "regex"],
 )
-def test_each_layers_scale_is_pefts(
-    base: AdapterBase, tmp_path: Path, config: dict[str, Any], expected: dict[str, float]
-) -> None:
+def test_each_layers_scale_is_pefts(base, tmp_path, config, expected):
     """By hand: alpha over r, or its root; of patterns, the first that matches counts."""
     directory = peft_in(tmp_path / "a", matrices(Q, 2, 64) | matrices(V, 2, 32), **config)
     assert scales(directory, base) == pytest.approx(expected, rel=1e-5)
@@ -95,18 +85,14 @@ def test_each_layers_scale_is_pefts(
         {"loftq_config": {"loftq_bits": 4}, "runtime_config": {"x": 1}, "qalora_group_size": 16},
     ],
 )
-def test_settings_that_say_how_it_was_made_are_read_over(
-    base: AdapterBase, tmp_path: Path, config: dict[str, Any]
-) -> None:
+def test_settings_that_say_how_it_was_made_are_read_over(base, tmp_path, config):
     """As TRL, Unsloth and PEFT itself leave them; the tensors tell which modules are meant."""
     assert scales(peft_in(tmp_path / "a", **config), base) == pytest.approx({"l0.q": 3.0})
 
 
 @pytest.mark.parametrize("form", ["base_model.model.", ""])
 @pytest.mark.parametrize("end", ["", ".default"])
-def test_names_with_and_without_prefix_and_adapter_are_read(
-    base: AdapterBase, tmp_path: Path, form: str, end: str
-) -> None:
+def test_names_with_and_without_prefix_and_adapter_are_read(base, tmp_path, form, end):
     """A training framework's own save keeps or drops them."""
     tensors = {
         name.replace("base_model.model.", form, 1).replace(".weight", f"{end}.weight"): values
@@ -135,15 +121,13 @@ def test_names_with_and_without_prefix_and_adapter_are_read(
         ({"alpha_pattern": {"(": 4}}, r"alpha_pattern\.\(: no regular expression"),
     ],
 )
-def test_what_is_more_or_less_than_lora_is_refused(
-    tmp_path: Path, config: dict[str, Any], message: str
-) -> None:
+def test_what_is_more_or_less_than_lora_is_refused(tmp_path, config, message):
     """Each setting by its name."""
     with pytest.raises((DataError, Problems), match=message):
         read_peft(peft_in(tmp_path / "a", **config), LLAMA)
 
 
-def test_several_wrong_settings_are_reported_together(tmp_path: Path) -> None:
+def test_several_wrong_settings_are_reported_together(tmp_path):
     """In one list."""
     directory = peft_in(tmp_path / "a", bias="all", modules_to_save=["lm_head"])
     with pytest.raises(Problems) as caught:
@@ -163,9 +147,7 @@ def test_several_wrong_settings_are_reported_together(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_tensor_that_belongs_to_no_projection_is_refused(
-    tmp_path: Path, name: str, message: str
-) -> None:
+def test_a_tensor_that_belongs_to_no_projection_is_refused(tmp_path, name, message):
     """By its name."""
     tensors = matrices(Q, 2, 64) | {name: np.ones((2, 2), np.float32)}
     with pytest.raises(DataError, match=message) as caught:
@@ -173,7 +155,7 @@ def test_a_tensor_that_belongs_to_no_projection_is_refused(
     assert name in str(caught.value)
 
 
-def test_many_wrong_tensors_are_counted(tmp_path: Path) -> None:
+def test_many_wrong_tensors_are_counted(tmp_path):
     """An adapter of a whole model on the wrong one: eight are shown."""
     tensors = {}
     for layer in range(10):
@@ -184,7 +166,7 @@ def test_many_wrong_tensors_are_counted(tmp_path: Path) -> None:
     assert "and 12 more problems of this kind" in str(caught.value)
 
 
-def test_a_pickle_is_not_read(tmp_path: Path) -> None:
+def test_a_pickle_is_not_read(tmp_path):
     """It could run code; how to save it again is said."""
     directory = peft_in(tmp_path / "a")
     (directory / "adapter_model.safetensors").rename(directory / "adapter_model.bin")
@@ -208,12 +190,12 @@ def test_a_pickle_is_not_read(tmp_path: Path) -> None:
     ids=["rank", "half", "no lengths", "lengths", "pattern"],
 )
 def test_tensors_that_the_settings_do_not_mean_are_refused(
-    base: AdapterBase,
-    tmp_path: Path,
-    tensors: dict[str, np.ndarray],
-    config: dict[str, Any],
-    message: str,
-) -> None:
+    base,
+    tmp_path,
+    tensors,
+    config,
+    message,
+):
     """Rank, halves and lengths."""
     adapter = read_peft(peft_in(tmp_path / "a", tensors, **config), base.shape.family)
     with pytest.raises((DataError, Problems), match=message):
@@ -230,9 +212,7 @@ def test_tensors_that_the_settings_do_not_mean_are_refused(
         ({"lora_alpha": 0.5}, set()),
     ],
 )
-def test_written_again_the_settings_mean_the_same(
-    base: AdapterBase, tmp_path: Path, config: dict[str, Any], patterns: set[str]
-) -> None:
+def test_written_again_the_settings_mean_the_same(base, tmp_path, config, patterns):
     """The scale of each layer is unchanged; patterns are whole paths, and only where needed."""
     r = 4 if "rank_pattern" in config else 2
     tensors = matrices(Q, r, 64) | matrices(V, 2, 32)
@@ -253,7 +233,7 @@ def test_written_again_the_settings_mean_the_same(
     assert {name for name in ("rank_pattern", "alpha_pattern") if written[name]} == set(patterns)
 
 
-def test_the_directory_is_the_same_bytes_each_time(base: AdapterBase, tmp_path: Path) -> None:
+def test_the_directory_is_the_same_bytes_each_time(base, tmp_path):
     """Sorted keys in both files."""
     adapter = read_peft(peft_in(tmp_path / "a"), base.shape.family)
     for name in ("b", "c"):
@@ -262,7 +242,7 @@ def test_the_directory_is_the_same_bytes_each_time(base: AdapterBase, tmp_path: 
         assert (tmp_path / "b" / file).read_bytes() == (tmp_path / "c" / file).read_bytes()
 
 
-def test_modules_are_named_as_briefly_as_they_can_be(base: AdapterBase, tmp_path: Path) -> None:
+def test_modules_are_named_as_briefly_as_they_can_be(base, tmp_path):
     """By their last names where those mean no other module, else whole."""
     every = {}
     for layer in range(base.shape.num_hidden_layers):

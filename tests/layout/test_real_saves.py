@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from mens_exp.config.compose import compose, typed
@@ -16,9 +14,6 @@ from mens_exp.layout.targets import linear_modules
 from mens_exp.plan.preflight import preflight
 from mens_exp.tokenizer import byte_level
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 # Grouped queries, heads whose width is not hidden_size / heads where a family allows that.
 _COMMON = {
     "hidden_size": 64,
@@ -30,7 +25,7 @@ _COMMON = {
     "max_position_embeddings": 128,
     "pad_token_id": 0,
 }
-CONFIGS: dict[str, dict[str, Any]] = {
+CONFIGS = {
     **{name: dict(_COMMON) for name in ("llama", "mistral", "qwen2", "phi3", "olmo2")},
     **{name: {**_COMMON, "head_dim": 32} for name in ("qwen3", "gemma2", "gemma3_text")},
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 300},
@@ -39,7 +34,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 NARROW = {"q": (64, 64), "k": (32, 64), "v": (32, 64), "o": (64, 64)}
 WIDE = {"q": (128, 64), "k": (64, 64), "v": (64, 64), "o": (64, 128)}
 GATED = {"gate": (192, 64), "up": (192, 64), "down": (64, 192)}
-EXPECTED: dict[str, dict[str, tuple[int, int]]] = {
+EXPECTED = {
     **{name: {**NARROW, **GATED} for name in ("llama", "mistral", "qwen2", "olmo2")},
     **{name: {**WIDE, **GATED} for name in ("qwen3", "gemma2", "gemma3_text")},
     "phi3": {"qkv": (128, 64), "o": (64, 64), "gate_up": (384, 64), "down": (64, 192)},
@@ -47,7 +42,7 @@ EXPECTED: dict[str, dict[str, tuple[int, int]]] = {
 }
 
 
-def save(name: str, directory: Path, *, headless: bool = False) -> Path:
+def save(name, directory, *, headless=False):
     """Let transformers make and save a small random model."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -58,13 +53,13 @@ def save(name: str, directory: Path, *, headless: bool = False) -> Path:
     return directory
 
 
-def test_every_family_is_here() -> None:
+def test_every_family_is_here():
     """A family added to the table has to be saved and read back too."""
     assert CONFIGS.keys() == EXPECTED.keys() == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_real_save_has_the_shapes_that_its_config_tells(name: str, tmp_path: Path) -> None:
+def test_a_real_save_has_the_shapes_that_its_config_tells(name, tmp_path):
     """Every projection of every layer, under its own name, in the stored orientation."""
     directory = read_directory(save(name, tmp_path / name))
     shape = shape_of(HfModel(id=str(directory.path)))
@@ -87,7 +82,7 @@ def test_a_real_save_has_the_shapes_that_its_config_tells(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_tied_head_has_no_tensor_of_its_own(name: str, tmp_path: Path) -> None:
+def test_a_tied_head_has_no_tensor_of_its_own(name, tmp_path):
     """As the config tells it, the head's key is the table's or its own."""
     directory = read_directory(save(name, tmp_path / name))
     shape = shape_of(HfModel(id=str(directory.path)))
@@ -97,7 +92,7 @@ def test_a_tied_head_has_no_tensor_of_its_own(name: str, tmp_path: Path) -> None
     assert directory.tensors[key].shape == (300, 64)
 
 
-def test_gpt2_is_read_without_its_prefix_too(tmp_path: Path) -> None:
+def test_gpt2_is_read_without_its_prefix_too(tmp_path):
     """Published GPT-2 checkpoints lack `transformer.`, as a model saved without its head does."""
     directory = read_directory(save("gpt2", tmp_path / "gpt2", headless=True))
     assert "h.0.attn.c_attn.weight" in directory.tensors
@@ -108,8 +103,8 @@ def test_gpt2_is_read_without_its_prefix_too(tmp_path: Path) -> None:
 
 
 def test_model_that_reads_images_too_is_refused_by_the_name_of_the_text_only_one(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """Gemma 3 with a vision tower, as transformers saves it: once, with exit code 2."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 

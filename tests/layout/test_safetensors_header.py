@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -10,18 +9,15 @@ from safetensors.numpy import save_file
 from mens_exp.errors import ModelFileError
 from mens_exp.layout.safetensors_header import TensorInfo, read_header
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 ONE = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     return tmp_path / "model.safetensors"
 
 
-def write(file: Path, header: Any, data: bytes = b"", *, length: int | None = None) -> Path:
+def write(file, header, data=b"", *, length=None):
     """Write a file with a header given as an object, or as the raw bytes."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     size = len(raw) if length is None else length
@@ -29,7 +25,7 @@ def write(file: Path, header: Any, data: bytes = b"", *, length: int | None = No
     return file
 
 
-def refusal(file: Path) -> str:
+def refusal(file):
     with pytest.raises(ModelFileError) as caught:
         read_header(file)
     assert caught.value.exit_code == 2
@@ -37,7 +33,7 @@ def refusal(file: Path) -> str:
     return str(caught.value)
 
 
-def test_header_of_a_written_file_is_read(file: Path) -> None:
+def test_header_of_a_written_file_is_read(file):
     """Types, shapes and places, as the reference implementation wrote them."""
     save_file(
         {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.int64)}, file, {"format": "pt"}
@@ -50,7 +46,7 @@ def test_header_of_a_written_file_is_read(file: Path) -> None:
     assert sorted(info.end - info.start for info in found.values()) == [24, 32]
 
 
-def test_scalar_and_empty_tensors_are_read(file: Path) -> None:
+def test_scalar_and_empty_tensors_are_read(file):
     """A shape of nothing is one element, a zero in it none; two may begin at one place."""
     header = {
         "full": {"dtype": "U8", "shape": [], "data_offsets": [0, 1]},
@@ -62,13 +58,13 @@ def test_scalar_and_empty_tensors_are_read(file: Path) -> None:
     }
 
 
-def test_file_without_tensors_is_read(file: Path) -> None:
+def test_file_without_tensors_is_read(file):
     """The smallest header there is."""
     assert read_header(write(file, {})) == {}
 
 
 @pytest.mark.parametrize("kept", [0, 3, 8, 20])
-def test_file_cut_in_its_header_is_refused(file: Path, kept: int) -> None:
+def test_file_cut_in_its_header_is_refused(file, kept):
     """Whether nothing, part of the length, or part of the JSON is left."""
     whole = write(file, ONE, bytes(8)).read_bytes()
     file.write_bytes(whole[:kept])
@@ -77,20 +73,20 @@ def test_file_cut_in_its_header_is_refused(file: Path, kept: int) -> None:
     assert f"found {kept} bytes" in message
 
 
-def test_file_cut_in_its_data_is_refused(file: Path) -> None:
+def test_file_cut_in_its_data_is_refused(file):
     """One byte too few."""
     message = refusal(write(file, ONE, bytes(7)))
     assert "the file is truncated" in message
     assert "found 7 bytes of data · expected 8" in message
 
 
-def test_file_with_bytes_to_spare_is_refused(file: Path) -> None:
+def test_file_with_bytes_to_spare_is_refused(file):
     """One byte too many belongs to no tensor."""
     assert "bytes to spare" in refusal(write(file, ONE, bytes(9)))
 
 
 @pytest.mark.parametrize("length", [1_000_000_000, 2**64 - 1])
-def test_header_length_beyond_reason_is_refused_unread(file: Path, length: int) -> None:
+def test_header_length_beyond_reason_is_refused_unread(file, length):
     """A gigabyte of header is not allocated to find out that it is not there."""
     assert f"found {length} bytes" in refusal(write(file, b"{}", length=length))
 
@@ -114,12 +110,12 @@ def test_header_length_beyond_reason_is_refused_unread(file: Path, length: int) 
     ],
     ids=lambda raw: raw[:60].decode("latin-1"),
 )
-def test_header_of_another_form_is_refused(file: Path, raw: bytes) -> None:
+def test_header_of_another_form_is_refused(file, raw):
     """Whatever the JSON is, it ends in a message that names the file."""
     assert "no safetensors header" in refusal(write(file, raw, bytes(8)))
 
 
-def test_unknown_dtype_is_refused(file: Path) -> None:
+def test_unknown_dtype_is_refused(file):
     """The tensor is named."""
     header = {"layers.a": {"dtype": "Q4", "shape": [2], "data_offsets": [0, 1]}}
     message = refusal(write(file, header, bytes(1)))
@@ -129,7 +125,7 @@ def test_unknown_dtype_is_refused(file: Path) -> None:
 
 
 @pytest.mark.parametrize("offsets", [[0, 4], [0, 12], [8, 0], [4, 8]])
-def test_offsets_that_lie_about_the_size_are_refused(file: Path, offsets: list[int]) -> None:
+def test_offsets_that_lie_about_the_size_are_refused(file, offsets):
     """Two F32 are eight bytes."""
     header = {"a": {"dtype": "F32", "shape": [2], "data_offsets": offsets}}
     message = refusal(write(file, header, bytes(8)))
@@ -140,12 +136,12 @@ def test_offsets_that_lie_about_the_size_are_refused(file: Path, offsets: list[i
 @pytest.mark.parametrize(
     "second", [[12, 20], [4, 12], [0, 8], [-8, 0]], ids=["hole", "overlap", "same", "before"]
 )
-def test_tensors_must_follow_each_other(file: Path, second: list[int]) -> None:
+def test_tensors_must_follow_each_other(file, second):
     """No hole, no overlap, nothing before the data."""
     header = ONE | {"b": {"dtype": "F32", "shape": [2], "data_offsets": second}}
     assert "overlap or leave a hole" in refusal(write(file, header, bytes(20)))
 
 
-def test_absent_file_is_refused(file: Path) -> None:
+def test_absent_file_is_refused(file):
     """The system's reason is passed on."""
     assert "cannot be read" in refusal(file)

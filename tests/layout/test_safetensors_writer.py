@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -12,9 +11,6 @@ from safetensors.numpy import load_file
 
 from mens_exp.layout.safetensors_header import read_header
 from mens_exp.layout.safetensors_writer import Outline, SafetensorsWriter
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TENSORS = {
     "odd": np.arange(3, dtype=np.uint8),
@@ -29,8 +25,8 @@ OUTLINES = {
 }
 
 
-def written(file: io.BufferedIOBase | io.BytesIO, step: int = 1 << 20) -> list[str]:
-    writer = SafetensorsWriter(file, OUTLINES)  # type: ignore[arg-type]
+def written(file, step=1 << 20):
+    writer = SafetensorsWriter(file, OUTLINES)
     for name in writer.order:
         data = TENSORS[name].tobytes()
         for start in range(0, len(data), step):
@@ -40,7 +36,7 @@ def written(file: io.BufferedIOBase | io.BytesIO, step: int = 1 << 20) -> list[s
 
 
 @pytest.mark.parametrize("step", [1, 5, 1 << 20])
-def test_tensors_come_back_however_they_were_cut(tmp_path: Path, step: int) -> None:
+def test_tensors_come_back_however_they_were_cut(tmp_path, step):
     """Types, shapes and values, a scalar and an empty tensor among them."""
     path = tmp_path / "a.safetensors"
     with path.open("wb") as file:
@@ -55,7 +51,7 @@ def test_tensors_come_back_however_they_were_cut(tmp_path: Path, step: int) -> N
     assert read_header(path).keys() == TENSORS.keys()
 
 
-def test_wide_types_come_first_and_equal_tensors_give_equal_bytes() -> None:
+def test_wide_types_come_first_and_equal_tensors_give_equal_bytes():
     """So that each tensor is aligned to its own type."""
     one, two = io.BytesIO(), io.BytesIO()
     assert written(one) == ["scalar", "wide", "none", "half", "odd"]
@@ -63,7 +59,7 @@ def test_wide_types_come_first_and_equal_tensors_give_equal_bytes() -> None:
     assert one.getvalue() == two.getvalue()
 
 
-def test_a_tensor_out_of_turn_too_long_or_too_short_is_a_bug() -> None:
+def test_a_tensor_out_of_turn_too_long_or_too_short_is_a_bug():
     """What the header promises is what follows."""
     outlines = {"a": Outline(dtype="U8", shape=(2,)), "b": Outline(dtype="U8", shape=(1,))}
     with pytest.raises(AssertionError, match="a comes first"):

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -12,13 +11,6 @@ from mens_exp.errors import ModelFileError
 from mens_exp.layout.directory import read_directory
 from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.shape import Shape, check_weights, shape_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
-    from mens_exp.model.resolve import BaseModel
 
 # 3 query heads and 1 key-value head of width 4, two layers.
 SHAPE = Shape(
@@ -35,7 +27,7 @@ SHAPE = Shape(
 )
 
 
-def configure(base: Path, **changes: Any) -> HfModel:
+def configure(base, **changes):
     """Change config.json; a value of None removes its key."""
     path = base / "config.json"
     config = json.loads(path.read_text("utf-8")) | changes
@@ -43,7 +35,7 @@ def configure(base: Path, **changes: Any) -> HfModel:
     return HfModel(id=str(base))
 
 
-def test_projections_have_their_shapes() -> None:
+def test_projections_have_their_shapes():
     """[out, in] by hand, for grouped queries."""
     assert SHAPE.projections() == {
         "self_attn.q_proj": (12, 12),
@@ -56,7 +48,7 @@ def test_projections_have_their_shapes() -> None:
     }
 
 
-def test_parameters_are_counted() -> None:
+def test_parameters_are_counted():
     """Two layers of 144+48+48+144+3·240 weights; a table of 1,200, twice where it is not tied."""
     assert SHAPE.linear_parameters == 2 * 1104
     assert SHAPE.embedding_parameters == 1200
@@ -64,35 +56,33 @@ def test_parameters_are_counted() -> None:
     assert untied.embedding_parameters == 2400
 
 
-def test_written_model_has_the_configured_shape(
-    tiny_config: Callable[..., RunConfig], tiny_base: BaseModel
-) -> None:
+def test_written_model_has_the_configured_shape(tiny_config, tiny_base):
     """What tiny_llama's config.json says is what its YAML says."""
     configured = tiny_config().model
     assert isinstance(configured, RandomModel)
     assert shape_of(HfModel(id=str(tiny_base.directory))) == shape_of(configured)
 
 
-def test_written_model_has_the_weights_of_its_shape(tiny_base: BaseModel) -> None:
+def test_written_model_has_the_weights_of_its_shape(tiny_base):
     """Every projection that is expected is there."""
     check_weights(read_directory(tiny_base.directory))
 
 
-def test_directory_states_its_shape(base: Path) -> None:
+def test_directory_states_its_shape(base):
     """Sizes from config.json; the head's width follows from them."""
     shape = shape_of(HfModel(id=str(base)))
     assert (shape.hidden_size, shape.head_dim, shape.num_key_value_heads) == (64, 32, 1)
     assert shape.tied
 
 
-def test_optional_dimensions_have_transformers_defaults(base: Path) -> None:
+def test_optional_dimensions_have_transformers_defaults(base):
     """Without them, every query head has its own keys and the head is not tied."""
     model = configure(base, num_key_value_heads=None, tie_word_embeddings=None)
     shape = shape_of(model)
     assert (shape.num_key_value_heads, shape.tied) == (2, False)
 
 
-def test_width_of_a_head_may_be_stated(base: Path) -> None:
+def test_width_of_a_head_may_be_stated(base):
     """Some families' heads are not hidden_size over heads."""
     assert shape_of(configure(base, head_dim=48)).projections()["self_attn.q_proj"] == (96, 64)
 
@@ -107,15 +97,13 @@ def test_width_of_a_head_may_be_stated(base: Path) -> None:
         ({"num_attention_heads": 0}, "unusable dimension"),
     ],
 )
-def test_directory_without_its_shape_is_refused(
-    base: Path, changes: dict[str, Any], reason: str
-) -> None:
+def test_directory_without_its_shape_is_refused(base, changes, reason):
     """The missing or unusable dimension is named."""
     with pytest.raises(ModelFileError, match=reason):
         shape_of(configure(base, **changes))
 
 
-def test_weights_of_the_stated_shape_are_accepted(base: Path) -> None:
+def test_weights_of_the_stated_shape_are_accepted(base):
     """With and without the prefix that a model saved without its head lacks."""
     check_weights(read_directory(base))
     for shard in base.glob("*.safetensors"):
@@ -127,7 +115,7 @@ def test_weights_of_the_stated_shape_are_accepted(base: Path) -> None:
     check_weights(read_directory(base))
 
 
-def test_layer_without_weights_is_refused(base: Path) -> None:
+def test_layer_without_weights_is_refused(base):
     """Three layers are promised and two are there."""
     configure(base, num_hidden_layers=3)
     with pytest.raises(ModelFileError, match="weights disagree with") as caught:
@@ -136,7 +124,7 @@ def test_layer_without_weights_is_refused(base: Path) -> None:
     assert caught.value.found == "no such tensor"
 
 
-def test_weights_of_another_shape_are_refused(base: Path) -> None:
+def test_weights_of_another_shape_are_refused(base):
     """Shapes found and expected are shown."""
     tensors = load_file(base / "shard-1.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"] = np.zeros((128, 64), np.float16)
@@ -147,7 +135,7 @@ def test_weights_of_another_shape_are_refused(base: Path) -> None:
     assert (caught.value.found, caught.value.expected) == ("[128, 64]", "[64, 128]")
 
 
-def _config_json(directory: Path, **values: Any) -> HfModel:
+def _config_json(directory, **values):
     """A directory with the two files that a shape is read from, and no weights of use."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(values), "utf-8")
@@ -156,7 +144,7 @@ def _config_json(directory: Path, **values: Any) -> HfModel:
     return HfModel(id=str(directory))
 
 
-def test_gpt2_names_its_dimensions_its_own_way(tmp_path: Path) -> None:
+def test_gpt2_names_its_dimensions_its_own_way(tmp_path):
     """n_inner left open is four times the width; the head is tied unless told otherwise."""
     shape = shape_of(
         _config_json(
@@ -182,7 +170,7 @@ def test_gpt2_names_its_dimensions_its_own_way(tmp_path: Path) -> None:
     assert shape.linear_parameters + shape.embedding_parameters == 84_934_656 + 38_597_376
 
 
-def test_phi3_fuses_projections(tmp_path: Path) -> None:
+def test_phi3_fuses_projections(tmp_path):
     """Queries, keys and values are one matrix, gate and up another; Phi-3-mini's sizes."""
     shape = shape_of(
         _config_json(

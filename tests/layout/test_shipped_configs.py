@@ -19,7 +19,7 @@ PARAMETERS = {
 }
 
 
-def test_models_of_the_presets_are_shipped() -> None:
+def test_models_of_the_presets_are_shipped():
     """And no other: nobody else's dimensions are known here."""
     folder = Path(shipped_configs.__file__).parent / "shipped"
     ids = {json.loads(file.read_text("utf-8"))["id"] for file in folder.iterdir()}
@@ -28,7 +28,7 @@ def test_models_of_the_presets_are_shipped() -> None:
 
 
 @pytest.mark.parametrize("model_id", PARAMETERS)
-def test_dimensions_are_those_of_the_published_model(model_id: str) -> None:
+def test_dimensions_are_those_of_the_published_model(model_id):
     """Built on the meta device by transformers, it has as many parameters as published."""
     import torch
     from transformers import AutoModelForCausalLM

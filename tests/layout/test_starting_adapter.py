@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -18,17 +17,13 @@ from mens_exp.errors import DataError, MensError, RequestError
 from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.starting_adapter import find, read
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 BASE = "ab" * 32
 
 LLAMA = FAMILIES["llama"]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
+def run(tmp_path):
     """A finished training run with an adapter of one layer, rank 2, in both forms."""
     made = RunDir(tmp_path / "outputs" / "run")
     manifest = AdapterManifest(
@@ -58,9 +53,7 @@ def run(tmp_path: Path) -> RunDir:
     return made
 
 
-def peft_in(
-    directory: Path, tensors: dict[str, Any], dtype: torch.dtype = torch.float32, **config: Any
-) -> Path:
+def peft_in(directory, tensors, dtype=torch.float32, **config):
     directory.mkdir(parents=True)
     values = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "bias": "none", **config}
     (directory / "adapter_config.json").write_text(json.dumps(values), encoding="utf-8")
@@ -74,7 +67,7 @@ def peft_in(
 
 
 @pytest.mark.parametrize("place", ["", "adapter"])
-def test_a_run_and_its_adapter_directory_are_one_adapter(run: RunDir, place: str) -> None:
+def test_a_run_and_its_adapter_directory_are_one_adapter(run, place):
     """Found under either name, read with what its manifest says."""
     assert find(str(run.path / place)) == run.adapter
     adapter = read(run.adapter, LLAMA)
@@ -84,16 +77,14 @@ def test_a_run_and_its_adapter_directory_are_one_adapter(run: RunDir, place: str
     assert adapter.tensors["l0.q.lora_b"].shape == (3, 2)
 
 
-def test_latest_is_the_run_that_started_last(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latest_is_the_run_that_started_last(run, monkeypatch):
     """Under ./outputs, made absolute, so that it stays that run."""
     monkeypatch.chdir(run.path.parents[1])
     assert find("latest") == run.adapter
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_a_peft_directory_is_read_under_logical_names(
-    run: RunDir, tmp_path: Path, dtype: torch.dtype
-) -> None:
+def test_a_peft_directory_is_read_under_logical_names(run, tmp_path, dtype):
     """In any format that PEFT writes; the values here are exact in each."""
     ours = read(run.adapter, LLAMA).tensors
     theirs = read(find(str(peft_in(tmp_path / "peft", ours, dtype))), LLAMA)
@@ -105,12 +96,12 @@ def test_a_peft_directory_is_read_under_logical_names(
         assert np.array_equal(values, ours[name])
 
 
-def test_the_peft_view_of_a_run_knows_its_base(run: RunDir) -> None:
+def test_the_peft_view_of_a_run_knows_its_base(run):
     """The manifest of schema v3 lies beside it."""
     assert read(find(str(run.peft)), LLAMA).base_weights_sha256 == BASE
 
 
-def test_a_variant_and_its_patterns_are_read_from_peft(run: RunDir, tmp_path: Path) -> None:
+def test_a_variant_and_its_patterns_are_read_from_peft(run, tmp_path):
     """An alpha of its own is told by layer; the rank is the matrices'."""
     directory = peft_in(
         tmp_path / "peft",
@@ -134,16 +125,14 @@ def test_a_variant_and_its_patterns_are_read_from_peft(run: RunDir, tmp_path: Pa
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ],
 )
-def test_a_peft_adapter_that_no_run_could_have_left_is_refused(
-    run: RunDir, tmp_path: Path, config: dict[str, Any], message: str
-) -> None:
+def test_a_peft_adapter_that_no_run_could_have_left_is_refused(run, tmp_path, config, message):
     """No setting of ours says its scale or its variant."""
     directory = peft_in(tmp_path / "peft", read(run.adapter, LLAMA).tensors, **config)
     with pytest.raises(DataError, match=message):
         read(directory, LLAMA)
 
 
-def test_an_export_of_mixed_ranks_is_no_start(run: RunDir, tmp_path: Path) -> None:
+def test_an_export_of_mixed_ranks_is_no_start(run, tmp_path):
     """Its one scale is no alpha over each layer's rank; the way to a PEFT form is named."""
     manifest, tensors = read_adapter(run.adapter)
     ours = {"rank_pattern": {"l0.q": 2}, "scale": "header"}
@@ -154,9 +143,7 @@ def test_an_export_of_mixed_ranks_is_no_start(run: RunDir, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("text", ["nowhere", "latest"])
-def test_what_is_not_there_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+def test_what_is_not_there_is_refused(tmp_path, monkeypatch, text):
     """By the setting's own name, with what it takes."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RequestError) as caught:
@@ -165,9 +152,9 @@ def test_what_is_not_there_is_refused(
     assert "an adapter directory (schema v3 or PEFT)" in (caught.value.expected or "")
 
 
-def test_a_run_that_has_not_ended_is_refused(run: RunDir) -> None:
+def test_a_run_that_has_not_ended_is_refused(run):
     """It has no adapter yet; the way to one is named."""
-    os.rename(run.adapter, run.path / "gone")  # noqa: PTH104
+    os.rename(run.adapter, run.path / "gone")
     with pytest.raises(RequestError, match="the run has no adapter") as caught:
         find(str(run.path))
     assert f"resume={run.path}" in (caught.value.remedy or "")
@@ -183,9 +170,7 @@ def test_a_run_that_has_not_ended_is_refused(run: RunDir) -> None:
     ],
     ids=["no object", "no alpha", "no tensors", "truncated"],
 )
-def test_a_damaged_peft_directory_is_refused(
-    run: RunDir, tmp_path: Path, damage: Callable[[Path], object]
-) -> None:
+def test_a_damaged_peft_directory_is_refused(run, tmp_path, damage):
     """With a message of ours, whatever is wrong."""
     directory = peft_in(tmp_path / "peft", read(run.adapter, LLAMA).tensors)
     damage(directory)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from mens_exp.config.lora import LoraConfig, LoraVariant
@@ -18,11 +16,8 @@ from mens_exp.layout.targets import (
     target_problems,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
-
-def shape(family: str = "llama", layers: int = 12, **changes: Any) -> Shape:
+def shape(family="llama", layers=12, **changes):
     """A model of widths 12, 20, 12 and 4, so that no two of its projections are alike by chance."""
     sizes = {
         "hidden_size": 12,
@@ -38,11 +33,11 @@ def shape(family: str = "llama", layers: int = 12, **changes: Any) -> Shape:
     return Shape(family=FAMILIES[family], **sizes | changes)
 
 
-def lora(*targets: str, **changes: Any) -> LoraConfig:
+def lora(*targets, **changes):
     return LoraConfig(name="test", targets=list(targets), **changes)
 
 
-def names(targets: Sequence[str], family: str = "llama", layers: int = 1) -> list[str]:
+def names(targets, family="llama", layers=1):
     return [one.logical for one in chosen(lora(*targets), shape(family, layers))]
 
 
@@ -63,7 +58,7 @@ def names(targets: Sequence[str], family: str = "llama", layers: int = 1) -> lis
         ("*", "l0.q l0.k l0.v l0.o l0.gate l0.up l0.down lm_head"),
     ],
 )
-def test_target_of_a_llama_matches(target: str, expected: str) -> None:
+def test_target_of_a_llama_matches(target, expected):
     """Groups, last names and globs; only lm_head and an all-embracing glob reach the head."""
     assert names([target]) == expected.split()
 
@@ -81,15 +76,13 @@ def test_target_of_a_llama_matches(target: str, expected: str) -> None:
         ("gemma2", "qv", "l0.q l0.v"),
     ],
 )
-def test_groups_mean_the_same_in_families_of_other_names(
-    family: str, target: str, expected: str
-) -> None:
+def test_groups_mean_the_same_in_families_of_other_names(family, target, expected):
     """A module's last name is the family's own; `o_proj` is the group wherever it is one."""
     assert names([target], family) == expected.split()
 
 
 @pytest.mark.parametrize("family", ["phi3", "gpt2"])
-def test_query_and_value_alone_cannot_be_had_of_a_fused_module(family: str) -> None:
+def test_query_and_value_alone_cannot_be_had_of_a_fused_module(family):
     """The message says why, and what there is."""
     with pytest.raises(ConfigError, match="query, key and value in one module") as caught:
         chosen(lora("qv"), shape(family))
@@ -97,14 +90,14 @@ def test_query_and_value_alone_cannot_be_had_of_a_fused_module(family: str) -> N
     assert "qkv" in str(caught.value.expected)
 
 
-def test_globs_choose_layers() -> None:
+def test_globs_choose_layers():
     """`[0-1]` and `1?` are digits of the layer's number, never a part of another layer's."""
     assert names(["model.layers.[0-1].*.q_proj"], layers=12) == ["l0.q", "l1.q"]
     assert names(["*.layers.1?.mlp.down_proj"], layers=12) == ["l10.down", "l11.down"]
     assert names(["*.layers.1.*.v_proj"], layers=12) == ["l1.v"]
 
 
-def test_overlapping_targets_count_once_in_the_model_s_order() -> None:
+def test_overlapping_targets_count_once_in_the_model_s_order():
     """Whatever order they are named in."""
     assert names(["mlp", "up_proj", "q_proj"]) == ["l0.q", "l0.gate", "l0.up", "l0.down"]
 
@@ -119,7 +112,7 @@ def test_overlapping_targets_count_once_in_the_model_s_order() -> None:
         ("q", "expected"),
     ],
 )
-def test_target_that_matches_nothing_is_refused(target: str, hint: str) -> None:
+def test_target_that_matches_nothing_is_refused(target, hint):
     """Part of a name is no name; the nearest is named."""
     with pytest.raises(ConfigError, match="matches no linear module") as caught:
         chosen(lora("q_proj", target), shape())
@@ -127,7 +120,7 @@ def test_target_that_matches_nothing_is_refused(target: str, hint: str) -> None:
     assert hint in str(caught.value)
 
 
-def test_targets_that_match_nothing_are_told_together() -> None:
+def test_targets_that_match_nothing_are_told_together():
     """Two are two problems."""
     with pytest.raises(Problems) as caught:
         chosen(lora("a_proj", "b_proj"), shape())
@@ -135,7 +128,7 @@ def test_targets_that_match_nothing_are_told_together() -> None:
 
 
 @pytest.mark.parametrize("name", ["rank_pattern", "alpha_pattern"])
-def test_pattern_that_matches_no_adapted_module_is_refused(name: str) -> None:
+def test_pattern_that_matches_no_adapted_module_is_refused(name):
     """A module of the model is not enough: it must be a target."""
     assert target_problems(lora("attention", **{name: {"q_proj": 4, "qv": 8}}), shape()) == []
     (problem,) = target_problems(lora("attention", **{name: {"up_proj": 4}}), shape())
@@ -143,7 +136,7 @@ def test_pattern_that_matches_no_adapted_module_is_refused(name: str) -> None:
     assert "or a glob" in str(problem.expected)
 
 
-def test_the_last_pattern_that_matches_counts() -> None:
+def test_the_last_pattern_that_matches_counts():
     """So that a general one can be followed by an exception."""
     modules = chosen(lora("qv"), shape(layers=2))
     values = pattern_values(
@@ -164,14 +157,12 @@ def test_the_last_pattern_that_matches_counts() -> None:
         (["x"], {"r": 8}, 0),
     ],
 )
-def test_adapter_parameters_are_r_times_in_plus_out(
-    targets: list[str], changes: dict[str, Any], count: int
-) -> None:
+def test_adapter_parameters_are_r_times_in_plus_out(targets, changes, count):
     """For each module of the two layers by its own rank; DoRA has a length for each output."""
     assert adapter_parameters(lora(*targets, **changes), shape(layers=2)) == count
 
 
-def test_llama_8b_has_the_adapter_that_its_users_know() -> None:
+def test_llama_8b_has_the_adapter_that_its_users_know():
     """Llama-3.1-8B at r 16 on the seven projections: 41,943,040 parameters."""
     llama = shape(
         layers=32,
@@ -194,13 +185,13 @@ def test_llama_8b_has_the_adapter_that_its_users_know() -> None:
         (["o_proj", "lm_head"], "o in 12 of 12 layers; lm_head: 13 modules"),
     ],
 )
-def test_what_matched_is_said_in_a_line(targets: list[str], expected: str) -> None:
+def test_what_matched_is_said_in_a_line(targets, expected):
     """Kinds that sit in the same layers share a phrase."""
     assert described(chosen(lora(*targets), shape()), 12).startswith(expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_names_of_a_model_are_one_to_one(family: str) -> None:
+def test_names_of_a_model_are_one_to_one(family):
     """Paths and logical names alike; groups are known names of known kinds."""
     modules = linear_modules(shape(family, 2))
     assert len({one.path for one in modules}) == len({one.logical for one in modules})

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 
 from mens_exp.lora.from_weights import delta, loftq, low_rank, pissa, stacked
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-
-def matrix(out: int = 96, width: int = 64, seed: int = 0) -> torch.Tensor:
+def matrix(out=96, width=64, seed=0):
     return torch.randn(out, width, generator=torch.Generator().manual_seed(seed))
 
 
-def coarse(values: torch.Tensor) -> torch.Tensor:
+def coarse(values):
     """A quantizer of a few levels, as a stand-in for NF4."""
     step = values.abs().max() / 4
     return (values / step).round() * step
 
 
-def best(values: torch.Tensor, r: int) -> torch.Tensor:
+def best(values, r):
     """Return the nearest matrix of a rank, by torch's own decomposition (Eckart and Young)."""
     left, spectrum, right = torch.linalg.svd(values.double(), full_matrices=False)
     return ((left[:, :r] * spectrum[:r]) @ right[:r]).float()
@@ -31,7 +26,7 @@ def best(values: torch.Tensor, r: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("out", "width"), [(96, 64), (64, 96), (300, 200)])
 @pytest.mark.parametrize("scale", [1.0, 0.25, 4.0])
-def test_the_pair_is_the_nearest_of_its_rank(out: int, width: int, scale: float) -> None:
+def test_the_pair_is_the_nearest_of_its_rank(out, width, scale):
     """Its error is the exact one's to a thousandth, also where the sketch is not the whole."""
     values = matrix(out, width)
     found = delta(low_rank(values, r=8, scale=scale, layer="l0.q"), scale)
@@ -40,14 +35,14 @@ def test_the_pair_is_the_nearest_of_its_rank(out: int, width: int, scale: float)
     assert (values - found).norm() <= exact * 1.001
 
 
-def test_a_matrix_of_the_rank_is_met_exactly() -> None:
+def test_a_matrix_of_the_rank_is_met_exactly():
     """Three directions are all there is."""
     values = matrix(96, 3) @ matrix(3, 64, seed=1)
     found = delta(low_rank(values, r=3, scale=2.0, layer="l0.q"), 2.0)
     assert torch.allclose(found, values, atol=1e-4)
 
 
-def test_the_spectrum_is_split_evenly() -> None:
+def test_the_spectrum_is_split_evenly():
     """A Aᵀ and Bᵀ B are the same diagonal: singular values over the scale."""
     A, B = low_rank(matrix(), r=4, scale=0.5, layer="l0.q")
     spectrum = torch.linalg.svdvals(matrix())[:4] / 0.5
@@ -55,7 +50,7 @@ def test_the_spectrum_is_split_evenly() -> None:
     assert torch.allclose(B.T @ B, torch.diag(spectrum), atol=1e-3)
 
 
-def test_equal_inputs_give_equal_bits_and_leave_the_global_generator_alone() -> None:
+def test_equal_inputs_give_equal_bits_and_leave_the_global_generator_alone():
     """The sketch is the layer's own."""
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -66,7 +61,7 @@ def test_equal_inputs_give_equal_bits_and_leave_the_global_generator_alone() -> 
     assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
 
 
-def test_a_rank_beyond_the_matrix_is_filled_up_with_nothing() -> None:
+def test_a_rank_beyond_the_matrix_is_filled_up_with_nothing():
     """The product is the matrix; the rest of the pair is zero."""
     values = matrix(6, 4)
     A, B = low_rank(values, r=9, scale=1.0, layer="l0.q")
@@ -74,14 +69,14 @@ def test_a_rank_beyond_the_matrix_is_filled_up_with_nothing() -> None:
     assert torch.allclose(delta((A, B), 1.0), values, atol=1e-5)
 
 
-def test_pissa_takes_out_what_it_gives_the_adapter() -> None:
+def test_pissa_takes_out_what_it_gives_the_adapter():
     """So that at the start, rest and adapter are the weight."""
     start = pissa(matrix(), r=8, scale=2.0, layer="l0.q")
     assert start.taken is start.pair
     assert torch.allclose(delta(start.pair, 2.0), best(matrix(), 8), atol=1e-3)
 
 
-def test_loftq_of_one_round_leaves_the_base_as_it_is() -> None:
+def test_loftq_of_one_round_leaves_the_base_as_it_is():
     """The adapter is the best of its rank for the error of the plain quantization."""
     start = loftq(matrix(), coarse, r=8, scale=2.0, layer="l0.q", iters=1)
     assert start.taken is None
@@ -90,7 +85,7 @@ def test_loftq_of_one_round_leaves_the_base_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("iters", [2, 5])
-def test_further_rounds_quantize_what_the_pair_before_leaves(iters: int) -> None:
+def test_further_rounds_quantize_what_the_pair_before_leaves(iters):
     """What is taken out is the pair of the round before; the last pair fits the last rest."""
     before = loftq(matrix(), coarse, r=8, scale=2.0, layer="l0.q", iters=iters - 1)
     start = loftq(matrix(), coarse, r=8, scale=2.0, layer="l0.q", iters=iters)
@@ -101,7 +96,7 @@ def test_further_rounds_quantize_what_the_pair_before_leaves(iters: int) -> None
 
 
 @pytest.mark.parametrize("begin", [pissa, lambda w, **k: loftq(w, coarse, iters=1, **k)])
-def test_both_come_nearer_to_the_weight_than_quantizing_alone(begin: Callable) -> None:
+def test_both_come_nearer_to_the_weight_than_quantizing_alone(begin):
     """Also for a weight whose spectrum is as flat as noise has it."""
     weight = matrix()
     start = begin(weight, r=16, scale=1.0, layer="l0.q")
@@ -110,7 +105,7 @@ def test_both_come_nearer_to_the_weight_than_quantizing_alone(begin: Callable) -
     assert (weight - seen).norm() < 0.95 * (weight - coarse(weight)).norm()
 
 
-def test_stacked_pairs_are_their_difference() -> None:
+def test_stacked_pairs_are_their_difference():
     """Of twice the rank, under the same scale."""
     first = (matrix(4, 64), matrix(96, 4))
     second = (matrix(4, 64, seed=1), matrix(96, 4, seed=1))

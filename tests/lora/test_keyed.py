@@ -15,23 +15,23 @@ MODULES = linear_modules(shape_of(RandomModel(name="tiny")))  # two Llama layers
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def matrices(rank: int = 8, width: int = 64, out: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+def matrices(rank=8, width=64, out=32):
     return torch.full((rank, width), 7.0), torch.full((out, rank), 7.0)
 
 
-def drawn_a(seed: int, layer: str, rank: int = 8, width: int = 64) -> torch.Tensor:
+def drawn_a(seed, layer, rank=8, width=64):
     a, b = matrices(rank, width)
     initialise(a, b, seed=seed, layer=layer)
     return a
 
 
-def dropout(p: float = 0.3, *, seed: int = 1, layer: str = "l0.qkv", at: int = 0) -> KeyedDropout:
+def dropout(p=0.3, *, seed=1, layer="l0.qkv", at=0):
     module = KeyedDropout(p, seed=seed, layer=layer)
     module.begin(at)
     return module
 
 
-def mask_of(module: KeyedDropout, shape: tuple[int, ...] = (64, 64)) -> torch.Tensor:
+def mask_of(module, shape=(64, 64)):
     """Return where a module keeps elements."""
     return module(torch.ones(shape)) != 0
 
@@ -39,7 +39,7 @@ def mask_of(module: KeyedDropout, shape: tuple[int, ...] = (64, 64)) -> torch.Te
 # initialisation
 
 
-def test_a_is_a_function_of_seed_and_layer_alone() -> None:
+def test_a_is_a_function_of_seed_and_layer_alone():
     """What was drawn before, for other layers of other shapes, changes nothing."""
     first = drawn_a(3, "l0.q")
     drawn_a(3, "l1.up", rank=4, width=128)
@@ -47,7 +47,7 @@ def test_a_is_a_function_of_seed_and_layer_alone() -> None:
     assert torch.equal(drawn_a(3, "l0.q"), first)
 
 
-def test_initialisation_leaves_the_global_generator_alone() -> None:
+def test_initialisation_leaves_the_global_generator_alone():
     """The next global draw is what it would have been."""
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -57,13 +57,13 @@ def test_initialisation_leaves_the_global_generator_alone() -> None:
 
 
 @pytest.mark.parametrize(("seed", "layer"), [(4, "l0.q"), (3, "l0.k"), (3, "l1.q")])
-def test_another_seed_or_layer_draws_another_a(seed: int, layer: str) -> None:
+def test_another_seed_or_layer_draws_another_a(seed, layer):
     """No two streams agree in more than chance lets them."""
     assert not torch.any(drawn_a(seed, layer) == drawn_a(3, "l0.q"))
 
 
 @pytest.mark.parametrize("width", [64, 576])
-def test_a_is_uniform_within_one_over_the_root_of_its_inputs(width: int) -> None:
+def test_a_is_uniform_within_one_over_the_root_of_its_inputs(width):
     """PEFT's own bound; the draws fill it and have its standard deviation, bound / sqrt(3)."""
     a = drawn_a(0, "l0.q", rank=64, width=width)
     bound = 1 / math.sqrt(width)
@@ -73,14 +73,14 @@ def test_a_is_uniform_within_one_over_the_root_of_its_inputs(width: int) -> None
     assert abs(float(a.mean())) < 0.03 * bound
 
 
-def test_the_bound_is_that_of_peft_s_own_initialisation() -> None:
+def test_the_bound_is_that_of_peft_s_own_initialisation():
     """kaiming_uniform_ with a = sqrt(5) fills the same interval."""
     theirs = torch.nn.init.kaiming_uniform_(torch.empty(64, 576), a=math.sqrt(5))
     ours = drawn_a(0, "l0.q", rank=64, width=576)
     assert float(ours.abs().max()) == pytest.approx(float(theirs.abs().max()), rel=0.01)
 
 
-def test_b_starts_at_zero() -> None:
+def test_b_starts_at_zero():
     """Whatever was there before."""
     a, b = matrices()
     initialise(a, b, seed=0, layer="l0.q")
@@ -88,14 +88,14 @@ def test_b_starts_at_zero() -> None:
     assert a.all()
 
 
-def test_a_parameter_s_draws_do_not_depend_on_its_format() -> None:
+def test_a_parameter_s_draws_do_not_depend_on_its_format():
     """A bf16 matrix holds the f32 draws, rounded."""
     a, b = torch.empty(8, 64, dtype=torch.bfloat16), torch.empty(32, 8)
     initialise(a, b, seed=3, layer="l0.q")
     assert torch.equal(a, drawn_a(3, "l0.q").bfloat16())
 
 
-def test_keys_are_63_bits_and_tell_their_parts_apart() -> None:
+def test_keys_are_63_bits_and_tell_their_parts_apart():
     """Generators take them, and ("a", "bc") is not ("ab", "c")."""
     assert 0 <= key_of(1, "x") < 2**63
     assert key_of("a", "bc") != key_of("ab", "c")
@@ -107,7 +107,7 @@ def test_keys_are_63_bits_and_tell_their_parts_apart() -> None:
 
 
 @pytest.mark.parametrize("p", [0.05, 0.3, 0.9])
-def test_the_share_that_is_dropped_is_the_probability(p: float) -> None:
+def test_the_share_that_is_dropped_is_the_probability(p):
     """Over a quarter of a million elements, within six standard deviations."""
     count = 512 * 512
     dropped = 1 - float(mask_of(dropout(p), (512, 512)).float().mean())
@@ -115,7 +115,7 @@ def test_the_share_that_is_dropped_is_the_probability(p: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_mean_is_preserved(dtype: torch.dtype) -> None:
+def test_the_mean_is_preserved(dtype):
     """Kept elements are scaled by 1 / (1 - p); the mean of ones stays one."""
     x = torch.ones(512, 512, dtype=dtype)
     y = dropout(0.25)(x)
@@ -125,7 +125,7 @@ def test_the_mean_is_preserved(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dropped_elements_are_zero_whatever_they_were(dtype: torch.dtype) -> None:
+def test_dropped_elements_are_zero_whatever_they_were(dtype):
     """Infinite and missing values too: their bits are cleared, not multiplied."""
     x = torch.tensor([1.0, -2.0, math.inf, -math.inf, math.nan], dtype=dtype).repeat(400)
     kept = mask_of(dropout(0.5), (2000,))
@@ -135,7 +135,7 @@ def test_dropped_elements_are_zero_whatever_they_were(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_gradient_is_the_mask_times_the_scale(dtype: torch.dtype) -> None:
+def test_the_gradient_is_the_mask_times_the_scale(dtype):
     """By hand: upstream over 1 - p where kept, 0 where dropped; p = 1/2 is exact."""
     module = dropout(0.5)
     generator = torch.Generator().manual_seed(0)
@@ -149,7 +149,7 @@ def test_the_gradient_is_the_mask_times_the_scale(dtype: torch.dtype) -> None:
     assert torch.equal(x.grad, torch.where(kept, upstream * 2, 0))
 
 
-def test_a_gradient_that_is_not_contiguous_is_masked_at_the_right_places() -> None:
+def test_a_gradient_that_is_not_contiguous_is_masked_at_the_right_places():
     """A transposed product behind it hands back a transposed gradient."""
     x = torch.ones(6, 4, requires_grad=True)
     kept = mask_of(dropout(0.5), (6, 4))
@@ -159,7 +159,7 @@ def test_a_gradient_that_is_not_contiguous_is_masked_at_the_right_places() -> No
     assert torch.equal(x.grad, torch.where(kept, weight.T * 2, 0))
 
 
-def test_the_input_is_left_as_it_was() -> None:
+def test_the_input_is_left_as_it_was():
     """Clearing in place happens to a copy."""
     x = torch.ones(64, 64)
     dropout(0.5)(x)
@@ -167,13 +167,13 @@ def test_the_input_is_left_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("other", [{"seed": 2}, {"layer": "l1.qkv"}, {"at": 1}])
-def test_seed_layer_and_micro_batch_each_change_the_mask(other: dict[str, int]) -> None:
+def test_seed_layer_and_micro_batch_each_change_the_mask(other):
     """And nothing else does: equal triples give equal masks."""
     assert torch.equal(mask_of(dropout()), mask_of(dropout()))
     assert not torch.equal(mask_of(dropout()), mask_of(dropout(**other)))
 
 
-def test_the_mask_does_not_depend_on_the_order_of_calls() -> None:
+def test_the_mask_does_not_depend_on_the_order_of_calls():
     """Micro-batch 5 is the same after 0 to 4, before them, and with global draws in between."""
     direct = mask_of(dropout(at=5))
     late = dropout()
@@ -188,7 +188,7 @@ def test_the_mask_does_not_depend_on_the_order_of_calls() -> None:
     assert torch.equal(mask_of(late), direct)
 
 
-def test_dropout_leaves_the_global_generators_alone() -> None:
+def test_dropout_leaves_the_global_generators_alone():
     """There is no generator state to save."""
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -197,10 +197,10 @@ def test_dropout_leaves_the_global_generators_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_masks_of_two_layers_are_uncorrelated() -> None:
+def test_masks_of_two_layers_are_uncorrelated():
     """So are those of two micro-batches: the correlation of 262,144 draws is about zero."""
 
-    def correlation(other: KeyedDropout) -> float:
+    def correlation(other):
         masks = torch.stack([mask_of(m, (512, 512)).flatten() for m in (dropout(), other)])
         return float(torch.corrcoef(masks.double())[0, 1])
 
@@ -209,7 +209,7 @@ def test_masks_of_two_layers_are_uncorrelated() -> None:
     assert correlation(dropout()) == pytest.approx(1)
 
 
-def test_neighbours_in_a_mask_are_uncorrelated() -> None:
+def test_neighbours_in_a_mask_are_uncorrelated():
     """Four draws come out of one word of the generator; they are independent all the same."""
     mask = mask_of(dropout(), (512, 512)).flatten().double()
     for lag in (1, 2, 3, 4, 512):
@@ -217,7 +217,7 @@ def test_neighbours_in_a_mask_are_uncorrelated() -> None:
         assert abs(float(torch.corrcoef(pair)[0, 1])) < 6 / 512
 
 
-def test_equal_inputs_get_the_very_same_result() -> None:
+def test_equal_inputs_get_the_very_same_result():
     """Query, key and value read one tensor: one mask, drawn once, one object."""
     module, x = dropout(), torch.ones(16, 16)
     module.sharers = 3
@@ -226,7 +226,7 @@ def test_equal_inputs_get_the_very_same_result() -> None:
     assert module(x) is first
 
 
-def test_a_result_is_let_go_of_once_all_have_had_it() -> None:
+def test_a_result_is_let_go_of_once_all_have_had_it():
     """Checkpointing frees activations after a layer's forward pass; nothing here may hold them."""
     module, x = dropout(), torch.ones(16, 16)
     for sharers in (1, 3):
@@ -238,7 +238,7 @@ def test_a_result_is_let_go_of_once_all_have_had_it() -> None:
         assert module._last is None
 
 
-def test_computing_again_draws_the_same_mask() -> None:
+def test_computing_again_draws_the_same_mask():
     """As the backward pass does under checkpointing: the same values in a new tensor."""
     module, x = dropout(), torch.ones(16, 16)
     module.sharers = 3
@@ -248,14 +248,14 @@ def test_computing_again_draws_the_same_mask() -> None:
     assert torch.equal(again, first)
 
 
-def test_another_tensor_is_not_mistaken_for_the_last_one() -> None:
+def test_another_tensor_is_not_mistaken_for_the_last_one():
     """Equal values in another tensor are computed anew, under the same mask."""
     module, x, twin = dropout(), torch.ones(16, 16), torch.full((16, 16), 2.0)
     first, second = module(x), module(twin)
     assert torch.equal(second, first * 2)
 
 
-def test_a_new_micro_batch_forgets_the_last_result() -> None:
+def test_a_new_micro_batch_forgets_the_last_result():
     """The same tensor gets a new mask, and nothing of the old step is kept alive."""
     module, x = dropout(), torch.ones(64, 64)
     module.sharers = 2
@@ -265,19 +265,19 @@ def test_a_new_micro_batch_forgets_the_last_result() -> None:
     assert not torch.equal(module(x), first)
 
 
-def test_evaluation_drops_nothing() -> None:
+def test_evaluation_drops_nothing():
     """The input itself comes back."""
     module, x = dropout(0.9).eval(), torch.ones(4, 4)
     assert module(x) is x
 
 
-def test_a_probability_of_zero_drops_nothing() -> None:
+def test_a_probability_of_zero_drops_nothing():
     """In training too, without a draw."""
     x = torch.ones(4, 4)
     assert dropout(0.0)(x) is x
 
 
-def test_the_highest_probability_still_keeps_something() -> None:
+def test_the_highest_probability_still_keeps_something():
     """Rounding never reaches one, where the scale would be infinite."""
     module = dropout(0.99999)
     assert module.threshold == 32767
@@ -285,12 +285,12 @@ def test_the_highest_probability_still_keeps_something() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 5, 4097])
-def test_sizes_that_fill_no_whole_word_work(size: int) -> None:
+def test_sizes_that_fill_no_whole_word_work(size):
     """Four draws share a word; a shorter mask begins like a longer one."""
     assert torch.equal(mask_of(dropout(), (size,)), mask_of(dropout(), (8192,))[:size])
 
 
-def test_the_bits_that_accelerators_draw_are_in_range() -> None:
+def test_the_bits_that_accelerators_draw_are_in_range():
     """Torch draws 15-bit integers as int16 there; the call is legal and fills the range."""
     draws = torch.randint(
         32768, (4096,), generator=torch.Generator().manual_seed(0), dtype=torch.int16
@@ -299,7 +299,7 @@ def test_the_bits_that_accelerators_draw_are_in_range() -> None:
     assert int(draws.max()) > 32000
 
 
-def test_projections_of_one_input_share_an_instance() -> None:
+def test_projections_of_one_input_share_an_instance():
     """Query, key, value; gate, up; output and down stand alone; layers do not mix."""
     adapted = [(one, SimpleNamespace(lora_dropout={})) for one in MODULES[:-1]]
     streams = share_dropout(adapted, p=0.1, seed=3, adapter="default")
@@ -313,7 +313,7 @@ def test_projections_of_one_input_share_an_instance() -> None:
     assert sorted(stream.sharers for stream in streams) == [1, 1, 1, 1, 2, 2, 3, 3]
 
 
-def test_fewer_targets_leave_the_masks_of_the_others_as_they_are() -> None:
+def test_fewer_targets_leave_the_masks_of_the_others_as_they_are():
     """An arm that adapts query and value alone drops what the arm of all four drops there."""
     masks = []
     for chosen in (MODULES[:4], (MODULES[0], MODULES[2])):
@@ -323,7 +323,7 @@ def test_fewer_targets_leave_the_masks_of_the_others_as_they_are() -> None:
     assert torch.equal(*masks)
 
 
-def test_the_stream_names_are_those_of_earlier_releases() -> None:
+def test_the_stream_names_are_those_of_earlier_releases():
     """Another name would draw other masks, and an old run could not be gone on with."""
     adapted = [(one, SimpleNamespace(lora_dropout={})) for one in MODULES]
     streams = share_dropout(adapted, p=0.1, seed=3, adapter="default")
@@ -333,14 +333,14 @@ def test_the_stream_names_are_those_of_earlier_releases() -> None:
     assert names[-1] == "base_model.model.lm_head"
 
 
-def test_a_model_that_drops_nothing_keeps_peft_s_own_modules() -> None:
+def test_a_model_that_drops_nothing_keeps_peft_s_own_modules():
     """DoRA leaves a whole matrix product out then."""
     adapted = [(one, SimpleNamespace(lora_dropout={})) for one in MODULES]
     assert share_dropout(adapted, p=0.0, seed=3, adapter="default") == []
     assert not adapted[0][1].lora_dropout
 
 
-def test_chunks_before_a_head_have_masks_of_their_own() -> None:
+def test_chunks_before_a_head_have_masks_of_their_own():
     """They are rows of one micro-batch; beginning it again repeats them."""
     module = HeadDropout(0.3, seed=1, layer="lm_head")
     runs = []
@@ -353,7 +353,7 @@ def test_chunks_before_a_head_have_masks_of_their_own() -> None:
     assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
 
 
-def test_measuring_moves_no_mask_of_the_head() -> None:
+def test_measuring_moves_no_mask_of_the_head():
     """Rows count in training alone."""
     module = HeadDropout(0.3, seed=1, layer="lm_head")
     module.begin(7)

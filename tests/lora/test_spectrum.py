@@ -10,7 +10,7 @@ import pytest
 from mens_exp.lora.spectrum import singular_values, spectrum
 
 
-def pair(rows: int, rank: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+def pair(rows, rank, columns):
     generator = np.random.default_rng(rows * 100 + rank * 10 + columns)
     A_RI = generator.standard_normal((rank, columns)).astype(np.float32)
     return A_RI, generator.standard_normal((rows, rank)).astype(np.float32)
@@ -18,9 +18,7 @@ def pair(rows: int, rank: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("shape", [(48, 4, 32), (32, 16, 48), (5, 5, 5), (3, 8, 40), (40, 8, 3)])
 @pytest.mark.parametrize("scale", [1.0, 0.25, -2.0])
-def test_singular_values_are_those_of_the_full_product(
-    shape: tuple[int, int, int], scale: float
-) -> None:
+def test_singular_values_are_those_of_the_full_product(shape, scale):
     """Tall, wide, square, and of a rank above either side."""
     A_RI, B_OR = pair(*shape)
     product = scale * (B_OR.astype(np.float64) @ A_RI.astype(np.float64))
@@ -28,7 +26,7 @@ def test_singular_values_are_those_of_the_full_product(
     np.testing.assert_allclose(singular_values(A_RI, B_OR, scale), expected, rtol=1e-10)
 
 
-def test_norms_are_those_of_the_full_product() -> None:
+def test_norms_are_those_of_the_full_product():
     """Frobenius and spectral, in numpy's own words."""
     A_RI, B_OR = pair(20, 4, 30)
     found = spectrum(A_RI, B_OR, 0.5)
@@ -37,7 +35,7 @@ def test_norms_are_those_of_the_full_product() -> None:
     assert found.spectral == pytest.approx(np.linalg.norm(product, 2), rel=1e-12)
 
 
-def test_equal_singular_values_have_the_rank_of_their_number() -> None:
+def test_equal_singular_values_have_the_rank_of_their_number():
     """Both ranks of a scaled identity of four are four."""
     found = spectrum(np.eye(4, 9), np.eye(7, 4), 3.0)
     assert (found.spectral, found.frobenius) == (pytest.approx(3), pytest.approx(6))
@@ -45,7 +43,7 @@ def test_equal_singular_values_have_the_rank_of_their_number() -> None:
     assert found.stable_rank == pytest.approx(4)
 
 
-def test_unequal_singular_values_by_hand() -> None:
+def test_unequal_singular_values_by_hand():
     """3 and 1: the entropy of 3/4 and 1/4, and 10 over 9."""
     found = spectrum(np.diag([3.0, 1.0]), np.eye(2), 1.0)
     entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
@@ -53,13 +51,13 @@ def test_unequal_singular_values_by_hand() -> None:
     assert found.stable_rank == pytest.approx(10 / 9)
 
 
-def test_a_dead_direction_adds_no_rank() -> None:
+def test_a_dead_direction_adds_no_rank():
     """A row of zeros in A leaves rank one."""
     found = spectrum(np.array([[2.0, 0.0], [0.0, 0.0]]), np.eye(2), 1.0)
     assert (found.effective_rank, found.stable_rank) == (pytest.approx(1), pytest.approx(1))
 
 
-def test_a_delta_of_nothing_has_no_rank() -> None:
+def test_a_delta_of_nothing_has_no_rank():
     """B at zero, as training begins."""
     found = spectrum(np.ones((2, 3)), np.zeros((4, 2)), 1.0)
     assert (found.frobenius, found.spectral) == (0, 0)

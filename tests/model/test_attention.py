@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 import torch
 
 from mens_exp.errors import ModelFileError
 from mens_exp.model import attention
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LENGTHS = (7, 1, 37, 12, 5)  # below and over the 32 tokens that lengths are rounded up to
 TOKENS = sum(LENGTHS)
@@ -29,7 +24,7 @@ SHAPE = {
     "initializer_range": 0.2,  # far apart logits: a leak shows
 }
 WINDOW = 4
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+FAMILIES = {
     "llama": ("Llama", {}),
     "llama without groups": ("Llama", {"num_key_value_heads": 8}),
     "mistral, sliding": ("Mistral", {"sliding_window": WINDOW}),
@@ -42,11 +37,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(autouse=True)
-def registered() -> None:
+def registered():
     attention.register()
 
 
-def build(family: str, implementation: str, **changes: Any) -> Any:
+def build(family, implementation, **changes):
     import transformers
 
     name, extra = FAMILIES[family]
@@ -58,11 +53,11 @@ def build(family: str, implementation: str, **changes: Any) -> Any:
     return model.eval()
 
 
-def draw_ids(seed: int = 0) -> torch.Tensor:
+def draw_ids(seed=0):
     return torch.randint(97, (1, TOKENS), generator=torch.Generator().manual_seed(seed))
 
 
-def packed(model: Any, ids: torch.Tensor, bounds: Any = BOUNDS) -> torch.Tensor:
+def packed(model, ids, bounds=BOUNDS):
     """Return logits ``[T, V]`` of a packed sequence."""
     positions = torch.cat([torch.arange(end - start) for start, end in bounds])[None]
     hidden = model.model(
@@ -76,7 +71,7 @@ def packed(model: Any, ids: torch.Tensor, bounds: Any = BOUNDS) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_packed_document_has_the_logits_of_eager_attention_alone(family: str) -> None:
+def test_a_packed_document_has_the_logits_of_eager_attention_alone(family):
     """In f32, each document's logits are those of a plain forward of it by itself."""
     ours, theirs = build(family, attention.IMPLEMENTATION), build(family, "eager")
     ids = draw_ids()
@@ -88,7 +83,7 @@ def test_a_packed_document_has_the_logits_of_eager_attention_alone(family: str) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_document_has_the_same_logits_packed_and_alone(family: str) -> None:
+def test_a_document_has_the_same_logits_packed_and_alone(family):
     """In f32, the neighbours change nothing beyond rounding."""
     model, ids = build(family, attention.IMPLEMENTATION), draw_ids()
     with torch.no_grad():
@@ -99,7 +94,7 @@ def test_a_document_has_the_same_logits_packed_and_alone(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_changing_a_document_changes_nothing_in_the_others(family: str) -> None:
+def test_changing_a_document_changes_nothing_in_the_others(family):
     """Bit for bit, and the changed one does change."""
     model, ids = build(family, attention.IMPLEMENTATION), draw_ids()
     changed = ids.clone()
@@ -112,7 +107,7 @@ def test_changing_a_document_changes_nothing_in_the_others(family: str) -> None:
     assert not torch.equal(before[start:end], after[start:end])
 
 
-def test_a_later_token_changes_nothing_before_it() -> None:
+def test_a_later_token_changes_nothing_before_it():
     """Attention is causal inside a document, bit for bit."""
     model, ids = build("llama", attention.IMPLEMENTATION), draw_ids()
     changed = ids.clone()
@@ -123,7 +118,7 @@ def test_a_later_token_changes_nothing_before_it() -> None:
     assert not torch.equal(before[15:45], after[15:45])
 
 
-def test_a_token_beyond_the_window_is_not_seen() -> None:
+def test_a_token_beyond_the_window_is_not_seen():
     """With one layer and a window of 4, token 8 reaches positions 8 to 11 and no further."""
     model = build("mistral, sliding", attention.IMPLEMENTATION, num_hidden_layers=1)
     ids = draw_ids()
@@ -135,7 +130,7 @@ def test_a_token_beyond_the_window_is_not_seen() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_those_of_eager_attention(family: str) -> None:
+def test_gradients_are_those_of_eager_attention(family):
     """The gradient of a packed loss is the sum of the documents' own, in f32."""
     ours, theirs = build(family, attention.IMPLEMENTATION), build(family, "eager")
     ids = draw_ids()
@@ -149,7 +144,7 @@ def test_gradients_are_those_of_eager_attention(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_padded_rows_have_the_logits_of_eager_attention_alone(family: str) -> None:
+def test_padded_rows_have_the_logits_of_eager_attention_alone(family):
     """Without document bounds it is SDPA under transformers' own masks."""
     ours, theirs = build(family, attention.IMPLEMENTATION), build(family, "eager")
     ids = draw_ids()[:, :24].reshape(2, 12)
@@ -163,12 +158,12 @@ def test_padded_rows_have_the_logits_of_eager_attention_alone(family: str) -> No
 
 
 @pytest.mark.parametrize("padding", [True, False])
-def test_the_base_model_drops_nothing_of_its_own(padding: bool) -> None:
+def test_the_base_model_drops_nothing_of_its_own(padding):
     """In training mode, a configured attention dropout changes no logits, packed or padded."""
     model = build("llama", attention.IMPLEMENTATION, attention_dropout=0.5)
     ids = draw_ids()
 
-    def logits() -> torch.Tensor:
+    def logits():
         if padding:
             mask = torch.ones_like(ids)
             mask[0, 20:] = 0
@@ -183,7 +178,7 @@ def test_the_base_model_drops_nothing_of_its_own(padding: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 3])
-def test_both_kernels_agree(dtype: torch.dtype, window: int | None) -> None:
+def test_both_kernels_agree(dtype, window):
     """The fused kernel of accelerators gives what plain products give."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(6, 11, 8, generator=generator).to(dtype)
@@ -203,9 +198,7 @@ def test_both_kernels_agree(dtype: torch.dtype, window: int | None) -> None:
         (1, ["x....", ".x...", "..x..", "...x.", "....x"]),
     ],
 )
-def test_bias_hides_the_future_and_what_lies_beyond_the_window(
-    window: int | None, expected: list[str]
-) -> None:
+def test_bias_hides_the_future_and_what_lies_beyond_the_window(window, expected):
     """Zero where a position may look, the lowest number elsewhere."""
     bias = attention._bias(5, window, torch.float32, torch.device("cpu"))
     seen = ["".join("x" if value == 0 else "." for value in row) for row in bias.tolist()]
@@ -213,7 +206,7 @@ def test_bias_hides_the_future_and_what_lies_beyond_the_window(
     assert bias.min() in (0, torch.finfo(torch.float32).min)
 
 
-def test_a_bias_made_during_validation_serves_training() -> None:
+def test_a_bias_made_during_validation_serves_training():
     """Made under inference mode, the fused kernel may still keep it for its backward pass."""
     attention._whole_bias.cache_clear()
     with torch.inference_mode():
@@ -223,7 +216,7 @@ def test_a_bias_made_during_validation_serves_training() -> None:
     assert not bias.is_inference()
 
 
-def test_registering_twice_changes_nothing() -> None:
+def test_registering_twice_changes_nothing():
     """The second call leaves the implementation in place."""
     from transformers import AttentionInterface
 
@@ -232,11 +225,11 @@ def test_registering_twice_changes_nothing() -> None:
     assert AttentionInterface()[attention.IMPLEMENTATION] is before
 
 
-def test_scaling_left_open_is_one_over_the_root_of_the_width() -> None:
+def test_scaling_left_open_is_one_over_the_root_of_the_width():
     """A model that names no scale gets the usual one."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 2, 6, 16, generator=generator) for _ in range(3))
-    run: Callable[..., Any] = attention._attention
+    run = attention._attention
     module = torch.nn.Module()
     implied, _ = run(module, query, key, value, None, documents=((0, 6),))
     stated, _ = run(module, query, key, value, None, documents=((0, 6),), scaling=0.25)
@@ -244,9 +237,7 @@ def test_scaling_left_open_is_one_over_the_root_of_the_width() -> None:
     assert implied.shape == (1, 6, 2, 16)
 
 
-def by_hand(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor
-) -> torch.Tensor:
+def by_hand(query, key, value, seen):
     """Attend with scores capped at 2 in f64; query ``[H, N, K]``, key and value ``[H, N, K]``."""
     scores = torch.einsum("hnk,hmk->hnm", query.double(), key.double()) * 0.3
     scores = 2 * torch.tanh(scores / 2)
@@ -254,7 +245,7 @@ def by_hand(
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_capped_scores_are_those_of_the_formula(window: int | None) -> None:
+def test_capped_scores_are_those_of_the_formula(window):
     """Grouped queries and a window included; without the cap the result is another."""
     generator = torch.Generator().manual_seed(0)
     query = 3 * torch.randn(6, 11, 8, generator=generator)
@@ -267,7 +258,7 @@ def test_capped_scores_are_those_of_the_formula(window: int | None) -> None:
 
 
 @pytest.mark.parametrize("mask", ["none", "boolean", "added"])
-def test_capped_scores_are_the_same_in_a_batch(mask: str) -> None:
+def test_capped_scores_are_the_same_in_a_batch(mask):
     """With no mask, a mask of what is seen, and one that is added."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 6, 5, 8, generator=generator)
@@ -288,7 +279,7 @@ def test_capped_scores_are_the_same_in_a_batch(mask: str) -> None:
         assert (found[row].transpose(0, 1) - expected).abs().max() <= 1e-6
 
 
-def test_a_single_token_sees_every_key_so_far() -> None:
+def test_a_single_token_sees_every_key_so_far():
     """While generating there is no mask, and nothing is hidden."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 2, 1, 8, generator=generator)
@@ -300,7 +291,7 @@ def test_a_single_token_sees_every_key_so_far() -> None:
 
 
 class Asking(torch.nn.Module):
-    def __init__(self, *, is_causal: bool = True) -> None:
+    def __init__(self, *, is_causal=True):
         super().__init__()
         self.is_causal = is_causal
 
@@ -315,16 +306,14 @@ class Asking(torch.nn.Module):
         (Asking(is_causal=False), {}, "later tokens"),
     ],
 )
-def test_an_argument_that_is_not_understood_is_refused(
-    module: Asking, arguments: dict[str, Any], named: str, documents: Any
-) -> None:
+def test_an_argument_that_is_not_understood_is_refused(module, arguments, named, documents):
     """Sinks, masks of heads and looking ahead are other models; letting them go by would be too."""
     tensors = [torch.zeros(1, 2, 4, 8)] * 3
     with pytest.raises(ModelFileError, match=named):
         attention._attention(module, *tensors, None, documents=documents, **arguments)
 
 
-def test_arguments_without_effect_are_let_go_by() -> None:
+def test_arguments_without_effect_are_let_go_by():
     """Positions are in the queries already; what is null asks for nothing."""
     tensors = [torch.ones(1, 2, 4, 8)] * 3
     output, _ = attention._attention(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 import torch
 
@@ -11,28 +9,21 @@ from mens_exp.config.checkpointing import is_wanted
 from mens_exp.data.batch import packed_batch, padded_batch
 from mens_exp.objective.causal import CrossEntropy
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.backends.qlora import QloraBackend
-    from mens_exp.data.batch import Batch
-    from mens_exp.rows.encode import Encoded
-
 ON, OFF = "model.gradient_checkpointing=on", "model.gradient_checkpointing=off"
 
 
 @pytest.fixture
-def documents(random_documents: Callable[..., Encoded]) -> Encoded:
+def documents(random_documents):
     return random_documents([41, 26, 37, 19], [13, 11, 22, 4])
 
 
-def batch_of(documents: Encoded, *, packed: bool) -> Batch:
+def batch_of(documents, *, packed):
     if packed:
         return packed_batch(documents, [[0, 1, 2, 3]], index=5)
     return padded_batch(documents, [[0], [1], [2], [3]], index=5, pad_id=0)
 
 
-def step(backend: QloraBackend, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
+def step(backend, batch):
     """Return the loss sum of one micro-batch and its gradients."""
     backend.train()
     backend.begin(batch.index)
@@ -45,8 +36,8 @@ def step(backend: QloraBackend, batch: Batch) -> tuple[float, dict[str, torch.Te
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_loss_and_gradients_are_bit_for_bit_those_without(
-    tiny_backend: Callable[..., QloraBackend], documents: Encoded, dtype: str, *, packed: bool
-) -> None:
+    tiny_backend, documents, dtype, *, packed
+):
     """With dropout: what is computed again draws the mask that the forward pass drew."""
     batch = batch_of(documents, packed=packed)
     settings = (f"quant.compute_dtype={dtype}", "lora.dropout=0.3")
@@ -58,9 +49,7 @@ def test_loss_and_gradients_are_bit_for_bit_those_without(
     assert all(bool(value.any()) for value in plain[1].values())
 
 
-def test_dropout_reaches_the_compared_gradients(
-    tiny_backend: Callable[..., QloraBackend], documents: Encoded
-) -> None:
+def test_dropout_reaches_the_compared_gradients(tiny_backend, documents):
     """Without this the comparison above would say nothing of masks."""
     batch = batch_of(documents, packed=True)
     dropped = step(tiny_backend(ON, "lora.dropout=0.3", live=True), batch)
@@ -68,11 +57,11 @@ def test_dropout_reaches_the_compared_gradients(
     assert dropped[0] != kept[0]
 
 
-def saved_bytes(backend: QloraBackend, batch: Batch) -> int:
+def saved_bytes(backend, batch):
     """Count what a forward pass keeps for the backward pass, each storage once."""
-    kept: dict[int, int] = {}
+    kept = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def keep(tensor):
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
@@ -84,18 +73,14 @@ def saved_bytes(backend: QloraBackend, batch: Batch) -> int:
     return sum(kept.values())
 
 
-def test_a_forward_pass_keeps_a_fraction_of_what_it_kept(
-    tiny_backend: Callable[..., QloraBackend], documents: Encoded
-) -> None:
+def test_a_forward_pass_keeps_a_fraction_of_what_it_kept(tiny_backend, documents):
     """Layer inputs in place of everything inside the layers."""
     batch = batch_of(documents, packed=True)
     plain, again = (saved_bytes(tiny_backend(text, live=True), batch) for text in (OFF, ON))
     assert again < plain / 4
 
 
-def test_nothing_holds_on_to_a_layer_s_inside_after_the_forward_pass(
-    tiny_backend: Callable[..., QloraBackend], documents: Encoded
-) -> None:
+def test_nothing_holds_on_to_a_layer_s_inside_after_the_forward_pass(tiny_backend, documents):
     """Dropout's own memory of its last result would keep what was to be freed."""
     backend = tiny_backend(ON, "lora.dropout=0.3", live=True).train()
     batch = batch_of(documents, packed=True)
@@ -104,24 +89,20 @@ def test_nothing_holds_on_to_a_layer_s_inside_after_the_forward_pass(
     assert [dropout._last for dropout in backend.dropouts] == [None] * len(backend.dropouts)
 
 
-def test_the_frozen_embedding_s_output_needs_no_gradient(
-    tiny_backend: Callable[..., QloraBackend], documents: Encoded
-) -> None:
+def test_the_frozen_embedding_s_output_needs_no_gradient(tiny_backend, documents):
     """That is only for re-entrant checkpointing; here it would cost one more product a layer."""
-    model: Any = tiny_backend(ON).train().causal_lm.model
+    model = tiny_backend(ON).train().causal_lm.model
     ids = torch.from_numpy(documents.ids[None, :8].astype("int64"))
     assert not model.embed_tokens(ids).requires_grad
 
 
-def test_embedding_and_head_keep_their_format(tiny_backend: Callable[..., QloraBackend]) -> None:
+def test_embedding_and_head_keep_their_format(tiny_backend):
     """PEFT's own preparation for quantized training would cast both to f32."""
-    model: Any = tiny_backend(ON, "quant.compute_dtype=bf16").causal_lm
+    model = tiny_backend(ON, "quant.compute_dtype=bf16").causal_lm
     assert {model.model.embed_tokens.weight.dtype, model.lm_head.weight.dtype} == {torch.bfloat16}
 
 
-def test_evaluation_is_as_without(
-    tiny_backend: Callable[..., QloraBackend], documents: Encoded
-) -> None:
+def test_evaluation_is_as_without(tiny_backend, documents):
     """Without gradients there is nothing to compute again."""
     batch = batch_of(documents, packed=True)
     found = []
@@ -133,9 +114,7 @@ def test_evaluation_is_as_without(
 
 
 @pytest.mark.parametrize(("setting", "expected"), [(ON, True), (OFF, False), (None, False)])
-def test_what_was_resolved_is_a_fact(
-    tiny_backend: Callable[..., QloraBackend], setting: str | None, *, expected: bool
-) -> None:
+def test_what_was_resolved_is_a_fact(tiny_backend, setting, *, expected):
     """Read back from the graph; auto is off on CPU."""
     backend = tiny_backend(*([setting] if setting else []))
     assert backend.facts()["gradient_checkpointing"] is expected
@@ -154,8 +133,6 @@ def test_what_was_resolved_is_a_fact(
         ("false", 8_030_261_248, "cuda", False),
     ],
 )
-def test_auto_is_on_for_a_large_base_on_a_gpu(
-    setting: str, parameters: int, device: str, *, expected: bool
-) -> None:
+def test_auto_is_on_for_a_large_base_on_a_gpu(setting, parameters, device, *, expected):
     """What is said outright holds anywhere."""
     assert is_wanted(setting, parameters=parameters, on_gpu=device == "cuda") is expected

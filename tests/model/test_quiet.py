@@ -8,7 +8,7 @@ import pytest
 from mens_exp.model.quiet import quiet
 
 
-def state() -> tuple[int, bool, int]:
+def state():
     from transformers.utils import logging as hf_logging
 
     return (
@@ -19,7 +19,7 @@ def state() -> tuple[int, bool, int]:
 
 
 @pytest.mark.parametrize("bars", [True, False])
-def test_levels_and_bars_are_as_before_afterwards(bars: bool) -> None:
+def test_levels_and_bars_are_as_before_afterwards(bars):
     """Whatever the user had set is set again."""
     from transformers.utils import logging as hf_logging
 
@@ -38,7 +38,7 @@ def test_levels_and_bars_are_as_before_afterwards(bars: bool) -> None:
         logging.getLogger("bitsandbytes").setLevel(original[2])
 
 
-def test_levels_are_as_before_after_an_error() -> None:
+def test_levels_are_as_before_after_an_error():
     """The error comes through and the levels are back."""
     before = state()
     with pytest.raises(OSError, match="lost"), quiet():
@@ -46,7 +46,7 @@ def test_levels_are_as_before_after_an_error() -> None:
     assert state() == before
 
 
-def test_only_future_warnings_are_silenced() -> None:
+def test_only_future_warnings_are_silenced():
     """Any other warning still reaches the user."""
     with quiet():
         warnings.warn("about each other", FutureWarning, stacklevel=1)

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,9 +16,6 @@ from mens_exp.model import random_weights
 from mens_exp.model.quiet import quiet
 from mens_exp.model.random_weights import write_random
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 FAMILIES = {
     family: RandomModel(
         name=family.value,
@@ -31,16 +27,16 @@ FAMILIES = {
 }
 
 
-def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+def tensors_of(directory):
+    found = {}
     for shard in read_directory(directory).shards:
         found |= load_file(shard)
     return found
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Any:
-    def write(model: RandomModel, name: str = "base") -> Path:
+def written(tmp_path):
+    def write(model, name="base"):
         directory = tmp_path / name
         directory.mkdir()
         write_random(model, directory)
@@ -50,7 +46,7 @@ def written(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("family", ModelFamily, ids=lambda family: family.value)
-def test_a_family_is_written_as_transformers_reads_it(family: ModelFamily, written: Any) -> None:
+def test_a_family_is_written_as_transformers_reads_it(family, written):
     """Every weight arrives, none is made up, and the shape is the configured one."""
     from transformers import AutoModelForCausalLM
 
@@ -72,7 +68,7 @@ def test_a_family_is_written_as_transformers_reads_it(family: ModelFamily, writt
     assert shape_of(HfModel(id=str(directory))) == shape_of(model)
 
 
-def test_biases_and_norms_are_drawn_too(written: Any) -> None:
+def test_biases_and_norms_are_drawn_too(written):
     """Around zero and one, so that leaving one out shows."""
     tensors = tensors_of(written(FAMILIES[ModelFamily.qwen2]))
     bias = tensors["model.layers.0.self_attn.q_proj.bias"]
@@ -82,13 +78,13 @@ def test_biases_and_norms_are_drawn_too(written: Any) -> None:
     assert abs(float(norm.mean()) - 1) < 0.01
 
 
-def test_gemma_s_norms_are_drawn_around_zero(written: Any) -> None:
+def test_gemma_s_norms_are_drawn_around_zero(written):
     """It adds the one itself."""
     norm = tensors_of(written(FAMILIES[ModelFamily.gemma2]))["model.norm.weight"]
     assert abs(float(norm.mean())) < 0.02
 
 
-def test_weights_are_normal_with_the_family_s_spread(written: Any) -> None:
+def test_weights_are_normal_with_the_family_s_spread(written):
     """Mean 0 and deviation 0.02 over 320·64 draws, and no two tensors alike."""
     tensors = tensors_of(written(FAMILIES[ModelFamily.llama]))
     table = tensors["model.embed_tokens.weight"]
@@ -98,7 +94,7 @@ def test_weights_are_normal_with_the_family_s_spread(written: Any) -> None:
     assert not torch.equal(q, o)
 
 
-def test_a_tensor_is_its_own_whatever_stands_beside_it(written: Any) -> None:
+def test_a_tensor_is_its_own_whatever_stands_beside_it(written):
     """One more layer, another vocabulary: what has the same name and shape has the same values."""
     model = FAMILIES[ModelFamily.llama]
     small = tensors_of(written(model))
@@ -108,7 +104,7 @@ def test_a_tensor_is_its_own_whatever_stands_beside_it(written: Any) -> None:
     assert all(torch.equal(small[name], large[name]) for name in same)
 
 
-def test_sharding_changes_no_weight(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharding_changes_no_weight(written, monkeypatch):
     """Many shards and an index hold what one file holds, and transformers reads both alike."""
     from transformers import AutoModelForCausalLM
 
@@ -127,7 +123,7 @@ def test_sharding_changes_no_weight(written: Any, monkeypatch: pytest.MonkeyPatc
     assert torch.equal(loaded.model.norm.weight, one["model.norm.weight"])
 
 
-def test_bf16_weights_are_the_f32_ones_rounded(written: Any) -> None:
+def test_bf16_weights_are_the_f32_ones_rounded(written):
     """Half the bytes, and config.json says so."""
     model = FAMILIES[ModelFamily.llama]
     full = tensors_of(written(model))
@@ -137,14 +133,14 @@ def test_bf16_weights_are_the_f32_ones_rounded(written: Any) -> None:
     assert json.loads((directory / "config.json").read_text("utf-8"))["dtype"] == "bfloat16"
 
 
-def test_an_untied_head_is_drawn(written: Any) -> None:
+def test_an_untied_head_is_drawn(written):
     """It is a matrix of its own."""
     tensors = tensors_of(written(replace(FAMILIES[ModelFamily.llama], tie_word_embeddings=False)))
     assert not torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
 
 
 @pytest.mark.slow
-def test_a_model_is_never_held_whole(tmp_path: Path) -> None:
+def test_a_model_is_never_held_whole(tmp_path):
     """Writing 500 MB in shards of 50 raises the peak of memory by far less than the model.
 
     Eight billion parameters go the same way: one shard and one tensor at a time.

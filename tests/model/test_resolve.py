@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,22 +13,16 @@ from mens_exp.layout import bundled as carried
 from mens_exp.model import bundled, random_weights
 from mens_exp.model.resolve import resolve
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
-
 TINY = RandomModel(name="tiny", num_hidden_layers=1, max_position_embeddings=32)
 
 
 @pytest.fixture
-def writes(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def writes(monkeypatch):
     """List the directories that random weights are written into."""
-    made: list[Path] = []
+    made = []
     write = random_weights.write_random
 
-    def counted(model: RandomModel, directory: Path) -> None:
+    def counted(model, directory):
         made.append(directory)
         write(model, directory)
 
@@ -37,13 +30,13 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return made
 
 
-def bundled_smollm2(tiny_config: Callable[..., RunConfig]) -> BundledModel:
+def bundled_smollm2(tiny_config):
     model = tiny_config("model=smollm2_135m").model
     assert isinstance(model, BundledModel)
     return model
 
 
-def test_random_weights_are_the_same_bytes_twice(tmp_path: Path) -> None:
+def test_random_weights_are_the_same_bytes_twice(tmp_path):
     """Two caches end with equal files and one content hash."""
     first, second = resolve(TINY, tmp_path / "a"), resolve(TINY, tmp_path / "b")
     names = sorted(file.name for file in first.directory.iterdir())
@@ -54,14 +47,14 @@ def test_random_weights_are_the_same_bytes_twice(tmp_path: Path) -> None:
     assert first.weights_sha256 == second.weights_sha256
 
 
-def test_another_init_seed_is_another_model(tmp_path: Path) -> None:
+def test_another_init_seed_is_another_model(tmp_path):
     """Other weights, in a folder of their own."""
     first, second = resolve(TINY, tmp_path), resolve(replace(TINY, init_seed=1), tmp_path)
     assert first.weights_sha256 != second.weights_sha256
     assert first.directory != second.directory
 
 
-def test_random_weights_leave_the_global_generator_alone(tmp_path: Path) -> None:
+def test_random_weights_leave_the_global_generator_alone(tmp_path):
     """The next draw is what it would have been."""
     import torch
 
@@ -72,13 +65,13 @@ def test_random_weights_leave_the_global_generator_alone(tmp_path: Path) -> None
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_a_whole_directory_is_not_made_again(tmp_path: Path, writes: list[Path]) -> None:
+def test_a_whole_directory_is_not_made_again(tmp_path, writes):
     """The second call finds the first one's files."""
     assert resolve(TINY, tmp_path) == resolve(TINY, tmp_path)
     assert len(writes) == 1
 
 
-def test_weights_of_another_size_are_made_again(tmp_path: Path, writes: list[Path]) -> None:
+def test_weights_of_another_size_are_made_again(tmp_path, writes):
     """A truncated file is replaced, and the hash is the old one."""
     made = resolve(TINY, tmp_path)
     weights = made.directory / "model.safetensors"
@@ -90,9 +83,7 @@ def test_weights_of_another_size_are_made_again(tmp_path: Path, writes: list[Pat
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "mens_exp_base.json"])
-def test_a_half_written_directory_is_made_again(
-    tmp_path: Path, writes: list[Path], missing: str
-) -> None:
+def test_a_half_written_directory_is_made_again(tmp_path, writes, missing):
     """Whatever file a crash has kept from being there is there afterwards."""
     made = resolve(TINY, tmp_path)
     (made.directory / missing).unlink()
@@ -101,12 +92,10 @@ def test_a_half_written_directory_is_made_again(
     assert len(writes) == 2
 
 
-def test_a_failed_writer_leaves_no_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_writer_leaves_no_directory(tmp_path, monkeypatch):
     """Neither the place nor a temporary beside it remains, and the next call succeeds."""
 
-    def broken(model: RandomModel, directory: Path) -> None:
+    def broken(model, directory):
         (directory / "config.json").write_text("{", "utf-8")
         raise OSError("disk full")
 
@@ -118,7 +107,7 @@ def test_a_failed_writer_leaves_no_directory(
     assert resolve(TINY, tmp_path).directory.is_dir()
 
 
-def test_a_user_s_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_user_s_directory_is_taken_as_it_is(tmp_path):
     """Its name and hash are its own; nothing is written into it."""
     made = resolve(TINY, tmp_path)
     before = sorted(made.directory.iterdir())
@@ -130,7 +119,7 @@ def test_a_user_s_directory_is_taken_as_it_is(tmp_path: Path) -> None:
     assert sorted(made.directory.iterdir()) == before
 
 
-def test_a_directory_with_a_truncated_shard_is_refused(tmp_path: Path) -> None:
+def test_a_directory_with_a_truncated_shard_is_refused(tmp_path):
     """The message names the file."""
     made = resolve(TINY, tmp_path)
     weights = made.directory / "model.safetensors"
@@ -139,7 +128,7 @@ def test_a_directory_with_a_truncated_shard_is_refused(tmp_path: Path) -> None:
         resolve(HfModel(id=str(made.directory)), tmp_path)
 
 
-def test_random_weights_have_the_configured_shape(tmp_path: Path) -> None:
+def test_random_weights_have_the_configured_shape(tmp_path):
     """config.json says what was asked for, the head is tied."""
     directory = resolve(TINY, tmp_path).directory
     config = json.loads((directory / "config.json").read_text("utf-8"))
@@ -147,12 +136,10 @@ def test_random_weights_have_the_configured_shape(tmp_path: Path) -> None:
     assert config["tie_word_embeddings"] is True
 
 
-def test_a_missing_wheel_names_the_command(
-    tiny_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_wheel_names_the_command(tiny_config, tmp_path, monkeypatch):
     """The error says how to install it without what it declares, and nothing is left behind."""
 
-    def absent(name: str) -> None:
+    def absent(name):
         raise carried.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(carried.metadata, "distribution", absent)
@@ -163,13 +150,11 @@ def test_a_missing_wheel_names_the_command(
     assert list((tmp_path / "models").iterdir()) == []
 
 
-def test_a_wheel_without_its_weights_names_the_command(
-    tiny_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wheel_without_its_weights_names_the_command(tiny_config, tmp_path, monkeypatch):
     """An installed distribution whose file is gone has to be installed again."""
 
     class Gutted:
-        def locate_file(self, file: str) -> Path:
+        def locate_file(self, file):
             return tmp_path / file
 
     monkeypatch.setattr(carried.metadata, "distribution", lambda name: Gutted())
@@ -177,9 +162,7 @@ def test_a_wheel_without_its_weights_names_the_command(
         resolve(bundled_smollm2(tiny_config), tmp_path)
 
 
-def test_a_file_that_is_not_the_pinned_one_is_refused(
-    tiny_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_not_the_pinned_one_is_refused(tiny_config, tmp_path, monkeypatch):
     """Its hash is named beside the expected one, and nothing is written."""
     other = tmp_path / "other.gguf"
     other.write_bytes(b"GGUF, but another")
@@ -192,9 +175,7 @@ def test_a_file_that_is_not_the_pinned_one_is_refused(
     assert list((tmp_path / "models").iterdir()) == []
 
 
-def test_reading_the_wheel_without_gguf_names_the_extra(
-    tiny_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reading_the_wheel_without_gguf_names_the_extra(tiny_config, tmp_path, monkeypatch):
     """Transformers would fail later, with less to go on."""
     monkeypatch.setattr(bundled, "verified", lambda model: tmp_path / "x.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
@@ -203,7 +184,7 @@ def test_reading_the_wheel_without_gguf_names_the_extra(
 
 
 @pytest.mark.slow
-def test_the_bundled_wheel_becomes_a_whole_directory(smollm2: BaseModel) -> None:
+def test_the_bundled_wheel_becomes_a_whole_directory(smollm2):
     """SmolLM2's 30 layers in bf16, with tokenizer and chat template; the licence is recorded."""
     base = smollm2
     config = json.loads((base.directory / "config.json").read_text("utf-8"))

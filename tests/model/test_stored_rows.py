@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -9,9 +7,6 @@ from safetensors.torch import save_file
 from mens_exp.errors import ModelFileError
 from mens_exp.layout.safetensors_header import TensorInfo, read_header
 from mens_exp.model.stored_rows import StoredRows
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TENSORS = {
     "w": torch.arange(12, dtype=torch.bfloat16).view(4, 3),
@@ -22,13 +17,13 @@ TENSORS = {
 
 
 @pytest.fixture
-def shard(tmp_path: Path) -> Path:
+def shard(tmp_path):
     save_file(TENSORS, tmp_path / "a.safetensors")
     return tmp_path / "a.safetensors"
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_rows_are_the_tensor_s_own(shard: Path, name: str) -> None:
+def test_rows_are_the_tensor_s_own(shard, name):
     """In the format they are stored in; a scalar is one row."""
     rows = StoredRows(shard, name, read_header(shard)[name])
     found = rows.read(0, rows.rows)
@@ -36,13 +31,13 @@ def test_rows_are_the_tensor_s_own(shard: Path, name: str) -> None:
     assert torch.equal(found.reshape(TENSORS[name].shape), TENSORS[name])
 
 
-def test_a_part_of_the_rows_is_read(shard: Path) -> None:
+def test_a_part_of_the_rows_is_read(shard):
     """Rows 1 and 2 of four."""
     rows = StoredRows(shard, "w", read_header(shard)["w"])
     assert torch.equal(rows.read(1, 3), TENSORS["w"][1:3])
 
 
-def test_a_file_that_ends_early_and_an_unknown_type_are_refused(shard: Path) -> None:
+def test_a_file_that_ends_early_and_an_unknown_type_are_refused(shard):
     """Never silently fewer rows."""
     info = read_header(shard)["b"]
     long = TensorInfo(info.dtype, (1000,), info.start, info.end)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 
@@ -13,15 +11,10 @@ from mens_exp.model.quiet import quiet
 from mens_exp.model.stored_weights import StoredWeights
 from mens_exp.tokenizer import byte_level
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mens_exp.model.resolve import BaseModel
-
 CPU = torch.device("cpu")
 
 
-def test_a_projection_is_read_as_linear_has_it(tiny_base: BaseModel) -> None:
+def test_a_projection_is_read_as_linear_has_it(tiny_base):
     """Outputs by inputs, f32."""
     from transformers import AutoModelForCausalLM
 
@@ -35,7 +28,7 @@ def test_a_projection_is_read_as_linear_has_it(tiny_base: BaseModel) -> None:
 
 
 @pytest.mark.parametrize("shards", ["1MB", "20KB"])
-def test_gpt2_s_transposed_weights_are_turned(tmp_path: Path, shards: str) -> None:
+def test_gpt2_s_transposed_weights_are_turned(tmp_path, shards):
     """Checkpoints hold ``[in, out]``; from one file and from several, saved in bf16."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -54,7 +47,7 @@ def test_gpt2_s_transposed_weights_are_turned(tmp_path: Path, shards: str) -> No
         assert torch.allclose(x.float() @ found.T, expected, atol=0.02)
 
 
-def test_a_weight_that_is_not_there_is_refused(tiny_base: BaseModel) -> None:
+def test_a_weight_that_is_not_there_is_refused(tiny_base):
     """By the module's name."""
     weights = StoredWeights(tiny_base.directory, FAMILIES["llama"])
     with pytest.raises(ModelFileError, match=r"layers\.7"):

@@ -9,7 +9,7 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
 
-def main(source: str, target: str, folder: str, address: str) -> None:
+def main(source, target, folder, address):
     """Execute `source` in `folder` and write it with its outputs to `target`.
 
     Args:

@@ -6,14 +6,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOTEBOOKS = ("01-review-a-run", "02-compare-arms", "03-where-nf4-hurts")
@@ -25,15 +21,15 @@ LAX = "warnings.simplefilter('default')  # the kernel's own way of ending is not
 LOADED = f"import sys\nprint('loaded:', sorted(set({sorted(HEAVY)!r}) & sys.modules.keys()))"
 
 
-def read(name: str) -> Any:
+def read(name):
     return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
 
 
-def code_of(notebook: Any) -> list[str]:
+def code_of(notebook):
     return [cell.source for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def imported(notebook: Any) -> Iterator[str]:
+def imported(notebook):
     """Yield the dotted name of every module that a notebook's cells import."""
     for node in ast.walk(ast.parse("\n".join(code_of(notebook)))):
         if isinstance(node, ast.Import):
@@ -42,7 +38,7 @@ def imported(notebook: Any) -> Iterator[str]:
             yield str(node.module)
 
 
-def forbidden(notebook: Any) -> set[str]:
+def forbidden(notebook):
     """Return what a notebook imports beside the readers and the light libraries."""
     return {
         name
@@ -52,7 +48,7 @@ def forbidden(notebook: Any) -> set[str]:
     }
 
 
-def dirty(notebook: Any) -> list[str]:
+def dirty(notebook):
     """Return the identifiers of cells that carry what an execution left."""
     return [
         cell.id
@@ -62,7 +58,7 @@ def dirty(notebook: Any) -> list[str]:
 
 
 @pytest.fixture
-def execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def execute(tmp_path, monkeypatch):
     """Run a notebook from top to bottom, its warnings errors; return it with its outputs.
 
     With `failing`, return instead what the failing cell said.
@@ -71,7 +67,7 @@ def execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., An
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "jupyter"))
     monkeypatch.delenv("MENS_EXP_NOTEBOOK_PATH", raising=False)
 
-    def executed(notebook: Any, *, failing: bool = False) -> Any:
+    def executed(notebook, *, failing=False):
         last = [new_code_cell(LOADED), new_code_cell(LAX)]
         notebook.cells = [new_code_cell(STRICT), *notebook.cells, *last]
         source, target, sockets = (tmp_path / name for name in ("in.ipynb", "out.ipynb", "k"))
@@ -88,24 +84,24 @@ def execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., An
     return executed
 
 
-def outputs(notebook: Any, kind: str) -> list[Any]:
+def outputs(notebook, kind):
     return [
         one for cell in notebook.cells for one in cell.get("outputs", []) if one.output_type == kind
     ]
 
 
-def text_of(notebook: Any) -> str:
+def text_of(notebook):
     shown = [one.data.get("text/plain", "") for one in outputs(notebook, "display_data")]
     return "\n".join(shown + [one.text for one in outputs(notebook, "stream")])
 
 
-def test_every_notebook_is_tested() -> None:
+def test_every_notebook_is_tested():
     """A new notebook is named above, and a gone one is taken off the list."""
     assert tuple(sorted(path.stem for path in FOLDER.glob("*.ipynb"))) == NOTEBOOKS
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_notebook_is_stored_without_outputs(name: str) -> None:
+def test_notebook_is_stored_without_outputs(name):
     """What git holds is what somebody wrote; no execution count, no picture."""
     notebook = read(name)
     nbformat.validate(notebook)
@@ -117,13 +113,13 @@ def test_notebook_is_stored_without_outputs(name: str) -> None:
     "left",
     [{"execution_count": 3}, {"outputs": [nbformat.v4.new_output("stream", text="5.4")]}],
 )
-def test_notebook_with_an_output_is_found(left: dict[str, Any]) -> None:
+def test_notebook_with_an_output_is_found(left):
     """The check sees a count without an output, and an output without a count."""
     assert len(dirty(new_notebook(cells=[new_code_cell("1", **left)]))) == 1
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_notebook_imports_readers_only(name: str) -> None:
+def test_notebook_imports_readers_only(name):
     """Records and their renderings are all that a notebook needs; nothing of it can train."""
     assert forbidden(read(name)) == set()
     assert any(module.startswith("mens_exp.artifacts.") for module in imported(read(name)))
@@ -138,14 +134,14 @@ def test_notebook_imports_readers_only(name: str) -> None:
         "from mens_exp import tasks",
     ],
 )
-def test_import_of_training_is_found(source: str) -> None:
+def test_import_of_training_is_found(source):
     """The check sees libraries, our own packages, nested statements and the package itself."""
     assert len(forbidden(new_notebook(cells=[new_code_cell(source)]))) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_notebook_runs_to_its_end(execute: Callable[..., Any], name: str) -> None:
+def test_notebook_runs_to_its_end(execute, name):
     """On the shipped records no cell fails, warns or loads torch, and each drawing is made."""
     done = execute(read(name))
     drawn = [one for one in outputs(done, "display_data") if "image/png" in one.data]
@@ -155,7 +151,7 @@ def test_notebook_runs_to_its_end(execute: Callable[..., Any], name: str) -> Non
 
 
 @pytest.mark.slow
-def test_notebooks_show_what_the_records_hold(execute: Callable[..., Any]) -> None:
+def test_notebooks_show_what_the_records_hold(execute):
     """All six runs are at hand, each the very record that was compared."""
     shown = text_of(execute(read("02-compare-arms")))
     rows = [line for line in shown.splitlines() if "│ lora.r=" in line and "5.6380" in line]
@@ -164,9 +160,7 @@ def test_notebooks_show_what_the_records_hold(execute: Callable[..., Any]) -> No
 
 
 @pytest.mark.slow
-def test_variable_names_another_run(
-    execute: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variable_names_another_run(execute, tmp_path, monkeypatch):
     """A run elsewhere is read, also one that took no step and was scored by no suite."""
     shutil.copytree(STUDY / "0_6fc0dd12", tmp_path / "run")
     (tmp_path / "run" / "scorecard.json").unlink()
@@ -181,9 +175,7 @@ def test_variable_names_another_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_directory_without_a_run_is_refused(
-    execute: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_directory_without_a_run_is_refused(execute, tmp_path, monkeypatch, name):
     """The reader's own message says what is missing."""
     monkeypatch.setenv("MENS_EXP_NOTEBOOK_PATH", str(tmp_path))
     said = execute(read(name), failing=True)
@@ -191,7 +183,7 @@ def test_directory_without_a_run_is_refused(
 
 
 @pytest.mark.slow
-def test_warning_in_a_cell_fails(execute: Callable[..., Any]) -> None:
+def test_warning_in_a_cell_fails(execute):
     """A library's warning in a notebook is as much an error as in a test."""
     cell = new_code_cell("import warnings\nwarnings.warn('old name', DeprecationWarning)")
     said = execute(new_notebook(cells=[cell]), failing=True)

@@ -19,19 +19,19 @@ RECORDS = Path(__file__).resolve().parents[2] / "notebooks" / "records"
 STUDY = sorted((run.path for run in runs(RECORDS / "study")), key=str)
 
 
-def _commands() -> list[list[str]]:
+def _commands():
     text = (RECORDS / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
     return [shlex.split(line) for line in re.findall(r"python -m mens_exp (.*)", text)]
 
 
-def test_records_are_small() -> None:
+def test_records_are_small():
     """Everything together stays a small part of the repository."""
     sizes = [path.stat().st_size for path in RECORDS.rglob("*") if path.is_file()]
     assert sum(sizes) < 300_000
 
 
 @pytest.mark.parametrize("path", STUDY, ids=lambda path: path.name)
-def test_run_is_whole(path: Path) -> None:
+def test_run_is_whole(path):
     """Each record reads, and is by its digest the one that the run wrote."""
     run = RunDir(path)
     manifest = Manifest.read(run.manifest)
@@ -41,7 +41,7 @@ def test_run_is_whole(path: Path) -> None:
     assert [sha256_file(one) for one in kept] == [manifest.outputs[one.name] for one in kept]
 
 
-def test_comparison_is_of_these_runs() -> None:
+def test_comparison_is_of_these_runs():
     """Two arms of three seeds, each run named by the digest of the manifest that lies here."""
     record = Comparison.read(RECORDS / "comparison" / "compare.json")
     assert {arm["name"]: arm["seeds"] for arm in record.arms} == {
@@ -53,7 +53,7 @@ def test_comparison_is_of_these_runs() -> None:
     }
 
 
-def test_one_run_of_each_arm_has_its_telemetry() -> None:
+def test_one_run_of_each_arm_has_its_telemetry():
     """Eight steps of each, and the base validated before the first."""
     told = [RunDir(path).telemetry for path in STUDY if RunDir(path).telemetry.is_file()]
     assert [path.parent.name for path in told] == ["0_6fc0dd12", "3_14ba11e4"]
@@ -63,7 +63,7 @@ def test_one_run_of_each_arm_has_its_telemetry() -> None:
         assert names.index("validation") < names.index("step")
 
 
-def test_attribution_is_the_one_its_run_wrote(tmp_path: Path) -> None:
+def test_attribution_is_the_one_its_run_wrote(tmp_path):
     """Written again with its white space, it has the digest that the manifest names."""
     run = RunDir(RECORDS / "attribution")
     Attribution.read(run.attribution).write(tmp_path / "attribution.json")
@@ -72,7 +72,7 @@ def test_attribution_is_the_one_its_run_wrote(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", _commands(), ids=lambda words: words[1])
-def test_command_that_made_them_composes(words: list[str]) -> None:
+def test_command_that_made_them_composes(words):
     """Each quoted command is accepted as it stands."""
     multirun = "-m" in words
     checked = check([word for word in words if word != "-m"], multirun=multirun)
@@ -80,6 +80,6 @@ def test_command_that_made_them_composes(words: list[str]) -> None:
     assert len(checked.cells) == (6 if multirun else 1)
 
 
-def test_three_commands_are_quoted() -> None:
+def test_three_commands_are_quoted():
     """The page still says how each of the three folders was made."""
     assert len(_commands()) == 3

@@ -12,12 +12,12 @@ M, D, V = 37, 16, 53
 class Head:
     """A frozen head that remembers what it was called with."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.weight = torch.randn(V, D, generator=torch.Generator().manual_seed(1))
-        self.sizes: list[int] = []
-        self.with_gradient: list[bool] = []
+        self.sizes = []
+        self.with_gradient = []
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden):
         logits = hidden @ self.weight.to(hidden.dtype).T
         self.sizes.append(logits.shape[0])
         self.with_gradient.append(logits.requires_grad)
@@ -25,17 +25,17 @@ class Head:
 
 
 @pytest.fixture
-def head() -> Head:
+def head():
     return Head()
 
 
-def drawn(count: int = M, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+def drawn(count=M, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(count, D, generator=generator).to(dtype)
     return hidden.requires_grad_(), torch.randint(V, (count,), generator=generator)
 
 
-def test_sum_and_gradient_are_those_of_cross_entropy_on_full_logits(head: Head) -> None:
+def test_sum_and_gradient_are_those_of_cross_entropy_on_full_logits(head):
     """Against torch's own, with all logits at once, to 1e-6 in f32."""
     hidden, targets = drawn()
     loss = CrossEntropy("causal", 8)(hidden, targets, head)
@@ -50,7 +50,7 @@ def test_sum_and_gradient_are_those_of_cross_entropy_on_full_logits(head: Head) 
     assert torch.allclose(hidden.grad, reference.grad, rtol=1e-6, atol=1e-6)
 
 
-def test_one_token_by_hand() -> None:
+def test_one_token_by_hand():
     """Logits (0, ln 3) and target 0 give ln 4 nats and the gradient (-3/4, 3/4) on the logits."""
     hidden = torch.tensor([[0.0, 3.0]]).log().nan_to_num(neginf=0.0).requires_grad_()
     loss = CrossEntropy("causal", 4)(hidden, torch.tensor([0]), lambda h: h)
@@ -61,7 +61,7 @@ def test_one_token_by_hand() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 36, 37, 38, 1000])
-def test_the_chunk_changes_nothing_but_memory(head: Head, chunk: int) -> None:
+def test_the_chunk_changes_nothing_but_memory(head, chunk):
     """Any chunk gives the loss and gradient of one."""
     results = []
     for size in (M, chunk):
@@ -74,7 +74,7 @@ def test_the_chunk_changes_nothing_but_memory(head: Head, chunk: int) -> None:
     assert torch.allclose(results[0][1], results[1][1], rtol=1e-5, atol=1e-6)
 
 
-def test_no_more_logits_than_a_chunk_exist_at_one_time(head: Head) -> None:
+def test_no_more_logits_than_a_chunk_exist_at_one_time(head):
     """37 positions in chunks of 8: the head sees 8, 8, 8, 8 and 5, once each."""
     hidden, targets = drawn()
     loss = CrossEntropy("causal", 8)(hidden, targets, head)
@@ -82,7 +82,7 @@ def test_no_more_logits_than_a_chunk_exist_at_one_time(head: Head) -> None:
     assert head.sizes == [8, 8, 8, 8, 5]
 
 
-def test_the_gradient_scales_with_what_comes_from_above(head: Head) -> None:
+def test_the_gradient_scales_with_what_comes_from_above(head):
     """Lightning divides by the accumulation and the module multiplies by it; both reach here."""
     plain, targets = drawn()
     scaled, _ = drawn()
@@ -94,7 +94,7 @@ def test_the_gradient_scales_with_what_comes_from_above(head: Head) -> None:
     assert torch.equal(scaled.grad, plain.grad * 4)
 
 
-def test_bf16_hidden_states_get_a_bf16_gradient_and_an_f32_loss(head: Head) -> None:
+def test_bf16_hidden_states_get_a_bf16_gradient_and_an_f32_loss(head):
     """The loss is summed in f32 whatever the format of the hidden states."""
     hidden, targets = drawn(dtype=torch.bfloat16)
     loss = CrossEntropy("causal", 8)(hidden, targets, head)
@@ -107,7 +107,7 @@ def test_bf16_hidden_states_get_a_bf16_gradient_and_an_f32_loss(head: Head) -> N
     assert hidden.grad.dtype == torch.bfloat16
 
 
-def test_no_supervised_token_is_a_loss_of_zero(head: Head) -> None:
+def test_no_supervised_token_is_a_loss_of_zero(head):
     """The sum and the count are 0, and the backward pass runs."""
     hidden, targets = drawn(0)
     loss = CrossEntropy("causal", 8)(hidden, targets, head)
@@ -118,7 +118,7 @@ def test_no_supervised_token_is_a_loss_of_zero(head: Head) -> None:
 
 
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_none_are_computed(head: Head, guard: type) -> None:
+def test_without_gradients_none_are_computed(head, guard):
     """Validation pays for no backward pass, and the loss is the same."""
     hidden, targets = drawn()
     expected = CrossEntropy("causal", 8)(hidden, targets, head)
@@ -130,7 +130,7 @@ def test_without_gradients_none_are_computed(head: Head, guard: type) -> None:
     assert torch.equal(loss.total, expected.total.detach())
 
 
-def test_the_frozen_head_gets_no_gradient(head: Head) -> None:
+def test_the_frozen_head_gets_no_gradient(head):
     """Only the hidden states learn."""
     head.weight.requires_grad_(requires_grad=False)
     hidden, targets = drawn()
@@ -143,21 +143,19 @@ def test_the_frozen_head_gets_no_gradient(head: Head) -> None:
 class LearningHead(Head):
     """A frozen head under a low-rank update that learns."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         generator = torch.Generator().manual_seed(2)
         self.a = torch.randn(3, D, generator=generator).requires_grad_()
         self.b = torch.randn(V, 3, generator=generator).requires_grad_()
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden):
         return super().__call__(hidden) + hidden @ self.a.T @ self.b.T
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 37, 1000])
 @pytest.mark.parametrize("hidden_learns", [True, False])
-def test_a_head_that_learns_gets_the_gradients_of_full_logits(
-    chunk: int, *, hidden_learns: bool
-) -> None:
+def test_a_head_that_learns_gets_the_gradients_of_full_logits(chunk, *, hidden_learns):
     """Nobody has to name its parameters; also where it alone learns. To 1e-5 in f32."""
     head, reference = LearningHead(), LearningHead()
     hidden, targets = drawn()
@@ -175,7 +173,7 @@ def test_a_head_that_learns_gets_the_gradients_of_full_logits(
     assert max(head.sizes) == min(chunk, M)
 
 
-def test_gradients_of_a_head_add_up_over_micro_batches() -> None:
+def test_gradients_of_a_head_add_up_over_micro_batches():
     """Two backward passes are twice one."""
     once, twice = LearningHead(), LearningHead()
     objective = CrossEntropy("causal", 8)
@@ -188,7 +186,7 @@ def test_gradients_of_a_head_add_up_over_micro_batches() -> None:
     assert torch.allclose(twice.a.grad, 2 * once.a.grad)
 
 
-def test_no_chunk_s_graph_outlives_it(head: Head) -> None:
+def test_no_chunk_s_graph_outlives_it(head):
     """What is behind the loss is one node with its gradients, and the leaves."""
     hidden, targets = drawn()
     loss = CrossEntropy("causal", 8)(hidden, targets, head)
@@ -197,7 +195,7 @@ def test_no_chunk_s_graph_outlives_it(head: Head) -> None:
     assert parents == ["AccumulateGrad"]
 
 
-def test_measuring_a_head_that_learns_computes_no_gradient() -> None:
+def test_measuring_a_head_that_learns_computes_no_gradient():
     """Validation of a head with an adapter."""
     head = LearningHead()
     hidden, targets = drawn()

@@ -8,22 +8,20 @@ from mens_exp.objective import token_loss
 from mens_exp.objective.token_loss import summed_cross_entropy
 
 
-def draws(rows: int, vocabulary: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def draws(rows, vocabulary, dtype):
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(rows, vocabulary, generator=generator) * 5).to(dtype)
     return logits, torch.randint(vocabulary, (rows,), generator=generator)
 
 
-def gradient(loss: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+def gradient(loss, logits):
     (found,) = torch.autograd.grad(loss * 3, logits)
     return found
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("rows_at_once", [1, 3, 7, 100])
-def test_loss_and_gradient_are_those_of_torch(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float, rows_at_once: int
-) -> None:
+def test_loss_and_gradient_are_those_of_torch(monkeypatch, dtype, tolerance, rows_at_once):
     """Seven rows in pieces of any size: the sum to 1e-6, the gradient to its format's rounding."""
     monkeypatch.setattr(token_loss, "_CPU_ELEMENTS", rows_at_once * 50)
     logits, targets = draws(7, 50, dtype)
@@ -41,7 +39,7 @@ def test_loss_and_gradient_are_those_of_torch(
     )
 
 
-def test_logits_are_left_as_they_were() -> None:
+def test_logits_are_left_as_they_were():
     """The pass works in place on copies alone, f32 included."""
     logits, targets = draws(4, 50, torch.float32)
     before = logits.clone()
@@ -49,7 +47,7 @@ def test_logits_are_left_as_they_were() -> None:
     assert torch.equal(logits.detach(), before)
 
 
-def test_by_hand() -> None:
+def test_by_hand():
     """Equal logits over four ids: ln 4 each; the gradient is 1/4, and −3/4 at the target."""
     logits = torch.zeros(2, 4, requires_grad=True)
     loss = summed_cross_entropy(logits, torch.tensor([0, 3]))
@@ -60,13 +58,13 @@ def test_by_hand() -> None:
     assert logits.grad[1].tolist() == [0.25, 0.25, 0.25, -0.75]
 
 
-def test_a_hopeless_target_has_a_finite_loss() -> None:
+def test_a_hopeless_target_has_a_finite_loss():
     """Its probability underflows; its logarithm does not."""
     logits = torch.tensor([[0.0, 300.0]])
     assert float(summed_cross_entropy(logits, torch.tensor([0]))) == 300.0
 
 
-def test_no_target_costs_nothing() -> None:
+def test_no_target_costs_nothing():
     """Zero rows: zero, and no gradient is made where none is wanted."""
     logits, targets = torch.zeros(0, 4), torch.zeros(0, dtype=torch.long)
     assert float(summed_cross_entropy(logits, targets)) == 0.0

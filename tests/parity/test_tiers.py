@@ -6,7 +6,6 @@ Tier C, a 4-bit model against an f32 one, is a report and never a tolerance.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
 
 import bitsandbytes as bnb
 import numpy as np
@@ -20,26 +19,21 @@ from mens_exp.quant.bnb import dequantized
 from mens_exp.quant.nf4_reference import FP4_LEVELS, NF4_LEVELS, quantize
 from mens_exp.quant.round_trip import round_trip
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.config.root import RunConfig
-
 ROWS, INPUTS, OUTPUTS, VOCABULARY = 7, 128, 64, 50
 
 
 @pytest.fixture
-def draw() -> Callable[..., torch.Tensor]:
+def draw():
     generator = torch.Generator().manual_seed(0)
     return lambda *shape: torch.randn(shape, generator=generator)
 
 
-def relative(ours: torch.Tensor, theirs: Any) -> float:
+def relative(ours, theirs):
     expected = torch.as_tensor(np.asarray(theirs), dtype=torch.float64)
     return float((ours.detach().double() - expected).norm() / expected.norm())
 
 
-def test_a_matmul(draw: Callable[..., torch.Tensor], tiny_config: Callable[..., RunConfig]) -> None:
+def test_a_matmul(draw, tiny_config):
     """Torch's product, our projection and PEFT's layer, adapters off, against numpy: 1e-5."""
     from peft.tuners.lora import LoraConfig
     from peft.tuners.lora.layer import Linear
@@ -50,7 +44,7 @@ def test_a_matmul(draw: Callable[..., torch.Tensor], tiny_config: Callable[..., 
     ours.lora_b.data, ours.adapts = draw(OUTPUTS, config.lora.r), False
     plain = torch.nn.Linear(INPUTS, OUTPUTS, bias=False)
     plain.weight.data = ours.weight_OI.clone()
-    theirs: Any = Linear(plain, "default", LoraConfig(r=4), r=4, lora_alpha=8)
+    theirs = Linear(plain, "default", LoraConfig(r=4), r=4, lora_alpha=8)
     theirs.lora_B["default"].weight.data = draw(OUTPUTS, 4)
     theirs.enable_adapters(enabled=False)
     expected = x.double().numpy() @ ours.weight_OI.double().numpy().T
@@ -59,7 +53,7 @@ def test_a_matmul(draw: Callable[..., torch.Tensor], tiny_config: Callable[..., 
     assert relative(theirs(x), expected) <= 1e-5
 
 
-def test_a_biased_linear(draw: Callable[..., torch.Tensor]) -> None:
+def test_a_biased_linear(draw):
     """torch, and PEFT's LoRA layer at its start, against numpy: 1e-5."""
     from peft.tuners.lora import LoraConfig
     from peft.tuners.lora.layer import Linear
@@ -73,9 +67,7 @@ def test_a_biased_linear(draw: Callable[..., torch.Tensor]) -> None:
     assert relative(adapted(x), expected) <= 1e-5
 
 
-def test_a_lora_linear(
-    draw: Callable[..., torch.Tensor], tiny_config: Callable[..., RunConfig]
-) -> None:
+def test_a_lora_linear(draw, tiny_config):
     """Our projection and PEFT's layer over the same matrices, against the formula: 1e-4."""
     from peft.tuners.lora import LoraConfig
     from peft.tuners.lora.layer import Linear
@@ -85,7 +77,7 @@ def test_a_lora_linear(
     ours.lora_b.data = draw(OUTPUTS, 16)
     plain = torch.nn.Linear(INPUTS, OUTPUTS, bias=False)
     plain.weight.data = ours.weight_OI.clone()
-    theirs: Any = Linear(plain, "default", LoraConfig(r=16), r=16, lora_alpha=24).eval()
+    theirs = Linear(plain, "default", LoraConfig(r=16), r=16, lora_alpha=24).eval()
     theirs.lora_A["default"].weight.data = ours.lora_a.data.clone()
     theirs.lora_B["default"].weight.data = ours.lora_b.data.clone()
     x = draw(ROWS, INPUTS)
@@ -95,7 +87,7 @@ def test_a_lora_linear(
     assert relative(theirs(x), expected) <= 1e-4
 
 
-def test_a_cross_entropy(draw: Callable[..., torch.Tensor]) -> None:
+def test_a_cross_entropy(draw):
     """Our chunked sum, torch's, and ours through PEFT's head, against the formula in f64: 5e-5."""
     from peft.tuners.lora import LoraConfig
     from peft.tuners.lora.layer import Linear
@@ -113,7 +105,7 @@ def test_a_cross_entropy(draw: Callable[..., torch.Tensor]) -> None:
     assert abs(float(theirs) - expected) <= 5e-5 * expected
     plain = torch.nn.Linear(INPUTS, VOCABULARY, bias=False)
     plain.weight.data = weight
-    head: Any = Linear(plain, "default", LoraConfig(r=4), r=4, lora_alpha=8)
+    head = Linear(plain, "default", LoraConfig(r=4), r=4, lora_alpha=8)
     through = CrossEntropy("causal", 3)(hidden, targets, head)
     assert abs(float(through.total.detach()) - expected) <= 5e-5 * expected
 
@@ -121,11 +113,11 @@ def test_a_cross_entropy(draw: Callable[..., torch.Tensor]) -> None:
 @pytest.mark.parametrize("double_quant", [False, True])
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_b_one_round_trip_then_linear(
-    draw: Callable[..., torch.Tensor],
-    tiny_config: Callable[..., RunConfig],
-    kind: str,
-    double_quant: bool,
-) -> None:
+    draw,
+    tiny_config,
+    kind,
+    double_quant,
+):
     """The library's layer, the reference, our round trip and the merged path: 1e-5."""
     weight, x = draw(OUTPUTS, INPUTS), draw(ROWS, INPUTS)
     levels = {"nf4": NF4_LEVELS, "fp4": FP4_LEVELS}[kind]

@@ -1,16 +1,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 @pytest.fixture
-def rows(tmp_path: Path) -> Path:
+def rows(tmp_path):
     """Ten rows, each a group of its own: `p0` … `p9`, answered by a hundred letters."""
     path = tmp_path / "rows.jsonl"
     lines = [json.dumps({"prompt": f"p{n}", "response": "x" * 100}) for n in range(10)]
@@ -19,6 +15,6 @@ def rows(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def no_ledger(cache: Path) -> None:
+def no_ledger(cache):
     """Forget what other tests' runs measured, so that a prediction is the formula's."""
     (cache / "ledger.jsonl").unlink(missing_ok=True)

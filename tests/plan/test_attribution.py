@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -10,18 +9,13 @@ from mens_exp.plan import machine
 from mens_exp.plan.attribution import attribution_memory
 from mens_exp.plan.checks.machine import check
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.config.root import RunConfig
-
 
 @pytest.fixture
-def config(tiny_config: Callable[..., RunConfig]) -> RunConfig:
+def config(tiny_config):
     return tiny_config("task=attribute", "quant.double_quant=false")
 
 
-def test_memory_is_two_bases_and_what_layers_gave(config: RunConfig) -> None:
+def test_memory_is_two_bases_and_what_layers_gave(config):
     """By hand: 4 bytes a weight; 4.5 bits of a linear one, 2 of the table; 4 an output."""
     shape = shape_of(config.model)
     linear, table = shape.linear_parameters, shape.embedding_parameters
@@ -33,8 +27,8 @@ def test_memory_is_two_bases_and_what_layers_gave(config: RunConfig) -> None:
 
 @pytest.mark.parametrize(("free_bytes", "problems"), [(10**12, 0), (10**8, 1)])
 def test_machine_without_room_for_the_base_in_f32_is_refused(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch, free_bytes: int, problems: int
-) -> None:
+    config, monkeypatch, free_bytes, problems
+):
     """With the setting that takes less."""
     here = dataclasses.replace(machine.look("cpu"), free_bytes=free_bytes)
     monkeypatch.setattr(machine, "look", lambda _: here)

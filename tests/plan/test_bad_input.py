@@ -7,7 +7,6 @@ import json
 import shutil
 import struct
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -18,62 +17,57 @@ from mens_exp import cli
 from mens_exp.config.overrides import check
 from mens_exp.plan.preflight import preflight
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.model.resolve import BaseModel
-
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 EMBEDDING = "model.embed_tokens.weight"
 
 
 @pytest.fixture
-def base(tiny_base: BaseModel, tmp_path: Path) -> Path:
+def base(tiny_base, tmp_path):
     """A copy of tiny_llama's directory, to be damaged."""
     return Path(shutil.copytree(tiny_base.directory, tmp_path / "base"))
 
 
-def configure(base: Path, **changes: Any) -> None:
+def configure(base, **changes):
     file = base / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | changes), "utf-8")
 
 
-def embed(base: Path, *shape: int) -> None:
+def embed(base, *shape):
     tensors = load_file(base / WEIGHTS) | {EMBEDDING: np.zeros(shape, np.float32)}
     save_file(tensors, base / WEIGHTS)
 
 
-def without_configuration(base: Path) -> None:
+def without_configuration(base):
     (base / "config.json").unlink()
 
 
-def unreadable_configuration(base: Path) -> None:
+def unreadable_configuration(base):
     (base / "config.json").write_text("{", "utf-8")
 
 
-def without_a_shard(base: Path) -> None:
+def without_a_shard(base):
     (base / WEIGHTS).rename(base / "shard-0.safetensors")
     places = {EMBEDDING: "shard-0.safetensors", "model.norm.weight": "shard-1.safetensors"}
     (base / INDEX).write_text(json.dumps({"weight_map": places}), "utf-8")
 
 
-def with_header(base: Path, header: bytes, length: int, data: int = 0) -> None:
+def with_header(base, header, length, data=0):
     """Write a header; the data behind it are a hole in the file, which costs nothing."""
     with (base / WEIGHTS).open("wb") as file:
         file.write(struct.pack("<Q", length) + header)
         file.truncate(8 + len(header) + data)
 
 
-def header_longer_than_its_file(base: Path) -> None:
+def header_longer_than_its_file(base):
     with_header(base, b"{}", 10_000)
 
 
-def header_of_a_gigabyte(base: Path) -> None:
+def header_of_a_gigabyte(base):
     with_header(base, b"", 1 << 30, data=(1 << 30) + 100)
 
 
-def header_that_lies(base: Path) -> None:
+def header_that_lies(base):
     raw = (base / WEIGHTS).read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])
     header = json.loads(raw[8 : 8 + length])
@@ -83,30 +77,30 @@ def header_that_lies(base: Path) -> None:
     with_header(base, told, len(told), data=len(raw) - 8 - length)
 
 
-def embedding_of_rank_1(base: Path) -> None:
+def embedding_of_rank_1(base):
     embed(base, 320 * 64)
 
 
-def another_vocabulary(base: Path) -> None:
+def another_vocabulary(base):
     embed(base, 319, 64)
 
 
-def another_width(base: Path) -> None:
+def another_width(base):
     embed(base, 320, 128)
 
 
-def heads_that_do_not_divide(base: Path) -> None:
+def heads_that_do_not_divide(base):
     configure(base, num_key_value_heads=3)
 
 
-def too_many_ids(base: Path) -> None:
+def too_many_ids(base):
     file = str(base / "tokenizer.json")
     core = Tokenizer.from_file(file)
     core.add_tokens([f"<extra{n}>" for n in range(320 - 259 + 1)])
     core.save(file)
 
 
-DAMAGES: dict[Callable[[Path], None], str] = {
+DAMAGES = {
     without_configuration: "config.json: is missing or unreadable",
     unreadable_configuration: "config.json: is not JSON",
     without_a_shard: "shards listed in the index are absent",
@@ -126,7 +120,7 @@ damages = pytest.mark.parametrize(
 )
 
 PROXY = ["model=tiny_llama", "backend=proxy"]
-COMMANDS: dict[str, tuple[list[str], str]] = {
+COMMANDS = {
     "more last tokens than a sequence": (
         ["model=tiny_llama", "objective=last_k", "objective.k=9", "data.seq_len=8"],
         "objective.k: more last tokens than a sequence has",
@@ -143,12 +137,10 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.fixture
-def refused(
-    tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., list[str]]:
+def refused(tiny_run, tmp_path, capsys):
     """Give a command as a plan and as a run; return what each said, after both were refused."""
 
-    def both(*overrides: str) -> list[str]:
+    def both(*overrides):
         said = []
         for task in ("plan", "train"):
             run = tmp_path / task
@@ -164,9 +156,7 @@ def refused(
 
 @pytest.mark.slow
 @damages
-def test_damaged_model_is_refused_by_plan_and_run_alike(
-    refused: Callable[..., list[str]], base: Path, damage: Callable[[Path], None], said: str
-) -> None:
+def test_damaged_model_is_refused_by_plan_and_run_alike(refused, base, damage, said):
     """Exit code 2, its own message with a next step, the same twice, and no run directory."""
     damage(base)
     of_plan, of_run = refused("model=hf", f"model.id={base}")
@@ -177,16 +167,14 @@ def test_damaged_model_is_refused_by_plan_and_run_alike(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("overrides", "said"), COMMANDS.values(), ids=COMMANDS)
-def test_contradictory_command_is_refused_by_plan_and_run_alike(
-    refused: Callable[..., list[str]], overrides: list[str], said: str
-) -> None:
+def test_contradictory_command_is_refused_by_plan_and_run_alike(refused, overrides, said):
     """The place is the setting that was typed."""
     of_plan, of_run = refused(*overrides)
     assert said in " ".join(of_plan.split())
     assert of_run == of_plan
 
 
-def test_messages_are_one_for_each_fault() -> None:
+def test_messages_are_one_for_each_fault():
     """Nobody has to guess which of two faults is meant."""
     said = [*DAMAGES.values(), *(one for _, one in COMMANDS.values())]
     assert len(set(said)) == len(said) == 14
@@ -194,16 +182,16 @@ def test_messages_are_one_for_each_fault() -> None:
 
 @damages
 def test_refusal_reads_no_weights(
-    base: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    damage: Callable[[Path], None],
-    said: str,
-) -> None:
+    base,
+    monkeypatch,
+    damage,
+    said,
+):
     """Of the shards, at most eight bytes and the header that they announce are read."""
     damage(base)
     usual = ["logger=none", "trainer=cpu", "suite=none"]
     (cell,) = check(["model=hf", f"model.id={base}", *usual]).cells
-    last: list[int] = [0]
+    last = [0]
     most = 8 + _header_bytes(base)
     monkeypatch.setattr("io.open", watched(io.open, last))
     problems = preflight(cell.config)
@@ -212,24 +200,24 @@ def test_refusal_reads_no_weights(
     assert (last[0] >= 8) is (damage not in UNOPENED)
 
 
-def _header_bytes(base: Path) -> int:
+def _header_bytes(base):
     """Return the length of a header that is there and credible, else 0."""
     (file,) = base.glob("*.safetensors")
     with file.open("rb") as opened:
-        length: int = struct.unpack("<Q", opened.read(8))[0]
+        length = struct.unpack("<Q", opened.read(8))[0]
     return length if length < min(file.stat().st_size, 1 << 30) else 0
 
 
-def watched(opened: Any, last: list[int]) -> Any:
+def watched(opened, last):
     """Open files as before, and note the end of the furthest read of a shard."""
 
     class Watched(io.FileIO):
-        def read(self, size: int | None = -1, /) -> bytes:
+        def read(self, size=-1, /):
             found = super().read(-1 if size is None else size)
             last[0] = max(last[0], self.tell())
             return found
 
-    def opening(file: Any, mode: str = "r", *more: Any, **how: Any) -> Any:
+    def opening(file, mode="r", *more, **how):
         if str(file).endswith(".safetensors") and mode == "rb":
             return Watched(file, "rb")
         return opened(file, mode, *more, **how)

@@ -6,13 +6,13 @@ from mens_exp.plan.capabilities import page
 from mens_exp.plan.kernels import KERNELS, available
 
 
-def test_page_is_current() -> None:
+def test_page_is_current():
     """`make docs` writes it again."""
     file = Path(__file__).parents[2] / "docs" / "capabilities.md"
     assert file.read_text("utf-8") == page()
 
 
-def test_page_answers_as_the_planner_does() -> None:
+def test_page_answers_as_the_planner_does():
     """By hand: qlora wants 4 bits and the model's own tokenizer, lora neither quantizes."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page().splitlines()]
     cells = {
@@ -27,7 +27,7 @@ def test_page_answers_as_the_planner_does() -> None:
     assert cells["none", "vox"]["burn"] == "yes"
 
 
-def test_page_says_what_is_here() -> None:
+def test_page_says_what_is_here():
     """A backend that is not built yet is marked so."""
     (line,) = (line for line in page().splitlines() if line.startswith("| here "))
     here = [cell.strip() for cell in line.split("|")[2:-1]]
@@ -35,7 +35,7 @@ def test_page_says_what_is_here() -> None:
     assert "yes" in here
 
 
-def test_page_finds_the_limits_of_mobile_edge() -> None:
+def test_page_finds_the_limits_of_mobile_edge():
     """Asked of the planner, not written down twice."""
     (line,) = (line for line in page().splitlines() if line.startswith("| mobile_edge "))
     assert line == "| mobile_edge | at most 512 | at most 32 | at most 1 | CPU |"

@@ -1,19 +1,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 
 from mens_exp.artifacts.digest import sha256_bytes
 from mens_exp.config.compose import compose, typed
 from mens_exp.plan.checks import classes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
 
 GOOD = """
 import torch
@@ -36,14 +29,14 @@ class Old:
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RunConfig]]:
+def made(tmp_path, monkeypatch):
     """Compose with one option of the user's own, in a directory with a module."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     name = f"own_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(GOOD, encoding="utf-8")
 
-    def make(group: str, target: str, settings: str = "") -> RunConfig:
+    def make(group, target, settings=""):
         file = tmp_path / "conf" / group / "mine.yaml"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"_target_: {target.replace('MODULE', name)}\n{settings}", "utf-8")
@@ -55,7 +48,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         sys.modules.pop(module, None)
 
 
-def said(config: RunConfig) -> str:
+def said(config):
     return " | ".join(str(problem) for problem in classes.check(config))
 
 
@@ -70,9 +63,7 @@ def said(config: RunConfig) -> str:
         ("objective", "MODULE.Loss", "gamma: 2.0"),
     ],
 )
-def test_a_class_of_the_right_kind_is_accepted(
-    made: Callable[..., RunConfig], group: str, target: str, settings: str
-) -> None:
+def test_a_class_of_the_right_kind_is_accepted(made, group, target, settings):
     """With all its settings; a callback with and without `run`."""
     assert said(made(group, target, settings)) == ""
 
@@ -100,17 +91,13 @@ def test_a_class_of_the_right_kind_is_accepted(
         ("backend", "MODULE.Old", "", ["a torch.nn.Module"]),
     ],
 )
-def test_what_is_wrong_with_a_class_is_told(
-    made: Callable[..., RunConfig], group: str, target: str, settings: str, parts: list[str]
-) -> None:
+def test_what_is_wrong_with_a_class_is_told(made, group, target, settings, parts):
     """By its place, with the nearest name where there is one."""
     text = said(made(group, target, settings))
     assert all(part in text for part in parts), text
 
 
-def test_a_module_that_fails_is_told_by_its_line(
-    made: Callable[..., RunConfig], tmp_path: Path
-) -> None:
+def test_a_module_that_fails_is_told_by_its_line(made, tmp_path):
     """Its own error, and where; not that it was not found."""
     (tmp_path / "own_broken.py").write_text("x = 1\nimport no_such_module_at_all\n", "utf-8")
     text = said(made("callbacks", "own_broken.A"))
@@ -120,13 +107,13 @@ def test_a_module_that_fails_is_told_by_its_line(
     assert "SyntaxError" in said(made("callbacks", "own_syntax.A"))
 
 
-def test_our_own_classes_are_not_imported(tiny_config: Callable[..., RunConfig]) -> None:
+def test_our_own_classes_are_not_imported(tiny_config):
     """A plan of ours waits for nothing."""
     assert said(tiny_config()) == ""
     assert classes.record(tiny_config()) is None
 
 
-def test_what_was_loaded_is_on_record(made: Callable[..., RunConfig], tmp_path: Path) -> None:
+def test_what_was_loaded_is_on_record(made, tmp_path):
     """The target, and the hash of the module that it came from."""
     config = made("objective", "MODULE.Loss", "gamma: 2.0")
     assert said(config) == ""

@@ -7,7 +7,6 @@ import json
 import shutil
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from hydra.utils import get_class
@@ -16,7 +15,7 @@ from mens_exp.config.compose import compose, group_options, typed
 from mens_exp.config.root import RunConfig
 from mens_exp.config.store import SCHEMAS
 from mens_exp.corpus import synthetic
-from mens_exp.plan.contract import FineTuneContract, contract_of
+from mens_exp.plan.contract import contract_of
 from mens_exp.plan.semantics import (
     RECORDING_CALLBACKS,
     SETTINGS,
@@ -24,11 +23,6 @@ from mens_exp.plan.semantics import (
     learned_settings,
     part_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.model.resolve import BaseModel
 
 # One command for each schema, so that each of its fields can be flipped on it.
 COMMANDS = {
@@ -75,7 +69,7 @@ OTHER = {
 }
 
 
-def leaves() -> list[tuple[str, str]]:
+def leaves():
     """List every leaf of every schema: the command it lives on, and its dotted path."""
     root = dataclasses.fields(RunConfig)
     found = {("", path) for field in root if field.name not in SCHEMAS for path in inside(field)}
@@ -88,7 +82,7 @@ def leaves() -> list[tuple[str, str]]:
     return sorted(found)
 
 
-def inside(field: dataclasses.Field[Any]) -> list[str]:
+def inside(field):
     """Return the leaf that a field is, or those of the section that it holds."""
     if not dataclasses.is_dataclass(field.default_factory):
         return [field.name]
@@ -102,23 +96,23 @@ SINGLE = {"format"}
 
 
 @functools.cache  # Hydra takes a third of a second each time
-def composed(command: str) -> RunConfig:
+def composed(command):
     ours = ["model=tiny_llama", "logger=none", "suite=none", *COMMANDS.get(command, [])]
     by_group = {text.partition("=")[0]: text for text in ours}
     return typed(compose([list(by_group.values())])[0].values)
 
 
-def base(command: str) -> RunConfig:
+def base(command):
     return copy.deepcopy(composed(command if command in COMMANDS else ""))
 
 
-def other(path: str, value: Any) -> Any:
+def other(path, value):
     """Return another value of the same type."""
     if path in OTHER:
         return OTHER[path]
     if isinstance(value, Enum):
         return next(one for one in type(value) if one is not value)
-    others: dict[type, Callable[[Any], Any]] = {
+    others = {
         bool: lambda is_so: not is_so,
         int: lambda number: number + 1,
         float: lambda number: number + 1,
@@ -128,8 +122,8 @@ def other(path: str, value: Any) -> Any:
     return others.get(type(value), lambda text: f"{text}, another")(value)
 
 
-def flipped(config: RunConfig, path: str) -> RunConfig:
-    parent: Any = config
+def flipped(config, path):
+    parent = config
     *groups, name = path.split(".")
     for group in groups:
         parent = getattr(parent, group)
@@ -137,12 +131,12 @@ def flipped(config: RunConfig, path: str) -> RunConfig:
     return config
 
 
-def test_every_setting_is_classified() -> None:
+def test_every_setting_is_classified():
     """A new field of any schema has to say whether it changes what is learned."""
     assert {path for _, path in LEAVES} - SETTINGS.keys() == set()
 
 
-def test_no_setting_is_classified_that_is_none() -> None:
+def test_no_setting_is_classified_that_is_none():
     """The table names nothing that is gone."""
     assert SETTINGS.keys() - {path for _, path in LEAVES} == set()
 
@@ -151,7 +145,7 @@ FLIPPED = [leaf for leaf in LEAVES if leaf[1] not in SINGLE]
 
 
 @pytest.mark.parametrize(("command", "path"), FLIPPED, ids=lambda value: str(value) or "root")
-def test_digest_moves_exactly_with_what_changes_what_is_learned(command: str, path: str) -> None:
+def test_digest_moves_exactly_with_what_changes_what_is_learned(command, path):
     """Each field flipped on its own."""
     before = contract_of(base(command)).digest
     after = contract_of(flipped(base(command), path)).digest
@@ -159,7 +153,7 @@ def test_digest_moves_exactly_with_what_changes_what_is_learned(command: str, pa
 
 
 @pytest.mark.parametrize("option", group_options()["callbacks"])
-def test_our_callbacks_only_record(option: str) -> None:
+def test_our_callbacks_only_record(option):
     """Without them the contract is the same, but for the one that ends a run early."""
     bare, with_it = (
         contract_of(typed(compose([["model=tiny_llama", f"callbacks={name}"]])[0].values))
@@ -170,9 +164,7 @@ def test_our_callbacks_only_record(option: str) -> None:
 
 @pytest.mark.parametrize("chooser", ["callbacks=[default,early_stopping]", "adapter.select=best"])
 @pytest.mark.parametrize("more", ["trainer.val_check_interval=7", "data.val_max_tokens=77"])
-def test_validation_counts_where_it_chooses(
-    tiny_config: Callable[..., RunConfig], chooser: str, more: str
-) -> None:
+def test_validation_counts_where_it_chooses(tiny_config, chooser, more):
     """How often and on how much is validated decides which adapter is left."""
     assert contract_of(tiny_config()).digest == contract_of(tiny_config(more)).digest
     chosen = contract_of(tiny_config(chooser))
@@ -187,9 +179,7 @@ BY_KPI = (*LOOKING, "adapter.select=best", "adapter.metric=parse_rate")
     "more",
     ["callbacks.scorecard.every_n_steps=1", "callbacks.scorecard.items=3", "suite.items=7"],
 )
-def test_a_scorecard_counts_where_it_chooses(
-    tiny_config: Callable[..., RunConfig], more: str
-) -> None:
+def test_a_scorecard_counts_where_it_chooses(tiny_config, more):
     """Which items are asked, and how often, decides which adapter is left, and only then."""
     looking = contract_of(tiny_config(*LOOKING)).digest
     assert looking == contract_of(tiny_config()).digest
@@ -199,9 +189,7 @@ def test_a_scorecard_counts_where_it_chooses(
     assert chosen != contract_of(tiny_config(*LOOKING, "adapter.select=best")).digest
 
 
-def test_files_that_a_glob_finds_are_those_that_are_named(
-    tiny_config: Callable[..., RunConfig], rows: Path
-) -> None:
+def test_files_that_a_glob_finds_are_those_that_are_named(tiny_config, rows):
     """Another spelling of the same rows."""
     one, two = (
         contract_of(tiny_config("data=jsonl", f"data.path={path}")).digest
@@ -210,14 +198,14 @@ def test_files_that_a_glob_finds_are_those_that_are_named(
     assert one == two
 
 
-def test_recording_callbacks_exist() -> None:
+def test_recording_callbacks_exist():
     """The table names classes by path; a moved one would silently count as learned."""
     assert all(get_class(path) for path in RECORDING_CALLBACKS)
 
 
 def test_callback_of_the_users_own_is_part_of_the_contract(
-    tiny_config: Callable[..., RunConfig],
-) -> None:
+    tiny_config,
+):
     """What is unknown counts: two runs are told apart rather than taken for one."""
     config = tiny_config()
     before = contract_of(config).digest
@@ -227,9 +215,7 @@ def test_callback_of_the_users_own_is_part_of_the_contract(
     assert contract_of(config).digest != before
 
 
-def test_rows_are_their_content_not_their_name(
-    tiny_config: Callable[..., RunConfig], rows: Path, tmp_path: Path
-) -> None:
+def test_rows_are_their_content_not_their_name(tiny_config, rows, tmp_path):
     """A copy is the same contract, one changed letter another."""
     copy = tmp_path / "copy.jsonl"
     copy.write_bytes(rows.read_bytes())
@@ -241,9 +227,7 @@ def test_rows_are_their_content_not_their_name(
     assert contract_of(tiny_config("data=jsonl", f"data.path={copy}")).digest != digests[0]
 
 
-def test_generated_rows_are_what_makes_them(
-    tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generated_rows_are_what_makes_them(tiny_config, monkeypatch):
     """The same settings under another generator are another contract, whatever the run's seed."""
     contract = contract_of(tiny_config("data=synthetic"))
     assert str(contract.data.generated_from).startswith("generator ")
@@ -253,7 +237,7 @@ def test_generated_rows_are_what_makes_them(
     assert other.digest != contract.digest
 
 
-def test_order_of_targets_means_nothing(tiny_config: Callable[..., RunConfig]) -> None:
+def test_order_of_targets_means_nothing(tiny_config):
     """They are a set."""
     one, two = (
         contract_of(tiny_config(f"lora.targets=[{names}]")).digest
@@ -263,8 +247,8 @@ def test_order_of_targets_means_nothing(tiny_config: Callable[..., RunConfig]) -
 
 
 def test_contract_carries_the_names_that_decide_the_kernel(
-    tiny_config: Callable[..., RunConfig],
-) -> None:
+    tiny_config,
+):
     """Typed parts beside the settings, frozen."""
     contract = contract_of(tiny_config("lora.r=4", "quant=fp4", "trainer.max_steps=7"))
     assert (contract.adapter.method, contract.adapter.rank) == ("qlora", 4)
@@ -273,14 +257,14 @@ def test_contract_carries_the_names_that_decide_the_kernel(
     assert contract.data.tokenizer_mode == "hf"
     assert contract.provenance.base_family == "llama"
     with pytest.raises(dataclasses.FrozenInstanceError):
-        contract.quant = contract.quant  # type: ignore[misc]
+        contract.quant = contract.quant
 
 
-def test_digest_covers_the_parts(tiny_config: Callable[..., RunConfig]) -> None:
+def test_digest_covers_the_parts(tiny_config):
     """A contract that was made by hand is told apart too; its provenance and target are not."""
     contract = contract_of(tiny_config())
 
-    def changed(part: str, **values: Any) -> FineTuneContract:
+    def changed(part, **values):
         return dataclasses.replace(
             contract, **{part: dataclasses.replace(getattr(contract, part), **values)}
         )
@@ -291,14 +275,14 @@ def test_digest_covers_the_parts(tiny_config: Callable[..., RunConfig]) -> None:
     assert changed("provenance", license_class="MIT").digest == contract.digest
 
 
-def test_record_is_plain_json(tiny_config: Callable[..., RunConfig]) -> None:
+def test_record_is_plain_json(tiny_config):
     """It goes into the manifest as it is."""
     record = contract_of(tiny_config()).record()
     assert json.loads(json.dumps(record)) == record
     assert record["digest"] == contract_of(tiny_config()).digest
 
 
-def card(directory: Path, licence: str) -> Path:
+def card(directory, licence):
     (directory / "README.md").write_text(f"---\nlicense: {licence}\n---\n", "utf-8")
     return directory
 
@@ -307,12 +291,12 @@ def card(directory: Path, licence: str) -> Path:
     ("licence", "required"), [("mit", True), ("cc0-1.0", False), ("own-terms", None)]
 )
 def test_origin_is_what_the_model_card_states(
-    tiny_base: BaseModel,
-    tiny_config: Callable[..., RunConfig],
-    tmp_path: Path,
-    licence: str,
-    required: bool | None,
-) -> None:
+    tiny_base,
+    tiny_config,
+    tmp_path,
+    licence,
+    required,
+):
     """The licence as stated; what it asks where that is known, else null with the reason."""
     directory = card(Path(shutil.copytree(tiny_base.directory, tmp_path / "base")), licence)
     contract = contract_of(tiny_config("model=hf", f"model.id={directory}"))
@@ -328,8 +312,8 @@ def test_origin_is_what_the_model_card_states(
 
 
 def test_origin_of_a_bundled_model_is_the_configuration_s(
-    tiny_config: Callable[..., RunConfig],
-) -> None:
+    tiny_config,
+):
     """SmolLM2's Apache-2.0 asks for its notice."""
     part = contract_of(tiny_config("model=smollm2_135m")).provenance
     assert (part.license_class, part.attribution_required) == ("Apache-2.0", True)
@@ -337,8 +321,8 @@ def test_origin_of_a_bundled_model_is_the_configuration_s(
 
 
 def test_origin_that_nobody_states_is_null_with_its_reason(
-    tiny_config: Callable[..., RunConfig],
-) -> None:
+    tiny_config,
+):
     """Random weights have no publisher, a directory that is absent no family either."""
     random = contract_of(tiny_config())
     assert random.provenance.attribution_required is None
@@ -350,16 +334,14 @@ def test_origin_that_nobody_states_is_null_with_its_reason(
     assert "contract.provenance.base_family" in absent.unknown
 
 
-def test_sources_of_a_mix_are_their_content_and_weight(
-    tiny_config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
+def test_sources_of_a_mix_are_their_content_and_weight(tiny_config, tmp_path):
     """Where a file lies and how the record calls it mean nothing; a weight and a row do."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "p", "response": "r"}\n', "utf-8")
     copy_ = tmp_path / "copy.jsonl"
     shutil.copy(rows, copy_)
 
-    def of(entry: str) -> str:
+    def of(entry):
         return contract_of(tiny_config("data=mix", f"data.sources=[{entry}]")).digest
 
     first = of(f"{{path:{rows},weight:1}}")

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mens_exp.config.validate import ineffective_overrides
@@ -13,17 +11,10 @@ from mens_exp.rows.cache import encoded
 from mens_exp.rows.encode import encode
 from mens_exp.tokenizer.hf import HfTokenizer
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
-    from mens_exp.model.resolve import BaseModel
-
 LIMIT = "data.contract.min_supervised_frac"
 
 
-def warm(config: RunConfig, base: BaseModel, cache: Path, *, certify: bool) -> None:
+def warm(config, base, cache, *, certify):
     """Encode as a run does, and certify the training side where it gets so far."""
     tokenizer = HfTokenizer.from_directory(base.directory)
     rows = load_rows(config.data, cache)
@@ -31,24 +22,22 @@ def warm(config: RunConfig, base: BaseModel, cache: Path, *, certify: bool) -> N
         key = cache_key(config, rows, side, tokenizer)
         pairs = getattr(rows, side.value)
         made = encode(pairs, tokenizer, key.labelling)
-        _, counts = encoded(cache, key, lambda made=made: made)  # type: ignore[misc]
+        _, counts = encoded(cache, key, lambda made=made: made)
         if certify and side is Side.TRAIN:
             token_part(pairs, made, tokenizer, cache=cache, key=key, counts=counts)
 
 
 @pytest.fixture
-def config(tiny_config: Callable[..., RunConfig], rows_file: Path) -> Callable[..., RunConfig]:
+def config(tiny_config, rows_file):
     """Configure a run on sixty rows; the tokenizer decides nothing but the cache's key."""
 
-    def made(*overrides: str) -> RunConfig:
+    def made(*overrides):
         return tiny_config("data=jsonl", f"data.path={rows_file}", *overrides)
 
     return made
 
 
-def test_a_plan_tells_the_token_part_once_a_run_has_made_it(
-    config: Callable[..., RunConfig], tiny_base: BaseModel, tmp_path: Path
-) -> None:
+def test_a_plan_tells_the_token_part_once_a_run_has_made_it(config, tiny_base, tmp_path):
     """Not while nothing is encoded, nor where the encoding alone is there."""
     asked = config()
     warm(asked, tiny_base, tmp_path, certify=False)
@@ -57,8 +46,8 @@ def test_a_plan_tells_the_token_part_once_a_run_has_made_it(
 
 
 def test_a_plan_with_a_warm_cache_shows_roles_and_what_training_would_refuse(
-    config: Callable[..., RunConfig], tiny_base: BaseModel, cache: Path
-) -> None:
+    config, tiny_base, cache
+):
     """Limits that the command tightens count for the plan, too."""
     warm(config(), tiny_base, cache, certify=True)
     plan = make_plan(config(), cache)
@@ -79,9 +68,7 @@ def test_a_plan_with_a_warm_cache_shows_roles_and_what_training_would_refuse(
         (("objective=last_k",), "data.contract.allow_untrained_end"),
     ],
 )
-def test_limits_that_nothing_is_held_against_are_refused(
-    config: Callable[..., RunConfig], overrides: tuple[str, ...], key: str
-) -> None:
+def test_limits_that_nothing_is_held_against_are_refused(config, overrides, key):
     """A setting that does nothing is an error that names the combination."""
     (problem,) = ineffective_overrides(config(*overrides), [key])
     assert problem.where == key
@@ -89,8 +76,6 @@ def test_limits_that_nothing_is_held_against_are_refused(
 
 
 @pytest.mark.parametrize("overrides", [(), ("task=plan",), ("objective=causal",)])
-def test_limits_that_count_are_accepted(
-    config: Callable[..., RunConfig], overrides: tuple[str, ...]
-) -> None:
+def test_limits_that_count_are_accepted(config, overrides):
     """In a plan, too, which is of the run."""
     assert ineffective_overrides(config(*overrides), [LIMIT, "data.contract.probe"]) == []

@@ -1,24 +1,17 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from mens_exp.config.compose import compose, typed
 from mens_exp.plan.defaults import differences
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-    from mens_exp.config.root import RunConfig
-
-
-def changed(*overrides: str) -> dict[str, dict[str, Any]]:
+def changed(*overrides):
     return differences(typed(compose([overrides])[0].values), overrides)
 
 
 # The rows of PEERS, table 2.2, that are not ours: value there, value here.
-PEERS: dict[str, dict[str, tuple[Any, Any]]] = {
+PEERS = {
     "trl_like": {
         "data.seq_len": (1024, 512),
         "lora.alpha": (32, 16),
@@ -42,7 +35,7 @@ PEERS: dict[str, dict[str, tuple[Any, Any]]] = {
 
 
 @pytest.mark.parametrize("preset", PEERS)
-def test_preset_of_a_peer_differs_where_the_table_does(preset: str) -> None:
+def test_preset_of_a_peer_differs_where_the_table_does(preset):
     """And nowhere else."""
     expected = {
         path: {"found": theirs, "default": ours} for path, (theirs, ours) in PEERS[preset].items()
@@ -50,19 +43,19 @@ def test_preset_of_a_peer_differs_where_the_table_does(preset: str) -> None:
     assert changed(f"preset={preset}") == expected
 
 
-def test_axolotl_s_codes_lie_in_bf16() -> None:
+def test_axolotl_s_codes_lie_in_bf16():
     """The container of the codes changes nothing that is learned, so it is no difference."""
     config = typed(compose([["preset=axolotl_like"]])[0].values)
     assert config.quant.storage_dtype.value == "bf16"
 
 
-def test_override_over_a_preset_is_what_counts() -> None:
+def test_override_over_a_preset_is_what_counts():
     """Back to our own value it is no difference; a new one is."""
     found = changed("preset=litgpt_like", "seed=42", "optim.lr=1e-5")
     assert found.keys() == {"lora.r", "lora.targets", "quant.double_quant", "optim.lr"}
 
 
-def test_setting_that_our_defaults_lack_has_no_default_beside_it() -> None:
+def test_setting_that_our_defaults_lack_has_no_default_beside_it():
     """Such as the rows of a file."""
     assert changed("data=jsonl", "data.path=r.jsonl")["data.path"] == {"found": "r.jsonl"}
 
@@ -70,9 +63,7 @@ def test_setting_that_our_defaults_lack_has_no_default_beside_it() -> None:
 @pytest.mark.parametrize(
     "overrides", [(), ("task=plan",), ("task=plan", "hydra.run.dir=x"), ("seed=42",)]
 )
-def test_command_that_says_nothing_differs_in_nothing(
-    tiny_config: Callable[..., RunConfig], overrides: tuple[str, ...]
-) -> None:
+def test_command_that_says_nothing_differs_in_nothing(tiny_config, overrides):
     """The first three do not even compose the defaults."""
     assert changed(*overrides) == {}
     if overrides != ("seed=42",):
@@ -80,7 +71,7 @@ def test_command_that_says_nothing_differs_in_nothing(
 
 
 def test_command_that_is_not_known_is_compared_in_full(
-    tiny_config: Callable[..., RunConfig],
-) -> None:
+    tiny_config,
+):
     """A run that goes on under other settings differs, whatever it began with."""
     assert differences(tiny_config("lora.r=3"), None)["lora.r"] == {"default": 16, "found": 3}

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -22,28 +21,22 @@ from mens_exp.rows.cache import encoded
 from mens_exp.rows.encode import encode
 from mens_exp.tokenizer.hf import HfTokenizer
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.config.root import RunConfig
-    from mens_exp.model.resolve import BaseModel
-
 # Each marker of ChatML is one token, here written x; then a hundred letters and the end marker.
 ROW_TOKENS = len("xuser\npNx\nxassistant\n") + 101
 
 
 @pytest.fixture
-def on_rows(tiny_config: Callable[..., RunConfig], rows: Path) -> Callable[..., RunConfig]:
+def on_rows(tiny_config, rows):
     """Configure a run on the ten rows."""
 
-    def made(*overrides: str) -> RunConfig:
+    def made(*overrides):
         shares = ["data.val_frac=0.2", "data.heldout_frac=0.2"]
         return tiny_config("data=jsonl", f"data.path={rows}", *shares, *overrides)
 
     return made
 
 
-def warm(config: RunConfig, base: BaseModel, cache: Path) -> dict[Side, int]:
+def warm(config, base, cache):
     """Encode train and validation as a run does; return the documents of each."""
     tokenizer = HfTokenizer.from_directory(base.directory)
     rows = load_rows(config.data, cache)
@@ -54,15 +47,13 @@ def warm(config: RunConfig, base: BaseModel, cache: Path) -> dict[Side, int]:
         made, _ = encoded(
             cache,
             key,
-            lambda pairs=pairs, key=key: encode(pairs, tokenizer, key.labelling),  # type: ignore[misc]
+            lambda pairs=pairs, key=key: encode(pairs, tokenizer, key.labelling),
         )
         documents[side] = len(made)
     return documents
 
 
-def test_warm_plan_counts_exactly(
-    on_rows: Callable[..., RunConfig], tiny_base: BaseModel, cache: Path
-) -> None:
+def test_warm_plan_counts_exactly(on_rows, tiny_base, cache):
     """Documents and tokens are those that the run will read."""
     config = on_rows()
     documents = warm(config, tiny_base, cache)
@@ -82,9 +73,7 @@ def test_warm_plan_counts_exactly(
     }
 
 
-def test_cold_plan_of_a_file_estimates_and_says_so(
-    on_rows: Callable[..., RunConfig], cache: Path
-) -> None:
+def test_cold_plan_of_a_file_estimates_and_says_so(on_rows, cache):
     """Rows are counted; tokens come from their characters, none over the limit."""
     config = on_rows("data.seq_len=64", "objective=causal")
     data = make_plan(config, cache)["data"]
@@ -94,17 +83,13 @@ def test_cold_plan_of_a_file_estimates_and_says_so(
     assert data["train_tokens"] == data["train_rows"] * 64
 
 
-def test_other_length_than_the_cached_one_is_cold(
-    on_rows: Callable[..., RunConfig], tiny_base: BaseModel, cache: Path
-) -> None:
+def test_other_length_than_the_cached_one_is_cold(on_rows, tiny_base, cache):
     """What was encoded for another limit is not taken for this one."""
     warm(on_rows(), tiny_base, cache)
     assert not make_plan(on_rows("data.seq_len=500"), cache)["data"]["exact"]
 
 
-def test_half_warm_cache_is_cold(
-    on_rows: Callable[..., RunConfig], tiny_base: BaseModel, cache: Path
-) -> None:
+def test_half_warm_cache_is_cold(on_rows, tiny_base, cache):
     """Training rows alone are not all that the run will read."""
     config = on_rows("data.seq_len=300")
     warm(config, tiny_base, cache)
@@ -113,18 +98,14 @@ def test_half_warm_cache_is_cold(
     assert not make_plan(config, cache)["data"]["exact"]
 
 
-def test_model_that_is_not_made_yet_is_cold(
-    on_rows: Callable[..., RunConfig], tiny_base: BaseModel, cache: Path
-) -> None:
+def test_model_that_is_not_made_yet_is_cold(on_rows, tiny_base, cache):
     """Without its tokenizer nothing can be counted."""
     warm(on_rows(), tiny_base, cache)
     other = on_rows("model.init_seed=12345")
     assert not make_plan(other, cache)["data"]["exact"]
 
 
-def test_cold_plan_of_the_library_reads_file_sizes(
-    tiny_config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
+def test_cold_plan_of_the_library_reads_file_sizes(tiny_config, tmp_path):
     """No extraction for a plan: rows are unknown, tokens marked as an estimate."""
     data = make_plan(tiny_config(), tmp_path)["data"]
     assert data["train_rows"] is None
@@ -138,9 +119,7 @@ def test_cold_plan_of_the_library_reads_file_sizes(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_cold_plan_of_generated_rows_generates_none(
-    tiny_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cold_plan_of_generated_rows_generates_none(tiny_config, tmp_path, monkeypatch):
     """Rows are those asked for; tokens are about what a warm cache gives, marked as an estimate."""
     config = tiny_config("data=synthetic", "data.rows=400", "data.repair_frac=0.5")
     with monkeypatch.context() as patch:
@@ -157,7 +136,7 @@ def test_cold_plan_of_generated_rows_generates_none(
     assert cold["longest_tokens"] == 512
 
 
-def test_plan_states_steps_and_tokens(on_rows: Callable[..., RunConfig], cache: Path) -> None:
+def test_plan_states_steps_and_tokens(on_rows, cache):
     """512 tokens × 2 sequences × 3 micro-batches, seven times."""
     config = on_rows(
         "data.micro_batch_size=2", "trainer.accumulate_grad_batches=3", "trainer.max_steps=7"
@@ -168,9 +147,7 @@ def test_plan_states_steps_and_tokens(on_rows: Callable[..., RunConfig], cache: 
     assert (plan["format"], plan["version"]) == ("mens_exp_plan", 1)
 
 
-def test_epochs_are_counted_in_sequences(
-    on_rows: Callable[..., RunConfig], tiny_base: BaseModel, cache: Path
-) -> None:
+def test_epochs_are_counted_in_sequences(on_rows, tiny_base, cache):
     """Packed by tokens, padded by rows; a started step counts whole."""
     overrides = ["trainer.max_steps=-1", "trainer.max_epochs=3", "data.seq_len=256"]
     config = on_rows(*overrides)
@@ -186,12 +163,12 @@ def test_epochs_are_counted_in_sequences(
     [(5, -1, None, 5), (5, 1, 100, 5), (50, 1, 10, 3), (-1, 2, 10, 5), (-1, 2, None, None)],
 )
 def test_the_nearer_limit_bounds_the_steps(
-    on_rows: Callable[..., RunConfig],
-    max_steps: int,
-    max_epochs: int,
-    blocks: int | None,
-    steps: int | None,
-) -> None:
+    on_rows,
+    max_steps,
+    max_epochs,
+    blocks,
+    steps,
+):
     """Two by two blocks a step; unknown blocks leave max_epochs without a meaning."""
     config = on_rows(
         f"trainer.max_steps={max_steps}",
@@ -202,9 +179,7 @@ def test_the_nearer_limit_bounds_the_steps(
     assert steps_of(config, blocks) == steps
 
 
-def test_unknown_steps_make_time_unknown(
-    tiny_config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
+def test_unknown_steps_make_time_unknown(tiny_config, tmp_path):
     """Null with the reason, not a guess."""
     config = tiny_config(
         "trainer.max_steps=-1", "trainer.max_epochs=1", "data.packing=false", "trainer=cpu"
@@ -225,14 +200,14 @@ def test_unknown_steps_make_time_unknown(
     ],
 )
 def test_time_on_a_gpu_is_unknown_and_says_why(
-    on_rows: Callable[..., RunConfig],
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    accelerator: str,
-    gpu: bool,
-    cuda: str | None,
-    known: bool,
-) -> None:
+    on_rows,
+    cache,
+    monkeypatch,
+    accelerator,
+    gpu,
+    cuda,
+    known,
+):
     """No rate has been measured there; where a GPU would be used, the CPU's is no answer."""
     answer = ("a GPU", 80 << 30, 79 << 30, "9.0") if gpu else None
     monkeypatch.setattr(machine, "_gpu", lambda: answer)
@@ -243,12 +218,10 @@ def test_time_on_a_gpu_is_unknown_and_says_why(
     assert ("no rate has been measured for a GPU" in time["basis"]) != known
 
 
-def test_estimates_move_with_what_they_depend_on(
-    tiny_config: Callable[..., RunConfig], cache: Path
-) -> None:
+def test_estimates_move_with_what_they_depend_on(tiny_config, cache):
     """More steps take longer; f32 takes longer and more memory; half the rank trains half."""
 
-    def plan(*overrides: str) -> dict[str, Any]:
+    def plan(*overrides):
         values = compose([["trainer=cpu", *overrides]])[0].values
         return make_plan(typed(values), cache)
 
@@ -260,9 +233,7 @@ def test_estimates_move_with_what_they_depend_on(
     assert 2 * small["trainable_parameters"] == base["trainable_parameters"] == 4_884_480
 
 
-def test_memory_is_the_sum_of_its_components(
-    on_rows: Callable[..., RunConfig], cache: Path
-) -> None:
+def test_memory_is_the_sum_of_its_components(on_rows, cache):
     """Each named, and inside its interval; the lower bound counts no long document."""
     plan = make_plan(on_rows(), cache)
     memory = plan["memory_bytes"]
@@ -273,9 +244,7 @@ def test_memory_is_the_sum_of_its_components(
 
 
 @pytest.mark.parametrize(("option", "state"), [("adamw", 8), ("adamw_8bit", 2), ("lion", 4)])
-def test_memory_counts_the_optimizer_s_own_state(
-    on_rows: Callable[..., RunConfig], cache: Path, option: str, state: int
-) -> None:
+def test_memory_counts_the_optimizer_s_own_state(on_rows, cache, option, state):
     """Beside four bytes of gradient; the scales of 8-bit blocks are a sixty-fourth more."""
     plan = make_plan(on_rows(f"optim={option}"), cache)
     components, parameters = plan["memory_bytes"]["components"], plan["trainable_parameters"]
@@ -283,9 +252,7 @@ def test_memory_counts_the_optimizer_s_own_state(
     assert components["gradients"] == 4 * parameters
 
 
-def test_checkpointing_costs_time_and_saves_memory(
-    on_rows: Callable[..., RunConfig], cache: Path
-) -> None:
+def test_checkpointing_costs_time_and_saves_memory(on_rows, cache):
     """One layer whole and every layer's input, 64 wide; the plan says that it is on."""
     settings = ("lora.dropout=0", "data.seq_len=64", "quant.compute_dtype=bf16")
     plans = [
@@ -311,9 +278,7 @@ def test_checkpointing_costs_time_and_saves_memory(
         ((1, 4, "on"), 1_607_565_312),
     ],
 )
-def test_memory_is_within_a_tenth_and_a_bit_of_what_was_measured(
-    cache: Path, settings: tuple[int, int, str], measured: int
-) -> None:
+def test_memory_is_within_a_tenth_and_a_bit_of_what_was_measured(cache, settings, measured):
     """SmolLM2-135M on two cores, suite=none: experiments/LOG.md."""
     size, accumulate, value = settings
     overrides = [
@@ -326,21 +291,19 @@ def test_memory_is_within_a_tenth_and_a_bit_of_what_was_measured(
     assert plan["memory_bytes"]["estimate"] == pytest.approx(measured, rel=0.12)
 
 
-def test_machine_without_a_core_count_is_planned_for(
-    on_rows: Callable[..., RunConfig], cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machine_without_a_core_count_is_planned_for(on_rows, cache, monkeypatch):
     """Some containers do not tell; one core is assumed, and said."""
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: None)
     assert "on 1 CPU cores" in make_plan(on_rows(), cache)["time_s"]["basis"]
 
 
-def test_plan_is_plain_json(on_rows: Callable[..., RunConfig], cache: Path) -> None:
+def test_plan_is_plain_json(on_rows, cache):
     """It is written as it is."""
     plan = make_plan(on_rows(), cache)
     assert json.loads(json.dumps(plan, allow_nan=False)) == plan
 
 
-def test_planning_imports_nothing_heavy(rows: Path) -> None:
+def test_planning_imports_nothing_heavy(rows):
     """In a fresh interpreter, from composing to the plan."""
     code = (
         "import sys\n"
@@ -364,7 +327,7 @@ def test_planning_imports_nothing_heavy(rows: Path) -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_what_the_targets_match_is_planned(on_rows: Callable[..., RunConfig], cache: Path) -> None:
+def test_what_the_targets_match_is_planned(on_rows, cache):
     """Modules, exact trainable parameters, and what is not as usual, before torch is imported."""
     plan = make_plan(
         on_rows("lora.targets=[qv,lm_head]", "lora.variant=rslora", "lora.rank_pattern={qv:4}"),
@@ -376,12 +339,10 @@ def test_what_the_targets_match_is_planned(on_rows: Callable[..., RunConfig], ca
     assert plan["lora"] == "all_linear, rslora, r 16 and others, alpha 16, dropout 0.05"
 
 
-def test_a_start_that_changes_the_base_keeps_the_plain_one_too(
-    on_rows: Callable[..., RunConfig], cache: Path
-) -> None:
+def test_a_start_that_changes_the_base_keeps_the_plain_one_too(on_rows, cache):
     """PiSSA, and LoftQ from its second round on: half a byte and a bit for each adapted weight."""
 
-    def parts(*overrides: str) -> dict[str, int]:
+    def parts(*overrides):
         return make_plan(on_rows(*overrides), cache)["memory_bytes"]["components"]
 
     name = "plain weights, for the base"

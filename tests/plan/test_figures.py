@@ -13,15 +13,11 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import mens_exp
 from mens_exp.layout.shipped_configs import shipped_config
-
-if TYPE_CHECKING:
-    from mens_exp.model.resolve import BaseModel
 
 SHARDS = 30
 LOOPS = 40  # measured: 27 to 29 beside five other programs; headroom is for what shares the caches
@@ -47,7 +43,7 @@ print(json.dumps({
 """
 
 
-def measured(directory: Path, *overrides: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def measured(directory, *overrides):
     """Plan in a fresh process; return what it cost and the plan."""
     environment = {**os.environ, "PYTHONPATH": str(Path(mens_exp.__file__ or "").parents[1])}
     command = [*overrides, "task=plan", "logger=none", f"hydra.run.dir={directory / 'run'}"]
@@ -64,7 +60,7 @@ def measured(directory: Path, *overrides: str) -> tuple[dict[str, Any], dict[str
     return cost, json.loads((directory / "run" / "plan.json").read_text("utf-8"))
 
 
-def llama_70b(directory: Path, tokenizer: Path) -> None:
+def llama_70b(directory, tokenizer):
     """Write a 70B-shaped model: real headers in 30 files, whose data are holes."""
     config = shipped_config("meta-llama/Llama-3.1-70B-Instruct")
     assert config is not None
@@ -99,9 +95,7 @@ def llama_70b(directory: Path, tokenizer: Path) -> None:
 
 
 @pytest.mark.slow
-def test_seventy_billion_parameters_are_planned_from_headers(
-    tiny_base: BaseModel, rows_file: Path, tmp_path: Path
-) -> None:
+def test_seventy_billion_parameters_are_planned_from_headers(tiny_base, rows_file, tmp_path):
     """Thirty shards of 141 GB in all: quickly, in under 200 MB, without torch."""
     model = tmp_path / "llama_70b"
     llama_70b(model, tiny_base.directory / "tokenizer.json")
@@ -123,7 +117,7 @@ def test_seventy_billion_parameters_are_planned_from_headers(
 
 
 @pytest.mark.slow
-def test_default_is_planned_quickly(tmp_path: Path) -> None:
+def test_default_is_planned_quickly(tmp_path):
     """The bare command, without torch."""
     cost, plan = measured(tmp_path)
     assert (cost["code"], cost["heavy"]) == (0, [])

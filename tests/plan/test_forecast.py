@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,13 +11,6 @@ from mens_exp.plan.ledger import Entry, append, ledger_path
 from mens_exp.plan.machine import Machine
 from mens_exp.plan.memory import Documents
 from mens_exp.plan.pace import flop_per_token, learned_frac, quantization_s, time
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
-    from mens_exp.plan.forecast import Forecast
 
 CPU = Machine(kind="cpu", name="a CPU", total_bytes=1, free_bytes=1)
 GPU = dataclasses.replace(CPU, kind="cuda", name="a GPU")
@@ -38,10 +30,10 @@ ENTRY = Entry(
 
 
 @pytest.fixture
-def ahead(tiny_config: Callable[..., RunConfig], tmp_path: Path) -> Callable[..., Forecast]:
+def ahead(tiny_config, tmp_path):
     """Forecast tiny_llama on a device after runs that the ledger knows."""
 
-    def made(*known: Entry, device: Machine = CPU) -> Forecast:
+    def made(*known, device=CPU):
         ledger_path(tmp_path).unlink(missing_ok=True)
         for entry in known:
             append(ledger_path(tmp_path), entry)
@@ -52,7 +44,7 @@ def ahead(tiny_config: Callable[..., RunConfig], tmp_path: Path) -> Callable[...
     return made
 
 
-def test_three_runs_correct_and_bound_the_next(ahead: Callable[..., Forecast]) -> None:
+def test_three_runs_correct_and_bound_the_next(ahead):
     """A fifth more than the formula: the estimate moves there, the interval is 7 % each way."""
     plain, known = ahead(), ahead(ENTRY, ENTRY, ENTRY)
     assert (plain.runs, known.runs) == (0, 3)
@@ -66,20 +58,18 @@ def test_three_runs_correct_and_bound_the_next(ahead: Callable[..., Forecast]) -
 @pytest.mark.parametrize(
     "change", [{"device": "another"}, {"family": "gpt2"}, {"backend": "proxy"}]
 )
-def test_runs_of_another_kind_say_nothing(
-    ahead: Callable[..., Forecast], change: dict[str, str]
-) -> None:
+def test_runs_of_another_kind_say_nothing(ahead, change):
     """Device, family and backend have to be the same."""
     other = dataclasses.replace(ENTRY, **change)
     assert ahead(other, other, other).runs == 0
 
 
-def test_two_runs_leave_the_formula_alone(ahead: Callable[..., Forecast]) -> None:
+def test_two_runs_leave_the_formula_alone(ahead):
     """Too few for a spread."""
     assert ahead(ENTRY, ENTRY).memory == ahead().memory
 
 
-def test_rate_of_this_machine_beats_the_table(ahead: Callable[..., Forecast]) -> None:
+def test_rate_of_this_machine_beats_the_table(ahead):
     """3e12 operations in a second, from the first run on; an interval from the third."""
     assert ahead(ENTRY).pace.rate == 3e12
     known = ahead(ENTRY, ENTRY, ENTRY).pace
@@ -89,14 +79,14 @@ def test_rate_of_this_machine_beats_the_table(ahead: Callable[..., Forecast]) ->
     assert 0.9 < known.low / 3e12 < 1
 
 
-def test_gpu_without_a_run_has_no_rate(ahead: Callable[..., Forecast]) -> None:
+def test_gpu_without_a_run_has_no_rate(ahead):
     """Unknown with the reason; the first run on it measures one."""
     assert ahead(device=GPU).pace.rate is None
     measured = ahead(dataclasses.replace(ENTRY, device="a GPU"), device=GPU).pace
     assert measured.rate == 3e12
 
 
-def test_time_is_operations_over_the_rate(ahead: Callable[..., Forecast]) -> None:
+def test_time_is_operations_over_the_rate(ahead):
     """A hundred tokens and sixty to validate on, a forward pass being half of training."""
     pace = ahead(ENTRY).pace
     made = time(pace, 3e10, 100, 60, 50)
@@ -106,7 +96,7 @@ def test_time_is_operations_over_the_rate(ahead: Callable[..., Forecast]) -> Non
     assert (unknown["estimate"], unknown["step_s"]) == (None, 0.5)
 
 
-def test_operations_of_a_token(tiny_config: Callable[..., RunConfig]) -> None:
+def test_operations_of_a_token(tiny_config):
     """4 a frozen weight, 6 an adapter's, 4 a head's on half of the tokens."""
     shape = shape_of(tiny_config().model)
     weights = 2 * (64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 128)
@@ -114,8 +104,8 @@ def test_operations_of_a_token(tiny_config: Callable[..., RunConfig]) -> None:
 
 
 def test_quantizing_takes_time_on_a_cpu_and_is_unknown_on_a_gpu(
-    tiny_config: Callable[..., RunConfig],
-) -> None:
+    tiny_config,
+):
     """It was never measured there; eight bits take a fifth of four's, no quantizer none."""
     shape = dataclasses.replace(shape_of(tiny_config().model), num_hidden_layers=10_000)
     four, eight, none = (
@@ -131,8 +121,8 @@ def test_quantizing_takes_time_on_a_cpu_and_is_unknown_on_a_gpu(
 
 
 def test_unknown_documents_are_as_long_as_they_may_be(
-    tiny_config: Callable[..., RunConfig],
-) -> None:
+    tiny_config,
+):
     """The limit is what attention pays for at most."""
     config = tiny_config("data.seq_len=300")
     assert documents_of(config, {}) == Documents(longest=300, typical=300, varied=True)
@@ -153,16 +143,12 @@ def test_unknown_documents_are_as_long_as_they_may_be(
         (("objective=causal",), 1.0),
     ],
 )
-def test_share_of_learned_tokens(
-    tiny_config: Callable[..., RunConfig], objective: tuple[str, ...], share: float
-) -> None:
+def test_share_of_learned_tokens(tiny_config, objective, share):
     """Documents of fifty tokens: the last k, all, or about half, as in the main job."""
     assert learned_frac(tiny_config(*objective).objective, 50.0) == share
 
 
-def test_operations_of_the_proxy_are_those_of_learned_positions(
-    tiny_config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
+def test_operations_of_the_proxy_are_those_of_learned_positions(tiny_config, tmp_path):
     """Two squares of 64 and the head, LoRA on each; unpacking a micro-batch is 154 positions."""
     config = tiny_config("backend=proxy", "objective.k=40", "data.seq_len=512")
     shape = shape_of(config.model)

@@ -4,14 +4,10 @@ import dataclasses
 import math
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 
 from mens_exp.plan.ledger import Entry, append, entries, ledger_path, residuals
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ENTRY = Entry(
     utc="2026-11-20T05:58:01.123Z",
@@ -28,7 +24,7 @@ ENTRY = Entry(
 )
 
 
-def test_lines_are_read_back_in_order(tmp_path: Path) -> None:
+def test_lines_are_read_back_in_order(tmp_path):
     """What was appended, nothing lost."""
     path = ledger_path(tmp_path / "cache")
     others = [dataclasses.replace(ENTRY, run_id=str(n)) for n in range(3)]
@@ -38,12 +34,12 @@ def test_lines_are_read_back_in_order(tmp_path: Path) -> None:
     assert not path.with_suffix(".lock").exists()
 
 
-def test_absent_ledger_is_empty(tmp_path: Path) -> None:
+def test_absent_ledger_is_empty(tmp_path):
     """The first run has none."""
     assert entries(ledger_path(tmp_path)) == []
 
 
-def test_torn_and_foreign_lines_are_passed_over(tmp_path: Path) -> None:
+def test_torn_and_foreign_lines_are_passed_over(tmp_path):
     """A writer that died leaves half a line; the next one begins its own."""
     path = ledger_path(tmp_path)
     append(path, ENTRY)
@@ -55,7 +51,7 @@ def test_torn_and_foreign_lines_are_passed_over(tmp_path: Path) -> None:
     assert entries(path) == [ENTRY, ENTRY]
 
 
-def test_two_processes_lose_no_line(tmp_path: Path) -> None:
+def test_two_processes_lose_no_line(tmp_path):
     """Forty lines from two writers at one time."""
     path = ledger_path(tmp_path)
     code = (
@@ -72,7 +68,7 @@ def test_two_processes_lose_no_line(tmp_path: Path) -> None:
     assert entries(path) == [ENTRY] * 40
 
 
-def test_three_equal_runs_give_their_ratio() -> None:
+def test_three_equal_runs_give_their_ratio():
     """Centre 1.1; the least spread of 2 %, t of 2.92, sqrt(4/3): 7.0 % to each side in logs."""
     found = residuals([1.1, 1.1, 1.1])
     assert found is not None
@@ -82,7 +78,7 @@ def test_three_equal_runs_give_their_ratio() -> None:
     assert found.high == pytest.approx(1.1 * math.exp(half))
 
 
-def test_spread_widens_the_interval() -> None:
+def test_spread_widens_the_interval():
     """Log ratios of ±ln 1.1: deviation ln 1.1 · sqrt(4/3) of four runs, t of 2.353."""
     found = residuals([1.1, 1 / 1.1, 1.1, 1 / 1.1])
     assert found is not None
@@ -91,6 +87,6 @@ def test_spread_widens_the_interval() -> None:
     assert math.log(found.high) == pytest.approx(2.353 * spread * math.sqrt(1.25))
 
 
-def test_two_runs_say_nothing() -> None:
+def test_two_runs_say_nothing():
     """A spread of two is no spread."""
     assert residuals([1.0, 1.2]) is None

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import subprocess
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -10,16 +9,13 @@ import pytest
 from mens_exp.plan import machine
 from mens_exp.plan.machine import cores, look, space
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
+def driver(monkeypatch):
     """Answer for nvidia-smi with a text, or an error."""
 
-    def answers(answer: str | Exception) -> None:
-        def run(command: list[str], **how: Any) -> Any:
+    def answers(answer):
+        def run(command, **how):
             assert "--query-gpu=name,memory.total,memory.free,compute_cap" in command
             assert how["timeout"] <= 3
             if isinstance(answer, Exception):
@@ -32,7 +28,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
     return answers
 
 
-def test_this_machine_is_described() -> None:
+def test_this_machine_is_described():
     """Name, memory, torch's version and bitsandbytes' libraries, whatever they are here."""
     found = look("cpu")
     assert found.kind == "cpu"
@@ -42,7 +38,7 @@ def test_this_machine_is_described() -> None:
     assert "cpu" in (found.libraries or ())
 
 
-def test_gpu_is_taken_where_torch_can_use_it(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_is_taken_where_torch_can_use_it(driver, monkeypatch):
     """`auto` takes it with a CUDA build of torch alone; MiB are bytes here."""
     driver("A GPU, 15360, 15000, 8.9\nAnother, 1, 1, 8.9\n")
     monkeypatch.setattr(machine, "_torch", lambda: ("2.13.0", "12.8"))
@@ -58,7 +54,7 @@ def test_gpu_is_taken_where_torch_can_use_it(driver: Any, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("capability", "has_bf16"), [("7.5", False), ("8.0", True), ("12.0", True)]
 )
-def test_bf16_came_with_ampere(driver: Any, capability: str, has_bf16: bool) -> None:
+def test_bf16_came_with_ampere(driver, capability, has_bf16):
     """Compute capability 8.0."""
     driver(f"A GPU, 1, 1, {capability}\n")
     assert look("gpu").has_bf16 is has_bf16
@@ -75,7 +71,7 @@ def test_bf16_came_with_ampere(driver: Any, capability: str, has_bf16: bool) -> 
         OSError("not executable"),
     ],
 )
-def test_gpu_that_does_not_answer_is_unknown(driver: Any, answer: str | Exception) -> None:
+def test_gpu_that_does_not_answer_is_unknown(driver, answer):
     """`auto` goes to the CPU; `gpu`, asked for by name, stays and knows no number."""
     driver(answer)
     assert look("auto").kind == "cpu"
@@ -88,9 +84,7 @@ def test_gpu_that_does_not_answer_is_unknown(driver: Any, answer: str | Exceptio
     ("flags", "has_bf16"),
     [("sse avx512_bf16", True), ("fp bf16", True), ("sse avx2", False)],
 )
-def test_processor_tells_its_formats(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, has_bf16: bool
-) -> None:
+def test_processor_tells_its_formats(tmp_path, monkeypatch, flags, has_bf16):
     """By its flags; x86 and Arm spell theirs differently."""
     file = tmp_path / "cpuinfo"
     key = "Features" if flags.startswith("fp") else "flags"
@@ -100,15 +94,13 @@ def test_processor_tells_its_formats(
     assert (found.name, found.has_bf16) == ("A CPU", has_bf16)
 
 
-def test_processor_that_tells_nothing_is_unknown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processor_that_tells_nothing_is_unknown(tmp_path, monkeypatch):
     """No guess about its formats."""
     monkeypatch.setattr(machine, "_CPUINFO", tmp_path / "absent")
     assert look("cpu").has_bf16 is None
 
 
-def test_container_bounds_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_container_bounds_memory(tmp_path, monkeypatch):
     """A limit of 1,000 bytes, 600 used, of which 100 are cache that is given back: 500 free."""
     monkeypatch.setattr(machine, "_CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("1000\n", "ascii")
@@ -120,10 +112,10 @@ def test_container_bounds_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert look("cpu").total_bytes == psutil.virtual_memory().total
 
 
-def test_absent_packages_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_packages_are_unknown(monkeypatch):
     """An installation without torch or bitsandbytes can still be planned for."""
 
-    def absent(name: str) -> Any:
+    def absent(name):
         raise machine.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(machine.metadata, "distribution", absent)
@@ -131,14 +123,14 @@ def test_absent_packages_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.torch, found.torch_cuda, found.libraries) == (None, None, None)
 
 
-def test_space_is_that_of_the_nearest_directory(tmp_path: Path) -> None:
+def test_space_is_that_of_the_nearest_directory(tmp_path):
     """A path that is not there yet lies where its parent does."""
     place, free = space(tmp_path / "a" / "b")
     assert place == tmp_path
     assert free > 0
 
 
-def test_cores_are_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_at_least_one(monkeypatch):
     """Some containers do not tell."""
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: None)
     assert cores() == 1

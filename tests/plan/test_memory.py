@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from mens_exp.config.compose import compose, typed
@@ -9,12 +7,6 @@ from mens_exp.config.quant import QuantConfig
 from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.shape import Shape, shape_of
 from mens_exp.plan.memory import Documents, bits_per_weight, memory, optimizer_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.config.root import RunConfig
-    from mens_exp.plan.memory import Memory
 
 LLAMA_8B = Shape(
     family=FAMILIES["llama"],
@@ -43,17 +35,17 @@ TINY = Shape(
 FULL = Documents(longest=100_000, typical=100_000)
 
 
-def of(config: RunConfig, shape: Shape = TINY, documents: Documents = FULL, **how: Any) -> Memory:
+def of(config, shape=TINY, documents=FULL, **how):
     return memory(config, shape, documents, kind=how.pop("kind", "cpu"), **how)
 
 
-def test_bits_of_a_weight_are_the_papers() -> None:
+def test_bits_of_a_weight_are_the_papers():
     """Half a bit of scale, or 8/64 + 32/(64·256) with the scales quantized (section 3)."""
     assert bits_per_weight(QuantConfig(double_quant=False)) == 4.5
     assert bits_per_weight(QuantConfig(double_quant=True)) == pytest.approx(4.127, abs=5e-4)
 
 
-def test_eight_bits_and_a_scale_a_row(tiny_config: Callable[..., RunConfig]) -> None:
+def test_eight_bits_and_a_scale_a_row(tiny_config):
     """By hand; with dropout, each layer's four inputs are kept as they were too."""
     eight, four = (of(tiny_config(*more)).components for more in (["quant=int8"], []))
     rows = 2 * (64 + 32 + 32 + 64 + 128 + 128 + 64)
@@ -65,7 +57,7 @@ def test_eight_bits_and_a_scale_a_row(tiny_config: Callable[..., RunConfig]) -> 
     assert still[0].components["activations"] == still[1].components["activations"]
 
 
-def test_llama_8b_on_a_gpu(tiny_config: Callable[..., RunConfig]) -> None:
+def test_llama_8b_on_a_gpu(tiny_config):
     """The arithmetic of r 16, seven projections, batch 2 × 2048, NF4 with double quantization."""
     sizes = ["data.seq_len=2048", "data.micro_batch_size=2", "lora.r=16"]
     config = tiny_config(*sizes, "model.gradient_checkpointing=off")
@@ -90,7 +82,7 @@ def test_llama_8b_on_a_gpu(tiny_config: Callable[..., RunConfig]) -> None:
     assert total == pytest.approx(42.6e9, rel=0.01)
 
 
-def test_recomputing_keeps_one_layer(tiny_config: Callable[..., RunConfig]) -> None:
+def test_recomputing_keeps_one_layer(tiny_config):
     """Each layer's input, and all of a single layer: 8B at batch 2 × 2048 then fits in 16 GB."""
     sizes = ["data.seq_len=2048", "data.micro_batch_size=2"]
     kept = tiny_config(*sizes, "model.gradient_checkpointing=off")
@@ -109,12 +101,12 @@ def test_recomputing_keeps_one_layer(tiny_config: Callable[..., RunConfig]) -> N
         ("mine.Unknown", 8000, False),
     ],
 )
-def test_moments_by_optimizer(target: str, expected: int, paged: bool) -> None:
+def test_moments_by_optimizer(target, expected, paged):
     """A thousand parameters: two f32 moments, or two bytes and two scales of 256 elements."""
     assert optimizer_bytes(target, 1000) == (expected, paged)
 
 
-def test_paged_moments_leave_a_gpu_but_not_a_cpu(tiny_config: Callable[..., RunConfig]) -> None:
+def test_paged_moments_leave_a_gpu_but_not_a_cpu(tiny_config):
     """Host memory is where they are paged to."""
     config = tiny_config()
     config.optim._target_ = "bitsandbytes.optim.PagedAdamW8bit"  # Hydra's own spelling
@@ -122,7 +114,7 @@ def test_paged_moments_leave_a_gpu_but_not_a_cpu(tiny_config: Callable[..., RunC
     assert of(config, kind="cpu").components["optimizer"] > 0
 
 
-def test_longest_document_decides_attention(tiny_config: Callable[..., RunConfig]) -> None:
+def test_longest_document_decides_attention(tiny_config):
     """Two sequences of 256: one of 100 tokens, 412 more in documents of 30; four heads, bf16."""
     config = tiny_config("data.seq_len=256", "data.micro_batch_size=2")
     short = of(config, documents=Documents(longest=100, typical=30)).components
@@ -133,8 +125,8 @@ def test_longest_document_decides_attention(tiny_config: Callable[..., RunConfig
 
 
 def test_padding_to_the_longest_document_keeps_no_scores(
-    tiny_config: Callable[..., RunConfig],
-) -> None:
+    tiny_config,
+):
     """Sequences are only as long as they have to be, and attend in a fused kernel."""
     padded = tiny_config("data.seq_len=256", "data.packing=false")
     packed = tiny_config("data.seq_len=256")
@@ -156,9 +148,7 @@ def test_padding_to_the_longest_document_keeps_no_scores(
         ("data.micro_batch_size=2", "activations", True),
     ],
 )
-def test_components_move_with_what_they_depend_on(
-    tiny_config: Callable[..., RunConfig], more: str, component: str, grows: bool
-) -> None:
+def test_components_move_with_what_they_depend_on(tiny_config, more, component, grows):
     """More or less of one component, and of the whole."""
     base, changed = of(tiny_config()), of(tiny_config(more))
     assert (changed.components[component] > base.components[component]) == grows
@@ -166,7 +156,7 @@ def test_components_move_with_what_they_depend_on(
     assert (changed.estimate > base.estimate) == grows
 
 
-def test_default_job_is_predicted_as_measured() -> None:
+def test_default_job_is_predicted_as_measured():
     """2.30 and 2.77 GB in records of the main job, at two threads and sixty steps."""
     config = typed(compose([["trainer=cpu"]])[0].values)
     made = memory(config, shape_of(config.model), Documents(longest=512, typical=330), kind="cpu")

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -26,22 +25,19 @@ from mens_exp.plan.planner import (
     refusals,
 )
 
-if TYPE_CHECKING:
-    from mens_exp.errors import MensError
-
 ALL = frozenset(KERNELS)
 
 
 def contract(
-    method: str = "qlora",
-    base: str = "nf4",
-    tokenizer: str = "hf",
-    deployment: str = "workstation",
+    method="qlora",
+    base="nf4",
+    tokenizer="hf",
+    deployment="workstation",
     *,
-    targets: str = FULL_GRAPH,
-    rank: int = 8,
-    **run: Any,
-) -> FineTuneContract:
+    targets=FULL_GRAPH,
+    rank=8,
+    **run,
+):
     values = {"seq_len": 256, "batch_size": 1, "grad_accum": 4, "learning_rate": 1e-4}
     return FineTuneContract(
         model=ModelPart(),
@@ -53,21 +49,21 @@ def contract(
     )
 
 
-def around(model_type: str | None = "llama", **values: Any) -> Surroundings:
+def around(model_type="llama", **values):
     return Surroundings(kernels=values.pop("kernels", ALL), model_type=model_type, **values)
 
 
-def gates(of: FineTuneContract, meets: Surroundings) -> list[Gate]:
+def gates(of, meets):
     return [gate for gate, _ in refusals(of, meets)]
 
 
-def errors(of: FineTuneContract, meets: Surroundings) -> list[MensError]:
+def errors(of, meets):
     return [error for _, error in refusals(of, meets)]
 
 
 # By hand, from REFERENCE section 2: (method, base, tokenizer, backend) -> gates on a known layout,
 # and those that an unknown layout adds.
-ACCEPTANCE: dict[tuple[str, str, str, str], tuple[list[Gate], list[Gate]]] = {
+ACCEPTANCE = {
     ("qlora", "nf4", "hf", "qlora"): ([], []),
     ("qlora", "nf4", "vox", "qlora"): ([Gate.TOKENIZER], []),
     ("qlora", "fp4", "hf", "qlora"): ([], []),
@@ -93,7 +89,7 @@ ACCEPTANCE: dict[tuple[str, str, str, str], tuple[list[Gate], list[Gate]]] = {
     list(itertools.product(ACCEPTANCE, ["llama", "gpt2", None], ["workstation", "mobile_edge"])),
     ids=str,
 )
-def test_acceptance(asked: tuple[str, str, str, str], layout: str | None, deployment: str) -> None:
+def test_acceptance(asked, layout, deployment):
     """Method × base × tokenizer × kernel × layout × deployment target, gates in their order."""
     method, base, tokenizer, backend = asked
     known, unknown = ACCEPTANCE[asked]
@@ -103,7 +99,7 @@ def test_acceptance(asked: tuple[str, str, str, str], layout: str | None, deploy
 
 
 @pytest.mark.parametrize(("base", "refused"), [("nf4", False), ("fp4", False), ("int8", True)])
-def test_the_proxy_has_four_bits_only(base: str, refused: bool) -> None:
+def test_the_proxy_has_four_bits_only(base, refused):
     """The message names the bases there are."""
     made = contract("qlora", base, targets=PROXY)
     found = list(refusals(made, around(forced="proxy")))
@@ -112,7 +108,7 @@ def test_the_proxy_has_four_bits_only(base: str, refused: bool) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(KERNELS))
-def test_kernel_that_is_not_here_is_refused(name: str) -> None:
+def test_kernel_that_is_not_here_is_refused(name):
     """What is here is named, and how to add one."""
     kernel = KERNELS[name]
     base = "nf4" if kernel.quantized else "none"
@@ -125,14 +121,14 @@ def test_kernel_that_is_not_here_is_refused(name: str) -> None:
     assert all(other in str(error.remedy) for other in have)
 
 
-def test_kernel_that_nobody_knows_is_refused_unless_it_is_here() -> None:
+def test_kernel_that_nobody_knows_is_refused_unless_it_is_here():
     """A class of the user's own is taken at its word."""
     assert gates(contract(), around(forced="mine", kernels=ALL | {"mine"})) == []
     (error,) = errors(contract(), around(forced="qlor"))
     assert "the nearest is qlora" in str(error)
 
 
-def test_proxy_needs_a_known_layout() -> None:
+def test_proxy_needs_a_known_layout():
     """It reads weights by name; the known families are listed."""
     made = contract(targets=PROXY)
     assert gates(made, around(forced="proxy")) == []
@@ -150,7 +146,7 @@ EDGE = [
 
 
 @pytest.mark.parametrize(("change", "where", "found"), EDGE)
-def test_mobile_edge_has_limits(change: dict[str, Any], where: str, found: object) -> None:
+def test_mobile_edge_has_limits(change, where, found):
     """Each is refused there alone; the limit itself is accepted."""
     (error,) = errors(contract(deployment="mobile_edge", **change), around(forced="qlora"))
     assert (error.where, error.found) == (where, found)
@@ -160,13 +156,13 @@ def test_mobile_edge_has_limits(change: dict[str, Any], where: str, found: objec
 
 
 @pytest.mark.parametrize("device", ["gpu", "auto"])
-def test_mobile_edge_is_trained_on_cpu(device: str) -> None:
+def test_mobile_edge_is_trained_on_cpu(device):
     """`auto` may be a GPU."""
     (error,) = errors(contract(deployment="mobile_edge"), around(device=device))
     assert (error.where, error.expected) == ("trainer", "cpu")
 
 
-def test_mobile_edge_says_what_is_left_to_the_operator() -> None:
+def test_mobile_edge_says_what_is_left_to_the_operator():
     """In the plan's notes; a workstation has none."""
     on_edge, not_on_edge = (
         execution_plan(contract(deployment=name), around())
@@ -188,7 +184,7 @@ FLAGS = [
 
 
 @pytest.mark.parametrize(("run", "where"), FLAGS)
-def test_contradictory_flags_are_refused(run: dict[str, Any], where: str) -> None:
+def test_contradictory_flags_are_refused(run, where):
     """Each with its own message."""
     found = list(refusals(contract(**run), around(forced="qlora")))
     assert [(gate, error.where) for gate, error in found] == [(Gate.FLAGS, where)]
@@ -205,12 +201,12 @@ def test_contradictory_flags_are_refused(run: dict[str, Any], where: str) -> Non
         {"require_full_proxy_stack": True, "proxy_max_layers": 2},
     ],
 )
-def test_flags_at_their_limits_are_accepted(run: dict[str, Any]) -> None:
+def test_flags_at_their_limits_are_accepted(run):
     """For each refusal an acceptance."""
     assert gates(contract(**run), around(forced="qlora")) == []
 
 
-def test_all_refusals_come_in_the_order_of_the_gates() -> None:
+def test_all_refusals_come_in_the_order_of_the_gates():
     """Nothing waits behind the first."""
     made = contract("lora", "nf4", "hf", "mobile_edge", rank=64, ce_last_k=100)
     meets = around(None, forced="burn", kernels=ALL - {"burn"}, device="gpu")
@@ -224,7 +220,7 @@ def test_all_refusals_come_in_the_order_of_the_gates() -> None:
     ]
 
 
-def test_every_message_says_what_to_do_next() -> None:
+def test_every_message_says_what_to_do_next():
     """What is wrong, found, expected, next."""
     made = [
         contract("lora", "nf4", "vox"),
@@ -242,9 +238,7 @@ def test_every_message_says_what_to_do_next() -> None:
         assert "Next: " in str(error)
 
 
-def keys(
-    layers: int, prefix: str = "model.layers", path: str = "self_attn.o_proj"
-) -> frozenset[str]:
+def keys(layers, prefix="model.layers", path="self_attn.o_proj"):
     return frozenset(f"{prefix}.{n}.{path}.weight" for n in range(layers))
 
 
@@ -280,22 +274,20 @@ def keys(
         ({}, "mamba", keys(3), Coverage(eligible=False)),
     ],
 )
-def test_coverage_of_the_proxy_stack(
-    run: dict[str, Any], model_type: str, found: frozenset[str], expected: Coverage
-) -> None:
+def test_coverage_of_the_proxy_stack(run, model_type, found, expected):
     """Middle keys matched against those expected; none expected is complete with 0 of 0."""
     made = contract(targets=PROXY, **run)
     assert coverage(made, around(model_type, keys=found, layers=3)) == expected
 
 
-def test_another_graph_has_no_coverage() -> None:
+def test_another_graph_has_no_coverage():
     """All null, and the graph has its own name."""
     made = contract()
     assert coverage(made, around(keys=keys(3), layers=3)) == Coverage()
     assert execution_plan(made, around()).graph_id == "full_causal"
 
 
-def test_incomplete_stack_trains_the_head_alone_unless_strict() -> None:
+def test_incomplete_stack_trains_the_head_alone_unless_strict():
     """Never a partial stack; strict mode lists what is missing, at most 32 names."""
     loose, strict = contract(targets=PROXY), contract(targets=PROXY, require_full_proxy_stack=True)
     meets = around(keys=keys(10), layers=50, forced="proxy")
@@ -310,7 +302,7 @@ def test_incomplete_stack_trains_the_head_alone_unless_strict() -> None:
     assert "and 8 more" in str(error.found)
 
 
-def test_graph_of_the_proxy_is_named_by_its_composition() -> None:
+def test_graph_of_the_proxy_is_named_by_its_composition():
     """As the run will name it; where the headers are not here, as a whole checkpoint's."""
     made = dataclasses.replace(
         contract(targets=PROXY), settings={"backend.composition": "sequential"}
@@ -322,7 +314,7 @@ def test_graph_of_the_proxy_is_named_by_its_composition() -> None:
     assert coverage(made, unread) == Coverage(eligible=True, expected=3)
 
 
-def test_unknown_family_is_planned_with_a_note_of_what_refuses_it() -> None:
+def test_unknown_family_is_planned_with_a_note_of_what_refuses_it():
     """The known types are listed; a known family has no such note."""
     (note,) = execution_plan(contract(), around("mamba", forced="qlora")).notes
     assert note.startswith("model_type mamba is none of the verified layouts (gemma2, ")
@@ -340,9 +332,7 @@ def test_unknown_family_is_planned_with_a_note_of_what_refuses_it() -> None:
     ("asked", "backend"),
     [(("qlora", "nf4"), "proxy"), (("lora", "none"), "burn")],
 )
-def test_what_the_note_names_refuses_an_unknown_family(
-    asked: tuple[str, str], backend: str
-) -> None:
+def test_what_the_note_names_refuses_an_unknown_family(asked, backend):
     """One message for each of them, with the known types."""
     made = contract(*asked, targets=KERNELS[backend].targets)
     (error,) = errors(made, around("mamba", forced=backend))

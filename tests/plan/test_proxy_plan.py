@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -14,26 +13,20 @@ from mens_exp.layout import hub
 from mens_exp.plan.estimate import make_plan
 from mens_exp.plan.preflight import preflight
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.config.root import RunConfig
-    from mens_exp.model.resolve import BaseModel
-
 WHOLE = {"eligible": True, "complete": True, "matched": 2, "expected": 2}
 
 
 @pytest.fixture
-def base(tiny_base: BaseModel, tmp_path: Path) -> Path:
+def base(tiny_base, tmp_path):
     """A copy of tiny_llama's directory, to be damaged."""
     return Path(shutil.copytree(tiny_base.directory, tmp_path / "base"))
 
 
 @pytest.fixture
-def proxy(tiny_config: Callable[..., RunConfig], rows: Path) -> Callable[..., RunConfig]:
+def proxy(tiny_config, rows):
     """Compose a proxy run on the ten rows."""
 
-    def made(*overrides: str) -> RunConfig:
+    def made(*overrides):
         # In f32: the plan warns where a processor has no instructions for bf16.
         shares = ("data.val_frac=0.2", "data.heldout_frac=0.2", "quant.compute_dtype=f32")
         return tiny_config("backend=proxy", "data=jsonl", f"data.path={rows}", *shares, *overrides)
@@ -41,15 +34,13 @@ def proxy(tiny_config: Callable[..., RunConfig], rows: Path) -> Callable[..., Ru
     return made
 
 
-def lose(base: Path, key: str) -> None:
+def lose(base, key):
     tensors = load_file(base / "model.safetensors")
     del tensors[key]
     save_file(tensors, base / "model.safetensors")
 
 
-def test_stack_of_a_model_that_is_made_here_is_whole(
-    proxy: Callable[..., RunConfig], tmp_path: Path
-) -> None:
+def test_stack_of_a_model_that_is_made_here_is_whole(proxy, tmp_path):
     """Nothing has to be on disk for it: the graph is the run's, not the head alone."""
     plan = make_plan(proxy(), tmp_path)
     assert (plan["graph_id"], plan["proxy"]) == ("proxy_stack_v1_residual", WHOLE)
@@ -60,9 +51,7 @@ def test_stack_of_a_model_that_is_made_here_is_whole(
 
 @pytest.mark.parametrize("layers", [7, 8])
 @pytest.mark.parametrize("composition", ["residual", "sequential", "residual_plain"])
-def test_composition_without_factors_warns_on_a_deep_stack(
-    proxy: Callable[..., RunConfig], tmp_path: Path, composition: str, layers: int
-) -> None:
+def test_composition_without_factors_warns_on_a_deep_stack(proxy, tmp_path, composition, layers):
     """From eight projections on; the seeds' residual form never."""
     settings = ("model=random", "model.name=deep", f"model.num_hidden_layers={layers}")
     plan = make_plan(proxy(*settings, f"backend.composition={composition}"), tmp_path)
@@ -71,9 +60,7 @@ def test_composition_without_factors_warns_on_a_deep_stack(
     assert [text.partition(" projections")[0] for text in plan["warnings"]] == ["8"] * deep
 
 
-def test_incomplete_stack_is_planned_as_the_head_alone_with_a_warning(
-    proxy: Callable[..., RunConfig], base: Path, tmp_path: Path
-) -> None:
+def test_incomplete_stack_is_planned_as_the_head_alone_with_a_warning(proxy, base, tmp_path):
     """Never a part: parameters are the head's, 16 · (320 + 64), and the missing key is named."""
     key = "model.layers.1.self_attn.o_proj.weight"
     lose(base, key)
@@ -88,9 +75,7 @@ def test_incomplete_stack_is_planned_as_the_head_alone_with_a_warning(
     assert "the head alone is trained" in warning
 
 
-def test_incomplete_stack_is_refused_where_the_full_one_is_required(
-    proxy: Callable[..., RunConfig], base: Path
-) -> None:
+def test_incomplete_stack_is_refused_where_the_full_one_is_required(proxy, base):
     """Once, with the key."""
     key = "model.layers.1.self_attn.o_proj.weight"
     lose(base, key)
@@ -100,9 +85,7 @@ def test_incomplete_stack_is_refused_where_the_full_one_is_required(
     assert key in str(problem)
 
 
-def test_embedding_of_another_shape_is_told_once(
-    proxy: Callable[..., RunConfig], base: Path
-) -> None:
+def test_embedding_of_another_shape_is_told_once(proxy, base):
     """By the check that every backend shares."""
     lose(base, "model.embed_tokens.weight")
     (problem,) = preflight(proxy("model=hf", f"model.id={base}"))
@@ -110,9 +93,7 @@ def test_embedding_of_another_shape_is_told_once(
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3"])
-def test_heads_wider_than_their_share_are_refused_with_the_shape(
-    proxy: Callable[..., RunConfig], family_base: Callable[[str], BaseModel], name: str
-) -> None:
+def test_heads_wider_than_their_share_are_refused_with_the_shape(proxy, family_base, name):
     """Four heads of 32 read into a width of 64: read off a real save."""
     overrides = ("model=hf", f"model.id={family_base(name).directory}", "data.seq_len=128")
     (problem,) = preflight(proxy(*overrides))
@@ -121,12 +102,10 @@ def test_heads_wider_than_their_share_are_refused_with_the_shape(
     assert preflight(proxy(*overrides, "backend.lm_head_only=true")) == []
 
 
-def test_proxy_is_planned_from_dimensions_alone(
-    proxy: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_proxy_is_planned_from_dimensions_alone(proxy, monkeypatch, tmp_path):
     """Llama-3.1-8B without a network: 32 projections, of which nothing is known to be there."""
 
-    def away(model_id: str, revision: str | None) -> str:
+    def away(model_id, revision):
         raise SetupError(f"the hub cannot be reached for {model_id} at {revision}")
 
     monkeypatch.setattr(hub, "commit_of", away)

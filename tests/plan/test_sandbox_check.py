@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,22 +10,19 @@ from mens_exp.errors import SetupError
 from mens_exp.plan.checks.sandbox import check
 from mens_exp.plan.preflight import preflight
 
-if TYPE_CHECKING:
-    from mens_exp.config.root import RunConfig
 
-
-def configured(sandbox: str) -> RunConfig:
+def configured(sandbox):
     texts = ["model=tiny_llama", "logger=none", f"sandbox={sandbox}"]
     return typed(compose([texts])[0].values)
 
 
 @pytest.fixture
-def executes(monkeypatch: pytest.MonkeyPatch) -> None:
+def executes(monkeypatch):
     monkeypatch.setattr(HeldoutSyntaxSuite, "executes", True)
 
 
 @pytest.fixture
-def without_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_tools(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
 
 
@@ -34,7 +30,7 @@ def without_tools(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("sandbox", "found"), [("bubblewrap", "no bwrap, prlimit, setpriv"), ("unsafe", "no prlimit")]
 )
-def test_missing_tools_of_a_suite_that_executes_are_a_problem(sandbox: str, found: str) -> None:
+def test_missing_tools_of_a_suite_that_executes_are_a_problem(sandbox, found):
     """Told before the run, with the packages."""
     (problem,) = [one for one in preflight(configured(sandbox)) if one.where == "sandbox"]
     assert isinstance(problem, SetupError)
@@ -43,18 +39,18 @@ def test_missing_tools_of_a_suite_that_executes_are_a_problem(sandbox: str, foun
 
 
 @pytest.mark.usefixtures("executes", "without_tools")
-def test_without_a_sandbox_nothing_is_missing() -> None:
+def test_without_a_sandbox_nothing_is_missing():
     """sandbox=none executes nothing."""
     assert list(check(configured("none"))) == []
 
 
 @pytest.mark.usefixtures("without_tools")
-def test_suite_that_executes_nothing_needs_no_sandbox() -> None:
+def test_suite_that_executes_nothing_needs_no_sandbox():
     """Its run does not ask for one."""
     assert list(check(configured("bubblewrap"))) == []
 
 
 @pytest.mark.usefixtures("executes", "sandbox")
-def test_tools_that_are_there_are_no_problem() -> None:
+def test_tools_that_are_there_are_no_problem():
     """This machine has them."""
     assert list(check(configured("bubblewrap"))) == []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from mens_exp.config.compose import compose, typed
@@ -13,12 +11,6 @@ from mens_exp.plan.memory import BUCKETS
 from mens_exp.plan.pace import Pace
 from mens_exp.plan.parts import WHOLE
 from mens_exp.report import terminal
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
 
 # Llama 3 70B's published dimensions.
 MODEL_70B = (
@@ -37,10 +29,10 @@ GB = 10**9
 
 
 @pytest.fixture
-def planned(rows: Path, cache: Path) -> Callable[..., dict[str, Any]]:
+def planned(rows, cache):
     """Plan a run of eight processes; 80 GB are 74.5 GiB."""
 
-    def made(*overrides: str) -> dict[str, Any]:
+    def made(*overrides):
         usual = ["task=plan", "logger=none", "suite=none", "data=jsonl", f"data.path={rows}"]
         sizes = ["data.seq_len=2048", "data.micro_batch_size=1"]
         steps = ["trainer.accumulate_grad_batches=8", "model=tiny_llama"]
@@ -51,8 +43,8 @@ def planned(rows: Path, cache: Path) -> Callable[..., dict[str, Any]]:
 
 
 def test_a_quantized_70b_model_fits_eight_devices_of_80_gb(
-    planned: Callable[..., dict[str, Any]],
-) -> None:
+    planned,
+):
     """Each process holds it whole: 35 GB of codes and scales, 4.2 GB of embedding and head."""
     plan = planned(*MODEL_70B, *EIGHT)
     parts = plan["memory_bytes"]["components"]
@@ -66,7 +58,7 @@ def test_a_quantized_70b_model_fits_eight_devices_of_80_gb(
     assert not any("memory" in problem for problem in plan["problems"])
 
 
-def test_an_unquantized_one_does_not(planned: Callable[..., dict[str, Any]]) -> None:
+def test_an_unquantized_one_does_not(planned):
     """Its weights alone are 137 GB, and every process of DDP holds all of them; FSDP would do."""
     plan = planned(*MODEL_70B, *EIGHT, "backend=lora", "quant=none")
     assert plan["processes"]["fits"] == {"one": False, "ddp": False, "fsdp": True}
@@ -75,7 +67,7 @@ def test_an_unquantized_one_does_not(planned: Callable[..., dict[str, Any]]) -> 
     assert "GPU with 74.5 GiB" in problem
 
 
-def test_in_parts_it_fits_and_each_takes_an_eighth(planned: Callable[..., dict[str, Any]]) -> None:
+def test_in_parts_it_fits_and_each_takes_an_eighth(planned):
     """17 GB of weights each and three layers gathered; nothing of the rest is shared out."""
     lora = (*MODEL_70B, *EIGHT, "trainer=fsdp", "backend=lora", "quant=none")
     plan = planned(*lora)
@@ -90,8 +82,8 @@ def test_in_parts_it_fits_and_each_takes_an_eighth(planned: Callable[..., dict[s
 
 
 def test_of_codes_and_scales_the_codes_are_shared_out(
-    planned: Callable[..., dict[str, Any]],
-) -> None:
+    planned,
+):
     """Two GPUs of 24 GB: 17 GB of codes each, 1.1 GB of scales, 4.2 GB of embedding and head."""
     two = ("trainer=fsdp", "trainer.accelerator=gpu", "trainer.device_gib=24")
     plan = planned(*MODEL_70B, *two, "quant.storage_dtype=bf16", "data.seq_len=512")
@@ -100,7 +92,7 @@ def test_of_codes_and_scales_the_codes_are_shared_out(
     assert plan["processes"]["fits"]["ddp"] is False
 
 
-def test_who_scores_holds_the_whole_base(planned: Callable[..., dict[str, Any]]) -> None:
+def test_who_scores_holds_the_whole_base(planned):
     """Which is then what does not fit, and what to do about it is another thing than usual."""
     scored = (*MODEL_70B, *EIGHT, "trainer=fsdp", "backend=lora", "quant=none", "suite=mini_python")
     plan = planned(*scored)
@@ -111,8 +103,8 @@ def test_who_scores_holds_the_whole_base(planned: Callable[..., dict[str, Any]])
 
 
 def test_processes_of_a_cpu_load_one_after_the_other(
-    planned: Callable[..., dict[str, Any]],
-) -> None:
+    planned,
+):
     """Together they hold one whole base and the parts of the others at least, not four of them."""
     usual = ("backend=lora", "quant=none", "trainer.accelerator=cpu", "trainer.devices=4")
     wide = ("model=random", "model.hidden_size=2304", "model.intermediate_size=8192")
@@ -130,17 +122,15 @@ def test_processes_of_a_cpu_load_one_after_the_other(
 @pytest.mark.parametrize(
     "overrides", [("backend=full", "quant=none"), ("quant=int8",), ("lora.init=pissa",)]
 )
-def test_what_cannot_be_in_parts_does_not_fit_so(
-    planned: Callable[..., dict[str, Any]], overrides: tuple[str, ...]
-) -> None:
+def test_what_cannot_be_in_parts_does_not_fit_so(planned, overrides):
     """The strategy is left out of what may fit."""
     plan = planned("trainer=ddp", "trainer.accelerator=cpu", *overrides)
     assert plan["processes"]["fits"].keys() == {"one", "ddp"}
 
 
 def test_too_small_without_scoring_too_it_is_the_run_that_is_too_large(
-    planned: Callable[..., dict[str, Any]],
-) -> None:
+    planned,
+):
     """Leaving the suite out would not help: a part alone takes more than is there."""
     small = ("trainer.device_gib=20", "suite=mini_python", "backend=lora", "quant=none")
     plan = planned(*MODEL_70B, *EIGHT, "trainer=fsdp", *small)
@@ -149,7 +139,7 @@ def test_too_small_without_scoring_too_it_is_the_run_that_is_too_large(
     assert "data.seq_len" in problem
 
 
-def test_the_table_says_what_fits(planned: Callable[..., dict[str, Any]]) -> None:
+def test_the_table_says_what_fits(planned):
     """In the words of a person."""
     from rich.console import Console
 
@@ -160,7 +150,7 @@ def test_the_table_says_what_fits(planned: Callable[..., dict[str, Any]]) -> Non
     assert "ddp fits in" in captured.get()
 
 
-def test_processes_of_a_cpu_share_its_memory(planned: Callable[..., dict[str, Any]]) -> None:
+def test_processes_of_a_cpu_share_its_memory(planned):
     """Where one fits, four may not."""
     cpu = ("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=4", "trainer.device_gib=1")
     plan = planned(*cpu)
@@ -168,21 +158,21 @@ def test_processes_of_a_cpu_share_its_memory(planned: Callable[..., dict[str, An
     assert any("memory" in one for one in plan["problems"])
 
 
-def test_one_process_shares_nothing(planned: Callable[..., dict[str, Any]]) -> None:
+def test_one_process_shares_nothing(planned):
     """No part of the plan, and no buckets."""
     plan = planned("trainer=cpu")
     assert plan["processes"] is None
     assert BUCKETS not in plan["memory_bytes"]["components"]
 
 
-def test_a_device_of_another_size_is_for_planning(tiny_config: Callable[..., RunConfig]) -> None:
+def test_a_device_of_another_size_is_for_planning(tiny_config):
     """Training meets the device itself."""
     assert list(problems(tiny_config("task=plan", "trainer.device_gib=80"))) == []
     (found,) = problems(tiny_config("trainer.device_gib=80"))
     assert found.where == "trainer.device_gib"
 
 
-def test_gpus_add_up_and_processes_of_a_cpu_do_not() -> None:
+def test_gpus_add_up_and_processes_of_a_cpu_do_not():
     """Twice the rate, and the interval with it; an unknown rate stays unknown."""
     one = Pace(rate=10.0, low=5.0, high=20.0, runs=1, basis="measured")
     two = one.of_several(2, "cuda")

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mens_exp.errors import SetupError
@@ -10,29 +8,21 @@ from mens_exp.plan.checks import model
 from mens_exp.plan.estimate import make_plan
 from mens_exp.plan.preflight import preflight
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
-
 LLAMA = ("model=llama3_8b",)
 
 
 @pytest.fixture
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def offline(monkeypatch):
     """Let the hub be out of reach."""
 
-    def away(model_id: str, revision: str | None) -> str:
+    def away(model_id, revision):
         raise SetupError(f"the hub cannot be reached for {model_id} at {revision}")
 
     monkeypatch.setattr(hub, "commit_of", away)
 
 
 @pytest.mark.usefixtures("offline")
-def test_model_that_is_not_here_is_planned_from_its_dimensions(
-    tiny_config: Callable[..., RunConfig], rows: Path, tmp_path: Path
-) -> None:
+def test_model_that_is_not_here_is_planned_from_its_dimensions(tiny_config, rows, tmp_path):
     """Eight billion parameters: layers, adapter, weights, and what a download would bring."""
     data = ("data=jsonl", f"data.path={rows}", "data.val_frac=0.2", "data.heldout_frac=0.2")
     config = tiny_config(*LLAMA, "task=plan", *data)
@@ -46,7 +36,7 @@ def test_model_that_is_not_here_is_planned_from_its_dimensions(
 
 
 @pytest.mark.usefixtures("offline")
-def test_model_that_is_not_here_is_not_trained(tiny_config: Callable[..., RunConfig]) -> None:
+def test_model_that_is_not_here_is_not_trained(tiny_config):
     """A run says what keeps it away."""
     with pytest.raises(SetupError, match="cannot be reached"):
         list(model.check(tiny_config(*LLAMA)))
@@ -54,16 +44,16 @@ def test_model_that_is_not_here_is_not_trained(tiny_config: Callable[..., RunCon
 
 @pytest.mark.usefixtures("offline")
 def test_model_that_nobody_ships_is_not_planned_either(
-    tiny_config: Callable[..., RunConfig],
-) -> None:
+    tiny_config,
+):
     """Its dimensions are unknown."""
     config = tiny_config("model=hf", "model.id=someone/else", "task=plan")
     assert any("cannot be reached" in str(problem) for problem in preflight(config))
 
 
 def test_mobile_edge_refuses_what_a_phone_does_not_take(
-    tiny_config: Callable[..., RunConfig],
-) -> None:
+    tiny_config,
+):
     """Through preflight, with the setting's own name; the preset itself passes."""
     problems = preflight(tiny_config("deployment_target=mobile_edge", "data.seq_len=600"))
     assert [problem.where for problem in problems] == ["data.seq_len"]
@@ -71,7 +61,7 @@ def test_mobile_edge_refuses_what_a_phone_does_not_take(
     assert preflight(tiny_config("preset=mobile_edge")) == []
 
 
-def test_presets_are_those_of_the_reference(tiny_config: Callable[..., RunConfig]) -> None:
+def test_presets_are_those_of_the_reference(tiny_config):
     """rank/alpha/seq/batch/accumulation/epochs/warm-up/rate, from REFERENCE section 2."""
     expected = {
         "tiny": (4, 8, 128, 1, 1, 1, 10, 1e-4),

@@ -2,22 +2,15 @@ from __future__ import annotations
 
 import gzip
 import json
-from typing import TYPE_CHECKING
 
 import pytest
 
 from mens_exp.plan import tokens
 from mens_exp.plan.tokens import count_tokens
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
-
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     """Four hundred rows of one length."""
     rows = [{"prompt": f"row {i:03}", "response": "x" * 40} for i in range(400)]
     path = tmp_path / "rows.jsonl"
@@ -26,10 +19,10 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def counted(tiny_config: Callable[..., RunConfig], tmp_path: Path) -> Callable[..., dict[str, int]]:
+def counted(tiny_config, tmp_path):
     """Count the tokens of rows in a file, with nothing in the cache."""
 
-    def count(file: Path, *overrides: str) -> dict[str, int]:
+    def count(file, *overrides):
         config = tiny_config("data=jsonl", f"data.path={file}", "data.val_frac=0.2", *overrides)
         return count_tokens(config, tmp_path / "cache")
 
@@ -39,9 +32,7 @@ def counted(tiny_config: Callable[..., RunConfig], tmp_path: Path) -> Callable[.
 STREAMED = ["data.streaming=true", "data.shuffle_buffer=100"]
 
 
-def test_streamed_rows_are_estimated_from_the_first_ones_and_file_sizes(
-    counted: Callable[..., dict[str, int]], path: Path
-) -> None:
+def test_streamed_rows_are_estimated_from_the_first_ones_and_file_sizes(counted, path):
     """A hundred of four hundred equal rows: as many tokens as all have, within a tenth."""
     whole, streamed = counted(path), counted(path, *STREAMED)
     assert streamed["train_tokens"] == pytest.approx(whole["train_tokens"], rel=0.1)
@@ -51,9 +42,7 @@ def test_streamed_rows_are_estimated_from_the_first_ones_and_file_sizes(
     assert "the first 100 rows and the sizes" in str(streamed["basis"])
 
 
-def test_compressed_sizes_tell_nothing_of_rows(
-    counted: Callable[..., dict[str, int]], path: Path
-) -> None:
+def test_compressed_sizes_tell_nothing_of_rows(counted, path):
     """The estimate is of the first rows, and says so."""
     packed = path.with_suffix(".jsonl.gz")
     packed.write_bytes(gzip.compress(path.read_bytes()))
@@ -62,9 +51,7 @@ def test_compressed_sizes_tell_nothing_of_rows(
     assert "of the first 100 rows, estimated; the others are not read" in str(found["basis"])
 
 
-def test_a_plan_of_a_stream_reads_no_more_than_the_first_rows(
-    counted: Callable[..., dict[str, int]], path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_of_a_stream_reads_no_more_than_the_first_rows(counted, path, monkeypatch):
     """However many there are, and whatever the cache has of them."""
     lines = path.read_text("utf-8").splitlines()
     path.write_text("\n".join([*lines[:100], "no row at all"]) + "\n", "utf-8")

@@ -9,7 +9,7 @@ from mens_exp.plan.memory import bits_per_weight
 
 
 @pytest.mark.parametrize("double_quant", [False, True])
-def test_bits_of_a_weight_are_those_that_bitsandbytes_keeps(double_quant: bool) -> None:
+def test_bits_of_a_weight_are_those_that_bitsandbytes_keeps(double_quant):
     """The packed weights and every scale of a large matrix, counted byte for byte."""
     weight = torch.randn(1024, 2048)
     packed, state = functional.quantize_4bit(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
@@ -12,12 +10,9 @@ from mens_exp.errors import RequestError
 from mens_exp.quant import four_bit_rows
 from mens_exp.quant.four_bit_rows import DTYPES, FourBitRows
 
-if TYPE_CHECKING:
-    from mens_exp.artifacts.quantizer import Quantizer
 
-
-def quantizer(**changes: object) -> Quantizer:
-    usual: Quantizer = {
+def quantizer(**changes):
+    usual = {
         "quant_type": "nf4",
         "block_size": 64,
         "double_quant": True,
@@ -26,7 +21,7 @@ def quantizer(**changes: object) -> Quantizer:
         "skip": [],
         "library": "here",
     }
-    return {**usual, **changes}  # type: ignore[typeddict-item]
+    return {**usual, **changes}
 
 
 @pytest.mark.parametrize("double_quant", [True, False])
@@ -34,12 +29,12 @@ def quantizer(**changes: object) -> Quantizer:
 @pytest.mark.parametrize("rounded_to", ["f32", "bf16"])
 @pytest.mark.parametrize("block", [64, 256])
 def test_rows_are_those_of_the_whole_weight(
-    double_quant: bool,
-    quant_type: str,
-    rounded_to: str,
-    block: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    double_quant,
+    quant_type,
+    rounded_to,
+    block,
+    monkeypatch,
+):
     """Bit for bit, quantized three rows at a time and taken back five at a time."""
     monkeypatch.setattr(four_bit_rows, "_PIECE", 3 * 512)
     weight_OI = torch.randn(70, 512, generator=torch.Generator().manual_seed(0))
@@ -59,11 +54,11 @@ def test_rows_are_those_of_the_whole_weight(
     assert torch.equal(torch.cat(pieces), theirs)
 
 
-def test_values_are_rounded_as_they_are_computed() -> None:
+def test_values_are_rounded_as_they_are_computed():
     """The proxy quantizes f32 weights and computes with their values in bf16."""
     weight_OI = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
 
-    def rows(dtype: str) -> torch.Tensor:
+    def rows(dtype):
         how = quantizer(compute_dtype=dtype)
         return FourBitRows(lambda a, b: weight_OI[a:b], (4, 64), how, where="w").read(0, 4)
 
@@ -71,7 +66,7 @@ def test_values_are_rounded_as_they_are_computed() -> None:
     assert not torch.equal(rows("bf16"), rows("f32"))
 
 
-def test_blocks_that_run_over_rows_are_refused() -> None:
+def test_blocks_that_run_over_rows_are_refused():
     """Bitsandbytes' values are silently wrong there."""
     with pytest.raises(RequestError, match=r"w: the width is no multiple.*found 96.*of 64"):
         FourBitRows(lambda a, b: torch.zeros(b - a, 96), (2, 96), quantizer(), where="w")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import pytest
 import torch
@@ -23,43 +22,42 @@ INT8 = QuantConfig(quant_type=QuantType.int8, double_quant=False)
 INPUTS, OUTPUTS = 96, 64  # no multiple of 64: rows have no blocks
 
 
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+def drawn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def unguarded() -> torch.nn.Sequential:
+def unguarded():
     """Return one quantized layer with a bias, as transformers' loader leaves it."""
-    layer: Any = Linear8bitLt(INPUTS, OUTPUTS, has_fp16_weights=False, threshold=6.0)
+    layer = Linear8bitLt(INPUTS, OUTPUTS, has_fp16_weights=False, threshold=6.0)
     layer.weight = Int8Params(drawn(OUTPUTS, INPUTS), requires_grad=False)
     layer.bias.data = drawn(OUTPUTS, seed=1)
     return torch.nn.Sequential(layer.to("cpu")).requires_grad_(requires_grad=False)
 
 
 @pytest.fixture
-def model() -> torch.nn.Sequential:
+def model():
     made = unguarded()
     keep_trainable(made)
     return made
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative(found, expected):
     return float((found - expected).norm() / expected.norm())
 
 
-def gradient_of(model: torch.nn.Module) -> torch.Tensor:
+def gradient_of(model):
     """Return the gradient of a sum of squares to the input, in training."""
     x = drawn(3, INPUTS, seed=2).requires_grad_()
     (gradient,) = torch.autograd.grad(model.train()(x).square().sum(), x)
     return gradient
 
 
-def evaluated(model: torch.nn.Module) -> torch.Tensor:
+def evaluated(model):
     with torch.no_grad():
-        found: torch.Tensor = model.eval()(drawn(3, INPUTS, seed=2))
-    return found
+        return model.eval()(drawn(3, INPUTS, seed=2))
 
 
-def test_the_group_reaches_the_loader_under_its_own_names() -> None:
+def test_the_group_reaches_the_loader_under_its_own_names():
     """Eight bits, the paper's threshold, and the head beside what is left out."""
     config, usual = quantization_config(INT8, ["model.layers.0.mlp"]), quantization_config(INT8)
     assert config is not None
@@ -70,21 +68,21 @@ def test_the_group_reaches_the_loader_under_its_own_names() -> None:
     assert usual.llm_int8_skip_modules is None
 
 
-def test_codes_are_the_nearest_of_a_row_s_even_steps(model: torch.nn.Sequential) -> None:
+def test_codes_are_the_nearest_of_a_row_s_even_steps(model):
     """127 is a row's largest magnitude; weights in f16, computed here in f64."""
     weight = drawn(OUTPUTS, INPUTS).half().double()
     largest = weight.abs().amax(1)
     steps = weight * 127 / largest[:, None]
-    found: Any = model[0].weight
+    found = model[0].weight
     assert torch.equal(found.SCB.double(), largest)
     assert found.data.dtype == torch.int8
     assert (found.data.double() - steps).abs().max() <= 0.501  # a tie may be seen from either side
     assert (dequantized(found).double() - weight).abs().max() <= 0.501 * largest.max() / 127
 
 
-def test_a_weight_and_its_share_of_the_scale_are_counted(model: torch.nn.Sequential) -> None:
+def test_a_weight_and_its_share_of_the_scale_are_counted(model):
     """Every stored byte over 96 weights a row: 8 + 32/96 bits, as the plan has it."""
-    weight: Any = model[0].weight
+    weight = model[0].weight
     stored = weight.data.numel() + 4 * weight.SCB.numel()
     bits = 8 * stored / (OUTPUTS * INPUTS)
     assert bits == pytest.approx(8 + 32 / INPUTS)
@@ -92,9 +90,7 @@ def test_a_weight_and_its_share_of_the_scale_are_counted(model: torch.nn.Sequent
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_it_multiplies_with_dequantized_weights_in_both_modes(
-    model: torch.nn.Sequential, training: bool
-) -> None:
+def test_it_multiplies_with_dequantized_weights_in_both_modes(model, training):
     """Output and input gradient against torch's own products, f32: 1e-6."""
     weight, x = dequantized(model[0].weight), drawn(3, INPUTS, seed=2).requires_grad_()
     output = model.train(training)(x)
@@ -104,7 +100,7 @@ def test_it_multiplies_with_dequantized_weights_in_both_modes(
     assert relative(gradient, upstream @ weight) <= 1e-6
 
 
-def test_without_the_guard_the_two_modes_are_apart() -> None:
+def test_without_the_guard_the_two_modes_are_apart():
     """The trap that the guard is for: half a per cent and more, on CPU."""
     model = unguarded()
     with torch.no_grad():
@@ -112,7 +108,7 @@ def test_without_the_guard_the_two_modes_are_apart() -> None:
     assert 0.003 < relative(evaluated(model), learning) < 0.03
 
 
-def test_gradients_are_the_same_after_a_validation_pass(model: torch.nn.Sequential) -> None:
+def test_gradients_are_the_same_after_a_validation_pass(model):
     """Train, validate, train: bit for bit."""
     before = gradient_of(model)
     evaluated(model)
@@ -120,7 +116,7 @@ def test_gradients_are_the_same_after_a_validation_pass(model: torch.nn.Sequenti
     assert model.eval()[0].training is False
 
 
-def test_inside_the_block_it_is_what_others_load(model: torch.nn.Sequential) -> None:
+def test_inside_the_block_it_is_what_others_load(model):
     """Bit for bit the library's own layer, silently; afterwards ours again, whatever happened."""
     ours = evaluated(model)
     theirs = evaluated(unguarded())
@@ -132,28 +128,26 @@ def test_inside_the_block_it_is_what_others_load(model: torch.nn.Sequential) -> 
     assert not torch.equal(ours, theirs)
 
 
-def test_the_library_s_notice_at_every_call_is_silenced(
-    model: torch.nn.Sequential, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_library_s_notice_at_every_call_is_silenced(model, caplog):
     """It says that inputs are rounded to f16, which is what LLM.int8 is."""
     with caplog.at_level(logging.WARNING), as_published(model):
         evaluated(model)
     assert not [record for record in caplog.records if "MatMul8bitLt" in record.message]
 
 
-def test_codes_and_scales_move_together(model: torch.nn.Sequential) -> None:
+def test_codes_and_scales_move_together(model):
     """Where torch moves the parameter alone, the layer would go on with what was left behind."""
     before, layer = evaluated(model), model[0]
-    weight: Any = layer.weight
+    weight = layer.weight
     old = (weight.data.data_ptr(), weight.SCB.data_ptr())
     model._apply(lambda tensor: tensor.clone())  # what .to(device) does with each of its tensors
-    state: Any = layer.state
+    state = layer.state
     assert state.CB.data_ptr() == layer.weight.data.data_ptr() != old[0]
     assert state.SCB.data_ptr() != old[1]
     assert torch.equal(evaluated(model), before)
 
 
-def test_it_is_found_and_described(model: torch.nn.Sequential) -> None:
+def test_it_is_found_and_described(model):
     """Beside an unquantized layer; on CPU it is not what others evaluate."""
     both = torch.nn.ModuleDict({"eight": model, "plain": torch.nn.Linear(4, 4)})
     assert list(quantized_linears(both)) == ["eight.0"]

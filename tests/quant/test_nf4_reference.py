@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ ADMITTED = (64, 128, 256, 512, 1024, 2048, 4096)
 LEVELS = {"nf4": NF4_LEVELS, "fp4": FP4_LEVELS}
 
 
-def weights(*shape: int, seed: int = 0) -> torch.Tensor:
+def weights(*shape, seed=0):
     """Draw weights of a trained layer's size, with rows of very different norms."""
     generator = torch.Generator().manual_seed(seed)
     scale = torch.logspace(-4, 0, shape[0])[:, None]
@@ -37,20 +36,20 @@ def weights(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", LEVELS)
-def test_levels_are_those_of_the_library(kind: str) -> None:
+def test_levels_are_those_of_the_library(kind):
     """All 16, in the order of their codes, to the bit."""
     theirs = get_4bit_type(kind, device="cpu")
     assert torch.equal(torch.tensor(LEVELS[kind], dtype=torch.float32), theirs)
 
 
-def test_nf4_levels_by_hand() -> None:
+def test_nf4_levels_by_hand():
     """Eight quantiles above zero, seven below, zero itself, and both ends."""
     assert len(NF4_LEVELS) == 16
     assert sorted(NF4_LEVELS) == list(NF4_LEVELS)
     assert (NF4_LEVELS[0], NF4_LEVELS[7], NF4_LEVELS[15]) == (-1.0, 0.0, 1.0)
 
 
-def test_dynamic_levels_are_those_of_the_library() -> None:
+def test_dynamic_levels_are_those_of_the_library():
     """256 of them, to the bit."""
     assert torch.equal(dynamic_levels(), create_dynamic_map(signed=True))
 
@@ -58,9 +57,7 @@ def test_dynamic_levels_are_those_of_the_library() -> None:
 @pytest.mark.parametrize("double_quant", [False, True])
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("kind", LEVELS)
-def test_codes_and_values_are_those_of_the_library(
-    kind: str, block_size: int, double_quant: bool
-) -> None:
+def test_codes_and_values_are_those_of_the_library(kind, block_size, double_quant):
     """Codes and magnitudes bit for bit, dequantized values to 1e-6, at every block size."""
     weight = weights(96, 4096)
     packed, state = quantize_4bit(
@@ -81,9 +78,7 @@ def test_codes_and_values_are_those_of_the_library(
 @pytest.mark.parametrize("double_quant", [False, True])
 @pytest.mark.parametrize("block_size", ADMITTED)
 @pytest.mark.parametrize("kind", LEVELS)
-def test_a_loaded_weight_is_the_reference_s_at_every_admitted_block(
-    kind: str, block_size: int, double_quant: bool
-) -> None:
+def test_a_loaded_weight_is_the_reference_s_at_every_admitted_block(kind, block_size, double_quant):
     """The way a base is quantized: its published values in bf16, to 1e-6 once taken back."""
     published = weights(64, 4096).bfloat16()
     loaded = Params4bit(
@@ -99,20 +94,20 @@ def test_a_loaded_weight_is_the_reference_s_at_every_admitted_block(
     assert (dequantized(made) - rounded).abs().max() <= 1e-6
 
 
-def test_the_planner_admits_the_reference_s_blocks_but_one() -> None:
+def test_the_planner_admits_the_reference_s_blocks_but_one():
     """32 is for other devices; a schema says 64 to 4096, a rule which."""
     assert set(ADMITTED) == set(BLOCK_SIZES) - {32}
     for size in BLOCK_SIZES:
         config = QuantConfig(block_size=size)
         backend, task = SimpleNamespace(name="qlora"), SimpleNamespace(name="train")
-        run: Any = SimpleNamespace(quant=config, backend=backend, task=task)
+        run = SimpleNamespace(quant=config, backend=backend, task=task)
         refused = [*rules.problems(run), *range_problems(config)]
         assert (not refused) == (size in ADMITTED)
 
 
 @pytest.mark.parametrize("kind", LEVELS)
 @pytest.mark.parametrize(("double_quant", "bits"), [(False, 4.5), (True, 4.127)])
-def test_bits_per_parameter_of_what_is_stored(kind: str, double_quant: bool, bits: float) -> None:
+def test_bits_per_parameter_of_what_is_stored(kind, double_quant, bits):
     """4 + 32/64, and 4 + 8/64 + 32/(64·256): both ours and the library's stored tensors."""
     weight = weights(576, 1536)
     ours = quantize(weight, levels=LEVELS[kind], double_quant=double_quant)
@@ -125,7 +120,7 @@ def test_bits_per_parameter_of_what_is_stored(kind: str, double_quant: bool, bit
     assert 8 * size / weight.numel() == pytest.approx(bits, abs=0.005)
 
 
-def test_a_block_of_zeros_stays_zero() -> None:
+def test_a_block_of_zeros_stays_zero():
     """No division by nothing; the neighbours are not touched."""
     weight = torch.cat([torch.zeros(64), torch.linspace(-1, 1, 64)])
     values = quantize(weight).dequantize()
@@ -133,7 +128,7 @@ def test_a_block_of_zeros_stays_zero() -> None:
     assert (values[64:] - weight[64:]).abs().max() < 0.16
 
 
-def test_a_last_block_that_is_not_full_is_quantized_by_itself() -> None:
+def test_a_last_block_that_is_not_full_is_quantized_by_itself():
     """100 weights: 64 and 36, as the library has it."""
     weight = weights(1, 100)
     packed, state = quantize_4bit(weight, quant_type="nf4")
@@ -142,7 +137,7 @@ def test_a_last_block_that_is_not_full_is_quantized_by_itself() -> None:
     assert (ours.dequantize() - dequantize_4bit(packed, state)).abs().max() <= 1e-6
 
 
-def test_levels_themselves_come_back() -> None:
+def test_levels_themselves_come_back():
     """A block that holds the levels times a magnitude loses nothing."""
     weight = torch.tensor(NF4_LEVELS * 4) * 0.25
     ours = quantize(weight)
@@ -150,7 +145,7 @@ def test_levels_themselves_come_back() -> None:
     assert torch.equal(ours.dequantize(), weight)
 
 
-def test_halfway_takes_the_lower_level() -> None:
+def test_halfway_takes_the_lower_level():
     """0.5 between levels 0 and 1 of a two-level world: here between -1 and the next."""
     halfway = (torch.tensor(NF4_LEVELS[0]) + torch.tensor(NF4_LEVELS[1])) / 2
     weight = torch.cat([halfway[None], torch.ones(63)])
@@ -159,7 +154,7 @@ def test_halfway_takes_the_lower_level() -> None:
     assert quantize(torch.cat([up[None], torch.ones(63)])).codes_N[0] == 1
 
 
-def test_without_the_cpu_kernels_grid_every_magnitude_takes_its_nearest_level() -> None:
+def test_without_the_cpu_kernels_grid_every_magnitude_takes_its_nearest_level():
     """By the definition; the grid moves no more than one code in 100, each by one step."""
     weight = weights(96, 4096)
     exact = quantize(weight, double_quant=True, scale_grid=None)

@@ -1,17 +1,12 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import bitsandbytes as bnb
 import pytest
 
 from mens_exp.quant.self_test import four_bit_test
 
-if TYPE_CHECKING:
-    import torch
 
-
-def test_the_kernels_of_this_machine_agree_with_torch() -> None:
+def test_the_kernels_of_this_machine_agree_with_torch():
     """Both passes ran, and are off by rounding alone."""
     test = four_bit_test("cpu")
     assert test.passed, test
@@ -19,7 +14,7 @@ def test_the_kernels_of_this_machine_agree_with_torch() -> None:
     assert test.forward_error < 1e-5
 
 
-def test_a_kernel_that_computes_something_else_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_computes_something_else_fails(monkeypatch):
     """The output of a kernel one per cent too large is found wrong."""
     right = bnb.nn.Linear4bit.forward
     monkeypatch.setattr(bnb.nn.Linear4bit, "forward", lambda self, x: right(self, x) * 1.01)
@@ -28,10 +23,10 @@ def test_a_kernel_that_computes_something_else_fails(monkeypatch: pytest.MonkeyP
     assert test.forward_error == pytest.approx(0.01, rel=0.05)
 
 
-def test_a_kernel_that_raises_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_raises_is_told(monkeypatch):
     """The reason is kept; nothing is raised."""
 
-    def broken(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def broken(self, x):
         raise RuntimeError("no kernel image")
 
     monkeypatch.setattr(bnb.nn.Linear4bit, "forward", broken)

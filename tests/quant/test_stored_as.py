@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,26 +13,20 @@ from mens_exp.model.stored_weights import StoredWeights
 from mens_exp.quant.bnb import dequantized, quantized_linears
 from mens_exp.quant.stored_as import activation_error, sqnr_db, stored_as, variants_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
-    from mens_exp.config.root import RunConfig
-
-
-def test_sqnr_is_the_ratio_of_energies_in_decibels() -> None:
+def test_sqnr_is_the_ratio_of_energies_in_decibels():
     """‖(3, 4)‖² = 25 against ‖(0, 0.5)‖² = 0.25 is a hundredfold: 20 dB."""
     assert sqnr_db(torch.tensor([[3.0, 4.0]]), torch.tensor([[3.0, 3.5]])) == pytest.approx(20)
 
 
-def test_sqnr_of_what_lost_nothing_is_unknown() -> None:
+def test_sqnr_of_what_lost_nothing_is_unknown():
     """Neither an exact copy nor a weight of zeros has a finite ratio."""
     weight = torch.tensor([[3.0, 4.0]])
     assert sqnr_db(weight, weight) is None
     assert sqnr_db(torch.zeros(1, 2), torch.ones(1, 2)) is None
 
 
-def test_activation_error_weighs_a_loss_by_what_is_read() -> None:
+def test_activation_error_weighs_a_loss_by_what_is_read():
     """W = (3, 4), Ŵ = (3, 3): inputs that never use the second weight lose nothing."""
     weight, stored = torch.tensor([[3.0, 4.0]]), torch.tensor([[3.0, 3.0]])
     first, second = torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 2.0]])
@@ -42,7 +35,7 @@ def test_activation_error_weighs_a_loss_by_what_is_read() -> None:
     assert activation_error(weight, stored, [first, second]) == pytest.approx(4 / (36 + 64))
 
 
-def test_activation_error_without_an_output_is_unknown() -> None:
+def test_activation_error_without_an_output_is_unknown():
     """Nothing can be divided by an output of zeros."""
     assert activation_error(torch.ones(1, 2), torch.zeros(1, 2), [torch.zeros(3, 2)]) is None
 
@@ -55,13 +48,13 @@ def test_activation_error_without_an_output_is_unknown() -> None:
         (QuantConfig(quant_type=QuantType.fp4), ["fp4_double", "fp4", "nf4_double"]),
     ],
 )
-def test_variants_change_one_thing_each(quant: QuantConfig, names: list[str]) -> None:
+def test_variants_change_one_thing_each(quant, names):
     """The configured way first, then the other double_quant, then the other type."""
     assert [one.name for one in variants_of(quant)] == names
     assert variants_of(quant)[0].quant == quant
 
 
-def test_a_weight_of_exact_levels_loses_nothing() -> None:
+def test_a_weight_of_exact_levels_loses_nothing():
     """A block of 0, 1 and -1 is what its NF4 codes stand for."""
     weight = torch.tensor([0.0, 1.0, -1.0, 1.0]).repeat(64).view(4, 64)
     made = stored_as(weight, QuantConfig(double_quant=False))
@@ -73,8 +66,8 @@ def test_a_weight_of_exact_levels_loses_nothing() -> None:
 @pytest.mark.parametrize("compute", ["bf16", "f32"])
 @pytest.mark.parametrize("double_quant", ["true", "false"])
 def test_stored_weight_is_that_of_the_loaded_model(
-    tiny_config: Callable[..., RunConfig], cache: Path, model: str, compute: str, double_quant: str
-) -> None:
+    tiny_config, cache, model, compute, double_quant
+):
     """Bit for bit what each 4-bit layer dequantizes to in the compute format."""
     config = tiny_config(
         f"model={model}", f"quant.compute_dtype={compute}", f"quant.double_quant={double_quant}"
@@ -83,7 +76,7 @@ def test_stored_weight_is_that_of_the_loaded_model(
         resolve(config.model, cache),
         getattr(torch, {"f32": "float32"}.get(compute, "bfloat16")),
     )
-    loaded: Any = load_base(config, base, torch.device("cpu"))
+    loaded = load_base(config, base, torch.device("cpu"))
     weights = StoredWeights(base.directory, shape_of(config.model).family)
     layers = quantized_linears(loaded)
     assert layers
@@ -92,7 +85,7 @@ def test_stored_weight_is_that_of_the_loaded_model(
         assert torch.equal(made.values, dequantized(layer.weight).to(dtype).float()), path
 
 
-def test_double_quantization_costs_decibels() -> None:
+def test_double_quantization_costs_decibels():
     """On drawn weights SQNR falls with it, by less than a tenth of a decibel."""
     weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     found = []

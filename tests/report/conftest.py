@@ -1,25 +1,19 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from mens_exp.artifacts.atomic import write_json, write_text
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.scorecard import Condition, ItemEvent, Scorecard, write_item_events
+from mens_exp.artifacts.scorecard import Condition, Scorecard, write_item_events
 from mens_exp.artifacts.telemetry import Telemetry
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 SHA = "ab" * 32
 
 
-def manifest(**changes: Any) -> Manifest:
+def manifest(**changes):
     """A finished QLoRA run on the bundled base."""
-    fields: dict[str, Any] = {
+    fields = {
         "run_id": "20261120T055801Z_3fa9c1d2",
         "task": "train",
         "status": Status.SUCCEEDED,
@@ -54,7 +48,7 @@ def manifest(**changes: Any) -> Manifest:
     return Manifest(**(fields | changes))
 
 
-def failed_manifest() -> Manifest:
+def failed_manifest():
     """A run that ended before anything was measured."""
     return manifest(
         status=Status.FAILED,
@@ -72,7 +66,7 @@ def failed_manifest() -> Manifest:
     )
 
 
-def make_plan() -> dict[str, Any]:
+def make_plan():
     """A plan whose counts are estimates."""
     return {
         "format": "mens_exp_plan",
@@ -104,9 +98,9 @@ def make_plan() -> dict[str, Any]:
     }
 
 
-def make_item(condition: str, completion: str, **changes: Any) -> ItemEvent:
+def make_item(condition, completion, **changes):
     """One completion; both conditions of an item share its name."""
-    event: ItemEvent = {
+    event = {
         "version": 2,
         "item_id": "textwrap.py::indent",
         "condition": Condition(condition),
@@ -140,11 +134,11 @@ def make_item(condition: str, completion: str, **changes: Any) -> ItemEvent:
         "outcome": None,
         "unknown": {},
     }
-    event.update(changes)  # type: ignore[typeddict-item]
+    event.update(changes)
     return event
 
 
-def scorecard() -> Scorecard:
+def scorecard():
     """16 items, of which 10 and 14 parse."""
     return Scorecard(
         suite="heldout_syntax",
@@ -158,7 +152,7 @@ def scorecard() -> Scorecard:
     )
 
 
-def write_telemetry(run: RunDir, losses: list[float]) -> None:
+def write_telemetry(run, losses):
     """One step a loss, base validation before and tuned validation after."""
     with Telemetry(run.telemetry, clock=lambda: 1.0) as telemetry:
         base = {"step": 0, "condition": "base", "val/loss": 2.0, "val/supervised_tokens": 90}
@@ -180,10 +174,10 @@ def write_telemetry(run: RunDir, losses: list[float]) -> None:
 
 
 @pytest.fixture
-def write_run(tmp_path: Path) -> Callable[..., RunDir]:
+def write_run(tmp_path):
     """Write a finished run; `items` are its completions, `changes` its manifest's."""
 
-    def write(items: list[ItemEvent] | None = None, **changes: Any) -> RunDir:
+    def write(items=None, **changes):
         run = RunDir(tmp_path)
         manifest(**changes).write(run.manifest)
         write_json(run.plan, make_plan())
@@ -198,7 +192,7 @@ def write_run(tmp_path: Path) -> Callable[..., RunDir]:
 
 
 @pytest.fixture
-def failed_run(tmp_path: Path) -> RunDir:
+def failed_run(tmp_path):
     """A run directory that holds a manifest and nothing else."""
     run = RunDir(tmp_path)
     failed_manifest().write(run.manifest)
@@ -206,10 +200,10 @@ def failed_run(tmp_path: Path) -> RunDir:
 
 
 @pytest.fixture
-def plan() -> dict[str, Any]:
+def plan():
     return make_plan()
 
 
 @pytest.fixture
-def item() -> Callable[..., ItemEvent]:
+def item():
     return make_item

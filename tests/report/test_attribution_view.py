@@ -4,7 +4,6 @@ import shlex
 import shutil
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from rich.console import Console
@@ -15,24 +14,19 @@ from mens_exp.report.attribution_view import headline, page, suggested_command, 
 from mens_exp.report.heat_map import Grid, heat_map
 from mens_exp.report.records import load
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.artifacts.run_dir import RunDir
-
 GOLDEN = Path(__file__).parents[1] / "golden" / "attribution_v1.json"
 
 
 @pytest.fixture
-def record() -> Attribution:
+def record():
     """Two modules of four layers; golden/attribution_v1.json."""
     return Attribution.read(GOLDEN)
 
 
-def cells(svg: str) -> list[tuple[str, float]]:
+def cells(svg):
     """Return what each cell says, and its opacity."""
     found = []
-    for rect in ET.fromstring(svg).iter("rect"):  # noqa: S314 - drawn here
+    for rect in ET.fromstring(svg).iter("rect"):
         title = rect.find("title")
         if title is not None:
             found.append((title.text or "", float(rect.attrib["fill-opacity"])))
@@ -40,7 +34,7 @@ def cells(svg: str) -> list[tuple[str, float]]:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_terminal_table_fits(record: Attribution, width: int) -> None:
+def test_terminal_table_fits(record, width):
     """The module that costs most is first, nothing is cut off."""
     console = Console(width=width, force_terminal=False, color_system=None)
     with console.capture() as capture:
@@ -51,7 +45,7 @@ def test_terminal_table_fits(record: Attribution, width: int) -> None:
     assert "leaves out 75.0% of the summed KL" in " ".join(text.split())
 
 
-def test_suggestion_is_a_command_for_a_shell(record: Attribution) -> None:
+def test_suggestion_is_a_command_for_a_shell(record):
     """Split by a shell it is the overrides again, on one line however narrow the terminal."""
     console = Console(width=40, force_terminal=False, color_system=None)
     with console.capture() as capture:
@@ -61,16 +55,14 @@ def test_suggestion_is_a_command_for_a_shell(record: Attribution) -> None:
     assert capture.get().count("\n") == 1
 
 
-def test_headline_puts_the_whole_beside_the_sum_of_its_parts(record: Attribution) -> None:
+def test_headline_puts_the_whole_beside_the_sum_of_its_parts(record):
     """Both numbers, in nats."""
     text = headline(record)
     assert "All 2 modules in nf4_double: KL 0.005" in text
     assert "summed: KL 0.004" in text
 
 
-def test_page_shows_maps_tables_and_parity(
-    record: Attribution, write_run: Callable[..., RunDir]
-) -> None:
+def test_page_shows_maps_tables_and_parity(record, write_run):
     """In the place of what only training has."""
     run = write_run(task="attribute")
     shutil.copy(GOLDEN, run.attribution)
@@ -92,14 +84,14 @@ def test_page_shows_maps_tables_and_parity(
     assert "Held-out completions" not in text
 
 
-def test_a_run_without_attribution_has_no_such_part(write_run: Callable[..., RunDir]) -> None:
+def test_a_run_without_attribution_has_no_such_part(write_run):
     """A training run's page is as it was."""
     text = html.render(load(write_run()))
     assert "4 bits against f32" not in text
     assert "Held-out completions" in text
 
 
-def test_map_has_a_cell_for_each_known_value(record: Attribution) -> None:
+def test_map_has_a_cell_for_each_known_value(record):
     """Two modules; the SQNR of both is known in the configured variant."""
     maps = {plot.name: cells(plot.svg) for plot in page(record).maps}
     assert [len(found) for found in maps.values()] == [2, 2, 2, 2]
@@ -107,7 +99,7 @@ def test_map_has_a_cell_for_each_known_value(record: Attribution) -> None:
 
 
 @pytest.mark.parametrize(("high_is_dark", "darkest"), [(True, "b, layer 1"), (False, "a, layer 0")])
-def test_bad_values_are_dark(high_is_dark: bool, darkest: str) -> None:
+def test_bad_values_are_dark(high_is_dark, darkest):
     """The worst cell is opaque, the best is still visible, and an unknown one is empty."""
     values = {("a", 0): 1.0, ("a", 1): 2.0, ("b", 1): 3.0, ("b", 0): None}
     grid = Grid(kinds=("a", "b"), layers=2, values=values)
@@ -120,13 +112,13 @@ def test_bad_values_are_dark(high_is_dark: bool, darkest: str) -> None:
     assert 0 < found[0][1] < 0.1
 
 
-def test_map_without_values_says_so() -> None:
+def test_map_without_values_says_so():
     """Nothing is drawn, and the reason stands in its place."""
     grid = Grid(kinds=("a",), layers=1, values={("a", 0): None})
     assert heat_map("m", "M", "", grid, spell=str).absent == "no value is known"
 
 
-def test_names_from_a_model_are_escaped() -> None:
+def test_names_from_a_model_are_escaped():
     """A checkpoint names its modules as it likes."""
     grid = Grid(kinds=("<b>&",), layers=1, values={("<b>&", 0): 1.0})
     plot = heat_map("m", "M", "", grid, spell=str)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import ast
 import re
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
@@ -10,20 +9,14 @@ import yaml
 from mens_exp.report import card
 from mens_exp.report.records import load
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-    from mens_exp.artifacts.run_dir import RunDir
-
-
-def _front_matter(text: str) -> dict[str, Any]:
+def _front_matter(text):
     opening, head, _ = text.split("---\n", 2)
     assert opening == ""
-    parsed: dict[str, Any] = yaml.safe_load(head)
-    return parsed
+    return yaml.safe_load(head)
 
 
-def test_front_matter_is_what_hubs_read(write_run: Callable[..., RunDir]) -> None:
+def test_front_matter_is_what_hubs_read(write_run):
     """The bundled base is SmolLM2, which is under Apache 2.0."""
     assert _front_matter(card.render(load(write_run()))) == {
         "base_model": "HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -34,7 +27,7 @@ def test_front_matter_is_what_hubs_read(write_run: Callable[..., RunDir]) -> Non
     }
 
 
-def test_front_matter_survives_hostile_names(write_run: Callable[..., RunDir]) -> None:
+def test_front_matter_survives_hostile_names(write_run):
     """A model's name cannot add a key or close the block."""
     name = 'x: "y"\n---\nevil: 1 # \x00'
     head = _front_matter(card.render(load(write_run(inputs={"base_model": name}))))
@@ -43,7 +36,7 @@ def test_front_matter_survives_hostile_names(write_run: Callable[..., RunDir]) -
     assert "evil" not in head
 
 
-def test_random_base_is_not_named_to_hubs(write_run: Callable[..., RunDir]) -> None:
+def test_random_base_is_not_named_to_hubs(write_run):
     """No hub has it, and the card says what it is good for."""
     text = card.render(
         load(write_run(inputs={"base_model": "tiny_llama", "base_source": "random"}))
@@ -52,7 +45,7 @@ def test_random_base_is_not_named_to_hubs(write_run: Callable[..., RunDir]) -> N
     assert "random weights" in text
 
 
-def test_bundled_base_is_called_four_bit(write_run: Callable[..., RunDir]) -> None:
+def test_bundled_base_is_called_four_bit(write_run):
     """The GGUF file is itself quantized; a hub's base is not said to be."""
     assert "4-bit (Q4_1)" in card.render(load(write_run()))
     hub = {"base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "base_source": "hub"}
@@ -67,9 +60,7 @@ def test_bundled_base_is_called_four_bit(write_run: Callable[..., RunDir]) -> No
         ("none", "dtype=torch.bfloat16", "BitsAndBytesConfig"),
     ],
 )
-def test_loading_code_quantizes_as_the_run_did(
-    write_run: Callable[..., RunDir], quant: str, present: str, missing: str
-) -> None:
+def test_loading_code_quantizes_as_the_run_did(write_run, quant, present, missing):
     """The code parses, and names the run's own quantization."""
     text = card.render(load(write_run(facts={"quant": quant, "double_quant": True})))
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
@@ -78,7 +69,7 @@ def test_loading_code_quantizes_as_the_run_did(
     assert missing not in code
 
 
-def test_card_has_results_and_how_to_repeat_them(write_run: Callable[..., RunDir]) -> None:
+def test_card_has_results_and_how_to_repeat_them(write_run):
     """One row a KPI, the command, and the digests."""
     text = card.render(load(write_run()))
     assert "| Validation loss (nats per token) | 2.0000 | 1.5000 | \N{MINUS SIGN}25.0% |" in text
@@ -86,7 +77,7 @@ def test_card_has_results_and_how_to_repeat_them(write_run: Callable[..., RunDir
     assert f"| config digest | `{'ab' * 32}` |" in text
 
 
-def test_card_of_a_failed_run_offers_nothing_to_load(failed_run: RunDir) -> None:
+def test_card_of_a_failed_run_offers_nothing_to_load(failed_run):
     """It says that it is no result, and why."""
     text = card.render(load(failed_run))
     assert "This run is not a result." in text
@@ -94,7 +85,7 @@ def test_card_of_a_failed_run_offers_nothing_to_load(failed_run: RunDir) -> None
     assert "```python" not in text
 
 
-def test_hostile_text_adds_no_markup(write_run: Callable[..., RunDir]) -> None:
+def test_hostile_text_adds_no_markup(write_run):
     """Neither a heading, a table cell nor a tag."""
     hostile = "a | b\n# c <script> [x](y)"
     text = card.render(load(write_run(experiment=hostile, facts={"attention": hostile})))
@@ -103,7 +94,7 @@ def test_hostile_text_adds_no_markup(write_run: Callable[..., RunDir]) -> None:
     assert "| attention | a \\| b \\# c " in text
 
 
-def test_rendering_twice_gives_the_same_bytes(write_run: Callable[..., RunDir]) -> None:
+def test_rendering_twice_gives_the_same_bytes(write_run):
     """The card is a pure function of the records."""
     run = write_run()
     assert card.render(load(run)) == card.render(load(run))
@@ -121,9 +112,7 @@ def test_rendering_twice_gives_the_same_bytes(write_run: Callable[..., RunDir]) 
         ({"artifact": "adapter and PEFT view", "lane": "research"}, "Lane: research.", "no such"),
     ],
 )
-def test_card_says_what_the_run_left(
-    write_run: Callable[..., RunDir], facts: dict[str, str], says: str, silent: str
-) -> None:
+def test_card_says_what_the_run_left(write_run, facts, says, silent):
     """How to load it is how it was written; a research lane is named."""
     text = card.render(load(write_run(facts=facts)))
     assert says in text

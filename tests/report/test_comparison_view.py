@@ -15,12 +15,12 @@ pytestmark = pytest.mark.draws
 SHIPPED = Path(__file__).parents[2] / "notebooks" / "records" / "comparison" / "compare.json"
 
 
-def test_no_word_of_the_verdicts_is_broken_in_a_terminal_of_80_columns() -> None:
+def test_no_word_of_the_verdicts_is_broken_in_a_terminal_of_80_columns():
     """The page has two columns more; here they would leave a verdict to be read downwards."""
     record = Comparison.read(SHIPPED)
     console = Console(width=80, file=io.StringIO())
     console.print(verdict_table(record))
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    shown = console.file.getvalue()
     heads, rows = verdicts_grid(record)
     assert len(heads) == len(rows[0]) == 9
     for row in rows:
@@ -29,7 +29,7 @@ def test_no_word_of_the_verdicts_is_broken_in_a_terminal_of_80_columns() -> None
     assert "seed noise" not in shown
 
 
-def test_forests_say_their_level_and_which_way_is_better() -> None:
+def test_forests_say_their_level_and_which_way_is_better():
     """At an alpha of 0.001 the interval is no 100 % one."""
     record = Comparison.read(SHIPPED)
     record.alpha = 0.001

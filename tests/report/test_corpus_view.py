@@ -3,7 +3,6 @@ from __future__ import annotations
 import re
 from html import unescape
 from html.parser import HTMLParser
-from typing import Any
 
 from mens_exp.artifacts.corpus_report import CorpusReport, Histogram, NGrams, Tokens
 from mens_exp.report.corpus_view import render
@@ -42,9 +41,9 @@ TOKENS = Tokens(
 )
 
 
-def record(**fields: Any) -> CorpusReport:
+def record(**fields):
     share = {"rows": 600, "rows_share": 0.5, "characters": 9, "characters_share": 0.25}
-    usual: dict[str, Any] = {
+    usual = {
         "rows": 1200,
         "sides": {"heldout": 50, "train": 1100, "val": 50},
         "characters": {"prompts": 1, "answers": 2, "system prompts": 0},
@@ -86,13 +85,13 @@ def record(**fields: Any) -> CorpusReport:
     return CorpusReport(**usual | fields)
 
 
-def text(page: str) -> str:
+def text(page):
     """What a reader sees, in one line."""
     body = re.sub(r"<(style|svg).*?</\1>", " ", page, flags=re.DOTALL)
     return " ".join(unescape(re.sub(r"<[^>]+>", " ", body)).split())
 
 
-def test_everything_in_the_record_is_on_the_page() -> None:
+def test_everything_in_the_record_is_on_the_page():
     """Rows, tokens, shares, kinds, duplicates, diversity, findings and what is unknown."""
     seen = text(render(record()))
     for part in (
@@ -119,7 +118,7 @@ def test_everything_in_the_record_is_on_the_page() -> None:
         assert part in seen, part
 
 
-def test_what_is_null_is_absent_with_its_reason() -> None:
+def test_what_is_null_is_absent_with_its_reason():
     """And the rest of the page is there."""
     why = {"tokens": "no tokenizer", "duplicates": "nobody looked", "diversity": "no rows at all"}
     empty = record(
@@ -141,7 +140,7 @@ def test_what_is_null_is_absent_with_its_reason() -> None:
         assert part in seen, part
 
 
-def test_text_of_rows_is_not_markup() -> None:
+def test_text_of_rows_is_not_markup():
     """A category that is a script is shown as it is written."""
     share = {"rows": 1, "rows_share": 0.5, "characters": 1, "characters_share": 0.5}
     names = [{"name": "<script>alert(1)</script>", **share}, {"name": "\x1b[2J", **share}]
@@ -151,7 +150,7 @@ def test_text_of_rows_is_not_markup() -> None:
     assert "\x1b" not in page
 
 
-def test_small_sources_are_shown_as_one() -> None:
+def test_small_sources_are_shown_as_one():
     """Twelve, and the other three together."""
     share = {"rows": 1, "rows_share": 1 / 15, "characters": 2, "characters_share": 1 / 15}
     names = [{"name": f"name{n}", **share} for n in range(15)]
@@ -160,7 +159,7 @@ def test_small_sources_are_shown_as_one() -> None:
     assert "name12" not in seen
 
 
-def test_the_same_record_gives_the_same_page_that_asks_for_nothing() -> None:
+def test_the_same_record_gives_the_same_page_that_asks_for_nothing():
     """Well nested, no script, no link."""
     page = render(record())
     assert page == render(record())
@@ -171,11 +170,11 @@ def test_the_same_record_gives_the_same_page_that_asks_for_nothing() -> None:
     class Nesting(HTMLParser):
         open: list[str]
 
-        def handle_starttag(self, tag: str, attrs: Any) -> None:
+        def handle_starttag(self, tag, attrs):
             if tag != "meta":
                 self.open.append(tag)
 
-        def handle_endtag(self, tag: str) -> None:
+        def handle_endtag(self, tag):
             assert self.open.pop() == tag
 
     parser = Nesting()

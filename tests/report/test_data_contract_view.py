@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.report import data_contract_view, html
 from mens_exp.report.records import Records
 
-NODE: dict[str, Any] = {
+NODE = {
     "format": "mens_exp_data_contract",
     "version": 1,
     "limits": {},
@@ -75,7 +74,7 @@ NODE: dict[str, Any] = {
 }
 
 
-def records(node: dict[str, Any] | None) -> Records:
+def records(node):
     manifest = Manifest(
         run_id="r",
         task="train",
@@ -87,12 +86,12 @@ def records(node: dict[str, Any] | None) -> Records:
     return Records(manifest=manifest)
 
 
-def told(node: dict[str, Any]) -> dict[str, str]:
+def told(node):
     cells = data_contract_view.cells(records(node))
     return {cell.label: cell.text or f"unknown: {cell.absent}" for cell in cells}
 
 
-def test_figures_are_told_in_words() -> None:
+def test_figures_are_told_in_words():
     """One line each."""
     found = told(NODE)
     assert found["tokens by role"] == (
@@ -109,7 +108,7 @@ def test_figures_are_told_in_words() -> None:
     assert found["batch against micro-batches"] == "loss 1.0e-08, gradient 2.0e-03 (relative)"
 
 
-def test_what_is_unknown_has_its_reason() -> None:
+def test_what_is_unknown_has_its_reason():
     """Roles that cannot be told, a probe that is off, an overlap with nothing."""
     node = copy.deepcopy(NODE)
     node["tokens"] |= {"tokens_by_role": None, "trained_by_role": None, "end_marker_trained": None}
@@ -122,7 +121,7 @@ def test_what_is_unknown_has_its_reason() -> None:
     assert (found["probe"], found["overlap"]) == ("unknown: off", "unknown: none")
 
 
-def test_the_report_has_the_certificate_and_what_it_refused() -> None:
+def test_the_report_has_the_certificate_and_what_it_refused():
     """A run without one has no such section."""
     refused = {**NODE, "violations": ["data.seq_len: <b>"]}
     page = html.render(records(refused))
@@ -131,7 +130,7 @@ def test_the_report_has_the_certificate_and_what_it_refused() -> None:
     assert "Data contract" not in html.render(records(None))
 
 
-def test_a_plan_tells_the_token_part_alone() -> None:
+def test_a_plan_tells_the_token_part_alone():
     """As the report does."""
     lines = data_contract_view.plan_lines(NODE["tokens"], {})
     cells = data_contract_view.cells(records(NODE))

@@ -2,19 +2,12 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.report import html
 from mens_exp.report.records import load
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.artifacts.scorecard import ItemEvent
 
 pytestmark = pytest.mark.draws
 
@@ -25,42 +18,40 @@ _HOSTILE = "<script>alert(1)</script> & </pre> \x1b[2J {{ 7 * 7 }}"
 class _Page(HTMLParser):
     """Collects the tags and checks that they nest."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
-        self.open: list[str] = []
-        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.open = []
+        self.seen = []
         self.feed(text)
         assert self.open == []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.seen.append((tag, dict(attrs)))
         if tag not in _VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(self, tag, attrs):
         self.seen.append((tag, dict(attrs)))
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
 
-def test_report_shows_base_beside_tuned(write_run: Callable[..., RunDir]) -> None:
+def test_report_shows_base_beside_tuned(write_run):
     """Losses, parse rates with their counts, and both completions."""
     page = html.render(load(write_run()))
     shown = ("2.0000", "1.5000", "62.5%", "14 of 16", "def f(:", "def f(): pass", "this run used")
     assert [text for text in shown if text not in page] == []
 
 
-def test_rendering_twice_gives_the_same_bytes(write_run: Callable[..., RunDir]) -> None:
+def test_rendering_twice_gives_the_same_bytes(write_run):
     """The page is a pure function of the records."""
     run = write_run()
     assert html.render(load(run)) == html.render(load(run))
 
 
 @pytest.mark.parametrize("kind", ["finished", "failed"])
-def test_page_nests_and_asks_for_nothing(
-    write_run: Callable[..., RunDir], failed_run: RunDir, kind: str
-) -> None:
+def test_page_nests_and_asks_for_nothing(write_run, failed_run, kind):
     """No script, no style sheet, no picture, no link but into the page."""
     page = html.render(load(write_run() if kind == "finished" else failed_run))
     seen = _Page(page).seen
@@ -70,9 +61,7 @@ def test_page_nests_and_asks_for_nothing(
     assert re.search(r"url\(|@import|https?:", page.replace("url(#", "")) is None
 
 
-def test_hostile_text_is_shown_not_obeyed(
-    write_run: Callable[..., RunDir], item: Callable[..., ItemEvent]
-) -> None:
+def test_hostile_text_is_shown_not_obeyed(write_run, item):
     """A completion, a prompt, a file name, an override and a note are all only text."""
     hostile = item("tuned", _HOSTILE, prompt=_HOSTILE, reference=_HOSTILE, item_id=_HOSTILE)
     run = write_run(
@@ -92,7 +81,7 @@ def test_hostile_text_is_shown_not_obeyed(
     _Page(page)
 
 
-def test_failed_run_opens_with_its_error(failed_run: RunDir) -> None:
+def test_failed_run_opens_with_its_error(failed_run):
     """Type, message and what to do next; every missing part says that it is missing."""
     page = html.render(load(failed_run))
     shown = (
@@ -108,7 +97,7 @@ def test_failed_run_opens_with_its_error(failed_run: RunDir) -> None:
     assert [text for text in shown if text not in page] == []
 
 
-def test_a_run_without_a_scorecard_says_so(write_run: Callable[..., RunDir]) -> None:
+def test_a_run_without_a_scorecard_says_so(write_run):
     """`suite=none` is no failure."""
     run = write_run()
     run.scorecard.unlink()
@@ -118,26 +107,20 @@ def test_a_run_without_a_scorecard_says_so(write_run: Callable[..., RunDir]) -> 
     assert "This run evaluated no held-out items." in page
 
 
-def test_an_item_of_one_condition_is_shown_alone(
-    write_run: Callable[..., RunDir], item: Callable[..., ItemEvent]
-) -> None:
+def test_an_item_of_one_condition_is_shown_alone(write_run, item):
     """The other side says that it was not run."""
     page = html.render(load(write_run([item("base", "x")])))
     assert "not completed under this condition" in page
 
 
-def test_items_beyond_a_hundred_are_counted(
-    write_run: Callable[..., RunDir], item: Callable[..., ItemEvent]
-) -> None:
+def test_items_beyond_a_hundred_are_counted(write_run, item):
     """The page stays light; the record holds them all."""
     page = html.render(load(write_run([item("base", "x", item_id=str(n)) for n in range(103)])))
     assert page.count('<details class="item"') == 100
     assert "3 more items are in events.jsonl." in page
 
 
-def test_an_answer_that_nobody_could_judge_is_no_failure(
-    write_run: Callable[..., RunDir], item: Callable[..., ItemEvent]
-) -> None:
+def test_an_answer_that_nobody_could_judge_is_no_failure(write_run, item):
     """Of three items one is known of both: the others are unknown, and neither fails by that."""
     told = {"a": (True, False), "b": (None, None), "c": (True, None)}
     events = [
@@ -150,7 +133,7 @@ def test_an_answer_that_nobody_could_judge_is_no_failure(
         assert words in text
 
 
-def test_answers_to_a_suite_are_called_so(write_run: Callable[..., RunDir]) -> None:
+def test_answers_to_a_suite_are_called_so(write_run):
     """Rows that a run held out are what one suite asks, and no other."""
     run = write_run()
     card = Scorecard.read(run.scorecard)
@@ -160,12 +143,10 @@ def test_answers_to_a_suite_are_called_so(write_run: Callable[..., RunDir]) -> N
     assert "<h2>Answers to jsonl</h2>" in html.render(load(run))
 
 
-def test_a_suite_that_brings_its_own_models_shows_their_answers(
-    write_run: Callable[..., RunDir], item: Callable[..., ItemEvent]
-) -> None:
+def test_a_suite_that_brings_its_own_models_shows_their_answers(write_run, item):
     """Two conditions that are neither base nor tuned, each by its name."""
     names = ("first", "second")
-    events: Any = [{**item("base", f"answer of {name}"), "condition": name} for name in names]
+    events = [{**item("base", f"answer of {name}"), "condition": name} for name in names]
     text = html.render(load(write_run(events)))
     assert "answer of first" in text
     assert "answer of second" in text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from io import StringIO
-from typing import Any
 
 from rich.console import Console
 
@@ -23,14 +22,14 @@ from mens_exp.artifacts.inspection import (
 from mens_exp.report.inspection_view import inspection_view
 
 
-def shown(found: Inspection) -> str:
+def shown(found):
     console = Console(file=StringIO(), width=240)
     console.print(inspection_view(found))
-    file: Any = console.file
+    file = console.file
     return str(file.getvalue())
 
 
-def inspection(**fields: Any) -> Inspection:
+def inspection(**fields):
     layer = LayerRecord(
         base_key="model.layers.0.self_attn.q_proj.weight",
         shape=[48, 64],
@@ -50,7 +49,7 @@ def inspection(**fields: Any) -> Inspection:
         double_quant=True,
         quantizer=None,
     )
-    usual: dict[str, Any] = {
+    usual = {
         "kind": Kind.RUN,
         "path": "outputs/run",
         "what": "a training run, succeeded",
@@ -62,13 +61,13 @@ def inspection(**fields: Any) -> Inspection:
     return Inspection(**usual | fields)
 
 
-def check(outcome: Outcome, recorded: Any, found: Any, note: str | None = None) -> Check:
+def check(outcome, recorded, found, note=None):
     return Check(
         name="outputs.adapter", step=2, outcome=outcome, recorded=recorded, found=found, note=note
     )
 
 
-def test_base_layers_and_figures_are_shown() -> None:
+def test_base_layers_and_figures_are_shown():
     """Name, revision, quantization, key, shape, rank, scale and norms."""
     text = shown(inspection())
     for part in (
@@ -79,7 +78,7 @@ def test_base_layers_and_figures_are_shown() -> None:
     assert "row lengths" not in text
 
 
-def test_lineage_says_what_is_missing() -> None:
+def test_lineage_says_what_is_missing():
     """In order, an arrow before each but the first."""
     line = [
         Ancestor(role=role, name=name, place=None, hashes={}, missing=missing)
@@ -94,7 +93,7 @@ def test_lineage_says_what_is_missing() -> None:
     assert "→ base" not in text
 
 
-def test_of_a_verification_only_what_is_not_equal_is_listed() -> None:
+def test_of_a_verification_only_what_is_not_equal_is_listed():
     """Differences first, both values in full; what is equal is counted."""
     checks = [
         check(Outcome.EQUAL, "a" * 64, "a" * 64),
@@ -109,7 +108,7 @@ def test_of_a_verification_only_what_is_not_equal_is_listed() -> None:
     assert "the base is elsewhere" in text
 
 
-def test_a_replay_says_how_far_it_was_the_same() -> None:
+def test_a_replay_says_how_far_it_was_the_same():
     """Identical through a step, or the first that differs; other conditions are labelled."""
     replay = Replay(
         steps=3, identical_through=3, conditions=["packages"], first_difference=None, checks=[]
@@ -127,7 +126,7 @@ def test_a_replay_says_how_far_it_was_the_same() -> None:
     assert "first difference: step 2: train/loss" in shown(inspection(replay=other))
 
 
-def test_a_state_says_whether_it_goes_on() -> None:
+def test_a_state_says_whether_it_goes_on():
     """Step, optimizer and the reason."""
     state = CheckpointRecord(
         step=7, bytes=2**20, optimizer_tensors=0, optimizer_bytes=0, resumable=False, why="because"
@@ -137,6 +136,6 @@ def test_a_state_says_whether_it_goes_on() -> None:
         assert part in text
 
 
-def test_markup_in_a_record_is_text() -> None:
+def test_markup_in_a_record_is_text():
     """A path is not obeyed as markup."""
     assert "[bold]run" in shown(inspection(path="[bold]run"))

@@ -1,29 +1,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mens_exp.report import kpi_plot
-from mens_exp.report.records import Records, load
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.artifacts.telemetry import Event
-
+from mens_exp.report.records import load
 
 pytestmark = pytest.mark.draws
 
+
 @pytest.fixture
-def with_steps(write_run: Callable[..., RunDir]) -> Callable[..., Records]:
+def with_steps(write_run):
     """Return a run's records with scorecards of training in its telemetry."""
     records = load(write_run())
 
-    def made(*payloads: dict[str, Any], **results: Any) -> Records:
-        events: list[Event] = [
+    def made(*payloads, **results):
+        events = [
             {"ts_ms": 1, "event": "scorecard_step", "payload": {"items": 8, **payload}}
             for payload in payloads
         ]
@@ -34,13 +27,13 @@ def with_steps(write_run: Callable[..., RunDir]) -> Callable[..., Records]:
 
 
 def test_a_run_without_scorecards_in_training_has_no_such_plot(
-    with_steps: Callable[..., Records],
-) -> None:
+    with_steps,
+):
     """Not even an empty one: nobody asked for it."""
     assert kpi_plot.draw(with_steps()) == []
 
 
-def test_the_curves_are_named_and_their_ends_told(with_steps: Callable[..., Records]) -> None:
+def test_the_curves_are_named_and_their_ends_told(with_steps):
     """What was asked, the last values, and which adapter was chosen by what."""
     (plot,) = kpi_plot.draw(
         with_steps(
@@ -57,8 +50,8 @@ def test_the_curves_are_named_and_their_ends_told(with_steps: Callable[..., Reco
 
 
 def test_a_kpi_that_is_no_share_has_the_axis_for_itself(
-    with_steps: Callable[..., Records],
-) -> None:
+    with_steps,
+):
     """Milliseconds and shares have no scale in common."""
     (plot,) = kpi_plot.draw(
         with_steps(
@@ -71,7 +64,7 @@ def test_a_kpi_that_is_no_share_has_the_axis_for_itself(
     assert ">ms<" in plot.svg
 
 
-def test_what_was_not_measured_says_why(with_steps: Callable[..., Records]) -> None:
+def test_what_was_not_measured_says_why(with_steps):
     """The reason stands in the place of the drawing."""
     (plot,) = kpi_plot.draw(with_steps({"step": 2, "unknown": {"eval/task_success": "no sandbox"}}))
     assert (plot.svg, plot.absent) == ("", "no sandbox")

@@ -7,12 +7,12 @@ import pytest
 from mens_exp.report.parallel import Line, parallel
 
 
-def line(cell: int, **values: str | float | None) -> Line:
+def line(cell, **values):
     return Line(cell=cell, arm=f"arm {cell}", color="red", values=values)
 
 
 @pytest.mark.parametrize("odd", ["nan", "inf", "-inf", "1e999"])
-def test_a_factor_without_an_end_lies_apart(odd: str) -> None:
+def test_a_factor_without_an_end_lies_apart(odd):
     """It has no place on a scale; the other value would have none beside it."""
     drawn = parallel(["clip", "loss"], [line(0, clip="1.0", loss=2.0), line(1, clip=odd, loss=3.0)])
     paths = [text.partition('"')[0] for text in drawn.split(' d="')[1:]]
@@ -22,7 +22,7 @@ def test_a_factor_without_an_end_lies_apart(odd: str) -> None:
     assert ">1.0</text>" in drawn
 
 
-def test_numbers_lie_to_scale() -> None:
+def test_numbers_lie_to_scale():
     """Half-way between 0 and 10 is 5."""
     lines = [line(number, r=text, loss=1.0) for number, text in enumerate(("0", "5", "10"))]
     paths = [text.partition('"')[0] for text in parallel(["r", "loss"], lines).split(' d="')[1:]]

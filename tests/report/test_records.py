@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mens_exp.artifacts.atomic import write_text
@@ -9,12 +7,8 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.errors import DataError, MensError
 from mens_exp.report.records import load
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
-
-def test_load_reads_every_record(write_run: Callable[..., RunDir]) -> None:
+def test_load_reads_every_record(write_run):
     """Three steps, two validations, two completions, and the documents beside them."""
     records = load(write_run())
     assert [p["train/loss"] for p in records.payloads("step")] == [2.1, 1.8, 1.6]
@@ -25,7 +19,7 @@ def test_load_reads_every_record(write_run: Callable[..., RunDir]) -> None:
     assert records.config == "seed: 1\n"
 
 
-def test_load_needs_nothing_but_the_manifest(failed_run: RunDir) -> None:
+def test_load_needs_nothing_but_the_manifest(failed_run):
     """A run that failed early has no other record."""
     records = load(failed_run)
     assert records.plan is None
@@ -34,27 +28,27 @@ def test_load_needs_nothing_but_the_manifest(failed_run: RunDir) -> None:
     assert records.events == records.items == ()
 
 
-def test_load_refuses_a_directory_without_a_manifest(tmp_path: Path) -> None:
+def test_load_refuses_a_directory_without_a_manifest(tmp_path):
     """Without a manifest it is no run."""
     with pytest.raises(MensError, match=r"manifest\.json"):
         load(RunDir(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
-def test_load_refuses_a_damaged_plan(failed_run: RunDir, text: str) -> None:
+def test_load_refuses_a_damaged_plan(failed_run, text):
     """The message names the file."""
     write_text(failed_run.plan, text)
     with pytest.raises(DataError, match=r"plan\.json"):
         load(failed_run)
 
 
-def test_why_absent_prefers_the_recorded_reason(write_run: Callable[..., RunDir]) -> None:
+def test_why_absent_prefers_the_recorded_reason(write_run):
     """The manifest knows why there is no GPU memory; nothing says why there is no foo."""
     records = load(write_run())
     assert records.why_absent("results.peak_cuda_bytes") == "this run used no GPU"
     assert records.why_absent("results.foo") == "not recorded"
 
 
-def test_why_absent_names_the_failure(failed_run: RunDir) -> None:
+def test_why_absent_names_the_failure(failed_run):
     """What a failed run did not record, it did not reach."""
     assert load(failed_run).why_absent("results.steps") == "not reached: the run failed"

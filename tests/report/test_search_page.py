@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -11,11 +10,11 @@ from mens_exp.report.search_page import page
 from mens_exp.report.search_plots import drawings
 from mens_exp.report.search_view import best_table, drawn_from, space_table
 
-
 pytestmark = pytest.mark.draws
 
-def trial(number: int, **more: Any) -> dict[str, Any]:
-    made: dict[str, Any] = {
+
+def trial(number, **more):
+    made = {
         "number": number,
         "state": "complete",
         "params": {"lora.r": f"lora.r={number}"},
@@ -28,10 +27,10 @@ def trial(number: int, **more: Any) -> dict[str, Any]:
     return {**made, **more}
 
 
-def searched(**more: Any) -> SweepRecord:
+def searched(**more):
     """Four trials of two objectives: two on the front, one beaten, one ended."""
     dimension = {"key": "lora.r", "kind": "int", "values": [], "low": 1.0, "high": 8.0}
-    search: Any = {
+    search = {
         "sampler": "tpe",
         "seed": 3,
         "startup_trials": 10,
@@ -55,7 +54,7 @@ def searched(**more: Any) -> SweepRecord:
         "importance_unknown": None,
         **more,
     }
-    job: Any = {
+    job = {
         "number": 0,
         "directory": "0_job",
         "differs": ["lora.r=0"],
@@ -83,13 +82,13 @@ def searched(**more: Any) -> SweepRecord:
     )
 
 
-def said(table: Any) -> str:
+def said(table):
     console = Console(file=io.StringIO(), width=120)
     console.print(table)
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    return console.file.getvalue()
 
 
-def test_the_page_shows_trials_best_and_drawings() -> None:
+def test_the_page_shows_trials_best_and_drawings():
     """With the way to each report; what others wrote is escaped."""
     text = page(searched())
     assert text == page(searched())
@@ -102,10 +101,10 @@ def test_the_page_shows_trials_best_and_drawings() -> None:
     assert "<script" not in text
 
 
-def test_two_objectives_have_progress_importance_and_a_front() -> None:
+def test_two_objectives_have_progress_importance_and_a_front():
     """And curves where trials may be ended by them; what is unknown has its reason."""
     assert searched().search is not None
-    found = {plot.name: plot for plot in drawings(searched().search)}  # type: ignore[arg-type]
+    found = {plot.name: plot for plot in drawings(searched().search)}
     assert list(found) == [
         *("progress_0", "progress_1"),
         *("importance_val_loss", "importance_peak_bytes"),
@@ -115,7 +114,7 @@ def test_two_objectives_have_progress_importance_and_a_front() -> None:
     assert all("<svg" in plot.svg for plot in found.values() if not plot.absent)
 
 
-def test_a_search_without_results_says_so() -> None:
+def test_a_search_without_results_says_so():
     """Each drawing has its reason, and the exit of an empty front is no crash."""
     record = searched(trials=[], best=[], importance={}, importance_unknown="too few")
     assert record.search is not None
@@ -124,7 +123,7 @@ def test_a_search_without_results_says_so() -> None:
     assert "no trial is complete" in page(record)
 
 
-def test_the_terminal_says_what_is_drawn_and_what_is_best() -> None:
+def test_the_terminal_says_what_is_drawn_and_what_is_best():
     """Before the first trial, and after the last."""
     before = said(space_table(searched()))
     assert "1 to 8, whole numbers, even in the logarithm" in before
@@ -141,10 +140,10 @@ def test_the_terminal_says_what_is_drawn_and_what_is_best() -> None:
         ({"kind": "float", "low": 1e-5, "high": 0.1}, "1e-05 to 0.1"),
     ],
 )
-def test_a_key_says_what_it_is_drawn_from(more: dict[str, Any], text: str) -> None:
+def test_a_key_says_what_it_is_drawn_from(more, text):
     """Choices, ends, steps."""
     usual = {"key": "k", "values": [], "low": None, "high": None, "step": None, "log": False}
-    assert drawn_from({**usual, **more}) == text  # type: ignore[typeddict-item]
+    assert drawn_from({**usual, **more}) == text
 
 
 @pytest.mark.parametrize(
@@ -156,17 +155,15 @@ def test_a_key_says_what_it_is_drawn_from(more: dict[str, Any], text: str) -> No
         (["minimize", "minimize"], 0.5),
     ],
 )
-def test_a_front_claims_no_more_than_its_trials(
-    monkeypatch: pytest.MonkeyPatch, directions: list[str], between: float
-) -> None:
+def test_a_front_claims_no_more_than_its_trials(monkeypatch, directions, between):
     """Between two trials the line has the value of the one whose x is allowed there."""
     from matplotlib.figure import Figure
 
     from mens_exp.report import search_plots
 
-    lines: dict[str, Any] = {}
+    lines = {}
 
-    def svg_of(name: str, _title: str, _inches: Any, paint: Any) -> str:
+    def svg_of(name, _title, _inches, paint):
         axes = Figure().add_subplot()
         paint(axes)
         lines[name] = axes.lines

@@ -1,17 +1,10 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mens_exp.report import sections
 from mens_exp.report.records import load
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-    from mens_exp.artifacts.run_dir import RunDir
-
-
-def test_compared_puts_measured_beside_planned(write_run: Callable[..., RunDir]) -> None:
+def test_compared_puts_measured_beside_planned(write_run):
     """6,000 of 6,144 tokens are 0.98; 274.4 of 262 seconds are 1.05."""
     rows = {row.label: row for row in sections.compared(load(write_run()))}
     assert rows["steps"].ratio == "as planned"
@@ -23,26 +16,26 @@ def test_compared_puts_measured_beside_planned(write_run: Callable[..., RunDir])
     assert rows["peak resident memory"].planned.text == "≈ 2.00 GiB"
 
 
-def test_compared_takes_the_gpu_where_there_is_one(write_run: Callable[..., RunDir]) -> None:
+def test_compared_takes_the_gpu_where_there_is_one(write_run):
     """A plan for a GPU is a plan for its memory."""
     rows = sections.compared(load(write_run(results={"peak_cuda_bytes": 1024**3}, unknown={})))
     assert rows[-1].label == "peak GPU memory"
     assert rows[-1].measured.text == "1.00 GiB"
 
 
-def test_compared_is_empty_without_a_plan(failed_run: RunDir) -> None:
+def test_compared_is_empty_without_a_plan(failed_run):
     """Nothing was predicted."""
     assert sections.compared(load(failed_run)) == []
 
 
-def test_a_null_fact_shows_its_reason(write_run: Callable[..., RunDir]) -> None:
+def test_a_null_fact_shows_its_reason(write_run):
     """Unknown is null with a reason."""
     run = write_run(facts={"attention": None}, unknown={"facts.attention": "no batch was seen"})
     (cell,) = sections.facts(load(run))
     assert (cell.label, cell.text, cell.absent) == ("attention", "", "no batch was seen")
 
 
-def test_inputs_keep_what_belongs_together(write_run: Callable[..., RunDir]) -> None:
+def test_inputs_keep_what_belongs_together(write_run):
     """The record's keys are sorted; the table's are not."""
     labels = [cell.label for cell in sections.inputs(load(write_run()))]
     assert labels == [
@@ -54,7 +47,7 @@ def test_inputs_keep_what_belongs_together(write_run: Callable[..., RunDir]) -> 
     ]
 
 
-def test_attempts_are_told_when_there_were_several(write_run: Callable[..., RunDir]) -> None:
+def test_attempts_are_told_when_there_were_several(write_run):
     """A resumed run says from where."""
     first = {
         "started_utc": "2026-11-20T05:58:01.123Z",

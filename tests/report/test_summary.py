@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import shlex
 from io import StringIO
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from rich.console import Console
@@ -10,12 +9,6 @@ from rich.console import Console
 from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.report import card, html, summary, terminal
 from mens_exp.report.records import load
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.artifacts.scorecard import ItemEvent
 
 
 @pytest.mark.parametrize(
@@ -26,16 +19,14 @@ if TYPE_CHECKING:
         (2.0, "+0.0%", "same"),
     ],
 )
-def test_val_loss_is_better_when_lower(
-    write_run: Callable[..., RunDir], tuned: float, change: str, verdict: str
-) -> None:
+def test_val_loss_is_better_when_lower(write_run, tuned, change, verdict):
     """The base model's loss is 2."""
     results = {"base_val_loss": 2.0, "tuned_val_loss": tuned}
     pair = summary.val_loss(load(write_run(results=results)))
     assert (pair.base.text, pair.change, pair.verdict) == ("2.0000", change, verdict)
 
 
-def test_val_loss_falls_back_on_telemetry(write_run: Callable[..., RunDir]) -> None:
+def test_val_loss_falls_back_on_telemetry(write_run):
     """A killed run has no results, but it did validate."""
     pair = summary.val_loss(load(write_run(results={})))
     assert (pair.base.text, pair.tuned.text) == ("2.0000", "1.5000")
@@ -45,16 +36,14 @@ def test_val_loss_falls_back_on_telemetry(write_run: Callable[..., RunDir]) -> N
     ("step", "steps", "detail"),
     [(3, 6, "adapter of step 3 of 6"), (6, 6, ""), (None, 6, ""), (3, None, "")],
 )
-def test_an_adapter_that_is_not_the_last_says_which_it_is(
-    write_run: Callable[..., RunDir], step: int | None, steps: int | None, detail: str
-) -> None:
+def test_an_adapter_that_is_not_the_last_says_which_it_is(write_run, step, steps, detail):
     """Beside the tuned loss, which is that adapter's."""
     results = {"tuned_val_loss": 1.5, "adapter_step": step, "steps": steps}
     pair = summary.val_loss(load(write_run(results=results)))
     assert (pair.tuned.detail, pair.base.detail) == (detail, "")
 
 
-def test_parse_rate_carries_its_counts(write_run: Callable[..., RunDir]) -> None:
+def test_parse_rate_carries_its_counts(write_run):
     """10 and 14 of 16; one of 16 items is 6.25 points."""
     pair = summary.parse_rate(load(write_run()))
     assert (pair.base.text, pair.base.detail) == ("62.5%", "10 of 16")
@@ -62,7 +51,7 @@ def test_parse_rate_carries_its_counts(write_run: Callable[..., RunDir]) -> None
     assert pair.note == "16 items: each is worth 6.25 points"
 
 
-def test_a_failed_run_has_reasons_for_every_reading(failed_run: RunDir) -> None:
+def test_a_failed_run_has_reasons_for_every_reading(failed_run):
     """No number is made up."""
     records = load(failed_run)
     pairs = (summary.val_loss(records), summary.parse_rate(records))
@@ -71,7 +60,7 @@ def test_a_failed_run_has_reasons_for_every_reading(failed_run: RunDir) -> None:
     assert all(pair.change == "" and pair.verdict == "unknown" for pair in pairs)
 
 
-def test_headline_says_what_changed(write_run: Callable[..., RunDir]) -> None:
+def test_headline_says_what_changed(write_run):
     """One sentence with both losses."""
     assert summary.headline(load(write_run())) == (
         "After 3 steps the validation loss is 1.5000 nats per token; "
@@ -79,18 +68,18 @@ def test_headline_says_what_changed(write_run: Callable[..., RunDir]) -> None:
     )
 
 
-def test_headline_of_a_failed_run_claims_nothing(failed_run: RunDir) -> None:
+def test_headline_of_a_failed_run_claims_nothing(failed_run):
     """It says that the run failed."""
     assert summary.headline(load(failed_run)).startswith("The run failed")
 
 
-def test_command_survives_a_shell(write_run: Callable[..., RunDir]) -> None:
+def test_command_survives_a_shell(write_run):
     """An override with a space is one word again."""
     words = shlex.split(summary.command(load(write_run())))
     assert words == ["python", "-m", "mens_exp", "optim.lr=2e-4", "data.path=my rows.jsonl"]
 
 
-def test_by_item_puts_conditions_together(item: Callable[..., ItemEvent]) -> None:
+def test_by_item_puts_conditions_together(item):
     """Two items, one of them completed by the base model only."""
     events = [item("base", "a", item_id="x"), item("base", "b"), item("tuned", "c", item_id="x")]
     first, second = summary.by_item(events)
@@ -99,8 +88,8 @@ def test_by_item_puts_conditions_together(item: Callable[..., ItemEvent]) -> Non
 
 
 def test_bits_per_byte_stand_beside_the_loss_where_they_are_known(
-    write_run: Callable[..., RunDir],
-) -> None:
+    write_run,
+):
     """Half the bits is better; a run that could not tell has no such row."""
     known = {"base_val_bits_per_byte": 1.0, "tuned_val_bits_per_byte": 0.5, "val_text_bytes": 100}
     losses = {"base_val_loss": 2.0, "tuned_val_loss": 1.0}
@@ -113,7 +102,7 @@ def test_bits_per_byte_stand_beside_the_loss_where_they_are_known(
     assert labels == ["Validation loss", "Held-out completions that parse"]
 
 
-def scored(run: RunDir, *, sandbox: str | None) -> None:
+def scored(run, *, sandbox):
     """Put a scorecard of tasks in the place of the run's own."""
     Scorecard(
         suite="mini_python",
@@ -128,7 +117,7 @@ def scored(run: RunDir, *, sandbox: str | None) -> None:
     ).write(run.scorecard)
 
 
-def test_tasks_done_stand_before_what_parses(write_run: Callable[..., RunDir]) -> None:
+def test_tasks_done_stand_before_what_parses(write_run):
     """In points, named by their suite."""
     run = write_run()
     scored(run, sandbox="bubblewrap")
@@ -144,7 +133,7 @@ def test_tasks_done_stand_before_what_parses(write_run: Callable[..., RunDir]) -
     assert summary.unsafe(load(run)) == ""
 
 
-def test_programs_without_isolation_are_told_everywhere(write_run: Callable[..., RunDir]) -> None:
+def test_programs_without_isolation_are_told_everywhere(write_run):
     """In the report, the card and the terminal."""
     run = write_run()
     scored(run, sandbox="unsafe")
@@ -168,9 +157,7 @@ def test_programs_without_isolation_are_told_everywhere(write_run: Callable[...,
         ({"parses": None}, "answered", None),
     ],
 )
-def test_an_outcome_says_the_most_that_is_known(
-    item: Callable[..., ItemEvent], changes: dict[str, Any], words: str, *, good: bool | None
-) -> None:
+def test_an_outcome_says_the_most_that_is_known(item, changes, words, *, good):
     """A task that is done tells more than an answer that parses."""
     outcome = summary.outcome_of(item("base", "x", **changes))
     assert (outcome.words, outcome.good) == (words, good)

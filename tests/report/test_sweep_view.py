@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-from typing import Any
 
 from rich.console import Console
 
@@ -9,7 +8,7 @@ from mens_exp.artifacts.sweep import JobState, LeftOut, SweepJob, SweepRecord
 from mens_exp.report.sweep_view import line, planned_table, result_table
 
 
-def record(**more: Any) -> SweepRecord:
+def record(**more):
     jobs = [
         SweepJob(
             number=number,
@@ -38,7 +37,7 @@ def record(**more: Any) -> SweepRecord:
             (1, JobState.FAILED, "killed by \x1b[31m [bold]SIGKILL", {"device": "cpu"}),
         )
     ]
-    made: dict[str, Any] = {
+    made = {
         "sweep_id": "s",
         "created_utc": "2026-11-20T05:58:01.123Z",
         "command": [],
@@ -53,13 +52,13 @@ def record(**more: Any) -> SweepRecord:
     return SweepRecord(**{**made, **more})
 
 
-def shown(what: Any) -> str:
+def shown(what):
     console = Console(file=io.StringIO(), width=120)
     console.print(what, soft_wrap=True)
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    return console.file.getvalue()
 
 
-def test_the_table_before_shows_what_each_cell_takes_and_the_sum() -> None:
+def test_the_table_before_shows_what_each_cell_takes_and_the_sum():
     """Two CPU jobs at a time are no faster than one by one; their memory adds up."""
     text = shown(planned_table(record()))
     assert "≈ 30 min 00 s" in text
@@ -69,7 +68,7 @@ def test_the_table_before_shows_what_each_cell_takes_and_the_sum() -> None:
     assert "left out: cell 2 (seed=0): the same as cell 0" in text
 
 
-def test_jobs_on_gpus_of_their_own_share_the_time() -> None:
+def test_jobs_on_gpus_of_their_own_share_the_time():
     """Two GPUs and two jobs at a time take half."""
     made = record(gpus=["0", "1"])
     for job in made.jobs:
@@ -77,30 +76,30 @@ def test_jobs_on_gpus_of_their_own_share_the_time() -> None:
     assert "GPU 0, 1 in turn: ≈ 30 min 00 s" in shown(planned_table(made))
 
 
-def test_jobs_of_several_gpus_take_as_many_at_a_time() -> None:
+def test_jobs_of_several_gpus_take_as_many_at_a_time():
     """Four GPUs are two places for jobs of two."""
     made = record(gpus=["0", "1", "2", "3"], gpus_per_job=2, n_jobs=4)
-    made.jobs += [dict(job) for job in made.jobs]  # type: ignore[misc]
+    made.jobs += [dict(job) for job in made.jobs]
     for job in made.jobs:
         job["estimate"]["device"] = "cuda"
     text = shown(planned_table(made))
     assert "2 each of GPU 0, 1, 2, 3 in turn: ≈ 1 h 00 min" in text
 
 
-def test_jobs_in_a_queue_share_nothing() -> None:
+def test_jobs_in_a_queue_share_nothing():
     """Each has cores of its own, as many at a time as there are cells at most."""
     text = shown(planned_table(record(launcher="submitit_slurm", n_jobs=256)))
     assert "2 cells, 2 at a time, 1 thread each: ≈ 30 min 00 s" in text
 
 
-def test_an_unknown_time_is_no_sum() -> None:
+def test_an_unknown_time_is_no_sum():
     """Where one cell's is unknown, so is the whole."""
     made = record()
     made.jobs[0]["estimate"]["time_s"] = None
     assert "1 thread each: –, " in shown(planned_table(made))
 
 
-def test_the_table_after_shows_states_losses_and_reasons() -> None:
+def test_the_table_after_shows_states_losses_and_reasons():
     """And counts them; control characters are shown, not obeyed."""
     text = shown(result_table(record()))
     assert "1.2346" in text
@@ -110,7 +109,7 @@ def test_the_table_after_shows_states_losses_and_reasons() -> None:
     assert "1 succeeded, 1 failed" in text
 
 
-def test_a_line_tells_progress_and_reason() -> None:
+def test_a_line_tells_progress_and_reason():
     """How many are done, which cell, what and why."""
     made = record()
     text = line(made, made.jobs[1], "failed", "no rows").plain

@@ -1,22 +1,14 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
-from rich.console import Console, RenderableType
+from rich.console import Console
 
 from mens_exp.errors import ConfigError, DataError, Problems
 from mens_exp.report import terminal
 from mens_exp.report.records import load
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-    from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.artifacts.scorecard import ItemEvent
-
-
-def _shown(what: RenderableType, width: int = 80, *, soft_wrap: bool = False) -> str:
+def _shown(what, width=80, *, soft_wrap=False):
     console = Console(width=width, force_terminal=False, color_system=None)
     with console.capture() as capture:
         console.print(what, soft_wrap=soft_wrap)
@@ -24,7 +16,7 @@ def _shown(what: RenderableType, width: int = 80, *, soft_wrap: bool = False) ->
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_plan_table_keeps_every_number_whole(plan: dict[str, Any], width: int) -> None:
+def test_plan_table_keeps_every_number_whole(plan, width):
     """Estimates carry "≈" and what they rest on."""
     text = _shown(terminal.plan_table(plan), width)
     shown = (
@@ -42,7 +34,7 @@ def test_plan_table_keeps_every_number_whole(plan: dict[str, Any], width: int) -
     assert max(map(len, text.splitlines())) <= width
 
 
-def test_plan_table_marks_only_estimates(plan: dict[str, Any]) -> None:
+def test_plan_table_marks_only_estimates(plan):
     """Counts from a warm cache are exact."""
     plan["data"]["exact"] = True
     text = _shown(terminal.plan_table(plan))
@@ -51,7 +43,7 @@ def test_plan_table_marks_only_estimates(plan: dict[str, Any]) -> None:
     assert "estimated from file sizes" not in text
 
 
-def test_plan_table_says_unknown_where_there_is_no_estimate(plan: dict[str, Any]) -> None:
+def test_plan_table_says_unknown_where_there_is_no_estimate(plan):
     """Null is shown with its basis, not as a number."""
     plan["time_s"] = {"estimate": None, "basis": "this machine was never measured"}
     plan["trainable_parameters"] = None
@@ -61,7 +53,7 @@ def test_plan_table_says_unknown_where_there_is_no_estimate(plan: dict[str, Any]
     assert "trainable" not in text
 
 
-def test_plan_table_shows_what_the_planner_says(plan: dict[str, Any]) -> None:
+def test_plan_table_shows_what_the_planner_says(plan):
     """Graph, layers, coverage, batch, intervals, disk, contract, notes and problems."""
     plan |= {
         "graph_id": "proxy_stack_v1_residual",
@@ -104,7 +96,7 @@ def test_plan_table_shows_what_the_planner_says(plan: dict[str, Any]) -> None:
     assert [part for part in shown if part not in text] == []
 
 
-def test_plan_table_shows_settings_beside_our_defaults(plan: dict[str, Any]) -> None:
+def test_plan_table_shows_settings_beside_our_defaults(plan):
     """As typed; names, the model and what our defaults lack are said elsewhere."""
     plan["differs_from_default"] = {
         "lora.targets": {"default": ["all_linear"], "found": ["qv"]},
@@ -120,7 +112,7 @@ def test_plan_table_shows_settings_beside_our_defaults(plan: dict[str, Any]) -> 
     assert "not as usual" not in _shown(terminal.plan_table(plan))
 
 
-def test_plan_table_leaves_a_stack_that_nobody_has_read_open(plan: dict[str, Any]) -> None:
+def test_plan_table_leaves_a_stack_that_nobody_has_read_open(plan):
     """Where the headers are not here, what is expected is all that is known."""
     plan["proxy"] = {"eligible": True, "complete": None, "matched": None, "expected": 30}
     text = _shown(terminal.plan_table(plan))
@@ -128,9 +120,7 @@ def test_plan_table_leaves_a_stack_that_nobody_has_read_open(plan: dict[str, Any
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_result_table_keeps_every_number_whole(
-    write_run: Callable[..., RunDir], width: int
-) -> None:
+def test_result_table_keeps_every_number_whole(write_run, width):
     """Base beside tuned, and what it cost."""
     text = _shown(terminal.result_table(load(write_run())), width)
     shown = ("2.0000", "1.5000", "\N{MINUS SIGN}25.0%", "62.5%", "87.5%", "+25.0 points")
@@ -139,14 +129,14 @@ def test_result_table_keeps_every_number_whole(
     assert "…" not in text
 
 
-def test_result_table_of_a_failed_run_has_reasons(failed_run: RunDir) -> None:
+def test_result_table_of_a_failed_run_has_reasons(failed_run):
     """It opens with the failure and leaves no cell empty."""
     text = _shown(terminal.result_table(load(failed_run)), 120)
     assert text.startswith("The run failed")
     assert "not reached: the run failed" in text
 
 
-def test_completions_stand_side_by_side(item: Callable[..., ItemEvent]) -> None:
+def test_completions_stand_side_by_side(item):
     """Both on one line of the terminal, each with its outcome."""
     events = [item("base", "left", parses=False, finished=False), item("tuned", "right")]
     lines = _shown(terminal.completions(events)).splitlines()
@@ -155,7 +145,7 @@ def test_completions_stand_side_by_side(item: Callable[..., ItemEvent]) -> None:
     assert any("tuned · parses" in line for line in lines)
 
 
-def test_completions_shows_the_first_n(item: Callable[..., ItemEvent]) -> None:
+def test_completions_shows_the_first_n(item):
     """The report has the others."""
     events = [item("base", f"text {n}", item_id=str(n)) for n in range(4)]
     text = _shown(terminal.completions(events, n=2))
@@ -163,7 +153,7 @@ def test_completions_shows_the_first_n(item: Callable[..., ItemEvent]) -> None:
     assert "text 2" not in text
 
 
-def test_completions_clips_what_is_long(item: Callable[..., ItemEvent]) -> None:
+def test_completions_clips_what_is_long(item):
     """15 of 100 lines, and how many are left."""
     long = "\n".join(str(n) for n in range(100))
     text = _shown(terminal.completions([item("base", long)]))
@@ -171,28 +161,28 @@ def test_completions_clips_what_is_long(item: Callable[..., ItemEvent]) -> None:
     assert "15 " not in text
 
 
-def test_completions_neither_obeys_escapes_nor_markup(item: Callable[..., ItemEvent]) -> None:
+def test_completions_neither_obeys_escapes_nor_markup(item):
     """A model's text cannot clear the screen, nor end in an error of markup."""
     text = _shown(terminal.completions([item("base", "\x1b[2J [/red] [bold]x[/bold]")]))
     assert "\x1b" not in text
     assert "\\x1b[2J [/red] [bold]x[/bold]" in text
 
 
-def test_conditions_of_a_suite_s_own_are_shown_by_name(item: Callable[..., ItemEvent]) -> None:
+def test_conditions_of_a_suite_s_own_are_shown_by_name(item):
     """They are neither base nor tuned, which nobody asked."""
     told = {"first": "one", "second": "two"}
-    events: Any = [{**item("base", said), "condition": name} for name, said in told.items()]
+    events = [{**item("base", said), "condition": name} for name, said in told.items()]
     text = _shown(terminal.completions(events))
     assert "not completed" not in text
     assert all(word in text for word in ("first", "one", "second", "two"))
 
 
-def test_no_completions_is_said(item: Callable[..., ItemEvent]) -> None:
+def test_no_completions_is_said(item):
     """An empty list is not an empty screen."""
     assert "No held-out item" in _shown(terminal.completions([]))
 
 
-def test_problems_are_each_spelled_out() -> None:
+def test_problems_are_each_spelled_out():
     """Where, what, found, expected and next; a bundle is taken apart."""
     errors = [
         ConfigError("must be at least 1", where="lora.r", found=0, expected="1 or more"),
@@ -208,14 +198,14 @@ def test_problems_are_each_spelled_out() -> None:
     )
 
 
-def test_a_long_path_in_a_problem_stays_one_word() -> None:
+def test_a_long_path_in_a_problem_stays_one_word():
     """It can be copied from a terminal of any width."""
     path = "/data/" + "x" * 200
     text = _shown(terminal.problems([DataError("no such file", where=path)]), soft_wrap=True)
     assert f"{path}: no such file\n" == text
 
 
-def test_plan_table_says_how_rows_were_chosen(plan: dict[str, Any]) -> None:
+def test_plan_table_says_how_rows_were_chosen(plan):
     """What was put aside, what filters refused, and what of each source was drawn."""
     plan["data"] |= {
         "quarantined": {"rows": 1000, "bad": 3, "reasons": {"the line is blank": 3}},

@@ -1,17 +1,11 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
 
 import pytest
 from rich.console import Console
 
 from mens_exp.report.token_view import ShownDocument, dropped, legend, shown
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.text import Text
 
 TOKENS = {
     0: b"<|end|>",
@@ -29,21 +23,21 @@ class Tokens:
     """A byte-level tokenizer of eight tokens."""
 
     @property
-    def special_ids(self) -> set[int]:
+    def special_ids(self):
         return {0}
 
-    def spell(self, ids: Sequence[int]) -> str:
+    def spell(self, ids):
         return b"".join(TOKENS[token] for token in ids).decode("utf-8", "replace")
 
 
-def drawn(ids: list[int], supervised: list[int], cut: int = 0) -> Text:
+def drawn(ids, supervised, cut=0):
     document = ShownDocument(
         title="Row 1", ids=ids, supervised=list(map(bool, supervised)), cut=cut
     )
     return shown(document, Tokens())
 
 
-def lines(text: Text) -> list[str]:
+def lines(text):
     """Return what a pipe gets."""
     console = Console(file=io.StringIO(), width=200, color_system=None)
     console.print(text, soft_wrap=True, end="")
@@ -51,7 +45,7 @@ def lines(text: Text) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-def test_trained_tokens_stand_in_brackets() -> None:
+def test_trained_tokens_stand_in_brackets():
     """Bars between tokens; nothing of it needs colour."""
     assert lines(drawn([1, 2, 1, 0, 1], [0, 0, 1, 1, 0])) == [
         "Row 1: 5 tokens, 2 trained",
@@ -59,7 +53,7 @@ def test_trained_tokens_stand_in_brackets() -> None:
     ]
 
 
-def test_colour_says_the_same() -> None:
+def test_colour_says_the_same():
     """Trained tokens are green and underlined, control tokens bold."""
     text = drawn([1, 0], [0, 1])
     styles = {text.plain[span.start : span.end]: str(span.style) for span in text.spans}
@@ -68,39 +62,39 @@ def test_colour_says_the_same() -> None:
     assert not text.style
 
 
-def test_first_token_can_be_trained() -> None:
+def test_first_token_can_be_trained():
     """And the last: the bracket closes."""
     assert lines(drawn([1, 2], [1, 1]))[1] == "⟦Say│·hi⟧"
 
 
-def test_tokens_of_one_character_stand_together() -> None:
+def test_tokens_of_one_character_stand_together():
     """With how many they are: half a character is no text."""
     assert lines(drawn([1, 4, 5, 1], [0, 0, 0, 0]))[1] == "Say│é‥2│Say"
 
 
-def test_half_a_character_at_an_edge_is_shown_as_such() -> None:
+def test_half_a_character_at_an_edge_is_shown_as_such():
     """What is trained is never mixed with what is not, and the end is the end."""
     assert lines(drawn([4, 5], [0, 1]))[1].startswith("\ufffd⟦")
     assert lines(drawn([1, 4], [0, 0]))[1] == "Say│\ufffd"
 
 
-def test_white_space_and_control_characters_are_visible() -> None:
+def test_white_space_and_control_characters_are_visible():
     """And never obeyed: a row cannot colour the terminal."""
     assert lines(drawn([6, 3, 7], [0, 0, 0]))[1:] == ["··│⏎", "│\\x1b[31m"]
 
 
 @pytest.mark.parametrize(("cut", "told"), [(0, False), (7, True)])
-def test_what_the_limit_took_is_counted(cut: int, told: bool) -> None:
+def test_what_the_limit_took_is_counted(cut, told):
     """A row that lost its end looks whole otherwise."""
     assert ("7 cut off" in lines(drawn([1], [0], cut))[0]) is told
 
 
-def test_dropped_row_is_told() -> None:
+def test_dropped_row_is_told():
     """It is trained on nowhere."""
     assert lines(dropped("Row 2", 1, 64))[0].startswith("Row 2: a document of it is dropped")
     assert "2 documents of it are dropped" in lines(dropped("Row 2", 2, 64))[0]
 
 
-def test_legend_names_every_sign() -> None:
+def test_legend_names_every_sign():
     """Brackets, bars, dots and newlines."""
     assert all(sign in legend().plain for sign in "⟦⟧│·⏎")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from importlib.resources import files
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -9,14 +8,10 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.errors import MensError
 from mens_exp.report.write import write_report
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 
 def test_write_report_writes_both_files_and_nothing_else(
-    write_run: Callable[..., RunDir],
-) -> None:
+    write_run,
+):
     """No temporary file stays behind, and a second time gives the same bytes."""
     run = write_run()
     before = set(run.path.iterdir())
@@ -27,20 +22,20 @@ def test_write_report_writes_both_files_and_nothing_else(
     assert (run.report.read_bytes(), run.model_card.read_bytes()) == first
 
 
-def test_write_report_of_a_failed_run(failed_run: RunDir) -> None:
+def test_write_report_of_a_failed_run(failed_run):
     """A failure has a report as well."""
     write_report(failed_run)
     assert failed_run.report.is_file()
 
 
-def test_write_report_of_no_run_writes_nothing(tmp_path: Path) -> None:
+def test_write_report_of_no_run_writes_nothing(tmp_path):
     """Without a manifest there is nothing to report."""
     with pytest.raises(MensError):
         write_report(RunDir(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_templates_are_part_of_the_package() -> None:
+def test_templates_are_part_of_the_package():
     """They are found through the package, from a checkout and from a wheel."""
     names = {entry.name for entry in files("mens_exp.report").joinpath("templates").iterdir()}
     pages = {f"{name}.html.j2" for name in ("comparison", "corpus", "report", "search", "sweep")}

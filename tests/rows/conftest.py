@@ -5,15 +5,11 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mens_exp.tokenizer.hf import HfTokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 TEMPLATES = Path(__file__).parent / "templates"
 CONTROLS = {
@@ -39,14 +35,14 @@ CONFIGS = {
 
 
 @pytest.fixture(scope="session")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., HfTokenizer]:
+def published(tmp_path_factory):
     """Read a byte-level tokenizer with the control tokens and the template of a model family.
 
     `rstrip` gives control tokens the flag that Phi-3's have: they swallow white space behind.
     """
 
     @functools.cache
-    def read(name: str, *, rstrip: bool = False, template: str | None = None) -> HfTokenizer:
+    def read(name, *, rstrip=False, template=None):
         directory = tmp_path_factory.mktemp(name)
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         # A pair of newlines is one token, as in every tokenizer in use: seams can be straddled.

@@ -3,27 +3,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from mens_exp.rows import arrays
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 PIECES = {"b": [np.array([1, 2], np.int32), np.array([3], np.int32)], "a": [np.array([], np.bool_)]}
 
 
 @pytest.fixture
-def stored(tmp_path: Path) -> Path:
+def stored(tmp_path):
     """Two arrays, of which the one that comes first is not the first by name."""
     arrays.store(tmp_path / "kept", PIECES, lambda sha256: {"told": sha256})
     return tmp_path / "kept"
 
 
-def test_pieces_come_back_as_one_array(stored: Path) -> None:
+def test_pieces_come_back_as_one_array(stored):
     """Of the same type; also where there is nothing in them."""
     found = arrays.opened(stored)
     assert found is not None
@@ -31,14 +27,14 @@ def test_pieces_come_back_as_one_array(stored: Path) -> None:
     assert [one.dtype for one in found[0].values()] == [np.int32, np.bool_]
 
 
-def test_the_hash_is_that_of_the_content_in_its_order(stored: Path) -> None:
+def test_the_hash_is_that_of_the_content_in_its_order(stored):
     """Little-endian numbers one after the other, no headers."""
     meta = arrays.meta_of(stored)
     assert meta is not None
     assert meta["told"] == hashlib.sha256(bytes([1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0])).hexdigest()
 
 
-def test_arrays_are_mapped_and_cannot_be_written(stored: Path) -> None:
+def test_arrays_are_mapped_and_cannot_be_written(stored):
     """They stay on the disk until they are read, and a slip cannot change the cache."""
     found = arrays.opened(stored)
     assert found is not None
@@ -47,7 +43,7 @@ def test_arrays_are_mapped_and_cannot_be_written(stored: Path) -> None:
         found[0]["b"][0] = 5
 
 
-def test_arrays_that_were_let_go_are_read_again(stored: Path) -> None:
+def test_arrays_that_were_let_go_are_read_again(stored):
     """The same; an array that is not mapped, or empty, is left alone."""
     found = arrays.opened(stored)
     assert found is not None
@@ -57,7 +53,7 @@ def test_arrays_that_were_let_go_are_read_again(stored: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["arrays", "content_sha256", "told"])
-def test_a_changed_record_is_no_record(stored: Path, change: str) -> None:
+def test_a_changed_record_is_no_record(stored, change):
     """Its own hash covers each of its fields."""
     record = json.loads((stored / "meta.json").read_text("utf-8"))
     record[change] = "other"
@@ -66,16 +62,14 @@ def test_a_changed_record_is_no_record(stored: Path, change: str) -> None:
     assert arrays.opened(stored) is None
 
 
-def test_bytes_behind_an_array_are_damage(stored: Path) -> None:
+def test_bytes_behind_an_array_are_damage(stored):
     """Its size is on record."""
     with (stored / "b.npy").open("ab") as file:
         file.write(b"\0\0\0\0")
     assert arrays.opened(stored) is None
 
 
-def test_large_arrays_are_hashed_once_for_each_state_of_their_files(
-    stored: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_arrays_are_hashed_once_for_each_state_of_their_files(stored, monkeypatch):
     """A second opening reads no content; one after anything was written does."""
     monkeypatch.setattr(arrays, "_ALWAYS_READ", 0)
     assert arrays.opened(stored) is not None
@@ -85,16 +79,14 @@ def test_large_arrays_are_hashed_once_for_each_state_of_their_files(
     assert arrays.opened(stored) is None
 
 
-def test_small_arrays_are_hashed_every_time(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_arrays_are_hashed_every_time(stored, monkeypatch):
     """So that even what a disk changed by itself is found."""
     assert arrays.opened(stored) is not None
     monkeypatch.setattr(arrays, "_content", lambda *_: "not this")
     assert arrays.opened(stored) is None
 
 
-def test_a_flipped_bit_is_found_although_its_time_was_set_back(
-    stored: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flipped_bit_is_found_although_its_time_was_set_back(stored, monkeypatch):
     """The time of the inode's last change cannot be set."""
     monkeypatch.setattr(arrays, "_ALWAYS_READ", 0)
     assert arrays.opened(stored) is not None
@@ -110,13 +102,11 @@ def test_a_flipped_bit_is_found_although_its_time_was_set_back(
     assert arrays.opened(stored) is None
 
 
-def test_a_folder_that_cannot_be_written_is_verified_each_time(
-    stored: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_written_is_verified_each_time(stored, monkeypatch):
     """Somebody else's cache opens all the same."""
     monkeypatch.setattr(arrays, "_ALWAYS_READ", 0)
 
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise PermissionError
 
     monkeypatch.setattr("mens_exp.artifacts.atomic.write_json", refuse)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -11,9 +10,6 @@ import pytest
 from mens_exp.rows import cache as rows_cache
 from mens_exp.rows.cache import CacheKey, TokenCounts, cache_root, encoded, peek
 from mens_exp.rows.encode import Encoded, Labelling
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 KEY = CacheKey(
     rows_sha256="r",
@@ -29,10 +25,10 @@ FILES = ["ids.npy", "supervised.npy", "offsets.npy", "meta.json"]
 class Builder:
     """Counts how often documents are built."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls = 0
 
-    def __call__(self) -> Encoded:
+    def __call__(self):
         self.calls += 1
         return Encoded(
             ids=np.array([5, 6, 7, 8, 9], np.int32),
@@ -43,7 +39,7 @@ class Builder:
         )
 
 
-def same(first: Encoded, second: Encoded) -> bool:
+def same(first, second):
     arrays = ("ids", "supervised", "offsets")
     return all(
         np.array_equal(getattr(first, name), getattr(second, name))
@@ -52,7 +48,7 @@ def same(first: Encoded, second: Encoded) -> bool:
     ) and (first.truncated, first.dropped) == (second.truncated, second.dropped)
 
 
-def test_second_call_reads_what_the_first_wrote(tmp_path: Path) -> None:
+def test_second_call_reads_what_the_first_wrote(tmp_path):
     """The same arrays, types and counts, without building them again."""
     build = Builder()
     first, counts = encoded(tmp_path, KEY, build)
@@ -62,7 +58,7 @@ def test_second_call_reads_what_the_first_wrote(tmp_path: Path) -> None:
     assert counts == again
 
 
-def test_counts_are_those_of_the_documents(tmp_path: Path) -> None:
+def test_counts_are_those_of_the_documents(tmp_path):
     """Two documents, five tokens, three of them learned; also without opening the arrays."""
     _, counts = encoded(tmp_path, KEY, Builder())
     numbers = (counts.documents, counts.tokens, counts.supervised_tokens)
@@ -70,13 +66,13 @@ def test_counts_are_those_of_the_documents(tmp_path: Path) -> None:
     assert peek(tmp_path, KEY) == counts
 
 
-def test_nothing_is_known_of_what_was_never_built(tmp_path: Path) -> None:
+def test_nothing_is_known_of_what_was_never_built(tmp_path):
     """A cold cache has no counts."""
     assert peek(tmp_path, KEY) is None
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(CacheKey)])
-def test_every_part_of_the_key_makes_another_place(tmp_path: Path, field: str) -> None:
+def test_every_part_of_the_key_makes_another_place(tmp_path, field):
     """Ids and masks depend on all of them."""
     others = {"allow_control_text": True, "labelling": Labelling(objective="causal", seq_len=8)}
     other = dataclasses.replace(KEY, **{field: others.get(field, "other")})
@@ -85,26 +81,24 @@ def test_every_part_of_the_key_makes_another_place(tmp_path: Path, field: str) -
     assert peek(tmp_path, other) is None
 
 
-def test_another_version_of_encoding_makes_another_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_version_of_encoding_makes_another_place(tmp_path, monkeypatch):
     """What an older release encoded is not read."""
     before = KEY.directory(tmp_path)
     monkeypatch.setattr(rows_cache, "ENCODING_VERSION", -1)
     assert KEY.directory(tmp_path) != before
 
 
-def _flip(file: Path) -> None:
+def _flip(file):
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
 
 
-def _empty_array(file: Path) -> None:
+def _empty_array(file):
     np.save(file, np.array([], np.int32))
 
 
-def _pickle(file: Path) -> None:
+def _pickle(file):
     np.save(file, np.array([print]), allow_pickle=True)
 
 
@@ -114,9 +108,7 @@ def _pickle(file: Path) -> None:
     [_flip, Path.unlink, _empty_array, _pickle, lambda file: file.write_bytes(b"")],
     ids=["flipped bit", "gone", "other array", "pickle", "empty"],
 )
-def test_damaged_array_is_built_again(
-    tmp_path: Path, damage: Callable[[Path], object], name: str
-) -> None:
+def test_damaged_array_is_built_again(tmp_path, damage, name):
     """And is whole afterwards."""
     build = Builder()
     encoded(tmp_path, KEY, build)
@@ -130,7 +122,7 @@ def test_damaged_array_is_built_again(
 
 
 @pytest.mark.parametrize("meta", ["", "{", "[]", "{}", '{"counts": {}}', '{"counts": {"x": 1}}'])
-def test_damaged_counts_are_no_counts(tmp_path: Path, meta: str) -> None:
+def test_damaged_counts_are_no_counts(tmp_path, meta):
     """The documents are built again."""
     build = Builder()
     encoded(tmp_path, KEY, build)
@@ -140,7 +132,7 @@ def test_damaged_counts_are_no_counts(tmp_path: Path, meta: str) -> None:
     assert build.calls == 2
 
 
-def test_half_written_directory_is_ignored_and_replaced(tmp_path: Path) -> None:
+def test_half_written_directory_is_ignored_and_replaced(tmp_path):
     """A writer that died before the last file leaves nothing that is believed."""
     directory = KEY.directory(tmp_path)
     directory.mkdir(parents=True)
@@ -151,10 +143,10 @@ def test_half_written_directory_is_ignored_and_replaced(tmp_path: Path) -> None:
     assert sorted(file.name for file in directory.iterdir()) == sorted(FILES)
 
 
-def test_failing_build_leaves_nothing(tmp_path: Path) -> None:
+def test_failing_build_leaves_nothing(tmp_path):
     """Not even an empty folder that looks like a cached one."""
 
-    def fail() -> Encoded:
+    def fail():
         raise RuntimeError("no documents")
 
     with pytest.raises(RuntimeError):
@@ -162,7 +154,7 @@ def test_failing_build_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_key_is_stored_beside_the_arrays(tmp_path: Path) -> None:
+def test_key_is_stored_beside_the_arrays(tmp_path):
     """So that a person can tell what a folder is."""
     encoded(tmp_path, KEY, Builder())
     meta = json.loads((KEY.directory(tmp_path) / "meta.json").read_text("utf-8"))
@@ -179,9 +171,7 @@ def test_key_is_stored_beside_the_arrays(tmp_path: Path) -> None:
         ({"MENS_EXP_CACHE": "", "XDG_CACHE_HOME": ""}, Path("/home/me/.cache/mens_exp")),
     ],
 )
-def test_cache_folder_is_named_by_the_environment(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: Path
-) -> None:
+def test_cache_folder_is_named_by_the_environment(monkeypatch, environment, expected):
     """Ours first, then the desktop's, then the home directory."""
     monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
     for name in ("MENS_EXP_CACHE", "XDG_CACHE_HOME"):

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -11,19 +10,16 @@ from mens_exp.errors import DataError
 from mens_exp.rows.decode import decoded_rows
 from mens_exp.rows.readers import read_rows
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 ROW = {"prompt": "p", "response": "r"}
 
 
-def located(path: Path, text: str) -> list[tuple[str, object]]:
+def located(path, text):
     path.write_text(text, "utf-8")
     found = decoded_rows(path, "data.path")
     return [(row.where.removeprefix(f"{path}:"), row.value) for row in found]
 
 
-def test_array_is_read_with_the_line_of_each_element(tmp_path: Path) -> None:
+def test_array_is_read_with_the_line_of_each_element(tmp_path):
     """As Alpaca files are written: one array, several lines an element, or several on one."""
     text = '[\n {"a": 1,\n  "b": 2},\n {"a": 3}, {"a": 4}\n]\n'
     assert located(tmp_path / "a.json", text) == [
@@ -36,23 +32,21 @@ def test_array_is_read_with_the_line_of_each_element(tmp_path: Path) -> None:
 @given(
     rows=st.lists(st.dictionaries(st.text(), st.text()), min_size=1), indent=st.none() | st.just(2)
 )
-def test_any_array_is_read_as_json_reads_it(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, str]], indent: int | None
-) -> None:
+def test_any_array_is_read_as_json_reads_it(tmp_path_factory, rows, indent):
     """Element for element."""
     path = tmp_path_factory.mktemp("json") / "a.json"
     text = json.dumps(rows, indent=indent)
     assert [value for _, value in located(path, text)] == json.loads(text)
 
 
-def test_lines_in_a_json_file_are_rows_too(tmp_path: Path) -> None:
+def test_lines_in_a_json_file_are_rows_too(tmp_path):
     """Some tools call a file of lines .json."""
     path = tmp_path / "a.json"
     path.write_text(json.dumps(ROW) + "\n" + json.dumps(ROW) + "\n", "utf-8")
     assert len(read_rows(path).pairs) == 2
 
 
-def test_array_on_a_line_of_jsonl_is_no_row(tmp_path: Path) -> None:
+def test_array_on_a_line_of_jsonl_is_no_row(tmp_path):
     """Only a .json file holds its rows in an array."""
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps([ROW]), "utf-8")
@@ -73,16 +67,14 @@ def test_array_on_a_line_of_jsonl_is_no_row(tmp_path: Path) -> None:
         ("[" + "[" * 100_000, "1", "not usable JSON"),
     ],
 )
-def test_broken_array_is_refused_where_it_breaks(
-    tmp_path: Path, text: str, line: str, reason: str
-) -> None:
+def test_broken_array_is_refused_where_it_breaks(tmp_path, text, line, reason):
     """The line is that of the element; what stands before it was read."""
     where, problem = located(tmp_path / "a.json", text)[-1]
     assert (where, isinstance(problem, DataError)) == (line, True)
     assert reason in str(problem)
 
 
-def test_array_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+def test_array_that_is_not_utf8_is_refused(tmp_path):
     """With the line of the first bad byte."""
     path = tmp_path / "a.json"
     path.write_bytes(b'[\n{"a": "\xff"}]')

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,14 +8,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mens_exp.config.objective import LABELLINGS
 from mens_exp.errors import ConfigError, DataError
-from mens_exp.rows.encode import Encoded, Labelling, encode, messages_of, prompt_text
+from mens_exp.rows.encode import Labelling, encode, messages_of, prompt_text
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.tokenizer import byte_level
 from mens_exp.tokenizer.hf import HfTokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 PAIR = TrainingPair(prompt="Say hi.", response="hi")
 LONG = TrainingPair(prompt="Say it.", response="x" * 100)
@@ -27,11 +21,11 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str
 
 
 @pytest.fixture(scope="module")
-def tokenizer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., HfTokenizer]:
+def tokenizer_of(tmp_path_factory):
     """Read the byte-level tokenizer with a chat template and a tokenizer_config of its own."""
 
-    def made(template: str | None = None, config: str | None = None) -> HfTokenizer:
-        directory: Path = tmp_path_factory.mktemp("tokenizer")
+    def made(template=None, config=None):
+        directory = tmp_path_factory.mktemp("tokenizer")
         byte_level.write_files(directory)
         if template is not None:
             (directory / "chat_template.jinja").write_text(template, "utf-8")
@@ -43,30 +37,30 @@ def tokenizer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., HfTo
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tokenizer_of: Callable[..., HfTokenizer]) -> HfTokenizer:
+def tokenizer(tokenizer_of):
     return tokenizer_of()
 
 
 def encoded(
-    tokenizer: HfTokenizer,
-    *pairs: TrainingPair,
-    objective: str = "assistant",
-    seq_len: int = 10_000,
-) -> Encoded:
+    tokenizer,
+    *pairs,
+    objective="assistant",
+    seq_len=10_000,
+):
     labelling = Labelling(objective=objective, seq_len=seq_len)
     return encode(pairs or [PAIR], tokenizer, labelling)
 
 
-def whole(tokenizer: HfTokenizer, documents: Encoded) -> str:
+def whole(tokenizer, documents):
     return str(tokenizer.core.decode(documents.ids.tolist(), skip_special_tokens=False))
 
 
-def supervised(tokenizer: HfTokenizer, documents: Encoded) -> str:
+def supervised(tokenizer, documents):
     ids = documents.ids[documents.supervised].tolist()
     return str(tokenizer.core.decode(ids, skip_special_tokens=False))
 
 
-def test_answer_and_its_end_marker_are_learned(tokenizer: HfTokenizer) -> None:
+def test_answer_and_its_end_marker_are_learned(tokenizer):
     """Nothing before and nothing behind them."""
     documents = encoded(tokenizer)
     assert whole(tokenizer, documents) == f"{PROMPT}hi<|im_end|>"
@@ -75,9 +69,7 @@ def test_answer_and_its_end_marker_are_learned(tokenizer: HfTokenizer) -> None:
 
 
 @given(prompt=TEXTS, response=TEXTS, system=st.none() | TEXTS)
-def test_learned_text_is_exactly_the_answer(
-    tokenizer: HfTokenizer, prompt: str, response: str, system: str | None
-) -> None:
+def test_learned_text_is_exactly_the_answer(tokenizer, prompt, response, system):
     """Whatever the texts are; the rest of the document is exactly the prompt."""
     pair = TrainingPair(prompt=prompt, response=response, system=system)
     documents = encoded(tokenizer, pair)
@@ -86,9 +78,7 @@ def test_learned_text_is_exactly_the_answer(
 
 
 @given(texts=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=5), limit=st.integers(8, 80))
-def test_first_token_is_never_learned(
-    tokenizer: HfTokenizer, texts: list[tuple[str, str]], limit: int
-) -> None:
+def test_first_token_is_never_learned(tokenizer, texts, limit):
     """Nothing stands before it to predict it from, under either objective."""
     pairs = [TrainingPair(prompt=prompt, response=response) for prompt, response in texts]
     for objective in LABELLINGS:
@@ -100,26 +90,26 @@ def test_first_token_is_never_learned(
         assert all(mask.any() for mask in each) or not len(documents)
 
 
-def test_causal_learns_every_token_but_the_first(tokenizer: HfTokenizer) -> None:
+def test_causal_learns_every_token_but_the_first(tokenizer):
     """The prompt included; the ids are those of `assistant`."""
     causal, assistant = encoded(tokenizer, objective="causal"), encoded(tokenizer)
     assert causal.supervised.tolist() == [False] + [True] * (len(causal.ids) - 1)
     assert causal.ids.tolist() == assistant.ids.tolist()
 
 
-def test_unknown_objective_is_refused(tokenizer: HfTokenizer) -> None:
+def test_unknown_objective_is_refused(tokenizer):
     """Not taken for one of the known ones."""
     with pytest.raises(ConfigError, match="the nearest is causal"):
         encoded(tokenizer, objective="casual")
 
 
 @pytest.mark.parametrize("objective", LABELLINGS)
-def test_objectives_of_the_configuration_are_known(tokenizer: HfTokenizer, objective: str) -> None:
+def test_objectives_of_the_configuration_are_known(tokenizer, objective):
     """What validation accepts, encoding does."""
     assert len(encoded(tokenizer, objective=objective)) == 1
 
 
-def test_long_document_is_cut_on_the_right(tokenizer: HfTokenizer) -> None:
+def test_long_document_is_cut_on_the_right(tokenizer):
     """The prompt stays whole and the answer keeps its beginning; its end is not invented."""
     documents = encoded(tokenizer, LONG, seq_len=PROMPT_TOKENS + 10)
     assert documents.lengths.tolist() == [PROMPT_TOKENS + 10]
@@ -128,15 +118,13 @@ def test_long_document_is_cut_on_the_right(tokenizer: HfTokenizer) -> None:
 
 
 @pytest.mark.parametrize(("over", "truncated"), [(0, 0), (-1, 1)])
-def test_document_of_the_limits_length_is_whole(
-    tokenizer: HfTokenizer, over: int, truncated: int
-) -> None:
+def test_document_of_the_limits_length_is_whole(tokenizer, over, truncated):
     """Only a token more is too many."""
     documents = encoded(tokenizer, seq_len=PROMPT_TOKENS + 3 + over)
     assert documents.truncated == truncated
 
 
-def test_document_that_keeps_no_answer_is_dropped_and_counted(tokenizer: HfTokenizer) -> None:
+def test_document_that_keeps_no_answer_is_dropped_and_counted(tokenizer):
     """Its prompt alone fills the limit; the rows around it stay."""
     wordy = TrainingPair(prompt="p" * 200, response="hi")
     documents = encoded(tokenizer, PAIR, wordy, PAIR, seq_len=100)
@@ -145,20 +133,20 @@ def test_document_that_keeps_no_answer_is_dropped_and_counted(tokenizer: HfToken
     assert len(encoded(tokenizer, wordy, objective="causal", seq_len=100)) == 1
 
 
-def test_document_cut_to_its_first_token_is_dropped(tokenizer: HfTokenizer) -> None:
+def test_document_cut_to_its_first_token_is_dropped(tokenizer):
     """It has nothing left to predict."""
     assert encoded(tokenizer, objective="causal", seq_len=1).dropped == 1
     assert encoded(tokenizer, objective="causal", seq_len=2).dropped == 0
 
 
-def test_nothing_kept_is_no_document(tokenizer: HfTokenizer) -> None:
+def test_nothing_kept_is_no_document(tokenizer):
     """Empty arrays, one offset."""
     documents = encoded(tokenizer, seq_len=8)
     assert (len(documents), documents.offsets.tolist(), documents.dropped) == (0, [0], 1)
     assert documents.ids.dtype == np.int32
 
 
-def test_documents_lie_one_after_the_other(tokenizer: HfTokenizer) -> None:
+def test_documents_lie_one_after_the_other(tokenizer):
     """Offsets mark them, lengths follow."""
     documents = encoded(tokenizer, PAIR, LONG)
     lengths = [PROMPT_TOKENS + 3, PROMPT_TOKENS + 101]
@@ -166,9 +154,7 @@ def test_documents_lie_one_after_the_other(tokenizer: HfTokenizer) -> None:
     assert documents.lengths.tolist() == lengths
 
 
-def test_rows_encoded_some_at_a_time_are_those_encoded_together(
-    tokenizer: HfTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_encoded_some_at_a_time_are_those_encoded_together(tokenizer, monkeypatch):
     """Also where some of them have nothing to learn."""
     rows = [TrainingPair(prompt="p" * (9 * i), response="r" * (i + 1)) for i in range(1, 8)]
     together = encoded(tokenizer, *rows, seq_len=60)
@@ -182,8 +168,8 @@ def test_rows_encoded_some_at_a_time_are_those_encoded_together(
 
 
 def test_end_marker_that_is_also_padding_is_learned(
-    tokenizer_of: Callable[..., HfTokenizer],
-) -> None:
+    tokenizer_of,
+):
     """Masks are made by place: pad = eos = end marker changes nothing."""
     tokenizer = tokenizer_of(config='{"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}')
     assert tokenizer.pad_id == tokenizer.eos_id == 2
@@ -191,8 +177,8 @@ def test_end_marker_that_is_also_padding_is_learned(
 
 
 def test_newline_behind_the_end_marker_is_not_learned(
-    tokenizer_of: Callable[..., HfTokenizer],
-) -> None:
+    tokenizer_of,
+):
     """SmolLM2's template writes one; generation has ended before it."""
     tokenizer = tokenizer_of(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{{ '\n' }}"
@@ -204,8 +190,8 @@ def test_newline_behind_the_end_marker_is_not_learned(
 
 
 def test_space_that_the_template_puts_before_the_answer_is_learned(
-    tokenizer_of: Callable[..., HfTokenizer],
-) -> None:
+    tokenizer_of,
+):
     """Mistral's way: the prompt ends before it, so generation has to write it."""
     tokenizer = tokenizer_of(
         "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
@@ -217,8 +203,8 @@ def test_space_that_the_template_puts_before_the_answer_is_learned(
 
 
 def test_template_that_trims_the_answer_is_followed(
-    tokenizer_of: Callable[..., HfTokenizer],
-) -> None:
+    tokenizer_of,
+):
     """White space around an answer is the template's to keep or drop."""
     tokenizer = tokenizer_of(
         "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<|im_end|>{% endfor %}"
@@ -235,9 +221,7 @@ def test_template_that_trims_the_answer_is_followed(
         ('{"eos_token": "<|im_end|>"}', "<|im_end|>"),
     ],
 )
-def test_template_without_end_marker_is_closed_by_the_end_of_sequence(
-    tokenizer_of: Callable[..., HfTokenizer], config: str, end: str
-) -> None:
+def test_template_without_end_marker_is_closed_by_the_end_of_sequence(tokenizer_of, config, end):
     """Or the model would never learn to stop."""
     plain = (
         "{% for m in messages %}### {{ m.role }}\n{{ m.content }}\n{% endfor %}"
@@ -247,7 +231,7 @@ def test_template_without_end_marker_is_closed_by_the_end_of_sequence(
     assert supervised(tokenizer, encoded(tokenizer)) == f"hi\n{end}"
 
 
-def test_answer_that_nothing_ends_is_refused(tokenizer_of: Callable[..., HfTokenizer]) -> None:
+def test_answer_that_nothing_ends_is_refused(tokenizer_of):
     """Neither a marker in the template nor an end-of-sequence token."""
     tokenizer = tokenizer_of("{% for m in messages %}{{ m.content }}|{% endfor %}", "{}")
     with pytest.raises(DataError, match="nothing marks the end") as caught:
@@ -264,9 +248,7 @@ def test_answer_that_nothing_ends_is_refused(tokenizer_of: Callable[..., HfToken
     ],
     ids=["alters the answer", "drops the answer", "alters the opening"],
 )
-def test_template_that_alters_a_row_is_refused(
-    tokenizer_of: Callable[..., HfTokenizer], template: str
-) -> None:
+def test_template_that_alters_a_row_is_refused(tokenizer_of, template):
     """Training would be on other text than generation meets; the row is named."""
     with pytest.raises(DataError, match="does not keep prompt and answer") as caught:
         encoded(tokenizer_of(template))
@@ -274,7 +256,7 @@ def test_template_that_alters_a_row_is_refused(
     assert caught.value.exit_code == 2
 
 
-def test_system_prompt_is_a_turn_of_its_own(tokenizer: HfTokenizer) -> None:
+def test_system_prompt_is_a_turn_of_its_own(tokenizer):
     """Without one, the template's own stays in force."""
     told = TrainingPair(prompt="p", response="r", system="s")
     assert [turn["role"] for turn in messages_of(told)] == ["system", "user"]
@@ -282,7 +264,7 @@ def test_system_prompt_is_a_turn_of_its_own(tokenizer: HfTokenizer) -> None:
     assert prompt_text(PAIR, tokenizer) == PROMPT
 
 
-def test_ids_begin_with_those_of_the_prompt_alone(tmp_path: Path) -> None:
+def test_ids_begin_with_those_of_the_prompt_alone(tmp_path):
     """A token across the seam would never be met in generation: the parts are taken apart."""
     vocab = {token: i for i, token in enumerate(["<e>", "u", ":", "x", "\n", "\n\n", "a"])}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[("\n", "\n")]))
@@ -301,7 +283,7 @@ def test_ids_begin_with_those_of_the_prompt_alone(tmp_path: Path) -> None:
     assert documents.supervised.tolist() == [False] * len(prompt) + [True] * 3
 
 
-def test_answer_is_tokenized_as_a_continuation(tmp_path: Path) -> None:
+def test_answer_is_tokenized_as_a_continuation(tmp_path):
     """A tokenizer that marks the beginning of a text puts no such mark on an answer."""
     vocab = {token: i for i, token in enumerate(["<e>", "▁", "u", ":", "x", "a"])}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -321,12 +303,12 @@ def test_answer_is_tokenized_as_a_continuation(tmp_path: Path) -> None:
     assert documents.supervised.tolist() == [False] * 5 + [True] * 2
 
 
-def cut(tokenizer: HfTokenizer, row: TrainingPair, limit: int) -> Encoded:
+def cut(tokenizer, row, limit):
     labelling = Labelling(objective="assistant", seq_len=limit, truncation="left")
     return encode([row], tokenizer, labelling)
 
 
-def test_document_cut_on_the_left_keeps_its_end(tokenizer: HfTokenizer) -> None:
+def test_document_cut_on_the_left_keeps_its_end(tokenizer):
     """The mask moves with the tokens: the answer's end is learned, the prompt's rest is read."""
     wordy = TrainingPair(prompt="p" * 200, response="hi")
     documents = cut(tokenizer, wordy, 30)
@@ -336,7 +318,7 @@ def test_document_cut_on_the_left_keeps_its_end(tokenizer: HfTokenizer) -> None:
     assert (documents.truncated, documents.dropped) == (1, 0)
 
 
-def test_token_behind_a_cut_is_not_learned(tokenizer: HfTokenizer) -> None:
+def test_token_behind_a_cut_is_not_learned(tokenizer):
     """What it would be predicted from is gone."""
     documents = cut(tokenizer, LONG, 10)
     assert whole(tokenizer, documents) == "x" * 9 + "<|im_end|>"
@@ -344,16 +326,14 @@ def test_token_behind_a_cut_is_not_learned(tokenizer: HfTokenizer) -> None:
 
 
 @pytest.mark.parametrize(("limit", "truncated"), [(PROMPT_TOKENS + 3, 0), (PROMPT_TOKENS + 2, 1)])
-def test_document_of_the_limits_length_is_not_cut_on_the_left(
-    tokenizer: HfTokenizer, limit: int, truncated: int
-) -> None:
+def test_document_of_the_limits_length_is_not_cut_on_the_left(tokenizer, limit, truncated):
     """Only a token more is too many."""
     assert cut(tokenizer, PAIR, limit).truncated == truncated
 
 
 def test_begin_of_sequence_survives_a_cut_on_the_left(
-    tokenizer_of: Callable[..., HfTokenizer],
-) -> None:
+    tokenizer_of,
+):
     """Where it opens the text alone, models lean on it; in ChatML it opens every turn."""
     template = (
         "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
@@ -366,7 +346,7 @@ def test_begin_of_sequence_survives_a_cut_on_the_left(
     assert not whole(tokenizer_of(), cut(tokenizer_of(), LONG, 12)).startswith("<|im_start|>")
 
 
-def test_causal_learns_a_conversation_once(tokenizer: HfTokenizer) -> None:
+def test_causal_learns_a_conversation_once(tokenizer):
     """All its turns, in one document."""
     row = TrainingPair(history=(("a", "b"),), prompt="c", response="d")
     documents = encoded(tokenizer, row, objective="causal")

@@ -1,18 +1,13 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mens_exp.errors import DataError, Problems
 from mens_exp.rows.files import resolve_files
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Three files of rows, one of them below, and a directory that a glob would match."""
     for name in ("b.jsonl", "a.jsonl", "c[1].jsonl"):
         (tmp_path / name).write_text("{}")
@@ -21,42 +16,42 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def names(folder: Path, *patterns: str) -> list[str]:
+def names(folder, *patterns):
     given = [f"{folder}/{pattern}" for pattern in patterns]
     found = resolve_files(given if len(given) > 1 else given[0], "data.path")
     return [path.relative_to(folder).as_posix() for path in found]
 
 
-def test_one_file_is_itself_whether_it_is_there_or_not(folder: Path) -> None:
+def test_one_file_is_itself_whether_it_is_there_or_not(folder):
     """Reading it says what is wrong."""
     assert names(folder, "a.jsonl") == ["a.jsonl"]
     assert names(folder, "nothing.jsonl") == ["nothing.jsonl"]
 
 
-def test_list_keeps_its_order(folder: Path) -> None:
+def test_list_keeps_its_order(folder):
     """The order of rows is the order given."""
     assert names(folder, "b.jsonl", "a.jsonl") == ["b.jsonl", "a.jsonl"]
 
 
-def test_glob_is_sorted_and_has_files_only(folder: Path) -> None:
+def test_glob_is_sorted_and_has_files_only(folder):
     """Whatever order the file system lists them in."""
     assert names(folder, "*.jsonl") == ["a.jsonl", "b.jsonl", "c[1].jsonl"]
     assert names(folder, "**/d.jsonl") == ["deep.jsonl/d.jsonl"]
 
 
-def test_file_with_a_globs_characters_in_its_name_is_found(folder: Path) -> None:
+def test_file_with_a_globs_characters_in_its_name_is_found(folder):
     """A name that exists is no pattern."""
     assert names(folder, "c[1].jsonl") == ["c[1].jsonl"]
 
 
-def test_home_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_is_expanded(folder, monkeypatch):
     """In a glob as in a name."""
     monkeypatch.setenv("HOME", str(folder))
     monkeypatch.setenv("USERPROFILE", str(folder))
     assert resolve_files("~/a*.jsonl", "data.path") == [folder / "a.jsonl"]
 
 
-def test_glob_that_matches_nothing_is_refused_with_the_nearest(folder: Path) -> None:
+def test_glob_that_matches_nothing_is_refused_with_the_nearest(folder):
     """Nothing to train on is a slip."""
     with pytest.raises(DataError, match="no file matches") as caught:
         resolve_files(f"{folder}/a*.json", "data.val_path")
@@ -64,7 +59,7 @@ def test_glob_that_matches_nothing_is_refused_with_the_nearest(folder: Path) -> 
     assert "the nearest there is a.jsonl" in str(caught.value)
 
 
-def test_file_named_twice_is_refused(folder: Path) -> None:
+def test_file_named_twice_is_refused(folder):
     """Its rows would count double; both faults of a list are told."""
     with pytest.raises(DataError, match="named twice"):
         names(folder, "a.jsonl", "a*.jsonl")

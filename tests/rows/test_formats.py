@@ -19,19 +19,19 @@ from mens_exp.rows.formats import KEYS, accepted, format_of, joined
         ([], None),
     ],
 )
-def test_format_is_told_from_keys(keys: list[str], form: RowFormat | None) -> None:
+def test_format_is_told_from_keys(keys, form):
     """One key is enough; none of ours tells nothing."""
     assert format_of(keys) is form
 
 
-def test_alpaca_rows_may_leave_their_input_out() -> None:
+def test_alpaca_rows_may_leave_their_input_out():
     """Pairs and Alpaca rows make an Alpaca file; nothing else mixes."""
     assert joined(RowFormat.pair, RowFormat.alpaca) is RowFormat.alpaca
     assert joined(RowFormat.messages, RowFormat.messages) is RowFormat.messages
     assert joined(RowFormat.pair, RowFormat.messages) is None
 
 
-def test_every_format_says_its_keys() -> None:
+def test_every_format_says_its_keys():
     """With the aliases that it has."""
     assert set(KEYS) == set(RowFormat) - {RowFormat.auto}
     assert "'messages' (alias 'turns')" in accepted(RowFormat.messages)

@@ -2,62 +2,50 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mens_exp.config.tokenizer import TokenizerConfig
-from mens_exp.rows.encode import Encoded, Labelling, encode
+from mens_exp.rows.encode import Labelling, encode
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.tokenizer import byte_level
 from mens_exp.tokenizer.load import load_tokenizer
 from mens_exp.tokenizer.vox import VoxTokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.tokenizer.protocol import Tokenizer
 
 PAIR = TrainingPair(prompt="Say hi.", response="hello", system="Be brief.")
 TEXTS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1)
 
 
 @pytest.fixture(scope="module")
-def tokenizer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tokenizer]:
+def tokenizer_of(tmp_path_factory):
     """Load the byte-level tokenizer under a named template."""
-    directory: Path = tmp_path_factory.mktemp("tokenizer")
+    directory = tmp_path_factory.mktemp("tokenizer")
     byte_level.write_files(directory)
 
-    def made(template: str | None = None, name: str = "hf") -> Tokenizer:
+    def made(template=None, name="hf"):
         return load_tokenizer(TokenizerConfig(name=name, chat_template=template), directory)
 
     return made
 
 
-def encoded(
-    tokenizer: Tokenizer, k: int, *pairs: TrainingPair, seq_len: int = 10_000, cut: str = "left"
-) -> Encoded:
+def encoded(tokenizer, k, *pairs, seq_len=10_000, cut="left"):
     labelling = Labelling(objective="last_k", seq_len=seq_len, truncation=cut, k=k)
     return encode(pairs or [PAIR], tokenizer, labelling)
 
 
-def whole(tokenizer: Tokenizer, documents: Encoded) -> str:
+def whole(tokenizer, documents):
     return tokenizer.spell(documents.ids.tolist())
 
 
-def learned(tokenizer: Tokenizer, documents: Encoded) -> str:
+def learned(tokenizer, documents):
     return tokenizer.spell(documents.ids[documents.supervised].tolist())
 
 
 @pytest.mark.parametrize(
     ("k", "text"), [(1, "o"), (3, "llo"), (5, "hello"), (8, "i.\nhello"), (0, "hello")]
 )
-def test_plain_text_has_nothing_added(
-    tokenizer_of: Callable[..., Tokenizer], k: int, text: str
-) -> None:
+def test_plain_text_has_nothing_added(tokenizer_of, k, text):
     """System, prompt and response on lines; the last k characters; 0 is the whole response."""
     tokenizer = tokenizer_of("plain")
     documents = encoded(tokenizer, k)
@@ -68,9 +56,7 @@ def test_plain_text_has_nothing_added(
 @pytest.mark.parametrize(
     ("k", "text"), [(1, "<|im_end|>"), (3, "lo<|im_end|>"), (0, "hello<|im_end|>")]
 )
-def test_chat_text_ends_with_its_end_marker(
-    tokenizer_of: Callable[..., Tokenizer], k: int, text: str
-) -> None:
+def test_chat_text_ends_with_its_end_marker(tokenizer_of, k, text):
     """One token of the k; the text stops there."""
     tokenizer = tokenizer_of()
     documents = encoded(tokenizer, k)
@@ -79,9 +65,7 @@ def test_chat_text_ends_with_its_end_marker(
 
 
 @given(prompt=TEXTS, response=TEXTS, k=st.integers(1, 64), seq_len=st.integers(2, 40))
-def test_the_last_k_targets_of_the_last_tokens(
-    tokenizer_of: Callable[..., Tokenizer], prompt: str, response: str, k: int, seq_len: int
-) -> None:
+def test_the_last_k_targets_of_the_last_tokens(tokenizer_of, prompt, response, k, seq_len):
     """By the definition: cut to the last seq_len ids, min(k, ids − 1) of them are learned."""
     tokenizer = tokenizer_of("plain")
     documents = encoded(
@@ -93,13 +77,13 @@ def test_the_last_k_targets_of_the_last_tokens(
     assert documents.supervised.tolist() == [False] * (len(ids) - count) + [True] * count
 
 
-def test_cut_on_the_right_the_end_may_be_lost(tokenizer_of: Callable[..., Tokenizer]) -> None:
+def test_cut_on_the_right_the_end_may_be_lost(tokenizer_of):
     """Asked for explicitly, the last token is cut off, and the row is dropped and counted."""
     documents = encoded(tokenizer_of("plain"), 1, seq_len=10, cut="right")
     assert (len(documents), documents.dropped, documents.truncated) == (0, 1, 1)
 
 
-def test_the_last_answer_of_a_conversation_alone(tokenizer_of: Callable[..., Tokenizer]) -> None:
+def test_the_last_answer_of_a_conversation_alone(tokenizer_of):
     """One document a row, earlier answers part of the prompt."""
     tokenizer = tokenizer_of("plain")
     pair = TrainingPair(prompt="b", response="B", history=(("a", "A"),))
@@ -109,9 +93,7 @@ def test_the_last_answer_of_a_conversation_alone(tokenizer_of: Callable[..., Tok
 
 
 @pytest.mark.parametrize("objective", ["assistant", "causal", "last_k"])
-def test_the_vox_tokenizer_goes_through_the_same_masks(
-    tokenizer_of: Callable[..., Tokenizer], objective: str
-) -> None:
+def test_the_vox_tokenizer_goes_through_the_same_masks(tokenizer_of, objective):
     """ChatML's markers are one id each; a newline is UNK; the end marker is learned."""
     tokenizer = tokenizer_of(name="vox")
     assert isinstance(tokenizer, VoxTokenizer)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,20 +12,20 @@ from mens_exp.rows.schema import TrainingPair, to_json
 SAID = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip)
 
 
-def chat(*contents: str, first: str = "user") -> list[dict[str, str]]:
+def chat(*contents, first="user"):
     """Write turns that alternate from `first` on."""
     roles = ["user", "assistant"] if first == "user" else ["assistant", "user"]
     return [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
 
 
-def told(row: object, form: RowFormat = RowFormat.auto) -> str:
+def told(row, form=RowFormat.auto):
     with pytest.raises((DataError, Problems)) as caught:
         parse_row(row, "rows.jsonl:7", form)
     assert all(str(p).startswith("rows.jsonl:7: ") for p in str(caught.value).splitlines())
     return str(caught.value)
 
 
-def test_messages_are_a_conversation() -> None:
+def test_messages_are_a_conversation():
     """The last exchange is prompt and response, the earlier ones are its history."""
     row = {"messages": [{"role": "system", "content": "s"}, *chat("a", "b", "c", "d")]}
     assert parse_row(row, "x:1") == TrainingPair(
@@ -35,11 +33,11 @@ def test_messages_are_a_conversation() -> None:
     )
 
 
-def test_one_exchange_is_the_pair_that_it_says() -> None:
+def test_one_exchange_is_the_pair_that_it_says():
     """However it is written, the row is the same row, of the same id."""
     pair = TrainingPair(prompt="a", response="b", system="s")
     turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "a"}]
-    rows: list[dict[str, Any]] = [
+    rows = [
         {"prompt": "a", "response": "b", "system": "s"},
         {"instruction": "a", "input": "", "output": "b", "system": "s"},
         {"messages": chat("a", "b"), "system": "s"},
@@ -54,13 +52,13 @@ def test_one_exchange_is_the_pair_that_it_says() -> None:
     ("given_input", "prompt"),
     [("1, 2", "Add.\n\n1, 2"), ("", "Add."), (" \n", "Add."), (None, "Add.")],
 )
-def test_alpacas_input_follows_its_instruction(given_input: str | None, prompt: str) -> None:
+def test_alpacas_input_follows_its_instruction(given_input, prompt):
     """After a blank line; an empty one is not there."""
     row = {"instruction": "Add.", "input": given_input, "output": "3"}
     assert parse_row(row, "x:1").prompt == prompt
 
 
-def test_history_enters_the_id() -> None:
+def test_history_enters_the_id():
     """The same last exchange after another beginning is another row."""
     bare = TrainingPair(prompt="c", response="d")
     long = TrainingPair(prompt="c", response="d", history=(("a", "b"),))
@@ -70,7 +68,7 @@ def test_history_enters_the_id() -> None:
     )
 
 
-def test_place_is_no_part_of_a_row() -> None:
+def test_place_is_no_part_of_a_row():
     """Two files may hold the same row."""
     first, second = (parse_row({"prompt": "p", "response": "r"}, f"x:{n}") for n in (1, 2))
     assert (first.place, second.place) == ("x:1", "x:2")
@@ -79,9 +77,7 @@ def test_place_is_no_part_of_a_row() -> None:
 
 
 @given(turns=st.lists(st.tuples(SAID, SAID), min_size=1, max_size=4), system=st.none() | SAID)
-def test_json_of_a_conversation_is_read_back(
-    turns: list[tuple[str, str]], system: str | None
-) -> None:
+def test_json_of_a_conversation_is_read_back(turns, system):
     """Writing and reading lose nothing."""
     *history, (prompt, response) = turns
     pair = TrainingPair(prompt=prompt, response=response, history=tuple(history), system=system)
@@ -114,24 +110,24 @@ def test_json_of_a_conversation_is_read_back(
         ),
     ],
 )
-def test_turns_that_are_no_conversation_are_refused(turns: object, reason: str) -> None:
+def test_turns_that_are_no_conversation_are_refused(turns, reason):
     """Each fault has its turn in the message."""
     assert reason in told({"messages": turns})
 
 
-def test_empty_values_that_exporters_write_are_left_out() -> None:
+def test_empty_values_that_exporters_write_are_left_out():
     """A null beside role and content says nothing."""
     turns = [{**turn, "tool_calls": None} for turn in chat("a", "b")]
     assert parse_row({"messages": turns}, "x:1").response == "b"
 
 
-def test_system_prompt_said_twice_is_refused() -> None:
+def test_system_prompt_said_twice_is_refused():
     """Which of the two is meant cannot be known."""
     turns = [{"role": "system", "content": "s"}, *chat("a", "b")]
     assert "the system prompt stands twice" in told({"messages": turns, "system": "t"})
 
 
-def test_sharegpts_names_are_no_roles_of_messages() -> None:
+def test_sharegpts_names_are_no_roles_of_messages():
     """`human` in a row of messages is a slip, or a row of another tool."""
     assert "no known role" in told({"messages": [{"role": "human", "content": "a"}]})
 
@@ -146,6 +142,6 @@ def test_sharegpts_names_are_no_roles_of_messages() -> None:
         (RowFormat.auto, {"messages": chat("a", "b"), "source": "x"}, "data.columns"),
     ],
 )
-def test_row_of_another_format_is_refused(form: RowFormat, row: object, reason: str) -> None:
+def test_row_of_another_format_is_refused(form, row, reason):
     """Nothing of it would be read."""
     assert reason in told(row, form)

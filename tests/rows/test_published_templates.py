@@ -5,23 +5,16 @@ Expected texts are written from each template's documentation, not from our own 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mens_exp.errors import DataError
-from mens_exp.rows.encode import Encoded, Labelling, encode, messages_of
+from mens_exp.rows.encode import Labelling, encode, messages_of
 from mens_exp.rows.schema import TrainingPair
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.tokenizer.hf import HfTokenizer
-
 NO_REASONING = "<think>\n\n</think>\n\n"
-LEARNED: dict[str, Callable[[str], str]] = {
+LEARNED = {
     "chatml": lambda text: f"{text}<|im_end|>",
     "chatml_marked": lambda text: f"{text}<|im_end|>",
     "llama3": lambda text: f"{text.strip()}<|eot_id|>",
@@ -59,7 +52,7 @@ THREE = TrainingPair(
 )
 
 
-def runs(documents: Encoded) -> list[tuple[list[int], list[int]]]:
+def runs(documents):
     """Return each run of learned tokens with all that stands before it in its document."""
     found = []
     for start, end in zip(documents.offsets[:-1], documents.offsets[1:], strict=True):
@@ -71,16 +64,14 @@ def runs(documents: Encoded) -> list[tuple[list[int], list[int]]]:
     return found
 
 
-def encoded(tokenizer: HfTokenizer, row: TrainingPair, **labels: str) -> Encoded:
+def encoded(tokenizer, row, **labels):
     return encode([row], tokenizer, Labelling(objective="assistant", seq_len=100_000, **labels))
 
 
 @pytest.mark.parametrize("name", LEARNED)
 @settings(max_examples=60, deadline=None)
 @given(row=ROWS)
-def test_learned_are_the_answers_and_their_ends_after_their_own_prompts(
-    published: Callable[..., HfTokenizer], name: str, row: TrainingPair
-) -> None:
+def test_learned_are_the_answers_and_their_ends_after_their_own_prompts(published, name, row):
     """Each answer once, each after exactly the ids that generation begins from."""
     tokenizer = published(name)
     if name == "gemma" and row.system is not None:
@@ -113,8 +104,8 @@ def test_learned_are_the_answers_and_their_ends_after_their_own_prompts(
     ],
 )
 def test_conversation_is_one_document_unless_the_template_changes_earlier_turns(
-    published: Callable[..., HfTokenizer], name: str, system: str | None, count: int
-) -> None:
+    published, name, system, count
+):
     """Then each changed answer has one of its own, and that is counted."""
     row = TrainingPair(
         history=THREE.history, prompt=THREE.prompt, response=THREE.response, system=system
@@ -124,7 +115,7 @@ def test_conversation_is_one_document_unless_the_template_changes_earlier_turns(
 
 
 @pytest.mark.parametrize("name", LEARNED)
-def test_last_turn_alone_is_one_document(published: Callable[..., HfTokenizer], name: str) -> None:
+def test_last_turn_alone_is_one_document(published, name):
     """Earlier answers are read, not learned."""
     tokenizer = published(name)
     documents = encoded(tokenizer, THREE, turns="last")
@@ -134,7 +125,7 @@ def test_last_turn_alone_is_one_document(published: Callable[..., HfTokenizer], 
     assert documents.unrolled == 0
 
 
-def test_reasoning_is_learned_where_it_is_kept(published: Callable[..., HfTokenizer]) -> None:
+def test_reasoning_is_learned_where_it_is_kept(published):
     """Qwen 3 keeps the reasoning of the last answer, and drops it from the context of the next."""
     row = TrainingPair(
         history=(("u1", "<think>\nfar\n</think>\n\none"),),
@@ -152,8 +143,8 @@ def test_reasoning_is_learned_where_it_is_kept(published: Callable[..., HfTokeni
 
 
 def test_control_tokens_that_swallow_white_space_keep_their_way(
-    published: Callable[..., HfTokenizer],
-) -> None:
+    published,
+):
     """Phi-3's do: the newline behind them is no token, with guarded text in the row or without."""
     tokenizer = published("phi3", rstrip=True)
     plain = encoded(tokenizer, TrainingPair(prompt="p", response="r"))
@@ -167,8 +158,8 @@ def test_control_tokens_that_swallow_white_space_keep_their_way(
 
 
 def test_context_that_the_template_changes_is_the_one_generation_sees(
-    published: Callable[..., HfTokenizer],
-) -> None:
+    published,
+):
     """Mistral's system prompt leaves a turn once it is answered; what is learned follows it."""
     tokenizer = published("mistral")
     documents = encoded(tokenizer, TrainingPair(prompt="u", response="a", system="Be brief."))
@@ -190,9 +181,7 @@ MARKED = (
     ],
     ids=["without the end marker", "with it, and a newline"],
 )
-def test_markers_around_the_answer_are_accepted(
-    published: Callable[..., HfTokenizer], inside: str
-) -> None:
+def test_markers_around_the_answer_are_accepted(published, inside):
     """The end marker is learned either way, the newline behind it is not."""
     tokenizer = published("chatml", template=MARKED.format(inside))
     ((_, ids),) = runs(encoded(tokenizer, TrainingPair(prompt="p", response="ans")))
@@ -208,7 +197,7 @@ def test_markers_around_the_answer_are_accepted(
     ],
     ids=["behind it", "around a part", "nowhere"],
 )
-def test_markers_elsewhere_are_refused(published: Callable[..., HfTokenizer], inside: str) -> None:
+def test_markers_elsewhere_are_refused(published, inside):
     """Template and text then disagree on what the assistant says; the row is named."""
     row = TrainingPair(prompt="p", response="ans")
     with pytest.raises(DataError, match="markers are not around the answer") as caught:
@@ -217,8 +206,8 @@ def test_markers_elsewhere_are_refused(published: Callable[..., HfTokenizer], in
 
 
 def test_rows_that_a_template_refuses_are_told_together(
-    published: Callable[..., HfTokenizer],
-) -> None:
+    published,
+):
     """Each with the place where it was read."""
     rows = [
         TrainingPair(prompt="p", response="r", system="s", place=f"rows.jsonl:{n}") for n in (4, 9)
@@ -231,8 +220,8 @@ def test_rows_that_a_template_refuses_are_told_together(
 
 
 def test_control_text_is_control_where_it_is_allowed(
-    published: Callable[..., HfTokenizer],
-) -> None:
+    published,
+):
     """`tokenizer.allow_control_text`: the row's marker is the token, and ends the answer there."""
     import dataclasses
 

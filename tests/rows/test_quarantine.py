@@ -2,32 +2,28 @@ from __future__ import annotations
 
 import gzip
 import json
-from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from mens_exp.config.data import JsonlData, OnBadRow, RowFormat
-from mens_exp.corpus.source import Rows, load_rows
+from mens_exp.corpus.source import load_rows
 from mens_exp.errors import DataError, Problems
 from mens_exp.rows import stored
 from mens_exp.rows.quarantine import counts, write
-from mens_exp.rows.readers import FileOfRows, Reading, read_rows
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from mens_exp.rows.readers import Reading, read_rows
 
 GOOD = b'{"prompt": "p", "response": "r"}'
 ASIDE = Reading(quarantine=True)
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> Path:
+def rows(tmp_path):
     return tmp_path / "rows.jsonl"
 
 
-def read(path: Path, *lines: bytes) -> FileOfRows:
+def read(path, *lines):
     path.write_bytes(b"\n".join([GOOD, *lines, GOOD]))
     return read_rows(path, ASIDE)
 
@@ -44,7 +40,7 @@ def read(path: Path, *lines: bytes) -> FileOfRows:
         (b'{"prompt": "p"}', '{"prompt": "p"}', "the row has no 'response'"),
     ],
 )
-def test_bad_line_is_put_aside_as_it_stands(rows: Path, line: bytes, raw: str, reason: str) -> None:
+def test_bad_line_is_put_aside_as_it_stands(rows, line, raw, reason):
     """With file, line and reason; the rows around it are read."""
     file = read(rows, line)
     (bad,) = file.bad
@@ -53,7 +49,7 @@ def test_bad_line_is_put_aside_as_it_stands(rows: Path, line: bytes, raw: str, r
     assert [pair.place for pair in file.pairs] == [f"{rows}:1", f"{rows}:3"]
 
 
-def test_reasons_are_counted_without_what_differs_from_row_to_row(rows: Path) -> None:
+def test_reasons_are_counted_without_what_differs_from_row_to_row(rows):
     """Turn 3 out of order here and turn 5 there are one reason; a row may have two."""
     turns = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "r"}]
     twice = [{"messages": [*turns * n, turns[1]]} for n in (1, 2)]
@@ -64,22 +60,20 @@ def test_reasons_are_counted_without_what_differs_from_row_to_row(rows: Path) ->
     assert counts(both.bad) == {"'prompt' is empty": 1, "'response' must be a string": 1}
 
 
-def test_bad_row_does_not_settle_the_format(rows: Path) -> None:
+def test_bad_row_does_not_settle_the_format(rows):
     """One broken chat at the head would otherwise put every pair behind it aside."""
     rows.write_bytes(b'{"messages": []}\n' + GOOD + b"\n" + GOOD)
     file = read_rows(rows, ASIDE)
     assert (file.form, len(file.pairs), len(file.bad)) == (RowFormat.pair, 2, 1)
 
 
-def test_row_of_another_format_is_put_aside(rows: Path) -> None:
+def test_row_of_another_format_is_put_aside(rows):
     """The rows before have settled it."""
     chat = b'{"conversations": [{"from": "human", "value": "p"}, {"from": "gpt", "value": "r"}]}'
     assert counts(read(rows, chat).bad) == {"rows of two formats in one file": 1}
 
 
-def test_line_over_the_limit_is_put_aside_by_its_beginning(
-    rows: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_line_over_the_limit_is_put_aside_by_its_beginning(rows, monkeypatch):
     """A hundred megabytes are not copied into the record."""
     monkeypatch.setattr(stored, "MAX_LINE_BYTES", 2_000)
     monkeypatch.setattr("mens_exp.rows.decode.MAX_LINE_BYTES", 2_000)
@@ -87,7 +81,7 @@ def test_line_over_the_limit_is_put_aside_by_its_beginning(
     assert (bad.raw, bad.reasons) == ("x" * 1_000, ("the line is too long",))
 
 
-def test_row_of_a_table_is_put_aside_as_json(tmp_path: Path) -> None:
+def test_row_of_a_table_is_put_aside_as_json(tmp_path):
     """By its number; what JSON has no form for is written as Python has it."""
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"prompt": [b"a", b"b"], "response": ["r", "s"]}), path)
@@ -107,9 +101,7 @@ def test_row_of_a_table_is_put_aside_as_json(tmp_path: Path) -> None:
         ("a.jsonl.gz", gzip.compress(GOOD * 9, mtime=0)[:-5], "the compressed data is damaged"),
     ],
 )
-def test_file_that_cannot_be_read_to_its_end_is_refused_all_the_same(
-    tmp_path: Path, name: str, data: bytes, told: str
-) -> None:
+def test_file_that_cannot_be_read_to_its_end_is_refused_all_the_same(tmp_path, name, data, told):
     """How many rows are missing behind the fault cannot be known."""
     path = tmp_path / name
     path.write_bytes(data)
@@ -117,14 +109,14 @@ def test_file_that_cannot_be_read_to_its_end_is_refused_all_the_same(
         read_rows(path, ASIDE)
 
 
-def load(rows: Path, good: int, *bad: bytes, **values: Any) -> Rows:
+def load(rows, good, *bad, **values):
     lines = [json.dumps({"prompt": f"p{n}", "response": "r"}).encode() for n in range(good)]
     rows.write_bytes(b"\n".join([*lines, *bad]))
     shares = {"val_frac": 0.2, "heldout_frac": 0.2, "on_bad_row": OnBadRow.quarantine}
     return load_rows(JsonlData(path=str(rows), **{**shares, **values}), rows.parent)
 
 
-def test_rows_put_aside_are_recorded_by_reason(rows: Path) -> None:
+def test_rows_put_aside_are_recorded_by_reason(rows):
     """The rest is split and trained on."""
     loaded = load(rows, 18, b"{}", b"no", max_bad_frac=0.1)
     assert len(loaded.train) + len(loaded.val) + len(loaded.heldout) == 18
@@ -140,13 +132,13 @@ def test_rows_put_aside_are_recorded_by_reason(rows: Path) -> None:
     assert [row.line for row in loaded.bad] == [19, 20]
 
 
-def test_record_says_so_where_none_was_bad(rows: Path) -> None:
+def test_record_says_so_where_none_was_bad(rows):
     """A zero is a finding; nobody looked where errors are refused."""
     assert load(rows, 9).record()["quarantined"] == {"rows": 9, "bad": 0, "reasons": {}}
     assert "quarantined" not in load(rows, 9, on_bad_row=OnBadRow.error).record()
 
 
-def test_too_many_bad_rows_are_refused(rows: Path) -> None:
+def test_too_many_bad_rows_are_refused(rows):
     """With the share, the first place and the reasons: the rows were meant otherwise."""
     with pytest.raises(DataError, match="too many bad rows") as caught:
         load(rows, 17, b"no", b"no", b"{", max_bad_frac=0.1)
@@ -154,14 +146,14 @@ def test_too_many_bad_rows_are_refused(rows: Path) -> None:
     assert caught.value.found == f"3 of 20, the first at {rows}:18: the line is not JSON (3)"
 
 
-def test_bad_rows_are_refused_by_default(rows: Path) -> None:
+def test_bad_rows_are_refused_by_default(rows):
     """All of them, by line."""
     with pytest.raises(Problems) as caught:
         load(rows, 200, b"no", b"{", on_bad_row=OnBadRow.error)
     assert [problem.where for problem in caught.value.problems] == [f"{rows}:201", f"{rows}:202"]
 
 
-def test_rows_put_aside_are_written_one_a_line(rows: Path, tmp_path: Path) -> None:
+def test_rows_put_aside_are_written_one_a_line(rows, tmp_path):
     """File, line, everything that is wrong, and the row."""
     path = tmp_path / "quarantine.jsonl"
     write(path, read(rows, b'{"prompt": "p"}', b"\xff").bad)
@@ -171,7 +163,7 @@ def test_rows_put_aside_are_written_one_a_line(rows: Path, tmp_path: Path) -> No
     assert (second["line"], second["raw"]) == (3, "\\xff")
 
 
-def test_share_without_quarantine_is_refused() -> None:
+def test_share_without_quarantine_is_refused():
     """It would have no effect."""
     from mens_exp.config.overrides import check
 

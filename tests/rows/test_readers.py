@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,19 +10,16 @@ from mens_exp.errors import DataError, Problems, RequestError
 from mens_exp.rows.readers import Reading, read_rows, rows_digest
 from mens_exp.rows.schema import TrainingPair
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 GOOD = b'{"prompt": "p", "response": "r"}'
 PAIR = TrainingPair(prompt="p", response="r")
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> Path:
+def rows(tmp_path):
     return tmp_path / "rows.jsonl"
 
 
-def refusal(path: Path, data: bytes) -> str:
+def refusal(path, data):
     path.write_bytes(data)
     with pytest.raises(DataError) as caught:
         read_rows(path)
@@ -41,19 +37,19 @@ def refusal(path: Path, data: bytes) -> str:
     ],
     ids=["final newline", "none", "CRLF", "byte order mark"],
 )
-def test_rows_are_read_in_file_order(rows: Path, data: bytes) -> None:
+def test_rows_are_read_in_file_order(rows, data):
     """Line ends, the last newline and a byte order mark do not matter."""
     rows.write_bytes(data)
     assert read_rows(rows).pairs == [PAIR, PAIR]
 
 
-def test_unicode_line_separator_does_not_end_a_row(rows: Path) -> None:
+def test_unicode_line_separator_does_not_end_a_row(rows):
     """JSON strings may hold U+2028 as it is; only a newline ends a row."""
     rows.write_text('{"prompt": "a\u2028b", "response": "é"}\n', encoding="utf-8")
     assert read_rows(rows).pairs == [TrainingPair(prompt="a\u2028b", response="é")]
 
 
-def test_line_that_is_not_json_is_refused(rows: Path) -> None:
+def test_line_that_is_not_json_is_refused(rows):
     """The message has file and line, and what the JSON decoder said."""
     message = refusal(rows, GOOD + b"\n{'prompt': 1}\n")
     assert message.startswith(f"{rows}:2: the line is not JSON: Expecting property name")
@@ -74,36 +70,36 @@ def test_line_that_is_not_json_is_refused(rows: Path) -> None:
         (b'{"rating": ' + b"9" * 5_000 + b"}", "not usable JSON"),
     ],
 )
-def test_bad_line_is_refused_with_its_place(rows: Path, line: bytes, told: str) -> None:
+def test_bad_line_is_refused_with_its_place(rows, line, told):
     """Each way in which a line can be wrong has its own message, with file and line."""
     message = refusal(rows, GOOD + b"\n" + line + b"\n" + GOOD)
     assert message.startswith(f"{rows}:2: ")
     assert told in message
 
 
-def test_blank_last_line_is_refused(rows: Path) -> None:
+def test_blank_last_line_is_refused(rows):
     """Two newlines at the end are a blank row, one is not."""
     assert f"{rows}:2: the line is blank" in refusal(rows, GOOD + b"\n\n")
 
 
-def test_empty_file_is_refused(rows: Path) -> None:
+def test_empty_file_is_refused(rows):
     """No rows is nothing to train on."""
     assert "the file is empty" in refusal(rows, b"")
 
 
-def test_file_of_only_a_byte_order_mark_is_refused(rows: Path) -> None:
+def test_file_of_only_a_byte_order_mark_is_refused(rows):
     """It holds no more than an empty one."""
     assert "the file is empty" in refusal(rows, b"\xef\xbb\xbf")
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
-def test_utf16_file_gets_one_message(rows: Path, encoding: str) -> None:
+def test_utf16_file_gets_one_message(rows, encoding):
     """Not one message for each of its lines."""
     text = "\ufeff" + (GOOD.decode() + "\n") * 5
     assert "the file is UTF-16" in refusal(rows, text.encode(encoding))
 
 
-def test_missing_file_is_refused_with_the_nearest(tmp_path: Path) -> None:
+def test_missing_file_is_refused_with_the_nearest(tmp_path):
     """The message has the setting, the path as given and a file that is there."""
     (tmp_path / "training.jsonl").write_bytes(GOOD)
     (tmp_path / "notes.txt").write_bytes(b"")
@@ -114,19 +110,19 @@ def test_missing_file_is_refused_with_the_nearest(tmp_path: Path) -> None:
     assert "the nearest there is training.jsonl" in str(caught.value)
 
 
-def test_missing_file_in_a_directory_without_files_says_so(tmp_path: Path) -> None:
+def test_missing_file_in_a_directory_without_files_says_so(tmp_path):
     """There is nothing to offer, and that is told."""
     with pytest.raises(DataError, match="there is none in"):
         read_rows(tmp_path / "rows.jsonl")
 
 
-def test_missing_directory_is_named(tmp_path: Path) -> None:
+def test_missing_directory_is_named(tmp_path):
     """A wrong directory is the first thing to correct."""
     with pytest.raises(DataError, match="does not exist either"):
         read_rows(tmp_path / "nowhere" / "rows.jsonl")
 
 
-def test_directory_is_refused_with_a_file_in_it(tmp_path: Path, rows: Path) -> None:
+def test_directory_is_refused_with_a_file_in_it(tmp_path, rows):
     """Whoever names the directory is told the file."""
     rows.write_bytes(GOOD)
     with pytest.raises(DataError, match="this is a directory") as caught:
@@ -135,13 +131,13 @@ def test_directory_is_refused_with_a_file_in_it(tmp_path: Path, rows: Path) -> N
     assert "the nearest there is rows.jsonl" in str(caught.value)
 
 
-def test_unreadable_file_is_refused(tmp_path: Path) -> None:
+def test_unreadable_file_is_refused(tmp_path):
     """What the operating system says is passed on, as a problem of the request."""
     with pytest.raises(DataError, match=r"data.path: the file cannot be read: .*[Nn]ame too long"):
         read_rows(tmp_path / ("x" * 5_000))
 
 
-def test_problems_of_all_lines_are_told_together(rows: Path) -> None:
+def test_problems_of_all_lines_are_told_together(rows):
     """Three bad lines make three messages, in order."""
     rows.write_bytes(b'{"prompt": "p"}\n' + GOOD + b"\n\nno\n")
     with pytest.raises(Problems) as caught:
@@ -153,7 +149,7 @@ def test_problems_of_all_lines_are_told_together(rows: Path) -> None:
     ]
 
 
-def test_problems_beyond_the_limit_are_counted(rows: Path) -> None:
+def test_problems_beyond_the_limit_are_counted(rows):
     """Ten bad lines with a limit of four: four messages and "6 more"."""
     rows.write_bytes(b"\n".join([b"no"] * 10))
     with pytest.raises(Problems) as caught:
@@ -163,7 +159,7 @@ def test_problems_beyond_the_limit_are_counted(rows: Path) -> None:
     assert str(told[-1]) == f"{rows}: 6 more problems in this file"
 
 
-def test_problems_at_the_limit_are_told_without_a_count(rows: Path) -> None:
+def test_problems_at_the_limit_are_told_without_a_count(rows):
     """Nothing is left to count."""
     rows.write_bytes(b"\n".join([b"no"] * 4))
     with pytest.raises(RequestError) as caught:
@@ -171,20 +167,20 @@ def test_problems_at_the_limit_are_told_without_a_count(rows: Path) -> None:
     assert "more problems" not in str(caught.value)
 
 
-def test_digest_is_that_of_the_canonical_lines() -> None:
+def test_digest_is_that_of_the_canonical_lines():
     """SHA-256 over sorted-key JSON without spaces, one row a line."""
     pairs = [PAIR, TrainingPair(prompt="é", response="r", rating=2)]
     lines = '{"prompt":"p","response":"r"}\n{"prompt":"é","rating":2,"response":"r"}\n'
     assert rows_digest(pairs) == hashlib.sha256(lines.encode()).hexdigest()
 
 
-def test_digest_depends_on_the_order() -> None:
+def test_digest_depends_on_the_order():
     """The same rows in another order train another model."""
     other = TrainingPair(prompt="q", response="r")
     assert rows_digest([PAIR, other]) != rows_digest([other, PAIR])
 
 
-def test_digest_does_not_depend_on_the_spelling_of_the_file(rows: Path) -> None:
+def test_digest_does_not_depend_on_the_spelling_of_the_file(rows):
     """Aliases and key order are the file's, not the rows'."""
     rows.write_text(json.dumps({"output": "r", "instruction": "p"}))
     assert rows_digest(read_rows(rows).pairs) == rows_digest([PAIR])
@@ -196,12 +192,12 @@ QUESTION = {"question": "p", "answer": "r", "lang": "en", "n": 7}
 COLUMNS = Reading(columns={"prompt": "question", "response": "answer"})
 
 
-def written(path: Path, *lines: object) -> Path:
+def written(path, *lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
     return path
 
 
-def test_format_of_a_file_is_told(rows: Path) -> None:
+def test_format_of_a_file_is_told(rows):
     """Alpaca rows without an input are Alpaca rows still."""
     assert read_rows(written(rows, CHAT, CHAT)).form is RowFormat.messages
     assert read_rows(written(rows, {"instruction": "p", "output": "r"}, ALPACA)).form is (
@@ -209,7 +205,7 @@ def test_format_of_a_file_is_told(rows: Path) -> None:
     )
 
 
-def test_two_formats_in_one_file_are_refused(rows: Path) -> None:
+def test_two_formats_in_one_file_are_refused(rows):
     """With both lines; the rows behind are still judged."""
     with pytest.raises(Problems) as caught:
         read_rows(written(rows, ALPACA, CHAT, {"prompt": "p"}))
@@ -222,21 +218,21 @@ def test_two_formats_in_one_file_are_refused(rows: Path) -> None:
     assert second.where == f"{rows}:3"
 
 
-def test_format_can_be_said(rows: Path) -> None:
+def test_format_can_be_said(rows):
     """Then a row of another one is told what it lacks."""
     assert read_rows(written(rows, CHAT), Reading(form=RowFormat.messages)).pairs == [PAIR]
     with pytest.raises(Problems, match="the row has no 'prompt'"):
         read_rows(rows, Reading(form=RowFormat.pair))
 
 
-def test_columns_are_read_and_the_others_counted(rows: Path) -> None:
+def test_columns_are_read_and_the_others_counted(rows):
     """What is left out is said, with how many rows had it."""
     file = read_rows(written(rows, QUESTION, {"question": "p", "answer": "r", "n": 1}), COLUMNS)
     assert file.pairs == [PAIR, PAIR]
     assert file.ignored == {"lang": 1, "n": 2}
 
 
-def test_columns_may_hold_any_format(rows: Path) -> None:
+def test_columns_may_hold_any_format(rows):
     """A list of turns, or Alpaca's input."""
     turns = {"dialog": CHAT["messages"], "id": 3}
     assert read_rows(written(rows, turns), Reading(columns={"messages": "dialog"})).pairs == [PAIR]
@@ -246,7 +242,7 @@ def test_columns_may_hold_any_format(rows: Path) -> None:
     assert pair.prompt == "p\n\ni"
 
 
-def test_column_that_no_row_has_is_refused_with_the_nearest(rows: Path) -> None:
+def test_column_that_no_row_has_is_refused_with_the_nearest(rows):
     """A slip in an optional one would pass unseen."""
     how = Reading(columns={**COLUMNS.columns, "system": "lnag"})
     with pytest.raises(DataError, match="there is no column 'lnag'") as caught:
@@ -255,7 +251,7 @@ def test_column_that_no_row_has_is_refused_with_the_nearest(rows: Path) -> None:
     assert "the nearest is lang" in str(caught.value)
 
 
-def test_group_column_parts_rows_and_is_not_trained_on(rows: Path) -> None:
+def test_group_column_parts_rows_and_is_not_trained_on(rows):
     """Its text is nowhere but in the group; a number is its digits."""
     how = Reading(group_column="file")
     row = {"prompt": "p", "response": "r", "file": 3}
@@ -264,7 +260,7 @@ def test_group_column_parts_rows_and_is_not_trained_on(rows: Path) -> None:
     ]
 
 
-def test_field_may_part_rows_and_still_be_read(rows: Path) -> None:
+def test_field_may_part_rows_and_still_be_read(rows):
     """Questions about one passage stay together, and keep the passage."""
     (pair,) = read_rows(written(rows, ALPACA), Reading(group_column="input")).pairs
     assert (pair.prompt, pair.group) == ("p\n\ni", "i")
@@ -279,7 +275,7 @@ def test_field_may_part_rows_and_still_be_read(rows: Path) -> None:
         ({"prompt": "p", "response": "r", "file": True}, "found boolean"),
     ],
 )
-def test_row_without_its_group_is_refused(rows: Path, row: object, reason: str) -> None:
+def test_row_without_its_group_is_refused(rows, row, reason):
     """By file and line: on which side it belongs cannot be known."""
     good = {"prompt": "p", "response": "r", "file": "a"}
     with pytest.raises(DataError, match=reason) as caught:
@@ -287,7 +283,7 @@ def test_row_without_its_group_is_refused(rows: Path, row: object, reason: str) 
     assert caught.value.where == f"{rows}:2"
 
 
-def test_place_of_each_row_is_kept(rows: Path) -> None:
+def test_place_of_each_row_is_kept(rows):
     """For whoever has to name it later."""
     assert [p.place for p in read_rows(written(rows, CHAT, CHAT)).pairs] == [
         f"{rows}:1",
@@ -295,7 +291,7 @@ def test_place_of_each_row_is_kept(rows: Path) -> None:
     ]
 
 
-def test_key_that_many_rows_have_is_told_once(rows: Path) -> None:
+def test_key_that_many_rows_have_is_told_once(rows):
     """Where it is met first, with the columns that would leave it out."""
     row = {"instruction": "p", "output": "r", "id": 7}
     with pytest.raises(DataError) as caught:

@@ -1,21 +1,14 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mens_exp.rows.encode import Encoded, Labelling, encode
-from mens_exp.rows.roles import RoleCounts, role_counts, supervised_tokens
+from mens_exp.rows.encode import Labelling, encode
+from mens_exp.rows.roles import role_counts, supervised_tokens
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.rows.shapes import Role
 from mens_exp.tokenizer.vox import VoxTokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from mens_exp.tokenizer.hf import HfTokenizer
 
 FAMILIES = ["chatml", "chatml_marked", "llama3", "qwen3", "gemma", "mistral", "phi3", "phi4"]
 SPELLED = ["<|im_end|>", "<|eot_id|>", "</s>", "[/INST]", "\n\n", "\n", "system", "user\n"]
@@ -35,18 +28,16 @@ ROWS = st.builds(
 PAIR = TrainingPair(prompt="Say hi.", response="hi", system="Be kind.")
 
 
-def counted(
-    tokenizer: HfTokenizer | VoxTokenizer, pairs: Sequence[TrainingPair], labelling: Labelling
-) -> tuple[RoleCounts, Encoded]:
+def counted(tokenizer, pairs, labelling):
     documents = encode(pairs, tokenizer, labelling)
     return role_counts(pairs, documents, tokenizer, labelling), documents
 
 
-def by_role(counts: object) -> dict[str, int]:
-    return {role.name: int(counts[role]) for role in Role}  # type: ignore[index]
+def by_role(counts):
+    return {role.name: int(counts[role]) for role in Role}
 
 
-def test_each_byte_of_a_small_row_is_its_author_s(published: Callable[..., HfTokenizer]) -> None:
+def test_each_byte_of_a_small_row_is_its_author_s(published):
     """ChatML by hand: one token a byte and one a marker; the answer and its end are trained."""
     labelling = Labelling(objective="assistant", seq_len=500)
     found, documents = counted(published("chatml_marked"), [PAIR], labelling)
@@ -71,12 +62,12 @@ def test_each_byte_of_a_small_row_is_its_author_s(published: Callable[..., HfTok
 @settings(max_examples=25)
 @given(pairs=st.lists(ROWS, min_size=1, max_size=4), cut=st.integers(20, 400), left=st.booleans())
 def test_every_document_is_placed_under_published_templates(
-    published: Callable[..., HfTokenizer],
-    family: str,
-    pairs: list[TrainingPair],
-    cut: int,
-    left: bool,
-) -> None:
+    published,
+    family,
+    pairs,
+    cut,
+    left,
+):
     """Whatever the texts and the cut: all tokens are told, and none of the user's is trained."""
     if family == "gemma":
         pairs = [TrainingPair(prompt=one.prompt, response=one.response) for one in pairs]
@@ -95,9 +86,7 @@ def test_every_document_is_placed_under_published_templates(
 @pytest.mark.parametrize("objective", ["assistant", "causal", "last_k"])
 @settings(max_examples=25)
 @given(pairs=st.lists(ROWS, min_size=1, max_size=3), cut=st.integers(20, 400))
-def test_every_document_of_vox_is_placed(
-    objective: str, pairs: list[TrainingPair], cut: int
-) -> None:
+def test_every_document_of_vox_is_placed(objective, pairs, cut):
     """Vox has no offsets; its ids are bytes and compounds."""
     labelling = Labelling(objective=objective, seq_len=cut)
     pairs = [one for one in pairs if "<|im_" not in repr(one)]
@@ -107,8 +96,8 @@ def test_every_document_of_vox_is_placed(
 
 
 def test_masks_left_behind_by_a_cut_show_as_trained_user_tokens(
-    published: Callable[..., HfTokenizer],
-) -> None:
+    published,
+):
     """The mask is read from the encoding: one that is shifted learns what the user wrote."""
     labelling = Labelling(objective="assistant", seq_len=500)
     documents = encode([PAIR], published("chatml_marked"), labelling)
@@ -120,7 +109,7 @@ def test_masks_left_behind_by_a_cut_show_as_trained_user_tokens(
     assert found.trained.sum() == 3
 
 
-def test_documents_of_other_rows_are_not_told(published: Callable[..., HfTokenizer]) -> None:
+def test_documents_of_other_rows_are_not_told(published):
     """Nothing is guessed where a document is not made of its row."""
     labelling = Labelling(objective="assistant", seq_len=500)
     documents = encode([PAIR], published("chatml_marked"), labelling)
@@ -130,7 +119,7 @@ def test_documents_of_other_rows_are_not_told(published: Callable[..., HfTokeniz
     assert other.id in str(found.why_unknown)
 
 
-def test_what_the_limit_takes_is_told(published: Callable[..., HfTokenizer]) -> None:
+def test_what_the_limit_takes_is_told(published):
     """A row of 100 learned bytes and its end marker, cut after ten of them, has ten left."""
     tokenizer = published("chatml_marked")
     long = TrainingPair(prompt="Say it.", response="x" * 100)

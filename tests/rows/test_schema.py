@@ -34,14 +34,14 @@ pairs = st.builds(
 )
 
 
-def refusal(row: object) -> str:
+def refusal(row):
     with pytest.raises(DataError) as caught:
         parse_row(row, "rows.jsonl:7")
     assert str(caught.value).startswith("rows.jsonl:7: ")
     return str(caught.value)
 
 
-def test_row_with_every_field_is_read() -> None:
+def test_row_with_every_field_is_read():
     """Each key fills the field of its name."""
     assert parse_row(FULL, "x:1") == TrainingPair(
         prompt="Add two numbers.",
@@ -54,45 +54,45 @@ def test_row_with_every_field_is_read() -> None:
     )
 
 
-def test_row_with_only_prompt_and_response_is_read() -> None:
+def test_row_with_only_prompt_and_response_is_read():
     """What is left out is None, and the group empty."""
     pair = parse_row({"prompt": "p", "response": "r"}, "x:1")
     assert (pair.rating, pair.category, pair.system, pair.group) == (None, None, None, "")
 
 
-def test_aliases_are_read() -> None:
+def test_aliases_are_read():
     """Instruction and output mean prompt and response."""
     assert parse_row({"instruction": "p", "output": "r"}, "x:1") == TrainingPair(
         prompt="p", response="r"
     )
 
 
-def test_name_and_alias_with_one_value_are_read() -> None:
+def test_name_and_alias_with_one_value_are_read():
     """Saying the same twice is no contradiction."""
     row = {"prompt": "p", "instruction": "p", "response": "r"}
     assert parse_row(row, "x:1").prompt == "p"
 
 
-def test_name_and_alias_that_differ_are_refused() -> None:
+def test_name_and_alias_that_differ_are_refused():
     """Which of the two is meant cannot be known."""
     message = refusal({"prompt": "p", "response": "r", "output": "s"})
     assert "'response' and its alias 'output' differ" in message
     assert "'r' and 's'" in message
 
 
-def test_null_optional_fields_count_as_left_out() -> None:
+def test_null_optional_fields_count_as_left_out():
     """Exporters write null for a column without a value."""
     row = {"prompt": "p", "response": "r", "rating": None, "system": None, "group": None}
     assert parse_row(row, "x:1") == TrainingPair(prompt="p", response="r")
 
 
-def test_empty_system_prompt_is_kept() -> None:
+def test_empty_system_prompt_is_kept():
     """An empty system prompt asks for an empty one, not for the template's default."""
     assert parse_row({"prompt": "p", "response": "r", "system": ""}, "x:1").system == ""
 
 
 @pytest.mark.parametrize("missing", ["prompt", "response"])
-def test_missing_required_key_is_refused(missing: str) -> None:
+def test_missing_required_key_is_refused(missing):
     """The message names the key, its alias and the keys that are there."""
     message = refusal({key: value for key, value in FULL.items() if key != missing})
     alias = {"prompt": "instruction", "response": "output"}[missing]
@@ -103,39 +103,39 @@ def test_missing_required_key_is_refused(missing: str) -> None:
 
 @pytest.mark.parametrize("blank", ["", " \n\t"])
 @pytest.mark.parametrize("key", ["prompt", "response"])
-def test_blank_text_is_refused(key: str, blank: str) -> None:
+def test_blank_text_is_refused(key, blank):
     """White space is nothing to learn from."""
     assert f"'{key}' is empty" in refusal(FULL | {key: blank})
 
 
 @pytest.mark.parametrize("value", [1, 0, 5.5, True, None, ["a"], {"a": 1}])
-def test_prompt_that_is_no_string_is_refused(value: object) -> None:
+def test_prompt_that_is_no_string_is_refused(value):
     """A required text is never converted."""
     assert "'prompt' must be a string" in refusal(FULL | {"prompt": value})
 
 
 @pytest.mark.parametrize("key", ["category", "language", "system", "group"])
-def test_optional_text_of_wrong_type_is_refused(key: str) -> None:
+def test_optional_text_of_wrong_type_is_refused(key):
     """The type is named as JSON names it."""
     message = refusal(FULL | {key: 3})
     assert f"'{key}' must be a string · found integer 3" in message
 
 
 @pytest.mark.parametrize("rating", [1, 5])
-def test_rating_at_the_ends_of_its_range_is_read(rating: int) -> None:
+def test_rating_at_the_ends_of_its_range_is_read(rating):
     """One and five are ratings."""
     assert parse_row(FULL | {"rating": rating}, "x:1").rating == rating
 
 
 @pytest.mark.parametrize("rating", [0, 6, -1, 4.0, "4", True, float("nan"), [4]])
-def test_rating_that_is_none_is_refused(rating: object) -> None:
+def test_rating_that_is_none_is_refused(rating):
     """Only the integers from 1 to 5 are ratings."""
     message = refusal(FULL | {"rating": rating})
     assert "'rating'" in message
     assert "an integer from 1 to 5" in message
 
 
-def test_misspelt_key_is_refused_with_the_nearest() -> None:
+def test_misspelt_key_is_refused_with_the_nearest():
     """One slip makes one message: the key that it stands for is not also missing."""
     message = refusal({"promt": "p", "response": "r"})
     assert "unknown key 'promt' · found 'p'" in message
@@ -143,12 +143,12 @@ def test_misspelt_key_is_refused_with_the_nearest() -> None:
     assert "'language', 'system', 'group' and 'difficulty'" in message
 
 
-def test_key_in_capitals_is_refused_with_the_nearest() -> None:
+def test_key_in_capitals_is_refused_with_the_nearest():
     """Case is a slip like another."""
     assert "the nearest is 'response'" in refusal({"prompt": "p", "Response": "r"})
 
 
-def test_row_of_plain_text_gets_one_clear_message() -> None:
+def test_row_of_plain_text_gets_one_clear_message():
     """A text corpus is told what to split it into."""
     message = refusal({"text": "def f(): ..."})
     assert "unknown key 'text'" in message
@@ -156,19 +156,19 @@ def test_row_of_plain_text_gets_one_clear_message() -> None:
 
 
 @pytest.mark.parametrize("row", [["a", "b"], "text", 3, None, True])
-def test_row_that_is_no_object_is_refused(row: object) -> None:
+def test_row_that_is_no_object_is_refused(row):
     """Only a JSON object is a row."""
     assert "a row must be a JSON object" in refusal(row)
 
 
-def test_half_a_surrogate_pair_is_refused() -> None:
+def test_half_a_surrogate_pair_is_refused():
     """JSON can spell what UTF-8 cannot hold."""
     message = refusal(FULL | {"response": "ab\ud800"})
     assert "half a surrogate pair at character 2" in message
     message.encode("utf-8")
 
 
-def test_every_problem_of_a_row_is_told() -> None:
+def test_every_problem_of_a_row_is_told():
     """Three mistakes make three messages."""
     with pytest.raises(Problems) as caught:
         parse_row({"prompt": "", "rating": 9, "lang": "py", "response": "r"}, "rows.jsonl:7")
@@ -176,19 +176,19 @@ def test_every_problem_of_a_row_is_told() -> None:
     assert told == ["unknown key 'lang'", "'prompt' is empty", "'rating' is out of range"]
 
 
-def test_long_value_is_shortened_in_the_message() -> None:
+def test_long_value_is_shortened_in_the_message():
     """A message stays readable whatever the row holds."""
     assert len(refusal(FULL | {"extra": "x" * 10_000})) < 450
 
 
-def test_id_is_the_hash_of_what_is_trained_on() -> None:
+def test_id_is_the_hash_of_what_is_trained_on():
     """Sixteen digits of the SHA-256 of the canonical JSON of system, prompt and response."""
     canonical = b'{"prompt":"p","response":"r","system":null}'
     expected = hashlib.sha256(canonical).hexdigest()[:16]
     assert TrainingPair(prompt="p", response="r").id == expected
 
 
-def test_id_does_not_depend_on_labels() -> None:
+def test_id_does_not_depend_on_labels():
     """Relabelling a row keeps its identity."""
     bare = TrainingPair(prompt="p", response="r")
     labelled = TrainingPair(
@@ -197,18 +197,18 @@ def test_id_does_not_depend_on_labels() -> None:
     assert labelled.id == bare.id
 
 
-def test_id_depends_on_the_system_prompt() -> None:
+def test_id_depends_on_the_system_prompt():
     """Another system prompt is another training text."""
     bare = TrainingPair(prompt="p", response="r")
     assert TrainingPair(prompt="p", response="r", system="").id != bare.id
 
 
-def test_json_leaves_out_what_is_at_its_default() -> None:
+def test_json_leaves_out_what_is_at_its_default():
     """A row of two fields is written as two keys."""
     assert to_json(TrainingPair(prompt="p", response="r")) == {"prompt": "p", "response": "r"}
 
 
 @given(pairs)
-def test_json_is_read_back_as_the_same_pair(pair: TrainingPair) -> None:
+def test_json_is_read_back_as_the_same_pair(pair):
     """Writing and reading lose nothing."""
     assert parse_row(to_json(pair), "x:1") == pair

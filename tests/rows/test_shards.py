@@ -4,7 +4,7 @@ import dataclasses
 import multiprocessing
 import os
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +12,10 @@ import pytest
 from mens_exp.errors import DataError, Problems, SetupError
 from mens_exp.rows import shards
 from mens_exp.rows.cache import CacheKey, encoded_parts
-from mens_exp.rows.encode import Encoded, Labelling, encode
+from mens_exp.rows.encode import Labelling, encode
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.rows.shards import encode_parts
 from mens_exp.tokenizer.vox import VoxTokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 LABELLING = Labelling(objective="assistant", seq_len=64)
 KEY = CacheKey(
@@ -37,7 +33,7 @@ PAIRS = [
 
 
 @pytest.fixture(autouse=True)
-def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_shards(monkeypatch):
     """Fifty rows are five shards of two processes."""
     monkeypatch.setattr(shards, "_SHARD", 10)
     monkeypatch.setattr(shards, "_POOL_FROM", 20)
@@ -48,9 +44,9 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 class Dying(VoxTokenizer):
     """Ends its process at row 30 while a file says so."""
 
-    flag: Path
+    flag: Any
 
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_all(self, texts):
         if self.flag.exists() and any("row 30" in text for text in texts):
             os._exit(9)
         return super().encode_all(texts)
@@ -62,7 +58,7 @@ class Refusing(VoxTokenizer):
 
     rows: tuple[int, ...]
 
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_all(self, texts):
         for row in self.rows:
             if any(f"row {row}<" in text for text in texts):
                 wrong = [DataError("is refused", where=f"row {row}", found=i) for i in range(2)]
@@ -70,7 +66,7 @@ class Refusing(VoxTokenizer):
         return super().encode_all(texts)
 
 
-def joined(parts: Sequence[Encoded]) -> list[tuple[list[int], list[bool]]]:
+def joined(parts):
     return [
         (part.ids[a:b].tolist(), part.supervised[a:b].tolist())
         for part in parts
@@ -79,12 +75,12 @@ def joined(parts: Sequence[Encoded]) -> list[tuple[list[int], list[bool]]]:
 
 
 @pytest.fixture(scope="module")
-def together() -> Encoded:
+def together():
     """All rows, encoded by this process at once."""
     return encode(PAIRS, VoxTokenizer(), LABELLING)
 
 
-def test_shards_are_what_one_process_encodes(tmp_path: Path, together: Encoded) -> None:
+def test_shards_are_what_one_process_encodes(tmp_path, together):
     """The same documents in the same order, and the same counts."""
     parts = encode_parts(PAIRS, VoxTokenizer(), LABELLING, tmp_path)
     assert len(parts) == 5
@@ -92,7 +88,7 @@ def test_shards_are_what_one_process_encodes(tmp_path: Path, together: Encoded) 
     assert sum(part.truncated for part in parts) == together.truncated > 0
 
 
-def test_cached_parts_are_what_one_process_encodes(tmp_path: Path, together: Encoded) -> None:
+def test_cached_parts_are_what_one_process_encodes(tmp_path, together):
     """Offsets run through all parts, the hash is that of the arrays, and no part is left over."""
     documents, counts = encoded_parts(
         tmp_path, KEY, lambda kept: encode_parts(PAIRS, VoxTokenizer(), LABELLING, kept)
@@ -104,7 +100,7 @@ def test_cached_parts_are_what_one_process_encodes(tmp_path: Path, together: Enc
     assert [one.name for one in (tmp_path / "encoded").iterdir()] == [KEY.directory(tmp_path).name]
 
 
-def test_a_killed_build_goes_on_from_its_shards(tmp_path: Path, together: Encoded) -> None:
+def test_a_killed_build_goes_on_from_its_shards(tmp_path, together):
     """A process dies at row 30; what was finished is not encoded a second time."""
     flag, kept = tmp_path / "flag", tmp_path / "kept"
     flag.touch()
@@ -121,7 +117,7 @@ def test_a_killed_build_goes_on_from_its_shards(tmp_path: Path, together: Encode
     assert before.items() <= after.items()
 
 
-def test_a_damaged_shard_is_encoded_again(tmp_path: Path, together: Encoded) -> None:
+def test_a_damaged_shard_is_encoded_again(tmp_path, together):
     """It has the hash of its content like the cache itself."""
     encode_parts(PAIRS, VoxTokenizer(), LABELLING, tmp_path)
     file = sorted(tmp_path.glob("0*/ids.npy"))[2]
@@ -129,7 +125,7 @@ def test_a_damaged_shard_is_encoded_again(tmp_path: Path, together: Encoded) -> 
     assert joined(encode_parts(PAIRS, VoxTokenizer(), LABELLING, tmp_path)) == joined([together])
 
 
-def test_the_first_shard_with_a_problem_tells_it(tmp_path: Path) -> None:
+def test_the_first_shard_with_a_problem_tells_it(tmp_path):
     """With all parts of its messages, which crossed from another process."""
     with pytest.raises(Problems) as caught:
         encode_parts(PAIRS, Refusing(rows=(45, 17)), LABELLING, tmp_path)
@@ -137,14 +133,14 @@ def test_the_first_shard_with_a_problem_tells_it(tmp_path: Path) -> None:
     assert told == [(DataError, "is refused", "row 17", i) for i in range(2)]
 
 
-def test_errors_keep_their_parts_when_pickled() -> None:
+def test_errors_keep_their_parts_when_pickled():
     """Also the remedy, and the text once."""
     error = DataError("is wrong", where="a:1", found=3, expected="2", remedy="do so")
-    again = pickle.loads(pickle.dumps(error))  # noqa: S301  # our own
+    again = pickle.loads(pickle.dumps(error))  # our own
     assert (str(again), again.remedy, type(again)) == (str(error), "do so", DataError)
 
 
-def test_few_rows_start_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_start_no_process(tmp_path, monkeypatch):
     """Nor is anything written for them."""
     monkeypatch.setattr(shards, "_POOL_FROM", len(PAIRS) + 1)
     monkeypatch.setattr(shards, "ProcessPoolExecutor", None)
@@ -153,9 +149,7 @@ def test_few_rows_start_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not (tmp_path / "kept").exists()
 
 
-def test_one_core_starts_no_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: Encoded
-) -> None:
+def test_one_core_starts_no_process(tmp_path, monkeypatch, together):
     """It would only take turns with this one; shards are kept all the same."""
     monkeypatch.setattr(shards, "usable_cores", lambda: 1)
     monkeypatch.setattr(shards, "ProcessPoolExecutor", None)
@@ -164,7 +158,7 @@ def test_one_core_starts_no_process(
     assert len(list(tmp_path.glob("0*"))) == len(parts) == 5
 
 
-def test_a_part_of_the_shards_is_opened_when_asked(tmp_path: Path, together: Encoded) -> None:
+def test_a_part_of_the_shards_is_opened_when_asked(tmp_path, together):
     """A shard that is damaged before that is told, and the others can be had."""
     parts = encode_parts(PAIRS, VoxTokenizer(), LABELLING, tmp_path)
     file = sorted(tmp_path.glob("0*/ids.npy"))[2]
@@ -174,8 +168,8 @@ def test_a_part_of_the_shards_is_opened_when_asked(tmp_path: Path, together: Enc
         _ = parts[2]
 
 
-def _build(root: Path, log: Path, start: Any, sums: Any) -> None:
-    def build(_: Path) -> list[Encoded]:
+def _build(root, log, start, sums):
+    def build(_):
         with log.open("a") as file:
             file.write("built\n")
         return [encode(PAIRS * 20, VoxTokenizer(), LABELLING)]
@@ -185,7 +179,7 @@ def _build(root: Path, log: Path, start: Any, sums: Any) -> None:
     sums.put((int(documents.ids.sum()), counts.sha256))
 
 
-def test_processes_that_want_the_same_documents_build_them_once(tmp_path: Path) -> None:
+def test_processes_that_want_the_same_documents_build_them_once(tmp_path):
     """Three start together; one encodes, two wait, and all have the same."""
     context = multiprocessing.get_context("spawn")
     start, sums = context.Barrier(3), context.Queue()

@@ -3,7 +3,6 @@ from __future__ import annotations
 import gzip
 import json
 import tracemalloc
-from typing import TYPE_CHECKING
 
 import pytest
 import zstandard
@@ -13,12 +12,8 @@ from mens_exp.rows import stored
 from mens_exp.rows.readers import read_rows
 from mens_exp.rows.stored import MAX_LINE_BYTES, Line, lines
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 ROW = b'{"prompt": "p", "response": "r"}\n'
-COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+COMPRESS = {
     ".gz": gzip.compress,
     ".zst": zstandard.compress,
 }
@@ -26,14 +21,14 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("ending", COMPRESS)
 @pytest.mark.parametrize("name", ["a.jsonl", "A.JSONL"])
-def test_compressed_lines_are_read_as_plain_ones(tmp_path: Path, ending: str, name: str) -> None:
+def test_compressed_lines_are_read_as_plain_ones(tmp_path, ending, name):
     """Two members or frames one after the other are one file, as the tools have it."""
     path = tmp_path / f"{name}{ending}"
     path.write_bytes(COMPRESS[ending](b"\xef\xbb\xbf" + ROW) + COMPRESS[ending](ROW))
     assert [pair.place for pair in read_rows(path).pairs] == [f"{path}:1", f"{path}:2"]
 
 
-def test_compressed_array_is_read(tmp_path: Path) -> None:
+def test_compressed_array_is_read(tmp_path):
     """The ending before says what is inside."""
     path = tmp_path / "a.json.gz"
     path.write_bytes(gzip.compress(b"[" + ROW + b"," + ROW + b"]"))
@@ -42,7 +37,7 @@ def test_compressed_array_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", COMPRESS)
-def test_compressed_file_that_is_cut_off_is_refused(tmp_path: Path, ending: str) -> None:
+def test_compressed_file_that_is_cut_off_is_refused(tmp_path, ending):
     """Its last rows would be missed in silence; Zstandard's own reader says nothing."""
     path = tmp_path / f"a.jsonl{ending}"
     text = b"".join(ROW.replace(b"p", str(n).encode()) for n in range(50_000))
@@ -53,7 +48,7 @@ def test_compressed_file_that_is_cut_off_is_refused(tmp_path: Path, ending: str)
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
-def test_file_that_is_not_compressed_as_named_is_refused(tmp_path: Path, ending: str) -> None:
+def test_file_that_is_not_compressed_as_named_is_refused(tmp_path, ending):
     """By the file, as damaged."""
     path = tmp_path / f"a.jsonl{ending}"
     path.write_bytes(ROW)
@@ -62,7 +57,7 @@ def test_file_that_is_not_compressed_as_named_is_refused(tmp_path: Path, ending:
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
-def test_damage_in_the_middle_is_refused(tmp_path: Path, ending: str) -> None:
+def test_damage_in_the_middle_is_refused(tmp_path, ending):
     """Bytes that were changed do not pass for others."""
     path = tmp_path / f"a.jsonl{ending}"
     text = b"".join(ROW.replace(b"p", str(n * 7919).encode()) for n in range(20_000))
@@ -83,9 +78,7 @@ def test_damage_in_the_middle_is_refused(tmp_path: Path, ending: str) -> None:
         (b"ARROW1" + bytes(9), "Arrow"),
     ],
 )
-def test_file_of_another_kind_than_its_name_is_told_its_kind(
-    tmp_path: Path, data: bytes, kind: str
-) -> None:
+def test_file_of_another_kind_than_its_name_is_told_its_kind(tmp_path, data, kind):
     """Not a hundred lines that are not UTF-8."""
     path = tmp_path / "rows.jsonl"
     path.write_bytes(data)
@@ -94,7 +87,7 @@ def test_file_of_another_kind_than_its_name_is_told_its_kind(
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
-def test_empty_compressed_file_is_refused(tmp_path: Path, ending: str) -> None:
+def test_empty_compressed_file_is_refused(tmp_path, ending):
     """Nothing inside is nothing to train on."""
     path = tmp_path / f"a.jsonl{ending}"
     path.write_bytes(COMPRESS[ending](b""))
@@ -103,14 +96,14 @@ def test_empty_compressed_file_is_refused(tmp_path: Path, ending: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
-def test_lines_do_not_depend_on_how_the_text_arrives(size: int) -> None:
+def test_lines_do_not_depend_on_how_the_text_arrives(size):
     """The pieces of any size give the lines that splitting the whole gives."""
     text = b"a\n\nbcd\r\n\xc3\xa9\n\n"
     pieces = (text[start : start + size] for start in range(0, len(text), size))
     assert [line.raw for line in lines(pieces)] == text.removesuffix(b"\n").split(b"\n")
 
 
-def test_line_at_the_limit_is_kept_and_one_over_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_at_the_limit_is_kept_and_one_over_it_is_not(monkeypatch):
     """Of the latter its size and its beginning."""
     monkeypatch.setattr(stored, "MAX_LINE_BYTES", 2_000)
     text = b"x" * 2_000 + b"\n" + b"y" * 2_001 + b"\nz"
@@ -124,8 +117,8 @@ def test_line_at_the_limit_is_kept_and_one_over_it_is_not(monkeypatch: pytest.Mo
 
 
 def test_line_of_a_hundred_megabytes_is_refused_with_its_place_in_bounded_memory(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """Its rest is counted, not held; the row behind it is read."""
     path = tmp_path / "a.jsonl.gz"
     size = 100_000_000
@@ -145,7 +138,7 @@ def test_line_of_a_hundred_megabytes_is_refused_with_its_place_in_bounded_memory
     assert peak < 3 * MAX_LINE_BYTES  # the pieces, and their join
 
 
-def test_long_line_under_the_limit_is_a_row(tmp_path: Path) -> None:
+def test_long_line_under_the_limit_is_a_row(tmp_path):
     """Twenty megabytes of answer."""
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"prompt": "p", "response": "r" * 20_000_000}), "utf-8")

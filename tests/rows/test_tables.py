@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,23 +11,19 @@ from mens_exp.errors import DataError, MissingExtra, Problems
 from mens_exp.rows.readers import Reading, read_rows
 from mens_exp.rows.schema import TrainingPair
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 PAIRS = {"prompt": ["p", "q"], "response": ["r", "s"], "rating": [5, None]}
 
 
-def parquet(path: Path, table: pa.Table) -> None:
+def parquet(path, table):
     pq.write_table(table, path, row_group_size=1)
 
 
-def arrow_file(path: Path, table: pa.Table) -> None:
+def arrow_file(path, table):
     with pa.ipc.new_file(path, table.schema) as writer:
         writer.write_table(table, max_chunksize=1)
 
 
-def arrow_stream(path: Path, table: pa.Table) -> None:
+def arrow_stream(path, table):
     with pa.ipc.new_stream(path, table.schema) as writer:
         writer.write_table(table, max_chunksize=1)
 
@@ -37,11 +32,11 @@ WRITERS = [(".parquet", parquet), (".arrow", arrow_file), (".arrow", arrow_strea
 
 
 @pytest.fixture(params=WRITERS, ids=["parquet", "arrow file", "arrow stream"])
-def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Any], Path]:
+def stored(request, tmp_path):
     """Write a table in each format and return the file."""
     ending, write = request.param
 
-    def written(columns: Any) -> Path:
+    def written(columns):
         path = tmp_path / f"rows{ending}"
         write(path, columns if isinstance(columns, pa.Table) else pa.table(columns))
         return path
@@ -49,7 +44,7 @@ def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Any], Pa
     return written
 
 
-def test_rows_of_a_table_are_read_with_their_numbers(stored: Callable[[Any], Path]) -> None:
+def test_rows_of_a_table_are_read_with_their_numbers(stored):
     """The first is 1; a null is a field that the row does not have."""
     path = stored(PAIRS)
     pairs = read_rows(path).pairs
@@ -60,7 +55,7 @@ def test_rows_of_a_table_are_read_with_their_numbers(stored: Callable[[Any], Pat
     assert [pair.place for pair in pairs] == [f"{path}:1", f"{path}:2"]
 
 
-def test_lists_of_turns_are_read(stored: Callable[[Any], Path]) -> None:
+def test_lists_of_turns_are_read(stored):
     """As chat datasets have them: a list of objects in one column."""
     turns = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "r"}]
     file = read_rows(stored({"messages": [turns, turns]}))
@@ -70,7 +65,7 @@ def test_lists_of_turns_are_read(stored: Callable[[Any], Path]) -> None:
     )
 
 
-def test_columns_may_be_named(stored: Callable[[Any], Path]) -> None:
+def test_columns_may_be_named(stored):
     """And the others are counted."""
     how = Reading(columns={"prompt": "q", "response": "a"})
     file = read_rows(stored({"q": ["p"], "a": ["r"], "id": [1]}), how)
@@ -89,9 +84,7 @@ def test_columns_may_be_named(stored: Callable[[Any], Path]) -> None:
         ({"prompt": ["a", "b"], "response": ["r", "s"], "x": [None, 1]}, "unknown key 'x'"),
     ],
 )
-def test_bad_row_of_a_table_is_refused_with_its_number(
-    stored: Callable[[Any], Path], columns: dict[str, list[Any]], told: str
-) -> None:
+def test_bad_row_of_a_table_is_refused_with_its_number(stored, columns, told):
     """The checks are those of lines."""
     path = stored(columns)
     with pytest.raises(DataError, match=told) as caught:
@@ -99,7 +92,7 @@ def test_bad_row_of_a_table_is_refused_with_its_number(
     assert caught.value.where == f"{path}:2"
 
 
-def test_types_that_json_has_not_are_named(stored: Callable[[Any], Path]) -> None:
+def test_types_that_json_has_not_are_named(stored):
     """Bytes are no text, a float is no rating."""
     path = stored({"prompt": [b"p"], "response": ["r"], "rating": [4.0]})
     with pytest.raises(Problems) as caught:
@@ -109,7 +102,7 @@ def test_types_that_json_has_not_are_named(stored: Callable[[Any], Path]) -> Non
     assert "'rating' must be an integer · found number 4.0" in told
 
 
-def test_row_that_is_not_utf8_is_refused_with_its_number(tmp_path: Path) -> None:
+def test_row_that_is_not_utf8_is_refused_with_its_number(tmp_path):
     """A text column can hold any bytes; the rows around it are read."""
     broken = pa.array([b"a", b"\xff", b"c"]).cast(pa.binary()).view(pa.utf8())
     path = tmp_path / "rows.arrow"
@@ -119,21 +112,21 @@ def test_row_that_is_not_utf8_is_refused_with_its_number(tmp_path: Path) -> None
     assert caught.value.where == f"{path}:2"
 
 
-def test_column_that_stands_twice_is_refused(stored: Callable[[Any], Path]) -> None:
+def test_column_that_stands_twice_is_refused(stored):
     """Which one is meant cannot be told."""
     table = pa.table([["p"], ["q"], ["r"]], names=["prompt", "prompt", "response"])
     with pytest.raises(DataError, match="the column 'prompt' stands twice"):
         read_rows(stored(table))
 
 
-def test_table_without_rows_is_refused(stored: Callable[[Any], Path]) -> None:
+def test_table_without_rows_is_refused(stored):
     """Nothing to train on."""
     none = pa.array([], pa.utf8())
     with pytest.raises(DataError, match="the table is empty"):
         read_rows(stored({"prompt": none, "response": none}))
 
 
-def test_damaged_table_is_refused(stored: Callable[[Any], Path]) -> None:
+def test_damaged_table_is_refused(stored):
     """Cut off in the middle, or another file under its name."""
     path = stored(PAIRS)
     whole = path.read_bytes()
@@ -144,16 +137,14 @@ def test_damaged_table_is_refused(stored: Callable[[Any], Path]) -> None:
         assert caught.value.where == str(path)
 
 
-def test_absent_table_is_refused_with_the_nearest(stored: Callable[[Any], Path]) -> None:
+def test_absent_table_is_refused_with_the_nearest(stored):
     """Like any other file."""
     path = stored(PAIRS)
     with pytest.raises(DataError, match=f"the nearest there is {path.name}"):
         read_rows(path.with_name(f"row{path.suffix}"))
 
 
-def test_table_without_pyarrow_names_the_extra(
-    stored: Callable[[Any], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_table_without_pyarrow_names_the_extra(stored, monkeypatch):
     """The environment lacks something: exit code 3."""
     path = stored(PAIRS)
     monkeypatch.setitem(sys.modules, "pyarrow", None)

@@ -7,7 +7,6 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,18 +16,15 @@ from mens_exp.sandbox.bubblewrap import WORK, Bubblewrap
 from mens_exp.sandbox.process_tree import files_in
 from mens_exp.sandbox.program import PYTHON, Limits, Outcome, Program, python_program
 
-if TYPE_CHECKING:
-    from mens_exp.sandbox.program import Execution
-
 LIMITS = Limits(memory_mib=128, wall_s=8, output_kib=4)
 SYSTEM_PYTHON = Path("/usr/bin/python3")
 
 
-def shell(text: str) -> Program:
+def shell(text):
     return Program(argv=("/bin/sh", "-c", text))
 
 
-def test_program_has_its_input_and_writes_both_outputs(sandbox: Bubblewrap) -> None:
+def test_program_has_its_input_and_writes_both_outputs(sandbox):
     """Text passes unchanged both ways."""
     source = "import sys; print(input() + '!'); print('ö', file=sys.stderr)"
     done = sandbox.run(python_program(source, stdin="später\n"), LIMITS)
@@ -38,7 +34,7 @@ def test_program_has_its_input_and_writes_both_outputs(sandbox: Bubblewrap) -> N
     assert 0 < done.wall_s < 8
 
 
-def test_program_finds_its_files_and_only_these(sandbox: Bubblewrap) -> None:
+def test_program_finds_its_files_and_only_these(sandbox):
     """Bytes and text, in a working directory that it can write."""
     files = {"a.txt": "one", "b.bin": b"\xff\x00"}
     program = Program(argv=("/bin/sh", "-c", "ls; pwd; cat a.txt; wc -c < b.bin; > c"), files=files)
@@ -47,16 +43,14 @@ def test_program_finds_its_files_and_only_these(sandbox: Bubblewrap) -> None:
     assert done.outcome is Outcome.ok
 
 
-def test_each_execution_begins_anew(sandbox: Bubblewrap) -> None:
+def test_each_execution_begins_anew(sandbox):
     """Nothing of the one before is there."""
     first = sandbox.run(shell("echo x > /tmp/left; echo x > left; ls /tmp"), LIMITS)
     second = sandbox.run(shell("ls /tmp; ls"), LIMITS)
     assert (first.stdout, second.stdout) == ("left\nprogram\n", "program\n")
 
 
-def test_environment_is_the_sandbox_s_own(
-    sandbox: Bubblewrap, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_is_the_sandbox_s_own(sandbox, monkeypatch):
     """Four variables, and what the program brings."""
     monkeypatch.setenv("TOKEN", "secret")
     program = Program(argv=("/usr/bin/env",), env={"MINE": "1"})
@@ -64,7 +58,7 @@ def test_environment_is_the_sandbox_s_own(
     assert names == {"HOME", "LANG", "MINE", "PATH", "PWD", "TMPDIR"}
 
 
-def test_large_input_does_not_wait_for_its_reader(sandbox: Bubblewrap) -> None:
+def test_large_input_does_not_wait_for_its_reader(sandbox):
     """One mebibyte that nobody reads; then one that is echoed in reverse order of need."""
     big = "x" * 2**20
     assert sandbox.run(python_program("pass", stdin=big), LIMITS).outcome is Outcome.ok
@@ -83,16 +77,14 @@ def test_large_input_does_not_wait_for_its_reader(sandbox: Bubblewrap) -> None:
         ("kill -XCPU $$", Outcome.cpu_time, None, 24),
     ],
 )
-def test_exit_status_is_told(
-    sandbox: Bubblewrap, text: str, outcome: Outcome, code: int | None, number: int | None
-) -> None:
+def test_exit_status_is_told(sandbox, text, outcome, code, number):
     """Code or signal, never both."""
     done = sandbox.run(shell(text), LIMITS)
     assert (done.outcome, done.exit_code, done.signal) == (outcome, code, number)
 
 
 @pytest.mark.parametrize(("extra", "outcome"), [(0, Outcome.ok), (1, Outcome.output)])
-def test_output_up_to_the_limit_is_kept(sandbox: Bubblewrap, extra: int, outcome: Outcome) -> None:
+def test_output_up_to_the_limit_is_kept(sandbox, extra, outcome):
     """4,096 bytes pass; one more is cut, and said so."""
     done = sandbox.run(python_program(f"print('x' * {4096 + extra}, end='')"), LIMITS)
     assert done.outcome is outcome
@@ -100,7 +92,7 @@ def test_output_up_to_the_limit_is_kept(sandbox: Bubblewrap, extra: int, outcome
     assert done.cut == (("stdout",) if extra else ())
 
 
-def test_time_is_over_for_a_program_that_waits(sandbox: Bubblewrap) -> None:
+def test_time_is_over_for_a_program_that_waits(sandbox):
     """What it wrote before is kept."""
     limits = Limits(wall_s=0.4)
     done = sandbox.run(shell("echo begun; sleep 60"), limits)
@@ -109,7 +101,7 @@ def test_time_is_over_for_a_program_that_waits(sandbox: Bubblewrap) -> None:
     assert 0.4 <= done.wall_s < 3
 
 
-def test_memory_that_processes_share_is_counted_once(sandbox: Bubblewrap) -> None:
+def test_memory_that_processes_share_is_counted_once(sandbox):
     """Eight processes that see the same 32 MiB are within 128."""
     source = """
         import os, time
@@ -122,13 +114,13 @@ def test_memory_that_processes_share_is_counted_once(sandbox: Bubblewrap) -> Non
     assert done.outcome is Outcome.ok
 
 
-def test_refused_allocation_is_a_passed_memory_limit(sandbox: Bubblewrap) -> None:
+def test_refused_allocation_is_a_passed_memory_limit(sandbox):
     """CPython says MemoryError and exits with 1."""
     done = sandbox.run(python_program("bytearray(2**30)"), LIMITS)
     assert (done.outcome, done.exit_code) == (Outcome.memory, 1)
 
 
-def test_path_is_visible_only_when_named(sandbox: Bubblewrap, tmp_path: Path) -> None:
+def test_path_is_visible_only_when_named(sandbox, tmp_path):
     """Then it is read-only, and what lies beside it stays hidden."""
     tmp_path.chmod(0o755)
     shown, hidden = tmp_path / "shown", tmp_path / "hidden"
@@ -144,7 +136,7 @@ def test_path_is_visible_only_when_named(sandbox: Bubblewrap, tmp_path: Path) ->
     assert done.exit_code != 0
 
 
-def test_interpreter_has_the_standard_library_alone(sandbox: Bubblewrap) -> None:
+def test_interpreter_has_the_standard_library_alone(sandbox):
     """No package of this environment can be imported, and sets are ordered the same each time."""
     source = "import json, decimal, sqlite3, ctypes\nprint(*{'a', 'b', 'c', 'd', 'e', 'f'})"
     done = [sandbox.run(python_program(source), LIMITS) for _ in range(3)]
@@ -155,15 +147,13 @@ def test_interpreter_has_the_standard_library_alone(sandbox: Bubblewrap) -> None
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", "/etc/x", "", ".", ".."])
-def test_file_elsewhere_is_refused(name: str) -> None:
+def test_file_elsewhere_is_refused(name):
     """A program's files lie in its own directory."""
     with pytest.raises(MensError, match="plain file name"):
         Program(argv=("true",), files={name: ""})
 
 
-def test_sandbox_that_cannot_be_made_is_no_failed_program(
-    monkeypatch: pytest.MonkeyPatch, sandbox: Bubblewrap
-) -> None:
+def test_sandbox_that_cannot_be_made_is_no_failed_program(monkeypatch, sandbox):
     """Its error is bubblewrap's own, and no execution is reported."""
     monkeypatch.setattr(sandbox, "_system", [*sandbox._system, "--no-such-option"])
     with pytest.raises(SetupError) as caught:
@@ -172,7 +162,7 @@ def test_sandbox_that_cannot_be_made_is_no_failed_program(
     assert "sandbox=none" in str(caught.value)
 
 
-def test_program_that_cannot_be_mounted_does_not_run(sandbox: Bubblewrap) -> None:
+def test_program_that_cannot_be_mounted_does_not_run(sandbox):
     """A path that is not there is refused, not left out."""
     with pytest.raises(SetupError, match="/no/such/path"):
         sandbox.run(Program(argv=("true",), visible=("/no/such/path",)), LIMITS)
@@ -181,9 +171,7 @@ def test_program_that_cannot_be_mounted_does_not_run(sandbox: Bubblewrap) -> Non
 @pytest.mark.parametrize(
     ("missing", "package"), [("bwrap", "bubblewrap"), ("prlimit", "util-linux")]
 )
-def test_missing_tool_is_named_with_its_package(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: str, package: str
-) -> None:
+def test_missing_tool_is_named_with_its_package(monkeypatch, tmp_path, missing, package):
     """Exit code 3, and how to get it."""
     for name in {"bwrap", "prlimit", "setpriv"} - {missing}:
         (tmp_path / name).symlink_to("/bin/true")
@@ -193,7 +181,7 @@ def test_missing_tool_is_named_with_its_package(
     assert f"apt-get install {package}" in str(caught.value)
 
 
-def test_everything_dies_with_the_process_that_asked(tmp_path: Path) -> None:
+def test_everything_dies_with_the_process_that_asked(tmp_path):
     """It is killed with SIGKILL in the middle; nobody is left to clean up."""
     source = """
         from mens_exp.sandbox.bubblewrap import Bubblewrap
@@ -206,7 +194,7 @@ def test_everything_dies_with_the_process_that_asked(tmp_path: Path) -> None:
     assert _within(5, lambda: _sleeping() == [])
 
 
-def _sleeping() -> list[Path]:
+def _sleeping():
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -217,10 +205,10 @@ def _sleeping() -> list[Path]:
     return found
 
 
-def _within(seconds: float, holds: object) -> bool:
+def _within(seconds, holds):
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        if holds():  # type: ignore[operator]
+        if holds():
             return True
         time.sleep(0.02)
     return False
@@ -230,7 +218,7 @@ def _within(seconds: float, holds: object) -> bool:
     os.geteuid() != 0 or not SYSTEM_PYTHON.exists(),
     reason="gives up root's rights: run it as root, with a Python that others may execute",
 )
-def test_other_users_are_isolated_alike() -> None:
+def test_other_users_are_isolated_alike():
     """Without root's rights a user namespace takes the place of a user id of its own."""
     source = Path(bubblewrap.__file__).parents[2]
     code = """
@@ -253,14 +241,14 @@ def test_other_users_are_isolated_alike() -> None:
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
-def test_files_of_this_machine_are_not_counted() -> None:
+def test_files_of_this_machine_are_not_counted():
     """A process that sees the same /tmp as we do has no file system of its own."""
     with subprocess.Popen(["/bin/sleep", "60"]) as sleeping:
-        assert files_in(sleeping.pid, "/tmp") == 0  # noqa: S108  # looked at alone
+        assert files_in(sleeping.pid, "/tmp") == 0  # looked at alone
         sleeping.kill()
 
 
-def test_python_is_the_same_path_inside(sandbox: Bubblewrap) -> None:
+def test_python_is_the_same_path_inside(sandbox):
     """The interpreter without its virtual environment."""
-    done: Execution = sandbox.run(python_program("import sys; print(sys.executable)"), LIMITS)
+    done = sandbox.run(python_program("import sys; print(sys.executable)"), LIMITS)
     assert done.stdout.strip() == PYTHON

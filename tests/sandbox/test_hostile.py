@@ -9,17 +9,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from mens_exp.sandbox.program import Limits, Outcome, Program, python_program
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from mens_exp.sandbox.bubblewrap import Bubblewrap
-    from mens_exp.sandbox.program import Execution
 
 LIMITS = Limits(memory_mib=96, cpu_s=8, wall_s=8, processes=12, output_kib=16, file_mib=2)
 SHORT = Limits(memory_mib=96, cpu_s=8, wall_s=0.5, processes=12, output_kib=16, file_mib=2)
@@ -52,7 +45,7 @@ def write(path):
 
 # By name: the source, and how a contained one ends. `{port}`, `{abstract}`, `{secret}`, `{home}`,
 # `{host}` and `{victim}` stand for what this test has put up on the machine.
-HOSTILE: dict[str, tuple[str, Outcome]] = {
+HOSTILE = {
     "connects_to_this_machine": (
         "attempt(socket.create_connection, ('127.0.0.1', {port}), 1)",
         Outcome.ok,
@@ -355,7 +348,7 @@ HOSTILE: dict[str, tuple[str, Outcome]] = {
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
+def machine(tmp_path_factory):
     """Put up what a program must not reach: sockets, a file, a process, a word."""
     secret = tmp_path_factory.mktemp("private") / "secret"
     word = secrets.token_hex(8)
@@ -383,13 +376,13 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, obje
     assert secret.read_text("utf-8") == word
 
 
-def run(sandbox: Bubblewrap, source: str, outcome: Outcome, mark: str) -> Execution:
+def run(sandbox, source, outcome, mark):
     program = python_program(PRELUDE + source)
     marked = Program(argv=(*program.argv, mark), files=program.files, env=program.env)
     return sandbox.run(marked, SPECIAL.get(outcome, LIMITS))
 
 
-def processes_with(mark: str) -> list[str]:
+def processes_with(mark):
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -401,9 +394,7 @@ def processes_with(mark: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_program_is_contained(
-    sandbox: Bubblewrap, machine: dict[str, object], name: str
-) -> None:
+def test_hostile_program_is_contained(sandbox, machine, name):
     """It reaches nothing, ends as its limit says, and leaves neither file nor process."""
     source, outcome = HOSTILE[name]
     mark = secrets.token_hex(8)
@@ -417,12 +408,12 @@ def test_hostile_program_is_contained(
     assert len(done.stderr) <= 16 * 1024
 
 
-def test_there_are_enough_of_them() -> None:
+def test_there_are_enough_of_them():
     """A list that shrinks is noticed."""
     assert len(HOSTILE) >= 25
 
 
-def test_prelude_tells_an_escape(sandbox: Bubblewrap, machine: dict[str, object]) -> None:
+def test_prelude_tells_an_escape(sandbox, machine):
     """An attempt that succeeds is told: the tests above can fail."""
     done = run(sandbox, "attempt(write, '/tmp/program/mine')", Outcome.ok, "mark")
     assert done.stdout == "escaped: 1\n"

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -10,10 +9,7 @@ from mens_exp.errors import SetupError
 from mens_exp.sandbox.bubblewrap import Bubblewrap, _visible_options
 from mens_exp.sandbox.opening import limits_of, open_sandbox, probed
 from mens_exp.sandbox.probes import probe
-from mens_exp.sandbox.program import Execution, Limits, Outcome, Program
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from mens_exp.sandbox.program import Limits, Outcome
 
 NAMES = [
     "network",
@@ -29,7 +25,7 @@ NAMES = [
 class WithoutLimits(Bubblewrap):
     """Bubblewrap with one protection taken away."""
 
-    def __init__(self, *, drop: tuple[str, ...] = (), add: tuple[str, ...] = ()) -> None:
+    def __init__(self, *, drop=(), add=()):
         super().__init__()
         self._isolated = (*(word for word in self._isolated if word not in drop), *add)
 
@@ -37,38 +33,38 @@ class WithoutLimits(Bubblewrap):
 class Loose(Bubblewrap):
     """Bubblewrap with one limit that is not kept."""
 
-    def __init__(self, **limits: float) -> None:
+    def __init__(self, **limits):
         super().__init__()
         self._limits = limits
 
-    def run(self, program: Program, limits: Limits) -> Execution:
+    def run(self, program, limits):
         return super().run(program, dataclasses.replace(limits, **self._limits))
 
 
 @pytest.fixture(autouse=True)
-def bubblewrap(sandbox: Bubblewrap) -> None:
+def bubblewrap(sandbox):
     """Skip where there is none."""
 
 
-def escaped(sandbox: Bubblewrap) -> dict[str, str]:
+def escaped(sandbox):
     return {one.name: one.found for one in probe(sandbox) if not one.contained}
 
 
-def test_bubblewrap_contains_every_probe() -> None:
+def test_bubblewrap_contains_every_probe():
     """All seven, in their order."""
     results = probe(Bubblewrap())
     assert [result.name for result in results] == NAMES
     assert {result.name: result.found for result in results if not result.contained} == {}
 
 
-def test_network_is_found() -> None:
+def test_network_is_found():
     """A sandbox that shares the network is not used."""
     with pytest.raises(SetupError) as caught:
         probed(WithoutLimits(drop=("--unshare-net",)))
     assert "network: it connected to this machine" in str(caught.value)
 
 
-def test_writable_root_is_found(tmp_path: Path) -> None:
+def test_writable_root_is_found(tmp_path):
     """Written from inside, seen from outside."""
     home = str(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
@@ -81,12 +77,12 @@ def test_writable_root_is_found(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def _binding(sandbox: Bubblewrap, home: str) -> object:
+def _binding(sandbox, home):
     """Bind a home directory writable, over the private /tmp."""
     make = sandbox._command
 
-    def command(*arguments: object) -> object:
-        words, passed = make(*arguments)  # type: ignore[arg-type]
+    def command(*arguments):
+        words, passed = make(*arguments)
         at = words.index("--remount-ro")
         bind = ["--bind" if word == "--ro-bind" else word for word in _visible_options(home)]
         return [*words[:at], *bind, *words[at:]], passed
@@ -102,16 +98,16 @@ def _binding(sandbox: Bubblewrap, home: str) -> object:
         ({"output_kib": 2**20}, "endless_output"),
     ],
 )
-def test_limit_that_is_not_kept_is_found(limits: dict[str, float], name: str) -> None:
+def test_limit_that_is_not_kept_is_found(limits, name):
     """Each by its own probe, and by no other."""
     assert list(escaped(Loose(**limits))) == [name]
 
 
-def test_ignored_end_is_found() -> None:
+def test_ignored_end_is_found():
     """A sandbox that does not end its program."""
 
     class Patient(Bubblewrap):
-        def run(self, program: Program, limits: Limits) -> Execution:
+        def run(self, program, limits):
             done = super().run(program, limits)
             if done.outcome is Outcome.timeout:
                 return dataclasses.replace(done, outcome=Outcome.ok)
@@ -120,30 +116,28 @@ def test_ignored_end_is_found() -> None:
     assert list(escaped(Patient())) == ["ignored_signals"]
 
 
-def test_environment_that_leaks_is_found() -> None:
+def test_environment_that_leaks_is_found():
     """One more variable than a program is given."""
     leaking = WithoutLimits(add=("--setenv", "SECRET_TOKEN", "x"))
     assert list(escaped(leaking)) == ["parent_environment"]
     assert "SECRET_TOKEN" in escaped(leaking)["parent_environment"]
 
 
-def test_each_option_opens_its_own_sandbox() -> None:
+def test_each_option_opens_its_own_sandbox():
     """And never another."""
     assert open_sandbox(BubblewrapSandbox()).kind == "bubblewrap"
     assert open_sandbox(UnsafeSandbox()).kind == "unsafe"
 
 
 @pytest.mark.parametrize("config", [NoSandbox(), SandboxConfig(name="none")])
-def test_without_a_sandbox_nothing_is_executed(config: SandboxConfig) -> None:
+def test_without_a_sandbox_nothing_is_executed(config):
     """`sandbox=none` is an answer, with its remedy."""
     with pytest.raises(SetupError, match="nothing generated is executed") as caught:
         open_sandbox(config)
     assert "apt-get install bubblewrap" in str(caught.value)
 
 
-def test_missing_bubblewrap_is_no_reason_for_less(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_missing_bubblewrap_is_no_reason_for_less(monkeypatch, tmp_path):
     """No fallback: the error names both ways on."""
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SetupError, match="bwrap is not installed") as caught:
@@ -151,12 +145,12 @@ def test_missing_bubblewrap_is_no_reason_for_less(
     assert "sandbox=unsafe" in str(caught.value)
 
 
-def test_defaults_of_the_settings_are_those_of_the_limits() -> None:
+def test_defaults_of_the_settings_are_those_of_the_limits():
     """One truth, in two layers."""
     assert limits_of(BubblewrapSandbox()) == Limits() == limits_of(NoSandbox())
 
 
-def test_every_setting_reaches_its_limit() -> None:
+def test_every_setting_reaches_its_limit():
     """Each value is another, and none is lost."""
     values = {"memory_mib": 70, "cpu_s": 2.5, "wall_s": 3.5, "output_kib": 7, "file_mib": 9}
     assert limits_of(BubblewrapSandbox(**values, processes=5)) == Limits(**values, processes=5)

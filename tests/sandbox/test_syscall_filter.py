@@ -59,7 +59,7 @@ ALLOW, KILL = 0x7FFF0000, 0x80000000
 EPERM, ENOSYS, EAFNOSUPPORT = 0x50001, 0x50026, 0x50061
 
 
-def verdict(program: bytes, *, number: int, audit: int, argument: int = 0) -> int:
+def verdict(program, *, number, audit, argument=0):
     """Run a filter as the kernel does: classic BPF over nr, arch, ip and the arguments."""
     data = struct.pack("<IIQ6Q", number, audit, 0, argument, 0, 0, 0, 0, 0)
     lines = list(struct.iter_unpack("<HBBI", program))
@@ -76,7 +76,7 @@ def verdict(program: bytes, *, number: int, audit: int, argument: int = 0) -> in
         at += if_true if holds else if_false
 
 
-def numbers(machine: str) -> dict[str, int]:
+def numbers(machine):
     header = HEADERS[machine]
     if not header.exists():
         pytest.skip(f"{header} is missing: apt-get install linux-libc-dev")
@@ -88,7 +88,7 @@ def numbers(machine: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("machine", HEADERS)
-def test_filter_refuses_and_allows_by_the_kernel_s_own_numbers(machine: str) -> None:
+def test_filter_refuses_and_allows_by_the_kernel_s_own_numbers(machine):
     """Those of the C headers."""
     program, calls = syscall_filter(machine), numbers(machine)
     for name in REFUSED:
@@ -98,7 +98,7 @@ def test_filter_refuses_and_allows_by_the_kernel_s_own_numbers(machine: str) -> 
 
 
 @pytest.mark.parametrize("machine", HEADERS)
-def test_filter_looks_at_flags_and_families(machine: str) -> None:
+def test_filter_looks_at_flags_and_families(machine):
     """A thread and a fork pass, a namespace does not; nor does a socket of another family."""
     program, calls, audit = syscall_filter(machine), numbers(machine), AUDIT[machine]
     for flags, expected in {17: ALLOW, 0x3D0F00: ALLOW, 0x10000011: EPERM, 0x20000: EPERM}.items():
@@ -109,14 +109,14 @@ def test_filter_looks_at_flags_and_families(machine: str) -> None:
         assert verdict(program, number=calls["socket"], audit=audit, argument=family) == expected
 
 
-def test_filter_kills_calls_of_another_machine() -> None:
+def test_filter_kills_calls_of_another_machine():
     """Their numbers mean something else: 32-bit calls, and the second table of x86-64."""
     program = syscall_filter("x86_64")
     assert verdict(program, number=0, audit=0x40000003) == KILL
     assert verdict(program, number=0x40000000 | 1, audit=AUDIT["x86_64"]) == ENOSYS
 
 
-def test_unknown_machine_has_no_sandbox() -> None:
+def test_unknown_machine_has_no_sandbox():
     """Exit code 3; nothing runs without the filter."""
     with pytest.raises(SetupError, match="x86_64 or aarch64"):
         syscall_filter("riscv64")

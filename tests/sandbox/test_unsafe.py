@@ -3,21 +3,17 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from typing import TYPE_CHECKING
 
 import pytest
 
 from mens_exp.sandbox.batch import run_all
-from mens_exp.sandbox.program import Execution, Limits, Outcome, Program, python_program
+from mens_exp.sandbox.program import Limits, Outcome, Program, python_program
 from mens_exp.sandbox.unsafe import Unsafe
-
-if TYPE_CHECKING:
-    from mens_exp.sandbox.bubblewrap import Bubblewrap
 
 LIMITS = Limits(memory_mib=128, wall_s=8, output_kib=4)
 
 
-def test_unsafe_execution_is_labelled_and_has_its_files() -> None:
+def test_unsafe_execution_is_labelled_and_has_its_files():
     """The label is part of what every execution says."""
     program = Program(argv=("/bin/sh", "-c", "cat a; cat"), files={"a": "x"}, stdin="y")
     done = Unsafe().run(program, LIMITS)
@@ -35,12 +31,12 @@ def test_unsafe_execution_is_labelled_and_has_its_files() -> None:
         ("raise SystemExit(5)", LIMITS, Outcome.failed),
     ],
 )
-def test_unsafe_execution_keeps_its_limits(source: str, limits: Limits, outcome: Outcome) -> None:
+def test_unsafe_execution_keeps_its_limits(source, limits, outcome):
     """Those that need no isolation."""
     assert Unsafe().run(python_program(source), limits).outcome is outcome
 
 
-def test_unsafe_execution_leaves_no_process_of_its_group() -> None:
+def test_unsafe_execution_leaves_no_process_of_its_group():
     """A child in the background ends with it."""
     done = Unsafe().run(Program(argv=("/bin/sh", "-c", "sleep 60 & echo $!")), LIMITS)
     pid = int(done.stdout)
@@ -51,15 +47,15 @@ def test_unsafe_execution_leaves_no_process_of_its_group() -> None:
     assert done.wall_s < 5
 
 
-def _runs(pid: int) -> bool:
+def _runs(pid):
     try:
-        with open(f"/proc/{pid}/stat", encoding="ascii") as file:  # noqa: PTH123  # a moment's file
+        with open(f"/proc/{pid}/stat", encoding="ascii") as file:  # a moment's file
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
-def test_unsafe_environment_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsafe_environment_holds_no_secret(monkeypatch):
     """It is scrubbed here too."""
     monkeypatch.setenv("TOKEN", "secret")
     done = Unsafe().run(Program(argv=("/usr/bin/env",)), LIMITS)
@@ -67,7 +63,7 @@ def test_unsafe_environment_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> 
     assert f"PATH={os.environ['PATH']}" in done.stdout
 
 
-def test_results_come_in_the_order_of_the_programs(sandbox: Bubblewrap) -> None:
+def test_results_come_in_the_order_of_the_programs(sandbox):
     """The first takes longest."""
     programs = [
         python_program(f"import time; time.sleep({0.4 if number == 0 else 0}); print({number})")
@@ -77,7 +73,7 @@ def test_results_come_in_the_order_of_the_programs(sandbox: Bubblewrap) -> None:
     assert [one.stdout for one in done] == [f"{number}\n" for number in range(8)]
 
 
-def test_several_run_at_once(sandbox: Bubblewrap) -> None:
+def test_several_run_at_once(sandbox):
     """Each prints when it began and when it ended; some begin before another's end."""
     source = "import time; print(time.time()); time.sleep(0.8); print(time.time())"
     done = run_all(sandbox, [python_program(source)] * 4, LIMITS, workers=4)
@@ -86,14 +82,14 @@ def test_several_run_at_once(sandbox: Bubblewrap) -> None:
     assert any(later[0] < earlier[1] for earlier, later in itertools.pairwise(spans))
 
 
-def test_no_program_begins_after_the_sandbox_broke() -> None:
+def test_no_program_begins_after_the_sandbox_broke():
     """The error comes out; what had not begun is not executed."""
     begun = []
 
     class Breaking:
         kind = "breaking"
 
-        def run(self, program: Program, limits: Limits) -> Execution:
+        def run(self, program, limits):
             begun.append(program)
             time.sleep(0.05)
             raise RuntimeError

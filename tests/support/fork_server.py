@@ -1,7 +1,7 @@
 """Processes of this interpreter, forked from a server that has imported everything.
 
-A start of Python with torch, transformers, PEFT and Lightning takes ten seconds of a core; a fork of
-a process that has them takes some hundredths of a second. `Popen` and `run` are those of
+A start of Python with torch, transformers, PEFT and Lightning takes ten seconds of a core; a fork
+of a process that has them takes some hundredths of a second. `Popen` and `run` are those of
 `subprocess` for commands of this interpreter (``[sys.executable, "-m", "mens_exp", …]``): pipes,
 working directory, environment, sessions, signals and exit codes are those of a real start, and the
 process is a true child of the one that asked for it.
@@ -28,6 +28,7 @@ import gc
 import importlib
 import inspect
 import io
+import itertools
 import json
 import os
 import pkgutil
@@ -42,6 +43,7 @@ import tempfile
 import threading
 import time
 import traceback
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -84,23 +86,23 @@ class ForkServer:
 
     def __init__(
         self,
-        connection: socket.socket,
-        at: str | None = None,
-        process: subprocess.Popen[bytes] | None = None,
+        connection,
+        at=None,
+        process=None,
         *,
-        is_ready: bool = False,
-    ) -> None:
-        self.at = at  # socket for stubs
+        is_ready=False,
+    ):
+        self.at = at  # name of the socket for stubs, which is no file
         self._connection = connection
         self._process = process
         self._lock = threading.Lock()
         self._is_ready = is_ready
 
     @classmethod
-    def start(cls, environment: dict[str, str], log: Path) -> ForkServer:
+    def start(cls, environment, log):
         """Start a server with a true process start; it imports while this process goes on."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        at = f"{tempfile.mkdtemp(prefix='mens_exp_fork_')}/socket"
+        at = f"mens_exp_fork_{uuid.uuid4().hex}"
         code = "import fork_server; fork_server.main()"
         with theirs, log.open("ab") as output:
             process = subprocess.Popen(
@@ -119,7 +121,7 @@ class ForkServer:
             )
         return cls(ours, at, process)
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self):
         """Wait for the end of the imports.
 
         Raises:
@@ -129,13 +131,13 @@ class ForkServer:
             raise RuntimeError("the fork server has ended; see fork_server.log")
         self._is_ready = True
 
-    def close(self) -> None:
+    def close(self):
         """Let the server end."""
         self._connection.close()
         if self._process is not None:
             self._process.wait()
 
-    def fork(self, request: dict[str, Any], files: list[int]) -> int:
+    def fork(self, request, files):
         """Start a process that is a child of this one.
 
         Returns:
@@ -155,24 +157,24 @@ class ForkServer:
         return int(answer)
 
 
-_servers: dict[tuple[tuple[str, str], ...], ForkServer] = {}
+_servers = {}
 _log = Path(os.devnull)
 _before_each = ""
 
 
-def keep_log(path: Path) -> None:
+def keep_log(path):
     """Let the servers of this process write what goes wrong in them into a file."""
-    global _log  # noqa: PLW0603  # one for the process, as the servers are
+    global _log  # one for the process, as the servers are
     _log = path
 
 
-def execute_before_each(source: str) -> None:
+def execute_before_each(source):
     """Let each process that this one forks, and those that they fork, execute this text first."""
-    global _before_each  # noqa: PLW0603  # as above
+    global _before_each  # as above
     _before_each = source
 
 
-def server_for(environment: dict[str, str]) -> ForkServer:
+def server_for(environment):
     """Return the server of an environment; the first request for one starts it."""
     key = _key(environment)
     if key not in _servers:
@@ -180,14 +182,14 @@ def server_for(environment: dict[str, str]) -> ForkServer:
     return _servers[key]
 
 
-def end_servers() -> None:
+def end_servers():
     """End the servers of this process."""
     for server in _servers.values():
         server.close()
     _servers.clear()
 
 
-def _key(environment: dict[str, str]) -> tuple[tuple[str, str], ...]:
+def _key(environment):
     ours = {k: v for k, v in environment.items() if k.startswith(READ_AT_IMPORT)}
     for threads in ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         ours.pop(threads, None)  # each process sets its own
@@ -204,11 +206,11 @@ class Popen(subprocess.Popen):
         before: source text that the process executes before its command.
     """
 
-    def __init__(self, args: Any, *more: Any, before: str | None = None, **options: Any) -> None:
+    def __init__(self, args, *more, before=None, **options):
         self._before = before
         super().__init__(args, *more, **options)
 
-    def _execute_child(self, *args: Any, **options: Any) -> None:
+    def _execute_child(self, *args, **options):
         bound = _EXECUTE.bind(self, *args, **options).arguments
         command = [os.fspath(word) for word in bound["args"]]
         if command[0] != sys.executable or bound["preexec_fn"] or bound["pass_fds"]:
@@ -236,14 +238,14 @@ class Popen(subprocess.Popen):
 
 
 def run(
-    command: list[Any],
+    command,
     *,
-    check: bool = False,
-    capture_output: bool = False,
-    timeout: float | None = None,
-    text_input: str | None = None,
-    **options: Any,
-) -> subprocess.CompletedProcess[Any]:
+    check=False,
+    capture_output=False,
+    timeout=None,
+    text_input=None,
+    **options,
+):
     """Run a command of this interpreter to its end, as `subprocess.run` does."""
     if capture_output:
         options["stdout"] = options["stderr"] = subprocess.PIPE
@@ -270,7 +272,7 @@ if not code and not (arguments[:1] == ["-m"] and arguments[1].startswith("mens_e
 request = dict(arguments=arguments, cwd=os.getcwd(), environment=dict(os.environ), session=False)
 request.update(ignored=[], blocked=[], before=None, before_each={before_each!r})
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-    connection.connect({at!r})
+    connection.connect("\\0" + {at!r})
     socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2])
     pid = int(connection.recv(100))
     for number in {signals!r}:
@@ -283,7 +285,7 @@ sys.exit(code)
 """
 
 
-def write_stubs(directory: Path) -> Path:
+def write_stubs(directory):
     """Write the programs ``python``, ``python3`` and ``mens-exp`` for the PATH of a shell.
 
     They fork commands of mens_exp and execute any other.
@@ -305,7 +307,7 @@ def write_stubs(directory: Path) -> Path:
     return directory
 
 
-def main() -> None:
+def main():
     """Import everything, then serve; each fork leaves the loop to run its command here."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     at = sys.argv[2]
@@ -314,20 +316,17 @@ def main() -> None:
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads after the imports: a fork would copy one of them"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(at)
+    listener.bind("\0" + at)
     listener.listen()
     gc.collect()
     gc.freeze()
     connection.send(b"ready")
     asked = _serve(connection, listener)
-    if asked is None:
-        os.unlink(at)
-        os.rmdir(os.path.dirname(at))
     while asked is not None:
         asked = _become(*asked)
 
 
-def _import_everything() -> None:
+def _import_everything():
     """Import the libraries, and this package whole."""
     for name in EXTERNAL:
         importlib.import_module(name)
@@ -344,7 +343,7 @@ def _import_everything() -> None:
 _Asked = tuple[dict[str, Any], list[int]]
 
 
-def _serve(connection: socket.socket, listener: socket.socket | None) -> _Asked | None:
+def _serve(connection, listener):
     """Fork for each request, until the other end of the connection is closed.
 
     Returns:
@@ -377,7 +376,7 @@ def _serve(connection: socket.socket, listener: socket.socket | None) -> _Asked 
             os.close(file)
 
 
-def _fork_for_parent() -> int | None:
+def _fork_for_parent():
     """Fork a process that this server's parent adopts; returns its ID, and None in it."""
     read, write = os.pipe()
     between = os.fork()
@@ -396,7 +395,7 @@ def _fork_for_parent() -> int | None:
         return int(pipe.read())
 
 
-def _mind(asking: socket.socket, files: list[int]) -> None:
+def _mind(asking, files):
     """Fork a process and tell a stub how it ended; returns in that process alone."""
     pid = os.fork()
     if pid == 0:
@@ -413,7 +412,7 @@ def _mind(asking: socket.socket, files: list[int]) -> None:
     os._exit(0)
 
 
-def _become(request: dict[str, Any], files: list[int]) -> _Asked | None:
+def _become(request, files):
     """Make this fork the process that was asked for, run its command, and end.
 
     Returns:
@@ -444,15 +443,15 @@ def _become(request: dict[str, Any], files: list[int]) -> _Asked | None:
     for source in (request["before_each"], request["before"]):
         exec(source or "", {})
     execute_before_each(request["before_each"])
-    _end(_code_of(request["arguments"]))
+    return _end(_code_of(request["arguments"]))
 
 
-def _close_files_but(kept: int) -> None:
+def _close_files_but(kept):
     os.closerange(3, kept)
     os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX") if kept < 1024 else kept + 1024)
 
 
-def _reset(request: dict[str, Any]) -> None:
+def _reset(request):
     """Put the state that a fork shares with its parent to what it is after a start."""
     for number in _HANDLED:
         is_ignored = number in request["ignored"]
@@ -480,12 +479,12 @@ def _reset(request: dict[str, Any]) -> None:
     gc.enable()
 
 
-def _open_standard_streams() -> None:
+def _open_standard_streams():
     """Open them as Python does; the old ones stay open, since handlers of logs have them."""
     is_buffered = not os.environ.get("PYTHONUNBUFFERED")
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         old = getattr(sys, name)
-        file = open(
+        file = open(  # noqa: SIM115  # it is the process's own
             number, "wb" if number else "rb", buffering=-1 if is_buffered else 0, closefd=False
         )
         new = io.TextIOWrapper(
@@ -500,7 +499,7 @@ def _open_standard_streams() -> None:
         setattr(sys, f"__{name}__", new)
 
 
-def _name(first: str, arguments: list[str]) -> None:
+def _name(first, arguments):
     """Show a command in the process table: some code knows processes by it."""
     fields = Path("/proc/self/stat").read_text("utf-8").rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, proc(5)
@@ -508,7 +507,7 @@ def _name(first: str, arguments: list[str]) -> None:
     ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
-def _code_of(arguments: list[str]) -> int:
+def _code_of(arguments):
     """Run a command; return the exit code that Python gives for how it ended."""
     try:
         _execute(arguments)
@@ -526,7 +525,7 @@ def _code_of(arguments: list[str]) -> int:
     return 0
 
 
-def _end(code: int) -> None:
+def _end(code):
     """End as Python does, but leave the memory to the system: freeing it would copy all of it."""
     threading._shutdown()
     atexit._run_exitfuncs()
@@ -539,13 +538,11 @@ def _end(code: int) -> None:
     os._exit(code & 0xFF)
 
 
-def _execute(arguments: list[str]) -> None:
+def _execute(arguments):
     """Do what ``python`` does with these arguments."""
-    rest = list(arguments)
-    is_safe = rest[0] == "-P"
-    if is_safe:
-        del rest[0]
-    kind, rest = rest[0], rest[1:]
+    flags = list(itertools.takewhile(lambda word: word in {"-P", "-S"}, arguments))
+    is_safe = "-P" in flags
+    kind, *rest = arguments[len(flags) :]
     reach = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     sys.path[:0] = reach
     sys.orig_argv = [sys.executable, *arguments]

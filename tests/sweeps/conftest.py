@@ -6,7 +6,6 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from rich.console import Console
@@ -21,15 +20,12 @@ from mens_exp.sweeps import local, pool, supervise
 from mens_exp.sweeps.launcher import Launcher
 from mens_exp.sweeps.process import Child
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 UTC = "2026-11-20T05:58:01.123Z"
 
 
-def _job(number: int, **more: Any) -> SweepJob:
+def _job(number, **more):
     """A job as it is launched."""
-    made: dict[str, Any] = {
+    made = {
         "number": number,
         "directory": f"{number}_job",
         "differs": [f"seed={number}"],
@@ -42,12 +38,12 @@ def _job(number: int, **more: Any) -> SweepJob:
         "notes": [],
         "attempts": [],
     }
-    return SweepJob(**{**made, **more})  # type: ignore[typeddict-item]
+    return SweepJob(**{**made, **more})
 
 
-def _record(*jobs: SweepJob, **more: Any) -> SweepRecord:
+def _record(*jobs, **more):
     """A sweep of these jobs, one at a time and without second tries."""
-    made: dict[str, Any] = {
+    made = {
         "sweep_id": "s",
         "created_utc": UTC,
         "command": ["seed=1,2"],
@@ -61,9 +57,9 @@ def _record(*jobs: SweepJob, **more: Any) -> SweepRecord:
     return SweepRecord(**{**made, **more})
 
 
-def _manifest(run: RunDir, status: Status, **more: Any) -> Manifest:
+def _manifest(run, status, **more):
     """Write the record of a run."""
-    made: dict[str, Any] = {
+    made = {
         "run_id": run.path.name,
         "task": "train",
         "status": status,
@@ -78,24 +74,24 @@ def _manifest(run: RunDir, status: Status, **more: Any) -> Manifest:
 
 
 @pytest.fixture
-def write_manifest() -> Callable[..., Manifest]:
+def write_manifest():
     """Write the record of a run with a status."""
     return _manifest
 
 
 @pytest.fixture
-def make_sweep() -> Callable[..., SweepRecord]:
+def make_sweep():
     """Make the record of a sweep of so many jobs, each with further fields of its own."""
 
-    def made(*jobs: dict[str, Any], **more: Any) -> SweepRecord:
+    def made(*jobs, **more):
         return _record(*(_job(number, **one) for number, one in enumerate(jobs)), **more)
 
     return made
 
 
-def dimension(key: str, **more: Any) -> Dimension:
+def dimension(key, **more):
     """A key that is drawn: choices by default."""
-    made: dict[str, Any] = {
+    made = {
         "key": key,
         "kind": "choice",
         "values": [],
@@ -104,15 +100,15 @@ def dimension(key: str, **more: Any) -> Dimension:
         "step": None,
         "log": False,
     }
-    return Dimension(**{**made, **more})  # type: ignore[typeddict-item]
+    return Dimension(**{**made, **more})
 
 
 @pytest.fixture
-def make_search() -> Callable[..., SearchRecord]:
+def make_search():
     """Make a search's part of a record: the rank and the learning rate of ten trials."""
 
-    def made(**more: Any) -> SearchRecord:
-        usual: dict[str, Any] = {
+    def made(**more):
+        usual = {
             "sampler": "random",
             "seed": 0,
             "startup_trials": 10,
@@ -132,7 +128,7 @@ def make_search() -> Callable[..., SearchRecord]:
             "importance": {},
             "importance_unknown": None,
         }
-        return SearchRecord(**{**usual, **more})  # type: ignore[typeddict-item]
+        return SearchRecord(**{**usual, **more})
 
     return made
 
@@ -165,12 +161,12 @@ for step, value in scripts[min(number, len(scripts) - 1)]:
 
 
 @pytest.fixture
-def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Launcher]:
+def sweep(tmp_path, monkeypatch):
     """Make a launcher whose jobs are stand-ins, one list of scripts for each."""
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN, encoding="utf-8")
 
-    def start(arguments: list[str], log: Path, environment: dict[str, str]) -> Child:
+    def start(arguments, log, environment):
         with log.open("ab") as output:
             return Child(
                 subprocess.Popen(
@@ -187,7 +183,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Laun
     monkeypatch.setattr(local.LocalExecutor, "look_s", 0.01)
     monkeypatch.setattr(pool.JoblibExecutor, "look_s", 0.01)
 
-    def made(*scripts: list[list[tuple[str, Any]]], **more: Any) -> Launcher:
+    def made(*scripts, **more):
         directory = SweepDir(tmp_path / "sweep")
         jobs = [_job(number) for number in range(len(scripts))]
         for one, script_of_one in zip(jobs, scripts, strict=True):
@@ -202,7 +198,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Laun
 
 
 @pytest.fixture(scope="module")
-def slurm_of_one_node() -> Iterator[None]:
+def slurm_of_one_node():
     """The cluster's commands are those of this process, and of all that it starts."""
     stand_in = runpy.run_path(str(Path(__file__).with_name("slurm_cluster.py")))
     with pytest.MonkeyPatch.context() as patch, stand_in["cluster"]() as environment:

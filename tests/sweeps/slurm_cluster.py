@@ -15,12 +15,8 @@ import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 LIMIT_S = 60
 
@@ -62,7 +58,7 @@ PartitionName=high Nodes={host} PriorityTier=2
 """
 
 
-def missing() -> str | None:
+def missing():
     """Say what keeps a cluster from being started here."""
     names = ("munged", "slurmctld", "slurmd", "sbatch")
     where = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
@@ -73,7 +69,7 @@ def missing() -> str | None:
 
 
 @contextmanager
-def cluster() -> Iterator[dict[str, str]]:
+def cluster():
     """Start a cluster, and end it with all its jobs.
 
     Yields:
@@ -82,7 +78,7 @@ def cluster() -> Iterator[dict[str, str]]:
     place = Path(tempfile.mkdtemp(prefix="slurm_"))  # a socket's path is 107 bytes at most
     environment = {**os.environ, "SLURM_CONF": str(place / "slurm.conf")}
     environment["PATH"] += os.pathsep + "/usr/sbin"
-    started: list[int] = []
+    started = []
     try:
         _configure(place, environment)
         _munge(place, environment, started)
@@ -98,7 +94,7 @@ def cluster() -> Iterator[dict[str, str]]:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _configure(place: Path, environment: dict[str, str]) -> None:
+def _configure(place, environment):
     for name in ("state", "spool"):
         (place / name).mkdir()
     with socket.socket() as one, socket.socket() as other:
@@ -117,7 +113,7 @@ def _configure(place: Path, environment: dict[str, str]) -> None:
     (place / "cgroup.conf").write_text(f"CgroupPlugin={plugin}\n", "ascii")
 
 
-def _munge(place: Path, environment: dict[str, str], started: list[int]) -> None:
+def _munge(place, environment, started):
     key = place / "munge.key"
     key.write_bytes(os.urandom(1024))
     key.chmod(0o400)
@@ -128,7 +124,7 @@ def _munge(place: Path, environment: dict[str, str], started: list[int]) -> None
     started.append(_pid(place / "munge.pid"))
 
 
-def _run(command: list[str], environment: dict[str, str]) -> str:
+def _run(command, environment):
     program = shutil.which(command[0], path=environment["PATH"])
     assert program is not None, command[0]
     done = subprocess.run(
@@ -138,7 +134,7 @@ def _run(command: list[str], environment: dict[str, str]) -> str:
     return done.stdout
 
 
-def _pid(path: Path) -> int:
+def _pid(path):
     began = time.time()
     while not path.exists() or not path.read_text("ascii").strip():
         assert time.time() - began < LIMIT_S, f"no {path}"
@@ -146,21 +142,21 @@ def _pid(path: Path) -> int:
     return int(path.read_text("ascii"))
 
 
-def _wait_until_idle(environment: dict[str, str]) -> None:
+def _wait_until_idle(environment):
     began = time.time()
     while "idle" not in _run(["sinfo", "--noheader", "--format=%T"], environment):
         assert time.time() - began < LIMIT_S, "the node did not come up"
         time.sleep(0.1)
 
 
-def _end_jobs(environment: dict[str, str]) -> None:
+def _end_jobs(environment):
     _run(["scancel", "--me"], environment)
     began = time.time()
     while _run(["squeue", "--noheader"], environment).strip() and time.time() - began < LIMIT_S:
         time.sleep(0.2)
 
 
-def _end(pid: int) -> None:
+def _end(pid):
     try:
         process = psutil.Process(pid)
         family = [process, *process.children(recursive=True)]

@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,23 +14,15 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import JobState
 from mens_exp.sweeps.process import Ended
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.artifacts.sweep import SweepJob
-    from mens_exp.sweeps.launcher import Launcher
-
-    Sweep = Callable[..., Launcher]
-
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals; run it on Linux")
 
-DONE: list[tuple[str, Any]] = [("end", "succeeded"), ("exit", 0)]
-LONG: list[tuple[str, Any]] = [("on interrupt", 130), ("wait", "never")]
+DONE = [("end", "succeeded"), ("exit", 0)]
+LONG = [("on interrupt", 130), ("wait", "never")]
 POOL = {"launcher": "joblib", "launcher_settings": {"backend": "threading"}}
 
 
 @pytest.fixture(params=["local", "joblib"])
-def where(request: pytest.FixtureRequest) -> dict[str, Any]:
+def where(request):
     """Which launcher runs the jobs."""
     if request.param == "joblib":
         pytest.importorskip("joblib", reason="joblib is missing: pip install joblib")
@@ -42,26 +33,26 @@ def where(request: pytest.FixtureRequest) -> dict[str, Any]:
 class Fed:
     """Hands out the jobs of a launcher one by one, and ends those it is told to."""
 
-    def __init__(self, launcher: Launcher, ends: dict[int, str] | None = None) -> None:
+    def __init__(self, launcher, ends=None):
         self.launcher, self.ends = launcher, ends or {}
         self.coming = list(launcher.record.jobs)
         launcher.record.jobs.clear()
         launcher._feed = self
-        self.settled: list[tuple[int, str]] = []
+        self.settled = []
 
-    def supply(self) -> bool:
+    def supply(self):
         self.launcher.record.jobs += self.coming[:1]
         return bool(self.coming and self.coming.pop(0))
 
-    def watch(self, job: SweepJob) -> str | None:
+    def watch(self, job):
         listens = self.launcher.directory.path / job["directory"] / "listens"
         return self.ends.get(job["number"]) if listens.exists() else None
 
-    def settle(self, job: SweepJob) -> None:
+    def settle(self, job):
         self.settled.append((job["number"], str(job["state"])))
 
 
-def test_jobs_come_as_others_end(sweep: Sweep, where: dict[str, Any]) -> None:
+def test_jobs_come_as_others_end(sweep, where):
     """One at a time here; each end is told."""
     launcher = sweep([DONE], [[("exit", 2)]], [DONE], **where)
     fed = Fed(launcher)
@@ -69,7 +60,7 @@ def test_jobs_come_as_others_end(sweep: Sweep, where: dict[str, Any]) -> None:
     assert fed.settled == [(0, "succeeded"), (1, "failed"), (2, "succeeded")]
 
 
-def test_as_many_come_as_may_run(sweep: Sweep, tmp_path: Path, where: dict[str, Any]) -> None:
+def test_as_many_come_as_may_run(sweep, tmp_path, where):
     """Two at a time wait for each other's file; the third comes when one of them has ended."""
     files = [tmp_path / "sweep" / f"{number}_job" / "tried_0" for number in (0, 1)]
     met = [[("wait", str(other)), *DONE] for other in reversed(files)]
@@ -82,12 +73,10 @@ def test_as_many_come_as_may_run(sweep: Sweep, tmp_path: Path, where: dict[str, 
     assert began[2] >= min(ended[:2])
 
 
-def test_a_killed_job_is_tried_again_beside_the_others(
-    sweep: Sweep, tmp_path: Path, where: dict[str, Any]
-) -> None:
+def test_a_killed_job_is_tried_again_beside_the_others(sweep, tmp_path, where):
     """The other job ends once the killed one has begun again; no place stays empty till then."""
     again = tmp_path / "sweep" / "0_job" / "tried_1"
-    patient: list[tuple[str, Any]] = [("wait", str(again)), *DONE]
+    patient = [("wait", str(again)), *DONE]
     launcher = sweep([[("kill", "SIGKILL")], DONE], [patient], n_jobs=2, retries=1, **where)
     fed = Fed(launcher)
     assert launcher.run() == 0
@@ -97,7 +86,7 @@ def test_a_killed_job_is_tried_again_beside_the_others(
     assert killed[1]["started_utc"] <= str(other[0]["ended_utc"])
 
 
-def test_a_pruned_job_is_neither_failed_nor_cancelled(sweep: Sweep, where: dict[str, Any]) -> None:
+def test_a_pruned_job_is_neither_failed_nor_cancelled(sweep, where):
     """Its directory says why, it is not tried again, and the exit code is 0."""
     launcher = sweep([LONG], [DONE], retries=3, **where)
     fed = Fed(launcher, {0: "worse than others"})
@@ -110,7 +99,7 @@ def test_a_pruned_job_is_neither_failed_nor_cancelled(sweep: Sweep, where: dict[
     assert pruned.read_text("utf-8") == "worse than others"
 
 
-def test_a_job_that_ends_well_before_it_is_pruned_has_succeeded(sweep: Sweep) -> None:
+def test_a_job_that_ends_well_before_it_is_pruned_has_succeeded(sweep):
     """What it measured counts."""
     launcher = sweep([DONE])
     run = RunDir(launcher.directory.path / launcher.record.jobs[0]["directory"])
@@ -120,9 +109,9 @@ def test_a_job_that_ends_well_before_it_is_pruned_has_succeeded(sweep: Sweep) ->
     assert fed.settled == [(0, "succeeded")]
 
 
-def test_only_the_job_that_is_pruned_ends(sweep: Sweep, where: dict[str, Any]) -> None:
+def test_only_the_job_that_is_pruned_ends(sweep, where):
     """The one beside it is told nothing."""
-    unheard: list[tuple[str, Any]] = [("wait", "until_pruned"), *DONE]
+    unheard = [("wait", "until_pruned"), *DONE]
     launcher = sweep([LONG], [unheard], n_jobs=2, **where)
     beside = launcher.directory.path / "1_job"
     scripts = (beside / "scripts.json").read_text("utf-8")
@@ -139,11 +128,11 @@ class Recorded:
 
     look_s = 0.01
 
-    def __init__(self, *, left: bool) -> None:
+    def __init__(self, *, left):
         self.left, self.is_silent, self.told_to_end = left, not left, 0
         self.waits = None
 
-    def start(self, jobs: list[SweepJob]) -> list[tuple[SweepJob, Any]]:
+    def start(self, jobs):
         was_silent, self.is_silent = self.is_silent, False
         if was_silent:
             for job in jobs:
@@ -151,37 +140,33 @@ class Recorded:
             return []
         return [(job, self) for job in jobs]
 
-    def adopt(self, job: SweepJob) -> Recorded | None:
+    def adopt(self, job):
         del job
         return self if self.left else None
 
-    def poll(self) -> None:
+    def poll(self):
         """Nothing is to be asked."""
 
-    def ended(self) -> Ended:
+    def ended(self):
         return Ended(exit_code=130 if self.left else 0)
 
-    def end(self) -> None:
+    def end(self):
         self.told_to_end += 1
 
 
-def test_a_job_that_could_not_be_handed_over_waits(
-    sweep: Sweep, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_could_not_be_handed_over_waits(sweep, monkeypatch):
     """With the reason on record until somebody takes it."""
     launcher = sweep([DONE])
     run = launcher.directory.path / "0_job"
     (run / "manifest_succeeded.json").replace(run / "manifest.json")
     monkeypatch.setattr(launcher, "_executor", Recorded(left=False))
-    told: list[str | None] = []
+    told = []
     monkeypatch.setattr(launcher, "_say", lambda _job, what, why: told.append(f"{what}: {why}"))
     assert launcher.run() == 0
     assert told == ["waits: nobody answers", "running: None", "succeeded: None"]
 
 
-def test_a_pruned_job_that_was_not_told_so_is_ended_when_the_search_goes_on(
-    sweep: Sweep, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pruned_job_that_was_not_told_so_is_ended_when_the_search_goes_on(sweep, monkeypatch):
     """Its launcher died between the note in its directory and the signal."""
     launcher = sweep([LONG])
     job = launcher.record.jobs[0]
@@ -194,13 +179,13 @@ def test_a_pruned_job_that_was_not_told_so_is_ended_when_the_search_goes_on(
     assert (str(job["state"]), job["reason"]) == ("pruned", "worse")
 
 
-def test_no_job_comes_after_a_signal(sweep: Sweep, where: dict[str, Any]) -> None:
+def test_no_job_comes_after_a_signal(sweep, where):
     """A search that is cancelled draws nothing more, and tells of no end."""
     launcher = sweep([LONG], [DONE], **where)
     fed = Fed(launcher)
     listens = Path(launcher.directory.path) / "0_job" / "listens"
 
-    def interrupt() -> None:
+    def interrupt():
         while not listens.exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,13 +13,9 @@ from mens_exp.sweeps import launching
 from mens_exp.sweeps.job import ACCEPT_CHANGES
 from mens_exp.sweeps.planning import plan_sweep
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 
 @pytest.fixture
-def rows(rows_file: Path, tmp_path: Path) -> Path:
+def rows(rows_file, tmp_path):
     """Rows that a test may change."""
     copy = tmp_path / "rows.jsonl"
     copy.write_bytes(rows_file.read_bytes())
@@ -28,9 +23,7 @@ def rows(rows_file: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def frozen(
-    tiny_run: list[str], rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> RunDir:
+def frozen(tiny_run, rows, tmp_path, monkeypatch):
     """A job that only plans, as the launcher leaves it."""
     monkeypatch.chdir(tmp_path)
     usual = [text for text in tiny_run if not text.startswith("data.path")]
@@ -40,13 +33,13 @@ def frozen(
     return run
 
 
-def refused(run: RunDir, capsys: pytest.CaptureFixture[str]) -> str:
+def refused(run, capsys):
     assert job_module.main([str(run.path)]) == 2
     assert not run.manifest.exists()
     return " ".join(capsys.readouterr().err.split())
 
 
-def test_a_job_runs_what_was_frozen(frozen: RunDir) -> None:
+def test_a_job_runs_what_was_frozen(frozen):
     """Its record has the overrides, the digest and the choices of the cell."""
     before = frozen.config.read_bytes()
     assert job_module.main([str(frozen.path)]) == 0
@@ -60,18 +53,14 @@ def test_a_job_runs_what_was_frozen(frozen: RunDir) -> None:
     assert not frozen.job_lock.exists()
 
 
-def test_a_changed_configuration_is_refused(
-    frozen: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_configuration_is_refused(frozen, capsys):
     """Even where changes are accepted: it is what makes the cell."""
     frozen.config.write_text(frozen.config.read_text("utf-8").replace("seed: 7", "seed: 8"))
     assert "the frozen configuration was changed" in refused(frozen, capsys)
     assert job_module.main([str(frozen.path), ACCEPT_CHANGES]) == 2
 
 
-def test_changed_code_is_refused_unless_told(
-    frozen: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_changed_code_is_refused_unless_told(frozen, monkeypatch, capsys):
     """The message says how to go on all the same."""
     monkeypatch.setattr(job_module, "code_digest", lambda: "0" * 64)
     said = refused(frozen, capsys)
@@ -81,18 +70,14 @@ def test_changed_code_is_refused_unless_told(
     assert job_module.main([str(frozen.path), ACCEPT_CHANGES]) == 0
 
 
-def test_changed_rows_are_refused(
-    frozen: RunDir, rows: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_changed_rows_are_refused(frozen, rows, capsys):
     """The contract of the launch was over their content."""
     with rows.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"prompt": "one", "response": "more"}) + "\n")
     assert "the files that it names have changed since the launch" in refused(frozen, capsys)
 
 
-def test_changed_classes_of_the_user_are_refused(
-    frozen: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_changed_classes_of_the_user_are_refused(frozen, tmp_path, capsys):
     """Their modules are hashed at launch, too."""
     job = Job.read(frozen.job)
     job.own_files = {"mine.py": "0" * 64}
@@ -101,7 +86,7 @@ def test_changed_classes_of_the_user_are_refused(
     assert "mine.py: has changed since the launch" in refused(frozen, capsys)
 
 
-def test_a_job_killed_after_its_success_renders_its_report(frozen: RunDir) -> None:
+def test_a_job_killed_after_its_success_renders_its_report(frozen):
     """Nothing else is done again."""
     assert job_module.main([str(frozen.path)]) == 0
     before = frozen.manifest.read_bytes()
@@ -111,9 +96,7 @@ def test_a_job_killed_after_its_success_renders_its_report(frozen: RunDir) -> No
     assert frozen.manifest.read_bytes() == before
 
 
-def test_what_does_not_train_begins_anew(
-    frozen: RunDir, write_manifest: Callable[..., Manifest]
-) -> None:
+def test_what_does_not_train_begins_anew(frozen, write_manifest):
     """What the attempt before it left stays beside it."""
     write_manifest(frozen, Status.STARTED, task="plan", run_id="before")
     assert job_module.main([str(frozen.path)]) == 0
@@ -122,9 +105,7 @@ def test_what_does_not_train_begins_anew(
     assert aside.run_id == "before"
 
 
-def test_a_second_process_of_one_job_is_refused(
-    frozen: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_process_of_one_job_is_refused(frozen, capsys):
     """As after the death of a launcher that could not note the first."""
     from mens_exp.artifacts.run_lock import held
 
@@ -132,9 +113,7 @@ def test_a_second_process_of_one_job_is_refused(
         assert "a process is still working on this run" in refused(frozen, capsys)
 
 
-def test_rows_that_are_not_there_are_told_in_one_line(
-    frozen: RunDir, rows: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_that_are_not_there_are_told_in_one_line(frozen, rows, capsys):
     """As where a sweep goes on from another directory than it was launched in."""
     rows.unlink()
     assert job_module.main([str(frozen.path)]) == 2

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,36 +13,28 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import JobState, SweepRecord
 from mens_exp.errors import SetupError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.sweeps.launcher import Launcher
-
-    Sweep = Callable[..., Launcher]
-
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals; run it on Linux")
 
-DONE: list[tuple[str, Any]] = [("end", "succeeded"), ("exit", 0)]
+DONE = [("end", "succeeded"), ("exit", 0)]
 
 
-def states(launcher: Launcher) -> list[str]:
+def states(launcher):
     return [str(job["state"]) for job in SweepRecord.read(launcher.directory.record).jobs]
 
 
-def tries(launcher: Launcher, number: int) -> int:
+def tries(launcher, number):
     return len(launcher.record.jobs[number]["attempts"])
 
 
-def environment(launcher: Launcher, number: int) -> dict[str, str]:
+def environment(launcher, number):
     place = launcher.directory.path / launcher.record.jobs[number]["directory"]
     return dict(json.loads((place / "tried_0").read_text("utf-8")))
 
 
-def interrupt_when(path: Path, number: int = signal.SIGINT) -> threading.Thread:
+def interrupt_when(path, number=signal.SIGINT):
     """Signal this process as soon as a file is there."""
 
-    def work() -> None:
+    def work():
         while not path.exists():
             time.sleep(0.01)
         os.kill(os.getpid(), number)
@@ -53,7 +44,7 @@ def interrupt_when(path: Path, number: int = signal.SIGINT) -> threading.Thread:
     return thread
 
 
-def test_all_jobs_succeed(sweep: Sweep) -> None:
+def test_all_jobs_succeed(sweep):
     """Exit code 0; each has its own process, peak memory and results on record."""
     launcher = sweep([DONE], [DONE])
     assert launcher.run() == 0
@@ -66,7 +57,7 @@ def test_all_jobs_succeed(sweep: Sweep) -> None:
         assert (job["attempts"][0]["peak_rss_bytes"] or 0) > 1_000_000
 
 
-def test_a_failed_job_stops_no_other_and_its_code_is_the_sweeps(sweep: Sweep) -> None:
+def test_a_failed_job_stops_no_other_and_its_code_is_the_sweeps(sweep):
     """The largest code of all; what the job said last is the reason."""
     launcher = sweep([[("say", "no such rows"), ("exit", 2)]], [DONE], [[("exit", 3)]])
     assert launcher.run() == 3
@@ -75,7 +66,7 @@ def test_a_failed_job_stops_no_other_and_its_code_is_the_sweeps(sweep: Sweep) ->
     assert launcher.record.jobs[2]["reason"] == "exit code 3"
 
 
-def test_a_killed_job_is_started_again(sweep: Sweep) -> None:
+def test_a_killed_job_is_started_again(sweep):
     """Once with retries=1, and both attempts are on record."""
     launcher = sweep([[("kill", "SIGKILL")], DONE], retries=1)
     assert launcher.run() == 0
@@ -83,7 +74,7 @@ def test_a_killed_job_is_started_again(sweep: Sweep) -> None:
     assert codes == [-signal.SIGKILL, 0]
 
 
-def test_retries_come_to_an_end(sweep: Sweep) -> None:
+def test_retries_come_to_an_end(sweep):
     """Two retries are three attempts; the sweep then says that it did not succeed."""
     launcher = sweep([[("kill", "SIGKILL")]], retries=2)
     assert launcher.run() == 1
@@ -92,21 +83,21 @@ def test_retries_come_to_an_end(sweep: Sweep) -> None:
 
 
 @pytest.mark.parametrize(("code", "attempts"), [(1, 2), (2, 1), (3, 1), (4, 1), (130, 1)])
-def test_only_what_may_pass_is_tried_again(sweep: Sweep, code: int, attempts: int) -> None:
+def test_only_what_may_pass_is_tried_again(sweep, code, attempts):
     """A wrong request, an environment, a gate and a cancellation stay what they are."""
     launcher = sweep([[("exit", code)]], retries=1)
     assert launcher.run() == code
     assert tries(launcher, 0) == attempts
 
 
-def test_success_without_a_record_is_none(sweep: Sweep) -> None:
+def test_success_without_a_record_is_none(sweep):
     """Exit code 0 alone proves nothing."""
     launcher = sweep([[("exit", 0)]])
     assert launcher.run() == 1
     assert launcher.record.jobs[0]["reason"] == "it ended without a record of success"
 
 
-def test_as_many_jobs_at_a_time_as_asked_for(sweep: Sweep, tmp_path: Path) -> None:
+def test_as_many_jobs_at_a_time_as_asked_for(sweep, tmp_path):
     """Two wait for each other's file, which one alone would do in vain; the third comes after."""
     files = [tmp_path / "sweep" / f"{number}_job" / "tried_0" for number in (0, 1)]
     met = [[("wait", str(other)), *DONE] for other in reversed(files)]
@@ -117,7 +108,7 @@ def test_as_many_jobs_at_a_time_as_asked_for(sweep: Sweep, tmp_path: Path) -> No
     assert begins[2] >= min(ends[:2])
 
 
-def test_jobs_get_their_threads_and_take_gpus_in_turn(sweep: Sweep, tmp_path: Path) -> None:
+def test_jobs_get_their_threads_and_take_gpus_in_turn(sweep, tmp_path):
     """Two slots with three GPUs: each slot keeps its own."""
     files = [tmp_path / "sweep" / f"{number}_job" / "tried_0" for number in (0, 1)]
     met = [[("wait", str(other)), *DONE] for other in reversed(files)]
@@ -129,7 +120,7 @@ def test_jobs_get_their_threads_and_take_gpus_in_turn(sweep: Sweep, tmp_path: Pa
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_passed_on_and_ends_the_sweep(sweep: Sweep, number: int) -> None:
+def test_a_signal_is_passed_on_and_ends_the_sweep(sweep, number):
     """What is at work closes its record, what waits does not begin, and 130 is the code."""
     name = signal.Signals(number).name
     running = [("on interrupt", 130), ("wait", "never")]
@@ -143,7 +134,7 @@ def test_a_signal_is_passed_on_and_ends_the_sweep(sweep: Sweep, number: int) -> 
     assert tries(launcher, 1) == 0
 
 
-def test_a_job_that_ends_well_during_a_cancellation_has_succeeded(sweep: Sweep) -> None:
+def test_a_job_that_ends_well_during_a_cancellation_has_succeeded(sweep):
     """A signal while its record closes changes nothing, as in a single run."""
     launcher = sweep([[("end", "succeeded"), ("on interrupt", 0), ("wait", "never")]], [DONE])
     thread = interrupt_when(launcher.directory.path / "0_job" / "listens")
@@ -152,18 +143,18 @@ def test_a_job_that_ends_well_during_a_cancellation_has_succeeded(sweep: Sweep) 
     assert states(launcher) == ["succeeded", "cancelled"]
 
 
-def test_signal_handlers_are_put_back(sweep: Sweep) -> None:
+def test_signal_handlers_are_put_back(sweep):
     """The sweep leaves the process as it found it."""
     before = signal.getsignal(signal.SIGINT)
     assert sweep([DONE]).run() == 0
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_no_process_is_no_reason_to_stop(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_is_no_reason_to_stop(sweep, monkeypatch):
     """Where the system starts none, the job has failed and says so."""
     from mens_exp.sweeps import local
 
-    def none(*_: object) -> None:
+    def none(*_):
         raise OSError("Resource temporarily unavailable")
 
     monkeypatch.setattr(local, "start", none)
@@ -173,7 +164,7 @@ def test_no_process_is_no_reason_to_stop(sweep: Sweep, monkeypatch: pytest.Monke
     assert "Resource temporarily unavailable" in str(launcher.record.jobs[0]["reason"])
 
 
-def test_output_of_all_attempts_is_kept(sweep: Sweep) -> None:
+def test_output_of_all_attempts_is_kept(sweep):
     """In the job's own file, one attempt after the other."""
     launcher = sweep([[("say", "first"), ("exit", 1)], [("say", "second"), *DONE]], retries=1)
     assert launcher.run() == 0
@@ -181,12 +172,12 @@ def test_output_of_all_attempts_is_kept(sweep: Sweep) -> None:
     assert log.splitlines() == ["first", "second"]
 
 
-def test_a_full_disk_ends_no_sweep(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_no_sweep(sweep, monkeypatch):
     """The record is written as soon as there is room again; it is told once."""
     launcher = sweep([DONE])
     write, refusals = SweepRecord.write, iter(range(2))
 
-    def full(record: SweepRecord, path: Path) -> None:
+    def full(record, path):
         if next(refusals, None) is not None:
             raise OSError(28, "No space left on device")
         write(record, path)
@@ -199,13 +190,11 @@ def test_a_full_disk_ends_no_sweep(sweep: Sweep, monkeypatch: pytest.MonkeyPatch
     assert file.getvalue().count("was not written, and will be tried again") == 1
 
 
-def test_a_record_that_cannot_be_written_is_told_once_all_jobs_have_ended(
-    sweep: Sweep, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_that_cannot_be_written_is_told_once_all_jobs_have_ended(sweep, monkeypatch):
     """The jobs were looked after all the same."""
     launcher = sweep([DONE])
 
-    def full(*_: object) -> None:
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(SweepRecord, "write", full)

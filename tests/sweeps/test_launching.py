@@ -7,7 +7,6 @@ import io
 import os
 import shlex
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from rich.console import Console
@@ -19,15 +18,9 @@ from mens_exp.config.overrides import check
 from mens_exp.sweeps import launching
 from mens_exp.sweeps.launching import finish
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.sweep import SweepRecord
-
 
 @pytest.fixture
-def ended(tmp_path: Path, make_sweep: Callable[..., SweepRecord]) -> Any:
+def ended(tmp_path, make_sweep):
     """A launcher whose one job has ended with 1."""
     directory = SweepDir(tmp_path)
     made = make_sweep({})
@@ -36,7 +29,7 @@ def ended(tmp_path: Path, make_sweep: Callable[..., SweepRecord]) -> Any:
     return SimpleNamespace(directory=directory, record=made, console=console, run=lambda: 1)
 
 
-def test_a_sweep_leaves_its_page_however_it_ended(ended: Any) -> None:
+def test_a_sweep_leaves_its_page_however_it_ended(ended):
     """Its place is told, beside the way to go on."""
     assert finish(ended) == 1
     said = ended.console.file.getvalue()
@@ -45,16 +38,14 @@ def test_a_sweep_leaves_its_page_however_it_ended(ended: Any) -> None:
     assert "1 waiting" in ended.directory.page.read_text(encoding="utf-8")
 
 
-def test_what_is_said_of_a_place_can_be_typed_again(
-    tmp_path: Path, make_sweep: Callable[..., SweepRecord]
-) -> None:
+def test_what_is_said_of_a_place_can_be_typed_again(tmp_path, make_sweep):
     """Blanks, quotes and brackets, which a shell, Hydra and the terminal would take otherwise."""
     directory = SweepDir(tmp_path / "it's a [bold] \\ place, #1")
     directory.path.mkdir()
     made = make_sweep({})
     made.write(directory.record)
     console = Console(file=(file := io.StringIO()), width=20)
-    made_up: Any = SimpleNamespace(directory=directory, record=made, console=console, run=lambda: 1)
+    made_up = SimpleNamespace(directory=directory, record=made, console=console, run=lambda: 1)
     finish(made_up)
     lines = file.getvalue().splitlines()
     assert f"The record: {directory.record}" in lines
@@ -67,17 +58,17 @@ def test_what_is_said_of_a_place_can_be_typed_again(
 
 
 def test_of_two_launches_into_one_directory_the_second_is_refused(
-    tiny_run: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    make_sweep: Callable[..., SweepRecord],
-) -> None:
+    tiny_run,
+    tmp_path,
+    monkeypatch,
+    capsys,
+    make_sweep,
+):
     """Also where the first one came to its end while the second one planned."""
     directory = SweepDir(tmp_path / "sweep")
     plan = launching.plan_sweep
 
-    def planned(overrides: list[str]) -> Any:
+    def planned(overrides):
         found = plan(overrides)
         directory.path.mkdir()
         make_sweep({}).write(directory.record)
@@ -90,9 +81,7 @@ def test_of_two_launches_into_one_directory_the_second_is_refused(
     assert [path.name for path in directory.path.iterdir()] == ["sweep.json"]
 
 
-def test_a_sweep_that_cannot_be_made_is_refused(
-    tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_that_cannot_be_made_is_refused(tiny_run, tmp_path, capsys):
     """A file is in the way; a full disk is told likewise."""
     (tmp_path / "file").touch()
     place = tmp_path / "file" / "sweep"
@@ -103,14 +92,14 @@ def test_a_sweep_that_cannot_be_made_is_refused(
 
 
 def test_no_room_for_the_frozen_configurations_is_told(
-    tiny_run: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tiny_run,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     """Nothing has begun; with room, the same command may be given again."""
 
-    def full(*_: object) -> None:
+    def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     place = tmp_path / "sweep"
@@ -124,10 +113,10 @@ def test_no_room_for_the_frozen_configurations_is_told(
     assert cli.main(command) == 0
 
 
-def test_a_page_that_fails_undoes_no_sweep(ended: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_fails_undoes_no_sweep(ended, monkeypatch):
     """The exit code stays that of the jobs, and the reason is told."""
 
-    def refuse(_: SweepDir) -> None:
+    def refuse(_):
         raise OSError("disk full")
 
     monkeypatch.setattr(launching, "write_sweep_page", refuse)

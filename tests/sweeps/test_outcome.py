@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mens_exp.artifacts.digest import sha256_bytes
@@ -11,24 +9,16 @@ from mens_exp.artifacts.sweep import JobState
 from mens_exp.sweeps.outcome import damage, outcome
 from mens_exp.sweeps.process import Ended
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.manifest import Manifest
-
-    Write = Callable[..., Manifest]
-
 UTC, LATER = "2026-11-20T05:58:01.123Z", "2026-11-20T06:00:00.000Z"
 ERROR = Failure(type="DataError", message="no rows", remedy=None, exit_code=2)
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
+def run(tmp_path):
     return RunDir(tmp_path / "run")
 
 
-def attempt(started_utc: str) -> dict[str, object]:
+def attempt(started_utc):
     return {
         "started_utc": started_utc,
         "ended_utc": None,
@@ -37,7 +27,7 @@ def attempt(started_utc: str) -> dict[str, object]:
     }
 
 
-def test_the_error_on_record_is_the_reason(run: RunDir, write_manifest: Write) -> None:
+def test_the_error_on_record_is_the_reason(run, write_manifest):
     """By its type and its words."""
     write_manifest(run, Status.FAILED, error=ERROR, attempts=[attempt(LATER)])
     found = outcome(run, Ended(exit_code=2), since_utc=UTC)
@@ -45,7 +35,7 @@ def test_the_error_on_record_is_the_reason(run: RunDir, write_manifest: Write) -
     assert not found.may_pass
 
 
-def test_an_error_of_an_earlier_attempt_is_not(run: RunDir, write_manifest: Write) -> None:
+def test_an_error_of_an_earlier_attempt_is_not(run, write_manifest):
     """This attempt ended before it could open the record."""
     write_manifest(run, Status.FAILED, error=ERROR, attempts=[attempt(UTC)])
     run.log.write_text("Traceback …\nImportError: no torch\n", "utf-8")
@@ -54,14 +44,14 @@ def test_an_error_of_an_earlier_attempt_is_not(run: RunDir, write_manifest: Writ
     assert found.may_pass
 
 
-def test_a_death_that_nobody_saw_may_pass(run: RunDir, write_manifest: Write) -> None:
+def test_a_death_that_nobody_saw_may_pass(run, write_manifest):
     """The process was not ours; its record says that it had begun."""
     write_manifest(run, Status.STARTED)
     found = outcome(run, Ended(exit_code=None), since_utc=UTC)
     assert (found.state, found.may_pass) == (JobState.FAILED, True)
 
 
-def test_what_nobody_saw_is_read_from_the_record(run: RunDir, write_manifest: Write) -> None:
+def test_what_nobody_saw_is_read_from_the_record(run, write_manifest):
     """Success and cancellation of a process that an earlier launcher had started."""
     write_manifest(run, Status.SUCCEEDED)
     assert outcome(run, Ended(exit_code=None), since_utc=UTC).state is JobState.SUCCEEDED
@@ -69,7 +59,7 @@ def test_what_nobody_saw_is_read_from_the_record(run: RunDir, write_manifest: Wr
     assert outcome(run, Ended(exit_code=None), since_utc=UTC).state is JobState.CANCELLED
 
 
-def test_a_kill_after_success_is_no_success_yet(run: RunDir, write_manifest: Write) -> None:
+def test_a_kill_after_success_is_no_success_yet(run, write_manifest):
     """Its report may not be there; another attempt renders it."""
     write_manifest(run, Status.SUCCEEDED)
     found = outcome(run, Ended(exit_code=-9), since_utc=UTC)
@@ -77,7 +67,7 @@ def test_a_kill_after_success_is_no_success_yet(run: RunDir, write_manifest: Wri
     assert found.reason == "killed by SIGKILL, as the system does when memory runs out"
 
 
-def test_damage_is_told_by_file(run: RunDir, write_manifest: Write) -> None:
+def test_damage_is_told_by_file(run, write_manifest):
     """Whole, changed, gone, and of another configuration."""
     run.path.mkdir()
     file = run.path / "plan.json"

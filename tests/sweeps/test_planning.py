@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -9,34 +8,26 @@ from mens_exp.errors import MensError
 from mens_exp.sweeps import planning
 from mens_exp.sweeps.planning import plan_sweep
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.sweeps.planning import PlannedSweep
-
-    Planned = Callable[..., PlannedSweep]
-
 
 @pytest.fixture
-def planned(tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
+def planned(tiny_run, tmp_path, monkeypatch):
     """Plan a sweep over `tiny_run` in an empty working directory."""
     monkeypatch.chdir(tmp_path)
 
-    def made(*overrides: str) -> PlannedSweep:
+    def made(*overrides):
         by_key = {text.partition("=")[0]: text for text in [*tiny_run, *overrides]}
         return plan_sweep(list(by_key.values()))
 
     return made
 
 
-def refusal(planned: Planned, *overrides: str) -> MensError:
+def refusal(planned, *overrides):
     with pytest.raises(MensError) as caught:
         planned(*overrides)
     return caught.value
 
 
-def test_every_cell_is_costed(planned: Planned, tmp_path: Path) -> None:
+def test_every_cell_is_costed(planned, tmp_path):
     """Time, memory and disk of each; nothing is written."""
     sweep = planned("seed=1,2", "lora.r=4,8")
     assert [job.differs for job in sweep.jobs] == [
@@ -53,13 +44,13 @@ def test_every_cell_is_costed(planned: Planned, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_cell_is_a_sweep_as_well(planned: Planned) -> None:
+def test_one_cell_is_a_sweep_as_well(planned):
     """-m without a list runs one job."""
     (only,) = planned("seed=3").jobs
     assert (only.cell.config.seed, only.cell.number) == (3, 0)
 
 
-def test_one_bad_cell_stops_all_and_is_named(planned: Planned) -> None:
+def test_one_bad_cell_stops_all_and_is_named(planned):
     """With the way to run the others."""
     said = str(refusal(planned, "lora.r=8,0", "seed=1,2"))
     assert "lora.r: out of range" in said
@@ -68,7 +59,7 @@ def test_one_bad_cell_stops_all_and_is_named(planned: Planned) -> None:
     assert "sweep.invalid=skip" in said
 
 
-def test_bad_cells_are_skipped_where_asked_for(planned: Planned) -> None:
+def test_bad_cells_are_skipped_where_asked_for(planned):
     """They are listed with their reason, and the others keep their numbers."""
     sweep = planned("lora.r=0,8,-1,4", "sweep.invalid=skip")
     assert [job.cell.number for job in sweep.jobs] == [1, 3]
@@ -76,7 +67,7 @@ def test_bad_cells_are_skipped_where_asked_for(planned: Planned) -> None:
     assert "lora.r: out of range" in sweep.left_out[0]["why"]
 
 
-def test_a_value_missing_in_one_cell_skips_that_cell(planned: Planned) -> None:
+def test_a_value_missing_in_one_cell_skips_that_cell(planned):
     """model=hf needs an id that tiny_llama does not have."""
     sweep = planned("model=tiny_llama,hf", "sweep.invalid=skip")
     assert [job.differs for job in sweep.jobs] == [("model=tiny_llama",)]
@@ -85,19 +76,19 @@ def test_a_value_missing_in_one_cell_skips_that_cell(planned: Planned) -> None:
     assert "model.id: a required value is missing" in out["why"]
 
 
-def test_nothing_left_to_run_is_refused(planned: Planned) -> None:
+def test_nothing_left_to_run_is_refused(planned):
     """Also with sweep.invalid=skip."""
     said = str(refusal(planned, "lora.r=0,-1", "sweep.invalid=skip"))
     assert said.count("lora.r: out of range") == 2
 
 
-def test_a_wrong_command_is_refused_whatever_is_skipped(planned: Planned) -> None:
+def test_a_wrong_command_is_refused_whatever_is_skipped(planned):
     """A key that does not exist is wrong in every cell."""
     said = str(refusal(planned, "seed=1,2", "lora.rr=8", "sweep.invalid=skip"))
     assert "lora.rr: unknown key" in said
 
 
-def test_a_knob_without_effect_collapses_its_cells(planned: Planned) -> None:
+def test_a_knob_without_effect_collapses_its_cells(planned):
     """backend=full has no adapter: its ranks are one run, and the note says so."""
     sweep = planned("backend=qlora,full", "lora.r=4,8")
     assert [(job.cell.number, job.differs) for job in sweep.jobs] == [
@@ -113,22 +104,20 @@ def test_a_knob_without_effect_collapses_its_cells(planned: Planned) -> None:
     assert "stands for cell 3 (backend=full, lora.r=8) as well" in kept.notes
 
 
-def test_a_value_that_one_option_refuses_alone_collapses(planned: Planned) -> None:
+def test_a_value_that_one_option_refuses_alone_collapses(planned):
     """An unquantized base has no constants to quantize."""
     sweep = planned("backend=qlora,lora", "quant.double_quant=true,false")
     assert [job.cell.number for job in sweep.jobs] == [0, 1, 2]
     assert [(one["number"], one["same_as"]) for one in sweep.left_out] == [(3, 2)]
 
 
-def test_a_knob_without_effect_anywhere_is_an_error(planned: Planned) -> None:
+def test_a_knob_without_effect_anywhere_is_an_error(planned):
     """Then it is the command that is wrong."""
     said = str(refusal(planned, "backend=full", "lora.r=4,8"))
     assert "lora.r: has no effect with backend=full" in said
 
 
-def test_the_same_rows_under_two_names_are_one_cell(
-    planned: Planned, rows_file: Path, tmp_path: Path
-) -> None:
+def test_the_same_rows_under_two_names_are_one_cell(planned, rows_file, tmp_path):
     """The contract holds their content, not where they lie."""
     other = tmp_path / "copy.jsonl"
     shutil.copy(rows_file, other)
@@ -137,14 +126,14 @@ def test_the_same_rows_under_two_names_are_one_cell(
     assert "one contract, and nothing beside it differs" in sweep.left_out[0]["why"]
 
 
-def test_what_is_left_beside_the_adapter_keeps_cells_apart(planned: Planned) -> None:
+def test_what_is_left_beside_the_adapter_keeps_cells_apart(planned):
     """A logger changes nothing learned, but the runs do not come to the same."""
     sweep = planned("logger=none,csv")
     assert len({job.contract for job in sweep.jobs}) == 1
     assert len(sweep.jobs) == 2
 
 
-def test_seeds_are_no_duplicates(planned: Planned) -> None:
+def test_seeds_are_no_duplicates(planned):
     """One seed twice is one cell."""
     sweep = planned("seed=1,2,1")
     assert [job.cell.number for job in sweep.jobs] == [0, 1]
@@ -162,12 +151,12 @@ def test_seeds_are_no_duplicates(planned: Planned) -> None:
         ("hydra/launcher=ray", "no launcher that starts jobs here"),
     ],
 )
-def test_settings_of_a_sweep_are_judged(planned: Planned, override: str, said: str) -> None:
+def test_settings_of_a_sweep_are_judged(planned, override, said):
     """By name, before anything is made."""
     assert said in str(refusal(planned, "seed=1,2", override))
 
 
-def test_a_directory_that_holds_a_sweep_is_refused(planned: Planned, tmp_path: Path) -> None:
+def test_a_directory_that_holds_a_sweep_is_refused(planned, tmp_path):
     """With the way to go on with it."""
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "sweep.json").write_text("{}")
@@ -176,11 +165,9 @@ def test_a_directory_that_holds_a_sweep_is_refused(planned: Planned, tmp_path: P
     assert "sweep.resume=s" in str(error)
 
 
-def test_jobs_that_need_too_much_memory_together_are_refused(
-    planned: Planned, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_that_need_too_much_memory_together_are_refused(planned, monkeypatch):
     """Each fits alone: 500 MB at most in 700 MB."""
-    estimate: dict[str, Any] = {
+    estimate = {
         "time_s": 1.0,
         "memory_bytes": 500_000_000,
         "memory_low_bytes": 400_000_000,

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from concurrent.futures import BrokenExecutor, Future
-from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -25,14 +24,6 @@ from mens_exp.sweeps import pool
 from mens_exp.sweeps.pool import PoolWork, pool_problems
 from mens_exp.sweeps.process import Ended
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.sweeps.launcher import Launcher
-
-    Sweep = Callable[..., Launcher]
-
 pytestmark = [
     pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals; run it on Linux"),
     pytest.mark.skipif(
@@ -40,15 +31,15 @@ pytestmark = [
     ),
 ]
 
-DONE: list[tuple[str, Any]] = [("end", "succeeded"), ("exit", 0)]
+DONE = [("end", "succeeded"), ("exit", 0)]
 POOL = {"launcher": "joblib", "launcher_settings": {"backend": "threading"}}
 
 
-def states(launcher: Launcher) -> list[str]:
+def states(launcher):
     return [str(job["state"]) for job in SweepRecord.read(launcher.directory.record).jobs]
 
 
-def test_all_jobs_succeed_in_the_pool(sweep: Sweep, tmp_path: Path) -> None:
+def test_all_jobs_succeed_in_the_pool(sweep, tmp_path):
     """Two at a time wait for each other's file; each is a process of its own, on record."""
     files = [tmp_path / "sweep" / f"{number}_job" / "tried_0" for number in (0, 1)]
     met = [[("wait", str(other)), *DONE] for other in reversed(files)]
@@ -61,7 +52,7 @@ def test_all_jobs_succeed_in_the_pool(sweep: Sweep, tmp_path: Path) -> None:
     assert all((one["peak_rss_bytes"] or 0) > 1_000_000 for one in attempts)
 
 
-def test_a_killed_job_of_the_pool_is_started_again(sweep: Sweep) -> None:
+def test_a_killed_job_of_the_pool_is_started_again(sweep):
     """As by the local launcher, and the other one's failure stays what it is."""
     launcher = sweep([[("kill", "SIGKILL")], DONE], [[("exit", 2)]], retries=1, **POOL)
     assert launcher.run() == 2
@@ -70,12 +61,12 @@ def test_a_killed_job_of_the_pool_is_started_again(sweep: Sweep) -> None:
     assert codes == [-signal.SIGKILL, 0]
 
 
-def test_a_signal_goes_through_the_pool(sweep: Sweep) -> None:
+def test_a_signal_goes_through_the_pool(sweep):
     """What is at work ends in order, and what waits for a place does not begin."""
     launcher = sweep([[("on interrupt", 130), ("wait", "never")]], [DONE], **POOL)
     listens = launcher.directory.path / "0_job" / "listens"
 
-    def interrupt() -> None:
+    def interrupt():
         while not listens.exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
@@ -88,7 +79,7 @@ def test_a_signal_goes_through_the_pool(sweep: Sweep) -> None:
     assert [len(job["attempts"]) for job in launcher.record.jobs] == [1, 0]
 
 
-def test_jobs_of_the_pool_take_gpus_in_turn(sweep: Sweep, tmp_path: Path) -> None:
+def test_jobs_of_the_pool_take_gpus_in_turn(sweep, tmp_path):
     """Two at a time never share one."""
     files = [tmp_path / "sweep" / f"{number}_job" / "tried_0" for number in (0, 1)]
     met = [[("wait", str(other)), *DONE] for other in reversed(files)]
@@ -99,7 +90,7 @@ def test_jobs_of_the_pool_take_gpus_in_turn(sweep: Sweep, tmp_path: Path) -> Non
     assert devices == {"4", "6"}
 
 
-def test_a_job_that_an_earlier_pool_left_at_work_is_waited_for(sweep: Sweep) -> None:
+def test_a_job_that_an_earlier_pool_left_at_work_is_waited_for(sweep):
     """It is known from the log of its attempts, and not started anew."""
     launcher = sweep([DONE], **POOL)
     directory, job = launcher.directory, launcher.record.jobs[0]
@@ -114,11 +105,11 @@ def test_a_job_that_an_earlier_pool_left_at_work_is_waited_for(sweep: Sweep) -> 
     assert launcher._executor.adopt(job) is None
 
 
-def test_a_job_whose_worker_was_killed_is_still_its_process(sweep: Sweep) -> None:
+def test_a_job_whose_worker_was_killed_is_still_its_process(sweep):
     """Waited for while that lives; without one it has ended, and the log says so."""
     launcher = sweep([DONE], **POOL)
     job, log = launcher.record.jobs[0], AttemptLog(launcher.directory.attempts(0))
-    told: Future[Ended] = Future()
+    told = Future()
     work = PoolWork(job, log, told)
     assert work.ended() is None
     assert work.waits == "it waits for a worker of joblib's pool"
@@ -132,19 +123,19 @@ def test_a_job_whose_worker_was_killed_is_still_its_process(sweep: Sweep) -> Non
     assert job["attempts"][0]["ended_utc"] is not None
 
 
-def test_a_pool_that_broke_is_replaced(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_broke_is_replaced(sweep, monkeypatch):
     """The next job gets a worker of a new one."""
-    broken: Future[Ended] = Future()
+    broken = Future()
     broken.set_exception(BrokenExecutor("a worker was killed"))
     launcher, made = sweep([DONE], [DONE], **POOL), pool._pool
 
     class Broken:
-        def submit(self, *_: object) -> Future[Ended]:
+        def submit(self, *_):
             monkeypatch.setattr(pool, "_pool", made)
             monkeypatch.setattr(self, "submit", self.refuse, raising=False)
             return broken
 
-        def refuse(self, *_: object) -> Future[Ended]:
+        def refuse(self, *_):
             raise BrokenExecutor("a worker was killed")
 
     monkeypatch.setattr(pool, "_pool", lambda *_: Broken())
@@ -153,7 +144,7 @@ def test_a_pool_that_broke_is_replaced(sweep: Sweep, monkeypatch: pytest.MonkeyP
     assert launcher.record.jobs[0]["reason"] == "its process died, and nobody saw how"
 
 
-def test_without_joblib_the_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_joblib_the_launcher_is_refused(monkeypatch):
     """With the way to install it; no jobs at a time are refused too."""
     (wrong,) = pool_problems(JoblibLauncher(n_jobs=0))
     assert "hydra.launcher.n_jobs: out of range" in str(wrong)
@@ -165,9 +156,7 @@ def test_without_joblib_the_launcher_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_a_sweep_runs_in_processes_of_the_pool(
-    tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_runs_in_processes_of_the_pool(tiny_run, tmp_path, capsys):
     """From the command line, with loky; no worker is a job."""
     place = tmp_path / "sweep"
     given = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "task=plan", "seed=1,2"]
@@ -182,14 +171,12 @@ def test_a_sweep_runs_in_processes_of_the_pool(
 
 
 @pytest.mark.slow
-def test_a_worker_of_the_pool_that_is_killed_takes_no_job_with_it(
-    tiny_run: list[str], tmp_path: Path
-) -> None:
+def test_a_worker_of_the_pool_that_is_killed_takes_no_job_with_it(tiny_run, tmp_path):
     """What it had at work comes to its end, and the next job gets another worker."""
     place = tmp_path / "sweep"
     directory, killed = SweepDir(place), []
 
-    def kill() -> None:
+    def kill():
         began, log = time.monotonic(), AttemptLog(directory.attempts(0))
         while not log.attempts() and time.monotonic() - began < 300:
             time.sleep(0.05)

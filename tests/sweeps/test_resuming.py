@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -14,27 +13,17 @@ from mens_exp.artifacts.digest import sha256_bytes
 from mens_exp.artifacts.manifest import Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.run_lock import held
-from mens_exp.artifacts.sweep import JobState, SweepRecord
+from mens_exp.artifacts.sweep import JobState
 from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.sweeps import resuming
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.manifest import Manifest
-    from mens_exp.sweeps.launcher import Launcher
-
-    Make = Callable[..., SweepRecord]
-    Write = Callable[..., Manifest]
-
 
 @pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> list[SweepRecord]:
+def begun(monkeypatch):
     """Take the place of the launcher, and keep what it was to run."""
-    taken: list[SweepRecord] = []
+    taken = []
 
-    def finish(launcher: Launcher) -> int:
+    def finish(launcher):
         taken.append(launcher.record)
         return 0
 
@@ -42,12 +31,12 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[SweepRecord]:
     return taken
 
 
-def attempt(**more: Any) -> dict[str, Any]:
+def attempt(**more):
     made = {"pid": 2**22 + 1, "process_started": 1.0, "started_utc": "2026-11-20T05:58:01.123Z"}
     return {**made, "ended_utc": None, "exit_code": None, "peak_rss_bytes": None, **more}
 
 
-def stored(record: SweepRecord, path: Path) -> Path:
+def stored(record, path):
     for job in record.jobs:
         run = RunDir(path / job["directory"])
         run.path.mkdir(parents=True, exist_ok=True)
@@ -57,18 +46,16 @@ def stored(record: SweepRecord, path: Path) -> Path:
     return path
 
 
-def states(begun: list[SweepRecord]) -> list[str]:
+def states(begun):
     return [str(job["state"]) for job in begun[0].jobs]
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def refused(capsys, *arguments):
     assert cli.main(list(arguments)) == 2
     return " ".join(capsys.readouterr().err.split())
 
 
-def test_every_job_stands_as_its_directory_says(
-    make_sweep: Make, write_manifest: Write, tmp_path: Path, begun: list[SweepRecord]
-) -> None:
+def test_every_job_stands_as_its_directory_says(make_sweep, write_manifest, tmp_path, begun):
     """Whatever the launcher lived to note: done, dead at work, failed, cancelled, never begun."""
     running = {"state": JobState.RUNNING, "attempts": [attempt()]}
     record = make_sweep(running, running, {"state": JobState.FAILED, "reason": "r"}, {}, {})
@@ -83,9 +70,7 @@ def test_every_job_stands_as_its_directory_says(
     assert begun[0].jobs[1]["attempts"][0]["ended_utc"] is not None
 
 
-def test_a_done_job_is_verified(
-    make_sweep: Make, write_manifest: Write, tmp_path: Path, begun: list[SweepRecord]
-) -> None:
+def test_a_done_job_is_verified(make_sweep, write_manifest, tmp_path, begun):
     """Changed files make it failed, which is no reason not to run the others."""
     record = make_sweep({"state": JobState.SUCCEEDED}, {"state": JobState.SUCCEEDED}, {})
     for job, content in zip(record.jobs, (b"{}", b"[]"), strict=False):
@@ -99,9 +84,7 @@ def test_a_done_job_is_verified(
     assert "plan.json has changed; move" in str(begun[0].jobs[1]["reason"])
 
 
-def test_a_damaged_record_is_no_reason_to_begin_anew(
-    make_sweep: Make, tmp_path: Path, begun: list[SweepRecord]
-) -> None:
+def test_a_damaged_record_is_no_reason_to_begin_anew(make_sweep, tmp_path, begun):
     """What lies there may be all there is of a long run."""
     record = make_sweep({})
     run = RunDir(tmp_path / record.jobs[0]["directory"])
@@ -113,9 +96,7 @@ def test_a_damaged_record_is_no_reason_to_begin_anew(
 
 
 @pytest.mark.parametrize("gone", ["config.yaml", "job.json", ""], ids=lambda name: name or "all")
-def test_a_job_without_its_frozen_configuration_is_failed(
-    make_sweep: Make, tmp_path: Path, begun: list[SweepRecord], gone: str
-) -> None:
+def test_a_job_without_its_frozen_configuration_is_failed(make_sweep, tmp_path, begun, gone):
     """Its directory was deleted by hand, say; the others go on."""
     record = make_sweep({"state": JobState.SUCCEEDED}, {})
     place = stored(record, tmp_path)
@@ -131,9 +112,7 @@ def test_a_job_without_its_frozen_configuration_is_failed(
     assert "a new sweep may run this cell" in reason
 
 
-def test_a_sweep_that_cannot_be_written_to_is_refused(
-    make_sweep: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_that_cannot_be_written_to_is_refused(make_sweep, tmp_path, capsys):
     """A directory lies where its lock would; as on a disk that is read-only."""
     place = stored(make_sweep({}), tmp_path)
     SweepDir(place).lock.mkdir()
@@ -144,9 +123,7 @@ def test_a_sweep_that_cannot_be_written_to_is_refused(
 
 
 @pytest.mark.parametrize("noted", [True, False], ids=["noted", "known by its lock"])
-def test_a_process_at_work_is_waited_for(
-    make_sweep: Make, tmp_path: Path, begun: list[SweepRecord], noted: bool
-) -> None:
+def test_a_process_at_work_is_waited_for(make_sweep, tmp_path, begun, noted):
     """A launcher that died may not have lived to note the process that it started."""
     me = psutil.Process()
     ours = attempt(pid=me.pid, process_started=me.create_time())
@@ -164,9 +141,7 @@ def test_a_process_at_work_is_waited_for(
     assert begun[0].jobs[0]["attempts"][-1]["pid"] == os.getpid()
 
 
-def test_only_what_holds_for_the_rest_can_change(
-    make_sweep: Make, tmp_path: Path, begun: list[SweepRecord], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_what_holds_for_the_rest_can_change(make_sweep, tmp_path, begun, capsys):
     """The number of jobs and of retries may; a seed, and the threads results depend on, may not."""
     place = stored(make_sweep({}, threads=3), tmp_path)
     may = ["hydra.launcher.n_jobs=2", "sweep.retries=5"]
@@ -177,9 +152,7 @@ def test_only_what_holds_for_the_rest_can_change(
         assert "cannot change when a sweep goes on" in said
 
 
-def test_other_code_is_refused_unless_told(
-    make_sweep: Make, tmp_path: Path, begun: list[SweepRecord], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_code_is_refused_unless_told(make_sweep, tmp_path, begun, capsys):
     """Accepting it leaves a note."""
     place = stored(make_sweep({}, code_sha256="0" * 64), tmp_path)
     said = refused(capsys, f"sweep.resume={place}")
@@ -190,9 +163,7 @@ def test_other_code_is_refused_unless_told(
     assert "other code" in begun[0].notes[0]
 
 
-def test_what_is_no_sweep_is_refused(
-    make_sweep: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_sweep_is_refused(make_sweep, tmp_path, capsys):
     """A directory without a record, none at all, and one whose record leads elsewhere."""
     assert "no sweep.json in this directory" in refused(capsys, f"sweep.resume={tmp_path}")
     assert "no such directory" in refused(capsys, f"sweep.resume={tmp_path / 'gone'}")
@@ -202,9 +173,7 @@ def test_what_is_no_sweep_is_refused(
     assert "below the sweep's own directory" in refused(capsys, f"sweep.resume={tmp_path}")
 
 
-def test_two_launchers_do_not_share_a_sweep(
-    make_sweep: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_launchers_do_not_share_a_sweep(make_sweep, tmp_path, capsys):
     """The second one is refused while the first one lives."""
     place = stored(make_sweep({}), tmp_path)
     waits = [sys.executable, "-c", "import sys; sys.stdin.read()"]

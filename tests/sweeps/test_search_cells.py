@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mens_exp.config.search_space import read_space
 from mens_exp.sweeps.search_cells import Cells
-from mens_exp.sweeps.search_probes import Probed, probe
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.search import Dimension
-
-    Make = Callable[..., Cells]
+from mens_exp.sweeps.search_probes import probe
 
 
 @pytest.fixture
-def cells(tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+def cells(tiny_run, tmp_path, monkeypatch):
     """A search over `tiny_run` in an empty working directory."""
     monkeypatch.chdir(tmp_path)
 
-    def made(*overrides: str) -> Cells:
+    def made(*overrides):
         by_key = {text.partition("=")[0]: text for text in [*tiny_run, *overrides]}
         space = read_space(list(by_key.values()))
         assert space.problems == ()
@@ -33,12 +23,12 @@ def cells(tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     return made
 
 
-def chosen(**values: str | float) -> Callable[[Dimension], str | float]:
+def chosen(**values):
     """Draw what is told; a key that is not told must not be drawn."""
     return lambda dimension: values[dimension["key"].replace(".", "_")]
 
 
-def test_what_does_nothing_beside_the_options_is_not_drawn(cells: Make) -> None:
+def test_what_does_nothing_beside_the_options_is_not_drawn(cells):
     """backend=full has no adapter, so no rank; the sampler never learns of one."""
     made = cells("backend=full,qlora", "lora.r=4,8", "optim.lr=interval(0.001,0.01)")
     drawn = made.draw(3, chosen(backend="full", optim_lr=0.002))
@@ -52,7 +42,7 @@ def test_what_does_nothing_beside_the_options_is_not_drawn(cells: Make) -> None:
     assert drawn.cell.config.lora.r == 8
 
 
-def test_a_key_that_one_option_alone_has_is_drawn_beside_it(cells: Make) -> None:
+def test_a_key_that_one_option_alone_has_is_drawn_beside_it(cells):
     """The other optimizer has no betas to speak of; the command is no mistake."""
     made = cells("optim=adamw,lion", "optim.eps=1e-8,1e-6")
     assert "optim.eps" not in made.draw(0, chosen(optim="lion")).params
@@ -61,19 +51,19 @@ def test_a_key_that_one_option_alone_has_is_drawn_beside_it(cells: Make) -> None
     assert drawn.params["optim.eps"] == "optim.eps=1e-6"
 
 
-def test_a_draw_that_cannot_run_has_its_reason(cells: Make) -> None:
+def test_a_draw_that_cannot_run_has_its_reason(cells):
     """The range of a key is its schema's, whatever the command says."""
     drawn = cells("lora.dropout=interval(0,2)").draw(0, chosen(lora_dropout=1.5))
     assert drawn.cell is None
     assert "lora.dropout: out of range" in str(drawn.problems[0])
 
 
-def probed(cells: Cells) -> tuple[Probed, list[str]]:
+def probed(cells):
     found = probe(cells)
     return found, [str(problem) for problem in found.general]
 
 
-def test_both_ends_are_composed_before_the_first_draw(cells: Make) -> None:
+def test_both_ends_are_composed_before_the_first_draw(cells):
     """Here the upper one can never run."""
     found, general = probed(cells("lora.dropout=interval(0,2)", "lora.r=4,8"))
     assert general == []
@@ -83,7 +73,7 @@ def test_both_ends_are_composed_before_the_first_draw(cells: Make) -> None:
     assert "out of range" in str(problems[0])
 
 
-def test_options_that_do_not_go_together_are_told(cells: Make) -> None:
+def test_options_that_do_not_go_together_are_told(cells):
     """The others can be searched."""
     found, general = probed(cells("model=tiny_llama,hf", "lora.r=4,8"))
     assert general == []
@@ -92,7 +82,7 @@ def test_options_that_do_not_go_together_are_told(cells: Make) -> None:
     assert "model.id: a required value is missing" in str(next(iter(found.bad.values()))[0])
 
 
-def test_a_wrong_command_is_wrong_as_a_whole(cells: Make) -> None:
+def test_a_wrong_command_is_wrong_as_a_whole(cells):
     """An unknown key, and one that nothing drawn reads."""
     assert "lora.rr: unknown key" in probed(cells("lora.rr=4,8"))[1][0]
     assert "nonsense: unknown key" in probed(cells("lora.r=4,8", "nonsense=1"))[1][0]

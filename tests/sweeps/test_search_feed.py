@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,28 +17,19 @@ from mens_exp.sweeps.search_cells import Drawn
 from mens_exp.sweeps.search_feed import Search
 from mens_exp.sweeps.search_study import Study
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.manifest import Manifest
-    from mens_exp.artifacts.sweep import SweepJob
-
-    Make = Callable[..., "Stage"]
-
 
 class Draws:
     """Draws the ranks it is told, and means by 0 one that cannot run."""
 
-    def __init__(self, *ranks: int) -> None:
+    def __init__(self, *ranks):
         self.ranks = ranks
 
-    def draw(self, number: int, suggest: Any) -> Drawn:
+    def draw(self, number, suggest):
         del suggest
         rank = self.ranks[number]
         params = {"lora.r": f"lora.r={rank}"}
         problem = ConfigError("out of range", where="lora.r", found=rank)
-        cell: Any = SimpleNamespace(
+        cell = SimpleNamespace(
             config=SimpleNamespace(task=SimpleNamespace(name="evaluate")),
             number=number,
             meaning=str(rank),
@@ -53,22 +43,22 @@ class Draws:
 class Stage:
     """One search, and what becomes of its jobs."""
 
-    def __init__(self, directory: SweepDir, record: SweepRecord, write: Any) -> None:
+    def __init__(self, directory, record, write):
         self.directory, self.record, self.write = directory, record, write
 
-    def open(self, *ranks: int) -> Search:
+    def open(self, *ranks):
         assert self.record.search is not None
         study = Study(self.directory.journal, self.record.search)
-        cells: Any = Draws(*ranks)
+        cells = Draws(*ranks)
         return Search(self.directory, self.record, study, cells)
 
-    def end(self, job: SweepJob, loss: float | None, state: JobState = JobState.SUCCEEDED) -> None:
+    def end(self, job, loss, state=JobState.SUCCEEDED):
         run = RunDir(self.directory.path / job["directory"])
         self.write(run, Status.SUCCEEDED, results={"tuned_val_loss": loss})
         job["state"], job["reason"] = state, None if state is JobState.SUCCEEDED else "a reason"
 
     @property
-    def rows(self) -> list[tuple[str, int | None, list[float] | None]]:
+    def rows(self):
         assert self.record.search is not None
         return [
             (str(row["state"]), row["job"], row["values"]) for row in self.record.search["trials"]
@@ -77,15 +67,15 @@ class Stage:
 
 @pytest.fixture
 def stage(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    make_sweep: Callable[..., SweepRecord],
-    make_search: Callable[..., Any],
-    write_manifest: Callable[..., Manifest],
-) -> Make:
+    tmp_path,
+    monkeypatch,
+    make_sweep,
+    make_search,
+    write_manifest,
+):
     """Set a search up; its jobs are records alone."""
 
-    def job_record(planned: Any) -> Any:
+    def job_record(planned):
         made = make_sweep({}).jobs[0]
         made.update(number=planned.cell.number, directory=planned.directory)
         return made
@@ -96,7 +86,7 @@ def stage(
     monkeypatch.setattr(search_feed, "estimate_of", lambda _: {})
     monkeypatch.setattr(search_feed, "meaning", lambda cell, _: cell.meaning)
 
-    def made(**more: Any) -> Stage:
+    def made(**more):
         directory = SweepDir(tmp_path / "search")
         directory.path.mkdir()
         return Stage(directory, make_sweep(search=make_search(**more)), write_manifest)
@@ -104,7 +94,7 @@ def stage(
     return made
 
 
-def test_each_trial_is_a_job_and_gets_its_value(stage: Make) -> None:
+def test_each_trial_is_a_job_and_gets_its_value(stage):
     """So many, and no more; the best is named as results come in."""
     it = stage(n_trials=2)
     search = it.open(4, 8)
@@ -120,7 +110,7 @@ def test_each_trial_is_a_job_and_gets_its_value(stage: Make) -> None:
     assert SweepRecord.read(it.directory.record).jobs[1]["directory"] == "1_job"
 
 
-def test_a_trial_that_cannot_run_fails_and_the_next_is_drawn(stage: Make) -> None:
+def test_a_trial_that_cannot_run_fails_and_the_next_is_drawn(stage):
     """With the reason, on both lists."""
     it = stage(n_trials=3)
     assert it.open(0, 0, 8).supply()
@@ -129,7 +119,7 @@ def test_a_trial_that_cannot_run_fails_and_the_next_is_drawn(stage: Make) -> Non
     assert "lora.r: out of range" in it.record.left_out[0]["why"]
 
 
-def test_trials_that_come_to_the_same_run_once(stage: Make) -> None:
+def test_trials_that_come_to_the_same_run_once(stage):
     """The later one takes the values of the earlier, at once or as soon as they are there."""
     it = stage(n_trials=4)
     search = it.open(4, 4, 8, 4)
@@ -149,7 +139,7 @@ def test_trials_that_come_to_the_same_run_once(stage: Make) -> None:
     assert it.record.search["best"] == [0]
 
 
-def test_the_sampler_is_told_of_every_end(stage: Make) -> None:
+def test_the_sampler_is_told_of_every_end(stage):
     """Failed, pruned, and a success without a value."""
     it = stage(n_trials=3)
     search = it.open(4, 8, 16)
@@ -169,7 +159,7 @@ def test_the_sampler_is_told_of_every_end(stage: Make) -> None:
     assert "no value of its objective" in str(it.record.search["trials"][2]["reason"])
 
 
-def test_a_search_stops_when_all_it_starts_fails(stage: Make) -> None:
+def test_a_search_stops_when_all_it_starts_fails(stage):
     """The fault is no draw's then; going on begins to count anew."""
     it = stage(n_trials=9)
     ranks = range(1, 10)
@@ -185,7 +175,7 @@ def test_a_search_stops_when_all_it_starts_fails(stage: Make) -> None:
     assert again.supply()
 
 
-def test_a_worse_loss_ends_a_trial(stage: Make) -> None:
+def test_a_worse_loss_ends_a_trial(stage):
     """By what its telemetry says while it runs."""
     it = stage(n_trials=2, pruner="median", pruner_startup_trials=1, pruner_min_steps=1)
     search = it.open(4, 8)
@@ -212,7 +202,7 @@ def test_a_worse_loss_ends_a_trial(stage: Make) -> None:
     assert it.record.search["trials"][1]["intermediate"] == [[3, 2.0]]
 
 
-def test_several_objectives_have_a_front(stage: Make) -> None:
+def test_several_objectives_have_a_front(stage):
     """Fewer bytes and a lower loss; what is worse in both is not on it."""
     it = stage(n_trials=3, objectives=["val_loss", "peak_bytes"], directions=["minimize"] * 2)
     search = it.open(4, 8, 16)
@@ -229,7 +219,7 @@ def test_several_objectives_have_a_front(stage: Make) -> None:
     assert it.record.search["importance_unknown"] == "fewer than 10 trials are complete"
 
 
-def test_record_and_journal_are_brought_together(stage: Make) -> None:
+def test_record_and_journal_are_brought_together(stage):
     """What ended unseen is told, what was lost is failed, and what failed stays so."""
     it = stage(n_trials=5)
     search = it.open(4, 8, 16, 32)
@@ -253,7 +243,7 @@ def test_record_and_journal_are_brought_together(stage: Make) -> None:
     assert not search.supply()
 
 
-def test_a_record_can_be_read_back(stage: Make) -> None:
+def test_a_record_can_be_read_back(stage):
     """Trials, space and states are of their declared types."""
     it = stage(n_trials=1)
     it.open(4).supply()

@@ -1,28 +1,18 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mens_exp.errors import MensError, SetupError
 from mens_exp.sweeps.search_request import read_request
 from mens_exp.sweeps.threads import jobs_at_a_time
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.sweeps.search_request import Request
-
-    Asked = Callable[..., Request]
-
 
 @pytest.fixture
-def asked(tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
+def asked(tiny_run, tmp_path, monkeypatch):
     """Ask for a search over the rank of `tiny_run` in an empty working directory."""
     monkeypatch.chdir(tmp_path)
 
-    def made(*overrides: str) -> Request:
+    def made(*overrides):
         usual = [*tiny_run, "hydra/sweeper=optuna", "lora.r=4,8"]
         by_key = {text.partition("=")[0]: text for text in [*usual, *overrides]}
         return read_request(list(by_key.values()))
@@ -30,14 +20,14 @@ def asked(tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     return made
 
 
-def refusal(asked: Asked, *overrides: str) -> str:
+def refusal(asked, *overrides):
     with pytest.raises(MensError) as caught:
         asked(*overrides)
     assert caught.value.exit_code == 2
     return str(caught.value)
 
 
-def test_directions_are_those_of_the_kpis(asked: Asked, tmp_path: Path) -> None:
+def test_directions_are_those_of_the_kpis(asked, tmp_path):
     """A loss and memory fall; nothing is written yet."""
     request = asked(
         "hydra.sweeper.objectives=[val_loss,peak_bytes,tokens_per_s]",
@@ -54,7 +44,7 @@ def test_directions_are_those_of_the_kpis(asked: Asked, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_all_that_is_wrong_with_the_settings_is_told_at_once(asked: Asked) -> None:
+def test_all_that_is_wrong_with_the_settings_is_told_at_once(asked):
     """Each with its place."""
     said = refusal(
         asked,
@@ -78,13 +68,13 @@ def test_all_that_is_wrong_with_the_settings_is_told_at_once(asked: Asked) -> No
         assert part in said, said
 
 
-def test_a_kpi_of_a_suite_needs_one(asked: Asked) -> None:
+def test_a_kpi_of_a_suite_needs_one(asked):
     """suite=none scores nothing."""
     said = refusal(asked, "hydra.sweeper.objectives=[task_success]")
     assert "is measured by a suite, and there is none · found task_success" in said
 
 
-def test_directions_stand_beside_objectives(asked: Asked) -> None:
+def test_directions_stand_beside_objectives(asked):
     """As many, and no other words."""
     said = refusal(asked, "hydra.sweeper.directions=[minimize,up]")
     assert "directions: not one for each objective" in said
@@ -92,7 +82,7 @@ def test_directions_stand_beside_objectives(asked: Asked) -> None:
     assert given.search["directions"] == ["maximize"]
 
 
-def test_pruning_needs_validations_and_the_loss_alone(asked: Asked) -> None:
+def test_pruning_needs_validations_and_the_loss_alone(asked):
     """Otherwise it would do nothing, or end the wrong trials."""
     said = refusal(
         asked, "hydra.sweeper.pruner=median", "hydra.sweeper.objectives=[val_loss,peak_bytes]"
@@ -103,7 +93,7 @@ def test_pruning_needs_validations_and_the_loss_alone(asked: Asked) -> None:
     assert request.search["pruner_startup_trials"] == 5
 
 
-def test_tpe_needs_results_while_it_draws(asked: Asked) -> None:
+def test_tpe_needs_results_while_it_draws(asked):
     """Where all are drawn before one has ended, they are drawn at random."""
     tpe = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=20"]
     said = refusal(asked, *tpe)
@@ -118,9 +108,7 @@ def test_tpe_needs_results_while_it_draws(asked: Asked) -> None:
     assert few.search["startup_trials"] == 10
 
 
-def test_what_keeps_a_launcher_from_working_keeps_a_search_from_it(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_keeps_a_launcher_from_working_keeps_a_search_from_it(asked, monkeypatch, tmp_path):
     """No jobs at a time, and a machine without Slurm."""
     assert "n_jobs: out of range" in refusal(
         asked, "hydra/launcher=joblib", "hydra.launcher.n_jobs=0"
@@ -130,12 +118,12 @@ def test_what_keeps_a_launcher_from_working_keeps_a_search_from_it(
         asked("hydra/launcher=submitit_slurm", "hydra.launcher.array_parallelism=2")
 
 
-def test_nothing_to_draw_is_no_search(asked: Asked) -> None:
+def test_nothing_to_draw_is_no_search(asked):
     """One value for each key is a sweep of one job."""
     assert "nothing is to be drawn" in refusal(asked, "lora.r=4")
 
 
-def test_what_can_never_run_stops_a_search_unless_told(asked: Asked) -> None:
+def test_what_can_never_run_stops_a_search_unless_told(asked):
     """With sweep.invalid=skip it becomes a note, and its draws fail."""
     said = refusal(asked, "lora.r=4,0")
     assert "lora.r: out of range" in said
@@ -144,12 +132,12 @@ def test_what_can_never_run_stops_a_search_unless_told(asked: Asked) -> None:
     assert note.startswith("cannot run: lora.r=0: lora.r: out of range")
 
 
-def test_an_unknown_setting_is_refused(asked: Asked) -> None:
+def test_an_unknown_setting_is_refused(asked):
     """By Hydra's own schema of it."""
     assert "trials" in refusal(asked, "hydra.sweeper.trials=3")
 
 
-def test_a_search_does_not_write_over_a_sweep(asked: Asked, tmp_path: Path) -> None:
+def test_a_search_does_not_write_over_a_sweep(asked, tmp_path):
     """It is to be continued, or another directory chosen."""
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "sweep.json").write_text("{}", encoding="utf-8")

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -10,21 +9,13 @@ from mens_exp.artifacts.search import TrialState
 from mens_exp.errors import MissingExtra
 from mens_exp.sweeps.search_study import Study
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
-    from mens_exp.artifacts.search import SearchRecord
-
-    Make = Callable[..., SearchRecord]
-
-
-def loss_of(params: dict[str, Any]) -> float:
+def loss_of(params):
     """What decides is the learning rate; 1e-3 is best."""
     return (math.log10(params["optim.lr"]) + 3) ** 2 + 0.001 * int(params["lora.r"])
 
 
-def drawn(study: Study, search: SearchRecord, first: int, trials: int) -> list[dict[str, Any]]:
+def drawn(study, search, first, trials):
     """Draw, and tell each trial's loss."""
     found = []
     for number in range(first, first + trials):
@@ -36,9 +27,7 @@ def drawn(study: Study, search: SearchRecord, first: int, trials: int) -> list[d
 
 
 @pytest.mark.parametrize("sampler", ["random", "tpe"])
-def test_a_search_that_goes_on_draws_what_it_would_have(
-    make_search: Make, tmp_path: Path, sampler: str
-) -> None:
+def test_a_search_that_goes_on_draws_what_it_would_have(make_search, tmp_path, sampler):
     """Each draw comes of the seed, the trial's number and the results so far."""
     search = make_search(sampler=sampler, startup_trials=3)
     whole = drawn(Study(tmp_path / "whole", search), search, 0, 12)
@@ -51,7 +40,7 @@ def test_a_search_that_goes_on_draws_what_it_would_have(
     assert drawn(Study(tmp_path / "other", other), other, 0, 5) != first
 
 
-def test_tpe_comes_closer_than_chance(make_search: Make, tmp_path: Path) -> None:
+def test_tpe_comes_closer_than_chance(make_search, tmp_path):
     """Of forty draws, the last ten: their median loss is under half that of random ones."""
     median = {}
     for sampler in ("tpe", "random"):
@@ -61,7 +50,7 @@ def test_tpe_comes_closer_than_chance(make_search: Make, tmp_path: Path) -> None
     assert median["tpe"] < median["random"] / 2
 
 
-def test_values_stay_between_their_ends(make_search: Make, tmp_path: Path) -> None:
+def test_values_stay_between_their_ends(make_search, tmp_path):
     """Whole numbers in steps, and fractions in steps."""
     usual = {"values": [], "log": False}
     space = [
@@ -76,7 +65,7 @@ def test_values_stay_between_their_ends(make_search: Make, tmp_path: Path) -> No
     assert found == {0.0, 0.1, 0.2}
 
 
-def test_the_median_ends_a_trial_that_is_worse(make_search: Make, tmp_path: Path) -> None:
+def test_the_median_ends_a_trial_that_is_worse(make_search, tmp_path):
     """Once so many are complete, and not before so many steps."""
     search = make_search(pruner="median", pruner_startup_trials=2, pruner_min_steps=20)
     study = Study(tmp_path / "j", search)
@@ -93,7 +82,7 @@ def test_the_median_ends_a_trial_that_is_worse(make_search: Make, tmp_path: Path
     assert not study.should_end(3, [(10, 1.2), (20, 1.2)])
 
 
-def test_hyperband_ends_trials_too(make_search: Make, tmp_path: Path) -> None:
+def test_hyperband_ends_trials_too(make_search, tmp_path):
     """Of thirty, with losses that never cross, some worse ones and never the best."""
     search = make_search(pruner="hyperband")
     study = Study(tmp_path / "j", search)
@@ -113,7 +102,7 @@ def test_hyperband_ends_trials_too(make_search: Make, tmp_path: Path) -> None:
     assert 1.0 not in ended
 
 
-def test_importance_names_what_decides(make_search: Make, tmp_path: Path) -> None:
+def test_importance_names_what_decides(make_search, tmp_path):
     """And is unknown from fewer than ten complete trials."""
     search = make_search()
     study = Study(tmp_path / "j", search)
@@ -126,9 +115,7 @@ def test_importance_names_what_decides(make_search: Make, tmp_path: Path) -> Non
     assert shares["optim.lr"] > 0.7
 
 
-def test_half_a_line_and_a_lock_left_behind_are_no_obstacle(
-    make_search: Make, tmp_path: Path
-) -> None:
+def test_half_a_line_and_a_lock_left_behind_are_no_obstacle(make_search, tmp_path):
     """As a kill leaves them."""
     search, journal = make_search(), tmp_path / "search.journal"
     drawn(Study(journal, search), search, 0, 2)
@@ -141,7 +128,7 @@ def test_half_a_line_and_a_lock_left_behind_are_no_obstacle(
     assert len(Study(journal, search)) == 3
 
 
-def test_a_trial_that_has_ended_stays_as_it_is(make_search: Make, tmp_path: Path) -> None:
+def test_a_trial_that_has_ended_stays_as_it_is(make_search, tmp_path):
     """To be told twice is what comes of catching up."""
     search = make_search()
     study = Study(tmp_path / "j", search)
@@ -151,9 +138,7 @@ def test_a_trial_that_has_ended_stays_as_it_is(make_search: Make, tmp_path: Path
     assert [trial.state.name for trial in again._study.trials] == ["COMPLETE"]
 
 
-def test_without_optuna_the_extra_is_named(
-    make_search: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_optuna_the_extra_is_named(make_search, tmp_path, monkeypatch):
     """Exit code 3, as this machine lacks something."""
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(MissingExtra, match=r"mens-exp\[search\]") as caught:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -10,25 +9,21 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.sweeps.search_values import Curve, objective_values
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
-
-def line(event: str, **payload: Any) -> str:
+def line(event, **payload):
     return json.dumps({"ts_ms": 0, "event": event, "payload": payload}) + "\n"
 
 
-def validated(step: int, loss: float | None, condition: str = "tuned") -> str:
+def validated(step, loss, condition="tuned"):
     return line("validation", step=step, condition=condition, **{"val/loss": loss})
 
 
-def append(path: Path, *lines: str) -> None:
+def append(path, *lines):
     with path.open("a", encoding="utf-8") as file:
         file.write("".join(lines))
 
 
-def test_losses_are_read_as_they_come(tmp_path: Path) -> None:
+def test_losses_are_read_as_they_come(tmp_path):
     """The base's, and those of before the first step, are none of the trial's."""
     path = tmp_path / "telemetry.jsonl"
     curve = Curve(path)
@@ -45,14 +40,14 @@ def test_losses_are_read_as_they_come(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", [validated(9, 5.0), line("train_complete", step=9)])
-def test_a_run_with_no_step_left_is_not_to_be_ended(tmp_path: Path, end: str) -> None:
+def test_a_run_with_no_step_left_is_not_to_be_ended(tmp_path, end):
     """It has cost all it will; its result is worth more."""
     path = tmp_path / "telemetry.jsonl"
     append(path, line("train_start", max_steps=9), validated(3, 7.0), end)
     assert Curve(path).read() is False
 
 
-def test_a_run_put_back_to_a_checkpoint_is_read_anew(tmp_path: Path) -> None:
+def test_a_run_put_back_to_a_checkpoint_is_read_anew(tmp_path):
     """Its later losses never were."""
     path = tmp_path / "telemetry.jsonl"
     append(path, line("train_start", max_steps=9), validated(3, 7.0), validated(6, 6.0))
@@ -63,9 +58,7 @@ def test_a_run_put_back_to_a_checkpoint_is_read_anew(tmp_path: Path) -> None:
     assert curve.points == [(3, 7.0)]
 
 
-def test_objectives_are_those_of_a_comparison(
-    write_manifest: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_objectives_are_those_of_a_comparison(write_manifest, tmp_path):
     """From the record, or the tuned model's scorecard, in the order asked for."""
     run = RunDir(tmp_path / "run")
     results = {"tuned_val_loss": 1.5, "peak_cuda_bytes": None, "peak_rss_bytes": 700}
@@ -82,9 +75,7 @@ def test_objectives_are_those_of_a_comparison(
     assert objective_values(run, ["task_success"]) == ([0.5], None)
 
 
-def test_a_value_that_is_not_there_has_its_reason(
-    write_manifest: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_value_that_is_not_there_has_its_reason(write_manifest, tmp_path):
     """The trial failed, then, though its run did not."""
     run = RunDir(tmp_path / "run")
     write_manifest(run, Status.SUCCEEDED, results={"tuned_val_loss": None})

@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
 from mens_exp import cli
+from mens_exp.artifacts.own_process import python_path
 from mens_exp.artifacts.sweep import JobState
 from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.config.launcher import SlurmLauncher
@@ -22,37 +22,26 @@ from mens_exp.sweeps import launcher, launching, planning, slurm_task
 from mens_exp.sweeps.capacity import device_problems
 from mens_exp.sweeps.local import LocalExecutor
 from mens_exp.sweeps.planning import plan_sweep
-from mens_exp.sweeps.process import SOURCE, Ended
+from mens_exp.sweeps.process import Ended
 from mens_exp.sweeps.search_request import read_request
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.sweep import SweepRecord
-    from mens_exp.config.root import RunConfig
-    from mens_exp.sweeps.launcher import Launcher
-    from mens_exp.sweeps.planning import PlannedSweep
-
-    Planned = Callable[..., PlannedSweep]
 
 TWO = ("trainer=ddp", "trainer.accelerator=cpu")
 ON_GPUS = ("trainer=ddp", "trainer.accelerator=gpu")
 
 
 @pytest.fixture
-def planned(tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
+def planned(tiny_run, tmp_path, monkeypatch):
     """Plan a sweep over `tiny_run` in an empty working directory."""
     monkeypatch.chdir(tmp_path)
 
-    def made(*overrides: str) -> PlannedSweep:
+    def made(*overrides):
         by_key = {text.partition("=")[0]: text for text in [*tiny_run, *overrides]}
         return plan_sweep(list(by_key.values()))
 
     return made
 
 
-def test_memory_is_that_of_all_processes(planned: Planned) -> None:
+def test_memory_is_that_of_all_processes(planned):
     """Two on one CPU take more than twice one: gradient buckets come on top."""
     (one,), (both,) = planned("seed=1").jobs, planned("seed=1", *TWO).jobs
     for name in ("memory_bytes", "memory_low_bytes"):
@@ -60,9 +49,7 @@ def test_memory_is_that_of_all_processes(planned: Planned) -> None:
     assert both.contract == one.contract
 
 
-def test_jobs_whose_processes_do_not_fit_together_are_refused(
-    planned: Planned, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_whose_processes_do_not_fit_together_are_refused(planned, monkeypatch):
     """One job at a time fits, two do not."""
     (alone,) = planned("seed=1", *TWO).jobs
     room = round(1.5 * alone.estimate["memory_low_bytes"])
@@ -74,7 +61,7 @@ def test_jobs_whose_processes_do_not_fit_together_are_refused(
     assert caught.value.where == "hydra.launcher.n_jobs"
 
 
-def test_numbers_of_processes_are_cells_of_their_own(planned: Planned) -> None:
+def test_numbers_of_processes_are_cells_of_their_own(planned):
     """One contract, as they learn the same; but what they take and leave is not the same."""
     sweep = planned("trainer.devices=1,2", *TWO)
     assert [job.differs for job in sweep.jobs] == [("trainer.devices=1",), ("trainer.devices=2",)]
@@ -82,9 +69,7 @@ def test_numbers_of_processes_are_cells_of_their_own(planned: Planned) -> None:
     assert sweep.left_out == ()
 
 
-def test_more_processes_than_cores_are_told(
-    planned: Planned, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_processes_than_cores_are_told(planned, monkeypatch):
     """Two jobs of two processes on three cores; on four there is nothing to say."""
     asked = ("seed=1,2", "hydra.launcher.n_jobs=2", *TWO)
     monkeypatch.setattr(machine, "cores", lambda: 4)
@@ -98,11 +83,11 @@ def test_more_processes_than_cores_are_told(
 class Cell:
     """What is asked of a cell here."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config):
         self.config = config
 
 
-def on_gpus(tiny_config: Callable[..., RunConfig], devices: int) -> Any:
+def on_gpus(tiny_config, devices):
     return Cell(
         tiny_config(*ON_GPUS, f"trainer.devices={devices}", "trainer.accumulate_grad_batches=12")
     )
@@ -116,15 +101,15 @@ def on_gpus(tiny_config: Callable[..., RunConfig], devices: int) -> Any:
     ],
 )
 def test_slurm_is_asked_for_a_core_and_a_gpu_for_each_process(
-    tiny_config: Callable[..., RunConfig], settings: dict[str, Any], where: str, expected: str
-) -> None:
+    tiny_config, settings, where, expected
+):
     """The widest of the jobs decides."""
     cells = [on_gpus(tiny_config, devices) for devices in (2, 4, 1)]
     (found,) = device_problems(cells, SlurmLauncher(**settings), 3)
     assert (found.where, found.expected) == (where, expected)
 
 
-def test_what_slurm_is_asked_for_suffices(tiny_config: Callable[..., RunConfig]) -> None:
+def test_what_slurm_is_asked_for_suffices(tiny_config):
     """Where no GPUs are asked for by number, the partition or gres may give them."""
     cells = [on_gpus(tiny_config, 4)]
     enough = SlurmLauncher(cpus_per_task=4, gpus_per_node=4)
@@ -135,9 +120,7 @@ def test_what_slurm_is_asked_for_suffices(tiny_config: Callable[..., RunConfig])
     assert device_problems([Cell(tiny_config())], one, 1) == []
 
 
-def test_more_gpus_than_are_visible_are_refused(
-    tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_gpus_than_are_visible_are_refused(tiny_config, monkeypatch):
     """Two jobs of two GPUs on three of them; a second job that never runs beside needs none."""
     from mens_exp.config.sweep import LocalLauncher
 
@@ -149,9 +132,7 @@ def test_more_gpus_than_are_visible_are_refused(
     assert device_problems(cells[:1], LocalLauncher(n_jobs=2), 1) == []
 
 
-def test_the_record_says_how_many_gpus_a_job_takes(
-    planned: Planned, tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_record_says_how_many_gpus_a_job_takes(planned, tiny_config, monkeypatch):
     """The widest job decides on the slots, on the CPU there are none."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     sweep = planned("seed=1", *TWO)
@@ -162,9 +143,7 @@ def test_the_record_says_how_many_gpus_a_job_takes(
     assert launching.job_record(sweep.jobs[0])["processes"] == 2
 
 
-def test_a_search_knows_its_widest_trial(
-    tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_knows_its_widest_trial(tiny_run, tmp_path, monkeypatch):
     """A choice that is not the first one counts as well."""
     monkeypatch.chdir(tmp_path)
     asked = [*TWO, "trainer.devices=choice(1,2)", "hydra/sweeper=optuna"]
@@ -173,7 +152,7 @@ def test_a_search_knows_its_widest_trial(
     assert max(cell.config.trainer.devices for cell in request.probed) == 2
 
 
-def test_jobs_of_two_gpus_run_side_by_side(sweep: Callable[..., Launcher], tmp_path: Path) -> None:
+def test_jobs_of_two_gpus_run_side_by_side(sweep, tmp_path):
     """Each sees its own two, and its processes share its threads."""
     met = [[("wait", str(tmp_path / name)), ("end", "succeeded"), ("exit", 0)] for name in "ab"]
     made = sweep([met[0]], [met[1]], n_jobs=2, threads=4, gpus=["4", "5", "6", "7"], gpus_per_job=2)
@@ -190,9 +169,7 @@ def test_jobs_of_two_gpus_run_side_by_side(sweep: Callable[..., Launcher], tmp_p
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc; run it on Linux")
-def test_a_job_left_at_work_keeps_its_gpus(
-    make_sweep: Callable[..., SweepRecord], tmp_path: Path
-) -> None:
+def test_a_job_left_at_work_keeps_its_gpus(make_sweep, tmp_path):
     """It runs on the second pair, so the next one takes the first."""
     waits = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "6,7"}
@@ -214,11 +191,11 @@ def test_a_job_left_at_work_keeps_its_gpus(
 
 
 def test_going_on_takes_the_gpus_that_are_there_now(
-    make_sweep: Callable[..., SweepRecord],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    make_sweep,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     """And refuses where they are too few for what was asked."""
     jobs = [{"processes": 2}, {"processes": 2}]
     record = make_sweep(*jobs, n_jobs=2, gpus=["0", "1", "2", "3"], gpus_per_job=2)
@@ -226,9 +203,9 @@ def test_going_on_takes_the_gpus_that_are_there_now(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "8,9")
     assert cli.main([f"sweep.resume={tmp_path}"]) == 2
     assert "so many jobs at a time need more GPUs" in capsys.readouterr().err
-    taken: list[list[str]] = []
+    taken = []
 
-    def run(self: Launcher) -> int:
+    def run(self):
         taken.append(self.record.gpus)
         return 0
 
@@ -271,28 +248,26 @@ print(ended.peak_rss_bytes)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc; run it on Linux")
 @pytest.mark.parametrize("has_others", [True, False])
-def test_the_peak_of_a_job_counts_those_that_train_along(has_others: bool) -> None:
+def test_the_peak_of_a_job_counts_those_that_train_along(has_others):
     """Also of one that is killed: it was asked while it lived."""
     told = subprocess.run(
         [sys.executable, "-c", LAUNCHER, str(has_others), FIRST, OTHER],
         capture_output=True,
         check=True,
         timeout=120,
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        env={**os.environ, "PYTHONPATH": python_path({})},
     )
     assert (int(told.stdout) > 100_000_000) is has_others
 
 
-def test_a_slurm_task_shares_its_cores_among_the_processes(
-    make_sweep: Callable[..., SweepRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slurm_task_shares_its_cores_among_the_processes(make_sweep, tmp_path, monkeypatch):
     """Six cores for three processes; their memory is counted together."""
     make_sweep({"processes": 3}, threads=6).write(SweepDir(tmp_path).record)
     for name in ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_JOB_ID", "SLURM_JOB_ID"):
         monkeypatch.setenv(name, "0")
-    given: dict[str, Any] = {}
+    given = {}
 
-    def supervise(_: Any, output: Any, environment: dict[str, str], log: Any, **more: Any) -> Ended:
+    def supervise(_, output, environment, log, **more):
         given.update(more, threads=environment["OMP_NUM_THREADS"])
         log.began(5, 1.0, host="node", queue_id=more["queue_id"])
         return Ended(exit_code=0)

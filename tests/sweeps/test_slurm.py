@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mens_exp.artifacts.attempt_log import AttemptLog
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.sweep import JobState, SweepRecord
+from mens_exp.artifacts.sweep import JobState
 from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.config.launcher import SlurmLauncher
 from mens_exp.errors import SetupError
@@ -17,36 +16,30 @@ from mens_exp.sweeps import slurm, slurm_states, slurm_task
 from mens_exp.sweeps.process import Ended
 from mens_exp.sweeps.slurm import SlurmExecutor, SlurmWork
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    Make = Callable[..., SweepRecord]
-
 
 class Queue:
     """Stands in for sbatch, squeue and scancel."""
 
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.asked: list[list[str]] = []
-        self.error: str | None = None
+    def __init__(self):
+        self.lines = []
+        self.asked = []
+        self.error = None
         self.number = 7
 
-    def __call__(self, command: Sequence[str], text: str = "") -> str:
+    def __call__(self, command, text=""):
         self.asked.append(list(command))
         if self.error:
             raise OSError(self.error)
         return f"{self.number}\n" if command[0] == "sbatch" else "\n".join(self.lines)
 
-    def says(self, state: str, reason: str = "None", status: int = 0, number: int = 0) -> None:
+    def says(self, state, reason="None", status=0, number=0):
         self.lines = [f"7|{number}|{state}|{reason}|{status}|{self.script}|"]
 
     script = ""
 
 
 @pytest.fixture
-def queue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Queue:
+def queue(monkeypatch, tmp_path):
     made = Queue()
     made.script = str(tmp_path.resolve() / "batch" / "submission_1.sh")
     monkeypatch.setattr(slurm, "call", made)
@@ -55,13 +48,13 @@ def queue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Queue:
 
 
 @pytest.fixture
-def executor(make_sweep: Make, tmp_path: Path, queue: Queue) -> SlurmExecutor:
+def executor(make_sweep, tmp_path, queue):
     record = make_sweep({}, {}, launcher="submitit_slurm")
     launcher = SlurmLauncher(max_num_timeout=1)
     return SlurmExecutor(SweepDir(tmp_path), record, launcher)
 
 
-def test_all_jobs_are_one_array(executor: SlurmExecutor, queue: Queue, tmp_path: Path) -> None:
+def test_all_jobs_are_one_array(executor, queue, tmp_path):
     """Each waits under its own number of it until Slurm says that it runs."""
     jobs = executor._record.jobs
     queue.says("PENDING", "Resources")
@@ -89,14 +82,14 @@ def test_all_jobs_are_one_array(executor: SlurmExecutor, queue: Queue, tmp_path:
     ],
 )
 def test_why_slurm_ended_a_job_is_the_reason(
-    executor: SlurmExecutor,
-    queue: Queue,
-    state: str,
-    status: int,
-    expected: JobState,
-    reason: str,
-    may_pass: bool,
-) -> None:
+    executor,
+    queue,
+    state,
+    status,
+    expected,
+    reason,
+    may_pass,
+):
     """In its own word; only what another node or more time may cure is tried again."""
     ((job, work),) = executor.start(executor._record.jobs[:1])
     assert not isinstance(work, str)
@@ -112,9 +105,7 @@ def test_why_slurm_ended_a_job_is_the_reason(
     assert job["attempts"][0]["ended_utc"] is not None
 
 
-def test_a_job_that_ended_by_itself_is_read_from_its_log(
-    executor: SlurmExecutor, queue: Queue
-) -> None:
+def test_a_job_that_ended_by_itself_is_read_from_its_log(executor, queue):
     """Also after Slurm has forgotten it."""
     ((job, work),) = executor.start(executor._record.jobs[:1])
     assert not isinstance(work, str)
@@ -127,9 +118,7 @@ def test_a_job_that_ended_by_itself_is_read_from_its_log(
     assert work.ended() == Ended(exit_code=2)
 
 
-def test_a_job_that_is_gone_before_it_began_was_cancelled(
-    executor: SlurmExecutor, queue: Queue
-) -> None:
+def test_a_job_that_is_gone_before_it_began_was_cancelled(executor, queue):
     """Slurm keeps no trace of a task that scancel took out of the queue."""
     queue.says("PENDING")
     ((_, work),) = executor.start(executor._record.jobs[:1])
@@ -144,7 +133,7 @@ def test_a_job_that_is_gone_before_it_began_was_cancelled(
     assert ended.stop.reason == "CANCELLED: 7_0 left Slurm's queue before it began"
 
 
-def test_a_silent_slurm_changes_nothing(executor: SlurmExecutor, queue: Queue) -> None:
+def test_a_silent_slurm_changes_nothing(executor, queue):
     """Its controller may start again; a job that cannot be cancelled is named."""
     ((_, work),) = executor.start(executor._record.jobs[:1])
     assert not isinstance(work, str)
@@ -158,9 +147,7 @@ def test_a_silent_slurm_changes_nothing(executor: SlurmExecutor, queue: Queue) -
     assert "`scancel 7_0` failed: Unable to contact" in ended.stop.reason
 
 
-def test_a_job_that_is_drawn_later_is_a_submission_of_its_own(
-    executor: SlurmExecutor, queue: Queue, tmp_path: Path
-) -> None:
+def test_a_job_that_is_drawn_later_is_a_submission_of_its_own(executor, queue, tmp_path):
     """An array of one, its index the number of its cell."""
     first, second = executor._record.jobs
     ((_, work),) = executor.start([first])
@@ -174,7 +161,7 @@ def test_a_job_that_is_drawn_later_is_a_submission_of_its_own(
     assert [one.partition("%")[0] for one in arrays] == ["0", "1"]
 
 
-def test_one_job_is_ended_alone(executor: SlurmExecutor, queue: Queue) -> None:
+def test_one_job_is_ended_alone(executor, queue):
     """The other one, which is none of the executor's business then, stays in the queue."""
     ((_, work), _) = executor.start(executor._record.jobs)
     assert not isinstance(work, str)
@@ -184,9 +171,7 @@ def test_one_job_is_ended_alone(executor: SlurmExecutor, queue: Queue) -> None:
     assert queue.asked[-1][0] == "squeue"
 
 
-def test_slurm_is_told_of_an_end_as_soon_as_it_answers(
-    executor: SlurmExecutor, queue: Queue
-) -> None:
+def test_slurm_is_told_of_an_end_as_soon_as_it_answers(executor, queue):
     """Once; no other job is taken for lost meanwhile, as it is where all are cancelled."""
     ((_, work), (_, other)) = executor.start(executor._record.jobs)
     assert not isinstance(work, str)
@@ -202,9 +187,7 @@ def test_slurm_is_told_of_an_end_as_soon_as_it_answers(
     assert [command[0] for command in queue.asked] == ["squeue", "scancel", "squeue"]
 
 
-def test_a_job_that_has_ended_by_itself_is_not_told_again(
-    executor: SlurmExecutor, queue: Queue
-) -> None:
+def test_a_job_that_has_ended_by_itself_is_not_told_again(executor, queue):
     """Slurm answers that it is over."""
     ((_, work),) = executor.start(executor._record.jobs[:1])
     assert not isinstance(work, str)
@@ -216,9 +199,7 @@ def test_a_job_that_has_ended_by_itself_is_not_told_again(
     assert [command[0] for command in queue.asked] == ["squeue"]
 
 
-def test_a_submission_waits_for_a_slurm_that_does_not_answer(
-    executor: SlurmExecutor, queue: Queue
-) -> None:
+def test_a_submission_waits_for_a_slurm_that_does_not_answer(executor, queue):
     """The job has not failed; what Slurm took without saying so is not submitted again."""
     lost, other = executor._record.jobs
     queue.error = "sbatch: error: Batch job submission failed: Unable to contact slurm controller"
@@ -236,9 +217,7 @@ def test_a_submission_waits_for_a_slurm_that_does_not_answer(
     assert executor.start([]) == []
 
 
-def test_a_pruned_job_that_is_still_in_the_queue_is_adopted(
-    executor: SlurmExecutor, queue: Queue
-) -> None:
+def test_a_pruned_job_that_is_still_in_the_queue_is_adopted(executor, queue):
     """Its launcher died before it could tell Slurm, and the next one will."""
     job = executor._record.jobs[0]
     job["state"] = JobState.PRUNED
@@ -246,16 +225,14 @@ def test_a_pruned_job_that_is_still_in_the_queue_is_adopted(
     assert executor.adopt(job) is not None
 
 
-def test_a_refused_submission_fails_its_jobs(executor: SlurmExecutor, queue: Queue) -> None:
+def test_a_refused_submission_fails_its_jobs(executor, queue):
     """With what sbatch said."""
     queue.error = "sbatch: error: QOSMaxSubmitJobPerUserLimit"
     ((_, said), _) = executor.start(executor._record.jobs)
     assert said == "Slurm did not take it: sbatch: error: QOSMaxSubmitJobPerUserLimit"
 
 
-def test_only_jobs_of_this_sweep_are_adopted(
-    executor: SlurmExecutor, queue: Queue, tmp_path: Path
-) -> None:
+def test_only_jobs_of_this_sweep_are_adopted(executor, queue, tmp_path):
     """They are known by their script; one that is over is none."""
     job = executor._record.jobs[1]
     queue.lines = [
@@ -274,7 +251,7 @@ def test_only_jobs_of_this_sweep_are_adopted(
     assert executor.adopt(job) is None
 
 
-def test_a_sweep_cannot_go_on_while_slurm_is_silent(executor: SlurmExecutor, queue: Queue) -> None:
+def test_a_sweep_cannot_go_on_while_slurm_is_silent(executor, queue):
     """Its jobs may be at work, so none is started."""
     queue.error = "Unable to contact slurm controller"
     with pytest.raises(SetupError, match="Slurm does not answer"):
@@ -284,9 +261,9 @@ def test_a_sweep_cannot_go_on_while_slurm_is_silent(executor: SlurmExecutor, que
 class Task:
     """A batch process whose job is a stand-in."""
 
-    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, place, monkeypatch):
         self.place, self.requeued = place, 0
-        self.environment: dict[str, str] = {}
+        self.environment = {}
         self.warned, self.code = False, 0
         names = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "7", "SLURM_JOB_ID": "9"}
         for name, value in {**names, "SLURM_NTASKS": "1"}.items():
@@ -294,9 +271,7 @@ class Task:
         monkeypatch.setattr(slurm_task, "supervise", self.supervise)
         monkeypatch.setattr(slurm_task, "call", self.call)
 
-    def supervise(
-        self, arguments: Any, output: Any, environment: Any, log: Any, **more: Any
-    ) -> Ended:
+    def supervise(self, arguments, output, environment, log, **more):
         self.environment = environment
         log.began(5, 1.0, host="node", queue_id=more["queue_id"])
         if self.warned:
@@ -308,21 +283,21 @@ class Task:
             assert more["signals"]() == []
         return Ended(exit_code=self.code)
 
-    def call(self, command: list[str]) -> str:
+    def call(self, command):
         assert command == ["scontrol", "requeue", "9"]
         self.requeued += 1
         return ""
 
-    def run(self, *, timeout_min: int = 1) -> int:
+    def run(self, *, timeout_min=1):
         limits = [f"--timeout-min={timeout_min}", "--signal-delay-s=30", "--max-num-timeout=1"]
         return slurm_task.main([str(self.place), *limits])
 
-    def why(self) -> list[str | None]:
+    def why(self):
         return [one["why"] for one in AttemptLog(SweepDir(self.place).attempts(1)).attempts()]
 
 
 @pytest.fixture
-def task(make_sweep: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def task(make_sweep, tmp_path, monkeypatch):
     import signal
 
     make_sweep({}, {}, threads=3).write(SweepDir(tmp_path).record)
@@ -332,7 +307,7 @@ def task(make_sweep: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
         signal.signal(number, handler)
 
 
-def test_the_batch_process_ends_as_its_job(task: Task) -> None:
+def test_the_batch_process_ends_as_its_job(task):
     """Which gets its threads, and nothing that Lightning would take for a task of several."""
     task.code = 2
     assert task.run() == 2
@@ -343,7 +318,7 @@ def test_the_batch_process_ends_as_its_job(task: Task) -> None:
     assert task.run() == 1
 
 
-def test_a_warned_job_is_put_back_as_often_as_allowed(task: Task) -> None:
+def test_a_warned_job_is_put_back_as_often_as_allowed(task):
     """One that succeeds in spite of the warning is not; the second time is one too many."""
     task.warned, task.code = True, 130
     assert task.run() == 0
@@ -354,7 +329,7 @@ def test_a_warned_job_is_put_back_as_often_as_allowed(task: Task) -> None:
     assert task.requeued == 1
 
 
-def test_a_pruned_job_is_not_put_back(task: Task) -> None:
+def test_a_pruned_job_is_not_put_back(task):
     """A search ended it just as its time was over."""
     task.warned, task.code = True, 130
     run = RunDir(task.place / "1_job")
@@ -364,7 +339,7 @@ def test_a_pruned_job_is_not_put_back(task: Task) -> None:
     assert (task.requeued, task.why()) == (0, ["TIMEOUT"])
 
 
-def test_a_warning_long_before_the_end_is_a_preemption(task: Task) -> None:
+def test_a_warning_long_before_the_end_is_a_preemption(task):
     """Some clusters send it then; it does not count as a timeout."""
     task.warned, task.code = True, 130
     assert [task.run(timeout_min=60) for _ in range(3)] == [0, 0, 0]

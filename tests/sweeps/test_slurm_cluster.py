@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -20,11 +19,6 @@ from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import SweepRecord
 from mens_exp.artifacts.sweep_dir import SweepDir
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Start = Callable[..., subprocess.Popen[bytes]]
 
 _STAND_IN = runpy.run_path(str(Path(__file__).with_name("slurm_cluster.py")))
 _MISSING = _STAND_IN["missing"]() if os.name != "nt" else "Slurm runs on Linux"
@@ -39,7 +33,7 @@ LIMIT_S = 300
 SLURM = ["hydra/launcher=submitit_slurm", "hydra.launcher.poll_s=0.5"]
 
 
-def command(tiny_run: list[str], directory: Path, *overrides: str) -> list[str]:
+def command(tiny_run, directory, *overrides):
     """A sweep of thirty steps each, a checkpoint after every second one."""
     given = [*tiny_run, "trainer.max_steps=30", "sweep.retries=0", "seed=1", *overrides]
     by_key = {text.partition("=")[0]: text for text in given}
@@ -47,10 +41,10 @@ def command(tiny_run: list[str], directory: Path, *overrides: str) -> list[str]:
 
 
 @pytest.fixture
-def start(tiny_run: list[str], tmp_path: Path, cache: Path) -> Start:
+def start(tiny_run, tmp_path, cache):
     """Launch a sweep in a process of its own."""
 
-    def launched(*overrides: str) -> subprocess.Popen[bytes]:
+    def launched(*overrides):
         source = os.pathsep.join(filter(None, sys.path))
         arguments = command(tiny_run, tmp_path / "sweep", *SLURM, *overrides)
         return subprocess.Popen(
@@ -62,31 +56,31 @@ def start(tiny_run: list[str], tmp_path: Path, cache: Path) -> Start:
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_run: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tiny_run, tmp_path_factory):
     """The adapter of the first cell, without Slurm and without a disturbance."""
     directory = tmp_path_factory.mktemp("whole") / "sweep"
     assert cli.main(command(tiny_run, directory)) == 0
     return adapter(directory)
 
 
-def jobs(directory: Path) -> list[Any]:
+def jobs(directory):
     return list(SweepRecord.read(SweepDir(directory).record).jobs)
 
 
-def run_of(directory: Path, number: int = 0) -> RunDir:
+def run_of(directory, number=0):
     return RunDir(directory / jobs(directory)[number]["directory"])
 
 
-def adapter(directory: Path, number: int = 0) -> Path:
+def adapter(directory, number=0):
     return run_of(directory, number).adapter / "adapter.safetensors"
 
 
-def slurm(*arguments: str) -> str:
+def slurm(*arguments):
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
-def until(is_so: Callable[[], Any], launcher: subprocess.Popen[bytes] | None = None) -> Any:
+def until(is_so, launcher=None):
     """Wait for something to be the case, as long as the launcher lives."""
     began = time.time()
     while not (found := is_so()):
@@ -96,9 +90,7 @@ def until(is_so: Callable[[], Any], launcher: subprocess.Popen[bytes] | None = N
     return found
 
 
-def paused_at_its_first_checkpoint(
-    directory: Path, launcher: subprocess.Popen[bytes]
-) -> psutil.Process:
+def paused_at_its_first_checkpoint(directory, launcher):
     """Stop the job, so that what comes next finds it in mid-training however slow Slurm is."""
     until(lambda: list(directory.glob("0_*/checkpoints/step_00000002.ckpt")), launcher)
     job = psutil.Process(AttemptLog(SweepDir(directory).attempts(0)).attempts()[-1]["pid"])
@@ -107,10 +99,10 @@ def paused_at_its_first_checkpoint(
     return job
 
 
-def queue_id(directory: Path) -> str:
+def queue_id(directory):
     """Return the array's number, as soon as the sweep's first job has one."""
 
-    def found() -> str:
+    def found():
         words = str(jobs(directory)[0]["reason"]).split()
         named = [word for word in words if word.rstrip(":").endswith("_0")]
         return named[0].partition("_")[0] if named else ""
@@ -119,16 +111,14 @@ def queue_id(directory: Path) -> str:
     return str(until(found))
 
 
-def is_asked_to_end(process: psutil.Process) -> bool:
+def is_asked_to_end(process):
     """Tell whether a stopped process has a SIGTERM to answer."""
     text = Path(f"/proc/{process.pid}/status").read_text("ascii")
     pending = next(line for line in text.splitlines() if line.startswith("ShdPnd"))
     return bool(int(pending.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
-def test_an_array_of_cells_succeeds_with_the_bytes_of_a_local_sweep(
-    tiny_run: list[str], whole: Path, tmp_path: Path
-) -> None:
+def test_an_array_of_cells_succeeds_with_the_bytes_of_a_local_sweep(tiny_run, whole, tmp_path):
     """One array, a task for each cell; Slurm's numbers and nodes are on record."""
     place = tmp_path / "sweep"
     given = [*SLURM, "seed=1,2", "hydra.launcher.cpus_per_task=1", "hydra.launcher.mem_gb=0.75"]
@@ -146,9 +136,7 @@ def test_an_array_of_cells_succeeds_with_the_bytes_of_a_local_sweep(
     assert "MinMemoryNode=768M" in said
 
 
-def test_a_job_out_of_time_is_put_back_and_goes_on_to_the_same_bytes(
-    start: Start, whole: Path, tmp_path: Path
-) -> None:
+def test_a_job_out_of_time_is_put_back_and_goes_on_to_the_same_bytes(start, whole, tmp_path):
     """Slurm warns it, it closes its record and requeues itself, and its second start resumes."""
     place = tmp_path / "sweep"
     launcher = start("hydra.launcher.timeout_min=3", "hydra.launcher.signal_delay_s=90")
@@ -165,9 +153,7 @@ def test_a_job_out_of_time_is_put_back_and_goes_on_to_the_same_bytes(
     assert adapter(place).read_bytes() == whole.read_bytes()
 
 
-def test_a_preempted_job_is_put_back_by_slurm_and_goes_on_to_the_same_bytes(
-    start: Start, whole: Path, tmp_path: Path
-) -> None:
+def test_a_preempted_job_is_put_back_by_slurm_and_goes_on_to_the_same_bytes(start, whole, tmp_path):
     """A job of a higher partition takes its node."""
     place = tmp_path / "sweep"
     launcher = start("hydra.launcher.partition=low")
@@ -180,7 +166,7 @@ def test_a_preempted_job_is_put_back_by_slurm_and_goes_on_to_the_same_bytes(
     assert adapter(place).read_bytes() == whole.read_bytes()
 
 
-def test_a_job_that_is_out_of_time_too_often_has_failed(start: Start, tmp_path: Path) -> None:
+def test_a_job_that_is_out_of_time_too_often_has_failed(start, tmp_path):
     """With Slurm's word for it; a longer limit goes on with it."""
     place = tmp_path / "sweep"
     launcher = start(
@@ -206,7 +192,7 @@ def test_a_job_that_is_out_of_time_too_often_has_failed(start: Start, tmp_path: 
     assert first["queue_id"] != second["queue_id"]
 
 
-def test_scancel_shows_as_cancelled(start: Start, tmp_path: Path) -> None:
+def test_scancel_shows_as_cancelled(start, tmp_path):
     """At work, with its record closed in order; resuming runs what is left of it."""
     place = tmp_path / "sweep"
     launcher = start()
@@ -219,7 +205,7 @@ def test_scancel_shows_as_cancelled(start: Start, tmp_path: Path) -> None:
     assert Manifest.read(run_of(place).manifest).status is Status.CANCELLED
 
 
-def test_scancel_in_the_queue_shows_as_cancelled(start: Start, tmp_path: Path) -> None:
+def test_scancel_in_the_queue_shows_as_cancelled(start, tmp_path):
     """The other cell goes on; held at first, by an option of sbatch that no setting stands for."""
     place = tmp_path / "sweep"
     launcher = start("seed=1,2", "task=plan", "+hydra.launcher.additional_parameters.hold=true")
@@ -233,7 +219,7 @@ def test_scancel_in_the_queue_shows_as_cancelled(start: Start, tmp_path: Path) -
     assert cancelled["reason"] == f"CANCELLED: {array}_1 left Slurm's queue before it began"
 
 
-def test_jobs_in_the_queue_outlive_their_launcher(start: Start, tmp_path: Path) -> None:
+def test_jobs_in_the_queue_outlive_their_launcher(start, tmp_path):
     """Resuming waits for the one array, and submits none."""
     place = tmp_path / "sweep"
     launcher = start("seed=1,2", "task=plan", "+hydra.launcher.additional_parameters.hold=true")
@@ -247,7 +233,7 @@ def test_jobs_in_the_queue_outlive_their_launcher(start: Start, tmp_path: Path) 
     assert len(list(SweepDir(place).batch.glob("*.sh"))) == 1
 
 
-def test_ctrl_c_takes_the_jobs_out_of_the_queue(start: Start, tmp_path: Path) -> None:
+def test_ctrl_c_takes_the_jobs_out_of_the_queue(start, tmp_path):
     """And the sweep can go on afterwards."""
     place = tmp_path / "sweep"
     launcher = start("seed=1,2", "task=plan", "+hydra.launcher.additional_parameters.hold=true")
@@ -258,7 +244,7 @@ def test_ctrl_c_takes_the_jobs_out_of_the_queue(start: Start, tmp_path: Path) ->
     assert "PENDING" not in slurm("squeue", "--noheader", "--format=%T", f"--jobs={array}")
 
 
-def test_set_up_that_fails_is_the_reason(tiny_run: list[str], tmp_path: Path) -> None:
+def test_set_up_that_fails_is_the_reason(tiny_run, tmp_path):
     """The job never began, and what the shell said is in the record."""
     place = tmp_path / "sweep"
     given = [*SLURM, "task=plan", "hydra.launcher.setup=[no_such_module_command]"]
@@ -276,12 +262,12 @@ def test_set_up_that_fails_is_the_reason(tiny_run: list[str], tmp_path: Path) ->
     ],
 )
 def test_what_slurm_would_not_take_is_refused_before_anything_is_written(
-    tiny_run: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    setting: str,
-    said: str,
-) -> None:
+    tiny_run,
+    tmp_path,
+    capsys,
+    setting,
+    said,
+):
     """In Slurm's own words, with exit code 2."""
     place = tmp_path / "sweep"
     assert cli.main(command(tiny_run, place, *SLURM, setting)) == 2

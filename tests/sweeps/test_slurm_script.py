@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import stat
 import subprocess
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,21 +12,18 @@ from mens_exp.config.launcher import SlurmLauncher
 from mens_exp.errors import ConfigError, RequestError, SetupError
 from mens_exp.sweeps.slurm_script import script, slurm_problems
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-
-def made(tmp_path: Path, **settings: Any) -> str:
+def made(tmp_path, **settings):
     launcher = SlurmLauncher(**settings)
     return script(launcher, [0, 3], batch=tmp_path / "b c", arguments=["a b"])
 
 
-def options(text: str) -> set[str]:
+def options(text):
     return {line.removeprefix("#SBATCH ") for line in text.splitlines() if "#SBATCH" in line}
 
 
 @pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def stand_in(tmp_path, monkeypatch):
     """Commands that keep what they were given, and say what a file tells them to say."""
     bin_ = tmp_path / "bin"
     bin_.mkdir()
@@ -43,7 +39,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_settings_become_options_of_sbatch(tmp_path: Path) -> None:
+def test_settings_become_options_of_sbatch(tmp_path):
     """Those that are null leave the cluster's default; a bare flag stays bare."""
     text = made(
         tmp_path,
@@ -61,7 +57,7 @@ def test_settings_become_options_of_sbatch(tmp_path: Path) -> None:
     assert not {one.partition("=")[0] for one in found} & {"--account", "--qos", "--gres"}
 
 
-def test_the_script_is_one_that_bash_reads(tmp_path: Path) -> None:
+def test_the_script_is_one_that_bash_reads(tmp_path):
     """Paths with blanks are quoted, and set-up comes before the job."""
     text = made(tmp_path, setup=["module load cuda"])
     assert subprocess.run(["/bin/bash", "-n"], input=text, text=True, check=False).returncode == 0
@@ -71,11 +67,11 @@ def test_the_script_is_one_that_bash_reads(tmp_path: Path) -> None:
 
 
 def test_without_slurm_the_launcher_is_refused(
-    tiny_run: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tiny_run,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     """Exit code 3, what is missing and what to do; nothing is written."""
     monkeypatch.setenv("PATH", str(tmp_path))
     place = tmp_path / "sweep"
@@ -88,7 +84,7 @@ def test_without_slurm_the_launcher_is_refused(
     assert not place.exists()
 
 
-def test_sbatch_judges_the_request(stand_in: Path) -> None:
+def test_sbatch_judges_the_request(stand_in):
     """It is given the script of all cells; nothing is said where it takes them."""
     assert slurm_problems(SlurmLauncher(partition="p"), 3) == []
     assert {"--array=0,1,2%256", "--partition=p"} <= options((stand_in / "given").read_text())
@@ -106,7 +102,7 @@ def test_sbatch_judges_the_request(stand_in: Path) -> None:
         "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation",
     ],
 )
-def test_a_slurm_that_does_not_answer_is_no_wrong_request(stand_in: Path, said: str) -> None:
+def test_a_slurm_that_does_not_answer_is_no_wrong_request(stand_in, said):
     """The user cannot correct it: exit code 3."""
     (stand_in / "code").write_text("1")
     (stand_in / "says").write_text(f"{said}\n")
@@ -123,9 +119,7 @@ def test_a_slurm_that_does_not_answer_is_no_wrong_request(stand_in: Path, said: 
         ({"timeout_min": 2}, "signal_delay_s"),
     ],
 )
-def test_settings_that_undo_the_launcher_are_refused(
-    stand_in: Path, settings: dict[str, Any], where: str
-) -> None:
+def test_settings_that_undo_the_launcher_are_refused(stand_in, settings, where):
     """Before sbatch is asked."""
     (wrong,) = slurm_problems(SlurmLauncher(**settings), 1)
     assert isinstance(wrong, ConfigError)
@@ -133,7 +127,7 @@ def test_settings_that_undo_the_launcher_are_refused(
     assert not (stand_in / "given").exists()
 
 
-def test_a_key_of_several_tasks_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_of_several_tasks_is_unknown(capsys):
     """A job is one task on one node, so nodes= would do nothing."""
     given = ["-m", "hydra/launcher=submitit_slurm", "hydra.launcher.nodes=2", "model=tiny_llama"]
     assert cli.main(given) == 2

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,11 +17,6 @@ from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import SweepRecord
 from mens_exp.artifacts.sweep_dir import SweepDir
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from mens_exp.artifacts.search import SearchRecord
 
 _STAND_IN = runpy.run_path(str(Path(__file__).with_name("slurm_cluster.py")))
 _MISSING = _STAND_IN["missing"]() if os.name != "nt" else "Slurm runs on Linux"
@@ -43,7 +37,7 @@ SPACE = ["optim.lr=tag(log,interval(1e-5,1e-2))", "hydra.sweeper.n_trials=2"]
 
 
 @pytest.fixture
-def launched(tiny_run: list[str], tmp_path: Path, cache: Path) -> Iterator[subprocess.Popen[bytes]]:
+def launched(tiny_run, tmp_path, cache):
     """Launch a search whose first trial waits in the queue for another job to end."""
     slurm("sbatch", "--exclusive", "--job-name=other", "--output=/dev/null", "--wrap=sleep 900")
     source = os.pathsep.join(filter(None, sys.path))
@@ -58,23 +52,23 @@ def launched(tiny_run: list[str], tmp_path: Path, cache: Path) -> Iterator[subpr
     slurm("scancel", "--name=other")
 
 
-def command(tiny_run: list[str], place: Path, *overrides: str) -> list[str]:
+def command(tiny_run, place, *overrides):
     usual = [*tiny_run, "hydra/sweeper=optuna", "trainer.max_steps=2", f"hydra.sweep.dir={place}"]
     by_key = {text.partition("=")[0]: text for text in [*usual, *overrides]}
     return ["-m", *by_key.values()]
 
 
-def slurm(*arguments: str) -> str:
+def slurm(*arguments):
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
-def queued() -> list[str]:
+def queued():
     """Return the numbers of this search's jobs that have not ended."""
     return slurm("squeue", "--noheader", "--array", "--name=mens_exp", "--format=%i").split()
 
 
-def until(is_so: Callable[[], Any], launcher: subprocess.Popen[bytes]) -> None:
+def until(is_so, launcher):
     """Wait for something to be the case, as long as the launcher lives."""
     began = time.time()
     while not is_so():
@@ -83,32 +77,30 @@ def until(is_so: Callable[[], Any], launcher: subprocess.Popen[bytes]) -> None:
         time.sleep(0.05)
 
 
-def jobs(place: Path) -> list[Any]:
+def jobs(place):
     return list(SweepRecord.read(SweepDir(place).record).jobs)
 
 
-def search_of(place: Path) -> SearchRecord:
+def search_of(place):
     search = SweepRecord.read(SweepDir(place).record).search
     assert search is not None
     return search
 
 
-def results(place: Path) -> list[tuple[Any, ...]]:
+def results(place):
     rows = search_of(place)["trials"]
     return [(str(row["state"]), row["params"], row["values"], row["job"]) for row in rows]
 
 
-def queue_ids(place: Path) -> list[list[str]]:
+def queue_ids(place):
     return [[one["queue_id"] for one in job["attempts"]] for job in jobs(place)]
 
 
-def submissions(place: Path) -> list[Path]:
+def submissions(place):
     return sorted(SweepDir(place).batch.glob("*.sh"))
 
 
-def test_a_trial_that_learns_nothing_is_taken_out_of_slurm(
-    tiny_run: list[str], tmp_path: Path
-) -> None:
+def test_a_trial_that_learns_nothing_is_taken_out_of_slurm(tiny_run, tmp_path):
     """Each trial is an array of one; the pruned one ran once, and no failure is on record."""
     place = tmp_path / "search"
     overrides = [
@@ -140,9 +132,7 @@ def test_a_trial_that_learns_nothing_is_taken_out_of_slurm(
     assert SweepDir(place).search_page.exists()
 
 
-def test_a_trial_in_the_queue_outlives_its_launcher(
-    tiny_run: list[str], tmp_path: Path, launched: subprocess.Popen[bytes]
-) -> None:
+def test_a_trial_in_the_queue_outlives_its_launcher(tiny_run, tmp_path, launched):
     """The search goes on with it, and to the draws and losses of one on this machine."""
     place, here = tmp_path / "search", tmp_path / "here"
     (first,) = queued()
@@ -157,9 +147,7 @@ def test_a_trial_in_the_queue_outlives_its_launcher(
     assert results(place) == results(here)
 
 
-def test_ctrl_c_takes_the_trial_out_of_the_queue(
-    tmp_path: Path, launched: subprocess.Popen[bytes]
-) -> None:
+def test_ctrl_c_takes_the_trial_out_of_the_queue(tmp_path, launched):
     """Nothing more is drawn, and the trial has no result: going on would run it."""
     launched.send_signal(signal.SIGINT)
     assert launched.wait(LIMIT_S) == 130

@@ -8,18 +8,18 @@ from mens_exp.sweeps.threads import environment_of, gpu_problems, threads_per_jo
 
 
 @pytest.fixture(autouse=True)
-def six_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def six_cores(monkeypatch):
     monkeypatch.setattr(threads, "cores", lambda: 6)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
 @pytest.mark.parametrize(("n_jobs", "each"), [(1, 6), (2, 3), (4, 1), (9, 1)])
-def test_cores_are_shared_out(n_jobs: int, each: int) -> None:
+def test_cores_are_shared_out(n_jobs, each):
     """Rounded down, so that jobs do not fight, and never less than one."""
     assert threads_per_job(LocalLauncher(n_jobs=n_jobs)) == each
 
 
-def test_what_the_user_says_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_user_says_wins(monkeypatch):
     """The setting before the environment, and that before the cores."""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert threads_per_job(LocalLauncher(n_jobs=1)) == 2
@@ -28,7 +28,7 @@ def test_what_the_user_says_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads_per_job(LocalLauncher(n_jobs=2)) == 3
 
 
-def test_without_gpus_the_device_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gpus_the_device_is_left_alone(monkeypatch):
     """A job sees what the launcher sees."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     made = environment_of(3, threads=2, gpus=[])
@@ -37,24 +37,24 @@ def test_without_gpus_the_device_is_left_alone(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("processes", "each"), [(1, "6"), (2, "3"), (4, "1"), (8, "1")])
-def test_the_processes_of_a_job_share_its_threads(processes: int, each: str) -> None:
+def test_the_processes_of_a_job_share_its_threads(processes, each):
     """Rounded down, and never less than one: torch reads the number in every process."""
     made = environment_of(0, threads=6, gpus=[], processes=processes)
     assert (made["OMP_NUM_THREADS"], made["MKL_NUM_THREADS"]) == (each, each)
 
 
-def test_a_job_of_several_processes_has_gpus_of_its_own() -> None:
+def test_a_job_of_several_processes_has_gpus_of_its_own():
     """As many as the widest job takes; one that has fewer processes sees no more than it uses."""
     gpus = ["4", "5", "6", "7"]
 
-    def seen(slot: int, processes: int) -> str:
+    def seen(slot, processes):
         made = environment_of(slot, threads=1, gpus=gpus, each=2, processes=processes)
         return made["CUDA_VISIBLE_DEVICES"]
 
     assert (seen(0, 2), seen(1, 2), seen(1, 1)) == ("4,5", "6,7", "6")
 
 
-def test_jobs_of_one_process_may_share_a_gpu_and_those_of_several_may_not() -> None:
+def test_jobs_of_one_process_may_share_a_gpu_and_those_of_several_may_not():
     """Three jobs of two GPUs on five of them; where nobody knows the GPUs, none are counted."""
     gpus = ["0", "1", "2", "3", "4"]
     assert gpu_problems(gpus, 1, 9) == []

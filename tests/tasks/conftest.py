@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -16,21 +16,15 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.artifacts.sweep import JobState, LeftOut, SweepJob, SweepRecord
 from mens_exp.artifacts.sweep_dir import SweepDir
-from mens_exp.config.compose import Composed, compose, config_digest, to_yaml
+from mens_exp.config.compose import compose, config_digest, to_yaml
 from mens_exp.config.compose import typed as typed_config
 from mens_exp.config.overrides import check
 from mens_exp.plan.contract import contract_of
 from mens_exp.report.write import write_report
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
-
-    from mens_exp.config.overrides import Cell
-
 
 @pytest.fixture(scope="session")
-def cell(tiny_run: list[str]) -> Cell:
+def cell(tiny_run):
     """One composed training run; only to be read."""
     checked = check(tiny_run)
     assert not checked.problems
@@ -38,14 +32,14 @@ def cell(tiny_run: list[str]) -> Cell:
 
 
 @pytest.fixture
-def break_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def break_at(monkeypatch):
     """Raise an error just before a micro-batch is trained on, until told otherwise."""
     from mens_exp.training.module import TrainingModule
 
     original = TrainingModule.training_step
 
-    def planned(number: int | None, error: BaseException | None = None) -> None:
-        def step(self: Any, batch: Any, index: int) -> Any:
+    def planned(number, error=None):
+        def step(self, batch, index):
             if batch.index == number:
                 raise error or KeyboardInterrupt
             return original(self, batch, index)
@@ -56,13 +50,11 @@ def break_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.fixture
-def broken(break_at: Callable[..., None], train_in: Callable[..., RunDir]) -> Callable[..., RunDir]:
+def broken(break_at, train_in):
     """A training run that was cancelled, or failed, before a micro-batch."""
     from mens_exp.tasks.cancellation import Cancelled
 
-    def made(
-        directory: Any, at: int, *overrides: str, error: BaseException | None = None
-    ) -> RunDir:
+    def made(directory, at, *overrides, error=None):
         break_at(at, error or Cancelled("SIGINT"))
         run = train_in(directory, *overrides, code=1 if error else 130)
         break_at(None)
@@ -72,15 +64,13 @@ def broken(break_at: Callable[..., None], train_in: Callable[..., RunDir]) -> Ca
 
 
 @pytest.fixture
-def typed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
+def typed(tmp_path, monkeypatch, capsys):
     """Type a command in an empty directory, and return what it said."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("COLUMNS", "200")
 
-    def command(*overrides: str, code: int = 0) -> str:
+    def command(*overrides, code=0):
         assert cli.main(list(overrides)) == code
         said = capsys.readouterr()
         return said.out + said.err
@@ -89,11 +79,11 @@ def typed(
 
 
 @pytest.fixture
-def inspect(typed: Callable[..., str], tmp_path: Path) -> Callable[..., Inspection]:
+def inspect(typed, tmp_path):
     """Inspect a path and return the record."""
     number = iter(range(99))
 
-    def command(path: Any, *overrides: str, code: int = 0) -> Inspection:
+    def command(path, *overrides, code=0):
         own = tmp_path / "here" / f"inspection_{next(number)}"
         typed("task=inspect", f"path={path}", *overrides, f"hydra.run.dir={own}", code=code)
         return Inspection.read(own / "inspection.json")
@@ -102,10 +92,10 @@ def inspect(typed: Callable[..., str], tmp_path: Path) -> Callable[..., Inspecti
 
 
 @pytest.fixture
-def study(tmp_path: Path) -> Callable[..., Path]:
+def study(tmp_path):
     """Write runs of arms and seeds, four items each, as their own training would leave them."""
 
-    def written(name: str = "runs", **how: Any) -> Path:
+    def written(name="runs", **how):
         root = tmp_path / "study" / name
         write_study(root, Told(**how))
         return root
@@ -114,11 +104,11 @@ def study(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def compare(typed: Callable[..., str], tmp_path: Path) -> Callable[..., Comparison]:
+def compare(typed, tmp_path):
     """Compare what a path names and return the record."""
     number = iter(range(99))
 
-    def command(path: Any, *overrides: str) -> Comparison:
+    def command(path, *overrides):
         own = tmp_path / "here" / f"comparison_{next(number)}"
         usual = [] if any(text.startswith("logger=") for text in overrides) else ["logger=none"]
         typed("task=compare", f"path={path}", *usual, *overrides, f"hydra.run.dir={own}")
@@ -128,7 +118,7 @@ def compare(typed: Callable[..., str], tmp_path: Path) -> Callable[..., Comparis
 
 
 @functools.cache  # Hydra takes a third of a second each time
-def composed(*overrides: str) -> Composed:
+def composed(*overrides):
     usual = ["model=tiny_llama", "trainer=cpu", "logger=none", "suite=none"]
     return compose([[*usual, *overrides]])[0]
 
@@ -151,32 +141,32 @@ class Told:
         answering: how answers were made, by arm.
     """
 
-    arms: Sequence[Sequence[str]] = ((), ("quant.double_quant=false",))
-    seeds: Iterable[int] = range(1, 7)
-    passes: Callable[[int, int], int] = lambda arm, seed: (seed + arm) % 4
-    loss: Callable[[int, int], float] = lambda arm, seed: 2 + seed / 100 - arm / 10
-    kpis: Callable[[int, int, int], dict[str, Any]] = lambda *_: {}
+    arms: Any = ((), ("quant.double_quant=false",))
+    seeds: Any = range(1, 7)
+    passes: Any = lambda arm, seed: (seed + arm) % 4
+    loss: Any = lambda arm, seed: 2 + seed / 100 - arm / 10
+    kpis: Any = lambda *_: {}
     suite: str = "ab" * 32
     rows: str = "e" * 64
     torch: str = "2.6"
     started: str = "2026-11-20T06:00:00.000Z"
-    of: Path | None = None
-    answering: Callable[[int], dict[str, Any]] = lambda _: {}
+    of: Any = None
+    answering: Any = lambda _: {}
 
 
-def write_study(root: Path, told: Told) -> None:
+def write_study(root, told):
     """Write one run for each seed and arm under a directory, as of a sweep."""
     cells = [(seed, arm) for seed in told.seeds for arm in range(len(told.arms))]
     for number, (seed, arm) in enumerate(cells):
         write_cell(root, number, seed, arm, told)
 
 
-def write_cell(root: Path, number: int, seed: int, arm: int, told: Told) -> None:
+def write_cell(root, number, seed, arm, told):
     run, overrides = RunDir(root / f"{number}_{root.name}"), told.arms[arm]
     values = composed(*overrides).values.copy()
     values.seed = seed
     write_text(run.config, to_yaml(values))
-    inputs: dict[str, Any] = {
+    inputs = {
         "base_weights_sha256": "b" * 64,
         "data": {"rows_sha256": told.rows, "train_rows": 40, "train_truncated": 2},
     }
@@ -221,12 +211,12 @@ def write_cell(root: Path, number: int, seed: int, arm: int, told: Told) -> None
 
 
 def write_scores(
-    run: RunDir,
-    passed: int,
-    suite: str,
-    kpis: Callable[[int], dict[str, Any]],
-    answering: dict[str, Any],
-) -> None:
+    run,
+    passed,
+    suite,
+    kpis,
+    answering,
+):
     lines = [
         {
             "item_id": f"item{item}",
@@ -255,12 +245,12 @@ def write_scores(
 
 
 @pytest.fixture
-def sweep_over() -> Callable[[Path, int], SweepDir]:
+def sweep_over():
     """Put the record of a sweep over runs that `study` has written, of so many seeds."""
     return made_sweep
 
 
-def made_sweep(root: Path, seeds: int) -> SweepDir:
+def made_sweep(root, seeds):
     """Add a job that failed to the runs of a study."""
     cells = [(seed, arm) for seed in range(1, seeds + 1) for arm in (0, 1)]
     jobs = [
@@ -285,8 +275,8 @@ def made_sweep(root: Path, seeds: int) -> SweepDir:
     return SweepDir(root)
 
 
-def _job(number: int, directory: str, seed: int, arm: int) -> SweepJob:
-    value: Any = ("true", "false")[arm]
+def _job(number, directory, seed, arm):
+    value = ("true", "false")[arm]
     return SweepJob(
         number=number,
         directory=directory,

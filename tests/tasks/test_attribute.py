@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mens_exp import cli
@@ -12,18 +10,14 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.overrides import check
 from mens_exp.plan.preflight import preflight
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 pytestmark = pytest.mark.slow  # commands typed whole; `make quick` has their parts
 
 
 @pytest.fixture(scope="module")
-def attributed(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RunDir]:
+def attributed(rows_file, tmp_path_factory):
     """Run task=attribute on two random layers and sixty small rows."""
 
-    def run(*overrides: str, code: int = 0) -> RunDir:
+    def run(*overrides, code=0):
         directory = tmp_path_factory.mktemp("attribute") / "run"
         usual = ["task=attribute", "model=tiny_llama", "trainer=cpu", "data=jsonl"]
         usual += [f"data.path={rows_file}", "data.seq_len=192", "data.val_frac=0.2"]
@@ -35,12 +29,12 @@ def attributed(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
 
 
 @pytest.fixture(scope="module")
-def run(attributed: Callable[..., RunDir]) -> RunDir:
+def run(attributed):
     """One such run, a suggestion allowed to leave modules out; only to be read."""
     return attributed("attribute.extra_bits=3", "attribute.position_bounds=[0,20]")
 
 
-def test_every_quantized_module_is_measured(run: RunDir) -> None:
+def test_every_quantized_module_is_measured(run):
     """Seven projections in two layers; the head is never quantized."""
     record = Attribution.read(run.attribution)
     assert len(record.modules) == 14
@@ -50,7 +44,7 @@ def test_every_quantized_module_is_measured(run: RunDir) -> None:
     assert {one["first"] for one in record.parity["by_position"]} <= {0, 20}
 
 
-def test_record_and_figures_are_in_the_manifest(run: RunDir) -> None:
+def test_record_and_figures_are_in_the_manifest(run):
     """The file by its hash, the headline figures as results."""
     manifest = Manifest.read(run.manifest)
     record = Attribution.read(run.attribution)
@@ -62,7 +56,7 @@ def test_record_and_figures_are_in_the_manifest(run: RunDir) -> None:
     assert "4 bits against f32" in run.report.read_text("utf-8")
 
 
-def test_printed_overrides_compose_and_plan(run: RunDir, rows_file: Path) -> None:
+def test_printed_overrides_compose_and_plan(run, rows_file):
     """Our own parser and preflight take them."""
     overrides = Attribution.read(run.attribution).suggestion["overrides"]
     assert [text.partition("=")[0] for text in overrides] == ["quant.skip", "lora.targets"]
@@ -72,13 +66,13 @@ def test_printed_overrides_compose_and_plan(run: RunDir, rows_file: Path) -> Non
     assert preflight(checked.cells[0].config) == []
 
 
-def test_the_same_command_measures_the_same(run: RunDir, attributed: Callable[..., RunDir]) -> None:
+def test_the_same_command_measures_the_same(run, attributed):
     """Byte for byte, on one thread."""
     again = attributed("attribute.extra_bits=3", "attribute.position_bounds=[0,20]")
     assert again.attribution.read_bytes() == run.attribution.read_bytes()
 
 
-def test_skipped_modules_are_not_measured(attributed: Callable[..., RunDir]) -> None:
+def test_skipped_modules_are_not_measured(attributed):
     """What is left out is no error of quantization; fp4 is a configured type like nf4."""
     record = Attribution.read(attributed("quant=fp4", "quant.skip=[mlp]").attribution)
     assert {one["kind"] for one in record.modules} == {"q", "k", "v", "o"}
@@ -104,11 +98,11 @@ def test_skipped_modules_are_not_measured(attributed: Callable[..., RunDir]) -> 
     ],
 )
 def test_request_is_refused(
-    attributed: Callable[..., RunDir],
-    capsys: pytest.CaptureFixture[str],
-    overrides: list[str],
-    said: str,
-) -> None:
+    attributed,
+    capsys,
+    overrides,
+    said,
+):
     """Before a run directory exists, with what is wrong once."""
     run = attributed(*overrides, code=2)
     message = " ".join(capsys.readouterr().err.split())
@@ -116,6 +110,6 @@ def test_request_is_refused(
     assert not run.path.exists()
 
 
-def test_settings_of_attribution_are_refused_elsewhere() -> None:
+def test_settings_of_attribution_are_refused_elsewhere():
     """They would do nothing in training."""
     assert cli.main(["attribute.tokens=9"]) == 2

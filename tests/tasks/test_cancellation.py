@@ -11,7 +11,7 @@ HANDLED = [signal.SIGINT, signal.SIGTERM]
 
 
 @pytest.mark.parametrize("number", HANDLED)
-def test_the_first_signal_cancels(number: signal.Signals) -> None:
+def test_the_first_signal_cancels(number):
     """It raises in the block, named after the signal, and the handlers are put back."""
     before = [signal.getsignal(each) for each in HANDLED]
     with pytest.raises(Cancelled, match=number.name), cancellable(lambda: False):
@@ -19,7 +19,7 @@ def test_the_first_signal_cancels(number: signal.Signals) -> None:
     assert [signal.getsignal(each) for each in HANDLED] == before
 
 
-def test_after_the_first_signal_the_system_ends_the_process() -> None:
+def test_after_the_first_signal_the_system_ends_the_process():
     """Whatever Python code runs then cannot hold up the second one."""
     with cancellable(lambda: False):
         with pytest.raises(Cancelled):
@@ -27,19 +27,19 @@ def test_after_the_first_signal_the_system_ends_the_process() -> None:
         assert [signal.getsignal(each) for each in HANDLED] == [signal.SIG_DFL] * 2
 
 
-def test_a_closing_run_is_not_cancelled() -> None:
+def test_a_closing_run_is_not_cancelled():
     """Its status stands already; the second signal ends it like any other."""
     with cancellable(lambda: True):
         signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
 
 
-def test_outside_of_the_main_thread_nothing_is_installed() -> None:
+def test_outside_of_the_main_thread_nothing_is_installed():
     """Python refuses handlers there, and the block runs all the same."""
-    seen: list[object] = []
+    seen = []
     before = signal.getsignal(signal.SIGINT)
 
-    def work() -> None:
+    def work():
         with cancellable(lambda: False):
             seen.append(signal.getsignal(signal.SIGINT))
         end_at_once()

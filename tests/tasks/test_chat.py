@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import json
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,16 +14,9 @@ from mens_exp.report import chat_view
 from mens_exp.tasks.conversation import Conversation
 from mens_exp.tokenizer.hf import HfTokenizer
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.backends.qlora import QloraBackend
-    from mens_exp.model.resolve import BaseModel
-
 
 @pytest.fixture
-def talk(tiny_backend: Callable[..., QloraBackend], tiny_base: BaseModel) -> Conversation:
+def talk(tiny_backend, tiny_base):
     from contextlib import nullcontext
 
     backend = tiny_backend(live=True)
@@ -38,11 +30,11 @@ def talk(tiny_backend: Callable[..., QloraBackend], tiny_base: BaseModel) -> Con
 
 
 @pytest.fixture
-def chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+def chat(tmp_path, monkeypatch):
     """Run task=chat with what is typed, and return its transcript."""
     monkeypatch.chdir(tmp_path)
 
-    def run(*overrides: str, typed: str = "") -> dict[str, Any]:
+    def run(*overrides, typed=""):
         monkeypatch.setattr("sys.stdin", io.StringIO(typed))
         arguments = ["task=chat", "chat.max_new_tokens=3", "hydra.run.dir=talk", *overrides]
         assert cli.main(arguments) == 0
@@ -50,23 +42,20 @@ def chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[
         manifest = Manifest.read(directory.manifest)
         assert manifest.status is Status.SUCCEEDED
         assert manifest.outputs["transcript.json"] == sha256_file(directory.transcript)
-        transcript: dict[str, Any] = json.loads(directory.transcript.read_text("utf-8"))
-        return transcript
+        return json.loads(directory.transcript.read_text("utf-8"))
 
     return run
 
 
-def test_each_model_sees_its_own_answers_and_no_others(
-    talk: Conversation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_model_sees_its_own_answers_and_no_others(talk, monkeypatch):
     """The second prompt holds the first question and the model's own reply to it."""
-    seen: list[list[dict[str, str]]] = []
+    seen = []
     talk.ask("one", lambda _answers: None)
     talk.turns[0]["answers"]["base"]["text"] = "I am base"
     talk.turns[0]["answers"]["tuned"]["text"] = "I am tuned"
     render = HfTokenizer.render
 
-    def spy(self: Any, messages: list[dict[str, str]], **options: Any) -> str:
+    def spy(self, messages, **options):
         seen.append(messages)
         return render(self, messages, **options)
 
@@ -78,9 +67,9 @@ def test_each_model_sees_its_own_answers_and_no_others(
     ]
 
 
-def test_answers_grow_by_a_token_each(talk: Conversation) -> None:
+def test_answers_grow_by_a_token_each(talk):
     """Both are shown after every token, so that the terminal streams them side by side."""
-    shown: list[tuple[int, int]] = []
+    shown = []
     talk.ask("one", lambda a: shown.append((a["base"].tokens, a["tuned"].tokens)))
     assert shown[: min(len(shown), 2)] == [(1, 1), (2, 2)][: len(shown)]
     assert shown[-1] == tuple(
@@ -88,7 +77,7 @@ def test_answers_grow_by_a_token_each(talk: Conversation) -> None:
     )
 
 
-def test_a_prompt_is_encoded_as_in_training(talk: Conversation) -> None:
+def test_a_prompt_is_encoded_as_in_training(talk):
     """The ids before the answer of a training row are those that a chat begins with."""
     from mens_exp.rows.encode import Labelling, encode
     from mens_exp.rows.schema import TrainingPair
@@ -105,9 +94,7 @@ def test_a_prompt_is_encoded_as_in_training(talk: Conversation) -> None:
     assert encoded.supervised[len(ids)]
 
 
-def test_one_prompt_is_answered_in_plain_sections(
-    chat: Callable[..., dict[str, Any]], finished: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_prompt_is_answered_in_plain_sections(chat, finished, capsys):
     """A pipe sees each model's answer under its title, and nothing is asked."""
     said = chat(f"path={finished.path}", "prompt=hello")
     (turn,) = said["turns"]
@@ -118,9 +105,7 @@ def test_one_prompt_is_answered_in_plain_sections(
     assert f"tuned ({finished.path})\n---" in out
 
 
-def test_typed_lines_are_turns_until_the_end_of_input(
-    chat: Callable[..., dict[str, Any]], finished: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_typed_lines_are_turns_until_the_end_of_input(chat, finished, capsys):
     """/reset and /system begin anew; an unknown command is told, and asks nothing."""
     typed = "one\n\ntwo\n/reset\nthree\n/system Be brief.\nfour\n/quit\n"
     turns = chat(f"path={finished.path}", typed=typed)["turns"]
@@ -133,7 +118,7 @@ def test_typed_lines_are_turns_until_the_end_of_input(
     assert "/quit is unknown" in capsys.readouterr().out
 
 
-def test_the_base_model_alone_can_be_talked_to(chat: Callable[..., dict[str, Any]]) -> None:
+def test_the_base_model_alone_can_be_talked_to(chat):
     """path=base takes the command's own model, and has one column."""
     said = chat("path=base", "model=tiny_llama", "trainer=cpu", "prompt=hello")
     assert said["subject"] == "base"
@@ -152,12 +137,12 @@ def test_the_base_model_alone_can_be_talked_to(chat: Callable[..., dict[str, Any
     ],
 )
 def test_what_a_chat_cannot_do_is_refused(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    overrides: list[str],
-    said: str,
-) -> None:
+    tmp_path,
+    monkeypatch,
+    capsys,
+    overrides,
+    said,
+):
     """Before a directory is made."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["task=chat", *overrides]) == 2
@@ -165,7 +150,7 @@ def test_what_a_chat_cannot_do_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_settings_of_a_chat_have_no_effect_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_of_a_chat_have_no_effect_elsewhere(capsys):
     """A prompt for a training run is a mistake."""
     assert cli.main(["model=tiny_llama", "prompt=hi", "chat.temperature=1"]) == 2
     said = capsys.readouterr().err
@@ -173,7 +158,7 @@ def test_settings_of_a_chat_have_no_effect_elsewhere(capsys: pytest.CaptureFixtu
     assert "chat.temperature: has no effect with task=train" in said
 
 
-def test_columns_stand_side_by_side_and_a_cursor_marks_what_goes_on() -> None:
+def test_columns_stand_side_by_side_and_a_cursor_marks_what_goes_on():
     """Both texts share their lines."""
     from rich.console import Console
 
@@ -185,7 +170,7 @@ def test_columns_stand_side_by_side_and_a_cursor_marks_what_goes_on() -> None:
     assert "left▌" not in line
 
 
-def test_a_model_cannot_steer_the_terminal() -> None:
+def test_a_model_cannot_steer_the_terminal():
     """Escape sequences that it writes are shown as replacement characters; lines stay lines."""
     shown = chat_view.sections({"base": ("a\x1b[2Jb\n\tc\x07", True)}, {"base": "B"})
     assert shown == "B\n-\na\N{REPLACEMENT CHARACTER}[2Jb\n\tc\N{REPLACEMENT CHARACTER}"

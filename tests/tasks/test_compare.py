@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,22 +12,15 @@ from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.tasks.study_runs import read_study
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    Study = Callable[..., Path]
-    Compare = Callable[..., Comparison]
-
 WITHOUT = "quant.double_quant=false"
 
 
-def primary(record: Comparison) -> dict[str, Any]:
+def primary(record):
     (contrast,) = record.contrasts
     return dict(contrast["kpis"][record.primary])
 
 
-def test_arms_and_factor_are_found_in_the_manifests(study: Study, compare: Compare) -> None:
+def test_arms_and_factor_are_found_in_the_manifests(study, compare):
     """A sweep's directory alone is enough; the first run's arm is the reference."""
     record = compare(study())
     assert record.factors == ["quant.double_quant"]
@@ -42,7 +34,7 @@ def test_arms_and_factor_are_found_in_the_manifests(study: Study, compare: Compa
     assert record.contrasts[0]["confounded_by"] == []
 
 
-def test_difference_is_paired_by_seed_and_by_item(study: Study, compare: Compare) -> None:
+def test_difference_is_paired_by_seed_and_by_item(study, compare):
     """By hand: seeds pass s % 3 items of four, the other arm one more each."""
     found = primary(compare(study(passes=lambda arm, seed: seed % 3 + arm)))
     assert found["differences"] == [0.25] * 6
@@ -52,20 +44,20 @@ def test_difference_is_paired_by_seed_and_by_item(study: Study, compare: Compare
     assert found["verdict"] == Verdict.BETTER
 
 
-def test_a_worse_arm_is_called_worse(study: Study, compare: Compare) -> None:
+def test_a_worse_arm_is_called_worse(study, compare):
     """The same the other way round."""
     found = primary(compare(study(passes=lambda arm, seed: seed % 3 + 1 - arm)))
     assert found["verdict"] == Verdict.WORSE
 
 
-def test_equal_arms_show_no_difference(study: Study, compare: Compare) -> None:
+def test_equal_arms_show_no_difference(study, compare):
     """A difference of zero in every seed."""
     found = primary(compare(study(passes=lambda _arm, seed: seed % 3)))
     assert found["verdict"] == Verdict.NO_DIFFERENCE
     assert found["estimate"] == 0
 
 
-def test_five_seeds_get_no_verdict_by_signs(study: Study, compare: Compare) -> None:
+def test_five_seeds_get_no_verdict_by_signs(study, compare):
     """Their smallest p-value is 0.0625; six are needed, and the record says so."""
     path = study(seeds=range(1, 6), passes=lambda arm, seed: seed % 3 + arm)
     found = primary(compare(path, "compare.test=sign_flip"))
@@ -74,7 +66,7 @@ def test_five_seeds_get_no_verdict_by_signs(study: Study, compare: Compare) -> N
     assert "0.0625" in found["why"]
 
 
-def test_one_seed_gets_no_verdict(study: Study, compare: Compare) -> None:
+def test_one_seed_gets_no_verdict(study, compare):
     """There is a difference and no interval."""
     found = primary(compare(study(seeds=[3], passes=lambda arm, _seed: 2 * arm)))
     assert (found["verdict"], found["estimate"]) == (Verdict.NOT_REACHABLE, 0.5)
@@ -82,7 +74,7 @@ def test_one_seed_gets_no_verdict(study: Study, compare: Compare) -> None:
     assert found["why"] == "1 seed tells no spread; 2 are needed"
 
 
-def test_only_shared_seeds_are_paired(study: Study, compare: Compare, tmp_path: Path) -> None:
+def test_only_shared_seeds_are_paired(study, compare, tmp_path):
     """An arm with further seeds is paired on those that both have."""
     one = study("one", seeds=[1, 2, 3], arms=[[]])
     other = study("other", seeds=[2, 3, 4], arms=[[WITHOUT]])
@@ -95,7 +87,7 @@ def test_only_shared_seeds_are_paired(study: Study, compare: Compare, tmp_path: 
     assert globbed.contrasts == record.contrasts
 
 
-def test_an_undeclared_difference_confounds(study: Study, compare: Compare) -> None:
+def test_an_undeclared_difference_confounds(study, compare):
     """Declared is double quantization; the rank moved too."""
     path = study(arms=[[], [WITHOUT, "lora.r=8"]])
     record = compare(path, "factors=[quant.double_quant]")
@@ -103,7 +95,7 @@ def test_an_undeclared_difference_confounds(study: Study, compare: Compare) -> N
     assert record.contrasts[0]["confounded_by"] == ["lora.r"]
 
 
-def test_the_reference_is_named_by_its_value(study: Study, compare: Compare) -> None:
+def test_the_reference_is_named_by_its_value(study, compare):
     """Or by its whole name, which has to be quoted; the signs turn."""
     path = study(seeds=[1, 2], passes=lambda arm, _seed: 2 * arm)
     by_value = compare(path, "compare.reference=false")
@@ -112,7 +104,7 @@ def test_the_reference_is_named_by_its_value(study: Study, compare: Compare) -> 
     assert by_name.contrasts == by_value.contrasts
 
 
-def test_a_learning_rate_sweep_is_never_blocked(study: Study, compare: Compare) -> None:
+def test_a_learning_rate_sweep_is_never_blocked(study, compare):
     """Three rates, each an arm, none confounded."""
     rates = [["optim.lr=1e-4"], ["optim.lr=2e-4"], ["optim.lr=3e-4"]]
     record = compare(study(arms=rates, seeds=[1, 2]))
@@ -124,7 +116,7 @@ def test_a_learning_rate_sweep_is_never_blocked(study: Study, compare: Compare) 
     assert [one["confounded_by"] for one in record.contrasts] == [[], []]
 
 
-def test_a_backend_and_all_that_it_implies_is_one_factor(study: Study, compare: Compare) -> None:
+def test_a_backend_and_all_that_it_implies_is_one_factor(study, compare):
     """QLoRA against unquantized LoRA, by the one word on the command line."""
     record = compare(study(arms=[["backend=qlora"], ["backend=lora"]], seeds=[1, 2]))
     assert record.factors == ["backend"]
@@ -132,7 +124,7 @@ def test_a_backend_and_all_that_it_implies_is_one_factor(study: Study, compare: 
     assert record.contrasts[0]["confounded_by"] == []
 
 
-def test_another_suite_confounds(study: Study, compare: Compare) -> None:
+def test_another_suite_confounds(study, compare):
     """Items of two suites are not the same questions."""
     one = study("one", arms=[[]])
     other = study("other", arms=[[WITHOUT]], suite="cd" * 32)
@@ -140,7 +132,7 @@ def test_another_suite_confounds(study: Study, compare: Compare) -> None:
     assert "another suite" in record.contrasts[0]["confounded_by"][0]
 
 
-def test_answers_that_were_made_otherwise_confound(study: Study, compare: Compare) -> None:
+def test_answers_that_were_made_otherwise_confound(study, compare):
     """The same items, asked of one arm greedily and once, of the other in another way."""
     told = {"engine": "vllm", "temperature": 0.8, "samples": 4, "max_retries": 2}
     record = compare(study(answering=lambda arm: told if arm else {}))
@@ -152,9 +144,7 @@ def test_answers_that_were_made_otherwise_confound(study: Study, compare: Compar
     ]
 
 
-def test_answers_that_were_made_otherwise_within_an_arm_confound_it(
-    study: Study, compare: Compare
-) -> None:
+def test_answers_that_were_made_otherwise_within_an_arm_confound_it(study, compare):
     """A sweep over eval.temperature alone is one arm, and base and tuned are no clean contrast."""
     values = iter([0.0, 0.8])
     path = study(arms=[[]], seeds=[1, 2], answering=lambda _: {"temperature": next(values)})
@@ -162,7 +152,7 @@ def test_answers_that_were_made_otherwise_within_an_arm_confound_it(
     assert "eval.temperature is 0.0 and 0.8" in found
 
 
-def test_losses_over_different_tokens_get_no_verdict(study: Study, compare: Compare) -> None:
+def test_losses_over_different_tokens_get_no_verdict(study, compare):
     """Where every token is learned a loss is of other tokens than where the answers' alone are."""
     record = compare(study(arms=[["objective=assistant"], ["objective=causal"]], seeds=[1, 2]))
     found = record.contrasts[0]["kpis"]["val_loss"]
@@ -172,7 +162,7 @@ def test_losses_over_different_tokens_get_no_verdict(study: Study, compare: Comp
     assert record.primary == "parse_rate"
 
 
-def test_what_changes_no_answer_confounds_nothing(study: Study, compare: Compare) -> None:
+def test_what_changes_no_answer_confounds_nothing(study, compare):
     """Without drawing, top_p and seed mean nothing; the batch is labelled: bf16 rounds by it."""
     told = {"temperature": 0.0, "top_p": 0.9, "seed": 7, "batch_size": 16}
     contrast = compare(study(answering=lambda arm: told if arm else {"batch_size": 8})).contrasts[0]
@@ -180,7 +170,7 @@ def test_what_changes_no_answer_confounds_nothing(study: Study, compare: Compare
     assert contrast["environment"] == ["suite.batch_size 8 and 16"]
 
 
-def test_another_content_of_rows_confounds(study: Study, compare: Compare) -> None:
+def test_another_content_of_rows_confounds(study, compare):
     """The contract is the same; what was read is not."""
     one = study("one", arms=[[]])
     other = study("other", arms=[[WITHOUT]], rows="f" * 64)
@@ -188,7 +178,7 @@ def test_another_content_of_rows_confounds(study: Study, compare: Compare) -> No
     assert record.contrasts[0]["confounded_by"] == ["another content of data.rows_sha256"]
 
 
-def test_another_machine_is_labelled(study: Study, compare: Compare) -> None:
+def test_another_machine_is_labelled(study, compare):
     """It confounds nothing."""
     one = study("one", arms=[[]])
     other = study("other", arms=[[WITHOUT]], torch="9.9")
@@ -197,7 +187,7 @@ def test_another_machine_is_labelled(study: Study, compare: Compare) -> None:
     assert contrast["confounded_by"] == []
 
 
-def test_reruns_tell_their_own_noise(study: Study, compare: Compare) -> None:
+def test_reruns_tell_their_own_noise(study, compare):
     """The same configuration and seed twice: val_loss 1 and 3 differ by sd sqrt(2), by hand."""
     first = study("first", seeds=[1, 2], loss=lambda _arm, _seed: 1.0)
     again = study("again", seeds=[1, 2], loss=lambda _arm, _seed: 3.0)
@@ -208,23 +198,21 @@ def test_reruns_tell_their_own_noise(study: Study, compare: Compare) -> None:
     assert [arm["runs"] for arm in record.arms] == [4, 4]
 
 
-def test_without_reruns_their_noise_is_unknown(study: Study, compare: Compare) -> None:
+def test_without_reruns_their_noise_is_unknown(study, compare):
     """Null, with the reason."""
     record = compare(study())
     assert record.noise["val_loss"]["rerun"] is None
     assert record.unknown["noise.rerun"] == "no configuration was run twice with one seed"
 
 
-def test_one_arm_is_held_against_its_own_base(study: Study, compare: Compare) -> None:
+def test_one_arm_is_held_against_its_own_base(study, compare):
     """Base and tuned, paired within each run."""
     record = compare(study(arms=[[]], passes=lambda _arm, seed: seed % 3 + 1))
     assert (record.reference, record.contrasts[0]["arm"]) == ("base", "tuned")
     assert primary(record)["estimate"] == pytest.approx(0.5)  # the base passes none
 
 
-def test_an_evaluation_stands_for_its_run_s_scorecard(
-    study: Study, compare: Compare, tmp_path: Path
-) -> None:
+def test_an_evaluation_stands_for_its_run_s_scorecard(study, compare, tmp_path):
     """Scored again with other outcomes: they count, and the run is not counted twice."""
     path = study(passes=lambda _arm, _seed: 0)
     scored = study("scored", passes=lambda arm, seed: seed % 3 + arm, of=path)
@@ -235,9 +223,7 @@ def test_an_evaluation_stands_for_its_run_s_scorecard(
     assert str(tmp_path) in str(record.runs[0]["scored_by"])
 
 
-def test_an_evaluation_of_a_run_that_lay_there_before_is_left_out(
-    study: Study, compare: Compare
-) -> None:
+def test_an_evaluation_of_a_run_that_lay_there_before_is_left_out(study, compare):
     """Trained anew in the same place: what was scored is another adapter than lies there now."""
     path = study(passes=lambda _arm, _seed: 4)
     scored = study("scored", passes=lambda _arm, _seed: 0, of=path)
@@ -252,7 +238,7 @@ def test_an_evaluation_of_a_run_that_lay_there_before_is_left_out(
     assert len(record.runs) == 12
 
 
-def test_runs_that_did_not_end_well_are_left_out_by_name(study: Study, compare: Compare) -> None:
+def test_runs_that_did_not_end_well_are_left_out_by_name(study, compare):
     """A failed run is no observation, and does not vanish either."""
     path = study(seeds=[1, 2, 3])
     run = next(iter(sorted(path.iterdir())))
@@ -264,7 +250,7 @@ def test_runs_that_did_not_end_well_are_left_out_by_name(study: Study, compare: 
     assert len(record.runs) == 5
 
 
-def test_evaluations_of_no_training_run_are_left_out_by_name(study: Study) -> None:
+def test_evaluations_of_no_training_run_are_left_out_by_name(study):
     """The base alone, and a suite that brings models of its own, beside runs that count."""
     path = study(seeds=[1, 2])
     scored = study("scored", seeds=[1], of=path)
@@ -277,7 +263,7 @@ def test_evaluations_of_no_training_run_are_left_out_by_name(study: Study) -> No
     assert (len(read.runs), len(read.left_out)) == (4, 2)
 
 
-def test_a_scorecard_file_names_its_run(study: Study, compare: Compare) -> None:
+def test_a_scorecard_file_names_its_run(study, compare):
     """The file stands for the run that it lies in."""
     path = study(seeds=[1])
     files = [str(RunDir(run).scorecard) for run in sorted(path.iterdir())]
@@ -296,16 +282,14 @@ def test_a_scorecard_file_names_its_run(study: Study, compare: Compare) -> None:
         (["lora.r=8"], "has no effect with task=compare"),
     ],
 )
-def test_what_cannot_be_compared_so_is_refused(
-    study: Study, typed: Callable[..., str], settings: list[str], reason: str
-) -> None:
+def test_what_cannot_be_compared_so_is_refused(study, typed, settings, reason):
     """With exit code 2, and in words."""
     usual = [] if any("logger" in text for text in settings) else ["logger=none"]
     said = typed("task=compare", f"path={study()}", *usual, *settings, code=2)
     assert reason in " ".join(said.split())
 
 
-def test_a_path_without_runs_is_refused(typed: Callable[..., str], tmp_path: Path) -> None:
+def test_a_path_without_runs_is_refused(typed, tmp_path):
     """An empty directory, a name of nothing, and a scorecard by itself."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "scorecard.json").write_text("{}", encoding="utf-8")
@@ -320,9 +304,7 @@ def test_a_path_without_runs_is_refused(typed: Callable[..., str], tmp_path: Pat
 
 
 @pytest.mark.draws
-def test_page_and_table_are_written_where_asked(
-    study: Study, compare: Compare, tmp_path: Path
-) -> None:
+def test_page_and_table_are_written_where_asked(study, compare, tmp_path):
     """Beside the record: self-contained HTML with its drawings, and Markdown."""
     out = tmp_path / "verdict"
     record = compare(study(passes=lambda arm, seed: seed % 3 + arm), f"out={out}")
@@ -336,7 +318,7 @@ def test_page_and_table_are_written_where_asked(
 
 
 @pytest.mark.slow
-def test_w_and_b_shows_the_same(study: Study, compare: Compare, tmp_path: Path) -> None:
+def test_w_and_b_shows_the_same(study, compare, tmp_path):
     """An offline run with the verdicts as a table and a summary."""
     compare(study(seeds=[1, 2]), "logger=wandb")
     (run,) = (tmp_path / "here").glob("*/wandb/offline-run-*")
@@ -348,9 +330,7 @@ def test_w_and_b_shows_the_same(study: Study, compare: Compare, tmp_path: Path) 
     assert names == {"verdicts", "kpis", "arms", "noise"}
 
 
-def test_a_ledger_tells_registered_from_exploratory(
-    study: Study, compare: Compare, typed: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_ledger_tells_registered_from_exploratory(study, compare, typed, tmp_path):
     """The study of a cycle carries its name; another one says what was registered otherwise."""
     cycle = {
         "cycle": "first",

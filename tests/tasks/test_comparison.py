@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -11,32 +10,29 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.config.objective import AssistantObjective, ObjectiveConfig
 from mens_exp.tasks.comparison import note_bits_per_byte
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 NAMES = ("base_val_bits_per_byte", "tuned_val_bits_per_byte")
 
 
 @pytest.fixture
-def noted() -> Callable[..., Manifest]:
+def noted():
     """Note bits a byte of four tokens, of 2 and 1 times ln 2 nats each."""
 
-    def made(objective: ObjectiveConfig, found: tuple[int | None, str | None]) -> Manifest:
+    def made(objective, found):
         manifest = Manifest(run_id="r", task="train", started_utc="", config_digest="", seed=1)
         manifest.results |= {"base_val_loss": 2 * math.log(2), "tuned_val_loss": math.log(2)}
 
-        def unknown(field: str, reason: str) -> None:
+        def unknown(field, reason):
             manifest.unknown[field] = reason
 
-        run: Any = SimpleNamespace(manifest=manifest, unknown=unknown)
-        data: Any = SimpleNamespace(validated_bytes=found, validated_ids=np.arange(4))
+        run = SimpleNamespace(manifest=manifest, unknown=unknown)
+        data = SimpleNamespace(validated_bytes=found, validated_ids=np.arange(4))
         note_bits_per_byte(objective, run, data)
         return manifest
 
     return made
 
 
-def test_loss_over_the_text_is_noted(noted: Callable[..., Manifest]) -> None:
+def test_loss_over_the_text_is_noted(noted):
     """Eight and four bits over sixteen bytes."""
     manifest = noted(AssistantObjective(_target_="ours"), (16, None))
     assert [manifest.results[name] for name in NAMES] == pytest.approx([0.5, 0.25])
@@ -55,11 +51,11 @@ def test_loss_over_the_text_is_noted(noted: Callable[..., Manifest]) -> None:
     ],
 )
 def test_what_cannot_be_told_is_null_with_the_reason(
-    noted: Callable[..., Manifest],
-    objective: ObjectiveConfig,
-    found: tuple[int | None, str | None],
-    reason: str,
-) -> None:
+    noted,
+    objective,
+    found,
+    reason,
+):
     """Never a guess: bytes that the tokenizer does not tell, a loss of another kind."""
     manifest = noted(objective, found)
     names = (*NAMES, "val_text_bytes")

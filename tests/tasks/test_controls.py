@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.telemetry import read_events
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.run_dir import RunDir
-
-    Broken = Callable[..., RunDir]
-    TrainIn = Callable[..., RunDir]
 
 pytestmark = pytest.mark.slow  # whole runs
 
@@ -31,15 +21,15 @@ OVERSHOOTS = ("trainer.max_steps=6", *FAST, VALIDATING)
 BEST = 3
 
 
-def adapter(run: RunDir) -> bytes:
+def adapter(run):
     return (run.adapter / "adapter.safetensors").read_bytes()
 
 
-def series(run: RunDir, event: str, metric: str) -> list[float]:
+def series(run, event, metric):
     return [e["payload"][metric] for e in read_events(run.telemetry) if e["event"] == event]
 
 
-def results(run: RunDir) -> dict[str, Any]:
+def results(run):
     return Manifest.read(run.manifest).results
 
 
@@ -47,18 +37,18 @@ def results(run: RunDir) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def overshot(train_in: TrainIn, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def overshot(train_in, tmp_path_factory):
     """A run that keeps its best adapter and ends with a worse one; only to be read."""
     directory = tmp_path_factory.mktemp("overshot") / "run"
     return train_in(directory, *OVERSHOOTS, "adapter.select=best", "checkpoint.every_n_steps=1")
 
 
-def tuned_losses(run: RunDir) -> list[float]:
+def tuned_losses(run):
     events = [e["payload"] for e in read_events(run.telemetry) if e["event"] == "validation"]
     return [payload["val/loss"] for payload in events if payload["condition"] == "tuned"]
 
 
-def test_the_best_adapter_is_the_result(overshot: RunDir) -> None:
+def test_the_best_adapter_is_the_result(overshot):
     """Its step and its loss are those of the lowest validation, which is not the last."""
     losses = tuned_losses(overshot)
     assert len(losses) == 6
@@ -68,9 +58,7 @@ def test_the_best_adapter_is_the_result(overshot: RunDir) -> None:
     assert found["steps"] == 6
 
 
-def test_the_written_adapter_is_the_one_of_that_step(
-    overshot: RunDir, train_in: TrainIn, tmp_path: Path
-) -> None:
+def test_the_written_adapter_is_the_one_of_that_step(overshot, train_in, tmp_path):
     """Under a constant rate, a run that ends at that step has the same bytes."""
     shorter = train_in(tmp_path / "run", f"trainer.max_steps={BEST}", *FAST)
     assert adapter(shorter) == adapter(overshot)
@@ -79,9 +67,7 @@ def test_the_written_adapter_is_the_one_of_that_step(
 
 
 @pytest.mark.parametrize("at", [BEST + 1, BEST + 2])
-def test_a_killed_run_still_knows_its_best_adapter(
-    overshot: RunDir, broken: Broken, tmp_path: Path, at: int
-) -> None:
+def test_a_killed_run_still_knows_its_best_adapter(overshot, broken, tmp_path, at):
     """Stopped at or after the best step, resumed: the same adapter, byte for byte."""
     best = ("adapter.select=best", "checkpoint.every_n_steps=1")
     run = broken(tmp_path / "run", 4 * (at - 1) + 1, *OVERSHOOTS, *best)
@@ -92,9 +78,7 @@ def test_a_killed_run_still_knows_its_best_adapter(
     assert [results(run)[n] for n in names] == [results(overshot)[n] for n in names]
 
 
-def test_the_last_adapter_is_the_result_unless_told_otherwise(
-    overshot: RunDir, train_in: TrainIn, tmp_path: Path
-) -> None:
+def test_the_last_adapter_is_the_result_unless_told_otherwise(overshot, train_in, tmp_path):
     """The same run without the selection ends with its sixth step's adapter."""
     run = train_in(tmp_path / "run", *OVERSHOOTS)
     assert tuned_losses(run) == tuned_losses(overshot)
@@ -103,7 +87,7 @@ def test_the_last_adapter_is_the_result_unless_told_otherwise(
     assert adapter(run) != adapter(overshot)
 
 
-def test_the_final_validation_is_done_once(train_in: TrainIn, tmp_path: Path) -> None:
+def test_the_final_validation_is_done_once(train_in, tmp_path):
     """Whether or not the interval meets the last step, and also where there is no interval."""
     for number, (interval, steps) in enumerate([(8, [2, 4]), (12, [3, 4]), ("null", [4])]):
         run = train_in(tmp_path / str(number), f"trainer.val_check_interval={interval}")
@@ -111,9 +95,7 @@ def test_the_final_validation_is_done_once(train_in: TrainIn, tmp_path: Path) ->
         assert [p["step"] for p in events if p["condition"] == "tuned"] == steps, interval
 
 
-def test_early_stopping_ends_a_run_and_its_record_says_so(
-    overshot: RunDir, train_in: TrainIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_early_stopping_ends_a_run_and_its_record_says_so(overshot, train_in, tmp_path, capsys):
     """One validation after the best; such a run cannot be made longer."""
     run = train_in(
         tmp_path / "run",
@@ -134,7 +116,7 @@ def test_early_stopping_ends_a_run_and_its_record_says_so(
 # rate, clipping, epochs, memory
 
 
-def test_telemetry_has_the_rate_of_the_closed_form(train_in: TrainIn, tmp_path: Path) -> None:
+def test_telemetry_has_the_rate_of_the_closed_form(train_in, tmp_path):
     """Half of eight steps rise, then half a cosine: written out here, to 1e-12."""
     run = train_in(
         tmp_path / "run",
@@ -150,9 +132,7 @@ def test_telemetry_has_the_rate_of_the_closed_form(train_in: TrainIn, tmp_path: 
     assert rates == pytest.approx(rising + falling, abs=1e-12)
 
 
-def test_a_warm_up_longer_than_the_epochs_is_refused(
-    train_in: TrainIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_warm_up_longer_than_the_epochs_is_refused(train_in, tmp_path, capsys):
     """How many steps an epoch has is known once rows are packed, before weights are loaded."""
     train_in(
         tmp_path / "run",
@@ -162,9 +142,7 @@ def test_a_warm_up_longer_than_the_epochs_is_refused(
     assert "warm-up lasts as long as the run" in capsys.readouterr().err
 
 
-def test_clipping_reaches_the_optimizer_and_can_be_switched_off(
-    train_in: TrainIn, finished: RunDir, tmp_path: Path
-) -> None:
+def test_clipping_reaches_the_optimizer_and_can_be_switched_off(train_in, finished, tmp_path):
     """The recorded norm is the one before; a limit far below it moves the adapter elsewhere."""
     norms = series(finished, "step", "train/grad_norm")
     tight = train_in(tmp_path / "tight", f"trainer.gradient_clip_val={min(norms) / 1e6}")
@@ -178,9 +156,7 @@ def test_clipping_reaches_the_optimizer_and_can_be_switched_off(
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_epochs_train_on_every_row_so_many_times(
-    train_in: TrainIn, finished: RunDir, tmp_path: Path, epochs: int
-) -> None:
+def test_epochs_train_on_every_row_so_many_times(train_in, finished, tmp_path, epochs):
     """The tokens of the run are the rows' own, times the epochs; no step is filled up."""
     run = train_in(tmp_path / "run", "trainer.max_steps=-1", f"trainer.max_epochs={epochs}")
     assert finished.manifest.is_file()  # the rows are encoded, so that the plan's count is exact
@@ -190,9 +166,7 @@ def test_epochs_train_on_every_row_so_many_times(
     assert results(run)["steps"] == plan["steps"]
 
 
-def test_checkpointed_activations_change_no_byte_of_the_adapter(
-    train_in: TrainIn, finished: RunDir, tmp_path: Path
-) -> None:
+def test_checkpointed_activations_change_no_byte_of_the_adapter(train_in, finished, tmp_path):
     """A whole run, dropout and bf16 included; the manifest says which of the two it was."""
     run = train_in(tmp_path / "run", "model.gradient_checkpointing=on")
     assert adapter(run) == adapter(finished)
@@ -204,9 +178,7 @@ def test_checkpointed_activations_change_no_byte_of_the_adapter(
 
 
 @pytest.mark.parametrize("option", ["lion", "adamw_8bit"])
-def test_a_run_with_another_optimizer_resumes_to_the_same_bytes(
-    broken: Broken, train_in: TrainIn, tmp_path: Path, option: str
-) -> None:
+def test_a_run_with_another_optimizer_resumes_to_the_same_bytes(broken, train_in, tmp_path, option):
     """Its state is in the checkpoint, whatever its format."""
     settings = (f"optim={option}", "lora.r=64")  # matrices of 4,096 elements have 8-bit moments
     through = train_in(tmp_path / "through", *settings)
@@ -217,9 +189,7 @@ def test_a_run_with_another_optimizer_resumes_to_the_same_bytes(
     assert series(run, "step", "train/loss") == series(through, "step", "train/loss")
 
 
-def test_a_paged_optimizer_is_refused_without_a_gpu(
-    train_in: TrainIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_paged_optimizer_is_refused_without_a_gpu(train_in, tmp_path, capsys):
     """By the command line, before there is a run."""
     train_in(tmp_path / "run", "optim=paged_adamw_8bit", code=2)
     assert not (tmp_path / "run").exists()

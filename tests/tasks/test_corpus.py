@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import subprocess
-from typing import TYPE_CHECKING
 
 from mens_exp import cli
 from mens_exp.artifacts.corpus_record import CorpusRecord
@@ -11,11 +10,6 @@ from mens_exp.config.data import JsonlData
 from mens_exp.config.validate import unread_overrides
 from mens_exp.corpus.source import load_rows
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
-
 SOURCE = '''
 def add{number}(a, b):
     """Add {number} times."""
@@ -24,7 +18,7 @@ def add{number}(a, b):
 '''
 
 
-def project(path: Path) -> Path:
+def project(path):
     """Make a checkout of twelve files, and return it."""
     path.mkdir()
     for number in range(12):
@@ -35,12 +29,12 @@ def project(path: Path) -> Path:
     return path
 
 
-def git(path: Path, *arguments: str) -> str:
+def git(path, *arguments):
     command = ["git", "-C", str(path), *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def make(tmp_path: Path, number: int, *more: str) -> int:
+def make(tmp_path, number, *more):
     return cli.main(
         [
             "task=corpus",
@@ -53,9 +47,7 @@ def make(tmp_path: Path, number: int, *more: str) -> int:
     )
 
 
-def test_a_corpus_is_made_recorded_and_not_made_twice(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_corpus_is_made_recorded_and_not_made_twice(tmp_path, capsys):
     """Rows of a commit, split by file; the second run finds all of it done."""
     path = project(tmp_path / "project")
     assert make(tmp_path, 1, "corpus.extract.commit=HEAD") == 0
@@ -81,9 +73,7 @@ def test_a_corpus_is_made_recorded_and_not_made_twice(
     assert len(rows.val) == len(val.read_bytes().splitlines()) > 0
 
 
-def test_a_failing_step_keeps_the_ones_before_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failing_step_keeps_the_ones_before_it(tmp_path, capsys):
     """Exit code 2, the step named, the record failed; what was done is found again."""
     project(tmp_path / "project")
     mixed = ["corpus.steps=[extract,mix]", "corpus.mix.by=project", "corpus.mix.weights={other:1}"]
@@ -95,12 +85,10 @@ def test_a_failing_step_keeps_the_ones_before_it(
     assert "already done" in capsys.readouterr().out
 
 
-def test_a_cancelled_corpus_goes_on_with_the_same_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cancelled_corpus_goes_on_with_the_same_command(tmp_path, capsys, monkeypatch):
     """There is no training state to resume."""
 
-    def interrupted(*_: object) -> None:
+    def interrupted(*_):
         raise KeyboardInterrupt
 
     project(tmp_path / "project")
@@ -109,9 +97,7 @@ def test_a_cancelled_corpus_goes_on_with_the_same_command(
     assert "Go on with: the same command" in capsys.readouterr().err
 
 
-def test_what_cannot_be_made_is_refused_before_a_run_is_opened(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_made_is_refused_before_a_run_is_opened(tmp_path, capsys):
     """The input that is not there, and the directory that is somebody's."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.md").write_text("mine", "utf-8")
@@ -122,7 +108,7 @@ def test_what_cannot_be_made_is_refused_before_a_run_is_opened(
     assert not (tmp_path / "run-1").exists()
 
 
-def test_settings_of_a_run_have_no_effect() -> None:
+def test_settings_of_a_run_have_no_effect():
     """A corpus is made without a model; of its own settings none is refused."""
     (problem,) = unread_overrides("corpus", ["lora.r", "corpus.split.by"])
     assert "lora.r: has no effect with task=corpus" in str(problem)

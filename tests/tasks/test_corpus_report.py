@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -9,13 +8,10 @@ from mens_exp import cli
 from mens_exp.artifacts.corpus_record import CorpusRecord, StepRecord
 from mens_exp.artifacts.corpus_report import CorpusReport
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 WORDS = [f"word{n}" for n in range(120)]
 
 
-def make(tmp_path: Path, number: int, *more: str) -> int:
+def make(tmp_path, number, *more):
     return cli.main(
         [
             "task=corpus",
@@ -29,9 +25,7 @@ def make(tmp_path: Path, number: int, *more: str) -> int:
 
 
 @pytest.mark.slow
-def test_duplicates_go_and_the_page_says_what_is_left(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_duplicates_go_and_the_page_says_what_is_left(tmp_path, capsys):
     """Of twelve rows one is another's copy and one is near it; a second run finds all done."""
     texts = [f"answer number {n}" for n in range(10)] + ["answer  number 3", " ".join(WORDS)]
     texts.append(" ".join(WORDS[:115]))

@@ -4,7 +4,6 @@ import shutil
 import sys
 from importlib import metadata
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest, Status
@@ -12,18 +11,13 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.report.findings import State
 from mens_exp.tasks import doctor
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-    import pytest
-
-
-def found(name: str) -> doctor.Finding:
+def found(name):
     (finding,) = [one for one in doctor.examine() if one.name == name]
     return finding
 
 
-def test_the_doctor_leaves_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_doctor_leaves_a_record(tmp_path, capsys):
     """Every finding is shown and kept; this machine can run the tests, so none is bad."""
     assert cli.main(["task=doctor", f"hydra.run.dir={tmp_path / 'run'}"]) == 0
     manifest = Manifest.read(RunDir(tmp_path / "run").manifest)
@@ -34,9 +28,7 @@ def test_the_doctor_leaves_a_record(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert all(name in shown for name in names)
 
 
-def test_a_bad_finding_ends_with_the_code_of_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_finding_ends_with_the_code_of_the_environment(tmp_path, monkeypatch, capsys):
     """Exit code 3, after everything has been shown."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
     assert cli.main(["task=doctor", f"hydra.run.dir={tmp_path / 'run'}"]) == 3
@@ -46,19 +38,19 @@ def test_a_bad_finding_ends_with_the_code_of_the_environment(
     assert Manifest.read(RunDir(tmp_path / "run").manifest).status is Status.FAILED
 
 
-def test_other_settings_are_refused_as_without_effect() -> None:
+def test_other_settings_are_refused_as_without_effect():
     """It asks about the machine, not about a run."""
     assert cli.main(["task=doctor", "lora.r=8"]) == 2
 
 
-def test_a_sandbox_is_probed(sandbox: object) -> None:
+def test_a_sandbox_is_probed(sandbox):
     """It is there, and contains what it must."""
     finding = found("sandbox")
     assert (finding.state, finding.remedy) == (State.GOOD, None)
     assert "every hostile probe contained" in finding.found
 
 
-def test_a_missing_sandbox_is_a_note_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_sandbox_is_a_note_with_its_remedy(monkeypatch):
     """Most runs execute nothing."""
     monkeypatch.setattr(shutil, "which", lambda name: None)
     finding = found("sandbox")
@@ -66,7 +58,7 @@ def test_a_missing_sandbox_is_a_note_with_its_remedy(monkeypatch: pytest.MonkeyP
     assert "apt-get install bubblewrap" in str(finding.remedy)
 
 
-def test_a_package_out_of_its_range_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_out_of_its_range_is_bad(monkeypatch):
     """Named with the command that mends it."""
     real = metadata.version
     monkeypatch.setattr(metadata, "version", lambda n: "0.1" if n == "peft" else real(n))
@@ -76,11 +68,11 @@ def test_a_package_out_of_its_range_is_bad(monkeypatch: pytest.MonkeyPatch) -> N
     assert finding.remedy.startswith("pip install 'peft")
 
 
-def test_an_absent_package_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_package_is_bad(monkeypatch):
     """As much as one of a wrong version."""
     real = metadata.version
 
-    def version(name: str) -> str:
+    def version(name):
         if name == "peft":
             raise metadata.PackageNotFoundError(name)
         return real(name)
@@ -89,13 +81,13 @@ def test_an_absent_package_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found("peft").found == "not installed"
 
 
-def test_an_old_python_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_python_is_bad(monkeypatch):
     """3.10 lacks what the code uses."""
     monkeypatch.setattr(sys, "version_info", (3, 10, 4, "final", 0))
     assert found("Python").state is State.BAD
 
 
-def test_a_driver_without_a_cuda_build_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_without_a_cuda_build_is_bad(monkeypatch):
     """The commonest mistake: the CPU build of torch on a GPU machine."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
@@ -104,7 +96,7 @@ def test_a_driver_without_a_cuda_build_is_bad(monkeypatch: pytest.MonkeyPatch) -
     assert "CUDA build" in (finding.remedy or "")
 
 
-def test_little_memory_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_memory_is_a_note(monkeypatch):
     """Smaller jobs still run."""
     real = doctor.psutil.virtual_memory()
     monkeypatch.setattr(
@@ -114,8 +106,8 @@ def test_little_memory_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_configured_account_is_told_without_its_key(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """The key itself is in no finding."""
     monkeypatch.setenv("WANDB_API_KEY", "very-secret")
     finding = found("W&B")

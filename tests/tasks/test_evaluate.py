@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,28 +13,24 @@ from mens_exp.artifacts.scorecard import Scorecard, read_item_events
 from mens_exp.errors import RequestError
 from mens_exp.tasks.subject import subject_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 pytestmark = pytest.mark.slow  # whole runs
 
 SUITE = ["suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=40"]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     """A working directory with one training run, and a later evaluation of it."""
     return tmp_path_factory.mktemp("place")
 
 
 @pytest.fixture(scope="module")
-def trained(train_in: Callable[..., RunDir], place: Path) -> RunDir:
+def trained(train_in, place):
     return train_in(place / "outputs" / "train" / "default" / "a", *SUITE, "optim.lr=0.1")
 
 
 @pytest.fixture(scope="module")
-def evaluated(trained: RunDir, place: Path) -> RunDir:
+def evaluated(trained, place):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         command = ["task=evaluate", "path=latest", *SUITE, "hydra.run.dir=outputs/evaluate/b"]
@@ -43,16 +38,14 @@ def evaluated(trained: RunDir, place: Path) -> RunDir:
     return RunDir(place / "outputs" / "evaluate" / "b")
 
 
-def test_evaluation_repeats_the_scorecard_of_training(
-    trained: RunDir, evaluated: RunDir, untimed: Callable[[RunDir], dict[str, Any]]
-) -> None:
+def test_evaluation_repeats_the_scorecard_of_training(trained, evaluated, untimed):
     """The saved adapter on a fresh graph answers as the trained graph did."""
     assert untimed(evaluated) == untimed(trained)
     base, tuned = (e["completion"] for e in read_item_events(trained.events)[::2])
     assert base != tuned
 
 
-def test_evaluation_is_a_run_of_its_own(trained: RunDir, evaluated: RunDir) -> None:
+def test_evaluation_is_a_run_of_its_own(trained, evaluated):
     """It names its subject and the inputs it used, and has a report."""
     manifest = Manifest.read(evaluated.manifest)
     assert (manifest.task, manifest.status) == ("evaluate", Status.SUCCEEDED)
@@ -65,8 +58,8 @@ def test_evaluation_is_a_run_of_its_own(trained: RunDir, evaluated: RunDir) -> N
 
 
 def test_latest_is_still_the_training_run_after_an_evaluation(
-    trained: RunDir, evaluated: RunDir, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    trained, evaluated, place, monkeypatch
+):
     """The evaluation started later, and is not its own subject."""
     monkeypatch.chdir(place)
     assert evaluated.manifest.is_file()
@@ -75,17 +68,17 @@ def test_latest_is_still_the_training_run_after_an_evaluation(
     assert (place / recorded).resolve() == trained.path.resolve()
 
 
-def test_an_evaluation_is_no_subject(evaluated: RunDir) -> None:
+def test_an_evaluation_is_no_subject(evaluated):
     """It has trained nothing."""
     with pytest.raises(RequestError, match=r"the run trained nothing.*\(evaluate\)"):
         subject_of(str(evaluated.path))
 
 
 def test_a_run_without_an_adapter_is_refused_before_a_directory_is_made(
-    broken: Callable[..., RunDir],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    broken,
+    tmp_path,
+    capsys,
+):
     """Its status is named, and how to finish it."""
     run = broken(tmp_path / "run", 5)
     out = tmp_path / "evaluation"
@@ -98,7 +91,7 @@ def test_a_run_without_an_adapter_is_refused_before_a_directory_is_made(
     assert not out.exists()
 
 
-def test_an_unknown_path_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_path_is_refused(tmp_path, capsys):
     """Nothing is made for a command that is refused."""
     out = tmp_path / "evaluation"
     assert cli.main(["task=evaluate", "path=nowhere", f"hydra.run.dir={out}"]) == 2
@@ -106,9 +99,7 @@ def test_an_unknown_path_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not out.exists()
 
 
-def test_another_base_than_in_training_is_refused(
-    trained: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_base_than_in_training_is_refused(trained, tmp_path, capsys):
     """An adapter says nothing about weights that it was not trained on."""
     moved = tmp_path / "moved"
     copied = RunDir(moved)
@@ -126,12 +117,12 @@ BASE = ["task=evaluate", "path=base", "model=tiny_llama", "trainer=cpu"]
 
 
 def test_the_base_is_scored_alone(
-    trained: RunDir,
-    untimed: Callable[[RunDir], dict[str, Any]],
-    tmp_path: Path,
-    tiny_run: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    trained,
+    untimed,
+    tmp_path,
+    tiny_run,
+    monkeypatch,
+):
     """On the same rows it answers as the base of the run did, and nothing stands beside it."""
     monkeypatch.chdir(tmp_path)
     data = [text for text in tiny_run if text.startswith("data")]
@@ -145,12 +136,12 @@ def test_the_base_is_scored_alone(
 
 @pytest.mark.parametrize("inside", ["adapter", "adapter/peft", "adapter/adapter.safetensors"])
 def test_an_adapter_by_itself_is_scored_on_the_models_base(
-    trained: RunDir,
-    untimed: Callable[[RunDir], dict[str, Any]],
-    tmp_path: Path,
-    tiny_run: list[str],
-    inside: str,
-) -> None:
+    trained,
+    untimed,
+    tmp_path,
+    tiny_run,
+    inside,
+):
     """In either form, named by its directory or a file in it: ranks and layers are its own."""
     moved = tmp_path / "elsewhere"
     shutil.copytree(trained.adapter, moved / "adapter")
@@ -162,9 +153,7 @@ def test_an_adapter_by_itself_is_scored_on_the_models_base(
     assert "adapter_sha256" in Manifest.read(out.manifest).inputs
 
 
-def test_an_adapter_of_another_base_is_refused(
-    trained: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapter_of_another_base_is_refused(trained, tmp_path, capsys):
     """Its manifest tells the weights that it was trained on."""
     shutil.copytree(trained.adapter, tmp_path / "adapter")
     command = ["task=evaluate", f"path={tmp_path / 'adapter'}", "model=tiny_llama", "trainer=cpu"]
@@ -189,20 +178,18 @@ def test_an_adapter_of_another_base_is_refused(
         (["suite=scorecard_spec", "suite.path=x"], "path: has no effect"),
     ],
 )
-def test_what_has_no_effect_or_lacks_something_is_refused(
-    overrides: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_has_no_effect_or_lacks_something_is_refused(overrides, said, capsys):
     """Before anything is loaded."""
     assert cli.main([*BASE, *overrides]) == 2
     assert said in capsys.readouterr().err
 
 
 def test_vllm_is_refused_where_it_cannot_answer(
-    trained: RunDir,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    trained,
+    tmp_path,
+    capsys,
+    monkeypatch,
+):
     """A missing package and an adapter that vLLM would serve otherwise, told at once."""
     monkeypatch.setattr("mens_exp.evals.vllm_engine.find_spec", lambda name: None)
     shutil.copytree(trained.path, tmp_path / "run")
@@ -217,16 +204,14 @@ def test_vllm_is_refused_where_it_cannot_answer(
     assert "pip install 'mens-exp[vllm]'" in said
 
 
-def test_a_function_is_no_part_of_a_training_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_function_is_no_part_of_a_training_run(capsys):
     """A stored configuration that names one would run it on somebody else's machine."""
     command = ["suite=jsonl", "suite.path=x", "suite.check=function", "suite.function=x.py:f"]
     assert cli.main(["model=tiny_llama", "logger=none", *command]) == 2
     assert "a function of yours is called by task=evaluate alone" in capsys.readouterr().err
 
 
-def test_a_specification_brings_its_own_models(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_specification_brings_its_own_models(tmp_path, capsys):
     """No `path` is asked for; each condition stands in the scorecard under its id."""
     condition = {"label": "x", "mode": "fixture_file", "backend": "base", "model_id": "m"}
     spec = {

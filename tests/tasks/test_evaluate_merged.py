@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -14,56 +13,48 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Scorecard, read_item_events
 from mens_exp.tasks.evaluated import subject_named
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 SUITE = ["suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=40"]
 EXACT = ["backend=lora", "quant.compute_dtype=f32", "optim.lr=0.1"]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     return tmp_path_factory.mktemp("place")
 
 
 @pytest.fixture(scope="module")
-def trained(train_in: Callable[..., RunDir], place: Path) -> RunDir:
+def trained(train_in, place):
     return train_in(place / "trained", *EXACT, *SUITE)
 
 
 @pytest.fixture(scope="module")
-def merged(trained: RunDir, place: Path) -> RunDir:
+def merged(trained, place):
     command = ["task=merge", f"path={trained.path}", f"hydra.run.dir={place}/merged"]
     assert cli.main(command) == 0
     return RunDir(place / "merged")
 
 
-def evaluated(path: Path, own: Path, *overrides: str) -> int:
+def evaluated(path, own, *overrides):
     return cli.main(["task=evaluate", f"path={path}", *SUITE, *overrides, f"hydra.run.dir={own}"])
 
 
 @pytest.mark.slow
-def test_merged_weights_answer_as_the_run_did_that_was_merged(
-    trained: RunDir, merged: RunDir, tmp_path: Path
-) -> None:
+def test_merged_weights_answer_as_the_run_did_that_was_merged(trained, merged, tmp_path):
     """On the rows that the run held out, and without its base, which they have no more."""
     assert evaluated(merged.merged, tmp_path / "own") == 0
     own = RunDir(tmp_path / "own")
     assert list(Scorecard.read(own.scorecard).conditions) == ["tuned"]
     before = [one for one in read_item_events(trained.events) if one["condition"] == "tuned"]
     for told in ("item_id", "prompt", "completion"):
-        shown = [one[told] for one in read_item_events(own.events)]  # type: ignore[literal-required]
-        assert shown == [one[told] for one in before]  # type: ignore[literal-required]
+        shown = [one[told] for one in read_item_events(own.events)]
+        assert shown == [one[told] for one in before]
     inputs = Manifest.read(own.manifest).inputs
     assert inputs["subject"] == str(merged.path)
     assert inputs["trained"] == str(trained.path)
 
 
 @pytest.mark.slow
-def test_weights_that_the_merge_did_not_write_are_refused(
-    merged: RunDir, trained: RunDir, place: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_weights_that_the_merge_did_not_write_are_refused(merged, trained, place, tmp_path, capsys):
     """One number changed."""
     other = place / "other"
     shutil.copytree(merged.path, other)
@@ -76,9 +67,7 @@ def test_weights_that_the_merge_did_not_write_are_refused(
 
 
 @pytest.mark.slow
-def test_a_merge_without_a_model_or_without_its_run_is_refused(
-    merged: RunDir, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_merge_without_a_model_or_without_its_run_is_refused(merged, tmp_path, capsys):
     """Both before a run of its own is opened; vLLM, too, has no adapter to load."""
     bare = tmp_path / "bare"
     bare.mkdir()
@@ -99,9 +88,7 @@ def test_a_merge_without_a_model_or_without_its_run_is_refused(
 
 
 @pytest.mark.slow
-def test_a_merge_elsewhere_still_finds_its_run_by_the_adapters_hash(
-    merged: RunDir, trained: RunDir, place: Path
-) -> None:
+def test_a_merge_elsewhere_still_finds_its_run_by_the_adapters_hash(merged, trained, place):
     """The place that the merge recorded is gone; the run lies beside."""
     moved = place / "moved"
     shutil.copytree(merged.path, moved)
@@ -116,8 +103,8 @@ def test_a_merge_elsewhere_still_finds_its_run_by_the_adapters_hash(
 
 @pytest.mark.slow
 def test_a_model_that_was_written_elsewhere_is_found_from_its_merge(
-    merged: RunDir, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    merged, place, tmp_path, monkeypatch
+):
     """`out=` is told from the directory of the command."""
     apart = place / "apart"
     apart.mkdir()
@@ -131,9 +118,7 @@ def test_a_model_that_was_written_elsewhere_is_found_from_its_merge(
     assert found.resolve() == (tmp_path / "mine").resolve()
 
 
-def test_a_merged_arm_beside_one_with_its_adapter_is_confounded(
-    study: Callable[..., Path], compare: Callable[..., Any]
-) -> None:
+def test_a_merged_arm_beside_one_with_its_adapter_is_confounded(study, compare):
     """Merged weights answer otherwise than base and adapter; two merged arms are even."""
     root = study(seeds=[1])
     scored = study("scored", seeds=[1], of=root)
@@ -150,9 +135,7 @@ def test_a_merged_arm_beside_one_with_its_adapter_is_confounded(
         }
 
 
-def test_what_scored_a_base_alone_is_left_out_by_name(
-    study: Callable[..., Path], compare: Callable[..., Any]
-) -> None:
+def test_what_scored_a_base_alone_is_left_out_by_name(study, compare):
     """It has no trained run to stand for."""
     root = study(seeds=[1])
     run = RunDir(root / "base")

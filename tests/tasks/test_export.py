@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -19,25 +18,16 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.backends.adapting import tied_head_is_meant
 from mens_exp.model.quiet import quiet
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.model.resolve import BaseModel
-
 pytestmark = pytest.mark.slow  # commands typed whole; `make quick` has their parts
 
 
 @pytest.fixture
-def export(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
+def export(tmp_path, monkeypatch, capsys):
     """Type the command in an empty directory, and return what it said."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
 
-    def typed(*overrides: str, code: int = 0) -> str:
+    def typed(*overrides, code=0):
         assert cli.main(["task=export", *overrides]) == code
         said = capsys.readouterr()
         return said.out + said.err
@@ -45,7 +35,7 @@ def export(
     return typed
 
 
-def logits(base: BaseModel, directory: Path) -> Any:
+def logits(base, directory):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -56,9 +46,7 @@ def logits(base: BaseModel, directory: Path) -> Any:
         return tuned(input_ids=torch.arange(3, 27)[None]).logits.numpy()
 
 
-def test_a_runs_adapter_leaves_as_peft(
-    finished: RunDir, tiny_base: BaseModel, export: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_runs_adapter_leaves_as_peft(finished, tiny_base, export, tmp_path):
     """Equal logits to the view that PEFT itself wrote; the prompts' template goes along."""
     said = export(f"path={finished.path}", "format=peft", "out=there", "hydra.run.dir=own")
     there = tmp_path / "here" / "there"
@@ -76,9 +64,7 @@ def test_a_runs_adapter_leaves_as_peft(
 
 
 @pytest.mark.parametrize("form", ["v2", "v3", "peft"])
-def test_without_out_it_lies_in_the_exports_own_run(
-    finished: RunDir, export: Callable[..., str], tmp_path: Path, form: str
-) -> None:
+def test_without_out_it_lies_in_the_exports_own_run(finished, export, tmp_path, form):
     """Its files are hashed among the run's outputs; the export of an export is one too."""
     export(f"path={finished.path}", f"format={form}", "hydra.run.dir=own")
     own = tmp_path / "here" / "own"
@@ -96,9 +82,7 @@ def test_without_out_it_lies_in_the_exports_own_run(
         assert after.scale_of(layer) == scale
 
 
-def test_latest_is_the_training_run_that_started_last(
-    finished: RunDir, export: Callable[..., str], tmp_path: Path
-) -> None:
+def test_latest_is_the_training_run_that_started_last(finished, export, tmp_path):
     """Under ./outputs; the record names it, not the word."""
     run = shutil.copytree(finished.path, tmp_path / "here" / "outputs" / "train" / "x" / "run")
     export("path=latest", "format=v3", "hydra.run.dir=own")
@@ -106,9 +90,7 @@ def test_latest_is_the_training_run_that_started_last(
     assert record.inputs["subject"] == str(run.relative_to(tmp_path / "here") / "adapter")
 
 
-def test_a_plain_run_leaves_as_v3_byte_for_byte(
-    finished: RunDir, export: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_plain_run_leaves_as_v3_byte_for_byte(finished, export, tmp_path):
     """Nothing is folded where nothing has to be."""
     export(f"path={finished.path}", "format=v3", "out=there")
     for name in ("adapter.safetensors", "adapter_manifest.json"):
@@ -134,21 +116,19 @@ def test_a_plain_run_leaves_as_v3_byte_for_byte(
     ],
 )
 def test_an_export_is_refused_before_a_run_directory_is_made(
-    finished: RunDir,
-    export: Callable[..., str],
-    tmp_path: Path,
-    overrides: list[str],
-    said: str,
-) -> None:
+    finished,
+    export,
+    tmp_path,
+    overrides,
+    said,
+):
     """Exit code 2, with what is wrong; nothing is left behind."""
     text = export(*(one.format(run=finished.path) for one in overrides), code=2)
     assert said in " ".join(text.split())
     assert list((tmp_path / "here").iterdir()) == []
 
 
-def test_several_reasons_are_given_together(
-    finished: RunDir, export: Callable[..., str], tmp_path: Path
-) -> None:
+def test_several_reasons_are_given_together(finished, export, tmp_path):
     """A DoRA that has no delta, and a target that is full."""
     manifest, tensors = read_adapter(finished.adapter)
     assert manifest.mens_exp is not None
@@ -164,7 +144,7 @@ def test_several_reasons_are_given_together(
 
 
 @pytest.fixture
-def theirs(finished: RunDir, tmp_path: Path) -> Path:
+def theirs(finished, tmp_path):
     """A PEFT directory as somebody else made it: no run around it, its base by another name."""
     place = shutil.copytree(finished.peft, tmp_path / "theirs")
     file = place / "adapter_config.json"
@@ -182,14 +162,14 @@ def theirs(finished: RunDir, tmp_path: Path) -> Path:
     ],
 )
 def test_somebody_elses_peft_directory_becomes_v3(
-    theirs: Path,
-    finished: RunDir,
-    export: Callable[..., str],
-    tmp_path: Path,
-    given: list[str],
-    quant: dict[str, Any],
-    method: str,
-) -> None:
+    theirs,
+    finished,
+    export,
+    tmp_path,
+    given,
+    quant,
+    method,
+):
     """Its layers are named by the model of the command; what it does not tell may be told."""
     export(f"path={theirs}", "format=v3", "model=tiny_llama", "out=v3", "hydra.run.dir=own", *given)
     manifest, tensors = read_adapter(tmp_path / "here" / "v3")
@@ -203,9 +183,7 @@ def test_somebody_elses_peft_directory_becomes_v3(
     assert any("recorded as none" in one for one in notes) is not bool(given)
 
 
-def test_a_runs_own_peft_view_is_recorded_as_the_run_was(
-    finished: RunDir, export: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_runs_own_peft_view_is_recorded_as_the_run_was(finished, export, tmp_path):
     """Quantization and model are the run's; neither has to be given."""
     export(f"path={finished.peft}", "format=v3", "out=v3")
     manifest, _ = read_adapter(tmp_path / "here" / "v3")
@@ -213,18 +191,14 @@ def test_a_runs_own_peft_view_is_recorded_as_the_run_was(
     assert (manifest.quant, manifest.adapter_method) == (source.quant, source.adapter_method)
 
 
-def test_a_peft_directory_of_another_model_is_refused(
-    theirs: Path, export: Callable[..., str]
-) -> None:
+def test_a_peft_directory_of_another_model_is_refused(theirs, export):
     """The model of the command is SmolLM2 unless it is named."""
     text = export(f"path={theirs}", "format=v3", code=2)
     assert "the adapter is for another base model" in text
     assert "model.id" in text
 
 
-def test_a_v2_is_lifted_with_what_it_does_not_tell(
-    finished: RunDir, export: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_v2_is_lifted_with_what_it_does_not_tell(finished, export, tmp_path):
     """Double quantization, unless told otherwise; a model is not asked for, and refused."""
     export(f"path={finished.path}", "format=v2", "out=v2")
     export("path=v2", "format=v3", "out=lifted", "export.double_quant=false")
@@ -233,9 +207,7 @@ def test_a_v2_is_lifted_with_what_it_does_not_tell(
     assert "takes all it needs" in export("path=v2", "format=v3", "model=tiny_llama", code=2)
 
 
-def test_a_bundle_goes_where_out_says(
-    finished: RunDir, export: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_bundle_goes_where_out_says(finished, export, tmp_path):
     """The file, and its name in the record."""
     export(
         f"path={finished.path}",
@@ -260,12 +232,12 @@ def test_a_bundle_goes_where_out_says(
     ids=["dora", "rslora", "pissa", "pissa rslora"],
 )
 def test_what_a_run_trained_is_what_leaves(
-    train_in: Callable[..., RunDir],
-    tiny_base: BaseModel,
-    export: Callable[..., str],
-    tmp_path: Path,
-    overrides: list[str],
-) -> None:
+    train_in,
+    tiny_base,
+    export,
+    tmp_path,
+    overrides,
+):
     """To PEFT, and by way of v3: equal logits to the view that PEFT itself wrote, to 1e-5."""
     run = train_in(tmp_path / "run", "optim.lr=2e-2", *overrides)
     expected = logits(tiny_base, run.peft)

@@ -6,16 +6,12 @@ import os
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
 from mens_exp.tasks import following
 from mens_exp.training.process_group import open_store
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # A first process that starts another one and is gone before that has looked around, or waits.
 FIRST = """
@@ -46,7 +42,7 @@ sys.exit(following.main(sys.argv[1:]))
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX processes; run it on Linux")
 
 
-def run_out(first: str, command: tuple[str, ...], place: Path) -> None:
+def run_out(first, command, place):
     """Start a process that starts another, and wait until both are gone."""
     place.mkdir()
     reach = os.pathsep.join(filter(None, sys.path))
@@ -66,7 +62,7 @@ def run_out(first: str, command: tuple[str, ...], place: Path) -> None:
         time.sleep(0.1)
 
 
-def test_a_process_whose_first_one_is_gone_before_it_began_ends(tmp_path: Path) -> None:
+def test_a_process_whose_first_one_is_gone_before_it_began_ends(tmp_path):
     """It would wait an hour where they meet: the place of meeting is open, and nobody comes."""
     meeting = open_store(2)
     place = tmp_path / "place"
@@ -75,7 +71,7 @@ def test_a_process_whose_first_one_is_gone_before_it_began_ends(tmp_path: Path) 
     assert not place.exists()
 
 
-def test_a_process_that_loses_its_first_one_clears_up_for_it(tmp_path: Path) -> None:
+def test_a_process_that_loses_its_first_one_clears_up_for_it(tmp_path):
     """The broken connection ends it before it has looked whether the first one is there."""
     place = tmp_path / "place"
     run_out("wait", ("-c", LOST, "1", "1", "2"), place)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -10,10 +9,6 @@ pytest.importorskip("lm_eval", reason="lm_eval is missing: pip install 'mens-exp
 from mens_exp import cli
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Scorecard, read_item_events
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow  # whole runs
 
@@ -29,9 +24,7 @@ doc_to_target: "{{{{a - 1}}}}"
 """
 
 
-def test_training_ends_with_the_harness_tasks_of_base_and_tuned(
-    tmp_path: Path, train_in: Callable[..., RunDir]
-) -> None:
+def test_training_ends_with_the_harness_tasks_of_base_and_tuned(tmp_path, train_in):
     """One scorecard, with the harness's figures of both; asked again, it says the same."""
     data, tasks = tmp_path / "sums.jsonl", tmp_path / "tasks"
     data.write_text("".join(json.dumps({"a": a}) + "\n" for a in (1, 2, 1)))

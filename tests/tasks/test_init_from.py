@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -16,37 +15,28 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.config.compose import from_yaml, typed
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.run_dir import RunDir
-
-    Broken = Callable[..., RunDir]
-    TrainIn = Callable[..., RunDir]
-
 pytestmark = pytest.mark.slow  # whole runs
 
 ONE = "trainer.max_steps=1"
 
 
-def adapter(run: RunDir) -> bytes:
+def adapter(run):
     return (run.adapter / "adapter.safetensors").read_bytes()
 
 
-def validations(run: RunDir) -> list[tuple[int, str, float]]:
+def validations(run):
     read = [e["payload"] for e in read_events(run.telemetry) if e["event"] == "validation"]
     return [(p["step"], p["condition"], p["val/loss"]) for p in read]
 
 
 @pytest.fixture(scope="module")
-def second(finished: RunDir, train_in: TrainIn, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def second(finished, train_in, tmp_path_factory):
     """Two steps from the adapter of `finished`; only to be read."""
     directory = tmp_path_factory.mktemp("second") / "run"
     return train_in(directory, f"lora.init_from={finished.path}", "trainer.max_steps=2", "seed=7")
 
 
-def test_training_starts_from_the_adapter(finished: RunDir, second: RunDir) -> None:
+def test_training_starts_from_the_adapter(finished, second):
     """Its loss before the first step is the one that the other run ended with."""
     theirs, ours = Manifest.read(finished.manifest).results, Manifest.read(second.manifest).results
     assert ours["initial_val_loss"] == theirs["tuned_val_loss"]
@@ -59,7 +49,7 @@ def test_training_starts_from_the_adapter(finished: RunDir, second: RunDir) -> N
     assert ours["tuned_val_loss"] < ours["initial_val_loss"]
 
 
-def test_its_optimizer_is_fresh(finished: RunDir, second: RunDir) -> None:
+def test_its_optimizer_is_fresh(finished, second):
     """Two steps are all that the optimizer of the new run has taken."""
     checkpoint = torch.load(second.checkpoint(2), weights_only=True)
     states = checkpoint["optimizer_states"][0]["state"].values()
@@ -70,7 +60,7 @@ def test_its_optimizer_is_fresh(finished: RunDir, second: RunDir) -> None:
     )
 
 
-def test_the_adapter_is_an_input_on_record(finished: RunDir, second: RunDir) -> None:
+def test_the_adapter_is_an_input_on_record(finished, second):
     """By content, with the base it was trained on, and where it lay."""
     manifest = Manifest.read(second.manifest)
     assert manifest.inputs["init_from"] == {
@@ -81,9 +71,7 @@ def test_the_adapter_is_an_input_on_record(finished: RunDir, second: RunDir) -> 
     }
 
 
-def test_a_peft_directory_starts_the_same_run(
-    finished: RunDir, second: RunDir, train_in: TrainIn, tmp_path: Path
-) -> None:
+def test_a_peft_directory_starts_the_same_run(finished, second, train_in, tmp_path):
     """Copied away from its run, so that only the files of PEFT's own are there."""
     shutil.copytree(finished.peft, tmp_path / "peft")
     run = train_in(
@@ -95,9 +83,7 @@ def test_a_peft_directory_starts_the_same_run(
     assert "a PEFT directory does not tell" in manifest.unknown.values()
 
 
-def test_latest_is_settled_when_the_command_is_given(
-    train_in: TrainIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_latest_is_settled_when_the_command_is_given(train_in, tmp_path, monkeypatch):
     """The record names the run that it was, and reads back so when the new one goes on."""
     monkeypatch.chdir(tmp_path)
     first = train_in("outputs/train/default/a", ONE)
@@ -107,9 +93,7 @@ def test_latest_is_settled_when_the_command_is_given(
     assert Manifest.read(run.manifest).inputs["init_from"]["path"] == stored
 
 
-def test_a_killed_second_phase_goes_on_to_the_same_bytes(
-    finished: RunDir, broken: Broken, train_in: TrainIn, tmp_path: Path
-) -> None:
+def test_a_killed_second_phase_goes_on_to_the_same_bytes(finished, broken, train_in, tmp_path):
     """Before its first checkpoint too, when the adapter is read again."""
     start = f"lora.init_from={finished.path}"
     through = train_in(tmp_path / "through", start)
@@ -120,9 +104,7 @@ def test_a_killed_second_phase_goes_on_to_the_same_bytes(
         assert validations(run) == validations(through)
 
 
-def test_an_adapter_that_has_changed_is_refused_on_resume(
-    train_in: TrainIn, broken: Broken, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapter_that_has_changed_is_refused_on_resume(train_in, broken, tmp_path, capsys):
     """The run would not be the one that was started."""
     first = train_in(tmp_path / "first", ONE)
     run = broken(tmp_path / "run", 2, f"lora.init_from={first.path}")
@@ -142,25 +124,23 @@ def test_an_adapter_that_has_changed_is_refused_on_resume(
     ],
 )
 def test_an_adapter_of_another_run_is_refused(
-    finished: RunDir,
-    train_in: TrainIn,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    overrides: tuple[str, ...],
-    text: str,
-) -> None:
+    finished,
+    train_in,
+    tmp_path,
+    capsys,
+    overrides,
+    text,
+):
     """Another rank, other layers, or another base, before its weights are loaded."""
     capsys.readouterr()
     train_in(tmp_path / "run", f"lora.init_from={finished.path}", *overrides, code=2)
     assert text in capsys.readouterr().err
 
 
-def test_sigilderg_s_phases_chain(
-    rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sigilderg_s_phases_chain(rows_file, tmp_path, monkeypatch):
     """Both presets on a tiny model and a CPU: few steps, their rates, one adapter through both."""
     monkeypatch.chdir(tmp_path)
-    small: dict[str, Any] = {
+    small = {
         "trainer.max_steps": 3,
         "trainer.accumulate_grad_batches": 2,
         "data.micro_batch_size": 2,
@@ -186,9 +166,7 @@ def test_sigilderg_s_phases_chain(
     assert not np.array_equal(*moved)
 
 
-def test_a_preset_for_a_gpu_is_refused_elsewhere_with_what_would_run(
-    capsys: pytest.CaptureFixture[str], rows_file: Path
-) -> None:
+def test_a_preset_for_a_gpu_is_refused_elsewhere_with_what_would_run(capsys, rows_file):
     """The paged optimizer alone is in the way; overriding it is enough."""
     command = ["task=plan", "preset=sigilderg_phase1", "model=tiny_llama", "trainer=cpu"]
     data = ["data=jsonl", f"data.path={rows_file}", "data.seq_len=192"]

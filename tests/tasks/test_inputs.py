@@ -5,7 +5,6 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,10 +17,6 @@ from mens_exp.plan.contract import origin_of
 from mens_exp.rows.quarantine import BadRow
 from mens_exp.tasks.inputs import keep_bad_rows, note_origin, refuse_changed
 
-if TYPE_CHECKING:
-    from mens_exp.config.overrides import Cell
-    from mens_exp.model.resolve import BaseModel
-
 RECORDED = {
     "base_model": "tiny_llama",
     "base_weights_sha256": "aa",
@@ -29,25 +24,25 @@ RECORDED = {
 }
 
 
-def test_equal_hashes_pass_whatever_the_names() -> None:
+def test_equal_hashes_pass_whatever_the_names():
     """A renamed model directory with the same weights is the same model."""
     refuse_changed(RECORDED, {**RECORDED, "base_model": "moved"})
 
 
-def test_a_new_run_has_nothing_to_compare() -> None:
+def test_a_new_run_has_nothing_to_compare():
     """Its record is empty, and a side without a hash proves nothing."""
     refuse_changed({}, RECORDED)
     refuse_changed(RECORDED, {})
 
 
-def test_another_hash_is_refused_by_its_dotted_name() -> None:
+def test_another_hash_is_refused_by_its_dotted_name():
     """Both hashes are in the message."""
     now = {**RECORDED, "data": {"rows_sha256": "cc", "train_rows": 3}}
     with pytest.raises(RequestError, match=r"inputs\.data\.rows_sha256.*found cc.*expected bb"):
         refuse_changed(RECORDED, now)
 
 
-def test_all_changes_are_reported_together() -> None:
+def test_all_changes_are_reported_together():
     """Two other hashes are two problems."""
     now = {"base_weights_sha256": "xx", "data": {"rows_sha256": "yy"}}
     with pytest.raises(Problems) as caught:
@@ -58,9 +53,7 @@ def test_all_changes_are_reported_together() -> None:
     ]
 
 
-def test_card_that_was_fetched_tells_the_origin(
-    cell: Cell, tiny_base: BaseModel, tmp_path: Path
-) -> None:
+def test_card_that_was_fetched_tells_the_origin(cell, tiny_base, tmp_path):
     """What was null when the run opened is known then, and no longer said to be unknown."""
     config = copy.deepcopy(cell.config)
     manifest = Manifest(
@@ -85,7 +78,7 @@ def test_card_that_was_fetched_tells_the_origin(
     assert manifest.unknown == {"results.x": "another"}
 
 
-def test_bad_rows_are_kept_in_the_run_where_there_are_any(tmp_path: Path) -> None:
+def test_bad_rows_are_kept_in_the_run_where_there_are_any(tmp_path):
     """A run whose rows were all good has no such file."""
     run = RunDir(tmp_path)
     good = Rows(source="jsonl", train=[], val=[], heldout=[], sha256="aa")

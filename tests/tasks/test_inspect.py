@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from mens_exp.artifacts.adapter_v3 import read_adapter
 from mens_exp.artifacts.digest import sha256_file
-from mens_exp.artifacts.inspection import Inspection, Kind
+from mens_exp.artifacts.inspection import Kind
 from mens_exp.artifacts.manifest import Manifest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.run_dir import RunDir
 
 pytestmark = pytest.mark.slow  # commands typed whole; `make quick` has their parts
 
 
-def test_a_run_is_told_layer_by_layer(finished: RunDir, inspect: Callable[..., Inspection]) -> None:
+def test_a_run_is_told_layer_by_layer(finished, inspect):
     """Base, keys and shapes; the norm of a delta is that of the product itself."""
     found = inspect(finished.path)
     manifest, tensors = read_adapter(finished.adapter)
@@ -47,9 +40,7 @@ def test_a_run_is_told_layer_by_layer(finished: RunDir, inspect: Callable[..., I
     assert found.lineage[-1]["hashes"]["config_digest"] == ours.config_digest
 
 
-def test_it_reads_and_is_on_record_like_every_task(
-    finished: RunDir, typed: Callable[..., str], tmp_path: Path
-) -> None:
+def test_it_reads_and_is_on_record_like_every_task(finished, typed, tmp_path):
     """The table on the terminal; the record is an output of the task's own run."""
     said = typed("task=inspect", f"path={finished.path}", "hydra.run.dir=own")
     assert "model.layers.0.self_attn.q_proj.weight" in said
@@ -61,12 +52,12 @@ def test_it_reads_and_is_on_record_like_every_task(
 
 @pytest.mark.parametrize("form", ["v2", "v3", "peft"])
 def test_every_form_of_an_adapter_has_the_same_deltas(
-    finished: RunDir,
-    typed: Callable[..., str],
-    inspect: Callable[..., Inspection],
-    tmp_path: Path,
-    form: str,
-) -> None:
+    finished,
+    typed,
+    inspect,
+    tmp_path,
+    form,
+):
     """An export shows its certificate, and leads back to the run and its base."""
     trained = inspect(finished.path)
     beside = tmp_path / "runs"
@@ -85,9 +76,7 @@ def test_every_form_of_an_adapter_has_the_same_deltas(
     assert found.lineage[1]["place"] == str(beside / "run")
 
 
-def test_a_peft_directory_of_another_family_is_read_by_its_names(
-    train_in: Callable[..., RunDir], inspect: Callable[..., Inspection], tmp_path: Path
-) -> None:
+def test_a_peft_directory_of_another_family_is_read_by_its_names(train_in, inspect, tmp_path):
     """GPT-2's modules, apart from any run; how its base was quantized nobody tells."""
     run = train_in(tmp_path / "gpt2", "model=tiny_gpt2", "trainer.max_steps=1")
     expected = inspect(run.path)
@@ -98,9 +87,7 @@ def test_a_peft_directory_of_another_family_is_read_by_its_names(
     assert "base.base_quant" in found.unknown
 
 
-def test_a_run_of_every_weight_has_no_layers(
-    train_in: Callable[..., RunDir], inspect: Callable[..., Inspection], tmp_path: Path
-) -> None:
+def test_a_run_of_every_weight_has_no_layers(train_in, inspect, tmp_path):
     """Neither in the run nor in its training state, and both say why."""
     run = train_in(tmp_path / "full", "backend=full", "optim.lr=1e-5", "trainer.max_steps=1")
     for path in (run.path, run.checkpoint(1)):
@@ -109,9 +96,7 @@ def test_a_run_of_every_weight_has_no_layers(
         assert "every weight" in found.unknown["layers"]
 
 
-def test_a_written_adapter_whose_run_is_gone_says_so(
-    finished: RunDir, typed: Callable[..., str], inspect: Callable[..., Inspection], tmp_path: Path
-) -> None:
+def test_a_written_adapter_whose_run_is_gone_says_so(finished, typed, inspect, tmp_path):
     """The hash of the adapter that it was made from stays."""
     typed("task=export", f"path={finished.path}", "format=v3", f"out={tmp_path / 'gone' / 'out'}")
     found = inspect(tmp_path / "gone" / "out")
@@ -122,9 +107,7 @@ def test_a_written_adapter_whose_run_is_gone_says_so(
     assert before["hashes"] == {"adapter_sha256": sha256_file(tensors)}
 
 
-def test_a_damaged_record_beside_it_hides_no_run(
-    finished: RunDir, inspect: Callable[..., Inspection], tmp_path: Path
-) -> None:
+def test_a_damaged_record_beside_it_hides_no_run(finished, inspect, tmp_path):
     """The run of an adapter is looked for among others, of which one is no JSON."""
     shutil.copytree(finished.path, tmp_path / "runs" / "run")
     (tmp_path / "runs" / "broken").mkdir()
@@ -134,9 +117,7 @@ def test_a_damaged_record_beside_it_hides_no_run(
     assert (last["role"], last["name"], last["missing"]) == ("adapter", "of run run", None)
 
 
-def test_a_checkpoint_tells_step_optimizer_and_whether_it_goes_on(
-    finished: RunDir, inspect: Callable[..., Inspection]
-) -> None:
+def test_a_checkpoint_tells_step_optimizer_and_whether_it_goes_on(finished, inspect):
     """The last state has the run's adapter; the one before it is not what a resume takes."""
     found = inspect(finished.checkpoint(4))
     trained = inspect(finished.path)
@@ -152,9 +133,7 @@ def test_a_checkpoint_tells_step_optimizer_and_whether_it_goes_on(
         assert found.layers[name]["frobenius"] == pytest.approx(layer["frobenius"], rel=1e-9)
 
 
-def test_a_checkpoint_without_its_optimizer_goes_nowhere(
-    finished: RunDir, inspect: Callable[..., Inspection], tmp_path: Path
-) -> None:
+def test_a_checkpoint_without_its_optimizer_goes_nowhere(finished, inspect, tmp_path):
     """Nor has it a scale, when it lies in no run."""
     import torch
 
@@ -169,9 +148,7 @@ def test_a_checkpoint_without_its_optimizer_goes_nowhere(
     assert "layers.scale" in found.unknown
 
 
-def test_a_stopped_runs_last_state_is_resumable(
-    broken: Callable[..., RunDir], inspect: Callable[..., Inspection], tmp_path: Path
-) -> None:
+def test_a_stopped_runs_last_state_is_resumable(broken, inspect, tmp_path):
     """Cancelled in the fourth step, with a state of the second."""
     run = broken(tmp_path / "stopped", 13)
     found = inspect(run.last_checkpoint())
@@ -180,9 +157,7 @@ def test_a_stopped_runs_last_state_is_resumable(
     assert inspect(run.path).unknown.keys() == {"layers"}
 
 
-def test_a_truncated_checkpoint_is_refused(
-    finished: RunDir, typed: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_truncated_checkpoint_is_refused(finished, typed, tmp_path):
     """Half a file is no state."""
     whole = finished.checkpoint(4).read_bytes()
     (tmp_path / "step_00000004.ckpt").write_bytes(whole[: len(whole) // 2])
@@ -193,12 +168,12 @@ def test_a_truncated_checkpoint_is_refused(
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full", "subset"])
 def test_what_a_merge_wrote_leads_back_to_its_run(
-    finished: RunDir,
-    typed: Callable[..., str],
-    inspect: Callable[..., Inspection],
-    tmp_path: Path,
-    mode: str,
-) -> None:
+    finished,
+    typed,
+    inspect,
+    tmp_path,
+    mode,
+):
     """A directory and a file of tensors, each by itself or through the run that wrote it."""
     beside = tmp_path / "runs"
     shutil.copytree(finished.path, beside / "run")
@@ -221,11 +196,11 @@ def test_what_a_merge_wrote_leads_back_to_its_run(
 
 @pytest.mark.slow
 def test_a_run_that_began_with_an_adapter_names_all_its_ancestors(
-    finished: RunDir,
-    train_in: Callable[..., RunDir],
-    inspect: Callable[..., Inspection],
-    tmp_path: Path,
-) -> None:
+    finished,
+    train_in,
+    inspect,
+    tmp_path,
+):
     """Base, first run, its adapter, second run; a first run that is gone is said to be missing."""
     first = shutil.copytree(finished.path, tmp_path / "runs" / "first")
     second = train_in(tmp_path / "runs" / "second", f"lora.init_from={first}")
@@ -240,15 +215,13 @@ def test_a_run_that_began_with_an_adapter_names_all_its_ancestors(
 
 
 @pytest.mark.slow
-def test_a_dora_tells_how_far_its_lengths_moved(
-    train_in: Callable[..., RunDir], inspect: Callable[..., Inspection], tmp_path: Path
-) -> None:
+def test_a_dora_tells_how_far_its_lengths_moved(train_in, inspect, tmp_path):
     """Against the lengths of the 4-bit rows that it began with, by an adapter set to these."""
     from safetensors.numpy import load_file, save_file
 
     run = train_in(tmp_path / "dora", "lora.variant=dora", "optim.lr=1e-9")
     still = inspect(run.path)
-    changes: list[Any] = [layer["magnitude_change"] for layer in still.layers.values()]
+    changes = [layer["magnitude_change"] for layer in still.layers.values()]
     assert max(changes) < 1e-4
     path = run.adapter / "adapter.safetensors"
     tensors = load_file(path)
@@ -258,9 +231,7 @@ def test_a_dora_tells_how_far_its_lengths_moved(
     assert moved == pytest.approx(0.25, abs=1e-3)
 
 
-def test_nothing_that_can_be_inspected_is_refused(
-    typed: Callable[..., str], tmp_path: Path
-) -> None:
+def test_nothing_that_can_be_inspected_is_refused(typed, tmp_path):
     """A path that is not there, an empty directory, a file of something else."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").write_text("no", "utf-8")
@@ -285,22 +256,18 @@ def test_nothing_that_can_be_inspected_is_refused(
     ],
     ids=str,
 )
-def test_a_command_that_asks_for_nothing_is_refused(
-    typed: Callable[..., str], overrides: list[str], message: str
-) -> None:
+def test_a_command_that_asks_for_nothing_is_refused(typed, overrides, message):
     """Exit code 2, before a run opens."""
     assert message in typed(*overrides, code=2)
 
 
-def test_only_a_run_can_be_replayed(finished: RunDir, typed: Callable[..., str]) -> None:
+def test_only_a_run_can_be_replayed(finished, typed):
     """An adapter has no steps."""
     said = typed("task=inspect", f"path={finished.adapter}", "replay=true", code=2)
     assert "no run whose steps" in said
 
 
-def test_values_that_are_not_finite_are_refused(
-    finished: RunDir, typed: Callable[..., str], tmp_path: Path
-) -> None:
+def test_values_that_are_not_finite_are_refused(finished, typed, tmp_path):
     """A NaN in one matrix, named by its layer."""
     from safetensors.numpy import load_file, save_file
 
@@ -313,9 +280,7 @@ def test_values_that_are_not_finite_are_refused(
     assert "not finite" in said
 
 
-def test_the_json_and_the_table_are_of_one_record(
-    finished: RunDir, inspect: Callable[..., Inspection], tmp_path: Path
-) -> None:
+def test_the_json_and_the_table_are_of_one_record(finished, inspect, tmp_path):
     """The file has the format's name and version, and sorted keys."""
     inspect(finished.path)
     text = json.loads((tmp_path / "here" / "inspection_0" / "inspection.json").read_text("utf-8"))

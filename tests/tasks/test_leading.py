@@ -7,7 +7,6 @@ import shutil
 import tempfile
 import threading
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,30 +17,24 @@ from mens_exp.tasks.leading import several
 from mens_exp.tasks.run import Run
 from mens_exp.training import other_processes, process_group
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
-
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX processes; run it on Linux")
 def test_one_that_waits_for_the_dead_for_ever_gives_up_and_clears_up(
-    finished: RunDir,
-    tiny_config: Callable[..., RunConfig],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    finished,
+    tiny_config,
+    tmp_path,
+    monkeypatch,
+):
     """It ends without going through its blocks, which a GPU's collective would never leave."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.setattr(other_processes, "STUCK_S", 0.1)
     monkeypatch.setattr(process_group, "joined", lambda *_: nullcontext())
     monkeypatch.setattr(following, "command", lambda *_: ("-S", "-c", "raise SystemExit(3)"))
-    ends: list[tuple[int, list[Path]]] = []
+    ends = []
     has_ended = threading.Event()
 
-    def end(code: int) -> None:
+    def end(code):
         ends.append((code, list((tmp_path / "tmp").iterdir())))
         has_ended.set()
 

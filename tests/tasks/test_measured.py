@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -10,13 +9,8 @@ from mens_exp.plan.ledger import entries, ledger_path
 from mens_exp.tasks import measured
 from mens_exp.tasks.measured import keep_measurement, note_plan, step_s
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-    from mens_exp.artifacts.run_dir import RunDir
-
-
-def test_finished_run_is_in_the_ledger(finished: RunDir, cache: Path) -> None:
+def test_finished_run_is_in_the_ledger(finished, cache):
     """Once, with what its own plan predicted and its own record measured."""
     manifest = Manifest.read(finished.manifest)
     plan = json.loads(finished.plan.read_text("utf-8"))
@@ -36,7 +30,7 @@ def test_finished_run_is_in_the_ledger(finished: RunDir, cache: Path) -> None:
     assert entry.flop_per_step == plan["time_s"]["flop_per_step"]
 
 
-def test_manifest_and_plan_carry_one_contract(finished: RunDir) -> None:
+def test_manifest_and_plan_carry_one_contract(finished):
     """The digest stands in both, and the report shows it."""
     manifest = Manifest.read(finished.manifest)
     assert manifest.contract is not None
@@ -46,12 +40,12 @@ def test_manifest_and_plan_carry_one_contract(finished: RunDir) -> None:
 
 
 @pytest.fixture
-def results() -> dict[str, Any]:
+def results():
     """A run of ten steps of a hundred tokens at fifty tokens a second."""
     return {"tokens": 1000, "steps": 10, "tokens_per_s": 50.0, "peak_rss_bytes": 7}
 
 
-def test_mean_step_follows_from_the_rate(results: dict[str, Any]) -> None:
+def test_mean_step_follows_from_the_rate(results):
     """A hundred tokens at fifty a second are two seconds; one step alone was never timed."""
     assert step_s(results) == 2.0
     assert step_s({**results, "tokens_per_s": None}) is None
@@ -65,7 +59,7 @@ PLAN = {
 }
 
 
-def manifest_of(results: dict[str, Any]) -> Manifest:
+def manifest_of(results):
     return Manifest(
         run_id="run",
         task="train",
@@ -77,9 +71,7 @@ def manifest_of(results: dict[str, Any]) -> Manifest:
 
 
 @pytest.mark.parametrize(("kind", "measured_peak"), [("cpu", 7), ("cuda", 11)])
-def test_peak_is_that_of_the_device(
-    results: dict[str, Any], tmp_path: Path, kind: str, measured_peak: int
-) -> None:
+def test_peak_is_that_of_the_device(results, tmp_path, kind, measured_peak):
     """Resident memory on a CPU, the allocator's on a GPU."""
     plan = {**PLAN, "device": {"kind": kind, "name": "a device"}}
     keep_measurement(manifest_of({**results, "peak_cuda_bytes": 11}), plan, tmp_path)
@@ -87,7 +79,7 @@ def test_peak_is_that_of_the_device(
     assert (entry.predicted_peak_bytes, entry.measured_peak_bytes) == (5, measured_peak)
 
 
-def test_notes_of_the_plan_are_kept_once(results: dict[str, Any]) -> None:
+def test_notes_of_the_plan_are_kept_once(results):
     """Conversion for a phone is the operator's; a run that goes on says so no second time."""
     manifest = manifest_of(results)
     for _ in range(2):
@@ -95,12 +87,10 @@ def test_notes_of_the_plan_are_kept_once(results: dict[str, Any]) -> None:
     assert manifest.notes == ["conversion is yours", "it may fail"]
 
 
-def test_ledger_that_cannot_be_written_is_a_note(
-    results: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ledger_that_cannot_be_written_is_a_note(results, tmp_path, monkeypatch):
     """The run has succeeded whatever becomes of its line."""
 
-    def full(*_: object) -> None:
+    def full(*_):
         raise OSError("no space left")
 
     monkeypatch.setattr(measured, "append", full)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -22,24 +21,16 @@ from mens_exp.model.resolve import resolve
 from mens_exp.quant.bnb import dequantized, quantized_linears
 from mens_exp.training.build import build_backend
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
-    from mens_exp.model.resolve import BaseModel
-    from mens_exp.rows.encode import Encoded
-
 pytestmark = pytest.mark.slow  # commands typed whole; `make quick` has their parts
 
 F32 = "quant.compute_dtype=f32"
 KINDS = {"lora": ["backend=lora"], "qlora": [], "qlora, one scale": ["quant.double_quant=false"]}
 
 
-def graph_on(directory: Path, config: RunConfig, *, std: float = 0.05) -> Any:
+def graph_on(directory, config, *, std=0.05):
     """Build the graph of a configuration on a model directory, its adapter not nothing."""
     config.model = HfModel(id=str(directory))
-    graph: Any = build_backend(config, resolve(config.model, directory))
+    graph = build_backend(config, resolve(config.model, directory))
     generator = torch.Generator().manual_seed(0)
     for name, parameter in graph.trainable().items():
         if name.endswith("lora_b"):
@@ -49,12 +40,12 @@ def graph_on(directory: Path, config: RunConfig, *, std: float = 0.05) -> Any:
     return graph.eval()
 
 
-def written(graph: Any, config: RunConfig, directory: Path) -> Path:
+def written(graph, config, directory):
     write_adapter(directory, *graph.adapter(config))
     return directory
 
 
-def merge(adapter: Path, base: Path, out: Path, *overrides: str, code: int = 0) -> Manifest:
+def merge(adapter, base, out, *overrides, code=0):
     """Type the command; its record lies beside the output."""
     record = out.with_name(f"{out.name}_record")
     command = ["task=merge", f"path={adapter}", f"base={base}", f"out={out}", *overrides]
@@ -62,7 +53,7 @@ def merge(adapter: Path, base: Path, out: Path, *overrides: str, code: int = 0) 
     return Manifest.read(RunDir(record).manifest)
 
 
-def loaded(directory: Path, **how: Any) -> Any:
+def loaded(directory, **how):
     """Load a model as anyone would; every key of it is there and none is left over."""
     from transformers import AutoModelForCausalLM
 
@@ -75,11 +66,11 @@ def loaded(directory: Path, **how: Any) -> Any:
 
 
 @pytest.fixture
-def document(random_documents: Callable[..., Encoded]) -> Encoded:
+def document(random_documents):
     return random_documents([24], [23])
 
 
-def largest_difference(graph: Any, model: Any, document: Encoded) -> float:
+def largest_difference(graph, model, document):
     with torch.no_grad():
         ours = graph.head(graph(packed_batch(document, [[0]], index=0)))
         ids = torch.from_numpy(document.ids).long()[None]
@@ -94,13 +85,13 @@ def largest_difference(graph: Any, model: Any, document: Encoded) -> float:
     [n if n in ("llama", "gpt2") else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES],
 )
 def test_the_merged_model_is_the_trained_one(
-    name: str,
-    kind: str,
-    family_base: Callable[[str], BaseModel],
-    tiny_config: Callable[..., RunConfig],
-    document: Encoded,
-    tmp_path: Path,
-) -> None:
+    name,
+    kind,
+    family_base,
+    tiny_config,
+    document,
+    tmp_path,
+):
     """Fused, transposed, gated, capped or windowed: logits within 1e-4 in f32."""
     base = family_base(name).directory
     config = tiny_config(F32, *KINDS[kind])
@@ -125,12 +116,12 @@ def test_the_merged_model_is_the_trained_one(
     ids=" ".join,
 )
 def test_every_variant_and_start_merges_exactly(
-    overrides: list[str],
-    tiny_base: BaseModel,
-    tiny_config: Callable[..., RunConfig],
-    document: Encoded,
-    tmp_path: Path,
-) -> None:
+    overrides,
+    tiny_base,
+    tiny_config,
+    document,
+    tmp_path,
+):
     """Onto the 4-bit base that it was trained on, what its start took out of it included."""
     config = tiny_config(F32, *overrides)
     graph = graph_on(tiny_base.directory, config)
@@ -142,12 +133,12 @@ def test_every_variant_and_start_merges_exactly(
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("variant", ["lora", "dora"])
 def test_peft_merges_the_same_into_the_unquantized_base(
-    name: str,
-    variant: str,
-    family_base: Callable[[str], BaseModel],
-    tiny_config: Callable[..., RunConfig],
-    tmp_path: Path,
-) -> None:
+    name,
+    variant,
+    family_base,
+    tiny_config,
+    tmp_path,
+):
     """merge_and_unload of the same adapter's PEFT form, weight for weight; DoRA's lengths too."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -170,14 +161,14 @@ def test_peft_merges_the_same_into_the_unquantized_base(
 @pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("gemma2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("with_prefix", [True, False])
 def test_a_tied_head_with_a_delta_gets_a_weight_of_its_own(
-    name: str,
-    kind: str,
-    with_prefix: bool,
-    family_base: Callable[[str], BaseModel],
-    tiny_config: Callable[..., RunConfig],
-    document: Encoded,
-    tmp_path: Path,
-) -> None:
+    name,
+    kind,
+    with_prefix,
+    family_base,
+    tiny_config,
+    document,
+    tmp_path,
+):
     """The embedding stays as it was; also where the checkpoint was saved without its head."""
     base = shutil.copytree(family_base(name).directory, tmp_path / "base")
     config_json = json.loads((base / "config.json").read_text("utf-8"))
@@ -233,11 +224,11 @@ BITWISE = {
 
 @pytest.mark.parametrize("overrides", BITWISE.values(), ids=BITWISE.keys())
 def test_the_dequantized_base_is_bit_for_bit_the_backend_s(
-    overrides: list[str],
-    tiny_backend: Callable[..., Any],
-    tiny_config: Callable[..., RunConfig],
-    tmp_path: Path,
-) -> None:
+    overrides,
+    tiny_backend,
+    tiny_config,
+    tmp_path,
+):
     """With B = 0 nothing is added: every weight, the unquantized ones as they were computed."""
     graph = tiny_backend(*overrides)
     config = tiny_config(*overrides)
@@ -261,12 +252,12 @@ def test_the_dequantized_base_is_bit_for_bit_the_backend_s(
 @pytest.mark.parametrize("compute", ["f32", "bf16"])
 @pytest.mark.parametrize("model", ["tiny_llama", "tiny_gpt2"])
 def test_the_proxy_s_merged_projections_are_those_of_its_graph(
-    model: str,
-    compute: str,
-    tiny_backend: Callable[..., Any],
-    tiny_config: Callable[..., RunConfig],
-    tmp_path: Path,
-) -> None:
+    model,
+    compute,
+    tiny_backend,
+    tiny_config,
+    tmp_path,
+):
     """Every projection of the stack and the tied head, and not one tensor more."""
     overrides = [f"model={model}", "backend=proxy", f"quant.compute_dtype={compute}"]
     graph = tiny_backend(*overrides, live=True)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -24,11 +23,6 @@ from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mens_exp.model.resolve import BaseModel
-
 pytestmark = pytest.mark.slow  # commands typed whole; `make quick` has their parts
 
 MID, TABLE = "h.0.attn.c_proj.weight", "wte.weight"
@@ -36,7 +30,7 @@ KEYS = {"mid0": MID, "lm_head": TABLE}
 
 
 @pytest.fixture
-def ones(tmp_path: Path) -> Path:
+def ones(tmp_path):
     """Width 3, vocabulary 4, rank 2, alpha 4, every number one: v2, v3 and the base's shard."""
     tensors = {
         "mid0.lora_a": np.ones((2, 3), np.float32),
@@ -44,7 +38,7 @@ def ones(tmp_path: Path) -> Path:
         "lm_head.lora_a": np.ones((2, 3), np.float32),
         "lm_head.lora_b": np.ones((4, 2), np.float32),
     }
-    sizes: dict[str, Any] = {"vocab": 4, "d_model": 3, "rank": 2, "alpha": 4}
+    sizes = {"vocab": 4, "d_model": 3, "rank": 2, "alpha": 4}
     order = ["mid0", "lm_head"]
     meta = AdapterMeta(embed_key=TABLE, layer_order=order, base_key_map=KEYS, **sizes)
     write_adapter_v2(tmp_path / "v2", meta, tensors)
@@ -67,7 +61,7 @@ FILES = {
 }
 
 
-def typed(here: Path, *overrides: str, code: int = 0, schema: str = "v2") -> Manifest | None:
+def typed(here, *overrides, code=0, schema="v2"):
     """Type the seeds' form in a directory; a later override takes the place of an earlier one."""
     tensors, meta = FILES[schema]
     usual = [
@@ -85,7 +79,7 @@ def typed(here: Path, *overrides: str, code: int = 0, schema: str = "v2") -> Man
 
 
 @pytest.mark.parametrize("schema", FILES)
-def test_ones_merge_to_five(ones: Path, schema: str) -> None:
+def test_ones_merge_to_five(ones, schema):
     """1 + (B A = 2) · 4 / 2, in both tensors that have a delta; the norm is left out."""
     record = typed(ones, schema=schema)
     found = load_file(ones / "out.safetensors")
@@ -99,9 +93,7 @@ def test_ones_merge_to_five(ones: Path, schema: str) -> None:
     assert record.results["out_sha256"] == {"out.safetensors": digest}
 
 
-def test_the_header_s_quantizer_is_assumed_when_asked_and_said(
-    ones: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_header_s_quantizer_is_assumed_when_asked_and_said(ones, capsys):
     """Width 3 is no multiple of its block of 64, which is refused and not computed wrongly."""
     typed(ones, "merge.base=dequantized", code=2)
     said = capsys.readouterr()
@@ -110,7 +102,7 @@ def test_the_header_s_quantizer_is_assumed_when_asked_and_said(
     assert not (ones / "out.safetensors").exists()
 
 
-def test_bytes_are_stable_and_numbers_are_rounded_to_nearest(ones: Path) -> None:
+def test_bytes_are_stable_and_numbers_are_rounded_to_nearest(ones):
     """A half in bf16's last place goes to the even neighbour."""
     close = np.array([[1 + 2**-8, 1 + 3 * 2**-8, 1.0]] * 3, np.float32)
     base = {MID: close, TABLE: np.ones((4, 3), np.float32)}
@@ -124,7 +116,7 @@ def test_bytes_are_stable_and_numbers_are_rounded_to_nearest(ones: Path) -> None
     assert torch.equal(merged[0], torch.tensor([1.0, 1 + 2**-6, 1.0]))
 
 
-def test_a_number_beyond_f16_is_refused(ones: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_number_beyond_f16_is_refused(ones, capsys):
     """It would become infinite in silence."""
     big = {MID: np.full((3, 3), 1e5, np.float32), TABLE: np.ones((4, 3), np.float32)}
     save_file(big, ones / "base.safetensors")
@@ -153,9 +145,7 @@ def test_a_number_beyond_f16_is_refused(ones: Path, capsys: pytest.CaptureFixtur
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_command_without_its_parts_is_refused(
-    ones: Path, overrides: list[str], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_without_its_parts_is_refused(ones, overrides, reason, capsys):
     """Exit code 2, and nothing is written."""
     typed(ones, *overrides, code=2)
     said = " ".join(capsys.readouterr().err.split())
@@ -163,7 +153,7 @@ def test_a_command_without_its_parts_is_refused(
     assert not (ones / "out.safetensors").exists()
 
 
-def test_an_output_that_is_there_stays(ones: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_output_that_is_there_stays(ones, capsys):
     """Byte for byte; nothing is replaced."""
     (ones / "out.safetensors").write_bytes(b"mine")
     typed(ones, code=2)
@@ -171,9 +161,7 @@ def test_an_output_that_is_there_stays(ones: Path, capsys: pytest.CaptureFixture
     assert (ones / "out.safetensors").read_bytes() == b"mine"
 
 
-def test_a_disk_without_room_is_told_before(
-    ones: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_disk_without_room_is_told_before(ones, monkeypatch, capsys):
     """Exit code 3: the machine lacks something."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
     typed(ones, code=3)
@@ -181,7 +169,7 @@ def test_a_disk_without_room_is_told_before(
 
 
 @pytest.fixture
-def adapter(tmp_path: Path, tiny_base: BaseModel) -> Path:
+def adapter(tmp_path, tiny_base):
     """An adapter of one layer of tiny_llama in schema v3."""
     generator = np.random.default_rng(0)
     tensors = {
@@ -203,7 +191,7 @@ def adapter(tmp_path: Path, tiny_base: BaseModel) -> Path:
     return tmp_path / "adapter"
 
 
-def by_path(adapter: Path, base: Path | None, *overrides: str, code: int = 0) -> Path:
+def by_path(adapter, base, *overrides, code=0):
     out = adapter.parent / "merged"
     named = [] if base is None else [f"base={base}"]
     usual = ["task=merge", f"path={adapter}", *named, f"out={out}"]
@@ -213,7 +201,7 @@ def by_path(adapter: Path, base: Path | None, *overrides: str, code: int = 0) ->
     return out
 
 
-def split(base: Path, target: Path, *, files: int = 3) -> Path:
+def split(base, target, *, files=3):
     """Divide a model's one file into several, with an index."""
     shutil.copytree(base, target)
     tensors = load_file(base / "model.safetensors")
@@ -228,9 +216,7 @@ def split(base: Path, target: Path, *, files: int = 3) -> Path:
     return target
 
 
-def test_another_base_is_refused_unless_that_is_meant(
-    adapter: Path, tiny_base: BaseModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_base_is_refused_unless_that_is_meant(adapter, tiny_base, tmp_path, capsys):
     """One bit of one weight is another base; its shards, divided otherwise, are too."""
     other = split(tiny_base.directory, tmp_path / "other")
     by_path(adapter, other, code=2)
@@ -254,17 +240,15 @@ def test_another_base_is_refused_unless_that_is_meant(
         np.testing.assert_array_equal(merged[name], tensor)
 
 
-def test_a_base_that_was_never_quantized_is_not_dequantized(
-    adapter: Path, tiny_base: BaseModel, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_base_that_was_never_quantized_is_not_dequantized(adapter, tiny_base, capsys):
     """The adapter's header says so."""
     by_path(adapter, tiny_base.directory, "merge.base=dequantized", code=2)
     assert "trained on an unquantized base" in capsys.readouterr().err
 
 
 def test_a_quantized_checkpoint_and_an_unnamed_base_are_refused(
-    adapter: Path, tiny_base: BaseModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    adapter, tiny_base, tmp_path, capsys
+):
     """There is nothing to add to in the one, and nothing to find in the other."""
     other = split(tiny_base.directory, tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
@@ -295,9 +279,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-def test_a_kill_leaves_nothing_and_the_next_merge_tidies_up(
-    adapter: Path, tiny_base: BaseModel, tmp_path: Path
-) -> None:
+def test_a_kill_leaves_nothing_and_the_next_merge_tidies_up(adapter, tiny_base, tmp_path):
     """In the middle of the weights; the temporary directory is gone after the next merge."""
     command = ["task=merge", f"path={adapter}", f"base={tiny_base.directory}"]
     command += [f"out={tmp_path / 'merged'}", f"hydra.run.dir={tmp_path / 'killed'}"]
@@ -312,15 +294,13 @@ def test_a_kill_leaves_nothing_and_the_next_merge_tidies_up(
     assert list(tmp_path.glob(".merged.*")) == []
 
 
-def typed_run(here: Path, path: Path, *overrides: str, code: int = 0) -> dict[str, torch.Tensor]:
+def typed_run(here, path, *overrides, code=0):
     command = ["task=merge", f"path={path}", f"out={here / 'merged'}", *overrides]
     assert cli.main([*command, f"hydra.run.dir={here / 'record'}"]) == code
     return {} if code else load_tensors(here / "merged" / "model.safetensors")
 
 
-def test_a_run_its_peft_view_and_a_copy_of_that_merge_alike(
-    finished: RunDir, tiny_base: BaseModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_its_peft_view_and_a_copy_of_that_merge_alike(finished, tiny_base, tmp_path, capsys):
     """The run names its base; elsewhere a PEFT directory is told its base, and how that was."""
     for name in ("run", "view", "copy"):
         (tmp_path / name).mkdir()
@@ -339,7 +319,7 @@ def test_a_run_its_peft_view_and_a_copy_of_that_merge_alike(
     assert not torch.equal(ours[key], plain[key])
 
 
-def test_a_merged_run_is_a_whole_directory(finished: RunDir, tmp_path: Path) -> None:
+def test_a_merged_run_is_a_whole_directory(finished, tmp_path):
     """Tokenizer, the template that it was trained in, a card, and the run's own."""
     from transformers import AutoTokenizer
 
@@ -356,7 +336,7 @@ def test_a_merged_run_is_a_whole_directory(finished: RunDir, tmp_path: Path) -> 
     }
 
 
-def test_the_default_place_is_the_merge_s_own_run(finished: RunDir, tmp_path: Path) -> None:
+def test_the_default_place_is_the_merge_s_own_run(finished, tmp_path):
     """Its files are among the outputs that the record vouches for."""
     record = tmp_path / "record"
     assert cli.main(["task=merge", f"path={finished.path}", f"hydra.run.dir={record}"]) == 0
@@ -365,9 +345,7 @@ def test_the_default_place_is_the_merge_s_own_run(finished: RunDir, tmp_path: Pa
     assert outputs["merged/model.safetensors"] == sha256_file(weights)
 
 
-def test_a_run_that_trained_every_weight_has_nothing_to_merge(
-    finished: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_trained_every_weight_has_nothing_to_merge(finished, tmp_path, capsys):
     """It is named as the model that it is."""
     run = RunDir(shutil.copytree(finished.path, tmp_path / "full"))
     run.adapter.rename(run.weights)
@@ -375,9 +353,7 @@ def test_a_run_that_trained_every_weight_has_nothing_to_merge(
     assert "trained every weight and has no adapter" in capsys.readouterr().err
 
 
-def test_a_directory_of_a_burn_checkpoint_names_the_right_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_directory_of_a_burn_checkpoint_names_the_right_command(tmp_path, capsys):
     """Neither our files nor PEFT's are in it."""
     (tmp_path / "burn").mkdir()
     (tmp_path / "burn" / "model.bin").write_bytes(b"")
@@ -386,9 +362,7 @@ def test_a_directory_of_a_burn_checkpoint_names_the_right_command(
 
 
 @pytest.mark.parametrize("key", ["data.seq_len=64", "tokenizer.allow_control_text=true"])
-def test_what_the_run_answers_itself_is_refused(
-    finished: RunDir, tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_run_answers_itself_is_refused(finished, tmp_path, key, capsys):
     """Its certificate is measured on its own rows; another setting of them would do nothing."""
     out = tmp_path / "merged"
     assert cli.main(["task=merge", f"path={finished.path}", f"out={out}", key]) == 2

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 import pytest
 
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow  # whole runs
 
@@ -25,9 +20,7 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def templated(
-    train_in: Callable[..., RunDir], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[RunDir, Path]:
+def templated(train_in, tmp_path_factory):
     """A finished run under a template of its own, whose file is gone."""
     directory = tmp_path_factory.mktemp("templated")
     file = directory / "mine.jinja"
@@ -39,15 +32,15 @@ def templated(
 
 
 def test_template_lands_in_the_run_and_beside_the_adapter(
-    templated: tuple[RunDir, Path],
-) -> None:
+    templated,
+):
     """Where transformers looks for it, byte for byte."""
     run, _ = templated
     assert run.chat_template.read_text("utf-8") == TEMPLATE
     assert (run.peft / "chat_template.jinja").read_text("utf-8") == TEMPLATE
 
 
-def test_record_says_what_shaped_the_ids(templated: tuple[RunDir, Path]) -> None:
+def test_record_says_what_shaped_the_ids(templated):
     """Where the template is from and which day it was told, how rows were cut and learned."""
     inputs = Manifest.read(templated[0].manifest).inputs
     assert (inputs["chat_template"], inputs["chat_template_date"]) == ("a file", "2024-07-26")
@@ -57,9 +50,7 @@ def test_record_says_what_shaped_the_ids(templated: tuple[RunDir, Path]) -> None
     assert (file["form"], file["rows"], len(file["sha256"])) == ("pair", 60, 64)
 
 
-def test_run_is_evaluated_though_the_file_is_gone(
-    templated: tuple[RunDir, Path], tmp_path: Path
-) -> None:
+def test_run_is_evaluated_though_the_file_is_gone(templated, tmp_path):
     """Its own copy is read, so its prompts are those that it was trained on."""
     run, _ = templated
     arguments = ["task=evaluate", f"path={run.path}", "suite.items=1", "suite.max_new_tokens=64"]
@@ -71,16 +62,14 @@ def test_run_is_evaluated_though_the_file_is_gone(
     assert {e["tokens_in"] - len(e["prompt"]) for e in events} == {overhead}
 
 
-def test_run_goes_on_though_the_file_is_gone(templated: tuple[RunDir, Path]) -> None:
+def test_run_goes_on_though_the_file_is_gone(templated):
     """Longer, under the same template."""
     run, _ = templated
     assert cli.main([f"resume={run.path}", "trainer.max_steps=3"]) == 0
     assert Manifest.read(run.manifest).results["steps"] == 3
 
 
-def test_absent_template_is_refused_before_a_run_opens(
-    tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_absent_template_is_refused_before_a_run_opens(tiny_run, tmp_path, capsys):
     """With everything else that is wrong."""
     overrides = [f"tokenizer.chat_template={tmp_path / 'no.jinja'}", "lora.targets=[x]"]
     assert cli.main([*tiny_run, *overrides, f"hydra.run.dir={tmp_path / 'run'}"]) == 2

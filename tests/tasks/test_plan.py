@@ -4,7 +4,6 @@ import dataclasses
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,13 +14,8 @@ from mens_exp.artifacts.telemetry import read_events
 from mens_exp.plan import machine
 from mens_exp.plan.ledger import Entry, append, ledger_path
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-
-def test_a_plan_is_a_run_that_only_says_what_would_be_done(
-    tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_is_a_run_that_only_says_what_would_be_done(tiny_run, tmp_path, capsys):
     """The table, plan.json and the event agree; nothing is trained."""
     run = RunDir(tmp_path / "run")
     assert cli.main([*tiny_run, "task=plan", f"hydra.run.dir={run.path}"]) == 0
@@ -36,7 +30,7 @@ def test_a_plan_is_a_run_that_only_says_what_would_be_done(
     assert not run.checkpoints.exists()
 
 
-def test_a_plan_never_imports_torch(tiny_run: list[str], tmp_path: Path) -> None:
+def test_a_plan_never_imports_torch(tiny_run, tmp_path):
     """It answers in about a second because nothing heavy is loaded for it."""
     arguments = [*tiny_run, "task=plan", f"hydra.run.dir={tmp_path / 'run'}"]
     code = (
@@ -56,9 +50,7 @@ def test_a_plan_never_imports_torch(tiny_run: list[str], tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
 
 
-def test_plan_shows_the_first_rows_as_they_are_trained(
-    tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_shows_the_first_rows_as_they_are_trained(tiny_run, tmp_path, capsys):
     """Two of them, token by token, the answer and its end in brackets."""
     run = tmp_path / "run"
     assert cli.main([*tiny_run, "task=plan", "data.show=2", f"hydra.run.dir={run}"]) == 0
@@ -71,9 +63,7 @@ def test_plan_shows_the_first_rows_as_they_are_trained(
     assert said.count("│<|im_end|>⟧") == 2
 
 
-def test_row_that_loses_its_answer_is_shown_as_dropped(
-    tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_row_that_loses_its_answer_is_shown_as_dropped(tiny_run, tmp_path, capsys):
     """The prompt has 25 tokens: a limit of 27 leaves two of the answer's, one of 25 none."""
     for limit, told in ((27, "30 cut off"), (25, "nothing learned is within 25 tokens")):
         overrides = ["task=plan", "data.show=1", f"data.seq_len={limit}"]
@@ -82,18 +72,14 @@ def test_row_that_loses_its_answer_is_shown_as_dropped(
         assert told in capsys.readouterr().out
 
 
-def test_rows_are_shown_by_a_plan_only(
-    tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_are_shown_by_a_plan_only(tiny_run, tmp_path, capsys):
     """Elsewhere the setting would do nothing."""
     assert cli.main([*tiny_run, "data.show=1", f"hydra.run.dir={tmp_path / 'run'}"]) == 2
     assert "data.show: has no effect with task=train" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "run").exists()
 
 
-def test_plan_says_what_a_file_was_taken_for(
-    tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_says_what_a_file_was_taken_for(tiny_run, tmp_path, capsys):
     """Its format, its rows, and the columns that are not read."""
     rows = [{"q": f"p{n}", "a": "r", "lang": "en"} for n in range(30)]
     path = tmp_path / "q.jsonl"
@@ -106,9 +92,7 @@ def test_plan_says_what_a_file_was_taken_for(
     assert "q.jsonl:30pairrows;columnsleftout:lang" in said
 
 
-def test_row_of_several_documents_is_shown_one_by_one(
-    tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_row_of_several_documents_is_shown_one_by_one(tiny_run, tmp_path, capsys):
     """Under a template that changes earlier answers, each of the row's two has its own."""
     template = tmp_path / "last.jinja"
     template.write_text(
@@ -131,9 +115,7 @@ def test_row_of_several_documents_is_shown_one_by_one(
     assert ("⟦b│<|im_end|>⟧" in said, "⟦d│<|im_end|>⟧" in said) == (True, True)
 
 
-def test_a_plan_says_how_many_runs_it_rests_on(
-    tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_says_how_many_runs_it_rests_on(tiny_run, tmp_path, monkeypatch):
     """Three runs of this device and family, a fifth over the formula, move the next estimate."""
     monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
     run = RunDir(tmp_path / "first")
@@ -166,11 +148,11 @@ def test_a_plan_says_how_many_runs_it_rests_on(
 
 
 def test_a_plan_shows_what_this_machine_lacks(
-    tiny_run: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tiny_run,
+    tmp_path,
+    capsys,
+    monkeypatch,
+):
     """The figures come with the problem; the run itself is refused."""
     found = machine.look("cpu")
     poor = dataclasses.replace(found, free_bytes=1 << 20)
@@ -183,9 +165,7 @@ def test_a_plan_shows_what_this_machine_lacks(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_plan_and_its_manifest_say_where_a_preset_differs(
-    tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_and_its_manifest_say_where_a_preset_differs(tiny_run, tmp_path, capsys):
     """As typed, our own value behind it."""
     run = RunDir(tmp_path / "run")
     overrides = ["preset=litgpt_like", "task=plan", f"hydra.run.dir={run.path}"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,7 +16,6 @@ from mens_exp.config.policy import (
     BurnProductionPolicy,
     BurnRndPolicy,
     EvalGatePolicy,
-    PolicyConfig,
     QloraPlateauPolicy,
 )
 from mens_exp.errors import RequestError
@@ -26,18 +24,12 @@ from mens_exp.tasks.promote import decided
 from mens_exp.tasks.promotion_evidence import comparison_files
 from mens_exp.tasks.study_runs import read_study
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    Typed = Callable[..., str]
-
 SUITE = "ab" * 32
 ARMS = (("backend=qlora",), ("backend=burn",))
 AFTER = "2126-01-01T00:00:00.000Z"
 
 
-def good(arm: int, seed: int, item: int) -> dict[str, Any]:
+def good(arm, seed, item):
     """Return what burn passes and qlora fails on a third of the items."""
     passed = arm == 1 or (seed + item) % 3 > 0
     return {
@@ -57,25 +49,25 @@ def good(arm: int, seed: int, item: int) -> dict[str, Any]:
     }
 
 
-def regressed(arm: int, seed: int, item: int) -> dict[str, Any]:
+def regressed(arm, seed, item):
     """Return the same with the arms' success turned round."""
     return {**good(arm, seed, item), "task_success": good(1 - arm, seed, item)["task_success"]}
 
 
 @pytest.fixture
-def lab(study: Callable[..., Path], tmp_path: Path) -> Lab:
+def lab(study, tmp_path):
     return Lab(study, tmp_path)
 
 
 class Lab:
     """Opens cycles, runs and compares them, and asks for decisions."""
 
-    def __init__(self, study: Any, root: Path) -> None:
+    def __init__(self, study, root):
         """Keep everything under one directory."""
         self.study, self.root = study, root
         self.ledger = root / "decisions.jsonl"
 
-    def open(self, name: str, seeds: list[int]) -> None:
+    def open(self, name, seeds):
         cycle = {
             "cycle": name,
             "suite_digest": SUITE,
@@ -88,25 +80,25 @@ class Lab:
         }
         append(self.ledger, EntryKind.CYCLE, lambda _: cycle)
 
-    def cycle(self, name: str, seeds: list[int], **how: Any) -> Path:
+    def cycle(self, name, seeds, **how):
         told = {"kpis": good, "passes": lambda *_: 4, "suite": SUITE, "started": AFTER, **how}
         return self.compared(name, self.study(name, **{"arms": ARMS, "seeds": seeds, **told}))
 
-    def compared(self, name: str, runs: Path, *factors: str) -> Path:
+    def compared(self, name, runs, *factors):
         """Compare as the task does, without a command line to compose."""
         out = self.root / "verdicts" / name
         read = read_study([str(runs)])
         conducted([str(runs)], read.runs, factors, CompareConfig()).write(out / "compare.json")
         return out
 
-    def two(self, **how: Any) -> list[Path]:
+    def two(self, **how):
         made = []
         for name, seeds in (("one", [1, 2, 3, 4]), ("two", [5, 6, 7, 8])):
             self.open(name, seeds)
             made.append(self.cycle(name, seeds, **how))
         return made
 
-    def ask(self, policy: PolicyConfig, paths: list[Path], parity: Path | None = None) -> Any:
+    def ask(self, policy, paths, parity=None):
         """Decide as the task does."""
         files = comparison_files(",".join(map(str, paths)))
         certificate = None if parity is None else str(parity)
@@ -115,10 +107,10 @@ class Lab:
         )
         return entry["decision"]
 
-    def burn(self, paths: list[Path]) -> Any:
+    def burn(self, paths):
         return self.ask(BurnProductionPolicy(), paths, self.certificate())
 
-    def certificate(self) -> Path:
+    def certificate(self):
         """Write a passed certificate of the adapter of a burn run."""
         path = self.root / "parity.json"
         fields = {
@@ -141,11 +133,11 @@ class Lab:
         return path
 
 
-def unmet(made: Any) -> set[str]:
+def unmet(made):
     return {rule["rule"] for rule in made["rules"] if rule["outcome"] != "passed"}
 
 
-def test_two_clean_cycles_promote(lab: Lab) -> None:
+def test_two_clean_cycles_promote(lab):
     """Superior, nowhere worse, over every floor, certified: exit code 0."""
     made = lab.burn(lab.two())
     assert made["decision"] == Answer.PROMOTE
@@ -156,7 +148,7 @@ def test_two_clean_cycles_promote(lab: Lab) -> None:
     assert [one["cycle"] for one in made["evidence"]] == ["one", "two"]
 
 
-def test_a_missing_cycle_is_insufficient(lab: Lab) -> None:
+def test_a_missing_cycle_is_insufficient(lab):
     """One cycle, however good, is one too few; given twice it is still one."""
     lab.open("one", [1, 2, 3, 4])
     path = lab.cycle("one", [1, 2, 3, 4])
@@ -167,17 +159,17 @@ def test_a_missing_cycle_is_insufficient(lab: Lab) -> None:
         assert unmet(made) == {"cycles"}
 
 
-def test_a_planted_regression_is_rejected(lab: Lab) -> None:
+def test_a_planted_regression_is_rejected(lab):
     """The challenger succeeds less in every seed of both cycles."""
     made = lab.burn(lab.two(kpis=regressed))
     assert made["decision"] == Answer.REJECT
     assert {"superiority", "non-inferiority"} <= unmet(made)
 
 
-def test_a_regression_in_repair_alone_is_rejected(lab: Lab) -> None:
+def test_a_regression_in_repair_alone_is_rejected(lab):
     """More successes do not buy twice the attempts."""
 
-    def slower(arm: int, seed: int, item: int) -> dict[str, Any]:
+    def slower(arm, seed, item):
         return {**good(arm, seed, item), "attempts": 1 + arm + (seed + item) % 2 / 10}
 
     made = lab.burn(lab.two(kpis=slower))
@@ -187,10 +179,10 @@ def test_a_regression_in_repair_alone_is_rejected(lab: Lab) -> None:
     assert worse == {"attempts"}
 
 
-def test_equal_differences_are_no_superiority_by_their_point_alone(lab: Lab) -> None:
+def test_equal_differences_are_no_superiority_by_their_point_alone(lab):
     """Four seeds that differ by just one item each: an interval without width, and p = 1/8."""
 
-    def same(arm: int, seed: int, item: int) -> dict[str, Any]:
+    def same(arm, seed, item):
         passed = arm == 1 or item > 0
         return {
             **good(arm, seed, item),
@@ -205,17 +197,17 @@ def test_equal_differences_are_no_superiority_by_their_point_alone(lab: Lab) -> 
     assert "all differences are equal, which tells no spread" in rule["note"]
 
 
-def test_no_shown_superiority_holds(lab: Lab) -> None:
+def test_no_shown_superiority_holds(lab):
     """Equal arms: nothing is worse, and nothing is better."""
 
-    def equal(_arm: int, seed: int, item: int) -> dict[str, Any]:
+    def equal(_arm, seed, item):
         return good(1, seed, item)
 
     made = lab.burn(lab.two(kpis=equal))
     assert (made["decision"], unmet(made)) == (Answer.HOLD, {"superiority"})
 
 
-def test_another_suite_digest_does_not_count(lab: Lab) -> None:
+def test_another_suite_digest_does_not_count(lab):
     """The second cycle was scored by another suite than it froze."""
     first = lab.two()[0]
     lab.open("three", [11, 12, 13, 14])
@@ -228,7 +220,7 @@ def test_another_suite_digest_does_not_count(lab: Lab) -> None:
     assert note.startswith("exploratory")
 
 
-def test_runs_before_the_cycle_was_opened_are_exploratory(lab: Lab) -> None:
+def test_runs_before_the_cycle_was_opened_are_exploratory(lab):
     """What was known already is no hypothesis."""
     made = lab.burn(lab.two(started="2020-01-01T00:00:00.000Z"))
     assert made["decision"] == Answer.INSUFFICIENT
@@ -236,7 +228,7 @@ def test_runs_before_the_cycle_was_opened_are_exploratory(lab: Lab) -> None:
     assert "runs began before it was opened" in notes
 
 
-def test_leaving_out_a_registered_seed_is_exploratory(lab: Lab) -> None:
+def test_leaving_out_a_registered_seed_is_exploratory(lab):
     """Seeds are not chosen after they are seen."""
     lab.open("one", [1, 2, 3, 4])
     made = lab.burn([lab.cycle("one", [1, 2, 3])])
@@ -244,7 +236,7 @@ def test_leaving_out_a_registered_seed_is_exploratory(lab: Lab) -> None:
     assert "other seeds than were registered" in notes
 
 
-def test_a_swapped_scorecard_is_told(lab: Lab) -> None:
+def test_a_swapped_scorecard_is_told(lab):
     """One file of one run is another's: the comparison no longer holds."""
     paths = lab.two()
     runs = sorted((lab.root / "study" / "two").iterdir())
@@ -257,7 +249,7 @@ def test_a_swapped_scorecard_is_told(lab: Lab) -> None:
     assert "events.jsonl is not what was compared" in str(told[1]["observed"])
 
 
-def test_an_edited_comparison_is_told(lab: Lab) -> None:
+def test_an_edited_comparison_is_told(lab):
     """Figures that do not come out of the runs count for nothing."""
     paths = lab.two()
     file = paths[0] / "compare.json"
@@ -271,10 +263,10 @@ def test_an_edited_comparison_is_told(lab: Lab) -> None:
     assert told["observed"] == "arms come out otherwise from the same runs"
 
 
-def test_a_missing_kpi_group_is_insufficient(lab: Lab) -> None:
+def test_a_missing_kpi_group_is_insufficient(lab):
     """No repair KPI was measured."""
 
-    def without(arm: int, seed: int, item: int) -> dict[str, Any]:
+    def without(arm, seed, item):
         lacking = {"repair_depth", "repair_stalled", "attempts"}
         return {k: v for k, v in good(arm, seed, item).items() if k not in lacking}
 
@@ -285,17 +277,17 @@ def test_a_missing_kpi_group_is_insufficient(lab: Lab) -> None:
     )
 
 
-def test_a_floor_is_absolute(lab: Lab) -> None:
+def test_a_floor_is_absolute(lab):
     """Better than the incumbent, and still not strict enough."""
 
-    def loose(arm: int, seed: int, item: int) -> dict[str, Any]:
+    def loose(arm, seed, item):
         return {**good(arm, seed, item), "strictness": item < 3}
 
     made = lab.burn(lab.two(kpis=loose))
     assert (made["decision"], unmet(made)) == (Answer.REJECT, {"floor"})
 
 
-def test_without_a_certificate_there_is_no_promotion(lab: Lab) -> None:
+def test_without_a_certificate_there_is_no_promotion(lab):
     """Neither with none, nor with another adapter's."""
     paths = lab.two()
     made = lab.ask(BurnProductionPolicy(), paths)
@@ -307,7 +299,7 @@ def test_without_a_certificate_there_is_no_promotion(lab: Lab) -> None:
     assert unmet(made) == {"parity certificate"}
 
 
-def test_a_confounded_contrast_is_no_evidence(lab: Lab) -> None:
+def test_a_confounded_contrast_is_no_evidence(lab):
     """The rank moved with the backend in the second cycle."""
     lab.open("one", [1, 2, 3, 4])
     first = lab.cycle("one", [1, 2, 3, 4])
@@ -323,7 +315,7 @@ def test_a_confounded_contrast_is_no_evidence(lab: Lab) -> None:
     assert any("confounded by lora.alpha" in rule["note"] for rule in made["rules"])
 
 
-def test_an_edited_ledger_is_refused(lab: Lab) -> None:
+def test_an_edited_ledger_is_refused(lab):
     """One digit of a cycle, a dropped line: nothing is read from it or added to it."""
     lab.open("one", [1, 2])
     lab.open("two", [3, 4])
@@ -342,7 +334,7 @@ def test_an_edited_ledger_is_refused(lab: Lab) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_line_opens_decides_and_replays(lab: Lab, typed: Typed) -> None:
+def test_the_command_line_opens_decides_and_replays(lab, typed):
     """Exit code 0 for promote, 4 for any other answer and for a decision that changed."""
     told = [f"promote.suite_digest={SUITE}", "promote.arms=[qlora,burn]", "promote.factor=backend"]
     ledger, parity = f"ledger={lab.ledger}", f"promote.parity={lab.certificate()}"
@@ -366,7 +358,7 @@ def test_the_command_line_opens_decides_and_replays(lab: Lab, typed: Typed) -> N
 
 
 @pytest.mark.slow
-def test_seeds_of_an_earlier_cycle_open_no_other(lab: Lab, typed: Typed) -> None:
+def test_seeds_of_an_earlier_cycle_open_no_other(lab, typed):
     """Nor does a name that is taken."""
     lab.open("one", [1, 2])
     told = [f"promote.suite_digest={SUITE}", "promote.arms=[qlora,burn]", "promote.factor=backend"]
@@ -378,7 +370,7 @@ def test_seeds_of_an_earlier_cycle_open_no_other(lab: Lab, typed: Typed) -> None
     assert len(read_ledger(lab.ledger)) == 1
 
 
-def test_research_into_burn_is_recommended_when_it_is_ahead(lab: Lab) -> None:
+def test_research_into_burn_is_recommended_when_it_is_ahead(lab):
     """By the reference's own words, either way; and asked for where there is no burn arm."""
     one = lab.cycle("one", [1, 2])
     assert lab.ask(BurnRndPolicy(), [one])["recommendation"] == "expand_burn_rnd"
@@ -389,15 +381,15 @@ def test_research_into_burn_is_recommended_when_it_is_ahead(lab: Lab) -> None:
     assert made["decision"] == Answer.INSUFFICIENT
 
 
-def test_a_plateau_under_a_floor_recommends_research(lab: Lab) -> None:
+def test_a_plateau_under_a_floor_recommends_research(lab):
     """Two QLoRA arms within 0.05, one floor unmet; with all of them met, go on."""
     told = {"kpis": good, "passes": lambda *_: 4, "suite": SUITE}
     rates = [["optim.lr=1e-4"], ["optim.lr=2e-4"]]
 
-    def flat(_arm: int, seed: int, item: int) -> dict[str, Any]:
+    def flat(_arm, seed, item):
         return good(0, seed, item)
 
-    def all_met(_arm: int, seed: int, item: int) -> dict[str, Any]:
+    def all_met(_arm, seed, item):
         return good(1, seed, item)
 
     for name, kpis, words, answer in (
@@ -410,7 +402,7 @@ def test_a_plateau_under_a_floor_recommends_research(lab: Lab) -> None:
         assert made["recommendation"] == words
 
 
-def test_a_missing_metric_fails_the_gate(lab: Lab) -> None:
+def test_a_missing_metric_fails_the_gate(lab):
     """Coverage was never measured, and no default is taken for it."""
     one = lab.cycle("one", [1, 2])
     made = lab.ask(EvalGatePolicy(), [one])
@@ -419,10 +411,10 @@ def test_a_missing_metric_fails_the_gate(lab: Lab) -> None:
     assert missing == {"coverage", "pass_at_1", "pass_at_k"}
 
 
-def test_the_gate_passes_what_keeps_every_threshold(lab: Lab) -> None:
+def test_the_gate_passes_what_keeps_every_threshold(lab):
     """With the three measured too."""
 
-    def measured(arm: int, seed: int, item: int) -> dict[str, Any]:
+    def measured(arm, seed, item):
         return {**good(arm, seed, item), "coverage": 1.0, "pass_at_1": True, "pass_at_k": True}
 
     one = lab.cycle("one", [1, 2], kpis=measured)
@@ -434,7 +426,7 @@ def test_the_gate_passes_what_keeps_every_threshold(lab: Lab) -> None:
     }
 
 
-def test_the_ledger_carries_the_digests_of_its_evidence(lab: Lab) -> None:
+def test_the_ledger_carries_the_digests_of_its_evidence(lab):
     """Each entry those of its comparisons, its certificate and the entry before."""
     paths = lab.two()
     made = lab.burn(paths)
@@ -463,7 +455,7 @@ def test_the_ledger_carries_the_digests_of_its_evidence(lab: Lab) -> None:
         (["ledger=l", "replay=true", "lora.r=8"], "has no effect with task=promote"),
     ],
 )
-def test_what_cannot_be_decided_so_is_refused(typed: Typed, told: list[str], reason: str) -> None:
+def test_what_cannot_be_decided_so_is_refused(typed, told, reason):
     """With exit code 2, and in words."""
     said = typed("task=promote", *told, code=2)
     assert reason in " ".join(said.split())

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from mens_exp.artifacts.inspection import Inspection, Outcome, Replay
+from mens_exp.artifacts.inspection import Outcome
 from mens_exp.artifacts.run_dir import RunDir
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def run(finished: RunDir, tmp_path: Path) -> RunDir:
+def run(finished, tmp_path):
     """A finished run of four steps to spoil; states of steps 2 and 4 are kept."""
     return RunDir(shutil.copytree(finished.path, tmp_path / "run"))
 
 
 @pytest.fixture
-def replay(inspect: Callable[..., Inspection]) -> Callable[..., Replay]:
-    def command(path: Any, *overrides: str, code: int = 0) -> Replay:
+def replay(inspect):
+    def command(path, *overrides, code=0):
         found = inspect(path, "replay=true", *overrides, code=code).replay
         assert found is not None
         return found
@@ -35,11 +30,11 @@ def replay(inspect: Callable[..., Inspection]) -> Callable[..., Replay]:
     return command
 
 
-def names(found: Replay) -> list[str]:
+def names(found):
     return [f"{one['step']} {one['name']}" for one in found["checks"]]
 
 
-def edit_step(run: RunDir, step: int, **changes: Any) -> None:
+def edit_step(run, step, **changes):
     lines = [json.loads(line) for line in run.telemetry.read_text("utf-8").splitlines()]
     for line in lines:
         if line["event"] == "step" and line["payload"]["step"] == step:
@@ -47,7 +42,7 @@ def edit_step(run: RunDir, step: int, **changes: Any) -> None:
     run.telemetry.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
 
 
-def test_an_untouched_run_replays_identically(run: RunDir, replay: Callable[..., Replay]) -> None:
+def test_an_untouched_run_replays_identically(run, replay):
     """Start, batches, losses, norms, states of steps 2 and 4, and the adapter it ended with."""
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
     found = replay(run.path, "inspect.replay_steps=9")
@@ -64,9 +59,7 @@ def test_an_untouched_run_replays_identically(run: RunDir, replay: Callable[...,
     assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
 
 
-def test_only_so_many_steps_are_taken_as_are_asked_for(
-    run: RunDir, replay: Callable[..., Replay], typed: Callable[..., str]
-) -> None:
+def test_only_so_many_steps_are_taken_as_are_asked_for(run, replay, typed):
     """One step, under the schedule of the whole run."""
     found = replay(run.path, "inspect.replay_steps=1")
     assert (found["steps"], found["identical_through"]) == (1, 1)
@@ -92,22 +85,22 @@ def test_only_so_many_steps_are_taken_as_are_asked_for(
     ids=" ".join,
 )
 def test_every_kind_of_run_replays(
-    train_in: Callable[..., RunDir],
-    replay: Callable[..., Replay],
-    tmp_path: Path,
-    overrides: list[str],
-) -> None:
+    train_in,
+    replay,
+    tmp_path,
+    overrides,
+):
     """Dropout, a start from the weights, another graph, validations in between."""
     found = replay(train_in(tmp_path / "other", *overrides).path, "inspect.replay_steps=4")
     assert (found["identical_through"], found["first_difference"]) == (4, None)
 
 
 def test_a_run_that_began_with_an_adapter_replays(
-    finished: RunDir,
-    train_in: Callable[..., RunDir],
-    replay: Callable[..., Replay],
-    tmp_path: Path,
-) -> None:
+    finished,
+    train_in,
+    replay,
+    tmp_path,
+):
     """Its start is the adapter, whose hash is compared too."""
     second = train_in(tmp_path / "second", f"lora.init_from={finished.path}")
     found = replay(second.path, "inspect.replay_steps=2")
@@ -115,9 +108,7 @@ def test_a_run_that_began_with_an_adapter_replays(
     assert "0 inputs.init_from.adapter_sha256" in names(found)
 
 
-def test_an_edited_loss_is_found_by_step_and_name(
-    run: RunDir, replay: Callable[..., Replay]
-) -> None:
+def test_an_edited_loss_is_found_by_step_and_name(run, replay):
     """The second step's; the step before it was the same."""
     edit_step(run, 2, train__loss=1.5)
     found = replay(run.path, code=4)
@@ -127,9 +118,7 @@ def test_an_edited_loss_is_found_by_step_and_name(
     assert max(one["step"] or 0 for one in found["checks"]) == 2
 
 
-def test_a_step_that_telemetry_no_longer_has_is_found(
-    run: RunDir, replay: Callable[..., Replay]
-) -> None:
+def test_a_step_that_telemetry_no_longer_has_is_found(run, replay):
     """A line taken out is no step that was the same."""
     lines = run.telemetry.read_text("utf-8").splitlines(keepends=True)
     kept = [one for one in lines if not ('"event":"step"' in one and '"step":2' in one)]
@@ -139,9 +128,7 @@ def test_a_step_that_telemetry_no_longer_has_is_found(
     assert found["first_difference"] == "step 2: step: recorded not in telemetry, found taken"
 
 
-def test_another_batch_is_found_before_the_loss_it_gives(
-    run: RunDir, replay: Callable[..., Replay]
-) -> None:
+def test_another_batch_is_found_before_the_loss_it_gives(run, replay):
     """In the order in which a difference comes about."""
     edit_step(run, 1, batches_sha256="0" * 64, train__loss=1.5)
     found = replay(run.path, code=4)
@@ -149,9 +136,7 @@ def test_another_batch_is_found_before_the_loss_it_gives(
     assert found["first_difference"].startswith("step 1: batches_sha256")
 
 
-def test_an_edited_seed_is_found_in_the_first_layer(
-    run: RunDir, replay: Callable[..., Replay]
-) -> None:
+def test_an_edited_seed_is_found_in_the_first_layer(run, replay):
     """Nothing is trained then, and the configuration is said to be another."""
     text = run.config.read_text("utf-8")
     assert text.startswith("seed: 42\n")
@@ -166,9 +151,7 @@ def test_an_edited_seed_is_found_in_the_first_layer(
 @pytest.mark.parametrize(
     ("part", "name"), [("adapter", "l0.q.lora_b"), ("optimizer", "l0.q.lora_b.exp_avg")]
 )
-def test_a_tensor_that_differs_in_a_kept_state_is_named(
-    run: RunDir, replay: Callable[..., Replay], part: str, name: str
-) -> None:
+def test_a_tensor_that_differs_in_a_kept_state_is_named(run, replay, part, name):
     """One element of one tensor, of the adapter or of the optimizer."""
     path = run.checkpoint(2)
     state = torch.load(path, weights_only=True)
@@ -184,7 +167,7 @@ def test_a_tensor_that_differs_in_a_kept_state_is_named(
     assert found["first_difference"].startswith(f"step 2: step_00000002.ckpt: {part} {name}: ")
 
 
-def test_other_libraries_are_labelled(run: RunDir, replay: Callable[..., Replay]) -> None:
+def test_other_libraries_are_labelled(run, replay):
     """Whatever comes of it."""
     value = json.loads(run.manifest.read_text("utf-8"))
     value["provenance"]["packages"]["torch"] = "1.0"
@@ -192,9 +175,7 @@ def test_other_libraries_are_labelled(run: RunDir, replay: Callable[..., Replay]
     assert replay(run.path, "inspect.replay_steps=1")["conditions"] == ["packages"]
 
 
-def test_a_run_without_digests_is_replayed_as_far_as_it_tells(
-    train_in: Callable[..., RunDir], replay: Callable[..., Replay], tmp_path: Path
-) -> None:
+def test_a_run_without_digests_is_replayed_as_far_as_it_tells(train_in, replay, tmp_path):
     """Losses and norms alone; what is not recorded is said."""
     run = train_in(tmp_path / "old", "~callbacks.digests")
     found = replay(run.path, "inspect.replay_steps=2")
@@ -203,7 +184,7 @@ def test_a_run_without_digests_is_replayed_as_far_as_it_tells(
     assert absent == {"start of the adapter", "batches_sha256"}
 
 
-def test_a_run_without_steps_is_refused(run: RunDir, typed: Callable[..., str]) -> None:
+def test_a_run_without_steps_is_refused(run, typed):
     """There is nothing to compare with."""
     run.telemetry.write_text("", "utf-8")
     assert "no step that could be" in typed(
@@ -211,7 +192,7 @@ def test_a_run_without_steps_is_refused(run: RunDir, typed: Callable[..., str]) 
     )
 
 
-def test_verify_and_replay_go_together(run: RunDir, inspect: Callable[..., Inspection]) -> None:
+def test_verify_and_replay_go_together(run, inspect):
     """Both are in one record, and either decides."""
     edit_step(run, 2, train__loss=1.5)
     found = inspect(run.path, "verify=true", "replay=true", code=4)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from mens_exp import cli
@@ -12,40 +10,31 @@ from mens_exp.config.trainer import Strategy
 from mens_exp.errors import Problems, RequestError
 from mens_exp.tasks.resume import prepare
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.run_dir import RunDir
-
-    Broken = Callable[..., RunDir]
-    TrainIn = Callable[..., RunDir]
-
 pytestmark = pytest.mark.slow  # whole runs
 
 
-def adapter(run: RunDir) -> bytes:
+def adapter(run):
     return (run.adapter / "adapter.safetensors").read_bytes()
 
 
-def step_values(run: RunDir, metric: str) -> list[tuple[int, float]]:
+def step_values(run, metric):
     read = [e["payload"] for e in read_events(run.telemetry) if e["event"] == "step"]
     return [(payload["step"], payload[metric]) for payload in read]
 
 
-def files(run: RunDir) -> dict[str, bytes]:
+def files(run):
     return {str(p): p.read_bytes() for p in run.path.rglob("*") if p.is_file()}
 
 
 @pytest.fixture(scope="module")
-def template(train_in: TrainIn, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def template(train_in, tmp_path_factory):
     """A cancelled run under the cosine schedule; only to be read."""
     from mens_exp.tasks.cancellation import Cancelled
     from mens_exp.training.module import TrainingModule
 
     original = TrainingModule.training_step
 
-    def step(self: Any, batch: Any, index: int) -> Any:
+    def step(self, batch, index):
         if batch.index == 10:
             raise Cancelled("SIGINT")
         return original(self, batch, index)
@@ -56,9 +45,7 @@ def template(train_in: TrainIn, tmp_path_factory: pytest.TempPathFactory) -> Run
         return train_in(directory, "schedule=cosine", code=130)
 
 
-def test_a_failed_run_goes_on_from_its_last_checkpoint(
-    broken: Broken, finished: RunDir, tmp_path: Path
-) -> None:
+def test_a_failed_run_goes_on_from_its_last_checkpoint(broken, finished, tmp_path):
     """What failed is redone, and the end is that of a run without the failure."""
     run = broken(tmp_path / "run", 13, error=OSError("disk full"))
     assert Manifest.read(run.manifest).status is Status.FAILED
@@ -69,9 +56,7 @@ def test_a_failed_run_goes_on_from_its_last_checkpoint(
     assert manifest.attempts[-1]["resumed_from_step"] == 2
 
 
-def test_resumed_figures_cover_the_whole_run(
-    broken: Broken, finished: RunDir, tmp_path: Path
-) -> None:
+def test_resumed_figures_cover_the_whole_run(broken, finished, tmp_path):
     """Losses, rates of learning and counters are those of one process, step by step."""
     run = broken(tmp_path / "run", 13)
     assert cli.main([f"resume={run.path}"]) == 0
@@ -81,7 +66,7 @@ def test_resumed_figures_cover_the_whole_run(
     assert tokens[0] == tokens[1]
 
 
-def test_padded_batches_resume_too(broken: Broken, train_in: TrainIn, tmp_path: Path) -> None:
+def test_padded_batches_resume_too(broken, train_in, tmp_path):
     """Without packing the stream has another order of documents, and the same rule."""
     through = train_in(tmp_path / "through", "data.packing=false", "data.micro_batch_size=2")
     run = broken(tmp_path / "run", 13, "data.packing=false", "data.micro_batch_size=2")
@@ -89,9 +74,7 @@ def test_padded_batches_resume_too(broken: Broken, train_in: TrainIn, tmp_path: 
     assert adapter(run) == adapter(through)
 
 
-def test_latest_is_the_newest_training_run(
-    broken: Broken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_latest_is_the_newest_training_run(broken, tmp_path, monkeypatch):
     """A later plan is none."""
     monkeypatch.chdir(tmp_path)
     broken("outputs/train/default/a", 5)
@@ -103,11 +86,11 @@ def test_latest_is_the_newest_training_run(
 
 
 def test_eight_steps_in_two_runs_are_eight_steps(
-    train_in: TrainIn,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    notes_of: Callable[[RunDir], list[str]],
-) -> None:
+    train_in,
+    tmp_path,
+    capsys,
+    notes_of,
+):
     """Under the constant schedule a finished run of four goes on to eight, byte for byte."""
     through = train_in(tmp_path / "through", "trainer.max_steps=8")
     run = train_in(tmp_path / "run")
@@ -125,14 +108,14 @@ def test_eight_steps_in_two_runs_are_eight_steps(
     assert manifest.config_digest == expected
 
 
-def test_longer_cosine_says_what_becomes_of_the_rate(template: RunDir) -> None:
+def test_longer_cosine_says_what_becomes_of_the_rate(template):
     """Half of four steps is half the peak; two of eight are cos²(π/8) of it, 0.854."""
     resumption = prepare(str(template.path), {"trainer.max_steps": "8"})
     laid = "trainer.max_steps went from 4 to 8: the cosine schedule is laid over 8 steps from here"
     assert resumption.notes == [f"{laid} on, so the rate of step 3 is 0.000854 instead of 0.0005"]
 
 
-def test_another_number_of_processes_is_said(template: RunDir) -> None:
+def test_another_number_of_processes_is_said(template):
     """A run of one goes on with two, which share its micro-batches."""
     resumption = prepare(str(template.path), {"trainer.devices": "2"})
     assert resumption.notes == ["2 instead of 1 processes go on"]
@@ -141,7 +124,7 @@ def test_another_number_of_processes_is_said(template: RunDir) -> None:
     assert prepare(str(template.path), {}).cell.config.trainer.strategy is Strategy.one
 
 
-def test_longer_cosine_takes_the_rate_that_was_said(broken: Broken, tmp_path: Path) -> None:
+def test_longer_cosine_takes_the_rate_that_was_said(broken, tmp_path):
     """Step 3 trains at the new schedule's rate, and no step is left out."""
     run = broken(tmp_path / "run", 10, "schedule=cosine")
     assert cli.main([f"resume={run.path}", "trainer.max_steps=8"]) == 0
@@ -170,11 +153,11 @@ def test_longer_cosine_takes_the_rate_that_was_said(broken: Broken, tmp_path: Pa
     ids=" ".join,
 )
 def test_nothing_but_a_longer_run_is_accepted(
-    template: RunDir,
-    overrides: list[str],
-    complaints: list[str],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    template,
+    overrides,
+    complaints,
+    capsys,
+):
     """Every refused key is named, the exit code is 2, and the run is as it was."""
     before = files(template)
     assert cli.main([f"resume={template.path}", *overrides]) == 2
@@ -183,9 +166,7 @@ def test_nothing_but_a_longer_run_is_accepted(
     assert files(template) == before
 
 
-def test_a_finished_run_is_refused_with_the_way_on(
-    finished: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_is_refused_with_the_way_on(finished, capsys):
     """There is nothing left to do, short of more steps."""
     before = files(finished)
     assert cli.main([f"resume={finished.path}"]) == 2
@@ -195,14 +176,14 @@ def test_a_finished_run_is_refused_with_the_way_on(
     assert files(finished) == before
 
 
-def test_a_run_bounded_by_epochs_cannot_get_longer(broken: Broken, tmp_path: Path) -> None:
+def test_a_run_bounded_by_epochs_cannot_get_longer(broken, tmp_path):
     """More steps would not be more than its epochs."""
     run = broken(tmp_path / "run", 5, "trainer.max_steps=-1", "trainer.max_epochs=1")
     with pytest.raises(RequestError, match="epochs bound this run"):
         prepare(str(run.path), {"trainer.max_steps": "8"})
 
 
-def test_only_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_training_goes_on(tmp_path, monkeypatch):
     """A plan is made again, not resumed."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["task=plan", "model=tiny_llama", "hydra.run.dir=plan"]) == 0
@@ -210,19 +191,19 @@ def test_only_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         prepare("plan", {})
 
 
-def test_a_missing_run_is_refused(tmp_path: Path) -> None:
+def test_a_missing_run_is_refused(tmp_path):
     """The message names what was asked for."""
     with pytest.raises(RequestError, match="no such run directory"):
         prepare(str(tmp_path / "nowhere"), {})
 
 
-def test_one_run_at_a_time_goes_on(template: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_run_at_a_time_goes_on(template, capsys):
     """A sweep of resumptions means nothing."""
     assert cli.main(["-m", f"resume={template.path}"]) == 2
     assert "drop -m" in capsys.readouterr().err
 
 
-def test_a_damaged_configuration_is_refused(broken: Broken, tmp_path: Path) -> None:
+def test_a_damaged_configuration_is_refused(broken, tmp_path):
     """The file is named, and the record is not touched."""
     run = broken(tmp_path / "run", 5)
     run.config.write_text("seed: [", encoding="utf-8")
@@ -232,7 +213,7 @@ def test_a_damaged_configuration_is_refused(broken: Broken, tmp_path: Path) -> N
     assert files(run) == before
 
 
-def test_a_run_at_work_is_left_alone(template: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_at_work_is_left_alone(template, capsys):
     """Two processes in one directory would tear its record."""
     with held(template.lock):
         before = files(template)
@@ -241,9 +222,7 @@ def test_a_run_at_work_is_left_alone(template: RunDir, capsys: pytest.CaptureFix
     assert "still working on this run" in capsys.readouterr().err
 
 
-def test_other_rows_than_before_are_refused(
-    broken: Broken, rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_rows_than_before_are_refused(broken, rows_file, tmp_path, capsys):
     """A run must not go on with data it did not begin with."""
     mine = tmp_path / "rows.jsonl"
     mine.write_bytes(rows_file.read_bytes())
@@ -256,9 +235,7 @@ def test_other_rows_than_before_are_refused(
     assert cli.main([f"resume={run.path}"]) == 0
 
 
-def test_a_file_that_has_gone_is_told_before_the_run_is_reopened(
-    broken: Broken, rows_file: Path, tmp_path: Path
-) -> None:
+def test_a_file_that_has_gone_is_told_before_the_run_is_reopened(broken, rows_file, tmp_path):
     """The record stays closed as it was."""
     mine = tmp_path / "rows.jsonl"
     mine.write_bytes(rows_file.read_bytes())
@@ -270,9 +247,7 @@ def test_a_file_that_has_gone_is_told_before_the_run_is_reopened(
     assert files(run) == before
 
 
-def test_a_mirrored_run_goes_on_in_the_same_wandb_run(
-    broken: Broken, finished: RunDir, tmp_path: Path, notes_of: Callable[[RunDir], list[str]]
-) -> None:
+def test_a_mirrored_run_goes_on_in_the_same_wandb_run(broken, finished, tmp_path, notes_of):
     """Two offline files under one id, which `wandb sync` uploads as one run."""
     run = broken(tmp_path / "run", 10, "logger=wandb")
     assert cli.main([f"resume={run.path}"]) == 0

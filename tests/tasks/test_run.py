@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 import signal
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,18 +16,12 @@ from mens_exp.report import write
 from mens_exp.tasks.cancellation import Cancelled
 from mens_exp.tasks.run import open_run, reopen_run
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-    from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.config.overrides import Cell
-
-
-def closed(run: Any) -> Manifest:
+def closed(run):
     return Manifest.read(run.dir.manifest)
 
 
-def test_a_run_is_on_record_as_started_before_anything_is_done(cell: Cell, tmp_path: Path) -> None:
+def test_a_run_is_on_record_as_started_before_anything_is_done(cell, tmp_path):
     """Identity, seed, choices, provenance and the frozen configuration are there at once."""
     with open_run(tmp_path / "run", cell) as run:
         manifest = closed(run)
@@ -43,7 +36,7 @@ def test_a_run_is_on_record_as_started_before_anything_is_done(cell: Cell, tmp_p
     assert started["payload"]["config"]["data"]["seq_len"] == 192
 
 
-def test_a_block_that_ends_well_is_a_success(cell: Cell, tmp_path: Path) -> None:
+def test_a_block_that_ends_well_is_a_success(cell, tmp_path):
     """Status, end, attempt and results agree, and both renderings are there."""
     with open_run(tmp_path / "run", cell) as run:
         run.manifest.results["steps"] = 4
@@ -87,9 +80,7 @@ def test_a_block_that_ends_well_is_a_success(cell: Cell, tmp_path: Path) -> None
     ],
     ids=["ours", "several", "a bug"],
 )
-def test_an_error_in_the_block_is_a_failure_on_record(
-    cell: Cell, tmp_path: Path, error: Exception, recorded: dict[str, Any]
-) -> None:
+def test_an_error_in_the_block_is_a_failure_on_record(cell, tmp_path, error, recorded):
     """Type, message, remedy and exit code are kept, and the error goes on."""
     with pytest.raises(type(error)), open_run(tmp_path / "run", cell) as run:
         raise error
@@ -99,7 +90,7 @@ def test_an_error_in_the_block_is_a_failure_on_record(
 
 
 @pytest.mark.parametrize("error", [Cancelled("SIGINT"), KeyboardInterrupt()])
-def test_a_cancelled_run_is_no_failure(cell: Cell, tmp_path: Path, error: BaseException) -> None:
+def test_a_cancelled_run_is_no_failure(cell, tmp_path, error):
     """Nothing went wrong, so nothing is recorded as an error."""
     with pytest.raises(type(error)), open_run(tmp_path / "run", cell) as run:
         raise error
@@ -107,13 +98,11 @@ def test_a_cancelled_run_is_no_failure(cell: Cell, tmp_path: Path, error: BaseEx
     assert closed(run).error is None
 
 
-def test_a_cancelled_run_closes_with_the_system_in_charge_of_signals(
-    cell: Cell, tmp_path: Path
-) -> None:
+def test_a_cancelled_run_closes_with_the_system_in_charge_of_signals(cell, tmp_path):
     """The second signal ends the process whatever the report or a sink is doing."""
-    seen: list[object] = []
+    seen = []
 
-    def cancelled(run: Any) -> None:
+    def cancelled(run):
         run.after_close(lambda _: seen.append(signal.getsignal(signal.SIGINT)))
         raise Cancelled
 
@@ -122,7 +111,7 @@ def test_a_cancelled_run_closes_with_the_system_in_charge_of_signals(
     assert seen == [signal.SIG_DFL]
 
 
-def test_every_finished_file_is_hashed(cell: Cell, tmp_path: Path) -> None:
+def test_every_finished_file_is_hashed(cell, tmp_path):
     """Checkpoints and half-written files are no outputs; the hashes are those on disk."""
     with open_run(tmp_path / "run", cell) as run:
         atomic.write_text(run.dir.adapter / "adapter.safetensors", "weights")
@@ -139,7 +128,7 @@ def test_every_finished_file_is_hashed(cell: Cell, tmp_path: Path) -> None:
     assert all(sha256_file(run.dir.path / name) == value for name, value in outputs.items())
 
 
-def test_a_second_run_in_the_same_directory_is_refused(cell: Cell, tmp_path: Path) -> None:
+def test_a_second_run_in_the_same_directory_is_refused(cell, tmp_path):
     """The first one's record is not touched."""
     with open_run(tmp_path / "run", cell):
         pass
@@ -150,7 +139,7 @@ def test_a_second_run_in_the_same_directory_is_refused(cell: Cell, tmp_path: Pat
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
 
 
-def test_a_run_at_work_keeps_others_out(cell: Cell, tmp_path: Path) -> None:
+def test_a_run_at_work_keeps_others_out(cell, tmp_path):
     """Neither a new run nor a resumed one may write beside it."""
     with open_run(tmp_path / "run", cell) as run:
         atomic.write_text(run.dir.path / "mark", "")
@@ -163,12 +152,10 @@ def test_a_run_at_work_keeps_others_out(cell: Cell, tmp_path: Path) -> None:
     assert not run.dir.lock.exists()
 
 
-def test_a_report_that_fails_is_a_note(
-    cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_that_fails_is_a_note(cell, tmp_path, monkeypatch):
     """The run has succeeded whatever its picture looks like."""
 
-    def refuse(_run: RunDir) -> None:
+    def refuse(_run):
         raise OSError("no ink")
 
     monkeypatch.setattr(write, "write_report", refuse)
@@ -178,13 +165,11 @@ def test_a_report_that_fails_is_a_note(
     assert closed(run).notes == ["report failed: OSError: no ink"]
 
 
-def test_a_sink_that_fails_after_the_close_is_a_note_and_the_next_one_runs(
-    cell: Cell, tmp_path: Path
-) -> None:
+def test_a_sink_that_fails_after_the_close_is_a_note_and_the_next_one_runs(cell, tmp_path):
     """Each sink sees the closed manifest on disk, in order."""
-    seen: list[Status] = []
+    seen = []
 
-    def refuse(_manifest: Manifest) -> None:
+    def refuse(_manifest):
         raise ConnectionError("no network")
 
     with open_run(tmp_path / "run", cell) as run:
@@ -196,19 +181,17 @@ def test_a_sink_that_fails_after_the_close_is_a_note_and_the_next_one_runs(
     assert closed(run).notes == ["sink failed: ConnectionError: no network"]
 
 
-def test_a_failure_stays_one_when_its_report_fails_too(
-    cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_stays_one_when_its_report_fails_too(cell, tmp_path, monkeypatch):
     """The first error is the one that is recorded and raised."""
     monkeypatch.setattr(write, "write_report", lambda _run: 1 / 0)
     with pytest.raises(DataError), open_run(tmp_path / "run", cell) as run:
         raise DataError("is empty")
     assert closed(run).error is not None
-    assert closed(run).error["type"] == "DataError"  # type: ignore[index]
+    assert closed(run).error["type"] == "DataError"
     assert closed(run).notes == ["report failed: ZeroDivisionError: division by zero"]
 
 
-def test_a_result_that_is_not_finite_is_null_with_a_reason(cell: Cell, tmp_path: Path) -> None:
+def test_a_result_that_is_not_finite_is_null_with_a_reason(cell, tmp_path):
     """JSON has no NaN, and a run must close all the same."""
     with open_run(tmp_path / "run", cell) as run:
         run.manifest.results.update(tuned_val_loss=math.nan, base_val_loss=2.0)
@@ -220,10 +203,10 @@ def test_a_result_that_is_not_finite_is_null_with_a_reason(cell: Cell, tmp_path:
     assert manifest.unknown == origin | {"results.tuned_val_loss": "not finite: nan"}
 
 
-def test_a_reopened_run_goes_back_to_its_step(cell: Cell, tmp_path: Path) -> None:
+def test_a_reopened_run_goes_back_to_its_step(cell, tmp_path):
     """Later events and old reasons are gone; attempts and wall time add up."""
 
-    def failing(run: Any) -> None:
+    def failing(run):
         for step in (1, 2, 3):
             run.telemetry.emit("step", {"step": step})
         run.unknown("results.tokens_per_s", "one step is all warm-up")
@@ -248,9 +231,7 @@ def test_a_reopened_run_goes_back_to_its_step(cell: Cell, tmp_path: Path) -> Non
     assert half.is_file()  # its writer may be alive
 
 
-def test_other_conditions_than_before_are_noted(
-    cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_conditions_than_before_are_noted(cell, tmp_path, monkeypatch):
     """Code or machine that changed in between may change the result, so it is said."""
     with pytest.raises(DataError), open_run(tmp_path / "run", cell) as run:
         raise DataError("is empty")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from mens_exp import cli
@@ -12,15 +10,6 @@ from mens_exp.artifacts.scorecard import Scorecard, read_item_events
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.export.contents import run_files
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.run_dir import RunDir
-
-    Broken = Callable[..., RunDir]
-    TrainIn = Callable[..., RunDir]
-
 pytestmark = pytest.mark.slow  # whole runs
 
 SUITE = ("suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=64")
@@ -28,24 +17,22 @@ EVERY = (*SUITE, "callbacks.scorecard.every_n_steps=2", "callbacks.scorecard.ite
 BY_KPI = ("adapter.select=best", "adapter.metric=parse_rate", "trainer.val_check_interval=8")
 
 
-def adapter(run: RunDir) -> bytes:
+def adapter(run):
     return (run.adapter / "adapter.safetensors").read_bytes()
 
 
-def payloads(run: RunDir) -> list[dict[str, Any]]:
+def payloads(run):
     events = read_events(run.telemetry)
     return [event["payload"] for event in events if event["event"] == "scorecard_step"]
 
 
 @pytest.fixture(scope="module")
-def scored(train_in: TrainIn, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def scored(train_in, tmp_path_factory):
     """A run that scores itself after steps 2 and 4, chosen by a KPI; only to be read."""
     return train_in(tmp_path_factory.mktemp("scored") / "run", *EVERY, *BY_KPI)
 
 
-def test_a_run_that_scores_itself_trains_the_same(
-    train_in: TrainIn, finished: RunDir, tmp_path: Path
-) -> None:
+def test_a_run_that_scores_itself_trains_the_same(train_in, finished, tmp_path):
     """The adapter is that of a run without, byte for byte, and so is every step's loss."""
     run = train_in(tmp_path / "run", *EVERY)
     assert [(p["step"], p["items"]) for p in payloads(run)] == [(2, 1), (4, 1)]
@@ -57,7 +44,7 @@ def test_a_run_that_scores_itself_trains_the_same(
     assert losses[0] == losses[1]
 
 
-def test_its_answers_are_apart_from_the_final_scorecard(scored: RunDir) -> None:
+def test_its_answers_are_apart_from_the_final_scorecard(scored):
     """One item a step in training; two of base and tuned at the end."""
     names = sorted(path.name for path in scored.scorecards.iterdir())
     assert names == ["step_00000002.jsonl", "step_00000004.jsonl"]
@@ -69,7 +56,7 @@ def test_its_answers_are_apart_from_the_final_scorecard(scored: RunDir) -> None:
     assert {f"scorecards/{name}" for name in names} <= run_files(scored).keys()
 
 
-def test_the_adapter_of_the_best_kpi_is_the_result(scored: RunDir) -> None:
+def test_the_adapter_of_the_best_kpi_is_the_result(scored):
     """Of equals the earliest; the manifest says by what it was chosen, and has its own loss."""
     values = {p["step"]: p["eval/parse_rate"] for p in payloads(scored)}
     best = max(values, key=lambda step: (values[step], -step))
@@ -84,9 +71,7 @@ def test_the_adapter_of_the_best_kpi_is_the_result(scored: RunDir) -> None:
     assert results["tuned_val_loss"] == losses[best]
 
 
-def test_a_killed_run_still_knows_its_best_kpi(
-    scored: RunDir, broken: Broken, tmp_path: Path
-) -> None:
+def test_a_killed_run_still_knows_its_best_kpi(scored, broken, tmp_path):
     """Stopped in the third step, resumed: the same adapter and the same scorecards."""
     run = broken(tmp_path / "run", 9, *EVERY, *BY_KPI)
     assert cli.main([f"resume={run.path}"]) == 0
@@ -99,27 +84,21 @@ def test_a_killed_run_still_knows_its_best_kpi(
     assert timeless[0] == timeless[1]
 
 
-def test_a_suite_without_an_item_is_refused_before_training(
-    train_in: TrainIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_suite_without_an_item_is_refused_before_training(train_in, tmp_path, capsys):
     """Not after the hours that training takes."""
     run = train_in(tmp_path / "run", *EVERY, "suite.max_new_tokens=3", code=2)
     assert "nothing can be scored while training runs" in capsys.readouterr().err
     assert not any(event["event"] == "step" for event in read_events(run.telemetry))
 
 
-def test_a_first_scorecard_after_the_last_epoch_is_refused(
-    train_in: TrainIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_first_scorecard_after_the_last_epoch_is_refused(train_in, tmp_path, capsys):
     """How many steps an epoch has is known once rows are packed."""
     epochs = ("trainer.max_steps=-1", "trainer.max_epochs=1")
     train_in(tmp_path / "run", *SUITE, *epochs, "callbacks.scorecard.every_n_steps=500", code=2)
     assert "training ends before its first scorecard" in capsys.readouterr().err
 
 
-def test_a_kpi_of_executed_answers_needs_a_sandbox(
-    train_in: TrainIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_kpi_of_executed_answers_needs_a_sandbox(train_in, tmp_path, capsys):
     """sandbox=none would leave it unknown at the first scorecard."""
     train_in(
         tmp_path / "run",

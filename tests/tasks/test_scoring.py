@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from mens_exp.artifacts.scorecard import Scorecard, read_item_events
@@ -15,28 +13,18 @@ from mens_exp.config.suite import (
     NoSuite,
 )
 from mens_exp.rows.schema import TrainingPair
-from mens_exp.tasks.run import Run, open_run
+from mens_exp.tasks.run import open_run
 from mens_exp.tasks.scoring import score
 from mens_exp.tokenizer.hf import HfTokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from mens_exp.backends.qlora import QloraBackend
-    from mens_exp.config.overrides import Cell
-    from mens_exp.config.root import RunConfig
-    from mens_exp.config.suite import SuiteConfig
-    from mens_exp.model.resolve import BaseModel
 
 ROW = TrainingPair(prompt="Write f.", response="def f(): pass")
 
 
 @pytest.fixture
-def config_with(tiny_config: Callable[..., RunConfig]) -> Callable[[SuiteConfig], RunConfig]:
+def config_with(tiny_config):
     """Return a configuration with a suite, and nothing to run programs in."""
 
-    def configured(suite: SuiteConfig) -> RunConfig:
+    def configured(suite):
         config = tiny_config()
         config.suite, config.sandbox = suite, NoSandbox()
         return config
@@ -45,13 +33,13 @@ def config_with(tiny_config: Callable[..., RunConfig]) -> Callable[[SuiteConfig]
 
 
 @pytest.fixture
-def run(cell: Cell, tmp_path: Path) -> Iterator[Run]:
+def run(cell, tmp_path):
     with open_run(tmp_path / "run", cell) as opened:
         yield opened
 
 
 @pytest.fixture
-def tokenizer(tiny_base: BaseModel) -> HfTokenizer:
+def tokenizer(tiny_base):
     return HfTokenizer.from_directory(tiny_base.directory)
 
 
@@ -60,28 +48,26 @@ class Answers:
 
     max_positions = 2048
 
-    def __init__(self, tokenizer: HfTokenizer, *, base: str, tuned: str) -> None:
+    def __init__(self, tokenizer, *, base, tuned):
         self._ids = {True: tokenizer.encode_all([base])[0], False: tokenizer.encode_all([tuned])[0]}
         self._is_base = False
 
-    def base_only(self) -> Answers:
+    def base_only(self):
         return self
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         self._is_base = True
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._is_base = False
 
-    def generate(self, prompts: list[list[int]], **_: Any) -> list[list[int]]:
+    def generate(self, prompts, **_):
         return [self._ids[self._is_base] for _ in prompts]
 
 
-def test_base_and_tuned_are_told_apart(
-    run: Run, tokenizer: HfTokenizer, config_with: Callable[[SuiteConfig], RunConfig]
-) -> None:
+def test_base_and_tuned_are_told_apart(run, tokenizer, config_with):
     """The base answers with the adapter off; each item has one event for each condition."""
-    backend: Any = Answers(tokenizer, base="def f(", tuned="def f(): pass<|im_end|>")
+    backend = Answers(tokenizer, base="def f(", tuned="def f(): pass<|im_end|>")
     score(config_with(HeldoutSyntaxSuite(items=4)), run, backend, [ROW], tokenizer)
     card = Scorecard.read(run.dir.scorecard)
     assert card.items == 1
@@ -99,11 +85,11 @@ def test_base_and_tuned_are_told_apart(
 
 
 def test_a_real_graph_answers_as_base_and_as_tuned(
-    run: Run,
-    tokenizer: HfTokenizer,
-    tiny_backend: Callable[..., QloraBackend],
-    config_with: Callable[[SuiteConfig], RunConfig],
-) -> None:
+    run,
+    tokenizer,
+    tiny_backend,
+    config_with,
+):
     """The base's answer is that of a graph without an adapter; a large B gives another one."""
     backend = tiny_backend(live=True)
     for name, parameter in backend.trainable().items():
@@ -136,26 +122,24 @@ def test_a_real_graph_answers_as_base_and_as_tuned(
     ids=["suite=none", "no rows", "no short answer"],
 )
 def test_no_scorecard_has_a_reason(
-    run: Run,
-    tokenizer: HfTokenizer,
-    config_with: Callable[[SuiteConfig], RunConfig],
-    suite: Any,
-    heldout: list[TrainingPair],
-    reason: str,
-) -> None:
+    run,
+    tokenizer,
+    config_with,
+    suite,
+    heldout,
+    reason,
+):
     """Nothing is generated and nothing is written."""
-    backend: Any = Answers(tokenizer, base="", tuned="")
+    backend = Answers(tokenizer, base="", tuned="")
     score(config_with(suite), run, backend, heldout, tokenizer)
     assert run.manifest.unknown["scorecard"] == reason
     assert not run.dir.scorecard.exists()
     assert not run.dir.events.exists()
 
 
-def test_without_a_sandbox_tasks_are_null_and_syntax_is_measured(
-    run: Run, tokenizer: HfTokenizer, config_with: Callable[[SuiteConfig], RunConfig]
-) -> None:
+def test_without_a_sandbox_tasks_are_null_and_syntax_is_measured(run, tokenizer, config_with):
     """The scorecard says why, the manifest what to do; nothing else is used in its stead."""
-    backend: Any = Answers(tokenizer, base="def f(", tuned="def f(): pass<|im_end|>")
+    backend = Answers(tokenizer, base="def f(", tuned="def f(): pass<|im_end|>")
     score(config_with(MiniPythonSuite(items=2)), run, backend, [], tokenizer)
     card = Scorecard.read(run.dir.scorecard)
     assert (card.sandbox, card.self_test, card.items) == (None, None, 2)
@@ -167,16 +151,16 @@ def test_without_a_sandbox_tasks_are_null_and_syntax_is_measured(
 
 
 def test_a_suite_that_fails_its_own_test_scores_nothing(
-    run: Run,
-    tokenizer: HfTokenizer,
-    config_with: Callable[[SuiteConfig], RunConfig],
-    tmp_path: Path,
-) -> None:
+    run,
+    tokenizer,
+    config_with,
+    tmp_path,
+):
     """An empty answer matches the pattern, so that any score would be worth nothing."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "?", "expected": "a*"}')
     suite = JsonlSuite(path=str(rows), check=JsonlCheck.regex)
-    backend: Any = Answers(tokenizer, base="", tuned="")
+    backend = Answers(tokenizer, base="", tuned="")
     score(config_with(suite), run, backend, [], tokenizer)
     said = "suite=jsonl failed its own test: empty answers judged right: 1 (1 in all)"
     assert run.manifest.unknown["scorecard"] == said

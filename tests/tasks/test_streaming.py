@@ -1,46 +1,31 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.telemetry import read_events
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.run_dir import RunDir
-
-    Broken = Callable[..., RunDir]
-    TrainIn = Callable[..., RunDir]
-
 WINDOWS = ["data.streaming=true", "data.shuffle_buffer=25", "data.val_frac=0.2"]
 
 
-def adapter(run: RunDir) -> bytes:
+def adapter(run):
     return (run.adapter / "adapter.safetensors").read_bytes()
 
 
-def losses(run: RunDir) -> list[float]:
+def losses(run):
     steps = [event["payload"] for event in read_events(run.telemetry) if event["event"] == "step"]
     return [step["train/loss"] for step in steps]
 
 
-def test_streamed_and_cached_rows_train_the_same_adapter(
-    finished: RunDir, train_in: TrainIn, tmp_path: Path
-) -> None:
+def test_streamed_and_cached_rows_train_the_same_adapter(finished, train_in, tmp_path):
     """With all sixty rows in the buffer: the same losses at each step, and the same bytes."""
     run = train_in(tmp_path / "run", "data.streaming=true", "data.shuffle_buffer=60")
     assert losses(run) == losses(finished)
     assert adapter(run) == adapter(finished)
 
 
-def test_a_broken_streamed_run_goes_on_to_the_same_bytes(
-    broken: Broken, train_in: TrainIn, tmp_path: Path
-) -> None:
+def test_a_broken_streamed_run_goes_on_to_the_same_bytes(broken, train_in, tmp_path):
     """Stopped inside a window of rows, and resumed from its checkpoint."""
     through = train_in(tmp_path / "through", *WINDOWS)
     run = broken(tmp_path / "run", 13, *WINDOWS)
@@ -50,7 +35,7 @@ def test_a_broken_streamed_run_goes_on_to_the_same_bytes(
     assert results[0] == results[1]
 
 
-def test_the_manifest_says_what_was_read(train_in: TrainIn, tmp_path: Path) -> None:
+def test_the_manifest_says_what_was_read(train_in, tmp_path):
     """Which rows there are at all is not known, with the reason; what was read is."""
     run = train_in(tmp_path / "run", *WINDOWS)
     manifest = Manifest.read(run.manifest)
@@ -65,9 +50,7 @@ def test_the_manifest_says_what_was_read(train_in: TrainIn, tmp_path: Path) -> N
     assert streamed["documents"] == streamed["rows"]["trained_on"]
 
 
-def test_changed_first_rows_are_refused_on_resume(
-    broken: Broken, tmp_path: Path, rows_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_changed_first_rows_are_refused_on_resume(broken, tmp_path, rows_file, capsys):
     """As changed rows are of a run that read them all."""
     rows = tmp_path / "rows.jsonl"
     rows.write_bytes(rows_file.read_bytes())
@@ -84,9 +67,7 @@ def test_changed_first_rows_are_refused_on_resume(
         (["trainer.max_epochs=2"], ["trainer.max_epochs: cannot be told"]),
     ],
 )
-def test_epochs_of_a_stream_are_refused(
-    tiny_run: list[str], overrides: list[str], told: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_epochs_of_a_stream_are_refused(tiny_run, overrides, told, capsys):
     """Nobody knows where one ends."""
     kept = [one for one in tiny_run if "max_steps" not in one or "max_steps" not in overrides[0]]
     assert cli.main([*kept, "data.streaming=true", *overrides, "task=plan"]) == 2
@@ -94,9 +75,7 @@ def test_epochs_of_a_stream_are_refused(
     assert all(text in said for text in told)
 
 
-def test_a_buffer_without_streaming_is_refused(
-    tiny_run: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_buffer_without_streaming_is_refused(tiny_run, capsys):
     """All rows are shuffled together then."""
     assert cli.main([*tiny_run, "data.shuffle_buffer=100", "task=plan"]) == 2
     assert "data.shuffle_buffer: has no effect without data.streaming" in capsys.readouterr().err
@@ -105,15 +84,13 @@ def test_a_buffer_without_streaming_is_refused(
 @pytest.mark.parametrize(
     ("source", "key"), [("stdlib", "streaming=true"), ("synthetic", "shuffle_buffer=9")]
 )
-def test_only_rows_that_somebody_wrote_are_streamed(
-    source: str, key: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_rows_that_somebody_wrote_are_streamed(source, key, capsys):
     """Others are made here, and there is nothing to stream."""
     assert cli.main([f"data={source}", f"data.{key}", "task=plan"]) == 2
     assert f"data.{key.partition('=')[0]}" in capsys.readouterr().err
 
 
-def test_a_mix_streams_no_source(rows_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mix_streams_no_source(rows_file, capsys):
     """It draws by weight from rows that it knows all of."""
     source = f"{{path:{rows_file},weight:1,streaming:true}}"
     assert cli.main(["data=mix", f"data.sources=[{source}]", "task=plan"]) == 2
@@ -121,9 +98,7 @@ def test_a_mix_streams_no_source(rows_file: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("split", ["train[:10]", "train+test"])
-def test_parts_and_sums_of_splits_are_not_streamed(
-    split: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parts_and_sums_of_splits_are_not_streamed(split, capsys):
     """`datasets` streams one split from its beginning."""
     command = ["data=hub", "data.id=a/b", f"data.split='{split}'", "data.streaming=true"]
     assert cli.main([*command, "trainer.max_steps=1", "task=plan"]) == 2

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 import shutil
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,25 +14,17 @@ from mens_exp.errors import DataError
 from mens_exp.report.sweep_page import page
 from mens_exp.tasks.sweep_review import read_sweep, write_sweep_page
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from playwright.sync_api import Locator, Page
-
-    from mens_exp.artifacts.sweep_dir import SweepDir
-
 SEEDS = 3
 
 
 @pytest.fixture
-def sweep(study: Callable[..., Path], sweep_over: Callable[..., SweepDir]) -> SweepDir:
+def sweep(study, sweep_over):
     """Three seeds of two arms that ended well, and a job that was killed."""
     how = {"seeds": range(1, SEEDS + 1), "passes": lambda arm, seed: 1 + arm + (seed > 2)}
     return sweep_over(study(**how), SEEDS)
 
 
-def test_cells_have_what_their_runs_measured(sweep: SweepDir) -> None:
+def test_cells_have_what_their_runs_measured(sweep):
     """Factors from the command, KPIs and costs from the runs; the seed stands last."""
     review = read_sweep(sweep)
     assert review.factors == ["quant.double_quant", "seed"]
@@ -49,14 +40,14 @@ def test_cells_have_what_their_runs_measured(sweep: SweepDir) -> None:
     assert [cost.name for cost in review.costs[:2]] == ["train_s", "peak_bytes"]
 
 
-def test_a_job_without_a_run_has_no_values_and_its_reason(sweep: SweepDir) -> None:
+def test_a_job_without_a_run_has_no_values_and_its_reason(sweep):
     """Unknown is no zero."""
     cell = read_sweep(sweep).cells[-1]
     assert (cell.state, cell.values, cell.has_report) == ("failed", {}, False)
     assert cell.reason == "killed by <b>SIGKILL</b>"
 
 
-def test_arms_are_compared_as_task_compare_does(sweep: SweepDir) -> None:
+def test_arms_are_compared_as_task_compare_does(sweep):
     """Paired by seed, over the runs that ended well."""
     compared = read_sweep(sweep).comparison
     assert compared is not None
@@ -64,9 +55,7 @@ def test_arms_are_compared_as_task_compare_does(sweep: SweepDir) -> None:
     assert compared.contrasts[0]["kpis"]["parse_rate"]["differences"] == [0.25] * SEEDS
 
 
-def test_a_sweep_without_a_run_says_why_nothing_is_compared(
-    tmp_path: Path, sweep_over: Callable[..., SweepDir]
-) -> None:
+def test_a_sweep_without_a_run_says_why_nothing_is_compared(tmp_path, sweep_over):
     """A sweep of which every job failed still has a page."""
     sweep = sweep_over(tmp_path / "none", 0)
     review = read_sweep(sweep)
@@ -75,7 +64,7 @@ def test_a_sweep_without_a_run_says_why_nothing_is_compared(
     assert review.why_not_compared in page(review)
 
 
-def test_a_damaged_record_costs_its_cell_the_values_alone(sweep: SweepDir) -> None:
+def test_a_damaged_record_costs_its_cell_the_values_alone(sweep):
     """The cell says what cannot be read; nothing is compared without it."""
     (sweep.path / "2_runs" / "manifest.json").write_text("{", encoding="utf-8")
     review = read_sweep(sweep)
@@ -85,19 +74,19 @@ def test_a_damaged_record_costs_its_cell_the_values_alone(sweep: SweepDir) -> No
     assert "manifest.json" in review.why_not_compared
 
 
-def test_a_damaged_sweep_is_refused(sweep: SweepDir) -> None:
+def test_a_damaged_sweep_is_refused(sweep):
     """Without its own record there is nothing to show."""
     sweep.record.write_text("{", encoding="utf-8")
     with pytest.raises(DataError, match=r"sweep\.json"):
         write_sweep_page(sweep)
 
 
-def test_the_page_is_the_same_for_the_same_records(sweep: SweepDir) -> None:
+def test_the_page_is_the_same_for_the_same_records(sweep):
     """Rendered twice, byte for byte."""
     assert page(read_sweep(sweep)) == page(read_sweep(sweep))
 
 
-def test_texts_are_escaped_and_only_our_script_may_run(sweep: SweepDir) -> None:
+def test_texts_are_escaped_and_only_our_script_may_run(sweep):
     """A reason, a completion or a left-out cell is text; the policy names one hash."""
     events = sweep.path / "0_runs" / "events.jsonl"
     lines = [json.loads(line) for line in events.read_text(encoding="utf-8").splitlines()]
@@ -111,7 +100,7 @@ def test_texts_are_escaped_and_only_our_script_may_run(sweep: SweepDir) -> None:
     assert re.search(r"script-src &#39;|script-src 'sha256-[A-Za-z0-9+/=]{44}'", text)
 
 
-def test_equal_answers_of_several_cells_stand_there_once(sweep: SweepDir) -> None:
+def test_equal_answers_of_several_cells_stand_there_once(sweep):
     """Item 0 parses in every cell: one answer of the base, one of the tuned models."""
     text = page(read_sweep(sweep))
     assert "base · cells 0, 1, 2, 3, 4, 5" in text
@@ -119,9 +108,7 @@ def test_equal_answers_of_several_cells_stand_there_once(sweep: SweepDir) -> Non
     assert "tuned · cells 1, 3, 4, 5" in text  # item 1, which needs two passes
 
 
-def test_items_beyond_the_first_are_counted(
-    sweep: SweepDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_items_beyond_the_first_are_counted(sweep, monkeypatch):
     """The page stays small and says what it leaves out."""
     monkeypatch.setattr("mens_exp.tasks.sweep_review._MOST_ITEMS", 1)
     review = read_sweep(sweep)
@@ -134,7 +121,7 @@ def test_items_beyond_the_first_are_counted(
 
 
 @pytest.fixture(scope="module")
-def browser_path() -> str:
+def browser_path():
     found = shutil.which("chromium") or shutil.which("chromium-browser")
     if found is None:
         pytest.skip("chromium is missing: apt-get install chromium")
@@ -144,12 +131,12 @@ def browser_path() -> str:
 
 
 @pytest.fixture
-def opened(sweep: SweepDir, browser_path: str) -> Iterator[Page]:
+def opened(sweep, browser_path):
     """The page in headless Chromium, from its file; an error of its script fails the test."""
     from playwright.sync_api import sync_playwright
 
     write_sweep_page(sweep)
-    errors: list[str] = []
+    errors = []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
         tab = browser.new_page()
@@ -161,19 +148,19 @@ def opened(sweep: SweepDir, browser_path: str) -> Iterator[Page]:
     assert errors == []
 
 
-def cells(tab: Page) -> list[str]:
+def cells(tab):
     """Numbers of the rows that are shown, in their order."""
     rows = tab.locator("#cells tbody tr:visible th")
     return rows.all_inner_texts()
 
 
-def chooser(tab: Page, place: int) -> Locator:
+def chooser(tab, place):
     """Of the factors in their order, then of the state."""
     return tab.locator("#filters select").nth(place)
 
 
 @pytest.mark.slow
-def test_a_click_sorts_and_a_second_one_turns_it_round(opened: Page) -> None:
+def test_a_click_sorts_and_a_second_one_turns_it_round(opened):
     """By value, not by text; the cell without a value stays last."""
     head = opened.locator("#cells thead button", has_text="val_loss")
     head.click()
@@ -184,7 +171,7 @@ def test_a_click_sorts_and_a_second_one_turns_it_round(opened: Page) -> None:
 
 
 @pytest.mark.slow
-def test_a_factor_filters_rows_lines_and_answers(opened: Page) -> None:
+def test_a_factor_filters_rows_lines_and_answers(opened):
     """And the state does, beside it."""
     chooser(opened, 0).select_option("false")
     assert cells(opened) == ["1", "3", "5", "6"]
@@ -202,7 +189,7 @@ def test_a_factor_filters_rows_lines_and_answers(opened: Page) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_is_opened_from_its_row(opened: Page) -> None:
+def test_a_run_is_opened_from_its_row(opened):
     """The link leads to the run's own report; a job without one has none."""
     row = opened.locator('tr[data-cell="3"]')
     row.get_by_role("link").click()
@@ -214,7 +201,7 @@ def test_a_run_is_opened_from_its_row(opened: Page) -> None:
 
 
 @pytest.mark.slow
-def test_further_kpis_come_on_request(opened: Page) -> None:
+def test_further_kpis_come_on_request(opened):
     """The table begins narrow."""
     head = opened.locator("#cells thead th", has_text="trainable_parameters")
     assert not head.is_visible()
@@ -223,7 +210,7 @@ def test_further_kpis_come_on_request(opened: Page) -> None:
 
 
 @pytest.mark.slow
-def test_pointing_at_a_row_sets_off_its_line(opened: Page) -> None:
+def test_pointing_at_a_row_sets_off_its_line(opened):
     """Of several lines, the eye finds the one."""
     opened.locator('tr[data-cell="2"]').hover()
     lit = opened.locator("path.cell.lit")
@@ -231,7 +218,7 @@ def test_pointing_at_a_row_sets_off_its_line(opened: Page) -> None:
     assert lit.get_attribute("data-cell") == "2"
 
 
-def test_the_sweep_record_is_not_touched(sweep: SweepDir) -> None:
+def test_the_sweep_record_is_not_touched(sweep):
     """The launcher alone writes it."""
     before = sweep.record.read_bytes()
     write_sweep_page(sweep)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,16 +17,11 @@ from mens_exp.tasks.study_runs import named_paths
 from mens_exp.tasks.sync_parcels import parcels
 from mens_exp.training.wandb_agent import agent_inputs
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.artifacts.sweep_dir import SweepDir
-
 STEPS = 3
 
 
 @pytest.fixture
-def sweep(study: Callable[..., Path], sweep_over: Callable[..., SweepDir]) -> SweepDir:
+def sweep(study, sweep_over):
     """Two arms of one seed, with the telemetry of three steps each, and a job that failed."""
     root = study(seeds=[1])
     for run in (RunDir(root / f"{number}_runs") for number in (0, 1)):
@@ -40,27 +34,25 @@ def sweep(study: Callable[..., Path], sweep_over: Callable[..., SweepDir]) -> Sw
 
 
 @pytest.fixture
-def sync(tmp_path: Path) -> Callable[..., int]:
+def sync(tmp_path):
     """Run task=sync on a path, each time in a directory of its own."""
     numbers = iter(range(99))
 
-    def command(path: object, *overrides: str) -> int:
+    def command(path, *overrides):
         own = f"hydra.run.dir={tmp_path}/sync_{next(numbers)}"
         return cli.main(["task=sync", f"path={path}", own, *overrides])
 
     return command
 
 
-def steps(service: Any, run: str) -> list[tuple[int, float]]:
+def steps(service, run):
     """Rows of a run's history as the service has them."""
     rows = service.runs[run].history
     return [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
 
 
 @pytest.mark.slow
-def test_a_sweep_is_sent_in_order_with_names_and_lineage(
-    sweep: SweepDir, sync: Callable[..., int], wandb_service: Any
-) -> None:
+def test_a_sweep_is_sent_in_order_with_names_and_lineage(sweep, sync, wandb_service):
     """Runs first, then the sweep as one run; the second command sends nothing."""
     assert sync(sweep.path) == 0
     assert wandb_service.unknown == []
@@ -89,9 +81,7 @@ def test_a_sweep_is_sent_in_order_with_names_and_lineage(
 
 
 @pytest.mark.slow
-def test_the_sweep_is_one_run_with_its_tables_and_drawings(
-    sweep: SweepDir, sync: Callable[..., int], wandb_service: Any
-) -> None:
+def test_the_sweep_is_one_run_with_its_tables_and_drawings(sweep, sync, wandb_service):
     """The cells with factors, KPIs, cost and state, and what sweep.html shows."""
     assert sync(sweep.path) == 0
     run = wandb_service.runs["runs_sweep"]
@@ -116,11 +106,11 @@ def test_the_sweep_is_one_run_with_its_tables_and_drawings(
 
 @pytest.mark.slow
 def test_a_service_with_errors_ends_it_and_the_next_command_sends_the_rest_once(
-    sweep: SweepDir,
-    sync: Callable[..., int],
-    wandb_service: Any,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    sweep,
+    sync,
+    wandb_service,
+    capsys,
+):
     """The second run's artifacts are refused: its rows have arrived, and are not sent twice."""
     wandb_service.refuses = lambda name: (
         name == "CommitArtifact" and "runs_1_runs" in wandb_service.runs
@@ -147,9 +137,7 @@ def test_a_service_with_errors_ends_it_and_the_next_command_sends_the_rest_once(
 
 
 @pytest.mark.slow
-def test_a_service_that_never_answers_is_given_up_on(
-    sweep: SweepDir, sync: Callable[..., int], wandb_service: Any
-) -> None:
+def test_a_service_that_never_answers_is_given_up_on(sweep, sync, wandb_service):
     """Within the time that was given; what had begun is ended, and nothing staged is left."""
     wandb_service.hangs = lambda _: True
     assert sync(sweep.path / "0_runs", "sync.timeout_s=8") == 3
@@ -162,8 +150,8 @@ def test_a_service_that_never_answers_is_given_up_on(
 
 @pytest.mark.slow
 def test_a_run_that_is_stopped_in_the_service_is_sent_to_its_end(
-    sweep: SweepDir, sync: Callable[..., int], wandb_service: Any, wandb_sweeps: Any
-) -> None:
+    sweep, sync, wandb_service, wandb_sweeps
+):
     """W&B's client answers a stop by an interrupt of the process that sends."""
     wandb_sweeps.stopping.add("runs_0_runs")
     assert sync(sweep.path / "0_runs") == 0
@@ -172,9 +160,7 @@ def test_a_run_that_is_stopped_in_the_service_is_sent_to_its_end(
 
 
 @pytest.mark.slow
-def test_a_slow_service_gets_everything(
-    sweep: SweepDir, sync: Callable[..., int], wandb_service: Any
-) -> None:
+def test_a_slow_service_gets_everything(sweep, sync, wandb_service):
     """Each answer takes half a second."""
     wandb_service.delay_s = 0.5
     assert sync(sweep.path / "0_runs", "sync.project=elsewhere") == 0
@@ -183,12 +169,12 @@ def test_a_slow_service_gets_everything(
 
 
 def test_without_an_account_nothing_is_asked_and_nothing_prompted(
-    sweep: SweepDir,
-    sync: Callable[..., int],
-    wandb_service: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    sweep,
+    sync,
+    wandb_service,
+    monkeypatch,
+    capsys,
+):
     """The way to get one is named."""
     monkeypatch.delenv("WANDB_API_KEY")
     assert sync(sweep.path) == 3
@@ -196,9 +182,7 @@ def test_without_an_account_nothing_is_asked_and_nothing_prompted(
     assert wandb_service.operations == []
 
 
-def test_nothing_to_send_is_refused(
-    tmp_path: Path, sync: Callable[..., int], wandb_service: Any
-) -> None:
+def test_nothing_to_send_is_refused(tmp_path, sync, wandb_service):
     """An empty directory is no sweep."""
     (tmp_path / "empty").mkdir()
     assert sync(tmp_path / "empty") == 2
@@ -206,8 +190,8 @@ def test_nothing_to_send_is_refused(
 
 
 def test_a_run_that_is_sent_by_another_process_is_not_sent_twice(
-    sweep: SweepDir, sync: Callable[..., int], wandb_service: Any, capsys: Any
-) -> None:
+    sweep, sync, wandb_service, capsys
+):
     """Its lock says so."""
     from mens_exp.artifacts.run_lock import held
 
@@ -220,9 +204,7 @@ def test_a_run_that_is_sent_by_another_process_is_not_sent_twice(
 # What is sent, and in which order.
 
 
-def test_what_is_made_of_something_comes_after_it(
-    study: Callable[..., Path], compare: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_what_is_made_of_something_comes_after_it(study, compare, tmp_path):
     """Training, then its evaluation, then the comparison that read the evaluation."""
     root = study(seeds=[1])
     scored = study("scored", seeds=[1], of=root)
@@ -241,7 +223,7 @@ def test_what_is_made_of_something_comes_after_it(
     ]
 
 
-def test_a_merge_is_tied_to_the_run_whose_adapter_it_read(study: Callable[..., Path]) -> None:
+def test_a_merge_is_tied_to_the_run_whose_adapter_it_read(study):
     """By the adapter's place; and what was made of the merged model, to the merge."""
     root = study(seeds=[1])
     trained = Manifest.read(root / "0_runs" / "manifest.json")
@@ -268,9 +250,7 @@ def test_a_merge_is_tied_to_the_run_whose_adapter_it_read(study: Callable[..., P
     assert uses["scored"] == [("merged", str(root / "merged"))]
 
 
-def test_latest_means_the_sweep_of_the_last_run(
-    sweep: SweepDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_latest_means_the_sweep_of_the_last_run(sweep, tmp_path, monkeypatch):
     """Our own launcher leaves sweep.json, Hydra's multirun.yaml; without either it is one run."""
     (tmp_path / "outputs").symlink_to(sweep.path.parent)
     monkeypatch.chdir(tmp_path)
@@ -280,7 +260,7 @@ def test_latest_means_the_sweep_of_the_last_run(
     assert Path(found).parent == tmp_path / "outputs" / "runs"
 
 
-def test_an_open_run_is_left_out_by_name(study: Callable[..., Path]) -> None:
+def test_an_open_run_is_left_out_by_name(study):
     """It is not sent as if it were whole."""
     root = study(seeds=[1])
     manifest = Manifest.read(root / "0_runs" / "manifest.json")
@@ -292,8 +272,8 @@ def test_an_open_run_is_left_out_by_name(study: Callable[..., Path]) -> None:
 
 
 def test_the_project_is_the_runs_own_unless_the_command_says_otherwise(
-    study: Callable[..., Path],
-) -> None:
+    study,
+):
     """A mirror that was to go to a project goes there."""
     root = study(seeds=[1], arms=[["logger=wandb", "logger.project=lab", "logger.entity=us"], []])
     first, second = parcels([str(root)], SyncConfig(), "http://w").parcels
@@ -303,7 +283,7 @@ def test_the_project_is_the_runs_own_unless_the_command_says_otherwise(
     assert {one.order.to for one in told} == {Destination("http://w", "e", "p")}
 
 
-def test_an_agents_run_goes_where_its_sweep_is(study: Callable[..., Path]) -> None:
+def test_an_agents_run_goes_where_its_sweep_is(study):
     """Whatever the account's default; a command that says otherwise wins."""
     root = study(seeds=[1])
     path = root / "0_runs" / "manifest.json"
@@ -318,7 +298,7 @@ def test_an_agents_run_goes_where_its_sweep_is(study: Callable[..., Path]) -> No
     assert {one.order.to for one in moved} == {Destination("http://w", "e", "p")}
 
 
-def test_a_run_that_has_changed_is_another_parcel(study: Callable[..., Path]) -> None:
+def test_a_run_that_has_changed_is_another_parcel(study):
     """Its digest says so."""
     root = study(seeds=[1])
     (first, _) = parcels([str(root)], SyncConfig(), "http://w").parcels

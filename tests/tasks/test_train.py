@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,14 +10,8 @@ from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.telemetry import read_events
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
-    from mens_exp.artifacts.run_dir import RunDir
-
-
-def test_a_run_leaves_every_file_that_a_run_directory_has(finished: RunDir) -> None:
+def test_a_run_leaves_every_file_that_a_run_directory_has(finished):
     """Nothing hidden, no lock, nothing half-written."""
     names = {p.relative_to(finished.path).as_posix() for p in finished.path.rglob("*")}
     names = {name for name in names if not name.startswith((".hydra", "mens_exp.log"))}
@@ -43,7 +36,7 @@ def test_a_run_leaves_every_file_that_a_run_directory_has(finished: RunDir) -> N
     }
 
 
-def test_results_put_base_and_tuned_side_by_side(finished: RunDir) -> None:
+def test_results_put_base_and_tuned_side_by_side(finished):
     """The change is their ratio less one, and both are the validation events' own."""
     manifest = Manifest.read(finished.manifest)
     results = manifest.results
@@ -63,7 +56,7 @@ def test_results_put_base_and_tuned_side_by_side(finished: RunDir) -> None:
     assert results["tokens_per_s"] > results["supervised_tokens_per_s"] > 0
 
 
-def test_what_is_unknown_says_why(finished: RunDir) -> None:
+def test_what_is_unknown_says_why(finished):
     """Every null among the results has a reason, and nothing else has one."""
     manifest = Manifest.read(finished.manifest)
     null = {f"results.{name}" for name, value in manifest.results.items() if value is None}
@@ -78,7 +71,7 @@ def test_what_is_unknown_says_why(finished: RunDir) -> None:
     }
 
 
-def test_bits_per_byte_are_the_loss_over_the_learned_text(finished: RunDir) -> None:
+def test_bits_per_byte_are_the_loss_over_the_learned_text(finished):
     """Nats times tokens over bytes and ln 2; each token is a byte, but one end marker a row."""
     manifest = Manifest.read(finished.manifest)
     results, data = manifest.results, manifest.inputs["data"]
@@ -92,7 +85,7 @@ def test_bits_per_byte_are_the_loss_over_the_learned_text(finished: RunDir) -> N
         assert event["val/bits_per_byte"] == pytest.approx(found)
 
 
-def test_inputs_are_on_record_by_content(finished: RunDir, rows_file: Path) -> None:
+def test_inputs_are_on_record_by_content(finished, rows_file):
     """Weights, tokenizer, template and tokenized rows each have a hash; sides are counted."""
     inputs = Manifest.read(finished.manifest).inputs
     hashes = [name for name in inputs if name.endswith("_sha256")]
@@ -103,7 +96,7 @@ def test_inputs_are_on_record_by_content(finished: RunDir, rows_file: Path) -> N
     assert data["train_rows"] + data["val_rows"] + data["heldout_rows"] == lines
 
 
-def test_measured_stands_beside_predicted(finished: RunDir) -> None:
+def test_measured_stands_beside_predicted(finished):
     """The plan made at the start has the figures of the end."""
     plan = json.loads(finished.plan.read_text(encoding="utf-8"))
     results = Manifest.read(finished.manifest).results
@@ -113,7 +106,7 @@ def test_measured_stands_beside_predicted(finished: RunDir) -> None:
     }
 
 
-def test_the_adapter_is_the_trained_graph(finished: RunDir) -> None:
+def test_the_adapter_is_the_trained_graph(finished):
     """Seven projections in two layers; B has moved away from zero everywhere."""
     manifest, tensors = read_adapter(finished.adapter)
     assert len(manifest.layer_order) == 14
@@ -125,9 +118,7 @@ def test_the_adapter_is_the_trained_graph(finished: RunDir) -> None:
     assert ours["base_weights_sha256"] == recorded.inputs["base_weights_sha256"]
 
 
-def test_minimal_callbacks_leave_no_checkpoint_and_say_so(
-    train_in: Callable[..., RunDir], tmp_path: Path
-) -> None:
+def test_minimal_callbacks_leave_no_checkpoint_and_say_so(train_in, tmp_path):
     """The adapter is there all the same."""
     unread = "checkpoint.every_n_steps"
     run = train_in(tmp_path / "run", "callbacks=minimal", without=unread)
@@ -137,9 +128,7 @@ def test_minimal_callbacks_leave_no_checkpoint_and_say_so(
     assert (run.adapter / "adapter.safetensors").is_file()
 
 
-def test_epochs_bound_a_run_too(
-    train_in: Callable[..., RunDir], finished: RunDir, tmp_path: Path
-) -> None:
+def test_epochs_bound_a_run_too(train_in, finished, tmp_path):
     """One pass over all documents; the last step is filled up from the next pass."""
     run = train_in(tmp_path / "run", "trainer.max_steps=-1", "trainer.max_epochs=1")
     assert finished.manifest.is_file()  # the rows are encoded, so that the plan's count is exact

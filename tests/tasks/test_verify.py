@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mens_exp.artifacts.inspection import Inspection, Outcome
+from mens_exp.artifacts.inspection import Outcome
 from mens_exp.artifacts.run_dir import RunDir
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow  # commands typed whole; `make quick` has their parts
 
 TENSORS = "adapter/adapter.safetensors"
 
 
-def differing(found: Inspection) -> list[str]:
+def differing(found):
     assert found.verification is not None
     return [
         one["name"]
@@ -29,28 +24,26 @@ def differing(found: Inspection) -> list[str]:
     ]
 
 
-def flip(path: Path, position: int = -5) -> None:
+def flip(path, position=-5):
     """Flip one bit of one byte; near its end a tensor file holds values."""
     data = bytearray(path.read_bytes())
     data[position] ^= 1
     path.write_bytes(bytes(data))
 
 
-def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def edit(path, change):
     value = json.loads(path.read_text("utf-8"))
     change(value)
     path.write_text(json.dumps(value), "utf-8")
 
 
 @pytest.fixture
-def run(finished: RunDir, tmp_path: Path) -> RunDir:
+def run(finished, tmp_path):
     """A finished run to spoil."""
     return RunDir(shutil.copytree(finished.path, tmp_path / "runs" / "run"))
 
 
-def test_an_untouched_run_is_what_its_records_say(
-    run: RunDir, inspect: Callable[..., Inspection]
-) -> None:
+def test_an_untouched_run_is_what_its_records_say(run, inspect):
     """Outputs, record, adapter, base, tokenizer and rows, every one computed again."""
     found = inspect(run.path, "verify=true")
     assert found.verification is not None
@@ -63,9 +56,7 @@ def test_an_untouched_run_is_what_its_records_say(
         assert name in outcomes
 
 
-def test_one_flipped_byte_of_a_tensor_file_is_found(
-    run: RunDir, typed: Callable[..., str], inspect: Callable[..., Inspection]
-) -> None:
+def test_one_flipped_byte_of_a_tensor_file_is_found(run, typed, inspect):
     """Named twice: by its hash, and beside the state that it was written from."""
     flip(run.path / TENSORS)
     found = inspect(run.path, "verify=true", code=4)
@@ -76,11 +67,11 @@ def test_one_flipped_byte_of_a_tensor_file_is_found(
 
 
 def test_a_swapped_adapter_file_is_found(
-    run: RunDir,
-    train_in: Callable[..., RunDir],
-    inspect: Callable[..., Inspection],
-    tmp_path: Path,
-) -> None:
+    run,
+    train_in,
+    inspect,
+    tmp_path,
+):
     """The adapter of another seed, whole and of the same shapes."""
     other = train_in(tmp_path / "other", "seed=7")
     shutil.copy(other.path / TENSORS, run.path / TENSORS)
@@ -108,20 +99,18 @@ def test_a_swapped_adapter_file_is_found(
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_an_edited_manifest_is_found(
-    run: RunDir,
-    inspect: Callable[..., Inspection],
-    change: Callable[[dict[str, Any]], object],
-    name: str,
-) -> None:
+    run,
+    inspect,
+    change,
+    name,
+):
     """By the configuration, telemetry, the contract itself, or the base on disk."""
     edit(run.manifest, change)
     assert name in differing(inspect(run.path, "verify=true", code=4))
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_what_its_records_say_and_replays(
-    broken: Callable[..., RunDir], inspect: Callable[..., Inspection], tmp_path: Path
-) -> None:
+def test_a_resumed_run_is_what_its_records_say_and_replays(broken, inspect, tmp_path):
     """Stopped in the fourth step, gone on with from the second."""
     from mens_exp import cli
 
@@ -134,9 +123,7 @@ def test_a_resumed_run_is_what_its_records_say_and_replays(
     assert "resumed" in found.replay["conditions"][0]
 
 
-def test_an_unpacked_bundle_is_held_against_its_list(
-    run: RunDir, typed: Callable[..., str], inspect: Callable[..., Inspection], tmp_path: Path
-) -> None:
+def test_an_unpacked_bundle_is_held_against_its_list(run, typed, inspect, tmp_path):
     """The manifest too, which no output hash covers."""
     import tarfile
 
@@ -156,18 +143,14 @@ def test_an_unpacked_bundle_is_held_against_its_list(
     assert found[0].endswith("manifest.json")
 
 
-def test_an_edited_adapter_manifest_is_found(
-    run: RunDir, inspect: Callable[..., Inspection]
-) -> None:
+def test_an_edited_adapter_manifest_is_found(run, inspect):
     """Twice the alpha: another model of the same tensors."""
     edit(run.adapter / "adapter_manifest.json", lambda value: value.update(alpha=32))
     found = inspect(run.path, "verify=true", code=4)
     assert differing(found) == ["outputs.adapter/adapter_manifest.json"]
 
 
-def test_rows_that_changed_are_found_and_absent_ones_are_not_here(
-    run: RunDir, inspect: Callable[..., Inspection], tmp_path: Path
-) -> None:
+def test_rows_that_changed_are_found_and_absent_ones_are_not_here(run, inspect, tmp_path):
     """A file of rows that is gone is no error; one with another word is."""
     rows = tmp_path / "rows.jsonl"
     config = run.config.read_text("utf-8")
@@ -186,7 +169,7 @@ def test_rows_that_changed_are_found_and_absent_ones_are_not_here(
 
 
 @pytest.fixture(scope="module")
-def merged(finished: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def merged(finished, tmp_path_factory):
     """A run beside its merge, and the merge's own record; only to be copied."""
     from mens_exp import cli
 
@@ -200,13 +183,11 @@ def merged(finished: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def spoilt(merged: Path, tmp_path: Path) -> Path:
+def spoilt(merged, tmp_path):
     return shutil.copytree(merged, tmp_path / "all")
 
 
-def test_a_merge_is_certified_again_figure_by_figure(
-    spoilt: Path, inspect: Callable[..., Inspection]
-) -> None:
+def test_a_merge_is_certified_again_figure_by_figure(spoilt, inspect):
     """On the machine that wrote it, every figure comes out the same to the last bit."""
     found = inspect(spoilt / "model", "verify=true")
     assert found.verification is not None
@@ -218,9 +199,7 @@ def test_a_merge_is_certified_again_figure_by_figure(
 
 
 @pytest.mark.slow
-def test_without_the_run_that_wrote_it_the_trained_run_is_enough(
-    spoilt: Path, inspect: Callable[..., Inspection]
-) -> None:
+def test_without_the_run_that_wrote_it_the_trained_run_is_enough(spoilt, inspect):
     """The command is made of what the certificate says; without both it says so."""
     shutil.rmtree(spoilt / "record")
     found = inspect(spoilt / "model", "verify=true")
@@ -236,12 +215,10 @@ def test_without_the_run_that_wrote_it_the_trained_run_is_enough(
 
 
 @pytest.mark.parametrize("with_record", [True, False])
-def test_an_edited_figure_of_a_certificate_is_found(
-    spoilt: Path, inspect: Callable[..., Inspection], *, with_record: bool
-) -> None:
+def test_an_edited_figure_of_a_certificate_is_found(spoilt, inspect, *, with_record):
     """A better KL than was measured, and the verdict left as it was."""
 
-    def prettier(value: dict[str, Any]) -> None:
+    def prettier(value):
         value["comparisons"]["requantized"]["max_kl"] *= 0.5
 
     if not with_record:
@@ -252,16 +229,14 @@ def test_an_edited_figure_of_a_certificate_is_found(
     assert ("certificate of its run: requantized.max_kl" in found) == with_record
 
 
-def test_a_figure_of_an_unknown_machine_may_be_close(
-    spoilt: Path, inspect: Callable[..., Inspection]
-) -> None:
+def test_a_figure_of_an_unknown_machine_may_be_close(spoilt, inspect):
     """A thousandth more is close, and the note says why that counts; a tenth more differs."""
     shutil.rmtree(spoilt / "record")
     before = json.loads((spoilt / "model" / "parity.json").read_text("utf-8"))
     figure = before["comparisons"]["requantized"]["worst_layer"]["relative_error"]
     for factor, code in ((1.001, 0), (1.1, 4)):
 
-        def more(value: dict[str, Any], factor: float = factor) -> None:
+        def more(value, factor=factor):
             value["comparisons"]["requantized"]["worst_layer"]["relative_error"] = figure * factor
 
         edit(spoilt / "model" / "parity.json", more)
@@ -274,18 +249,14 @@ def test_a_figure_of_an_unknown_machine_may_be_close(
         assert "a machine that nothing names" in (check["note"] or "")
 
 
-def test_a_flipped_byte_of_a_merged_model_is_found(
-    spoilt: Path, inspect: Callable[..., Inspection]
-) -> None:
+def test_a_flipped_byte_of_a_merged_model_is_found(spoilt, inspect):
     """By its hash; a certificate of other files is not measured again."""
     flip(spoilt / "model" / "model.safetensors")
     found = inspect(spoilt / "model", "verify=true", code=4)
     assert differing(found) == ["files.model.safetensors"]
 
 
-def test_a_file_too_many_and_one_too_few_are_found(
-    spoilt: Path, inspect: Callable[..., Inspection]
-) -> None:
+def test_a_file_too_many_and_one_too_few_are_found(spoilt, inspect):
     """A certificate is of all files and of no other."""
     (spoilt / "model" / "config.json").rename(spoilt / "model" / "generation_config.json")
     (spoilt / "model" / "config.json").write_text("{}", "utf-8")
@@ -296,11 +267,11 @@ def test_a_file_too_many_and_one_too_few_are_found(
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["v2", "peft"])
 def test_an_exported_adapter_is_certified_again(
-    run: RunDir,
-    typed: Callable[..., str],
-    inspect: Callable[..., Inspection],
-    form: str,
-) -> None:
+    run,
+    typed,
+    inspect,
+    form,
+):
     """Its tensors, and PEFT's graph; then with one byte of it flipped."""
     out = run.path.parent / "out"
     record = f"hydra.run.dir={run.path.parent / 'record'}"
@@ -314,9 +285,7 @@ def test_an_exported_adapter_is_certified_again(
     assert differing(inspect(out, "verify=true", code=4)) == [f"files.{tensors.name}"]
 
 
-def test_something_without_records_has_nothing_to_verify(
-    run: RunDir, inspect: Callable[..., Inspection], tmp_path: Path
-) -> None:
+def test_something_without_records_has_nothing_to_verify(run, inspect, tmp_path):
     """An adapter directory by itself: said, and no error."""
     bare = shutil.copytree(run.adapter, tmp_path / "bare" / "adapter")
     found = inspect(bare, "verify=true")
@@ -325,9 +294,7 @@ def test_something_without_records_has_nothing_to_verify(
     assert (check["outcome"], check["recorded"]) == (Outcome.NOT_HERE, None)
 
 
-def test_a_truncated_adapter_is_found_and_the_rest_verified(
-    run: RunDir, inspect: Callable[..., Inspection], typed: Callable[..., str]
-) -> None:
+def test_a_truncated_adapter_is_found_and_the_rest_verified(run, inspect, typed):
     """It has no layers to show; without verify=true it is refused."""
     whole = (run.path / TENSORS).read_bytes()
     (run.path / TENSORS).write_bytes(whole[:100])
@@ -337,9 +304,7 @@ def test_a_truncated_adapter_is_found_and_the_rest_verified(
     assert "layers" in found.unknown
 
 
-def test_a_certificate_whose_verdict_was_edited_is_found(
-    spoilt: Path, inspect: Callable[..., Inspection]
-) -> None:
+def test_a_certificate_whose_verdict_was_edited_is_found(spoilt, inspect):
     """Its own figures deny it, so that it is no certificate."""
     edit(spoilt / "model" / "parity.json", lambda value: value.update(passed=not value["passed"]))
     found = inspect(spoilt / "model", "verify=true", code=4)
@@ -348,9 +313,7 @@ def test_a_certificate_whose_verdict_was_edited_is_found(
 
 
 @pytest.mark.slow
-def test_of_two_merges_of_one_run_each_is_held_against_its_own_record(
-    spoilt: Path, typed: Callable[..., str], inspect: Callable[..., Inspection]
-) -> None:
+def test_of_two_merges_of_one_run_each_is_held_against_its_own_record(spoilt, typed, inspect):
     """Files that both have say nothing; nor do equal tensors that were certified on other text."""
     for name, overrides in {"other": ["parity.tokens=200"], "half": ["merge.dtype=bf16"]}.items():
         typed(

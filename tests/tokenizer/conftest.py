@@ -1,30 +1,25 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mens_exp.tokenizer import byte_level
 from mens_exp.tokenizer.hf import HfTokenizer
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 
 @pytest.fixture
-def written(tmp_path: Path) -> Path:
+def written(tmp_path):
     """A directory with the byte-level tokenizer's files."""
     byte_level.write_files(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
-def configured(written: Path) -> Callable[..., HfTokenizer]:
+def configured(written):
     """Change tokenizer_config.json and read the tokenizer; a value of None removes its key."""
 
-    def read(**changes: Any) -> HfTokenizer:
+    def read(**changes):
         file = written / "tokenizer_config.json"
         config = json.loads(file.read_text("utf-8")) | changes
         kept = {name: value for name, value in config.items() if value is not None}

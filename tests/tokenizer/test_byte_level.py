@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -11,15 +9,12 @@ from mens_exp.tokenizer import byte_level
 from mens_exp.tokenizer.byte_level import VOCAB_SIZE
 from mens_exp.tokenizer.hf import HfTokenizer
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 USED = 259  # 3 control tokens and 256 bytes
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HfTokenizer:
-    directory: Path = tmp_path_factory.mktemp("byte_level")
+def tokenizer(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("byte_level")
     byte_level.write_files(directory)
     return HfTokenizer.from_directory(directory)
 
@@ -29,7 +24,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HfTokenizer:
 @example(text=" leading, trailing ")
 @example(text="\x00\r\n\t\u2028🐍\ufeff")
 @example(text="<|im_start|")
-def test_any_text_survives(tokenizer: HfTokenizer, text: str) -> None:
+def test_any_text_survives(tokenizer, text):
     """One id a byte of UTF-8, back to the same text, all inside the vocabulary."""
     (ids,) = tokenizer.encode_all([text])
     assert len(ids) == len(text.encode())
@@ -37,7 +32,7 @@ def test_any_text_survives(tokenizer: HfTokenizer, text: str) -> None:
     assert tokenizer.decode(ids) == text
 
 
-def test_markers_are_one_id_each(tokenizer: HfTokenizer) -> None:
+def test_markers_are_one_id_each(tokenizer):
     """The three control tokens come first, and are left out of decoded text."""
     (ids,) = tokenizer.encode_all(["<|endoftext|><|im_start|>a<|im_end|>"])
     assert [ids[0], ids[1], ids[3]] == [0, 1, 2]
@@ -45,13 +40,13 @@ def test_markers_are_one_id_each(tokenizer: HfTokenizer) -> None:
     assert tokenizer.decode(ids) == "a"
 
 
-def test_vocabulary_fits_the_random_model(tokenizer: HfTokenizer) -> None:
+def test_vocabulary_fits_the_random_model(tokenizer):
     """The table has a row for each id, and the size that is stated is the default one."""
     assert tokenizer.last_id == USED - 1
     assert RandomModel(name="tiny").vocab_size == VOCAB_SIZE
 
 
-def test_transformers_reads_the_same_tokenizer(tokenizer: HfTokenizer, tmp_path: Path) -> None:
+def test_transformers_reads_the_same_tokenizer(tokenizer, tmp_path):
     """Ids, markers and padding agree with AutoTokenizer's."""
     from transformers import AutoTokenizer
 

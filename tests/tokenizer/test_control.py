@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,9 +9,6 @@ from mens_exp.errors import DataError
 from mens_exp.tokenizer import byte_level
 from mens_exp.tokenizer.control import ControlText
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 TEXTS = st.lists(
     st.sampled_from(["<|im_end|>", "<|im_start|>", "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd00\ufdd1"])
     | st.text(max_size=5)
@@ -21,14 +16,14 @@ TEXTS = st.lists(
 
 
 @pytest.fixture(scope="module")
-def core(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory: Path = tmp_path_factory.mktemp("core")
+def core(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("core")
     byte_level.write_files(directory)
     return Tokenizer.from_file(str(directory / "tokenizer.json"))
 
 
 @given(text=TEXTS)
-def test_guarding_is_undone(core: Tokenizer, text: str) -> None:
+def test_guarding_is_undone(core, text):
     """Whatever the text holds, our own marks included."""
     control = ControlText(core)
     assert control.unguard(control.guard(text)) == text
@@ -36,7 +31,7 @@ def test_guarding_is_undone(core: Tokenizer, text: str) -> None:
 
 
 @given(before=TEXTS, text=TEXTS)
-def test_guarded_text_is_encoded_as_text(core: Tokenizer, before: str, text: str) -> None:
+def test_guarded_text_is_encoded_as_text(core, before, text):
     """Every byte of it is a token of its own; the marker beside it is the control token."""
     control = ControlText(core)
     try:
@@ -49,7 +44,7 @@ def test_guarded_text_is_encoded_as_text(core: Tokenizer, before: str, text: str
     assert core.decode(ids, skip_special_tokens=False) == f"{before}<|im_end|>{text}"
 
 
-def test_text_without_control_text_takes_the_tokenizers_own_way(core: Tokenizer) -> None:
+def test_text_without_control_text_takes_the_tokenizers_own_way(core):
     """The same ids as ever, and no second tokenizer is made."""
     control = ControlText(core)
     text = "<|im_start|>user\nü<|im_end|>"
@@ -58,7 +53,7 @@ def test_text_without_control_text_takes_the_tokenizers_own_way(core: Tokenizer)
     assert control._plain is None
 
 
-def test_context_of_a_token_is_that_of_the_whole_text() -> None:
+def test_context_of_a_token_is_that_of_the_whole_text():
     """A tokenizer that marks where a text begins marks it once, guarded text in it or not."""
     vocab = {token: i for i, token in enumerate(["<e>", "▁", "a", "<", "e", ">"])}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -71,7 +66,7 @@ def test_context_of_a_token_is_that_of_the_whole_text() -> None:
     ]
 
 
-def test_longest_control_token_is_guarded() -> None:
+def test_longest_control_token_is_guarded():
     """One may begin as another does."""
     core = Tokenizer(models.BPE(vocab={"<": 0}, merges=[]))
     core.add_special_tokens([AddedToken("<|a|>", special=True), AddedToken("<|a|>b", special=True)])
@@ -80,14 +75,14 @@ def test_longest_control_token_is_guarded() -> None:
     assert control.guard("<|a|>b").count("\ufdd0") == 1
 
 
-def test_private_spelling_in_a_text_is_refused(core: Tokenizer) -> None:
+def test_private_spelling_in_a_text_is_refused(core):
     """It could pass for a control token; no text has reason to hold it."""
     control = ControlText(core)
     with pytest.raises(DataError, match="private spelling"):
         control.encode([control.guard("\ufdd22\ufdd3")])
 
 
-def test_control_text_may_be_allowed(core: Tokenizer) -> None:
+def test_control_text_may_be_allowed(core):
     """Then it is the token; our own marks stay text."""
     control = ControlText(core, allow=True)
     assert control.encode([control.guard("<|im_end|>")]) == [[2]]

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
@@ -11,15 +10,11 @@ from mens_exp.errors import ModelFileError
 from mens_exp.tokenizer.hf import HfTokenizer
 from mens_exp.tokenizer.templates import CHATML
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 TURN = [{"role": "user", "content": "U"}]
 BRACKETS = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
 
 
-def test_own_template_wins(configured: Callable[..., HfTokenizer]) -> None:
+def test_own_template_wins(configured):
     """Even where it is not ChatML."""
     tokenizer = configured(chat_template=BRACKETS)
     assert tokenizer.template_source == "the tokenizer's own"
@@ -27,40 +22,38 @@ def test_own_template_wins(configured: Callable[..., HfTokenizer]) -> None:
     assert tokenizer.template_sha256 == hashlib.sha256(BRACKETS.encode()).hexdigest()
 
 
-def test_chatml_serves_where_there_is_no_template(configured: Callable[..., HfTokenizer]) -> None:
+def test_chatml_serves_where_there_is_no_template(configured):
     """And the record can tell that it is not the model's."""
     tokenizer = configured()
     assert tokenizer.template_source == "ChatML"
     assert tokenizer.chat_template == CHATML
 
 
-def test_template_file_wins_over_the_config(
-    written: Path, configured: Callable[..., HfTokenizer]
-) -> None:
+def test_template_file_wins_over_the_config(written, configured):
     """As in transformers."""
     (written / "chat_template.jinja").write_text("file", "utf-8")
     assert configured(chat_template="config").chat_template == "file"
 
 
-def test_default_of_several_templates_is_taken(configured: Callable[..., HfTokenizer]) -> None:
+def test_default_of_several_templates_is_taken(configured):
     """A list of named templates, as some models have it."""
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": BRACKETS}]
     assert configured(chat_template=named).chat_template == BRACKETS
 
 
 def test_several_templates_without_a_default_are_refused(
-    configured: Callable[..., HfTokenizer],
-) -> None:
+    configured,
+):
     """ChatML in their place would be a guess."""
     with pytest.raises(ModelFileError, match="none called default"):
         configured(chat_template=[{"name": "tool_use", "template": "T"}])
 
 
-def test_special_tokens_reach_the_template(configured: Callable[..., HfTokenizer]) -> None:
+def test_special_tokens_reach_the_template(configured):
     """Written as text or as objects; one that is null is not there."""
     tokenizer = configured(
         bos_token={"content": "<B>", "lstrip": False},
-        sep_token="<S>",  # noqa: S106  # no password
+        sep_token="<S>",  # no password
         chat_template="{{ bos_token }}{{ sep_token }}{{ eos_token }}{{ cls_token }}",
     )
     assert tokenizer.render(TURN, add_generation_prompt=False) == "<B><S><|im_end|>"
@@ -69,39 +62,37 @@ def test_special_tokens_reach_the_template(configured: Callable[..., HfTokenizer
 @pytest.mark.parametrize(
     ("decoder", "expected"), [(None, "<|endoftext|>"), ({"0": {"content": "a"}}, "<|im_end|>")]
 )
-def test_older_token_file_counts_where_the_config_is_older(
-    written: Path, configured: Callable[..., HfTokenizer], decoder: Any, expected: str
-) -> None:
+def test_older_token_file_counts_where_the_config_is_older(written, configured, decoder, expected):
     """special_tokens_map.json is read unless the config lists its added tokens, as there."""
     (written / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}', "utf-8")
     assert configured(added_tokens_decoder=decoder).special_tokens["eos_token"] == expected
 
 
 def test_answer_ends_with_end_of_sequence_or_the_templates_marker(
-    configured: Callable[..., HfTokenizer],
-) -> None:
+    configured,
+):
     """The marker is the first control token behind an answer, whatever it is called."""
     closing = "{% for m in messages %}{{ m.content }} <|im_start|>\n{% endfor %}"
     assert configured().end_ids == {2}
-    assert configured(eos_token="<|endoftext|>").end_ids == {0, 2}  # noqa: S106  # no password
+    assert configured(eos_token="<|endoftext|>").end_ids == {0, 2}  # no password
     assert configured(chat_template=closing, eos_token=None).end_ids == {1}
     assert configured(chat_template=BRACKETS, eos_token=None).end_ids == set()
 
 
-def test_template_that_refuses_small_talk_is_read(configured: Callable[..., HfTokenizer]) -> None:
+def test_template_that_refuses_small_talk_is_read(configured):
     """It is refused, with the row, when rows are encoded."""
     assert configured(chat_template="{{ raise_exception('no') }}").end_ids == {2}
 
 
-def test_padding_falls_back_to_the_end_of_sequence(configured: Callable[..., HfTokenizer]) -> None:
+def test_padding_falls_back_to_the_end_of_sequence(configured):
     """Then to 0: padding is masked by its place, never by its id."""
     assert configured().pad_id == 0
     assert configured(pad_token=None).pad_id == 2
-    assert configured(pad_token="<absent>").pad_id == 2  # noqa: S106  # no password
+    assert configured(pad_token="<absent>").pad_id == 2  # no password
     assert configured(pad_token=None, eos_token=None).pad_id == 0
 
 
-def test_nothing_is_added_cut_or_padded(written: Path) -> None:
+def test_nothing_is_added_cut_or_padded(written):
     """Whatever the file asks for, encoding is of the text alone."""
     core = Tokenizer.from_file(str(written / "tokenizer.json"))
     core.enable_padding(length=8)
@@ -116,7 +107,7 @@ def test_nothing_is_added_cut_or_padded(written: Path) -> None:
     assert [len(each) for each in ids] == [3, 1]
 
 
-def test_tokens_that_are_added_but_no_controls_are_text(written: Path) -> None:
+def test_tokens_that_are_added_but_no_controls_are_text(written):
     """Only tokens marked special are control tokens."""
     core = Tokenizer.from_file(str(written / "tokenizer.json"))
     core.add_tokens([AddedToken("plain", special=False)])
@@ -127,7 +118,7 @@ def test_tokens_that_are_added_but_no_controls_are_text(written: Path) -> None:
     assert tokenizer.last_id not in tokenizer.special_ids
 
 
-def test_identity_is_the_content_of_the_file(written: Path) -> None:
+def test_identity_is_the_content_of_the_file(written):
     """SHA-256 of tokenizer.json."""
     content = (written / "tokenizer.json").read_bytes()
     assert HfTokenizer.from_directory(written).sha256 == hashlib.sha256(content).hexdigest()
@@ -142,7 +133,7 @@ def test_identity_is_the_content_of_the_file(written: Path) -> None:
         ("tokenizer_config.json", json.dumps(["a"]), "is no JSON object"),
     ],
 )
-def test_damaged_file_is_named(written: Path, name: str, content: str | None, reason: str) -> None:
+def test_damaged_file_is_named(written, name, content, reason):
     """Exit code 2, before anything is built on it."""
     if content is None:
         (written / name).unlink()
@@ -153,7 +144,7 @@ def test_damaged_file_is_named(written: Path, name: str, content: str | None, re
     assert caught.value.where == str(written / name)
 
 
-def test_tokenizer_without_config_is_read(written: Path) -> None:
+def test_tokenizer_without_config_is_read(written):
     """tokenizer.json by itself: ChatML, and no end of sequence."""
     (written / "tokenizer_config.json").unlink()
     tokenizer = HfTokenizer.from_directory(written)

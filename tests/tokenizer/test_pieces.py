@@ -1,16 +1,11 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from mens_exp.tokenizer.pieces import pieces_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 CONTROLS = ("<|a|>", "<|bb|>", "</s>")
 TEXTS = st.lists(
@@ -22,10 +17,10 @@ TEXTS = st.lists(
 
 def core_of(
     *,
-    pre_tokenizer: Any = None,
-    normalizer: Any = None,
-    tokens: Sequence[AddedToken] | None = None,
-) -> Tokenizer:
+    pre_tokenizer=None,
+    normalizer=None,
+    tokens=None,
+):
     """Make a tokenizer over bytes, with merges that reach over the seams of a prompt."""
     alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "▁"]
     merges = [("Ċ", "Ċ"), ("x", "x"), ("Ġ", "x"), ("Ċ", "x"), ("▁", "x")]
@@ -60,7 +55,7 @@ CORES = {
 
 @pytest.mark.parametrize("core", CORES.values(), ids=CORES)
 @given(texts=st.lists(TEXTS, max_size=4))
-def test_pieces_make_the_ids_of_the_whole(core: Tokenizer, texts: list[str]) -> None:
+def test_pieces_make_the_ids_of_the_whole(core, texts):
     """Whatever stands before the first control token, between two, or beside half of one."""
     pieces = pieces_of(core)
     assert pieces is not None
@@ -81,17 +76,17 @@ def test_pieces_make_the_ids_of_the_whole(core: Tokenizer, texts: list[str]) -> 
     ],
     ids=["lstrip", "rstrip", "words", "normalized", "inside", "straddling", "itself"],
 )
-def test_tokens_that_do_not_stand_for_themselves_are_not_cut_at(tokens: list[AddedToken]) -> None:
+def test_tokens_that_do_not_stand_for_themselves_are_not_cut_at(tokens):
     """Their texts are tokenized whole."""
     assert pieces_of(core_of(tokens=tokens)) is None
 
 
-def test_a_piece_of_many_texts_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_of_many_texts_is_tokenized_once(monkeypatch):
     """Prompt, prompt with answer, and all of it: four pieces."""
-    seen: list[str] = []
+    seen = []
 
     class Counting:
-        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+        def encode_batch_fast(self, texts, **options):
             seen.extend(texts)
             return core.encode_batch_fast(texts, **options)
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mens_exp.config.tokenizer import TokenizerConfig
@@ -9,13 +7,10 @@ from mens_exp.errors import ConfigError
 from mens_exp.tokenizer.hf import HfTokenizer
 from mens_exp.tokenizer.template_files import read_template
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 TEMPLATE = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
 
 
-def test_file_that_is_named_wins_over_the_models_own(written: Path) -> None:
+def test_file_that_is_named_wins_over_the_models_own(written):
     """And the record says that it did."""
     (written / "chat_template.jinja").write_text("own", "utf-8")
     file = written / "mine.jinja"
@@ -26,7 +21,7 @@ def test_file_that_is_named_wins_over_the_models_own(written: Path) -> None:
     assert HfTokenizer.from_directory(written).chat_template == "own"
 
 
-def test_absent_file_is_refused_with_the_nearest(tmp_path: Path) -> None:
+def test_absent_file_is_refused_with_the_nearest(tmp_path):
     """Exit code 2, by the setting's name."""
     (tmp_path / "llama3.jinja").write_text(TEMPLATE, "utf-8")
     with pytest.raises(ConfigError) as caught:
@@ -39,7 +34,7 @@ def test_absent_file_is_refused_with_the_nearest(tmp_path: Path) -> None:
     ("content", "reason"),
     [(b"\xff", "it is not UTF-8"), (b"{% for m in %}", "is no chat template")],
 )
-def test_file_that_is_no_template_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_file_that_is_no_template_is_refused(tmp_path, content, reason):
     """Before anything is built on it."""
     file = tmp_path / "a.jinja"
     file.write_bytes(content)
@@ -47,13 +42,13 @@ def test_file_that_is_no_template_is_refused(tmp_path: Path, content: bytes, rea
         read_template(str(file))
 
 
-def test_directory_is_no_template(tmp_path: Path) -> None:
+def test_directory_is_no_template(tmp_path):
     """The system's own words are passed on."""
     with pytest.raises(ConfigError, match="cannot be read"):
         read_template(str(tmp_path))
 
 
-def test_configuration_allows_control_text(written: Path) -> None:
+def test_configuration_allows_control_text(written):
     """Off unless it is asked for."""
     asked = TokenizerConfig(name="hf", allow_control_text=True)
     plain, allowed = (HfTokenizer.from_directory(written, c) for c in (None, asked))

@@ -1,23 +1,18 @@
 from __future__ import annotations
 
 import functools
-from datetime import datetime, tzinfo
-from typing import TYPE_CHECKING
+from datetime import datetime
 
 import pytest
 
 from mens_exp.errors import DataError
 from mens_exp.tokenizer.templates import (
     CHATML,
-    Message,
     check_syntax,
     generated_spans,
     is_dated,
     render,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 SMOLLM2 = (
     "{% for message in messages %}"
@@ -153,7 +148,7 @@ CONVERSATIONS = {
 
 
 @functools.cache
-def reference() -> PreTrainedTokenizerFast:
+def reference():
     """Return a tokenizer of transformers, which renders any template given to it."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -165,19 +160,19 @@ class Fixed(datetime):
     """A clock that stands on the day that templates are told."""
 
     @classmethod
-    def now(cls, tz: tzinfo | None = None) -> Fixed:
+    def now(cls, tz=None):
         return cls(2024, 7, 26, tzinfo=tz)
 
 
 @pytest.fixture(autouse=True)
-def same_day(monkeypatch: pytest.MonkeyPatch) -> None:
+def same_day(monkeypatch):
     """Let transformers render on the day that we render on every day."""
     from transformers.utils import chat_template_utils
 
     monkeypatch.setattr(chat_template_utils, "datetime", Fixed)
 
 
-def outcome_there(source: str, messages: list[Message], *, opened: bool) -> tuple[str, str | None]:
+def outcome_there(source, messages, *, opened):
     """Return the text that transformers renders, or what the template refused with."""
     from jinja2 import TemplateError
 
@@ -193,7 +188,7 @@ def outcome_there(source: str, messages: list[Message], *, opened: bool) -> tupl
 @pytest.mark.parametrize("opened", [False, True], ids=["closed", "opened"])
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_rendering_is_that_of_transformers(template: str, conversation: str, opened: bool) -> None:
+def test_rendering_is_that_of_transformers(template, conversation, opened):
     """Text for text, and where the template refuses a conversation, both do."""
     source, messages = TEMPLATES[template], CONVERSATIONS[conversation]
     expected, refusal = outcome_there(source, messages, opened=opened)
@@ -205,7 +200,7 @@ def test_rendering_is_that_of_transformers(template: str, conversation: str, ope
         assert caught.value.found == refusal
 
 
-def test_comparison_reaches_text_and_refusals() -> None:
+def test_comparison_reaches_text_and_refusals():
     """Mistral's template renders alternating turns and refuses others; the date stands."""
     text = render(MISTRAL, CONVERSATIONS["turns"], add_generation_prompt=False, **TOKENS)
     assert text.count("[INST]") == 2
@@ -216,7 +211,7 @@ def test_comparison_reaches_text_and_refusals() -> None:
     assert "Today Date: 26 Jul 2024" in dated
 
 
-def test_chatml_is_spelled_exactly() -> None:
+def test_chatml_is_spelled_exactly():
     """The strings of REFERENCE, 8: no newline after the last end marker."""
     system, user, assistant = "S", "U", "A"
     turns = [
@@ -232,7 +227,7 @@ def test_chatml_is_spelled_exactly() -> None:
     assert render(CHATML, turns, add_generation_prompt=False) == f"{prompt}{assistant}<|im_end|>"
 
 
-def test_chatml_without_system_begins_with_the_user() -> None:
+def test_chatml_without_system_begins_with_the_user():
     """It has no default system prompt of its own."""
     text = render(CHATML, [{"role": "user", "content": "U"}], add_generation_prompt=True)
     assert text == "<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
@@ -251,14 +246,14 @@ def test_chatml_without_system_begins_with_the_user() -> None:
         "{{ messages.append(1) }}",
     ],
 )
-def test_template_that_fails_is_refused(source: str) -> None:
+def test_template_that_fails_is_refused(source):
     """A template comes with the model: its faults, and its attempts, are told, not met."""
     with pytest.raises(DataError, match="refuses a conversation") as caught:
         render(source, [USER], add_generation_prompt=False)
     assert caught.value.exit_code == 2
 
 
-def test_blocks_of_generation_are_located() -> None:
+def test_blocks_of_generation_are_located():
     """In characters of the text that is rendered without their marks."""
     messages = CONVERSATIONS["turns"]
     text = render(GENERATION, messages, add_generation_prompt=False, **TOKENS)
@@ -267,19 +262,19 @@ def test_blocks_of_generation_are_located() -> None:
     assert [text[start:end].strip() for start, end in spans] == ["def f():\n    return 1\n</s>"] * 2
 
 
-def test_template_without_blocks_has_no_spans() -> None:
+def test_template_without_blocks_has_no_spans():
     """None, which is not the same as an empty list."""
     assert generated_spans(LLAMA3, CONVERSATIONS["turns"], **TOKENS) is None
     assert generated_spans(GENERATION, CONVERSATIONS["prompt"], **TOKENS) == []
 
 
-def test_dated_template_is_told() -> None:
+def test_dated_template_is_told():
     """Its prompts carry a date, which the record then names."""
     assert is_dated(LLAMA3)
     assert not is_dated(CHATML)
 
 
-def test_syntax_can_be_checked_without_a_conversation() -> None:
+def test_syntax_can_be_checked_without_a_conversation():
     """What does not compile is refused; what compiles is not rendered."""
     check_syntax("{{ raise_exception('only when rendered') }}")
     with pytest.raises(DataError, match="is no chat template"):

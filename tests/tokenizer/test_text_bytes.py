@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -12,18 +11,12 @@ from mens_exp.tokenizer.hf import HfTokenizer
 from mens_exp.tokenizer.text_bytes import bits_per_byte, text_bytes
 from mens_exp.tokenizer.vox import VoxTokenizer
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from mens_exp.tokenizer.protocol import Tokenizer as Ours
-
 TEXTS = ["def f(x):\n\treturn x", "héllo wörld", "日本語 🎉", "  two spaces", "▁"]
 # SentencePiece's form: pieces with ▁ for a space, bytes for what no piece has.
 PIECES = ["<unk>", "▁", "▁de", "f", "é", *(f"<0x{byte:02X}>" for byte in range(256)), "(", "x"]
 
 
-def sentencepiece(*, fallback: bool = True) -> Tokenizer:
+def sentencepiece(*, fallback=True):
     model = models.BPE(
         vocab={piece: i for i, piece in enumerate(PIECES)},
         merges=[],
@@ -40,18 +33,18 @@ def sentencepiece(*, fallback: bool = True) -> Tokenizer:
     return core
 
 
-def read(core: Tokenizer, tmp_path: Path) -> HfTokenizer:
+def read(core, tmp_path):
     core.save(str(tmp_path / "tokenizer.json"))
     return HfTokenizer.from_directory(tmp_path)
 
 
-def counted(tokenizer: Ours, text: str | Sequence[int]) -> tuple[int | None, str | None]:
+def counted(tokenizer, text):
     ids = tokenizer.encode_all([text])[0] if isinstance(text, str) else text
     return text_bytes(tokenizer, np.array(ids, np.int32))
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_byte_level_tokens_are_counted_to_the_byte(tmp_path: Path, text: str) -> None:
+def test_byte_level_tokens_are_counted_to_the_byte(tmp_path, text):
     """As UTF-8 itself counts, also where a token is a part of a character."""
     byte_level.write_files(tmp_path)
     tokenizer = HfTokenizer.from_directory(tmp_path)
@@ -61,12 +54,12 @@ def test_byte_level_tokens_are_counted_to_the_byte(tmp_path: Path, text: str) ->
 
 
 @pytest.mark.parametrize("text", ["def f(x", "é f", "日本語", "ünïcode"])
-def test_sentencepiece_tokens_are_counted_to_the_byte(tmp_path: Path, text: str) -> None:
+def test_sentencepiece_tokens_are_counted_to_the_byte(tmp_path, text):
     """A space is one byte, a byte token one, a piece its own text."""
     assert counted(read(sentencepiece(), tmp_path), text) == (len(text.encode()), None)
 
 
-def test_control_tokens_stand_for_no_text(tmp_path: Path) -> None:
+def test_control_tokens_stand_for_no_text(tmp_path):
     """An end marker adds to the loss and nothing to the bytes; by itself there is no text."""
     tokenizer = read(sentencepiece(), tmp_path)
     end = tokenizer.core.token_to_id("</s>")
@@ -74,14 +67,14 @@ def test_control_tokens_stand_for_no_text(tmp_path: Path) -> None:
     assert counted(tokenizer, [end]) == (None, "no learned token stands for text")
 
 
-def test_unknown_tokens_have_unknown_bytes(tmp_path: Path) -> None:
+def test_unknown_tokens_have_unknown_bytes(tmp_path):
     """Null with the reason, though the token is a control token as well."""
     total, reason = counted(read(sentencepiece(fallback=False), tmp_path), "日")
     assert total is None
     assert "unknown token" in str(reason)
 
 
-def test_other_vocabularies_do_not_tell(tmp_path: Path) -> None:
+def test_other_vocabularies_do_not_tell(tmp_path):
     """WordPiece drops spaces."""
     words = ["[UNK]", "a"]
     core = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token=words[0]))
@@ -91,12 +84,12 @@ def test_other_vocabularies_do_not_tell(tmp_path: Path) -> None:
     assert "does not tell" in str(reason)
 
 
-def test_vox_counts_ascii_and_compounds_and_knows_no_newline() -> None:
+def test_vox_counts_ascii_and_compounds_and_knows_no_newline():
     """`fn ` is one token of three bytes; a newline is its unknown token."""
     assert counted(VoxTokenizer(), "fn f() -> x") == (11, None)
     assert counted(VoxTokenizer(), "fn f()\n")[0] is None
 
 
-def test_bits_per_byte_by_hand() -> None:
+def test_bits_per_byte_by_hand():
     """Ten tokens of ln 2 nats each are ten bits; over twenty bytes half a bit each."""
     assert bits_per_byte(math.log(2), 10, 20) == pytest.approx(0.5)

@@ -9,7 +9,7 @@ from mens_exp.tokenizer.vox import COMPOUNDS, VOCAB_SIZE, VoxTokenizer
 VOX = VoxTokenizer()
 
 
-def ids_by_definition(text: str) -> list[int]:
+def ids_by_definition(text):
     """Encode place by place, as the specification is written."""
     data, ids, place = text.encode("utf-8", "surrogatepass"), [], 0
     while place < len(data):
@@ -25,7 +25,7 @@ def ids_by_definition(text: str) -> list[int]:
     return ids
 
 
-def test_vocabulary_has_131_ids() -> None:
+def test_vocabulary_has_131_ids():
     """PAD, UNK, EOS, 95 printable characters and 33 compounds."""
     assert VOCAB_SIZE == 3 + 95 + 33 == 131
     assert VOX.last_id == 130
@@ -54,12 +54,12 @@ def test_vocabulary_has_131_ids() -> None:
         ("\ud800", [1, 1, 1]),
     ],
 )
-def test_ids_are_those_of_the_specification(text: str, ids: list[int]) -> None:
+def test_ids_are_those_of_the_specification(text, ids):
     """Counted by hand: ASCII is code − 29, compounds count from 98 in list order."""
     assert VOX.encode(text) == ids
 
 
-def test_list_order_wins_over_length() -> None:
+def test_list_order_wins_over_length():
     """`@test` stands before no longer name, but `=>` stands before `==`: `==>` is `==`, `>`."""
     assert VOX.encode("==>") == [114, 62 - 32 + 3]
     assert VOX.encode("=>=") == [110, 61 - 32 + 3]
@@ -72,25 +72,25 @@ compounded = st.lists(st.one_of(st.sampled_from(COMPOUNDS), st.text(max_size=4))
 
 
 @given(compounded)
-def test_encoding_is_that_of_the_place_by_place_definition(text: str) -> None:
+def test_encoding_is_that_of_the_place_by_place_definition(text):
     """On texts thick with compounds, characters of any script and control characters."""
     assert VOX.encode(text) == ids_by_definition(text)
 
 
 @given(st.text(st.characters(min_codepoint=32, max_codepoint=126)))
-def test_printable_ascii_comes_back(text: str) -> None:
+def test_printable_ascii_comes_back(text):
     """Compounds or not, decoding undoes encoding."""
     assert VOX.decode(VOX.encode(text)) == text
 
 
 @given(st.text())
-def test_no_id_lies_outside_the_vocabulary(text: str) -> None:
+def test_no_id_lies_outside_the_vocabulary(text):
     """Never under 1 nor over 130; PAD and EOS come from no text."""
     assert set(VOX.encode(text)) <= set(range(1, 131)) - {2}
 
 
 @given(st.text())
-def test_what_is_lost_shows_as_replacement_characters(text: str) -> None:
+def test_what_is_lost_shows_as_replacement_characters(text):
     """Each byte outside printable ASCII is one U+FFFD; everything else is as it was."""
     expected = "".join(
         chr(byte) if 32 <= byte <= 126 else "\ufffd" for byte in text.encode("utf-8")
@@ -98,12 +98,12 @@ def test_what_is_lost_shows_as_replacement_characters(text: str) -> None:
     assert VOX.decode(VOX.encode(text)) == expected
 
 
-def test_decoding_drops_padding_and_end() -> None:
+def test_decoding_drops_padding_and_end():
     """0 and 2 vanish, 1 shows, and so does an id that only a filled-up table has."""
     assert VOX.decode([0, 36, 2, 1, 0, 131]) == "A\ufffd\ufffd"
 
 
-def test_chatml_is_exact() -> None:
+def test_chatml_is_exact():
     """No newline after the last end marker; the markers are one id each."""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     text = VOX.render(turns, add_generation_prompt=False)
@@ -114,6 +114,6 @@ def test_chatml_is_exact() -> None:
     assert ids[-1] in VOX.end_ids & VOX.special_ids
 
 
-def test_batches_are_encoded_one_by_one() -> None:
+def test_batches_are_encoded_one_by_one():
     """Nothing is shared between texts."""
     assert VOX.encode_all(["=", ">"]) == [[32], [33]]

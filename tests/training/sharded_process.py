@@ -7,7 +7,6 @@ this process holds and computes goes to ``<file>.<rank>``.
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -22,7 +21,7 @@ from mens_exp.training.process_group import joined, store_at
 from mens_exp.training.sharding import averaged
 
 
-def held(layers: Any) -> dict[str, int]:
+def held(layers):
     """Return bytes of every frozen weight of the decoder layers, as this process holds it."""
     return {
         name: (weight.to_local() if isinstance(weight, DTensor) else weight).nbytes
@@ -31,20 +30,20 @@ def held(layers: Any) -> dict[str, int]:
     }
 
 
-def main(port: int, number: int, file: str) -> None:
+def main(port, number, file):
     given = torch.load(file, weights_only=False)
     config = typed(compose([given["overrides"]])[0].values)
     rank = Rank(rank=number, world_size=2, local_rank=number, local_world_size=2)
     with joined(rank, torch.device("cpu"), store_at(port, 2)):
-        backend: Any = build_backend(config, resolve(config.model, cache_root()), rank)
+        backend = build_backend(config, resolve(config.model, cache_root()), rank)
         with torch.no_grad():
             for name, parameter in backend.trainable().items():
                 if name in given["adapter"]:
                     parameter.copy_(given["adapter"][name])
         layers = backend.causal_lm.model.layers
-        seen: dict[str, Any] = {"at_rest": held(layers), "inside": []}
+        seen = {"at_rest": held(layers), "inside": []}
 
-        def look(*_: Any) -> None:
+        def look(*_):
             seen["inside"].append([sum(held(layer).values()) for layer in layers])
 
         layers[1].self_attn.register_forward_pre_hook(look)

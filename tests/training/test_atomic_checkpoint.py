@@ -1,20 +1,16 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from mens_exp.training.atomic_checkpoint import AtomicCheckpointIO
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-STATE: dict[str, Any] = {"adapter": {"l0.q.lora_a": torch.arange(6.0).view(2, 3)}, "step": 7}
+STATE = {"adapter": {"l0.q.lora_a": torch.arange(6.0).view(2, 3)}, "step": 7}
 
 
-def test_a_checkpoint_reads_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_checkpoint_reads_back_as_it_was_written(tmp_path):
     """Under the safe loader too; missing parent folders are made."""
     path = tmp_path / "checkpoints" / "step.ckpt"
     AtomicCheckpointIO().save_checkpoint(STATE, path)
@@ -23,21 +19,19 @@ def test_a_checkpoint_reads_back_as_it_was_written(tmp_path: Path) -> None:
     assert torch.equal(read["adapter"]["l0.q.lora_a"], STATE["adapter"]["l0.q.lora_a"])
 
 
-def test_a_path_may_be_a_string(tmp_path: Path) -> None:
+def test_a_path_may_be_a_string(tmp_path):
     """Lightning hands over either."""
     AtomicCheckpointIO().save_checkpoint(STATE, str(tmp_path / "step.ckpt"))
     assert (tmp_path / "step.ckpt").is_file()
 
 
-def test_a_write_that_fails_leaves_the_earlier_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_fails_leaves_the_earlier_checkpoint(tmp_path, monkeypatch):
     """A full disk costs the new file and no other, and no temporary remains."""
     path = tmp_path / "step.ckpt"
     AtomicCheckpointIO().save_checkpoint(STATE, path)
     before = path.read_bytes()
 
-    def full(descriptor: int) -> None:
+    def full(descriptor):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
@@ -47,7 +41,7 @@ def test_a_write_that_fails_leaves_the_earlier_checkpoint(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_cannot_be_saved_leaves_no_file(tmp_path: Path) -> None:
+def test_what_cannot_be_saved_leaves_no_file(tmp_path):
     """Serialising comes before the first byte on disk."""
     with pytest.raises((AttributeError, TypeError), match="pickle"):
         AtomicCheckpointIO().save_checkpoint({"fn": lambda: None}, tmp_path / "step.ckpt")

@@ -3,7 +3,6 @@ from __future__ import annotations
 import logging
 import signal
 import warnings
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,19 +13,11 @@ from mens_exp.artifacts.telemetry import Telemetry
 from mens_exp.errors import SetupError
 from mens_exp.training.build import build_trainer, device_of, lightning_quiet
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from lightning import Trainer
-
-    from mens_exp.config.root import RunConfig
-
 
 class Record:
     """As much of a run as building a trainer needs."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.dir = RunDir(path)
         self.telemetry = Telemetry(self.dir.telemetry)
         self.manifest = Manifest(
@@ -37,22 +28,20 @@ class Record:
             seed=42,
         )
 
-    def save(self) -> None:
+    def save(self):
         raise AssertionError
 
-    def after_close(self, fn: Callable[[Manifest], None]) -> None:
+    def after_close(self, fn):
         raise AssertionError
 
 
 @pytest.fixture
-def built(
-    tmp_path: Path, tiny_config: Callable[..., RunConfig]
-) -> Iterator[Callable[..., Trainer]]:
+def built(tmp_path, tiny_config):
     """Build the trainer of a configuration of 10 steps."""
     record = Record(tmp_path)
     was_deterministic = torch.are_deterministic_algorithms_enabled()
 
-    def make(*overrides: str) -> Trainer:
+    def make(*overrides):
         with lightning_quiet():
             return build_trainer(tiny_config(*overrides), record, max_steps=10)
 
@@ -61,7 +50,7 @@ def built(
     torch.use_deterministic_algorithms(was_deterministic)
 
 
-def names(trainer: Trainer) -> list[str]:
+def names(trainer):
     return [type(callback).__name__ for callback in trainer.callbacks]
 
 
@@ -69,15 +58,13 @@ def names(trainer: Trainer) -> list[str]:
     ("accelerator", "has_gpu", "chosen"),
     [("auto", False, "cpu"), ("auto", True, "cuda"), ("cpu", True, "cpu"), ("gpu", True, "cuda")],
 )
-def test_the_device_is_the_one_asked_for_or_the_best(
-    monkeypatch: pytest.MonkeyPatch, accelerator: str, has_gpu: bool, chosen: str
-) -> None:
+def test_the_device_is_the_one_asked_for_or_the_best(monkeypatch, accelerator, has_gpu, chosen):
     """Auto takes a GPU where there is one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     assert device_of(accelerator).type == chosen
 
 
-def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     """To train on the CPU instead would be another run."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SetupError, match="no CUDA device is usable"):
@@ -85,8 +72,8 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_default_callbacks_are_there_and_the_checkpoint_is_last(
-    built: Callable[..., Trainer],
-) -> None:
+    built,
+):
     """Whatever belongs to a step has happened when its checkpoint is written."""
     assert names(built()) == [
         "ManifestFacts",
@@ -101,28 +88,28 @@ def test_the_default_callbacks_are_there_and_the_checkpoint_is_last(
     ]
 
 
-def test_callbacks_can_be_chosen(built: Callable[..., Trainer]) -> None:
+def test_callbacks_can_be_chosen(built):
     """Lightning adds none of its own in place of what was left out."""
     minimal = built("callbacks=minimal")
     assert names(minimal) == ["ManifestFacts", "Digests", "TelemetryWriter", "AdapterWriter"]
     assert "Progress" not in names(built("~callbacks.progress"))
 
 
-def test_the_best_adapter_is_put_back_before_it_is_written(built: Callable[..., Trainer]) -> None:
+def test_the_best_adapter_is_put_back_before_it_is_written(built):
     """Whoever selects comes first, and is there only when asked for."""
     found = names(built("adapter.select=best", "trainer.val_check_interval=4"))
     assert found[0] == "BestAdapter"
     assert "BestAdapter" not in names(built())
 
 
-def test_settings_reach_the_callback(built: Callable[..., Trainer]) -> None:
+def test_settings_reach_the_callback(built):
     """A YAML key is an argument of the class."""
-    trainer: Any = built("callbacks.memory.trim_every_n_steps=7")
+    trainer = built("callbacks.memory.trim_every_n_steps=7")
     (memory,) = (one for one in trainer.callbacks if type(one).__name__ == "MemoryWatch")
     assert memory.trim_every_n_steps == 7
 
 
-def test_the_mirror_comes_with_its_logger(built: Callable[..., Trainer]) -> None:
+def test_the_mirror_comes_with_its_logger(built):
     """Without it there is none; Lightning's own loggers are never used."""
     assert "WandbMirror" not in names(built())
     mirrored = built("logger=wandb")
@@ -130,7 +117,7 @@ def test_the_mirror_comes_with_its_logger(built: Callable[..., Trainer]) -> None
     assert mirrored.loggers == []
 
 
-def test_cpu_runs_are_deterministic_unless_told_otherwise(built: Callable[..., Trainer]) -> None:
+def test_cpu_runs_are_deterministic_unless_told_otherwise(built):
     """The same command then gives the same bytes."""
     built()
     assert torch.are_deterministic_algorithms_enabled()
@@ -138,7 +125,7 @@ def test_cpu_runs_are_deterministic_unless_told_otherwise(built: Callable[..., T
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_trainer_settings_are_lightnings_own(built: Callable[..., Trainer]) -> None:
+def test_trainer_settings_are_lightnings_own(built):
     """Clipping, accumulation, and validation every so many micro-batches or never."""
     trainer = built(
         "trainer.gradient_clip_val=0.5",
@@ -154,7 +141,7 @@ def test_trainer_settings_are_lightnings_own(built: Callable[..., Trainer]) -> N
     assert built().val_check_interval > 10 * 4
 
 
-def test_quiet_hides_lightnings_notices_and_ends_with_its_block() -> None:
+def test_quiet_hides_lightnings_notices_and_ends_with_its_block():
     """Errors, and other warnings, still come through."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
@@ -167,7 +154,7 @@ def test_quiet_hides_lightnings_notices_and_ends_with_its_block() -> None:
     assert logger.level == level
 
 
-def test_a_trainer_leaves_signals_to_the_run(built: Callable[..., Trainer]) -> None:
+def test_a_trainer_leaves_signals_to_the_run(built):
     """Lightning's handler of SIGTERM would broadcast from inside the signal, and wait for ever."""
     before = signal.getsignal(signal.SIGTERM)
     try:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -11,19 +10,13 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.training.untouched import untouched
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
-    from mens_exp.artifacts.run_dir import RunDir
-
-
-def states() -> list[Any]:
-    legacy: Any = np.random.get_state()  # noqa: NPY002  # the global one
+def states():
+    legacy = np.random.get_state()  # the global one
     return [torch.get_rng_state().tolist(), legacy[1].tolist(), random.getstate()]
 
 
-def test_a_block_leaves_modes_gradients_and_generators_as_they_were() -> None:
+def test_a_block_leaves_modes_gradients_and_generators_as_they_were():
     """Whatever is drawn, accumulated or switched inside, and dropout is off there."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5), torch.nn.ReLU())
     model[2].eval()
@@ -32,8 +25,8 @@ def test_a_block_leaves_modes_gradients_and_generators_as_they_were() -> None:
     with untouched(model):
         assert [module.training for module in model] == [True, False, False]
         model(torch.rand(2, 3)).sum().backward()
-        np.random.rand(5)  # noqa: NPY002  # the global one, which others may use
-        random.random()  # noqa: S311  # no secret
+        np.random.rand(5)  # the global one, which others may use
+        random.random()  # no secret
         model.train()
         torch.use_deterministic_algorithms(not deterministic)
     assert [module.training for module in model] == [True, True, False]
@@ -43,7 +36,7 @@ def test_a_block_leaves_modes_gradients_and_generators_as_they_were() -> None:
     assert states() == state
 
 
-def losses(run: RunDir) -> list[Any]:
+def losses(run):
     steps = [event["payload"] for event in read_events(run.telemetry) if event["event"] == "step"]
     return [step["train/loss"] for step in steps]
 
@@ -52,9 +45,7 @@ def losses(run: RunDir) -> list[Any]:
 @pytest.mark.parametrize(
     "overrides", [(), ("data.packing=false", "data.micro_batch_size=2"), ("backend=full",)]
 )
-def test_a_run_with_the_probe_trains_bit_for_bit_as_without(
-    train_in: Callable[..., RunDir], tmp_path: Path, overrides: tuple[str, ...]
-) -> None:
+def test_a_run_with_the_probe_trains_bit_for_bit_as_without(train_in, tmp_path, overrides):
     """Dropout included; a run without the probe says why it has none."""
     with_it, without = (
         train_in(tmp_path / name, *overrides, f"data.contract.probe={name}")
@@ -73,9 +64,7 @@ def test_a_run_with_the_probe_trains_bit_for_bit_as_without(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_keeps_its_certificate(
-    train_in: Callable[..., RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_keeps_its_certificate(train_in, tmp_path, monkeypatch):
     """It is not tried again: training goes on from where it was."""
     from mens_exp import cli
     from mens_exp.training import contract_probe
@@ -100,9 +89,7 @@ def test_a_resumed_run_keeps_its_certificate(
         ("objective=causal",),
     ],
 )
-def test_every_backend_is_within_tolerance(
-    train_in: Callable[..., RunDir], tmp_path: Path, overrides: tuple[str, ...]
-) -> None:
+def test_every_backend_is_within_tolerance(train_in, tmp_path, overrides):
     """What differs by rounding alone is far from what is refused."""
     node = Manifest.read(train_in(tmp_path / "run", *overrides).manifest).data_contract
     assert node is not None
@@ -114,9 +101,7 @@ def test_every_backend_is_within_tolerance(
 
 
 @pytest.mark.slow
-def test_a_refused_run_is_refused_again_when_it_goes_on(
-    train_in: Callable[..., RunDir], tmp_path: Path
-) -> None:
+def test_a_refused_run_is_refused_again_when_it_goes_on(train_in, tmp_path):
     """What was refused is no certificate to go on with."""
     from mens_exp import cli
 

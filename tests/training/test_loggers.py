@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import csv
 import importlib.util
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,19 +10,10 @@ from mens_exp.config.overrides import check
 from mens_exp.errors import MissingExtra
 from mens_exp.plan.checks import logger
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.config.root import RunConfig
-
 pytestmark = pytest.mark.slow  # whole runs
 
 
-def test_csv_holds_every_steps_metrics_and_the_settings(
-    train_in: Callable[..., RunDir], tmp_path: Path
-) -> None:
+def test_csv_holds_every_steps_metrics_and_the_settings(train_in, tmp_path):
     """What telemetry has, in Lightning's file; hyperparameters by dotted path."""
     run = train_in(tmp_path / "run", "logger=csv", "logger.flush_every_n_steps=1")
     with (run.csv / "attempt_1" / "metrics.csv").open(encoding="utf-8", newline="") as file:
@@ -40,9 +30,7 @@ def test_csv_holds_every_steps_metrics_and_the_settings(
     assert "quant.quant_type: nf4" in settings
 
 
-def test_csv_holds_the_scorecards_of_training(
-    train_in: Callable[..., RunDir], tmp_path: Path
-) -> None:
+def test_csv_holds_the_scorecards_of_training(train_in, tmp_path):
     """In the row of their step, and in no other."""
     run = train_in(
         tmp_path / "run",
@@ -59,9 +47,7 @@ def test_csv_holds_the_scorecards_of_training(
     assert list(shown) == [2, 4]
 
 
-def test_a_resumed_run_keeps_the_rows_of_the_attempt_before(
-    train_in: Callable[..., RunDir], tmp_path: Path
-) -> None:
+def test_a_resumed_run_keeps_the_rows_of_the_attempt_before(train_in, tmp_path):
     """Lightning's logger would overwrite its file; each attempt has one."""
     from mens_exp import cli
 
@@ -77,9 +63,7 @@ def test_a_resumed_run_keeps_the_rows_of_the_attempt_before(
     reason="tensorboard is missing: pip install 'mens-exp[tensorboard]'",
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what tensorboard is made of
-def test_tensorboard_reads_every_steps_loss(
-    train_in: Callable[..., RunDir], tmp_path: Path
-) -> None:
+def test_tensorboard_reads_every_steps_loss(train_in, tmp_path):
     """Its own reader finds the series."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -93,9 +77,7 @@ def test_tensorboard_reads_every_steps_loss(
     assert seen == pytest.approx({p["step"]: p["train/loss"] for p in told}, rel=1e-6)
 
 
-def test_a_missing_tensorboard_names_the_extra(
-    tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_tensorboard_names_the_extra(tiny_config, monkeypatch):
     """Before a weight is read; with it, nothing is said."""
     config = tiny_config("logger=tensorboard")
     monkeypatch.setattr(logger, "find_spec", lambda _name: object())
@@ -107,7 +89,7 @@ def test_a_missing_tensorboard_names_the_extra(
     assert list(logger.check(tiny_config("logger=csv"))) == []
 
 
-def test_a_loggers_settings_are_its_own() -> None:
+def test_a_loggers_settings_are_its_own():
     """A key of another logger is refused."""
     (problem,) = check(["logger=csv", "logger.project=mine"]).problems
     assert "is no key of the chosen logger" in str(problem)

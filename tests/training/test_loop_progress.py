@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from mens_exp.training.loop_progress import for_processes
 
 
-def saved(batches: int, **more: Any) -> dict[str, Any]:
+def saved(batches, **more):
     counts = dict.fromkeys(("ready", "started", "processed", "completed"), batches)
     progress = {"current": dict(counts), "total": dict(counts), "is_last_batch": False}
     return {"loops": {"fit_loop": {"epoch_loop.batch_progress": progress}}, **more}
 
 
 @pytest.mark.parametrize(("before", "after", "expected"), [(2, 1, 24), (1, 3, 4), (4, 2, 24)])
-def test_all_processes_together_have_taken_the_same(before: int, after: int, expected: int) -> None:
+def test_all_processes_together_have_taken_the_same(before, after, expected):
     """Twelve micro-batches of each of ``before``."""
     checkpoint = saved(12, world_size=before)
     for_processes(checkpoint, after)
     assert checkpoint["loops"] == saved(expected)["loops"]
 
 
-def test_a_checkpoint_that_says_nothing_is_of_one_process() -> None:
+def test_a_checkpoint_that_says_nothing_is_of_one_process():
     """It goes on unchanged with one, and with two each has taken half."""
     checkpoint = saved(12)
     for_processes(checkpoint, 1)

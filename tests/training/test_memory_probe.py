@@ -17,14 +17,14 @@ linux = pytest.mark.skipif(
 )
 
 
-def fresh(size: int) -> mmap.mmap:
+def fresh(size):
     """Write to pages of their own: the heap of a large process may have freed ones to reuse."""
     block = mmap.mmap(-1, size)
     np.frombuffer(block, np.uint8)[:] = 1
     return block
 
 
-def test_resident_memory_grows_with_what_is_written() -> None:
+def test_resident_memory_grows_with_what_is_written():
     """64 MiB of ones show as at least 60."""
     before = memory_probe.rss_bytes()
     with fresh(64 * MIB):
@@ -32,7 +32,7 @@ def test_resident_memory_grows_with_what_is_written() -> None:
 
 
 @linux
-def test_the_peak_remembers_what_is_gone() -> None:
+def test_the_peak_remembers_what_is_gone():
     """A block that was freed again still counts."""
     assert memory_probe.reset_peak()
     before = memory_probe.rss_bytes()
@@ -43,7 +43,7 @@ def test_the_peak_remembers_what_is_gone() -> None:
 
 
 @linux
-def test_a_reset_forgets_earlier_peaks() -> None:
+def test_a_reset_forgets_earlier_peaks():
     """After it the peak is what is resident now, to within a few MiB."""
     fresh(128 * MIB).close()
     assert memory_probe.reset_peak()
@@ -52,10 +52,10 @@ def test_a_reset_forgets_earlier_peaks() -> None:
     assert abs(peak - memory_probe.rss_bytes()) < 16 * MIB
 
 
-def test_a_system_that_cannot_reset_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_cannot_reset_says_so(monkeypatch):
     """False, never an error."""
 
-    def refuse(*_: object, **__: object) -> None:
+    def refuse(*_, **__):
         raise PermissionError
 
     monkeypatch.setattr(Path, "write_text", refuse)
@@ -63,12 +63,10 @@ def test_a_system_that_cannot_reset_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("own", "expected"), [({"peak_wset": 123}, 123), ({}, None)])
-def test_without_proc_the_peak_is_windows_own_or_unknown(
-    monkeypatch: pytest.MonkeyPatch, own: dict[str, int], expected: int | None
-) -> None:
+def test_without_proc_the_peak_is_windows_own_or_unknown(monkeypatch, own, expected):
     """None where nobody knows, never a guess."""
 
-    def absent(*_: object, **__: object) -> str:
+    def absent(*_, **__):
         raise FileNotFoundError
 
     process = SimpleNamespace(memory_info=lambda: SimpleNamespace(**own))
@@ -77,7 +75,7 @@ def test_without_proc_the_peak_is_windows_own_or_unknown(
     assert memory_probe.peak_rss_bytes() == expected
 
 
-def test_without_torch_there_is_no_gpu_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_there_is_no_gpu_peak(monkeypatch):
     """The probe imports nothing to find out."""
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     assert memory_probe.peak_cuda_bytes() is None
@@ -85,9 +83,7 @@ def test_without_torch_there_is_no_gpu_peak(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("available", "expected"), [(True, 4096), (False, None)])
-def test_the_gpu_peak_is_the_allocator_s(
-    monkeypatch: pytest.MonkeyPatch, available: bool, expected: int | None
-) -> None:
+def test_the_gpu_peak_is_the_allocator_s(monkeypatch, available, expected):
     """None where no GPU is in use; reset along with the host's."""
     peaks = [4096]
     cuda = SimpleNamespace(

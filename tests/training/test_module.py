@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,15 +17,6 @@ from mens_exp.training.atomic_checkpoint import AtomicCheckpointIO
 from mens_exp.training.build import lightning_quiet
 from mens_exp.training.module import TrainingModule
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from mens_exp.backends.qlora import QloraBackend
-    from mens_exp.config.root import RunConfig
-    from mens_exp.data.batch import Batch
-    from mens_exp.rows.encode import Encoded
-
 EXACT = (
     "quant.compute_dtype=f32",
     "lora.dropout=0",
@@ -38,7 +28,7 @@ PEAK = 2e-3
 
 
 @pytest.fixture(autouse=True)
-def own_determinism() -> Iterator[None]:
+def own_determinism():
     """Trainer(deterministic=True) sets a global switch; put it back."""
     before = torch.are_deterministic_algorithms_enabled()
     yield
@@ -46,20 +36,20 @@ def own_determinism() -> Iterator[None]:
 
 
 @pytest.fixture
-def documents(random_documents: Callable[..., Encoded]) -> Encoded:
+def documents(random_documents):
     return random_documents(LENGTHS, SUPERVISED)
 
 
 class Watch(Callback):
     """Keeps the metrics of every step, and the gradients that the optimizer steps with."""
 
-    def __init__(self) -> None:
-        self.metrics: list[dict[str, float]] = []
-        self.gradients: list[dict[str, torch.Tensor]] = []
-        self.validations: list[dict[str, float]] = []
+    def __init__(self):
+        self.metrics = []
+        self.gradients = []
+        self.validations = []
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        def keep(*_: object) -> None:
+    def on_train_start(self, trainer, pl_module):
+        def keep(*_):
             parameters = pl_module.backend.trainable().items()
             self.gradients.append({name: p.grad.clone() for name, p in parameters})
 
@@ -67,21 +57,21 @@ class Watch(Callback):
             keep
         )  # the pre-hook runs before the backward pass
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, pl_module, *_):
         if pl_module.at_step_boundary:
             self.metrics.append(dict(pl_module.step_metrics))
 
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_validation_end(self, trainer, pl_module):
         self.validations.append(dict(pl_module.validation))
 
 
 @pytest.fixture
 def fit(
-    tiny_backend: Callable[..., QloraBackend],
-    tiny_config: Callable[..., RunConfig],
-    documents: Encoded,
-    tmp_path: Path,
-) -> Callable[..., tuple[TrainingModule, Watch, Trainer]]:
+    tiny_backend,
+    tiny_config,
+    documents,
+    tmp_path,
+):
     """Train tiny_llama on eight ragged documents.
 
     Of the `other` options, `total_steps` is what the schedule runs over, `resume` a checkpoint,
@@ -89,14 +79,14 @@ def fit(
     """
 
     def fitted(
-        *overrides: str,
-        steps: int = 1,
-        accumulate: int = 4,
-        size: int = 1,
-        clip: float = 1e9,
-        validate_every: int | None = None,
-        **other: Any,
-    ) -> tuple[TrainingModule, Watch, Trainer]:
+        *overrides,
+        steps=1,
+        accumulate=4,
+        size=1,
+        clip=1e9,
+        validate_every=None,
+        **other,
+    ):
         config, watch = tiny_config(*EXACT, *overrides), Watch()
         backend = tiny_backend(*EXACT, *overrides, live=other.get("live", True))
         module = TrainingModule(
@@ -130,7 +120,7 @@ def fit(
     return fitted
 
 
-def stream(encoded: Encoded, *, size: int, total: int, seed: int | None) -> MicroBatches:
+def stream(encoded, *, size, total, seed):
     return MicroBatches(
         encoded,
         [[i] for i in range(len(encoded))],
@@ -142,16 +132,16 @@ def stream(encoded: Encoded, *, size: int, total: int, seed: int | None) -> Micr
     )
 
 
-def mean_loss(backend: QloraBackend, batch: Batch) -> torch.Tensor:
+def mean_loss(backend, batch):
     """Take the mean over a batch's supervised tokens the plain way, all logits at once."""
     return functional.cross_entropy(backend.head(backend(batch)), batch.targets_M)
 
 
-def tensors_of(module: TrainingModule) -> dict[str, torch.Tensor]:
+def tensors_of(module):
     return {name: p.detach().clone() for name, p in module.backend.trainable().items()}
 
 
-def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+def same(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
 
 
@@ -162,8 +152,8 @@ Fit = "Callable[..., tuple[TrainingModule, Watch, Trainer]]"
 
 
 def test_a_step_s_loss_and_gradient_are_those_of_the_mean_over_its_tokens(
-    fit: Fit, tiny_backend: Callable[..., QloraBackend], documents: Encoded
-) -> None:
+    fit, tiny_backend, documents
+):
     """Four ragged micro-batches against one plain mean over all their tokens, in f32."""
     _, watch, _ = fit()
     order = [stream(documents, size=1, total=4, seed=0)._block_at(i) for i in range(4)]
@@ -181,7 +171,7 @@ def test_a_step_s_loss_and_gradient_are_those_of_the_mean_over_its_tokens(
 
 
 @pytest.mark.parametrize(("accumulate", "size"), [(2, 2), (1, 4)])
-def test_four_micro_batches_of_one_are_one_of_four(fit: Fit, accumulate: int, size: int) -> None:
+def test_four_micro_batches_of_one_are_one_of_four(fit, accumulate, size):
     """Two steps on ragged documents: equal losses and gradients to f32 tolerance."""
     _, apart, _ = fit(steps=2, accumulate=4, size=1)
     _, together, _ = fit(steps=2, accumulate=accumulate, size=size)
@@ -195,9 +185,7 @@ def test_four_micro_batches_of_one_are_one_of_four(fit: Fit, accumulate: int, si
 
 
 @pytest.mark.parametrize("accumulate", [3, 7])
-def test_an_accumulation_that_no_float_divides_by_changes_nothing(
-    fit: Fit, accumulate: int
-) -> None:
+def test_an_accumulation_that_no_float_divides_by_changes_nothing(fit, accumulate):
     """Lightning's division and the module's multiplication cancel."""
     _, apart, _ = fit(accumulate=accumulate, size=1)
     _, together, _ = fit(accumulate=1, size=accumulate)
@@ -205,7 +193,7 @@ def test_an_accumulation_that_no_float_divides_by_changes_nothing(
         assert torch.allclose(gradient, together.gradients[0][name], rtol=1e-4, atol=1e-6), name
 
 
-def test_a_micro_batch_without_supervision_adds_nothing(fit: Fit) -> None:
+def test_a_micro_batch_without_supervision_adds_nothing(fit):
     """Two epochs of eight documents, one of them unsupervised, count 53 tokens each."""
     module, watch, _ = fit(steps=4)
     assert watch.metrics[1]["data/supervised_tokens"] == sum(SUPERVISED) == 53
@@ -214,9 +202,7 @@ def test_a_micro_batch_without_supervision_adds_nothing(fit: Fit) -> None:
     assert (module.tokens, module.supervised_tokens) == (2 * sum(LENGTHS), 106)
 
 
-def test_a_step_without_supervision_is_refused(
-    fit: Fit, random_documents: Callable[..., Encoded]
-) -> None:
+def test_a_step_without_supervision_is_refused(fit, random_documents):
     """Dividing by no tokens is an error of the data that names the step."""
     with pytest.raises(DataError, match=r"no supervised token.*step 0"):
         fit(encoded=random_documents([5, 6, 7], [0, 0, 0]))
@@ -225,7 +211,7 @@ def test_a_step_without_supervision_is_refused(
 # clipping
 
 
-def test_clipping_comes_after_the_division(fit: Fit) -> None:
+def test_clipping_comes_after_the_division(fit):
     """A limit between the norm of the mean and that of the sum clips nothing."""
     _, free, _ = fit()
     norm, count = free.metrics[0]["train/grad_norm"], free.metrics[0]["data/supervised_tokens"]
@@ -234,7 +220,7 @@ def test_clipping_comes_after_the_division(fit: Fit) -> None:
     assert same(loose.gradients[0], free.gradients[0])
 
 
-def test_clipping_scales_the_whole_gradient_down_to_its_limit(fit: Fit) -> None:
+def test_clipping_scales_the_whole_gradient_down_to_its_limit(fit):
     """Half the norm: the optimizer sees that norm, the record the norm before."""
     _, free, _ = fit()
     norm = free.metrics[0]["train/grad_norm"]
@@ -247,7 +233,7 @@ def test_clipping_scales_the_whole_gradient_down_to_its_limit(fit: Fit) -> None:
 # the rate
 
 
-def test_the_first_step_of_a_warm_up_moves(fit: Fit) -> None:
+def test_the_first_step_of_a_warm_up_moves(fit):
     """It has a quarter of the peak rate, and AdamW's first step is as large as its rate."""
     module, watch, _ = fit("schedule.warmup_steps=4", live=False)
     assert watch.metrics[0]["optim/lr"] == pytest.approx(PEAK / 4, abs=1e-15)
@@ -259,7 +245,7 @@ def test_the_first_step_of_a_warm_up_moves(fit: Fit) -> None:
     assert moved == pytest.approx(PEAK / 4, rel=1e-3)
 
 
-def test_every_step_has_the_rate_of_the_schedule(fit: Fit) -> None:
+def test_every_step_has_the_rate_of_the_schedule(fit):
     """Two of warm-up, then four cosine steps, to 1e-12; micro-batches do not advance it."""
     _, watch, _ = fit("schedule=cosine", "schedule.warmup_steps=2", steps=6, accumulate=2)
     root = 2**0.5 / 2
@@ -270,7 +256,7 @@ def test_every_step_has_the_rate_of_the_schedule(fit: Fit) -> None:
 # validation
 
 
-def test_training_goes_on_after_a_validation_as_if_there_had_been_none(fit: Fit) -> None:
+def test_training_goes_on_after_a_validation_as_if_there_had_been_none(fit):
     """In bf16 with dropout, validated in mid-step too: the same adapter, bit for bit."""
     real = ("quant.compute_dtype=bf16", "lora.dropout=0.1")
     plain, _, _ = fit(*real, steps=3)
@@ -279,7 +265,7 @@ def test_training_goes_on_after_a_validation_as_if_there_had_been_none(fit: Fit)
     assert same(tensors_of(plain), tensors_of(checked))
 
 
-def test_every_matrix_gets_gradients_before_and_after_a_validation(fit: Fit) -> None:
+def test_every_matrix_gets_gradients_before_and_after_a_validation(fit):
     """Three steps with validations in between: no gradient is zero."""
     _, watch, _ = fit("quant.compute_dtype=bf16", steps=3, validate_every=4)
     assert len(watch.gradients) == 3
@@ -288,9 +274,7 @@ def test_every_matrix_gets_gradients_before_and_after_a_validation(fit: Fit) -> 
         assert all(bool(gradient.any()) for gradient in gradients.values())
 
 
-def test_validation_loss_is_the_mean_over_all_supervised_tokens(
-    fit: Fit, tiny_backend: Callable[..., QloraBackend], documents: Encoded
-) -> None:
+def test_validation_loss_is_the_mean_over_all_supervised_tokens(fit, tiny_backend, documents):
     """Over three ragged batches, against one plain mean."""
     _, _, trainer = fit()
     module = trainer.lightning_module
@@ -310,14 +294,12 @@ def test_validation_loss_is_the_mean_over_all_supervised_tokens(
     assert module.validation["val/bits_per_byte"] == pytest.approx(bits, rel=1e-6)
 
 
-def test_as_base_validates_without_the_adapter(
-    fit: Fit, tiny_backend: Callable[..., QloraBackend], documents: Encoded
-) -> None:
+def test_as_base_validates_without_the_adapter(fit, tiny_backend, documents):
     """Inside the block the loss is a fresh graph's; outside it is the adapter's again."""
     _, _, trainer = fit()
-    module: Any = trainer.lightning_module
+    module = trainer.lightning_module
 
-    def validated() -> float:
+    def validated():
         with lightning_quiet():
             trainer.validate(module, stream(documents, size=8, total=1, seed=None), verbose=False)
         return module.validation["val/loss"]
@@ -333,15 +315,13 @@ def test_as_base_validates_without_the_adapter(
     assert validated() == tuned != pytest.approx(base, rel=1e-3)
 
 
-def test_as_base_ends_with_an_error_too(
-    tiny_backend: Callable[..., QloraBackend], tiny_config: Callable[..., RunConfig]
-) -> None:
+def test_as_base_ends_with_an_error_too(tiny_backend, tiny_config):
     """A failed validation does not leave the run labelled as the base."""
     module = TrainingModule(
         tiny_config(*EXACT), tiny_backend(*EXACT), CrossEntropy("causal", 8), total_steps=1
     )
 
-    def fail() -> None:
+    def fail():
         with module.as_base():
             raise OSError("lost")
 
@@ -354,22 +334,20 @@ def test_as_base_ends_with_an_error_too(
 
 
 def test_a_graph_stays_where_it_is_when_a_trainer_is_done(
-    tiny_config: Callable[..., RunConfig],
-) -> None:
+    tiny_config,
+):
     """Lightning's strategies end with `cpu()`, which on a GPU would leave scoring on the CPU.
 
     Nothing can be copied out of the meta device: whoever moves it fails.
     """
-    graph: Any = torch.nn.Linear(2, 2, device="meta")
+    graph = torch.nn.Linear(2, 2, device="meta")
     objective = CrossEntropy(name="ce", chunk_tokens=16)
     module = TrainingModule(tiny_config(), graph, objective, total_steps=1)
     assert module.cpu() is module
     assert {p.device.type for p in module.parameters()} == {"meta"}
 
 
-def test_a_checkpoint_holds_the_adapter_and_its_state_and_no_base_weight(
-    fit: Fit, tmp_path: Path
-) -> None:
+def test_a_checkpoint_holds_the_adapter_and_its_state_and_no_base_weight(fit, tmp_path):
     """In size, three times the adapter (itself and two moments) and under 64 KiB more."""
     module, _, trainer = fit(steps=2)
     path = tmp_path / "step.ckpt"
@@ -384,9 +362,7 @@ def test_a_checkpoint_holds_the_adapter_and_its_state_and_no_base_weight(
 
 
 @pytest.mark.parametrize("kind", ["cosine", "constant"])
-def test_a_run_resumed_from_a_checkpoint_is_the_run_never_stopped(
-    fit: Fit, tmp_path: Path, kind: str
-) -> None:
+def test_a_run_resumed_from_a_checkpoint_is_the_run_never_stopped(fit, tmp_path, kind):
     """In mid-epoch, in bf16 with dropout: adapter, counters and metrics agree bit for bit."""
     real = ("quant.compute_dtype=bf16", "lora.dropout=0.1", f"schedule={kind}")
     whole, watch, _ = fit(*real, steps=5, accumulate=3)
@@ -398,7 +374,7 @@ def test_a_run_resumed_from_a_checkpoint_is_the_run_never_stopped(
     assert resumed.tokens == whole.tokens
 
 
-def test_a_longer_schedule_takes_hold_at_the_first_resumed_step(fit: Fit, tmp_path: Path) -> None:
+def test_a_longer_schedule_takes_hold_at_the_first_resumed_step(fit, tmp_path):
     """Linear over 8 steps instead of 4: step 2 has the rate 1 - 2/8, not 1 - 2/4."""
     _, _, trainer = fit("schedule=linear", steps=2, total_steps=4)
     trainer.save_checkpoint(tmp_path / "step.ckpt")
@@ -407,7 +383,7 @@ def test_a_longer_schedule_takes_hold_at_the_first_resumed_step(fit: Fit, tmp_pa
     assert found == pytest.approx([1 - 2 / 8, 1 - 3 / 8], abs=1e-12)
 
 
-def test_the_stream_stands_where_a_resumed_run_goes_on(fit: Fit) -> None:
+def test_the_stream_stands_where_a_resumed_run_goes_on(fit):
     """After 2 steps of 3 micro-batches, the next one is number 6."""
     _, _, trainer = fit(steps=2, accumulate=3)
     assert trainer.train_dataloader.state_dict() == {"position": 6}
@@ -416,9 +392,7 @@ def test_the_stream_stands_where_a_resumed_run_goes_on(fit: Fit) -> None:
 # metrics
 
 
-def test_an_undeclared_metric_is_refused(
-    tiny_backend: Callable[..., QloraBackend], tiny_config: Callable[..., RunConfig]
-) -> None:
+def test_an_undeclared_metric_is_refused(tiny_backend, tiny_config):
     """The nearest declared name is given."""
     module = TrainingModule(
         tiny_config(*EXACT), tiny_backend(*EXACT), CrossEntropy("causal", 8), total_steps=1
@@ -429,7 +403,7 @@ def test_an_undeclared_metric_is_refused(
         module.record("train/los", 1.5)
 
 
-def test_a_step_is_pending_until_its_last_micro_batch(fit: Fit) -> None:
+def test_a_step_is_pending_until_its_last_micro_batch(fit):
     """Between steps nothing is summed up; the loss of the step is reset with it."""
     module, _, _ = fit(steps=2)
     assert module.at_step_boundary

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 import torch
@@ -10,27 +8,20 @@ from mens_exp.config.overrides import check
 from mens_exp.errors import SetupError
 from mens_exp.training.optimizer import build_optimizer
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.config.root import RunConfig
-
 LARGE = (128, 64)  # from 4,096 elements on, bitsandbytes keeps moments in 8 bits
 
 
-def start(shape: tuple[int, int] = LARGE) -> torch.nn.Parameter:
+def start(shape=LARGE):
     generator = torch.Generator().manual_seed(0)
     return torch.nn.Parameter(torch.randn(shape, generator=generator))
 
 
-def gradients(count: int, shape: tuple[int, int] = LARGE) -> list[torch.Tensor]:
+def gradients(count, shape=LARGE):
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(shape, generator=generator) for _ in range(count)]
 
 
-def trained(
-    config: RunConfig, steps: int, shape: tuple[int, int] = LARGE
-) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
+def trained(config, steps, shape=LARGE):
     parameter = start(shape)
     optimizer = build_optimizer(config.optim, [parameter])
     for gradient in gradients(steps, shape):
@@ -39,7 +30,7 @@ def trained(
     return parameter, optimizer
 
 
-def lion_by_hand(steps: int, *, lr: float, betas: tuple[float, float], decay: float) -> np.ndarray:
+def lion_by_hand(steps, *, lr, betas, decay):
     """Algorithm 2 of arXiv:2302.06675, in f64."""
     theta, average = start().detach().double().numpy(), np.zeros(LARGE)
     for gradient in gradients(steps):
@@ -50,7 +41,7 @@ def lion_by_hand(steps: int, *, lr: float, betas: tuple[float, float], decay: fl
     return theta
 
 
-def test_adamw_is_torch_s_own(tiny_config: Callable[..., RunConfig]) -> None:
+def test_adamw_is_torch_s_own(tiny_config):
     """Every value of the group reaches it, and the option's name does not."""
     config = tiny_config("optim.lr=3e-3", "optim.betas=[0.8,0.9]", "optim.weight_decay=0.1")
     _, optimizer = trained(config, 1)
@@ -61,7 +52,7 @@ def test_adamw_is_torch_s_own(tiny_config: Callable[..., RunConfig]) -> None:
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_lion_follows_the_paper(tiny_config: Callable[..., RunConfig], decay: float) -> None:
+def test_lion_follows_the_paper(tiny_config, decay):
     """Five steps against the published algorithm; f32 rounding apart."""
     config = tiny_config("optim=lion", "optim.lr=1e-2", f"optim.weight_decay={decay}")
     parameter, optimizer = trained(config, 5)
@@ -70,7 +61,7 @@ def test_lion_follows_the_paper(tiny_config: Callable[..., RunConfig], decay: fl
     assert optimizer.state[parameter]["state1"].dtype == torch.float32
 
 
-def test_lion_has_no_denominator_to_add_to() -> None:
+def test_lion_has_no_denominator_to_add_to():
     """A key without effect is an unknown one, and the options that have it are named."""
     (problem,) = check(["optim=lion", "optim.eps=1e-6"]).problems
     assert "is no key of the chosen optim" in str(problem)
@@ -78,8 +69,8 @@ def test_lion_has_no_denominator_to_add_to() -> None:
 
 
 def test_adamw_in_8_bits_goes_where_adamw_goes_on_cpu(
-    tiny_config: Callable[..., RunConfig],
-) -> None:
+    tiny_config,
+):
     """Its moments are bytes; ten steps end within a fifth of a step of the f32 ones, on average."""
     exact, _ = trained(tiny_config("optim.lr=1e-2"), 10)
     coarse, optimizer = trained(tiny_config("optim=adamw_8bit", "optim.lr=1e-2"), 10)
@@ -89,7 +80,7 @@ def test_adamw_in_8_bits_goes_where_adamw_goes_on_cpu(
     assert float((coarse - exact).detach().abs().mean()) < 2e-3
 
 
-def test_small_matrices_keep_f32_moments(tiny_config: Callable[..., RunConfig]) -> None:
+def test_small_matrices_keep_f32_moments(tiny_config):
     """Under 4,096 elements 8 bits save nothing; the steps are AdamW's then."""
     small = (16, 64)
     exact, _ = trained(tiny_config("optim.lr=1e-2"), 5, small)
@@ -98,7 +89,7 @@ def test_small_matrices_keep_f32_moments(tiny_config: Callable[..., RunConfig]) 
     assert torch.allclose(found, exact, atol=1e-6)
 
 
-def test_a_paged_optimizer_is_refused_on_cpu(tiny_config: Callable[..., RunConfig]) -> None:
+def test_a_paged_optimizer_is_refused_on_cpu(tiny_config):
     """To take an unpaged one instead would be another optimizer."""
     with pytest.raises(SetupError, match="paged memory is CUDA's own") as caught:
         build_optimizer(tiny_config("optim=paged_adamw_8bit").optim, [start()])
@@ -106,9 +97,7 @@ def test_a_paged_optimizer_is_refused_on_cpu(tiny_config: Callable[..., RunConfi
 
 
 @pytest.mark.parametrize("option", ["adamw", "adamw_8bit", "lion"])
-def test_state_survives_saving_and_loading(
-    tiny_config: Callable[..., RunConfig], option: str
-) -> None:
+def test_state_survives_saving_and_loading(tiny_config, option):
     """Three steps, saved, and two more are the five of an optimizer that was never saved."""
     config = tiny_config(f"optim={option}")
     through, _ = trained(config, 5)

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
 import pytest
 
 from mens_exp.training import other_processes
 from mens_exp.training.other_processes import started
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mens_exp.errors import TrainingError
 
 WAITS = ("-c", "import time; time.sleep(60)")
 FAILS = ("-c", "import sys; print('first'); print('what went wrong'); sys.exit(3)")
@@ -21,18 +15,18 @@ KILLED = ("-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
 ENDS = ("-c", "pass")
 
 
-def never(error: TrainingError) -> None:
+def never(error):
     pytest.fail(str(error))
 
 
-def test_processes_that_end_well_leave_nothing(tmp_path: Path) -> None:
+def test_processes_that_end_well_leave_nothing(tmp_path):
     """No failure, and no empty log."""
     with started({1: ENDS, 2: ENDS}, tmp_path / "processes", stuck=never) as others:
         assert others.failed_within(20) is None
     assert not (tmp_path / "processes").exists()
 
 
-def test_a_failed_process_is_named_with_its_last_words(tmp_path: Path) -> None:
+def test_a_failed_process_is_named_with_its_last_words(tmp_path):
     """Its number, how it ended, its log, and how to go on."""
     with started({1: WAITS, 2: FAILS}, tmp_path / "processes", stuck=never) as others:
         found = others.failed_within(20)
@@ -45,7 +39,7 @@ def test_a_failed_process_is_named_with_its_last_words(tmp_path: Path) -> None:
     assert (tmp_path / "processes" / "2.log").read_text() == "first\nwhat went wrong\n"
 
 
-def test_a_killed_process_is_told_by_its_signal(tmp_path: Path) -> None:
+def test_a_killed_process_is_told_by_its_signal(tmp_path):
     """As the system's own killer leaves it, without a word."""
     with started({1: KILLED}, tmp_path / "processes", stuck=never) as others:
         found = others.failed_within(20)
@@ -53,7 +47,7 @@ def test_a_killed_process_is_told_by_its_signal(tmp_path: Path) -> None:
     assert found.found == "ended by SIGKILL"
 
 
-def test_what_still_runs_ends_with_an_error_of_the_block(tmp_path: Path) -> None:
+def test_what_still_runs_ends_with_an_error_of_the_block(tmp_path):
     """Nobody is left to train with."""
     with (
         pytest.raises(KeyError),
@@ -63,15 +57,13 @@ def test_what_still_runs_ends_with_an_error_of_the_block(tmp_path: Path) -> None
     assert others.processes[1].returncode < 0
 
 
-def test_who_waits_for_the_dead_is_told_in_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_waits_for_the_dead_is_told_in_the_end(tmp_path, monkeypatch):
     """The block goes on as if nothing were, like a collective on a GPU."""
     monkeypatch.setattr(other_processes, "STUCK_S", 0.1)
-    told: list[TrainingError] = []
+    told = []
     was_told = threading.Event()
 
-    def stuck(error: TrainingError) -> None:
+    def stuck(error):
         told.append(error)
         was_told.set()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
@@ -21,22 +19,17 @@ from mens_exp.training.process_group import (
 )
 from mens_exp.training.sharding import ShardedBase
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.config.root import RunConfig
-
 CPU = torch.device("cpu")
 
 
-def test_what_is_told_reaches_who_comes_to_the_port() -> None:
+def test_what_is_told_reaches_who_comes_to_the_port():
     """Before anyone has joined."""
     store = open_store(2)
     tell(store, {"config": "seed: 1\n", "checkpoint": None})
     assert told(store_at(store.port, 2)) == {"config": "seed: 1\n", "checkpoint": None}
 
 
-def test_a_group_ends_with_its_block() -> None:
+def test_a_group_ends_with_its_block():
     """Also by an error; another can be joined after it."""
     for _ in range(2):
         with joined(ALONE, CPU, open_store(1)):
@@ -47,15 +40,15 @@ def test_a_group_ends_with_its_block() -> None:
     assert not torch.distributed.is_initialized()
 
 
-def test_one_process_needs_no_strategy(tiny_config: Callable[..., RunConfig]) -> None:
+def test_one_process_needs_no_strategy(tiny_config):
     """It trains as if there were no groups at all, whatever is asked of several."""
     for asked in ("trainer=cpu", "trainer=ddp", "trainer=fsdp"):
         assert strategy_of(tiny_config(asked, "trainer.accelerator=cpu"), ALONE) == "auto"
 
 
 def test_several_have_the_strategy_that_is_asked_for(
-    tiny_config: Callable[..., RunConfig],
-) -> None:
+    tiny_config,
+):
     """Lightning's own, for the whole graph or for a base in parts."""
     rank = Rank(rank=1, world_size=2, local_rank=1, local_world_size=2)
     for asked, kind in (("trainer=ddp", DDPStrategy), ("trainer=fsdp", ShardedBase)):
@@ -69,7 +62,7 @@ def test_several_have_the_strategy_that_is_asked_for(
         RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] closed by peer"),
     ],
 )
-def test_a_broken_connection_is_told_as_such(error: Exception) -> None:
+def test_a_broken_connection_is_told_as_such(error):
     """With the library's own words, and how to go on."""
     found = lost_touch(error)
     assert found is not None
@@ -79,6 +72,6 @@ def test_a_broken_connection_is_told_as_such(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("gloo")])
-def test_any_other_error_is_what_it_is(error: Exception) -> None:
+def test_any_other_error_is_what_it_is(error):
     """A bug stays one."""
     assert lost_touch(error) is None

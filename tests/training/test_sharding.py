@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,13 +16,6 @@ from mens_exp.quant.bnb import quantized_linears, quantizing_on
 from mens_exp.training.process_group import open_store
 from mens_exp.training.sharding import is_sharded
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.backends.qlora import QloraBackend
-    from mens_exp.config.root import RunConfig
-    from mens_exp.rows.encode import Encoded
-
 USUAL = ("model=tiny_llama", "logger=none", "suite=none", "lora.dropout=0.1")
 FSDP = ("trainer=fsdp", "trainer.accelerator=cpu")
 QLORA = ("quant.compute_dtype=f32", "quant.storage_dtype=f32")
@@ -33,14 +25,14 @@ SCRIPT = Path(__file__).with_name("sharded_process.py")
 
 @pytest.fixture
 def in_two(
-    cache: Path,
-    tmp_path: Path,
-    tiny_backend: Callable[..., QloraBackend],
-    random_documents: Callable[..., Encoded],
-) -> Callable[..., tuple[Any, list[dict[str, Any]]]]:
+    cache,
+    tmp_path,
+    tiny_backend,
+    random_documents,
+):
     """Compute one batch whole, and in two processes with the base in parts."""
 
-    def made(*overrides: str) -> tuple[Any, list[dict[str, Any]]]:
+    def made(*overrides):
         whole = tiny_backend(*USUAL, *overrides, live=True)
         batch = packed_batch(random_documents([40, 30, 20]), [[0, 1, 2]], 0, multiple=1, pad_id=0)
         file = tmp_path / "given"
@@ -67,9 +59,7 @@ def in_two(
     [QLORA, (*QLORA, "model.gradient_checkpointing=on"), (*QLORA, "lora.variant=dora"), LORA],
     ids=["qlora", "recomputed", "dora", "lora"],
 )
-def test_parts_compute_what_the_whole_does(
-    in_two: Callable[..., Any], overrides: tuple[str, ...]
-) -> None:
+def test_parts_compute_what_the_whole_does(in_two, overrides):
     """Hidden states with dropout, gradients, the base alone, answers, facts and the adapter."""
     (whole, batch, hidden_MD), found = in_two(*overrides)
     gradients = {n: p.grad for n, p in whole.trainable().items() if p.grad is not None}
@@ -91,13 +81,13 @@ def test_parts_compute_what_the_whole_does(
         assert all((one["adapter"][name] == values).all() for name, values in tensors.items())
 
 
-def whole_config(overrides: tuple[str, ...]) -> RunConfig:
+def whole_config(overrides):
     from mens_exp.config.compose import compose, typed
 
     return typed(compose([[*USUAL, "trainer=cpu", *overrides]])[0].values)
 
 
-def holds_its_part(whole: Any, one: dict[str, Any]) -> None:
+def holds_its_part(whole, one):
     """Half of every weight at rest, before and after; a layer is whole while it computes."""
     layers = whole.causal_lm.model.layers
     all_of_it = {n: p.nbytes for n, p in layers.named_parameters() if not p.requires_grad}
@@ -110,21 +100,19 @@ def holds_its_part(whole: Any, one: dict[str, Any]) -> None:
     assert (first, second) == (bytes_of[0] // 2, bytes_of[1])
 
 
-def test_only_several_processes_hold_parts(tiny_config: Callable[..., RunConfig]) -> None:
+def test_only_several_processes_hold_parts(tiny_config):
     """Whoever evaluates the run later has it whole."""
     assert not is_sharded(tiny_config(*FSDP, *QLORA), ALONE)
 
 
-def test_quantized_elsewhere_a_base_has_the_same_codes(
-    tiny_backend: Callable[..., QloraBackend], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quantized_elsewhere_a_base_has_the_same_codes(tiny_backend, monkeypatch):
     """Here the other device is this one; the loader asks for each layer, and is put back."""
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 
-    asked: list[list[str]] = []
+    asked = []
     usual, convert = quantized_linears(tiny_backend()), Bnb4bitQuantize.convert
 
-    def counted(self: Any, input_dict: dict[str, Any], **options: Any) -> Any:
+    def counted(self, input_dict, **options):
         asked.append(list(input_dict))
         return convert(self, input_dict, **options)
 

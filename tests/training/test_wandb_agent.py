@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 from wandb.sdk.lib.config_util import save_config_file_from_dict
 
@@ -11,20 +9,17 @@ from mens_exp.config.logger import WandbLogger
 from mens_exp.training.wandb_agent import AgentRun, agent_inputs, recorded_agent
 from mens_exp.training.wandb_rendering import drawn_for, id_of, settings_of
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 DRAWN = {"optim.lr": 0.000123, "backend": "lora"}
 
 
-def told(path: Path | None = None) -> dict[str, str]:
+def told(path=None):
     """What `wandb agent` puts into the environment of its process."""
     ids = {"WANDB_RUN_ID": "abc123", "WANDB_SWEEP_ID": "swp456"}
     where = {"WANDB_ENTITY": "lab", "WANDB_PROJECT": "mine"}
     return ids | where | ({} if path is None else {"WANDB_SWEEP_PARAM_PATH": str(path)})
 
 
-def manifest_of(inputs: dict[str, Any]) -> Manifest:
+def manifest_of(inputs):
     return Manifest(
         run_id="ours",
         task="train",
@@ -35,12 +30,12 @@ def manifest_of(inputs: dict[str, Any]) -> Manifest:
     )
 
 
-def sweep_at(path: Path, manifest: Manifest, **logger: Any) -> str | None:
+def sweep_at(path, manifest, **logger):
     settings = settings_of(WandbLogger(**logger), RunDir(path), manifest, {}, "r")
     return settings.get("sweep_id")
 
 
-def test_what_an_agent_told_is_read_back_from_the_manifest(tmp_path: Path) -> None:
+def test_what_an_agent_told_is_read_back_from_the_manifest(tmp_path):
     """Its file of values is written by wandb's own code."""
     file = tmp_path / "config-abc123.yaml"
     save_config_file_from_dict(str(file), {key: {"value": one} for key, one in DRAWN.items()})
@@ -51,16 +46,14 @@ def test_what_an_agent_told_is_read_back_from_the_manifest(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("missing", ["WANDB_RUN_ID", "WANDB_SWEEP_ID"])
-def test_without_both_ids_there_is_no_agent(missing: str) -> None:
+def test_without_both_ids_there_is_no_agent(missing):
     """A run's id alone is a stray variable, a sweep's alone names no run."""
     assert agent_inputs({key: one for key, one in told().items() if key != missing}) == {}
     assert recorded_agent(manifest_of({})) is None
 
 
 @pytest.mark.parametrize("text", [None, "a: [", "- 1", "wandb_version: 1\n\nseed: 3"])
-def test_a_file_of_values_that_cannot_be_read_hides_no_run(
-    tmp_path: Path, text: str | None
-) -> None:
+def test_a_file_of_values_that_cannot_be_read_hides_no_run(tmp_path, text):
     """The command line has the values anyway."""
     file = tmp_path / "values.yaml"
     if text is not None:
@@ -70,7 +63,7 @@ def test_a_file_of_values_that_cannot_be_read_hides_no_run(
     assert (agent.run_id, agent.parameters) == ("abc123", {})
 
 
-def test_a_job_of_a_sweep_that_an_agent_launched_is_not_the_agents_run(tmp_path: Path) -> None:
+def test_a_job_of_a_sweep_that_an_agent_launched_is_not_the_agents_run(tmp_path):
     """All of them would be one run."""
     (tmp_path / "sweep.json").touch()
     manifest = manifest_of(agent_inputs(told()))
@@ -79,7 +72,7 @@ def test_a_job_of_a_sweep_that_an_agent_launched_is_not_the_agents_run(tmp_path:
     assert sweep_at(job, manifest, project="mine") is None
 
 
-def test_a_run_that_is_sent_elsewhere_is_of_no_sweep(tmp_path: Path) -> None:
+def test_a_run_that_is_sent_elsewhere_is_of_no_sweep(tmp_path):
     """The sweep is in its own project alone; without an entity it is the account's."""
     manifest = manifest_of(agent_inputs(told()))
     assert sweep_at(tmp_path, manifest, project="mine") == "swp456"

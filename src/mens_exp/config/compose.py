@@ -33,6 +33,7 @@ from mens_exp.config.store import SCHEMAS, register, schema_of
 from mens_exp.errors import ConfigError, SetupError
 
 if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
     from collections.abc import Callable, Iterator, Sequence
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "group_options",
     "prepare_hydra",
     "run_composed",
+    "show_help",
     "to_yaml",
     "typed",
     "without_hydra",
@@ -152,6 +154,26 @@ def _hydra() -> Iterator[None]:
         assert hydra is not None
         hydra.config_loader = RememberingLoader(hydra.config_loader.get_search_path())
         yield
+
+
+def show_help(parser: ArgumentParser, parsed: Namespace) -> None:
+    """Print Hydra's answer to ``--help`` or ``--hydra-help``.
+
+    ``hydra.main`` would print the same, but copy all of its config groups for each of their
+    options, which takes longer than a plan.
+
+    Args:
+        parser: of Hydra's flags.
+        parsed: the command, with ``help`` or ``hydra_help`` set.
+
+    Raises:
+        hydra.errors.HydraException: an override that Hydra refuses.
+    """
+    with _hydra():
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        show = hydra.app_help if parsed.help else hydra.hydra_help
+        show(config_name=CONFIG_NAME, args_parser=parser, args=parsed)
 
 
 def run_composed(one: Composed, task: Callable[[Path], int]) -> int:

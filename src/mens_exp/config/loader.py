@@ -51,7 +51,7 @@ _memory = _Memory()
 def _remembered() -> _Memory:
     """Return the memory, a new one where ``./conf`` has changed."""
     global _memory  # noqa: PLW0603  # one for the process: Hydra makes a loader for each command
-    fingerprint = (Path.cwd(), own_fingerprint())
+    fingerprint = own_fingerprint()
     if _memory.fingerprint != fingerprint:
         _memory = _Memory(fingerprint)
     return _memory
@@ -130,6 +130,7 @@ def _record(overrides: Sequence[Override], config: DictConfig) -> None:
     node, naming = config.hydra, config.hydra.job.config.override_dirname
     node.overrides.hydra = [_line(one) for one in overrides if one.is_hydra_override()]
     node.overrides.task = [_line(one) for one in ours]
+    node.runtime.cwd = str(Path.cwd())
     for name in node.job.env_copy:
         node.job.env_set[name] = os.environ[name]
     node.job.override_dirname = get_overrides_dirname(

@@ -31,10 +31,21 @@ __all__ = [
     "own_problems",
     "own_targets",
     "own_trusted_models",
+    "parsed_yaml",
     "targets_in",
 ]
 
 _frozen: Path | None = None
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast as the other
+
+
+def parsed_yaml(text: str | bytes) -> Any:
+    """Parse YAML as ``yaml.safe_load`` does, in C where PyYAML was built with libyaml.
+
+    Raises:
+        yaml.YAMLError: it is no YAML.
+    """
+    return yaml.load(text, Loader=_LOADER)  # noqa: S506  # one of the safe loaders
 
 
 def config_directory() -> Path:
@@ -149,7 +160,7 @@ def _file_problems(root: Path, file: Path) -> Iterator[ConfigError]:
 def _read(file: Path) -> dict[str, Any] | str:
     """Read a file's mapping, or say why there is none."""
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        values = parsed_yaml(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         return " ".join(str(error).split())
     if values is None:

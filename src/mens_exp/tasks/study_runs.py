@@ -16,6 +16,7 @@ from mens_exp.artifacts.run_dir import RunDir, resolve, runs
 from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.artifacts.telemetry import read_events
+from mens_exp.config.own_conf import parsed_yaml
 from mens_exp.errors import DataError, RequestError
 from mens_exp.evals.arms import Trial
 from mens_exp.evals.observations import observations
@@ -207,7 +208,7 @@ def _record(
 def _settings(run: RunDir) -> dict[str, Any]:
     """Return a run's configuration by dotted path, as it is stored; an empty mapping is a value."""
     try:
-        stored = yaml.safe_load(read_bytes(run.config))
+        stored = parsed_yaml(read_bytes(run.config))
     except yaml.YAMLError as error:
         raise DataError("not YAML", where=str(run.config), found=str(error)) from error
     if not isinstance(stored, dict):

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -17,24 +16,19 @@ from mens_exp.config.rules import corpus as rules
 from mens_exp.config.rules import sandbox
 from mens_exp.config.sandbox import BubblewrapSandbox, NoSandbox
 
-if TYPE_CHECKING:
-    from mens_exp.config.root import RunConfig
-    from mens_exp.config.sandbox import SandboxConfig
-
 
 def config(
-    steps: list[str],
-    task: str = "corpus",
-    sandbox: SandboxConfig | None = None,
-    **values: Any,
-) -> RunConfig:
-    usual: dict[str, Any] = {"input": "rows.jsonl", "output": "out"}
+    steps,
+    task="corpus",
+    sandbox=None,
+    **values,
+):
+    usual = {"input": "rows.jsonl", "output": "out"}
     corpus = CorpusConfig(steps=steps, **{**usual, **values})
-    run = SimpleNamespace(task=SimpleNamespace(name=task), corpus=corpus, sandbox=sandbox)
-    return cast("RunConfig", run)
+    return SimpleNamespace(task=SimpleNamespace(name=task), corpus=corpus, sandbox=sandbox)
 
 
-def told(steps: list[str], **values: Any) -> str:
+def told(steps, **values):
     return "\n".join(map(str, rules.problems(config(steps, **values))))
 
 
@@ -48,7 +42,7 @@ def told(steps: list[str], **values: Any) -> str:
         ["curriculum", "split"],
     ],
 )
-def test_steps_in_an_order_with_a_meaning_are_taken(steps: list[str]) -> None:
+def test_steps_in_an_order_with_a_meaning_are_taken(steps):
     """Nothing to say of them."""
     assert told(steps) == ""
 
@@ -66,19 +60,19 @@ def test_steps_in_an_order_with_a_meaning_are_taken(steps: list[str]) -> None:
         (["curriculum", "mix"], "mix cannot come after curriculum"),
     ],
 )
-def test_steps_without_a_meaning_are_refused(steps: list[str], what: str) -> None:
+def test_steps_without_a_meaning_are_refused(steps, what):
     """Each with its reason."""
     assert what in told(steps, mix=MixStepConfig(weights={"a": 1.0}))
 
 
-def test_all_that_is_wrong_is_told_together() -> None:
+def test_all_that_is_wrong_is_told_together():
     """Two names, and a setting of the step that is right."""
     message = told(["a", "b", "split"], split=SplitStepConfig(val_frac=0.6, heldout_frac=0.4))
     assert message.count("no such step") == 2
     assert "nothing is left to train on" in message
 
 
-def test_only_generate_begins_without_an_input() -> None:
+def test_only_generate_begins_without_an_input():
     """Every other first step has something to read."""
     assert told(["generate"], input=None) == ""
     assert "add corpus.input=<path>" in told(["split"], input=None)
@@ -87,13 +81,13 @@ def test_only_generate_begins_without_an_input() -> None:
     assert "nowhere to write" in told(["split"], output=None)
 
 
-def test_languages_that_nothing_reads_are_refused() -> None:
+def test_languages_that_nothing_reads_are_refused():
     """With the nearest one that is read."""
     assert "the nearest is rust" in told(["extract"], extract=ExtractConfig(languages=["ruts"]))
     assert "nothing to extract" in told(["extract"], extract=ExtractConfig(languages=[]))
 
 
-def test_one_name_for_several_projects_is_refused() -> None:
+def test_one_name_for_several_projects_is_refused():
     """Their files would share groups."""
     named = ExtractConfig(project="mine")
     assert told(["extract"], extract=named, input=["a"]) == ""
@@ -109,7 +103,7 @@ def test_one_name_for_several_projects_is_refused() -> None:
         (MixStepConfig(weights={"a": 1.0}, stop=MixStop.budget), "no budget to stop at"),
     ],
 )
-def test_a_mix_that_cannot_be_drawn_is_refused(mix: MixStepConfig, what: str) -> None:
+def test_a_mix_that_cannot_be_drawn_is_refused(mix, what):
     """Weights and budget."""
     assert what in told(["mix"], mix=mix)
 
@@ -122,13 +116,13 @@ def test_a_mix_that_cannot_be_drawn_is_refused(mix: MixStepConfig, what: str) ->
         ("corpus.mix.budget_tokens", "no effect under corpus.mix.stop=all_exhausted"),
     ],
 )
-def test_settings_of_steps_that_are_not_done_are_refused(key: str, what: str) -> None:
+def test_settings_of_steps_that_are_not_done_are_refused(key, what):
     """They would do nothing."""
     message = "\n".join(map(str, rules.unread(config(["split"]), [key])))
     assert (what in message) if what else message == ""
 
 
-def test_code_is_compiled_in_a_sandbox_alone() -> None:
+def test_code_is_compiled_in_a_sandbox_alone():
     """sandbox=none and compile=true contradict each other; either alone is fine."""
     compiles = ValidateConfig(compile=True)
     assert "nothing is compiled without" in told(
@@ -138,7 +132,7 @@ def test_code_is_compiled_in_a_sandbox_alone() -> None:
     assert told(["validate"], sandbox=NoSandbox()) == ""
 
 
-def test_a_sandbox_has_no_effect_where_nothing_is_compiled() -> None:
+def test_a_sandbox_has_no_effect_where_nothing_is_compiled():
     """Its settings are then errors."""
     keys = ["sandbox", "sandbox.cpu_s", "corpus.steps"]
     assert len(list(sandbox.unread(config(["validate"]), keys))) == 2
@@ -146,7 +140,7 @@ def test_a_sandbox_has_no_effect_where_nothing_is_compiled() -> None:
     assert list(sandbox.unread(compiled, keys)) == []
 
 
-def test_other_tasks_are_not_asked() -> None:
+def test_other_tasks_are_not_asked():
     """A run that trains has no steps."""
     assert list(rules.problems(config([], task="train"))) == []
     assert list(rules.unread(config([], task="train"), ["corpus.mix.seed"])) == []

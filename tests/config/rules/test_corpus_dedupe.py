@@ -7,7 +7,7 @@ import pytest
 from mens_exp.config.overrides import check
 
 
-def told(steps: str, *more: str) -> list[tuple[str | None, str]]:
+def told(steps, *more):
     given = ["task=corpus", f"corpus.steps=[{steps}]", "corpus.input=a.jsonl", "corpus.output=out"]
     return [(one.where, one.what) for one in check([*given, *more], multirun=False).problems]
 
@@ -22,7 +22,7 @@ def told(steps: str, *more: str) -> list[tuple[str | None, str]]:
         ("dedupe", ["corpus.dedupe.threshold=null", "corpus.dedupe.by=row"]),
     ],
 )
-def test_what_has_an_effect_is_accepted(steps: str, more: list[str]) -> None:
+def test_what_has_an_effect_is_accepted(steps, more):
     """The report reads what duplicates are, and what rows are encoded with."""
     assert told(steps, *more) == []
 
@@ -49,12 +49,12 @@ def test_what_has_an_effect_is_accepted(steps: str, more: list[str]) -> None:
         ("report", "corpus.report.token_rows=0", "corpus.report.token_rows", "out of range"),
     ],
 )
-def test_what_has_none_is_refused(steps: str, more: str, where: str, what: str) -> None:
+def test_what_has_none_is_refused(steps, more, where, what):
     """With its place; the seed is told of beside the order."""
     assert any(place == where and what in said for place, said in told(steps, more))
 
 
-def test_settings_of_near_duplicates_need_a_threshold() -> None:
+def test_settings_of_near_duplicates_need_a_threshold():
     """Exact ones have no shingles and no signatures."""
     more = ["corpus.dedupe.threshold=null", "corpus.dedupe.shingle_tokens=3"]
     assert told("dedupe", *more) == [
@@ -62,7 +62,7 @@ def test_settings_of_near_duplicates_need_a_threshold() -> None:
     ]
 
 
-def test_a_report_that_looks_for_no_duplicates_reads_nothing_of_them() -> None:
+def test_a_report_that_looks_for_no_duplicates_reads_nothing_of_them():
     """Then the setting belongs to a step that is not done."""
     more = ["corpus.report.duplicates=false", "corpus.dedupe.by=row"]
     assert told("report", *more) == [("corpus.dedupe.by", "has no effect without the step dedupe")]

@@ -1,25 +1,20 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from mens_exp.config.data import HubData, JsonlData, MixData, OnBadRow, RowFormat, StdlibData
 from mens_exp.config.mix import sources_of
 from mens_exp.config.overrides import check
 
-if TYPE_CHECKING:
-    from mens_exp.errors import MensError
-
 GOOD = "{path:a.jsonl,weight:1}"
 
 
-def problems(sources: str, *more: str) -> tuple[MensError, ...]:
+def problems(sources, *more):
     given = ("data=mix", f"data.sources={sources}", *more)
     return tuple(check(given, multirun=False).problems)
 
 
-def test_sources_are_options_of_data_with_a_weight() -> None:
+def test_sources_are_options_of_data_with_a_weight():
     """A path is jsonl, an id hub; every other one is named. The record calls them as files are."""
     config = MixData(
         sources=[
@@ -41,7 +36,7 @@ def test_sources_are_options_of_data_with_a_weight() -> None:
     assert (first.data.on_bad_row, first.data.max_bad_frac) == (OnBadRow.quarantine, 0.2)
 
 
-def test_mix_is_composed_from_the_command_line() -> None:
+def test_mix_is_composed_from_the_command_line():
     """Globs and lists of files are written as elsewhere."""
     assert problems("[{path:rows/*.jsonl,weight:0.7},{path:[a.jsonl,b.jsonl],weight:.3}]") == ()
 
@@ -80,16 +75,14 @@ def test_mix_is_composed_from_the_command_line() -> None:
         (f"[{GOOD},{{path:b/a.jsonl,weight:1}}]", "data.sources", "two sources have one name"),
     ],
 )
-def test_source_that_cannot_be_read_is_refused_by_its_place(
-    sources: str, where: str, told: str
-) -> None:
+def test_source_that_cannot_be_read_is_refused_by_its_place(sources, where, told):
     """The number counts from 0, as in the override that would set it."""
     (problem,) = problems(sources)
     assert (problem.where, problem.exit_code) == (where, 2)
     assert told in str(problem)
 
 
-def test_problems_of_all_sources_are_told_together() -> None:
+def test_problems_of_all_sources_are_told_together():
     """Each by its place."""
     told = [one.where for one in problems(f"[{{weight:1}},{GOOD},{{path:a}}]")]
     assert told == ["data.sources[0].source", "data.sources[2].weight"]
@@ -102,21 +95,21 @@ def test_problems_of_all_sources_are_told_together() -> None:
         (("data.budget_tokens=9",), "has no effect without a budget"),
     ],
 )
-def test_budget_and_its_size_go_together(more: tuple[str, ...], told: str) -> None:
+def test_budget_and_its_size_go_together(more, told):
     """One without the other is a slip."""
     (problem,) = problems(f"[{GOOD}]", *more)
     assert (problem.where, told in str(problem)) == ("data.budget_tokens", True)
     assert problems(f"[{GOOD}]", "data.stop=budget", "data.budget_tokens=9") == ()
 
 
-def test_sources_stay_what_they_were_when_read(tiny_config: Any) -> None:
+def test_sources_stay_what_they_were_when_read(tiny_config):
     """Reading them changes nothing of the configuration."""
     config = tiny_config("data=mix", f"data.sources=[{GOOD}]")
     sources_of(config.data)
     assert config.data.sources == [{"path": "a.jsonl", "weight": 1}]
 
 
-def test_second_phase_of_sigilderg_prefers_rows_two_to_one() -> None:
+def test_second_phase_of_sigilderg_prefers_rows_two_to_one():
     """Its preset with the sources that its comment names: one file, parted by category."""
     from pathlib import Path
 
@@ -127,5 +120,5 @@ def test_second_phase_of_sigilderg_prefers_rows_two_to_one() -> None:
     given = ("preset=sigilderg_phase2", *command.replace("'", "").split())
     checked = check(given, multirun=False)
     assert checked.problems == ()
-    sources = sources_of(checked.cells[0].config.data)  # type: ignore[arg-type]
+    sources = sources_of(checked.cells[0].config.data)
     assert [(one.name, one.weight) for one in sources] == [("preferred", 2), ("rest", 1)]

@@ -1,18 +1,11 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from mens_exp.config.model import ModelFamily, RandomModel
 from mens_exp.config.rules.model import problems
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.config.root import RunConfig
-
-SOUND: dict[str, dict[str, Any]] = {
+SOUND = {
     "llama": {},
     "llama with wide heads": {"head_dim": 48},
     "gpt2": {"family": ModelFamily.gpt2, "num_key_value_heads": 4},
@@ -27,7 +20,7 @@ SOUND: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
     },
 }
-UNSOUND: dict[str, tuple[dict[str, Any], list[str]]] = {
+UNSOUND = {
     "width": ({"hidden_size": 96}, ["model.hidden_size"]),
     "both widths": (
         {"hidden_size": 160, "intermediate_size": 100},
@@ -53,20 +46,20 @@ UNSOUND: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
-def wrong(tiny_config: Callable[..., RunConfig], values: dict[str, Any]) -> list[str | None]:
+def wrong(tiny_config, values):
     config = tiny_config()
     config.model = RandomModel(name="random", **values)
     return [problem.where for problem in problems(config)]
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_sound_dimensions_are_accepted(tiny_config: Callable[..., RunConfig], name: str) -> None:
+def test_sound_dimensions_are_accepted(tiny_config, name):
     """From two small layers to the shape of eight billion parameters."""
     assert wrong(tiny_config, SOUND[name]) == []
 
 
 @pytest.mark.parametrize("name", UNSOUND)
-def test_unsound_dimensions_are_refused(tiny_config: Callable[..., RunConfig], name: str) -> None:
+def test_unsound_dimensions_are_refused(tiny_config, name):
     """By their paths; what the family has no place for as much as what 4-bit blocks get wrong."""
     values, where = UNSOUND[name]
     assert wrong(tiny_config, values) == where

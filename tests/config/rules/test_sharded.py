@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mens_exp.config.rules.sharded import problems
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.config.root import RunConfig
 
 FSDP = ("trainer=fsdp", "trainer.accelerator=cpu")
 BF16, F32 = "quant.storage_dtype=bf16", "quant.storage_dtype=f32"
@@ -28,9 +21,7 @@ BF16, F32 = "quant.storage_dtype=bf16", "quant.storage_dtype=f32"
         ["backend=lora", "quant=none"],
     ],
 )
-def test_a_frozen_base_is_held_in_parts(
-    tiny_config: Callable[..., RunConfig], overrides: list[str]
-) -> None:
+def test_a_frozen_base_is_held_in_parts(tiny_config, overrides):
     """In four bits or as it is, with any adapter that leaves it alone."""
     assert list(problems(tiny_config(*FSDP, *overrides))) == []
 
@@ -55,19 +46,19 @@ def test_a_frozen_base_is_held_in_parts(
     ],
 )
 def test_what_cannot_be_is_refused(
-    tiny_config: Callable[..., RunConfig],
-    overrides: list[str],
-    where: str,
-    found: str,
-    remedy: str,
-) -> None:
+    tiny_config,
+    overrides,
+    where,
+    found,
+    remedy,
+):
     """By name, with the way out."""
     (problem,) = problems(tiny_config(*FSDP, *overrides))
     assert (problem.where, str(problem.found)) == (where, found)
     assert remedy in str(problem.remedy)
 
 
-def test_other_strategies_ask_for_nothing(tiny_config: Callable[..., RunConfig]) -> None:
+def test_other_strategies_ask_for_nothing(tiny_config):
     """Codes may lie in bytes, and every weight may learn."""
     assert list(problems(tiny_config("trainer=ddp", "trainer.accelerator=cpu"))) == []
     assert list(problems(tiny_config("backend=full", "quant=none"))) == []

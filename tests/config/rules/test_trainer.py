@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mens_exp.config.rules.trainer import problems
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.config.root import RunConfig
-
 DDP = ("trainer=ddp", "trainer.accelerator=cpu")
 
 
-def test_two_processes_share_four_micro_batches(tiny_config: Callable[..., RunConfig]) -> None:
+def test_two_processes_share_four_micro_batches(tiny_config):
     """The defaults of trainer=ddp are accepted, and so are eight processes of eight."""
     two = tiny_config(*DDP)
     assert list(problems(two)) == []
@@ -25,7 +18,7 @@ def test_two_processes_share_four_micro_batches(tiny_config: Callable[..., RunCo
     assert list(problems(tiny_config(*DDP, *eight))) == []
 
 
-def test_one_process_of_ddp_is_accepted(tiny_config: Callable[..., RunConfig]) -> None:
+def test_one_process_of_ddp_is_accepted(tiny_config):
     """A run of two goes on with one."""
     assert list(problems(tiny_config(*DDP, "trainer.devices=1"))) == []
 
@@ -42,9 +35,7 @@ def test_one_process_of_ddp_is_accepted(tiny_config: Callable[..., RunConfig]) -
         (["trainer.val_check_interval=7"], "trainer.val_check_interval", "a multiple of 2"),
     ],
 )
-def test_what_cannot_be_shared_evenly_is_refused(
-    tiny_config: Callable[..., RunConfig], overrides: list[str], where: str, expected: str
-) -> None:
+def test_what_cannot_be_shared_evenly_is_refused(tiny_config, overrides, where, expected):
     """Every step would have a process that waits for nothing."""
     (found,) = problems(tiny_config(*DDP, *overrides))
     assert found.where == where
@@ -52,7 +43,7 @@ def test_what_cannot_be_shared_evenly_is_refused(
 
 
 @pytest.mark.parametrize("name", ["devices", "num_nodes"])
-def test_one_process_has_no_others(tiny_config: Callable[..., RunConfig], name: str) -> None:
+def test_one_process_has_no_others(tiny_config, name):
     """Without a strategy the number would do nothing."""
     (found,) = problems(tiny_config(f"trainer.{name}=2"))
     assert found.where == f"trainer.{name}"

@@ -29,12 +29,12 @@ print(json.dumps([tasks_digest(generate(side, 70, 3, 0.5).tasks) for side in Sid
 """
 
 
-def family(*drafts: Draft, name: str = "own") -> Family:
+def family(*drafts, name="own"):
     """Return a family that draws one of some drafts, whichever its stream says."""
     return Family(name=name, theme="own", side=Side.TRAIN, draft=lambda draw: draw.pick(drafts))
 
 
-def draft(solution: str, *cases: object, **changes: object) -> Draft:
+def draft(solution, *cases, **changes):
     values = {"does": ("returns something",), "signature": "f(x)", "difficulty": 1} | changes
     return Draft(solution=solution, cases=cases, **values)
 
@@ -42,7 +42,7 @@ def draft(solution: str, *cases: object, **changes: object) -> Draft:
 DOUBLE = draft("def f(x):\n    return 2 * x", call("f", 1, want=2), call("f", 2, want=4))
 
 
-def test_same_seed_gives_the_same_tasks_in_every_process() -> None:
+def test_same_seed_gives_the_same_tasks_in_every_process():
     """Whatever the hash seed of the interpreter is."""
     here = [tasks_digest(generate(side, 70, 3, 0.5).tasks) for side in Side]
     for seed in ("0", "1", "2"):
@@ -56,18 +56,18 @@ def test_same_seed_gives_the_same_tasks_in_every_process() -> None:
         assert json.loads(done.stdout) == here
 
 
-def test_another_seed_gives_other_tasks() -> None:
+def test_another_seed_gives_other_tasks():
     """Not one prompt in common."""
     first, second = (generate(Side.VAL, 40, seed, 0.25).tasks for seed in (0, 1))
     assert not {task.prompt for task in first} & {task.prompt for task in second}
 
 
-def test_more_tasks_begin_with_the_fewer() -> None:
+def test_more_tasks_begin_with_the_fewer():
     """A suite of 20 is the beginning of the suite of 60."""
     assert benchmark_tasks(5, 60)[:20] == benchmark_tasks(5, 20)
 
 
-def test_families_take_turns() -> None:
+def test_families_take_turns():
     """Each of a side's families comes equally often, to one."""
     made = [task.family for task in generate(Side.TRAIN, 100, 0, 0.0).tasks]
     names = [family.name for family in families_of(Side.TRAIN)]
@@ -76,7 +76,7 @@ def test_families_take_turns() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
-def test_repairs_have_their_share_in_all_and_in_each_family(share: float) -> None:
+def test_repairs_have_their_share_in_all_and_in_each_family(share):
     """Spread evenly: of eight tasks of a family 0, 2, 4 and 8, one more or less."""
     names = [each.name for each in families_of(Side.VAL)]
     tasks = generate(Side.VAL, 8 * len(names), 0, share).tasks
@@ -86,7 +86,7 @@ def test_repairs_have_their_share_in_all_and_in_each_family(share: float) -> Non
         assert sum(task.family == name for task in repairs) == pytest.approx(8 * share, abs=1)
 
 
-def test_no_two_tasks_ask_the_same_for_the_same_answer() -> None:
+def test_no_two_tasks_ask_the_same_for_the_same_answer():
     """Examples and test inputs apart; the draws that did are counted."""
     made = generate(Side.HELDOUT, 600, 0, 0.25)
     assert len({task.pair.id for task in made.tasks}) == 600
@@ -99,8 +99,8 @@ def test_no_two_tasks_ask_the_same_for_the_same_answer() -> None:
 
 
 def test_a_family_that_is_used_up_is_counted_and_then_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """One draft in six wordings of the task is six tasks, not seven."""
     monkeypatch.setattr(module, "families_of", lambda side: [family(DOUBLE)])
     made = generate(Side.TRAIN, 6, 0, 0.0)
@@ -113,7 +113,7 @@ def test_a_family_that_is_used_up_is_counted_and_then_refused(
     assert str(caught.value.expected).startswith("at most 6")
 
 
-def test_the_others_go_on_when_one_family_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_others_go_on_when_one_family_is_used_up(monkeypatch):
     """Its turns fall to them."""
     monkeypatch.setattr(module, "families_of", lambda side: [family(DOUBLE), FAMILIES[0]])
     tasks = generate(Side.TRAIN, 30, 0, 0.0).tasks
@@ -128,12 +128,12 @@ def test_the_others_go_on_when_one_family_is_used_up(monkeypatch: pytest.MonkeyP
     ],
     ids=["one result", "no call"],
 )
-def test_draw_whose_tests_tell_nothing_apart_is_dropped(weak: Draft) -> None:
+def test_draw_whose_tests_tell_nothing_apart_is_dropped(weak):
     """A constant would pass them, or every mutant does."""
     assert draw_task(family(weak), "0/own/0", repair=False) is None
 
 
-def test_reference_that_contradicts_its_second_source_is_a_bug() -> None:
+def test_reference_that_contradicts_its_second_source_is_a_bug():
     """The message has the call and both values; a bool is no number."""
     wrong = dataclasses.replace(DOUBLE, cases=[call("f", 1, want=3), call("f", 2)])
     with pytest.raises(AssertionError, match=r"f\(1\) gave 2, not 3"):
@@ -143,7 +143,7 @@ def test_reference_that_contradicts_its_second_source_is_a_bug() -> None:
         draw_task(family(kinds), "0/own/0", repair=False)
 
 
-def test_reference_that_raises_otherwise_than_told_is_a_bug() -> None:
+def test_reference_that_raises_otherwise_than_told_is_a_bug():
     """Another exception, one too many, or none."""
     program = "def f(x):\n    return 1 // x"
     wanted = {"raises": "ValueError"}
@@ -152,19 +152,19 @@ def test_reference_that_raises_otherwise_than_told_is_a_bug() -> None:
             draw_task(family(draft(program, case, call("f", 2))), "0/own/0", repair=False)
 
 
-def test_wanted_exception_becomes_a_test() -> None:
+def test_wanted_exception_becomes_a_test():
     """It fails for whoever raises nothing."""
     refused = call("f", 0, raises="ZeroDivisionError")
     one = draft("def f(x):\n    return 4 // x", refused, call("f", 2))
     task = draw_task(family(one), "0/own/0", repair=False)
     assert task is not None
     assert "except ZeroDivisionError:" in task.tests[0]
-    exec("\n".join([task.solution, *task.tests]), {})  # noqa: S102  # the task above
+    exec("\n".join([task.solution, *task.tests]), {})  # the task above
     with pytest.raises(AssertionError, match=r"f\(0\) must raise ZeroDivisionError"):
-        exec("\n".join(["def f(x):\n    return 2", *task.tests]), {})  # noqa: S102  # as above
+        exec("\n".join(["def f(x):\n    return 2", *task.tests]), {})  # as above
 
 
-def test_error_with_an_address_is_not_told() -> None:
+def test_error_with_an_address_is_not_told():
     """It would be another one in the next process."""
     program = "def f(x):\n    y = object()\n    return x"
     one = draft(program, *(Case(f"[1, 2].index(f({n}))", want=n - 1) for n in (1, 2)))
@@ -174,7 +174,7 @@ def test_error_with_an_address_is_not_told() -> None:
     assert "def f(x):\n    y = object()\n    return y" not in programs
 
 
-def test_benchmark_is_frozen() -> None:
+def test_benchmark_is_frozen():
     """A change here is another suite: scores before and after it are not compared."""
     tasks = benchmark_tasks(0, 200)
     assert {task.family for task in tasks} == {family.name for family in families_of(Side.HELDOUT)}
@@ -182,7 +182,7 @@ def test_benchmark_is_frozen() -> None:
     assert tasks_digest(tasks) == FROZEN
 
 
-def test_digest_sees_every_part_of_every_task() -> None:
+def test_digest_sees_every_part_of_every_task():
     """Order, prompt, solution and tests."""
     tasks = benchmark_tasks(0, 2)
     others = [
@@ -197,7 +197,7 @@ def test_digest_sees_every_part_of_every_task() -> None:
     assert len({tasks_digest(each) for each in [tasks, *others]}) == 6
 
 
-def test_a_draw_depends_on_its_name_alone() -> None:
+def test_a_draw_depends_on_its_name_alone():
     """Not on what was drawn before it."""
     first = draw_task(FAMILIES[0], "7/x/1", repair=False)
     draw_task(FAMILIES[1], "7/x/1", repair=True)

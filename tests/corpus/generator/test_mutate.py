@@ -19,7 +19,7 @@ def limit(values, top):
     return total"""
 
 
-def of(operator: str, program: str) -> list[str]:
+def of(operator, program):
     return [each.program for each in all_mutants(program) if each.operator == operator]
 
 
@@ -48,13 +48,13 @@ def of(operator: str, program: str) -> list[str]:
         ("wrong_return", "f(True)", ["f(False)"]),
     ],
 )
-def test_operator_does_what_it_is_called(operator: str, program: str, expected: list[str]) -> None:
+def test_operator_does_what_it_is_called(operator, program, expected):
     """One edit of the text each; the brackets and the layout around it stay."""
     found = of(operator, program)
     assert sorted(set(found)) == sorted(set(expected))
 
 
-def test_names_are_swapped_and_misspelled_where_they_are_read() -> None:
+def test_names_are_swapped_and_misspelled_where_they_are_read():
     """Each name that is read becomes the one that follows it, or loses a letter."""
     program = "def f(one, two):\n    return one"
     assert of("wrong_variable", program) == ["def f(one, two):\n    return two"]
@@ -63,20 +63,20 @@ def test_names_are_swapped_and_misspelled_where_they_are_read() -> None:
     assert of("misspelled_name", long) == ["def f(total):\n    return tota"]
 
 
-def test_every_operator_is_used_by_the_families() -> None:
+def test_every_operator_is_used_by_the_families():
     """None is there for nothing, and none is unlisted."""
     drafts = [family.draft(Draw(f"{family.name}/{n}")) for family in FAMILIES for n in (0, 1)]
     found = {each.operator for draft in drafts for each in all_mutants(draft.solution)}
     assert found == set(OPERATORS)
 
 
-def test_nothing_inside_an_f_string_is_touched() -> None:
+def test_nothing_inside_an_f_string_is_touched():
     """Python 3.11 tells wrong positions there."""
     for mutant in all_mutants('b = [1, f"{a + 1}"]'):
         assert 'f"{a + 1}"' in mutant.program or mutant.operator == "dropped_statement"
 
 
-def test_mutants_differ_from_the_program_by_one_edit() -> None:
+def test_mutants_differ_from_the_program_by_one_edit():
     """What comes before and after the edit is the program's own text."""
     for mutant in all_mutants(LIMIT):
         assert mutant.program != LIMIT
@@ -90,7 +90,7 @@ def test_mutants_differ_from_the_program_by_one_edit() -> None:
         assert lines <= (1 if mutant.operator == "dropped_statement" else 0)
 
 
-def test_only_two_operators_break_the_syntax() -> None:
+def test_only_two_operators_break_the_syntax():
     """Every other mutant parses."""
     for mutant in all_mutants(LIMIT):
         if mutant.operator in {"missing_colon", "missing_bracket"}:
@@ -101,7 +101,7 @@ def test_only_two_operators_break_the_syntax() -> None:
 
 
 @given(st.text(max_size=9))
-def test_order_is_the_draws_and_complete(seed: str) -> None:
+def test_order_is_the_draws_and_complete(seed):
     """Every mutant once, the same order for the same draw, operators taking turns."""
     found = list(mutants(LIMIT, Draw(seed)))
     assert found == list(mutants(LIMIT, Draw(seed)))

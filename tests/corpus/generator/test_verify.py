@@ -8,12 +8,12 @@ DOUBLE = "def double(x):\n    return 2 * x"
 SUITE = Suite(["assert double(2) == 4", "assert double(3) == 6"])
 
 
-def test_right_program_passes() -> None:
+def test_right_program_passes():
     """Nothing is returned where no test fails."""
     assert first_failure(DOUBLE, SUITE) is None
 
 
-def test_first_failing_test_and_its_error_are_told() -> None:
+def test_first_failing_test_and_its_error_are_told():
     """2 + 2 is 4, so that a sum is found out by the second test."""
     failure = first_failure("def double(x):\n    return 2 + x", SUITE)
     assert failure is not None
@@ -30,7 +30,7 @@ def test_first_failing_test_and_its_error_are_told() -> None:
         ("1 / 0", "", "ZeroDivisionError: division by zero"),
     ],
 )
-def test_error_is_the_last_line_of_the_traceback(program: str, test: str, error: str) -> None:
+def test_error_is_the_last_line_of_the_traceback(program, test, error):
     """Where the program itself fails, no test is named."""
     failure = first_failure(program, SUITE)
     assert failure is not None
@@ -48,14 +48,14 @@ def test_error_is_the_last_line_of_the_traceback(program: str, test: str, error:
         "while True:\n    pass",
     ],
 )
-def test_program_that_does_not_end_is_stopped(program: str) -> None:
+def test_program_that_does_not_end_is_stopped(program):
     """Loops, recursion, endless generators, a loop that catches every Exception."""
     failure = first_failure(program, SUITE)
     assert failure is not None
     assert not failure.ends
 
 
-def test_steps_are_counted_over_all_tests() -> None:
+def test_steps_are_counted_over_all_tests():
     """Three passes a test and the call: four steps each, eight for both."""
     program = "def double(x):\n    for _ in range(3):\n        pass\n    return 2 * x"
     assert first_failure(program, SUITE, limit=8) is None
@@ -65,7 +65,7 @@ def test_steps_are_counted_over_all_tests() -> None:
     assert STEP_LIMIT >= 10_000
 
 
-def test_results_come_in_order_exceptions_among_them() -> None:
+def test_results_come_in_order_exceptions_among_them():
     """A setup is run before its expression, and its names stay."""
     first, second, third = results_of(
         DOUBLE, [("n = 4", "double(n)"), ("", "double(None)"), ("", "double(n)")]

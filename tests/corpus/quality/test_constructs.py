@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-from typing import Any
 
 import pytest
 
@@ -11,14 +10,14 @@ from mens_exp.corpus.quality.constructs import KINDS_IN, all_kinds
 from mens_exp.errors import MissingExtra
 
 
-def test_kinds_of_python_are_those_of_its_tree() -> None:
+def test_kinds_of_python_are_those_of_its_tree():
     """Of one statement, by hand; what only marks a place (Load, Store) is no construct."""
     assert KINDS_IN["python"]("x = [a for a in b if not a]") == {
         *("Assign", "Name", "ListComp", "comprehension", "UnaryOp", "Not"),
     }
 
 
-def test_every_kind_listed_can_occur() -> None:
+def test_every_kind_listed_can_occur():
     """A program that uses each construct of Python has every kind there is, and no other."""
     code = """
 import a.b as c
@@ -72,13 +71,13 @@ def aa():
         ("json", '{"a": [1]}', "{a: 1}"),
     ],
 )
-def test_code_that_does_not_parse_has_no_kinds(language: str, good: str, bad: str) -> None:
+def test_code_that_does_not_parse_has_no_kinds(language, good, bad):
     """None, which is not the same as code without any."""
     assert KINDS_IN[language](good) is not None
     assert KINDS_IN[language](bad) is None
 
 
-def test_kinds_of_rust_are_named_by_its_grammar() -> None:
+def test_kinds_of_rust_are_named_by_its_grammar():
     """By hand; there are over a hundred, and none for a language that nobody lists."""
     found = KINDS_IN["rust"]("struct A(u8);")
     assert found == {
@@ -89,11 +88,11 @@ def test_kinds_of_rust_are_named_by_its_grammar() -> None:
     assert all_kinds("json") == frozenset()
 
 
-def test_missing_grammar_is_no_bad_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_grammar_is_no_bad_code(monkeypatch):
     """It is told apart from code that does not parse."""
     real = builtins.__import__
 
-    def without(name: str, *rest: Any) -> Any:
+    def without(name, *rest):
         if name.startswith("tree_sitter"):
             raise ImportError(name)
         return real(name, *rest)

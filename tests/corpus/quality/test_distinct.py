@@ -6,12 +6,12 @@ import pytest
 from mens_exp.corpus.quality.distinct import MOST_EXACT, Distinct
 
 
-def hashes(start: int, stop: int) -> np.ndarray:
+def hashes(start, stop):
     """As many even hashes: the first of a fixed permutation of evenly drawn ones."""
     return np.random.default_rng(0).integers(0, 2**64, 400_000, dtype=np.uint64)[start:stop]
 
 
-def test_few_are_counted() -> None:
+def test_few_are_counted():
     """Repeated ones once, but for the total."""
     found = Distinct()
     found.add(hashes(0, 1000))
@@ -19,7 +19,7 @@ def test_few_are_counted() -> None:
     assert (found.count, found.total, found.is_exact) == (1500, 2000, True)
 
 
-def test_many_are_estimated() -> None:
+def test_many_are_estimated():
     """400,000, to four standard errors of 0.39 %, given twice over."""
     found = Distinct()
     for start in (0, 0, 200_000):
@@ -29,7 +29,7 @@ def test_many_are_estimated() -> None:
     assert found.total == 600_000
 
 
-def test_parts_join_to_the_whole() -> None:
+def test_parts_join_to_the_whole():
     """The estimate does not depend on how the hashes were parted."""
     whole, joined = Distinct(), Distinct()
     whole.add(hashes(0, 300_000))
@@ -40,7 +40,7 @@ def test_parts_join_to_the_whole() -> None:
     assert (joined.count, joined.total) == (whole.count, whole.total)
 
 
-def test_nothing_is_zero() -> None:
+def test_nothing_is_zero():
     """And no estimate."""
     found = Distinct()
     found.add(np.zeros(0, np.uint64))

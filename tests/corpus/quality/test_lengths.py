@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from mens_exp.corpus.quality.lengths import Lengths
 
 
-def of(values: list[int]) -> Lengths:
+def of(values):
     made = Lengths()
     made.add(Counter(values))
     return made
 
 
 @given(st.lists(st.integers(0, 10**7), min_size=1, max_size=300))
-def test_figures_are_those_of_the_numbers(values: list[int]) -> None:
+def test_figures_are_those_of_the_numbers(values):
     """Count, mean and ends exactly; quantiles, held against numpy's, to the half of a fine bin."""
     record = of(values).record()
     assert record is not None
@@ -29,7 +29,7 @@ def test_figures_are_those_of_the_numbers(values: list[int]) -> None:
         assert dict(record)[name] == pytest.approx(exact, rel=0.0225)
 
 
-def test_bins_hold_what_lies_between_their_edges() -> None:
+def test_bins_hold_what_lies_between_their_edges():
     """Two an octave, and one for nothing at all: [0, 1), [1, 1.41), [1.41, 2) and so on."""
     record = of([0, 0, 1, 2, 3, 3, 4]).record()
     assert record is not None
@@ -37,7 +37,7 @@ def test_bins_hold_what_lies_between_their_edges() -> None:
     assert record["counts"] == [2, 1, 0, 1, 2, 1]
 
 
-def test_distributions_add_up() -> None:
+def test_distributions_add_up():
     """In any parts, an empty one among them."""
     whole, joined = of([1, 5, 5, 900]), of([5, 900])
     joined.join(of([]))
@@ -45,6 +45,6 @@ def test_distributions_add_up() -> None:
     assert joined.record() == whole.record()
 
 
-def test_nothing_has_no_distribution() -> None:
+def test_nothing_has_no_distribution():
     """Instead of zeros."""
     assert Lengths().record() is None

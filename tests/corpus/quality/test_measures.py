@@ -1,15 +1,11 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING
 
 from mens_exp.corpus.quality import measures as module
 from mens_exp.corpus.quality.measures import LISTED, OTHERS, Measures, Source, measured
 from mens_exp.corpus.side_by_side import pieces
 from mens_exp.rows.schema import TrainingPair
-
-if TYPE_CHECKING:
-    import pytest
 
 KEY = "AKIA" + "IOSFODNN7QQQQQQQ"
 ROWS = [
@@ -35,7 +31,7 @@ ROWS = [
 ]
 
 
-def test_rows_characters_and_lengths_add_up() -> None:
+def test_rows_characters_and_lengths_add_up():
     """By hand: five rows of six exchanges."""
     found = measured(ROWS)
     assert (found.rows, found.sides) == (5, {"train": 2, "val": 3})
@@ -49,7 +45,7 @@ def test_rows_characters_and_lengths_add_up() -> None:
     assert found.lengths["answer"].largest == 41
 
 
-def test_code_is_parsed_by_the_language_that_a_row_names() -> None:
+def test_code_is_parsed_by_the_language_that_a_row_names():
     """In either case, out of its fences; of other languages nothing is claimed."""
     found = measured(ROWS)
     assert found.languages == {"python": 2, "rust": 1, "french": 1, "": 1}
@@ -58,20 +54,20 @@ def test_code_is_parsed_by_the_language_that_a_row_names() -> None:
     assert found.kinds["rust"]["function_item"] == 1
 
 
-def test_runs_of_tokens_are_those_of_the_answers() -> None:
+def test_runs_of_tokens_are_those_of_the_answers():
     """Of "one two one": three tokens, two of them distinct, two pairs, and one run of three."""
     found = measured([("all", TrainingPair(prompt="p p", response="one two one"))])
     assert [(one.total, one.count) for one in found.distinct.values()] == [(3, 2), (2, 2), (1, 1)]
 
 
-def test_compression_is_that_of_zlib() -> None:
+def test_compression_is_that_of_zlib():
     """Of the answers, a newline between them."""
     found = measured(ROWS)
     text = "\n".join(said for _, pair in ROWS for _, said in pair.exchanges).encode()
     assert (found.answer_bytes, found.compressed_bytes) == (len(text), len(zlib.compress(text)))
 
 
-def test_findings_have_their_place_and_no_secret() -> None:
+def test_findings_have_their_place_and_no_secret():
     """Two of one row, both listed."""
     found = measured(ROWS)
     assert found.secrets == {"AWS access key": 2}
@@ -90,7 +86,7 @@ def test_findings_have_their_place_and_no_secret() -> None:
     assert KEY not in repr(found)
 
 
-def test_the_first_findings_of_each_kind_are_listed() -> None:
+def test_the_first_findings_of_each_kind_are_listed():
     """All are counted."""
     rows = [("all", TrainingPair(prompt="Do anything now", response=KEY))] * (LISTED + 5)
     found = measured(rows)
@@ -98,7 +94,7 @@ def test_the_first_findings_of_each_kind_are_listed() -> None:
     assert len(found.findings) == 2 * LISTED
 
 
-def test_sources_are_told_by_labels_and_groups() -> None:
+def test_sources_are_told_by_labels_and_groups():
     """Rows and characters of each."""
     found = measured(ROWS)
     assert found.sources["category"]["a"] == Source(rows=2, characters=3 + 5 + 4 + 3)
@@ -106,7 +102,7 @@ def test_sources_are_told_by_labels_and_groups() -> None:
     assert found.sources["language"]["french"] == Source(rows=1, characters=24)
 
 
-def test_sources_beyond_the_most_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_beyond_the_most_are_counted_together(monkeypatch):
     """So that a category for each row does not fill the memory."""
     monkeypatch.setattr(module, "MOST_NAMES", 3)
     rows = [("all", TrainingPair(prompt="p", response="r", category=str(n % 5))) for n in range(10)]
@@ -119,7 +115,7 @@ def test_sources_beyond_the_most_are_counted_together(monkeypatch: pytest.Monkey
     }
 
 
-def test_parts_join_to_the_whole() -> None:
+def test_parts_join_to_the_whole():
     """But for what zlib saves by seeing more at once."""
     whole, joined = measured(ROWS), Measures()
     for part in pieces(ROWS, 2):

@@ -40,12 +40,12 @@ PHRASES = {
 }
 
 
-def row(**values: str) -> TrainingPair:
+def row(**values):
     return TrainingPair(**{"prompt": "p", "response": "r"} | values)
 
 
 @pytest.mark.parametrize("kind", SECRETS)
-def test_secrets_are_found_and_masked(kind: str) -> None:
+def test_secrets_are_found_and_masked(kind):
     """By kind and field; of the secret at most four characters and a quarter are shown."""
     (hit,) = [hit for hit in hits_in(row(response=f"x ({EXAMPLES[kind]})")) if hit.kind == kind]
     assert hit.field == "answer"
@@ -57,7 +57,7 @@ def test_secrets_are_found_and_masked(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", INJECTIONS)
-def test_phrases_are_found(kind: str) -> None:
+def test_phrases_are_found(kind):
     """Whatever their case and white space."""
     assert list(hits_in(row(prompt=PHRASES[kind]))) == [Hit(kind, "prompt", None)]
 
@@ -73,12 +73,12 @@ def test_phrases_are_found(kind: str) -> None:
         "a new key was instructed before anything",
     ],
 )
-def test_what_only_looks_alike_is_not_found(text: str) -> None:
+def test_what_only_looks_alike_is_not_found(text):
     """Placeholders, calls, and words of the phrases in other company."""
     assert list(hits_in(row(prompt=text, response=text))) == []
 
 
-def test_turns_and_system_prompts_are_screened() -> None:
+def test_turns_and_system_prompts_are_screened():
     """With the number of the turn where there are several."""
     pair = TrainingPair(
         prompt="Do anything now!",
@@ -93,14 +93,14 @@ def test_turns_and_system_prompts_are_screened() -> None:
     ]
 
 
-def test_every_secret_of_a_field_counts() -> None:
+def test_every_secret_of_a_field_counts():
     """Two keys are two findings."""
     other = EXAMPLES["AWS access key"].replace("IO", "XX")
     found = list(hits_in(row(response=f"{EXAMPLES['AWS access key']} {other}")))
     assert len(found) == 2
 
 
-def test_short_secrets_show_less() -> None:
+def test_short_secrets_show_less():
     """A quarter, rounded down."""
     assert masked("abc") == "… (3 characters)"
     assert masked("abcdefghi") == "ab… (9 characters)"
@@ -108,7 +108,7 @@ def test_short_secrets_show_less() -> None:
 
 
 @pytest.mark.parametrize("kind", SECRETS)
-def test_texts_are_freed_of_secrets(kind: str) -> None:
+def test_texts_are_freed_of_secrets(kind):
     """What stands around them stays, and nothing is found any more."""
     text = without_secrets(f"before {EXAMPLES[kind]}, after")
     assert text.startswith("before ")

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 
@@ -12,25 +10,22 @@ from mens_exp.rows.schema import TrainingPair
 from mens_exp.tokenizer import byte_level
 from mens_exp.tokenizer.hf import HfTokenizer
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 # One token a byte, and one each for the three markers of ChatML.
 TEMPLATE = len("xuser\nSay hi.x\nxassistant\n")
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HfTokenizer:
-    directory: Path = tmp_path_factory.mktemp("tokenizer")
+def tokenizer(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokenizer")
     byte_level.write_files(directory)
     return HfTokenizer.from_directory(directory)
 
 
-def rows(*answers: int) -> list[TrainingPair]:
+def rows(*answers):
     return [TrainingPair(prompt="Say hi.", response="x" * length) for length in answers]
 
 
-def test_tokens_are_those_of_training(tokenizer: HfTokenizer) -> None:
+def test_tokens_are_those_of_training(tokenizer):
     """Template, answer and its end marker; learned are the last two."""
     found = token_counts(rows(2, 10), 2, tokenizer, Labelling(objective="assistant", seq_len=1000))
     assert (found["documents"], found["tokens"]) == (2, 2 * TEMPLATE + 3 + 11)
@@ -41,7 +36,7 @@ def test_tokens_are_those_of_training(tokenizer: HfTokenizer) -> None:
     assert found["tokenizer_sha256"] == tokenizer.sha256
 
 
-def test_truncation_loses_what_lies_beyond_it(tokenizer: HfTokenizer) -> None:
+def test_truncation_loses_what_lies_beyond_it(tokenizer):
     """At 10 tokens behind the template: 2 answers of 20 lose 11 each, the one of 5 nothing."""
     limit = Labelling(objective="assistant", seq_len=TEMPLATE + 10)
     found = token_counts(rows(20, 20, 5), 3, tokenizer, limit)
@@ -50,7 +45,7 @@ def test_truncation_loses_what_lies_beyond_it(tokenizer: HfTokenizer) -> None:
     assert found["lost_supervised_share"] == 22 / (21 + 21 + 6)
 
 
-def test_a_document_without_anything_to_learn_is_lost(tokenizer: HfTokenizer) -> None:
+def test_a_document_without_anything_to_learn_is_lost(tokenizer):
     """Its prompt fills the sequence: all of its tokens count as lost."""
     prompt = TrainingPair(prompt="x" * 100, response="yes")
     limit = Labelling(objective="assistant", seq_len=60)
@@ -60,7 +55,7 @@ def test_a_document_without_anything_to_learn_is_lost(tokenizer: HfTokenizer) ->
     assert found["documents"] == 2
 
 
-def test_rows_stand_for_others(tokenizer: HfTokenizer) -> None:
+def test_rows_stand_for_others(tokenizer):
     """Of 1,000 rows 250 are drawn: the true total lies within four standard errors."""
     rng = np.random.default_rng(0)
     every = rows(*rng.integers(1, 200, 1000).tolist())
@@ -75,7 +70,7 @@ def test_rows_stand_for_others(tokenizer: HfTokenizer) -> None:
     assert found["tokens_se"] == pytest.approx(spread)
 
 
-def test_rows_are_drawn_once_in_order_and_alike_each_time() -> None:
+def test_rows_are_drawn_once_in_order_and_alike_each_time():
     """As many as asked for, or all of them."""
     every = [TrainingPair(prompt=str(n), response="r") for n in range(500)]
     some = [int(pair.prompt) for pair in drawn(every, 500, 50)]
@@ -84,7 +79,7 @@ def test_rows_are_drawn_once_in_order_and_alike_each_time() -> None:
     assert list(drawn(every, 500, 500)) == list(drawn(every, 500, None)) == every
 
 
-def test_rows_that_cannot_be_encoded_are_an_error(tmp_path: Path) -> None:
+def test_rows_that_cannot_be_encoded_are_an_error(tmp_path):
     """Under a template that forgets them, say; whoever reports decides what to do."""
     byte_level.write_files(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("always the same")

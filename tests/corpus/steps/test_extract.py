@@ -1,17 +1,12 @@
 from __future__ import annotations
 
 import subprocess
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mens_exp.config.corpus import ExtractConfig
 from mens_exp.corpus.steps.extract import extract
 from mens_exp.errors import DataError, Problems
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 PYTHON = '''"""A module."""
 
@@ -105,10 +100,10 @@ stack --version
 """
 
 
-def git(path: Path, *arguments: str) -> str:
+def git(path, *arguments):
     identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
     done = subprocess.run(  # fixed arguments
-        ["git", "-C", str(path), *identity, *arguments],  # noqa: S607  # the machine's git
+        ["git", "-C", str(path), *identity, *arguments],  # the machine's git
         check=True,
         capture_output=True,
         text=True,
@@ -116,7 +111,7 @@ def git(path: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def checkout(path: Path) -> str:
+def checkout(path):
     """Make a repository of a directory, and return its first commit."""
     git(path, "init", "-q")
     git(path, "add", "-A")
@@ -124,7 +119,7 @@ def checkout(path: Path) -> str:
     return git(path, "rev-parse", "HEAD")
 
 
-def test_python_gives_functions_methods_and_classes(work: Any, tree: Callable[..., Path]) -> None:
+def test_python_gives_functions_methods_and_classes(work, tree):
     """In the order of the file, with language and group; what is undocumented is counted."""
     result = work.do(extract, [tree({"src/pkg/stack.py": PYTHON})])
     rows = work.lines("rows.jsonl")
@@ -143,7 +138,7 @@ def test_python_gives_functions_methods_and_classes(work: Any, tree: Callable[..
     assert result.dropped == {"undocumented": 2}  # __init__ and bare
 
 
-def test_rust_gives_functions_methods_and_types(work: Any, tree: Callable[..., Path]) -> None:
+def test_rust_gives_functions_methods_and_types(work, tree):
     """Attributes stay, documentation moves to the prompt, strings keep their own indentation."""
     result = work.do(extract, [tree({"src/geo/mod.rs": RUST})])
     rows = work.lines("rows.jsonl")
@@ -180,16 +175,14 @@ def test_rust_gives_functions_methods_and_types(work: Any, tree: Callable[..., P
     assert result.dropped == {"test": 1, "undocumented": 1}
 
 
-def test_a_rust_file_that_does_not_parse_is_counted(work: Any, tree: Callable[..., Path]) -> None:
+def test_a_rust_file_that_does_not_parse_is_counted(work, tree):
     """Nothing of it is taken, the other files are."""
     result = work.do(extract, [tree({"a.rs": "fn (", "b.rs": RUST})])
     assert result.dropped["file_does_not_parse"] == 1
     assert result.rows_out == 3
 
 
-def test_markdown_gives_blocks_with_what_leads_to_them(
-    work: Any, tree: Callable[..., Path]
-) -> None:
+def test_markdown_gives_blocks_with_what_leads_to_them(work, tree):
     """Heading and paragraph; a block that names no language is counted."""
     result = work.do(extract, [tree({"README.md": MARKDOWN})])
     assert [
@@ -201,9 +194,7 @@ def test_markdown_gives_blocks_with_what_leads_to_them(
     assert result.dropped == {"block_without_language": 1}
 
 
-def test_a_commit_is_read_and_the_work_tree_left_alone(
-    work: Any, tree: Callable[..., Path]
-) -> None:
+def test_a_commit_is_read_and_the_work_tree_left_alone(work, tree):
     """Neither what was changed since nor what was never committed is read; nothing is written."""
     path = tree({"a.py": PYTHON, "b.rs": RUST})
     commit = checkout(path)
@@ -219,9 +210,7 @@ def test_a_commit_is_read_and_the_work_tree_left_alone(
     assert git(path, "status", "--porcelain") == before
 
 
-def test_a_directory_of_a_checkout_is_read_by_its_own_paths(
-    work: Any, tree: Callable[..., Path]
-) -> None:
+def test_a_directory_of_a_checkout_is_read_by_its_own_paths(work, tree):
     """What lies beside it at the commit is not read."""
     path = tree({"inner/a.py": PYTHON, "b.rs": RUST})
     checkout(path)
@@ -233,9 +222,7 @@ def test_a_directory_of_a_checkout_is_read_by_its_own_paths(
     ("commit", "made", "told"),
     [("HEAD", False, "not in a git checkout"), ("nowhere", True, "no such commit")],
 )
-def test_a_commit_that_is_not_there_is_refused(
-    work: Any, tree: Callable[..., Path], commit: str, made: bool, told: str
-) -> None:
+def test_a_commit_that_is_not_there_is_refused(work, tree, commit, made, told):
     """A directory that is no checkout, or a name that means nothing in it."""
     path = tree({"a.py": PYTHON})
     if made:
@@ -244,22 +231,20 @@ def test_a_commit_that_is_not_there_is_refused(
         work.do(extract, [path], extract=ExtractConfig(commit=commit))
 
 
-def test_two_projects_of_one_name_are_refused(work: Any, tree: Callable[..., Path]) -> None:
+def test_two_projects_of_one_name_are_refused(work, tree):
     """Their files would share groups."""
     one, other = tree({"a.py": PYTHON}, "x/same"), tree({"a.py": PYTHON}, "y/same")
     with pytest.raises(DataError, match="two projects have one name"):
         work.do(extract, [one, other])
 
 
-def test_everything_wrong_with_the_input_is_told(work: Any, tmp_path: Path) -> None:
+def test_everything_wrong_with_the_input_is_told(work, tmp_path):
     """Each path that is not there."""
     with pytest.raises(Problems, match=r"(?s)absent.*away"):
         work.do(extract, [tmp_path / "absent", tmp_path / "away"])
 
 
-def test_other_languages_hidden_and_vendored_files_are_not_read(
-    work: Any, tree: Callable[..., Path]
-) -> None:
+def test_other_languages_hidden_and_vendored_files_are_not_read(work, tree):
     """Only what is asked for, and of that only the project's own."""
     files = {"a.py": PYTHON, "b.rs": RUST, ".hidden/c.py": PYTHON, "vendor/d.py": PYTHON}
     result = work.do(extract, [tree(files)], extract=ExtractConfig(languages=["python"]))

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from mens_exp.config.corpus import GenerateConfig
@@ -13,7 +11,7 @@ from mens_exp.errors import DataError
 from mens_exp.rows.schema import TrainingPair
 
 
-def test_rows_of_the_training_families_follow_those_that_there_are(work: Any) -> None:
+def test_rows_of_the_training_families_follow_those_that_there_are(work):
     """The generator's own, with difficulty; none of a family that is validated or scored on."""
     before = TrainingPair(prompt="p", response="r")
     config = GenerateConfig(rows=12, seed=5)
@@ -28,9 +26,7 @@ def test_rows_of_the_training_families_follow_those_that_there_are(work: Any) ->
     assert result.facts == {"passed_on": 1, "generated": 12}
 
 
-def test_more_rows_than_there_are_tasks_are_refused(
-    work: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_rows_than_there_are_tasks_are_refused(work, monkeypatch):
     """The setting is named."""
     monkeypatch.setattr(
         "mens_exp.corpus.generator.generate._next", lambda *_: None

@@ -1,17 +1,12 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from mens_exp.artifacts.corpus_record import StepRecord
 from mens_exp.corpus.steps.lineage import steps_before
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 A, B, C = ("a" * 64, "b" * 64, "c" * 64)
 
 
-def written(directory: Path, source: str, made: str, **facts: Any) -> Path:
+def written(directory, source, made, **facts):
     directory.mkdir(parents=True)
     StepRecord(
         step=directory.name.partition("-")[2],
@@ -33,7 +28,7 @@ def written(directory: Path, source: str, made: str, **facts: Any) -> Path:
     return directory / "rows.jsonl"
 
 
-def test_steps_are_followed_back_by_number_and_content(tmp_path: Path) -> None:
+def test_steps_are_followed_back_by_number_and_content(tmp_path):
     """Also where a step changed nothing, so that two have the same files."""
     written(tmp_path / "01-extract", C, A)
     written(tmp_path / "02-validate", A, A)
@@ -48,14 +43,14 @@ def test_steps_are_followed_back_by_number_and_content(tmp_path: Path) -> None:
     }
 
 
-def test_what_another_corpus_left_is_not_taken_for_a_step(tmp_path: Path) -> None:
+def test_what_another_corpus_left_is_not_taken_for_a_step(tmp_path):
     """Its files are not what the next step read."""
     written(tmp_path / "01-extract", C, B)
     last = written(tmp_path / "02-validate", A, A)
     assert [one["step"] for one in steps_before([last])] == ["validate"]
 
 
-def test_given_files_were_made_by_no_step(tmp_path: Path) -> None:
+def test_given_files_were_made_by_no_step(tmp_path):
     """Nor do files with a record that cannot be read, or no files."""
     assert steps_before([tmp_path / "rows.jsonl"]) == []
     (tmp_path / "step.json").write_text("{}")
@@ -63,7 +58,7 @@ def test_given_files_were_made_by_no_step(tmp_path: Path) -> None:
     assert steps_before([]) == []
 
 
-def test_of_a_mix_the_shares_are_told(tmp_path: Path) -> None:
+def test_of_a_mix_the_shares_are_told(tmp_path):
     """Asked for and had."""
     about = {"weight": 3, "share_asked": 0.75, "share": 0.7, "rows": 7, "of": 9, "passes": 0.8}
     last = written(tmp_path / "01-mix", C, A, sources={"x": about})

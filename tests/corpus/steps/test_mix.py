@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,7 @@ from mens_exp.errors import DataError, Problems
 from mens_exp.rows.schema import TrainingPair
 
 
-def source(name: str, count: int) -> list[TrainingPair]:
+def source(name, count):
     return [
         TrainingPair(prompt=f"{name}{number}", response="r" * 100, category=name)
         for number in range(count)
@@ -26,7 +25,7 @@ WEIGHTS = {"a": 0.75, "b": 0.25}
 
 
 @pytest.mark.parametrize("stop", [MixStop.all_exhausted, MixStop.first_exhausted, MixStop.budget])
-def test_rows_on_disk_are_drawn_as_rows_in_memory_are(work: Any, stop: MixStop) -> None:
+def test_rows_on_disk_are_drawn_as_rows_in_memory_are(work, stop):
     """The same rows in the same order as data=mix draws them, however the input is ordered."""
     budget = 2_000 if stop is MixStop.budget else None
     config = MixStepConfig(weights=WEIGHTS, stop=stop, budget_tokens=budget, seed=3)
@@ -38,7 +37,7 @@ def test_rows_on_disk_are_drawn_as_rows_in_memory_are(work: Any, stop: MixStop) 
     assert result.facts["sources"] == record
 
 
-def test_all_exhausted_has_the_exact_shares(work: Any) -> None:
+def test_all_exhausted_has_the_exact_shares(work):
     """By hand: 30 rows of a at three quarters are 40, so that b has 10, each of its 5 twice."""
     work.do(mix, [work.file("x.jsonl", A + B)], mix=MixStepConfig(weights=WEIGHTS))
     rows = work.lines("rows.jsonl")
@@ -46,7 +45,7 @@ def test_all_exhausted_has_the_exact_shares(work: Any) -> None:
     assert set(Counter(row["prompt"] for row in rows if row["category"] == "b").values()) == {2}
 
 
-def test_files_are_sources_by_their_names(work: Any) -> None:
+def test_files_are_sources_by_their_names(work):
     """Less every ending."""
     files = [work.file("one.jsonl", A), work.file("two.jsonl", B)]
     config = MixStepConfig(by=MixBy.file, weights={"one": 6, "two": 1})
@@ -57,7 +56,7 @@ def test_files_are_sources_by_their_names(work: Any) -> None:
     }
 
 
-def test_after_a_split_train_alone_is_drawn(work: Any) -> None:
+def test_after_a_split_train_alone_is_drawn(work):
     """The other sides pass as they are."""
     files = [work.file("train.jsonl", A + B), work.file("val.jsonl", source("c", 2))]
     work.do(mix, files, mix=MixStepConfig(weights=WEIGHTS))
@@ -67,7 +66,7 @@ def test_after_a_split_train_alone_is_drawn(work: Any) -> None:
     }
 
 
-def test_sources_and_weights_that_do_not_meet_are_told_together(work: Any) -> None:
+def test_sources_and_weights_that_do_not_meet_are_told_together(work):
     """A source without a weight, and a weight whose name is a slip."""
     config = MixStepConfig(weights={"aa": 1.0})
     with pytest.raises(Problems) as caught:
@@ -77,7 +76,7 @@ def test_sources_and_weights_that_do_not_meet_are_told_together(work: Any) -> No
     assert "the nearest is a" in str(caught.value)
 
 
-def test_too_many_repeats_are_refused(work: Any) -> None:
+def test_too_many_repeats_are_refused(work):
     """A hundred times through a source is a slip in a weight."""
     config = MixStepConfig(weights={"a": 0.01, "b": 0.99})
     with pytest.raises(DataError, match=r"corpus\.mix\.weights: .*over 100 times"):

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import cast
 
 import pytest
 
@@ -25,17 +25,11 @@ from mens_exp.corpus.steps.places import hashes, place_problems
 from mens_exp.errors import DataError
 from mens_exp.rows.schema import TrainingPair, to_json
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
-
 LATER = ["validate", "split", "curriculum"]
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> CorpusConfig:
+def corpus(tmp_path):
     """Three steps on thirty rows of ten groups."""
     rows = [
         TrainingPair(
@@ -51,14 +45,14 @@ def corpus(tmp_path: Path) -> CorpusConfig:
     return CorpusConfig(steps=list(LATER), input=str(path), output=str(tmp_path / "out"))
 
 
-def done(config: CorpusConfig) -> dict[str, str | None]:
+def done(config):
     """Make the corpus, and return why each step was done; None where it was already."""
     from mens_exp.corpus.steps.places import input_files
 
     files = input_files(config)
-    why: dict[str, str | None] = {}
+    why = {}
     run_steps(
-        cast("RunConfig", SimpleNamespace(corpus=config, sandbox=BubblewrapSandbox())),
+        SimpleNamespace(corpus=config, sandbox=BubblewrapSandbox()),
         files,
         hashes(files, config),
         lambda step: why.update({step.record.step: step.why}),
@@ -66,7 +60,7 @@ def done(config: CorpusConfig) -> dict[str, str | None]:
     return why
 
 
-def content(config: CorpusConfig) -> dict[str, bytes]:
+def content(config):
     root = pipeline.Path(cast("str", config.output))
     return {
         path.relative_to(root).as_posix(): path.read_bytes()
@@ -74,7 +68,7 @@ def content(config: CorpusConfig) -> dict[str, bytes]:
     }
 
 
-def test_every_step_is_recorded(corpus: CorpusConfig, tmp_path: Path) -> None:
+def test_every_step_is_recorded(corpus, tmp_path):
     """Settings, hashes of input and output, counts and cost; and the whole corpus."""
     done(corpus)
     record = StepRecord.read(tmp_path / "out/02-split/step.json")
@@ -97,7 +91,7 @@ def test_every_step_is_recorded(corpus: CorpusConfig, tmp_path: Path) -> None:
     assert set(made.files) == {f"03-curriculum/{side}.jsonl" for side in sides}
 
 
-def test_a_second_run_does_nothing(corpus: CorpusConfig) -> None:
+def test_a_second_run_does_nothing(corpus):
     """Not a file is written again, the index included."""
     assert set(done(corpus).values()) == {"new"}
     before = content(corpus)
@@ -105,7 +99,7 @@ def test_a_second_run_does_nothing(corpus: CorpusConfig) -> None:
     assert content(corpus) == before
 
 
-def test_the_same_input_gives_the_same_bytes(corpus: CorpusConfig, tmp_path: Path) -> None:
+def test_the_same_input_gives_the_same_bytes(corpus, tmp_path):
     """In another directory, too."""
     done(corpus)
     other = dataclasses.replace(corpus, output=str(tmp_path / "other"))
@@ -115,7 +109,7 @@ def test_the_same_input_gives_the_same_bytes(corpus: CorpusConfig, tmp_path: Pat
     assert index[0] == index[1]
 
 
-def test_a_changed_setting_is_done_again_from_there(corpus: CorpusConfig) -> None:
+def test_a_changed_setting_is_done_again_from_there(corpus):
     """What stands before it stays."""
     done(corpus)
     corpus.split.val_frac = 0.3
@@ -126,14 +120,14 @@ def test_a_changed_setting_is_done_again_from_there(corpus: CorpusConfig) -> Non
     }
 
 
-def test_a_changed_last_setting_leaves_the_others(corpus: CorpusConfig) -> None:
+def test_a_changed_last_setting_leaves_the_others(corpus):
     """Only the step that reads it is done again."""
     done(corpus)
     corpus.curriculum = CurriculumConfig(order=DifficultyOrder.hardest_first)
     assert [name for name, why in done(corpus).items() if why] == ["curriculum"]
 
 
-def test_difficulty_reaches_the_next_step(corpus: CorpusConfig, tmp_path: Path) -> None:
+def test_difficulty_reaches_the_next_step(corpus, tmp_path):
     """Generated rows in the order of their own difficulty, without an input."""
     corpus.steps, corpus.input = ["generate", "curriculum"], None
     corpus.generate.rows = 8
@@ -144,7 +138,7 @@ def test_difficulty_reaches_the_next_step(corpus: CorpusConfig, tmp_path: Path) 
     assert len(told) == 8
 
 
-def test_another_input_is_done_from_the_first_step(corpus: CorpusConfig, tmp_path: Path) -> None:
+def test_another_input_is_done_from_the_first_step(corpus, tmp_path):
     """One more row in the file."""
     done(corpus)
     with (tmp_path / "rows.jsonl").open("a") as file:
@@ -152,9 +146,7 @@ def test_another_input_is_done_from_the_first_step(corpus: CorpusConfig, tmp_pat
     assert all(done(corpus).values())
 
 
-def test_another_version_of_the_code_is_done_again(
-    corpus: CorpusConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_version_of_the_code_is_done_again(corpus, monkeypatch):
     """A step says so by its version."""
     done(corpus)
     newer = dataclasses.replace(STEPS["split"], version=STEPS["split"].version + 1)
@@ -174,9 +166,7 @@ def test_another_version_of_the_code_is_done_again(
         ),
     ],
 )
-def test_a_corrupted_output_is_seen_and_made_again(
-    corpus: CorpusConfig, tmp_path: Path, harm: Callable[[Path], Any], why: str
-) -> None:
+def test_a_corrupted_output_is_seen_and_made_again(corpus, tmp_path, harm, why):
     """And the steps after it; the bytes are the same as before."""
     done(corpus)
     before = content(corpus)
@@ -189,7 +179,7 @@ def test_a_corrupted_output_is_seen_and_made_again(
     assert content(corpus) == before
 
 
-def test_a_step_that_fails_leaves_the_ones_before_it(corpus: CorpusConfig, tmp_path: Path) -> None:
+def test_a_step_that_fails_leaves_the_ones_before_it(corpus, tmp_path):
     """Nothing of its own, no index of what is not there, and the next run goes on behind them."""
     corpus.split.val_frac, corpus.split.heldout_frac = 0.3, 0.3
     done(corpus)
@@ -203,7 +193,7 @@ def test_a_step_that_fails_leaves_the_ones_before_it(corpus: CorpusConfig, tmp_p
     assert done(corpus) == dict.fromkeys(LATER)
 
 
-def test_an_empty_result_is_an_error(corpus: CorpusConfig, tmp_path: Path) -> None:
+def test_an_empty_result_is_an_error(corpus, tmp_path):
     """All rows put aside: the step is named with what it dropped, and leaves no directory."""
     from mens_exp.config.data import OnBadRow
 
@@ -240,7 +230,7 @@ pipeline.run_steps(run, files, hashes(files, config), lambda done: None)
 """
 
 
-def test_a_killed_step_leaves_nothing_half_done(corpus: CorpusConfig, tmp_path: Path) -> None:
+def test_a_killed_step_leaves_nothing_half_done(corpus, tmp_path):
     """The next run clears what it left, keeps what was done before, and ends as if never killed."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
@@ -262,38 +252,36 @@ def test_a_killed_step_leaves_nothing_half_done(corpus: CorpusConfig, tmp_path: 
     assert names == {"01-validate", "02-split", "03-curriculum", "corpus.json"}
 
 
-def test_the_steps_are_those_that_the_configuration_names() -> None:
+def test_the_steps_are_those_that_the_configuration_names():
     """Neither more nor less."""
     assert set(STEPS) == set(NAMES)
 
 
-def told(config: CorpusConfig) -> str:
+def told(config):
     return "\n".join(str(problem) for problem in place_problems(config))
 
 
-def test_an_input_that_is_not_there_is_refused(corpus: CorpusConfig, tmp_path: Path) -> None:
+def test_an_input_that_is_not_there_is_refused(corpus, tmp_path):
     """Before anything is made."""
     corpus.input = str(tmp_path / "row.jsonl")
     assert "the nearest there is rows.jsonl" in told(corpus)
     assert not (tmp_path / "out").exists()
 
 
-def test_an_output_within_the_input_is_refused(corpus: CorpusConfig, tmp_path: Path) -> None:
+def test_an_output_within_the_input_is_refused(corpus, tmp_path):
     """A second extraction would read what the first one wrote."""
     corpus.steps, corpus.input = ["extract"], str(tmp_path)
     assert "the output lies in the input" in told(corpus)
 
 
-def test_an_input_within_the_output_is_refused(corpus: CorpusConfig, tmp_path: Path) -> None:
+def test_an_input_within_the_output_is_refused(corpus, tmp_path):
     """It would be replaced while it is read."""
     done(corpus)
     corpus.input = str(tmp_path / "out/01-validate/rows.jsonl")
     assert "the input lies in the output" in told(corpus)
 
 
-def test_a_directory_that_holds_something_else_is_refused(
-    corpus: CorpusConfig, tmp_path: Path
-) -> None:
+def test_a_directory_that_holds_something_else_is_refused(corpus, tmp_path):
     """Named, and left alone; the corpus of an earlier run is none."""
     done(corpus)
     (tmp_path / "out/corpus_report.html").touch()

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import builtins
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,13 +13,6 @@ from mens_exp.corpus.steps.report import RECORD, report
 from mens_exp.corpus.steps.step import RowWriter, StepInput
 from mens_exp.rows.schema import TrainingPair
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
-    from mens_exp.model.resolve import BaseModel
-
 KEY = "AKIA" + "IOSFODNN7QQQQQQQ"
 ROWS = [
     TrainingPair(prompt="one", response="x = 1", language="python", category="maths"),
@@ -30,9 +22,7 @@ ROWS = [
 ]
 
 
-def made(
-    tmp_path: Path, rows: list[TrainingPair], run: RunConfig | None = None, **values: Any
-) -> CorpusReport:
+def made(tmp_path, rows, run=None, **values):
     for name in ("before", "after", "scratch"):
         (tmp_path / name).mkdir()
     with RowWriter(tmp_path / "before") as writer:
@@ -53,7 +43,7 @@ def made(
     return CorpusReport.read(step.directory / RECORD)
 
 
-def test_rows_are_measured_and_what_is_unknown_has_a_reason(tmp_path: Path) -> None:
+def test_rows_are_measured_and_what_is_unknown_has_a_reason(tmp_path):
     """By hand; without a run nobody knows the tokenizer."""
     found = made(tmp_path, ROWS)
     assert (found.rows, found.sides) == (4, {"train": 3, "val": 1})
@@ -73,7 +63,7 @@ def test_rows_are_measured_and_what_is_unknown_has_a_reason(tmp_path: Path) -> N
     assert found.before == []
 
 
-def test_no_secret_gets_into_the_record(tmp_path: Path) -> None:
+def test_no_secret_gets_into_the_record(tmp_path):
     """Neither of an answer nor of a label; where it stands is told."""
     found = made(tmp_path, ROWS)
     assert KEY not in (tmp_path / "after" / RECORD).read_text("utf-8")
@@ -87,7 +77,7 @@ def test_no_secret_gets_into_the_record(tmp_path: Path) -> None:
     ]
 
 
-def test_shares_add_up_and_the_small_ones_are_put_together(tmp_path: Path) -> None:
+def test_shares_add_up_and_the_small_ones_are_put_together(tmp_path):
     """Of 60 categories 50 are listed; the first has two rows."""
     rows = [TrainingPair(prompt="p", response=str(n), category=f"{n % 59:02d}") for n in range(60)]
     shares = made(tmp_path, rows).sources["category"]
@@ -98,9 +88,7 @@ def test_shares_add_up_and_the_small_ones_are_put_together(tmp_path: Path) -> No
     assert sum(one["characters_share"] for one in shares) == pytest.approx(1)
 
 
-def test_tokens_are_those_of_the_run(
-    tmp_path: Path, tiny_config: Callable[..., RunConfig], tiny_base: BaseModel
-) -> None:
+def test_tokens_are_those_of_the_run(tmp_path, tiny_config, tiny_base):
     """Of its tokenizer, objective and sequence length; one row of four is cut there."""
     run = tiny_config("data.seq_len=64")
     rows = [*ROWS[:3], TrainingPair(prompt="four", response="y" * 100)]
@@ -113,9 +101,7 @@ def test_tokens_are_those_of_the_run(
     assert "tokens" not in found.unknown
 
 
-def test_some_rows_stand_for_all(
-    tmp_path: Path, tiny_config: Callable[..., RunConfig], tiny_base: BaseModel
-) -> None:
+def test_some_rows_stand_for_all(tmp_path, tiny_config, tiny_base):
     """Two of four, with a standard error."""
     found = made(tmp_path, ROWS, tiny_config(), token_rows=2)
     assert found.tokens is not None
@@ -124,10 +110,10 @@ def test_some_rows_stand_for_all(
 
 
 def test_a_tokenizer_that_is_not_here_is_unknown(
-    tmp_path: Path,
-    tiny_config: Callable[..., RunConfig],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path,
+    tiny_config,
+    monkeypatch,
+):
     """The Vox tokenizer needs no model's files."""
     monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "empty"))
     for name in ("hf", "vox"):
@@ -138,9 +124,7 @@ def test_a_tokenizer_that_is_not_here_is_unknown(
     assert made(tmp_path / "vox", ROWS, tiny_config("tokenizer=vox")).tokens is not None
 
 
-def test_rows_that_cannot_be_encoded_are_no_end_of_the_report(
-    tmp_path: Path, tiny_config: Callable[..., RunConfig], tiny_base: BaseModel
-) -> None:
+def test_rows_that_cannot_be_encoded_are_no_end_of_the_report(tmp_path, tiny_config, tiny_base):
     """The reason names the row, and quotes nothing of it."""
     template = tmp_path / "template.jinja"
     template.write_text("always the same")
@@ -151,20 +135,18 @@ def test_rows_that_cannot_be_encoded_are_no_end_of_the_report(
     assert KEY not in found.unknown["tokens"]
 
 
-def test_nobody_looks_for_duplicates_unasked(tmp_path: Path) -> None:
+def test_nobody_looks_for_duplicates_unasked(tmp_path):
     """The reason is the setting."""
     found = made(tmp_path, ROWS, duplicates=False)
     assert found.duplicates is None
     assert found.unknown["duplicates"] == "corpus.report.duplicates is false"
 
 
-def test_without_the_library_duplicates_are_unknown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_library_duplicates_are_unknown(tmp_path, monkeypatch):
     """The rest of the report is there."""
     real = builtins.__import__
 
-    def without(name: str, *rest: Any) -> Any:
+    def without(name, *rest):
         if name == "datasketch":
             raise ImportError(name)
         return real(name, *rest)
@@ -179,7 +161,7 @@ def test_without_the_library_duplicates_are_unknown(
     assert found.rows == 4
 
 
-def test_number_of_processes_does_not_change_the_record(tmp_path: Path) -> None:
+def test_number_of_processes_does_not_change_the_record(tmp_path):
     """Over several pieces of rows."""
     rows = [
         TrainingPair(prompt=f"p{n}", response=f"x{n % 7} = {n}", language="python")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,14 +16,14 @@ from mens_exp.errors import DataError
 from mens_exp.rows.schema import TrainingPair
 
 
-def rows(groups: list[str]) -> list[TrainingPair]:
+def rows(groups):
     return [
         TrainingPair(prompt=f"p{number}", response="r", group=group)
         for number, group in enumerate(groups)
     ]
 
 
-def sides(work: Any) -> dict[Side, list[TrainingPair]]:
+def sides(work):
     files = {side: work.out / f"{side}.jsonl" for side in Side}
     return {side: list(read_rows([path])) if path.exists() else [] for side, path in files.items()}
 
@@ -39,9 +38,7 @@ def sides(work: Any) -> dict[Side, list[TrainingPair]]:
     st.sampled_from([0.0, 0.05, 0.3]),
     st.sampled_from([0.0, 0.1, 0.4]),
 )
-def test_files_are_split_as_rows_in_memory_are(
-    work: Any, groups: list[str], val_frac: float, heldout_frac: float
-) -> None:
+def test_files_are_split_as_rows_in_memory_are(work, groups, val_frac, heldout_frac):
     """The same sides as a run's own split, by hash and, of few groups, by rank."""
     pairs = rows([*groups, "a", "b", "c"])
     config = SplitStepConfig(val_frac=val_frac, heldout_frac=heldout_frac)
@@ -49,7 +46,7 @@ def test_files_are_split_as_rows_in_memory_are(
     assert sides(work) == in_memory(pairs, val_frac, heldout_frac)
 
 
-def test_a_project_stays_on_one_side(work: Any) -> None:
+def test_a_project_stays_on_one_side(work):
     """Its files do, which by file they do not."""
     groups = [f"p{project}::f{file}.py" for project in range(30) for file in range(8)]
     by_project = SplitStepConfig(by=SplitBy.project, val_frac=0.2, heldout_frac=0.2)
@@ -64,7 +61,7 @@ def test_a_project_stays_on_one_side(work: Any) -> None:
     assert sum(map(len, found)) > 30
 
 
-def test_one_content_in_two_groups_is_refused(work: Any) -> None:
+def test_one_content_in_two_groups_is_refused(work):
     """With one group a side, the row that two groups have is on two sides."""
     pairs = [
         TrainingPair(prompt="same", response="same", group=f"{number}.py") for number in range(3)
@@ -73,15 +70,13 @@ def test_one_content_in_two_groups_is_refused(work: Any) -> None:
         work.do(split, [work.file("a.jsonl", pairs)])
 
 
-def test_a_side_that_would_be_empty_is_refused(work: Any) -> None:
+def test_a_side_that_would_be_empty_is_refused(work):
     """Two groups cannot serve three sides."""
     with pytest.raises(DataError, match="no row is left for heldout"):
         work.do(split, [work.file("a.jsonl", rows(["a", "a", "b"]))])
 
 
-def test_the_check_sees_a_split_that_parts_a_group(
-    work: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_sees_a_split_that_parts_a_group(work, monkeypatch):
     """A side drawn by row instead of by group is found out."""
     turn = iter([Side.TRAIN, Side.VAL] * 6)
     drawn = SimpleNamespace(side=lambda _: next(turn), ranked=False)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -9,9 +8,6 @@ from mens_exp.corpus.split import Side
 from mens_exp.corpus.steps.step import RowWriter, read_rows, read_sides
 from mens_exp.errors import DataError
 from mens_exp.rows.schema import TrainingPair
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ROWS = [
     TrainingPair(
@@ -21,7 +17,7 @@ ROWS = [
 ]
 
 
-def test_rows_read_back_as_they_were_written(tmp_path: Path) -> None:
+def test_rows_read_back_as_they_were_written(tmp_path):
     """Every field, the difficulty too; only the place is new."""
     with RowWriter(tmp_path) as writer:
         for row in ROWS:
@@ -31,7 +27,7 @@ def test_rows_read_back_as_they_were_written(tmp_path: Path) -> None:
     assert next(read_rows([tmp_path / "rows.jsonl"])).place == f"{tmp_path}/rows.jsonl:1"
 
 
-def test_rows_of_a_split_keep_their_sides(tmp_path: Path) -> None:
+def test_rows_of_a_split_keep_their_sides(tmp_path):
     """A file for each side, and the side is read off the file's name."""
     with RowWriter(tmp_path) as writer:
         writer.write(ROWS[0], Side.VAL)
@@ -42,7 +38,7 @@ def test_rows_of_a_split_keep_their_sides(tmp_path: Path) -> None:
     assert writer.total == 2
 
 
-def test_a_bad_row_is_told_with_its_place_and_the_way_to_put_it_aside(tmp_path: Path) -> None:
+def test_a_bad_row_is_told_with_its_place_and_the_way_to_put_it_aside(tmp_path):
     """The first one ends the reading; the rows before it were yielded."""
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "p", "response": "r"}) + '\n{"prompt": 3}\n', "utf-8")

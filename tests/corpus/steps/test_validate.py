@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import shutil
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -15,11 +14,6 @@ from mens_exp.corpus.steps.validate import validate
 from mens_exp.errors import Problems
 from mens_exp.rows.schema import TrainingPair
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
-
 needs_bubblewrap = pytest.mark.skipif(
     shutil.which("bwrap") is None or shutil.which("rustc") is None,
     reason="needs bubblewrap and rustc: apt-get install bubblewrap rustc",
@@ -27,7 +21,7 @@ needs_bubblewrap = pytest.mark.skipif(
 QUARANTINE = ValidateConfig(on_bad_row=OnBadRow.quarantine)
 
 
-def row(response: str, language: str | None, prompt: str = "p") -> TrainingPair:
+def row(response, language, prompt="p"):
     return TrainingPair(prompt=prompt, response=response, language=language)
 
 
@@ -47,7 +41,7 @@ BAD = [
 ]
 
 
-def test_rows_whose_code_parses_pass_as_they_are(work: Any) -> None:
+def test_rows_whose_code_parses_pass_as_they_are(work):
     """Python, Rust and JSON are asked; another language, or none, is not, and is counted."""
     result = work.do(validate, [work.file("a.jsonl", GOOD)])
     assert (work.out / "rows.jsonl").read_bytes() == (work.path / "input/a.jsonl").read_bytes()
@@ -57,15 +51,15 @@ def test_rows_whose_code_parses_pass_as_they_are(work: Any) -> None:
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_code_that_does_not_parse_is_an_error(work: Any, bad: TrainingPair) -> None:
+def test_code_that_does_not_parse_is_an_error(work, bad):
     """Its file and line, and the other way to treat it."""
     with pytest.raises(Problems, match=r"(?s)a\.jsonl:2: the \w+ code does not parse.*quarantine"):
         work.do(validate, [work.file("a.jsonl", [GOOD[0], bad])])
 
 
-def test_bad_rows_are_put_aside_with_place_and_reason(work: Any) -> None:
+def test_bad_rows_are_put_aside_with_place_and_reason(work):
     """What is no row as well as what is no code; the counts add up to the rows."""
-    path: Path = work.file("a.jsonl", [*GOOD, *BAD])
+    path = work.file("a.jsonl", [*GOOD, *BAD])
     with path.open("a", encoding="utf-8") as file:
         file.write('{"prompt": "p"}\nnot json\n')
     result = work.do(validate, [path], validate=QUARANTINE)
@@ -78,7 +72,7 @@ def test_bad_rows_are_put_aside_with_place_and_reason(work: Any) -> None:
     assert result.dropped["the python code does not parse"] == 2
 
 
-def test_many_bad_rows_are_told_in_part_and_counted(work: Any) -> None:
+def test_many_bad_rows_are_told_in_part_and_counted(work):
     """Twenty in full, the rest as a number."""
     path = work.file("a.jsonl", [row("x = (", "python", str(number)) for number in range(30)])
     with pytest.raises(Problems) as caught:
@@ -88,7 +82,7 @@ def test_many_bad_rows_are_told_in_part_and_counted(work: Any) -> None:
     assert "30 bad rows" in str(caught.value)
 
 
-def test_sides_of_a_split_are_kept(work: Any) -> None:
+def test_sides_of_a_split_are_kept(work):
     """Each row goes to the file that it came from."""
     files = [work.file("train.jsonl", GOOD[:2]), work.file("val.jsonl", GOOD[2:3])]
     work.do(validate, files)
@@ -98,19 +92,19 @@ def test_sides_of_a_split_are_kept(work: Any) -> None:
     }
 
 
-def sandboxed(work: Any, rows: list[TrainingPair]) -> StepInput:
+def sandboxed(work, rows):
     out, scratch = work.path / "out", work.path / "scratch"
     out.mkdir()
     scratch.mkdir()
     work.out = out
     config = CorpusConfig(validate=ValidateConfig(on_bad_row=OnBadRow.quarantine, compile=True))
-    run = cast("RunConfig", SimpleNamespace(sandbox=BubblewrapSandbox()))
+    run = SimpleNamespace(sandbox=BubblewrapSandbox())
     files = (work.file("a.jsonl", rows),)
     return StepInput(files=files, directory=out, scratch=scratch, config=config, run=run)
 
 
 @needs_bubblewrap
-def test_code_that_parses_and_does_not_compile_is_found(work: Any) -> None:
+def test_code_that_parses_and_does_not_compile_is_found(work):
     """Each language by its own compiler; rows keep their order."""
     rows = [
         row("def f():\n    return 1", "python", "good"),
@@ -128,7 +122,7 @@ def test_code_that_parses_and_does_not_compile_is_found(work: Any) -> None:
 
 
 @needs_bubblewrap
-def test_compiling_does_not_run_the_code(work: Any) -> None:
+def test_compiling_does_not_run_the_code(work):
     """What would end the interpreter compiles, and passes."""
     result = validate(sandboxed(work, [row("import sys\nsys.exit(3)", "python")]))
     assert (result.rows_in, result.rows_out) == (1, 1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mens_exp.artifacts.adapter_v3 import AdapterManifest, write_adapter
@@ -12,20 +10,13 @@ from mens_exp.layout.targets import chosen
 from mens_exp.plan.checks.adapter import check
 from mens_exp.plan.preflight import preflight
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mens_exp.config.root import RunConfig
-    from mens_exp.model.resolve import BaseModel
-
 
 @pytest.fixture
-def adapter_for(tmp_path: Path) -> Callable[..., str]:
+def adapter_for(tmp_path):
     """Write a fresh adapter of the shape that a configuration trains."""
     import numpy as np
 
-    def written(config: RunConfig, *, base: str | None) -> str:
+    def written(config, *, base):
         shape, r = shape_of(config.model), config.lora.r
         tensors = {}
         for one in chosen(config.lora, shape):
@@ -50,10 +41,10 @@ def adapter_for(tmp_path: Path) -> Callable[..., str]:
 
 
 def test_an_adapter_that_fits_is_accepted(
-    adapter_for: Callable[..., str],
-    tiny_config: Callable[..., RunConfig],
-    tiny_base: BaseModel,
-) -> None:
+    adapter_for,
+    tiny_config,
+    tiny_base,
+):
     """Same base, same layers, same rank; and no adapter at all is no problem either."""
     start = adapter_for(tiny_config(), base=tiny_base.weights_sha256)
     assert list(check(tiny_config(start))) == []
@@ -74,12 +65,12 @@ def test_an_adapter_that_fits_is_accepted(
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(
-    adapter_for: Callable[..., str],
-    tiny_config: Callable[..., RunConfig],
-    overrides: tuple[str, ...],
-    where: str,
-    text: str,
-) -> None:
+    adapter_for,
+    tiny_config,
+    overrides,
+    where,
+    text,
+):
     """By the preflight, with exit code 2 and what would fit."""
     start = adapter_for(tiny_config(), base=None)
     (problem,) = preflight(tiny_config(start, "data=stdlib", *overrides))
@@ -87,9 +78,7 @@ def test_an_adapter_that_does_not_fit_is_refused(
     assert text in str(problem)
 
 
-def test_more_layers_than_a_message_holds_are_counted(
-    adapter_for: Callable[..., str], tiny_config: Callable[..., RunConfig]
-) -> None:
+def test_more_layers_than_a_message_holds_are_counted(adapter_for, tiny_config):
     """Eight names, and how many there are besides."""
     start = adapter_for(tiny_config("lora=qv"), base=None)
     (problem,) = check(tiny_config(start))
@@ -98,10 +87,10 @@ def test_more_layers_than_a_message_holds_are_counted(
 
 
 def test_another_base_is_refused(
-    adapter_for: Callable[..., str],
-    tiny_config: Callable[..., RunConfig],
-    tiny_base: BaseModel,
-) -> None:
+    adapter_for,
+    tiny_config,
+    tiny_base,
+):
     """Known as soon as the base lies in the cache."""
     assert tiny_base.directory.is_dir()
     start = adapter_for(tiny_config(), base="cd" * 32)
@@ -111,8 +100,8 @@ def test_another_base_is_refused(
 
 
 def test_a_missing_adapter_is_told_beside_everything_else(
-    tiny_config: Callable[..., RunConfig],
-) -> None:
+    tiny_config,
+):
     """With the other problems of the command."""
     problems = preflight(tiny_config("lora.init_from=nowhere", "data.seq_len=4096"))
     assert sorted(str(problem.where) for problem in problems) == ["data.seq_len", "lora.init_from"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -20,10 +19,6 @@ from mens_exp.plan.contract import contract_of
 from mens_exp.plan.planner import Gate, refusals
 from mens_exp.plan.preflight import preflight
 from mens_exp.plan.surroundings import surroundings_of
-
-if TYPE_CHECKING:
-    from mens_exp.config.root import RunConfig
-    from mens_exp.model.resolve import BaseModel
 
 USUAL = ["model=tiny_llama", "logger=none", "trainer=cpu"]
 PROXY = ["backend=proxy"]
@@ -44,18 +39,18 @@ FLAGS = {
 }
 
 
-def of(overrides: list[str]) -> RunConfig:
+def of(overrides):
     by_key = {text.partition("=")[0]: text for text in [*USUAL, *overrides]}
     return typed(compose([list(by_key.values())])[0].values)
 
 
-def flags(config: RunConfig) -> list[str]:
+def flags(config):
     found = refusals(contract_of(config), surroundings_of(config))
     return [str(error) for gate, error in found if gate is Gate.FLAGS]
 
 
 @pytest.mark.parametrize(("overrides", "where"), FLAGS.values(), ids=FLAGS)
-def test_refusal_of_flags_is_raised_for_the_command(overrides: list[str], where: str) -> None:
+def test_refusal_of_flags_is_raised_for_the_command(overrides, where):
     """By the dotted path that was typed; preflight does not say it a second time."""
     config = of(overrides)
     assert len(flags(config)) == 1
@@ -63,7 +58,7 @@ def test_refusal_of_flags_is_raised_for_the_command(overrides: list[str], where:
     assert not any(problem.where == where for problem in preflight(config))
 
 
-def test_incomplete_stack_is_raised_for_the_command(tiny_base: BaseModel, tmp_path: Path) -> None:
+def test_incomplete_stack_is_raised_for_the_command(tiny_base, tmp_path):
     """The one flag that files decide: by the check of the backend."""
     base = Path(shutil.copytree(tiny_base.directory, tmp_path / "base"))
     tensors = load_file(base / "model.safetensors")
@@ -78,11 +73,11 @@ def test_incomplete_stack_is_raised_for_the_command(tiny_base: BaseModel, tmp_pa
 
 
 @pytest.mark.parametrize("found", [-0.1, 1.5])
-def test_skip_rate_is_no_setting_of_ours(found: float) -> None:
+def test_skip_rate_is_no_setting_of_ours(found):
     """A contract that another program wrote may have one; no command can make it."""
     contract = contract_of(of([]))
     assert contract.exec.max_skip_rate is None
-    run: Any = dataclasses.replace(contract.exec, max_skip_rate=found)
+    run = dataclasses.replace(contract.exec, max_skip_rate=found)
     theirs = dataclasses.replace(contract, exec=run)
     (gate,) = [gate for gate, _ in refusals(theirs, surroundings_of(of([])))]
     assert gate is Gate.FLAGS

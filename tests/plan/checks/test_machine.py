@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -11,12 +10,6 @@ from mens_exp.plan.checks.machine import check, findings
 from mens_exp.plan.disk import Disk
 from mens_exp.plan.machine import Machine
 from mens_exp.plan.memory import Memory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.config.root import RunConfig
-    from mens_exp.errors import MensError
 
 CPU = Machine(
     kind="cpu",
@@ -41,34 +34,34 @@ SMALL = Disk(
 
 
 @pytest.fixture
-def told(tiny_config: Callable[..., RunConfig], tmp_path: Path) -> Callable[..., Any]:
+def told(tiny_config, tmp_path):
     """Ask for what a device lacks for tiny_llama."""
 
     def asked(
-        device: Machine = CPU,
-        memory: Memory = FITS,
-        disk: Disk = SMALL,
-        overrides: tuple[str, ...] = (),
-    ) -> tuple[list[MensError], list[str]]:
+        device=CPU,
+        memory=FITS,
+        disk=SMALL,
+        overrides=(),
+    ):
         return findings(tiny_config(*overrides), device, memory, disk, tmp_path)
 
     return asked
 
 
-def test_machine_that_holds_the_run_is_no_problem(told: Callable[..., Any]) -> None:
+def test_machine_that_holds_the_run_is_no_problem(told):
     """Neither error nor warning, on CPU and GPU."""
     assert told() == ([], [])
     assert told(GPU) == ([], [])
 
 
-def test_lower_bound_over_the_memory_is_refused(told: Callable[..., Any]) -> None:
+def test_lower_bound_over_the_memory_is_refused(told):
     """Only then; both figures are named."""
     (error,), warnings = told(memory=dataclasses.replace(FITS, low=101, high=120))
     assert "does not fit into the memory of a CPU" in str(error)
     assert (error.found, error.exit_code, warnings) == ("100 B free", 3, [])
 
 
-def test_upper_bound_over_the_memory_is_a_warning(told: Callable[..., Any]) -> None:
+def test_upper_bound_over_the_memory_is_a_warning(told):
     """It may fail, and may not."""
     errors, (warning,) = told(memory=dataclasses.replace(FITS, low=100, high=101))
     assert errors == []
@@ -76,7 +69,7 @@ def test_upper_bound_over_the_memory_is_a_warning(told: Callable[..., Any]) -> N
     assert "Next: " in warning
 
 
-def test_memory_that_is_unknown_refuses_nothing(told: Callable[..., Any]) -> None:
+def test_memory_that_is_unknown_refuses_nothing(told):
     """A driver that does not answer is no reason."""
     unknown = dataclasses.replace(GPU, free_bytes=None)
     assert told(unknown, dataclasses.replace(FITS, low=10**15)) == ([], [])
@@ -92,22 +85,20 @@ def test_memory_that_is_unknown_refuses_nothing(told: Callable[..., Any]) -> Non
         (dataclasses.replace(GPU, libraries=frozenset({"cpu"})), "no CUDA library"),
     ],
 )
-def test_device_without_kernels_is_refused(
-    told: Callable[..., Any], device: Machine, found: str
-) -> None:
+def test_device_without_kernels_is_refused(told, device, found):
     """Bitsandbytes loads one library, for the CPU or of torch's CUDA major version."""
     (error,), _ = told(device)
     assert "no 4-bit kernels" in str(error)
     assert error.found == found
 
 
-def test_cpu_build_of_torch_has_no_gpu(told: Callable[..., Any]) -> None:
+def test_cpu_build_of_torch_has_no_gpu(told):
     """Asked for by name, a GPU that torch cannot use is refused before torch is imported."""
     (error,), _ = told(dataclasses.replace(GPU, torch="2.13.0+cpu", torch_cuda=None))
     assert error.found == "torch 2.13.0+cpu"
 
 
-def test_bf16_needs_the_device(told: Callable[..., Any]) -> None:
+def test_bf16_needs_the_device(told):
     """A GPU without it is refused, a CPU without it is warned of; f32 asks for neither."""
     old = dataclasses.replace(GPU, has_bf16=False, capability="7.5")
     (error,), _ = told(old)
@@ -121,9 +112,7 @@ def test_bf16_needs_the_device(told: Callable[..., Any]) -> None:
     assert told(dataclasses.replace(CPU, has_bf16=None)) == ([], [])
 
 
-def test_full_disk_is_refused(
-    told: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_full_disk_is_refused(told, monkeypatch, tmp_path):
     """Run directory and cache on one disk count together: 20,000,006 bytes."""
     needed = 2 + 3 * 1 + 20_000_000 + 1
     for free, refused in ((needed, False), (needed - 1, True)):
@@ -133,9 +122,7 @@ def test_full_disk_is_refused(
     assert "checkpoints 3 B, adapter 2 B, the base model 1 B" in str(errors[0])
 
 
-def test_two_disks_are_judged_apart(
-    told: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_two_disks_are_judged_apart(told, monkeypatch, tmp_path):
     """The cache is full, the run's place is not."""
     here = Path.cwd()
     device = {tmp_path: SimpleStat(1), here: SimpleStat(2)}
@@ -153,9 +140,7 @@ class SimpleStat:
     st_dev: int
 
 
-def test_plan_is_not_refused_for_its_machine(
-    tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_is_not_refused_for_its_machine(tiny_config, monkeypatch):
     """It shows what the machine lacks beside its figures; a run is refused."""
     poor = dataclasses.replace(CPU, free_bytes=1)
     monkeypatch.setattr(machine, "look", lambda _: poor)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,23 +11,16 @@ from safetensors.torch import load_file, save_file
 from mens_exp.config.model import HfModel, RandomModel, WeightsDtype
 from mens_exp.plan.checks import model as checks
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.config.root import RunConfig
-    from mens_exp.errors import MensError
-    from mens_exp.model.resolve import BaseModel
-
 
 @pytest.fixture
-def base(tiny_base: BaseModel, tmp_path: Path) -> Path:
+def base(tiny_base, tmp_path):
     """A copy of tiny_llama's directory, to be changed."""
     return Path(shutil.copytree(tiny_base.directory, tmp_path / "base"))
 
 
 @pytest.fixture
-def problems_of(tiny_config: Callable[..., RunConfig]) -> Callable[..., list[MensError]]:
-    def found(model: HfModel | RandomModel) -> list[MensError]:
+def problems_of(tiny_config):
+    def found(model):
         config = tiny_config("data.seq_len=64")
         config.model = model
         return list(checks.check(config))
@@ -36,14 +28,12 @@ def problems_of(tiny_config: Callable[..., RunConfig]) -> Callable[..., list[Men
     return found
 
 
-def configure(base: Path, **changes: Any) -> None:
+def configure(base, **changes):
     file = base / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | changes), "utf-8")
 
 
-def test_every_family_is_accepted(
-    family_base: Callable[[str], BaseModel], problems_of: Callable[..., list[MensError]]
-) -> None:
+def test_every_family_is_accepted(family_base, problems_of):
     """As saved by the tests of the backends."""
     for name in (
         "llama",
@@ -59,9 +49,7 @@ def test_every_family_is_accepted(
         assert problems_of(HfModel(id=str(family_base(name).directory))) == [], name
 
 
-def test_a_table_of_positions_ends_where_it_ends(
-    family_base: Callable[[str], BaseModel], tiny_config: Callable[..., RunConfig]
-) -> None:
+def test_a_table_of_positions_ends_where_it_ends(family_base, tiny_config):
     """GPT-2's n_positions of 256 holds 256 tokens and not one more."""
     for seq_len, refused in ((256, False), (257, True)):
         config = tiny_config(f"data.seq_len={seq_len}")
@@ -70,10 +58,10 @@ def test_a_table_of_positions_ends_where_it_ends(
 
 
 def test_fused_weights_are_held_to_their_widths(
-    family_base: Callable[[str], BaseModel],
-    problems_of: Callable[..., list[MensError]],
-    tmp_path: Path,
-) -> None:
+    family_base,
+    problems_of,
+    tmp_path,
+):
     """Phi-3's gate and up in one matrix of 2·96 rows feed a down projection 96 wide."""
     directory = Path(shutil.copytree(family_base("phi3").directory, tmp_path / "phi3"))
     tensors = load_file(directory / "model.safetensors")
@@ -89,9 +77,7 @@ def test_fused_weights_are_held_to_their_widths(
     assert problem.found == "width 96"
 
 
-def test_quantized_weights_are_refused(
-    base: Path, problems_of: Callable[..., list[MensError]]
-) -> None:
+def test_quantized_weights_are_refused(base, problems_of):
     """By what config.json says, and by the header where it says nothing."""
     assert problems_of(HfModel(id=str(base))) == []
     configure(base, quantization_config={"quant_method": "gptq"})
@@ -106,9 +92,7 @@ def test_quantized_weights_are_refused(
     assert problem.found == "F8_E4M3"
 
 
-def test_masks_beside_the_weights_are_left_alone(
-    base: Path, problems_of: Callable[..., list[MensError]]
-) -> None:
+def test_masks_beside_the_weights_are_left_alone(base, problems_of):
     """Old GPT-2 checkpoints carry boolean buffers."""
     tensors = load_file(base / "model.safetensors")
     tensors["h.0.attn.bias"] = torch.ones(2, 2, dtype=torch.bool)
@@ -128,12 +112,12 @@ def test_masks_beside_the_weights_are_left_alone(
     ],
 )
 def test_remote_code_is_run_only_where_there_is_some(
-    base: Path,
-    problems_of: Callable[..., list[MensError]],
-    auto_map: Any,
-    trust: bool,
-    reason: str | None,
-) -> None:
+    base,
+    problems_of,
+    auto_map,
+    trust,
+    reason,
+):
     """A permission without use is refused, and so is code that the commit does not pin."""
     configure(base, auto_map=auto_map)
     problems = problems_of(HfModel(id=str(base), trust_remote_code=trust))
@@ -141,9 +125,7 @@ def test_remote_code_is_run_only_where_there_is_some(
     assert all(reason in problem.what for problem in problems if reason)
 
 
-def test_random_weights_need_room(
-    problems_of: Callable[..., list[MensError]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_weights_need_room(problems_of, monkeypatch):
     """Two layers of 40,960 weights and a table of 320·64: 409,600 bytes in f32, half in bf16."""
     monkeypatch.setattr(checks, "space", lambda path: (path, 300_000))
     model = RandomModel(name="roomy", init_seed=987, num_attention_heads=2)
@@ -154,9 +136,7 @@ def test_random_weights_need_room(
     assert problems_of(model) == []
 
 
-def test_a_plan_draws_no_weights(
-    tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_draws_no_weights(tiny_config, monkeypatch):
     """It shows the disk's lack among its problems, beside the figures."""
     monkeypatch.setattr(checks, "space", lambda path: (path, 0))
     config = tiny_config("task=plan", "data.seq_len=64")
@@ -164,9 +144,7 @@ def test_a_plan_draws_no_weights(
     assert list(checks.check(config)) == []
 
 
-def test_a_cache_that_is_not_there_yet_has_the_room_of_its_disk(
-    problems_of: Callable[..., list[MensError]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_is_not_there_yet_has_the_room_of_its_disk(problems_of, tmp_path, monkeypatch):
     """On a new machine nothing has made the folder."""
     monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "new" / "cache"))
     model = RandomModel(name="roomy", init_seed=987, num_attention_heads=2)

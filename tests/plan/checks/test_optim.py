@@ -1,33 +1,27 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
 
 import pytest
 
 from mens_exp.plan.checks.optim import check
 from mens_exp.plan.preflight import preflight
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.config.root import RunConfig
-
 PAGED = "optim=paged_adamw_8bit"
 
 
-def has_gpu(monkeypatch: pytest.MonkeyPatch, *, there: bool) -> None:
+def has_gpu(monkeypatch, *, there):
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if there else None)
 
 
 @pytest.mark.parametrize(("trainer", "there"), [("cpu", True), ("auto", False)])
 def test_paged_memory_without_a_gpu_is_refused_by_the_plan(
-    monkeypatch: pytest.MonkeyPatch,
-    tiny_config: Callable[..., RunConfig],
-    trainer: str,
+    monkeypatch,
+    tiny_config,
+    trainer,
     *,
-    there: bool,
-) -> None:
+    there,
+):
     """Before anything is loaded, with exit code 2 and what does work."""
     has_gpu(monkeypatch, there=there)
     problems = preflight(tiny_config(PAGED, f"trainer={trainer}"))
@@ -38,18 +32,14 @@ def test_paged_memory_without_a_gpu_is_refused_by_the_plan(
 
 
 @pytest.mark.parametrize("trainer", ["gpu", "auto"])
-def test_paged_memory_with_a_gpu_is_accepted(
-    monkeypatch: pytest.MonkeyPatch, tiny_config: Callable[..., RunConfig], trainer: str
-) -> None:
+def test_paged_memory_with_a_gpu_is_accepted(monkeypatch, tiny_config, trainer):
     """Where there may be one."""
     has_gpu(monkeypatch, there=True)
     assert list(check(tiny_config(PAGED, f"trainer={trainer}"))) == []
 
 
 @pytest.mark.parametrize("option", ["adamw", "adamw_8bit", "lion"])
-def test_other_optimizers_run_anywhere(
-    monkeypatch: pytest.MonkeyPatch, tiny_config: Callable[..., RunConfig], option: str
-) -> None:
+def test_other_optimizers_run_anywhere(monkeypatch, tiny_config, option):
     """The CPU kernels of bitsandbytes hold 8-bit moments too."""
     has_gpu(monkeypatch, there=False)
     assert list(check(tiny_config(f"optim={option}"))) == []

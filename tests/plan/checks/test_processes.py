@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mens_exp.plan import machine
 from mens_exp.plan.checks.processes import check
 from mens_exp.plan.ranks import Rank, of_torchrun
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.config.root import RunConfig
 
 DDP = ("trainer=ddp", "trainer.accelerator=cpu")
 SAID = {
@@ -27,17 +20,17 @@ SAID = {
 
 
 @pytest.fixture
-def torchrun(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def torchrun(monkeypatch):
     """Say in the environment what torchrun would."""
 
-    def said(**changed: str) -> None:
+    def said(**changed):
         for name, value in (SAID | changed).items():
             monkeypatch.setenv(name, value)
 
     return said
 
 
-def test_torchrun_says_who_is_who(torchrun: Callable[..., None]) -> None:
+def test_torchrun_says_who_is_who(torchrun):
     """The second process of the second machine."""
     torchrun()
     rank = of_torchrun()
@@ -46,25 +39,19 @@ def test_torchrun_says_who_is_who(torchrun: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("changed", [{"MASTER_PORT": ""}, {"RANK": "x"}, {"WORLD_SIZE": "1"}])
-def test_anything_less_is_one_process(
-    torchrun: Callable[..., None], changed: dict[str, str]
-) -> None:
+def test_anything_less_is_one_process(torchrun, changed):
     """A single variable is some other program's."""
     torchrun(**changed)
     assert of_torchrun() is None
 
 
-def test_what_torchrun_started_is_accepted(
-    torchrun: Callable[..., None], tiny_config: Callable[..., RunConfig]
-) -> None:
+def test_what_torchrun_started_is_accepted(torchrun, tiny_config):
     """Two processes on each of two machines, as asked."""
     torchrun()
     assert list(check(tiny_config(*DDP, "trainer.num_nodes=2"))) == []
 
 
-def test_other_numbers_than_torchruns_are_refused(
-    torchrun: Callable[..., None], tiny_config: Callable[..., RunConfig]
-) -> None:
+def test_other_numbers_than_torchruns_are_refused(torchrun, tiny_config):
     """Each with the number that would do."""
     torchrun()
     found = list(check(tiny_config(*DDP, "trainer.devices=4")))
@@ -79,27 +66,25 @@ def test_other_numbers_than_torchruns_are_refused(
     [(("trainer=cpu",), "trainer.strategy"), ((*DDP, "task=plan"), "task")],
 )
 def test_torchrun_starts_no_command_of_one_process(
-    torchrun: Callable[..., None],
-    tiny_config: Callable[..., RunConfig],
-    overrides: tuple[str, ...],
-    where: str,
-) -> None:
+    torchrun,
+    tiny_config,
+    overrides,
+    where,
+):
     """The others would wait for ever."""
     torchrun()
     (found,) = check(tiny_config(*overrides))
     assert found.where == where
 
 
-def test_several_machines_need_torchrun(tiny_config: Callable[..., RunConfig]) -> None:
+def test_several_machines_need_torchrun(tiny_config):
     """The message holds the command."""
     (found,) = check(tiny_config(*DDP, "trainer.num_nodes=2"))
     assert found.where == "trainer.num_nodes"
     assert "torchrun --nnodes=2 --nproc-per-node=2" in str(found.remedy)
 
 
-def test_more_processes_than_gpus_are_refused(
-    tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_processes_than_gpus_are_refused(tiny_config, monkeypatch):
     """Each has one of its own; on the CPU there is no such limit."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     (found,) = check(tiny_config("trainer=ddp", "trainer.accelerator=gpu"))
@@ -114,11 +99,11 @@ FSDP = ("trainer=fsdp", "trainer.accelerator=cpu", "quant.storage_dtype=bf16")
     ("version", "problems"), [("2.6.0+cpu", 1), ("2.7.0", 0), ("2.13.0+cpu", 0)]
 )
 def test_parts_need_a_torch_that_leaves_the_adapter_whole(
-    tiny_config: Callable[..., RunConfig],
-    monkeypatch: pytest.MonkeyPatch,
-    version: str,
-    problems: int,
-) -> None:
+    tiny_config,
+    monkeypatch,
+    version,
+    problems,
+):
     """fully_shard takes parameters to ignore since 2.7."""
     monkeypatch.setattr(machine, "_torch", lambda: (version, None))
     found = list(check(tiny_config(*FSDP)))

@@ -4,7 +4,6 @@ import json
 import shutil
 import struct
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -13,40 +12,35 @@ from safetensors.numpy import load_file, save_file
 from mens_exp.config.compose import compose, typed
 from mens_exp.plan.preflight import preflight
 
-if TYPE_CHECKING:
-    from mens_exp.config.root import RunConfig
-    from mens_exp.errors import MensError
-    from mens_exp.model.resolve import BaseModel
-
 EMBEDDING = "model.embed_tokens.weight"
 
 
 @pytest.fixture
-def base(tiny_base: BaseModel, tmp_path: Path) -> Path:
+def base(tiny_base, tmp_path):
     """A copy of tiny_llama's directory, to be damaged."""
     return Path(shutil.copytree(tiny_base.directory, tmp_path / "base"))
 
 
 @pytest.fixture
-def config(base: Path) -> RunConfig:
+def config(base):
     """A configuration that takes the directory as the user's own model."""
     return typed(
         compose([["model=hf", f"model.id={base}", "logger=none", "trainer=cpu"]])[0].values
     )
 
 
-def only(config: RunConfig) -> MensError:
+def only(config):
     """Return the one problem."""
     (problem,) = preflight(config)
     return problem
 
 
-def configure(base: Path, **changes: Any) -> None:
+def configure(base, **changes):
     file = base / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | changes), "utf-8")
 
 
-def embed(base: Path, array: np.ndarray | None) -> None:
+def embed(base, array):
     tensors = load_file(base / "model.safetensors")
     del tensors[EMBEDDING]
     if array is not None:
@@ -54,7 +48,7 @@ def embed(base: Path, array: np.ndarray | None) -> None:
     save_file(tensors, base / "model.safetensors")
 
 
-def test_sound_directory_is_no_problem(config: RunConfig) -> None:
+def test_sound_directory_is_no_problem(config):
     """For the refusals below, an acceptance."""
     assert preflight(config) == []
 
@@ -68,9 +62,7 @@ def test_sound_directory_is_no_problem(config: RunConfig) -> None:
         ((320, 128), "another width"),
     ],
 )
-def test_embedding_of_another_shape_is_refused(
-    config: RunConfig, base: Path, shape: tuple[int, ...], what: str
-) -> None:
+def test_embedding_of_another_shape_is_refused(config, base, shape, what):
     """Never a fallback; the table's place, shape and expectation are named."""
     embed(base, np.zeros(shape, np.float32))
     problem = only(config)
@@ -80,13 +72,13 @@ def test_embedding_of_another_shape_is_refused(
     assert str(problem.expected).startswith("[320, 64]")
 
 
-def test_absent_embedding_is_refused(config: RunConfig, base: Path) -> None:
+def test_absent_embedding_is_refused(config, base):
     """The keys that were tried are named."""
     embed(base, None)
     assert f"{EMBEDDING} or embed_tokens.weight" in str(only(config).expected)
 
 
-def test_heads_that_do_not_divide_are_refused(config: RunConfig, base: Path) -> None:
+def test_heads_that_do_not_divide_are_refused(config, base):
     """Four query heads over three; that the shapes of k and v are then others comes beside it."""
     configure(base, num_key_value_heads=3)
     told = next(one for one in preflight(config) if "do not divide" in str(one))
@@ -94,19 +86,18 @@ def test_heads_that_do_not_divide_are_refused(config: RunConfig, base: Path) -> 
     assert told.found == "4 query heads, 3 key and value heads"
 
 
-def header_of(file: Path) -> dict[str, Any]:
+def header_of(file):
     raw = file.read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])
-    header: dict[str, Any] = json.loads(raw[8 : 8 + length])
-    return header
+    return json.loads(raw[8 : 8 + length])
 
 
-def write(file: Path, header: bytes, data: bytes) -> None:
+def write(file, header, data):
     file.write_bytes(struct.pack("<Q", len(header)) + header + data)
 
 
 @pytest.mark.parametrize("lie", ["short", "shifted", "beyond"])
-def test_header_that_lies_about_offsets_is_refused(config: RunConfig, base: Path, lie: str) -> None:
+def test_header_that_lies_about_offsets_is_refused(config, base, lie):
     """Too few bytes for a shape, a hole, or an end past the file."""
     file = base / "model.safetensors"
     header = header_of(file)

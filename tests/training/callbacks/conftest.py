@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -12,23 +12,11 @@ from mens_exp.artifacts.telemetry import Telemetry
 from mens_exp.corpus.source import load_rows
 from mens_exp.tokenizer.hf import HfTokenizer
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from lightning import Callback, Trainer
-
-    from mens_exp.backends.qlora import QloraBackend
-    from mens_exp.config.root import RunConfig
-    from mens_exp.data.datamodule import RowsDataModule
-    from mens_exp.model.resolve import BaseModel
-    from mens_exp.training.module import TrainingModule
-
 
 class Record:
     """A RunRecord: the real directory, event log and manifest, without a task around them."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.dir = RunDir(path)
         self.telemetry = Telemetry(self.dir.telemetry)
         self.manifest = Manifest(
@@ -39,15 +27,15 @@ class Record:
             seed=42,
         )
         self.save()
-        self.after: list[Callable[[Manifest], None]] = []
+        self.after = []
 
-    def save(self) -> None:
+    def save(self):
         self.manifest.write(self.dir.manifest)
 
-    def after_close(self, fn: Callable[[Manifest], None]) -> None:
+    def after_close(self, fn):
         self.after.append(fn)
 
-    def close(self) -> None:
+    def close(self):
         self.telemetry.close()
         self.save()
         while self.after:
@@ -58,19 +46,19 @@ class Record:
 class Fit:
     """A module over tiny_llama and its data, to be fitted with any callbacks."""
 
-    config: RunConfig
-    module: TrainingModule
-    data: RowsDataModule
+    config: Any
+    module: Any
+    data: Any
     record: Record
     options: dict[str, Any] = field(default_factory=dict)
 
-    def trainer(self, *callbacks: Callback, max_steps: int = 2, **options: Any) -> Trainer:
+    def trainer(self, *callbacks, max_steps=2, **options):
         from lightning import Trainer
         from lightning.pytorch.callbacks import Checkpoint
 
         from mens_exp.training.atomic_checkpoint import AtomicCheckpointIO
 
-        defaults: dict[str, Any] = {
+        defaults = {
             "val_check_interval": 1000,
             "check_val_every_n_epoch": None,
             "accumulate_grad_batches": 2,
@@ -91,13 +79,13 @@ class Fit:
             **{**defaults, **options},
         )
 
-    def validate(self, trainer: Trainer) -> None:
+    def validate(self, trainer):
         from mens_exp.training.build import lightning_quiet
 
         with lightning_quiet():
             trainer.validate(self.module, self.data, verbose=False)
 
-    def run(self, trainer: Trainer, **options: Any) -> None:
+    def run(self, trainer, **options):
         from mens_exp.training.build import lightning_quiet
 
         with lightning_quiet():
@@ -105,7 +93,7 @@ class Fit:
 
 
 @pytest.fixture
-def record(tmp_path: Path) -> Iterator[Record]:
+def record(tmp_path):
     """An open record; closed whatever the test does with it."""
     made = Record(tmp_path / "run")
     yield made
@@ -115,13 +103,13 @@ def record(tmp_path: Path) -> Iterator[Record]:
 
 @pytest.fixture
 def fit(
-    record: Record,
-    rows_file: Path,
-    cache: Path,
-    tiny_base: BaseModel,
-    tiny_config: Callable[..., RunConfig],
-    tiny_backend: Callable[..., QloraBackend],
-) -> Fit:
+    record,
+    rows_file,
+    cache,
+    tiny_base,
+    tiny_config,
+    tiny_backend,
+):
     """A fresh graph and module, two micro-batches a step."""
     from mens_exp.data.datamodule import RowsDataModule
     from mens_exp.training.build import build_module

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from lightning import Callback
@@ -12,21 +10,21 @@ from mens_exp.training.callbacks.best_adapter import BestAdapter
 class Losses(Callback):
     """Gives each validation of training a loss from a list, and keeps the adapter it was for."""
 
-    def __init__(self, losses: list[float]) -> None:
+    def __init__(self, losses):
         self.losses = iter(losses)
-        self.adapters: list[dict[str, torch.Tensor]] = []
+        self.adapters = []
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, trainer, pl_module):
         del trainer
         pl_module.validation["val/loss"] = next(self.losses)
         self.adapters.append(adapter_of(pl_module))
 
 
-def adapter_of(module: Any) -> dict[str, torch.Tensor]:
+def adapter_of(module):
     return {name: p.detach().clone() for name, p in module.backend.trainable().items()}
 
 
-def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+def same(first, second):
     return all(torch.equal(first[name], value) for name, value in second.items())
 
 
@@ -39,9 +37,7 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
         ([2.0, 1.0, 1.0], 1),
     ],
 )
-def test_the_graph_ends_with_the_adapter_of_the_lowest_loss(
-    fit: Any, losses: list[float], best: int
-) -> None:
+def test_the_graph_ends_with_the_adapter_of_the_lowest_loss(fit, losses, best):
     """A validation after each of three steps; of equals, the earliest."""
     told, callback = Losses(losses), BestAdapter(fit.record)
     fit.run(fit.trainer(told, callback, max_steps=3, val_check_interval=2))
@@ -50,14 +46,14 @@ def test_the_graph_ends_with_the_adapter_of_the_lowest_loss(
     assert fit.module.selected == (best + 1, losses[best])
 
 
-def test_a_validation_outside_of_training_does_not_count(fit: Any) -> None:
+def test_a_validation_outside_of_training_does_not_count(fit):
     """The base model's own loss may well be the lowest."""
     callback = BestAdapter(fit.record)
     fit.validate(fit.trainer(callback))
     assert (callback.step, callback.loss, callback.state_dict()["adapter"]) == (None, None, {})
 
 
-def test_without_a_validation_the_graph_is_left_alone(fit: Any) -> None:
+def test_without_a_validation_the_graph_is_left_alone(fit):
     """Ending before the first validation selects nothing."""
     before = adapter_of(fit.module)
     BestAdapter(fit.record).on_fit_end(fit.trainer(), fit.module)
@@ -65,7 +61,7 @@ def test_without_a_validation_the_graph_is_left_alone(fit: Any) -> None:
     assert fit.module.selected is None
 
 
-def test_the_kept_adapter_does_not_move_with_training(fit: Any) -> None:
+def test_the_kept_adapter_does_not_move_with_training(fit):
     """It is a copy, also on CPU, where moving to the CPU would be none."""
     callback = BestAdapter(fit.record)
     fit.run(fit.trainer(Losses([1.0, 2.0]), callback, val_check_interval=2))

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -11,37 +9,37 @@ from mens_exp.training.callbacks.checkpoint import Checkpoint
 from mens_exp.training.callbacks.telemetry import TelemetryWriter
 
 
-def saving(fit: Any, *, every_n_steps: int, keep: int = 2) -> Checkpoint:
+def saving(fit, *, every_n_steps, keep=2):
     fit.config.checkpoint = CheckpointConfig(every_n_steps=every_n_steps, keep=keep)
     return Checkpoint(fit.record)
 
 
-def names(fit: Any) -> list[str]:
+def names(fit):
     return sorted(path.name for path in fit.record.dir.checkpoints.iterdir())
 
 
-def events(fit: Any, *kinds: str) -> list[tuple[str, int]]:
+def events(fit, *kinds):
     read = read_events(fit.record.dir.telemetry)
     return [(e["event"], e["payload"]["step"]) for e in read if e["event"] in kinds]
 
 
-def stored(fit: Any, step: int) -> dict[str, Any]:
+def stored(fit, step):
     return torch.load(fit.record.dir.checkpoint(step), weights_only=True)
 
 
-def test_saves_every_so_many_steps_and_at_the_end(fit: Any) -> None:
+def test_saves_every_so_many_steps_and_at_the_end(fit):
     """Of five steps with a checkpoint every two, the second, fourth and last are kept."""
     fit.run(fit.trainer(saving(fit, every_n_steps=2, keep=9), max_steps=5))
     assert names(fit) == ["step_00000002.ckpt", "step_00000004.ckpt", "step_00000005.ckpt"]
 
 
-def test_keeps_only_the_newest(fit: Any) -> None:
+def test_keeps_only_the_newest(fit):
     """What is older than the last two is deleted."""
     fit.run(fit.trainer(saving(fit, every_n_steps=1, keep=2), max_steps=4))
     assert names(fit) == ["step_00000003.ckpt", "step_00000004.ckpt"]
 
 
-def test_holds_the_adapter_and_its_moments_but_never_the_base(fit: Any) -> None:
+def test_holds_the_adapter_and_its_moments_but_never_the_base(fit):
     """Three f32 numbers a trained parameter, and little else."""
     fit.run(fit.trainer(saving(fit, every_n_steps=2)))
     trained = sum(p.numel() for p in fit.module.backend.trainable().values())
@@ -52,14 +50,14 @@ def test_holds_the_adapter_and_its_moments_but_never_the_base(fit: Any) -> None:
     assert set(checkpoint["adapter"]) == set(fit.module.backend.trainable())
 
 
-def test_holds_the_position_of_the_next_micro_batch(fit: Any) -> None:
+def test_holds_the_position_of_the_next_micro_batch(fit):
     """Two steps of two micro-batches have taken numbers 0 to 3."""
     fit.run(fit.trainer(saving(fit, every_n_steps=1, keep=9)))
     loops = [stored(fit, step)["loops"]["fit_loop"]["state_dict"] for step in (1, 2)]
     assert [loop["combined_loader"] for loop in loops] == [[{"position": 2}], [{"position": 4}]]
 
 
-def test_says_what_it_saved(fit: Any) -> None:
+def test_says_what_it_saved(fit):
     """The event names the step, the path inside the run, and the size."""
     fit.run(fit.trainer(saving(fit, every_n_steps=2)))
     saved = [e["payload"] for e in read_events(fit.record.dir.telemetry)]
@@ -72,7 +70,7 @@ def test_says_what_it_saved(fit: Any) -> None:
     ]
 
 
-def test_a_step_is_saved_after_the_validation_that_belongs_to_it(fit: Any) -> None:
+def test_a_step_is_saved_after_the_validation_that_belongs_to_it(fit):
     """Resuming from it then misses no validation and repeats none."""
     callbacks = saving(fit, every_n_steps=1), TelemetryWriter(fit.record)
     fit.run(fit.trainer(*callbacks, val_check_interval=4, max_steps=3))
@@ -88,7 +86,7 @@ def test_a_step_is_saved_after_the_validation_that_belongs_to_it(fit: Any) -> No
     ]
 
 
-def test_a_validation_in_mid_accumulation_saves_nothing(fit: Any) -> None:
+def test_a_validation_in_mid_accumulation_saves_nothing(fit):
     """A checkpoint falls on an optimizer step only."""
     callbacks = saving(fit, every_n_steps=1), TelemetryWriter(fit.record)
     fit.run(fit.trainer(*callbacks, val_check_interval=3))
@@ -100,22 +98,22 @@ def test_a_validation_in_mid_accumulation_saves_nothing(fit: Any) -> None:
     ]
 
 
-def test_a_validation_outside_of_training_saves_nothing(fit: Any) -> None:
+def test_a_validation_outside_of_training_saves_nothing(fit):
     """The base model's own validation comes before there is anything to save."""
     fit.validate(fit.trainer(saving(fit, every_n_steps=1)))
     assert not fit.record.dir.checkpoints.exists()
 
 
-def test_global_generators_go_on_where_they_were(fit: Any) -> None:
+def test_global_generators_go_on_where_they_were(fit):
     """The next draws of torch and numpy are the same after loading."""
-    before = torch.get_rng_state(), np.random.get_state()  # noqa: NPY002
+    before = torch.get_rng_state(), np.random.get_state()
     try:
-        np.random.standard_normal()  # noqa: NPY002  # leaves a second Gaussian waiting
+        np.random.standard_normal()  # leaves a second Gaussian waiting
         state = Checkpoint(fit.record).state_dict()
-        drawn = [(float(torch.rand(())), np.random.standard_normal()) for _ in range(3)]  # noqa: NPY002
+        drawn = [(float(torch.rand(())), np.random.standard_normal()) for _ in range(3)]
         Checkpoint(fit.record).load_state_dict(state)
-        again = [(float(torch.rand(())), np.random.standard_normal()) for _ in range(3)]  # noqa: NPY002
+        again = [(float(torch.rand(())), np.random.standard_normal()) for _ in range(3)]
     finally:
         torch.set_rng_state(before[0])
-        np.random.set_state(before[1])  # noqa: NPY002
+        np.random.set_state(before[1])
     assert again == drawn

@@ -9,7 +9,6 @@ import os
 import pkgutil
 import random
 import threading
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -21,14 +20,8 @@ from mens_exp.config.logger import WandbLogger
 from mens_exp.evals.during import Measured
 from mens_exp.training import callbacks as package
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
-    from mens_exp.training.record import RunRecord
-
-
-def discovered() -> list[type[Callback]]:
+def discovered():
     """Return every callback class that a module of the package defines."""
     found = []
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
@@ -53,19 +46,19 @@ class PlannedError(Exception):
 class FailsAfterOneStep(Callback):
     """Raises in the middle of the second optimizer step."""
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, *_):
         if trainer.fit_loop.total_batch_idx == 2:
             raise PlannedError
 
 
-def drawn_score(items: int) -> Measured:
+def drawn_score(items):
     """A score that draws from every global generator."""
-    value = (random.random() + np.random.random() + float(torch.rand(()))) / 3  # noqa: S311, NPY002
+    value = (random.random() + np.random.random() + float(torch.rand(()))) / 3
     return Measured(items=items, values={"eval/parse_rate": value}, unknown={}, events=[])
 
 
-def made(kind: type[Callback], record: RunRecord) -> Callback:
-    offered: dict[str, Any] = {
+def made(kind, record):
+    offered = {
         "run": record,
         "logger": WandbLogger(),
         "settings": {"seed": 1},
@@ -76,11 +69,11 @@ def made(kind: type[Callback], record: RunRecord) -> Callback:
     return kind(**{name: value for name, value in offered.items() if name in taken})
 
 
-def fit_threads() -> set[threading.Thread]:
+def fit_threads():
     return {thread for thread in threading.enumerate() if thread.name != "MainThread"}
 
 
-def bytes_of(state: Any) -> bytes:
+def bytes_of(state):
     """Serialize as a checkpoint does, and prove that a checkpoint can be read without pickle."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -90,28 +83,28 @@ def bytes_of(state: Any) -> bytes:
 
 
 @pytest.fixture(autouse=True)
-def _no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _no_account(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in [name for name in os.environ if name.startswith("WANDB")]:
         monkeypatch.delenv(name)
 
 
 @pytest.fixture(autouse=True)
-def _same_random_state() -> Iterator[None]:
-    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()  # noqa: NPY002
+def _same_random_state():
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()
     yield
     torch.set_rng_state(torch_state)
-    np.random.set_state(numpy_state)  # noqa: NPY002
+    np.random.set_state(numpy_state)
 
 
-def test_every_module_of_the_package_holds_one_callback() -> None:
+def test_every_module_of_the_package_holds_one_callback():
     """One callback, one file."""
     modules = [module.name for module in pkgutil.iter_modules(package.__path__)]
     assert sorted(kind.__module__.rpartition(".")[2] for kind in discovered()) == sorted(modules)
 
 
 @EVERY
-def test_two_step_fit_ends_and_leaves_a_readable_record(kind: type[Callback], fit: Any) -> None:
+def test_two_step_fit_ends_and_leaves_a_readable_record(kind, fit):
     """Alone, without any other callback, it neither breaks training nor the record."""
     before = fit_threads()
     trainer = fit.trainer(made(kind, fit.record))
@@ -123,9 +116,7 @@ def test_two_step_fit_ends_and_leaves_a_readable_record(kind: type[Callback], fi
 
 
 @EVERY
-def test_fit_is_the_same_with_and_without_it(
-    kind: type[Callback], fit: Any, reference: dict[str, torch.Tensor]
-) -> None:
+def test_fit_is_the_same_with_and_without_it(kind, fit, reference):
     """It listens: no random number is drawn and no weight is touched on its account."""
     fit.run(fit.trainer(made(kind, fit.record)))
     after = fit.module.backend.trainable()
@@ -133,9 +124,7 @@ def test_fit_is_the_same_with_and_without_it(
 
 
 @EVERY
-def test_failing_fit_passes_the_error_on_and_writes_no_result(
-    kind: type[Callback], fit: Any
-) -> None:
+def test_failing_fit_passes_the_error_on_and_writes_no_result(kind, fit):
     """The error is the one that was raised, the record is still open, no adapter is there."""
     before = fit_threads()
     with pytest.raises(PlannedError):
@@ -148,7 +137,7 @@ def test_failing_fit_passes_the_error_on_and_writes_no_result(
 
 
 @EVERY
-def test_teardown_may_come_twice_and_without_a_fit(kind: type[Callback], fit: Any) -> None:
+def test_teardown_may_come_twice_and_without_a_fit(kind, fit):
     """Lightning tears down after fit, after validate, and after an error in either."""
     callback = made(kind, fit.record)
     trainer = fit.trainer(callback)
@@ -161,7 +150,7 @@ def test_teardown_may_come_twice_and_without_a_fit(kind: type[Callback], fit: An
 
 
 @EVERY
-def test_state_survives_a_checkpoint(kind: type[Callback], fit: Any) -> None:
+def test_state_survives_a_checkpoint(kind, fit):
     """What one instance says of its state, another one that was given it says too."""
     callback = made(kind, fit.record)
     fit.run(fit.trainer(callback))
@@ -173,7 +162,7 @@ def test_state_survives_a_checkpoint(kind: type[Callback], fit: Any) -> None:
 
 
 @pytest.fixture
-def reference(fit: Any, tiny_backend: Callable[..., Any]) -> dict[str, torch.Tensor]:
+def reference(fit, tiny_backend):
     """The adapter after the two-step fit without any callback; the graph is then as new."""
     from mens_exp.training.build import build_module
 

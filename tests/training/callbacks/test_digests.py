@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -15,43 +14,37 @@ from mens_exp.data.batch import packed_batch, padded_batch
 from mens_exp.training.callbacks.digests import Digests
 from mens_exp.training.callbacks.telemetry import TelemetryWriter
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-    from mens_exp.data.batch import Batch
-
-
-def sha256(*pieces: bytes) -> str:
+def sha256(*pieces):
     return hashlib.sha256(b"".join(pieces)).hexdigest()
 
 
-def array(*values: int, shape: tuple[int, ...]) -> bytes:
+def array(*values, shape):
     return str(shape).encode() + np.array(values, dtype="<i8").tobytes()
 
 
-def chained(*batches: Batch) -> str | None:
+def chained(*batches):
     """Return the chain of micro-batches after a fresh start."""
-    record: Any = SimpleNamespace(manifest=SimpleNamespace(facts={}, unknown={}), save=lambda: None)
-    module: Any = SimpleNamespace(step_digests={}, backend=SimpleNamespace(trainable=dict))
-    trainer: Any = SimpleNamespace(global_step=0, world_size=1)
+    record = SimpleNamespace(manifest=SimpleNamespace(facts={}, unknown={}), save=lambda: None)
+    module = SimpleNamespace(step_digests={}, backend=SimpleNamespace(trainable=dict))
+    trainer = SimpleNamespace(global_step=0, world_size=1)
     callback = Digests(record)
     callback.setup(trainer, module, "fit")
     callback.on_train_start(trainer, module)
     for batch in batches:
         callback.on_train_batch_start(trainer, module, batch, 0)
     assert module.step_digests["batches_sha256"] == callback.state_dict()["chain"]
-    chain: str | None = callback.state_dict()["chain"]
-    return chain
+    return callback.state_dict()["chain"]
 
 
 @pytest.fixture
-def packed(documents_of: Callable[..., Any]) -> Batch:
+def packed(documents_of):
     """Documents 5 6 7 and 8 9, of which 7 and 9 are learned."""
     documents = documents_of([[5, 6, 7], [8, 9]], [[0, 0, 1], [0, 1]])
     return packed_batch(documents, [[0, 1]], 0)
 
 
-def test_the_chain_is_over_everything_that_a_graph_sees(packed: Batch) -> None:
+def test_the_chain_is_over_everything_that_a_graph_sees(packed):
     """Written out by hand: the chain so far, bounds, ids, positions, mask, labels."""
     first = sha256(
         sha256().encode(),
@@ -65,7 +58,7 @@ def test_the_chain_is_over_everything_that_a_graph_sees(packed: Batch) -> None:
     assert chained(packed) == first
 
 
-def test_a_padded_batch_has_its_mask_in_the_chain(documents_of: Callable[..., Any]) -> None:
+def test_a_padded_batch_has_its_mask_in_the_chain(documents_of):
     """Two sequences of which the second is filled up: its fill is in the ids and in the mask."""
     batch = padded_batch(
         documents_of([[5, 6, 7], [8, 9]], [[0, 0, 1], [0, 1]]), [[0], [1]], 0, pad_id=2
@@ -94,21 +87,19 @@ def test_a_padded_batch_has_its_mask_in_the_chain(documents_of: Callable[..., An
     ],
     ids=lambda changed: next(iter(changed)),
 )
-def test_every_part_of_a_micro_batch_counts(packed: Batch, changed: dict[str, Any]) -> None:
+def test_every_part_of_a_micro_batch_counts(packed, changed):
     """One changed part is another chain."""
     assert chained(dataclasses.replace(packed, **changed)) != chained(packed)
 
 
-def test_order_counts_and_the_place_in_the_stream_does_not(
-    packed: Batch, documents_of: Callable[..., Any]
-) -> None:
+def test_order_counts_and_the_place_in_the_stream_does_not(packed, documents_of):
     """The chain is over contents: two batches the other way round are another stream."""
     other = packed_batch(documents_of([[1, 2]], [[0, 1]]), [[0]], 1)
     assert chained(packed, other) != chained(other, packed)
     assert chained(dataclasses.replace(packed, index=9)) == chained(packed)
 
 
-def test_a_fit_leaves_the_chain_of_each_step_and_of_the_run(fit: Any) -> None:
+def test_a_fit_leaves_the_chain_of_each_step_and_of_the_run(fit):
     """Two micro-batches a step: the second step's chain is that of the stream's first four."""
     stream = fit.data.train_dataloader()
     batches = [stream.batch(index) for index in range(4)]
@@ -119,7 +110,7 @@ def test_a_fit_leaves_the_chain_of_each_step_and_of_the_run(fit: Any) -> None:
     assert fit.record.manifest.results["batches_sha256"] == steps[-1]
 
 
-def test_the_first_adapter_is_that_before_training(fit: Any) -> None:
+def test_the_first_adapter_is_that_before_training(fit):
     """A layer's digest is over A and B as they were built, the whole one over all layers'."""
     before = {n: p.detach().numpy().copy() for n, p in fit.module.backend.trainable().items()}
     fit.run(fit.trainer(Digests(fit.record)))
@@ -134,10 +125,10 @@ def test_the_first_adapter_is_that_before_training(fit: Any) -> None:
     assert not np.array_equal(after, B)
 
 
-def test_a_graph_without_lora_says_why_it_has_no_digest(fit: Any) -> None:
+def test_a_graph_without_lora_says_why_it_has_no_digest(fit):
     """Every weight trained: null with a reason."""
     callback = Digests(fit.record)
-    module: Any = SimpleNamespace(backend=SimpleNamespace(trainable=lambda: {"w": torch.ones(2)}))
+    module = SimpleNamespace(backend=SimpleNamespace(trainable=lambda: {"w": torch.ones(2)}))
     callback.setup(fit.trainer(), module, "fit")
     callback.on_train_start(fit.trainer(), module)
     manifest = Manifest.read(fit.record.dir.manifest)
@@ -145,11 +136,11 @@ def test_a_graph_without_lora_says_why_it_has_no_digest(fit: Any) -> None:
     assert manifest.unknown["facts.lora_init_sha256"] == "no LoRA matrix"
 
 
-def test_a_checkpoint_without_the_chain_makes_it_unknown(fit: Any) -> None:
+def test_a_checkpoint_without_the_chain_makes_it_unknown(fit):
     """A run that began before there were digests: no chain that leaves its beginning out."""
     trainer = fit.trainer(Digests(fit.record), TelemetryWriter(fit.record))
     callback = trainer.callbacks[0]
-    later: Any = SimpleNamespace(global_step=2, world_size=1)
+    later = SimpleNamespace(global_step=2, world_size=1)
     callback.setup(later, fit.module, "fit")
     callback.on_train_start(later, fit.module)
     callback.on_train_batch_start(later, fit.module, fit.data.train_dataloader().batch(4), 0)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 from lightning import Callback
 
@@ -11,22 +9,19 @@ from mens_exp.training.build import build_module
 from mens_exp.training.callbacks.checkpoint import Checkpoint
 from mens_exp.training.callbacks.early_stopping import EarlyStopping
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 class Losses(Callback):
     """Gives each validation of training a loss from a list."""
 
-    def __init__(self, losses: list[float]) -> None:
+    def __init__(self, losses):
         self.losses = iter(losses)
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, trainer, pl_module):
         del pl_module
         trainer.callback_metrics["val/loss"].fill_(next(self.losses))
 
 
-def steps_taken(fit: Any, losses: list[float], **settings: Any) -> int:
+def steps_taken(fit, losses, **settings):
     """Train up to six steps with a validation after each."""
     callbacks = Losses(losses), EarlyStopping(fit.record, **settings)
     trainer = fit.trainer(*callbacks, max_steps=6, val_check_interval=2)
@@ -45,9 +40,7 @@ def steps_taken(fit: Any, losses: list[float], **settings: Any) -> int:
         ([5, 4.4, 3.8, 3.2, 2.6, 2.0], {"patience": 3, "min_delta": 0.5}, 6),
     ],
 )
-def test_a_run_ends_after_so_many_validations_without_a_lower_loss(
-    fit: Any, losses: list[float], settings: dict[str, Any], steps: int
-) -> None:
+def test_a_run_ends_after_so_many_validations_without_a_lower_loss(fit, losses, settings, steps):
     """Counted by hand; a fall by less than min_delta is none."""
     assert steps_taken(fit, losses, **settings) == steps
     stopped = steps < 6
@@ -56,9 +49,7 @@ def test_a_run_ends_after_so_many_validations_without_a_lower_loss(
     assert [e["payload"]["step"] for e in events] == ([steps] if stopped else [])
 
 
-def test_the_step_it_ends_at_is_saved_and_resuming_from_it_ends_there_too(
-    fit: Any, tiny_backend: Callable[..., Any]
-) -> None:
+def test_the_step_it_ends_at_is_saved_and_resuming_from_it_ends_there_too(fit, tiny_backend):
     """Whatever the checkpoints' interval; Lightning's own would train on."""
     fit.config.checkpoint = CheckpointConfig(every_n_steps=50)
     steps = steps_taken_saving(fit, [5, 6, 4, 3, 2, 1])
@@ -72,7 +63,7 @@ def test_the_step_it_ends_at_is_saved_and_resuming_from_it_ends_there_too(
     assert fit.module.selected[0] == 2
 
 
-def steps_taken_saving(fit: Any, losses: list[float]) -> int:
+def steps_taken_saving(fit, losses):
     callbacks = Losses(losses), EarlyStopping(fit.record, patience=1), Checkpoint(fit.record)
     trainer = fit.trainer(*callbacks, max_steps=6, val_check_interval=2)
     fit.run(trainer)

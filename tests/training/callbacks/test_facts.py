@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from typing import Any
-
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.training.callbacks.facts import ManifestFacts
 
 
-def test_facts_are_those_of_the_first_batch_and_the_graph(fit: Any) -> None:
+def test_facts_are_those_of_the_first_batch_and_the_graph(fit):
     """Counted here from the stream and the parameters themselves."""
     first = fit.data.train_dataloader().batch(0)
     fit.run(fit.trainer(ManifestFacts(fit.record)))
@@ -29,7 +27,7 @@ def test_facts_are_those_of_the_first_batch_and_the_graph(fit: Any) -> None:
     assert [e["event"] for e in read_events(fit.record.dir.telemetry)] == ["facts"]
 
 
-def test_facts_of_the_first_batch_survive_a_resume(fit: Any) -> None:
+def test_facts_of_the_first_batch_survive_a_resume(fit):
     """The process that goes on begins with another batch, which is not the run's first."""
     fit.record.manifest.facts["tokens_in_first_batch"] = 7
     fit.data.train_dataloader().position = 2

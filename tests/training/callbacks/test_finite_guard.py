@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -14,10 +13,10 @@ from mens_exp.training.callbacks.finite_guard import FiniteGuard
 class Spoil(Callback):
     """Makes something of the second step not finite."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what):
         self.what = what
 
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+    def on_after_backward(self, trainer, pl_module):
         if trainer.global_step != 1:
             return
         if self.what == "loss":
@@ -29,12 +28,12 @@ class Spoil(Callback):
 @pytest.mark.parametrize(
     ("what", "named"), [("loss", "the loss"), ("gradient", "the gradient of l0.q.lora_a")]
 )
-def test_a_number_that_is_not_finite_stops_the_step(fit: Any, what: str, named: str) -> None:
+def test_a_number_that_is_not_finite_stops_the_step(fit, what, named):
     """The error names it and its step, and the adapter is as it was after the first one."""
-    before: dict[str, torch.Tensor] = {}
+    before = {}
 
     class Remember(Callback):
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        def on_train_batch_start(self, trainer, *_):
             if trainer.global_step == 1:
                 now = fit.module.backend.trainable().items()
                 before.update({name: p.detach().clone() for name, p in now})
@@ -46,7 +45,7 @@ def test_a_number_that_is_not_finite_stops_the_step(fit: Any, what: str, named: 
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-def test_steps_between_checks_are_not_looked_at(fit: Any) -> None:
+def test_steps_between_checks_are_not_looked_at(fit):
     """With a check every second step, the second step is not one of them."""
     fit.run(fit.trainer(Spoil("loss"), FiniteGuard(fit.record, check_every_n_steps=2)))
     assert fit.module.global_step == 2

@@ -1,17 +1,12 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import psutil
 
 from mens_exp.training import memory_probe
 from mens_exp.training.callbacks.memory import MemoryWatch
 
-if TYPE_CHECKING:
-    import pytest
 
-
-def test_resident_memory_is_plausible(fit: Any) -> None:
+def test_resident_memory_is_plausible(fit):
     """A process that holds torch takes between 100 MB and what the machine has."""
     fit.run(fit.trainer(MemoryWatch(fit.record)))
     rss = fit.module.step_metrics["mem/rss_bytes"]
@@ -19,7 +14,7 @@ def test_resident_memory_is_plausible(fit: Any) -> None:
     assert fit.module.step_metrics["mem/peak_rss_bytes"] >= rss * 0.9
 
 
-def test_what_is_unknown_is_left_out(fit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_unknown_is_left_out(fit, monkeypatch):
     """A machine without a GPU, or a system that tells no peak, has no such metric."""
     monkeypatch.setattr(memory_probe, "peak_rss_bytes", lambda: None)
     monkeypatch.setattr(memory_probe, "peak_cuda_bytes", lambda: None)
@@ -28,20 +23,16 @@ def test_what_is_unknown_is_left_out(fit: Any, monkeypatch: pytest.MonkeyPatch) 
     assert not {"mem/peak_rss_bytes", "mem/peak_cuda_bytes"} & fit.module.step_metrics.keys()
 
 
-def test_free_pages_are_given_back_every_so_many_steps(
-    fit: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_free_pages_are_given_back_every_so_many_steps(fit, monkeypatch):
     """Of five steps, the second and the fourth; micro-batches in between do not count."""
-    trimmed: list[int] = []
+    trimmed = []
     trainer = fit.trainer(MemoryWatch(fit.record, trim_every_n_steps=2), max_steps=5)
     monkeypatch.setattr(memory_probe, "release_free", lambda: trimmed.append(trainer.global_step))
     fit.run(trainer)
     assert trimmed == [2, 4]
 
 
-def test_the_run_s_peak_is_the_highest_of_its_processes(
-    fit: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_run_s_peak_is_the_highest_of_its_processes(fit, monkeypatch):
     """A process that goes on with a run counts from the peaks in the checkpoint."""
     monkeypatch.setattr(memory_probe, "peak_rss_bytes", lambda: 300)
     monkeypatch.setattr(memory_probe, "peak_cuda_bytes", lambda: None)

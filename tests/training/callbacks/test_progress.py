@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-from typing import Any
 
 import pytest
 from lightning import Callback
@@ -10,14 +9,14 @@ from rich.console import Console
 from mens_exp.training.callbacks.progress import Progress
 
 
-def with_console(record: Any, *, terminal: bool, every: int = 10) -> tuple[Progress, io.StringIO]:
+def with_console(record, *, terminal, every=10):
     text = io.StringIO()
     callback = Progress(record, plain_every_n_steps=every)
     callback.console = Console(file=text, force_terminal=terminal, width=100)
     return callback, text
 
 
-def test_lines_where_the_output_is_no_terminal(fit: Any) -> None:
+def test_lines_where_the_output_is_no_terminal(fit):
     """The first step, every second one, and the last; no control characters."""
     callback, text = with_console(fit.record, terminal=False, every=2)
     fit.run(fit.trainer(callback, max_steps=5))
@@ -27,7 +26,7 @@ def test_lines_where_the_output_is_no_terminal(fit: Any) -> None:
     assert "\x1b" not in text.getvalue()
 
 
-def test_a_bar_on_a_terminal_that_ends_with_training(fit: Any) -> None:
+def test_a_bar_on_a_terminal_that_ends_with_training(fit):
     """It shows the steps, and leaves the cursor as it was."""
     callback, text = with_console(fit.record, terminal=True)
     fit.run(fit.trainer(callback))
@@ -35,11 +34,11 @@ def test_a_bar_on_a_terminal_that_ends_with_training(fit: Any) -> None:
     assert text.getvalue().rstrip().endswith("\x1b[?25h")  # the cursor is shown again
 
 
-def test_the_bar_stops_at_an_error(fit: Any) -> None:
+def test_the_bar_stops_at_an_error(fit):
     """What follows on the terminal is not drawn over."""
 
     class Fails(Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_train_batch_end(self, *_):
             raise ValueError("here")
 
     callback, text = with_console(fit.record, terminal=True)
@@ -48,12 +47,12 @@ def test_the_bar_stops_at_an_error(fit: Any) -> None:
     assert text.getvalue().rstrip().endswith("\x1b[?25h")
 
 
-def test_rates_and_time_left_are_shown_where_they_are_known(fit: Any) -> None:
+def test_rates_and_time_left_are_shown_where_they_are_known(fit):
     """75 seconds left are 1:15."""
     callback, text = with_console(fit.record, terminal=False)
 
     class Rates(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        def on_train_batch_end(self, trainer, pl_module, *_):
             pl_module.record("perf/supervised_tokens_per_s", 467.4)
             pl_module.record("perf/eta_s", 75.0)
 

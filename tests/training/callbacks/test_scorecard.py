@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 import torch
 from lightning import Callback
@@ -19,20 +17,15 @@ from mens_exp.training.callbacks.best_adapter import BestAdapter
 from mens_exp.training.callbacks.checkpoint import Checkpoint
 from mens_exp.training.callbacks.scorecard import Scorecard
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mens_exp.training.record import RunRecord
-
 
 class Rates:
     """Scores from a list, one a scorecard, and the items that were asked for."""
 
-    def __init__(self, values: list[float], metric: str = "eval/parse_rate") -> None:
+    def __init__(self, values, metric="eval/parse_rate"):
         self.values, self.metric = iter(values), metric
-        self.asked: list[int] = []
+        self.asked = []
 
-    def __call__(self, items: int) -> Measured:
+    def __call__(self, items):
         self.asked.append(items)
         value = {self.metric: next(self.values)}
         return Measured(items=items, values=value, unknown={"eval/task_success": "x"}, events=[])
@@ -41,28 +34,28 @@ class Rates:
 class Kept(Callback):
     """Keeps the adapter after each optimizer step."""
 
-    def __init__(self) -> None:
-        self.adapters: dict[int, dict[str, torch.Tensor]] = {}
+    def __init__(self):
+        self.adapters = {}
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, pl_module, *_):
         if pl_module.at_step_boundary:
             self.adapters[trainer.global_step] = adapter_of(pl_module)
 
 
-def adapter_of(module: Any) -> dict[str, torch.Tensor]:
+def adapter_of(module):
     return {name: p.detach().clone() for name, p in module.backend.trainable().items()}
 
 
-def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+def same(first, second):
     return all(torch.equal(first[name], value) for name, value in second.items())
 
 
-def scored(record: RunRecord) -> list[dict[str, Any]]:
+def scored(record):
     events = read_events(record.dir.telemetry)
     return [event["payload"] for event in events if event["event"] == "scorecard_step"]
 
 
-def real_score(fit: Any) -> Callable[[int], Measured]:
+def real_score(fit):
     """Score with the graph in training, as a run does; nothing is executed."""
     tokenizer = fit.data.tokenizer
     engine = GraphEngine(
@@ -75,7 +68,7 @@ def real_score(fit: Any) -> Callable[[int], Measured]:
     return lambda items: measure(FirstItems(suite, items), engine, None, Plan(), manifest)
 
 
-def test_every_nth_step_and_the_last_are_scored(fit: Any) -> None:
+def test_every_nth_step_and_the_last_are_scored(fit):
     """Five steps by two: 2, 4 and the fifth, at so many items each."""
     rates = Rates([0.25, 0.5, 0.75])
     fit.run(fit.trainer(Scorecard(fit.record, rates, 2, 3), max_steps=5))
@@ -90,9 +83,7 @@ def test_every_nth_step_and_the_last_are_scored(fit: Any) -> None:
     assert rates.asked == [3, 3, 3]
 
 
-def test_a_graph_that_answers_in_training_trains_the_same(
-    fit: Any, tiny_backend: Callable[..., Any]
-) -> None:
+def test_a_graph_that_answers_in_training_trains_the_same(fit, tiny_backend):
     """Real generation, its tokens drawn: the adapter is the same, bit for bit."""
     without = fit.trainer(max_steps=3)
     fit.run(without)
@@ -123,9 +114,7 @@ def test_a_graph_that_answers_in_training_trains_the_same(
         ("eval/latency_ms", [3.0, 2.0, 1.0], 3),
     ],
 )
-def test_the_best_adapter_by_a_kpi_is_put_back(
-    fit: Any, metric: str, values: list[float], best: int
-) -> None:
+def test_the_best_adapter_by_a_kpi_is_put_back(fit, metric, values, best):
     """The table says which way is better; of equals the earliest; its loss is its own."""
     kept, chooser = Kept(), BestAdapter(fit.record, metric)
     card = Scorecard(fit.record, Rates(values, metric), 1)
@@ -140,7 +129,7 @@ def test_the_best_adapter_by_a_kpi_is_put_back(
     )
 
 
-def test_a_validation_between_scorecards_chooses_nothing(fit: Any) -> None:
+def test_a_validation_between_scorecards_chooses_nothing(fit):
     """Validated after each step and scored after the second: only the second may be chosen."""
     chooser = BestAdapter(fit.record, "eval/parse_rate")
     card = Scorecard(fit.record, Rates([0.0, 0.0]), 2)
@@ -148,7 +137,7 @@ def test_a_validation_between_scorecards_chooses_nothing(fit: Any) -> None:
     assert chooser.step == 2
 
 
-def test_a_kpi_that_the_suite_leaves_unknown_ends_the_run(fit: Any) -> None:
+def test_a_kpi_that_the_suite_leaves_unknown_ends_the_run(fit):
     """Not the first adapter by accident."""
     chooser = BestAdapter(fit.record, "eval/task_success")
     card = Scorecard(fit.record, Rates([0.0]), 1)
@@ -156,7 +145,7 @@ def test_a_kpi_that_the_suite_leaves_unknown_ends_the_run(fit: Any) -> None:
         fit.run(fit.trainer(chooser, card, val_check_interval=2))
 
 
-def test_the_best_so_far_survives_a_checkpoint(fit: Any, tiny_backend: Callable[..., Any]) -> None:
+def test_the_best_so_far_survives_a_checkpoint(fit, tiny_backend):
     """Three steps, stopped after two: the first, which only the checkpoint knows, is chosen."""
     kept, card = Kept(), Scorecard(fit.record, Rates([0.9, 0.1]), 1)
     chooser, saver = BestAdapter(fit.record, "eval/parse_rate"), Checkpoint(fit.record)

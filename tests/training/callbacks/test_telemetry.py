@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from typing import Any
-
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.training.callbacks.adapter_writer import AdapterWriter
 from mens_exp.training.callbacks.telemetry import TelemetryWriter
 
 
-def test_each_step_is_one_event_with_the_declared_metrics(fit: Any) -> None:
+def test_each_step_is_one_event_with_the_declared_metrics(fit):
     """Two micro-batches make one step."""
     fit.run(fit.trainer(TelemetryWriter(fit.record)))
     read = [(e["event"], e["payload"]) for e in read_events(fit.record.dir.telemetry)]
@@ -24,7 +22,7 @@ def test_each_step_is_one_event_with_the_declared_metrics(fit: Any) -> None:
     assert read[-1][1]["data/supervised_tokens"] == learned
 
 
-def test_a_validation_names_its_condition(fit: Any) -> None:
+def test_a_validation_names_its_condition(fit):
     """Base and tuned are told apart."""
     trainer = fit.trainer(TelemetryWriter(fit.record))
     with fit.module.as_base():
@@ -35,7 +33,7 @@ def test_a_validation_names_its_condition(fit: Any) -> None:
     assert read[0]["val/loss"] == read[1]["val/loss"]  # B is zero before training
 
 
-def test_a_run_without_a_step_left_still_writes_its_results(fit: Any) -> None:
+def test_a_run_without_a_step_left_still_writes_its_results(fit):
     """A run killed after its last checkpoint has nothing to train, and no adapter yet."""
     from mens_exp.training.callbacks.checkpoint import Checkpoint
 

@@ -2,55 +2,51 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mens_exp.training.callbacks import throughput
 from mens_exp.training.callbacks.throughput import Throughput
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 class Clock:
     """A clock that stands still until it is moved."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0
 
-    def perf_counter(self) -> float:
+    def perf_counter(self):
         return self.now
 
 
 class Module:
     """Counters of a module in training; two micro-batches a step."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.tokens = self.supervised_tokens = self.micro_batches = 0
-        self.step_metrics: dict[str, float] = {}
+        self.step_metrics = {}
 
     @property
-    def at_step_boundary(self) -> bool:
+    def at_step_boundary(self):
         return self.micro_batches % 2 == 0
 
-    def record(self, name: str, value: float) -> None:
+    def record(self, name, value):
         self.step_metrics[name] = value
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(throughput, "time", made)
     return made
 
 
 @pytest.fixture
-def take(clock: Clock) -> Callable[..., None]:
+def take(clock):
     """Take an optimizer step of two micro-batches that lasts so many seconds."""
 
-    def taken(callback: Throughput, module: Module, seconds: float, pause_s: float = 0.0) -> None:
-        trainer: Any = SimpleNamespace(max_steps=10, global_step=module.micro_batches // 2 + 1)
+    def taken(callback, module, seconds, pause_s=0.0):
+        trainer = SimpleNamespace(max_steps=10, global_step=module.micro_batches // 2 + 1)
         for _ in range(2):
             callback.on_train_batch_start(trainer, module, None, 0)
             clock.now += seconds / 2
@@ -63,12 +59,12 @@ def take(clock: Clock) -> Callable[..., None]:
     return taken
 
 
-def figures(record: Any) -> tuple[float, float, float]:
+def figures(record):
     results = record.manifest.results
     return results["train_s"], results["tokens_per_s"], results["supervised_tokens_per_s"]
 
 
-def test_a_step_has_its_own_rates(record: Any, take: Callable[..., None]) -> None:
+def test_a_step_has_its_own_rates(record, take):
     """200 tokens, 80 of them learned, in four seconds; nine like it are left."""
     callback, module = Throughput(record), Module()
     callback.on_train_start(None, module)
@@ -81,9 +77,7 @@ def test_a_step_has_its_own_rates(record: Any, take: Callable[..., None]) -> Non
     }
 
 
-def test_the_run_leaves_out_its_first_step_and_its_pauses(
-    record: Any, take: Callable[..., None]
-) -> None:
+def test_the_run_leaves_out_its_first_step_and_its_pauses(record, take):
     """Two steps of two seconds count; warm-up, and a minute of validation, do not."""
     callback, module = Throughput(record), Module()
     callback.on_train_start(None, module)
@@ -95,7 +89,7 @@ def test_the_run_leaves_out_its_first_step_and_its_pauses(
     assert figures(record) == (4.0, 100.0, 40.0)
 
 
-def test_a_resumed_run_counts_on(record: Any, take: Callable[..., None]) -> None:
+def test_a_resumed_run_counts_on(record, take):
     """One step of two seconds before, one of six after; each process warms up once."""
     first, module = Throughput(record), Module()
     first.on_train_start(None, module)
@@ -110,7 +104,7 @@ def test_a_resumed_run_counts_on(record: Any, take: Callable[..., None]) -> None
     assert figures(record) == (8.0, 50.0, 20.0)
 
 
-def test_one_step_says_why_there_is_no_rate(record: Any, take: Callable[..., None]) -> None:
+def test_one_step_says_why_there_is_no_rate(record, take):
     """Null with a reason, not a rate of the warm-up."""
     callback, module = Throughput(record), Module()
     callback.on_train_start(None, module)
@@ -120,7 +114,7 @@ def test_one_step_says_why_there_is_no_rate(record: Any, take: Callable[..., Non
     assert record.manifest.unknown["results.tokens_per_s"] == "one step is all warm-up"
 
 
-def test_real_steps_take_time(fit: Any) -> None:
+def test_real_steps_take_time(fit):
     """The clock of a real fit runs."""
     began = time.perf_counter()
     fit.run(fit.trainer(Throughput(fit.record)))

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -21,9 +20,6 @@ from mens_exp.errors import MensError, SetupError
 from mens_exp.training.callbacks.wandb_mirror import WandbMirror
 from mens_exp.training.wandb_agent import agent_inputs
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 pytestmark = pytest.mark.slow  # whole runs
 
 RUN_ID = "20261120T055801_abcd1234"
@@ -36,7 +32,7 @@ FIRST, OTHERS = SimpleNamespace(is_global_zero=True), SimpleNamespace(is_global_
 class FakeRun:
     """The real directory, telemetry and manifest, without a task around them."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.dir = RunDir(path)
         self.telemetry = Telemetry(self.dir.telemetry)
         self.manifest = Manifest(
@@ -49,18 +45,18 @@ class FakeRun:
             seed=42,
         )
         self.manifest.write(self.dir.manifest)
-        self.after: list[Callable[[Manifest], None]] = []
+        self.after = []
 
-    def after_close(self, fn: Callable[[Manifest], None]) -> None:
+    def after_close(self, fn):
         self.after.append(fn)
 
-    def emit_start(self) -> None:
+    def emit_start(self):
         payload = {"run_id": RUN_ID, "task": "train", "config": CONFIG, "overrides": []}
         self.telemetry.emit("run_started", payload)
         self.telemetry.emit("plan", PLAN)
         self.emit_validation(0, "base", 2.0)
 
-    def emit_step(self, step: int) -> None:
+    def emit_step(self, step):
         self.telemetry.emit(
             "step",
             {
@@ -72,15 +68,15 @@ class FakeRun:
             },
         )
 
-    def emit_validation(self, step: int, condition: str, loss: float) -> None:
+    def emit_validation(self, step, condition, loss):
         payload = {"step": step, "condition": condition, "val/loss": loss}
         self.telemetry.emit("validation", payload)
 
-    def emit_scorecard(self, step: int, parse_rate: float) -> None:
+    def emit_scorecard(self, step, parse_rate):
         payload = {"step": step, "items": 8, "unknown": {"eval/task_success": "no sandbox"}}
         self.telemetry.emit("scorecard_step", {**payload, "eval/parse_rate": parse_rate})
 
-    def close(self, status: Status = Status.SUCCEEDED, **results: float | None) -> None:
+    def close(self, status=Status.SUCCEEDED, **results):
         self.manifest.status = status
         self.manifest.results = dict(results)
         self.telemetry.close()
@@ -91,7 +87,7 @@ class FakeRun:
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path, monkeypatch):
     """An empty home directory without an account, and none of the caller's W&B variables."""
     path = tmp_path / "home"
     path.mkdir()
@@ -104,46 +100,46 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[FakeRun]:
+def run(tmp_path):
     """A run in the middle; closed whatever the test does with it."""
     fake = FakeRun(tmp_path / "run")
     yield fake
     fake.close(Status.CANCELLED)
 
 
-def mirror_of(run: FakeRun, **logger: Any) -> WandbMirror:
+def mirror_of(run, **logger):
     return WandbMirror(logger=WandbLogger(**logger), run=run)
 
 
-def started(run: FakeRun, **logger: Any) -> WandbMirror:
+def started(run, **logger):
     mirror = mirror_of(run, **logger)
     mirror.setup(FIRST, None, "fit")
     return mirror
 
 
-def offline_runs(run: FakeRun) -> list[Path]:
+def offline_runs(run):
     return sorted(run.dir.wandb.glob("offline-run-*"))
 
 
-def leet(path: Path, *options: str) -> str:
+def leet(path, *options):
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", *options, str(path)]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def records(path: Path, kind: str) -> list[dict[str, Any]]:
+def records(path, kind):
     lines = [json.loads(line) for line in leet(path).splitlines()]
     return [line[kind] for line in lines if line["type"] == kind]
 
 
-def history(path: Path) -> list[dict[str, Any]]:
+def history(path):
     return [record["item"] for record in records(path, "history")]
 
 
-def summary(run: FakeRun) -> dict[str, Any]:
+def summary(run):
     return json.loads(leet(run.dir.wandb, "--summary"))
 
 
-def write_scorecard(run: FakeRun) -> None:
+def write_scorecard(run):
     conditions = {"base": {"parse_rate": None}, "tuned": {"parse_rate": 1.0}}
     card = Scorecard(
         suite="heldout_syntax", suite_digest=SHA, items=1, conditions=conditions, generation={}
@@ -157,14 +153,14 @@ def write_scorecard(run: FakeRun) -> None:
     run.dir.events.write_text("".join(f"{json.dumps(event)}\n" for event in (base, tuned)))
 
 
-def write_adapter(run: FakeRun) -> None:
+def write_adapter(run):
     run.dir.peft.mkdir(parents=True)
     (run.dir.adapter / "adapter.safetensors").write_bytes(b"matrices")
     (run.dir.peft / "adapter_config.json").write_text("{}", encoding="utf-8")
     (run.dir.adapter / ".adapter.safetensors.0-0.tmp").write_bytes(b"half")
 
 
-def test_leet_shows_the_resolved_configuration_and_the_plan(run: FakeRun) -> None:
+def test_leet_shows_the_resolved_configuration_and_the_plan(run):
     """Both were on record before the mirror started, and neither is lost."""
     run.emit_start()
     started(run)
@@ -174,7 +170,7 @@ def test_leet_shows_the_resolved_configuration_and_the_plan(run: FakeRun) -> Non
     assert shown["config"] == {**CONFIG, "plan": PLAN, "facts": {"seq_len": 512}}
 
 
-def test_configuration_falls_back_to_config_yaml(run: FakeRun) -> None:
+def test_configuration_falls_back_to_config_yaml(run):
     """A record without a run_started event still has its composed configuration."""
     run.dir.config.write_text("seed: 42\nlora:\n  r: 8\n", encoding="utf-8")
     started(run)
@@ -182,7 +178,7 @@ def test_configuration_falls_back_to_config_yaml(run: FakeRun) -> None:
     assert summary(run)["config"] == {"seed": 42, "lora": {"r": 8}}
 
 
-def test_leet_shows_each_step_with_both_axes(run: FakeRun) -> None:
+def test_leet_shows_each_step_with_both_axes(run):
     """A row has the optimizer step and the supervised tokens seen by then."""
     run.emit_start()
     started(run)
@@ -195,7 +191,7 @@ def test_leet_shows_each_step_with_both_axes(run: FakeRun) -> None:
     assert shown == [(0, 0, None, 2.0), (1, 100, 1.75, None), (2, 200, 1.5, 1.25)]
 
 
-def test_a_scorecard_of_training_is_a_point_of_its_curve(run: FakeRun) -> None:
+def test_a_scorecard_of_training_is_a_point_of_its_curve(run):
     """At its step; what was not measured, and how many items there were, is no point."""
     run.emit_start()
     started(run)
@@ -209,7 +205,7 @@ def test_a_scorecard_of_training_is_a_point_of_its_curve(run: FakeRun) -> None:
     assert not any("items" in row or "eval/task_success" in row for row in rows)
 
 
-def test_metrics_are_drawn_against_the_step_and_tokens_are_an_axis(run: FakeRun) -> None:
+def test_metrics_are_drawn_against_the_step_and_tokens_are_an_axis(run):
     """The metric table decides axis and summary."""
     started(run)
     run.close()
@@ -219,7 +215,7 @@ def test_metrics_are_drawn_against_the_step_and_tokens_are_an_axis(run: FakeRun)
     assert "step_metric" not in defined["data/supervised_tokens"]
 
 
-def test_base_validation_after_training_is_no_point_of_the_curve(run: FakeRun) -> None:
+def test_base_validation_after_training_is_no_point_of_the_curve(run):
     """It would pass for the tuned model's loss at that step."""
     started(run)
     run.emit_step(1)
@@ -229,14 +225,14 @@ def test_base_validation_after_training_is_no_point_of_the_curve(run: FakeRun) -
     assert summary(run)["summary"]["base_val_loss"] == 2.0
 
 
-def test_leet_shows_the_results_as_summary(run: FakeRun) -> None:
+def test_leet_shows_the_results_as_summary(run):
     """What is unknown is null there, as it is in the manifest."""
     started(run)
     write_scorecard(run)
     run.close(tuned_val_loss=1.25, peak_cuda_bytes=None)
     shown = summary(run)["summary"]
     assert shown["tuned_val_loss"] == 1.25
-    written: dict[str, Any] = {}  # --summary leaves a null out, the log has it
+    written = {}  # --summary leaves a null out, the log has it
     for record in records(run.dir.wandb, "summary"):
         written |= record["update"]
     assert written["peak_cuda_bytes"] is None
@@ -244,7 +240,7 @@ def test_leet_shows_the_results_as_summary(run: FakeRun) -> None:
     assert shown["status"] == "succeeded"
 
 
-def test_leet_shows_scorecard_and_predictions_as_tables(run: FakeRun) -> None:
+def test_leet_shows_scorecard_and_predictions_as_tables(run):
     """Condition × KPI, and base beside tuned for each item."""
     started(run)
     run.emit_step(1)
@@ -264,7 +260,7 @@ def test_leet_shows_scorecard_and_predictions_as_tables(run: FakeRun) -> None:
     assert "tuned_task_success" not in items["columns"]  # no answer has it
 
 
-def test_leet_shows_adapter_and_manifest_as_artifacts(run: FakeRun) -> None:
+def test_leet_shows_adapter_and_manifest_as_artifacts(run):
     """Each is staged whole, with its files' hashes, and without half-written leftovers."""
     started(run)
     write_adapter(run)
@@ -279,7 +275,7 @@ def test_leet_shows_adapter_and_manifest_as_artifacts(run: FakeRun) -> None:
     assert metadata["sha256"] == {"manifest.json": sha256_file(run.dir.manifest)}
 
 
-def test_leet_shows_project_group_name_tags_and_job_type(run: FakeRun) -> None:
+def test_leet_shows_project_group_name_tags_and_job_type(run):
     """They come from the logger's settings first, then from the manifest."""
     run.emit_start()
     run.manifest.experiment = "double_quant"
@@ -297,7 +293,7 @@ def test_leet_shows_project_group_name_tags_and_job_type(run: FakeRun) -> None:
     ("status", "exit_code"),
     [(Status.SUCCEEDED, 0), (Status.FAILED, 1), (Status.CANCELLED, 1)],
 )
-def test_exit_code_tells_success(run: FakeRun, status: Status, exit_code: int) -> None:
+def test_exit_code_tells_success(run, status, exit_code):
     """Whatever ended the run, the mirror is finished and says how."""
     started(run)
     run.emit_step(1)
@@ -305,7 +301,7 @@ def test_exit_code_tells_success(run: FakeRun, status: Status, exit_code: int) -
     assert [one["exit_code"] for one in records(run.dir.wandb, "exit")] == [exit_code]
 
 
-def test_failing_fit_and_double_teardown_still_finish_the_mirror(run: FakeRun) -> None:
+def test_failing_fit_and_double_teardown_still_finish_the_mirror(run):
     """Lightning's own hooks neither end the mirror nor break it."""
     mirror = started(run)
     mirror.on_exception(FIRST, None, RuntimeError("loss is not finite"))
@@ -315,7 +311,7 @@ def test_failing_fit_and_double_teardown_still_finish_the_mirror(run: FakeRun) -
     assert summary(run)["state"] == "failed"
 
 
-def test_several_setups_make_one_mirror(run: FakeRun) -> None:
+def test_several_setups_make_one_mirror(run):
     """Fit, validate and predict each call setup."""
     mirror = started(run)
     mirror.setup(FIRST, None, "validate")
@@ -326,14 +322,14 @@ def test_several_setups_make_one_mirror(run: FakeRun) -> None:
     assert len(history(run.dir.wandb)) == 1
 
 
-def test_only_the_first_process_mirrors(run: FakeRun) -> None:
+def test_only_the_first_process_mirrors(run):
     """The other ranks of a distributed run write nothing."""
     mirror_of(run).setup(OTHERS, None, "fit")
     run.close()
     assert not run.dir.wandb.exists()
 
 
-def test_resumed_run_continues_the_same_wandb_run(run: FakeRun, tmp_path: Path) -> None:
+def test_resumed_run_continues_the_same_wandb_run(run, tmp_path):
     """The second attempt replays what the first one's record kept, under the same id."""
     run.emit_start()
     started(run)
@@ -352,7 +348,7 @@ def test_resumed_run_continues_the_same_wandb_run(run: FakeRun, tmp_path: Path) 
     assert [row["step"] for row in history(second)] == [0, 1, 2]
 
 
-def test_state_round_trip_keeps_the_wandb_id(run: FakeRun) -> None:
+def test_state_round_trip_keeps_the_wandb_id(run):
     """Before anything is written, a restored state decides."""
     mirror = mirror_of(run)
     assert mirror.state_dict() == {"wandb_run_id": RUN_ID}
@@ -360,16 +356,14 @@ def test_state_round_trip_keeps_the_wandb_id(run: FakeRun) -> None:
     assert mirror.state_dict() == {"wandb_run_id": "other"}
 
 
-def test_state_does_not_rename_a_running_mirror(run: FakeRun) -> None:
+def test_state_does_not_rename_a_running_mirror(run):
     """What is being written keeps its id."""
     mirror = started(run)
     mirror.load_state_dict({"wandb_run_id": "other"})
     assert mirror.state_dict() == {"wandb_run_id": RUN_ID}
 
 
-def test_mirror_is_silent_and_stays_inside_the_run_directory(
-    run: FakeRun, home: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_mirror_is_silent_and_stays_inside_the_run_directory(run, home, tmp_path, capfd):
     """Nothing on the console, nothing in the home directory, nothing beside the run."""
     run.emit_start()
     started(run)
@@ -382,9 +376,7 @@ def test_mirror_is_silent_and_stays_inside_the_run_directory(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "run"]
 
 
-def test_mirror_collects_nothing_about_the_machine(
-    run: FakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mirror_collects_nothing_about_the_machine(run, monkeypatch):
     """Neither host, nor working directory, nor program, nor credentials are in its files."""
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
     monkeypatch.setattr(sys, "argv", ["a_program_of_its_own.py"])
@@ -398,7 +390,7 @@ def test_mirror_collects_nothing_about_the_machine(
     assert [text for text in secrets if text.encode() in found] == []
 
 
-def test_process_is_left_as_it_was(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_is_left_as_it_was(run, monkeypatch):
     """The environment and the exit hooks are the caller's again, during the run and after."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
     before = dict(os.environ), sys.exit, sys.excepthook
@@ -408,9 +400,7 @@ def test_process_is_left_as_it_was(run: FakeRun, monkeypatch: pytest.MonkeyPatch
     assert (dict(os.environ), sys.exit, sys.excepthook) == before
 
 
-def test_configuration_wins_over_the_environment(
-    run: FakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_configuration_wins_over_the_environment(run, monkeypatch):
     """A stray WANDB_ variable does not change what was configured."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setenv("WANDB_RUN_ID", "stray")
@@ -419,7 +409,7 @@ def test_configuration_wins_over_the_environment(
     assert records(run.dir.wandb, "run")[0]["run_id"] == RUN_ID
 
 
-def test_the_run_of_an_agent_is_that_of_its_sweep(run: FakeRun) -> None:
+def test_the_run_of_an_agent_is_that_of_its_sweep(run):
     """An agent tells both ids; under them it waits for its run."""
     told = {"WANDB_RUN_ID": "theirs", "WANDB_SWEEP_ID": "sweep"}
     run.manifest.inputs |= agent_inputs(told)
@@ -429,9 +419,7 @@ def test_the_run_of_an_agent_is_that_of_its_sweep(run: FakeRun) -> None:
     assert (record["run_id"], record["sweep_id"]) == ("theirs", "sweep")
 
 
-def test_online_without_an_account_is_refused_without_a_prompt(
-    run: FakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_online_without_an_account_is_refused_without_a_prompt(run, monkeypatch):
     """Even at a terminal the answer is an error that names the way out."""
     terminal = SimpleNamespace(isatty=lambda: True, write=len, flush=list)
     monkeypatch.setattr(sys, "stdin", terminal)  # has no readline: a prompt would break on it
@@ -442,20 +430,18 @@ def test_online_without_an_account_is_refused_without_a_prompt(
     assert run.after == []
 
 
-def test_tag_that_wandb_refuses_is_refused_at_the_start(run: FakeRun) -> None:
+def test_tag_that_wandb_refuses_is_refused_at_the_start(run):
     """A user's own tag is not cut behind their back."""
     with pytest.raises(SetupError, match="65 characters"):
         started(run, tags=["x" * 65])
 
 
-def test_sink_that_fails_later_is_recorded_and_still_finishes(
-    run: FakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sink_that_fails_later_is_recorded_and_still_finishes(run, monkeypatch):
     """Training goes on, and the mirror has what came before."""
     mirror = started(run)
     run.emit_step(1)
 
-    def refuse(*_: object, **__: object) -> None:
+    def refuse(*_, **__):
         raise OSError("disk full")
 
     monkeypatch.setattr(mirror._sink, "log", refuse)
@@ -467,7 +453,7 @@ def test_sink_that_fails_later_is_recorded_and_still_finishes(
     assert [row["step"] for row in history(run.dir.wandb)] == [1]
 
 
-def test_unreadable_scorecard_still_finishes_the_mirror(run: FakeRun) -> None:
+def test_unreadable_scorecard_still_finishes_the_mirror(run):
     """The error is the run's to record."""
     started(run)
     run.dir.scorecard.write_text("{", encoding="utf-8")
@@ -476,15 +462,13 @@ def test_unreadable_scorecard_still_finishes_the_mirror(run: FakeRun) -> None:
     assert [one["exit_code"] for one in records(run.dir.wandb, "exit")] == [0]
 
 
-def test_crash_of_wandbs_process_does_not_end_ours(
-    run: FakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_crash_of_wandbs_process_does_not_end_ours(run, monkeypatch):
     """W&B answers it with SystemExit, which nobody would isolate."""
     import wandb
 
     teardown = wandb.teardown
 
-    def crash(exit_code: int) -> None:
+    def crash(exit_code):
         teardown(exit_code=exit_code)
         raise SystemExit(2)
 
@@ -494,7 +478,7 @@ def test_crash_of_wandbs_process_does_not_end_ours(
         run.close()
 
 
-def test_run_of_somebody_else_in_the_process_survives(run: FakeRun, tmp_path: Path) -> None:
+def test_run_of_somebody_else_in_the_process_survives(run, tmp_path):
     """A notebook's own W&B run is neither taken over nor ended."""
     import wandb
 
@@ -515,7 +499,7 @@ def test_run_of_somebody_else_in_the_process_survives(run: FakeRun, tmp_path: Pa
         vars(sys).update(hooks)
 
 
-def test_wandb_is_not_imported_before_the_mirror_starts() -> None:
+def test_wandb_is_not_imported_before_the_mirror_starts():
     """Neither importing nor constructing the callback loads it."""
     code = (
         "import sys; from pathlib import Path; from types import SimpleNamespace as N\n"

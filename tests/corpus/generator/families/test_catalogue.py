@@ -5,13 +5,12 @@ from __future__ import annotations
 import ast
 import traceback
 from collections import Counter
-from typing import Any
 
 import pytest
 
 from mens_exp.corpus.generator.draw import Draw
 from mens_exp.corpus.generator.families.catalogue import FAMILIES, SIDES, families_of
-from mens_exp.corpus.generator.family import NOT_TOLD, Draft, Family, Noun, Task
+from mens_exp.corpus.generator.family import NOT_TOLD, Noun
 from mens_exp.corpus.generator.generate import draw_task
 from mens_exp.corpus.generator.mutate import all_mutants
 from mens_exp.corpus.generator.verify import Suite, first_failure
@@ -22,26 +21,26 @@ DRAWS = 8
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 
 
-def tasks(family: Family, *, repair: bool = False) -> list[Task]:
+def tasks(family, *, repair=False):
     drawn = [draw_task(family, f"test/{family.name}/{n}", repair=repair) for n in range(DRAWS)]
     return [task for task in drawn if task is not None]
 
 
-def drafts(family: Family, count: int) -> list[tuple[Draft, str]]:
+def drafts(family, count):
     """Return drafts with an instruction of each."""
     draws = [Draw(f"test/{family.name}/{n}") for n in range(count)]
     made = [(family.draft(draw), draw) for draw in draws]
     return [(draft, instruction(draft, draw)) for draft, draw in made]
 
 
-def run(program: str, tests: tuple[str, ...]) -> None:
+def run(program, tests):
     """Run a program and its tests as Python does, nothing counted."""
-    scope: dict[str, Any] = {"__name__": "solution"}
+    scope = {"__name__": "solution"}
     for source in (program, *tests):
-        exec(compile(source, "<task>", "exec"), scope)  # noqa: S102  # the generator's own
+        exec(compile(source, "<task>", "exec"), scope)  # the generator's own
 
 
-def stubs(task: Task) -> list[str]:
+def stubs(task):
     """Return programs that do nothing: no answer, one fixed answer, or an exception."""
     if "class " in task.solution:
         return [f"class {task.entry_point}:\n    def __init__(self, *given):\n        pass"]
@@ -50,7 +49,7 @@ def stubs(task: Task) -> list[str]:
     return [f"def {task.entry_point}(*given):\n    {body}" for body in bodies]
 
 
-def test_there_are_forty_families_and_more_of_as_many_kinds_as_were_asked_for() -> None:
+def test_there_are_forty_families_and_more_of_as_many_kinds_as_were_asked_for():
     """Named once each; a dozen themes are trained on."""
     assert len(FAMILIES) == len({family.name for family in FAMILIES}) == len(SIDES) >= 40
     assert {family.theme for family in FAMILIES} >= {
@@ -60,7 +59,7 @@ def test_there_are_forty_families_and_more_of_as_many_kinds_as_were_asked_for() 
     }
 
 
-def test_each_family_is_on_one_side_and_every_side_has_several() -> None:
+def test_each_family_is_on_one_side_and_every_side_has_several():
     """The sides between them hold every family once; none is left out."""
     sides = {side: {family.name for family in families_of(side)} for side in Side}
     assert sum(map(len, sides.values())) == len(set().union(*sides.values())) == len(FAMILIES)
@@ -68,7 +67,7 @@ def test_each_family_is_on_one_side_and_every_side_has_several() -> None:
     assert min(len(names) for names in sides.values()) >= 8
 
 
-def test_benchmark_and_validation_families_are_the_ones_that_were_chosen() -> None:
+def test_benchmark_and_validation_families_are_the_ones_that_were_chosen():
     """Moving a family from one side to another makes earlier scores worthless: not by accident."""
     assert {family.name for family in families_of(Side.HELDOUT)} == {
         *("run_lengths", "ranked", "frequent", "orbit", "bisect", "product_matrix", "postfix"),
@@ -81,7 +80,7 @@ def test_benchmark_and_validation_families_are_the_ones_that_were_chosen() -> No
 
 
 @every_family
-def test_reference_passes_its_tests_and_stubs_fail(family: Family) -> None:
+def test_reference_passes_its_tests_and_stubs_fail(family):
     """Run without the generator's own counter; a stub returns nothing, or one fixed answer."""
     found = tasks(family)
     assert len(found) >= DRAWS * 0.7
@@ -93,7 +92,7 @@ def test_reference_passes_its_tests_and_stubs_fail(family: Family) -> None:
 
 
 @every_family
-def test_broken_programs_fail_with_the_error_that_is_told(family: Family) -> None:
+def test_broken_programs_fail_with_the_error_that_is_told(family):
     """The last line of a real traceback, at the test that is told."""
     for task in tasks(family, repair=True):
         assert task.repair is not None
@@ -105,7 +104,7 @@ def test_broken_programs_fail_with_the_error_that_is_told(family: Family) -> Non
             before = task.tests[: place + 1]
         try:
             run(task.repair.program, before)
-        except Exception:  # noqa: BLE001  # whichever it is
+        except Exception:  # whichever it is
             said = traceback.format_exc().strip().splitlines()[-1]
         assert said == task.repair.error
         assert task.repair.error in task.prompt
@@ -113,7 +112,7 @@ def test_broken_programs_fail_with_the_error_that_is_told(family: Family) -> Non
 
 
 @every_family
-def test_tests_find_most_mutants_and_all_mutants_come_to_an_end(family: Family) -> None:
+def test_tests_find_most_mutants_and_all_mutants_come_to_an_end(family):
     """Three of four at least; the others say the same as the reference, or nearly."""
     (task, *_) = tasks(family)
     suite = Suite(task.tests)
@@ -124,7 +123,7 @@ def test_tests_find_most_mutants_and_all_mutants_come_to_an_end(family: Family) 
 
 
 @every_family
-def test_tasks_are_asked_for_in_full(family: Family) -> None:
+def test_tasks_are_asked_for_in_full(family):
     """Entry point and parameters stand in the prompt, the answer is bare code of Python 3.11."""
     for task in tasks(family):
         assert f"`{task.entry_point}(" in task.instruction
@@ -143,7 +142,7 @@ def test_tasks_are_asked_for_in_full(family: Family) -> None:
 
 
 @every_family
-def test_parameters_give_thousands_of_tasks(family: Family) -> None:
+def test_parameters_give_thousands_of_tasks(family):
     """Among 200 of 2,000 equally likely ones ten repetitions are expected; hardly more come."""
     made = drafts(family, 200)
     assert len({(draft.solution, asked) for draft, asked in made}) >= 188
@@ -152,7 +151,7 @@ def test_parameters_give_thousands_of_tasks(family: Family) -> None:
 
 
 @every_family
-def test_programs_import_only_what_computes(family: Family) -> None:
+def test_programs_import_only_what_computes(family):
     """No file, no process, no network: what is run in this process cannot do more than compute."""
     for draft, _ in drafts(family, 25):
         tree = ast.parse(draft.solution)
@@ -168,7 +167,7 @@ def test_programs_import_only_what_computes(family: Family) -> None:
 
 
 @every_family
-def test_a_task_is_what_it_is_called(family: Family) -> None:
+def test_a_task_is_what_it_is_called(family):
     """Generator functions yield, classes are classes, functions return."""
     for draft, _ in drafts(family, 5):
         kinds = {Noun.GENERATOR: ast.Yield | ast.YieldFrom, Noun.CLASS: ast.ClassDef}
@@ -180,7 +179,7 @@ def test_a_task_is_what_it_is_called(family: Family) -> None:
 
 
 @every_family
-def test_parameters_are_not_taken_for_something_else(family: Family) -> None:
+def test_parameters_are_not_taken_for_something_else(family):
     """A parameter is assigned to only where the family counts it down or moves it along."""
     moved = {"digits", "orbit", "change_bits", "bisect", "stepping"}
     for draft, _ in drafts(family, 40):
@@ -195,7 +194,7 @@ def test_parameters_are_not_taken_for_something_else(family: Family) -> None:
                 assert not names & set(stored)
 
 
-def test_most_families_have_a_second_source_of_their_results() -> None:
+def test_most_families_have_a_second_source_of_their_results():
     """What the reference gives is held against another implementation when a task is drawn."""
     checked = [
         family.name
