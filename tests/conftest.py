@@ -87,9 +87,14 @@ def _draws(request, undrawn):
 
 
 @pytest.fixture(scope="session")
-def shell_path(tmp_path_factory):
-    """PATH of a shell in which ``python`` and ``mens-exp`` fork commands of mens_exp."""
-    programs = fork_server.write_stubs(tmp_path_factory.mktemp("programs"))
+def programs(tmp_path_factory):
+    """Programs ``python`` and ``mens-exp`` that fork commands of mens_exp."""
+    return fork_server.write_stubs(tmp_path_factory.mktemp("programs"))
+
+
+@pytest.fixture(scope="session")
+def shell_path(programs):
+    """PATH of a shell that finds these programs first."""
     return os.pathsep.join([str(programs), os.environ["PATH"]])
 
 

@@ -29,6 +29,7 @@ pytestmark = [
 RATE = "optim.lr=tag(log,interval(1e-5,1e-2))"
 SPACE = [RATE, "lora.r=4,8", "backend=qlora,full", "hydra.sweeper.n_trials=3"]
 POOL = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=1"]
+THREADS = [*POOL, "hydra.launcher.backend=threading"]
 LAUNCHERS = [
     pytest.param([], id="local"),
     pytest.param(
@@ -119,7 +120,7 @@ def test_a_killed_trial_is_tried_again_while_tpe_draws_others(tiny_run, tmp_path
     """In two workers of joblib's pool, each of which gets a trial as soon as it has none."""
     pytest.importorskip("joblib", reason="joblib is missing: pip install joblib")
     place = tmp_path / "search"
-    given = [RATE, *POOL, "hydra.launcher.n_jobs=2", "hydra.sweeper.n_trials=4"]
+    given = [RATE, *THREADS, "hydra.launcher.n_jobs=2", "hydra.sweeper.n_trials=4"]
     killed = []
 
     def kill():
@@ -147,7 +148,7 @@ def test_a_killed_trial_is_tried_again_while_tpe_draws_others(tiny_run, tmp_path
     assert ended[1] < begun[3]
 
 
-@pytest.mark.parametrize("launcher_is", LAUNCHERS)
+@pytest.mark.parametrize("launcher_is", [[], THREADS], ids=["local", "joblib"])
 def test_a_trial_that_learns_nothing_is_ended(tiny_run, tmp_path, launcher_is):
     """By the second trial's validation loss beside the first's; its record says so."""
     place = tmp_path / "search"

@@ -294,7 +294,7 @@ def write_stubs(directory):
     server.wait_until_ready()
     for name in ("python", "python3", "mens-exp"):
         first = ["-m", "mens_exp"] if name == "mens-exp" else []
-        numbers = [int(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+        numbers = sorted(int(number) for number in _HANDLED)
         text = STUB.format(
             python=sys.executable,
             first=first,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fork_server
 import pytest
 from rich.console import Console
 
@@ -195,6 +196,18 @@ def sweep(tmp_path, monkeypatch):
         return Launcher(directory, _record(*jobs, **more), Console(file=io.StringIO()))
 
     return made
+
+
+@pytest.fixture
+def forked_by_slurm(programs, monkeypatch):
+    """Slurm's scripts name the interpreter of their launcher: let it be one that forks.
+
+    What is forked is no descendant of Slurm's own process: its signals reach the batch script alone.
+    """
+    python = str(programs / "python")
+    source = f"{fork_server._before_each}\nimport sys; sys.executable = {python!r}\n"
+    monkeypatch.setattr(sys, "executable", python)
+    monkeypatch.setattr(fork_server, "_before_each", source)
 
 
 @pytest.fixture(scope="module")

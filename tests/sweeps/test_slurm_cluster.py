@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import fork_server
 import psutil
 import pytest
 
@@ -47,7 +48,7 @@ def start(tiny_run, tmp_path, cache):
     def launched(*overrides):
         source = os.pathsep.join(filter(None, sys.path))
         arguments = command(tiny_run, tmp_path / "sweep", *SLURM, *overrides)
-        return subprocess.Popen(
+        return fork_server.Popen(
             [sys.executable, "-m", "mens_exp", *arguments],
             env={**os.environ, "PYTHONPATH": source, "MENS_EXP_CACHE": str(cache)},
         )
@@ -118,6 +119,7 @@ def is_asked_to_end(process):
     return bool(int(pending.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
+@pytest.mark.usefixtures("forked_by_slurm")
 def test_an_array_of_cells_succeeds_with_the_bytes_of_a_local_sweep(tiny_run, whole, tmp_path):
     """One array, a task for each cell; Slurm's numbers and nodes are on record."""
     place = tmp_path / "sweep"
@@ -136,11 +138,15 @@ def test_an_array_of_cells_succeeds_with_the_bytes_of_a_local_sweep(tiny_run, wh
     assert "MinMemoryNode=768M" in said
 
 
-def test_a_job_out_of_time_is_put_back_and_goes_on_to_the_same_bytes(start, whole, tmp_path):
+@pytest.mark.usefixtures("forked_by_slurm")
+@pytest.mark.parametrize("by", ["us", pytest.param("the clock", marks=pytest.mark.soak)])
+def test_a_job_out_of_time_is_put_back_and_goes_on_to_the_same_bytes(start, whole, tmp_path, by):
     """Slurm warns it, it closes its record and requeues itself, and its second start resumes."""
     place = tmp_path / "sweep"
     launcher = start("hydra.launcher.timeout_min=3", "hydra.launcher.signal_delay_s=90")
     job = paused_at_its_first_checkpoint(place, launcher)
+    if by == "us":  # as Slurm itself sends it, a minute and a half later
+        slurm("scancel", "--batch", "--signal=USR1", jobs(place)[0]["attempts"][0]["queue_id"])
     until(lambda: is_asked_to_end(job), launcher)
     job.resume()
     assert launcher.wait(LIMIT_S) == 0
@@ -166,6 +172,7 @@ def test_a_preempted_job_is_put_back_by_slurm_and_goes_on_to_the_same_bytes(star
     assert adapter(place).read_bytes() == whole.read_bytes()
 
 
+@pytest.mark.usefixtures("forked_by_slurm")
 def test_a_job_that_is_out_of_time_too_often_has_failed(start, tmp_path):
     """With Slurm's word for it; a longer limit goes on with it."""
     place = tmp_path / "sweep"
@@ -205,6 +212,7 @@ def test_scancel_shows_as_cancelled(start, tmp_path):
     assert Manifest.read(run_of(place).manifest).status is Status.CANCELLED
 
 
+@pytest.mark.usefixtures("forked_by_slurm")
 def test_scancel_in_the_queue_shows_as_cancelled(start, tmp_path):
     """The other cell goes on; held at first, by an option of sbatch that no setting stands for."""
     place = tmp_path / "sweep"
@@ -219,6 +227,7 @@ def test_scancel_in_the_queue_shows_as_cancelled(start, tmp_path):
     assert cancelled["reason"] == f"CANCELLED: {array}_1 left Slurm's queue before it began"
 
 
+@pytest.mark.usefixtures("forked_by_slurm")
 def test_jobs_in_the_queue_outlive_their_launcher(start, tmp_path):
     """Resuming waits for the one array, and submits none."""
     place = tmp_path / "sweep"

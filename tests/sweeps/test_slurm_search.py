@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import fork_server
 import pytest
 
 from mens_exp import cli
@@ -37,11 +38,11 @@ SPACE = ["optim.lr=tag(log,interval(1e-5,1e-2))", "hydra.sweeper.n_trials=2"]
 
 
 @pytest.fixture
-def launched(tiny_run, tmp_path, cache):
+def launched(tiny_run, tmp_path, cache, forked_by_slurm):
     """Launch a search whose first trial waits in the queue for another job to end."""
     slurm("sbatch", "--exclusive", "--job-name=other", "--output=/dev/null", "--wrap=sleep 900")
     source = os.pathsep.join(filter(None, sys.path))
-    with subprocess.Popen(
+    with fork_server.Popen(
         [sys.executable, "-m", "mens_exp", *command(tiny_run, tmp_path / "search", *SLURM, *SPACE)],
         env={**os.environ, "PYTHONPATH": source, "MENS_EXP_CACHE": str(cache)},
     ) as launcher:
