@@ -44,12 +44,15 @@ import threading
 import time
 import traceback
 import uuid
+import weakref
 from pathlib import Path
 from typing import Any
 
 # Variables whose values are frozen by an import: two commands that differ in them share no server.
 READ_AT_IMPORT = ("ATEN_", "BNB_", "DATASETS_", "HF_", "HUGGING", "MALLOC_", "MKL_", "NUMEXPR_")
 READ_AT_IMPORT += ("ONEDNN_", "OPENBLAS_", "PYTHONHASHSEED", "PYTORCH_", "TORCH_", "TRANSFORMERS_")
+SET_BY_FORKS = ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+DEFAULTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}  # as the command line sets it
 EXTERNAL = (
     "accelerate.utils",
     "bitsandbytes",
@@ -112,6 +115,7 @@ class ForkServer:
                 stderr=output,
                 pass_fds=[theirs.fileno()],
                 env={
+                    **DEFAULTS,
                     **{k: v for k, v in environment.items() if not k.startswith("COVERAGE")},
                     "PYTHONPATH": str(Path(__file__).parent),
                     "OMP_NUM_THREADS": "1",
@@ -159,6 +163,8 @@ class ForkServer:
 
 _servers = {}
 _log = Path(os.devnull)
+_is_fork = False
+_temporary = []  # directories that libraries make while they are imported
 _before_each = ""
 
 
@@ -191,9 +197,7 @@ def end_servers():
 
 def _key(environment):
     ours = {k: v for k, v in environment.items() if k.startswith(READ_AT_IMPORT)}
-    for threads in ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        ours.pop(threads, None)  # each process sets its own
-    return tuple(sorted(ours.items()))
+    return tuple(sorted((k, v) for k, v in (DEFAULTS | ours).items() if k not in SET_BY_FORKS))
 
 
 _EXECUTE = inspect.signature(subprocess.Popen._execute_child)
@@ -229,6 +233,9 @@ class Popen(subprocess.Popen):
         }
         ends = bound["p2cread"], bound["c2pwrite"], bound["errwrite"]
         files = [number if end == -1 else end for number, end in enumerate(ends)]
+        if _is_fork and _key(environment) not in _servers:
+            super()._execute_child(*args, **options)  # a true start costs less than a server
+            return
         try:
             self.pid = server_for(environment).fork(request, files)
             self._child_created = True
@@ -319,6 +326,8 @@ def main():
     listener.bind("\0" + at)
     listener.listen()
     gc.collect()
+    # type() alone: isinstance() would ask each object for its class, which some compute
+    _temporary[:] = [o for o in gc.get_objects() if type(o) is tempfile.TemporaryDirectory]
     gc.freeze()
     connection.send(b"ready")
     asked = _serve(connection, listener)
@@ -418,6 +427,7 @@ def _become(request, files):
     Returns:
         What `_serve` returned, in the server of this process's own.
     """
+    global _is_fork
     if request["session"]:
         os.setsid()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -431,6 +441,7 @@ def _become(request, files):
         os.dup2(file, number)
     kept = ours.detach()
     _close_files_but(kept)
+    _is_fork = True
     environment = request["environment"]
     os.environ.clear()
     os.environ.update(environment)
@@ -463,6 +474,10 @@ def _reset(request):
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
     _open_standard_streams()
     tempfile.tempdir = None
+    for finalizer in weakref.finalize._registry.values():
+        finalizer.atexit = False  # the server's, not to be run at the end of each fork
+    for directory in _temporary:
+        directory.__init__()
     time.tzset()
     importlib.invalidate_caches()
     random.seed()
