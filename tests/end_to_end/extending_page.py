@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
-TINY = ["experiment=smoke", "suite=none", "trainer=cpu"]
+TINY = ["experiment=smoke", "suite=none", "trainer=cpu", "data=jsonl", "data.val_frac=0.1"]
 
 
 def files():

@@ -33,14 +33,14 @@ COMMANDS = PAGE.commands()
 
 
 @pytest.fixture
-def job(tmp_path):
+def job(tmp_path, rows_file):
     """Run a command as the installed script does, in a directory with the page's files."""
     PAGE.write_into(tmp_path)
 
     def run(*arguments, code=0):
         # -P keeps the working directory off sys.path, as it is for a console script.
         done = fork_server.run(
-            [sys.executable, "-P", "-c", SCRIPT, *PAGE.TINY, *arguments],
+            [sys.executable, "-P", "-c", SCRIPT, *PAGE.TINY, f"data.path={rows_file}", *arguments],
             check=False,
             capture_output=True,
             text=True,

@@ -26,13 +26,17 @@ def home(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run(cache, home, tmp_path_factory):
+def run(cache, home, rows_file, tmp_path_factory):
     """`python -m mens_exp experiment=smoke logger=wandb` for a user without an account."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "XDG_", "NETRC"))}
     source = os.pathsep.join(filter(None, sys.path))
     here = tmp_path_factory.mktemp("here")
     done = fork_server.run(
-        [sys.executable, "-m", "mens_exp", "experiment=smoke", "logger=wandb", "lora.r=8"],
+        [
+            *(sys.executable, "-m", "mens_exp", "experiment=smoke", "logger=wandb", "lora.r=8"),
+            *("data=jsonl", f"data.path={rows_file}", "data.val_frac=0.1", "data.heldout_frac=0.3"),
+            "suite.max_new_tokens=48",
+        ],
         check=False,
         capture_output=True,
         text=True,

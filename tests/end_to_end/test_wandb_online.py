@@ -21,12 +21,13 @@ STEPS = [1, 2, 3, 4]
 
 
 @pytest.fixture
-def train(tmp_path, cache, wandb_service):
+def train(tmp_path, cache, rows_file, wandb_service):
     """`python -m mens_exp experiment=smoke logger=wandb logger.mode=online`, which must succeed."""
 
     def command(*overrides):
         asked = ["experiment=smoke", "logger=wandb", "logger.mode=online", "suite=none"]
-        _run(tmp_path, cache, *asked, *overrides)
+        rows = ["data=jsonl", f"data.path={rows_file}", "data.val_frac=0.1"]
+        _run(tmp_path, cache, *asked, *rows, *overrides)
         (manifest,) = tmp_path.glob("outputs/train/smoke/*/manifest.json")
         return RunDir(manifest.parent)
 
@@ -74,8 +75,8 @@ def whole(run):
 
 
 def test_a_slow_service_has_it_all_in_the_end(train, wandb_service):
-    """Answers take 0.3 s each; the run does not wait for one of them."""
-    wandb_service.delay_s = 0.3
+    """Answers take 0.1 s each; the run does not wait for one of them."""
+    wandb_service.delay_s = 0.1
     run = train("logger.wait_s=200")
     whole(run)
     assert settled(run)["why"] is None
