@@ -6,10 +6,10 @@ import copy
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import fork_server
 import pytest
 import yaml
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
@@ -62,7 +62,7 @@ def test_the_agents_run_is_the_one_that_it_waits_for(tiny_run, tmp_path, monkeyp
     offline = [text for text in command if text != "logger.mode=online"]
     place = tmp_path / "run"
     source = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(
+    done = fork_server.run(
         [*offline, *ours, "logger=wandb", f"hydra.run.dir={place}"],
         check=False,
         capture_output=True,
@@ -73,7 +73,7 @@ def test_the_agents_run_is_the_one_that_it_waits_for(tiny_run, tmp_path, monkeyp
     assert done.returncode == 0, done.stderr
     assert "optim.lr=0.000123" in Manifest.read(place / "manifest.json").overrides
     read = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(place / "wandb")]
-    text = subprocess.run(read, check=True, capture_output=True, text=True).stdout
+    text = fork_server.run(read, check=True, capture_output=True, text=True).stdout
     records = [json.loads(line) for line in text.splitlines()]
     (run,) = (record["run"] for record in records if record["type"] == "run")
     assert (run["run_id"], run["sweep_id"], run["project"]) == ("abc123", "swp456", "mine")

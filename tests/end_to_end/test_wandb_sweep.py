@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import fork_server
 import pytest
 import yaml
 
@@ -33,12 +34,11 @@ def page_file():
 
 
 @pytest.fixture
-def environment(tmp_path, wandb_service):
-    """What a user's shell has: the environment's own `python`, and an account."""
-    here = str(Path(sys.executable).parent)
+def environment(tmp_path, wandb_service, shell_path):
+    """What a user's shell has: a `python`, and an account."""
     return {
         **os.environ,
-        "PATH": os.pathsep.join([here, os.environ["PATH"]]),
+        "PATH": shell_path,
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "WANDB_ERROR_REPORTING": "false",
     }
@@ -49,7 +49,7 @@ def wandb_command(tmp_path, environment):
     """Run a command of W&B's own in a directory, and return what it said."""
 
     def run(*arguments):
-        done = subprocess.run(
+        done = fork_server.run(
             [sys.executable, "-m", "wandb", *arguments],
             check=False,
             capture_output=True,
@@ -133,7 +133,7 @@ def test_the_local_controller_draws_from_what_the_runs_came_to(
     lane = {"backend": {"values": ["qlora", "lora"]}, "lora.r": {"values": [8]}}
     told = sweep_of_the_page(method="grid", parameters=lane, controller={"type": "local"})
     with (tmp_path / "controller.log").open("wb") as log:
-        controller = subprocess.Popen(
+        controller = fork_server.Popen(
             [sys.executable, "-m", "wandb", "controller", "sweep000"],
             cwd=tmp_path,
             env={**environment, "WANDB_ENTITY": "lab", "WANDB_PROJECT": "mine"},
@@ -167,7 +167,7 @@ def test_a_run_that_is_stopped_in_the_service_ends_in_order(
     wandb_sweeps.suggestions = DRAWN[:1]
     told = sweep_of_the_page("trainer.max_steps=100000", "checkpoint.every_n_steps=100000")
     with (tmp_path / "agent.log").open("wb") as log:
-        agent = subprocess.Popen(
+        agent = fork_server.Popen(
             [sys.executable, "-m", "wandb", "agent", told],
             cwd=tmp_path,
             env=environment,

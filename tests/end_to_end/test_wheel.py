@@ -8,13 +8,18 @@ import subprocess
 import sys
 import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from mens_exp.artifacts.manifest import Manifest, Status
 
 ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +35,6 @@ def wheel(tmp_path_factory):
     return built
 
 
-@pytest.mark.slow
 def test_the_wheel_carries_every_config_file_and_template(wheel):
     """What is data in the checkout is in the package, and tests are not."""
     with zipfile.ZipFile(wheel) as archive:
@@ -51,56 +55,108 @@ def test_the_wheel_carries_every_config_file_and_template(wheel):
     assert not [name for name in names if name.startswith(("tests", "conf/"))]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_the_installed_wheel_runs_a_job_in_an_empty_directory(wheel, tmp_path):
-    """A fresh environment, the pinned versions, no checkout, and a cache of its own."""
-    environment, here = tmp_path / "venv", tmp_path / "here"
-    venv.create(environment, with_pip=True)
-    here.mkdir()
-    python = environment / ("Scripts" if os.name == "nt" else "bin") / "python"
-    kept = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "MENS_EXP_CACHE"}}
+def required(text):
+    """Return the installed distributions that requirements ask for, and those that these need."""
+    found, waiting = {}, [(Requirement(one), frozenset()) for one in text]
+    while waiting:
+        one, of = waiting.pop()
+        if one.marker and not any(one.marker.evaluate({"extra": extra}) for extra in {"", *of}):
+            continue
+        name, extras = canonicalize_name(one.name), frozenset(one.extras)
+        if extras <= found.get(name, frozenset()) and name in found:
+            continue
+        found[name] = found.get(name, frozenset()) | extras
+        needs = metadata.distribution(name).requires or []
+        waiting += [(Requirement(need), found[name]) for need in needs]
+    return [metadata.distribution(name) for name in found]
+
+
+def install_by_link(environment, wheel):
+    """Unpack the wheel in an environment, and link what it declares to need from this one.
+
+    Returns:
+        The environment's programs.
+    """
+    programs = environment / ("Scripts" if os.name == "nt" else "bin")
+    (site,) = environment.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+        (described,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        lines = archive.read(described).decode().splitlines()
+    declared = [line.partition(": ")[2] for line in lines if line.startswith("Requires-Dist: ")]
+    for one in required(declared):
+        tops = {file.parts[0] for file in one.files or [] if file.parts[0] != ".."}
+        for top in tops - {"__pycache__"}:
+            source = Path(one.locate_file(top))
+            if source.exists() and not (site / top).exists():
+                (site / top).symlink_to(source)
+    script = programs / "mens-exp"
+    python = programs / "python"
+    script.write_text(f"#!{python}\nfrom mens_exp.cli import entry_point\nentry_point()\n", "utf-8")
+    script.chmod(0o755)
+    return programs
+
+
+def install_by_pip(environment, wheel):
+    """Install the wheel in an environment with the pinned versions of what it needs.
+
+    Returns:
+        The environment's programs.
+    """
+    programs = environment / ("Scripts" if os.name == "nt" else "bin")
+    pip = [str(programs / "python"), "-m", "ensurepip"]
+    subprocess.run(pip, check=True, capture_output=True, timeout=300)
     install = ["-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt"), str(wheel)]
-    for command in (install, ["-m", "mens_exp", "experiment=smoke", "suite=none"]):
-        done = subprocess.run(
-            [str(python), *command],
-            check=False,
-            capture_output=True,
-            text=True,
-            cwd=here,
-            env={**kept, "XDG_CACHE_HOME": str(tmp_path / "cache")},
-            timeout=1500,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-    (record,) = here.glob("outputs/train/smoke/*/manifest.json")
-    manifest = Manifest.read(record)
-    assert manifest.status is Status.SUCCEEDED
-    assert manifest.provenance["commit"] is None
-    assert [path.name for path in here.iterdir()] == ["outputs"]
-    assert (tmp_path / "cache" / "mens_exp").is_dir()
-    _own_callback(python.with_name("mens-exp"), tmp_path / "own", kept, tmp_path / "cache")
+    done = subprocess.run(
+        [str(programs / "python"), *install],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return programs
 
 
-def _own_callback(script, here, kept, cache):
-    """The callback that docs/extending.md shows, through the script, in an empty directory."""
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "installed", [install_by_link, pytest.param(install_by_pip, marks=pytest.mark.soak)]
+)
+def test_the_installed_wheel_runs_a_job_in_an_empty_directory(
+    wheel, installed, rows_file, tmp_path
+):
+    """With what it declares to need and no checkout, a cache of its own, and a user's callback.
+
+    The callback is the one that docs/extending.md shows.
+    """
+    environment, here = tmp_path / "venv", tmp_path / "here"
+    venv.create(environment)
+    programs = installed(environment, wheel)
     shown = (ROOT / "docs" / "extending.md").read_text("utf-8")
     for name in ("my_callbacks.py", "conf/callbacks/print_every.yaml"):
         block = re.search(rf"^`{name}`:\n\n```\w+\n(.*?)^```$", shown, re.MULTILINE | re.DOTALL)
         assert block is not None
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_text(block[1], encoding="utf-8")
+    before = {path.name for path in here.iterdir()}
+    kept = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "MENS_EXP_CACHE"}}
     chosen = ["callbacks=[default,print_every]", "callbacks.print_every.every_n=2"]
+    data = ["data=jsonl", f"data.path={rows_file}", "data.val_frac=0.1"]
     done = subprocess.run(
-        [str(script), "experiment=smoke", "suite=none", *chosen],
+        [str(programs / "mens-exp"), "experiment=smoke", "suite=none", *data, *chosen],
         check=False,
         capture_output=True,
         text=True,
         cwd=here,
-        env={**kept, "XDG_CACHE_HOME": str(cache)},
+        env={**kept, "XDG_CACHE_HOME": str(tmp_path / "cache")},
         timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.split(":")[0] for line in done.stdout.splitlines() if ": loss " in line] == [
-        "step 2",
-        "step 4",
-    ]
+    said = [line.split(":")[0] for line in done.stdout.splitlines() if ": loss " in line]
+    assert said == ["step 2", "step 4"]
+    (record,) = here.glob("outputs/train/smoke/*/manifest.json")
+    manifest = Manifest.read(record)
+    assert manifest.status is Status.SUCCEEDED
+    assert manifest.provenance["commit"] is None
+    assert {path.name for path in here.iterdir()} - before == {"outputs"}
+    assert (tmp_path / "cache" / "mens_exp").is_dir()

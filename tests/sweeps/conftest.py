@@ -202,7 +202,7 @@ def sweep(tmp_path, monkeypatch):
 def forked_by_slurm(programs, monkeypatch):
     """Slurm's scripts name the interpreter of their launcher: let it be one that forks.
 
-    What is forked is no descendant of Slurm's own process: its signals reach the batch script alone.
+    What is forked is no descendant of Slurm's process: its signals reach the batch script alone.
     """
     python = str(programs / "python")
     source = f"{fork_server._before_each}\nimport sys; sys.executable = {python!r}\n"
