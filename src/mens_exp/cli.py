@@ -151,10 +151,9 @@ def _dispatch(arguments: list[str]) -> int:
             _checked_cells(parsed.overrides, multirun=parsed.multirun, with_files=False)
         show_help(parser, parsed)
         return 0
-    if parsed.info or parsed.shell_completion:
-        return _hydra(arguments, [])
     if parsed.cfg:
         _checked_cells(parsed.overrides, multirun=parsed.multirun, with_files=False)
+    if parsed.cfg or parsed.info or parsed.shell_completion:
         return _hydra(arguments, [])
     if _given(parsed.overrides, "resume"):
         return _resume(parsed.overrides, multirun=parsed.multirun)
