@@ -6,11 +6,12 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ARGS ?=
 # One process a core; the tests of a file stay together, since they share what is dear to make, and
-# the files stay in the order of tests/conftest.py: slow ones first.
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# the files stay in the order of tests/conftest.py: slow ones first. What pytest compiles it keeps,
+# also where the environment forbids it: compiling is half of the time that collecting takes.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test quick check format golden docs bench clean
+.PHONY: help setup run test quick soak slow check format golden docs bench clean
 
 help: ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -34,7 +35,13 @@ test: $(STAMP) ## Run every test (those that need a GPU skip where there is none
 	$(PYTEST) $(ARGS)
 
 quick: $(STAMP) ## Run the tests of the inner loop
-	$(PYTEST) -m 'not slow and not gpu' $(ARGS)
+	$(PYTEST) -m 'not slow and not gpu and not soak' $(ARGS)
+
+soak: $(STAMP) ## Run the tests that take too long for every change: an hour at most
+	$(PYTEST) -m soak $(ARGS)
+
+slow: $(STAMP) ## Run every test, and name those that tests/slow.txt lists wrongly
+	$(PYTEST) --check-slow $(ARGS)
 
 check: $(STAMP) ## Lint, format and type checks
 	$(BIN)/ruff check .

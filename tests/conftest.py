@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import json
 import os
 import runpy
@@ -26,7 +27,7 @@ from mens_exp.config.compose import compose, typed
 from mens_exp.rows.encode import Encoded
 from mens_exp.sandbox.bubblewrap import Bubblewrap
 
-pytest_plugins = ["real_models"]
+pytest_plugins = ["real_models", "slow_tests"]
 
 
 loader._MOST = 10_000  # compositions that a process remembers; tests ask for many
@@ -327,15 +328,19 @@ def random_documents(documents_of):
 
 
 @pytest.fixture(scope="session")
-def rows_file(tmp_path_factory):
+def rows_file(shelf):
     """Sixty rows of small functions: about 45 to train on, the rest shared by the other sides."""
-    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     rows = [
         {"prompt": f"Add {n}.", "response": f"def add_{n}(x):\n    return x + {n}\n"}
         for n in range(60)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+
+    def write(place):
+        place.mkdir()
+        (place / "rows.jsonl").write_text(text, encoding="utf-8")
+
+    return shelf("rows", write) / "rows.jsonl"
 
 
 @pytest.fixture(scope="session")
@@ -375,9 +380,22 @@ def train_in(tiny_run):
 
 
 @pytest.fixture(scope="session")
-def finished(train_in, tmp_path_factory):
+def finished_with(shelf, train_in):
+    """Return the finished run of some overrides, trained once for all tests; only to be read."""
+    from mens_exp.artifacts.run_dir import RunDir
+
+    def taken(*overrides):
+        digest = hashlib.sha256("\n".join(overrides).encode()).hexdigest()[:16]
+        place = shelf(f"run_{digest}", lambda place: train_in(place / "run", *overrides))
+        return RunDir(place / "run")
+
+    return taken
+
+
+@pytest.fixture(scope="session")
+def finished(finished_with):
     """A run of `tiny_run` from start to end; only to be read."""
-    return train_in(tmp_path_factory.mktemp("finished") / "run")
+    return finished_with()
 
 
 @pytest.fixture(scope="session")

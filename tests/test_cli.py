@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 
+import fork_server
 import pytest
 
 from mens_exp import __version__, cli
@@ -174,7 +175,6 @@ def test_a_truncated_base_model_is_told_by_its_file(refused, tiny_base, here):
     assert "model.safetensors" in refused("model=hf", f"model.id={copy}", "data.seq_len=64")
 
 
-@pytest.mark.slow
 def test_a_whole_base_model_directory_is_accepted(tiny_base, train_in, tmp_path):
     """The same directory, untouched, trains."""
     run = train_in(tmp_path / "run", "model=hf", f"model.id={tiny_base.directory}")
@@ -183,7 +183,6 @@ def test_a_whole_base_model_directory_is_accepted(tiny_base, train_in, tmp_path)
     assert inputs["base_weights_sha256"] == tiny_base.weights_sha256
 
 
-@pytest.mark.slow
 def test_no_supervised_token_is_told_when_the_rows_are_encoded(train_in, tmp_path, capsys):
     """Sixteen tokens end inside every prompt; the run is on record as failed."""
     run = train_in(tmp_path / "run", "data.seq_len=16", code=2)
@@ -259,7 +258,6 @@ def test_ctrl_c_before_a_run_is_open_exits_with_130(monkeypatch, capsys):
     assert capsys.readouterr().err == "Cancelled.\n"
 
 
-@pytest.mark.slow
 def test_a_second_run_in_the_same_directory_is_refused(train_in, tmp_path, capsys):
     """The first one's adapter and record stay."""
     run = train_in(tmp_path / "run", "trainer.max_steps=1")
@@ -287,12 +285,15 @@ def test_runs_lie_under_outputs_by_task_and_experiment(tiny_run, here):
     assert (manifest.parent / ".hydra" / "overrides.yaml").is_file()
 
 
-@pytest.mark.slow
 def test_python_m_mens_exp_exits_with_the_code_of_the_command(here):
     """The entry point hands the code to the shell, and errors go to standard error."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    for arguments, code in (["lora.r=0"], 2), (["--version"], 0), (["task=plan"], 0):
-        done = subprocess.run(
+    for run, arguments, code in (
+        (fork_server.run, ["lora.r=0"], 2),
+        (fork_server.run, ["--version"], 0),
+        (subprocess.run, ["task=plan"], 0),
+    ):
+        done = run(
             [sys.executable, "-m", "mens_exp", *arguments, "model=tiny_llama"],
             check=False,
             capture_output=True,
@@ -303,14 +304,13 @@ def test_python_m_mens_exp_exits_with_the_code_of_the_command(here):
         assert bool(done.stdout) == (code == 0)
 
 
-@pytest.mark.slow
 def test_a_reader_that_has_gone_ends_no_run(here):
     """With `… | head` the run succeeds, whichever of the two outputs nobody reads."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     for output, other in (("stdout", "stderr"), ("stderr", "stdout")):
         reader, writer = os.pipe()
         os.close(reader)
-        done = subprocess.run(
+        done = fork_server.run(
             [sys.executable, "-m", "mens_exp", "task=plan", "model=tiny_llama"],
             check=False,
             env=environment,
@@ -322,7 +322,6 @@ def test_a_reader_that_has_gone_ends_no_run(here):
     assert [Manifest.read(path).status for path in manifests] == [Status.SUCCEEDED] * 2
 
 
-@pytest.mark.slow
 def test_a_used_directory_is_refused_before_hydra_writes_into_it(tiny_run, here, refused):
     """Hydra's own copy of the overrides still tells what ran there."""
     assert cli.main([*tiny_run, "task=plan", "hydra.run.dir=run"]) == 0
@@ -333,7 +332,6 @@ def test_a_used_directory_is_refused_before_hydra_writes_into_it(tiny_run, here,
     assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.slow
 def test_a_used_sweep_directory_is_refused_as_well(tiny_run, here, refused):
     """It is named as a sweep, and how to go on with it."""
     sweep = ["-m", *tiny_run, "task=plan", "seed=1,2", "hydra.sweep.dir=sweep"]
@@ -344,7 +342,6 @@ def test_a_used_sweep_directory_is_refused_as_well(tiny_run, here, refused):
     assert "sweep.resume=sweep" in said
 
 
-@pytest.mark.slow
 def test_the_same_command_twice_in_one_process_makes_two_runs(tiny_run, here):
     """The directory's time is the command's, not the process's."""
     for _ in range(2):
@@ -352,7 +349,6 @@ def test_the_same_command_twice_in_one_process_makes_two_runs(tiny_run, here):
     assert len(list(here.glob("outputs/plan/default/*/manifest.json"))) == 2
 
 
-@pytest.mark.slow
 def test_a_sweep_takes_options_of_the_working_directory(tiny_run, here):
     """Each cell is composed from the copy made at launch."""
     for name, rate in (("slow", 1e-5), ("fast", 1e-3)):

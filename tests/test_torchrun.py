@@ -93,7 +93,6 @@ def test_a_task_that_an_experiment_chooses_is_refused_as_well(started_as, tmp_pa
     assert "found inspect" in said
 
 
-@pytest.mark.slow
 def test_torchrun_itself_ends_at_once(tmp_path):
     """Both processes are real; the second would have waited for an hour."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -19,8 +19,6 @@ from mens_exp.layout.families import FAMILIES
 from mens_exp.model.quiet import quiet
 from mens_exp.quant.bnb import quantization_config, quantized_linears
 
-pytestmark = pytest.mark.slow
-
 CPU = torch.device("cpu")
 LENGTHS = [11, 6, 40, 1, 19]  # longer than every window, and longer than the 32 tokens of a bucket
 families = pytest.mark.parametrize("name", FAMILIES)

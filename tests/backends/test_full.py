@@ -11,8 +11,6 @@ from mens_exp.errors import RequestError, SetupError
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.tasks.subject import subject_of
 
-pytestmark = pytest.mark.slow  # whole runs
-
 F32 = "quant.compute_dtype=f32"
 FULL = ["backend=full", F32]
 SCRATCH = ["backend=burn"]
@@ -146,9 +144,9 @@ def test_the_research_lane_says_so(tiny_backend, tiny_config):
     assert "lane" not in tiny_backend().facts()
 
 
-def test_a_full_run_leaves_weights_and_adapter_tasks_refuse_it(train_in, tmp_path):
+def test_a_full_run_leaves_weights_and_adapter_tasks_refuse_it(finished_with):
     """The command line end to end: weights/ is hashed, and evaluate names what to do instead."""
-    run = train_in(tmp_path / "run", "backend=full")
+    run = finished_with("backend=full")
     assert (run.weights / "model.safetensors").is_file()
     assert not run.adapter.exists()
     with pytest.raises(RequestError, match="model=hf"):
@@ -156,11 +154,11 @@ def test_a_full_run_leaves_weights_and_adapter_tasks_refuse_it(train_in, tmp_pat
 
 
 @pytest.mark.parametrize("overrides", [["backend=proxy"], ["backend=burn"], ["backend=lora"]])
-def test_each_backend_trains_through_the_command_line(train_in, tmp_path, overrides):
+def test_each_backend_trains_through_the_command_line(finished_with, overrides):
     """The run succeeds, its loss falls, and what it leaves can be read."""
     from mens_exp.artifacts.manifest import Manifest
 
-    run = train_in(tmp_path / "run", *overrides)
+    run = finished_with(*overrides)
     manifest = Manifest.read(run.manifest)
     assert manifest.status == "succeeded"
     assert manifest.results["tuned_val_loss"] < manifest.results["base_val_loss"]

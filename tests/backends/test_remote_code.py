@@ -10,8 +10,6 @@ import pytest
 
 from mens_exp.artifacts.manifest import Manifest
 
-pytestmark = pytest.mark.slow  # whole runs
-
 GOOD = """
 from pathlib import Path
 from transformers import LlamaForCausalLM

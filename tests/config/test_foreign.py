@@ -9,8 +9,6 @@ from mens_exp import cli
 from mens_exp.config.compose import compose, from_yaml, to_yaml, typed
 from mens_exp.errors import MensError, Problems
 
-pytestmark = pytest.mark.slow  # whole runs
-
 
 @pytest.fixture
 def stored(tmp_path, monkeypatch):

@@ -91,7 +91,6 @@ def test_adding_a_callback_with_a_plus_says_how_to_write_it():
     assert "write callbacks=[default,print_every]" in str(only("+callbacks=print_every"))
 
 
-@pytest.mark.slow
 def test_types_follow_the_values(write):
     """A whole number stays one; a list keeps the kind of its entries; null takes anything."""
     text = (

@@ -191,7 +191,6 @@ def test_cache_that_cannot_be_written_is_refused(library, tmp_path):
         load(tmp_path / "cache", library)
 
 
-@pytest.mark.slow
 def test_standard_library_keeps_every_promise(cache, monkeypatch):
     """Of this interpreter: every response parses, has no docstring, and no file is on two sides."""
     extraction = load(cache)

@@ -13,8 +13,6 @@ from mens_exp.artifacts.adapter_v3 import read_adapter
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.telemetry import read_events
 
-pytestmark = pytest.mark.slow  # whole runs, of several processes
-
 F32 = ("quant.compute_dtype=f32", "trainer.max_steps=20", "checkpoint.every_n_steps=8")
 PARTS = ("trainer=fsdp", "trainer.accelerator=cpu", "quant.storage_dtype=f32")
 SCORED = ("suite=heldout_syntax", "suite.max_new_tokens=48")
@@ -44,8 +42,8 @@ def same_course(one, other):
 
 
 @pytest.fixture(scope="module")
-def alone(train_in, tmp_path_factory):
-    return train_in(tmp_path_factory.mktemp("alone") / "run", *F32, *SCORED)
+def alone(finished_with):
+    return finished_with(*F32, *SCORED)
 
 
 @pytest.fixture(scope="module")

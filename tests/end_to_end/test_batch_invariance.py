@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from mens_exp.config.suite import MiniPythonSuite
 from mens_exp.evals.generation import Generation, GraphEngine, Request
 from mens_exp.evals.mini_python import mini_python
 from mens_exp.tokenizer.hf import HfTokenizer
 
-pytestmark = pytest.mark.slow
 SMOL = ("model=smollm2_135m", "backend=lora", "quant.compute_dtype=f32")
 
 

@@ -20,8 +20,6 @@ from mens_exp.export.handoff import read_handoff
 from mens_exp.export.verdict import hashes_of, rejected_place
 from mens_exp.plan.machine import look
 
-pytestmark = pytest.mark.slow
-
 SQUARE = "base_model.model.model.layers.2.self_attn.q_proj"  # 576 by 576
 PROJECTIONS = 7  # of a layer
 

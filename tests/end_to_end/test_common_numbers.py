@@ -8,8 +8,6 @@ from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.telemetry import read_events
 
-pytestmark = pytest.mark.slow
-
 
 def chain(run):
     """Return the digest of the micro-batches after each step."""
@@ -27,11 +25,9 @@ def layers(run):
     return facts(run)["lora_init_layers_sha256"]
 
 
-def test_arms_that_differ_only_in_logger_share_everything_at_every_step(
-    train_in, finished, tmp_path
-):
+def test_arms_that_differ_only_in_logger_share_everything_at_every_step(finished_with, finished):
     """Four steps, four equal chains; one first adapter."""
-    other = train_in(tmp_path / "run", "logger=csv")
+    other = finished_with("logger=csv")
     assert len(chain(finished)) == len(set(chain(finished))) == 4
     assert chain(other) == chain(finished)
     assert facts(other)["lora_init_sha256"] == facts(finished)["lora_init_sha256"]
@@ -47,33 +43,33 @@ def test_arms_that_differ_only_in_logger_share_everything_at_every_step(
     ],
     ids=" ".join,
 )
-def test_arms_share_batches_and_first_matrices_whatever_the_base(train_in, finished, tmp_path, arm):
+def test_arms_share_batches_and_first_matrices_whatever_the_base(finished_with, finished, arm):
     """Quantizer and backend are no part of the draws."""
-    run = train_in(tmp_path / "run", *arm)
+    run = finished_with(*arm)
     assert chain(run) == chain(finished)
     assert facts(run)["lora_init_sha256"] == facts(finished)["lora_init_sha256"]
 
 
-def test_arms_with_some_layers_in_common_share_those(train_in, finished, tmp_path):
+def test_arms_with_some_layers_in_common_share_those(finished_with, finished):
     """Attention alone: another whole, and the same layers; so has burn's q, k and v."""
     every = layers(finished)
-    for number, arm in enumerate((["lora=attention"], ["backend=burn", "tokenizer=hf"])):
-        run = train_in(tmp_path / str(number), *arm)
+    for arm in (["lora=attention"], ["backend=burn", "tokenizer=hf"]):
+        run = finished_with(*arm)
         ours = layers(run)
         assert facts(run)["lora_init_sha256"] != facts(finished)["lora_init_sha256"]
         assert ours.keys() < every.keys()
         assert ours == {name: every[name] for name in ours}
 
 
-def test_the_proxy_starts_from_the_full_graphs_matrices(train_in, finished, tmp_path):
+def test_the_proxy_starts_from_the_full_graphs_matrices(finished_with, finished):
     """Its middle projections are the attention outputs, under names of their own."""
-    ours, every = layers(train_in(tmp_path / "run", "backend=proxy")), layers(finished)
+    ours, every = layers(finished_with("backend=proxy")), layers(finished)
     assert [ours["mid0"], ours["mid1"]] == [every["l0.o"], every["l1.o"]]
 
 
-def test_another_seed_changes_batches_and_matrices(train_in, finished, tmp_path):
+def test_another_seed_changes_batches_and_matrices(finished_with, finished):
     """Not one step and not one layer is shared."""
-    run = train_in(tmp_path / "run", "seed=7")
+    run = finished_with("seed=7")
     assert not set(chain(run)) & set(chain(finished))
     assert not set(layers(run).values()) & set(layers(finished).values())
 

@@ -11,8 +11,6 @@ import pytest
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 
-pytestmark = pytest.mark.slow
-
 
 def adapter(run):
     return (run.adapter / "adapter.safetensors").read_bytes()
@@ -26,7 +24,6 @@ def test_the_same_command_twice_gives_the_same_adapter(finished, train_in, tmp_p
     assert first["tuned_val_loss"] == second["tuned_val_loss"]
 
 
-@pytest.mark.slow
 def test_another_process_gives_the_same_adapter_and_no_logger_means_no_wandb(
     finished, tiny_run, tmp_path
 ):

@@ -12,8 +12,6 @@ import pytest
 import mens_exp
 from mens_exp.artifacts.digest import sha256_file
 
-pytestmark = pytest.mark.slow
-
 SCRIPT = "import sys; from mens_exp.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -69,7 +67,6 @@ def test_the_page_shows_a_class_of_each_kind_at_the_promised_length():
     assert len(COMMANDS) == 5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_a_shown_command_trains_and_records_what_it_named(job, tmp_path, command):
     """The run succeeds, and names its classes and the hashes of their modules."""
@@ -113,7 +110,6 @@ def test_the_shown_objective_is_cross_entropy_at_gamma_0():
     torch.testing.assert_close(focal, ((1 - p) ** 2 * each).sum())
 
 
-@pytest.mark.slow
 def test_the_shown_backend_leaves_a_of_the_first_layer_as_drawn(job, tmp_path, tiny_backend):
     """Every other matrix has moved."""
     from mens_exp.artifacts.adapter_v3 import read_adapter
@@ -125,7 +121,6 @@ def test_the_shown_backend_leaves_a_of_the_first_layer_as_drawn(job, tmp_path, t
     assert still == {n for n in drawn if n.startswith("l0.") and n.endswith("lora_a")}
 
 
-@pytest.mark.slow
 def test_a_run_with_classes_goes_on_where_they_are_and_nowhere_else(job, tmp_path):
     """Without ./conf nobody vouches for the class, so resume refuses it."""
     job("callbacks=mine", "hydra.run.dir=run")

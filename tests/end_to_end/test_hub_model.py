@@ -14,8 +14,6 @@ from mens_exp.config.compose import from_yaml, typed
 from mens_exp.config.model import HfModel
 from mens_exp.layout import hub_snapshot
 
-pytestmark = pytest.mark.slow
-
 NAME = "lab/tiny-llama"
 ON_HUB = ["model=hf", f"model.id={NAME}"]
 
@@ -39,7 +37,6 @@ def move_on(published):
     hub_snapshot.forget()
 
 
-@pytest.mark.slow
 def test_the_commit_is_recorded_and_held_to(
     published,
     tiny_base,

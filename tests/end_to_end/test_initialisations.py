@@ -10,21 +10,19 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_events
 
-pytestmark = pytest.mark.slow
-
 SUITE = ["suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=40"]
 LEARN = ["quant.compute_dtype=f32", "optim.lr=5e-3", "data.val_max_tokens=100000"]
 
 
 @pytest.fixture(scope="module")
-def pissa(train_in, tmp_path_factory):
+def pissa(finished_with):
     """A run of a few steps from PiSSA; only to be read."""
-    return train_in(tmp_path_factory.mktemp("pissa") / "run", "lora.init=pissa", *LEARN, *SUITE)
+    return finished_with("lora.init=pissa", *LEARN, *SUITE)
 
 
-def test_the_base_of_the_record_is_the_plain_one(pissa, train_in, tmp_path):
+def test_the_base_of_the_record_is_the_plain_one(pissa, finished_with):
     """Its loss is that of a run from plain LoRA; the tuned one is not."""
-    plain = train_in(tmp_path / "run", *LEARN)
+    plain = finished_with(*LEARN)
     ours, theirs = (Manifest.read(run.manifest).results for run in (pissa, plain))
     assert ours["base_val_loss"] == theirs["base_val_loss"]
     assert ours["tuned_val_loss"] != theirs["tuned_val_loss"]
@@ -56,13 +54,12 @@ def test_the_peft_directory_has_the_loss_that_the_record_says(pissa, peft_loss):
 
 
 def test_loftq_s_peft_directory_is_the_trained_model(
-    train_in,
+    finished_with,
     peft_loss,
-    tmp_path,
     notes_of,
 ):
     """One round leaves the base as it is, so there is nothing to confess."""
-    run = train_in(tmp_path / "run", "lora.init=loftq", *LEARN)
+    run = finished_with("lora.init=loftq", *LEARN)
     manifest = Manifest.read(run.manifest)
     found = peft_loss(run)
     assert found == pytest.approx(manifest.results["tuned_val_loss"], rel=1e-5)

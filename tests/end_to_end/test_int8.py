@@ -10,17 +10,14 @@ from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 
-pytestmark = pytest.mark.slow
-
 SUITE = ("suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=40")
 INT8 = ("quant=int8", "quant.compute_dtype=f32", "optim.lr=5e-3", "trainer.max_steps=12", *SUITE)
 
 
 @pytest.fixture(scope="module")
-def run(train_in, tmp_path_factory):
+def run(finished_with):
     """A whole run that validates on every row kept for it; only to be read."""
-    directory = tmp_path_factory.mktemp("int8") / "run"
-    return train_in(directory, *INT8, "data.val_max_tokens=100000")
+    return finished_with(*INT8, "data.val_max_tokens=100000")
 
 
 def test_the_record_says_what_was_computed(run):

@@ -8,8 +8,6 @@ import pytest
 
 from mens_exp.artifacts.scorecard import Scorecard, read_item_events
 
-pytestmark = pytest.mark.slow
-
 
 def test_training_ends_with_tasks_that_were_run(train_in, tmp_path):
     """The suite tested itself, each answer was sent back once, and the sandbox is on record."""

@@ -8,8 +8,6 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.layout.families import FAMILIES
 from mens_exp.plan.machine import look
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize("compute", ["f32", "bf16"])
 def test_peft_reproduces_the_tuned_validation_loss(
@@ -78,7 +76,6 @@ def test_peft_reproduces_the_loss_of_a_real_model(
     assert loss == pytest.approx(results["tuned_val_loss"], rel=rel)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_peft_reproduces_the_loss_of_every_family(
     name,

@@ -71,7 +71,6 @@ def test_the_page_holds_the_recipes_that_were_asked_for():
     assert all(" $SMALL " in recipe.commands.replace("\n", " \n") for recipe in recipes)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", _recipes(), ids=lambda recipe: recipe.title)
 def test_recipe_runs_as_it_stands(recipe, tmp_path, rows_file, tiny_base, shell_path):
     """Every command succeeds and every training run is recorded as succeeded."""

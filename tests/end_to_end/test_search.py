@@ -22,7 +22,6 @@ from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.errors import MensError
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals; run it on Linux"),
 ]
 

@@ -17,8 +17,6 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.tasks.replaying import replay
 
-pytestmark = pytest.mark.slow  # whole runs, of several processes
-
 F32 = ("quant.compute_dtype=f32", "trainer.max_steps=20", "checkpoint.every_n_steps=8")
 TWO = ("trainer=ddp", "trainer.accelerator=cpu")
 RELATIVE = 1e-4  # sums over two processes round otherwise; measured: 6e-8
@@ -43,8 +41,8 @@ def same_course(one, other):
 
 
 @pytest.fixture(scope="module")
-def alone(train_in, tmp_path_factory):
-    return train_in(tmp_path_factory.mktemp("alone") / "run", *F32)
+def alone(finished_with):
+    return finished_with(*F32)
 
 
 @pytest.fixture(scope="module")

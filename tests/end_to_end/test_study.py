@@ -7,8 +7,6 @@ import pytest
 from mens_exp import cli
 from mens_exp.artifacts.comparison import Comparison, Verdict
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def sweep(tiny_run, tmp_path_factory):

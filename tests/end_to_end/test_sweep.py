@@ -13,8 +13,6 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config import compose, own_conf
 from mens_exp.config.compose import config_digest, from_yaml
 
-pytestmark = pytest.mark.slow
-
 
 def runs_under(directory):
     found = [RunDir(path.parent) for path in directory.glob("*/manifest.json")]

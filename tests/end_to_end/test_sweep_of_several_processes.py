@@ -19,7 +19,6 @@ from mens_exp.artifacts.sweep import SweepRecord
 from mens_exp.artifacts.sweep_dir import SweepDir
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals; run it on Linux"),
 ]
 

@@ -21,7 +21,6 @@ from mens_exp.config.compose import from_yaml
 from mens_exp.sweeps.launcher import Launcher
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals; run it on Linux"),
 ]
 

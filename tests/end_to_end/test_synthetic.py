@@ -5,11 +5,8 @@ from __future__ import annotations
 import sys
 
 import fork_server
-import pytest
 
 from mens_exp.artifacts.manifest import Manifest, Status
-
-pytestmark = pytest.mark.slow
 
 
 def test_generated_rows_train_and_their_sides_are_recorded(tmp_path):

@@ -17,8 +17,6 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_events
 
 IP = shutil.which("ip") or "ip"
-pytestmark = pytest.mark.slow  # whole runs, of processes on two machines
-
 STEPS = 6
 F32 = ("quant.compute_dtype=f32", f"trainer.max_steps={STEPS}")
 MACHINES = ("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=1", "trainer.num_nodes=2")

@@ -10,8 +10,6 @@ from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.tokenizer import byte_level
 
-pytestmark = pytest.mark.slow
-
 # Each with something of its own: multipliers, one fused matrix, plain MLPs. StableLM's layers do
 # not hand the bounds of documents on.
 CONFIGS = {

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import fork_server
-import pytest
 import yaml
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
@@ -54,7 +53,6 @@ def test_every_value_of_the_page_is_accepted(monkeypatch):
             assert [str(problem) for problem in check(command[3:]).problems] == []
 
 
-@pytest.mark.slow
 def test_the_agents_run_is_the_one_that_it_waits_for(tiny_run, tmp_path, monkeypatch):
     """Offline here; its history has the metric that the sweep is after."""
     command = command_of_agent(PARAMETERS, monkeypatch)

@@ -10,8 +10,6 @@ from mens_exp import cli
 from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.manifest import Manifest
 
-pytestmark = pytest.mark.slow  # eight runs
-
 SUITE = ["suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=40"]
 RANKS = (4, 8)
 

@@ -16,8 +16,6 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.artifacts.telemetry import read_events
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):

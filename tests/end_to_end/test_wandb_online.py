@@ -15,8 +15,6 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sync_record import SyncRecord
 from mens_exp.artifacts.telemetry import read_events
 
-pytestmark = pytest.mark.slow
-
 STEPS = [1, 2, 3, 4]
 
 

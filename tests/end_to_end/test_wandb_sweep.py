@@ -19,8 +19,6 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.training.wandb_agent import recorded_agent
 
-pytestmark = pytest.mark.slow
-
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "sweeps.md"
 DRAWN = [
     {"optim.lr": 0.000123, "lora.r": 8, "backend": "qlora"},

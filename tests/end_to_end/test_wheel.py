@@ -19,8 +19,6 @@ from mens_exp.artifacts.manifest import Manifest, Status
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):

@@ -14,8 +14,6 @@ from mens_exp.errors import MensError
 from mens_exp.export.bundle import pack, packing_problems, verify
 from mens_exp.export.contents import path_problems, secret_problems
 
-pytestmark = pytest.mark.slow  # whole runs
-
 
 def unpack(archive, place):
     with tarfile.open(archive) as tar:

@@ -230,7 +230,6 @@ def test_a_weight_beyond_the_type_is_refused(value, dtype, said, source_of, tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "m.gguf"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_smollm2_survives(
     real_texts,

@@ -12,8 +12,6 @@ from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.export.handoff import BackendFamily, read_handoff
 
-pytestmark = pytest.mark.slow  # commands typed whole; `make quick` has their parts
-
 
 @pytest.fixture
 def model(tiny_base, tmp_path, monkeypatch):

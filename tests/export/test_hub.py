@@ -6,8 +6,6 @@ from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 
-pytestmark = pytest.mark.slow  # whole runs
-
 
 @pytest.fixture
 def asked(finished):

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-# Sixteen projections of 67 MB in bf16, 1.07 GB in one shard; zeros that no disk block holds.
+# Eight projections of 67 MB in bf16, 537 MB in one shard; zeros that no disk block holds.
 SHARD = """
 import json, sys
 header, end = {}, 0
-for i in range(16):
+for i in range(8):
     end += 4096 * 8192 * 2
     header[f"model.layers.{i}.mlp.up_proj.weight"] = {
         "dtype": "BF16", "shape": [8192, 4096], "data_offsets": [end - 4096 * 8192 * 2, end]}
@@ -47,7 +47,6 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("base", ["original", "dequantized"])
 def test_a_merge_holds_a_tensor_and_no_shard(tmp_path, base):
     """Under the largest tensor times four, where the bound allows 600 MB more."""
@@ -60,5 +59,5 @@ def test_a_merge_holds_a_tensor_and_no_shard(tmp_path, base):
         text=True,
         timeout=600,
     )
-    assert out.stat().st_size >= 16 * 8192 * 4096 * 2
+    assert out.stat().st_size >= 8 * 8192 * 4096 * 2
     assert json.loads(done.stdout) < 4 * 8192 * 4096 * 2

@@ -49,7 +49,6 @@ def command(*overrides):
     return [sys.executable, "-m", "mens_exp", "task=serve", *overrides]
 
 
-@pytest.mark.slow
 def test_the_server_says_what_greedy_generation_says(tiny_base, tmp_path):
     """From the command, over loopback; SIGTERM ends it and its process, with exit code 0."""
     directory = tiny_base.directory
@@ -82,7 +81,6 @@ def test_the_server_says_what_greedy_generation_says(tiny_base, tmp_path):
     assert record.results["url"] == url
 
 
-@pytest.mark.slow
 def test_a_server_that_dies_is_an_error(tiny_base):
     """Killed from outside it is told; the block's own end kills it too."""
     with serving.serving(tiny_base.directory, host="127.0.0.1", port=0) as server:

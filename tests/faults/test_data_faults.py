@@ -24,7 +24,6 @@ from mens_exp.rows.schema import TrainingPair, to_json
 from mens_exp.tokenizer.hf import HfTokenizer
 from mens_exp.training.module import TrainingModule
 
-pytestmark = pytest.mark.slow
 REFUSED = 4
 LOOP = (
     "def {name}(values):\n    total = {n}\n    for value in values:\n        total += value * {n}\n"

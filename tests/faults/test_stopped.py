@@ -16,7 +16,6 @@ from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.telemetry import read_events
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals and fork; run it on Linux"),
 ]
 
@@ -37,9 +36,9 @@ def losses(run, event, metric):
 
 
 @pytest.fixture(scope="session")
-def longer(train_in, tmp_path_factory):
+def longer(finished_with):
     """Six steps without an interruption."""
-    return train_in(tmp_path_factory.mktemp("longer") / "run", LONGER)
+    return finished_with(LONGER)
 
 
 @pytest.mark.parametrize(

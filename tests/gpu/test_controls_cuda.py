@@ -80,7 +80,6 @@ def test_checkpointed_activations_give_the_same_gradients(
     assert all(torch.allclose(found[1][n], g, atol=1e-5) for n, g in found[0].items())
 
 
-@pytest.mark.slow
 def test_a_run_with_a_paged_optimizer_succeeds(train_in, tmp_path):
     """With checkpointing, validation and the best adapter, as the SigilDERG presets are used."""
     run = train_in(

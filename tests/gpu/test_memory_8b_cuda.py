@@ -17,7 +17,6 @@ DEVICE_GIB, DISK_GIB = 60, 20  # 40 GiB without checkpointing, and what the inte
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.slow,
     pytest.mark.skipif(
         not torch.cuda.is_available(),
         reason="needs a CUDA device; on one, install a CUDA build of torch (README, 'A CUDA "

@@ -62,7 +62,6 @@ def mask(*, micro_batch=0, p=0.3):
     return dropout(torch.ones(512, 512, device=CUDA)) != 0
 
 
-@pytest.mark.slow
 def test_the_main_path_runs_on_the_gpu(train_in, tmp_path):
     """A whole run succeeds there, says so in its facts, and knows its peak of GPU memory."""
     directory = train_in(tmp_path / "run", "trainer=gpu")
@@ -72,7 +71,6 @@ def test_the_main_path_runs_on_the_gpu(train_in, tmp_path):
     assert manifest.results["peak_cuda_bytes"] > 0
 
 
-@pytest.mark.slow
 def test_two_runs_on_the_gpu_end_with_the_same_adapter(train_in, tmp_path):
     """Not bit for bit, as atomic sums are unordered there, but to a hundredth of its norm."""
     (_, first), (_, second) = (

@@ -102,7 +102,6 @@ def test_pinned_hash_is_that_of_the_published_wheel(smollm2):
     assert metadata.version(smollm2.distribution) == smollm2.version
 
 
-@pytest.mark.slow
 def test_stated_dimensions_are_those_of_the_gguf(smollm2):
     """The file's own metadata, read without its tensors."""
     _installed(smollm2)
@@ -124,7 +123,6 @@ def test_stated_dimensions_are_those_of_the_gguf(smollm2):
     assert "output.weight" not in names, "the configuration takes the head as tied"
 
 
-@pytest.mark.slow
 def test_written_directory_has_the_stated_dimensions(smollm2, cache):
     """config.json and the weights of the dequantized model agree with the YAML."""
     _installed(smollm2)

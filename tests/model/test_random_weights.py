@@ -139,7 +139,6 @@ def test_an_untied_head_is_drawn(written):
     assert not torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
 
 
-@pytest.mark.slow
 def test_a_model_is_never_held_whole(tmp_path):
     """Writing 500 MB in shards of 50 raises the peak of memory by far less than the model.
 

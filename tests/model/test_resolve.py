@@ -183,7 +183,6 @@ def test_reading_the_wheel_without_gguf_names_the_extra(tiny_config, tmp_path, m
         resolve(bundled_smollm2(tiny_config), tmp_path)
 
 
-@pytest.mark.slow
 def test_the_bundled_wheel_becomes_a_whole_directory(smollm2):
     """SmolLM2's 30 layers in bf16, with tokenizer and chat template; the licence is recorded."""
     base = smollm2

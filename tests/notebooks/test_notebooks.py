@@ -139,7 +139,6 @@ def test_import_of_training_is_found(source):
     assert len(forbidden(new_notebook(cells=[new_code_cell(source)]))) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_notebook_runs_to_its_end(execute, name):
     """On the shipped records no cell fails, warns or loads torch, and each drawing is made."""
@@ -150,7 +149,6 @@ def test_notebook_runs_to_its_end(execute, name):
     assert "loaded: []" in text_of(done)
 
 
-@pytest.mark.slow
 def test_notebooks_show_what_the_records_hold(execute):
     """All six runs are at hand, each the very record that was compared."""
     shown = text_of(execute(read("02-compare-arms")))
@@ -159,7 +157,6 @@ def test_notebooks_show_what_the_records_hold(execute):
     assert all(row.rstrip(" │").endswith("yes") for row in rows)
 
 
-@pytest.mark.slow
 def test_variable_names_another_run(execute, tmp_path, monkeypatch):
     """A run elsewhere is read, also one that took no step and was scored by no suite."""
     shutil.copytree(STUDY / "0_6fc0dd12", tmp_path / "run")
@@ -173,7 +170,6 @@ def test_variable_names_another_run(execute, tmp_path, monkeypatch):
     assert "The run has no scorecard (suite=none)." in shown
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_directory_without_a_run_is_refused(execute, tmp_path, monkeypatch, name):
     """The reader's own message says what is missing."""
@@ -182,7 +178,6 @@ def test_directory_without_a_run_is_refused(execute, tmp_path, monkeypatch, name
     assert "no manifest.json in this directory" in said
 
 
-@pytest.mark.slow
 def test_warning_in_a_cell_fails(execute):
     """A library's warning in a notebook is as much an error as in a test."""
     cell = new_code_cell("import warnings\nwarnings.warn('old name', DeprecationWarning)")

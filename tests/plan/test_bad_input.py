@@ -154,7 +154,6 @@ def refused(tiny_run, tmp_path, capsys):
     return both
 
 
-@pytest.mark.slow
 @damages
 def test_damaged_model_is_refused_by_plan_and_run_alike(refused, base, damage, said):
     """Exit code 2, its own message with a next step, the same twice, and no run directory."""
@@ -165,7 +164,6 @@ def test_damaged_model_is_refused_by_plan_and_run_alike(refused, base, damage, s
     assert of_run == of_plan
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("overrides", "said"), COMMANDS.values(), ids=COMMANDS)
 def test_contradictory_command_is_refused_by_plan_and_run_alike(refused, overrides, said):
     """The place is the setting that was typed."""

@@ -94,7 +94,6 @@ def llama_70b(directory, tokenizer):
     (directory / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
 
 
-@pytest.mark.slow
 def test_seventy_billion_parameters_are_planned_from_headers(tiny_base, rows_file, tmp_path):
     """Thirty shards of 141 GB in all: quickly, in under 200 MB, without torch."""
     model = tmp_path / "llama_70b"
@@ -116,7 +115,6 @@ def test_seventy_billion_parameters_are_planned_from_headers(tiny_base, rows_fil
     assert plan["graph_id"] == "full_causal"
 
 
-@pytest.mark.slow
 def test_default_is_planned_quickly(tmp_path):
     """The bare command, without torch."""
     cost, plan = measured(tmp_path)

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import subprocess
 import sys
 
+import fork_server
 import pytest
 
 from mens_exp.plan.ledger import Entry, append, entries, ledger_path, residuals
@@ -63,7 +63,7 @@ def test_two_processes_lose_no_line(tmp_path):
     where = [entry for entry in sys.path if entry]
     command = [sys.executable, "-c", f"import sys; sys.path[:0] = {where!r}\n{code}"]
     root = __file__.rpartition("/tests/")[0]
-    writers = [subprocess.Popen(command, cwd=root) for _ in range(2)]
+    writers = [fork_server.Popen(command, cwd=root) for _ in range(2)]
     assert [writer.wait(timeout=60) for writer in writers] == [0, 0]
     assert entries(path) == [ENTRY] * 40
 

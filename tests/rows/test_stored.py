@@ -35,7 +35,6 @@ def test_compressed_array_is_read(tmp_path):
     assert len(read_rows(path).pairs) == 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ending", COMPRESS)
 def test_compressed_file_that_is_cut_off_is_refused(tmp_path, ending):
     """Its last rows would be missed in silence; Zstandard's own reader says nothing."""

@@ -76,6 +76,8 @@ EXTERNAL = (
     "wandb.apis.public",
     "wandb.sdk.wandb_run",
 )
+USUAL = ["model=tiny_llama", "trainer=cpu", "logger=none", "suite=none", "schedule=constant"]
+USUAL += ["data=jsonl", "data.path=rows.jsonl"]
 _MESSAGE = 1 << 18  # bytes of a request, below the limit of a packet
 _PADDING = 1 << 13  # bytes that the server's own command line leaves for those of its forks
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, linux/prctl.h
@@ -346,7 +348,7 @@ def _import_everything():
             importlib.import_module(found.name)
     from mens_exp.config.compose import compose
 
-    compose([[]])  # the files of conf/ are read once
+    compose([[], USUAL])  # the files of conf/ are read once, and most tests choose these options
 
 
 _Asked = tuple[dict[str, Any], list[int]]

@@ -155,7 +155,6 @@ def test_without_joblib_the_launcher_is_refused(monkeypatch):
     assert "mens-exp[joblib]" in str(missing)
 
 
-@pytest.mark.slow
 def test_a_sweep_runs_in_processes_of_the_pool(tiny_run, tmp_path, capsys):
     """From the command line, with loky; no worker is a job."""
     place = tmp_path / "sweep"
@@ -170,7 +169,6 @@ def test_a_sweep_runs_in_processes_of_the_pool(tiny_run, tmp_path, capsys):
     assert "2 of 2 jobs are done" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_worker_of_the_pool_that_is_killed_takes_no_job_with_it(tiny_run, tmp_path):
     """What it had at work comes to its end, and the next job gets another worker."""
     place = tmp_path / "sweep"

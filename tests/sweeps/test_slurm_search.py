@@ -23,7 +23,6 @@ _STAND_IN = runpy.run_path(str(Path(__file__).with_name("slurm_cluster.py")))
 _MISSING = _STAND_IN["missing"]() if os.name != "nt" else "Slurm runs on Linux"
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING)),
     pytest.mark.usefixtures("slurm_of_one_node"),
 ]

@@ -10,8 +10,6 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.overrides import check
 from mens_exp.plan.preflight import preflight
 
-pytestmark = pytest.mark.slow  # commands typed whole; `make quick` has their parts
-
 
 @pytest.fixture(scope="module")
 def attributed(rows_file, tmp_path_factory):

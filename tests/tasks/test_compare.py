@@ -317,7 +317,6 @@ def test_page_and_table_are_written_where_asked(study, compare, tmp_path):
     assert f"| {WITHOUT} | +0.25 |" in table
 
 
-@pytest.mark.slow
 def test_w_and_b_shows_the_same(study, compare, tmp_path):
     """An offline run with the verdicts as a table and a summary."""
     compare(study(seeds=[1, 2]), "logger=wandb")

@@ -11,8 +11,6 @@ from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.telemetry import read_events
 
-pytestmark = pytest.mark.slow  # whole runs
-
 VALIDATING = "trainer.val_check_interval=4"  # after each optimizer step
 # A rate so high that the third validation is the best of six, by 2 % (found by trying). In f32:
 # bf16 takes another course where the processor has no instructions for it.

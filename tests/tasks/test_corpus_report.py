@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from mens_exp import cli
 from mens_exp.artifacts.corpus_record import CorpusRecord, StepRecord
 from mens_exp.artifacts.corpus_report import CorpusReport
@@ -24,7 +22,6 @@ def make(tmp_path, number, *more):
     )
 
 
-@pytest.mark.slow
 def test_duplicates_go_and_the_page_says_what_is_left(tmp_path, capsys):
     """Of twelve rows one is another's copy and one is near it; a second run finds all done."""
     texts = [f"answer number {n}" for n in range(10)] + ["answer  number 3", " ".join(WORDS)]

@@ -13,8 +13,6 @@ from mens_exp.artifacts.scorecard import Scorecard, read_item_events
 from mens_exp.errors import RequestError
 from mens_exp.tasks.subject import subject_of
 
-pytestmark = pytest.mark.slow  # whole runs
-
 SUITE = ["suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=40"]
 
 

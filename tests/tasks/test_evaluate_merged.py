@@ -23,8 +23,8 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def trained(train_in, place):
-    return train_in(place / "trained", *EXACT, *SUITE)
+def trained(finished_with):
+    return finished_with(*EXACT, *SUITE)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,6 @@ def evaluated(path, own, *overrides):
     return cli.main(["task=evaluate", f"path={path}", *SUITE, *overrides, f"hydra.run.dir={own}"])
 
 
-@pytest.mark.slow
 def test_merged_weights_answer_as_the_run_did_that_was_merged(trained, merged, tmp_path):
     """On the rows that the run held out, and without its base, which they have no more."""
     assert evaluated(merged.merged, tmp_path / "own") == 0
@@ -53,7 +52,6 @@ def test_merged_weights_answer_as_the_run_did_that_was_merged(trained, merged, t
     assert inputs["trained"] == str(trained.path)
 
 
-@pytest.mark.slow
 def test_weights_that_the_merge_did_not_write_are_refused(merged, trained, place, tmp_path, capsys):
     """One number changed."""
     other = place / "other"
@@ -66,7 +64,6 @@ def test_weights_that_the_merge_did_not_write_are_refused(merged, trained, place
     assert "is not what was merged" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_merge_without_a_model_or_without_its_run_is_refused(merged, tmp_path, capsys):
     """Both before a run of its own is opened; vLLM, too, has no adapter to load."""
     bare = tmp_path / "bare"
@@ -87,7 +84,6 @@ def test_a_merge_without_a_model_or_without_its_run_is_refused(merged, tmp_path,
     assert not (tmp_path / "own").exists()
 
 
-@pytest.mark.slow
 def test_a_merge_elsewhere_still_finds_its_run_by_the_adapters_hash(merged, trained, place):
     """The place that the merge recorded is gone; the run lies beside."""
     moved = place / "moved"
@@ -101,7 +97,6 @@ def test_a_merge_elsewhere_still_finds_its_run_by_the_adapters_hash(merged, trai
     assert found.merged == moved / "merged"
 
 
-@pytest.mark.slow
 def test_a_model_that_was_written_elsewhere_is_found_from_its_merge(
     merged, place, tmp_path, monkeypatch
 ):

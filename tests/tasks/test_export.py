@@ -18,8 +18,6 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.backends.adapting import tied_head_is_meant
 from mens_exp.model.quiet import quiet
 
-pytestmark = pytest.mark.slow  # commands typed whole; `make quick` has their parts
-
 
 @pytest.fixture
 def export(tmp_path, monkeypatch, capsys):
@@ -220,7 +218,6 @@ def test_a_bundle_goes_where_out_says(finished, export, tmp_path):
     assert record.results["bundle_sha256"] == sha256_file(tmp_path / "here" / "there.tar.gz")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -10,8 +10,6 @@ from mens_exp import cli
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Scorecard, read_item_events
 
-pytestmark = pytest.mark.slow  # whole runs
-
 TASK = """\
 task: sums
 dataset_path: json

@@ -15,8 +15,6 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.config.compose import from_yaml, typed
 
-pytestmark = pytest.mark.slow  # whole runs
-
 ONE = "trainer.max_steps=1"
 
 

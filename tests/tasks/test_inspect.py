@@ -13,8 +13,6 @@ from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.inspection import Kind
 from mens_exp.artifacts.manifest import Manifest
 
-pytestmark = pytest.mark.slow  # commands typed whole; `make quick` has their parts
-
 
 def test_a_run_is_told_layer_by_layer(finished, inspect):
     """Base, keys and shapes; the norm of a delta is that of the product itself."""
@@ -165,7 +163,6 @@ def test_a_truncated_checkpoint_is_refused(finished, typed, tmp_path):
     assert "no training state that can be read" in said
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full", "subset"])
 def test_what_a_merge_wrote_leads_back_to_its_run(
     finished,
@@ -194,7 +191,6 @@ def test_what_a_merge_wrote_leads_back_to_its_run(
     assert inspect(beside / "merging").kind is found.kind
 
 
-@pytest.mark.slow
 def test_a_run_that_began_with_an_adapter_names_all_its_ancestors(
     finished,
     train_in,
@@ -214,7 +210,6 @@ def test_a_run_that_began_with_an_adapter_names_all_its_ancestors(
     assert line[1]["missing"] is not None
 
 
-@pytest.mark.slow
 def test_a_dora_tells_how_far_its_lengths_moved(train_in, inspect, tmp_path):
     """Against the lengths of the 4-bit rows that it began with, by an adapter set to these."""
     from safetensors.numpy import load_file, save_file

@@ -21,8 +21,6 @@ from mens_exp.model.resolve import resolve
 from mens_exp.quant.bnb import dequantized, quantized_linears
 from mens_exp.training.build import build_backend
 
-pytestmark = pytest.mark.slow  # commands typed whole; `make quick` has their parts
-
 F32 = "quant.compute_dtype=f32"
 KINDS = {"lora": ["backend=lora"], "qlora": [], "qlora, one scale": ["quant.double_quant=false"]}
 
@@ -82,7 +80,7 @@ def largest_difference(graph, model, document):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "name",
-    [n if n in ("llama", "gpt2") else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES],
+    FAMILIES,
 )
 def test_the_merged_model_is_the_trained_one(
     name,
@@ -158,7 +156,7 @@ def test_peft_merges_the_same_into_the_unquantized_base(
 
 
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("gemma2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
 @pytest.mark.parametrize("with_prefix", [True, False])
 def test_a_tied_head_with_a_delta_gets_a_weight_of_its_own(
     name,

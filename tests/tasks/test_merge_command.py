@@ -23,8 +23,6 @@ from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 
-pytestmark = pytest.mark.slow  # commands typed whole; `make quick` has their parts
-
 MID, TABLE = "h.0.attn.c_proj.weight", "wte.weight"
 KEYS = {"mid0": MID, "lm_head": TABLE}
 

@@ -10,8 +10,6 @@ from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 
-pytestmark = pytest.mark.slow  # whole runs
-
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }} on {{ strftime_now('%Y-%m-%d') }}: {{ m.content }}"
     "<|im_end|>{% endfor %}{% if add_generation_prompt %}"

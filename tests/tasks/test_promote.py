@@ -333,7 +333,6 @@ def test_an_edited_ledger_is_refused(lab):
         assert lab.ledger.read_bytes() == before
 
 
-@pytest.mark.slow
 def test_the_command_line_opens_decides_and_replays(lab, typed):
     """Exit code 0 for promote, 4 for any other answer and for a decision that changed."""
     told = [f"promote.suite_digest={SUITE}", "promote.arms=[qlora,burn]", "promote.factor=backend"]
@@ -357,7 +356,6 @@ def test_the_command_line_opens_decides_and_replays(lab, typed):
     assert "not the one that was written" in typed(*replay, code=2)
 
 
-@pytest.mark.slow
 def test_seeds_of_an_earlier_cycle_open_no_other(lab, typed):
     """Nor does a name that is taken."""
     lab.open("one", [1, 2])
@@ -439,7 +437,6 @@ def test_the_ledger_carries_the_digests_of_its_evidence(lab):
     assert [one["previous"] for one in entries] == [None, *(e["sha256"] for e in entries[:-1])]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("told", "reason"),
     [

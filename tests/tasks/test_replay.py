@@ -11,8 +11,6 @@ import torch
 from mens_exp.artifacts.inspection import Outcome
 from mens_exp.artifacts.run_dir import RunDir
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def run(finished, tmp_path):
@@ -85,13 +83,12 @@ def test_only_so_many_steps_are_taken_as_are_asked_for(run, replay, typed):
     ids=" ".join,
 )
 def test_every_kind_of_run_replays(
-    train_in,
+    finished_with,
     replay,
-    tmp_path,
     overrides,
 ):
     """Dropout, a start from the weights, another graph, validations in between."""
-    found = replay(train_in(tmp_path / "other", *overrides).path, "inspect.replay_steps=4")
+    found = replay(finished_with(*overrides).path, "inspect.replay_steps=4")
     assert (found["identical_through"], found["first_difference"]) == (4, None)
 
 

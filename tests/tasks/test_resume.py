@@ -10,8 +10,6 @@ from mens_exp.config.trainer import Strategy
 from mens_exp.errors import Problems, RequestError
 from mens_exp.tasks.resume import prepare
 
-pytestmark = pytest.mark.slow  # whole runs
-
 
 def adapter(run):
     return (run.adapter / "adapter.safetensors").read_bytes()

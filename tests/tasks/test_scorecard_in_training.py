@@ -10,8 +10,6 @@ from mens_exp.artifacts.scorecard import Scorecard, read_item_events
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.export.contents import run_files
 
-pytestmark = pytest.mark.slow  # whole runs
-
 SUITE = ("suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=64")
 EVERY = (*SUITE, "callbacks.scorecard.every_n_steps=2", "callbacks.scorecard.items=1")
 BY_KPI = ("adapter.select=best", "adapter.metric=parse_rate", "trainer.val_check_interval=8")
@@ -27,9 +25,9 @@ def payloads(run):
 
 
 @pytest.fixture(scope="module")
-def scored(train_in, tmp_path_factory):
+def scored(finished_with):
     """A run that scores itself after steps 2 and 4, chosen by a KPI; only to be read."""
-    return train_in(tmp_path_factory.mktemp("scored") / "run", *EVERY, *BY_KPI)
+    return finished_with(*EVERY, *BY_KPI)
 
 
 def test_a_run_that_scores_itself_trains_the_same(train_in, finished, tmp_path):

@@ -159,7 +159,6 @@ def chooser(tab, place):
     return tab.locator("#filters select").nth(place)
 
 
-@pytest.mark.slow
 def test_a_click_sorts_and_a_second_one_turns_it_round(opened):
     """By value, not by text; the cell without a value stays last."""
     head = opened.locator("#cells thead button", has_text="val_loss")
@@ -170,7 +169,6 @@ def test_a_click_sorts_and_a_second_one_turns_it_round(opened):
     assert opened.locator("th[aria-sort]").all_inner_texts() == ["val_loss (nats/token)"]
 
 
-@pytest.mark.slow
 def test_a_factor_filters_rows_lines_and_answers(opened):
     """And the state does, beside it."""
     chooser(opened, 0).select_option("false")
@@ -188,7 +186,6 @@ def test_a_factor_filters_rows_lines_and_answers(opened):
     assert len(cells(opened)) == 7
 
 
-@pytest.mark.slow
 def test_a_run_is_opened_from_its_row(opened):
     """The link leads to the run's own report; a job without one has none."""
     row = opened.locator('tr[data-cell="3"]')
@@ -200,7 +197,6 @@ def test_a_run_is_opened_from_its_row(opened):
     assert opened.locator('tr[data-cell="6"]').get_by_text("no report").is_visible()
 
 
-@pytest.mark.slow
 def test_further_kpis_come_on_request(opened):
     """The table begins narrow."""
     head = opened.locator("#cells thead th", has_text="trainable_parameters")
@@ -209,7 +205,6 @@ def test_further_kpis_come_on_request(opened):
     assert head.is_visible()
 
 
-@pytest.mark.slow
 def test_pointing_at_a_row_sets_off_its_line(opened):
     """Of several lines, the eye finds the one."""
     opened.locator('tr[data-cell="2"]').hover()

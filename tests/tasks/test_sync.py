@@ -51,7 +51,6 @@ def steps(service, run):
     return [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
 
 
-@pytest.mark.slow
 def test_a_sweep_is_sent_in_order_with_names_and_lineage(sweep, sync, wandb_service):
     """Runs first, then the sweep as one run; the second command sends nothing."""
     assert sync(sweep.path) == 0
@@ -80,7 +79,6 @@ def test_a_sweep_is_sent_in_order_with_names_and_lineage(sweep, sync, wandb_serv
     assert wandb_service.operations == []
 
 
-@pytest.mark.slow
 def test_the_sweep_is_one_run_with_its_tables_and_drawings(sweep, sync, wandb_service):
     """The cells with factors, KPIs, cost and state, and what sweep.html shows."""
     assert sync(sweep.path) == 0
@@ -104,7 +102,6 @@ def test_the_sweep_is_one_run_with_its_tables_and_drawings(sweep, sync, wandb_se
     assert (run.summary["succeeded"], run.summary["failed"]) == (2, 1)
 
 
-@pytest.mark.slow
 def test_a_service_with_errors_ends_it_and_the_next_command_sends_the_rest_once(
     sweep,
     sync,
@@ -136,7 +133,6 @@ def test_a_service_with_errors_ends_it_and_the_next_command_sends_the_rest_once(
     assert sum("runs_0_runs/file_stream" in name for name in wandb_service.operations) == 0
 
 
-@pytest.mark.slow
 def test_a_service_that_never_answers_is_given_up_on(sweep, sync, wandb_service):
     """Within the time that was given; what had begun is ended, and nothing staged is left."""
     wandb_service.hangs = lambda _: True
@@ -148,7 +144,6 @@ def test_a_service_that_never_answers_is_given_up_on(sweep, sync, wandb_service)
     assert not (sweep.path / "1_runs" / "sync.json").exists()
 
 
-@pytest.mark.slow
 def test_a_run_that_is_stopped_in_the_service_is_sent_to_its_end(
     sweep, sync, wandb_service, wandb_sweeps
 ):
@@ -159,7 +154,6 @@ def test_a_run_that_is_stopped_in_the_service_is_sent_to_its_end(
     assert wandb_service.runs["runs_0_runs"].exit_code == 0
 
 
-@pytest.mark.slow
 def test_a_slow_service_gets_everything(sweep, sync, wandb_service):
     """Each answer takes a tenth of a second, hundreds of them."""
     wandb_service.delay_s = 0.1

@@ -10,8 +10,6 @@ import pytest
 from mens_exp.artifacts.inspection import Outcome
 from mens_exp.artifacts.run_dir import RunDir
 
-pytestmark = pytest.mark.slow  # commands typed whole; `make quick` has their parts
-
 TENSORS = "adapter/adapter.safetensors"
 
 
@@ -68,12 +66,11 @@ def test_one_flipped_byte_of_a_tensor_file_is_found(run, typed, inspect):
 
 def test_a_swapped_adapter_file_is_found(
     run,
-    train_in,
+    finished_with,
     inspect,
-    tmp_path,
 ):
     """The adapter of another seed, whole and of the same shapes."""
-    other = train_in(tmp_path / "other", "seed=7")
+    other = finished_with("seed=7")
     shutil.copy(other.path / TENSORS, run.path / TENSORS)
     assert f"outputs.{TENSORS}" in differing(inspect(run.path, "verify=true", code=4))
 
@@ -109,7 +106,6 @@ def test_an_edited_manifest_is_found(
     assert name in differing(inspect(run.path, "verify=true", code=4))
 
 
-@pytest.mark.slow
 def test_a_resumed_run_is_what_its_records_say_and_replays(broken, inspect, tmp_path):
     """Stopped in the fourth step, gone on with from the second."""
     from mens_exp import cli
@@ -198,7 +194,6 @@ def test_a_merge_is_certified_again_figure_by_figure(spoilt, inspect):
     assert differing(found) == []
 
 
-@pytest.mark.slow
 def test_without_the_run_that_wrote_it_the_trained_run_is_enough(spoilt, inspect):
     """The command is made of what the certificate says; without both it says so."""
     shutil.rmtree(spoilt / "record")
@@ -264,7 +259,6 @@ def test_a_file_too_many_and_one_too_few_are_found(spoilt, inspect):
     assert differing(found) == ["files.config.json", "files.generation_config.json"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", ["v2", "peft"])
 def test_an_exported_adapter_is_certified_again(
     run,
@@ -312,7 +306,6 @@ def test_a_certificate_whose_verdict_was_edited_is_found(spoilt, inspect):
     assert found.certificate is None
 
 
-@pytest.mark.slow
 def test_of_two_merges_of_one_run_each_is_held_against_its_own_record(spoilt, typed, inspect):
     """Files that both have say nothing; nor do equal tensors that were certified on other text."""
     for name, overrides in {"other": ["parity.tokens=200"], "half": ["merge.dtype=bf16"]}.items():

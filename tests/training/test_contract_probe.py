@@ -41,7 +41,6 @@ def losses(run):
     return [step["train/loss"] for step in steps]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides", [(), ("data.packing=false", "data.micro_batch_size=2"), ("backend=full",)]
 )
@@ -63,7 +62,6 @@ def test_a_run_with_the_probe_trains_bit_for_bit_as_without(train_in, tmp_path, 
     assert node["unknown"] == {"probe": "switched off by data.contract.probe=false"}
 
 
-@pytest.mark.slow
 def test_a_resumed_run_keeps_its_certificate(train_in, tmp_path, monkeypatch):
     """It is not tried again: training goes on from where it was."""
     from mens_exp import cli
@@ -76,7 +74,6 @@ def test_a_resumed_run_keeps_its_certificate(train_in, tmp_path, monkeypatch):
     assert Manifest.read(run.manifest).data_contract == before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -100,7 +97,6 @@ def test_every_backend_is_within_tolerance(train_in, tmp_path, overrides):
     assert probe["peek"] <= 1e-6
 
 
-@pytest.mark.slow
 def test_a_refused_run_is_refused_again_when_it_goes_on(train_in, tmp_path):
     """What was refused is no certificate to go on with."""
     from mens_exp import cli

@@ -10,8 +10,6 @@ from mens_exp.config.overrides import check
 from mens_exp.errors import MissingExtra
 from mens_exp.plan.checks import logger
 
-pytestmark = pytest.mark.slow  # whole runs
-
 
 def test_csv_holds_every_steps_metrics_and_the_settings(train_in, tmp_path):
     """What telemetry has, in Lightning's file; hyperparameters by dotted path."""

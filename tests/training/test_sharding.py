@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
+import fork_server
 import pytest
 import torch
 
@@ -41,7 +41,7 @@ def in_two(
         torch.save(given, file)
         store = open_store(2)
         line = [sys.executable, str(SCRIPT), str(store.port)]
-        both = [subprocess.Popen([*line, str(number), str(file)]) for number in range(2)]
+        both = [fork_server.Popen([*line, str(number), str(file)]) for number in range(2)]
         assert [one.wait(timeout=300) for one in both] == [0, 0]
         whole.begin(0)
         hidden_MD = whole(batch)
@@ -53,7 +53,6 @@ def in_two(
     return made
 
 
-@pytest.mark.slow  # two processes that load torch, each time
 @pytest.mark.parametrize(
     "overrides",
     [QLORA, (*QLORA, "model.gradient_checkpointing=on"), (*QLORA, "lora.variant=dora"), LORA],

@@ -20,8 +20,6 @@ from mens_exp.errors import MensError, SetupError
 from mens_exp.training.callbacks.wandb_mirror import WandbMirror
 from mens_exp.training.wandb_agent import agent_inputs
 
-pytestmark = pytest.mark.slow  # whole runs
-
 RUN_ID = "20261120T055801_abcd1234"
 SHA = "ab" * 32
 CONFIG = {"seed": 42, "model": {"name": "tiny_llama"}, "lora": {"r": 8}}

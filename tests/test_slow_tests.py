@@ -1,0 +1,71 @@
+"""What the plugin of the marker `slow` says of a list, and that the list selects."""
+
+from __future__ import annotations
+
+import pytest
+import slow_tests
+
+HERE = "tests/test_slow_tests.py"
+
+
+def test_what_is_listed_wrongly_is_named():
+    """Dear and not listed, cheap and listed, gone; what is near the limit stays as it is."""
+    costs = {f"{HERE}::a": 9.0, f"{HERE}::b": 0.1, f"{HERE}::c": 1.2, f"{HERE}::d[1]": 0.9}
+    listed = {f"{HERE}::b", f"{HERE}::d", f"{HERE}::e", "tests/no_file.py::f", "tests/conftest.py"}
+    assert list(slow_tests.wrong(costs, listed)) == [
+        f"   9.0 s, not listed: {HERE}::a",
+        f"   0.1 s, listed: {HERE}::b",
+        "   gone, listed: tests/no_file.py::f",
+        f"   gone, listed: {HERE}::e",
+    ]
+
+
+def test_a_function_is_listed_once_where_all_its_cases_are_slow():
+    """Else its slow cases are; lines of files that were not run stay."""
+    other = "tests/conftest.py::x"
+    costs = {f"{HERE}::a[1]": 5, f"{HERE}::a[2]": 6, f"{HERE}::b[1]": 5, f"{HERE}::b[2]": 0}
+    assert slow_tests.lines(costs, {other, f"{HERE}::gone"}) == [
+        other,
+        f"{HERE}::a",
+        f"{HERE}::b[1]",
+    ]
+
+
+@pytest.fixture(scope="module")
+def dear():
+    return 1
+
+
+@pytest.fixture
+def own(dear):
+    return dear
+
+
+def test_a_shared_fixture_is_dear_for_each_test_that_uses_it(own, request):
+    """Whoever is first waits for it, so each of them would alone."""
+    item = request.node
+    shared = f"fixture {HERE}::dear"
+    assert shared in dict(item.user_properties)
+    costs = slow_tests.Costs(item.config)
+    for name, took in ("first", 5.0), ("second", 0.1):
+        report = pytest.TestReport(
+            *(f"{HERE}::{name}", (HERE, 1, name), {}, "passed", None, "call"),
+            duration=took,
+        )
+        costs.pytest_runtest_logreport(report)
+        report.when, report.duration = "teardown", 0.0
+        report.user_properties = [(slow_tests.USES, [shared])]
+        if name == "first":
+            report.user_properties.append((shared, 4.5))
+        costs.pytest_runtest_logreport(report)
+    assert costs.costs() == {f"{HERE}::first": 4.5, f"{HERE}::second": 4.5}
+
+
+def test_listed_tests_are_marked(request):
+    """Each line gives its test the marker that `make quick` leaves out."""
+    marked = [item.nodeid for item in request.session.items if item.get_closest_marker("slow")]
+    listed = slow_tests.listed()
+    assert all({name, slow_tests.function_of(name)} & listed for name in marked)
+    for item in request.session.items:
+        if {item.nodeid, slow_tests.function_of(item.nodeid)} & listed:
+            assert item.get_closest_marker("slow"), item.nodeid
