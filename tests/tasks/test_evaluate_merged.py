@@ -23,8 +23,8 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def trained(finished_with):
-    return finished_with(*EXACT, *SUITE)
+def trained(train_in, place):
+    return train_in(place / "trained", *EXACT, *SUITE)
 
 
 @pytest.fixture(scope="module")
