@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,13 +17,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import run_job
 from hydra.types import HydraContext, RunMode
-from omegaconf import AnyNode, DictConfig, ListConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from mens_exp.artifacts.digest import digest
 from mens_exp.config.foreign import refuse_foreign
-from mens_exp.config.loader import RememberingLoader
+from mens_exp.config.loader import RememberingLoader, copied
 from mens_exp.config.own_conf import config_directory, group_options, our_targets
 from mens_exp.config.own_schema import CLASS_GROUPS, own_schema
 from mens_exp.config.own_source import read_own_conf
@@ -296,11 +295,8 @@ def _directory(config: DictConfig | None, number: int, *parts: str) -> str | Non
 
 def _visible(config: DictConfig) -> DictConfig:
     """Copy without Hydra's node, keeping missing values missing."""
-    theirs = config._get_node("hydra") if "hydra" in config else None  # noqa: SLF001
-    # What the memo knows is not copied: Hydra's node is half of the whole.
-    visible = copy.deepcopy(config, {id(theirs): AnyNode()} if theirs is not None else {})
-    if theirs is not None:
-        del visible._content["hydra"]  # type: ignore[union-attr]  # noqa: SLF001
+    visible: DictConfig = copied(config)
+    visible._content.pop("hydra", None)  # type: ignore[union-attr]  # noqa: SLF001
     OmegaConf.set_struct(visible, None)
     return visible
 
