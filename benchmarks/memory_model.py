@@ -43,7 +43,8 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     (512, 2, 16, ("model.gradient_checkpointing=on",)),
     (1024, 2, 16, ("model.gradient_checkpointing=on",)),
 )
-SMALLEST: tuple[Configuration, ...] = ((512, 1, 4, ("model=tiny_llama",)),)
+SMALLEST: tuple[Configuration, ...] = ((128, 1, 4, ("model=tiny_llama",)),)
+ROW_WORDS, SMALLEST_ROW_WORDS = 4000, 100  # longer than any sequence of theirs
 NEAR = 0.15  # of the measured peak
 WORDS = ("the", "value", "of", "an", "index", "name", "in", "this", "list", "returns", "item")
 WORDS += ("class", "self", "data", "result")
@@ -57,7 +58,8 @@ def main() -> None:
     near = inside = 0
     chosen = SMALLEST if given.smallest else CONFIGURATIONS
     with tempfile.TemporaryDirectory() as place:
-        write_rows(Path(place) / "rows.jsonl")
+        row_words = SMALLEST_ROW_WORDS if given.smallest else ROW_WORDS
+        write_rows(Path(place) / "rows.jsonl", row_words)
         for one in chosen:
             plan = measure(Path(place), one)
             memory, peak = plan["memory_bytes"], plan["measured"]["peak_bytes"]
@@ -77,11 +79,11 @@ def named(configuration: Configuration) -> str:
     return " ".join([f"predicted for {micro_batch} × {seq_len} tokens, r {rank}", *more])
 
 
-def write_rows(path: Path) -> None:
-    """Write forty rows of four thousand words each, longer than any sequence here."""
+def write_rows(path: Path, words: int) -> None:
+    """Write forty rows of so many words each."""
     generator = random.Random(0)  # noqa: S311  # text to fill sequences with
     lines = [
-        {"prompt": f"Write text {n}.", "response": " ".join(generator.choices(WORDS, k=4000))}
+        {"prompt": f"Write text {n}.", "response": " ".join(generator.choices(WORDS, k=words))}
         for n in range(40)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")

@@ -3,11 +3,11 @@
     python benchmarks/sweep.py overhead [--pairs 3] [--steps 60]
     python benchmarks/sweep.py kill [--jobs 24] [--job-kills 10] [--launcher-kills 3] [--seed 0]
 
-Without a word, both. `overhead` runs the same two jobs by hand, one after the other, and as a
-sweep, in pairs whose order alternates; by hand is the reference. The sweep's own start-up, until
-its first job begins, is measured apart. `kill` runs one sweep undisturbed, which is the reference,
-and one whose jobs and launcher are killed at random moments, resumes it until nothing is left, and
-compares the adapters byte for byte. It fails unless all are there and equal.
+Without a word, both. `overhead` runs the same two jobs (one with --smallest) by hand, one after the
+other, and as a sweep, in pairs whose order alternates; by hand is the reference. The sweep's own
+start-up, until its first job begins, is measured apart. `kill` runs one sweep undisturbed, which is
+the reference, and one whose jobs and launcher are killed at random moments, resumes it until
+nothing is left, and compares the adapters byte for byte. It fails unless all are there and equal.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SMALL = (
     *("schedule=constant", "schedule.warmup_steps=0", "data.seq_len=192", "optim.lr=1e-3"),
     *("data.val_frac=0.1", "data.heldout_frac=0.1", "checkpoint.every_n_steps=2"),
 )
-SMALLEST = {"pairs": 1, "jobs": 2, "job_kills": 1, "launcher_kills": 1, "steps": 2}
+SMALLEST = {"pairs": 1, "jobs": 1, "job_kills": 1, "launcher_kills": 1, "steps": 2}
 DEFAULTS = {"pairs": 3, "jobs": 24, "job_kills": 10, "launcher_kills": 3}
 STEPS = {"overhead": 60, "kill": 4}
 HIGHER, LOWER = record.Better.HIGHER, record.Better.LOWER
@@ -71,21 +71,29 @@ def main() -> None:
         ]
         (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made), "utf-8")
         if given.what != "kill":
-            figures += overhead(place, given.pairs, given.steps or STEPS["overhead"])
+            seeds = (1,) if given.smallest else (1, 2)
+            steps = given.steps or STEPS["overhead"]
+            figures += overhead(place, given.pairs, steps, seeds)
         if given.what != "overhead":
             figures += kill(place, given, given.steps or STEPS["kill"])
     record.finish(QUESTION, figures, given)
 
 
-def overhead(place: Path, pairs: int, steps: int) -> Iterator[record.Figure]:
-    """Time the same jobs by hand and as a sweep, in turns."""
+def overhead(
+    place: Path, pairs: int, steps: int, seeds: tuple[int, ...]
+) -> Iterator[record.Figure]:
+    """Time the same jobs, one for each seed, by hand and as a sweep, in turns."""
     took: dict[str, list[tuple[float, float]]] = {"by hand": [], "as a sweep": []}
     startups = []
     for pair in range(pairs):
         for way in list(took)[:: 1 if pair % 2 == 0 else -1]:
             where = place / f"{way.replace(' ', '_')}_{pair}"
             began = time.time()
-            took[way].append(_run_two(place, where, steps, as_sweep=way == "as a sweep"))
+            commands = _commands(place, where, steps, seeds, as_sweep=way == "as a sweep")
+            done = [timed(command) for command in commands]
+            took[way].append(
+                (sum(one.seconds for one in done), sum(one.cpu_seconds for one in done))
+            )
             if way == "as a sweep":
                 startups.append(_first_start(where) - began)
     (hand, hand_cpu), (swept, swept_cpu) = (
@@ -94,23 +102,22 @@ def overhead(place: Path, pairs: int, steps: int) -> Iterator[record.Figure]:
     beyond = [whole - startup for whole, startup in zip(swept, startups, strict=True)]
     by_hand = ("the same jobs by hand", hand)
     by_hand_cpu = ("the same jobs by hand", hand_cpu)
-    yield record.figure("two jobs as a sweep", swept, "s", LOWER, by_hand)
+    yield record.figure(f"{len(seeds)} jobs as a sweep", swept, "s", LOWER, by_hand)
     yield record.figure("its start-up, before the first job", startups, "s", LOWER, by_hand)
     yield record.figure("the sweep beyond its start-up", beyond, "s", LOWER, by_hand)
     yield record.figure("its processor time", swept_cpu, "s", LOWER, by_hand_cpu)
 
 
-def _run_two(place: Path, where: Path, steps: int, *, as_sweep: bool) -> tuple[float, float]:
-    """Run two jobs, as a sweep or one after the other; return seconds and processor time."""
+def _commands(
+    place: Path, where: Path, steps: int, seeds: tuple[int, ...], *, as_sweep: bool
+) -> list[list[str]]:
+    """Return what runs a job for each seed: one command as a sweep, else one for each."""
     if as_sweep:
-        commands = [[*_command(place, steps, "-m"), "seed=1,2", f"hydra.sweep.dir={where}"]]
-    else:
-        commands = [
-            [*_command(place, steps), f"seed={seed}", f"hydra.run.dir={where}/{seed}"]
-            for seed in (1, 2)
-        ]
-    took = [timed(command) for command in commands]
-    return sum(one.seconds for one in took), sum(one.cpu_seconds for one in took)
+        values = ",".join(map(str, seeds))
+        return [[*_command(place, steps, "-m"), f"seed={values}", f"hydra.sweep.dir={where}"]]
+    return [
+        [*_command(place, steps), f"seed={seed}", f"hydra.run.dir={where}/{seed}"] for seed in seeds
+    ]
 
 
 def _command(place: Path, steps: int, *more: str) -> list[str]:

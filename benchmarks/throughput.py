@@ -31,6 +31,7 @@ STEPS = 2  # optimizer steps timed in each round
 DROPOUTS = (0.0, 0.05)
 GEMM_WIDTH = 2048
 SMALLEST = ("model=tiny_llama", "data=synthetic", "data.rows=40", "data.seq_len=1024")
+SMALLEST += ("trainer.accumulate_grad_batches=1",)
 SMALLEST_GEMM_WIDTH = 256
 
 

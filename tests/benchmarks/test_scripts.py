@@ -12,7 +12,7 @@ from record import Results
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SHARED = {"record", "processes", "page"}  # which the scripts import, or which draws their results
-SLOW = set()  # more than three seconds
+SLOW = {"corpus_scale", "planning", "report", "sweep"}  # more than three seconds
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if path.stem not in SHARED)
 
 
@@ -20,7 +20,7 @@ SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if path.stem not 
     "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in SCRIPTS]
 )
 def test_a_script_leaves_a_record_of_the_form(name, tmp_path):
-    """At its smallest size: figures that are finite, with their ratios, of this commit and machine."""
+    """At its smallest size: finite figures with their ratios, of this commit and machine."""
     if name == "sandbox" and shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is missing: apt-get install bubblewrap")
     script = str(BENCHMARKS / f"{name}.py")
