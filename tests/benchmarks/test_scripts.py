@@ -7,17 +7,17 @@ import sys
 from pathlib import Path
 
 import fork_server
+import page
 import pytest
 from record import Results
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SHARED = {"record", "processes", "page"}  # which the scripts import, or which draws their results
 SLOW = {"corpus_scale", "planning", "report", "sweep"}  # more than three seconds
-SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if path.stem not in SHARED)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in SCRIPTS]
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in page.scripts()],
 )
 def test_a_script_leaves_a_record_of_the_form(name, tmp_path):
     """At its smallest size: finite figures with their ratios, of this commit and machine."""
