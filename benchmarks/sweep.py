@@ -174,7 +174,7 @@ def _disturbed(
     draw.shuffle(kills)
     pause_s = (0.1, 0.4) if given.smallest else (1, 8)
     launches = 0
-    while launches == 0 or (_unfinished(torn) and launches <= given.jobs):
+    while launches == 0 or (_unfinished(torn) and launches <= given.jobs + given.launcher_kills):
         is_there = (torn / "sweep.json").exists()
         launches += 1
         with log.open("ab") as output:
