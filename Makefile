@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ARGS ?=
+NAME := throughput
 # One process a core; the tests of a file stay together, since they share what is dear to make, and
 # the files stay in the order of tests/conftest.py: slow ones first. What pytest compiles it keeps,
 # also where the environment forbids it: compiling is half of the time that collecting takes.
@@ -58,9 +59,11 @@ golden: $(STAMP) ## Refresh the golden resolved configurations of the experiment
 docs: $(STAMP) ## Make the pages of docs/ that the code knows best
 	PYTHONPATH=src $(BIN)/python -m mens_exp.config.reference_page > docs/config.md
 	PYTHONPATH=src $(BIN)/python -m mens_exp.plan.capabilities > docs/capabilities.md
+	PYTHONPATH=src $(BIN)/python benchmarks/page.py > docs/benchmarks.md
 
-bench: $(STAMP) ## Measure training speed beside this machine's GEMM rate
-	$(BIN)/python benchmarks/throughput.py
+bench: $(STAMP) ## Measure training speed, or NAME=merge and others (docs/benchmarks.md), with ARGS
+	@test -f benchmarks/$(NAME).py || { echo "No benchmarks/$(NAME).py. Next: choose one of docs/benchmarks.md"; exit 1; }
+	$(BIN)/python benchmarks/$(NAME).py $(ARGS)
 
 clean: ## Remove the environment and caches of the tools (outputs stay)
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

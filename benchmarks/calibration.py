@@ -1,4 +1,4 @@
-"""How often verdicts are wrong, over simulated studies whose scores are real ones, resampled.
+"""Rate of wrong verdicts over simulated studies whose scores are real ones, resampled.
 
     python benchmarks/calibration.py                       # benchmarks/scores.json
     python benchmarks/calibration.py <run>/events.jsonl    # what the items of a run came to
@@ -6,29 +6,30 @@
 A study is two arms of some seeds. A seed of an arm is a run's row of scores, drawn with
 replacement, and its items, drawn with replacement. Both arms are drawn from the same rows, so that
 every verdict is a false one; then the effect that the formula says is found in 80 % of studies is
-added to one arm. Prints, for each kind of score and number of seeds, the rates beside those of a
-percentile bootstrap over the seeds.
+added to one arm. The reference is a percentile bootstrap over the seeds of the same studies.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import record
 
 from mens_exp.evals.statistics import minimum_detectable, paired
 
+QUESTION = "How often is a verdict wrong, and how often is a difference of the stated size found?"
 SCORES = Path(__file__).with_name("scores.json")
+SEEDS = (3, 5, 6, 10)
 REPLICATES, DRAWS = 1000, 500
 ALPHA, POWER = 0.05, 0.8
 LOWEST = 2  # values; rows of one value have no differences
 
 
 class Rates(NamedTuple):
-    """What came of a thousand studies of each kind."""
+    """Shares of the simulated studies of each kind, and the effect that was planted."""
 
     false: float
     bootstrap_false: float
@@ -36,14 +37,16 @@ class Rates(NamedTuple):
     found: float
 
 
-def calibrated(rows: list[list[float]], seeds: int, draw_seed: int = 0) -> Rates:
+def calibrated(
+    rows: list[list[float]], seeds: int, draw_seed: int = 0, studies: int = REPLICATES
+) -> Rates:
     """Simulate studies of two equal arms, and of two that differ by the stated effect."""
     generator = np.random.default_rng(draw_seed)
-    nulls = differences(rows, seeds, generator)
-    sd = float(differences(rows, seeds, generator).std())  # the true one, of 1,000 studies
+    nulls = differences(rows, seeds, generator, studies)
+    sd = float(differences(rows, seeds, generator, studies).std())  # the true one, of all of them
     effect = minimum_detectable(sd, seeds, ALPHA, POWER)
     assert effect is not None, "two seeds have a spread"
-    planted = differences(rows, seeds, generator) + effect
+    planted = differences(rows, seeds, generator, studies) + effect
     return Rates(
         false=float(np.mean([is_significant(study) for study in nulls])),
         bootstrap_false=float(np.mean([excludes_zero(study, generator) for study in nulls])),
@@ -52,14 +55,16 @@ def calibrated(rows: list[list[float]], seeds: int, draw_seed: int = 0) -> Rates
     )
 
 
-def differences(rows: list[list[float]], seeds: int, generator: np.random.Generator) -> np.ndarray:
+def differences(
+    rows: list[list[float]], seeds: int, generator: np.random.Generator, studies: int
+) -> np.ndarray:
     """Return [study, seed] differences of two arms that are one."""
     table = np.asarray(rows, float)
     runs, items = table.shape
 
     def arm() -> np.ndarray:
-        run = generator.integers(0, runs, (REPLICATES, seeds, 1))
-        item = generator.integers(0, items, (REPLICATES, seeds, items))
+        run = generator.integers(0, runs, (studies, seeds, 1))
+        item = generator.integers(0, items, (studies, seeds, items))
         return np.asarray(table[run, item].mean(axis=2))
 
     return arm() - arm()
@@ -92,16 +97,23 @@ def scores_in(path: Path) -> dict[str, list[list[float]]]:
 
 
 def main() -> None:
-    """Print one line for each kind of score and number of seeds."""
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else SCORES
-    print(f"{'scores':<34}{'seeds':>6}{'false':>8}{'bootstrap':>11}{'effect':>10}{'found':>8}")
-    for name, rows in scores_in(path).items():
-        for seeds in (3, 5, 6, 10):
-            rates = calibrated(rows, seeds)
-            print(
-                f"{name:<34}{seeds:>6}{rates.false:>8.1%}{rates.bootstrap_false:>11.1%}"
-                f"{rates.effect:>10.4g}{rates.found:>8.1%}"
-            )
+    """Simulate for each kind of score and number of seeds."""
+    parser = record.command_line(__file__, __doc__)
+    parser.add_argument("scores", type=Path, nargs="?", default=SCORES, help="default: scores.json")
+    given = record.begin(parser)
+    seeds_of_a_study, studies = ((3,), 50) if given.smallest else (SEEDS, REPLICATES)
+    figures = []
+    for name, rows in scores_in(given.scores).items():
+        for seeds in seeds_of_a_study:
+            rates = calibrated(rows, seeds, studies=studies)
+            which = f"{name}, {seeds} seeds"
+            beside = ("percentile bootstrap", rates.bootstrap_false)
+            figures += [
+                record.figure(f"{which}: false", rates.false, "frac", record.Better.LOWER, beside),
+                record.figure(f"{which}: found", rates.found, "frac", record.Better.HIGHER),
+                record.figure(f"{which}: effect", rates.effect, "score"),
+            ]
+    record.finish(QUESTION, figures, given)
 
 
 if __name__ == "__main__":

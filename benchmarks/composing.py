@@ -1,17 +1,17 @@
-"""Time to compose the cells of a sweep, beside Hydra's own compose API on the same overrides.
+"""Time to compose the cells of a sweep, compared with Hydra's own compose API.
 
     python benchmarks/composing.py
 
-Prints milliseconds a cell, the median of five turns each, and their ratio; both run in one
-process, in turns, each with what Hydra hands out: the whole configuration with its own node.
+Both compose the same overrides in one process, in turns, and each returns the whole configuration
+with Hydra's own node.
 """
 
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
 
+import record
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -24,6 +24,7 @@ from mens_exp.config.compose import (
     prepare_hydra,
 )
 
+QUESTION = "How long does it take to compose one cell of a sweep?"
 ROUNDS = 5
 CELLS = [
     [f"lora.r={rank}", f"optim.lr={rate}", f"seed={seed}", f"quant.double_quant={double}"]
@@ -33,28 +34,29 @@ CELLS = [
 ]
 
 
-def of_hydra() -> None:
+def main() -> None:
+    """Measure in turns, so that a busy moment falls on both."""
+    given = record.begin(record.command_line(__file__, __doc__))
+    cells, rounds = (CELLS[:1], 1) if given.smallest else (CELLS, ROUNDS)
+    theirs, ours = [], []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        of_hydra(cells)
+        between = time.perf_counter()
+        compose(cells)
+        theirs.append(1000 * (between - began) / len(cells))
+        ours.append(1000 * (time.perf_counter() - between) / len(cells))
+    cell = record.figure("one cell", ours, "ms", record.Better.LOWER, ("Hydra's compose", theirs))
+    record.finish(QUESTION, [cell], given)
+
+
+def of_hydra(cells: list[list[str]]) -> None:
     """Compose each cell as Hydra does."""
     prepare_hydra()
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(config_directory()), version_base=VERSION_BASE):
-        for cell in CELLS:
+        for cell in cells:
             hydra_compose(CONFIG_NAME, cell, return_hydra_config=True)
-
-
-def main() -> None:
-    """Measure in turns, so that a busy moment falls on both."""
-    ways = {"Hydra's compose": of_hydra, "mens_exp": lambda: compose(CELLS)}
-    taken: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(ROUNDS):
-        for name, way in ways.items():
-            began = time.perf_counter()
-            way()
-            taken[name].append((time.perf_counter() - began) / len(CELLS))
-    theirs, ours = (statistics.median(times) for times in taken.values())
-    for name, seconds in zip(taken, (theirs, ours), strict=True):
-        print(f"{name:<16}{seconds * 1000:8.1f} ms a cell, {len(CELLS)} cells")
-    print(f"{'ratio':<16}{theirs / ours:8.1f}")
 
 
 if __name__ == "__main__":

@@ -1,23 +1,23 @@
-"""A corpus of a gigabyte through task=corpus and the encoder: peak memory, and how time grows.
+"""A corpus of a gigabyte through task=corpus and the encoder: peak memory, and growth of time.
 
-    python benchmarks/corpus_scale.py [gigabytes, 0.1 and 1 by default ...]
-        [steps=validate,dedupe,split] [encode=no]
+    python benchmarks/corpus_scale.py [gigabytes …]
+        [--steps validate,dedupe,split] [--no-encode]
 
-For each size distinct rows are written, about 600 bytes each; then `task=corpus` does the steps in
-a process of its own, and unless encode=no another encodes the training rows as a run would before
-its first step. Memory is the largest sum, over a process and all of its children, of what each has
-to itself and its share of what they share (PSS), sampled five times a second; time is that of the
-whole command, on the clock and as processor time of all its processes. Ends with the processor time
-for a gigabyte of the largest size over that of the smallest: 1 is linear, whatever else runs.
+For each size distinct rows are written, about 600 bytes each. One process takes them through the
+steps of `task=corpus`; another encodes the training rows as a run does before its first step. Rates
+are by processor time of all processes, so that they do not depend on what else runs; the reference
+is to parse the same rows as JSON and hash them. Memory is the largest sum, over a process and all
+of its children, of what each has to itself and its share of what they share (PSS), sampled five
+times a second. The last figures are the processor time for a byte of the largest size, compared
+with that of the smallest: a ratio of 1 is linear.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import random
-import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,21 +25,79 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
+import record
+from processes import processor_seconds, started, timed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+QUESTION = "How do time and memory of a corpus grow with its size?"
+SCRIPT = str(Path(__file__).resolve())
+GIGABYTES, SMALLEST = (0.1, 1.0), (0.0001, 0.0002)
+TINY = ("model=tiny_llama", "data.seq_len=2048")  # whose tokens are bytes
 STEPS = "validate,dedupe,split"
 EVERY_S = 0.2
 LINES = 12
+HIGHER, LOWER = record.Better.HIGHER, record.Better.LOWER
 
 
 class Took(NamedTuple):
-    """What a command took."""
+    """What a stage of a corpus took."""
 
     seconds: float
     cpu_seconds: float
     peak_bytes: int
+
+
+def main() -> None:
+    """Measure each size in turn."""
+    parser = record.command_line(__file__, __doc__)
+    parser.add_argument("gigabytes", type=float, nargs="*", help="default: 0.1 and 1")
+    parser.add_argument("--steps", default=STEPS, help=f"default: {STEPS}")
+    parser.add_argument("--no-encode", action="store_true", help="leave out the encoder")
+    given = record.begin(parser)
+    overrides = TINY if given.smallest else ()
+    stages = ["steps"] if given.no_encode else ["steps", "encode"]
+    if not given.no_encode:  # whose weights are made once, outside of what is measured
+        timed([SCRIPT, "resolve", *overrides])
+    figures, for_a_byte = [], []
+    for gigabytes in given.gigabytes or (SMALLEST if given.smallest else GIGABYTES):
+        size = gigabytes * 1e9
+        with tempfile.TemporaryDirectory() as folder:
+            rows = Path(folder) / "rows.jsonl"
+            count = write_rows(rows, size)
+            parsing = parsed(rows)
+            took = {"steps": through_steps(Path(folder), given.steps)}
+            if not given.no_encode:
+                took["encode"] = encoded(Path(folder), given.steps, overrides)
+        name, reference = f"{gigabytes:g} GB", "parsing and hashing the same rows"
+        figures.append(record.figure(f"{name}: rows", count, "rows"))
+        for stage, one in took.items():
+            rate, beside = size / 1e6 / one.cpu_seconds, size / 1e6 / parsing
+            clock = record.figure(
+                f"{name}: {stage}, by the clock", one.seconds, "s", LOWER, (reference, parsing)
+            )
+            figures += [
+                record.figure(
+                    f"{name}: {stage}", rate, "MB/s of a core", HIGHER, (reference, beside)
+                ),
+                clock,
+                record.figure(f"{name}: peak of {stage}", one.peak_bytes / 1e6, "MB", LOWER),
+            ]
+        for_a_byte.append({stage: one.cpu_seconds / size for stage, one in took.items()})
+    if len(for_a_byte) > 1:
+        first, last = for_a_byte[0], for_a_byte[-1]
+        figures += [
+            record.figure(
+                f"{stage}: a byte of the largest size",
+                last[stage] * 1e9,
+                "ns of a core",
+                LOWER,
+                ("a byte of the smallest size", first[stage] * 1e9),
+            )
+            for stage in stages
+        ]
+    record.finish(QUESTION, figures, given)
 
 
 def write_rows(path: Path, size: float) -> int:
@@ -66,27 +124,38 @@ def write_rows(path: Path, size: float) -> int:
     return rows
 
 
-def watched(command: Sequence[str]) -> Took:
-    """Run a command, and watch the memory of it and of its children.
+def parsed(path: Path) -> float:
+    """Return the processor time that parsing every row and hashing its text take."""
+    began = time.process_time()
+    with path.open("rb") as file:
+        for line in file:
+            hashlib.sha256(json.loads(line)["response"].encode()).digest()
+    return time.process_time() - began
 
-    Raises:
-        SystemExit: it failed.
-    """
+
+def through_steps(folder: Path, steps: str) -> Took:
+    """Take the rows of a folder through steps of task=corpus."""
+    command = ["-m", "mens_exp", f"hydra.run.dir={folder}/run", "task=corpus"]
+    command += [f"corpus.steps=[{steps}]", f"corpus.input={folder}/rows.jsonl"]
+    return watched([*command, f"corpus.output={folder}/corpus"])
+
+
+def encoded(folder: Path, steps: str, overrides: Sequence[str]) -> Took:
+    """Encode what the steps have left."""
+    names = steps.split(",")
+    last = folder / "corpus" / f"{len(names):02d}-{names[-1]}"
+    return watched([SCRIPT, "encode", str(last), str(folder), *overrides])
+
+
+def watched(arguments: list[str]) -> Took:
+    """Run a process of this interpreter, and watch the memory of it and of its children."""
     began, before, peak = time.perf_counter(), processor_seconds(), 0
-    with subprocess.Popen(command) as process:  # noqa: S603 - our own interpreter
+    with started(arguments) as (process, _):
         me = psutil.Process(process.pid)
         while process.poll() is None:
             peak = max(peak, resident(me))
             time.sleep(EVERY_S)
-    if process.returncode:
-        sys.exit(f"{' '.join(command)}: exit code {process.returncode}")
     return Took(time.perf_counter() - began, processor_seconds() - before, peak)
-
-
-def processor_seconds() -> float:
-    """Return the processor time of all children that have ended, and of theirs."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def resident(process: psutil.Process) -> int:
@@ -99,8 +168,8 @@ def resident(process: psutil.Process) -> int:
     return total
 
 
-def encode_rows(corpus: str, folder: str) -> None:
-    """Encode, cache and pack what a run on the corpus would, with its default model's tokenizer."""
+def encode_rows(corpus: str, folder: str, *overrides: str) -> None:
+    """Encode, cache and pack what a run on the corpus would."""
     from mens_exp.config.compose import compose, typed
     from mens_exp.corpus.source import load_rows
     from mens_exp.data.datamodule import RowsDataModule
@@ -109,60 +178,26 @@ def encode_rows(corpus: str, folder: str) -> None:
     from mens_exp.tokenizer.load import load_tokenizer
 
     files = [f"data.path={corpus}/train.jsonl", f"data.val_path={corpus}/val.jsonl"]
-    config = typed(compose([["data=jsonl", *files]])[0].values)
+    config = typed(compose([["data=jsonl", *files, *overrides]])[0].values)
     tokenizer = load_tokenizer(config.tokenizer, resolve(config.model, cache_root()).directory)
     cache = Path(folder) / "cache"
     data = RowsDataModule(config, load_rows(config.data, cache), tokenizer, cache)
-    print(f"  {data.train_counts.tokens:,} tokens", flush=True)
+    assert data.train_counts.tokens, "the rows hold text"
 
 
-def measure(folder: Path, size: float, steps: str, *, encode: bool) -> dict[str, Took]:
-    """Write a corpus, and take it through its steps and the encoder."""
-    rows = folder / "rows.jsonl"
-    count = write_rows(rows, size)
-    print(f"{size / 1e9:g} GB, {count:,} rows:", flush=True)
-    program = [sys.executable, "-m", "mens_exp", f"hydra.run.dir={folder}/run"]
-    out = folder / "corpus"
-    command = [*program, "task=corpus", f"corpus.steps=[{steps}]"]
-    command += [f"corpus.input={rows}", f"corpus.output={out}"]
-    took = {steps: told(steps, watched(command), size)}
-    names = steps.split(",")
-    last = out / f"{len(names):02d}-{names[-1]}"
-    if encode:
-        command = [sys.executable, __file__, "encode", str(last), str(folder)]
-        took["encode"] = told("encode", watched(command), size)
-    return took
+def resolve_model(*overrides: str) -> None:
+    """Put the model's weights into the cache."""
+    from mens_exp.config.compose import compose, typed
+    from mens_exp.model.resolve import resolve
+    from mens_exp.rows.cache import cache_root
 
-
-def told(name: str, took: Took, size: float) -> Took:
-    """Print what a command took, and return it."""
-    print(
-        f"  {name}: {took.seconds:.1f} s, {took.cpu_seconds:.1f} s of processor time, "
-        f"{size / took.cpu_seconds / 1e6:.2f} MB/s of one core, "
-        f"peak {took.peak_bytes / 1e6:,.0f} MB",
-        flush=True,
-    )
-    return took
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Measure each size in turn."""
-    options = dict(one.split("=", 1) for one in arguments if "=" in one)
-    sizes = [float(one) * 1e9 for one in arguments if "=" not in one] or [1e8, 1e9]
-    steps = options.get("steps", STEPS)
-    took: list[dict[str, Took]] = []
-    for size in sizes:
-        with tempfile.TemporaryDirectory() as folder:
-            encode = options.get("encode") != "no"
-            took.append(measure(Path(folder), size, steps, encode=encode))
-    if len(sizes) > 1:
-        for name in took[0]:
-            first, last = (took[i][name].cpu_seconds / sizes[i] for i in (0, -1))
-            print(f"{name}: a byte takes {last / first:.2f} times as long at the largest size")
+    resolve(typed(compose([[*overrides]])[0].values).model, cache_root())
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["encode"]:
         encode_rows(*sys.argv[2:])
+    elif sys.argv[1:2] == ["resolve"]:
+        resolve_model(*sys.argv[2:])
     else:
-        main(sys.argv[1:])
+        main()

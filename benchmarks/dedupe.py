@@ -1,23 +1,26 @@
-"""How many planted near-duplicates the step dedupe finds, and how many distinct rows it drops.
+"""Near-duplicates that the step dedupe finds, and distinct rows that it drops.
 
-    python benchmarks/dedupe.py [pairs at each similarity, 1000 by default]
+    python benchmarks/dedupe.py [pairs at each similarity]
 
 Rows are 60 to 300 words drawn from 20,000. Each planted one is an earlier row, cut, continued, or
 with a stretch of it written anew, so far that the two have a certain Jaccard similarity, counted
 here over Python sets of 5-word tuples. Distinct rows are of two kinds: drawn on their own, and ones
-that share a stretch with one another so that pairs have 0.5 to 0.75. One that goes although no
-other row is like it by the count here was dropped falsely. Ends with the time and the memory.
+that share a stretch with one another so that pairs have 0.5 to 0.75. A distinct row is dropped
+falsely if no other row is as similar to it by the count here. The reference of the time is to look
+for exact duplicates alone in the same rows.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import resource
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import record
 
 from mens_exp.config.corpus_dedupe import DedupeConfig
 from mens_exp.corpus.duplicates import duplicates
@@ -26,9 +29,81 @@ from mens_exp.rows.schema import TrainingPair
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from mens_exp.corpus.duplicates import Duplicates
+
+QUESTION = "How many near-duplicates does the step dedupe find, and how fast?"
+PAIRS = 1000
 SIMILARITIES = (0.7, 0.75, 0.79, 0.8, 0.85, 0.9, 0.95)
+THRESHOLD = DedupeConfig().threshold or 0.0
 SHINGLE = 5
 WORDS = 20_000
+Planted = list[tuple[float, int, float]]  # similarity wanted, row, similarity counted
+
+
+def main() -> None:
+    """Plant, look, count."""
+    parser = record.command_line(__file__, __doc__)
+    parser.add_argument("pairs", type=int, nargs="?", help=f"default: {PAIRS}")
+    given = record.begin(parser)
+    pairs = given.pairs or (3 if given.smallest else PAIRS)
+    rng = random.Random(0)  # noqa: S311 - no secret
+    rows: list[list[str]] = [*families(rng, 5 * pairs)]
+    rows += [drawn(rng, rng.randrange(60, 300)) for _ in range(5 * pairs)]
+    distinct = len(rows)
+    origins = planted_pairs(rng, rows, pairs)
+    exact, _ = searched(rows, dataclasses.replace(DedupeConfig(), threshold=None))
+    seconds, found = searched(rows, DedupeConfig())
+    beside = ("exact duplicates alone", len(rows) / exact)
+    figures = [
+        record.figure("rows", len(rows) / seconds, "rows/s", record.Better.HIGHER, beside),
+        *found_figures(found, origins),
+    ]
+    dropped = [row for row in range(distinct) if found.kept[row] != row]
+    falsely = sum(not _has_like(rows, row, distinct) for row in dropped)
+    figures.append(
+        record.figure("distinct rows dropped falsely", falsely, "rows", record.Better.LOWER)
+    )
+    for who, kind in (
+        ("this process", resource.RUSAGE_SELF),
+        ("a child", resource.RUSAGE_CHILDREN),
+    ):
+        peak = resource.getrusage(kind).ru_maxrss / 1000
+        figures.append(record.figure(f"peak of {who}", peak, "MB", record.Better.LOWER))
+    record.finish(QUESTION, figures, given)
+
+
+def planted_pairs(rng: random.Random, rows: list[list[str]], pairs: int) -> Planted:
+    """Add a row and one like it to the rows, so many times for each similarity."""
+    origins: Planted = []
+    for similarity in SIMILARITIES:
+        for _ in range(pairs):
+            words = drawn(rng, rng.randrange(60, 300))
+            other = planted(rng, words, similarity)
+            rows += [words, other]
+            origins.append((similarity, len(rows) - 1, counted(words, other)))
+    return origins
+
+
+def searched(rows: list[list[str]], config: DedupeConfig) -> tuple[float, Duplicates]:
+    """Look for duplicates; return the seconds too."""
+    stream = (TrainingPair(prompt="p", response=" ".join(words)) for words in rows)
+    with tempfile.TemporaryDirectory() as scratch:
+        began = time.perf_counter()
+        found = duplicates(stream, config, Path(scratch))
+        return time.perf_counter() - began, found
+
+
+def found_figures(found: Duplicates, origins: Planted) -> Iterator[record.Figure]:
+    """Yield the share of planted rows that went, at each similarity and above the threshold."""
+    for similarity in SIMILARITIES:
+        mine = [row for wanted, row, _ in origins if wanted == similarity]
+        gone = sum(int(found.kept[row]) == row - 1 for row in mine) / len(mine)
+        better = record.Better.HIGHER if similarity >= THRESHOLD else record.Better.LOWER
+        yield record.figure(f"dropped of those planted at {similarity}", gone, "frac", better)
+    alike = [row for _, row, exact in origins if exact >= THRESHOLD]
+    hit = sum(int(found.kept[row]) != row for row in alike) / len(alike)
+    name = f"dropped of all at {THRESHOLD} or more"
+    yield record.figure(name, hit, "frac", record.Better.HIGHER)
 
 
 def counted(one: list[str], other: list[str]) -> float:
@@ -69,52 +144,11 @@ def families(rng: random.Random, count: int) -> Iterator[list[str]]:
             count -= 1
 
 
-def main(pairs: int) -> None:
-    """Plant, look, print."""
-    rng = random.Random(0)  # noqa: S311 - no secret
-    rows: list[list[str]] = [*families(rng, 5 * pairs)]
-    rows += [drawn(rng, rng.randrange(60, 300)) for _ in range(5 * pairs)]
-    distinct = len(rows)
-    origins: list[tuple[float, int, float]] = []
-    for similarity in SIMILARITIES:
-        for _ in range(pairs):
-            words = drawn(rng, rng.randrange(60, 300))
-            other = planted(rng, words, similarity)
-            rows += [words, other]
-            origins.append((similarity, len(rows) - 1, counted(words, other)))
-    stream = (TrainingPair(prompt="p", response=" ".join(words)) for words in rows)
-    with tempfile.TemporaryDirectory() as scratch:
-        began = time.perf_counter()
-        found = duplicates(stream, DedupeConfig(), Path(scratch))
-        took = time.perf_counter() - began
-    print(f"{len(rows):,} rows in {took:.1f} s, {len(rows) / took:,.0f} rows/s; {found.facts()}")
-    for similarity in SIMILARITIES:
-        mine = [(row, exact) for wanted, row, exact in origins if wanted == similarity]
-        gone = sum(int(found.kept[row]) == row - 1 for row, _ in mine)
-        mean = sum(exact for _, exact in mine) / len(mine)
-        at_least = [row for row, exact in mine if exact >= DedupeConfig().threshold]
-        hit = sum(int(found.kept[row]) != row for row in at_least)
-        recall = (
-            f"; of {len(at_least)} at 0.8 or more {hit / len(at_least):.2%}" if at_least else ""
-        )
-        print(f"planted at {similarity}: mean {mean:.4f}, {gone / len(mine):.2%} gone{recall}")
-    dropped = [row for row in range(distinct) if found.kept[row] != row]
-    false = [row for row in dropped if not _has_like(rows, row, distinct)]
-    print(f"{distinct:,} distinct rows: {len(dropped)} gone, {len(false)} of them falsely")
-    own, children = (
-        resource.getrusage(who).ru_maxrss / 1000
-        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    )
-    print(f"peak {own:.0f} MB, the largest of its processes {children:.0f} MB")
-
-
 def _has_like(rows: list[list[str]], row: int, count: int) -> bool:
     return any(
-        counted(rows[row], rows[other]) >= DedupeConfig().threshold
-        for other in range(count)
-        if other != row
+        counted(rows[row], rows[other]) >= THRESHOLD for other in range(count) if other != row
     )
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1000)
+    main()

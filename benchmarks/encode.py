@@ -1,24 +1,21 @@
-"""Encoding and packing beside what the tokenizer alone takes, packing, and opening a large cache.
+"""Encoding and packing compared with the tokenizer alone, packing, and opening a large cache.
 
-    python benchmarks/encode.py [copies of the corpus, 12 by default]
+    python benchmarks/encode.py [copies of the corpus]
 
-Rows are those of `data=stdlib`, so many times over, each copy's prompts told apart. The tokenizer
-alone is `tokenizers`' batch encoding of the same rendered texts on all cores; ours is everything
-from rows in memory to packed blocks and a cache on disk that was read back. The two are measured in
-turns. Times of the processor count all processes and do not depend on what else the machine does.
-Writes benchmarks/results/encode.json.
+Rows are those of `data=stdlib`, so many times over, with a different prompt in each copy. The
+tokenizer alone is `tokenizers`' batch encoding of the same rendered texts on all cores; ours is
+everything from rows in memory to packed blocks and a cache on disk that was read back. The two are
+measured in turns. Processor time is that of all processes. The large cache is opened in fresh
+processes, first unverified and then verified.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
-import os
-import platform
 import resource
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,45 +24,63 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
+import record
+from processes import timed as timed_process
 
 from mens_exp.config.compose import compose, typed
 from mens_exp.corpus.source import labelling_of, load_rows
 from mens_exp.data.packed import packed
 from mens_exp.data.packing import pack
+from mens_exp.model.resolve import resolve
 from mens_exp.plan.preflight import writable_cache
 from mens_exp.rows import arrays
 from mens_exp.rows.cache import CacheKey, encoded_parts
 from mens_exp.rows.encode import encode
-from mens_exp.rows.shards import encode_parts, usable_cores
+from mens_exp.rows.shards import encode_parts
 from mens_exp.tokenizer.hf import HfTokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from mens_exp.rows.encode import Labelling
     from mens_exp.rows.schema import TrainingPair
 
+QUESTION = "How close do encoding and packing come to the tokenizer alone?"
 COPIES, PAIRS = 12, 3
 CAPACITIES = (512, 1024, 2048)
 ROWS, TOKENS = 1_000_000, 300  # of the large cache: rows, and tokens of each
-RESULTS = Path(__file__).parent / "results" / "encode.json"
+PIECE = 1000  # rows of it that are drawn
+USUAL = ("trainer=cpu", "logger=none", "suite=none")
+SMALLEST = ("model=tiny_llama", "data=synthetic", "data.rows=40", "data.seq_len=1024")
+HIGHER, LOWER = record.Better.HIGHER, record.Better.LOWER
 
 
-def timed(work: Callable[[], Any]) -> tuple[float, float, Any]:
-    """Return the time on the wall, that of the processor in all processes, and the result."""
-    began, before = time.perf_counter(), _processor()
-    result = work()
-    return time.perf_counter() - began, _processor() - before, result
-
-
-def _processor() -> float:
-    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    return sum(sum(resource.getrusage(kind)[:2]) for kind in kinds)
+def main() -> None:
+    """Measure the whole way, packing, and opening."""
+    parser = record.command_line(__file__, __doc__)
+    parser.add_argument("copies", type=int, nargs="?", help=f"default: {COPIES}")
+    given = record.begin(parser)
+    config = typed(compose([[*USUAL, *(SMALLEST if given.smallest else ())]])[0].values)
+    cache = writable_cache()
+    tokenizer = HfTokenizer.from_directory(resolve(config.model, cache).directory)
+    rows = load_rows(config.data, cache).train
+    many = [
+        dataclasses.replace(pair, prompt=f"{pair.prompt} ({number})")
+        for number in range(given.copies or (1 if given.smallest else COPIES))
+        for pair in rows
+    ]
+    labelling, large = labelling_of(config), PIECE if given.smallest else ROWS
+    figures = [
+        *throughput(many, tokenizer, labelling, 1 if given.smallest else PAIRS),
+        *packing(rows, tokenizer, labelling, large),
+        *opening(large),
+    ]
+    record.finish(QUESTION, figures, given)
 
 
 def throughput(
-    pairs: list[TrainingPair], tokenizer: HfTokenizer, labelling: Labelling
-) -> dict[str, Any]:
+    pairs: Sequence[TrainingPair], tokenizer: HfTokenizer, labelling: Labelling, rounds: int
+) -> Iterator[record.Figure]:
     """Measure the tokenizer alone and the whole way in turns."""
     texts = [
         tokenizer.render(
@@ -77,35 +92,32 @@ def throughput(
         )
         for pair in pairs
     ]
-    found: dict[str, list[float]] = {"raw_s": [], "raw_cpu_s": [], "ours_s": [], "ours_cpu_s": []}
+    raw: list[tuple[float, float]] = []
+    ours: list[tuple[float, float]] = []
     tokens = 0
-    for _ in range(PAIRS):
+    for _ in range(rounds):
         wall, cpu, batch = timed(
             lambda: tokenizer.core.encode_batch_fast(texts, add_special_tokens=False)
         )
-        found["raw_s"].append(wall)
-        found["raw_cpu_s"].append(cpu)
         tokens = sum(len(one.ids) for one in batch)
         del batch
+        raw.append((tokens / wall, tokens / cpu))
         with tempfile.TemporaryDirectory() as root:
-            way = functools.partial(_whole_way, pairs, tokenizer, labelling, Path(root))
+            way = functools.partial(whole_way, pairs, tokenizer, labelling, Path(root))
             wall, cpu, _ = timed(way)
-        found["ours_s"].append(wall)
-        found["ours_cpu_s"].append(cpu)
-    shares = [raw / ours for raw, ours in zip(found["raw_s"], found["ours_s"], strict=True)]
-    cpu = [raw / ours for raw, ours in zip(found["raw_cpu_s"], found["ours_cpu_s"], strict=True)]
-    return {
-        "rows": len(pairs),
-        "tokens": tokens,
-        **{name: [round(one, 2) for one in values] for name, values in found.items()},
-        "of_raw_frac": round(statistics.median(shares), 3),
-        "of_raw_cpu_frac": round(statistics.median(cpu), 3),
-    }
+        ours.append((tokens / wall, tokens / cpu))
+    for place, clock in enumerate(("by the clock", "by processor time")):
+        rates, alone = ([one[place] for one in each] for each in (ours, raw))
+        name = f"encoding and packing, {clock}"
+        yield record.figure(name, rates, "tokens/s", HIGHER, ("the tokenizer alone", alone))
+    yield record.figure("rows encoded", len(pairs), "rows")
+    yield record.figure("tokens encoded", tokens, "tokens")
 
 
-def _whole_way(
-    pairs: list[TrainingPair], tokenizer: HfTokenizer, labelling: Labelling, root: Path
+def whole_way(
+    pairs: Sequence[TrainingPair], tokenizer: HfTokenizer, labelling: Labelling, root: Path
 ) -> None:
+    """Encode, store, read back and pack rows."""
     key = CacheKey(
         rows_sha256="benchmark",
         tokenizer_sha256=tokenizer.sha256,
@@ -121,87 +133,87 @@ def _whole_way(
 
 
 def packing(
-    pairs: list[TrainingPair], tokenizer: HfTokenizer, labelling: Labelling
-) -> dict[str, Any]:
-    """Pack the corpus once for each length."""
-    found = {}
+    pairs: Sequence[TrainingPair], tokenizer: HfTokenizer, labelling: Labelling, many: int
+) -> Iterator[record.Figure]:
+    """Pack the corpus once for each length, and many drawn lengths."""
     for capacity in CAPACITIES:
         documents = encode(pairs, tokenizer, dataclasses.replace(labelling, seq_len=capacity))
         blocks = pack(documents.lengths, capacity)
-        found[str(capacity)] = {
-            "efficiency_frac": round(len(documents.ids) / (len(blocks) * capacity), 4),
-            "documents_per_block": round(len(documents) / len(blocks), 2),
-        }
-    lengths = np.random.default_rng(0).integers(20, 2049, ROWS)
-    found["million_documents_s"] = round(timed(lambda: pack(lengths, 2048))[0], 2)
-    return found
+        full = len(documents.ids) / (len(blocks) * capacity)
+        yield record.figure(f"room filled at {capacity} tokens", full, "frac", HIGHER)
+        each = len(documents) / len(blocks)
+        yield record.figure(f"documents in a block of {capacity}", each, "documents", HIGHER)
+    lengths = np.random.default_rng(0).integers(20, 2049, many)
+    sort, _, _ = timed(lambda: np.sort(lengths))
+    seconds, _, _ = timed(lambda: pack(lengths, 2048))
+    beside = ("sorting their lengths", sort)
+    yield record.figure(f"packing {many:,} documents", seconds, "s", LOWER, beside)
 
 
-def opening() -> dict[str, Any]:
-    """Open a cache of a million rows in fresh processes: the first time, and when verified."""
+def opening(rows: int) -> Iterator[record.Figure]:
+    """Open a large cache in fresh processes: the first time, and when verified."""
     with tempfile.TemporaryDirectory() as root:
         directory = Path(root) / "large"
-        piece = np.random.default_rng(0).integers(0, 49152, 1000 * TOKENS, dtype=np.int32)
-        pieces = ROWS // 1000
+        piece = np.random.default_rng(0).integers(0, 49152, PIECE * TOKENS, dtype=np.int32)
+        pieces = rows // PIECE
         arrays.store(
             directory,
             {
                 "ids": [piece] * pieces,
                 "supervised": [piece % 2 == 0] * pieces,
-                "offsets": [np.arange(ROWS + 1, dtype=np.int64) * TOKENS],
+                "offsets": [np.arange(rows + 1, dtype=np.int64) * TOKENS],
             },
             lambda _: {},
         )
+        command = [str(Path(__file__).resolve()), "--open", str(directory)]
+        first, again = (
+            json.loads(timed_process(command).output.splitlines()[-1]) for _ in range(2)
+        )
+        hashing, _, _ = timed(lambda: hashed(directory))
         size = sum(file.stat().st_size for file in directory.iterdir())
-        command = [sys.executable, __file__, "--open", str(directory)]
-        found = [
-            json.loads(subprocess.run(command, check=True, capture_output=True).stdout)  # noqa: S603  # ourselves
-            for _ in range(2)
-        ]
-    return {"rows": ROWS, "bytes": size, "first": found[0], "again": found[1]}
+    name = f"opening {rows:,} rows"
+    beside = ("SHA-256 of the same bytes", hashing)
+    yield record.figure(f"{name} the first time", first["s"], "s", LOWER, beside)
+    yield record.figure(f"{name} again", again["s"], "s", LOWER, ("the first time", first["s"]))
+    yield record.figure(f"{name}: size on disk", size / 1e6, "MB")
+    grown = max(first["rss_growth_bytes"], again["rss_growth_bytes"]) / 1e6
+    yield record.figure(f"{name}: growth of resident memory", grown, "MB", LOWER)
 
 
 def open_one(directory: Path) -> None:
     """Open a cache, use a little of it, and print the time and how much memory grew."""
     process = psutil.Process()
     before = process.memory_info().rss
-    wall, cpu, found = timed(lambda: arrays.opened(directory))
+    seconds, _, found = timed(lambda: arrays.opened(directory))
     assert found is not None, "it is whole"
     offsets = found[0]["offsets"]
     assert len(found[0]["ids"][offsets[5] : offsets[6]]) == TOKENS
     grown = process.memory_info().rss - before
-    print(json.dumps({"s": round(wall, 3), "cpu_s": round(cpu, 3), "rss_growth_bytes": grown}))
+    print(json.dumps({"s": seconds, "rss_growth_bytes": grown}))
 
 
-def main(copies: int) -> None:
-    """Measure everything and write the record."""
-    config = typed(compose([["trainer=cpu", "logger=none", "suite=none"]])[0].values)
-    cache = writable_cache()
-    from mens_exp.model.resolve import resolve
+def hashed(directory: Path) -> None:
+    """Hash every file of a directory."""
+    for path in directory.iterdir():
+        with path.open("rb") as file:
+            hashlib.file_digest(file, "sha256")
 
-    tokenizer = HfTokenizer.from_directory(resolve(config.model, cache).directory)
-    rows = load_rows(config.data, cache).train
-    many = [
-        dataclasses.replace(pair, prompt=f"{pair.prompt} ({number})")
-        for number in range(copies)
-        for pair in rows
-    ]
-    labelling = labelling_of(config)
-    record = {
-        "command": f"python benchmarks/encode.py {copies}",
-        "machine": f"{platform.machine()}, {usable_cores()} cores, Python "
-        f"{platform.python_version()}; load {os.getloadavg()[0]:.1f} when it began",
-        "tokenizer": "SmolLM2-135M-Instruct",
-        "encode_and_pack": throughput(many, tokenizer, labelling),
-        "packing": packing(rows, tokenizer, labelling),
-        "opening": opening(),
-    }
-    RESULTS.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(record, indent=2))
+
+def timed(work: Callable[[], Any]) -> tuple[float, float, Any]:
+    """Return the time on the clock, that of the processor in all processes, and the result."""
+    began, before = time.perf_counter(), processor_seconds()
+    result = work()
+    return time.perf_counter() - began, processor_seconds() - before, result
+
+
+def processor_seconds() -> float:
+    """Return the processor time of this process and of its children that have ended."""
+    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return sum(sum(resource.getrusage(kind)[:2]) for kind in kinds)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--open"]:
         open_one(Path(sys.argv[2]))
     else:
-        main(int(sys.argv[1]) if len(sys.argv) > 1 else COPIES)
+        main()

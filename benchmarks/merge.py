@@ -1,23 +1,22 @@
-"""A merge's rate beside its own limits, in one process and one run, in turns.
+"""A merge's rate compared with its own limits, in one process, in turns.
 
-    python benchmarks/merge.py [gigabytes, 2 by default] [rounds, 3 by default]
+    python benchmarks/merge.py [gigabytes] [rounds]
 
 The model is synthetic: projections of [4096, 4096] in bf16, rank 16 on each, three quarters of the
 size in merged ones. Onto the original base the limit is a bare loop that reads a tensor, makes it
 f32, casts it back and writes it; onto the dequantized base it is bitsandbytes' own quantize and
-dequantize of the merged tensors. Prints medians, ratios, and by how much the merge's memory grew.
+dequantize of the merged tensors. The growth of memory is that of one merge of each kind.
 """
 
 from __future__ import annotations
 
 import resource
-import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import record
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
@@ -33,7 +32,9 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.quantizer import Quantizer
     from mens_exp.layout.merge_map import Place
 
-WIDTH, RANK, ROWS = 4096, 16, 256
+QUESTION = "How fast is a merge, compared with reading and writing and with bitsandbytes?"
+GIGABYTES, ROUNDS, WIDTH = 2.0, 3, 4096
+RANK, ROWS = 16, 256
 QUANTIZER: Quantizer = {
     "quant_type": "nf4",
     "block_size": 64,
@@ -45,16 +46,81 @@ QUANTIZER: Quantizer = {
 }
 
 
-def make(path: Path, count: int) -> None:
+def main() -> None:
+    """Merge onto both bases, in turns with their limits."""
+    parser = record.command_line(__file__, __doc__)
+    parser.add_argument("gigabytes", type=float, nargs="?", help=f"default: {GIGABYTES:g}")
+    parser.add_argument("rounds", type=int, nargs="?", help=f"default: {ROUNDS}")
+    given = record.begin(parser)
+    width = ROWS if given.smallest else WIDTH
+    gigabytes = given.gigabytes or (0.0 if given.smallest else GIGABYTES)
+    count = max(4, round(gigabytes * 1e9 / (2 * width * width)))
+    layers, deltas = adapted(count * 3 // 4, width)
+    with tempfile.TemporaryDirectory() as folder:
+        shard, out = Path(folder) / "a.safetensors", Path(folder) / "o.safetensors"
+        make(shard, count, width)
+        keys = [one.key for one in layers]
+        (plain,) = places(layers, [shard], only_merged=False).values()
+        (four_bit,) = places(layers, [shard], only_merged=False, quantized=keys).values()
+        merged = [one for one in four_bit if one.logical is not None]
+        works: dict[str, Callable[[], None]] = {
+            "bare loop": lambda: bare(plain, out),
+            "original": lambda: merge(plain, deltas, out, quantized=False),
+            "bitsandbytes": lambda: bitsandbytes(four_bit),
+            "dequantized": lambda: merge(merged, deltas, out, quantized=True),
+        }
+        quantize_4bit(torch.ones(64, 64))
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        merge(merged[:2], deltas, out, quantized=True)
+        works["original"]()
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+        took: dict[str, list[float]] = {name: [] for name in works}
+        for _ in range(given.rounds or (1 if given.smallest else ROUNDS)):
+            for name, work in works.items():
+                took[name].append(seconds(work))
+    tensor = 2 * width * width / 1e6
+    sizes = {"bare loop": count, "original": count}
+    rates = {
+        name: [tensor * sizes.get(name, len(layers)) / one for one in each]
+        for name, each in took.items()
+    }
+    higher, lower = record.Better.HIGHER, record.Better.LOWER
+    figures = [
+        record.figure(f"onto the {base} base", rates[base], "MB/s", higher, (limit, rates[limit]))
+        for base, limit in (("original", "bare loop"), ("dequantized", "bitsandbytes"))
+    ]
+    beside = ("four of its tensors", 4 * tensor)
+    figures.append(record.figure("growth of memory", grown / 1e6, "MB", lower, beside))
+    record.finish(QUESTION, figures, given)
+
+
+def adapted(count: int, width: int) -> tuple[list[AdaptedLayer], dict[str, Delta]]:
+    """Return layers with an adapter, and the weights of their adapters."""
+    layers = [
+        AdaptedLayer(
+            logical=f"l{i}.up", key=f"model.layers.{i}.mlp.up_proj.weight", shape=(width, width)
+        )
+        for i in range(count)
+    ]
+    deltas = {
+        one.logical: Delta(
+            A_RI=torch.randn(RANK, width), B_OR=torch.randn(width, RANK) * 1e-3, scale=2.0
+        )
+        for one in layers
+    }
+    return layers, deltas
+
+
+def make(path: Path, count: int, width: int) -> None:
     """Write the model."""
-    outline = Outline(dtype="BF16", shape=(WIDTH, WIDTH))
+    outline = Outline(dtype="BF16", shape=(width, width))
     names = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(count)]
     generator = torch.Generator().manual_seed(0)
     with path.open("wb") as file:
         writer = SafetensorsWriter(file, dict.fromkeys(names, outline))
         for name in names:
-            for _ in range(0, WIDTH, ROWS):
-                weight = torch.randn(ROWS, WIDTH, generator=generator) * 0.02
+            for _ in range(0, width, ROWS):
+                weight = torch.randn(ROWS, width, generator=generator) * 0.02
                 writer.write(name, weight.bfloat16().view(torch.uint8).numpy().data)
         writer.close()
 
@@ -64,7 +130,7 @@ def bare(planned: list[Place], out: Path) -> None:
     with out.open("wb") as file:
         for place in planned:
             stored = StoredRows(place.shard, place.key, place.info)
-            for first in range(0, WIDTH, ROWS):
+            for first in range(0, stored.rows, ROWS):
                 weight = stored.read(first, first + ROWS).float().bfloat16()
                 file.write(weight.view(torch.uint8).numpy().data)
 
@@ -95,62 +161,5 @@ def seconds(work: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def main(gigabytes: float, rounds: int) -> None:
-    """Run everything in turns and print the medians."""
-    count = max(4, round(gigabytes * 1e9 / (2 * WIDTH * WIDTH)))
-    chosen = range(count * 3 // 4)
-    layers = [
-        AdaptedLayer(
-            logical=f"l{i}.up", key=f"model.layers.{i}.mlp.up_proj.weight", shape=(WIDTH, WIDTH)
-        )
-        for i in chosen
-    ]
-    deltas = {
-        one.logical: Delta(
-            A_RI=torch.randn(RANK, WIDTH), B_OR=torch.randn(WIDTH, RANK) * 1e-3, scale=2.0
-        )
-        for one in layers
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        shard, out = Path(folder) / "a.safetensors", Path(folder) / "o.safetensors"
-        make(shard, count)
-        keys = [one.key for one in layers]
-        (plain,) = places(layers, [shard], only_merged=False).values()
-        (four_bit,) = places(layers, [shard], only_merged=False, quantized=keys).values()
-        merged = [one for one in four_bit if one.logical is not None]
-        quantize_4bit(torch.ones(64, 64))
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        merge(merged[:2], deltas, out, quantized=True)
-        merge(plain, deltas, out, quantized=False)
-        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-        works: dict[str, Callable[[], None]] = {
-            "bare loop": lambda: bare(plain, out),
-            "merge, original": lambda: merge(plain, deltas, out, quantized=False),
-            "bitsandbytes": lambda: bitsandbytes(four_bit),
-            "merge, dequantized": lambda: merge(merged, deltas, out, quantized=True),
-        }
-        took: dict[str, list[float]] = {name: [] for name in works}
-        for _ in range(rounds):
-            for name, work in works.items():
-                took[name].append(seconds(work))
-    median = {name: statistics.median(each) for name, each in took.items()}
-    size = count * 2 * WIDTH * WIDTH
-    sizes = dict.fromkeys(works, size)
-    sizes |= dict.fromkeys(("bitsandbytes", "merge, dequantized"), size * len(layers) // count)
-    for name, each in took.items():
-        listed = ", ".join(f"{one:.2f}" for one in each)
-        print(f"{name:20} {sizes[name] / median[name] / 1e6:8.0f} MB/s   ({listed} s)")
-    largest = 2 * WIDTH * WIDTH
-    print(
-        f"original base:    {median['bare loop'] / median['merge, original']:.2f} of the bare loop"
-    )
-    print(
-        f"dequantized base: {median['bitsandbytes'] / median['merge, dequantized']:.2f} of "
-        "bitsandbytes, reading, merging and writing included"
-    )
-    print(f"memory grew by {grown / 1e6:.0f} MB; four largest tensors are {4 * largest / 1e6:.0f}")
-
-
 if __name__ == "__main__":
-    arguments = sys.argv[1:]
-    main(float(arguments[0]) if arguments else 2.0, int(arguments[1]) if arguments[1:] else 3)
+    main()

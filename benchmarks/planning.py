@@ -1,46 +1,46 @@
-"""Wall time of `task=plan`, in fresh processes: the default command and a small run beside it.
+"""Wall time of the commands that answer at once, each in a fresh process, from start to exit.
 
     python benchmarks/planning.py
 
-Prints seconds from start to exit, the median of five, and what the interpreter alone takes.
+`--cfg job` composes the configuration and prints it, so it is the reference of the others; its own
+is an interpreter that does nothing. `--help` should take at most 1.2 times as long.
 """
 
 from __future__ import annotations
 
-import statistics
-import subprocess
-import sys
 import tempfile
-import time
+from pathlib import Path
 
+import record
+from processes import timed
+
+QUESTION = "How long do --help, --cfg job and task=plan take to answer?"
 ROUNDS = 5
-
-
-def seconds(command: list[str], directory: str) -> float:
-    """Time one process."""
-    began = time.perf_counter()
-    subprocess.run(  # noqa: S603  # our own interpreter
-        [sys.executable, *command], cwd=directory, check=True, capture_output=True
-    )
-    return time.perf_counter() - began
+ALONE, COMPOSE = "python alone", "--cfg job"
+COMMANDS = {
+    ALONE: ["-c", "pass"],
+    COMPOSE: ["-m", "mens_exp", "--cfg", "job"],
+    "--help": ["-m", "mens_exp", "--help"],
+    "task=plan": ["-m", "mens_exp", "task=plan"],
+    "task=plan model=llama3_8b": ["-m", "mens_exp", "task=plan", "model=llama3_8b"],
+}
 
 
 def main() -> None:
     """Measure in turns, so that a busy moment falls on all."""
-    commands = {
-        "python alone": ["-c", "pass"],
-        "task=plan": ["-m", "mens_exp", "task=plan"],
-        "task=plan model=llama3_8b": ["-m", "mens_exp", "task=plan", "model=llama3_8b"],
-    }
-    taken: dict[str, list[float]] = {name: [] for name in commands}
+    given = record.begin(record.command_line(__file__, __doc__))
+    taken: dict[str, list[float]] = {name: [] for name in COMMANDS}
     with tempfile.TemporaryDirectory() as directory:
-        for _ in range(ROUNDS):
-            for name, command in commands.items():
-                taken[name].append(seconds(command, directory))
-    for name, times in taken.items():
-        print(
-            f"{name:<28}{statistics.median(times):6.2f} s   ({min(times):.2f} to {max(times):.2f})"
-        )
+        for _ in range(1 if given.smallest else ROUNDS):
+            for name, command in COMMANDS.items():
+                taken[name].append(timed(command, cwd=Path(directory)).seconds)
+    beside = dict.fromkeys(COMMANDS, COMPOSE) | {COMPOSE: ALONE}
+    figures = [
+        record.figure(name, times, "s", record.Better.LOWER, (beside[name], taken[beside[name]]))
+        for name, times in taken.items()
+        if name != ALONE
+    ]
+    record.finish(QUESTION, figures, given)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,20 @@
-"""The proxy stack's speed beside the machine's own bf16 GEMM rate, in one process and one run.
+"""The proxy stack's speed compared with the machine's own bf16 GEMM rate, in one process.
 
     python benchmarks/proxy.py [overrides …]
 
-Prints supervised positions a second over whole training steps (forward, backward, optimizer), the
-GEMM rate between them, the arithmetic of a position, their ratio, and the peak resident memory.
+Supervised positions a second over whole training steps (forward, backward, optimizer), with the
+GEMM rate between them. Their arithmetic is forward and the gradient of the input over the frozen
+weights; LoRA's own and the softmax are not counted.
 """
 
 from __future__ import annotations
 
-import statistics
-import sys
 import time
 from typing import Any
 
-import torch
+import numpy as np
+import record
+from throughput import GEMM_WIDTH, SMALLEST_GEMM_WIDTH, gemm_gflops
 
 from mens_exp.config.objective import CrossEntropyConfig
 from mens_exp.config.overrides import check
@@ -25,15 +26,79 @@ from mens_exp.plan.preflight import writable_cache
 from mens_exp.rows.encode import Encoded
 from mens_exp.training.build import build_backend, lightning_quiet
 from mens_exp.training.memory_probe import peak_rss_bytes
+from mens_exp.training.optimizer import build_optimizer
 
-ROUNDS, STEPS, ROWS, K, ROW_TOKENS, GEMM_WIDTH = 5, 2, 16, 64, 128, 2048
-USUAL = ["backend=proxy", f"objective.k={K}", "objective.chunk_tokens=256", "trainer=cpu"]
+QUESTION = "How much of the machine's GEMM rate does training the proxy stack reach?"
+ROUNDS, STEPS, ROWS, K, ROW_TOKENS = 5, 2, 16, 64, 128
+USUAL = ("backend=proxy", f"objective.k={K}", "objective.chunk_tokens=256", "trainer=cpu")
+
+
+def main() -> None:
+    """Step by hand, in turns with the GEMM."""
+    parser = record.command_line(__file__, __doc__)
+    parser.add_argument("overrides", nargs="*", help="of a run with backend=proxy")
+    given = record.begin(parser)
+    small = given.smallest
+    rounds, width = (1, SMALLEST_GEMM_WIDTH) if small else (ROUNDS, GEMM_WIDTH)
+    training = Training([*USUAL, *(["model=tiny_llama"] if small else []), *given.overrides])
+    training.step()
+    rates, gemm = [], []
+    for _ in range(rounds):
+        rates.append(training.rate())
+        gemm.append(gemm_gflops(width))
+    weights = sum(part.weight_OI.numel() for part in training.backend.projections.values())
+    flops = 4 * weights  # of a position
+    arithmetic = [rate * flops / 1e9 for rate in rates]
+    higher, beside = record.Better.HIGHER, ("bf16 GEMM", gemm)
+    figures = [
+        record.figure("arithmetic", arithmetic, "GFLOP/s", higher, beside),
+        record.figure("positions", rates, "positions/s", higher, ("bf16 GEMM, GFLOP/s", gemm)),
+        record.figure("a position", flops / 1e6, "MFLOP"),
+        record.figure("frozen weights", weights / 1e6, "M weights"),
+        record.figure(
+            "peak resident memory", (peak_rss_bytes() or 0) / 1e9, "GB", record.Better.LOWER
+        ),
+    ]
+    record.finish(QUESTION, figures, given)
+
+
+class Training:
+    """The proxy stack, stepped by hand on one batch of random ids."""
+
+    def __init__(self, overrides: list[str]) -> None:
+        """Build backend, objective and optimizer."""
+        checked = check(overrides)
+        Problems.raise_if(checked.problems)
+        config = checked.cells[0].config
+        base = resolve(config.model, writable_cache())
+        with lightning_quiet():
+            self.backend: Any = build_backend(config, base)
+        self.backend.train()
+        assert isinstance(config.objective, CrossEntropyConfig), "backend=proxy takes no other"
+        self.objective = CrossEntropy(config.objective.name, config.objective.chunk_tokens)
+        self.optimizer = build_optimizer(config.optim, [*self.backend.trainable().values()])
+        rows = documents(self.backend.shape.vocab_size)
+        self.batch = packed_batch(rows, [list(range(ROWS))], index=0)
+
+    def step(self) -> None:
+        """Take one optimizer step."""
+        self.backend.begin(0)
+        hidden = self.backend(self.batch)
+        loss = self.objective(hidden, self.batch.targets_M, self.backend.head)
+        loss.total.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def rate(self) -> float:
+        """Return supervised positions a second over a few steps."""
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            self.step()
+        return STEPS * ROWS * K / (time.perf_counter() - start)
 
 
 def documents(vocabulary: int) -> Encoded:
     """Draw rows of random ids whose last K are learned."""
-    import numpy as np
-
     ids = np.random.default_rng(0).integers(0, vocabulary, ROWS * ROW_TOKENS)
     learned = np.tile(np.arange(ROW_TOKENS) >= ROW_TOKENS - K, ROWS)
     return Encoded(
@@ -45,54 +110,5 @@ def documents(vocabulary: int) -> Encoded:
     )
 
 
-def gemm_gflops() -> float:
-    """Return the bf16 GEMM rate of the CPU, in GFLOP/s."""
-    a = torch.randn(GEMM_WIDTH, GEMM_WIDTH, dtype=torch.bfloat16)
-    _ = a @ a
-    start = time.perf_counter()
-    for _ in range(10):
-        _ = a @ a
-    return 10 * 2 * GEMM_WIDTH**3 / (time.perf_counter() - start) / 1e9
-
-
-def main(overrides: list[str]) -> None:
-    """Step by hand, in turns with the GEMM, and print the medians."""
-    checked = check([*USUAL, *overrides])
-    Problems.raise_if(checked.problems)
-    config = checked.cells[0].config
-    base = resolve(config.model, writable_cache())
-    with lightning_quiet():
-        backend: Any = build_backend(config, base)
-    backend.train()
-    assert isinstance(config.objective, CrossEntropyConfig)
-    objective = CrossEntropy(config.objective.name, config.objective.chunk_tokens)
-    optimizer = torch.optim.AdamW(backend.trainable().values(), lr=config.optim.lr)
-    batch = packed_batch(documents(backend.shape.vocab_size), [list(range(ROWS))], index=0)
-
-    def step() -> None:
-        backend.begin(0)
-        loss = objective(backend(batch), batch.targets_M, backend.head)
-        loss.total.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    rates, gemm = [], []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        for _ in range(STEPS):
-            step()
-        rates.append(STEPS * ROWS * K / (time.perf_counter() - start))
-        gemm.append(gemm_gflops())
-    positions, machine = statistics.median(rates), statistics.median(gemm)
-    weights = sum(part.weight_OI.numel() for part in backend.projections.values())
-    flops = 4 * weights  # forward and the gradient of the input; LoRA's own is not counted
-    print(f"bf16 GEMM          {machine:8.0f} GFLOP/s  ({min(gemm):.0f} to {max(gemm):.0f})")
-    print(f"positions          {positions:8.0f} a second ({min(rates):.0f} to {max(rates):.0f})")
-    print(f"a position         {flops / 1e6:8.1f} MFLOP over {weights / 1e6:.1f} M frozen weights")
-    print(f"of the GEMM rate   {positions * flops / 1e9 / machine:8.2f}")
-    print(f"peak resident      {(peak_rss_bytes() or 0) / 1e9:8.2f} GB")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

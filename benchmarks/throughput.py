@@ -1,19 +1,18 @@
-"""Training speed beside the machine's own bf16 GEMM rate, in one process and one run.
+"""Training speed compared with the machine's own bf16 GEMM rate, in one process and one run.
 
     python benchmarks/throughput.py [overrides …]
 
-Prints non-padding tokens a second over whole optimizer steps, with and without LoRA dropout,
-measured in turns, the GEMM rate between them, their ratio, and the peak resident memory.
+Non-padding tokens a second over whole optimizer steps, with and without LoRA dropout, measured in
+turns, with the GEMM rate between them. Both arms train on the CPU in one process, so the peak of
+resident memory is that of both.
 """
 
 from __future__ import annotations
 
-import statistics
-import sys
 import time
 
+import record
 import torch
-from hydra.utils import instantiate
 
 from mens_exp.config.overrides import check
 from mens_exp.corpus.source import load_rows
@@ -21,35 +20,67 @@ from mens_exp.data.datamodule import RowsDataModule
 from mens_exp.errors import Problems
 from mens_exp.model.resolve import resolve
 from mens_exp.plan.preflight import writable_cache
-from mens_exp.tokenizer.hf import HfTokenizer
-from mens_exp.training.build import build_backend, lightning_quiet
+from mens_exp.tokenizer.load import load_tokenizer
+from mens_exp.training.build import build_backend, build_module, lightning_quiet
 from mens_exp.training.memory_probe import peak_rss_bytes
+from mens_exp.training.optimizer import build_optimizer
 
+QUESTION = "How many tokens a second does the main job train on?"
 ROUNDS = 4
 STEPS = 2  # optimizer steps timed in each round
 DROPOUTS = (0.0, 0.05)
 GEMM_WIDTH = 2048
+SMALLEST = ("model=tiny_llama", "data=synthetic", "data.rows=40", "data.seq_len=1024")
+SMALLEST += ("trainer.accumulate_grad_batches=1",)
+SMALLEST_GEMM_WIDTH = 256
+
+
+def main() -> None:
+    """Measure the arms in turns."""
+    parser = record.command_line(__file__, __doc__)
+    parser.add_argument("overrides", nargs="*", help="of the main job")
+    given = record.begin(parser)
+    small = given.smallest
+    rounds, width = (1, SMALLEST_GEMM_WIDTH) if small else (ROUNDS, GEMM_WIDTH)
+    overrides = ["trainer=cpu", *(SMALLEST if small else ()), *given.overrides]
+    arms = {dropout: Arm(dropout, overrides) for dropout in DROPOUTS}
+    for arm in arms.values():
+        arm.step()
+    rates: dict[float, list[float]] = {dropout: [] for dropout in DROPOUTS}
+    gemm: dict[float, list[float]] = {dropout: [] for dropout in DROPOUTS}
+    for _ in range(rounds):
+        for dropout, arm in arms.items():
+            rates[dropout].append(arm.rate())
+            gemm[dropout].append(gemm_gflops(width))
+    higher = record.Better.HIGHER
+    figures = [
+        record.figure(
+            f"dropout {dropout}", found, "tokens/s", higher, ("bf16 GEMM, GFLOP/s", gemm[dropout])
+        )
+        for dropout, found in rates.items()
+    ]
+    peak_gb = (peak_rss_bytes() or 0) / 1e9
+    figures.append(record.figure("peak resident memory", peak_gb, "GB", record.Better.LOWER))
+    record.finish(QUESTION, figures, given)
 
 
 class Arm:
     """One configuration, stepped by hand: forward, backward, optimizer."""
 
     def __init__(self, dropout: float, overrides: list[str]) -> None:
-        """Build model, data and optimizer."""
+        """Build model, data, objective and optimizer as training does."""
         checked = check([*overrides, f"lora.dropout={dropout}"])
         Problems.raise_if(checked.problems)
         self.config = checked.cells[0].config
         cache = writable_cache()
         base = resolve(self.config.model, cache)
-        tokenizer = HfTokenizer.from_directory(base.directory)
+        tokenizer = load_tokenizer(self.config.tokenizer, base.directory)
         data = RowsDataModule(self.config, load_rows(self.config.data, cache), tokenizer, cache)
         with lightning_quiet():
             self.backend = build_backend(self.config, base)
-        self.backend.train()
+        self.objective = build_module(self.config, self.backend, data).objective
         self.stream = data.train_dataloader()
-        self.objective = instantiate(self.config.objective)
-        parameters = list(self.backend.trainable().values())
-        self.optimizer = instantiate(self.config.optim, params=parameters)
+        self.optimizer = build_optimizer(self.config.optim, [*self.backend.trainable().values()])
         self.position = 0
 
     def step(self) -> int:
@@ -73,37 +104,15 @@ class Arm:
         return tokens / (time.perf_counter() - start)
 
 
-def gemm_gflops() -> float:
+def gemm_gflops(width: int) -> float:
     """Return the bf16 GEMM rate of the CPU, in GFLOP/s."""
-    a = torch.randn(GEMM_WIDTH, GEMM_WIDTH, dtype=torch.bfloat16)
+    a = torch.randn(width, width, dtype=torch.bfloat16)
     _ = a @ a
     start = time.perf_counter()
     for _ in range(10):
         _ = a @ a
-    return 10 * 2 * GEMM_WIDTH**3 / (time.perf_counter() - start) / 1e9
-
-
-def main(overrides: list[str]) -> None:
-    """Measure the arms in turns and print the medians."""
-    arms = {dropout: Arm(dropout, overrides) for dropout in DROPOUTS}
-    for arm in arms.values():
-        arm.step()
-    rates: dict[float, list[float]] = {dropout: [] for dropout in DROPOUTS}
-    gemm = []
-    for _ in range(ROUNDS):
-        for dropout, arm in arms.items():
-            rates[dropout].append(arm.rate())
-            gemm.append(gemm_gflops())
-    machine = statistics.median(gemm)
-    print(f"bf16 GEMM          {machine:8.0f} GFLOP/s  ({min(gemm):.0f} to {max(gemm):.0f})")
-    for dropout, found in rates.items():
-        median = statistics.median(found)
-        print(
-            f"dropout {dropout:<5}      {median:8.0f} tokens/s   ({min(found):.0f} to "
-            f"{max(found):.0f})   {1000 * median / machine:.0f} per 1,000 GFLOP/s"
-        )
-    print(f"peak resident      {(peak_rss_bytes() or 0) / 1e9:8.2f} GB (both arms in one process)")
+    return 10 * 2 * width**3 / (time.perf_counter() - start) / 1e9
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

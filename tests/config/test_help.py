@@ -10,9 +10,19 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hydra import initialize_config_dir
+from hydra._internal.config_repository import ConfigRepository
+from hydra.core.global_hydra import GlobalHydra
 
 import mens_exp
-from mens_exp.config.compose import compose, config_directory, group_options
+from mens_exp import cli
+from mens_exp.config.compose import (
+    VERSION_BASE,
+    compose,
+    config_directory,
+    group_options,
+    prepare_hydra,
+)
 from mens_exp.config.overrides import check
 
 HELP = yaml.safe_load((config_directory() / "hydra/help/mens_exp.yaml").read_text("utf-8"))
@@ -116,3 +126,36 @@ def test_quick_answer_imports_nothing_heavy(command, tmp_path):
     )
     expected = 2 if "lora.r=0" in command else 0
     assert json.loads(done.stderr.splitlines()[-1]) == [expected, []]
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """Collect the deep copies of Hydra's config repository, which knows every file of conf/."""
+    made = []
+
+    def copied(repository, memo):
+        made.append(repository)
+        return repository
+
+    monkeypatch.setattr(ConfigRepository, "__deepcopy__", copied, raising=False)
+    return made
+
+
+@pytest.mark.parametrize(
+    "command", [["--help"], ["--hydra-help"], ["--help", "lora=qv"]], ids=" ".join
+)
+def test_help_copies_no_repository(command, copies, capsys):
+    """A count, not a time: a copy for each option made help take twice as long as a plan."""
+    assert cli.main(command) == 0
+    assert "hydra" in capsys.readouterr().out
+    assert len(copies) == 0
+
+
+def test_hydra_copies_its_repository_for_each_group_that_it_lists(copies):
+    """What the test above counts is there to be counted."""
+    prepare_hydra()
+    with initialize_config_dir(str(config_directory()), version_base=VERSION_BASE):
+        loader = GlobalHydra.instance().config_loader()
+        for group in ("lora", "quant", "trainer"):
+            assert loader.get_group_options(group)
+    assert len(copies) == 3

@@ -1,0 +1,241 @@
+"""docs/benchmarks.md, drawn from the runs in benchmarks/results/.
+
+    python benchmarks/page.py [directory of results]
+
+It prints the page; `make docs` writes it. Each command of a script is shown by its newest run of
+full size, next to the newest earlier run of the same command on a comparable machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from record import RESULTS, Better, Results, Size, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from record import Figure, Machine, Run
+
+SHARED = {"page", "processes", "record"}  # what scripts have in common; they measure nothing
+FRAC = "frac"  # a share of 1, shown as a percentage
+SAME_MACHINE = ("cpu", "cores")  # which both runs must know; of these two may know only one:
+NEVER_DIFFERENT = ("instruction_set", "threads")
+SHORT = 10  # digits of a commit
+HEAD = """# Benchmarks
+
+Every figure is measured next to a reference in the same run. The ratio of the two depends less on
+the machine, and on what else runs there, than the figure does. A figure with a range is the median
+of several rounds; one without a range was measured once. `make docs` draws this page from
+`benchmarks/results/`; do not edit it.
+
+    make bench                          # throughput; its run is added to benchmarks/results/
+    make bench NAME=merge ARGS="2 3"    # another script and its arguments; ARGS=--help lists them
+    make docs                           # draw this page again
+
+The column "Moved" compares a figure with the previous run of the same command on a comparable
+machine: the same processor, cores and threads, as far as both runs name them. It calls a change
+better or worse where the ranges of both do not overlap and the ratio has moved the same way.
+"""
+
+
+def main() -> None:
+    """Print the page."""
+    print(page(Path(sys.argv[1]) if sys.argv[1:] else RESULTS), end="")
+
+
+def scripts() -> list[str]:
+    """Return the names of all scripts, in their order on the page."""
+    names = {path.stem for path in Path(__file__).parent.glob("*.py")}
+    return sorted(names - SHARED)
+
+
+def page(directory: Path) -> str:
+    """Return the whole page, the same for the same files.
+
+    Raises:
+        DataError: a file of results breaks a rule.
+        Problems: it breaks several.
+    """
+    read = {path.stem: Results.read(path) for path in sorted(directory.glob("*.json"))}
+    parts = [HEAD, "| Script | Question |", "|---|---|"]
+    for name in sorted({*scripts(), *read}):
+        question = read[name].question if name in read else "not measured yet"
+        link = f"[{name}](#{name})" if name in read else f"`{name}`"
+        parts.append(f"| {link} | {_cell(question)} |")
+    for name, results in read.items():
+        parts += [f"\n## {name}\n", results.question, *_commands(results)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _commands(results: Results) -> Iterator[str]:
+    """Yield the newest run of each command, the commands in the order of their first runs."""
+    full = [run for run in results.runs if run["size"] == Size.FULL]
+    for command in dict.fromkeys(run["command"] for run in full):
+        *earlier, newest = [run for run in full if run["command"] == command]
+        yield f"\n    {command}\n"
+        yield from _section(newest, earlier)
+
+
+def _section(run: Run, earlier: Sequence[Run]) -> Iterator[str]:
+    before = next(
+        (one for one in reversed(earlier) if comparable(run["machine"], one["machine"])), None
+    )
+    facts = filter(None, [f"Run on {_when(run)}", _machine(run["machine"]), _versions(run)])
+    yield ". ".join(facts) + "."
+    if run["note"]:
+        yield f"Note: {_cell(run['note'])}."
+    yield from _unknown(run)
+    yield _compared(run, before, is_first=not earlier)
+    yield ""
+    yield from _table(run, before)
+    if before is not None:
+        names = {one["name"] for one in run["figures"]}
+        gone = [one["name"] for one in before["figures"] if one["name"] not in names]
+        if gone:
+            yield f"\nNo longer measured: {_cell('; '.join(gone))}."
+
+
+def comparable(one: Machine, other: Machine) -> bool:
+    """Tell whether figures of two machines may be compared as if they were of one."""
+    pairs = [(one.get(key), other.get(key)) for key in SAME_MACHINE]
+    if any(mine is None or mine != theirs for mine, theirs in pairs):
+        return False
+    pairs = [(one.get(key), other.get(key)) for key in NEVER_DIFFERENT]
+    return all(None in pair or pair[0] == pair[1] for pair in pairs)
+
+
+def moved(now: Figure, before: Figure | None) -> str:
+    """Return how a figure has changed since an earlier run, and its ratio where both have one.
+
+    A change is better or worse if the ranges of both have no value in common, and if the ratio has
+    moved the same way: what else runs on a machine slows a figure and its reference alike. A figure
+    that was measured next to a reference is therefore not judged without it.
+    """
+    if before is None:
+        return "new"
+    if before["unit"] != now["unit"]:
+        return f"was in {before['unit']}"
+    gain = now["value"] - before["value"]
+    text, ratio_gain = _change(now["value"], before["value"], now["unit"]), 0.0
+    if now["reference"] is None and before["reference"] is None:
+        ratio_gain = gain
+    elif now["ratio"] and before["ratio"] and now["reference"] == before["reference"]:
+        text += f"; ratio {_change(now['ratio'], before['ratio'], '')}"
+        ratio_gain = now["ratio"] - before["ratio"]
+    if gain and _overlap(now, before):
+        return f"{text}; ranges overlap"
+    if gain * ratio_gain > 0 and now["better"] is not None:
+        text += "; better" if (gain > 0) == (now["better"] == Better.HIGHER) else "; worse"
+    return text
+
+
+def _change(now: float, before: float, unit: str) -> str:
+    """Return a change in per cent, or in points where the value is itself a percentage."""
+    if now == before:
+        return "unchanged"
+    if unit == FRAC:
+        return _signed(100 * (now - before), "points")
+    return f"was {shown(before)}" if before == 0 else _signed(100 * (now / before - 1), "%")
+
+
+def _signed(value: float, unit: str) -> str:
+    return f"{value:+.1f} {unit}".replace("-", "−")
+
+
+def _overlap(one: Figure, other: Figure) -> bool:
+    """Tell whether the ranges of two figures have a value in common; one round is no range."""
+    if one["lowest"] is None or other["lowest"] is None:
+        return False
+    assert one["highest"] is not None, "a range has both ends"
+    assert other["highest"] is not None, "as above"
+    return one["lowest"] <= other["highest"] and other["lowest"] <= one["highest"]
+
+
+def _table(run: Run, before: Run | None) -> Iterator[str]:
+    then = {one["name"]: one for one in before["figures"]} if before else {}
+    more = " Moved |" if before else ""
+    yield f"| Figure | Value | Range | Ratio × reference |{more}"
+    yield "|---|---:|---:|---|" + ("---|" if before else "")
+    for one in run["figures"]:
+        spread = ""
+        if one["lowest"] is not None:
+            spread = f"{_value(one['lowest'], one)} to {_value(one['highest'], one)}"
+        value = _value(one["value"], one)
+        unit = "" if one["unit"] == FRAC else f" {one['unit']}"
+        cells = [one["name"], f"{value}{unit}", spread, _ratio(one)]
+        if before:
+            cells.append(moved(one, then.get(one["name"])))
+        yield f"| {' | '.join(map(_cell, cells))} |"
+
+
+def _value(value: float | None, one: Figure) -> str:
+    if value is not None and one["unit"] == FRAC:
+        return f"{shown(100 * value)} %"
+    return shown(value)
+
+
+def _ratio(one: Figure) -> str:
+    if one["reference"] is None:
+        return ""
+    beside = f"{one['reference']} ({_value(one['reference_value'], one)})"
+    return f"no ratio to {beside}" if one["ratio"] is None else f"{shown(one['ratio'])} × {beside}"
+
+
+def _when(run: Run) -> str:
+    commit = "unknown" if run["commit"] is None else f"`{run['commit'][:SHORT]}`"
+    changed = " with uncommitted changes" if run["dirty"] else ""
+    return f"{run['utc'][:10]} at commit {commit}{changed}"
+
+
+def _machine(machine: Machine) -> str:
+    facts = [
+        (machine["cpu"], "{}"),
+        (machine["instruction_set"], "{}"),
+        (machine["cores"], "{} core(s)"),
+        (machine["threads"], "{} thread(s)"),
+        (machine["memory_gib"], "{} GiB"),
+        (machine["os"], "{}"),
+        (machine["load_1min"], "load {} at its start"),
+    ]
+    return ", ".join(form.format(fact) for fact, form in facts if fact is not None)
+
+
+def _versions(run: Run) -> str:
+    return ", ".join(f"{name} {found}" for name, found in run["versions"].items() if found)
+
+
+def _unknown(run: Run) -> Iterator[str]:
+    """Yield what is not known of a run, by the reason."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in run["unknown"].items():
+        by_reason.setdefault(reason, []).append(name.partition(".")[2] or name)
+    for reason, names in by_reason.items():
+        yield f"Unknown: {', '.join(names)} ({_cell(reason)})."
+
+
+def _compared(run: Run, before: Run | None, *, is_first: bool) -> str:
+    """Say what the column Moved compares with, and which versions have changed since."""
+    if before is None:
+        return "First run." if is_first else "First run on this machine."
+    changed = [
+        f"{name} {before['versions'][name]} → {found}"
+        for name, found in run["versions"].items()
+        if found and before["versions"].get(name) not in (None, found)
+    ]
+    since = f"; since then {', '.join(changed)}" if changed else ""
+    load = before["machine"]["load_1min"]
+    remarks = [f"load {load} at its start"] if load is not None else []
+    remarks += [f"note: {_cell(before['note'])}"] if before["note"] else []
+    remark = f" ({'; '.join(remarks)})" if remarks else ""
+    return f"Compared with the run on {_when(before)}{remark}{since}."
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    main()
