@@ -15,6 +15,7 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import fork_server
+import live_adapters
 import numpy as np
 import pytest
 from filelock import FileLock
@@ -160,20 +161,13 @@ def tiny_base(cache, tiny_config):
 @pytest.fixture(scope="session")
 def tiny_backend(cache, tiny_config):
     """Build a fresh graph, QLoRA on tiny_llama by default; `live` fills B, which starts at zero."""
-    import torch
-
     from mens_exp.model.resolve import resolve
     from mens_exp.training.build import build_backend
 
     def build(*overrides, live=False):
         config = tiny_config(*overrides)
         backend = build_backend(config, resolve(config.model, cache))
-        if live:
-            generator = torch.Generator().manual_seed(0)
-            for name, parameter in backend.trainable().items():
-                if name.endswith("lora_b"):
-                    parameter.data.normal_(std=0.1, generator=generator)
-        return backend
+        return live_adapters.fill_b(backend) if live else backend
 
     return build
 

@@ -8,14 +8,6 @@ import torch
 from mens_exp.backends.qlora import QloraBackend
 from mens_exp.data.batch import packed_batch, padded_batch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(),
-        reason="needs a CUDA device; on one, install a CUDA build of torch (README, 'A CUDA "
-        "machine') and run: pytest -m gpu",
-    ),
-]
 LENGTHS = [11, 6, 40, 1, 19]
 families = pytest.mark.parametrize("name", ["mistral", "gemma2", "phi3", "gpt2", "qwen3"])
 
