@@ -16,6 +16,7 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import fork_server
+import live_adapters
 import numpy as np
 import pytest
 from filelock import FileLock
@@ -27,7 +28,7 @@ from mens_exp.config.compose import compose, typed
 from mens_exp.rows.encode import Encoded
 from mens_exp.sandbox.bubblewrap import Bubblewrap
 
-pytest_plugins = ["real_models", "slow_tests"]
+pytest_plugins = ["family_models", "real_models", "slow_tests"]
 
 
 loader._MOST = 10_000  # compositions that a process remembers; tests ask for many
@@ -161,93 +162,15 @@ def tiny_base(cache, tiny_config):
 @pytest.fixture(scope="session")
 def tiny_backend(cache, tiny_config):
     """Build a fresh graph, QLoRA on tiny_llama by default; `live` fills B, which starts at zero."""
-    import torch
-
     from mens_exp.model.resolve import resolve
     from mens_exp.training.build import build_backend
 
     def build(*overrides, live=False):
         config = tiny_config(*overrides)
         backend = build_backend(config, resolve(config.model, cache))
-        if live:
-            generator = torch.Generator().manual_seed(0)
-            for name, parameter in backend.trainable().items():
-                if name.endswith("lora_b"):
-                    parameter.data.normal_(std=0.1, generator=generator)
-        return backend
+        return live_adapters.fill_b(backend) if live else backend
 
     return build
-
-
-# Far from the defaults wherever a default would hide what is left out: windows shorter than a
-# document, heads wider than their share, caps that bite, a scale that is not the width's.
-_FAMILY_CONFIGS = {
-    "llama": {},
-    "gpt2": {"num_key_value_heads": 4},
-    "mistral": {"sliding_window": 5},
-    "qwen2": {},
-    "qwen3": {"head_dim": 32},
-    "phi3": {"sliding_window": 6},
-    "gemma2": {"head_dim": 32, "sliding_window": 5},
-    "gemma3_text": {"head_dim": 32, "sliding_window": 5},
-    "olmo2": {},
-}
-_FAMILY_EXTRAS = {
-    "gemma2": {
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 3.0,
-        "query_pre_attn_scalar": 7,
-    },
-    "gemma3_text": {
-        "query_pre_attn_scalar": 7,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-}
-
-
-@pytest.fixture(scope="session")
-def family_base(tmp_path_factory):
-    """Save a small random model of a family, weights far apart, as a user's own directory."""
-    from mens_exp.config.model import HfModel, ModelFamily, RandomModel
-    from mens_exp.layout import random_config
-    from mens_exp.model import random_weights
-    from mens_exp.model.resolve import resolve
-
-    root = tmp_path_factory.mktemp("families")
-
-    @functools.cache
-    def saved(name):
-        model = RandomModel(
-            name=name,
-            family=ModelFamily(name),
-            max_position_embeddings=256,
-            tie_word_embeddings=name in ("gpt2", "gemma2", "gemma3_text"),
-            **_FAMILY_CONFIGS[name],
-        )
-        extras = {"initializer_range": 0.15, **_FAMILY_EXTRAS.get(name, {})}
-        directory = root / name
-        directory.mkdir()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                random_weights, "config_of", lambda it: random_config.config_of(it) | extras
-            )
-            random_weights.write_random(model, directory)
-        return resolve(HfModel(id=str(directory)), root)
-
-    return saved
-
-
-@pytest.fixture(scope="session")
-def family_config(tiny_config, family_base):
-    """Compose a run in f32 on a family's directory, an adapter on every linear layer."""
-    from mens_exp.config.model import HfModel
-
-    def composed(name):
-        config = tiny_config("quant.compute_dtype=f32", "lora.dropout=0")
-        config.model = HfModel(id=str(family_base(name).directory))
-        return config
-
-    return composed
 
 
 @pytest.fixture

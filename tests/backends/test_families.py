@@ -12,42 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mens_exp.backends.qlora import QloraBackend
-from mens_exp.data.batch import packed_batch, padded_batch
 from mens_exp.layout.directory import read_directory
 from mens_exp.layout.families import FAMILIES
 from mens_exp.model.quiet import quiet
 from mens_exp.quant.bnb import quantization_config, quantized_linears
 
-CPU = torch.device("cpu")
-LENGTHS = [11, 6, 40, 1, 19]  # longer than every window, and longer than the 32 tokens of a bucket
 families = pytest.mark.parametrize("name", FAMILIES)
-
-
-@pytest.fixture
-def documents(random_documents):
-    """Five documents, every token of them predicted."""
-    return random_documents(LENGTHS, [length - 1 for length in LENGTHS])
-
-
-@pytest.fixture
-def packed(documents):
-    return packed_batch(documents, [list(range(len(LENGTHS)))], index=0)
-
-
-@pytest.fixture
-def backend_of(family_base, family_config):
-    """Build the graph of a family; `live` fills B."""
-
-    def built(name, *, live=True):
-        backend = QloraBackend(family_config(name), family_base(name), CPU)
-        generator = torch.Generator().manual_seed(0)
-        for key, parameter in backend.trainable().items():
-            if live and key.endswith("lora_b"):
-                parameter.data.normal_(std=0.1, generator=generator)
-        return backend
-
-    return built
 
 
 def eager(base, config=None):
@@ -92,57 +62,57 @@ def close(ours, theirs, tolerance):
 @families
 def test_logits_are_those_of_peft_on_eager_attention(
     name,
-    backend_of,
+    family_backend,
     family_base,
     family_config,
-    documents,
-    packed,
+    family_documents,
+    packed_documents,
+    padded_documents,
     tmp_path,
 ):
     """Packed, padded, learning and not: to 1e-5 of what PEFT gives for each document alone."""
     from peft import PeftModel
 
-    backend = backend_of(name).eval()
+    backend = family_backend(name).eval()
     backend.write_peft(tmp_path / "peft")
     with quiet():
         reference = PeftModel.from_pretrained(
             eager(family_base(name), family_config(name)), tmp_path / "peft"
         ).eval()
-    padded = padded_batch(documents, [[i] for i in range(len(LENGTHS))], index=0, pad_id=0)
     with torch.no_grad():
-        expected = one_by_one(reference, documents)
-        assert close(logits_of(backend, packed), expected, 1e-5)
-        assert close(logits_of(backend, padded), expected, 1e-5)
-    assert close(logits_of(backend, packed).detach(), expected, 1e-5)
+        expected = one_by_one(reference, family_documents)
+        assert close(logits_of(backend, packed_documents), expected, 1e-5)
+        assert close(logits_of(backend, padded_documents), expected, 1e-5)
+    assert close(logits_of(backend, packed_documents).detach(), expected, 1e-5)
 
 
 @families
 def test_a_fresh_adapter_is_the_base(
     name,
-    backend_of,
+    family_backend,
     family_base,
     family_config,
-    documents,
-    packed,
+    family_documents,
+    packed_documents,
 ):
     """B = 0 gives the logits of the quantized base as transformers alone loads it."""
-    backend = backend_of(name, live=False).eval()
+    backend = family_backend(name, live=False).eval()
     with torch.no_grad():
-        expected = one_by_one(eager(family_base(name), family_config(name)), documents)
-        fresh = logits_of(backend, packed)
+        expected = one_by_one(eager(family_base(name), family_config(name)), family_documents)
+        fresh = logits_of(backend, packed_documents)
         with backend.base_only():
-            assert torch.equal(logits_of(backend, packed), fresh)
+            assert torch.equal(logits_of(backend, packed_documents), fresh)
     assert close(fresh, expected, 1e-5)
 
 
 @families
 def test_the_adapter_adds_b_times_a_to_the_checkpoint_s_own_weights(
     name,
-    backend_of,
+    family_backend,
     family_base,
     family_config,
-    documents,
-    packed,
+    family_documents,
+    packed_documents,
 ):
     """Dequantized weights plus s·BA, put under the keys of the v3 manifest, are the same model.
 
@@ -150,7 +120,7 @@ def test_the_adapter_adds_b_times_a_to_the_checkpoint_s_own_weights(
     """
     from bitsandbytes.functional import dequantize_4bit
 
-    backend, base = backend_of(name).eval(), family_base(name)
+    backend, base = family_backend(name).eval(), family_base(name)
     manifest, tensors = backend.adapter(family_config(name))
     plain = eager(base)
     weights = plain.state_dict()
@@ -161,18 +131,20 @@ def test_the_adapter_adds_b_times_a_to_the_checkpoint_s_own_weights(
         merged = restored + b @ a * manifest.alpha / manifest.rank
         weights[key].copy_(merged.T if FAMILIES[name].transposed else merged)
     with torch.no_grad():
-        assert close(logits_of(backend, packed), one_by_one(plain, documents), 2e-5)
+        assert close(
+            logits_of(backend, packed_documents), one_by_one(plain, family_documents), 2e-5
+        )
 
 
 @families
-def test_quantized_weights_are_the_checkpoint_s_in_four_bits(name, backend_of, family_base):
+def test_quantized_weights_are_the_checkpoint_s_in_four_bits(name, family_backend, family_base):
     """Each projection is within a tenth of its weights' norm, in the checkpoint's orientation.
 
     NF4's error on normal weights is 9.2 %; a transposed or misread block would be over 100 %.
     """
     from bitsandbytes.functional import dequantize_4bit
 
-    backend, base = backend_of(name), family_base(name)
+    backend, base = family_backend(name), family_base(name)
     directory = read_directory(base.directory)
     stored = {}
     for shard in directory.shards:
@@ -189,23 +161,23 @@ def test_quantized_weights_are_the_checkpoint_s_in_four_bits(name, backend_of, f
 @families
 def test_gradients_reach_every_adapter_and_are_those_of_eager_attention(
     name,
-    backend_of,
+    family_backend,
     family_base,
     family_config,
-    documents,
-    packed,
+    family_documents,
+    packed_documents,
     tmp_path,
 ):
     """None is zero, none is missing, and PEFT's own differ by no more than rounding."""
     from peft import PeftModel
 
-    backend = backend_of(name).train()
+    backend = family_backend(name).train()
     backend.write_peft(tmp_path / "peft")
     with quiet():
         base = eager(family_base(name), family_config(name))
         reference = PeftModel.from_pretrained(base, tmp_path / "peft", is_trainable=True).eval()
-    logits_of(backend, packed).logsumexp(-1).sum().backward()
-    one_by_one(reference, documents).logsumexp(-1).sum().backward()
+    logits_of(backend, packed_documents).logsumexp(-1).sum().backward()
+    one_by_one(reference, family_documents).logsumexp(-1).sum().backward()
     theirs = dict(reference.named_modules())
     for one in backend.modules_chosen:
         logical, path = one.logical, f"base_model.model.{one.path}"
@@ -220,12 +192,12 @@ def test_gradients_reach_every_adapter_and_are_those_of_eager_attention(
 @families
 def test_logical_names_lead_to_the_checkpoint_and_back(
     name,
-    backend_of,
+    family_backend,
     family_base,
     family_config,
 ):
     """Every layer has a key of its own in the header, whose shape is A's inputs by B's outputs."""
-    backend = backend_of(name)
+    backend = family_backend(name)
     manifest, tensors = backend.adapter(family_config(name))
     header = read_directory(family_base(name).directory).tensors
     keys = manifest.base_key_map
@@ -241,7 +213,7 @@ def test_logical_names_lead_to_the_checkpoint_and_back(
 @families
 def test_prompts_are_continued_as_by_transformers(
     name,
-    backend_of,
+    family_backend,
     family_base,
     family_config,
 ):
@@ -250,7 +222,7 @@ def test_prompts_are_continued_as_by_transformers(
     prompts = [
         torch.randint(3, 259, (length,), generator=generator).tolist() for length in (4, 13, 1)
     ]
-    backend = backend_of(name, live=False)
+    backend = family_backend(name, live=False)
     ours = backend.generate(prompts, max_new_tokens=10, end_ids={319}, pad_id=0)
     reference = eager(family_base(name), family_config(name))
     for prompt, completion in zip(prompts, ours, strict=True):
@@ -267,35 +239,35 @@ def test_prompts_are_continued_as_by_transformers(
 
 
 @families
-def test_the_base_drops_nothing_of_its_own(name, backend_of, packed):
+def test_the_base_drops_nothing_of_its_own(name, family_backend, packed_documents):
     """GPT-2 would, at embeddings and residuals: training mode changes no logit."""
-    backend = backend_of(name).eval()
+    backend = family_backend(name).eval()
     with torch.no_grad():
-        still = logits_of(backend, packed)
-        assert torch.equal(logits_of(backend.train(), packed), still)
+        still = logits_of(backend, packed_documents)
+        assert torch.equal(logits_of(backend.train(), packed_documents), still)
 
 
-def test_gemma_caps_both_scores_and_logits(backend_of, packed):
+def test_gemma_caps_both_scores_and_logits(family_backend, packed_documents):
     """Without either cap the logits are others, so the comparisons above can fail."""
-    backend = backend_of("gemma2").eval()
+    backend = family_backend("gemma2").eval()
     with torch.no_grad():
-        capped = logits_of(backend, packed)
+        capped = logits_of(backend, packed_documents)
         assert capped.abs().max() < 3
         backend.causal_lm.config.final_logit_softcapping = None
-        assert logits_of(backend, packed).abs().max() > 3
+        assert logits_of(backend, packed_documents).abs().max() > 3
         backend.causal_lm.config.final_logit_softcapping = 3.0
         for layer in backend.causal_lm.model.layers:
             layer.self_attn.attn_logit_softcapping = None
-        assert not close(logits_of(backend, packed), capped, 1e-2)
+        assert not close(logits_of(backend, packed_documents), capped, 1e-2)
 
 
 @pytest.mark.parametrize("name", ["mistral", "phi3", "gemma2"])
-def test_windows_are_shorter_than_the_documents(name, backend_of, packed):
+def test_windows_are_shorter_than_the_documents(name, family_backend, packed_documents):
     """Without the window the logits are others, so the comparisons above can fail."""
-    backend = backend_of(name).eval()
+    backend = family_backend(name).eval()
     with torch.no_grad():
-        windowed = logits_of(backend, packed)
+        windowed = logits_of(backend, packed_documents)
         backend.causal_lm.config.sliding_window = None
         for layer in backend.causal_lm.model.layers:
             layer.self_attn.sliding_window = None
-        assert not close(logits_of(backend, packed), windowed, 1e-2)
+        assert not close(logits_of(backend, packed_documents), windowed, 1e-2)

@@ -12,12 +12,11 @@ import pytest
 from record import Results
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SLOW = {"corpus_scale", "planning", "report", "sweep"}  # more than three seconds
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in page.scripts()],
+    page.scripts(),
 )
 def test_a_script_leaves_a_record_of_the_form(name, tmp_path):
     """At its smallest size: finite figures with their ratios, of this commit and machine."""

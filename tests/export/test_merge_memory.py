@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
+import fork_server
 import pytest
 
 # Eight projections of 67 MB in bf16, 537 MB in one shard; zeros that no disk block holds.
-SHARD = """
-import json, sys
-header, end = {}, 0
-for i in range(8):
-    end += 4096 * 8192 * 2
-    header[f"model.layers.{i}.mlp.up_proj.weight"] = {
-        "dtype": "BF16", "shape": [8192, 4096], "data_offsets": [end - 4096 * 8192 * 2, end]}
-text = json.dumps(header).encode()
-text += b" " * (-len(text) % 8)
-with open(sys.argv[1], "wb") as file:
-    file.write(len(text).to_bytes(8, "little") + text)
-    file.truncate(8 + len(text) + end)
-"""
+TENSOR = 4096 * 8192 * 2
+
+
+def write_shard(path):
+    header, end = {}, 0
+    for i in range(8):
+        end += TENSOR
+        header[f"model.layers.{i}.mlp.up_proj.weight"] = {
+            "dtype": "BF16",
+            "shape": [8192, 4096],
+            "data_offsets": [end - TENSOR, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
 MERGE = """
 import resource, sys
 from pathlib import Path
@@ -51,13 +57,8 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 def test_a_merge_holds_a_tensor_and_no_shard(tmp_path, base):
     """Under the largest tensor times four, where the bound allows 600 MB more."""
     shard, out = tmp_path / "a.safetensors", tmp_path / "o.safetensors"
-    subprocess.run([sys.executable, "-c", SHARD, shard], check=True, timeout=60)
-    done = subprocess.run(
-        [sys.executable, "-c", MERGE, shard, out, base],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert out.stat().st_size >= 8 * 8192 * 4096 * 2
-    assert json.loads(done.stdout) < 4 * 8192 * 4096 * 2
+    write_shard(shard)
+    command = [sys.executable, "-c", MERGE, shard, out, base]
+    done = fork_server.run(command, check=True, capture_output=True, text=True, timeout=600)
+    assert out.stat().st_size >= 8 * TENSOR
+    assert json.loads(done.stdout) < 4 * TENSOR

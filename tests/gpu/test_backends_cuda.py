@@ -6,30 +6,10 @@ import pytest
 import torch
 
 from mens_exp.data.batch import packed_batch
-from mens_exp.model.resolve import resolve
 from mens_exp.objective.causal import CrossEntropy
-from mens_exp.training.build import build_backend
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(),
-        reason="needs a CUDA device; on one, install a CUDA build of torch (README, 'A CUDA "
-        "machine') and run: pytest -m gpu",
-    ),
-]
 F32 = "quant.compute_dtype=f32"
 WIDE = ["model=random", "model.name=wide", "model.hidden_size=256", "model.intermediate_size=512"]
-
-
-def built(config, cache):
-    backend = build_backend(config, resolve(config.model, cache))
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in backend.trainable().items():
-        if name.endswith("lora_b"):
-            draws = torch.empty(parameter.shape).normal_(std=0.1, generator=generator)
-            parameter.data.copy_(draws)
-    return backend.train()
 
 
 @pytest.mark.parametrize(
@@ -45,18 +25,15 @@ def built(config, cache):
     ],
 )
 def test_loss_and_gradients_are_those_of_the_cpu(
-    tiny_config,
+    tiny_backend,
     random_documents,
-    cache,
     overrides,
 ):
     """In f32 and without dropout, to 1e-3."""
     found = []
     for accelerator in ("cpu", "gpu"):
-        config = tiny_config(*overrides)
-        config.trainer.accelerator = accelerator
-        config.lora.dropout = 0.0
-        backend = built(config, cache)
+        settings = [*overrides, "lora.dropout=0", f"trainer.accelerator={accelerator}"]
+        backend = tiny_backend(*settings, live=True).train()
         batch = packed_batch(random_documents([11, 6, 17]), [[0, 1, 2]], index=0)
         batch = batch.to("cuda" if accelerator == "gpu" else "cpu")
         loss = CrossEntropy("causal", 4)(backend(batch), batch.targets_M, backend.head)
@@ -71,15 +48,12 @@ def test_loss_and_gradients_are_those_of_the_cpu(
 
 @pytest.mark.parametrize("overrides", [["backend=proxy"], ["backend=full"], ["backend=lora"]])
 def test_bf16_learns_and_goes_back_to_its_base(
-    tiny_config,
+    tiny_backend,
     random_documents,
-    cache,
     overrides,
 ):
     """A gradient for every parameter; a continuation; and the base inside its block."""
-    config = tiny_config(*overrides)
-    config.trainer.accelerator = "gpu"
-    backend = built(config, cache)
+    backend = tiny_backend(*overrides, "trainer.accelerator=gpu", live=True).train()
     batch = packed_batch(random_documents([11, 6]), [[0, 1]], index=0).to("cuda")
     backend.begin(0)
     loss = CrossEntropy("causal", 4)(backend(batch), batch.targets_M, backend.head)

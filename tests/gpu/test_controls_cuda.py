@@ -11,14 +11,6 @@ from mens_exp.data.batch import packed_batch
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.training.optimizer import build_optimizer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(),
-        reason="needs a CUDA device; on one, install a CUDA build of torch (README, 'A CUDA "
-        "machine') and run: pytest -m gpu",
-    ),
-]
 CUDA = torch.device("cuda", 0)
 PAGED = 1024, 128  # from 100,000 elements on, bitsandbytes pages the state
 

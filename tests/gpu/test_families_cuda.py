@@ -5,43 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mens_exp.backends.qlora import QloraBackend
-from mens_exp.data.batch import packed_batch, padded_batch
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(),
-        reason="needs a CUDA device; on one, install a CUDA build of torch (README, 'A CUDA "
-        "machine') and run: pytest -m gpu",
-    ),
-]
-LENGTHS = [11, 6, 40, 1, 19]
 families = pytest.mark.parametrize("name", ["mistral", "gemma2", "phi3", "gpt2", "qwen3"])
-
-
-@pytest.fixture
-def documents(random_documents):
-    return random_documents(LENGTHS, [length - 1 for length in LENGTHS])
-
-
-@pytest.fixture
-def build(
-    family_base,
-    family_config,
-):
-    """Build a family on a device with B filled alike."""
-
-    def built(name, device):
-        backend = QloraBackend(family_config(name), family_base(name), torch.device(device))
-        generator = torch.Generator().manual_seed(0)
-        for key, parameter in backend.trainable().items():
-            if key.endswith("lora_b"):
-                draws = torch.empty(parameter.shape).normal_(std=0.1, generator=generator)
-                parameter.data.copy_(draws)
-        return backend
-
-    return built
 
 
 def apart(ours, theirs):
@@ -49,24 +13,24 @@ def apart(ours, theirs):
 
 
 @families
-def test_logits_are_those_of_the_cpu(build, documents, name):
+def test_logits_are_those_of_the_cpu(family_backend, packed_documents, padded_documents, name):
     """In f32, packed and padded, to a thousandth of the largest logit.
 
     The weights are quantized anew on the device; rounding there may fall to the other side.
     """
-    here, there = build(name, "cpu").eval(), build(name, "cuda:0").eval()
-    packed = packed_batch(documents, [list(range(5))], index=0)
-    padded = padded_batch(documents, [[i] for i in range(5)], index=0, pad_id=0)
+    here, there = family_backend(name, "cpu").eval(), family_backend(name, "cuda:0").eval()
     with torch.no_grad():
-        expected = here.head(here(packed))
-        for batch in (packed, padded):
+        expected = here.head(here(packed_documents))
+        for batch in (packed_documents, padded_documents):
             assert apart(there.head(there(batch.to("cuda:0"))), expected) <= 1e-3
 
 
 @families
-def test_packed_and_padded_give_the_same_gradients(build, documents, name):
+def test_packed_and_padded_give_the_same_gradients(
+    family_backend, packed_documents, padded_documents, name
+):
     """In f32, by kernels that share nothing but the mathematics."""
-    backend = build(name, "cuda:0").train()
+    backend = family_backend(name, "cuda:0").train()
 
     def gradients(batch):
         backend.zero_grad()
@@ -74,17 +38,16 @@ def test_packed_and_padded_give_the_same_gradients(build, documents, name):
         found = {key: p.grad for key, p in backend.trainable().items()}
         return {key: gradient.clone() for key, gradient in found.items() if gradient is not None}
 
-    expected = gradients(packed_batch(documents, [list(range(5))], index=0))
+    expected = gradients(packed_documents)
     assert len(expected) == len(backend.trainable())
-    padded = padded_batch(documents, [[i] for i in range(5)], index=0, pad_id=0)
-    for key, gradient in gradients(padded).items():
+    for key, gradient in gradients(padded_documents).items():
         assert (gradient - expected[key]).norm() <= 1e-3 * expected[key].norm(), key
 
 
 @families
-def test_prompts_are_continued_together_as_alone(build, name):
+def test_prompts_are_continued_together_as_alone(family_backend, name):
     """Left padding and a static cache change no id, windows shorter than the text included."""
-    backend = build(name, "cuda:0")
+    backend = family_backend(name, "cuda:0")
     prompts = [[5, 6, 7, 8], list(range(9, 22)), [16]]
 
     def complete(some):

@@ -6,18 +6,7 @@ import pytest
 import torch
 
 from mens_exp.data.batch import packed_batch
-from mens_exp.model.resolve import resolve
 from mens_exp.objective.causal import CrossEntropy
-from mens_exp.training.build import build_backend
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(),
-        reason="needs a CUDA device; on one, install a CUDA build of torch (README, 'A CUDA "
-        "machine') and run: pytest -m gpu",
-    ),
-]
 
 
 @pytest.fixture
@@ -26,19 +15,12 @@ def batch(random_documents):
 
 
 @pytest.fixture
-def built(tiny_config, cache):
+def built(tiny_backend):
     """Build the graph on a device, B filled, without dropout."""
 
     def made(accelerator):
-        config = tiny_config("quant=int8", "lora.dropout=0")
-        config.trainer.accelerator = accelerator
-        backend = build_backend(config, resolve(config.model, cache))
-        generator = torch.Generator().manual_seed(0)
-        for name, parameter in backend.trainable().items():
-            if name.endswith("lora_b"):
-                draws = torch.empty(parameter.shape).normal_(std=0.1, generator=generator)
-                parameter.data.copy_(draws)
-        return backend
+        settings = ["quant=int8", "lora.dropout=0", f"trainer.accelerator={accelerator}"]
+        return tiny_backend(*settings, live=True)
 
     return made
 

@@ -15,14 +15,6 @@ from mens_exp.artifacts.run_dir import RunDir
 GIB = 1 << 30
 DEVICE_GIB, DISK_GIB = 60, 20  # 40 GiB without checkpointing, and what the interval allows
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(),
-        reason="needs a CUDA device; on one, install a CUDA build of torch (README, 'A CUDA "
-        "machine') and run: pytest -m gpu",
-    ),
-]
 # Llama-3.1-8B's dimensions; 16 GB of bf16 weights are drawn for it.
 LLAMA_8B = [
     *("model=random", "model.name=llama_8b_shape", "model.dtype=bf16"),

@@ -16,14 +16,6 @@ from mens_exp.quant.bnb import quantized_linears
 from mens_exp.training.process_group import joined, open_store
 from mens_exp.training.sharding import sharded
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(),
-        reason="needs a CUDA device; on one, install a CUDA build of torch (README, 'A CUDA "
-        "machine') and run: pytest -m gpu",
-    ),
-]
 CUDA = torch.device("cuda", 0)
 QLORA = ("trainer=gpu", "quant.storage_dtype=bf16", "lora.dropout=0")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -14,33 +15,15 @@ from mens_exp.data.batch import packed_batch, padded_batch
 from mens_exp.lora.keyed import KeyedDropout
 from mens_exp.objective.causal import CrossEntropy
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(),
-        reason="needs a CUDA device; on one, install a CUDA build of torch (README, 'A CUDA "
-        "machine') and run: pytest -m gpu",
-    ),
-]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 F32 = "quant.compute_dtype=f32"
 STILL = "lora.dropout=0"
 
 
 @pytest.fixture
-def cuda_backend(tiny_base, tiny_config):
+def cuda_backend(tiny_backend):
     """Build tiny_llama on the GPU with B filled."""
-
-    def build(*overrides):
-        backend = QloraBackend(tiny_config(*overrides), tiny_base, CUDA)
-        generator = torch.Generator().manual_seed(0)
-        for name, parameter in backend.trainable().items():
-            if name.endswith("lora_b"):
-                draws = torch.empty(parameter.shape).normal_(std=0.1, generator=generator)
-                parameter.data.copy_(draws)
-        return backend
-
-    return build
+    return functools.partial(tiny_backend, "trainer.accelerator=gpu", live=True)
 
 
 @pytest.fixture

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mens_exp import cli
 from mens_exp.artifacts.adapter_v3 import write_adapter
-from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.model import HfModel
 from mens_exp.data.batch import packed_batch
@@ -19,10 +19,23 @@ from mens_exp.layout.families import FAMILIES
 from mens_exp.model.quiet import quiet
 from mens_exp.model.resolve import resolve
 from mens_exp.quant.bnb import dequantized, quantized_linears
+from mens_exp.tasks.merge import merge as merge_task
 from mens_exp.training.build import build_backend
 
 F32 = "quant.compute_dtype=f32"
 KINDS = {"lora": ["backend=lora"], "qlora": [], "qlora, one scale": ["quant.double_quant=false"]}
+FORMS = {
+    "rslora": ["lora.variant=rslora", "lora.r=4"],
+    "rslora, more ranks": ["lora.variant=rslora", "lora.rank_pattern={mlp:9}"],
+    "ranks and alphas": ["lora.rank_pattern={down_proj:3}", "lora.alpha_pattern={mlp:7}"],
+    "dora": ["lora.variant=dora"],
+    "pissa": ["lora.init=pissa", "lora.r=4"],
+    "pissa, rslora": ["lora.init=pissa", "lora.r=4", "lora.variant=rslora"],
+    "loftq": ["lora.init=loftq", "lora.loftq_iters=2", "lora.r=4"],
+    "fp4, some left alone": ["quant.quant_type=fp4", "quant.skip=[down_proj,'*.layers.0.*']"],
+}
+MERGED = [(family, kind) for family in FAMILIES for kind in KINDS]
+MERGED += [("llama", form) for form in FORMS]
 
 
 def graph_on(directory, config, *, std=0.05):
@@ -43,12 +56,22 @@ def written(graph, config, directory):
     return directory
 
 
-def merge(adapter, base, out, *overrides, code=0):
-    """Type the command; its record lies beside the output."""
-    record = out.with_name(f"{out.name}_record")
-    command = ["task=merge", f"path={adapter}", f"base={base}", f"out={out}", *overrides]
-    assert cli.main([*command, f"hydra.run.dir={record}"]) == code
-    return Manifest.read(RunDir(record).manifest)
+@pytest.fixture(scope="module")
+def merge(tiny_config, rows_file):
+    """Do the task without the command line, whose tests are test_merge_command's."""
+
+    def merged(adapter, base, out, *overrides):
+        text = ["data=jsonl", f"data.path={rows_file}", "parity.tokens=64"]
+        config = tiny_config("task=merge", *text, *overrides)
+        config.path, config.base, config.out = str(adapter), str(base), str(out)
+        record = RunDir(out.with_name(f"{out.name}_record"))
+        record.path.mkdir()
+        run = SimpleNamespace(dir=record, manifest=SimpleNamespace(inputs={}, results={}))
+        merge_task(config, run)
+        assert run.manifest.results["parity"] == "within the budget"
+        return run.manifest.results
+
+    return merged
 
 
 def loaded(directory, **how):
@@ -77,54 +100,25 @@ def largest_difference(graph, model, document):
     return float((ours - theirs).abs().max())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "name",
-    FAMILIES,
-)
+@pytest.mark.parametrize(("name", "form"), MERGED)
 def test_the_merged_model_is_the_trained_one(
     name,
-    kind,
+    form,
     family_base,
     tiny_config,
     document,
+    merge,
     tmp_path,
 ):
-    """Fused, transposed, gated, capped or windowed: logits within 1e-4 in f32."""
+    """Fused, transposed, gated, capped or windowed: logits within 1e-4 in f32.
+
+    In every form, onto the base that it was trained on, less what its start took out of it.
+    """
     base = family_base(name).directory
-    config = tiny_config(F32, *KINDS[kind])
+    config = tiny_config(F32, *(KINDS | FORMS)[form])
     graph = graph_on(base, config)
     made = merge(written(graph, config, tmp_path / "adapter"), base, tmp_path / "merged")
-    assert made.results["base"] == ("original" if kind == "lora" else "dequantized")
-    assert largest_difference(graph, loaded(tmp_path / "merged"), document) <= 1e-4
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["lora.variant=rslora", "lora.r=4"],
-        ["lora.variant=rslora", "lora.rank_pattern={mlp:9}"],
-        ["lora.rank_pattern={down_proj:3}", "lora.alpha_pattern={mlp:7}"],
-        ["lora.variant=dora"],
-        ["lora.init=pissa", "lora.r=4"],
-        ["lora.init=pissa", "lora.r=4", "lora.variant=rslora"],
-        ["lora.init=loftq", "lora.loftq_iters=2", "lora.r=4"],
-        ["quant.quant_type=fp4", "quant.skip=[down_proj,'*.layers.0.*']"],
-    ],
-    ids=" ".join,
-)
-def test_every_variant_and_start_merges_exactly(
-    overrides,
-    tiny_base,
-    tiny_config,
-    document,
-    tmp_path,
-):
-    """Onto the 4-bit base that it was trained on, what its start took out of it included."""
-    config = tiny_config(F32, *overrides)
-    graph = graph_on(tiny_base.directory, config)
-    adapter = written(graph, config, tmp_path / "adapter")
-    merge(adapter, tiny_base.directory, tmp_path / "merged")
+    assert made["base"] == ("original" if form == "lora" else "dequantized")
     assert largest_difference(graph, loaded(tmp_path / "merged"), document) <= 1e-4
 
 
@@ -135,6 +129,7 @@ def test_peft_merges_the_same_into_the_unquantized_base(
     variant,
     family_base,
     tiny_config,
+    merge,
     tmp_path,
 ):
     """merge_and_unload of the same adapter's PEFT form, weight for weight; DoRA's lengths too."""
@@ -155,6 +150,28 @@ def test_peft_merges_the_same_into_the_unquantized_base(
         torch.testing.assert_close(ours[key], weight, rtol=1e-6, atol=1e-6, msg=key)
 
 
+@pytest.fixture(scope="module")
+def tied_base(family_base, tmp_path_factory):
+    """Tie a family's head to its embedding; return the directory and what is stored there."""
+    root = tmp_path_factory.mktemp("tied")
+
+    @functools.cache
+    def tied(name, *, with_prefix):
+        base = shutil.copytree(family_base(name).directory, root / f"{name}_{with_prefix}")
+        config_json = json.loads((base / "config.json").read_text("utf-8"))
+        config_json["tie_word_embeddings"] = True
+        (base / "config.json").write_text(json.dumps(config_json))
+        stored = load_file(base / "model.safetensors")
+        stored.pop("lm_head.weight", None)
+        first = next(iter(stored)).partition(".")[0]
+        if not with_prefix:
+            stored = {key.removeprefix(f"{first}."): weight for key, weight in stored.items()}
+        save_file(stored, base / "model.safetensors", metadata={"format": "pt"})
+        return base, stored
+
+    return tied
+
+
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
 @pytest.mark.parametrize("with_prefix", [True, False])
@@ -162,28 +179,19 @@ def test_a_tied_head_with_a_delta_gets_a_weight_of_its_own(
     name,
     kind,
     with_prefix,
-    family_base,
+    tied_base,
     tiny_config,
     document,
+    merge,
     tmp_path,
 ):
     """The embedding stays as it was; also where the checkpoint was saved without its head."""
-    base = shutil.copytree(family_base(name).directory, tmp_path / "base")
-    config_json = json.loads((base / "config.json").read_text("utf-8"))
-    config_json["tie_word_embeddings"] = True
-    (base / "config.json").write_text(json.dumps(config_json))
-    stored = {
-        k: v for k, v in load_file(base / "model.safetensors").items() if k != "lm_head.weight"
-    }
-    first = next(iter(stored)).partition(".")[0]
-    if not with_prefix:
-        stored = {key.removeprefix(f"{first}."): weight for key, weight in stored.items()}
-    save_file(stored, base / "model.safetensors", metadata={"format": "pt"})
+    base, stored = tied_base(name, with_prefix=with_prefix)
     config = tiny_config(F32, *KINDS[kind], "lora.targets=[o_proj,lm_head]")
     graph = graph_on(base, config)
     made = merge(written(graph, config, tmp_path / "adapter"), base, tmp_path / "merged")
-    assert made.results["untied"] is True
-    assert made.results["merged_keys"]["lm_head"] == "lm_head.weight"
+    assert made["untied"] is True
+    assert made["merged_keys"]["lm_head"] == "lm_head.weight"
     assert json.loads((tmp_path / "merged/config.json").read_text())["tie_word_embeddings"] is False
     model = loaded(tmp_path / "merged")
     assert largest_difference(graph, model, document) <= 1e-4
@@ -193,22 +201,13 @@ def test_a_tied_head_with_a_delta_gets_a_weight_of_its_own(
     assert not torch.equal(model.get_output_embeddings().weight, stored[key].float())
 
 
-WIDE = ["quant.block_size=128", "model.hidden_size=128", "model.intermediate_size=256"]
+BLOCKS = ["quant.block_size=128", "model.hidden_size=128", "model.intermediate_size=256"]
 BITWISE = {
     "nf4 in bf16": [],
     "nf4 in f32": [F32],
     "one scale": ["quant.double_quant=false"],
-    "blocks of 128": [
-        "quant.block_size=128",
-        "model.hidden_size=128",
-        "model.intermediate_size=256",
-    ],
-    "blocks of 128, one scale": [
-        "quant.block_size=128",
-        "quant.double_quant=false",
-        "model.hidden_size=128",
-        "model.intermediate_size=256",
-    ],
+    "blocks of 128": BLOCKS,
+    "blocks of 128, one scale": [*BLOCKS, "quant.double_quant=false"],
     "fp4": ["quant=fp4"],
     "fp4 in f32": ["quant=fp4", F32],
     "skipped modules": ["quant.skip=[mlp,'*.layers.1.self_attn.q_proj']"],
@@ -225,6 +224,7 @@ def test_the_dequantized_base_is_bit_for_bit_the_backend_s(
     overrides,
     tiny_backend,
     tiny_config,
+    merge,
     tmp_path,
 ):
     """With B = 0 nothing is added: every weight, the unquantized ones as they were computed."""
@@ -254,6 +254,7 @@ def test_the_proxy_s_merged_projections_are_those_of_its_graph(
     compute,
     tiny_backend,
     tiny_config,
+    merge,
     tmp_path,
 ):
     """Every projection of the stack and the tied head, and not one tensor more."""
@@ -261,9 +262,9 @@ def test_the_proxy_s_merged_projections_are_those_of_its_graph(
     graph = tiny_backend(*overrides, live=True)
     adapter = written(graph, tiny_config(*overrides), tmp_path / "adapter")
     made = merge(adapter, graph.base.directory, tmp_path / "o.safetensors", "merge.dtype=f32")
-    assert made.results["mode"] == "subset"
+    assert made["mode"] == "subset"
     found = load_file(tmp_path / "o.safetensors")
-    names = made.results["merged_keys"]
+    names = made["merged_keys"]
     assert names["lm_head"] == "lm_head.weight"
     for logical, projection in graph.projections.items():
         weight = projection.weight_OI.float() + projection.scale * (

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
 import signal
-import subprocess
 import sys
+from contextlib import redirect_stdout
 from types import SimpleNamespace
 
+import fork_server
 import numpy as np
 import pytest
 import torch
@@ -261,8 +263,7 @@ def test_a_quantized_checkpoint_and_an_unnamed_base_are_refused(
 
 
 KILLED = """
-import os, signal, sys
-from mens_exp import cli
+import os, signal
 from mens_exp.layout import safetensors_writer
 original = safetensors_writer.SafetensorsWriter.write
 calls = 0
@@ -273,17 +274,15 @@ def write(self, name, piece):
     if calls == 4:
         os.kill(os.getpid(), signal.SIGKILL)
 safetensors_writer.SafetensorsWriter.write = write
-sys.exit(cli.main(sys.argv[1:]))
 """
 
 
 def test_a_kill_leaves_nothing_and_the_next_merge_tidies_up(adapter, tiny_base, tmp_path):
     """In the middle of the weights; the temporary directory is gone after the next merge."""
-    command = ["task=merge", f"path={adapter}", f"base={tiny_base.directory}"]
-    command += [f"out={tmp_path / 'merged'}", f"hydra.run.dir={tmp_path / 'killed'}"]
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, *command], capture_output=True, check=False, timeout=300
-    )
+    command = [sys.executable, "-m", "mens_exp", "task=merge", f"path={adapter}"]
+    command += [f"base={tiny_base.directory}", f"out={tmp_path / 'merged'}"]
+    command += [f"hydra.run.dir={tmp_path / 'killed'}"]
+    done = fork_server.run(command, before=KILLED, capture_output=True, timeout=300)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (tmp_path / "merged").exists()
     assert len(list(tmp_path.glob(".merged.*"))) == 1
@@ -294,16 +293,30 @@ def test_a_kill_leaves_nothing_and_the_next_merge_tidies_up(adapter, tiny_base, 
 
 def typed_run(here, path, *overrides, code=0):
     command = ["task=merge", f"path={path}", f"out={here / 'merged'}", *overrides]
-    assert cli.main([*command, f"hydra.run.dir={here / 'record'}"]) == code
+    assert cli.main([*command, "parity.tokens=64", f"hydra.run.dir={here / 'record'}"]) == code
     return {} if code else load_tensors(here / "merged" / "model.safetensors")
 
 
-def test_a_run_its_peft_view_and_a_copy_of_that_merge_alike(finished, tiny_base, tmp_path, capsys):
+@pytest.fixture(scope="module")
+def merged_run(finished, tmp_path_factory):
+    """Merge a run to the default place; return the merge's own run and what it printed."""
+    record = RunDir(tmp_path_factory.mktemp("merged") / "record")
+    with redirect_stdout(io.StringIO()) as said:
+        assert (
+            cli.main(["task=merge", f"path={finished.path}", f"hydra.run.dir={record.path}"]) == 0
+        )
+    return record, said.getvalue()
+
+
+def test_a_run_its_peft_view_and_a_copy_of_that_merge_alike(
+    finished, merged_run, tiny_base, tmp_path, capsys
+):
     """The run names its base; elsewhere a PEFT directory is told its base, and how that was."""
-    for name in ("run", "view", "copy"):
+    for name in ("view", "copy"):
         (tmp_path / name).mkdir()
-    ours = typed_run(tmp_path / "run", finished.path)
-    assert "which the adapter was trained against" in capsys.readouterr().out
+    record, said = merged_run
+    ours = load_tensors(record.merged / "model.safetensors")
+    assert "which the adapter was trained against" in said
     view = typed_run(tmp_path / "view", finished.peft)
     copy = shutil.copytree(finished.peft, tmp_path / "peft")
     told = [f"base={tiny_base.directory}", "merge.base=dequantized"]
@@ -317,30 +330,28 @@ def test_a_run_its_peft_view_and_a_copy_of_that_merge_alike(finished, tiny_base,
     assert not torch.equal(ours[key], plain[key])
 
 
-def test_a_merged_run_is_a_whole_directory(finished, tmp_path):
+def test_a_merged_run_is_a_whole_directory(finished, merged_run):
     """Tokenizer, the template that it was trained in, a card, and the run's own."""
     from transformers import AutoTokenizer
 
-    typed_run(tmp_path, finished.path)
-    out = tmp_path / "merged"
+    run, _ = merged_run
+    out = run.merged
     template = finished.chat_template.read_text("utf-8")
     assert AutoTokenizer.from_pretrained(out).chat_template == template
     assert "summed in f32" in (out / "README.md").read_text("utf-8")
     assert (out / "MODEL_CARD.md").read_bytes() == finished.model_card.read_bytes()
-    record = Manifest.read(RunDir(tmp_path / "record").manifest)
+    record = Manifest.read(run.manifest)
     assert record.inputs["adapter_sha256"] == sha256_file(finished.adapter / "adapter.safetensors")
     assert record.results["out_sha256"] == {
         f"merged/{one.name}": sha256_file(one) for one in sorted(out.iterdir())
     }
 
 
-def test_the_default_place_is_the_merge_s_own_run(finished, tmp_path):
+def test_the_default_place_is_the_merge_s_own_run(merged_run):
     """Its files are among the outputs that the record vouches for."""
-    record = tmp_path / "record"
-    assert cli.main(["task=merge", f"path={finished.path}", f"hydra.run.dir={record}"]) == 0
-    outputs = Manifest.read(RunDir(record).manifest).outputs
-    weights = record / "merged/model.safetensors"
-    assert outputs["merged/model.safetensors"] == sha256_file(weights)
+    run, _ = merged_run
+    outputs = Manifest.read(run.manifest).outputs
+    assert outputs["merged/model.safetensors"] == sha256_file(run.path / "merged/model.safetensors")
 
 
 def test_a_run_that_trained_every_weight_has_nothing_to_merge(finished, tmp_path, capsys):
