@@ -55,7 +55,9 @@ def forked(tmp_path_factory):
     fork_server.keep_log(tmp_path_factory.getbasetemp() / "fork_server.log")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(own_process, "Popen", fork_server.Popen)
-        fork_server.execute_before_each(WITHOUT_DRAWING)
+        fork_server.execute_before_each(WITHOUT_DRAWING + WITHOUT_SYNC)
+        patch.setattr(os, "fsync", os.fsync)
+        exec(WITHOUT_SYNC, {})
         yield
     fork_server.end_servers()
 
@@ -64,6 +66,11 @@ def forked(tmp_path_factory):
 WITHOUT_DRAWING = """
 from mens_exp.report import plots
 plots._drawn = lambda *_: '<svg viewBox="0 0 1 1"></svg>'
+"""
+# What a test writes need not outlive a power cut; waiting for disks is a tenth of a tiny run.
+WITHOUT_SYNC = """
+import os
+os.fsync = lambda _: None
 """
 
 

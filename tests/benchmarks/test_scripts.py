@@ -14,10 +14,7 @@ from record import Results
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.mark.parametrize(
-    "name",
-    page.scripts(),
-)
+@pytest.mark.parametrize("name", page.scripts())
 def test_a_script_leaves_a_record_of_the_form(name, tmp_path):
     """At its smallest size: finite figures with their ratios, of this commit and machine."""
     if name == "sandbox" and shutil.which("bwrap") is None:
