@@ -12,7 +12,7 @@ NAME := throughput
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test quick soak slow check format golden docs bench clean
+.PHONY: help setup run test quick soak slow coverage check format golden docs bench clean
 
 help: ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -43,6 +43,13 @@ soak: $(STAMP) ## Run the tests that take too long for every change: an hour at 
 
 slow: $(STAMP) ## Run every test, and name those that tests/slow.txt lists wrongly
 	$(PYTEST) --check-slow $(ARGS)
+
+coverage: $(STAMP) ## Run every test, and list what of src none reaches
+	rm -f .coverage .coverage.*
+	COVERAGE_FILE=$(CURDIR)/.coverage COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml \
+	  PYTHONPATH=tests/support $(PYTEST) -p mutations $(ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
 
 check: $(STAMP) ## Lint, format and type checks
 	$(BIN)/ruff check .
