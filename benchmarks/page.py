@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 SHARED = {"page", "processes", "record"}  # what scripts have in common; they measure nothing
 FRAC = "frac"  # a share of 1, shown as a percentage
-SAME_MACHINE = ("cpu", "cores")  # which both runs must know; of these two may know only one:
-NEVER_DIFFERENT = ("instruction_set", "threads")
 SHORT = 10  # digits of a commit
 HEAD = """# Benchmarks
 
@@ -36,7 +34,7 @@ of several rounds; one without a range was measured once. `make docs` draws this
     make docs                           # draw this page again
 
 The column "Moved" compares a figure with the previous run of the same command on a comparable
-machine: the same processor, cores and threads, as far as both runs name them. It calls a change
+machine, which has the same processor and as many cores and threads. It calls a change
 better or worse where the ranges of both do not overlap and the ratio has moved the same way.
 """
 
@@ -99,12 +97,17 @@ def _section(run: Run, earlier: Sequence[Run]) -> Iterator[str]:
 
 
 def comparable(one: Machine, other: Machine) -> bool:
-    """Tell whether figures of two machines may be compared as if they were of one."""
-    pairs = [(one.get(key), other.get(key)) for key in SAME_MACHINE]
-    if any(mine is None or mine != theirs for mine, theirs in pairs):
+    """Tell whether figures of two machines may be compared as if they were of one.
+
+    Both runs must name the processor and its cores. Where a run does not name its threads, they are
+    as many as the cores, which is what a script takes by itself.
+    """
+    if one["cpu"] is None or one["cores"] is None:
         return False
-    pairs = [(one.get(key), other.get(key)) for key in NEVER_DIFFERENT]
-    return all(None in pair or pair[0] == pair[1] for pair in pairs)
+    sets = {one["instruction_set"], other["instruction_set"]} - {None}
+    same = [(machine["cpu"], machine["cores"]) for machine in (one, other)]
+    threads = [machine["threads"] or machine["cores"] for machine in (one, other)]
+    return same[0] == same[1] and threads[0] == threads[1] and len(sets) <= 1
 
 
 def moved(now: Figure, before: Figure | None) -> str:

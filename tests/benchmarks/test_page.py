@@ -35,6 +35,16 @@ def test_the_page_is_current():
     assert PAGE.read_text("utf-8") == page.page(RESULTS)
 
 
+def test_every_script_has_a_run_of_full_size():
+    """What a script measures is worth a figure; a smallest run has none that means anything."""
+    found = {path.stem: Results.read(path) for path in RESULTS.glob("*.json")}
+    assert sorted(found) == page.scripts()
+    assert {path.suffix for path in RESULTS.iterdir()} == {".json"}
+    for name, results in found.items():
+        assert results.name == name
+        assert {run["size"] for run in results.runs} == {Size.FULL}, name
+
+
 def test_a_first_run_has_moved_nowhere(drawn, run_of):
     """It says so, with what was measured, where and on which code."""
     text = drawn(run_of(note="busy"))
@@ -101,12 +111,16 @@ def test_a_run_of_another_machine_is_not_compared_with(change, drawn, run_of, ma
     assert "Moved |" not in text
 
 
-def test_what_an_earlier_run_does_not_name_is_no_difference(drawn, run_of, machine_of):
-    """The same processor with as many cores; how many threads, its text does not say."""
-    machine = machine_of(threads=None, load_1min=None)
-    reasons = dict.fromkeys(["machine.threads", "machine.load_1min"], "not stated")
-    text = drawn(run_of(machine=machine, unknown=reasons), run_of(utc=LATER))
-    assert row(text)[-1] == "unchanged; ratio unchanged"
+@pytest.mark.parametrize(("threads", "is_compared"), [(2, True), (1, False)])
+def test_threads_that_a_run_does_not_name_are_its_cores(
+    threads, is_compared, drawn, run_of, machine_of
+):
+    """A script takes as many by itself; one that was given another number is another machine."""
+    machine = machine_of(threads=None, instruction_set=None)
+    unknown = dict.fromkeys(["machine.threads", "machine.instruction_set"], "not stated")
+    now = run_of(utc=LATER, machine=machine_of(threads=threads))
+    text = drawn(run_of(machine=machine, unknown=unknown), now)
+    assert ("Moved |" in text) == is_compared
 
 
 def test_what_is_unknown_of_a_run_is_said(drawn, run_of, machine_of):
