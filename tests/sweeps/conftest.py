@@ -152,9 +152,10 @@ for step, value in scripts[min(number, len(scripts) - 1)]:
     elif step == "kill":
         os.kill(os.getpid(), getattr(signal, value))
     elif step == "on interrupt":
-        for heard in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(heard, lambda *_, code=value: sys.exit(code))
+        signal.signal(signal.SIGINT, lambda *_, code=value: sys.exit(code))
         open(f"{place}/listens", "w").close()
+    elif step == "on end":
+        signal.signal(signal.SIGTERM, lambda *_, code=value: sys.exit(code))
     elif step == "wait":
         began = time.time()
         while not os.path.exists(value) and time.time() - began < 30:

@@ -143,7 +143,7 @@ def disturbed(request, scripted, stand_in, tmp_path):
         program = tmp_path / name
         program.write_text(f"#!{sys.executable} -S\n{commands.read_text('utf-8')}", "utf-8")
         program.chmod(0o755)
-    script = [("on interrupt", 130), ("wait", str(tmp_path / "sweep" / "go"))]
+    script = [("on end", 130), ("on interrupt", 130), ("wait", str(tmp_path / "sweep" / "go"))]
     script += [("end", "succeeded"), ("exit", 0)]
     directory, record = scripted([script], [script], **LAUNCHERS[request.param])
     for job in record.jobs:
@@ -256,7 +256,7 @@ def test_a_job_that_another_takes_the_node_of_is_put_back(disturbed, by):
 def test_a_job_that_is_out_of_time_too_often_has_failed(disturbed):
     """With Slurm's word for it; a longer limit goes on with it."""
     settings = {"timeout_min": 1, "signal_delay_s": 30, "max_num_timeout": 0}
-    launcher = disturbed.go_on(launcher_settings=settings)
+    launcher = disturbed.go_on(retries=1, launcher_settings=settings)
     disturbed.listens()
     os.kill(disturbed.task()[1], signal.SIGUSR1)
     until(lambda: AttemptLog(disturbed.directory.attempts(0)).attempts()[0]["ended_utc"])
