@@ -10,6 +10,7 @@ import sys
 import time
 
 import fork_server
+import psutil
 import pytest
 
 from mens_exp import cli
@@ -24,105 +25,236 @@ pytestmark = [
     pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals; run it on Linux"),
 ]
 
-LIMIT_S = 240
+LIMIT_S = 400
 
 
 def command(tiny_run, directory, *overrides):
     """A sweep of two seeds, thirty steps each, a checkpoint after every second one."""
-    given = [*tiny_run, "trainer.max_steps=30", "sweep.retries=0", *overrides]
+    given = [*tiny_run, "trainer.max_steps=30", *overrides]
     by_key = {text.partition("=")[0]: text for text in given}
     return ["-m", *by_key.values(), "seed=1,2", f"hydra.sweep.dir={directory}"]
 
 
 def adapters(directory):
     files = sorted(directory.glob("*/adapter/**/*.safetensors"))
+    assert len(files) == 4
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
-
-
-def job_dirs(directory):
-    return [RunDir(directory / job["directory"]) for job in jobs(directory)]
 
 
 def jobs(directory):
     return list(SweepRecord.read(SweepDir(directory).record).jobs)
 
 
+def job_dirs(directory):
+    return [RunDir(directory / job["directory"]) for job in jobs(directory)]
+
+
+def states(directory):
+    return [str(job["state"]) for job in jobs(directory)]
+
+
+def codes(directory):
+    return [[one["exit_code"] for one in job["attempts"]] for job in jobs(directory)]
+
+
+def manifests(directory):
+    return [Manifest.read(one.manifest) for one in job_dirs(directory)]
+
+
+def first_of(directory, number):
+    """Return the process of a job, the first one where there are several."""
+    return psutil.Process(jobs(directory)[number]["attempts"][-1]["pid"])
+
+
+def second_of(directory, number):
+    children = first_of(directory, number).children()
+    (other,) = (one for one in children if "mens_exp.tasks.following" in one.cmdline())
+    return other
+
+
+class Disturbed:
+    """A sweep whose launchers are processes of their own."""
+
+    def __init__(self, place, environment):
+        self.place, self._environment = place, environment
+        self.launcher = None
+        self._seen = {}
+
+    def launch(self, *arguments):
+        self.launcher = fork_server.Popen(
+            [sys.executable, "-m", "mens_exp", *arguments],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=self._environment,
+        )
+
+    def go_on(self):
+        self.launch(f"sweep.resume='{self.place}'")
+
+    def ends(self):
+        """Return the exit code of the launcher."""
+        return self.launcher.wait(LIMIT_S)
+
+    def paused(self, *numbers):
+        """Stop jobs at their next checkpoints, so that what comes next finds them in training."""
+        began, found = time.monotonic(), {}
+        while len(found) < len(numbers):
+            assert self.launcher.poll() is None, "it ended before these checkpoints"
+            assert time.monotonic() - began < LIMIT_S
+            time.sleep(0.02)
+            for number in set(numbers) - set(found):
+                last = max((one.name for one in self._checkpoints(number)), default="")
+                if last > self._seen.get(number, ""):
+                    self._seen[number] = last
+                    found[number] = first_of(self.place, number)
+                    found[number].suspend()
+        return [found[number] for number in numbers]
+
+    def _checkpoints(self, number):
+        return self.place.glob(f"{number}_*/checkpoints/step_*.ckpt")
+
+    def is_left_by_its_launcher(self):
+        self.launcher.kill()
+        self.launcher.wait()
+
+
+@pytest.fixture
+def disturbed(tmp_path, cache):
+    (tmp_path / "tmp").mkdir()
+    source = os.pathsep.join(filter(None, sys.path))
+    told = {"PYTHONPATH": source, "MENS_EXP_CACHE": str(cache), "TMPDIR": str(tmp_path / "tmp")}
+    return Disturbed(tmp_path / "sweep", {**os.environ, **told})
+
+
 @pytest.fixture(scope="module")
 def whole(tiny_run, tmp_path_factory):
     """The sweep without a disturbance."""
     directory = tmp_path_factory.mktemp("whole") / "sweep"
-    assert cli.main(command(tiny_run, directory)) == 0
-    assert len(adapters(directory)) == 4
+    assert cli.main(command(tiny_run, directory, "sweep.retries=0")) == 0
     return directory
 
 
-@pytest.fixture
-def started(tiny_run, tmp_path, cache):
-    """Launch the sweep in a process of its own, and wait until its first job has a checkpoint."""
+def test_a_cancelled_a_killed_and_a_left_job_go_on_to_the_same_bytes(disturbed, whole, tiny_run):
+    """Ctrl-C closes the record of what is at work; a kill of one job begins the other.
 
-    def launched(*overrides):
-        source = os.pathsep.join(filter(None, sys.path))
-        arguments = command(tiny_run, tmp_path / "sweep", *overrides)
-        launcher = fork_server.Popen(
-            [sys.executable, "-m", "mens_exp", *arguments],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": source, "MENS_EXP_CACHE": str(cache)},
-        )
-        began = time.time()
-        while not list((tmp_path / "sweep").glob("0_*/checkpoints/step_00000002.ckpt")):
-            assert launcher.poll() is None, "it ended before its first checkpoint"
-            assert time.time() - began < LIMIT_S
-            time.sleep(0.02)
-        return launcher
-
-    return launched
-
-
-def pid_of(directory, number):
-    return int(jobs(directory)[number]["attempts"][-1]["pid"])
-
-
-def test_a_killed_job_stops_no_other_and_goes_on_to_the_same_bytes(started, whole, tmp_path):
-    """The sweep says that one failed, and resuming takes it up from its checkpoint."""
-    place = tmp_path / "sweep"
-    launcher = started()
-    os.kill(pid_of(place, 0), signal.SIGKILL)
-    assert launcher.wait(LIMIT_S) == 1
-    assert [job["state"] for job in jobs(place)] == ["failed", "succeeded"]
-    assert "killed by SIGKILL" in jobs(place)[0]["reason"]
-    assert cli.main([f"sweep.resume={place}"]) == 0
-    assert [job["state"] for job in jobs(place)] == ["succeeded", "succeeded"]
-    assert [len(job["attempts"]) for job in jobs(place)] == [2, 1]
-    resumed_from = Manifest.read(job_dirs(place)[0].manifest).attempts[-1]["resumed_from_step"]
-    assert (resumed_from or 0) >= 2
-    assert adapters(place) == adapters(whole)
-
-
-def test_a_killed_launcher_leaves_its_job_at_work(started, whole, tmp_path):
-    """Resuming waits for it instead of starting it anew."""
-    place = tmp_path / "sweep"
-    launcher = started()
-    launcher.kill()
-    launcher.wait()
-    assert cli.main([f"sweep.resume={place}"]) == 0
-    assert [len(job["attempts"]) for job in jobs(place)] == [1, 1]
-    assert len(Manifest.read(job_dirs(place)[0].manifest).attempts) == 1
-    assert adapters(place) == adapters(whole)
-
-
-def test_ctrl_c_cancels_what_is_at_work(started, whole, tmp_path):
-    """Its record is closed, the other has not begun, and both go on to the same bytes."""
-    place = tmp_path / "sweep"
-    launcher = started()
-    launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(LIMIT_S) == 130
-    assert [job["state"] for job in jobs(place)] == ["cancelled", "cancelled"]
+    What a killed launcher left at work is waited for; the rest is taken up from its checkpoints.
+    """
+    place = disturbed.place
+    disturbed.launch(*command(tiny_run, place, "sweep.retries=0"))
+    (job,) = disturbed.paused(0)
+    disturbed.launcher.send_signal(signal.SIGINT)
+    job.resume()
+    assert disturbed.ends() == 130
+    assert states(place) == ["cancelled", "cancelled"]
     first, second = job_dirs(place)
     assert Manifest.read(first.manifest).status is Status.CANCELLED
     assert not second.manifest.exists()
-    assert cli.main([f"sweep.resume={place}", "hydra.launcher.n_jobs=2"]) == 0
+
+    disturbed.go_on()
+    (job,) = disturbed.paused(0)
+    job.kill()
+    (left,) = disturbed.paused(1)
+    assert states(place) == ["failed", "running"]
+    assert "killed by SIGKILL" in jobs(place)[0]["reason"]
+
+    disturbed.is_left_by_its_launcher()
+    left.resume()
+    assert cli.main([f"sweep.resume={place}"]) == 0
+    assert states(place) == ["succeeded", "succeeded"]
+    assert codes(place) == [[130, -signal.SIGKILL, 0], [None]]
+    taken_up, waited_for = manifests(place)
+    assert [(one["resumed_from_step"] or 0) >= 2 for one in taken_up.attempts] == [
+        False,
+        True,
+        True,
+    ]
+    assert len(waited_for.attempts) == 1
     assert adapters(place) == adapters(whole)
+
+
+SEVERAL = ["trainer=ddp", "trainer.accelerator=cpu", "hydra.launcher.n_jobs=2"]
+
+
+@pytest.fixture(scope="module")
+def several(tiny_run, tmp_path_factory):
+    """A sweep of two jobs at a time, each of two processes, without a disturbance."""
+    directory = tmp_path_factory.mktemp("several") / "sweep"
+    assert cli.main(command(tiny_run, directory, *SEVERAL)) == 0
+    return directory
+
+
+def wait_until_gone(process):
+    began = time.monotonic()
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() - began < 60, "it has outlived its first process"
+        time.sleep(0.1)
+
+
+def thrown_away(tmp_path):
+    return [path.name for path in (tmp_path / "tmp").glob("mens_exp_process*")]
+
+
+def test_jobs_of_two_processes_train_side_by_side(several):
+    """Each on record with both its processes, and with the memory of both."""
+    assert states(several) == ["succeeded", "succeeded"]
+    for job, manifest in zip(jobs(several), manifests(several), strict=True):
+        assert (job["processes"], manifest.facts["processes"]) == (2, 2)
+        (attempt,) = job["attempts"]
+        first, second = manifest.results["peak_rss_bytes_of_processes"]
+        assert attempt["peak_rss_bytes"] > 0.9 * (first + second)
+        assert attempt["peak_rss_bytes"] > 1.5 * first
+        assert not RunDir(several / job["directory"]).processes.exists()
+    assert len(set(adapters(several).values())) == 4
+
+
+def test_processes_that_train_along_end_and_go_on_with_their_jobs(
+    disturbed, several, tiny_run, tmp_path
+):
+    """SIGTERM ends all and closes their records; moved elsewhere, the sweep goes on.
+
+    The first process of one job is killed and the second one of the other, and both jobs are tried
+    again. The launcher is killed and a job with it: what is still at work is waited for, with its
+    second process. Nothing is left at work or lying about, and the bytes are the same.
+    """
+    disturbed.launch(*command(tiny_run, disturbed.place, *SEVERAL, "sweep.retries=1"))
+    firsts = disturbed.paused(0, 1)
+    others = [second_of(disturbed.place, number) for number in (0, 1)]
+    disturbed.launcher.send_signal(signal.SIGTERM)
+    for one in firsts:
+        one.resume()
+    assert disturbed.ends() == 130
+    assert [one.is_running() for one in others] == [False, False]
+    assert states(disturbed.place) == ["cancelled", "cancelled"]
+    assert {one.status for one in manifests(disturbed.place)} == {Status.CANCELLED}
+    assert thrown_away(tmp_path) == []
+
+    place = disturbed.place = disturbed.place.rename(tmp_path / "moved elsewhere")
+    disturbed.go_on()
+    killed, other = disturbed.paused(0, 1)
+    left_alone = second_of(place, 0)
+    second_of(place, 1).kill()
+    other.resume()
+    killed.kill()
+    wait_until_gone(left_alone)
+
+    killed, other = disturbed.paused(0, 1)
+    log = RunDir(place / jobs(place)[1]["directory"]).log.read_text("utf-8")
+    assert "process 1 of 2 has ended" in log
+    assert "ended by SIGKILL" in log
+    disturbed.is_left_by_its_launcher()
+    left_alone = second_of(place, 0)
+    killed.kill()
+    other.resume()
+    wait_until_gone(left_alone)
+    disturbed.go_on()
+    assert disturbed.ends() == 0
+    assert states(place) == ["succeeded", "succeeded"]
+    assert codes(place) == [[130, -signal.SIGKILL, None, 0], [130, 1, None]]
+    for manifest in manifests(place):
+        resumed = [(one["resumed_from_step"] or 0) >= 2 for one in manifest.attempts]
+        assert resumed == [False] + [True] * (len(resumed) - 1)
+    assert adapters(place) == adapters(several)
+    assert thrown_away(tmp_path) == []
 
 
 @pytest.mark.parametrize("edit", ["r: 4", "- not: [yaml"], ids=["other value", "broken"])

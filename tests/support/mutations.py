@@ -42,7 +42,7 @@ _COMPARISONS = {
 _COMPARISONS |= {ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"}
 
 
-def pytest_runtest_logstart(nodeid, location):  # noqa: ARG001  # pytest's signature
+def pytest_runtest_logstart(nodeid, location):  # pytest's signature
     """Let coverage note which test executes a line."""
     from coverage import Coverage
 

@@ -154,6 +154,8 @@ for step, value in scripts[min(number, len(scripts) - 1)]:
     elif step == "on interrupt":
         signal.signal(signal.SIGINT, lambda *_, code=value: sys.exit(code))
         open(f"{place}/listens", "w").close()
+    elif step == "on end":
+        signal.signal(signal.SIGTERM, lambda *_, code=value: sys.exit(code))
     elif step == "wait":
         began = time.time()
         while not os.path.exists(value) and time.time() - began < 30:
@@ -162,16 +164,40 @@ for step, value in scripts[min(number, len(scripts) - 1)]:
 
 
 @pytest.fixture
-def sweep(tmp_path, monkeypatch):
-    """Make a launcher whose jobs are stand-ins, one list of scripts for each."""
+def stand_in(tmp_path):
+    """The program that stands in for jobs."""
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN, encoding="utf-8")
+    return script
+
+
+@pytest.fixture
+def scripted(tmp_path):
+    """Write the directories of jobs, one list of scripts for each; return the sweep's record."""
+
+    def made(*scripts, **more):
+        directory = SweepDir(tmp_path / "sweep")
+        jobs = [_job(number) for number in range(len(scripts))]
+        for one, script_of_one in zip(jobs, scripts, strict=True):
+            run = RunDir(directory.path / one["directory"])
+            for status in Status:
+                _manifest(run, status, results={"wall_s": 2.0, "tuned_val_loss": 1.5})
+                run.manifest.replace(run.path / f"manifest_{status.value}.json")
+            (run.path / "scripts.json").write_text(json.dumps(script_of_one), encoding="utf-8")
+        return directory, _record(*jobs, **more)
+
+    return made
+
+
+@pytest.fixture
+def sweep(stand_in, scripted, monkeypatch):
+    """Make a launcher whose jobs are stand-ins, one list of scripts for each."""
 
     def start(arguments, log, environment):
         with log.open("ab") as output:
             return Child(
                 subprocess.Popen(
-                    [sys.executable, "-S", str(script), *arguments],
+                    [sys.executable, "-S", str(stand_in), *arguments],
                     stdout=output,
                     stderr=output,
                     env=environment,
@@ -185,15 +211,7 @@ def sweep(tmp_path, monkeypatch):
     monkeypatch.setattr(pool.JoblibExecutor, "look_s", 0.01)
 
     def made(*scripts, **more):
-        directory = SweepDir(tmp_path / "sweep")
-        jobs = [_job(number) for number in range(len(scripts))]
-        for one, script_of_one in zip(jobs, scripts, strict=True):
-            run = RunDir(directory.path / one["directory"])
-            for status in Status:
-                _manifest(run, status, results={"wall_s": 2.0, "tuned_val_loss": 1.5})
-                run.manifest.replace(run.path / f"manifest_{status.value}.json")
-            (run.path / "scripts.json").write_text(json.dumps(script_of_one), encoding="utf-8")
-        return Launcher(directory, _record(*jobs, **more), Console(file=io.StringIO()))
+        return Launcher(*scripted(*scripts, **more), Console(file=io.StringIO()))
 
     return made
 

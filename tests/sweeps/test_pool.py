@@ -186,6 +186,7 @@ def test_a_worker_of_the_pool_that_is_killed_takes_no_job_with_it(tiny_run, tmp_
     thread = threading.Thread(target=kill, daemon=True)
     thread.start()
     given = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=1", "seed=1,2", "sweep.retries=0"]
+    given.append("task=plan")
     assert cli.main(["-m", *tiny_run, *given, f"hydra.sweep.dir={place}"]) == 0
     thread.join()
     assert killed != [os.getpid()]
