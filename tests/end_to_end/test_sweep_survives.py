@@ -159,7 +159,7 @@ def test_a_cancelled_a_killed_and_a_left_job_go_on_to_the_same_bytes(disturbed, 
 
     disturbed.is_left_by_its_launcher()
     left.resume()
-    assert cli.main([f"sweep.resume={place}"]) == 0
+    assert cli.main([f"sweep.resume={place}", "hydra.launcher.n_jobs=2"]) == 0
     assert states(place) == ["succeeded", "succeeded"]
     assert codes(place) == [[130, -signal.SIGKILL, 0], [None]]
     taken_up, waited_for = manifests(place)
