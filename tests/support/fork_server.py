@@ -26,6 +26,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import importlib.util
 import inspect
 import io
 import itertools
@@ -119,7 +120,7 @@ class ForkServer:
                 env={
                     **DEFAULTS,
                     **{k: v for k, v in environment.items() if not k.startswith("COVERAGE")},
-                    "PYTHONPATH": str(Path(__file__).parent),
+                    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), _source()]),
                     "OMP_NUM_THREADS": "1",
                     "OPENBLAS_NUM_THREADS": "1",
                     "MKL_NUM_THREADS": "1",
@@ -195,6 +196,14 @@ def end_servers():
     for server in _servers.values():
         server.close()
     _servers.clear()
+
+
+def _source():
+    """Return where this process finds the package, which may be another checkout than installed."""
+    found = importlib.util.find_spec("mens_exp")
+    assert found is not None
+    assert found.origin is not None
+    return str(Path(found.origin).parents[1])
 
 
 def _key(environment):
