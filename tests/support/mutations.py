@@ -139,10 +139,14 @@ def draw(seed, count):
 
 
 def executing(data, mutant):
-    """Return the tests that execute a mutant's line."""
+    """Return the tests that execute a mutant's line; for what an import executes, those beside."""
     (name,) = [one for one in data.measured_files() if one.endswith("/" + mutant["file"])] or [""]
     names = data.contexts_by_lineno(name).get(mutant["line"], []) if name else []
-    return sorted({one.partition(" (")[0] for one in names if "::" in one})
+    tests = sorted({one.partition(" (")[0] for one in names if "::" in one})
+    near = f"tests/{mutant['file'].split('/')[2]}/"
+    if names and not tests:
+        return [near]
+    return sorted(tests, key=lambda one: not one.startswith(near))
 
 
 def attempt(mutant, tests):
@@ -204,8 +208,6 @@ def main():
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     for mutant in json.loads(given.mutants.read_text("utf-8"))[number::parts]:
         tests = executing(data, mutant)
-        near = f"tests/{mutant['file'].split('/')[2]}/"
-        tests.sort(key=lambda one: not one.startswith(near))
         began = time.perf_counter()
         end, by = attempt(mutant, tests[:MOST_TESTS]) if tests else ("uncovered", None)
         seconds = round(time.perf_counter() - began)
