@@ -144,9 +144,16 @@ def executing(data, mutant):
     names = data.contexts_by_lineno(name).get(mutant["line"], []) if name else []
     tests = sorted({one.partition(" (")[0] for one in names if "::" in one})
     near = f"tests/{mutant['file'].split('/')[2]}/"
-    if names and not tests:
+    if names and not (tests and is_in_function(mutant)):
         return [near]
     return sorted(tests, key=lambda one: not one.startswith(near))
+
+
+def is_in_function(mutant):
+    """Tell whether calls execute a mutant's line, and not an import alone."""
+    tree = ast.parse((ROOT / mutant["file"]).read_text("utf-8"))
+    functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)]
+    return any(one.body[0].lineno <= mutant["line"] <= one.end_lineno for one in functions)
 
 
 def attempt(mutant, tests):
