@@ -7,8 +7,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 ARGS ?=
 NAME := throughput
 # One process a core; the tests of a file stay together, since they share what is dear to make, and
-# the files stay in the order of tests/conftest.py: slow ones first. What pytest compiles it keeps,
-# also where the environment forbids it: compiling is half of the time that collecting takes.
+# the files stay in the order of tests/conftest.py: slow ones first. Compiled tests are kept even
+# where PYTHONDONTWRITEBYTECODE is set: collecting takes 15 s with them, and 25 without.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
@@ -38,7 +38,7 @@ test: $(STAMP) ## Run every test (those that need a GPU skip where there is none
 quick: $(STAMP) ## Run the tests of the inner loop
 	$(PYTEST) -m 'not slow and not gpu and not soak' $(ARGS)
 
-soak: $(STAMP) ## Run the tests that take too long for every change: an hour at most
+soak: $(STAMP) ## Run the long campaigns, of which the other tests run a small case
 	$(PYTEST) -m soak $(ARGS)
 
 slow: $(STAMP) ## Run every test, and name those that tests/slow.txt lists wrongly
@@ -46,6 +46,7 @@ slow: $(STAMP) ## Run every test, and name those that tests/slow.txt lists wrong
 
 coverage: $(STAMP) ## Run every test, and list what of src none reaches
 	rm -f .coverage .coverage.*
+	@# a test that fails does not keep the figures back
 	-COVERAGE_FILE=$(CURDIR)/.coverage COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml \
 	  PYTHONPATH=tests/support $(PYTEST) -p mutations $(ARGS)
 	$(BIN)/coverage combine --quiet

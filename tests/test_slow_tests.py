@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import slow_tests
 
@@ -61,11 +64,16 @@ def test_a_shared_fixture_is_dear_for_each_test_that_uses_it(own, request):
     assert costs.costs() == {f"{HERE}::first": 4.5, f"{HERE}::second": 4.5}
 
 
-def test_listed_tests_are_marked(request):
-    """Each line gives its test the marker that `make quick` leaves out."""
-    marked = [item.nodeid for item in request.session.items if item.get_closest_marker("slow")]
-    listed = slow_tests.listed()
-    assert all({name, slow_tests.function_of(name)} & listed for name in marked)
-    for item in request.session.items:
-        if {item.nodeid, slow_tests.function_of(item.nodeid)} & listed:
-            assert item.get_closest_marker("slow"), item.nodeid
+def test_listed_tests_are_marked(tmp_path, monkeypatch):
+    """A line is a function, whole, or one of its cases; what is not listed stays as it is."""
+    path = tmp_path / "slow.txt"
+    path.write_text("tests/a.py::one\ntests/a.py::two[x]\n", "utf-8")
+    monkeypatch.setattr(slow_tests, "LIST", path)
+    marks = {}
+    names = ("one", "one[z]", "two", "two[x]", "two[y]", "three")
+    items = [
+        SimpleNamespace(nodeid=f"tests/a.py::{name}", add_marker=partial(marks.__setitem__, name))
+        for name in names
+    ]
+    slow_tests.pytest_collection_modifyitems(items)
+    assert marks == {"one": "slow", "one[z]": "slow", "two[x]": "slow"}

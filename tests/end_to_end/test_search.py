@@ -21,9 +21,7 @@ from mens_exp.artifacts.sweep import SweepRecord
 from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.errors import MensError
 
-pytestmark = [
-    pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals; run it on Linux"),
-]
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals; run it on Linux")
 
 RATE = "optim.lr=tag(log,interval(1e-5,1e-2))"
 SPACE = [RATE, "lora.r=4,8", "backend=qlora,full", "hydra.sweeper.n_trials=3"]

@@ -21,9 +21,7 @@ from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.config.compose import from_yaml
 from mens_exp.sweeps.launcher import Launcher
 
-pytestmark = [
-    pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals; run it on Linux"),
-]
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals; run it on Linux")
 
 LIMIT_S = 400
 

