@@ -6,10 +6,11 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ARGS ?=
 NAME := throughput
-# One process a core; the tests of a file stay together, since they share what is dear to make, and
-# the files stay in the order of tests/conftest.py: slow ones first. Compiled tests are kept even
-# where PYTHONDONTWRITEBYTECODE is set: collecting takes 15 s with them, and 25 without.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# As many processes as tests/conftest.py says; the tests of a file stay together, since they share
+# what is dear to make, and the files stay in the order of that conftest: slow ones first. Compiled
+# tests are kept even where PYTHONDONTWRITEBYTECODE is set: collecting takes 15 s with them, and 25
+# without.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test quick soak slow coverage check format golden docs bench clean

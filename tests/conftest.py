@@ -9,11 +9,14 @@ import json
 import os
 import runpy
 import shutil
+import signal
 from pathlib import Path
 
 # One thread: tiny models gain nothing from more, and threads that wait for each other on a busy
 # machine take a hundred times as long. Before torch is imported, and for subprocesses too.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Shells start background jobs with interrupts ignored, as would be all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import fork_server
 import live_adapters
@@ -32,6 +35,11 @@ pytest_plugins = ["family_models", "real_models", "slow_tests"]
 
 
 loader._MOST = 10_000  # compositions that a process remembers; tests ask for many
+
+
+def pytest_xdist_auto_num_workers():
+    """Run one process more than there are cores: many tests wait for a clock or a service."""
+    return min((os.cpu_count() or 1) + 1, 4)
 
 
 def pytest_collection_modifyitems(items):

@@ -25,12 +25,12 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals; ru
 
 RATE = "optim.lr=tag(log,interval(1e-5,1e-2))"
 SPACE = [RATE, "lora.r=4,8", "backend=qlora,full", "hydra.sweeper.n_trials=3"]
-POOL = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=1"]
-THREADS = [*POOL, "hydra.launcher.backend=threading"]
+# Of joblib's pool; its processes run a sweep of their own in tests/sweeps/test_pool.py.
+THREADS = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=1", "hydra.launcher.backend=threading"]
 LAUNCHERS = [
     pytest.param([], id="local"),
     pytest.param(
-        POOL,
+        THREADS,
         id="joblib",
         marks=pytest.mark.skipif(
             importlib.util.find_spec("joblib") is None,
@@ -145,7 +145,7 @@ def test_a_killed_trial_is_tried_again_while_tpe_draws_others(tiny_run, tmp_path
     assert ended[1] < begun[3]
 
 
-@pytest.mark.parametrize("launcher_is", [[], THREADS], ids=["local", "joblib"])
+@pytest.mark.parametrize("launcher_is", LAUNCHERS)
 def test_a_trial_that_learns_nothing_is_ended(tiny_run, tmp_path, launcher_is):
     """By the second trial's validation loss beside the first's; its record says so."""
     place = tmp_path / "search"
