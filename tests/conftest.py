@@ -15,8 +15,6 @@ from pathlib import Path
 # One thread: tiny models gain nothing from more, and threads that wait for each other on a busy
 # machine take a hundred times as long. Before torch is imported, and for subprocesses too.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Shells start background jobs with interrupts ignored, as would be all that tests start.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import fork_server
 import live_adapters
@@ -33,6 +31,9 @@ from mens_exp.sandbox.bubblewrap import Bubblewrap
 
 pytest_plugins = ["family_models", "real_models", "slow_tests"]
 
+
+# Shells start background jobs with interrupts ignored, as would be all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 loader._MOST = 10_000  # compositions that a process remembers; tests ask for many
 
