@@ -10,6 +10,7 @@ import os
 import runpy
 import shutil
 import signal
+from collections import Counter
 from pathlib import Path
 
 # One thread: tiny models gain nothing from more, and threads that wait for each other on a busy
@@ -45,8 +46,9 @@ def pytest_xdist_auto_num_workers():
 
 def pytest_collection_modifyitems(items):
     """Begin with the files of slow tests, so that no process is left alone with one at the end."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: -slow[item.path] / tests[item.path])
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,7 +4,9 @@ import gzip
 import json
 
 import pytest
+from transformers import AutoTokenizer
 
+from mens_exp.corpus import stdlib
 from mens_exp.plan import tokens
 from mens_exp.plan.tokens import count_tokens
 
@@ -57,3 +59,16 @@ def test_a_plan_of_a_stream_reads_no_more_than_the_first_rows(counted, path, mon
     path.write_text("\n".join([*lines[:100], "no row at all"]) + "\n", "utf-8")
     monkeypatch.setattr(tokens, "peek", None)
     assert counted(path, *STREAMED)["train_rows"] > 0
+
+
+def test_the_library_is_estimated_from_the_sizes_of_its_files(
+    tiny_config, smollm2, cache, tmp_path
+):
+    """Before a row of it is extracted: near what SmolLM2's own tokenizer makes of the rows."""
+    sides = ["data.val_frac=0.5", "data.heldout_frac=0"]
+    planned = count_tokens(tiny_config("data=stdlib", *sides), tmp_path / "nothing here")
+    tokenizer = AutoTokenizer.from_pretrained(smollm2.directory)
+    every_twentieth = [pair.prompt + pair.response for pair in stdlib.load(cache).pairs[::20]]
+    counted = 20 * sum(map(len, tokenizer(every_twentieth).input_ids))
+    assert planned["train_tokens"] == pytest.approx(counted / 2, rel=0.15)
+    assert planned["val_tokens"] == planned["train_tokens"]
