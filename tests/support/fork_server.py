@@ -82,6 +82,8 @@ USUAL += ["data=jsonl", "data.path=rows.jsonl"]
 _MESSAGE = 1 << 18  # bytes of a request, below the limit of a packet
 _PADDING = 1 << 13  # bytes that the server's own command line leaves for those of its forks
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, linux/prctl.h
+_COLLAPSE = 25  # MADV_COLLAPSE, linux/mman.h
+_HUGE = 2 << 20  # bytes of a huge page on x86 and, with pages of 4 KiB, on ARM
 _HANDLED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1}
 _HANDLED |= {signal.SIGUSR2, signal.SIGALRM}
 _PYTHON_IGNORES = {signal.SIGPIPE, signal.SIGXFSZ}
@@ -339,10 +341,26 @@ def main():
     # type() alone: isinstance() would ask each object for its class, which some compute
     _temporary[:] = [o for o in gc.get_objects() if type(o) is tempfile.TemporaryDirectory]
     gc.freeze()
+    _use_huge_pages()
     connection.send(b"ready")
     asked = _serve(connection, listener)
     while asked is not None:
         asked = _become(*asked)
+
+
+def _use_huge_pages():
+    """Put what the imports left into pages of 2 MiB, which a fork copies four times as fast.
+
+    A system that cannot (Linux before 6.1) says so, and all stays as it is.
+    """
+    madvise = ctypes.CDLL(None).madvise
+    for line in Path("/proc/self/maps").read_text("ascii").splitlines():
+        span, access, *_, name = line.split()
+        if "w" in access and name in ("0", "[heap]"):  # the inode, or a name: memory of no file
+            begin, end = (int(number, 16) for number in span.split("-"))
+            begin, end = -(-begin // _HUGE) * _HUGE, end // _HUGE * _HUGE
+            if begin < end:
+                madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _COLLAPSE)
 
 
 def _import_everything():
@@ -445,7 +463,8 @@ def _become(request, files):
         kept = theirs.detach()
         _close_files_but(kept)
         _name("fork_server of", request["arguments"])
-        return _serve(socket.socket(fileno=kept), None)
+        asked = _serve(socket.socket(fileno=kept), None)
+        return asked or os._exit(0)  # freeing what it shares would copy all of it
     theirs.close()
     for number, file in enumerate(files):
         os.dup2(file, number)
