@@ -33,25 +33,37 @@ NEEDS = {
 }
 
 
-@pytest.fixture(scope="session")
-def nodes():
-    """Return what each option puts under its group; options of several groups share a composition.
+# Options of these set values of other groups, or go with few of them; the rest share compositions.
+ALONE = ("backend", "callbacks", "experiment", "preset")
 
-    Those of `preset` and `experiment` put nothing there, and would set values of other groups.
-    """
-    options = {group: list(names) for group, names in group_options().items()}
+
+@pytest.fixture(scope="session")
+def combined():
+    """Compose so often that each option is chosen once, with the values that it requires."""
+    options = {group: names for group, names in group_options().items() if group not in ALONE}
+    cells = []
+    for number in range(max(map(len, options.values()))):
+        chosen = [f"{group}={names[number % len(names)]}" for group, names in options.items()]
+        needs = [one for option in chosen for one in NEEDS.get(option, [])]
+        cells.append([*chosen, *(one for one in needs if one.partition("=")[0] not in options)])
+    return compose([[one for one in cell if not one.startswith("backend=")] for cell in cells])
+
+
+@pytest.fixture(scope="session")
+def nodes(combined):
+    """Return what each option puts under its group; those of `preset` and `experiment`, nothing."""
+    options = group_options()
     found = {(group, name): {} for group, names in options.items() for name in names}
     blocks = compose([[f"callbacks=[{','.join(options['callbacks'])}]"]])[0].values.callbacks
     found |= {("callbacks", name): {name: block} for name, block in blocks.items()}
-    for group in ("backend", "callbacks", "experiment", "preset"):
-        names = options.pop(group)
-        if group == "backend":
-            composed = [compose([[f"backend={name}"]])[0].values.backend for name in names]
-            found |= {(group, name): node for name, node in zip(names, composed, strict=True)}
-    for number in range(max(map(len, options.values()))):
-        chosen = {group: names[number % len(names)] for group, names in options.items()}
-        values = compose([[f"{group}={name}" for group, name in chosen.items()]])[0].values
-        found |= {one: values.get(one[0]) or {} for one in chosen.items()}
+    for name in options["backend"]:
+        found["backend", name] = compose([[f"backend={name}"]])[0].values.backend
+    for one in combined:
+        found |= {
+            (group, name): one.values.get(group) or {}
+            for group, name in one.choices.items()
+            if group not in ALONE
+        }
     return found
 
 

@@ -343,19 +343,19 @@ def _under_schemas(stored: DictConfig | ListConfig) -> DictConfig:
     """Put stored values under the schemas that their groups' discriminators name."""
     if not isinstance(stored, DictConfig):
         raise TypeError("the file holds no mapping")
-    root = OmegaConf.structured(RunConfig)
+    root = copied(_structured(RunConfig))
     assert isinstance(root, DictConfig)
     for group in stored:
         node = stored[group]
         if group == "callbacks":
             root[group] = {
-                name: OmegaConf.merge(_schema("callbacks", values, name=str(name)), values)
+                name: _under(_schema("callbacks", values, name=str(name)), values)
                 for name, values in node.items()
             }
         elif isinstance(node, DictConfig) and group not in SCHEMAS:
-            root[group] = OmegaConf.merge(root[group], node)
+            root[group].merge_with(node)
         elif isinstance(node, DictConfig):
-            root[group] = OmegaConf.merge(_schema(str(group), node), node)
+            root[group] = _under(_schema(str(group), node), node)
         else:
             root[group] = node
     if "sandbox" not in stored:  # written before there was one
@@ -363,9 +363,21 @@ def _under_schemas(stored: DictConfig | ListConfig) -> DictConfig:
     return root
 
 
-def _schema(group: str, node: DictConfig, *, name: str | None = None) -> type:
+def _under(schema: DictConfig, values: DictConfig) -> DictConfig:
+    node: DictConfig = copied(schema)
+    node.merge_with(values)
+    return node
+
+
+def _schema(group: str, node: DictConfig, *, name: str | None = None) -> DictConfig:
     """Return the schema of stored values; a class that is not ours has one of its own keys."""
     values = _plain(node)
     if group in CLASS_GROUPS and values.get("_target_") not in our_targets():
-        return own_schema(group, values, name or group)
-    return schema_of(group, values, name=name)
+        return DictConfig(own_schema(group, values, name or group))
+    return _structured(schema_of(group, values, name=name))
+
+
+@functools.cache
+def _structured(schema: type) -> DictConfig:
+    """Return the node of a schema, to be copied: making one takes longer than all else here."""
+    return DictConfig(schema)
