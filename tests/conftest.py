@@ -39,9 +39,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 loader._MOST = 10_000  # compositions that a process remembers; tests ask for many
 
 
-def pytest_xdist_auto_num_workers():
-    """Run one process more than there are cores: many tests wait for a clock or a service."""
-    return min((os.cpu_count() or 1) + 1, 4)
+def pytest_xdist_auto_num_workers(config):
+    """Run one process more than there are cores: many slow tests wait for a clock or a service."""
+    waiting = 0 if "not slow" in config.option.markexpr else 1
+    return min((os.cpu_count() or 1) + waiting, 4)
 
 
 def pytest_collection_modifyitems(items):

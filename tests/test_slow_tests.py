@@ -13,7 +13,7 @@ HERE = "tests/test_slow_tests.py"
 
 def test_what_is_listed_wrongly_is_named():
     """Dear and not listed, cheap and listed, gone; what is near the limit stays as it is."""
-    costs = {f"{HERE}::a": 9.0, f"{HERE}::b": 0.1, f"{HERE}::c": 0.35, f"{HERE}::d[1]": 0.28}
+    costs = {f"{HERE}::a": 9.0, f"{HERE}::b": 0.1, f"{HERE}::c": 0.25, f"{HERE}::d[1]": 0.18}
     listed = {f"{HERE}::b", f"{HERE}::d", f"{HERE}::e", "tests/no_file.py::f", "tests/conftest.py"}
     assert list(slow_tests.wrong(costs, listed)) == [
         f"   9.0 s, not listed: {HERE}::a",
@@ -32,6 +32,16 @@ def test_a_function_is_listed_once_where_all_its_cases_are_slow():
         f"{HERE}::a",
         f"{HERE}::b[1]",
     ]
+
+
+def test_a_test_that_forks_costs_the_start_of_a_server(request, monkeypatch):
+    """Whichever test is the first to fork waits for that."""
+    item = request.node
+    monkeypatch.setattr(slow_tests.fork_server, "forked", slow_tests.fork_server.forked + 1)
+    stub = SimpleNamespace(stash=item.stash, user_properties=[], _fixtureinfo=item._fixtureinfo)
+    slow_tests.pytest_runtest_teardown(stub)
+    assert slow_tests.SERVER in dict(stub.user_properties)[slow_tests.USES]
+    assert slow_tests.Costs(item.config)._shared[slow_tests.SERVER] > slow_tests.LIMIT_S
 
 
 @pytest.fixture(scope="module")

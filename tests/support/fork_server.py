@@ -152,7 +152,9 @@ class ForkServer:
         Returns:
             Its process ID.
         """
+        global forked  # one count for the process
         with self._lock:
+            forked += 1
             self.wait_until_ready()
             libc = ctypes.CDLL(None)
             libc.prctl(_SUBREAPER, 1, 0, 0, 0)
@@ -166,6 +168,7 @@ class ForkServer:
         return int(answer)
 
 
+forked = 0  # processes by this one
 _servers = {}
 _log = Path(os.devnull)
 _is_fork = False

@@ -6,6 +6,7 @@ is a test's node ID, without the part in brackets where all of its cases are slo
 ``make slow`` runs the suite and names what is listed wrongly; with ``ARGS=--write-slow`` it also
 writes the list anew. What a test costs is what it takes by itself, its own set-up included, or the
 dearest fixture that it shares with others, if that takes longer: alone it would wait for that too.
+A fork server is one: the first test of a process that forks waits for its imports.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import fork_server
 import pytest
 
 LIST = Path(__file__).parents[1] / "slow.txt"
-LIMIT_S = 0.3
+LIMIT_S = 0.2
 NOISE = 1.5  # between two runs on a busy machine; what is nearer to the limit stays as it is
 SHARED, USES = "fixture ", "uses"
+SERVER, SERVER_S = "fork server", 13  # measured: seconds that one takes to import everything
+
+
+_forked = pytest.StashKey()  # how many processes there were before the test
 
 
 def pytest_addoption(parser):
@@ -56,8 +62,14 @@ def pytest_fixture_setup(fixturedef, request):
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    item.stash[_forked] = fork_server.forked
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown(item):
-    names = [
+    names = [SERVER] if fork_server.forked > item.stash[_forked] else []
+    names += [
         f"{SHARED}{found[-1].baseid}::{name}"
         for name, found in item._fixtureinfo.name2fixturedefs.items()
         if found and found[-1].scope != "function"
@@ -77,7 +89,7 @@ class Costs:
 
     def __init__(self, config):
         self._write = config.getoption("write_slow")
-        self._took, self._shared, self._uses = {}, {}, {}
+        self._took, self._shared, self._uses = {}, {SERVER: SERVER_S}, {}
 
     def pytest_runtest_logreport(self, report):
         name = report.nodeid
