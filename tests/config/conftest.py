@@ -45,8 +45,9 @@ def combined():
     for number in range(max(map(len, options.values()))):
         chosen = [f"{group}={names[number % len(names)]}" for group, names in options.items()]
         needs = [one for option in chosen for one in NEEDS.get(option, [])]
-        cells.append([*chosen, *(one for one in needs if one.partition("=")[0] not in options)])
-    return compose([[one for one in cell if not one.startswith("backend=")] for cell in cells])
+        values = [one for one in needs if one.partition("=")[0] not in group_options()]
+        cells.append([*chosen, *values])
+    return compose(cells)
 
 
 @pytest.fixture(scope="session")
