@@ -39,6 +39,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 loader._MOST = 10_000  # compositions that a process remembers; tests ask for many
 
 
+@pytest.hookimpl(optionalhook=True)  # where xdist is switched off, nobody asks
 def pytest_xdist_auto_num_workers(config):
     """Run one process more than there are cores: many slow tests wait for a clock or a service."""
     waiting = 0 if "not slow" in config.option.markexpr else 1
