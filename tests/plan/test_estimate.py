@@ -240,7 +240,7 @@ def test_memory_is_the_sum_of_its_components(on_rows, cache):
     assert memory["estimate"] == sum(memory["components"].values())
     assert 0 < memory["low"] < memory["estimate"] < memory["high"]
     assert memory["free"] > 0
-    assert memory["runs"] == 0
+    assert memory["runs"] == []
 
 
 @pytest.mark.parametrize(("option", "state"), [("adamw", 8), ("adamw_8bit", 2), ("lion", 4)])

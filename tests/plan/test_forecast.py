@@ -3,7 +3,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from mens_exp.config.compose import compose, typed
 from mens_exp.config.quant import QuantType
 from mens_exp.layout.shape import shape_of
 from mens_exp.plan.forecast import documents_of, forecast
@@ -14,6 +17,7 @@ from mens_exp.plan.pace import flop_per_token, learned_frac, quantization_s, tim
 
 CPU = Machine(kind="cpu", name="a CPU", total_bytes=1, free_bytes=1)
 GPU = dataclasses.replace(CPU, kind="cuda", name="a GPU")
+PARAMETERS, TOKENS = 94_208, 2048  # of the tiny configuration
 ENTRY = Entry(
     utc="2026-11-20T05:58:01.123Z",
     device="a CPU",
@@ -21,6 +25,8 @@ ENTRY = Entry(
     backend="qlora",
     run_id="run",
     contract="0" * 64,
+    parameters=PARAMETERS,
+    tokens_per_step=TOKENS,
     predicted_peak_bytes=1000,
     measured_peak_bytes=1200,
     flop_per_step=3e12,
@@ -47,21 +53,84 @@ def ahead(tiny_config, tmp_path):
 def test_three_runs_correct_and_bound_the_next(ahead):
     """A fifth more than the formula: the estimate moves there, the interval is 7 % each way."""
     plain, known = ahead(), ahead(ENTRY, ENTRY, ENTRY)
-    assert (plain.runs, known.runs) == (0, 3)
+    assert (plain.runs, known.runs) == ((), ("run",) * 3)
     assert known.memory.estimate == pytest.approx(1.2 * plain.memory.estimate, rel=1e-6)
     assert known.memory.high / known.memory.estimate == pytest.approx(1.07, abs=0.01)
     assert known.memory.low / known.memory.estimate == pytest.approx(0.93, abs=0.01)
-    assert "3 earlier runs" in known.memory.basis
+    assert "3 earlier runs of like size" in known.memory.basis
     assert known.formula == plain.formula == plain.memory.estimate
 
 
 @pytest.mark.parametrize(
-    "change", [{"device": "another"}, {"family": "gpt2"}, {"backend": "proxy"}]
+    "change",
+    [
+        {"device": "another"},
+        {"backend": "proxy"},
+        {"parameters": 2 * PARAMETERS + 2},
+        {"parameters": PARAMETERS // 2 - 1},
+        {"tokens_per_step": 2 * TOKENS + 1},
+        {"tokens_per_step": TOKENS // 2 - 1},
+    ],
 )
 def test_runs_of_another_kind_say_nothing(ahead, change):
-    """Device, family and backend have to be the same."""
+    """Device and backend have to be the same, and both sizes within a factor of two."""
     other = dataclasses.replace(ENTRY, **change)
-    assert ahead(other, other, other).runs == 0
+    assert ahead(other, other, other) == ahead()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"family": "gpt2"},
+        {"parameters": 2 * PARAMETERS},
+        {"parameters": PARAMETERS // 2},
+        {"tokens_per_step": 2 * TOKENS},
+        {"tokens_per_step": TOKENS // 2},
+    ],
+)
+def test_runs_of_like_size_count(ahead, change):
+    """Of any family; the forecast names them."""
+    other = dataclasses.replace(ENTRY, **change)
+    assert ahead(other, other, other).runs == ("run",) * 3
+
+
+@st.composite
+def of_other_sizes(draw):
+    """Draw a run of the main job's device and backend, of any size but its own, however slow."""
+    factor = st.floats(2.01, 1e6) | st.floats(1e-4, 0.49)
+    sizes = [(draw(factor), 1.0), (1.0, draw(factor)), (draw(factor), draw(factor))]
+    parameters, tokens = draw(st.sampled_from(sizes))
+    return dataclasses.replace(
+        ENTRY,
+        parameters=max(1, int(parameters * MAIN_PARAMETERS)),
+        tokens_per_step=max(1, int(tokens * MAIN_TOKENS)),
+        measured_peak_bytes=draw(st.integers(1, 10**15)),
+        measured_step_s=draw(st.floats(1e-6, 1e6)),
+    )
+
+
+MAIN_PARAMETERS, MAIN_TOKENS = 134_479_872, 2048
+
+
+@given(known=st.lists(of_other_sizes(), min_size=20, max_size=20))
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_twenty_runs_of_other_sizes_move_the_main_job(known, main_job, tmp_path):
+    """One tiny run once made 31 hours of five minutes, and 20 GiB of 28."""
+    config, documents = main_job, Documents(longest=512, typical=400)
+    shape = shape_of(config.model)
+    assert shape.parameters == MAIN_PARAMETERS
+    empty = forecast(config, shape, documents, CPU, tmp_path / "none")
+    path = ledger_path(tmp_path)
+    path.unlink(missing_ok=True)
+    for entry in known:
+        append(path, entry)
+    assert forecast(config, shape, documents, CPU, tmp_path) == empty
+
+
+@pytest.fixture(scope="module")
+def main_job():
+    """Compose the default configuration."""
+    return typed(compose([[]])[0].values)
 
 
 def test_two_runs_leave_the_formula_alone(ahead):

@@ -16,6 +16,8 @@ ENTRY = Entry(
     backend="qlora",
     run_id="run",
     contract="0" * 64,
+    parameters=94_208,
+    tokens_per_step=2048,
     predicted_peak_bytes=1000,
     measured_peak_bytes=1100,
     flop_per_step=1e12,
@@ -47,7 +49,7 @@ def test_torn_and_foreign_lines_are_passed_over(tmp_path):
         file.write(b'{"format": "mens_exp_ledger", "ver')
     append(path, ENTRY)
     with path.open("ab") as file:
-        file.write(b'{"format": "mens_exp_ledger", "version": 2}\n[]\nnot JSON\n')
+        file.write(b'{"format": "mens_exp_ledger", "version": 1}\n[]\nnot JSON\n')
     assert entries(path) == [ENTRY, ENTRY]
 
 

@@ -52,6 +52,8 @@ def test_mean_step_follows_from_the_rate(results):
 
 
 PLAN = {
+    "parameters": 94_208,
+    "tokens_per_step": 2048,
     "device": {"kind": "cpu", "name": "a CPU"},
     "backend": "qlora",
     "time_s": {"flop_per_step": 1e9, "step_s": 3.0},

@@ -15,7 +15,9 @@ from mens_exp.layout.random_config import config_of
 if TYPE_CHECKING:
     from mens_exp.layout.directory import ModelDirectory
 
-__all__ = ["Shape", "check_weights", "family_for", "shape_of"]
+__all__ = ["UNBOUNDED", "Shape", "check_weights", "family_for", "shape_of"]
+
+UNBOUNDED = 1 << 20  # tokens; of a model that names no longest sequence, such as one with ALiBi
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +53,11 @@ class Shape:
     def linear_parameters(self) -> int:
         """Weights of all projections of all layers."""
         return self.num_hidden_layers * sum(o * i for o, i in self.projections().values())
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the linear layers and of the embedding, and of a head of its own."""
+        return self.linear_parameters + self.embedding_parameters
 
     @property
     def embedding_parameters(self) -> int:
@@ -101,7 +108,7 @@ def shape_of(model: ModelConfig) -> Shape:
 def _from_config(config: dict[str, Any], where: str, family: Family) -> Shape:
     keys = family.keys
     try:
-        hidden, heads = int(config[keys["hidden_size"]]), int(config[keys["num_attention_heads"]])
+        hidden, heads = int(config[keys["hidden_size"]]), _heads(config, family)
         width = config.get(keys["intermediate_size"])
         if width is None and (family.transposed or not family.verified):
             width = 4 * hidden  # GPT-2 leaves its usual width open; headers tell the others'
@@ -114,13 +121,26 @@ def _from_config(config: dict[str, Any], where: str, family: Family) -> Shape:
             num_key_value_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or family.head_dim or hidden // heads),
             vocab_size=int(config[keys["vocab_size"]]),
-            max_position_embeddings=int(config[keys["max_position_embeddings"]]),
+            max_position_embeddings=_longest(config, keys["max_position_embeddings"], family),
             tied=bool(config.get("tie_word_embeddings", family.tied)),
         )
     except KeyError as error:
         raise ModelFileError(f"has no {error.args[0]}", where=where) from error
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise ModelFileError("has an unusable dimension", where=where, found=str(error)) from error
+
+
+def _heads(config: dict[str, Any], family: Family) -> int:
+    """Return the heads of attention; a recurrent model has none, and is one wide head here."""
+    key = family.keys["num_attention_heads"]
+    return int(config[key]) if family.verified or config.get(key) is not None else 1
+
+
+def _longest(config: dict[str, Any], key: str, family: Family) -> int:
+    """Return the longest sequence, in tokens; models without a table of positions may name none."""
+    if family.verified or config.get(key) is not None:
+        return int(config[key])
+    return UNBOUNDED
 
 
 def check_weights(directory: ModelDirectory) -> None:

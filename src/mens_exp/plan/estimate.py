@@ -17,7 +17,7 @@ from mens_exp.plan import machine, messages, pace
 from mens_exp.plan.checks.machine import findings
 from mens_exp.plan.contract import contract_of
 from mens_exp.plan.disk import disk
-from mens_exp.plan.forecast import documents_of, forecast
+from mens_exp.plan.forecast import documents_of, forecast, tokens_per_step
 from mens_exp.plan.kernels import readers_of_names
 from mens_exp.plan.planner import execution_plan
 from mens_exp.plan.sharing import device_of_plan, shared
@@ -53,7 +53,7 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
     shape = shape_of(config.model)
     data = count_tokens(config, cache)
     effective = config.data.micro_batch_size * config.trainer.accumulate_grad_batches
-    per_step = config.data.seq_len * effective
+    per_step = tokens_per_step(config)
     steps = steps_of(config, _blocks(config, data))
     total = steps * per_step if steps is not None else None
     device = device_of_plan(config)
@@ -67,6 +67,7 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         "version": 1,
         **_meaning(config, shape),
         "layers": shape.num_hidden_layers,
+        "parameters": shape.parameters,
         "trainable_parameters": trained_parameters(config, shape),
         "data": data,
         "effective_batch": effective,
@@ -135,7 +136,7 @@ def _time(
 def _memory(expected: Forecast, device: machine.Machine) -> dict[str, Any]:
     return expected.memory.record() | {
         "formula": expected.formula,
-        "runs": expected.runs,
+        "runs": list(expected.runs),
         "free": device.free_bytes,
     }
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.backend import ProxyConfig
 from mens_exp.plan import pace
-from mens_exp.plan.ledger import Entry, Residuals, entries, ledger_path, residuals
+from mens_exp.plan.ledger import Entry, Residuals, entries, is_alike, ledger_path, residuals
 from mens_exp.plan.memory import Documents, Memory, memory, recomputes
 from mens_exp.plan.trained import frozen_linears, trained_parameters
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mens_exp.layout.shape import Shape
     from mens_exp.plan.machine import Machine
 
-__all__ = ["Forecast", "documents_of", "forecast"]
+__all__ = ["Forecast", "documents_of", "forecast", "tokens_per_step"]
 
 _ALIKE = 0.95  # of the longest document: all are about as long
 _RECENT = 20  # runs that an interval is taken from; older ones ran older code
@@ -31,16 +31,22 @@ class Forecast:
     Attributes:
         memory: the estimate, corrected and bounded by earlier runs where there are enough.
         formula: the peak by formula alone, as a probe of the run would see it.
-        runs: how many earlier runs the memory's interval rests on.
+        runs: ids of the earlier runs of like size that the forecast rests on.
         pace: the rate of computing.
         per_token: training operations for one token.
     """
 
     memory: Memory
     formula: int
-    runs: int
+    runs: tuple[str, ...]
     pace: pace.Pace
     per_token: float
+
+
+def tokens_per_step(config: RunConfig) -> int:
+    """Return the tokens of one optimizer step, full blocks taken."""
+    data = config.data
+    return data.seq_len * data.micro_batch_size * config.trainer.accumulate_grad_batches
 
 
 def documents_of(config: RunConfig, data: dict[str, Any]) -> Documents:
@@ -58,18 +64,19 @@ def forecast(
     config: RunConfig, shape: Shape, documents: Documents, machine: Machine, cache: Path
 ) -> Forecast:
     """Estimate memory and pace of a run."""
+    sizes = {"parameters": shape.parameters, "tokens_per_step": tokens_per_step(config)}
     known = [
         one
         for one in entries(ledger_path(cache))
-        if (one.device, one.family, one.backend)
-        == (machine.name, shape.family.model_type, config.backend.name)
+        if (one.device, one.backend) == (machine.name, config.backend.name)
+        and is_alike(one, **sizes)
     ][-_RECENT:]
     plain = memory(config, shape, documents, kind=machine.kind)
     seen = residuals(_ratios(known))
     return Forecast(
         memory=_corrected(plain, seen),
         formula=plain.estimate - plain.outside,
-        runs=seen.runs if seen else 0,
+        runs=tuple(one.run_id for one in known),
         pace=pace.pace_of(config, machine.kind, known, _rate_spread(known)),
         per_token=_per_token(config, shape, documents, machine),
     )
@@ -116,5 +123,5 @@ def _corrected(plain: Memory, seen: Residuals | None) -> Memory:
         components={**plain.components, **correction},
         low=round(total * seen.low),
         high=round(total * seen.high),
-        basis=f"{plain.basis}; corrected and bounded by {seen.runs} earlier runs on this device",
+        basis=f"{plain.basis}; corrected and bounded by {seen.runs} earlier runs of like size",
     )

@@ -1,7 +1,7 @@
 """Predicted beside measured, run after run: a local file that only grows.
 
-Each line is one finished run. The next prediction for the same device, model family and backend
-takes its interval from the ratios of measured to predicted that stand here.
+Each line is one finished run. A prediction is corrected by the runs of like size on the same device
+and backend: by how far the formula was off for them, and by the rate that they computed at.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["Entry", "Residuals", "append", "entries", "ledger_path", "residuals"]
+__all__ = ["Entry", "Residuals", "append", "entries", "is_alike", "ledger_path", "residuals"]
 
-_FORMAT, _VERSION = "mens_exp_ledger", 1
+_FORMAT, _VERSION = "mens_exp_ledger", 2  # 1 had no sizes
 _FEWEST = 3  # runs under which a spread says nothing
 # Student's t, two-sided 90 %, by degrees of freedom (any table); beyond it, the normal's 1.645.
 _T90 = {2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833, 10: 1.812}
 _T90_MANY = 1.75
+_LIKE_SIZE = 2.0  # unverified guess
 _LEAST_SPREAD = 0.02  # of the log ratio: allocators differ by that much between equal runs
 
 
@@ -39,6 +40,8 @@ class Entry:
         backend: what computed it.
         run_id: the run.
         contract: digest of its contract.
+        parameters: of the base, embedding included.
+        tokens_per_step: of an optimizer step.
         predicted_peak_bytes: by formula, uncorrected.
         measured_peak_bytes: the highest resident (CPU) or allocated (GPU) memory.
         flop_per_step: floating-point operations in an optimizer step, by formula.
@@ -52,6 +55,8 @@ class Entry:
     backend: str
     run_id: str
     contract: str
+    parameters: int
+    tokens_per_step: int
     predicted_peak_bytes: int | None
     measured_peak_bytes: int | None
     flop_per_step: float | None
@@ -67,6 +72,20 @@ class Residuals:
     centre: float
     low: float
     high: float
+
+
+def is_alike(one: Entry, *, parameters: int, tokens_per_step: int) -> bool:
+    """Tell whether a run is of like size: within a factor of two, in both respects.
+
+    What is off in a small run is its framework and its kernels, of which a large one knows nothing.
+
+    Args:
+        one: the run.
+        parameters: of the base to plan for.
+        tokens_per_step: likewise.
+    """
+    pairs = ((one.parameters, parameters), (one.tokens_per_step, tokens_per_step))
+    return all(max(a, b) <= _LIKE_SIZE * min(a, b) for a, b in pairs)
 
 
 def ledger_path(cache: Path) -> Path:

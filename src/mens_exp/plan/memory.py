@@ -176,7 +176,7 @@ def recomputes(config: RunConfig, shape: Shape, kind: str) -> bool:
     """Tell whether activations are computed again in the backward pass."""
     return is_wanted(
         config.model.gradient_checkpointing,
-        parameters=shape.linear_parameters + shape.embedding_parameters,
+        parameters=shape.parameters,
         on_gpu=kind == "cuda",
     )
 
@@ -221,8 +221,8 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
     }
     if on_cpu:
         components |= {"completions": _COMPLETIONS} if config.suite.name != "none" else {}
-        weights = shape.linear_parameters + shape.embedding_parameters
-        components["weights file, mapped"] = _MAPPED * weights
+        components["weights file, mapped"] = _MAPPED * shape.parameters
+    components |= _comparison(config, shape, components, kept)
     if is_in_parts(config):
         layers = shape.num_hidden_layers
         components = in_parts(config, components, bits=bits, layers=layers, kind=kind)
@@ -242,6 +242,23 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         + ("; activations are computed again" if again else "")
         + ("; the optimizer's state is paged to host memory" if is_paged and not on_cpu else ""),
     )
+
+
+def _comparison(
+    config: RunConfig, shape: Shape, components: Mapping[str, int], kept: Mapping[str, float]
+) -> dict[str, int]:
+    """Return what the comparison with transformers before step 1 needs beyond training.
+
+    It holds f32 copies of the unquantized weights, and neither moments nor long activations. Of a
+    base that is not quantized these are another base or two, and it is left out where they do not
+    fit.
+    """
+    compares = config.data.contract.probe and config.backend.name != "proxy"
+    if not (compares and config.quant.is_quantized) or is_in_parts(config):
+        return {}
+    freed = sum(components[name] for name in ("optimizer", "head chunk", "allocator", *kept))
+    beyond = shape.embedding_parameters * _F32 - freed
+    return {"comparison before step 1": beyond} if beyond > 0 else {}
 
 
 def _process(config: RunConfig) -> str:

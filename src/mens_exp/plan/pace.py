@@ -132,7 +132,7 @@ def pace_of(config: RunConfig, kind: str, known: Sequence[Entry], spread: Residu
     Args:
         config: the run.
         kind: ``cpu`` or ``cuda``.
-        known: the ledger's runs of this device and family that measured a step.
+        known: the ledger's runs of like size on this device.
         spread: interval of the ratio of their rates to the last of them, with enough of them.
     """
     rates = [
@@ -147,7 +147,7 @@ def pace_of(config: RunConfig, kind: str, known: Sequence[Entry], spread: Residu
             low=last * spread.low,
             high=last * spread.high,
             runs=len(rates),
-            basis=f"the rate of {len(rates)} earlier runs on this device",
+            basis=f"the rate of {len(rates)} earlier runs of like size",
         )
     if rates:
         return Pace(
@@ -155,7 +155,7 @@ def pace_of(config: RunConfig, kind: str, known: Sequence[Entry], spread: Residu
             low=rates[-1] / _TABLE_SPREAD,
             high=rates[-1] * _TABLE_SPREAD,
             runs=len(rates),
-            basis=f"the rate of the last of {len(rates)} earlier runs on this device",
+            basis=f"the rate of the last of {len(rates)} earlier runs of like size",
         )
     if kind != "cpu":
         reason = "unknown: no rate has been measured for a GPU; the first run here measures one"

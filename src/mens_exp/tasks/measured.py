@@ -37,6 +37,8 @@ def keep_measurement(manifest: Manifest, plan: dict[str, Any], cache: Path) -> N
         backend=plan["backend"],
         run_id=manifest.run_id,
         contract=str(contract.get("digest")),
+        parameters=plan["parameters"],
+        tokens_per_step=plan["tokens_per_step"],
         predicted_peak_bytes=plan["memory_bytes"]["formula"],
         measured_peak_bytes=results.get("peak_rss_bytes" if on_cpu else "peak_cuda_bytes"),
         flop_per_step=rate,
