@@ -13,7 +13,7 @@ NAME := throughput
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test quick soak slow coverage check format golden docs bench clean
+.PHONY: help setup run test quick soak slow coverage check format golden docs families bench clean
 
 help: ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -69,6 +69,9 @@ docs: $(STAMP) ## Make the pages of docs/ that the code knows best
 	PYTHONPATH=src $(BIN)/python -m mens_exp.config.reference_page > docs/config.md
 	PYTHONPATH=src $(BIN)/python -m mens_exp.plan.capabilities > docs/capabilities.md
 	PYTHONPATH=src $(BIN)/python benchmarks/page.py > docs/benchmarks.md
+
+families: $(STAMP) ## Write docs/families.md by training every model type of transformers (ten minutes)
+	$(BIN)/python tests/support/families.py > docs/families.new && mv docs/families.new docs/families.md
 
 bench: $(STAMP) ## Measure training speed, or NAME=merge and others (docs/benchmarks.md), with ARGS
 	@test -f benchmarks/$(NAME).py || { echo "No benchmarks/$(NAME).py. Next: choose one of docs/benchmarks.md"; exit 1; }

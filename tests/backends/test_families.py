@@ -10,11 +10,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from families import make_tiny
 from safetensors.torch import load_file
 
 from mens_exp.layout.directory import read_directory
 from mens_exp.layout.families import FAMILIES
 from mens_exp.model.quiet import quiet
+from mens_exp.objective.causal import CrossEntropy
 from mens_exp.quant.bnb import quantization_config, quantized_linears
 
 families = pytest.mark.parametrize("name", FAMILIES)
@@ -84,6 +86,64 @@ def test_logits_are_those_of_peft_on_eager_attention(
         assert close(logits_of(backend, packed_documents), expected, 1e-5)
         assert close(logits_of(backend, padded_documents), expected, 1e-5)
     assert close(logits_of(backend, packed_documents).detach(), expected, 1e-5)
+
+
+# Families whose forward scales or caps logits, routes to experts, or drops by function calls.
+OTHERS = {
+    "granite": {},
+    "granitemoe": {},
+    "cohere": {"logit_scale": 0.0625},
+    "cohere2": {},
+    "mixtral": {},
+    "opt": {},
+    "biogpt": {},
+}
+
+
+@pytest.fixture(scope="session")
+def other_backend(tmp_path_factory, tiny_config):
+    """Build the LoRA graph of another family in f32 on its unquantized base."""
+    from mens_exp.backends.lora import LoraBackend
+    from mens_exp.config.model import HfModel
+    from mens_exp.model.resolve import resolve
+
+    def built(name):
+        place = tmp_path_factory.mktemp(name)
+        base = HfModel(id=str(make_tiny(name, place / "model", **OTHERS[name])))
+        overrides = ("quant=none", "quant.compute_dtype=f32", "backend=lora")
+        config = tiny_config(*overrides, "lora.targets=[q_proj,v_proj]")
+        config.model = base
+        return LoraBackend(config, resolve(base, place), torch.device("cpu"))
+
+    return built
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_loss_and_answers_are_those_of_transformers(
+    name, other_backend, family_documents, packed_documents
+):
+    """The sum of `forward(labels=...)` over the documents alone, and `generate`'s tokens."""
+    backend = other_backend(name).train()
+    reference = eager(backend.base)
+    ids = torch.from_numpy(family_documents.ids).long()
+    bounds = [(a, b) for a, b in pairwise(family_documents.offsets.tolist()) if b - a > 1]
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 319, "pad_token_id": 0}
+    with torch.no_grad():
+        ours = CrossEntropy("test", 16)(
+            backend(packed_documents), packed_documents.targets_M, backend.head
+        )
+        theirs = sum(
+            reference(input_ids=ids[None, a:b], labels=ids[None, a:b]).loss * (b - a - 1)
+            for a, b in bounds
+        )
+        answer = reference.generate(input_ids=ids[None, :6], **options)[0, 6:]
+    assert float(ours.total) == pytest.approx(float(theirs), rel=1e-5)
+    pending, cache, made = ids[:6].tolist(), None, []
+    for _ in range(8):
+        logits_V, cache = backend.next_logits(pending, cache)
+        pending = [int(logits_V.argmax())]
+        made += pending
+    assert made[: len(answer)] == answer.tolist()
 
 
 @families

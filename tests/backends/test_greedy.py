@@ -86,7 +86,7 @@ def test_the_mode_is_as_before_afterwards(backend, training):
 
 def test_the_mode_is_as_before_after_an_error(backend):
     """A failing block does not leave the model in evaluation mode."""
-    backend.train()
+    before = [module.training for module in backend.train().modules()]
     seen = []
 
     def fail():
@@ -97,7 +97,7 @@ def test_the_mode_is_as_before_after_an_error(backend):
     with pytest.raises(OSError, match="lost"):
         fail()
     assert seen == [False]
-    assert all(module.training for module in backend.modules())
+    assert [module.training for module in backend.modules()] == before
 
 
 def test_sampling_settings_of_the_checkpoint_play_no_part(backend):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
@@ -64,6 +65,16 @@ PROBE = {
     "accumulation_loss": 0.05,
     "accumulation_gradient": 0.05,
     "parameters_compared": 100,
+    "reference": {
+        "loss": 1e-4,
+        "gradient": 1e-3,
+        "parameters": 100,
+        "loss_tolerance": 1e-4,
+        "gradient_tolerance": 1e-3,
+        "seconds": 0.1,
+        "from_cache": False,
+    },
+    "reference_unknown": None,
     "seconds": 1.0,
 }
 
@@ -159,6 +170,9 @@ def test_each_fault_of_the_rows_is_refused(change, what):
         ({"together_hidden": 0.051}, "not kept apart"),
         ({"accumulation_loss": 0.051}, "not one batch"),
         ({"accumulation_gradient": 0.051}, "not one batch"),
+        ({"reference": PROBE["reference"] | {"loss": 1.1e-4}}, "the loss is not the one"),
+        ({"reference": PROBE["reference"] | {"loss": math.nan}}, "the loss is not the one"),
+        ({"reference": PROBE["reference"] | {"gradient": 1.1e-3}}, "the gradient is not the one"),
     ],
 )
 def test_each_fault_of_the_probe_is_refused(change, what):

@@ -13,7 +13,9 @@ __all__ = [
     "DataContract",
     "OverlapPart",
     "ProbePart",
+    "ReferencePart",
     "RowsPart",
+    "StoredReference",
     "StoredTokens",
     "TokenPart",
 ]
@@ -89,6 +91,24 @@ class RowsPart(TypedDict):
     mix_off: float | None
 
 
+class ReferencePart(TypedDict):
+    """Our loss and gradient against those of transformers alone, both in f32.
+
+    The reference is the model's own ``forward(labels=...)`` on the same weights, one document at a
+    time, with eager attention and a filled adapter. Differences are relative, ``|a − b| / |b|``;
+    the gradient's is of all ``parameters`` as one vector. A run over a tolerance is refused.
+    ``from_cache``: an earlier run of the same base, adapter, code and packages was compared.
+    """
+
+    loss: float
+    gradient: float
+    parameters: int
+    loss_tolerance: float
+    gradient_tolerance: float
+    seconds: float
+    from_cache: bool
+
+
 class ProbePart(TypedDict):
     """What was tried on a few documents of the run's own model, before step 1.
 
@@ -97,7 +117,7 @@ class ProbePart(TypedDict):
     loss or a hidden state moves when a document's last token, which nothing is predicted from, is
     another one.
     ``accumulation`` is one batch against micro-batches of one document: loss and gradients, over
-    ``parameters_compared`` of them.
+    ``parameters_compared`` of them. ``reference`` is null where ``reference_unknown`` says why.
     """
 
     documents: int
@@ -114,6 +134,8 @@ class ProbePart(TypedDict):
     accumulation_loss: float | None
     accumulation_gradient: float | None
     parameters_compared: int | None
+    reference: ReferencePart | None
+    reference_unknown: str | None
     seconds: float
 
 
@@ -126,6 +148,20 @@ class StoredTokens(StoredRecord):
     encoding_sha256: str
     tokens: TokenPart
     unknown: dict[str, str] = field(default_factory=dict)
+
+    def problems(self, where: str) -> list[Any]:
+        """Return nothing: every value of the right types can be."""
+        del where
+        return []
+
+
+@dataclass(kw_only=True, slots=True)
+class StoredReference(StoredRecord):
+    """A comparison with transformers, kept for the next run of the same graph."""
+
+    format: str = "mens_exp_reference"
+    version: int = 1
+    part: ReferencePart
 
     def problems(self, where: str) -> list[Any]:
         """Return nothing: every value of the right types can be."""

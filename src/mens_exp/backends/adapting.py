@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.lora import LoraVariant
-from mens_exp.errors import SetupError
+from mens_exp.errors import ConfigError, SetupError
 from mens_exp.layout.targets import pattern_values, shortest_names
 from mens_exp.model.quiet import quiet
 
@@ -52,15 +52,24 @@ def adapted(
         PEFT's model, and its layers by logical name, in the order of ``modules``.
 
     Raises:
+        ConfigError: a module is no linear layer of the loaded model, or PEFT refuses it.
         SetupError: PEFT put its layers on other modules.
     """
     from peft import get_peft_model
 
-    paths = _linear_paths(model)
-    with quiet(), tied_head_is_meant():
-        peft = get_peft_model(
-            model, peft_config(lora, modules, family, paths), adapter_name=ADAPTER
-        )
+    _refuse_absent(modules, _linear_paths(model), family)
+    paths = [path for path, _ in model.named_modules()]
+    wanted = peft_config(lora, modules, family, paths)
+    try:
+        with quiet(), tied_head_is_meant():
+            peft = get_peft_model(model, wanted, adapter_name=ADAPTER)
+    except ValueError as error:
+        raise ConfigError(
+            "PEFT refuses the targets on this model",
+            where="lora.targets",
+            found=str(error),
+            remedy=_other_targets(family, ()),
+        ) from error
     layers = dict(lora_layers(peft))
     expected = {f"{_PREFIX}{one.path}" for one in modules}
     if layers.keys() != expected:
@@ -69,9 +78,39 @@ def adapted(
             where="lora.targets",
             found=", ".join(sorted(layers.keys() ^ expected)[:8]),
             expected="the modules of layout/targets.py",
-            remedy="report this with the model's config.json and the version of PEFT",
+            remedy=_other_targets(family, sorted(layers.keys() & expected)),
         )
     return peft, {one.logical: layers[f"{_PREFIX}{one.path}"] for one in modules}
+
+
+def _refuse_absent(modules: Sequence[LinearModule], paths: Iterable[str], family: Family) -> None:
+    """Refuse targets that the loaded model does not have as linear layers.
+
+    transformers holds the experts of a layer as one tensor of three dimensions, whatever the
+    checkpoint names; PEFT adapts such a tensor only without dropout, and merges it its own way.
+
+    Raises:
+        ConfigError: a target is no linear layer.
+    """
+    known = set(paths)
+    absent = [one.path for one in modules if one.path not in known]
+    if absent:
+        there = [one.path for one in modules if one.path in known]
+        raise ConfigError(
+            "a target is not a linear layer of the loaded model",
+            where="lora.targets",
+            found=f"{absent[0]}, and {len(absent) - 1} more",
+            expected="linear layers; the experts of a layer are one tensor, which gets no adapter",
+            remedy=_other_targets(family, there, absent),
+        )
+
+
+def _other_targets(family: Family, there: Sequence[str], absent: Sequence[str] = ()) -> str:
+    if "attention" in family.groups:
+        return "set lora=attention"
+    possible, others = ({path.rpartition(".")[2] for path in paths} for paths in (there, absent))
+    names = sorted(possible - others)
+    return f"set lora.targets=[{','.join(names)}]" if names else "choose another model"
 
 
 def peft_config(
@@ -83,7 +122,7 @@ def peft_config(
         lora: rank, alpha and variant.
         modules: those that get an adapter.
         family: of the model.
-        paths: of every linear module of the model.
+        paths: of every module of the model.
     """
     from peft import LoraConfig as PeftLora
 
@@ -107,7 +146,22 @@ def _linear_paths(model: torch.nn.Module) -> list[str]:
     from transformers.pytorch_utils import Conv1D
 
     kinds = (torch.nn.Linear, Conv1D)
-    return [path for path, module in model.named_modules() if isinstance(module, kinds)]
+    return [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, kinds) and _returns_a_tensor(module)
+    ]
+
+
+def _returns_a_tensor(module: Any) -> bool:
+    """Tell routers apart, which Llama 4 derives from a linear layer and which choose experts."""
+    import torch
+
+    if not type(module).__module__.startswith("transformers.models."):
+        return True
+    with torch.no_grad():
+        zeros = torch.zeros_like(module.weight[:1])
+        return isinstance(module(zeros), torch.Tensor)
 
 
 @contextmanager

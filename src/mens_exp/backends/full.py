@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from mens_exp.backends.frozen_base import load_base
+from mens_exp.backends.frozen_base import load_base, published_config
 from mens_exp.backends.own_form import OwnForm
 from mens_exp.backends.qlora import QloraBackend
 from mens_exp.backends.saved_model import write_model
@@ -80,7 +80,8 @@ class FullBackend(OwnForm, QloraBackend):
 
     def write_weights(self, directory: Path) -> None:
         """Write the model as a Hugging Face directory; it appears whole or not at all."""
-        write_model(self.causal_lm, self.trainable(), self.base.directory, directory)
+        source, published = self.base.directory, published_config(self.base)
+        write_model(self.causal_lm, self.trainable(), source, directory, config=published)
 
     def _no_adapter(self) -> NoReturn:
         raise RequestError(

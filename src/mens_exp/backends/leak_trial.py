@@ -7,20 +7,29 @@ neighbours in silence.
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mens_exp.backends.causal_forward import backbone
 from mens_exp.errors import ModelFileError
 from mens_exp.model import attention
 
-__all__ = ["refuse_leaks"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
+__all__ = ["OF_FOREIGN_CODE", "refuse_leaks"]
+
+_WINDOW = 4  # tokens; shorter than the documents, as no real window is
 _LENGTHS = (7, 9)
 _BOUNDS = ((0, 7), (7, 16))
 # Of a document's norm. Its neighbour's values reach it through nothing but a leak, so that rounding
 # is no excuse; alone, it meets other kernels, and bf16 rounds otherwise. Unverified guesses.
 _BY_NEIGHBOUR, _BY_PACKING = 1e-3, 0.05
+
+# What code that knows no bounds of documents, or another form of mask, raises.
+OF_FOREIGN_CODE = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 def refuse_leaks(causal_lm: Any) -> None:
@@ -37,12 +46,12 @@ def refuse_leaks(causal_lm: Any) -> None:
     changed[:, : _LENGTHS[0]] = (changed[:, : _LENGTHS[0]] + 1) % vocabulary
     second = slice(*_BOUNDS[1])
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _narrow_windows(causal_lm):
             packed = _hidden(causal_lm, ids, _BOUNDS)[:, second]
             other = _hidden(causal_lm, changed, _BOUNDS)[:, second]
             alone = _hidden(causal_lm, ids[:, second], ((0, _LENGTHS[1]),))
-            plain = causal_lm.base_model(input_ids=ids[:, second], use_cache=False)
-    except TypeError as error:
+            plain = backbone(causal_lm)(input_ids=ids[:, second], use_cache=False)
+    except OF_FOREIGN_CODE as error:
         raise _refusal(causal_lm, str(error)) from error
     for what, found, limit in (
         ("another neighbour", other, _BY_NEIGHBOUR),
@@ -54,9 +63,30 @@ def refuse_leaks(causal_lm: Any) -> None:
             raise _refusal(causal_lm, f"{what} moves a document's hidden states by {moved:.1%}")
 
 
+@contextmanager
+def _narrow_windows(causal_lm: Any) -> Iterator[None]:
+    """Narrow windows of attention: code may tell them to transformers' masks and not to attention.
+
+    Such code (PhiMoE's) attends to whole documents where they are packed.
+    """
+    holders = [causal_lm.config, *causal_lm.modules()]
+    kept = [
+        (vars(holder), window)
+        for holder in holders
+        if type(window := vars(holder).get("sliding_window")) is int
+    ]
+    try:
+        for held, _ in kept:
+            held["sliding_window"] = _WINDOW
+        yield
+    finally:
+        for held, window in kept:
+            held["sliding_window"] = window
+
+
 def _hidden(causal_lm: Any, ids: torch.Tensor, bounds: tuple[tuple[int, int], ...]) -> torch.Tensor:
     positions = torch.cat([torch.arange(b - a, device=ids.device) for a, b in bounds])[None]
-    hidden: torch.Tensor = causal_lm.base_model(
+    hidden: torch.Tensor = backbone(causal_lm)(
         input_ids=ids,
         position_ids=positions,
         attention_mask=attention.no_mask(ids),

@@ -6,7 +6,7 @@ Shapes: D hidden width, M supervised positions, V vocabulary.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -122,6 +122,17 @@ class QloraBackend(torch.nn.Module):
         """Return logits ``[M, V]`` in the compute format, squeezed where the model does so."""
         with self._compute():
             return causal_forward.logits(self.causal_lm, hidden_MD)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode; what is frozen through and through evaluates in either.
+
+        Routers of some models (PhiMoE) draw experts at random while they train. Layers that may
+        compute their activations again do so in training mode alone, so they follow the mode.
+        """
+        super().train(mode)
+        for module in _frozen_parts(self.causal_lm) if mode else ():
+            module.eval()
+        return self
 
     def begin(self, micro_batch: int) -> None:
         """Move every dropout stream to a micro-batch."""
@@ -288,7 +299,7 @@ class QloraBackend(torch.nn.Module):
     @property
     def max_positions(self) -> int:
         """Longest sequence the model was made for, in tokens."""
-        return int(self.causal_lm.config.max_position_embeddings)
+        return self.shape.max_position_embeddings
 
     def facts(self) -> dict[str, Any]:
         """Read back what was built."""
@@ -327,3 +338,21 @@ class QloraBackend(torch.nn.Module):
         in_bf16 = learns and self.compute_dtype == torch.bfloat16
         with torch.autocast(device, dtype=torch.bfloat16, enabled=in_bf16):
             yield
+
+
+def _frozen_parts(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the largest modules without a trained parameter or a layer that is checkpointed.
+
+    What is inside of an adapted layer stays as it is: dropout is there, and has no parameters.
+    """
+    from peft.tuners.lora import LoraLayer
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for child in module.children():
+        if isinstance(child, LoraLayer):
+            continue
+        follows = any(isinstance(one, GradientCheckpointingLayer) for one in child.modules())
+        if follows or any(parameter.requires_grad for parameter in child.parameters()):
+            yield from _frozen_parts(child)
+        else:
+            yield child

@@ -20,19 +20,27 @@ _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "chat_template.jinja", "v
 
 
 def write_model(
-    model: Any, weights: Mapping[str, torch.Tensor], tokenizer: Path | None, directory: Path
+    model: Any,
+    weights: Mapping[str, torch.Tensor],
+    tokenizer: Path | None,
+    directory: Path,
+    *,
+    config: Any = None,
 ) -> None:
     """Write weights under a model's configuration; the directory appears whole or not at all.
 
     Args:
-        model: transformers' model, for its configuration.
+        model: transformers' model, for its class.
         weights: by transformers' names.
         tokenizer: a directory whose tokenizer files are copied; None where the model was trained
             on another tokenizer's ids.
         directory: where to write.
+        config: transformers' configuration to write; None is the model's.
     """
     with atomic.directory(directory) as temporary, quiet():
-        plain = type(model)(model.config)  # without PEFT's layers, whose names would be saved
+        plain = type(model)(
+            config or model.config
+        )  # without PEFT's layers, whose names would be saved
         plain.load_state_dict(dict(weights), strict=False)  # a tied head is named once
         plain.save_pretrained(temporary)
         if tokenizer is not None:

@@ -9,7 +9,13 @@ from mens_exp.errors import GateError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from mens_exp.artifacts.data_contract import OverlapPart, ProbePart, RowsPart, TokenPart
+    from mens_exp.artifacts.data_contract import (
+        OverlapPart,
+        ProbePart,
+        ReferencePart,
+        RowsPart,
+        TokenPart,
+    )
     from mens_exp.config.data_contract import ContractConfig
     from mens_exp.rows.encode import Labelling
 
@@ -187,6 +193,7 @@ def of_probe(part: ProbePart) -> Iterator[GateError]:
             expected=expected,
             remedy=f"{report}: labels are not shifted by one",
         )
+    yield from _of_reference(part["reference"])
     together = max(part["together_loss"] or 0.0, part["together_hidden"] or 0.0)
     if together > limit:
         yield GateError(
@@ -205,3 +212,20 @@ def of_probe(part: ProbePart) -> Iterator[GateError]:
             expected=expected,
             remedy=f"set trainer.accumulate_grad_batches=1; {report}",
         )
+
+
+def _of_reference(part: ReferencePart | None) -> Iterator[GateError]:
+    if part is None:
+        return
+    for name, found, limit in (
+        ("loss", part["loss"], part["loss_tolerance"]),
+        ("gradient", part["gradient"], part["gradient_tolerance"]),
+    ):
+        if not found <= limit:
+            yield GateError(
+                f"the {name} is not the one that transformers computes for this model",
+                where="model",
+                found=f"it differs by {found:.2g}, relative, in f32",
+                expected=f"at most {limit:g}",
+                remedy="report this with the model's config.json; nothing was trained",
+            )

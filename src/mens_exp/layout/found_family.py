@@ -28,9 +28,16 @@ _TEXT_ONLY = {"gemma3_text": "google/gemma-3-1b-it"}
 # What transformers' configurations call a dimension, the usual name first.
 _NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
-    "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
-    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "intermediate_size": (
+        *("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "decoder_ffn_dim"),
+    ),
+    "num_hidden_layers": (
+        *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
+    ),
+    "num_attention_heads": (
+        *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
+        "decoder_attention_heads",
+    ),
     "vocab_size": ("vocab_size",),
     "max_position_embeddings": (
         *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),

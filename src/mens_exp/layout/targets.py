@@ -207,7 +207,7 @@ def shortest_names(matched: Sequence[str], paths: Iterable[str]) -> list[str]:
 
     Args:
         matched: the modules that are meant.
-        paths: of every linear module of the model.
+        paths: of every module of the model that a name might be meant for.
     """
     names = {path.rpartition(".")[2] for path in matched}
     if {path for path in paths if path.rpartition(".")[2] in names} == set(matched):

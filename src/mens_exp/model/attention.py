@@ -29,6 +29,7 @@ _WITHOUT_EFFECT = frozenset(
         "num_items_in_batch",
         "output_attentions",
         "output_hidden_states",
+        "output_router_logits",
         "position_ids",
         "return_dict",
         "use_cache",
@@ -100,7 +101,7 @@ def _attention(  # noqa: PLR0913  # the arguments that transformers hands over
         parts.append(attended[:, : end - start])
     beyond = tokens - documents[-1][1]
     if beyond:  # what fills a sequence up belongs to no document
-        parts.append(torch.zeros_like(query[0, :, :beyond]))
+        parts.append(query.new_zeros((query.shape[1], beyond, value.shape[-1])))
     return torch.cat(parts, dim=1).transpose(0, 1)[None], None
 
 
@@ -182,7 +183,7 @@ def _matmul_document(
     query = (query_HNK * scale).reshape(groups, -1, width)
     scores_HNN = (query @ key_GNK.transpose(1, 2)).view(heads, tokens, tokens)
     weights_HNN = torch.softmax(scores_HNN + bias_NN, -1)
-    return (weights_HNN.view(groups, -1, tokens) @ value_GNK).view(heads, tokens, width)
+    return (weights_HNN.view(groups, -1, tokens) @ value_GNK).view(heads, tokens, -1)
 
 
 def _sdpa_document(
@@ -227,7 +228,7 @@ def _capped_document(
     scores_HNN = (query @ key_GNK.transpose(1, 2)).view(heads, tokens, tokens).float()
     capped = softcap * torch.tanh(scores_HNN / softcap) + bias_NN
     weights_HNN = torch.softmax(capped, -1).to(value_GNK.dtype)
-    return (weights_HNN.view(groups, -1, tokens) @ value_GNK).view(heads, tokens, width)
+    return (weights_HNN.view(groups, -1, tokens) @ value_GNK).view(heads, tokens, -1)
 
 
 def _capped_batch(

@@ -104,6 +104,14 @@ def _probe(part: Mapping[str, Any] | None, unknown: Mapping[str, str]) -> Iterat
         loss, other = part[f"{key}_loss"], part[f"{key}_{last}"]
         text = "" if loss is None else f"loss {loss:.1e}, {last} {other:.1e} (relative)"
         yield _cell(words, text, "there was one document")
+    known = part.get("reference")
+    text = (
+        f"loss {known['loss']:.1e}, gradient {known['gradient']:.1e} (relative, f32)"
+        if known
+        else ""
+    )
+    absent = part.get("reference_unknown") or "recorded by an earlier version"
+    yield _cell("batch against transformers alone", text, absent)
 
 
 def _moved(peek: float | None) -> str:

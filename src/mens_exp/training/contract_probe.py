@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from mens_exp.backends.qlora import QloraBackend
+from mens_exp.backends.reference import agreement, f32_bytes
 from mens_exp.data.batch import Batch, packed_batch, padded_batch
+from mens_exp.plan.machine import look
+from mens_exp.quant.bnb import quantized_linears
 from mens_exp.rows.encode import Encoded
 from mens_exp.training.accumulation import accumulated
 from mens_exp.training.untouched import untouched
@@ -21,7 +25,7 @@ from mens_exp.training.untouched import untouched
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mens_exp.artifacts.data_contract import ProbePart
+    from mens_exp.artifacts.data_contract import ProbePart, ReferencePart
     from mens_exp.config.root import RunConfig
     from mens_exp.data.datamodule import RowsDataModule
     from mens_exp.objective.causal import LossSum
@@ -32,19 +36,27 @@ __all__ = ["probe"]
 # Relative differences that rounding makes; see `_tolerance`.
 _TOLERANCES = {"f32": 1e-3, "bf16": 0.05, "f16": 0.05}
 _TOLERANCE_INT8 = 0.2
+# Of loss and gradient against transformers alone, in f32.
+_REFERENCE, _REFERENCE_INT8 = (1e-4, 1e-3), (0.05, 0.2)
 _BATCHES = 8  # micro-batches that documents are taken from
 _DOCUMENTS = 4  # tried together, and taken one by one
 _TOKENS = 64  # of each, to its last learned one; measured: 6 s of one core for SmolLM2
 _MULTIPLE = 32  # tokens; shapes like those of training
 
 
-def probe(config: RunConfig, module: TrainingModule, data: RowsDataModule) -> ProbePart:
+def probe(
+    config: RunConfig,
+    module: TrainingModule,
+    data: RowsDataModule,
+    reference: ReferencePart | None = None,
+) -> ProbePart:
     """Try a run's model on documents of its first batches.
 
     Args:
         config: the whole configuration.
         module: what will train; it is left as it was.
         data: the rows.
+        reference: what comparing with transformers gave for the same graph; None compares now.
     """
     began = time.monotonic()
     stream = data.train_dataloader()
@@ -57,6 +69,9 @@ def probe(config: RunConfig, module: TrainingModule, data: RowsDataModule) -> Pr
         peek = trial.peek()
         uneven = accumulated(config, module, trial.documents, data.tokenizer.pad_id)
         module.zero_grad(set_to_none=True)
+        why_not = None
+        if reference is None:
+            reference, why_not = _reference(module, trial)
     return {
         "documents": len(trial.documents),
         "tokens": len(trial.documents.ids),
@@ -72,8 +87,55 @@ def probe(config: RunConfig, module: TrainingModule, data: RowsDataModule) -> Pr
         "accumulation_loss": uneven.loss if uneven else None,
         "accumulation_gradient": uneven.gradient if uneven else None,
         "parameters_compared": uneven.parameters if uneven else None,
+        "reference": reference,
+        "reference_unknown": why_not,
         "seconds": round(time.monotonic() - began, 3),
     }
+
+
+def _reference(module: TrainingModule, trial: _Trial) -> tuple[ReferencePart | None, str | None]:
+    """Compare with transformers alone, or say why there is nothing to compare with."""
+    backend = module.backend
+    if not isinstance(backend, QloraBackend):
+        return None, "the graph is not one of transformers"
+    if any(map(_is_in_parts, backend.parameters())):
+        return None, "the base is in parts; a run in one process compares it"
+    wanted, free = f32_bytes(backend), _free_bytes(next(backend.parameters()).device)
+    if free is not None and wanted > free:
+        gib = f"{wanted / 2**30:.1f} GiB of f32 weights, {free / 2**30:.1f} GiB free"
+        return None, f"not enough memory: {gib}"
+    began = time.monotonic()
+    together = trial.batch(range(len(trial.documents)))
+    found = agreement(backend, together, trial.documents)
+    limits = _REFERENCE_INT8 if _quantizes_inputs(backend) else _REFERENCE
+    part: ReferencePart = {
+        "loss": found.loss,
+        "gradient": found.gradient,
+        "parameters": found.parameters,
+        "loss_tolerance": limits[0],
+        "gradient_tolerance": limits[1],
+        "seconds": round(time.monotonic() - began, 3),
+        "from_cache": False,
+    }
+    return part, None
+
+
+def _is_in_parts(parameter: torch.Tensor) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(parameter, DTensor)
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return look("cpu").free_bytes
+
+
+def _quantizes_inputs(backend: QloraBackend) -> bool:
+    """Tell whether 8-bit layers quantize what they are given, as they do on a GPU."""
+    layers = quantized_linears(backend.model).values()
+    return any(one.weight.dtype == torch.int8 and one.weight.is_cuda for one in layers)
 
 
 def _tolerance(config: RunConfig) -> float:
@@ -157,10 +219,10 @@ class _Trial:
         many = len(self.documents)
         if many < 2:  # noqa: PLR2004  # a pair to keep apart
             return None, None
-        joined, hidden_MD = self._pass(self._batch(range(many)))
+        joined, hidden_MD = self._pass(self.batch(range(many)))
         alone, apart, at = 0.0, 0.0, 0
         for number in range(many):
-            loss, own_MD = self._pass(self._batch([number]))
+            loss, own_MD = self._pass(self.batch([number]))
             theirs_MD = hidden_MD[at : at + loss.count]
             at += loss.count
             alone += float(loss.total.detach())
@@ -169,7 +231,7 @@ class _Trial:
 
     def peek(self) -> float | None:
         """Change the last token of a document where it stands, and see whether anything moves."""
-        batch = self._batch([0])
+        batch = self.batch([0])
         place = int(batch.predict_M[-1]) + 1
         ids = batch.input_ids_BT.clone()
         others = ids[0][ids[0] != ids[0, place]]
@@ -182,7 +244,8 @@ class _Trial:
         furthest = max(map(_difference, moved_MD, states_MD))
         return max(abs(float(after.total.detach()) - loss) / max(abs(loss), 1e-12), furthest)
 
-    def _batch(self, chosen: Sequence[int]) -> Batch:
+    def batch(self, chosen: Sequence[int]) -> Batch:
+        """Put documents together as training does."""
         if self.packed:
             return packed_batch(self.documents, [chosen], 0, multiple=_MULTIPLE, pad_id=self.pad_id)
         return padded_batch(self.documents, [[one] for one in chosen], 0, pad_id=self.pad_id)

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch.distributed.device_mesh import init_device_mesh
 
+from mens_exp.backends.causal_forward import backbone
 from mens_exp.config.trainer import Strategy as Chosen
 from mens_exp.layout.shape import shape_of
 from mens_exp.plan.machine import look
@@ -96,7 +97,7 @@ def _in_parts(backend: QloraBackend, mesh: DeviceMesh, device: torch.device) -> 
     for layer in causal_lm.get_submodule(backend.shape.family.layers):
         fully_shard(layer, mesh=mesh, ignored_params=learned, reshard_after_forward=True)
     # What stands around the layers has no part of its own, and makes one schedule of theirs.
-    fully_shard(causal_lm.base_model, mesh=mesh, ignored_params=set(causal_lm.parameters()))
+    fully_shard(backbone(causal_lm), mesh=mesh, ignored_params=set(causal_lm.parameters()))
     for module in quantized_linears(causal_lm).values():
         module.quant_state.to(device)  # no parameter of the module's
     return backend.to(device)

@@ -1,0 +1,322 @@
+"""The same model computed by transformers alone, to compare ours with before it trains.
+
+The reference is another tree of modules of the model's own class. It shares the weights, and
+nothing else: attention is transformers' eager one, each document is passed alone, the loss is that
+of ``forward(labels=...)``, and the adapter is written here from its definition. Both sides compute
+in f32 over the same quantized weights, because rounding in bf16 hides errors of some per cent.
+
+Shapes: T tokens, I inputs and O outputs of a projection, R rank.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from mens_exp.backends.adapting import ADAPTER, parameters_of
+from mens_exp.backends.frozen_base import published_config
+from mens_exp.backends.leak_trial import OF_FOREIGN_CODE
+from mens_exp.errors import ModelFileError
+from mens_exp.model.quiet import quiet
+from mens_exp.objective.causal import CrossEntropy
+from mens_exp.quant.bnb import quantized_linears
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from mens_exp.backends.qlora import QloraBackend
+    from mens_exp.data.batch import Batch
+    from mens_exp.rows.encode import Encoded
+
+__all__ = ["Agreement", "agreement", "f32_bytes"]
+
+_CHUNK = 48  # tokens; several chunks of a head, the last one shorter
+_FILLED = 0.02  # standard deviation of a filled B; the usual one of weights
+_IGNORED = -100  # transformers' label of a token that is not learned
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Relative differences of ours from the reference.
+
+    Attributes:
+        loss: of the sum of cross entropies.
+        gradient: of the gradients of all trained parameters, as one vector.
+        parameters: how many were compared.
+    """
+
+    loss: float
+    gradient: float
+    parameters: int
+
+
+def agreement(backend: QloraBackend, batch: Batch, documents: Encoded) -> Agreement:
+    """Compare loss and gradient of a batch with those of transformers for its documents.
+
+    The graph is left as it was. Dropout of the adapter must be off.
+
+    Args:
+        backend: what will train, on one device and not in parts.
+        batch: the documents as training passes them.
+        documents: the same documents, one by one.
+
+    Raises:
+        ModelFileError: the model's code does not run over shared weights.
+    """
+    device = next(backend.parameters()).device
+    with ExitStack() as stack:
+        stack.enter_context(_in_f32(backend))
+        stack.enter_context(_filled(backend))
+        stack.enter_context(torch.enable_grad())
+        names = list(backend.trainable())
+        ours, our_gradients = _ours(backend, batch.to(device))
+        try:
+            reference, leaves = _reference(backend)
+            theirs, their_gradients = _theirs(reference, leaves, names, documents, device)
+        except OF_FOREIGN_CODE as error:
+            raise ModelFileError(
+                "the model's own forward pass cannot be compared with",
+                where=type(backend.causal_lm).__name__,
+                found=f"{type(error).__name__}: {error}",
+                remedy="set data.contract.probe=false, which trains without the comparison",
+            ) from error
+    difference = torch.stack(
+        [(a - b).norm() for a, b in zip(our_gradients, their_gradients, strict=True)]
+    ).norm()
+    length = torch.stack([one.norm() for one in their_gradients]).norm()
+    return Agreement(
+        loss=abs(ours - theirs) / max(abs(theirs), 1e-12),
+        gradient=float(difference / length.clamp_min(1e-12)),
+        parameters=sum(one.numel() for one in their_gradients),
+    )
+
+
+def f32_bytes(backend: QloraBackend) -> int:
+    """Return the memory that f32 copies of a graph's unquantized weights take."""
+    return sum(4 * tensor.numel() for _, _, tensor in _to_cast(backend))
+
+
+def _ours(backend: QloraBackend, batch: Batch) -> tuple[float, list[torch.Tensor]]:
+    backend.begin(0)
+    loss = CrossEntropy("reference", _CHUNK)(backend(batch), batch.targets_M, backend.head)
+    parameters = list(backend.trainable().values())
+    return float(loss.total.detach()), _gradients(loss.total, parameters)
+
+
+def _gradients(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return [
+        torch.zeros_like(parameter) if gradient is None else gradient
+        for parameter, gradient in zip(parameters, found, strict=True)
+    ]
+
+
+def _theirs(
+    reference: Any,
+    leaves: Mapping[str, torch.Tensor],
+    names: list[str],
+    documents: Encoded,
+    device: torch.device,
+) -> tuple[float, list[torch.Tensor]]:
+    parameters = [leaves[name] for name in names]
+    loss, sums = 0.0, [torch.zeros_like(parameter) for parameter in parameters]
+    for start, end in pairwise(documents.offsets.tolist()):
+        ids_T = torch.from_numpy(documents.ids[start:end]).long().to(device)
+        learned_T = torch.from_numpy(documents.supervised[start:end]).to(device)
+        labels_T = ids_T.masked_fill(~learned_T, _IGNORED)
+        mean = reference(input_ids=ids_T[None], labels=labels_T[None], use_cache=False).loss
+        total = mean * int(learned_T[1:].sum())  # nothing predicts the first token
+        loss += float(total.detach())
+        for so_far, gradient in zip(sums, _gradients(total, parameters), strict=True):
+            so_far.add_(gradient)
+    return loss, sums
+
+
+# ------------------------------------------------------------------ both sides in f32
+
+
+def _to_cast(backend: QloraBackend) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
+    """Yield every parameter and buffer that is not quantized and not in f32, where it is held."""
+    quantized = set(map(id, quantized_linears(backend.model).values()))
+    seen: set[int] = set()
+    for module in backend.model.modules():
+        for held in (module._parameters, module._buffers):  # noqa: SLF001  # what holds them
+            for name, tensor in held.items():
+                codes = id(module) in quantized and name == "weight"
+                if tensor is None or codes or id(tensor) in seen:
+                    continue
+                if tensor.is_floating_point() and tensor.dtype != torch.float32:
+                    seen.add(id(tensor))
+                    yield module, name, tensor
+
+
+@contextmanager
+def _in_f32(backend: QloraBackend) -> Iterator[None]:
+    """Compute in f32 inside the block, with the values that the weights have."""
+    kept = [(tensor, tensor.data) for _, _, tensor in _to_cast(backend)]
+    linears = quantized_linears(backend.model).values()
+    modules = [module for module in linears if module.weight.dtype != torch.int8]
+    formats = [(module.compute_dtype, module.weight.quant_state.dtype) for module in modules]
+    own, precision = backend.compute_dtype, torch.get_float32_matmul_precision()
+    try:
+        for tensor, values in kept:
+            tensor.data = values.float()
+        for module in modules:
+            # bitsandbytes' forward pass dequantizes to the input's format, its backward pass to
+            # that of the state.
+            module.compute_dtype = module.weight.quant_state.dtype = torch.float32
+        backend.compute_dtype = torch.float32
+        torch.set_float32_matmul_precision("highest")
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        backend.compute_dtype = own
+        for module, dtypes in zip(modules, formats, strict=True):
+            module.compute_dtype, module.weight.quant_state.dtype = dtypes
+        for tensor, values in kept:
+            tensor.data = values
+
+
+@contextmanager
+def _filled(backend: QloraBackend) -> Iterator[None]:
+    """Give the adapter values inside the block that make every part of it matter."""
+    generator = torch.Generator().manual_seed(0)
+    kept = []
+    for module in backend.layers.values():
+        for which, parameter in parameters_of(module).items():
+            kept.append((parameter, parameter.detach().clone()))
+            drawn = torch.randn(parameter.shape, generator=generator).to(parameter)
+            with torch.no_grad():
+                if which == "lora_magnitude":
+                    parameter.mul_(1 + _FILLED * drawn)
+                else:
+                    parameter.add_(_FILLED * drawn)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, values in kept:
+                parameter.copy_(values)
+
+
+# ------------------------------------------------------------------ the reference
+
+
+def _reference(backend: QloraBackend) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return transformers' model over the graph's weights, and what it trains by logical name."""
+    from accelerate import init_empty_weights
+
+    ours = backend.causal_lm
+    config = published_config(backend.base)
+    config.output_router_logits = False
+    with quiet(), init_empty_weights(include_buffers=False):
+        model = type(ours)._from_config(  # noqa: SLF001  # what AutoModel's from_config calls
+            config, attn_implementation="eager", dtype=torch.float32
+        )
+    model.eval()
+    adapted = {id(module): name for name, module in backend.layers.items()}
+    quantized = set(map(id, quantized_linears(ours).values()))
+    leaves: dict[str, torch.Tensor] = {}
+    for path, module in list(model.named_modules()):
+        other = ours.get_submodule(path)
+        logical = adapted.get(id(other))
+        base = other.get_base_layer() if logical is not None else other
+        made = module
+        if id(base) in quantized:
+            made = _Dequantized(base)
+        else:
+            _share(module, base)
+        if logical is not None:
+            made = _Adapted(made, other)
+            leaves |= {f"{logical}.{which}": one for which, one in made.leaves.items()}
+        if made is not module:
+            model.set_submodule(path, made)
+    return model, backend.trainable() | leaves  # weights that are trained are shared as they are
+
+
+def _share(module: torch.nn.Module, base: Any) -> None:
+    """Let a module compute with the tensors of another: parameters, and tables of positions."""
+    held = vars(module)
+    for own, theirs in (
+        (module._parameters, base._parameters),  # noqa: SLF001  # set without a check of shapes
+        (module._buffers, base._buffers),  # noqa: SLF001
+        (held, vars(base)),
+    ):
+        for name, tensor in own.items():
+            if isinstance(tensor, torch.Tensor) and theirs.get(name) is not None:
+                own[name] = theirs[name]
+
+
+class _Dequantized(torch.nn.Module):
+    """A linear layer over quantized weights, which are dequantized in every pass."""
+
+    layer: Any
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.__dict__["layer"] = layer  # not a part of this tree
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """What the codes stand for, ``[O, I]``."""
+        codes = self.layer.weight
+        if codes.dtype == torch.int8:
+            values: torch.Tensor = codes.data.float() * (codes.SCB.float() / 127)[:, None]
+            return values
+        from bitsandbytes.functional import dequantize_4bit
+
+        stands_for: torch.Tensor = dequantize_4bit(codes.data, codes.quant_state)
+        return stands_for.float()
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The layer's own, ``[O]``."""
+        found: torch.Tensor | None = self.layer.bias
+        return found
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply; the weight is not kept for the backward pass."""
+        quantizes_inputs = self.layer.weight.dtype == torch.int8 and x.device.type != "cpu"
+        passed = self.layer if quantizes_inputs else self._linear
+        result: torch.Tensor = checkpoint(passed, x, use_reentrant=False)
+        return result
+
+    def _linear(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+
+class _Adapted(torch.nn.Module):
+    """A layer with LoRA (arXiv:2106.09685, section 4.1) or DoRA (arXiv:2402.09353, section 4)."""
+
+    base: Any
+
+    def __init__(self, base: torch.nn.Module, layer: Any) -> None:
+        super().__init__()
+        self.base = base
+        self.leaves = {
+            which: one.detach().clone().requires_grad_()
+            for which, one in parameters_of(layer).items()
+        }
+        rank, alpha = int(layer.r[ADAPTER]), float(layer.lora_alpha[ADAPTER])
+        self.scale = alpha / (math.sqrt(rank) if layer.use_rslora[ADAPTER] else rank)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add ``s·B A x``; with DoRA, give each row of the whole weight its own length."""
+        linear = torch.nn.functional.linear
+        A_RI, B_OR = self.leaves["lora_a"], self.leaves["lora_b"]
+        plain: torch.Tensor = self.base(x)
+        added = linear(linear(x, A_RI), B_OR) * self.scale
+        if "lora_magnitude" not in self.leaves:
+            return plain + added
+        transposed = not isinstance(self.base, torch.nn.Linear | _Dequantized)  # as Conv1D is
+        weight_OI = self.base.weight.T if transposed else self.base.weight
+        length_O = (weight_OI + self.scale * B_OR @ A_RI).detach().norm(dim=1)  # section 4.3
+        bias = 0.0 if self.base.bias is None else self.base.bias
+        turned: torch.Tensor = (plain - bias + added) * (self.leaves["lora_magnitude"] / length_O)
+        return turned + bias

@@ -1,0 +1,179 @@
+"""Model families through the command line, held against transformers alone.
+
+The oracle is the model's own ``forward(labels=...)`` or its ``generate``, on the directory that
+the run was given.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+from pathlib import Path
+
+import families
+import pytest
+import torch
+
+from mens_exp.artifacts.manifest import Manifest
+
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+# Families that once trained on a wrong loss, crashed, or were refused for a wrong reason.
+ONCE_WRONG = (
+    *("granite", "granitemoe", "cohere", "cohere2", "falcon_h1", "opt", "phimoe", "mixtral"),
+    *("falcon", "gptj", "gpt_neo", "mpt", "llama4_text", "qwen2_moe", "bloom", "minicpm3", "xglm"),
+)
+
+
+def documented():
+    """Return the page's second and fourth columns by model type."""
+    line = re.compile(r"^\| `(.+?)` \| (.+?) \| (.*?) ?\| (.*?) ?\|$", re.MULTILINE)
+    rows = line.findall(PAGE.read_text("utf-8"))
+    return {name: (how, reason) for name, how, _, reason in rows}
+
+
+def drawn():
+    """Draw a dozen of the families that were made, by a seed made from the commit."""
+    asked = ["git", "rev-parse", "HEAD"]
+    commit = subprocess.run(asked, cwd=PAGE.parent, capture_output=True, text=True, check=False)
+    seed = commit.stdout.strip()[:12] or "no commit"
+    others = [name for name, (how, _) in documented().items() if how != "not made"]
+    chosen = random.Random(seed).sample([one for one in others if one not in ONCE_WRONG], 12)
+    return [pytest.param(name, id=f"{name}-seed-{seed}") for name in chosen]
+
+
+@pytest.mark.parametrize("name", [*ONCE_WRONG, *drawn()])
+def test_a_family_does_what_the_page_says(name, tmp_path):
+    """It trains as documented, within the tolerances, or is refused."""
+    found = families.outcome(name, tmp_path)
+    assert found.how == documented()[name][0], found.reason
+    if found.loss is not None:
+        assert found.loss <= 1e-4
+        assert found.gradient <= 1e-3
+
+
+def test_the_page_names_every_causal_model_type():
+    """Of the installed transformers."""
+    assert sorted(documented()) == families.model_types()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """Make a family's tiny model directory."""
+
+    def made(name, **settings):
+        return families.make_tiny(name, tmp_path_factory.mktemp(name) / "model", **settings)
+
+    return made
+
+
+def train_on(train_in, directory, place, *overrides, code=0):
+    return train_in(place, "model=hf", f"model.id={directory}", *overrides, code=code)
+
+
+@pytest.fixture
+def nothing_known(tmp_path, monkeypatch):
+    """Use an empty cache: an earlier comparison of the same graph would be believed."""
+    monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
+
+
+def reference_of(run):
+    return Manifest.read(run.manifest).data_contract["probe"]["reference"]
+
+
+WRONG_LOGITS = {
+    "dropped scale": lambda logits: logits * 3.0,
+    "two per cent": lambda logits: logits * 1.02,
+    "a cap": lambda logits: 3 * torch.tanh(logits / 3),
+    "another token's": lambda logits: logits.roll(1, -1),
+}
+
+
+@pytest.mark.usefixtures("nothing_known")
+@pytest.mark.parametrize("wrong", WRONG_LOGITS)
+def test_a_head_that_is_not_the_model_s_is_refused(
+    wrong, tiny, train_in, tmp_path, monkeypatch, capsys
+):
+    """In the usual bf16 run too; nothing is trained, and the figures stand in the manifest."""
+    from mens_exp.backends import causal_forward
+
+    right, changed = causal_forward.logits, WRONG_LOGITS[wrong]
+    monkeypatch.setattr(causal_forward, "logits", lambda *args: changed(right(*args)))
+    run = train_on(train_in, tiny("granite"), tmp_path / "run", code=4)
+    said = capsys.readouterr().err
+    assert "the loss is not the one that transformers computes for this model" in said
+    assert reference_of(run)["loss"] > 1e-4
+    assert not run.checkpoints.exists()
+
+
+@pytest.mark.usefixtures("nothing_known")
+def test_an_adapter_of_another_scale_is_refused(tiny, train_in, tmp_path, monkeypatch, capsys):
+    """One layer's factor off by two per cent."""
+    from mens_exp.backends import qlora
+
+    right = qlora.adapted
+
+    def wrong(*args):
+        model, layers = right(*args)
+        next(iter(layers.values())).scaling["default"] *= 1.02
+        return model, layers
+
+    monkeypatch.setattr(qlora, "adapted", wrong)
+    run = train_on(train_in, tiny("llama"), tmp_path / "run", code=4)
+    assert "the gradient is not the one that transformers computes" in capsys.readouterr().err
+    assert reference_of(run)["gradient"] > 1e-3
+
+
+@pytest.mark.usefixtures("nothing_known")
+def test_labels_that_are_not_shifted_are_refused(tiny, train_in, tmp_path, monkeypatch):
+    """Each position learning its own token."""
+    from mens_exp.training import contract_probe
+
+    right = contract_probe.packed_batch
+
+    def unshifted(*args, **options):
+        batch = right(*args, **options)
+        return contract_probe.dataclasses.replace(
+            batch, targets_M=batch.input_ids_BT.flatten()[batch.predict_M]
+        )
+
+    monkeypatch.setattr(contract_probe, "packed_batch", unshifted)
+    run = train_on(train_in, tiny("llama"), tmp_path / "run", code=4)
+    assert reference_of(run)["loss"] > 1e-3
+
+
+@pytest.mark.usefixtures("nothing_known")
+def test_a_comparison_is_kept_for_the_same_graph_alone(tiny, train_in, tmp_path):
+    """Another rank, or another base, is compared again."""
+    base = tiny("cohere")
+    first, again, other = (
+        reference_of(train_on(train_in, base, tmp_path / str(number), f"lora.r={rank}"))
+        for number, rank in enumerate((4, 4, 8))
+    )
+    assert [one["from_cache"] for one in (first, again, other)] == [False, True, False]
+    assert {**again, "from_cache": False} == first
+    assert other["parameters"] == 2 * first["parameters"]
+
+
+def test_training_drops_nothing_that_the_published_model_drops(tiny, train_in, tmp_path):
+    """OPT calls dropout as a function; a fully trained model keeps the published rates."""
+    directory = tiny("opt")
+    published = json.loads((directory / "config.json").read_text("utf-8"))
+    assert (published["dropout"], published["layerdrop"]) == (0.2, 0.2)
+    run = train_on(train_in, directory, tmp_path / "run", "backend=full")
+    assert reference_of(run)["loss"] <= 1e-6
+    written = json.loads((run.weights / "config.json").read_text("utf-8"))
+    assert written["dropout"] == published["dropout"]
+
+
+def test_routers_of_a_frozen_base_do_not_draw(tiny, train_in, tmp_path):
+    """PhiMoE's choose experts at random in training mode; two runs of other seeds see one base."""
+    overrides = ("lora=attention", "data.packing=false", "lora.dropout=0", "trainer.max_steps=1")
+    directory = tiny("phimoe")
+    runs = [
+        train_on(train_in, directory, tmp_path / seed, *overrides, f"seed={seed}") for seed in "12"
+    ]
+    first, second = (Manifest.read(run.manifest).results["base_val_loss"] for run in runs)
+    assert first == second
+    assert reference_of(runs[0])["gradient"] <= 1e-3
