@@ -249,3 +249,20 @@ def test_each_command_has_its_own_time():
     (second,) = compose([[]])
     assert first == again
     assert first != second.run_dir
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bounds"),
+    [
+        ((), (60, -1)),
+        (("trainer.max_epochs=3",), (-1, 3)),
+        (("trainer.max_epochs=3", "trainer.max_steps=60"), (60, 3)),
+        (("trainer=cpu", "trainer.max_epochs=3"), (-1, 3)),
+        (("experiment=smoke", "trainer.max_epochs=3"), (4, 3)),
+    ],
+)
+def test_naming_epochs_lifts_the_default_steps(overrides, bounds):
+    """And no steps that somebody named, in an experiment or on the command line."""
+    trainer = typed(values(*overrides)).trainer
+    assert (trainer.max_steps, trainer.max_epochs) == bounds
+    assert "mens.steps" not in to_yaml(values(*overrides))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -231,6 +232,28 @@ def test_estimates_move_with_what_they_depend_on(tiny_config, cache):
     assert f32["time_s"]["estimate"] > base["time_s"]["estimate"]
     assert f32["memory_bytes"]["estimate"] > base["memory_bytes"]["estimate"]
     assert 2 * small["trainable_parameters"] == base["trainable_parameters"] == 4_884_480
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bound"),
+    [
+        (("trainer.max_steps=2",), "trainer.max_steps"),
+        (("trainer.max_epochs=2",), "trainer.max_epochs"),
+        (("trainer.max_epochs=1000", "trainer.max_steps=2"), "trainer.max_steps"),
+        (("trainer.max_epochs=1", "trainer.max_steps=100000"), "trainer.max_epochs"),
+    ],
+)
+def test_the_plan_says_what_ends_the_run_and_how_many_epochs_that_is(
+    on_rows, cache, overrides, bound
+):
+    """Epochs are whole; steps are a share of one, or several."""
+    plan = make_plan(on_rows(*overrides), cache)
+    assert plan["bound"] == bound
+    if bound == "trainer.max_epochs":
+        assert plan["epochs"] == int(overrides[0].partition("=")[2])
+    else:
+        blocks = math.ceil(plan["data"]["train_tokens"] / 512)
+        assert plan["epochs"] == plan["steps"] * 4 / blocks
 
 
 def test_memory_is_the_sum_of_its_components(on_rows, cache):

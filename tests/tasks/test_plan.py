@@ -115,13 +115,13 @@ def test_row_of_several_documents_is_shown_one_by_one(tiny_run, tmp_path, capsys
     assert ("⟦b│<|im_end|>⟧" in said, "⟦d│<|im_end|>⟧" in said) == (True, True)
 
 
-def test_a_plan_says_how_many_runs_it_rests_on(tiny_run, tmp_path, monkeypatch):
-    """Three runs of this device and family, a fifth over the formula, move the next estimate."""
+def test_a_plan_names_the_runs_it_rests_on(tiny_run, tmp_path, monkeypatch):
+    """Three runs of like size here, a fifth over the formula, move the next estimate."""
     monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
     run = RunDir(tmp_path / "first")
     assert cli.main([*tiny_run, "task=plan", f"hydra.run.dir={run.path}"]) == 0
     first = json.loads(run.plan.read_text(encoding="utf-8"))
-    assert first["memory_bytes"]["runs"] == 0
+    assert first["memory_bytes"]["runs"] == []
     formula = first["memory_bytes"]["formula"]
     for number in range(3):
         append(
@@ -133,6 +133,8 @@ def test_a_plan_says_how_many_runs_it_rests_on(tiny_run, tmp_path, monkeypatch):
                 backend="qlora",
                 run_id=str(number),
                 contract="ab" * 32,
+                parameters=first["parameters"],
+                tokens_per_step=first["tokens_per_step"],
                 predicted_peak_bytes=formula,
                 measured_peak_bytes=round(1.2 * formula),
                 flop_per_step=None,
@@ -143,7 +145,7 @@ def test_a_plan_says_how_many_runs_it_rests_on(tiny_run, tmp_path, monkeypatch):
     run = RunDir(tmp_path / "second")
     assert cli.main([*tiny_run, "task=plan", f"hydra.run.dir={run.path}"]) == 0
     second = json.loads(run.plan.read_text(encoding="utf-8"))["memory_bytes"]
-    assert (second["runs"], second["formula"]) == (3, formula)
+    assert (second["runs"], second["formula"]) == (["0", "1", "2"], formula)
     assert second["estimate"] == pytest.approx(1.2 * formula, rel=1e-6)
 
 

@@ -29,6 +29,7 @@ from mens_exp.config.own_schema import CLASS_GROUPS, own_schema
 from mens_exp.config.own_source import read_own_conf
 from mens_exp.config.root import RunConfig
 from mens_exp.config.store import SCHEMAS, register, schema_of
+from mens_exp.config.trainer import steps_beside
 from mens_exp.errors import ConfigError, SetupError
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ def prepare_hydra() -> None:
         "mens.utc": _start_utc,
         "mens.digest8": lambda *, _root_: config_digest(_root_)[:8],
         "mens.experiment": _experiment_directory,
+        "mens.steps": steps_beside,
     }
     for name, resolver in resolvers.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)
@@ -236,7 +238,7 @@ def compose(cells: Sequence[Sequence[str]], *, first: int = 0) -> list[Composed]
             composed.append(
                 Composed(
                     overrides=tuple(overrides),
-                    values=_visible(config),
+                    values=_settled(_visible(config)),
                     choices={**_choices(config), **_lists(overrides)},
                     whole=config,
                     number=number,
@@ -246,6 +248,13 @@ def compose(cells: Sequence[Sequence[str]], *, first: int = 0) -> list[Composed]
                 )
             )
     return composed
+
+
+def _settled(values: DictConfig) -> DictConfig:
+    """Resolve what depends on another setting, in place: processes that get it have no resolver."""
+    if OmegaConf.is_interpolation(values.trainer, "max_steps"):
+        values.trainer.max_steps = values.trainer.max_steps
+    return values
 
 
 def _choices(config: DictConfig) -> dict[str, str | None]:

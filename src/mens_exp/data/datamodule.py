@@ -115,6 +115,13 @@ class RowsDataModule(LightningDataModule):
         return min(limits)
 
     @property
+    def epochs(self) -> float | None:
+        """Passes over the training rows that the run is; None of rows that are streamed."""
+        if self.rows.streamed or not len(self.blocks):
+            return None
+        return round(self._train_places / len(self.blocks), 4)
+
+    @property
     def packing_efficiency_frac(self) -> float:
         """Share of the blocks' room that training tokens fill."""
         room = len(self.blocks) * self.config.data.seq_len

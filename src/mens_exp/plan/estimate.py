@@ -48,13 +48,35 @@ def steps_of(config: RunConfig, blocks: int | None) -> int | None:
     return min(limits, default=None)
 
 
+def bound_of(config: RunConfig, blocks: int | None) -> str | None:
+    """Return the setting that ends the run; None where two are set and blocks are unknown."""
+    trainer = config.trainer
+    if trainer.max_epochs <= 0 or trainer.max_steps <= 0:
+        return "trainer.max_steps" if trainer.max_steps > 0 else "trainer.max_epochs"
+    if blocks is None:
+        return None
+    by_steps = steps_of(config, blocks) == trainer.max_steps
+    return "trainer.max_steps" if by_steps else "trainer.max_epochs"
+
+
+def epochs_of(config: RunConfig, blocks: int | None, steps: int | None) -> float | None:
+    """Return the passes over the training data that some steps are; None where that is unknown."""
+    if not blocks or steps is None:
+        return None
+    per_step = config.data.micro_batch_size * config.trainer.accumulate_grad_batches
+    passes = steps * per_step / blocks
+    whole = config.trainer.max_epochs
+    return round(min(passes, whole) if whole > 0 else passes, 4)
+
+
 def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
     """Plan a run from its configuration and what the caches already hold."""
     shape = shape_of(config.model)
     data = count_tokens(config, cache)
     effective = config.data.micro_batch_size * config.trainer.accumulate_grad_batches
     per_step = tokens_per_step(config)
-    steps = steps_of(config, _blocks(config, data))
+    blocks = _blocks(config, data)
+    steps = steps_of(config, blocks)
     total = steps * per_step if steps is not None else None
     device = device_of_plan(config)
     documents = documents_of(config, data)
@@ -73,6 +95,8 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         "effective_batch": effective,
         "tokens_per_step": per_step,
         "steps": steps,
+        "epochs": epochs_of(config, blocks, steps),
+        "bound": bound_of(config, blocks),
         "warmup_steps": None if steps is None else warmup_steps(config.schedule, steps),
         "checkpoints": written.checkpoints_saved,
         "tokens_total": total,

@@ -139,6 +139,7 @@ def compared(records: Records) -> list[Compared]:
     gpu = records.manifest.results.get("peak_cuda_bytes") is not None
     rows = [
         ("steps", plan.get("steps"), "results.steps", "", True),
+        ("epochs", plan.get("epochs"), "facts.epochs", "", False),
         ("tokens", plan.get("tokens_total"), "results.tokens", token_basis, not token_basis),
         (
             "trainable_parameters",

@@ -247,6 +247,9 @@ def _steps(plan: Mapping[str, Any]) -> Text:
         parts.append(f"of {wording.count(tokens)} tokens")
     if total is not None:
         parts.append(f"= {wording.count(total)} tokens")
+    if (epochs := plan.get("epochs")) is not None:
+        bound = f", bounded by {plan['bound']}" if plan.get("bound") else ""
+        parts.append(f"\n{wording.epochs(epochs)}{bound}")
     more = [
         f"{words} {wording.count(plan[key])}"
         for key, words in (

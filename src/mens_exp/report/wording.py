@@ -13,6 +13,7 @@ __all__ = [
     "as_text",
     "count",
     "duration",
+    "epochs",
     "label",
     "level",
     "loss",
@@ -103,6 +104,13 @@ def rate(value: float) -> str:
 def percent(frac: float, *, signed: bool = False) -> str:
     """Spell a fraction in percent, to one decimal: 0.875 is ``87.5%``."""
     return f"{frac * 100:{'+' if signed else ''}.1f}%".replace("-", MINUS)
+
+
+def epochs(passes: float) -> str:
+    """Spell passes over the training data: ``11.5% of an epoch``, ``3 epochs``."""
+    if passes < 1:
+        return f"{percent(passes)} of an epoch"
+    return "1 epoch" if passes == 1 else f"{passes:.4g} epochs"
 
 
 def level(frac: float) -> str:

@@ -90,6 +90,8 @@ def read_inputs(config: RunConfig, run: Run, cache: Path) -> Inputs:
         packing_efficiency_frac=round(data.packing_efficiency_frac, 4),
         documents_per_block=round(data.documents_per_block, 2),
     )
+    if data.epochs is not None:
+        run.manifest.facts["epochs"] = data.epochs
     run.save()
     return Inputs(base=base, tokenizer=tokenizer, rows=rows, data=data)
 
