@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
@@ -15,6 +16,13 @@ from mens_exp.config.suite import (
     ScorecardSpecSuite,
 )
 from mens_exp.evals.catalogue import file_problems, frozen_suite, needs_rows
+from mens_exp.evals.harness_suite import Harness
+from mens_exp.evals.heldout_syntax import HeldoutSyntax
+from mens_exp.evals.jsonl import Jsonl
+from mens_exp.evals.mini_python import MiniPython
+from mens_exp.evals.program_suite import ProgramSuite
+from mens_exp.evals.rust_suite import RustProgramSuite
+from mens_exp.evals.scorecard_spec import SpecSuite
 
 
 def test_a_suite_is_found_by_its_settings(tmp_path):
@@ -69,3 +77,21 @@ def test_suites_are_read_without_torch(tmp_path):
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("suite", "runs_programs"),
+    [
+        (HeldoutSyntax, False),
+        (SpecSuite, False),
+        (Jsonl, False),
+        (Harness, False),
+        (MiniPython, True),
+        (ProgramSuite, True),
+        (RustProgramSuite, True),
+    ],
+)
+def test_only_suites_that_run_programs_ask_for_a_sandbox(suite, runs_programs):
+    """A suite that reads answers works on a machine where none can be had."""
+    (default,) = (one.default for one in fields(suite) if one.name == "needs_sandbox")
+    assert default is runs_programs

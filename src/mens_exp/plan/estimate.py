@@ -178,7 +178,7 @@ def _lora(config: RunConfig) -> str:
     start = [] if lora.init is LoraInit.default else [f"starts from {lora.init.value}"]
     ranks = f"r {lora.r}{' and others' if lora.rank_pattern else ''}"
     alphas = f"alpha {lora.alpha}{' and others' if lora.alpha_pattern else ''}"
-    return ", ".join([lora.name, *kind, ranks, alphas, f"dropout {lora.dropout:g}", *start])
+    return ", ".join(["+".join(lora.targets), *kind, ranks, alphas, f"dropout {lora.dropout:g}", *start])
 
 
 def _blocks(config: RunConfig, data: dict[str, Any]) -> int | None:
