@@ -15,6 +15,7 @@ from mens_exp.layout import hub, hub_snapshot
 from mens_exp.layout.shape import shape_of
 from mens_exp.plan import machine, messages, pace
 from mens_exp.plan.checks.machine import findings
+from mens_exp.plan.checks.optim import rate_warnings
 from mens_exp.plan.contract import contract_of
 from mens_exp.plan.disk import disk
 from mens_exp.plan.forecast import documents_of, forecast, tokens_per_step
@@ -108,7 +109,11 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         "device": {"kind": device.kind, "name": device.name},
         "problems": [*map(str, errors), *(data.get("contract") or {}).get("refusals", ())],
         "comparison": messages.COMPARISON,
-        "warnings": [*(stack.warnings if stack else ()), *warnings],
+        "warnings": [
+            *(stack.warnings if stack else ()),
+            *rate_warnings(config, shape),
+            *warnings,
+        ],
         "measured": None,
     }
 
@@ -178,7 +183,9 @@ def _lora(config: RunConfig) -> str:
     start = [] if lora.init is LoraInit.default else [f"starts from {lora.init.value}"]
     ranks = f"r {lora.r}{' and others' if lora.rank_pattern else ''}"
     alphas = f"alpha {lora.alpha}{' and others' if lora.alpha_pattern else ''}"
-    return ", ".join(["+".join(lora.targets), *kind, ranks, alphas, f"dropout {lora.dropout:g}", *start])
+    return ", ".join(
+        ["+".join(lora.targets), *kind, ranks, alphas, f"dropout {lora.dropout:g}", *start]
+    )
 
 
 def _blocks(config: RunConfig, data: dict[str, Any]) -> int | None:

@@ -4,7 +4,8 @@ import shutil
 
 import pytest
 
-from mens_exp.plan.checks.optim import check
+from mens_exp.layout.shape import shape_of
+from mens_exp.plan.checks.optim import check, rate_warnings
 from mens_exp.plan.preflight import preflight
 
 PAGED = "optim=paged_adamw_8bit"
@@ -43,3 +44,28 @@ def test_other_optimizers_run_anywhere(monkeypatch, tiny_config, option):
     """The CPU kernels of bitsandbytes hold 8-bit moments too."""
     has_gpu(monkeypatch, there=False)
     assert list(check(tiny_config(f"optim={option}"))) == []
+
+
+OF_8B = ("model.hidden_size=4096", "model.intermediate_size=14336", "model.num_hidden_layers=32")
+OF_30B = ("model.hidden_size=6656", "model.intermediate_size=17920", "model.num_hidden_layers=60")
+
+
+@pytest.mark.parametrize(
+    ("size", "overrides", "usual"),
+    [
+        (OF_8B, ("optim.lr=2e-3",), "0.0002"),
+        (OF_8B, ("optim.lr=4e-5",), "0.0002"),
+        (OF_30B, ("optim.lr=5e-4",), "0.0001"),
+        (OF_8B, ("optim=lion",), "2e-05"),
+        (OF_8B, ("optim.lr=7e-4",), None),
+        (OF_8B, ("optim.lr=6e-5",), None),
+        (OF_30B, ("optim.lr=1e-4",), None),
+        ((), ("optim.lr=2e-3",), None),
+    ],
+)
+def test_a_rate_far_from_published_ones_is_warned_of(tiny_config, size, overrides, usual):
+    """Four times higher or lower than QLoRA's authors; a small model has no published rate."""
+    config = tiny_config("model=random", *size, *overrides)
+    said = list(rate_warnings(config, shape_of(config.model)))
+    assert len(said) == (usual is not None)
+    assert all(f"set optim.lr={usual}," in one for one in said)
