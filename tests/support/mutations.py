@@ -197,7 +197,7 @@ def attempt(mutant, tests):
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if done.returncode == pytest.ExitCode.OK:
         return "survived", None
-    if done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED or _GONE in done.stderr:
+    if done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED or "not found: " in done.stderr:
         return "untried", (done.stdout + done.stderr)[-500:]
     return "killed", failed[0].split(" ")[1] if failed else done.stdout[-500:]
 

@@ -73,6 +73,7 @@ def agreement(backend: QloraBackend, batch: Batch, documents: Encoded) -> Agreem
     with ExitStack() as stack:
         stack.enter_context(_in_f32(backend))
         stack.enter_context(_filled(backend))
+        stack.enter_context(_without_hooks(backend))
         stack.enter_context(torch.enable_grad())
         names = list(backend.trainable())
         ours, our_gradients = _ours(backend, batch.to(device))
@@ -203,6 +204,19 @@ def _filled(backend: QloraBackend) -> Iterator[None]:
         with torch.no_grad():
             for parameter, values in kept:
                 parameter.copy_(values)
+
+
+@contextmanager
+def _without_hooks(backend: QloraBackend) -> Iterator[None]:
+    """Take the loss's own gradients inside the block; a backend may zero some to freeze a part."""
+    kept = [(one, one._backward_hooks) for one in backend.trainable().values()]  # noqa: SLF001
+    try:
+        for parameter, _ in kept:
+            parameter._backward_hooks = None  # noqa: SLF001  # torch has no other way to take all
+        yield
+    finally:
+        for parameter, hooks in kept:
+            parameter._backward_hooks = hooks  # noqa: SLF001
 
 
 # ------------------------------------------------------------------ the reference
