@@ -182,6 +182,15 @@ def test_each_fault_of_the_probe_is_refused(change, what):
     assert what in error.what
 
 
+@pytest.mark.parametrize(
+    ("packed", "remedy"), [(True, "set data.packing=false"), (False, "report this")]
+)
+def test_no_setting_is_advised_that_is_set(packed, remedy):
+    """Documents that are not kept apart without packing are a fault of the model's code."""
+    (error,) = contract_rules.of_probe({**PROBE, "packed": packed, "together_loss": 0.06})
+    assert (error.remedy or "").startswith(remedy)
+
+
 def test_an_overlap_names_the_worst_row():
     """Whoever has to drop something knows what."""
     part = {**OVERLAP, "contained_frac": 0.06}

@@ -85,7 +85,7 @@ def load_base(
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # a rate that code shipped with a model does not take from config.json
     model.requires_grad_(requires_grad=False)
-    if base.trust_remote_code or (config.data.packing and not shape.family.verified):
+    if config.data.packing and (base.trust_remote_code or not shape.family.verified):
         refuse_leaks(model)
     return model
 

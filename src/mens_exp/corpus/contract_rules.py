@@ -201,7 +201,7 @@ def of_probe(part: ProbePart) -> Iterator[GateError]:
             where="data.packing",
             found=f"alone they differ by {together:.2%}",
             expected=expected,
-            remedy="set data.packing=false",
+            remedy="set data.packing=false" if part["packed"] else report,
         )
     uneven = max(part["accumulation_loss"] or 0.0, part["accumulation_gradient"] or 0.0)
     if uneven > limit:
