@@ -359,7 +359,7 @@ def test_what_the_targets_match_is_planned(on_rows, cache):
     assert plan["lora_modules"] == "q, v in 2 of 2 layers; lm_head: 5 modules"
     # Inputs of 64; q has 64 outputs, v 32, the head 320.
     assert plan["trainable_parameters"] == 2 * 4 * (128 + 96) + 16 * 384
-    assert plan["lora"] == "all_linear, rslora, r 16 and others, alpha 16, dropout 0.05"
+    assert plan["lora"] == "qv+lm_head, rslora, r 16 and others, alpha 16, dropout 0.05"
 
 
 def test_a_start_that_changes_the_base_keeps_the_plain_one_too(on_rows, cache):
