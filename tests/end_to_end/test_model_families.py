@@ -156,6 +156,16 @@ def test_a_comparison_is_kept_for_the_same_graph_alone(tiny, train_in, tmp_path)
     assert other["parameters"] == 2 * first["parameters"]
 
 
+@pytest.mark.usefixtures("nothing_known")
+def test_the_same_weights_under_another_configuration_are_compared_again(tiny, train_in, tmp_path):
+    """Llama and Granite have the same tensors, and Granite's logits have a scale of their own."""
+    bases = [tiny("llama"), tiny("granite"), tiny("granite", logits_scaling=5.0)]
+    runs = [train_on(train_in, base, tmp_path / str(n)) for n, base in enumerate(bases)]
+    weights = {Manifest.read(run.manifest).inputs["base_weights_sha256"] for run in runs}
+    assert len(weights) == 1
+    assert [reference_of(run)["from_cache"] for run in runs] == [False, False, False]
+
+
 def test_training_drops_nothing_that_the_published_model_drops(tiny, train_in, tmp_path):
     """OPT calls dropout as a function; a fully trained model keeps the published rates."""
     directory = tiny("opt")

@@ -1,4 +1,4 @@
-"""Whether a model's code keeps packed documents apart, tried before it trains.
+"""A trial of packed documents before training: does the model's code keep them apart?
 
 Packing hands document bounds down to attention. The families that we know pass them on; another's
 code, or code that somebody ships with a model, may drop them, and every document would read its

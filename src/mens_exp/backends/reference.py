@@ -1,8 +1,9 @@
 """The same model computed by transformers alone, to compare ours with before it trains.
 
-The reference is another tree of modules of the model's own class. It shares the weights, and
-nothing else: attention is transformers' eager one, each document is passed alone, the loss is that
-of ``forward(labels=...)``, and the adapter is written here from its definition. Both sides compute
+The reference is another tree of modules of the model's own class. It shares the weights and the
+tables that transformers' loader made (positions, rotary frequencies), and nothing else: attention
+is transformers' eager one, each document is passed alone, the loss is that of
+``forward(labels=...)``, and the adapter is written here from its definition. Both sides compute
 in f32 over the same quantized weights, because rounding in bf16 hides errors of some per cent.
 
 Shapes: T tokens, I inputs and O outputs of a projection, R rank.

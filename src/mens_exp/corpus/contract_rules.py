@@ -1,4 +1,4 @@
-"""What the data contract refuses: every limit, with the figure that is over it and what to do."""
+"""The limits of the data contract, each with the figure that is over it and what to do."""
 
 from __future__ import annotations
 

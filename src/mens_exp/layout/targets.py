@@ -1,4 +1,4 @@
-"""Which linear modules get an adapter: targets matched against a model's shape, without loading it.
+"""Targets of adapters, matched against a model's shape without loading the model.
 
 A target is a group (``attention``), the last name or names of a module (``q_proj``,
 ``self_attn.q_proj``), or a glob over the whole module path (``*.layers.1?.mlp.*``).

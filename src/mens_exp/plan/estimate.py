@@ -1,4 +1,4 @@
-"""What a run would do, and what it would take; torch-free, and about a second at most.
+"""The plan of a run: its steps, time, memory and disk; torch-free, about a second at most.
 
 The figures of memory and time are estimates by formula; each says what it rests on, and a
 figure nothing is known about is null with the reason.

@@ -1,4 +1,4 @@
-"""How long a run takes: operations by formula, over a rate that was measured.
+"""The time of a run: operations by formula, divided by a measured rate.
 
 The rate is this machine's own where the ledger knows it, else one measured on another CPU. No
 rate has been measured for a GPU; until a run on it is in the ledger its time is unknown.

@@ -1,4 +1,4 @@
-"""What the terminal shows: the plan before a run, the results after it, and problems.
+"""The plan before a run, its results and its problems, as the terminal shows them.
 
 Nothing here reads a model's text as markup, and control characters are shown, not obeyed.
 """

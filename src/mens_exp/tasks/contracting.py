@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.code_digest import code_digest
 from mens_exp.artifacts.data_contract import DataContract, StoredReference
-from mens_exp.artifacts.digest import digest
+from mens_exp.artifacts.digest import digest, sha256_file
 from mens_exp.config.suite import AnsweredSuite
 from mens_exp.corpus import contract_rules
 from mens_exp.corpus.row_part import heldout_part, overlap_part, rows_part
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mens_exp.corpus.source import Rows
     from mens_exp.data.datamodule import RowsDataModule
     from mens_exp.errors import MensError
+    from mens_exp.model.resolve import BaseModel
     from mens_exp.tasks.run import Run
     from mens_exp.tokenizer.protocol import Tokenizer
     from mens_exp.training.module import TrainingModule
@@ -73,7 +74,7 @@ def certify_rows(
 
 
 def certify_steps(
-    config: RunConfig, run: Run, module: TrainingModule, data: RowsDataModule
+    config: RunConfig, run: Run, base: BaseModel, module: TrainingModule, data: RowsDataModule
 ) -> None:
     """Try the first batches on the model, once a run, and refuse what is out of tolerance.
 
@@ -92,7 +93,8 @@ def certify_steps(
         return
     from mens_exp.training.contract_probe import probe
 
-    kept = _reference_path(config, run, next(module.parameters()).device.type)
+    device = next(module.parameters()).device.type
+    kept = _reference_path(config, run, base.directory, device)
     known = _known_reference(kept)
     contract.probe = probe(config, module, data, None if known is None else known.part)
     del contract.unknown["probe"]
@@ -103,10 +105,16 @@ def certify_steps(
         StoredReference(part={**found, "from_cache": True}).write(kept)
 
 
-def _reference_path(config: RunConfig, run: Run, device: str) -> Path:
-    """Return where the comparison with transformers is kept for runs of the same graph and code."""
+def _reference_path(config: RunConfig, run: Run, directory: Path, device: str) -> Path:
+    """Return where the comparison with transformers is kept for runs of the same graph and code.
+
+    Weights are not a graph: config.json, and code beside it, say what is made of them.
+    """
+    graph = sorted([*directory.glob("*.py"), directory / "config.json"])
     key = {
         "base": run.manifest.inputs["base_weights_sha256"],
+        "graph": {file.name: sha256_file(file) for file in graph},
+        "checkpointing": config.model.gradient_checkpointing,
         "backend": config.backend._target_,  # Hydra's own spelling
         "quant": repr(config.quant),
         "lora": repr(config.lora),

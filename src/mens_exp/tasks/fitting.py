@@ -1,4 +1,4 @@
-"""What every process of a training run does, alone or with others: read, build, fit."""
+"""The work of every process of a training run, alone or with others: read, build, fit."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def fit(
             scoring = None if early is None else first_items(early, run.manifest)
         trainer = build_trainer(config, run, max_steps=data.max_steps, score=scoring, rank=rank)
         if rank.is_first or is_sharded(config, rank):  # no part of a base computes alone
-            certify_steps(config, run, module, data)
+            certify_steps(config, run, inputs.base, module, data)
         _validate_before(run, trainer, module, data)
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
         assert module.selected is not None, "training validates after its last step"

@@ -1,4 +1,4 @@
-"""What was predicted for a run and what it measured, kept side by side."""
+"""Predictions for a run and its measurements, kept side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an optimizer needs of the machine, and whether its rate fits the model's size."""
+"""Checks of the optimizer: the machine that it needs, and a rate that fits the model's size."""
 
 from __future__ import annotations
 
