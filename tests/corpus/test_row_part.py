@@ -114,6 +114,7 @@ def key():
         tokenizer_sha256=VOX.sha256,
         template_sha256=VOX.template_sha256,
         special_tokens_sha256="s",
+        date=None,
         allow_control_text=True,
         labelling=LABELLING,
     )

@@ -23,6 +23,7 @@ KEY = CacheKey(
     tokenizer_sha256="t",
     template_sha256="c",
     special_tokens_sha256="s",
+    date=None,
     allow_control_text=False,
     labelling=LABELLING,
 )

@@ -23,7 +23,8 @@ def templated(train_in, tmp_path_factory):
     directory = tmp_path_factory.mktemp("templated")
     file = directory / "mine.jinja"
     file.write_text(TEMPLATE, "utf-8")
-    overrides = [f"tokenizer.chat_template={file}", "data.truncation=left", "objective.turns=last"]
+    overrides = [f"tokenizer.chat_template={file}", "tokenizer.date=2026-01-05"]
+    overrides += ["data.truncation=left", "objective.turns=last"]
     run = train_in(directory / "run", *overrides, "trainer.max_steps=2")
     file.unlink()
     return run, file
@@ -41,7 +42,7 @@ def test_template_lands_in_the_run_and_beside_the_adapter(
 def test_record_says_what_shaped_the_ids(templated):
     """Where the template is from and which day it was told, how rows were cut and learned."""
     inputs = Manifest.read(templated[0].manifest).inputs
-    assert (inputs["chat_template"], inputs["chat_template_date"]) == ("a file", "2024-07-26")
+    assert (inputs["chat_template"], inputs["chat_template_date"]) == ("a file", "2026-01-05")
     data = inputs["data"]
     assert (data["truncation"], data["turns"], data["train_unrolled"]) == ("left", "last", 0)
     (file,) = data["files"].values()
@@ -75,3 +76,24 @@ def test_absent_template_is_refused_before_a_run_opens(tiny_run, tmp_path, capsy
     assert "tokenizer.chat_template: the file cannot be read" in said
     assert "lora.targets" in said
     assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_shows_the_date_that_prompts_will_have(tiny_run, tmp_path, capsys):
+    """Where the template asks for one."""
+    file = tmp_path / "mine.jinja"
+    file.write_text(TEMPLATE, "utf-8")
+    dated = [*tiny_run, "task=plan", f"tokenizer.chat_template={file}", "tokenizer.date=2026-01-05"]
+    assert cli.main([*dated, f"hydra.run.dir={tmp_path / 'plan'}"]) == 0
+    assert "2026-01-05 in every prompt" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("date", "said"),
+    [("2026-01-05", "the chat template asks for no date"), ("yesterday", "is no date")],
+)
+def test_a_date_without_effect_is_refused(date, said, tiny_run, tmp_path, capsys):
+    """ChatML asks for none; and a date is a date."""
+    run = RunDir(tmp_path / "run")
+    assert cli.main([*tiny_run, f"tokenizer.date={date}", f"hydra.run.dir={run.path}"]) == 2
+    assert f"tokenizer.date: {said}" in capsys.readouterr().err
+    assert not run.path.exists()

@@ -274,6 +274,16 @@ def test_dated_template_is_told():
     assert not is_dated(CHATML)
 
 
+def test_a_template_gets_the_date_that_is_set():
+    """By the function that transformers gives it, and as the text that Llama 3.1 takes."""
+    text = render(LLAMA3, [USER], add_generation_prompt=False, today="2026-01-05", **TOKENS)
+    assert "Today Date: 05 Jan 2026" in text
+    asking = "{{ strftime_now('%Y/%m/%d') }} {{ date_string }}"
+    assert render(asking, [USER], add_generation_prompt=False, today="2026-01-05") == (
+        "2026/01/05 05 Jan 2026"
+    )
+
+
 def test_syntax_can_be_checked_without_a_conversation():
     """What does not compile is refused; what compiles is not rendered."""
     check_syntax("{{ raise_exception('only when rendered') }}")

@@ -21,6 +21,11 @@ class TokenizerConfig:
         "The chat template to use: a file with Jinja source, `chatml`, or `plain` (the texts, a "
         "newline between them); null is the tokenizer's own, or ChatML where it has none.",
     )
+    date: str = setting(
+        "2024-07-26",  # what Llama 3's template falls back to
+        "The day, YYYY-MM-DD, that a chat template gets where it asks for today's date; fixed, so "
+        "that the same rows are the same tokens tomorrow.",
+    )
     allow_control_text: bool = setting(
         False,  # the value of the setting, named by its position in the schema
         "Read text of a row that spells a control token (<|im_end|>) as that token; false encodes "

@@ -264,6 +264,7 @@ def cache_key(config: RunConfig, rows: Rows, side: Side, tokenizer: Tokenizer) -
         tokenizer_sha256=tokenizer.sha256,
         template_sha256=tokenizer.template_sha256,
         special_tokens_sha256=digest(tokenizer.special_tokens),
+        date=tokenizer.date if tokenizer.is_dated else None,
         allow_control_text=tokenizer.allow_control_text,
         labelling=labelling_of(config),
     )

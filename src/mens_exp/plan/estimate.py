@@ -16,6 +16,7 @@ from mens_exp.layout.shape import shape_of
 from mens_exp.plan import machine, messages, pace
 from mens_exp.plan.checks.machine import findings
 from mens_exp.plan.checks.optim import rate_warnings
+from mens_exp.plan.checks.tokenizer import date_in_prompts
 from mens_exp.plan.contract import contract_of
 from mens_exp.plan.disk import disk
 from mens_exp.plan.forecast import documents_of, forecast, tokens_per_step
@@ -133,6 +134,7 @@ def _meaning(config: RunConfig, shape: Shape) -> dict[str, Any]:
         "lora": _lora(config),
         "lora_modules": described_modules(config, shape),
         "objective": config.objective.name,
+        "chat_template_date": date_in_prompts(config),
         "deployment_target": config.deployment_target.value,
         "layout": _layout(shape.family),
         **made,

@@ -114,7 +114,7 @@ SETTINGS: dict[str, Part] = {
     **_all(Part.RECORD, "model.", "name distribution version file file_type license"),
     # A permission, and activations kept or computed again: the same numbers either way.
     **_all(Part.RECORD, "model.", "trust_remote_code gradient_checkpointing"),
-    **_all(Part.DATA, "tokenizer.", "name chat_template allow_control_text"),
+    **_all(Part.DATA, "tokenizer.", "name chat_template date allow_control_text"),
     # The shares decide which rows are left to train on.
     **_all(
         Part.DATA,

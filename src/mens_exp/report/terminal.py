@@ -105,6 +105,8 @@ def _plan_rows(plan: Mapping[str, Any]) -> Iterable[tuple[str, Text]]:
     yield "quantization", _text(plan.get("quant"))
     yield "LoRA", _lora(plan)
     yield "objective", _text(plan.get("objective"))
+    if plan.get("chat_template_date"):
+        yield "date", Text(f"{plan['chat_template_date']} in every prompt (tokenizer.date)")
     yield "data", _data(plan.get("data") or {})
     yield "steps", _steps(plan)
     time, memory = (plan.get(key) or {} for key in ("time_s", "memory_bytes"))

@@ -44,6 +44,7 @@ class CacheKey:
     tokenizer_sha256: str
     template_sha256: str
     special_tokens_sha256: str
+    date: str | None
     allow_control_text: bool
     labelling: Labelling
 

@@ -10,7 +10,6 @@ from mens_exp.errors import Problems, RequestError
 from mens_exp.plan.contract import origin_of
 from mens_exp.rows import quarantine
 from mens_exp.tokenizer.load import load_tokenizer
-from mens_exp.tokenizer.templates import DATE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -54,7 +53,7 @@ def describe(
     base: BaseModel, tokenizer: Tokenizer, rows: Rows | None, data: RowsDataModule | None = None
 ) -> dict[str, Any]:
     """Return the manifest's ``inputs``; without ``data``, nothing of the encoded documents."""
-    dated = {"chat_template_date": DATE.date().isoformat()} if tokenizer.is_dated else {}
+    dated = {"chat_template_date": tokenizer.date} if tokenizer.is_dated else {}
     return {
         "base_model": base.name,
         "base_source": base.source,

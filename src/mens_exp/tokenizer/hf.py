@@ -12,7 +12,7 @@ from mens_exp.artifacts.digest import sha256_bytes, sha256_file
 from mens_exp.errors import DataError, ModelFileError
 from mens_exp.tokenizer.control import ControlText, Placed
 from mens_exp.tokenizer.template_files import OWN, template_in_force
-from mens_exp.tokenizer.templates import Message, generated_spans, is_dated, render
+from mens_exp.tokenizer.templates import DATE, Message, generated_spans, is_dated, render
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from mens_exp.config.tokenizer import TokenizerConfig
 
-__all__ = ["HfTokenizer"]
+__all__ = ["HfTokenizer", "chat_template_of"]
 
 _TOKEN_NAMES = (
     "bos_token",
@@ -40,8 +40,8 @@ class HfTokenizer:
 
     ``end_ids`` are the ids that end an answer: the end-of-sequence token, and the control
     token that the chat template puts behind an answer. ``template_source`` says where the chat
-    template is from. Text of a conversation that spells a control token is encoded as text,
-    unless ``allow_control_text`` says otherwise.
+    template is from, and ``date`` is today's to it. Text of a conversation that spells a control
+    token is encoded as text, unless ``allow_control_text`` says otherwise.
     """
 
     core: Tokenizer = field(repr=False)
@@ -50,6 +50,7 @@ class HfTokenizer:
     special_tokens: dict[str, str]
     end_ids: set[int]
     sha256: str
+    date: str = DATE
     allow_control_text: bool = False
     _control: ControlText = field(init=False, repr=False, compare=False)
 
@@ -77,10 +78,8 @@ class HfTokenizer:
             raise ModelFileError("is no tokenizer", where=str(path), found=str(error)) from error
         core.no_padding()
         core.no_truncation()
-        files = _tokenizer_config(directory)
-        named = None if config is None else config.chat_template
-        template, source = template_in_force(directory, files, named)
-        special_tokens = _special_tokens(files)
+        template, source = chat_template_of(directory, config)
+        special_tokens = _special_tokens(_tokenizer_config(directory))
         return cls(
             core=core,
             chat_template=template,
@@ -88,6 +87,7 @@ class HfTokenizer:
             special_tokens=special_tokens,
             end_ids=_end_ids(core, template, special_tokens),
             sha256=sha256_file(path),
+            date=DATE if config is None else config.date,
             allow_control_text=config is not None and config.allow_control_text,
         )
 
@@ -154,6 +154,7 @@ class HfTokenizer:
             self.chat_template,
             self._guarded(messages),
             add_generation_prompt=add_generation_prompt,
+            today=self.date,
             **self.special_tokens,
         )
 
@@ -163,7 +164,9 @@ class HfTokenizer:
 
     def generated_spans(self, messages: list[Message]) -> list[tuple[int, int]] | None:
         """Return what the template marks as generated, in characters of `render`'s text."""
-        return generated_spans(self.chat_template, self._guarded(messages), **self.special_tokens)
+        return generated_spans(
+            self.chat_template, self._guarded(messages), today=self.date, **self.special_tokens
+        )
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts without adding special tokens of the tokenizer's own."""
@@ -189,6 +192,17 @@ class HfTokenizer:
     def spell(self, ids: Sequence[int]) -> str:
         """Decode ids, control tokens spelled out."""
         return str(self.core.decode(list(ids), skip_special_tokens=False))
+
+
+def chat_template_of(directory: Path, config: TokenizerConfig | None) -> tuple[str, str]:
+    """Return the chat template in force in a model directory, and what a record calls its source.
+
+    Raises:
+        ConfigError: the file that `tokenizer.chat_template` names holds no template.
+        ModelFileError: the directory has several templates and none called default.
+    """
+    named = None if config is None else config.chat_template
+    return template_in_force(directory, _tokenizer_config(directory), named)
 
 
 def _id_of(core: Tokenizer, token: str | None) -> int | None:

@@ -33,6 +33,10 @@ class Tokenizer(Protocol):
         """Whether the chat template asks for the date."""
 
     @property
+    def date(self) -> str:
+        """The day that a chat template gets where it asks for the date."""
+
+    @property
     def allow_control_text(self) -> bool:
         """Whether a row's text that spells a control token is that token."""
 

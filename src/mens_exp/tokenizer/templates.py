@@ -2,8 +2,8 @@
 
 The environment below follows the documented behaviour of ``apply_chat_template``
 (https://huggingface.co/docs/transformers/chat_templating); a test compares the two. In one thing
-it does not: a template that asks for the date gets the same one every day, or the same rows would
-be other ids tomorrow, and a run stopped today could not go on.
+it does not: a template that asks for the date gets the configured one (`tokenizer.date`), or the
+same rows would be other ids tomorrow, and a run stopped today could not go on.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from datetime import datetime
+from datetime import date
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jinja2 import TemplateError
@@ -41,8 +41,9 @@ __all__ = [
 
 Message = dict[str, str]
 
-# What "today" is to a template: the date that Llama 3's own falls back to where it gets none.
-DATE = datetime(2024, 7, 26)  # noqa: DTZ001  # a calendar date, in no zone
+# The default of "today": the date that Llama 3's template falls back to where it gets none.
+DATE = "2024-07-26"
+_ASKS_FOR_DATE = re.compile(r"\b(?:strftime_now|date_string)\b")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
 # The exact strings for tokenizers without a template: no newline after the last end marker.
@@ -118,7 +119,6 @@ def _compiled(template: str, *, marked: bool = False) -> Template:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = DATE.strftime
     return environment.from_string(template)
 
 
@@ -129,7 +129,12 @@ def _globals(template: str, *, marked: bool) -> dict[str, Any]:
 
 
 def render(
-    template: str, messages: list[Message], *, add_generation_prompt: bool, **tokens: Any
+    template: str,
+    messages: list[Message],
+    *,
+    add_generation_prompt: bool,
+    today: str = DATE,
+    **tokens: Any,
 ) -> str:
     """Render a conversation.
 
@@ -137,22 +142,24 @@ def render(
         template: Jinja source.
         messages: turns with ``role`` and ``content``.
         add_generation_prompt: end with the opening of an assistant turn.
+        today: the date that the template gets, YYYY-MM-DD.
         **tokens: variables such as ``bos_token`` and ``eos_token``.
 
     Raises:
         DataError: the template refuses the conversation or is no template.
     """
-    return _rendered(template, messages, tokens, add_generation_prompt=add_generation_prompt)
+    return _rendered(template, messages, tokens, today, generate=add_generation_prompt)
 
 
 def generated_spans(
-    template: str, messages: list[Message], **tokens: Any
+    template: str, messages: list[Message], *, today: str = DATE, **tokens: Any
 ) -> list[tuple[int, int]] | None:
     """Return where a conversation's text is marked as generated.
 
     Args:
         template: Jinja source.
         messages: turns with ``role`` and ``content``.
+        today: the date that the template gets, YYYY-MM-DD.
         **tokens: variables such as ``bos_token`` and ``eos_token``.
 
     Returns:
@@ -164,7 +171,7 @@ def generated_spans(
     """
     if not _GENERATION.search(template):
         return None
-    text = _rendered(template, messages, tokens, marked=True)
+    text = _rendered(template, messages, tokens, today, marked=True)
     places = [match.start() for match in re.finditer(f"[{MARK_BEGIN}{MARK_END}]", text)]
     bare = [place - number for number, place in enumerate(places)]  # each mark is one character
     return list(zip(bare[::2], bare[1::2], strict=False))
@@ -183,16 +190,24 @@ def check_syntax(template: str) -> None:
 
 
 def is_dated(template: str) -> bool:
-    """Tell whether a template asks for the date, which is `DATE` to it."""
-    return "strftime_now" in template
+    """Tell whether a template asks for the date."""
+    return _ASKS_FOR_DATE.search(template) is not None
+
+
+@functools.lru_cache(maxsize=8)
+def _dates(today: str) -> dict[str, Any]:
+    """Return the two ways to a date that published templates know: a function, and Llama 3's."""
+    day = date.fromisoformat(today)
+    return {"strftime_now": day.strftime, "date_string": day.strftime("%d %b %Y")}
 
 
 def _rendered(
     template: str,
     messages: list[Message],
     tokens: dict[str, Any],
+    today: str,
     *,
-    add_generation_prompt: bool = False,
+    generate: bool = False,
     marked: bool = False,
 ) -> str:
     try:
@@ -205,7 +220,8 @@ def _rendered(
                 "messages": messages,
                 "tools": None,  # defined, because templates ask `tools is not none`
                 "documents": None,
-                "add_generation_prompt": add_generation_prompt,
+                "add_generation_prompt": generate,
+                **_dates(today),
                 **tokens,
             },
             shared=True,

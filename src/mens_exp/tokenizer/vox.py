@@ -15,7 +15,7 @@ import numpy as np
 
 from mens_exp.artifacts.digest import digest, sha256_bytes
 from mens_exp.tokenizer.control import Placed, placed
-from mens_exp.tokenizer.templates import CHATML, Message, generated_spans, is_dated, render
+from mens_exp.tokenizer.templates import CHATML, DATE, Message, generated_spans, is_dated, render
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,6 +59,7 @@ class VoxTokenizer:
 
     chat_template: str = CHATML
     template_source: str = "ChatML"
+    date: str = DATE
     allow_control_text: bool = True  # its ids leave no way to tell a row's markers from ours
 
     @property
@@ -118,11 +119,16 @@ class VoxTokenizer:
 
     def render(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
         """Render a conversation under the chat template."""
-        return render(self.chat_template, messages, add_generation_prompt=add_generation_prompt)
+        return render(
+            self.chat_template,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            today=self.date,
+        )
 
     def generated_spans(self, messages: list[Message]) -> list[tuple[int, int]] | None:
         """Return what the template marks as generated, in characters of `render`'s text."""
-        return generated_spans(self.chat_template, messages)
+        return generated_spans(self.chat_template, messages, today=self.date)
 
     def guard(self, text: str) -> str:
         """Return the text as it is: a marker in it is that marker."""
