@@ -5,11 +5,17 @@ Expected texts are written from each template's documentation, not from our own 
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from mens_exp.errors import DataError
+from mens_exp.rows.answers import answer_of
 from mens_exp.rows.encode import Labelling, encode, messages_of
 from mens_exp.rows.schema import TrainingPair
 
@@ -230,3 +236,101 @@ def test_control_text_is_control_where_it_is_allowed(
     as_text = encoded(published("chatml"), row).ids.tolist()
     as_token = encoded(dataclasses.replace(published("chatml"), allow_control_text=True), row)
     assert (as_text.count(end), as_token.ids.tolist().count(end)) == (2, 3)
+
+
+TRL = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
+OF_PICTURES = {"idefics3", "llava_next", "smolvlm"}  # their turns are lists, not texts
+MARKED_BY_TRL = sorted(
+    file.stem.removesuffix("_training")
+    for file in TRL.glob("*_training.jinja")
+    if file.stem.removesuffix("_training") not in OF_PICTURES
+)
+# Answered turns leave out the tag that the generation prompt opens; ours close it.
+CLOSES = {"deepseek_r1_distill", "deepseekv3", *(n for n in MARKED_BY_TRL if "nemotron" in n)}
+PLAIN = TrainingPair(
+    history=(("first question", "first answer"),), prompt="question", response="the answer"
+)
+REASONED = dataclasses.replace(PLAIN, response="<think>\nwhy\n</think>\n\nthe answer")
+
+
+def marked_by_trl(name, row):
+    """Return what transformers masks as generated of the last answer, under TRL's markers."""
+    messages = [*messages_of(row), {"role": "assistant", "content": row.response}]
+    (text,), (spans,) = render_jinja_template(
+        conversations=[messages],
+        chat_template=(TRL / f"{name}_training.jinja").read_text("utf-8"),
+        return_assistant_tokens_mask=True,
+        eos_token="<|im_end|>",
+        bos_token="<|im_start|>",
+    )
+    asked = text.rindex(row.prompt)
+    begins, ends = zip(*(span for span in spans if span[0] > asked), strict=True)
+    return text[min(begins) : max(ends)]
+
+
+def in_both():
+    """Yield templates and rows of which TRL and we train the same."""
+    for name in MARKED_BY_TRL:
+        if name not in CLOSES:
+            yield pytest.param(name, PLAIN, id=f"{name}-plain")
+        # DeepSeek-V3's drops reasoning, one prompt has closed it, and Qwen 3.8's puts it behind an
+        # empty one.
+        if name not in {"deepseekv3", "qwen3_5_nothink", "qwen3_8"}:
+            yield pytest.param(name, REASONED, id=f"{name}-reasoned")
+
+
+@pytest.mark.parametrize(("name", "row"), [*in_both()])
+def test_answers_are_those_that_trl_marks_in_the_same_template(published, name, row):
+    """But for what the generation prompt has opened already, which generation does not write."""
+    tokenizer = published("chatml", template=(TRL / f"{name}.jinja").read_text("utf-8"))
+    answer, theirs = answer_of(row, -1, tokenizer), marked_by_trl(name, row)
+    opened, found, closing = theirs.partition(answer.body)
+    assert found
+    assert answer.prompt.endswith(opened)
+    assert closing.startswith(answer.closing.strip()) or answer.closing.startswith(closing)
+
+
+@pytest.mark.parametrize("name", [*sorted(CLOSES), "qwen3_8"])
+@pytest.mark.parametrize(
+    ("row", "learned"),
+    [(PLAIN, "\n</think>\n\nthe answer"), (REASONED, "why\n</think>\n\nthe answer")],
+    ids=["plain", "reasoned"],
+)
+def test_a_tag_that_the_prompt_opens_is_closed_by_the_answer(published, name, row, learned):
+    """As generation has to; without reasoning in the row it is closed at once."""
+    tokenizer = published("chatml", template=(TRL / f"{name}.jinja").read_text("utf-8"))
+    answer = answer_of(row, -1, tokenizer)
+    assert answer.body == learned
+    assert answer.prompt.endswith("<think>\n")
+    assert answer.prompt == tokenizer.render(messages_of(row), add_generation_prompt=True)
+
+
+def test_reasoning_behind_a_prompt_that_has_closed_it_is_refused(published):
+    """Nothing of it could be generated there."""
+    template = (TRL / "qwen3_5_nothink.jinja").read_text("utf-8")
+    with pytest.raises(DataError, match="does not keep prompt and answer"):
+        encoded(published("chatml", template=template), REASONED)
+
+
+def test_a_template_that_drops_the_system_prompt_is_refused(published):
+    """Before anything is trained without it; the row is named."""
+    template = (
+        "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = published("chatml", template=template)
+    with pytest.raises(DataError, match="drops the system prompt") as caught:
+        encoded(tokenizer, TrainingPair(prompt="p", response="r", system="Be brief."))
+    assert "Be brief." in str(caught.value)
+    assert "tokenizer.chat_template" in str(caught.value)
+    for system in (None, ""):
+        assert encoded(tokenizer, TrainingPair(prompt="p", response="r", system=system))
+
+
+def test_a_turn_that_the_generation_prompt_does_not_open_is_refused(published):
+    """The model would have to write the template's own header."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    with pytest.raises(DataError, match="does not keep prompt and answer"):
+        encoded(published("chatml", template=template), TrainingPair(prompt="p", response="r"))

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Protocol
 
 from mens_exp.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from mens_exp.rows.schema import TrainingPair
 
@@ -22,9 +23,12 @@ __all__ = ["Answer", "TextEncoder", "answer_of", "messages_of", "prompt_text"]
 
 _PROBE = "mens_exp probe 7d1f"
 _TAG = re.compile(r"\s*(</?think>)\s*")
-# What may stand before an answer though nobody wrote it: white space (Mistral), and the empty
-# reasoning that Qwen 3 puts before an answer without any. Generation has to write it too.
+_EMPTY = "<think></think>"
+# What may stand before an answer though nobody wrote it, in a template that changes its prompt:
+# white space (Mistral), and empty reasoning. Generation has to write it too.
 _LEAD = re.compile(r"\s*(?:<think>\s*</think>\s*)?")
+# A tag that a generation prompt opens, and that the model's answer closes.
+_OPENED = re.compile(r"<([A-Za-z][\w:.-]*)>\s*\Z")
 
 
 class TextEncoder(Protocol):
@@ -91,14 +95,17 @@ def answer_of(pair: TrainingPair, exchange: int, encoder: TextEncoder) -> Answer
     """Render one answer of a row.
 
     Raises:
-        DataError: the template refuses the row, alters or drops the answer, opens the
-            assistant's turn otherwise than for generation, or marks other text as generated.
+        DataError: the template refuses the row, drops its system prompt, alters or drops the
+            answer, opens the assistant's turn otherwise than for generation, or marks other text
+            as generated.
     """
     before = messages_of(pair, exchange)
     response = pair.exchanges[exchange][1]
     try:
-        answer = _found(before, response, encoder, pair)
-        _check_markers(before, response, answer, encoder, pair)
+        prompt = encoder.render(before, add_generation_prompt=True)
+        _check_system(pair, prompt, encoder)
+        answer, rendered = _found(before, response, prompt, encoder, pair)
+        _check_markers(before, response, answer, rendered, encoder, pair)
     except DataError as error:
         if error.where is not None:
             raise
@@ -112,33 +119,101 @@ def answer_of(pair: TrainingPair, exchange: int, encoder: TextEncoder) -> Answer
     return answer
 
 
+def _check_system(pair: TrainingPair, prompt: str, encoder: TextEncoder) -> None:
+    if pair.system is not None and encoder.guard(pair.system).strip() not in prompt:
+        raise DataError(
+            "the chat template drops the system prompt",
+            found=repr(pair.system[:60]),
+            expected="a template that renders it, or rows without one",
+        )
+
+
 def _answered(before: list[dict[str, str]], text: str) -> list[dict[str, str]]:
     return [*before, {"role": "assistant", "content": text}]
 
 
 def _found(
-    before: list[dict[str, str]], response: str, encoder: TextEncoder, pair: TrainingPair
-) -> Answer:
-    prompt = encoder.render(before, add_generation_prompt=True)
+    before: list[dict[str, str]],
+    response: str,
+    prompt: str,
+    encoder: TextEncoder,
+    pair: TrainingPair,
+) -> tuple[Answer, str]:
+    """Find an answer in its rendered conversation.
+
+    Returns:
+        The answer, and the part of the rendered conversation that it was found in.
+    """
     full = encoder.render(_answered(before, response), add_generation_prompt=False)
     probed = encoder.render(_answered(before, _PROBE), add_generation_prompt=False)
     context, found, closing = probed.rpartition(_PROBE)
     if found and full.endswith(closing):
-        said = full.removesuffix(closing)
-        if said.startswith(prompt):
-            body = said.removeprefix(prompt)
-        else:
-            lead = _lead_elsewhere(before, encoder)
-            rest = said.removeprefix(context.removesuffix(lead)) if lead is not None else ""
-            body = rest if len(rest) < len(said) else ""
-        if _same(body, encoder.guard(response)):
-            return Answer(prompt=prompt, body=body, closing=closing)
+        said, text = full.removesuffix(closing), encoder.guard(response)
+        for body, rendered in _bodies(before, prompt, said, context, text, encoder):
+            return Answer(prompt=prompt, body=body, closing=closing), rendered
     raise DataError(
         "the chat template does not keep prompt and answer as they are",
         where=pair.name,
         found=full[max(0, len(prompt) - 40) :][:120],
         expected="the prompt, then the answer",
     )
+
+
+def _bodies(
+    before: list[dict[str, str]],
+    prompt: str,
+    said: str,
+    context: str,
+    text: str,
+    encoder: TextEncoder,
+) -> Iterator[tuple[str, str]]:
+    """Yield what follows a prompt where a conversation has the answer, and the part that has it.
+
+    Args:
+        before: the turns before the answer.
+        prompt: all that generation sees.
+        said: the rendered conversation, without what closes the answer.
+        context: what the template puts before another answer.
+        text: the answer of the row.
+        encoder: the tokenizer with its template.
+    """
+    tag = _OPENED.search(prompt)
+    if said.startswith(prompt):
+        body = said.removeprefix(prompt)
+        lead = context.removeprefix(prompt)
+        if _same(body, text) or (tag is not None and _same(tag[0] + body, text)):
+            yield body, body
+        elif body == lead + text and prompt != encoder.render(before, add_generation_prompt=False):
+            # gpt-oss names a channel behind the opening of the turn.
+            yield (body if tag is None else _inside(tag, text)), body
+    elif tag is not None and said.startswith(prompt[: tag.start()]):
+        rendered = said.removeprefix(prompt[: tag.start()])
+        if _same(rendered, text) or _same(rendered, _halves(tag, text)[1]):
+            yield _inside(tag, text), rendered
+    else:
+        moved = _lead_elsewhere(before, encoder)
+        body = said.removeprefix(context.removesuffix(moved)) if moved is not None else said
+        if len(body) < len(said) and _same(body, text):
+            yield body, body
+
+
+def _inside(tag: re.Match[str], response: str) -> str:
+    """Return an answer as a model writes it behind a tag that its prompt has opened.
+
+    The template leaves reasoning out of answered turns (DeepSeek-R1's). Generation has to close
+    the tag first, at once where the row has no reasoning.
+    """
+    reasoning, answer = _halves(tag, response)
+    newline = "" if tag[0].endswith("\n") else "\n"
+    return f"{newline}{reasoning}\n</{tag[1]}>\n\n{answer}"
+
+
+def _halves(tag: re.Match[str], response: str) -> tuple[str, str]:
+    """Split a response into its reasoning, empty where it has none, and its answer."""
+    reasoning, closed, answer = response.partition(f"</{tag[1]}>")
+    if not closed:
+        return "", response.strip("\n")
+    return reasoning.strip().removeprefix(f"<{tag[1]}>").strip(), answer.lstrip("\n")
 
 
 def _lead_elsewhere(before: list[dict[str, str]], encoder: TextEncoder) -> str | None:
@@ -167,28 +242,31 @@ def _lead_elsewhere(before: list[dict[str, str]], encoder: TextEncoder) -> str |
 def _same(body: str, response: str) -> bool:
     """Tell whether a rendered answer is the row's, but for white space that templates trim.
 
-    Around the tags of reasoning it counts as little as at the ends.
+    Around the tags of reasoning it counts as little as at the ends; empty reasoning counts for
+    nothing where the row has none.
     """
     if not body or body.strip() == response.strip():  # nearly always, and quick
         return bool(body)
-    return _normal(body) == _normal(response)
-
-
-def _normal(text: str) -> str:
-    return _TAG.sub(r"\1", text.strip()).removeprefix("<think></think>")
+    found, given = (_TAG.sub(r"\1", text.strip()) for text in (body, response))
+    return found == given or (
+        not given.removeprefix(_EMPTY).startswith("<think>")
+        and found.removeprefix(_EMPTY) == given.removeprefix(_EMPTY)
+    )
 
 
 def _check_markers(
     before: list[dict[str, str]],
     response: str,
     answer: Answer,
+    rendered: str,
     encoder: TextEncoder,
     pair: TrainingPair,
 ) -> None:
-    """Hold the answer that was found against the template's own ``{% generation %}`` markers.
+    """Compare the answer that was found with the template's own ``{% generation %}`` markers.
 
-    They must begin where generation does or at the answer, and reach its end; whether the end
-    marker is inside differs between templates, and it is learned either way.
+    They must begin where the template opens the turn or at the answer, and reach its end; what is
+    learned begins where generation does. Whether the end marker is inside differs between
+    templates, and it is learned either way.
     """
     messages = _answered(before, response)
     spans = encoder.generated_spans(messages)
@@ -196,12 +274,12 @@ def _check_markers(
         return
     full = encoder.render(messages, add_generation_prompt=False)
     end = len(full) - len(answer.closing)
-    start = end - len(answer.body)
-    lead = _LEAD.match(answer.body)
-    assert lead is not None, "it matches nothing, too"
-    said = end - (len(answer.body) - len(answer.body.rstrip()))
-    begin, until = spans[-1] if spans else (0, 0)
-    if not (start <= begin <= start + lead.end() and said <= until):
+    start = end - len(rendered)
+    opened = len(commonprefix([full, encoder.render(before, add_generation_prompt=False)]))
+    latest = max(full.rfind(encoder.guard(response).strip(), start, end), start)
+    said = end - (len(rendered) - len(rendered.rstrip()))
+    if not any(opened <= begin <= latest and said <= until for begin, until in spans):
+        begin, until = spans[-1] if spans else (0, 0)
         raise DataError(
             "the template's generation markers are not around the answer",
             where=pair.name,
