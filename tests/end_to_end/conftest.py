@@ -1,4 +1,4 @@
-"""The loss of a run's PEFT directory, measured with transformers and PEFT alone."""
+"""The loss of what a run leaves, measured with transformers and PEFT alone."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def peft_model(run, base):
         return PeftModel.from_pretrained(model, run.peft).eval()
 
 
-def loss_of(model, run, base, cache):
-    """Score the validation documents one by one, answers alone, with a plain forward pass.
+def loss_of(model, run, directory, cache, **files):
+    """Score the validation documents one by one, answers alone, with `forward(labels=...)`.
 
-    Rendering, ids and labels are made here with transformers' own tokenizer.
+    Rendering, ids and labels are made here with the tokenizer that transformers reads.
     """
     from transformers import AutoTokenizer
 
     config = typed(from_yaml(run.config))
-    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer = AutoTokenizer.from_pretrained(directory, **files)
     options = {} if tokenizer.chat_template else {"chat_template": CHATML}
     total, count = 0.0, 0
     for pair in load_rows(config.data, cache).val:
@@ -67,13 +67,14 @@ def loss_of(model, run, base, cache):
         answer_ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
         ids = torch.tensor([[*prompt_ids, *answer_ids]])
         ids = ids[:, : config.data.seq_len]
-        learned = ids[0, len(prompt_ids) :]
-        if not len(learned):
+        learned = ids.shape[1] - len(prompt_ids)
+        if learned <= 0:
             continue
+        labels = ids.clone()
+        labels[:, : len(prompt_ids)] = -100
         with torch.inference_mode():
-            logits = model(input_ids=ids).logits[0, len(prompt_ids) - 1 : -1]
-        losses = torch.nn.functional.cross_entropy(logits.float(), learned, reduction="sum")
-        total, count = total + float(losses), count + len(learned)
+            mean = float(model(input_ids=ids, labels=labels).loss)
+        total, count = total + mean * learned, count + learned
     validated = [e["payload"] for e in read_events(run.telemetry) if e["event"] == "validation"]
     assert count == validated[-1]["val/supervised_tokens"]
     return total / count
@@ -90,5 +91,19 @@ def peft_loss(cache):
     def scored(run, *, adapter_of=None):
         base = base_of(run, cache)
         return loss_of(peft_model(adapter_of or run, base), run, base, cache)
+
+    return scored
+
+
+@pytest.fixture
+def written_loss(cache):
+    """Score a run's validation documents with a directory that transformers loads by itself."""
+    from transformers import AutoModelForCausalLM
+
+    def scored(run, directory, **options):
+        files = {name: value for name, value in options.items() if name == "gguf_file"}
+        with quiet():
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **options)
+        return loss_of(model.eval(), run, directory, cache, **files)
 
     return scored
