@@ -25,10 +25,16 @@ STEPS, ACCUMULATED, SEED, RATE = 20, 2, 7, 2e-3
 HELD_OUT = "put aside 22"  # its SHA-256 is in the lowest hundredth, as no other group's here is
 # The end marker is learned, the newline after it is not.
 MARKED = """\
+{%- if tools %}{{- '<|im_start|>tools\\n' + (tools | tojson) + '<|im_end|>\\n' }}{%- endif %}
 {%- for message in messages %}
     {%- if message['role'] == 'assistant' %}
         {{- '<|im_start|>assistant\\n' }}
-        {%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}
+        {%- generation %}{{- message['content'] }}
+        {%- for call in message['tool_calls'] or [] %}
+            {{- '<call>' + call['function']['name'] + ' ' }}
+            {{- call['function']['arguments'] | tojson }}
+        {%- endfor %}
+        {{- '<|im_end|>' }}{%- endgeneration %}
         {{- '\\n' }}
     {%- else %}
         {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
@@ -38,7 +44,10 @@ MARKED = """\
 
 
 def conversation(number):
-    """Every third row has a system prompt, every second one a second exchange."""
+    """Every third row has a system prompt, every second one a second exchange.
+
+    In every fifth the assistant calls a tool.
+    """
     turns = [
         {"role": "user", "content": f"Add {number}."},
         {"role": "assistant", "content": f"def add(x):\n    return x + {number}\n"},
@@ -48,13 +57,34 @@ def conversation(number):
             {"role": "user", "content": "Äh, wie oft?"},
             {"role": "assistant", "content": "Twice. " * (number % 5 + 1)},
         ]
+    if number % 5 == 0:
+        called = {"name": "add", "arguments": {"terms": [number, 1], "unit": "Öre"}}
+        turns += [
+            {"role": "user", "content": "Try it."},
+            {
+                "role": "assistant",
+                "content": "So:",
+                "tool_calls": [{"type": "function", "function": called}],
+            },
+            {"role": "tool", "content": str(number + 1)},
+            {"role": "assistant", "content": f"It gives {number + 1}."},
+        ]
     if number % 3 == 0:
         turns.insert(0, {"role": "system", "content": "Answer in Python."})
     return turns
 
 
-ROWS = [conversation(number) for number in range(26)]
-VALIDATED = [conversation(number) for number in range(100, 106)]
+def row(number):
+    """Return a row with the tools that it offers, if any."""
+    unit = {"type": "string", "description": "of the terms"}
+    parameters = {"type": "object", "properties": {"unit": unit}}
+    function = {"name": "add", "description": "Adds.", "parameters": parameters}
+    tools = None if number % 5 else [{"type": "function", "function": function}]
+    return {"messages": conversation(number), "tools": tools}
+
+
+ROWS = [row(number) for number in range(26)]
+VALIDATED = [row(number) for number in range(100, 106)]
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +102,9 @@ def rows(tmp_path_factory):
     sides = {
         "train": [
             {"messages": conversation(999), "group": HELD_OUT},
-            *({"messages": turns, "group": f"row {i}"} for i, turns in enumerate(ROWS)),
+            *({**one, "group": f"row {i}"} for i, one in enumerate(ROWS)),
         ],
-        "val": [{"messages": turns, "group": f"val {i}"} for i, turns in enumerate(VALIDATED)],
+        "val": [{**one, "group": f"val {i}"} for i, one in enumerate(VALIDATED)],
     }
     for name, lines in sides.items():
         text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -141,7 +171,7 @@ class Batches:
 
     ours: tuple[str, ...]
     size: int
-    rows: list[list[dict[str, str]]]
+    rows: list[dict[str, object]]
 
 
 def in_order(count):
@@ -161,7 +191,7 @@ BATCHES = {
         rows=in_order(STEPS * 2 * ACCUMULATED),
     ),
     "packed": Batches(
-        ours=("data.packing=true", "data.micro_batch_size=1", "trainer.accumulate_grad_batches=5"),
+        ours=("data.packing=true", "data.micro_batch_size=1", "trainer.accumulate_grad_batches=9"),
         size=len(ROWS) // ACCUMULATED,
         rows=ROWS * STEPS,
     ),
@@ -200,7 +230,7 @@ def trained_by_trl(base, first, batches, place):
                 save_strategy="no",
                 disable_tqdm=True,
             ),
-            train_dataset=Dataset.from_list([{"messages": turns} for turns in batches.rows]),
+            train_dataset=Dataset.from_list(batches.rows),
             processing_class=AutoTokenizer.from_pretrained(base),
         )
         trainer.train()
@@ -271,9 +301,13 @@ def validation_loss(model, base):
 
     tokenizer = AutoTokenizer.from_pretrained(base)
     total, count = 0.0, 0
-    for turns in VALIDATED:
+    for one in VALIDATED:
         rendered = tokenizer.apply_chat_template(
-            turns, return_dict=True, return_assistant_tokens_mask=True, return_tensors="pt"
+            one["messages"],
+            tools=one["tools"],
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            return_tensors="pt",
         )
         ids_BT = rendered["input_ids"]
         labels_BT = ids_BT.masked_fill(torch.as_tensor(rendered["assistant_masks"]) == 0, -100)

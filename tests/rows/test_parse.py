@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -145,3 +147,100 @@ def test_sharegpts_names_are_no_roles_of_messages():
 def test_row_of_another_format_is_refused(form, row, reason):
     """Nothing of it would be read."""
     assert reason in told(row, form)
+
+
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"b": {}}}},
+}
+ARGUMENTS = {"place": 'Zü"rich', "days": [1, None], "again": {"b": 1, "a": 2.5}}
+
+
+def calling(arguments, **extra):
+    """Write a conversation in which the assistant asks a tool, which answers."""
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "And today?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "grey", "tool_call_id": "c1", **extra},
+        {"role": "assistant", "content": "It is grey."},
+    ]
+
+
+def test_calls_results_and_tools_are_part_of_a_row():
+    """In the form that chat templates take, whichever way arguments and tools are spelled."""
+    row = {"messages": calling(ARGUMENTS), "tools": [WEATHER], "system": "s"}
+    pair = parse_row(row, "x:1")
+    spelled = {
+        **row,
+        "messages": calling(json.dumps(ARGUMENTS)),
+        "tools": json.dumps([WEATHER["function"]]),
+    }
+    assert parse_row(spelled, "x:2") == pair
+    held = json.loads(pair.conversation)
+    assert held["tools"] == [WEATHER]
+    assert held["messages"] == [
+        {**turn, "content": turn["content"] or ""} for turn in row["messages"]
+    ]
+    (asked, call), (result, said) = pair.exchanges
+    assert (asked, result, said) == ("And today?", "grey", "It is grey.")
+    assert json.loads(call) == {"name": "weather", "arguments": ARGUMENTS}
+    other = parse_row({**row, "messages": calling({**ARGUMENTS, "days": []})}, "x:3")
+    assert other.id != pair.id
+
+
+def test_sharegpt_has_calls_and_observations():
+    """As LLaMA-Factory writes them."""
+    call = {"name": "weather", "arguments": ARGUMENTS}
+    turns = [
+        {"from": "human", "value": "And today?"},
+        {"from": "function_call", "value": json.dumps(call)},
+        {"from": "observation", "value": "grey"},
+        {"from": "gpt", "value": "It is grey."},
+    ]
+    pair = parse_row({"conversations": turns, "tools": json.dumps([WEATHER])}, "x:1")
+    bare = calling(ARGUMENTS)
+    del bare[1]["tool_calls"][0]["id"], bare[2]["tool_call_id"]
+    assert pair == parse_row({"messages": bare, "tools": [WEATHER]}, "x:2")
+
+
+def test_a_row_with_tools_is_read_back_with_its_keys_in_order():
+    """Sorting is for hashes: a template writes tools and arguments in the order of their keys."""
+    pair = parse_row({"messages": calling(ARGUMENTS, name="weather"), "tools": [WEATHER]}, "x:1")
+    stored = json.dumps(to_json(pair), sort_keys=True)
+    again = parse_row(json.loads(stored), "x:2")
+    assert again.id == pair.id
+    call = json.loads(again.conversation)["messages"][1]["tool_calls"][0]["function"]
+    assert list(call["arguments"]) == ["place", "days", "again"]
+    assert list(call["arguments"]["again"]) == ["b", "a"]
+
+
+CALLING = calling({})
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": [*CALLING[:2], CALLING[0], CALLING[3]]}, "turn 3 is out of order"),
+        (
+            {"messages": [CALLING[0], *CALLING[2:]]},
+            "turn 2 is out of order · found tool after user",
+        ),
+        ({"messages": calling({}, tool_call_id="c2")}, "turn 3 answers no call"),
+        ({"messages": calling("{", tool_call_id="c1")}, "'tool_calls' of turn 2 has a call"),
+        ({"messages": calling("[NaN]")}, "'tool_calls' of turn 2 has a call that is none"),
+        ({"messages": calling({}, content=7)}, "'content' of turn 3 must be a string"),
+        ({"messages": CALLING, "tools": "weather"}, "'tools' must be a list"),
+        ({"messages": CALLING, "tools": [{"name": ""}]}, "tool 1 is no function"),
+        ({"prompt": "p", "response": "r", "tools": []}, "unknown key 'tools'"),
+    ],
+)
+def test_tools_that_cannot_be_rendered_are_refused(row, reason):
+    """Each fault with its turn."""
+    assert reason in told(row)
+
+
+def test_a_row_may_end_with_calls():
+    """Nothing has to come back: the calls are the answer to learn."""
+    pair = parse_row({"messages": CALLING[:2]}, "x:1")
+    assert json.loads(pair.response) == {"name": "weather", "arguments": {}}

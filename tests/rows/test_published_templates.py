@@ -6,16 +6,16 @@ Expected texts are written from each template's documentation, not from our own 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-from pathlib import Path
+import json
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tool_rows import TRL, WITH_TOOLS
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from mens_exp.errors import DataError
-from mens_exp.rows.answers import answer_of
+from mens_exp.rows.answers import answer_of, answer_turn
 from mens_exp.rows.encode import Labelling, encode, messages_of
 from mens_exp.rows.schema import TrainingPair
 
@@ -238,7 +238,6 @@ def test_control_text_is_control_where_it_is_allowed(
     assert (as_text.count(end), as_token.ids.tolist().count(end)) == (2, 3)
 
 
-TRL = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
 OF_PICTURES = {"idefics3", "llava_next", "smolvlm"}  # their turns are lists, not texts
 MARKED_BY_TRL = sorted(
     file.stem.removesuffix("_training")
@@ -253,18 +252,21 @@ PLAIN = TrainingPair(
 REASONED = dataclasses.replace(PLAIN, response="<think>\nwhy\n</think>\n\nthe answer")
 
 
-def marked_by_trl(name, row):
-    """Return what transformers masks as generated of the last answer, under TRL's markers."""
-    messages = [*messages_of(row), {"role": "assistant", "content": row.response}]
+def marked_by_trl(name, row, exchange=-1):
+    """Return what transformers masks as generated of an answer, under TRL's markers."""
+    messages = [*messages_of(row, exchange), answer_turn(row, exchange)]
+    tools = messages[0].get("tools")
+    messages[0] = {key: value for key, value in messages[0].items() if key != "tools"}
     (text,), (spans,) = render_jinja_template(
         conversations=[messages],
+        tools=tools,
         chat_template=(TRL / f"{name}_training.jinja").read_text("utf-8"),
         return_assistant_tokens_mask=True,
         eos_token="<|im_end|>",
         bos_token="<|im_start|>",
     )
-    asked = text.rindex(row.prompt)
-    begins, ends = zip(*(span for span in spans if span[0] > asked), strict=True)
+    told = max(text.rfind(one["content"]) for one in messages if one["role"] != "assistant")
+    begins, ends = zip(*(span for span in spans if span[0] > told), strict=True)
     return text[min(begins) : max(ends)]
 
 
@@ -283,7 +285,11 @@ def in_both():
 def test_answers_are_those_that_trl_marks_in_the_same_template(published, name, row):
     """But for what the generation prompt has opened already, which generation does not write."""
     tokenizer = published("chatml", template=(TRL / f"{name}.jinja").read_text("utf-8"))
-    answer, theirs = answer_of(row, -1, tokenizer), marked_by_trl(name, row)
+    assert_same(answer_of(row, -1, tokenizer), marked_by_trl(name, row))
+
+
+def assert_same(answer, theirs):
+    """TRL's mask is the answer, more of what opens it perhaps, and of what closes it."""
     opened, found, closing = theirs.partition(answer.body)
     assert found
     assert answer.prompt.endswith(opened)
@@ -319,7 +325,7 @@ def test_a_template_that_drops_the_system_prompt_is_refused(published):
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     tokenizer = published("chatml", template=template)
-    with pytest.raises(DataError, match="drops the system prompt") as caught:
+    with pytest.raises(DataError, match="drops the row's system prompt") as caught:
         encoded(tokenizer, TrainingPair(prompt="p", response="r", system="Be brief."))
     assert "Be brief." in str(caught.value)
     assert "tokenizer.chat_template" in str(caught.value)
@@ -334,3 +340,60 @@ def test_a_turn_that_the_generation_prompt_does_not_open_is_refused(published):
     )
     with pytest.raises(DataError, match="does not keep prompt and answer"):
         encoded(published("chatml", template=template), TrainingPair(prompt="p", response="r"))
+
+
+WRITE_CALLS = [
+    *("glm4moe", "gptoss", "lfm2_v2", "muse_glimmer", "qwen2_5", "qwen3", "qwen3_5_nothink"),
+    *("qwen3_5_think", "qwen3_6", "qwen3_8", "qwen3_instruct_2507", "qwen3_vl"),
+]
+
+
+@pytest.mark.parametrize("name", WRITE_CALLS)
+def test_calls_of_tools_are_those_that_trl_marks(published, name):
+    """Calls and answers are learned; what tools return is read."""
+    tokenizer = published("chatml", template=(TRL / f"{name}.jinja").read_text("utf-8"))
+    for exchange in range(4):
+        answer = answer_of(WITH_TOOLS, exchange, tokenizer)
+        assert_same(answer, marked_by_trl(name, WITH_TOOLS, exchange))
+
+
+NO_TOOLS = {
+    "gemma3": "drops the row's tools",
+    "llama3": "drops the row's tools",
+    "deepseekv3": "drops the row's tools",
+    "lfm2": "does not write the calls of an answer",
+}
+
+
+@pytest.mark.parametrize("name", NO_TOOLS)
+def test_a_template_without_tools_is_refused(published, name):
+    """It would train answers to questions that nobody sees."""
+    tokenizer = published("chatml", template=(TRL / f"{name}.jinja").read_text("utf-8"))
+    with pytest.raises(DataError, match=NO_TOOLS[name]):
+        encoded(tokenizer, WITH_TOOLS)
+
+
+@pytest.mark.parametrize("name", [*WRITE_CALLS, "llama3_1", "llama3_2", "gemma4"])
+def test_every_answer_with_calls_is_learned_after_its_own_prompt(published, name):
+    """Each once; an end marker last, the template's own where calls have one."""
+    source = (TRL / f"{name}.jinja").read_text("utf-8")
+    tokenizer = published("chatml", template=source)
+    found = sorted(runs(encoded(tokenizer, WITH_TOOLS)), key=lambda run: len(run[0]))
+    prompts = [messages_of(WITH_TOOLS, exchange) for exchange in range(4)]
+    assert [before for before, _ in found] == tokenizer.encode_prompts(prompts)
+    said = [tokenizer.spell(ids) for _, ids in found]
+    for text, needed in zip(said, ["Zü", "It is grey.", "CET", "Noon."], strict=True):
+        assert needed in text
+    assert not any("noon" in text or "sky" in text for text in said)
+
+
+def test_text_of_tools_that_spells_control_tokens_is_text(published):
+    """In their names, descriptions and results, and in the arguments of calls."""
+    text = json.dumps(json.loads(WITH_TOOLS.conversation)).replace("noon", "<|im_end|>")
+    text = text.replace("Tells", "<|im_start|>").replace("CET", "<|im_end|>")
+    row = dataclasses.replace(WITH_TOOLS, conversation=text)
+    tokenizer = published("chatml", template=(TRL / "qwen2_5.jinja").read_text("utf-8"))
+    ends = tokenizer.core.token_to_id("<|im_end|>")
+    plain, spelled = (encoded(tokenizer, one).ids.tolist() for one in (WITH_TOOLS, row))
+    assert plain.count(ends) == spelled.count(ends)
+    assert tokenizer.spell(spelled).count("<|im_end|>") == plain.count(ends) + 2

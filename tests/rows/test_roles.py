@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tool_rows import TRL, WITH_TOOLS
 
 from mens_exp.rows.encode import Labelling, encode
 from mens_exp.rows.roles import role_counts, supervised_tokens
@@ -131,3 +132,16 @@ def test_what_the_limit_takes_is_told(published):
     assert supervised_tokens([long], tokenizer, cut) == 101
     assert supervised_tokens([], tokenizer, cut) == 0
     assert (found.ends, found.ends_trained) == (1, 1)  # the long one's end is cut off
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "gptoss", "qwen3_5_think"])
+def test_tokens_of_a_row_with_tools_have_their_authors(published, name):
+    """Calls are the assistant's, results are told to it; every answer is learned to its end."""
+    tokenizer = published("chatml", template=(TRL / f"{name}.jinja").read_text("utf-8"))
+    labelling = Labelling(objective="assistant", seq_len=100_000)
+    found, documents = counted(tokenizer, [WITH_TOOLS, PAIR, WITH_TOOLS], labelling)
+    assert (found.why_unknown, found.missed) == (None, 0)
+    assert found.documents == len(documents)
+    assert int(found.trained[Role.USER]) == 0
+    calls = sum(len(text) for _, text in WITH_TOOLS.exchanges)
+    assert int(found.trained[Role.ASSISTANT]) > 2 * calls

@@ -180,6 +180,7 @@ class ColumnsConfig:
     response: str | None = setting(None, "Column of the assistant's turn.")
     messages: str | None = setting(None, "Column of a list of turns with role and content.")
     conversations: str | None = setting(None, "Column of a list of turns with from and value.")
+    tools: str | None = setting(None, "Column of the tools on offer: a list of functions.")
     system: str | None = setting(None, "Column of the system prompt.")
     rating: str | None = setting(None, "Column of a rating from 1 to 5.")
     category: str | None = setting(None, "Column of a free tag.")

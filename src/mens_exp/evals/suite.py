@@ -35,7 +35,7 @@ class Item:
     @property
     def prompt(self) -> str:
         """What the user's last turn asks."""
-        return self.messages[-1]["content"]
+        return str(self.messages[-1]["content"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

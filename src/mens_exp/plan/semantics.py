@@ -127,7 +127,7 @@ SETTINGS: dict[str, Part] = {
     **_all(
         Part.DATA,
         "data.columns.",
-        "prompt input response messages conversations system rating category language group "
+        "prompt input response messages conversations tools system rating category language group "
         "difficulty",
     ),
     **_all(

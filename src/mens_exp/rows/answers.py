@@ -7,10 +7,11 @@ writes behind an answer. What is learned follows the first text, whatever the th
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
-from os.path import commonprefix
-from typing import TYPE_CHECKING, Protocol
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mens_exp.errors import DataError
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from mens_exp.rows.schema import TrainingPair
 
-__all__ = ["Answer", "TextEncoder", "answer_of", "messages_of", "prompt_text"]
+__all__ = ["Answer", "TextEncoder", "answer_of", "answer_turn", "messages_of", "prompt_text"]
 
 _PROBE = "mens_exp probe 7d1f"
 _TAG = re.compile(r"\s*(</?think>)\s*")
@@ -46,10 +47,10 @@ class TextEncoder(Protocol):
     def eos_id(self) -> int | None:
         """Id of the end-of-sequence token, where there is one."""
 
-    def render(self, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
+    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
         """Render a conversation under the chat template."""
 
-    def generated_spans(self, messages: list[dict[str, str]]) -> list[tuple[int, int]] | None:
+    def generated_spans(self, messages: list[dict[str, Any]]) -> list[tuple[int, int]] | None:
         """Return what the template marks as generated, or None where it has no markers."""
 
     def guard(self, text: str) -> str:
@@ -64,26 +65,55 @@ class Answer:
     """One answer in its context; the three texts follow each other without a gap.
 
     White space and empty reasoning that the template puts before an answer belong to it.
+    ``is_ended`` says that the body may end with the template's own control token, as calls of
+    tools can.
     """
 
     prompt: str
     body: str
     closing: str
+    is_ended: bool = False
 
 
-def messages_of(pair: TrainingPair, exchange: int = -1) -> list[dict[str, str]]:
-    """Return the turns before an answer.
+def messages_of(pair: TrainingPair, exchange: int = -1) -> list[dict[str, Any]]:
+    """Return the turns before an answer; the first has the tools on offer, where there are some.
 
     Args:
         pair: the row.
         exchange: which of its answers; the last by default.
     """
-    exchanges = pair.exchanges
-    last = exchange % len(exchanges)
-    turns = [] if pair.system is None else [{"role": "system", "content": pair.system}]
-    for user, assistant in exchanges[:last]:
-        turns += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
-    return [*turns, {"role": "user", "content": exchanges[last][0]}]
+    last = exchange % len(pair.exchanges)
+    system = [] if pair.system is None else [{"role": "system", "content": pair.system}]
+    if pair.conversation is not None:
+        known = [*system, *_turns_of(pair)[: _place(pair, last)]]
+        tools = json.loads(pair.conversation).get("tools")
+        return known if tools is None else [{**known[0], "tools": tools}, *known[1:]]
+    turns = [
+        {"role": role, "content": text}
+        for said in pair.exchanges[:last]
+        for role, text in zip(("user", "assistant"), said, strict=True)
+    ]
+    return [*system, *turns, {"role": "user", "content": pair.exchanges[last][0]}]
+
+
+def _turns_of(pair: TrainingPair) -> list[dict[str, Any]]:
+    """Return all turns of a row with tools, the system prompt left out."""
+    assert pair.conversation is not None, "a row with tools"
+    turns: list[dict[str, Any]] = json.loads(pair.conversation)["messages"]
+    return turns
+
+
+def _place(pair: TrainingPair, exchange: int) -> int:
+    """Return where an answer of a row with tools is among its turns."""
+    turns = _turns_of(pair)
+    return [at for at, turn in enumerate(turns) if turn["role"] == "assistant"][exchange]
+
+
+def answer_turn(pair: TrainingPair, exchange: int) -> dict[str, Any]:
+    """Return the turn of an answer."""
+    if pair.conversation is not None:
+        return _turns_of(pair)[_place(pair, exchange)]
+    return {"role": "assistant", "content": pair.exchanges[exchange][1]}
 
 
 def prompt_text(pair: TrainingPair, encoder: TextEncoder) -> str:
@@ -95,17 +125,16 @@ def answer_of(pair: TrainingPair, exchange: int, encoder: TextEncoder) -> Answer
     """Render one answer of a row.
 
     Raises:
-        DataError: the template refuses the row, drops its system prompt, alters or drops the
-            answer, opens the assistant's turn otherwise than for generation, or marks other text
-            as generated.
+        DataError: the template refuses the row, drops its system prompt or tools, alters or drops
+            the answer, opens the assistant's turn otherwise than for generation, or marks other
+            text as generated.
     """
-    before = messages_of(pair, exchange)
-    response = pair.exchanges[exchange][1]
+    before, turn = messages_of(pair, exchange), answer_turn(pair, exchange)
     try:
         prompt = encoder.render(before, add_generation_prompt=True)
-        _check_system(pair, prompt, encoder)
-        answer, rendered = _found(before, response, prompt, encoder, pair)
-        _check_markers(before, response, answer, rendered, encoder, pair)
+        _check_prompt(before, prompt, encoder)
+        answer, rendered = _found(before, turn, prompt, encoder, pair)
+        _check_markers(before, turn, answer, rendered, encoder, pair)
     except DataError as error:
         if error.where is not None:
             raise
@@ -119,22 +148,40 @@ def answer_of(pair: TrainingPair, exchange: int, encoder: TextEncoder) -> Answer
     return answer
 
 
-def _check_system(pair: TrainingPair, prompt: str, encoder: TextEncoder) -> None:
-    if pair.system is not None and encoder.guard(pair.system).strip() not in prompt:
-        raise DataError(
-            "the chat template drops the system prompt",
-            found=repr(pair.system[:60]),
-            expected="a template that renders it, or rows without one",
-        )
+def _check_prompt(before: list[dict[str, Any]], prompt: str, encoder: TextEncoder) -> None:
+    """Refuse a prompt that lacks what the row says beside what the user asks."""
+    first = before[0]
+    dropped = [
+        *(("system prompt", turn["content"]) for turn in before[:1] if turn["role"] == "system"),
+        *(("tools", tool["function"]["name"]) for tool in first.get("tools", ())),
+        *(("result of a tool", turn["content"]) for turn in before if turn["role"] == "tool"),
+    ]
+    for what, text in dropped:
+        if not _is_in(text, prompt, encoder):
+            raise DataError(
+                f"the chat template drops the row's {what}",
+                found=repr(text[:60]),
+                expected=f"a template that renders it, or rows without {what}",
+            )
 
 
-def _answered(before: list[dict[str, str]], text: str) -> list[dict[str, str]]:
+def _is_in(text: str, rendered: str, encoder: TextEncoder) -> bool:
+    """Tell whether a rendered text has another, as it is or as a JSON text."""
+    plain = encoder.guard(text).strip()
+    return plain in rendered or _as_json(plain) in rendered
+
+
+def _as_json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _answered(before: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
     return [*before, {"role": "assistant", "content": text}]
 
 
 def _found(
-    before: list[dict[str, str]],
-    response: str,
+    before: list[dict[str, Any]],
+    turn: dict[str, Any],
     prompt: str,
     encoder: TextEncoder,
     pair: TrainingPair,
@@ -144,11 +191,13 @@ def _found(
     Returns:
         The answer, and the part of the rendered conversation that it was found in.
     """
-    full = encoder.render(_answered(before, response), add_generation_prompt=False)
+    full = encoder.render([*before, turn], add_generation_prompt=False)
     probed = encoder.render(_answered(before, _PROBE), add_generation_prompt=False)
     context, found, closing = probed.rpartition(_PROBE)
+    if "tool_calls" in turn:
+        return _calls(turn, prompt, full, closing if full.endswith(closing) else "", encoder)
     if found and full.endswith(closing):
-        said, text = full.removesuffix(closing), encoder.guard(response)
+        said, text = full.removesuffix(closing), encoder.guard(turn["content"])
         for body, rendered in _bodies(before, prompt, said, context, text, encoder):
             return Answer(prompt=prompt, body=body, closing=closing), rendered
     raise DataError(
@@ -159,8 +208,58 @@ def _found(
     )
 
 
+def _calls(
+    turn: dict[str, Any], prompt: str, full: str, closing: str, encoder: TextEncoder
+) -> tuple[Answer, str]:
+    """Find an answer that calls tools: all that the template writes from where generation begins.
+
+    Args:
+        turn: the answer.
+        prompt: all that generation sees.
+        full: the rendered conversation.
+        closing: what the template writes behind an answer of text; empty where it ends calls
+            otherwise, with a control token that is then part of the answer.
+        encoder: the tokenizer with its template.
+
+    Raises:
+        DataError: the calls are not all there, or do not follow the prompt.
+    """
+    said = full.removesuffix(closing) if closing else full.rstrip()
+    tag = _OPENED.search(prompt)
+    body = None
+    if said.startswith(prompt):
+        body = rendered = said.removeprefix(prompt)
+    elif tag is not None and said.startswith(prompt[: tag.start()]):
+        rendered = said.removeprefix(prompt[: tag.start()])
+        body = _inside(tag, rendered)
+    texts = [turn["content"], *(text for call in turn["tool_calls"] for text in _texts_in(call))]
+    if body is None or not all(_is_in(text, body, encoder) for text in texts):
+        raise DataError(
+            "the chat template does not write the calls of an answer behind its prompt",
+            found=repr(full[max(0, len(prompt) - 40) :][:120]),
+            expected=", ".join(repr(text[:40]) for text in texts if text),
+        )
+    ended = not closing
+    return Answer(prompt=prompt, body=body, closing=full[len(said) :], is_ended=ended), rendered
+
+
+def _texts_in(call: dict[str, Any]) -> Iterator[str]:
+    """Yield the name of a call, and each text of its arguments."""
+    yield call["function"]["name"]
+    left = [call["function"]["arguments"]]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            yield from value
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+
+
 def _bodies(
-    before: list[dict[str, str]],
+    before: list[dict[str, Any]],
     prompt: str,
     said: str,
     context: str,
@@ -212,11 +311,11 @@ def _halves(tag: re.Match[str], response: str) -> tuple[str, str]:
     """Split a response into its reasoning, empty where it has none, and its answer."""
     reasoning, closed, answer = response.partition(f"</{tag[1]}>")
     if not closed:
-        return "", response.strip("\n")
+        return "", response.lstrip("\n")
     return reasoning.strip().removeprefix(f"<{tag[1]}>").strip(), answer.lstrip("\n")
 
 
-def _lead_elsewhere(before: list[dict[str, str]], encoder: TextEncoder) -> str | None:
+def _lead_elsewhere(before: list[dict[str, Any]], encoder: TextEncoder) -> str | None:
     """Return what is put before an answer by a template that changes an answered prompt.
 
     Mistral's takes a system prompt out of an answered turn. Generation has no answer yet, so its
@@ -255,8 +354,8 @@ def _same(body: str, response: str) -> bool:
 
 
 def _check_markers(
-    before: list[dict[str, str]],
-    response: str,
+    before: list[dict[str, Any]],
+    turn: dict[str, Any],
     answer: Answer,
     rendered: str,
     encoder: TextEncoder,
@@ -268,15 +367,16 @@ def _check_markers(
     learned begins where generation does. Whether the end marker is inside differs between
     templates, and it is learned either way.
     """
-    messages = _answered(before, response)
+    messages = [*before, turn]
     spans = encoder.generated_spans(messages)
     if spans is None:
         return
     full = encoder.render(messages, add_generation_prompt=False)
     end = len(full) - len(answer.closing)
     start = end - len(rendered)
-    opened = len(commonprefix([full, encoder.render(before, add_generation_prompt=False)]))
-    latest = max(full.rfind(encoder.guard(response).strip(), start, end), start)
+    asked = encoder.render(before, add_generation_prompt=False)
+    opened = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(full, asked, strict=False)))
+    latest = max(full.rfind(encoder.guard(turn["content"]).strip(), start, end), start)
     said = end - (len(rendered) - len(rendered.rstrip()))
     if not any(opened <= begin <= latest and said <= until for begin, until in spans):
         begin, until = spans[-1] if spans else (0, 0)

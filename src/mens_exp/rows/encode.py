@@ -162,8 +162,8 @@ def _owns(
     special = encoder.special_ids
     as_rendered = labelling.objective == "last_k"
     documents = (
-        _own(*parts, special, encoder.eos_id, as_rendered=as_rendered)
-        for parts in _ids(answers, encoder)
+        _own(*parts, special, encoder.eos_id, as_rendered=as_rendered, is_ended=one.is_ended)
+        for one, parts in zip(answers, _ids(answers, encoder), strict=True)
     )
     for pair, count in zip(pairs, counts, strict=True):
         owns = [next(documents) for _ in range(count)]
@@ -208,6 +208,7 @@ def _own(
     eos_id: int | None,
     *,
     as_rendered: bool,
+    is_ended: bool,
 ) -> _Own | None:
     """Join the parts; learned are the answer and what closes it, to the first control token.
 
@@ -215,6 +216,8 @@ def _own(
     unless the text is wanted as it is rendered.
     """
     end = next((i + 1 for i, token in enumerate(closing) if token in special), None)
+    if end is None and is_ended and body[-1] in special:
+        end = 0
     if end is None and as_rendered:
         end = len(closing)
     if end is None:

@@ -16,8 +16,8 @@ _LABELS: Final = ("rating", "category", "language", "system", "group", "difficul
 KEYS: Final[dict[RowFormat, tuple[str, ...]]] = {
     RowFormat.pair: ("prompt", "response", *_LABELS),
     RowFormat.alpaca: ("prompt", "input", "response", *_LABELS),
-    RowFormat.messages: ("messages", *_LABELS),
-    RowFormat.sharegpt: ("conversations", *_LABELS),
+    RowFormat.messages: ("messages", "tools", *_LABELS),
+    RowFormat.sharegpt: ("conversations", "tools", *_LABELS),
 }
 _PAIR_KEYS: Final = frozenset({"prompt", "response", "instruction", "output"})
 

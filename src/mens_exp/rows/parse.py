@@ -15,7 +15,7 @@ from mens_exp.errors import DataError
 from mens_exp.rows.formats import ALIASES, FOREIGN_KEYS, KEYS, accepted, format_of
 from mens_exp.rows.problems import RowProblems, json_type, shown
 from mens_exp.rows.schema import TrainingPair
-from mens_exp.rows.turns import MESSAGES, SHAREGPT, Conversation, read_turns
+from mens_exp.rows.turns import MESSAGES, SHAREGPT, Conversation, read_tools, read_turns
 
 __all__ = ["UNKNOWN_KEY", "as_object", "parse_row"]
 
@@ -91,6 +91,7 @@ class _RowReader:
             group=self._optional(values, "group") or "",
             difficulty=self._whole(values, "difficulty", DIFFICULTIES),
             history=conversation.exchanges[:-1],
+            conversation=conversation.as_json(),
             place=self._problems.where,
         )
         self._problems.raise_if_any()
@@ -143,8 +144,9 @@ class _RowReader:
         nothing = Conversation(system=None, exchanges=(("", ""),))
         if self._form in _TURNS:
             name, keys = _TURNS[self._form]
+            tools = read_tools(values.get("tools"), self._problems)
             if self._is_there(values, name):
-                return read_turns(values[name], keys, self._problems) or nothing
+                return read_turns(values[name], keys, self._problems, tools) or nothing
             return nothing
         prompt = self._required(values, "prompt")
         given = self._optional(values, "input")

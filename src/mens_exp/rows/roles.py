@@ -206,6 +206,8 @@ class _Counter:
         return all(one is not None and one.begins(shape) for one in shapes)
 
     def _shape(self, pair: TrainingPair, exchange: int) -> Shape | None:
+        if pair.conversation is not None:  # its calls are no other row's
+            return shape_of_answer(pair, exchange, self.encoder)
         key = (None if pair.system is None else bool(pair.system), exchange)
         if key not in self.shapes:
             self.shapes[key] = shape_of_answer(pair, exchange, self.encoder)
@@ -238,7 +240,9 @@ class _Counter:
             behind = np.flatnonzero(special & (placed.first > piece))[:1]
             roles[behind] = Role.END_MARKER
             if piece == shape.answer:
-                end = int(behind[0]) if len(behind) else None
+                own = shape.pieces[piece].content is None  # calls of tools may end themselves
+                last = np.flatnonzero(is_answer & np.isin(placed.ids, self.special) & own)[-1:]
+                end = next((int(place) for place in (*behind, *last)), None)
         ids, as_rendered = placed.ids, self.labelling.objective == "last_k"
         if as_rendered:
             until = len(ids) if end is None else end + 1

@@ -6,6 +6,7 @@ history, so that whoever asks for the prompt and the response gets the last exch
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,9 @@ class TrainingPair:
         difficulty: from 1, one line of a beginner's, to 10; None where nobody told.
         history: the exchanges before the prompt, oldest first, each what the user said and what
             the assistant answered.
+        conversation: for a row with tools, its messages and tools as JSON, in the form and order
+            that chat templates take; None for every other row. The exchanges are then its texts:
+            what tools returned is said to the assistant, and calls are JSON in its answers.
         place: where it was read, as ``file:line``; no part of what the row is.
     """
 
@@ -43,6 +47,7 @@ class TrainingPair:
     group: str = ""
     difficulty: int | None = None
     history: tuple[tuple[str, str], ...] = ()
+    conversation: str | None = None
     place: str = field(default="", compare=False, repr=False)
 
     @property
@@ -59,6 +64,8 @@ class TrainingPair:
         }
         if self.history:
             content["history"] = [list(exchange) for exchange in self.history]
+        if self.conversation is not None:
+            content["conversation"] = self.conversation
         return digest.digest(content)[:16]
 
     @property
@@ -80,7 +87,7 @@ def to_json(pair: TrainingPair) -> dict[str, Any]:
 
     Returns:
         An object that `parse_row` reads back as an equal pair: `prompt` and `response`, or
-        `messages` where there are several exchanges.
+        `messages` where there are several exchanges or tools.
     """
     optional = {
         "rating": pair.rating,
@@ -91,6 +98,8 @@ def to_json(pair: TrainingPair) -> dict[str, Any]:
         "difficulty": pair.difficulty,
     }
     labels = {name: value for name, value in optional.items() if value is not None}
+    if pair.conversation is not None:
+        return {**_in_any_order(pair.conversation), **labels}
     if not pair.history:
         return {"prompt": pair.prompt, "response": pair.response, **labels}
     turns = [
@@ -99,3 +108,15 @@ def to_json(pair: TrainingPair) -> dict[str, Any]:
         for role, content in zip(("user", "assistant"), exchange, strict=True)
     ]
     return {"messages": turns, **labels}
+
+
+def _in_any_order(conversation: str) -> dict[str, Any]:
+    """Return messages and tools, what templates write in the order of its keys as JSON texts."""
+    held: dict[str, Any] = json.loads(conversation)
+    for message in held["messages"]:
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    if "tools" in held:
+        held["tools"] = json.dumps(held["tools"], ensure_ascii=False)
+    return held

@@ -1,20 +1,23 @@
-"""Where a template puts the texts of a row: found once for each shape of row, by rendering probes.
+"""The places of a row's texts in its template, found by rendering probes, once a shape of row.
 
 Rows of one shape (as many exchanges, with or without a system prompt) are rendered alike, so that
 a row's text can be put together of the template's own pieces and the row's, each token told by the
-pieces that it lies in. A template that looks into the texts may do otherwise; whoever uses a shape
-holds the ids that it gives against those of the encoding.
+pieces that it lies in. A row with tools is a shape by itself: its calls are rendered as they are. A
+template that looks into the texts may do otherwise; whoever uses a shape holds the ids that it
+gives against those of the encoding.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from mens_exp.errors import DataError
-from mens_exp.rows.answers import answer_of
+from mens_exp.rows.answers import answer_of, answer_turn, messages_of
 from mens_exp.rows.schema import TrainingPair
 
 if TYPE_CHECKING:
@@ -25,11 +28,15 @@ if TYPE_CHECKING:
 __all__ = ["Piece", "Role", "Shape", "contents_of", "shape_of_answer"]
 
 _SENTINEL = re.compile(r"m3xp(\d{4})q")
+_REASONED = "</think>"
 _PAD = "\n\t \t"  # around a text, to see what the template trims
 
 
 class Role(IntEnum):
-    """Who wrote a token; an answer's end marker is the template's, and told apart."""
+    """Who wrote a token; an answer's end marker is the template's, and told apart.
+
+    What tools return counts as the user's: it is said to the model.
+    """
 
     TEMPLATE = 0
     SYSTEM = 1
@@ -43,18 +50,22 @@ class Piece:
     """A stretch of a rendered row: the template's own text, or one of the row's.
 
     ``strips`` are the characters trimmed before and behind: none, all white space where None.
+    ``as_json`` says that the template writes a JSON text of it.
     """
 
     role: Role
     text: str = ""
     content: int | None = None
     strips: tuple[str | None, str | None] = ("", "")
+    as_json: bool = False
 
     def of(self, contents: list[str]) -> str:
         """Return its text in a row."""
         if self.content is None:
             return self.text
         text, (before, behind) = contents[self.content], self.strips
+        if self.as_json:
+            return json.dumps(text, ensure_ascii=False)[1:-1]
         text = text if before == "" else text.lstrip(before)
         return text if behind == "" else text.rstrip(behind)
 
@@ -79,10 +90,22 @@ class Shape:
 
 
 def contents_of(pair: TrainingPair, exchange: int) -> list[str]:
-    """Return the texts of a row up to an answer: system prompt, and each exchange's two."""
-    system = [] if pair.system is None else [pair.system]
-    said = [text for both in pair.exchanges[: exchange + 1] for text in both]
-    return [*system, *said]
+    """Return the texts of a row up to an answer: the system prompt, and those of its turns.
+
+    An answer that calls tools has none.
+    """
+    return [text for _, text in _said(pair, exchange)]
+
+
+def _said(pair: TrainingPair, exchange: int) -> list[tuple[Role, str]]:
+    """Return the texts of a row up to an answer, each with whose it is."""
+    system = [] if pair.system is None else [(Role.SYSTEM, pair.system)]
+    whose = {"assistant": Role.ASSISTANT, "user": Role.USER, "tool": Role.USER}
+    turns = [*messages_of(pair, exchange), answer_turn(pair, exchange)][len(system) :]
+    return [
+        *system,
+        *((whose[turn["role"]], turn["content"]) for turn in turns if "tool_calls" not in turn),
+    ]
 
 
 def shape_of_answer(pair: TrainingPair, exchange: int, encoder: TextEncoder) -> Shape | None:
@@ -96,23 +119,30 @@ def shape_of_answer(pair: TrainingPair, exchange: int, encoder: TextEncoder) -> 
     Returns:
         None where the template renders probes so that they cannot be told from its own text.
     """
-    system = pair.system if not pair.system else _sentinel(0)
-    first = 0 if pair.system is None else 1
+    roles = [role for role, _ in _said(pair, exchange)]
     try:
-        parts = _rendered(system, first, exchange, "", encoder)
-        padded = "".join(_rendered(system, first, exchange, _PAD, encoder))
+        probe = _probe(pair, exchange)
+        parts = answer_of(probe, exchange, encoder)
+        padded = answer_of(_probe(pair, exchange, _PAD), exchange, encoder)
+        whole = parts.prompt + parts.body + parts.closing
+        spans = list(_calls(probe, exchange, whole, encoder))
     except DataError:
         return None
-    pieces: list[list[Piece]] = [list(_split(part, first)) for part in parts]
-    flat = [piece for part in pieces for piece in part]
-    trimmed = _with_trims(flat, padded)
+    if not all(begin >= 0 for begin, _ in spans):
+        return None
+    flat = list(_pieces(whole, roles, spans, (len(parts.prompt), len(parts.prompt + parts.body))))
+    trimmed = _with_trims(
+        [piece for _, piece in flat], padded.prompt + padded.body + padded.closing
+    )
     if trimmed is None:
         return None
-    prompt = len(pieces[0])
-    answers = [i for i, one in enumerate(trimmed) if one.content == first + 2 * exchange + 1]
-    if len(answers) != 1:
-        return None
-    return Shape(tuple(trimmed), prompt, answers[0])
+    prompt = sum(start < len(parts.prompt) for start, _ in flat)
+    answers = [
+        number
+        for number, (start, piece) in enumerate(flat)
+        if piece.role is Role.ASSISTANT and start >= len(parts.prompt)
+    ]
+    return Shape(tuple(trimmed), prompt, answers[0]) if len(answers) == 1 else None
 
 
 def _joined(pieces: tuple[Piece, ...]) -> list[Piece]:
@@ -129,51 +159,100 @@ def _sentinel(number: int) -> str:
     return f"m3xp{number:04d}q"
 
 
-def _rendered(
-    system: str | None, first: int, exchange: int, pad: str, encoder: TextEncoder
-) -> tuple[str, str, str]:
-    """Render a row of sentinels, each between pads."""
-    marks = [f"{pad}{_sentinel(first + n)}{pad[::-1]}" for n in range(2 * exchange + 2)]
-    *history, last = zip(marks[::2], marks[1::2], strict=True)
-    padded = f"{pad}{system}{pad[::-1]}" if system else system
-    probe = TrainingPair(prompt=last[0], response=last[1], system=padded, history=tuple(history))
-    answer = answer_of(probe, exchange, encoder)
-    return answer.prompt, answer.body, answer.closing
+def _probe(pair: TrainingPair, exchange: int, pad: str = "") -> TrainingPair:
+    """Return a row of the same shape whose texts are sentinels, each between pads."""
+    marks = iter([f"{pad}{_sentinel(n)}{pad[::-1]}" for n in range(len(_said(pair, exchange)))])
+    system = None if pair.system is None else next(marks)
+    if pair.conversation is not None:
+        held = json.loads(pair.conversation)
+        for turn in held["messages"]:
+            if "tool_calls" not in turn:
+                turn["content"] = next(marks, "behind the answer")
+        return replace(
+            pair, system=system if pair.system else pair.system, conversation=json.dumps(held)
+        )
+    texts = list(marks)
+    *history, last = zip(texts[::2], texts[1::2], strict=True)
+    return TrainingPair(
+        prompt=last[0],
+        response=last[1],
+        system=system if pair.system else pair.system,
+        history=tuple(history),
+    )
 
 
-def _split(text: str, first: int) -> Iterator[Piece]:
-    """Cut a text at its sentinels."""
-    at = 0
-    for match in _SENTINEL.finditer(text):
-        if match.start() > at:
-            yield Piece(Role.TEMPLATE, text[at : match.start()])
-        number = int(match[1])
-        turn = Role.USER if (number - first) % 2 == 0 else Role.ASSISTANT
-        yield Piece(Role.SYSTEM if number < first else turn, content=number)
-        at = match.end()
-    if text[at:]:
-        yield Piece(Role.TEMPLATE, text[at:])
+def _calls(
+    probe: TrainingPair, exchange: int, whole: str, encoder: TextEncoder
+) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of each answer that calls tools, up to one; before 0 where not found.
+
+    A template may drop reasoning from an earlier answer, even if it is empty.
+    """
+    for number in range(exchange + 1):
+        if "tool_calls" not in answer_turn(probe, number):
+            continue
+        answer = answer_of(probe, number, encoder)
+        begin, body = len(answer.prompt), answer.body
+        if not whole.startswith(answer.prompt + body):
+            body = body.rpartition(_REASONED)[2].strip()
+            told = messages_of(probe, number)[-1]["content"]
+            begin = whole.find(body, whole.find(told))
+        yield begin, begin + len(body)
+
+
+def _pieces(
+    text: str, roles: list[Role], calls: list[tuple[int, int]], answer: tuple[int, int]
+) -> Iterator[tuple[int, Piece]]:
+    """Cut a text at its sentinels, at the bounds of its answer and of calls.
+
+    Args:
+        text: a rendered row of sentinels.
+        roles: whose each of them is.
+        calls: begin and end of each answer that calls tools.
+        answer: begin and end of the last answer.
+
+    Yields:
+        Each piece, and where it begins.
+    """
+    bounds = sorted({0, len(text), *answer, *(place for span in calls for place in span)})
+    for begin, end in pairwise(bounds):
+        own = Role.ASSISTANT if (begin, end) in calls else Role.TEMPLATE
+        at = begin
+        for match in _SENTINEL.finditer(text, begin, end):
+            if match.start() > at:
+                yield at, Piece(own, text[at : match.start()])
+            number = int(match[1])
+            yield match.start(), Piece(roles[number], content=number)
+            at = match.end()
+        if at < end:
+            yield at, Piece(own, text[at:end])
 
 
 def _with_trims(pieces: list[Piece], padded: str) -> list[Piece] | None:
     """Read off the padded rendering what is trimmed of each text."""
     inner = re.escape(_PAD[1:])
+    before, behind = (re.escape(json.dumps(pad)[1:-1]) for pad in (_PAD, _PAD[::-1]))
     pattern = "".join(
         re.escape(piece.text)
         if piece.content is None
-        else f"(\n?{inner}|){_sentinel(piece.content)}({inner}\n?|)"
+        else f"(\n?{inner}|{before}|){_sentinel(piece.content)}({inner}\n?|{behind}|)"
         for piece in pieces
     )
     match = re.fullmatch(pattern, padded)
     if match is None:
         return None
-    kept = map(_strips, match.groups())
+    kept = iter(match.groups())
     return [
-        piece
-        if piece.content is None
-        else Piece(piece.role, content=piece.content, strips=(next(kept), next(kept)))
+        piece if piece.content is None else _trimmed(piece, next(kept), next(kept))
         for piece in pieces
     ]
+
+
+def _trimmed(piece: Piece, before: str, behind: str) -> Piece:
+    """Return a row's text with what is left of the pads around it."""
+    if "\\" in before + behind:
+        return replace(piece, as_json=True)
+    return replace(piece, strips=(_strips(before), _strips(behind)))
 
 
 def _strips(kept: str) -> str | None:

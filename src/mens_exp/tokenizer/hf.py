@@ -15,7 +15,7 @@ from mens_exp.tokenizer.template_files import OWN, template_in_force
 from mens_exp.tokenizer.templates import DATE, Message, generated_spans, is_dated, render
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from mens_exp.config.tokenizer import TokenizerConfig
@@ -183,7 +183,13 @@ class HfTokenizer:
         )
 
     def _guarded(self, messages: list[Message]) -> list[Message]:
-        return [{**turn, "content": self.guard(turn["content"])} for turn in messages]
+        return [
+            {
+                key: value if key == "role" else _each_text(value, self.guard)
+                for key, value in turn.items()
+            }
+            for turn in messages
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids, control tokens left out."""
@@ -203,6 +209,15 @@ def chat_template_of(directory: Path, config: TokenizerConfig | None) -> tuple[s
     """
     named = None if config is None else config.chat_template
     return template_in_force(directory, _tokenizer_config(directory), named)
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a JSON value with every text in it changed, names of keys too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key): _each_text(one, change) for key, one in value.items()}
+    return [_each_text(one, change) for one in value] if isinstance(value, list) else value
 
 
 def _id_of(core: Tokenizer, token: str | None) -> int | None:

@@ -39,7 +39,8 @@ __all__ = [
     "render",
 ]
 
-Message = dict[str, str]
+# ``role`` and ``content``; with tools also ``tool_calls``, and in the first message ``tools``.
+Message = dict[str, Any]
 
 # The default of "today": the date that Llama 3's template falls back to where it gets none.
 DATE = "2024-07-26"
@@ -140,7 +141,7 @@ def render(
 
     Args:
         template: Jinja source.
-        messages: turns with ``role`` and ``content``.
+        messages: turns with ``role`` and ``content``; ``tools`` of the first are those on offer.
         add_generation_prompt: end with the opening of an assistant turn.
         today: the date that the template gets, YYYY-MM-DD.
         **tokens: variables such as ``bos_token`` and ``eos_token``.
@@ -210,6 +211,10 @@ def _rendered(
     generate: bool = False,
     marked: bool = False,
 ) -> str:
+    tools = messages[0].get("tools") if messages else None
+    if tools is not None:
+        first = {key: value for key, value in messages[0].items() if key != "tools"}
+        messages = [first, *messages[1:]]
     try:
         compiled, names = _compiled(template, marked=marked), _globals(template, marked=marked)
         # What Template.render does, less merging the same global names anew for every text, which
@@ -218,7 +223,7 @@ def _rendered(
             {
                 **names,
                 "messages": messages,
-                "tools": None,  # defined, because templates ask `tools is not none`
+                "tools": tools,  # defined, because templates ask `tools is not none`
                 "documents": None,
                 "add_generation_prompt": generate,
                 **_dates(today),
