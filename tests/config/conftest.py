@@ -9,7 +9,7 @@ from mens_exp.config.compose import compose, group_options
 NEEDS = {
     "quant=none": ["backend=lora"],
     "trainer=fsdp": ["quant.storage_dtype=bf16"],
-    "tokenizer=vox": ["backend=burn"],
+    "tokenizer=vox": ["backend=burn", "model=tiny_llama"],
     "model=hf": ["model.id=somewhere"],
     "data=jsonl": ["data.path=rows.jsonl"],
     "data=hub": ["data.id=lab/rows"],

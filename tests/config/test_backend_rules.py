@@ -8,6 +8,8 @@ from mens_exp.report import terminal
 
 TINY = ["model=tiny_llama", "trainer=cpu", "logger=none"]
 WIDE = ["model=random", "model.name=wide", "model.hidden_size=256", "model.intermediate_size=512"]
+PRETRAINED, ON_HUB = ["model=smollm2_135m"], ["model=hf", "model.id=x/y"]
+ALLOWED, CONTROL = "tokenizer.allow_unrelated_rows", "tokenizer.allow_control_text"
 
 
 def problems_of(*overrides):
@@ -40,6 +42,10 @@ def problems_of(*overrides):
         ["objective=last_k", "objective.k=64", "data.truncation=right"],
         ["tokenizer.chat_template=plain"],
         [*WIDE, "quant.block_size=256"],
+        ["backend=burn"],
+        ["backend=burn", "tokenizer=vox"],
+        [*PRETRAINED, "backend=burn"],
+        [*PRETRAINED, "backend=burn", "tokenizer=vox", f"{ALLOWED}=true"],
     ],
 )
 def test_combination_is_accepted(overrides):
@@ -94,9 +100,44 @@ def test_combination_is_accepted(overrides):
         (["objective.k=2"], "objective.k", "objective=last_k"),
         (["objective=last_k", "objective.k=9", "data.seq_len=8"], "objective.k", "(8)"),
         (["backend.name=lora"], "backend.name", "set by the option"),
+        ([*PRETRAINED, "backend=burn", "tokenizer=vox"], "tokenizer", "unrelated rows"),
+        ([*PRETRAINED, "backend=burn", "tokenizer=vox"], "tokenizer", f"{ALLOWED}=true"),
+        ([*ON_HUB, "backend=burn", "tokenizer=vox"], "tokenizer", "ids 0 to 130"),
+        (["backend=burn", f"{ALLOWED}=true"], ALLOWED, "has no effect"),
+        ([*PRETRAINED, "backend=burn", f"{ALLOWED}=true"], ALLOWED, "has no effect"),
+        (["backend=burn", "tokenizer.allow_control_text=false"], CONTROL, "true, or tokenizer=hf"),
+        (["backend=burn", "tokenizer.allow_control_text=maybe"], CONTROL, "true or false"),
     ],
 )
 def test_combination_is_refused(overrides, where, says):
     """Before a run directory exists, by the place that is wrong and what would be right."""
     found = problems_of(*overrides)
     assert [(place, text) for place, text in found if place == where and says in text], found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tokenizer"),
+    [
+        (["model=random"], "vox"),
+        (["model=tiny_gpt2"], "vox"),
+        (["model=tiny_qwen2"], "vox"),
+        (["experiment=smoke"], "vox"),
+        (["model=tiny_llama", "tokenizer=hf"], "hf"),
+        ([], "hf"),
+        (["model=gpt2"], "hf"),
+        (["model=hf", "model.id=here"], "hf"),
+        (["preset=sigilderg_phase1", "optim=adamw"], "hf"),
+    ],
+)
+def test_the_research_lane_encodes_for_the_weights_it_has(overrides, tokenizer):
+    """Vox's ids are learned from scratch; a pretrained embedding has rows for its own alone."""
+    (cell,) = check(["backend=burn", *overrides]).cells
+    made = cell.config.tokenizer
+    assert (made.name, made.allow_control_text) == (tokenizer, tokenizer == "vox")
+
+
+def test_each_cell_of_a_sweep_has_the_tokenizer_of_its_model():
+    """The default is made anew where the model is what varies."""
+    checked = check(["backend=burn", "model=tiny_llama,smollm2_135m"], multirun=True)
+    assert checked.problems == ()
+    assert [cell.config.tokenizer.name for cell in checked.cells] == ["vox", "hf"]

@@ -18,6 +18,7 @@ from mens_exp.config.compose import (
 )
 from mens_exp.config.model import HfModel
 from mens_exp.config.sandbox import NoSandbox
+from mens_exp.config.validate import problems_of
 from mens_exp.errors import ConfigError
 
 
@@ -249,6 +250,18 @@ def test_each_command_has_its_own_time():
     (second,) = compose([[]])
     assert first == again
     assert first != second.run_dir
+
+
+@pytest.mark.parametrize("name", ["vox", "hf"])
+def test_earlier_run_of_vox_on_pretrained_weights_is_read(name, tmp_path):
+    """It was made when nobody was asked, and goes on as it began."""
+    before = values("backend=burn", f"tokenizer={name}", "trainer=cpu", "logger=none")
+    permission = "  allow_unrelated_rows: false\n"
+    text = to_yaml(before)
+    assert permission in text
+    after = typed(from_yaml(stored(tmp_path, text.replace(permission, ""))))
+    assert (after.tokenizer.name, problems_of(after)) == (name, [])
+    assert bool(problems_of(typed(from_yaml(stored(tmp_path, text))))) is (name == "vox")
 
 
 @pytest.mark.parametrize(

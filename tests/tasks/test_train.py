@@ -137,3 +137,29 @@ def test_epochs_bound_a_run_too(train_in, finished, tmp_path):
     every = json.loads(run.plan.read_text(encoding="utf-8"))["data"]
     assert every["train_rows"] == data["train_rows"]
     assert every["train_tokens"] <= results["tokens"] <= every["train_tokens"] + 3 * 192
+
+
+def test_the_research_lane_warm_starts_on_the_model_s_own_ids(tiny_base, train_in, tmp_path):
+    """Plan, manifest and contract say so; the ids of another tokenizer are refused, exit code 2."""
+    on_directory = ["model=hf", f"model.id={tiny_base.directory}", "backend=burn"]
+    run = train_in(tmp_path / "run", *on_directory, "trainer.max_steps=1")
+    manifest = Manifest.read(run.manifest)
+    assert manifest.facts["tokenizer"] == "hf"
+    assert manifest.contract["data"]["tokenizer_mode"] == "hf"
+    assert json.loads(run.plan.read_text("utf-8"))["tokenizer"] == "hf"
+    own = sha256_file(tiny_base.directory / "tokenizer.json")
+    assert manifest.inputs["tokenizer_sha256"] == own
+    refused = tmp_path / "refused"
+    train_in(refused, *on_directory, "tokenizer=vox", code=2)
+    assert not refused.exists()
+
+
+def test_ids_of_another_tokenizer_are_taken_where_that_is_said(tiny_base, train_in, tmp_path):
+    """A permission that is on record."""
+    run = train_in(
+        tmp_path / "run",
+        *("model=hf", f"model.id={tiny_base.directory}", "backend=burn", "tokenizer=vox"),
+        *("tokenizer.allow_unrelated_rows=true", "trainer.max_steps=1"),
+    )
+    assert Manifest.read(run.manifest).facts["tokenizer"] == "vox"
+    assert "allow_unrelated_rows: true" in run.config.read_text("utf-8")

@@ -29,6 +29,7 @@ from mens_exp.config.own_schema import CLASS_GROUPS, own_schema
 from mens_exp.config.own_source import read_own_conf
 from mens_exp.config.root import RunConfig
 from mens_exp.config.store import SCHEMAS, register, schema_of
+from mens_exp.config.tokenizer import if_random
 from mens_exp.config.trainer import steps_beside
 from mens_exp.errors import ConfigError, SetupError
 
@@ -54,6 +55,13 @@ __all__ = [
 
 VERSION_BASE = "1.3"
 CONFIG_NAME = "config"
+# Settings that our options make of other settings.
+_DEPENDENT = (
+    ("trainer", "max_steps"),
+    ("tokenizer", "name"),
+    ("tokenizer", "allow_control_text"),
+)
+_PERMISSION = "allow_unrelated_rows"  # which runs of vox needed none before there was one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +144,7 @@ def prepare_hydra() -> None:
         "mens.digest8": lambda *, _root_: config_digest(_root_)[:8],
         "mens.experiment": _experiment_directory,
         "mens.steps": steps_beside,
+        "mens.if_random": if_random,
     }
     for name, resolver in resolvers.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)
@@ -252,8 +261,9 @@ def compose(cells: Sequence[Sequence[str]], *, first: int = 0) -> list[Composed]
 
 def _settled(values: DictConfig) -> DictConfig:
     """Resolve what depends on another setting, in place: processes that get it have no resolver."""
-    if OmegaConf.is_interpolation(values.trainer, "max_steps"):
-        values.trainer.max_steps = values.trainer.max_steps
+    for group, key in _DEPENDENT:
+        if OmegaConf.is_interpolation(values[group], key):
+            values[group][key] = values[group][key]
     return values
 
 
@@ -369,6 +379,9 @@ def _under_schemas(stored: DictConfig | ListConfig) -> DictConfig:
             root[group] = node
     if "sandbox" not in stored:  # written before there was one
         root["sandbox"] = SCHEMAS["sandbox"]["none"]
+    tokenizer = stored.get("tokenizer")
+    if isinstance(tokenizer, DictConfig) and _PERMISSION not in tokenizer:  # as above
+        root["tokenizer"][_PERMISSION] = tokenizer.get("name") == "vox"
     return root
 
 

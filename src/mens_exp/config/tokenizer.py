@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from omegaconf import MISSING
 
 from mens_exp.config.fields import setting
 
-__all__ = ["TokenizerConfig"]
+__all__ = ["TokenizerConfig", "if_random"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,3 +32,13 @@ class TokenizerConfig:
         "Read text of a row that spells a control token (<|im_end|>) as that token; false encodes "
         "it as the text that it is.",
     )
+    allow_unrelated_rows: bool = setting(
+        False,  # as above
+        "Accept ids that select unrelated rows of a pretrained model's embedding, as those of "
+        "tokenizer=vox do; false refuses them.",
+    )
+
+
+def if_random(source: str, then: Any, otherwise: Any) -> Any:
+    """Return the first value for a model with random weights, the second for a pretrained one."""
+    return then if source == "random" else otherwise

@@ -238,19 +238,22 @@ def _implied(arm: Arm, reference: Arm, factors: Sequence[str]) -> Implied | None
     if "backend" not in factors or ours is None or theirs is None or ours == theirs:
         return None
     own = own_directory()
-    return implied_by(lambda name: _learned_of(name, own), ours, theirs)
+    source = reference.trials[0].settings.get("model.source")
+    return implied_by(lambda name: _learned_of(name, source == "random", own), ours, theirs)
 
 
 @functools.cache  # a composition takes a third of a second, and a policy reads many studies
-def _learned_of(backend: str, own: Path | None) -> dict[str, Any]:
+def _learned_of(backend: str, is_random: bool, own: Path | None) -> dict[str, Any]:
     """Return the learned settings of a run with nothing told but its backend.
 
     Args:
         backend: an option.
+        is_random: whether the model has random weights, for which burn implies another tokenizer.
         own: ``./conf`` of the working directory, which may add options.
     """
     del own  # part of the key alone
-    return learned_settings(typed(compose([[f"backend={backend}"]])[0].values))
+    model = ["model=random"] if is_random else []
+    return learned_settings(typed(compose([[f"backend={backend}", *model]])[0].values))
 
 
 def _reference(arms: Sequence[Arm], wanted: str | None) -> Arm:

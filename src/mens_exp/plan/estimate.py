@@ -134,6 +134,7 @@ def _meaning(config: RunConfig, shape: Shape) -> dict[str, Any]:
         "lora": _lora(config),
         "lora_modules": described_modules(config, shape),
         "objective": config.objective.name,
+        "tokenizer": config.tokenizer.name,
         "chat_template_date": date_in_prompts(config),
         "deployment_target": config.deployment_target.value,
         "layout": _layout(shape.family),

@@ -125,7 +125,7 @@ def refusals(contract: FineTuneContract, around: Surroundings) -> Iterator[tuple
             f"a warm start of backend={kernel.name if kernel else method}",
             around.model_type,
             FAMILIES,
-            instead="tokenizer=vox",
+            instead="backend=lora",
         )
         yield Gate.WARM_START, unread
     yield from _kernel_gate(kernel, around)

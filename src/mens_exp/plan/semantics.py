@@ -115,6 +115,8 @@ SETTINGS: dict[str, Part] = {
     # A permission, and activations kept or computed again: the same numbers either way.
     **_all(Part.RECORD, "model.", "trust_remote_code gradient_checkpointing"),
     **_all(Part.DATA, "tokenizer.", "name chat_template date allow_control_text"),
+    # A permission.
+    **_all(Part.RECORD, "tokenizer.", "allow_unrelated_rows"),
     # The shares decide which rows are left to train on.
     **_all(
         Part.DATA,

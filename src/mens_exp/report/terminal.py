@@ -105,6 +105,7 @@ def _plan_rows(plan: Mapping[str, Any]) -> Iterable[tuple[str, Text]]:
     yield "quantization", _text(plan.get("quant"))
     yield "LoRA", _lora(plan)
     yield "objective", _text(plan.get("objective"))
+    yield "tokenizer", _text(plan.get("tokenizer"))
     if plan.get("chat_template_date"):
         yield "date", Text(f"{plan['chat_template_date']} in every prompt (tokenizer.date)")
     yield "data", _data(plan.get("data") or {})

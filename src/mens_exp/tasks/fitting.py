@@ -85,6 +85,7 @@ def read_inputs(config: RunConfig, run: Run, cache: Path) -> Inputs:
     note_origin(config, run.manifest)
     atomic.write_text(run.dir.chat_template, tokenizer.chat_template)
     run.manifest.facts.update(
+        tokenizer=config.tokenizer.name,
         seq_len=config.data.seq_len,
         micro_batch_size=config.data.micro_batch_size,
         packing_efficiency_frac=round(data.packing_efficiency_frac, 4),

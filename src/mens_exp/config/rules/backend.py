@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["PROXY_STACK", "problems", "unread"]
 
 PROXY_STACK = "proxy_stack"  # the proxy's only target
+_OWN_IDS_ONLY = frozenset({"qlora", "lora", "full", "proxy"})  # the planner's gate 2 refuses vox
 
 
 def problems(config: RunConfig) -> Iterator[ConfigError]:
@@ -44,10 +45,29 @@ def _vox(config: RunConfig) -> Iterator[ConfigError]:
             found=False,
             expected="true, or tokenizer=hf",
         )
+    judged = _encodes_for_it(config) and config.backend.name not in _OWN_IDS_ONLY
+    if judged and _is_pretrained(config) and not config.tokenizer.allow_unrelated_rows:
+        yield ConfigError(
+            "the ids 0 to 130 of the vox tokenizer select unrelated rows of this model's embedding",
+            where="tokenizer",
+            found=f"vox, for {config.model.name}",
+            expected="hf, the model's own tokenizer, or a model with random weights",
+            remedy="choose tokenizer=hf, or add tokenizer.allow_unrelated_rows=true to train on "
+            "them all the same",
+        )
+
+
+def _is_pretrained(config: RunConfig) -> bool:
+    return config.model.source != "random"
+
+
+def _encodes_for_it(config: RunConfig) -> bool:
+    """Tell whether the task puts ids into the command's own model."""
+    return config.task.name in {"train", "plan"} or config.path == "base"
 
 
 def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
-    """Yield explicit settings of adapters where there is none.
+    """Yield explicit settings of adapters where there is none, and permissions of nothing.
 
     Args:
         config: the whole configuration.
@@ -61,6 +81,13 @@ def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
                     where=key,
                     remedy=f"drop {key}, or choose another backend",
                 )
+    permission = "tokenizer.allow_unrelated_rows"
+    if permission in keys and not (config.tokenizer.name == "vox" and _is_pretrained(config)):
+        yield ConfigError(
+            "has no effect but with tokenizer=vox on pretrained weights",
+            where=permission,
+            remedy=f"drop {permission}",
+        )
 
 
 def _proxy(config: RunConfig, backend: ProxyConfig) -> Iterator[ConfigError]:
