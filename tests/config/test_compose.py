@@ -279,3 +279,36 @@ def test_naming_epochs_lifts_the_default_steps(overrides, bounds):
     trainer = typed(values(*overrides)).trainer
     assert (trainer.max_steps, trainer.max_epochs) == bounds
     assert "mens.steps" not in to_yaml(values(*overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rate"),
+    [
+        ([], 2e-3),
+        (["optim=lion"], 2e-4),
+        (["model=tiny_llama"], 2e-3),
+        (["model=hf", "model.id=here"], 2e-3),
+        (["model=gpt2", "optim=adamw_8bit"], 2e-3),
+        (["model=llama3_8b"], 2e-4),
+        (["model=mistral_7b", "optim=paged_adamw_8bit"], 2e-4),
+        (["model=qwen2_5_7b", "optim=adamw_8bit"], 2e-4),
+        (["model=llama3_8b", "optim=lion"], 2e-5),
+        (["model=llama3_8b", "optim.lr=1e-3"], 1e-3),
+        (["model=llama3_8b", "preset=tiny"], 1e-4),
+        (["preset=sigilderg_phase1"], 1e-4),
+    ],
+)
+def test_the_rate_is_the_model_s_unless_it_is_set(overrides, rate):
+    """QLoRA trained 7B and 13B at 2e-4 (table 9); Lion takes a tenth; what is named stays."""
+    found = values(*overrides)
+    assert typed(found).optim.lr == rate
+    assert "mens.lr" not in to_yaml(found)
+
+
+def test_earlier_run_keeps_the_rate_that_it_was_made_with(tmp_path):
+    """An 8B run at the demo's rate, whose record knows of no rate of the model's."""
+    text = to_yaml(values("model=llama3_8b", "optim.lr=0.002"))
+    line = "  default_lr: 0.0002\n"
+    assert line in text
+    after = typed(from_yaml(stored(tmp_path, text.replace(line, ""))))
+    assert (after.optim.lr, after.model.default_lr) == (2e-3, None)

@@ -79,6 +79,7 @@ REFUSED = [
         ],
     ),
     ("suite.name=none", "suite.name", ["is set by the option", "suite=<"]),
+    ("model.default_lr=1e-4", "model.default_lr", ["is set by the option", "set optim.lr"]),
     ("schedule.warmup_steps=1,2", "schedule.warmup_steps", ["several values need", "add -m"]),
     ("no equals sign", None, ["not an override", "found no equals sign", "key=value"]),
     ("hydra.runn.dir=x", None, ["Key 'runn' not in"]),

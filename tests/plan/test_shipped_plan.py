@@ -36,6 +36,15 @@ def test_model_that_is_not_here_is_planned_from_its_dimensions(tiny_config, rows
 
 
 @pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize(("rate", "warned"), [((), False), (("optim.lr=2e-3",), True)])
+def test_a_large_model_is_planned_at_a_rate_of_its_size(tiny_config, rows, tmp_path, rate, warned):
+    """Its own by default; the demo's, ten times as much, has to be asked for and is warned of."""
+    data = ("data=jsonl", f"data.path={rows}", "data.val_frac=0.2", "data.heldout_frac=0.2")
+    plan = make_plan(tiny_config(*LLAMA, "task=plan", *data, *rate), tmp_path)
+    assert any("times the rate that published" in one for one in plan["warnings"]) == warned
+
+
+@pytest.mark.usefixtures("offline")
 def test_model_that_is_not_here_is_not_trained(tiny_config):
     """A run says what keeps it away."""
     with pytest.raises(SetupError, match="cannot be reached"):

@@ -24,6 +24,7 @@ from yaml import YAMLError
 from mens_exp.artifacts.digest import digest
 from mens_exp.config.foreign import refuse_foreign
 from mens_exp.config.loader import RememberingLoader, copied
+from mens_exp.config.optim import lr_beside
 from mens_exp.config.own_conf import config_directory, group_options, our_targets
 from mens_exp.config.own_schema import CLASS_GROUPS, own_schema
 from mens_exp.config.own_source import read_own_conf
@@ -60,6 +61,7 @@ _DEPENDENT = (
     ("trainer", "max_steps"),
     ("tokenizer", "name"),
     ("tokenizer", "allow_control_text"),
+    ("optim", "lr"),
 )
 _PERMISSION = "allow_unrelated_rows"  # which runs of vox needed none before there was one
 
@@ -145,6 +147,7 @@ def prepare_hydra() -> None:
         "mens.experiment": _experiment_directory,
         "mens.steps": steps_beside,
         "mens.if_random": if_random,
+        "mens.lr": lr_beside,
     }
     for name, resolver in resolvers.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)

@@ -52,6 +52,12 @@ class ModelConfig:
         "auto, on or off: compute a layer's activations again in the backward pass instead of "
         "keeping them. auto: on for a GPU and a base of at least a billion parameters.",
     )
+    default_lr: float | None = setting(
+        None,
+        "Peak rate of AdamW for adapters of this model: the default of optim.lr; set by the "
+        "option. null: none is known, and the default stays 2e-3, the rate of the bundled 135M.",
+        gt=0,
+    )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -9,13 +9,27 @@ from omegaconf import MISSING
 from mens_exp.config.fields import setting
 
 __all__ = [
+    "DEFAULT_LR",
     "Adamw8bitConfig",
     "AdamwConfig",
     "LionConfig",
     "OptimConfig",
     "OptimizerConfig",
     "PagedAdamw8bitConfig",
+    "lr_beside",
 ]
+
+DEFAULT_LR = 2e-3  # measured on the main job, of 135M: below 1e-3 in training loss
+
+
+def lr_beside(default_lr: float | None, parts: int = 1) -> float:
+    """Return the peak rate where none is named: that of the model, or a part of it.
+
+    Args:
+        default_lr: of the model's option; None where it has none.
+        parts: how many times smaller the optimizer's rate is than AdamW's.
+    """
+    return (DEFAULT_LR if default_lr is None else default_lr) / parts
 
 
 @dataclass(kw_only=True, slots=True)
@@ -25,7 +39,7 @@ class OptimizerConfig:
     _target_: str = setting(MISSING, "Class of the optimizer; set by the option.")
     name: str = setting("own", "The option's name; set by the option.")
     lr: float = setting(
-        2e-3, "Peak rate (measured on the main job: 2e-3 below 1e-3 in training loss).", gt=0
+        DEFAULT_LR, "Peak rate; unless set, that of the model's own option, model.default_lr.", gt=0
     )
 
 
@@ -70,7 +84,10 @@ class LionConfig(OptimConfig):
 
     name: str = setting("lion", "The option's name; set by the option.")
     lr: float = setting(
-        2e-4, "Peak rate (a tenth of AdamW's; the paper advises a third to a tenth).", gt=0
+        DEFAULT_LR / 10,
+        "Peak rate; unless set, a tenth of model.default_lr (the paper advises a third to a tenth "
+        "of AdamW's).",
+        gt=0,
     )
     betas: list[float] = setting(
         [0.9, 0.99], "Decay of the average in the update and in the state (the paper's)."

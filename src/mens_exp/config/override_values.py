@@ -37,6 +37,7 @@ __all__ = ["NO_KEY", "exists", "override_of", "value_problems"]
 
 NO_KEY = "is no key of the chosen"
 
+_INSTEAD = {"model.default_lr": "set optim.lr, whose default it is"}
 _NO_TEXTS = frozenset({"null", "true", "false", "nan", "inf"})  # what Hydra reads them as
 _WORDS = {
     IntegerNode: "a whole number",
@@ -141,6 +142,7 @@ def _assignment_problems(key: str, value: Any, reference: DictConfig) -> Iterato
             where=key,
             found=shown(value),
             expected=f"{group}=<{'|'.join(group_options()[group])}>",
+            remedy=_INSTEAD.get(key),
         )
         return
     node = _node_at(reference, key)

@@ -126,9 +126,9 @@ DISCRIMINATORS = {
 _EARLIER = {"model": {"directory": "hf"}}
 
 # Fields that say which option is in force: to set one apart from its option would make the
-# record say one thing and the run do another.
+# record say one thing and the run do another. A model's rate is only the default of optim.lr.
 SET_BY_OPTION = frozenset(
-    {"task.name", "tokenizer.name", "objective.labels"}
+    {"task.name", "tokenizer.name", "objective.labels", "model.default_lr"}
     | {f"{group}.{field}" for group, field in DISCRIMINATORS.items()}
 )
 

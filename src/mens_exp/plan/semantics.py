@@ -112,6 +112,8 @@ SETTINGS: dict[str, Part] = {
     ),
     # A bundled file is its hash, wherever it came from.
     **_all(Part.RECORD, "model.", "name distribution version file file_type license"),
+    # It is the default of optim.lr, which counts.
+    **_all(Part.RECORD, "model.", "default_lr"),
     # A permission, and activations kept or computed again: the same numbers either way.
     **_all(Part.RECORD, "model.", "trust_remote_code gradient_checkpointing"),
     **_all(Part.DATA, "tokenizer.", "name chat_template date allow_control_text"),
