@@ -295,6 +295,7 @@ def test_naming_epochs_lifts_the_default_steps(overrides, bounds):
         (["model=llama3_8b", "optim=lion"], 2e-5),
         (["model=llama3_8b", "optim.lr=1e-3"], 1e-3),
         (["model=llama3_8b", "preset=tiny"], 1e-4),
+        (["model=llama3_8b", "preset=trl_like"], 2e-5),
         (["preset=sigilderg_phase1"], 1e-4),
     ],
 )

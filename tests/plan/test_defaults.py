@@ -10,24 +10,28 @@ def changed(*overrides):
     return differences(typed(compose([overrides])[0].values), overrides)
 
 
-# The rows of PEERS, table 2.2, that are not ours: value there, value here.
+# The rows of PEERS, table 2.2, that are not ours, and the rates in the releases that the presets
+# name: value there, value here.
 PEERS = {
     "trl_like": {
         "data.seq_len": (1024, 512),
         "lora.alpha": (32, 16),
         "lora.targets": (["qv"], ["all_linear"]),
+        "optim.lr": (2e-5, 2e-3),
         "quant.compute_dtype": ("f32", "bf16"),
         "quant.double_quant": (False, True),
     },
     "unsloth_like": {
         "data.seq_len": (2048, 512),
         "lora.dropout": (0.0, 0.05),
+        "optim.lr": (5e-5, 2e-3),
         "seed": (3407, 42),
     },
     "axolotl_like": {"lora.dropout": (0.0, 0.05)},
     "litgpt_like": {
         "lora.r": (8, 16),
         "lora.targets": (["qv"], ["all_linear"]),
+        "optim.lr": (1e-3, 2e-3),
         "quant.double_quant": (False, True),
         "seed": (1337, 42),
     },

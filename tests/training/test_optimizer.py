@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import inspect
+
+import bitsandbytes
 import numpy as np
 import pytest
 import torch
@@ -49,6 +52,13 @@ def test_adamw_is_torch_s_own(tiny_config):
     (group,) = optimizer.param_groups
     assert (group["lr"], tuple(group["betas"]), group["eps"]) == (3e-3, (0.8, 0.9), 1e-8)
     assert group["weight_decay"] == 0.1
+
+
+def test_litgpt_s_rate_is_the_one_that_an_optimizer_has_unnamed(tiny_config):
+    """It hands over parameters alone: to torch's AdamW, and to the paged one under a 4-bit base."""
+    rate = tiny_config("preset=litgpt_like").optim.lr
+    assert torch.optim.AdamW([start()]).defaults["lr"] == rate
+    assert inspect.signature(bitsandbytes.optim.PagedAdamW).parameters["lr"].default == rate
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
