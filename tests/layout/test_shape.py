@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from mens_exp.config.model import HfModel, RandomModel
+from mens_exp.config.model import HfModel, ModelFamily, RandomModel
 from mens_exp.errors import ModelFileError
 from mens_exp.layout.directory import read_directory
 from mens_exp.layout.families import FAMILIES
+from mens_exp.layout.random_config import config_of
 from mens_exp.layout.shape import Shape, check_weights, shape_of
 
 # 3 query heads and 1 key-value head of width 4, two layers.
@@ -54,6 +55,27 @@ def test_parameters_are_counted():
     assert SHAPE.embedding_parameters == 1200
     untied = Shape(**{name: getattr(SHAPE, name) for name in SHAPE.__slots__} | {"tied": False})
     assert untied.embedding_parameters == 2400
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_weight_of_a_family_is_counted(name, tied):
+    """As many as transformers makes of the same config.json, on no device."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = RandomModel(
+        name=name,
+        family=ModelFamily(name),
+        hidden_size=128,
+        num_hidden_layers=3,
+        num_key_value_heads=4 if name == "gpt2" else 2,
+        tie_word_embeddings=tied,
+    )
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config_of(model)))
+    shape = shape_of(model)
+    assert shape.parameters + shape.small_parameters == built.num_parameters()
 
 
 def test_written_model_has_the_configured_shape(tiny_config, tiny_base):

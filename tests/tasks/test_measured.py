@@ -39,6 +39,24 @@ def test_manifest_and_plan_carry_one_contract(finished):
     assert digest in finished.report.read_text("utf-8")
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["backend=burn"],
+        ["backend=burn", "model=tiny_qwen2", "lora=all_linear"],
+        ["backend=burn", "model=tiny_gpt2"],
+        ["backend=burn", "model=tiny_gpt2", "backend.train_base=false"],
+        ["backend=full", "model=tiny_gpt2"],
+    ],
+)
+def test_the_plan_counts_the_parameters_that_train(train_in, tmp_path, overrides):
+    """As the manifest has read them back from the graph: biases, norms and positions included."""
+    run = train_in(tmp_path / "run", *overrides, "trainer.max_steps=1")
+    plan = json.loads(run.plan.read_text("utf-8"))
+    facts = Manifest.read(run.manifest).facts
+    assert plan["trainable_parameters"] == facts["trainable_parameters"]
+
+
 @pytest.fixture
 def results():
     """A run of ten steps of a hundred tokens at fifty tokens a second."""

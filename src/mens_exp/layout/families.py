@@ -101,6 +101,11 @@ class Family:
         keys: dimension to its name in config.json.
         tied: whether the head is the embedding where config.json does not say.
         head_dim: width of a head where config.json does not say; None is hidden_size / heads.
+        norms: sizes of the norms in a layer, of each vector that they learn; those of queries and
+            keys are of ``q`` and ``kv``, or of one head, ``h``.
+        last_norm: likewise, of the norm behind the last layer.
+        biased: logical names of the projections that have a bias.
+        learned_positions: whether positions are a table of weights.
         transposed: whether checkpoints store these weights ``[in, out]`` (transformers' Conv1D).
         sizes: dimensions that a checkpoint's own headers told.
         verified: whether the names are those of this table, held against real checkpoints.
@@ -123,6 +128,10 @@ class Family:
     keys: Mapping[str, str] = field(default_factory=lambda: _KEYS)
     tied: bool = False
     head_dim: int | None = None
+    norms: tuple[str, ...] = ("d", "d")
+    last_norm: tuple[str, ...] = ("d",)
+    biased: tuple[str, ...] = ()
+    learned_positions: bool = False
     transposed: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)
     verified: bool = True
@@ -131,11 +140,11 @@ class Family:
 _ALL = (
     Family(model_type="llama"),
     Family(model_type="mistral"),
-    Family(model_type="qwen2"),
-    Family(model_type="qwen3", head_dim=128),
-    Family(model_type="gemma2", tied=True, head_dim=256),
-    Family(model_type="gemma3_text", tied=True, head_dim=256),
-    Family(model_type="olmo2"),
+    Family(model_type="qwen2", biased=("q", "k", "v")),
+    Family(model_type="qwen3", head_dim=128, norms=("d", "d", "h", "h")),
+    Family(model_type="gemma2", tied=True, head_dim=256, norms=("d",) * 4),
+    Family(model_type="gemma3_text", tied=True, head_dim=256, norms=("d",) * 4 + ("h", "h")),
+    Family(model_type="olmo2", norms=("d", "d", "q", "kv")),
     Family(
         model_type="phi3",
         projections=_PHI3,
@@ -161,6 +170,10 @@ _ALL = (
         },
         keys=_GPT2_KEYS,
         tied=True,
+        norms=("d",) * 4,  # a weight and a bias each
+        last_norm=("d", "d"),
+        biased=("qkv", "o", "fc", "proj"),
+        learned_positions=True,
         transposed=True,
     ),
 )

@@ -37,22 +37,42 @@ class Shape:
 
     def projections(self) -> dict[str, tuple[int, int]]:
         """Return ``(out, in)`` of each projection by its path inside a decoder layer."""
-        sizes = {
+        sizes = self._sizes()
+        return {
+            one.path: (sum(sizes[name] for name in one.out), sizes[one.width])
+            for one in self.family.projections
+        }
+
+    def _sizes(self) -> dict[str, int]:
+        return {
             **self.family.sizes,
             "d": self.hidden_size,
             "f": self.intermediate_size,
             "q": self.num_attention_heads * self.head_dim,
             "kv": self.num_key_value_heads * self.head_dim,
-        }
-        return {
-            one.path: (sum(sizes[name] for name in one.out), sizes[one.width])
-            for one in self.family.projections
+            "h": self.head_dim,
         }
 
     @property
     def linear_parameters(self) -> int:
         """Weights of all projections of all layers."""
         return self.num_hidden_layers * sum(o * i for o, i in self.projections().values())
+
+    @property
+    def small_parameters(self) -> int:
+        """Weights of norms, biases and a table of positions; 0 where the family is not verified.
+
+        They are those of the family's published models: a config.json may ask for more biases.
+        """
+        family, sizes = self.family, self._sizes()
+        if not family.verified:
+            return 0
+        shapes = self.projections()
+        in_layer = sum(sizes[name] for name in family.norms)
+        in_layer += sum(shapes[p.path][0] for p in family.projections if p.logical in family.biased)
+        positions = self.max_position_embeddings * self.hidden_size * family.learned_positions
+        last = sum(sizes[name] for name in family.last_norm)
+        return self.num_hidden_layers * in_layer + last + positions
 
     @property
     def parameters(self) -> int:

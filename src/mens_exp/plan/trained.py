@@ -33,12 +33,12 @@ def proxy_stack(config: RunConfig, shape: Shape) -> ProxyStack | None:
 
 
 def trained_parameters(config: RunConfig, shape: Shape) -> int:
-    """Count the parameters that learn; norms and biases, a thousandth, are left out."""
+    """Count the parameters that learn; of a family that is not verified, no norms and biases."""
+    base = shape.parameters + shape.small_parameters
     if config.backend.name == "full":
-        return shape.linear_parameters + shape.embedding_parameters
+        return base
     stack = proxy_stack(config, shape)
     if stack is None:
-        base = shape.linear_parameters + shape.embedding_parameters
         learns = trains_base(config.backend, config.model.source)
         return adapter_parameters(config.lora, shape) + learns * base
     d = shape.hidden_size
