@@ -100,10 +100,17 @@ def test_rendering_twice_gives_the_same_bytes(write_run):
     assert card.render(load(run)) == card.render(load(run))
 
 
+FROM_SCRATCH = {"artifact": "weights", "quant": "none", "train_base": True, "lane": "research"}
+
+
 @pytest.mark.parametrize(
     ("facts", "says", "silent"),
     [
         ({"artifact": "weights", "quant": "none"}, 'from_pretrained("weights")', "peft"),
+        ({"artifact": "weights", "quant": "none"}, "A full fine-tuning model", "LoRA"),
+        (FROM_SCRATCH, "A LoRA model", "fine-tuning"),
+        (FROM_SCRATCH, "The base's own weights were trained too. Lane: research.", "peft"),
+        (FROM_SCRATCH | {"train_base": False, "artifact": "adapter"}, "A LoRA adapter", "own weig"),
         (
             {"artifact": "adapter", "candle_qlora_graph_id": "proxy_stack_v1_residual"},
             "proxy_stack_v1_residual",

@@ -163,3 +163,14 @@ def test_ids_of_another_tokenizer_are_taken_where_that_is_said(tiny_base, train_
     )
     assert Manifest.read(run.manifest).facts["tokenizer"] == "vox"
     assert "allow_unrelated_rows: true" in run.config.read_text("utf-8")
+
+
+def test_the_card_of_the_research_lane_names_its_method(train_in, tmp_path):
+    """LoRA, whose base learned too; only backend=full is full fine-tuning."""
+    told = {}
+    for backend in ("burn", "full"):
+        run = train_in(tmp_path / backend, f"backend={backend}", "trainer.max_steps=1")
+        told[backend] = run.model_card.read_text("utf-8")
+    assert "A LoRA model" in told["burn"]
+    assert "full" not in told["burn"].split("## ", 1)[0]
+    assert "A full fine-tuning model" in told["full"]

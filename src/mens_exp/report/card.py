@@ -89,7 +89,8 @@ def _title(records: Records) -> str:
 
 
 def _method(records: Records) -> str:
-    if records.manifest.facts.get("artifact") == "weights":
+    facts = records.manifest.facts
+    if facts.get("artifact") == "weights" and not facts.get("train_base"):
         return "full fine-tuning"
     return "QLoRA" if _quant(records) not in ("", "none") else "LoRA"
 
@@ -146,6 +147,7 @@ def _what_it_is(records: Records) -> str:
         f"mens_exp in run `{_code(wording.visible(manifest.run_id))}` "
         f"on {wording.moment(manifest.started_utc)}."
         + (f" Its graph is `{_code(str(graph))}`, no transformer." if graph else "")
+        + (" The base's own weights were trained too." if manifest.facts.get("train_base") else "")
         + (f" Lane: {_plain(str(lane))}." if lane else "")
     )
 
