@@ -165,6 +165,21 @@ def test_ids_of_another_tokenizer_are_taken_where_that_is_said(tiny_base, train_
     assert "allow_unrelated_rows: true" in run.config.read_text("utf-8")
 
 
+@pytest.mark.parametrize("backend", ["qlora", "lora", "full", "proxy", "burn"])
+@pytest.mark.parametrize("model", ["tiny_llama", "tiny_gpt2"])
+def test_every_backend_records_the_model_s_dimensions(backend, model, train_in, tmp_path):
+    """Those of config.json, which each family spells its own way."""
+    options = [f"backend={backend}", f"model={model}", "model.num_hidden_layers=3"]
+    run = train_in(tmp_path / "run", *options, "trainer.max_steps=1")
+    facts = Manifest.read(run.manifest).facts
+    assert {name: facts[name] for name in ("n_layers", "n_heads", "d_model", "vocab_size")} == {
+        "n_layers": 3,
+        "n_heads": 4,
+        "d_model": 64,
+        "vocab_size": 320,
+    }
+
+
 def test_the_card_of_the_research_lane_names_its_method(train_in, tmp_path):
     """LoRA, whose base learned too; only backend=full is full fine-tuning."""
     told = {}

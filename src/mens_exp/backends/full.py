@@ -127,6 +127,7 @@ class FullBackend(OwnForm, QloraBackend):
             "trainable_parameters": count,
             "trainable_matrices": len(parameters),
             "total_parameters": count,
+            **self.shape.facts(),
             "quantized_linears": 0,
             "quant": "none",
             "compute_dtype": str(self.compute_dtype).removeprefix("torch."),

@@ -282,7 +282,7 @@ class ProxyBackend(OwnForm, torch.nn.Module):
         """Read back what was built, under the seeds' names where they have one."""
         parts = self.projections.values()
         weights = sum(p.weight_OI.numel() for p in parts)
-        stack, shape = self.stack, self.shape
+        stack = self.stack
         return {
             "trainable_parameters": sum(p.numel() for p in self.trainable().values()),
             "trainable_matrices": len(self.trainable()),
@@ -301,10 +301,7 @@ class ProxyBackend(OwnForm, torch.nn.Module):
             "middle_layers_active": len(stack.middle),
             "middle_keys_expected": stack.expected,
             "middle_keys_matched": stack.matched,
-            "n_layers": shape.num_hidden_layers,
-            "n_heads": shape.num_attention_heads,
-            "d_model": shape.hidden_size,
-            "vocab_size": shape.vocab_size,
+            **self.shape.facts(),
             "notes": stack.warnings,
         }
 

@@ -308,6 +308,7 @@ class QloraBackend(torch.nn.Module):
             "trainable_parameters": sum(p.numel() for p in parameters),
             "trainable_matrices": len(self.trainable()),
             "total_parameters": self.total_parameters,
+            **self.shape.facts(),
             **quantization_facts(self.model),
             "compute_dtype": str(self.compute_dtype).removeprefix("torch."),
             "gradient_checkpointing": bool(self.causal_lm.is_activation_checkpointing),

@@ -53,6 +53,15 @@ class Shape:
             "h": self.head_dim,
         }
 
+    def facts(self) -> dict[str, int]:
+        """Return the dimensions that records state, under the seeds' names."""
+        return {
+            "n_layers": self.num_hidden_layers,
+            "n_heads": self.num_attention_heads,
+            "d_model": self.hidden_size,
+            "vocab_size": self.vocab_size,
+        }
+
     @property
     def linear_parameters(self) -> int:
         """Weights of all projections of all layers."""
