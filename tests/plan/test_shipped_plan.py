@@ -44,6 +44,36 @@ def test_a_large_model_is_planned_at_a_rate_of_its_size(tiny_config, rows, tmp_p
     assert any("times the rate that published" in one for one in plan["warnings"]) == warned
 
 
+ONE_AT_A_TIME = ("data.micro_batch_size=1", "trainer.accumulate_grad_batches=64")
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize(
+    ("overrides", "warned"),
+    [
+        (("preset=sigilderg_phase1",), True),
+        (("preset=sigilderg_phase1", *ONE_AT_A_TIME), False),
+        (("preset=sigilderg_phase1", "trainer.device_gib=80"), False),
+        (("preset=rtx4080", "model=llama3_8b", "data.micro_batch_size=64"), True),
+        (("preset=rtx4080",), False),
+        (("preset=a100", "model=llama3_8b", "data.micro_batch_size=64"), False),
+    ],
+)
+def test_a_preset_s_own_class_of_gpus_is_held_to(tiny_config, rows, tmp_path, overrides, warned):
+    """The interval of the plan against the GiB that the preset is for; others have no class."""
+    of_preset = "model=llama3_8b" if "sigilderg" in overrides[0] else "model=smollm2_135m"
+    data = ("data=jsonl", f"data.path={rows}", "data.val_frac=0.2", "data.heldout_frac=0.2")
+    config = tiny_config(of_preset, "task=plan", "trainer=gpu", *data, *overrides)
+    plan = make_plan(config, tmp_path)
+    said = [one for one in plan["warnings"] if "the preset is for GPUs of" in one]
+    assert bool(said) == warned
+    if warned:
+        gib = 24 if "sigilderg" in overrides[0] else 16
+        assert plan["memory_bytes"]["high"] > gib << 30
+        assert f"of {gib} GiB" in said[0]
+        assert "data.micro_batch_size=1 trainer.accumulate_grad_batches=" in said[0]
+
+
 @pytest.mark.usefixtures("offline")
 def test_model_that_is_not_here_is_not_trained(tiny_config):
     """A run says what keeps it away."""

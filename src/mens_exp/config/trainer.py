@@ -44,6 +44,12 @@ class TrainerConfig:
     device_gib: float | None = setting(
         None, "GiB of memory of each device that task=plan plans for; null is this machine's.", gt=0
     )
+    class_gib: float | None = setting(
+        None,
+        "GiB of memory of the GPUs that a preset is written for: a plan for a GPU warns where the "
+        "run may take more, unless device_gib names the device.",
+        gt=0,
+    )
     max_steps: int = setting(
         DEFAULT_STEPS,
         "Optimizer steps; -1: max_epochs alone decides, which is the default where it is set. With "

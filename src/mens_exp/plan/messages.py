@@ -232,6 +232,22 @@ def memory_may_be_small(device: str, low: int, high: int, free: int) -> str:
     )
 
 
+def memory_beyond_class(
+    gib: float, low: int, high: int, *, micro_batch: int, accumulated: int
+) -> str:
+    """Warn: a preset is written for GPUs that may not hold the run."""
+    fewer = (
+        f"data.micro_batch_size=1 trainer.accumulate_grad_batches={micro_batch * accumulated} "
+        "takes the same steps in less"
+        if micro_batch > 1
+        else "lower data.seq_len"
+    )
+    return (
+        f"memory: the preset is for GPUs of {gib:g} GiB, and the run takes {size(low)} to "
+        f"{size(high)}. Next: {fewer}"
+    )
+
+
 def bf16_emulated(device: str) -> str:
     """Warn: bf16 works on any CPU, and is slow without instructions for it."""
     return (

@@ -176,7 +176,7 @@ SETTINGS: dict[str, Part] = {
     # The device and its kernels round otherwise, and are provenance.
     **_all(Part.RECORD, "trainer.", "accelerator val_check_interval deterministic"),
     # A step holds the same micro-batches however many processes take it.
-    **_all(Part.RECORD, "trainer.", "strategy devices num_nodes device_gib"),
+    **_all(Part.RECORD, "trainer.", "strategy devices num_nodes device_gib class_gib"),
     **_all(
         Part.RECORD,
         "logger.",

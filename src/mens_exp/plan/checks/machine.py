@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "findings"]
 
+_GIB = 1 << 30
+
 
 def check(config: RunConfig) -> Iterator[MensError]:
     """Yield what this machine lacks for a run; a plan shows it beside its figures instead."""
@@ -72,9 +74,25 @@ def findings(
         elif high > device.free_bytes:
             bounds = (low, high, device.free_bytes)
             warnings.append(messages.memory_may_be_small(device.name, *bounds))
+    warnings += _beyond_class(config, device, low, high)
     if device.kind == "cpu" and device.has_bf16 is False and _in_bf16(config):
         warnings.append(messages.bf16_emulated(device.name))
     return errors, warnings
+
+
+def _beyond_class(config: RunConfig, device: machine.Machine, low: int, high: int) -> Iterator[str]:
+    """Yield a warning where GPUs of the preset's class may not hold the run."""
+    trainer = config.trainer
+    if device.kind != "cuda" or trainer.class_gib is None or trainer.device_gib is not None:
+        return
+    if high > trainer.class_gib * _GIB:
+        yield messages.memory_beyond_class(
+            trainer.class_gib,
+            low,
+            high,
+            micro_batch=config.data.micro_batch_size,
+            accumulated=trainer.accumulate_grad_batches,
+        )
 
 
 def _kernels(device: machine.Machine) -> Iterator[MensError]:
