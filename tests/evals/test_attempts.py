@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from mens_exp.evals.attempts import Plan, answer_all, repair_turns
+from mens_exp.evals.attempts import Plan, answer_all, answer_in, repair_turns
 from mens_exp.evals.generation import Completion, seed_of
 from mens_exp.evals.suite import Item, Judgement
 
@@ -92,6 +92,29 @@ def test_errors_are_fed_back_until_the_answer_is_right():
     assert (first["attempts"], first["error_count"], first["completion"]) == (3, 2, "right")
     assert (first["tokens_in"], first["tokens_out"], first["latency_ms"]) == (30, 9, 300.0)
     assert (second["attempts"], second["prompt"]) == (1, "b")
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("\n</think>\n\nright", "right"),
+        ("because\nit is\n</think>\n\nright", "right"),
+        ("<think>\nbecause\n</think>\n\n    right </think>", "    right </think>"),
+        ("x = '<think>'\ny = '</think>'", "x = '<think>'\ny = '</think>'"),
+        ("right", "right"),
+    ],
+)
+def test_what_a_model_thinks_first_is_no_part_of_its_answer(completion, answer):
+    """Whether its prompt has opened the reasoning, or it does."""
+    assert answer_in(completion) == answer
+
+
+def test_an_answer_after_reasoning_is_judged_and_recorded_whole():
+    """The event keeps all that was said."""
+    engine = Replies(a=["hm\n</think>\n\nright"])
+    (event,) = answered(engine)
+    assert event["completion"] == "hm\n</think>\n\nright"
+    assert event["task_success"] is True
 
 
 def test_repairs_end_at_their_number():
