@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -16,7 +17,9 @@ import families
 import pytest
 import torch
 
+from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.run_dir import RunDir
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 # Families that once trained on a wrong loss, crashed, or were refused for a wrong reason.
@@ -33,11 +36,15 @@ def documented():
     return {name: (how, reason) for name, how, _, reason in rows}
 
 
-def drawn():
-    """Draw a dozen of the families that were made, by a seed made from the commit."""
+def seed_of_commit():
     asked = ["git", "rev-parse", "HEAD"]
     commit = subprocess.run(asked, cwd=PAGE.parent, capture_output=True, text=True, check=False)
-    seed = commit.stdout.strip()[:12] or "no commit"
+    return commit.stdout.strip()[:12] or "no commit"
+
+
+def drawn():
+    """Draw a dozen of the families that were made, by a seed made from the commit."""
+    seed = seed_of_commit()
     others = [name for name, (how, _) in documented().items() if how != "not made"]
     chosen = random.Random(seed).sample([one for one in others if one not in ONCE_WRONG], 12)
     return [pytest.param(name, id=f"{name}-seed-{seed}") for name in chosen]
@@ -76,6 +83,70 @@ def train_on(train_in, directory, place, *overrides, code=0):
 def nothing_known(tmp_path, monkeypatch):
     """Use an empty cache: an earlier comparison of the same graph would be believed."""
     monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
+
+
+# Scaled logits, routed experts, dropout in function calls, state spaces, parallel blocks.
+RESUMED = (
+    *("granite", "granitemoe", "cohere", "cohere2", "falcon_h1", "opt", "biogpt", "mixtral"),
+    *("qwen3_moe", "olmoe", "phimoe", "falcon", "gptj", "gpt_neo"),
+)
+
+
+def trains():
+    """Return the overrides with which each family trains, by model type."""
+    return {
+        name: [f"data.packing={not words[0].startswith('un')}".lower(), *words[1:]]
+        for name, (how, _) in documented().items()
+        if (words := how.split(", "))[0] in ("packed", "unpacked")
+    }
+
+
+def drawn_to_resume():
+    """Draw two more of the families that train."""
+    others = sorted(trains().keys() - set(RESUMED))
+    return random.Random(seed_of_commit()).sample(others, 2)
+
+
+@pytest.fixture
+def killed_on_the_way(monkeypatch):
+    """Copy a run's directory in the middle of its third step: what a killed process leaves."""
+    from mens_exp.training.module import TrainingModule
+
+    original = TrainingModule.training_step
+
+    def copying(run, copy):
+        def step(self, batch, index):
+            if batch.index == 5 and not copy.exists():
+                shutil.copytree(run, copy)
+                RunDir(copy).lock.unlink()  # its holder would be dead
+            return original(self, batch, index)
+
+        monkeypatch.setattr(TrainingModule, "training_step", step)
+        return RunDir(copy)
+
+    return copying
+
+
+@pytest.mark.parametrize("name", [*RESUMED, *drawn_to_resume()])
+def test_a_killed_run_ends_with_the_adapter_of_one_that_went_on(
+    name, train_in, killed_on_the_way, tmp_path
+):
+    """Byte for byte: its third step is taken again, from the checkpoint after the second."""
+    settings = [
+        "trainer.max_steps=3",
+        "trainer.accumulate_grad_batches=2",
+        "checkpoint.every_n_steps=1",
+        "data.val_max_tokens=200",
+        "lora.dropout=0.1",
+    ]
+    part = killed_on_the_way(tmp_path / "whole", tmp_path / "part")
+    base = families.make_fitting(name, tmp_path / "model")
+    whole = train_on(train_in, base, tmp_path / "whole", *trains()[name], *settings)
+    assert not part.adapter.exists()
+    assert cli.main([f"resume={part.path}"]) == 0
+    assert Manifest.read(part.manifest).attempts[-1]["resumed_from_step"] == 2
+    ours, theirs = (run.adapter / "adapter.safetensors" for run in (part, whole))
+    assert ours.read_bytes() == theirs.read_bytes()
 
 
 def reference_of(run):

@@ -87,7 +87,7 @@ def model_types():
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def _made(model_type, directory):
+def make_fitting(model_type, directory):
     """Make a family, without the settings that are far from its defaults where they do not fit."""
     with warnings.catch_warnings(), _silence():
         warnings.simplefilter("ignore")
@@ -146,7 +146,7 @@ def _tokenizer():
 def outcome(model_type, directory, *overrides):
     """Train a family for one step, and follow what a refusal advises."""
     try:
-        made = _made(model_type, directory / "model")
+        made = make_fitting(model_type, directory / "model")
     except Exception as error:  # any, of a family's own code
         first = (str(error) or type(error).__name__).splitlines()[0][:100]
         return Outcome(model_type=model_type, how="not made", reason=first)
