@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from mens_exp.artifacts.manifest import Status
 from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.report import html
 from mens_exp.report.records import load
@@ -97,14 +98,24 @@ def test_failed_run_opens_with_its_error(failed_run):
     assert [text for text in shown if text not in page] == []
 
 
-def test_a_run_without_a_scorecard_says_so(write_run):
-    """`suite=none` is no failure."""
-    run = write_run()
+def test_a_run_without_a_suite_judges_no_answers(finished):
+    """The page of a command with `suite=none` has the losses, and no card of what parses."""
+    page = (finished.path / "report.html").read_text("utf-8")
+    assert "<h2>Validation loss" in page
+    assert "that parse" not in page
+    assert "This run evaluated no held-out items." in page
+    assert "parse" not in (finished.path / "MODEL_CARD.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize(("suite", "shown"), [("none", 0), ("heldout_syntax", 1)])
+def test_a_run_that_failed_before_its_suite_says_what_it_did_not_reach(write_run, suite, shown):
+    """Nothing was asked for with `suite=none`, so nothing is missing."""
+    run = write_run(status=Status.FAILED, results={}, choices={"suite": suite})
     run.scorecard.unlink()
     run.events.unlink()
     page = html.render(load(run))
-    assert "the run has no scorecard" in page
-    assert "This run evaluated no held-out items." in page
+    assert page.count("Held-out completions that parse") == shown
+    assert page.count("The run ended before any held-out item was completed.") == shown
 
 
 def test_an_item_of_one_condition_is_shown_alone(write_run, item):

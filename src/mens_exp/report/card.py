@@ -261,12 +261,17 @@ def _reproducibility(records: Records) -> str:
 
 def _limits(records: Records) -> list[str]:
     source = records.manifest.inputs.get("base_source")
+    answers = records.scorecard is not None
     limits = [
         (
-            "It was judged on the validation rows and held-out items of this run only; nothing "
-            "here speaks for other tasks, languages or prompts."
+            f"It was judged on the validation rows{' and held-out items' if answers else ''} of "
+            "this run only; nothing here speaks for other tasks, languages or prompts."
         ),
-        "That a completion parses, or passes a suite's tests, does not say that it is right.",
+        *(
+            ["That a completion parses, or passes a suite's tests, does not say that it is right."]
+            if answers
+            else []
+        ),
         "The base model's own biases and licence apply unchanged.",
     ]
     view = records.manifest.results.get("peft_view_val_loss")

@@ -197,7 +197,7 @@ def _answers_title(records: Records) -> str:
 
 
 def _no_items(records: Records) -> str:
-    if records.status == "succeeded":
+    if not summary.expects_answers(records):
         return "This run evaluated no held-out items."
     return "The run ended before any held-out item was completed."
 

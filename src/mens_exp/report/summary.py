@@ -26,6 +26,7 @@ __all__ = [
     "by_item",
     "command",
     "cost",
+    "expects_answers",
     "headline",
     "pairs",
     "parse_rate",
@@ -149,11 +150,21 @@ def val_loss(records: Records) -> Pair:
 
 
 def pairs(records: Records) -> list[Pair]:
-    """Every figure that base and tuned both have; bits a byte where the run could tell them."""
+    """Every figure that base and tuned both have.
+
+    Bits a byte where the run could tell them, and shares of answers unless none was asked for.
+    """
     found = [val_loss(records)]
     if records.manifest.results.get("val_text_bytes") is not None:
         found.append(_bits_per_byte(records))
+    if records.scorecard is None and not expects_answers(records):
+        return found
     return [*found, *_of_tasks(records), parse_rate(records)]
+
+
+def expects_answers(records: Records) -> bool:
+    """Tell whether a run without a scorecard may have one yet, or was to have one."""
+    return records.status != "succeeded" and records.manifest.choices.get("suite") != "none"
 
 
 def _of_tasks(records: Records) -> list[Pair]:
@@ -333,9 +344,7 @@ def _selected(records: Records) -> str:
 def _parse_cell(records: Records, condition: str, value: float | None) -> Cell:
     card = records.scorecard
     if card is None:
-        ended = records.status == "succeeded"
-        why = "the run has no scorecard" if ended else records.why_absent("scorecard")
-        return Cell(label=condition, absent=why)
+        return Cell(label=condition, absent=records.why_absent("scorecard"))
     if value is None:
         return Cell(
             label=condition, absent=records.why_absent(f"conditions.{condition}.parse_rate")
