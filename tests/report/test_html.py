@@ -118,6 +118,19 @@ def test_a_run_that_failed_before_its_suite_says_what_it_did_not_reach(write_run
     assert page.count("The run ended before any held-out item was completed.") == shown
 
 
+def test_each_setting_that_differs_has_one_line(finished):
+    """The file of rows by its path alone; what else its option has is the option."""
+    page = (finished.path / "report.html").read_text("utf-8")
+    lines = re.findall("<dt>differs from default: (.*?)</dt><dd>(.*?)</dd>", page)
+    paths = [path for path, _ in lines]
+    assert len(paths) == len(set(paths))
+    (rows,) = [path for path in paths if path.startswith("data.path")]
+    assert dict(lines)[rows].endswith("rows.jsonl")
+    assert ("data.source", "jsonl (default stdlib)") in lines
+    assert ("trainer.max_steps", "4 (default 60)") in lines
+    assert not any("columns" in path or "not recorded" in text for path, text in lines)
+
+
 def test_an_item_of_one_condition_is_shown_alone(write_run, item):
     """The other side says that it was not run."""
     page = html.render(load(write_run([item("base", "x")])))

@@ -42,6 +42,7 @@ _ORDER = (
 )
 _OTHER_TABLES = ("packages", "environment")
 _FOR_MACHINES = ("lora_init_layers_sha256",)  # hundreds of lines that nobody compares by eye
+_DIFFERENCES = "differs_from_default"
 _NEAR = 0.1  # a prediction this close to the measurement is called near
 
 
@@ -69,8 +70,27 @@ class Compared:
 def facts(records: Records) -> list[Cell]:
     """What was read back from the model and the first batch."""
     found = records.manifest.facts
-    shown = {key: value for key, value in found.items() if key not in _FOR_MACHINES}
-    return _cells(records, "facts", shown)
+    apart = (*_FOR_MACHINES, _DIFFERENCES)
+    shown = {key: value for key, value in found.items() if key not in apart}
+    return [*_cells(records, "facts", shown), *_differences(records)]
+
+
+def _differences(records: Records) -> list[Cell]:
+    """One line for each setting that is not our default, as it is typed.
+
+    A setting that only the chosen option has is shown where the command names it: the others are
+    what that option is.
+    """
+    named = {text.partition("=")[0].lstrip("+") for text in records.manifest.overrides}
+    return [
+        Cell(
+            label=f"{wording.label(_DIFFERENCES)}: {wording.visible(path)}",
+            text=wording.typed(one["found"])
+            + (f" (default {wording.typed(one['default'])})" if "default" in one else ""),
+        )
+        for path, one in sorted((records.manifest.facts.get(_DIFFERENCES) or {}).items())
+        if "default" in one or path in named
+    ]
 
 
 def inputs(records: Records) -> list[Cell]:

@@ -5,7 +5,6 @@ Nothing here reads a model's text as markup, and control characters are shown, n
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -169,14 +168,10 @@ def _differences(found: Mapping[str, Mapping[str, Any]]) -> str:
     What only the chosen option has is left out: the lines above name the option.
     """
     return ", ".join(
-        f"{path}={_typed(one['found'])} ({_typed(one['default'])})"
+        f"{path}={wording.typed(one['found'])} ({wording.typed(one['default'])})"
         for path, one in found.items()
         if "default" in one and not path.startswith(_SAID) and not path.endswith(_NAMES)
     )
-
-
-def _typed(value: Any) -> str:
-    return wording.visible(value if isinstance(value, str) else json.dumps(value))
 
 
 def _text(value: Any) -> Text:

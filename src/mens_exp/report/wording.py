@@ -6,6 +6,7 @@ before it is shown, so that it can neither steer a terminal nor break a file's e
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 
@@ -22,6 +23,7 @@ __all__ = [
     "points",
     "rate",
     "size",
+    "typed",
     "visible",
 ]
 
@@ -168,6 +170,11 @@ def as_text(value: object, key: str = "") -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ", ".join(as_text(item) for item in value)
     return visible(str(value))
+
+
+def typed(value: object) -> str:
+    """Spell a setting's value as it is typed in a command."""
+    return visible(value if isinstance(value, str) else json.dumps(value))
 
 
 def _number(value: float, key: str) -> str:
