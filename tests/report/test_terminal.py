@@ -129,6 +129,15 @@ def test_result_table_keeps_every_number_whole(write_run, width):
     assert "…" not in text
 
 
+def test_costs_are_neither_base_nor_tuned(write_run):
+    """They have a table of their own, and their second figures stand in brackets."""
+    text = _shown(terminal.result_table(load(write_run())))
+    results, _, costs = text.partition("Cost of the run")
+    assert "Supervised tokens per second" not in results
+    line = next(line for line in costs.splitlines() if line.startswith("Supervised"))
+    assert line.rstrip().endswith("  332 (441 counting every token)")
+
+
 def test_result_table_of_a_failed_run_has_reasons(failed_run):
     """It opens with the failure and leaves no cell empty."""
     text = _shown(terminal.result_table(load(failed_run)), 120)

@@ -5,6 +5,7 @@ Nothing here reads a model's text as markup, and control characters are shown, n
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -38,16 +39,7 @@ def plan_table(plan: Mapping[str, Any]) -> Table:
         plan: the contents of ``plan.json``. A number that is no exact count carries "≈" and
             is followed by what it rests on.
     """
-    table = Table(
-        box=None,
-        show_header=False,
-        title="Plan",
-        title_justify="left",
-        pad_edge=False,
-        padding=(0, 2),
-    )
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = _named_rows("Plan")
     for name, value in _plan_rows(plan):
         table.add_row(name, value)
     return table
@@ -63,14 +55,34 @@ def result_table(records: Records) -> RenderableType:
     table.add_column("change", justify="right")
     for pair in summary.pairs(records):
         table.add_row(*_pair_row(pair))
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for cell in summary.cost(records):
-        grid.add_row(cell.label, _cell(cell, between="  "))
     lead = [] if records.status == "succeeded" else [Text(summary.headline(records)), Text()]
     warning = summary.unsafe(records)
-    return Group(*lead, table, *([Text(warning, style="yellow")] if warning else []), Text(), grid)
+    said = [Text(warning, style="yellow")] if warning else []
+    return Group(*lead, table, *said, Text(), _costs(records))
+
+
+def _costs(records: Records) -> Table:
+    """List what the run cost, in a table of its own: no figure of it is base or tuned."""
+    table = _named_rows("Cost of the run")
+    for cell in summary.cost(records):
+        text = _cell(dataclasses.replace(cell, detail=f"({cell.detail})" if cell.detail else ""))
+        table.add_row(cell.label, Text(" ").join(text.split("\n")))
+    return table
+
+
+def _named_rows(title: str) -> Table:
+    """Begin a table of names and values without a head."""
+    table = Table(
+        box=None,
+        show_header=False,
+        title=title,
+        title_justify="left",
+        pad_edge=False,
+        padding=(0, 2),
+    )
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
 
 
 def completions(item_events: Sequence[ItemEvent], n: int = 3) -> RenderableType:
@@ -319,12 +331,12 @@ def _pair_row(pair: Pair) -> tuple[Text, Text, Text, Text]:
     return label, _cell(pair.base), _cell(pair.tuned), change
 
 
-def _cell(cell: Cell, between: str = "\n") -> Text:
+def _cell(cell: Cell) -> Text:
     if cell.absent:
         return Text(wording.visible(cell.absent), style="dim italic")
     text = Text(cell.text)
     if cell.detail:
-        text.append(f"{between}{cell.detail}", style="dim")
+        text.append(f"\n{cell.detail}", style="dim")
     return text
 
 
