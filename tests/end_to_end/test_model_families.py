@@ -26,6 +26,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 ONCE_WRONG = (
     *("granite", "granitemoe", "cohere", "cohere2", "falcon_h1", "opt", "phimoe", "mixtral"),
     *("falcon", "gptj", "gpt_neo", "mpt", "llama4_text", "qwen2_moe", "bloom", "minicpm3", "xglm"),
+    *("glm4_moe", "kimi_linear", "gemma4_unified_text"),  # whose layers differ
 )
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from mens_exp.config.model import HfModel
 from mens_exp.errors import ModelFileError
 from mens_exp.layout.directory import read_directory
 from mens_exp.layout.families import FAMILIES
@@ -51,8 +52,6 @@ def test_a_known_model_type_keeps_its_table(directory):
 
 def test_an_unknown_one_is_read_off_its_headers(directory):
     """Paths, sizes, layers, the embedding, and that the head is one of its own."""
-    from mens_exp.config.model import HfModel
-
     made = directory()
     shape = shape_of(HfModel(id=str(made.path)))
     assert shape.projections() == LAYER
@@ -93,10 +92,18 @@ def test_names_that_are_not_unique_are_whole_paths(
     assert {"attention_dense", "mlp_dense"} <= set(logical)
 
 
-def test_layers_that_differ_are_refused(directory):
-    """A plan for one layer would be wrong about the other."""
-    with pytest.raises(ModelFileError, match="its layers are not alike"):
-        family_in(directory({"net.layers.1.mlp.up.weight": (512, 64)}))
+def test_layers_that_differ_have_modules_of_their_own(directory):
+    """A module of another size, and one that only the second layer has, count where they are."""
+    changes = {
+        "net.layers.1.mlp.up.weight": (512, 64),
+        "net.layers.1.router.weight": (4, 64),
+    }
+    shape = shape_of(HfModel(id=str(directory(changes).path)))
+    assert shape.linear_parameters == 2 * 64 * (192 + 64) + 64 * (256 + 512 + 4)
+    modules = {one.logical: (one.out, one.width) for one in linear_modules(shape) if one.layer == 1}
+    assert (modules["l1.up"], modules["l1.router"]) == ((512, 64), (4, 64))
+    first = {one.logical: one.out for one in linear_modules(shape) if one.layer == 0}
+    assert (first["l0.up"], "l0.router" in first) == (256, False)
 
 
 def test_weights_without_layers_are_refused(directory):

@@ -151,7 +151,7 @@ def outcome(model_type, directory, *overrides):
         first = (str(error) or type(error).__name__).splitlines()[0][:100]
         return Outcome(model_type=model_type, how="not made", reason=first)
     changes, how = [], "packed"
-    for attempt in range(4):
+    for attempt in range(5):
         code, said, manifest = _train(made, directory / f"run{attempt}", [*changes, *overrides])
         if code == 0:
             part = manifest["data_contract"]["probe"]["reference"]
@@ -168,6 +168,9 @@ def outcome(model_type, directory, *overrides):
             how = "unpacked"
         elif "lora=attention" in said and "lora=attention" not in changes:
             changes.append("lora=attention")
+        elif "quant.skip" in said and not any("quant.skip" in one for one in changes):
+            names = re.findall(r"([\w.]+): 4-bit blocks would straddle", said)
+            changes.append(f"quant.skip=[{','.join(dict.fromkeys(names))}]")
         elif "set lora.targets=[" in said and not any("targets" in one for one in changes):
             changes.append(said[said.index("lora.targets=[") :].split("]")[0] + "]")
         else:

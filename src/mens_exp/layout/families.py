@@ -25,6 +25,8 @@ class Projection:
         reads: a name of its input inside the layer; modules of one input share it.
         out: dimensions whose sum is the number of outputs.
         width: dimension of the input.
+        layers: numbers of the layers that have it; None is every layer. A module whose size
+            differs between layers is a projection for each size.
     """
 
     path: str
@@ -32,6 +34,11 @@ class Projection:
     reads: str
     out: tuple[str, ...]
     width: str
+    layers: frozenset[int] | None = None
+
+    def is_in(self, layer: int) -> bool:
+        """Tell whether a decoder layer has it."""
+        return self.layers is None or layer in self.layers
 
 
 _LLAMA = (

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     from mens_exp.layout.directory import ModelDirectory
 
-__all__ = ["family_in"]
+__all__ = ["LAYERS", "family_in"]
+
+LAYERS = "layers"  # their number, among the sizes of a family that was found
 
 _IN_LAYER = re.compile(r"(?P<layers>.+?)\.(?P<number>\d+)\.(?P<path>.+)\.weight$")
 _MATRIX = 2
@@ -52,15 +54,16 @@ def family_in(directory: ModelDirectory) -> Family:
 
     Raises:
         ModelFileError: the table does not know the model_type, and no headers are there or they
-            show no layers that are alike; or the model is more than text.
+            show no numbered layers; or the model is more than text.
     """
     model_type = str(directory.config.get("model_type"))
     known = FAMILIES.get(model_type)
     if known is not None:
         return known
     _refuse_more_than_text(directory, model_type)
-    prefix, matrices = _layers(directory, model_type)
-    names = _logical_names(matrices)
+    prefix, layers = _layers(directory, model_type)
+    modules = _modules(layers)
+    names = _logical_names(dict.fromkeys(path for path, _ in modules))
     groups = FAMILIES["llama"].groups
     vocabulary = _tables(directory, prefix)
     return Family(
@@ -69,9 +72,14 @@ def family_in(directory: ModelDirectory) -> Family:
         embedding=next(iter(vocabulary), FAMILIES["llama"].embedding),
         projections=tuple(
             Projection(
-                path=path, logical=names[path], reads=path, out=(f"{path} out",), width=f"{path} in"
+                path=path,
+                logical=names[path],
+                reads=path,
+                out=(f"{path} {out}x{width} out",),
+                width=f"{path} {out}x{width} in",
+                layers=None if len(numbers) == len(layers) else frozenset(numbers),
             )
-            for path in matrices
+            for (path, (out, width)), numbers in modules.items()
         ),
         groups={
             "all_linear": tuple(names.values()),
@@ -86,9 +94,10 @@ def family_in(directory: ModelDirectory) -> Family:
             for dimension, tried in _NAMES.items()
         },
         tied=len(vocabulary) < _MATRIX,  # a table and a head of the same shape are two
-        sizes={
-            f"{path} {side}": size
-            for path, (out, width) in matrices.items()
+        sizes={LAYERS: len(layers)}
+        | {
+            f"{path} {out}x{width} {side}": size
+            for path, (out, width) in modules
             for side, size in (("out", out), ("in", width))
         },
         verified=False,
@@ -111,8 +120,8 @@ def _refuse_more_than_text(directory: ModelDirectory, model_type: str) -> None:
     )
 
 
-def _layers(directory: ModelDirectory, model_type: str) -> tuple[str, Shapes]:
-    """Return the path of the decoder layers, and the shape of each matrix in one of them."""
+def _layers(directory: ModelDirectory, model_type: str) -> tuple[str, dict[int, Shapes]]:
+    """Return the path of the decoder layers, and the shape of each matrix in each of them."""
     found: dict[str, dict[int, Shapes]] = defaultdict(lambda: defaultdict(dict))
     for name, info in directory.tensors.items():
         match = _IN_LAYER.match(name)
@@ -127,17 +136,19 @@ def _layers(directory: ModelDirectory, model_type: str) -> tuple[str, Shapes]:
             expected=f"{expected_name(model_type, FAMILIES)}, or weights of numbered layers",
         )
     prefix, layers = max(found.items(), key=lambda item: sum(map(len, item[1].values())))
-    first = layers[min(layers)]
+    return prefix, layers
+
+
+def _modules(layers: Mapping[int, Shapes]) -> dict[tuple[str, tuple[int, int]], list[int]]:
+    """Return the layers that have each matrix, by its path and shape, in the layers' order.
+
+    The first layers of a mixture of experts are often dense, and a hybrid's layers differ in kind.
+    """
+    found: dict[tuple[str, tuple[int, int]], list[int]] = defaultdict(list)
     for number, matrices in sorted(layers.items()):
-        if matrices != first:
-            odd = sorted(matrices.items() ^ first.items())
-            raise ModelFileError(
-                "unknown model_type, and its layers are not alike",
-                where=f"{directory.path}: {prefix}.{number}",
-                found=f"{odd[0][0]} {list(odd[0][1])}",
-                expected=f"the matrices of {prefix}.{min(layers)}, or one of {', '.join(FAMILIES)}",
-            )
-    return prefix, first
+        for one in matrices.items():
+            found[one].append(number)
+    return found
 
 
 def _logical_names(paths: Iterable[str]) -> dict[str, str]:

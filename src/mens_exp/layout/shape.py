@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.config.model import BundledModel, HfModel, ModelConfig, RandomModel
 from mens_exp.errors import ModelFileError
 from mens_exp.layout import hub
-from mens_exp.layout.families import FAMILIES, Family
-from mens_exp.layout.found_family import family_in
+from mens_exp.layout.families import FAMILIES, Family, Projection
+from mens_exp.layout.found_family import LAYERS, family_in
 from mens_exp.layout.random_config import config_of
 
 if TYPE_CHECKING:
@@ -35,13 +35,16 @@ class Shape:
     max_position_embeddings: int
     tied: bool
 
-    def projections(self) -> dict[str, tuple[int, int]]:
-        """Return ``(out, in)`` of each projection by its path inside a decoder layer."""
-        sizes = self._sizes()
+    def projections(self, layer: int = 0) -> dict[str, tuple[int, int]]:
+        """Return ``(out, in)`` of each projection of a decoder layer, by its path inside it."""
         return {
-            one.path: (sum(sizes[name] for name in one.out), sizes[one.width])
-            for one in self.family.projections
+            one.path: self.size_of(one) for one in self.family.projections if one.is_in(layer)
         }
+
+    def size_of(self, projection: Projection) -> tuple[int, int]:
+        """Return ``(out, in)`` of a projection."""
+        sizes = self._sizes()
+        return sum(sizes[name] for name in projection.out), sizes[projection.width]
 
     def _sizes(self) -> dict[str, int]:
         return {
@@ -65,7 +68,11 @@ class Shape:
     @property
     def linear_parameters(self) -> int:
         """Weights of all projections of all layers."""
-        return self.num_hidden_layers * sum(o * i for o, i in self.projections().values())
+        sizes = [(one, *self.size_of(one)) for one in self.family.projections]
+        return sum(
+            out * width * (self.num_hidden_layers if one.layers is None else len(one.layers))
+            for one, out, width in sizes
+        )
 
     @property
     def small_parameters(self) -> int:
@@ -145,7 +152,7 @@ def _from_config(config: dict[str, Any], where: str, family: Family) -> Shape:
             family=family,
             hidden_size=hidden,
             intermediate_size=int(config[keys["intermediate_size"]] if width is None else width),
-            num_hidden_layers=int(config[keys["num_hidden_layers"]]),
+            num_hidden_layers=_layers(config, keys["num_hidden_layers"], family),
             num_attention_heads=heads,
             num_key_value_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or family.head_dim or hidden // heads),
@@ -157,6 +164,11 @@ def _from_config(config: dict[str, Any], where: str, family: Family) -> Shape:
         raise ModelFileError(f"has no {error.args[0]}", where=where) from error
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise ModelFileError("has an unusable dimension", where=where, found=str(error)) from error
+
+
+def _layers(config: dict[str, Any], key: str, family: Family) -> int:
+    """Return the number of layers; headers tell it where config.json names their kinds instead."""
+    return int(config[key]) if config.get(key) or family.verified else family.sizes[LAYERS]
 
 
 def _heads(config: dict[str, Any], family: Family) -> int:
@@ -188,7 +200,7 @@ def check_weights(directory: ModelDirectory) -> None:
         name[name.find(f"{layers}.") :]: info.shape for name, info in directory.tensors.items()
     }
     for layer in range(shape.num_hidden_layers):
-        for path, (out, width) in shape.projections().items():
+        for path, (out, width) in shape.projections(layer).items():
             expected = (width, out) if shape.family.transposed else (out, width)
             key = f"{layers}.{layer}.{path}.weight"
             if found.get(key) != expected:

@@ -68,7 +68,8 @@ class LinearModule:
 
 def linear_modules(shape: Shape) -> tuple[LinearModule, ...]:
     """Return every module that an adapter can sit on, in the model's order, the head last."""
-    family, sizes = shape.family, shape.projections()
+    family = shape.family
+    sizes = [(one, *shape.size_of(one)) for one in family.projections]
     inside = [
         LinearModule(
             path=f"{family.layers}.{layer}.{one.path}",
@@ -76,11 +77,12 @@ def linear_modules(shape: Shape) -> tuple[LinearModule, ...]:
             kind=one.logical,
             layer=layer,
             reads=f"{family.layers}.{layer}.{one.reads}",
-            out=sizes[one.path][0],
-            width=sizes[one.path][1],
+            out=out,
+            width=width,
         )
         for layer in range(shape.num_hidden_layers)
-        for one in family.projections
+        for one, out, width in sizes
+        if one.is_in(layer)
     ]
     head = LinearModule(
         path=HEAD,

@@ -199,7 +199,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
     factor = dict(_CPU_KEPT if on_cpu else _CUDA_KEPT)
     if on_cpu and again:
         factor["activations"] = _CPU_KEPT_RECOMPUTED
-    sizes = shape.projections().values()
+    sizes = [shape.size_of(one) for one in shape.family.projections]
     bits = bits_per_weight(config.quant, sum(o for o, _ in sizes) / sum(o * i for o, i in sizes))
     # Where every weight learns, the base is what is counted as learned.
     frozen = 0 if config.backend.name == "full" else 1

@@ -47,5 +47,5 @@ def _keys(config: RunConfig, shape: Shape) -> frozenset[str] | None:
     return frozenset(
         f"{shape.family.layers}.{layer}.{path}.weight"
         for layer in range(shape.num_hidden_layers)
-        for path in shape.projections()
+        for path in shape.projections(layer)
     )

@@ -126,9 +126,8 @@ def _widths(quant: QuantConfig, directory: Path, shape: Shape) -> Iterator[MensE
     left = {one.path for one in skipped(quant.skip, shape)}
     layers = (one for one in linear_modules(shape) if one.layer is not None)
     quantized = {one.kind for one in layers if one.path not in left}
-    sizes = shape.projections()
     for one in shape.family.projections:
-        width = sizes[one.path][1]
+        _, width = shape.size_of(one)
         if width % BLOCK_SIZE and one.logical in quantized:
             where, expected = f"{directory}: {one.path}", f"a multiple of {BLOCK_SIZE}"
             yield file_messages.blocks_straddle(where, f"width {width}", expected)
