@@ -28,6 +28,11 @@ def test_peft_reproduces_the_tuned_validation_loss(
     assert results["tuned_val_loss"] < 0.95 * results["base_val_loss"]
     loss = peft_loss(run)
     assert loss == pytest.approx(results["tuned_val_loss"], rel=1e-3)
+    assert results["peft_view_difference_f32"] <= 1e-6
+    assert results["peft_view_difference"] <= 1e-3
+    card = (run.path / "MODEL_CARD.md").read_text("utf-8")
+    assert f"{results['peft_view_difference']:.1e}" in card
+    assert ("in f32" in card.partition("How to load it")[2]) is (compute == "bf16")
 
 
 # In bf16 rounding is noise, which averages out over more tokens. A CPU that emulates bf16 takes
@@ -108,3 +113,12 @@ def test_another_adapter_does_not(
     run = train_in(tmp_path / "run", "optim.lr=5e-3", "data.val_max_tokens=100000")
     loss = peft_loss(run, adapter_of=finished)
     assert loss != pytest.approx(Manifest.read(run.manifest).results["tuned_val_loss"], rel=1e-3)
+
+
+def test_no_difference_is_measured_where_there_is_no_view_or_no_probe(finished_with):
+    """The proxy has no PEFT directory; without the probe the record says why there is no figure."""
+    proxy = Manifest.read(finished_with("backend=proxy").manifest)
+    assert not any("peft_view" in name for name in [*proxy.results, *proxy.unknown])
+    unprobed = Manifest.read(finished_with("data.contract.probe=false").manifest)
+    assert "peft_view_difference" not in unprobed.results
+    assert unprobed.unknown["results.peft_view_difference"] == "data.contract.probe=false"

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mens_exp.data.batch import Batch
     from mens_exp.rows.encode import Encoded
 
-__all__ = ["Agreement", "agreement", "f32_bytes"]
+__all__ = ["Agreement", "agreement", "f32_bytes", "in_f32"]
 
 _CHUNK = 48  # tokens; several chunks of a head, the last one shorter
 _FILLED = 0.02  # standard deviation of a filled B; the usual one of weights
@@ -72,7 +72,7 @@ def agreement(backend: QloraBackend, batch: Batch, documents: Encoded) -> Agreem
     """
     device = next(backend.parameters()).device
     with ExitStack() as stack:
-        stack.enter_context(_in_f32(backend))
+        stack.enter_context(in_f32(backend))
         stack.enter_context(_filled(backend))
         stack.enter_context(_without_hooks(backend))
         stack.enter_context(torch.enable_grad())
@@ -159,7 +159,7 @@ def _to_cast(backend: QloraBackend) -> Iterator[tuple[torch.nn.Module, str, torc
 
 
 @contextmanager
-def _in_f32(backend: QloraBackend) -> Iterator[None]:
+def in_f32(backend: QloraBackend) -> Iterator[None]:
     """Compute in f32 inside the block, with the values that the weights have."""
     kept = [(tensor, tensor.data) for _, _, tensor in _to_cast(backend)]
     linears = quantized_linears(backend.model).values()

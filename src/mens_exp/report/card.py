@@ -70,6 +70,7 @@ def render(records: Records) -> str:
         data=_data(records),
         training=_training(records),
         loading=_loading(records),
+        peft_view=_plain(summary.peft_view(records)),
         command=summary.command(records).replace("\n", " "),  # a line cannot close the fence
         reproducibility=_reproducibility(records),
         limits=_limits(records),

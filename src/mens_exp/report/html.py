@@ -83,6 +83,7 @@ def render(records: Records) -> str:
         data_violations=data_contract_view.violations(records),
         outputs=sections.outputs(records),
         attempts=sections.attempts(records),
+        peft_view=summary.peft_view(records),
         environment=sections.environment(records),
         unknown=_unknown(records),
         config=None if records.config is None else wording.visible(records.config),

@@ -30,6 +30,7 @@ __all__ = [
     "headline",
     "pairs",
     "parse_rate",
+    "peft_view",
     "val_loss",
 ]
 
@@ -236,6 +237,22 @@ def parse_rate(records: Records) -> Pair:
         change=change,
         verdict=verdict,
         note=_worth(card) if card else "",
+    )
+
+
+def peft_view(records: Records) -> str:
+    """Say how far the PEFT directory is from the trained model, and how much of it is rounding."""
+    results, form = records.manifest.results, records.manifest.facts.get("compute_dtype")
+    own, kernels = (results.get(f"peft_view_{name}") for name in ("difference", "kernels"))
+    if own is None or kernels is None:
+        return ""
+    exact = results.get("peft_view_difference_f32")
+    return (
+        "Loaded with PEFT and transformers alone, adapter/peft has a loss that differs from the "
+        f"trained model's by {own:.1e} in {wording.visible(str(form))}"
+        + (f", and by {exact:.1e} in f32" if exact is not None and form != "float32" else "")
+        + " (relative, on short validation documents). Two attention kernels of transformers "
+        f"differ by {kernels:.1e} from each other there: rounding alone goes so far."
     )
 
 

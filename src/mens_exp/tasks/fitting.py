@@ -17,7 +17,7 @@ from mens_exp.layout.starting_adapter import find, read
 from mens_exp.plan.checks.adapter import other_base
 from mens_exp.tasks.contracting import certify_steps
 from mens_exp.tasks.early_scoring import first_items, prepared_early
-from mens_exp.tasks.initialisation import note_peft_view, report_start
+from mens_exp.tasks.initialisation import note_peft_view, note_view_differences, report_start
 from mens_exp.tasks.inputs import (
     describe,
     keep_bad_rows,
@@ -146,6 +146,8 @@ def fit(
             with module.as_peft_view():
                 run.manifest.results["peft_view_val_loss"] = _validate(trainer, module, data)
             note_peft_view(run)
+        if rank.is_first:
+            note_view_differences(config, run, module, data)
     _note_processes(run, rank)
     return Fitted(trainer=trainer, module=module, early=early)
 

@@ -11,9 +11,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mens_exp.backends.protocol import Backend
+    from mens_exp.config.root import RunConfig
+    from mens_exp.data.datamodule import RowsDataModule
     from mens_exp.tasks.run import Run
+    from mens_exp.training.module import TrainingModule
 
-__all__ = ["note_peft_view", "report_start"]
+__all__ = ["note_peft_view", "note_view_differences", "report_start"]
 
 
 def report_start(run: Run, backend: Backend, console: Console) -> None:
@@ -46,3 +49,21 @@ def note_peft_view(run: Run) -> None:
     )
     if note not in run.manifest.notes:  # a resumed run measures again
         run.manifest.notes.append(note)
+
+
+def note_view_differences(
+    config: RunConfig, run: Run, module: TrainingModule, data: RowsDataModule
+) -> None:
+    """Record how far the PEFT directory is from the trained model, and how far rounding goes."""
+    if not module.backend.has_peft_view:
+        return
+    if not config.data.contract.probe:
+        run.unknown("results.peft_view_difference", "data.contract.probe=false")
+        return
+    from mens_exp.training.view_probe import view_differences
+
+    found, why_not = view_differences(module, data)
+    run.manifest.results.update(found)
+    if why_not is not None:
+        missing = "peft_view_difference_f32" if found else "peft_view_difference"
+        run.unknown(f"results.{missing}", why_not)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mens_exp.objective.causal import LossSum
     from mens_exp.training.module import TrainingModule
 
-__all__ = ["probe"]
+__all__ = ["free_bytes", "is_in_parts", "probe", "short_documents"]
 
 # Relative differences that rounding makes; see `_tolerance`.
 _TOLERANCES = {"f32": 1e-3, "bf16": 0.05, "f16": 0.05}
@@ -63,7 +63,7 @@ def probe(
     stream = data.train_dataloader()
     first = stream.batch(0)
     batches = [first, *map(stream.batch, range(1, min(_BATCHES, stream.total)))]
-    documents = _few([one for batch in batches for one in _documents(batch)])
+    documents = short_documents(batches)
     with untouched(module):
         trial = _Trial(module, documents, packed=config.data.packing, pad_id=data.tokenizer.pad_id)
         together = trial.together()
@@ -99,9 +99,9 @@ def _reference(module: TrainingModule, trial: _Trial) -> tuple[ReferencePart | N
     backend = module.backend
     if not isinstance(backend, QloraBackend):
         return None, "the graph is not one of transformers"
-    if any(map(_is_in_parts, backend.parameters())):
+    if any(map(is_in_parts, backend.parameters())):
         return None, "the base is in parts; a run in one process compares it"
-    wanted, free = f32_bytes(backend), _free_bytes(next(backend.parameters()).device)
+    wanted, free = f32_bytes(backend), free_bytes(next(backend.parameters()).device)
     if free is not None and wanted > free:
         gib = f"{wanted / 2**30:.1f} GiB of f32 weights, {free / 2**30:.1f} GiB free"
         return None, f"not enough memory: {gib}"
@@ -121,13 +121,15 @@ def _reference(module: TrainingModule, trial: _Trial) -> tuple[ReferencePart | N
     return part, None
 
 
-def _is_in_parts(parameter: torch.Tensor) -> bool:
+def is_in_parts(parameter: torch.Tensor) -> bool:
+    """Tell whether several processes hold a parameter together."""
     from torch.distributed.tensor import DTensor
 
     return isinstance(parameter, DTensor)
 
 
-def _free_bytes(device: torch.device) -> int | None:
+def free_bytes(device: torch.device) -> int | None:
+    """Return the free memory of a device, where it is known."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return look("cpu").free_bytes
@@ -193,8 +195,9 @@ def _documents(batch: Batch) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(own, mask) for own, mask in found if mask.any()]
 
 
-def _few(documents: list[tuple[np.ndarray, np.ndarray]]) -> Encoded:
-    """Choose the shortest documents."""
+def short_documents(batches: Sequence[Batch]) -> Encoded:
+    """Choose the shortest documents of micro-batches, each cut to its last learned tokens."""
+    documents = [one for batch in batches for one in _documents(batch)]
     chosen = sorted(documents, key=lambda both: len(both[0]))[:_DOCUMENTS]
     lengths = [len(ids) for ids, _ in chosen]
     return Encoded(

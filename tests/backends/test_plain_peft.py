@@ -1,0 +1,90 @@
+"""Losses of a PEFT directory: as the trained graph computes them, and as PEFT does."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from mens_exp.backends.plain_peft import losses
+from mens_exp.data.batch import packed_batch
+from mens_exp.model import attention
+from mens_exp.model.quiet import quiet
+
+LENGTHS = (11, 30, 47)
+
+
+@pytest.fixture
+def documents(random_documents):
+    """Three documents, about half of each learned."""
+    return random_documents(LENGTHS)
+
+
+@pytest.fixture
+def batch(documents):
+    """The documents in one row."""
+    return packed_batch(documents, [list(range(len(LENGTHS)))], index=0)
+
+
+def loaded(base, directory, dtype, kernel):
+    """Load the 4-bit base and a PEFT directory as PEFT's documentation says.
+
+    bitsandbytes' own inference kernel for AVX512-BF16 is left out; it rounds otherwise.
+    """
+    from bitsandbytes.nn import Linear4bit
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(
+            base, quantization_config=nf4, dtype=dtype, attn_implementation=kernel
+        )
+        for module in model.modules():
+            if isinstance(module, Linear4bit):
+                module.support_avx512bf16_for_cpu = False
+        return PeftModel.from_pretrained(model, directory).eval()
+
+
+def sum_of_losses(model, documents):
+    """Sum the loss of `forward(labels=...)` over the documents, one by one."""
+    total = 0.0
+    for start, end in pairwise(documents.offsets.tolist()):
+        ids = torch.from_numpy(documents.ids[None, start:end]).long()
+        learned = torch.from_numpy(documents.supervised[None, start:end])
+        labels = ids.masked_fill(~learned, -100)
+        with torch.no_grad():
+            total += float(model(input_ids=ids, labels=labels).loss) * int(learned[:, 1:].sum())
+    return total
+
+
+@pytest.mark.parametrize("name", ["f32", "bf16"])
+def test_both_kernels_give_the_losses_of_peft(
+    name, tiny_backend, tiny_base, documents, batch, tmp_path
+):
+    """Loaded from disk by PEFT in the same format; ours is nearer in f32 than in bf16."""
+    dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[name]
+    backend = tiny_backend(f"quant.compute_dtype={name}", live=True).eval()
+    backend.write_peft(tmp_path / "peft")
+    found = losses(backend, batch, documents)
+    for kernel in ("sdpa", "eager"):
+        model = loaded(tiny_base.directory, tmp_path / "peft", dtype, kernel)
+        assert getattr(found, kernel) == pytest.approx(sum_of_losses(model, documents), rel=1e-6)
+    assert found.difference <= (1e-6 if name == "f32" else 1e-2)
+    assert backend.causal_lm.config._attn_implementation == attention.IMPLEMENTATION
+
+
+def test_attention_that_is_not_transformers_is_seen(tiny_backend, documents, batch, monkeypatch):
+    """Scores that are three times too large."""
+    backend = tiny_backend("quant.compute_dtype=f32", live=True).eval()
+    right = attention._sdpa_document
+    monkeypatch.setattr(attention, "_sdpa_document", lambda *a: right(*a[:4], a[4] * 3))
+    found = losses(backend, batch, documents)
+    assert found.difference > 1e-5
+    assert found.kernels < 1e-6
