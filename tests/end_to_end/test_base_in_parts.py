@@ -66,6 +66,21 @@ def test_parts_take_the_course_of_one(alone, parts, untimed):
     assert not parts.processes.exists()
 
 
+def test_a_base_is_compared_before_it_is_in_parts(parts, train_in, tmp_path, monkeypatch, capsys):
+    """With transformers alone, by the first process; a wrong graph ends the run before step 1."""
+    part = (Manifest.read(parts.manifest).data_contract or {})["probe"]["reference"]
+    assert part["loss"] <= 1e-5
+    assert part["gradient"] <= 1e-4
+    from mens_exp.backends import causal_forward
+
+    right = causal_forward.logits
+    monkeypatch.setattr(causal_forward, "logits", lambda *args: right(*args) * 1.02)
+    monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
+    run = train_in(tmp_path / "run", *F32, *PARTS, "suite=none", code=4)
+    assert "is not the one that transformers computes" in capsys.readouterr().err
+    assert not run.checkpoints.exists()
+
+
 def test_what_they_leave_is_loaded_like_any_other(parts, tmp_path):
     """task=evaluate by one process, which has the base whole."""
     out = tmp_path / "evaluated"

@@ -13,7 +13,7 @@ from mens_exp.plan.forecast import documents_of, forecast
 from mens_exp.plan.ledger import Entry, append, ledger_path
 from mens_exp.plan.machine import Machine
 from mens_exp.plan.memory import Documents
-from mens_exp.plan.pace import flop_per_token, learned_frac, quantization_s, time
+from mens_exp.plan.pace import comparison_s, flop_per_token, learned_frac, quantization_s, time
 
 CPU = Machine(kind="cpu", name="a CPU", total_bytes=1, free_bytes=1)
 GPU = dataclasses.replace(CPU, kind="cuda", name="a GPU")
@@ -113,7 +113,10 @@ MAIN_PARAMETERS, MAIN_TOKENS = 134_479_872, 2048
 
 
 @given(known=st.lists(of_other_sizes(), min_size=20, max_size=20))
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 def test_no_twenty_runs_of_other_sizes_move_the_main_job(known, main_job, tmp_path):
     """One tiny run once made 31 hours of five minutes, and 20 GiB of 28."""
     config, documents = main_job, Documents(longest=512, typical=400)
@@ -187,6 +190,10 @@ def test_quantizing_takes_time_on_a_cpu_and_is_unknown_on_a_gpu(
     assert 1 < eight < four / 5
     assert four > 10
     assert quantization_s(shape, "cuda", QuantType.nf4) is None
+    compared = comparison_s(shape, "cpu")
+    assert compared is not None
+    assert 1 < compared < four
+    assert comparison_s(shape, "cuda") is None
 
 
 def test_unknown_documents_are_as_long_as_they_may_be(

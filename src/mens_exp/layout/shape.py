@@ -37,9 +37,7 @@ class Shape:
 
     def projections(self, layer: int = 0) -> dict[str, tuple[int, int]]:
         """Return ``(out, in)`` of each projection of a decoder layer, by its path inside it."""
-        return {
-            one.path: self.size_of(one) for one in self.family.projections if one.is_in(layer)
-        }
+        return {one.path: self.size_of(one) for one in self.family.projections if one.is_in(layer)}
 
     def size_of(self, projection: Projection) -> tuple[int, int]:
         """Return ``(out, in)`` of a projection."""

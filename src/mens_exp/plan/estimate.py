@@ -21,6 +21,7 @@ from mens_exp.plan.contract import contract_of
 from mens_exp.plan.disk import disk
 from mens_exp.plan.forecast import documents_of, forecast, tokens_per_step
 from mens_exp.plan.kernels import readers_of_names
+from mens_exp.plan.memory import compares
 from mens_exp.plan.planner import execution_plan
 from mens_exp.plan.sharing import device_of_plan, shared
 from mens_exp.plan.surroundings import surroundings_of
@@ -103,7 +104,10 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         "checkpoints": written.checkpoints_saved,
         "tokens_total": total,
         "time_s": _time(config, expected, device, total, data, per_step)
-        | {"quantization": pace.quantization_s(shape, device.kind, config.quant.quant_type)},
+        | {
+            "quantization": pace.quantization_s(shape, device.kind, config.quant.quant_type),
+            "comparison": pace.comparison_s(shape, device.kind) if compares(config) else None,
+        },
         "memory_bytes": _memory(expected, device),
         "processes": shared(config, shape, documents, expected.memory, device),
         "disk_bytes": _disk(written, cache),

@@ -30,6 +30,7 @@ __all__ = [
     "Documents",
     "Memory",
     "bits_per_weight",
+    "compares",
     "memory",
     "modules_of",
     "optimizer_bytes",
@@ -244,6 +245,11 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
     )
 
 
+def compares(config: RunConfig) -> bool:
+    """Tell whether a run is compared with transformers before its first step."""
+    return config.data.contract.probe and config.backend.name != "proxy"
+
+
 def _comparison(
     config: RunConfig, shape: Shape, components: Mapping[str, int], kept: Mapping[str, float]
 ) -> dict[str, int]:
@@ -253,8 +259,7 @@ def _comparison(
     base that is not quantized these are another base or two, and it is left out where they do not
     fit.
     """
-    compares = config.data.contract.probe and config.backend.name != "proxy"
-    if not (compares and config.quant.is_quantized) or is_in_parts(config):
+    if not (compares(config) and config.quant.is_quantized) or is_in_parts(config):
         return {}
     freed = sum(components[name] for name in ("optimizer", "head chunk", "allocator", *kept))
     beyond = shape.embedding_parameters * _F32 - freed

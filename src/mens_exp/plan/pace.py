@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Pace",
+    "comparison_s",
     "flop_per_token",
     "learned_frac",
     "pace_of",
@@ -45,6 +46,9 @@ _QUANTIZED_PER_CORE_S = {
     QuantType.int8: 3.4e7,
     QuantType.none: math.inf,
 }
+# measured: the comparison with transformers before step 1, SmolLM2 (106 M linear weights) on one
+# core: 10 s, most of them for unpacking each weight twice
+_COMPARED_PER_CORE_S = 1.1e7
 # measured: SmolLM2's stack (38.3 M weights), forward and backward in bf16: 4, 64, 512 and 1,024
 # positions took 0.19, 0.25, 0.82 and 1.67 s of processor time on a busy machine, so 0.19 s for
 # unpacking and 1.1e11 to 1.2e11 operations a second of a core beyond it, near the table's rate.
@@ -207,3 +211,13 @@ def quantization_s(shape: Shape, kind: str, to: QuantType) -> float | None:
     if kind != "cpu":
         return None
     return round(shape.linear_parameters / (_QUANTIZED_PER_CORE_S[to] * cores()), 1)
+
+
+def comparison_s(shape: Shape, kind: str) -> float | None:
+    """Estimate seconds of the comparison with transformers; unknown on a GPU, never measured there.
+
+    Its 4 x 64 tokens take less than the weights, so that they do not count.
+    """
+    if kind != "cpu":
+        return None
+    return round(shape.linear_parameters / (_COMPARED_PER_CORE_S * cores()), 1)

@@ -278,6 +278,9 @@ def _time(values: Mapping[str, Any]) -> Text:
     text = _estimate(values, wording.duration)
     if values.get("quantization"):
         text.append(f"\nand {wording.duration(values['quantization'])} to quantize", style="dim")
+    if values.get("comparison"):
+        words = f"\nand {wording.duration(values['comparison'])} to compare it with transformers, "
+        text.append(f"{words}the first time", style="dim")
     return text
 
 

@@ -17,13 +17,14 @@ from mens_exp.corpus.split import Side
 from mens_exp.corpus.token_part import token_part
 from mens_exp.errors import DataError, Problems, Refusals
 from mens_exp.evals.catalogue import frozen_suite
+from mens_exp.plan.parts import is_in_parts
 from mens_exp.plan.preflight import writable_cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from mens_exp.artifacts.data_contract import OverlapPart
+    from mens_exp.artifacts.data_contract import OverlapPart, ReferencePart
     from mens_exp.config.root import RunConfig
     from mens_exp.corpus.source import Rows
     from mens_exp.data.datamodule import RowsDataModule
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from mens_exp.tokenizer.protocol import Tokenizer
     from mens_exp.training.module import TrainingModule
 
-__all__ = ["certify_rows", "certify_steps"]
+__all__ = ["certify_rows", "certify_steps", "compared_whole"]
 
 
 def certify_rows(
@@ -74,9 +75,22 @@ def certify_rows(
 
 
 def certify_steps(
-    config: RunConfig, run: Run, base: BaseModel, module: TrainingModule, data: RowsDataModule
+    config: RunConfig,
+    run: Run,
+    base: BaseModel,
+    module: TrainingModule,
+    data: RowsDataModule,
+    compared: ReferencePart | None = None,
 ) -> None:
     """Try the first batches on the model, once a run, and refuse what is out of tolerance.
+
+    Args:
+        config: the whole configuration.
+        run: the open run.
+        base: its base model.
+        module: what will train.
+        data: the rows.
+        compared: what `compared_whole` returned, for a base that is in parts now.
 
     Raises:
         GateError: a trial failed.
@@ -93,10 +107,9 @@ def certify_steps(
         return
     from mens_exp.training.contract_probe import probe
 
-    device = next(module.parameters()).device.type
-    kept = _reference_path(config, run, base.directory, device)
+    kept = _reference_path(config, run, base, module)
     known = _known_reference(kept)
-    contract.probe = probe(config, module, data, None if known is None else known.part)
+    contract.probe = probe(config, module, data, compared if known is None else known.part)
     del contract.unknown["probe"]
     _record(run, contract, list(contract_rules.of_probe(contract.probe)))
     found = contract.probe["reference"]
@@ -105,12 +118,39 @@ def certify_steps(
         StoredReference(part={**found, "from_cache": True}).write(kept)
 
 
-def _reference_path(config: RunConfig, run: Run, directory: Path, device: str) -> Path:
+def compared_whole(
+    config: RunConfig, run: Run, base: BaseModel, module: TrainingModule, data: RowsDataModule
+) -> ReferencePart | None:
+    """Compare a graph with transformers before its base is taken apart.
+
+    Args:
+        config: the whole configuration.
+        run: the open run.
+        base: its base model.
+        module: what will train, with its base whole.
+        data: the rows.
+
+    Returns:
+        None where it is known already, or nothing is to be tried.
+    """
+    node = run.manifest.data_contract
+    assert node is not None, "the rows come first"
+    if DataContract(**node).probe is not None or not config.data.contract.probe:
+        return None
+    from mens_exp.training.contract_probe import compare
+
+    kept = _reference_path(config, run, base, module)
+    return compare(config, module, data) if _known_reference(kept) is None else None
+
+
+def _reference_path(config: RunConfig, run: Run, base: BaseModel, module: TrainingModule) -> Path:
     """Return where the comparison with transformers is kept for runs of the same graph and code.
 
     Weights are not a graph: config.json, and code beside it, say what is made of them.
     """
-    graph = sorted([*directory.glob("*.py"), directory / "config.json"])
+    graph = sorted([*base.directory.glob("*.py"), base.directory / "config.json"])
+    # A base that will be in parts is whole in the host's memory alone.
+    device = "cpu" if is_in_parts(config) else next(module.parameters()).device.type
     key = {
         "base": run.manifest.inputs["base_weights_sha256"],
         "graph": {file.name: sha256_file(file) for file in graph},

@@ -15,7 +15,7 @@ from mens_exp.errors import Problems
 from mens_exp.layout.shape import family_for
 from mens_exp.layout.starting_adapter import find, read
 from mens_exp.plan.checks.adapter import other_base
-from mens_exp.tasks.contracting import certify_steps
+from mens_exp.tasks.contracting import certify_steps, compared_whole
 from mens_exp.tasks.early_scoring import first_items, prepared_early
 from mens_exp.tasks.initialisation import note_peft_view, note_view_differences, report_start
 from mens_exp.tasks.inputs import (
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from lightning import Trainer
 
+    from mens_exp.artifacts.data_contract import ReferencePart
+    from mens_exp.backends.protocol import Backend
     from mens_exp.config.root import RunConfig
     from mens_exp.corpus.source import Rows
     from mens_exp.data.datamodule import RowsDataModule
@@ -124,8 +126,20 @@ def fit(
     data = inputs.data
     for stream in (data.train_dataloader(), data.val_dataloader()):
         stream.share(rank.rank, rank.world_size)
+    compared: ReferencePart | None = None
+
+    def compare(whole: Backend) -> None:
+        nonlocal compared
+        module = build_module(config, whole, data)
+        compared = compared_whole(config, run, inputs.base, module, data)
+
     with lightning_quiet():
-        backend = build_backend(config, inputs.base, rank)
+        backend = build_backend(
+            config,
+            inputs.base,
+            rank,
+            while_whole=compare if rank.is_first else None,
+        )
         report_start(run, backend, Console(stderr=True))
         if start is not None:
             backend.load_adapter(start.tensors)
@@ -136,7 +150,7 @@ def fit(
             scoring = None if early is None else first_items(early, run.manifest)
         trainer = build_trainer(config, run, max_steps=data.max_steps, score=scoring, rank=rank)
         if rank.is_first or is_sharded(config, rank):  # no part of a base computes alone
-            certify_steps(config, run, inputs.base, module, data)
+            certify_steps(config, run, inputs.base, module, data, compared)
         _validate_before(run, trainer, module, data)
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
         assert module.selected is not None, "training validates after its last step"

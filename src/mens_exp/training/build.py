@@ -77,13 +77,33 @@ def device_of(accelerator: str, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
 
 
-def build_backend(config: RunConfig, base: BaseModel, rank: Rank = ALONE) -> Backend:
-    """Load the base model and put the adapter on it, on the device of a process."""
+def build_backend(
+    config: RunConfig,
+    base: BaseModel,
+    rank: Rank = ALONE,
+    *,
+    while_whole: Callable[[Backend], None] | None = None,
+) -> Backend:
+    """Load the base model and put the adapter on it, on the device of a process.
+
+    Args:
+        config: the whole configuration.
+        base: the base model.
+        rank: which of the run's processes this is.
+        while_whole: called with the graph before its base is taken apart, where it is.
+    """
     cls: Any = get_class(config.backend._target_)  # Hydra's own spelling
     device = device_of(config.trainer.accelerator, rank.local_rank)
     made: Any
+
+    def whole(at: torch.device) -> Any:
+        found = cls(config, base, device, loaded_on=at)
+        if while_whole is not None:
+            while_whole(found)
+        return found
+
     if is_sharded(config, rank):
-        made = sharded(config, rank, device, lambda at: cls(config, base, device, loaded_on=at))
+        made = sharded(config, rank, device, whole)
     else:
         made = cls(config, base, device)
     backend: Backend = made

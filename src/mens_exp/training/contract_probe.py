@@ -60,12 +60,10 @@ def probe(
         reference: what comparing with transformers gave for the same graph; None compares now.
     """
     began = time.monotonic()
-    stream = data.train_dataloader()
-    first = stream.batch(0)
-    batches = [first, *map(stream.batch, range(1, min(_BATCHES, stream.total)))]
-    documents = short_documents(batches)
+    batches = _first_batches(data)
+    first = batches[0]
     with untouched(module):
-        trial = _Trial(module, documents, packed=config.data.packing, pad_id=data.tokenizer.pad_id)
+        trial = _trial(config, module, data)
         together = trial.together()
         peek = trial.peek()
         uneven = accumulated(config, module, trial.documents, data.tokenizer.pad_id)
@@ -94,13 +92,42 @@ def probe(
     }
 
 
+def compare(
+    config: RunConfig, module: TrainingModule, data: RowsDataModule
+) -> ReferencePart | None:
+    """Compare a graph with transformers alone, for a base that will be in parts when it is tried.
+
+    Args:
+        config: the whole configuration.
+        module: the graph with its base whole; it is left as it was.
+        data: the rows.
+
+    Returns:
+        None where nothing can be compared; the trial says why.
+    """
+    with untouched(module):
+        found, _ = _reference(module, _trial(config, module, data))
+        module.zero_grad(set_to_none=True)
+    return found
+
+
+def _first_batches(data: RowsDataModule) -> list[Batch]:
+    stream = data.train_dataloader()
+    return [stream.batch(number) for number in range(min(_BATCHES, stream.total))]
+
+
+def _trial(config: RunConfig, module: TrainingModule, data: RowsDataModule) -> _Trial:
+    documents = short_documents(_first_batches(data))
+    return _Trial(module, documents, packed=config.data.packing, pad_id=data.tokenizer.pad_id)
+
+
 def _reference(module: TrainingModule, trial: _Trial) -> tuple[ReferencePart | None, str | None]:
     """Compare with transformers alone, or say why there is nothing to compare with."""
     backend = module.backend
     if not isinstance(backend, QloraBackend):
         return None, "the graph is not one of transformers"
     if any(map(is_in_parts, backend.parameters())):
-        return None, "the base is in parts; a run in one process compares it"
+        return None, "the base is in parts, and the first process compares it before"
     wanted, free = f32_bytes(backend), free_bytes(next(backend.parameters()).device)
     if free is not None and wanted > free:
         gib = f"{wanted / 2**30:.1f} GiB of f32 weights, {free / 2**30:.1f} GiB free"
