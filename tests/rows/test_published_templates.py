@@ -11,12 +11,13 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tool_rows import TRL, WITH_TOOLS
+from tool_rows import TOOLS, TRL, WITH_TOOLS
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from mens_exp.errors import DataError
 from mens_exp.rows.answers import answer_of, answer_turn
 from mens_exp.rows.encode import Labelling, encode, messages_of
+from mens_exp.rows.parse import parse_row
 from mens_exp.rows.schema import TrainingPair
 
 NO_REASONING = "<think>\n\n</think>\n\n"
@@ -355,6 +356,20 @@ def test_calls_of_tools_are_those_that_trl_marks(published, name):
     for exchange in range(4):
         answer = answer_of(WITH_TOOLS, exchange, tokenizer)
         assert_same(answer, marked_by_trl(name, WITH_TOOLS, exchange))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "nemotron_3_nano"])
+def test_reasoning_before_a_call_is_learned_with_it(published, name):
+    """However the template writes white space around it."""
+    turns = json.loads(WITH_TOOLS.conversation)["messages"][:2]
+    turns[1]["content"] = "<think>I must look.</think>Let me look."
+    row = parse_row({"messages": turns, "tools": TOOLS}, "rows.jsonl:1")
+    tokenizer = published("chatml", template=(TRL / f"{name}.jinja").read_text("utf-8"))
+    ((_, ids),) = runs(encoded(tokenizer, row))
+    learned = tokenizer.spell(ids)
+    places = [learned.index(text) for text in ("I must look.", "</think>", "Let me", "weather")]
+    assert places == sorted(places)
+    assert learned.count("</think>") == 1
 
 
 NO_TOOLS = {

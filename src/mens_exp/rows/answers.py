@@ -232,7 +232,8 @@ def _calls(
     elif tag is not None and said.startswith(prompt[: tag.start()]):
         rendered = said.removeprefix(prompt[: tag.start()])
         body = _inside(tag, rendered)
-    texts = [turn["content"], *(text for call in turn["tool_calls"] for text in _texts_in(call))]
+    texts = [one for one in _TAG.split(turn["content"]) if not _TAG.fullmatch(one)]
+    texts += [text for call in turn["tool_calls"] for text in _texts_in(call)]
     if body is None or not all(_is_in(text, body, encoder) for text in texts):
         raise DataError(
             "the chat template does not write the calls of an answer behind its prompt",
@@ -325,7 +326,7 @@ def _lead_elsewhere(before: list[dict[str, Any]], encoder: TextEncoder) -> str |
         The text between where generation begins and the answer, or None where the template
         changes what stands there.
     """
-    probing = [*before[:-1], {"role": "user", "content": _PROBE}]
+    probing = [*before[:-1], {**before[-1], "content": _PROBE}]
     opened = encoder.render(probing, add_generation_prompt=True)
     other = _PROBE[::-1]
     answered = encoder.render(_answered(probing, other), add_generation_prompt=False)
