@@ -6,10 +6,12 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from tool_rows import TOOLS, WITH_TOOLS
 
 from mens_exp.errors import ConfigError, SetupError
 from mens_exp.evals.generation import Generation, Request
 from mens_exp.evals.served import ServerEngine
+from mens_exp.rows.answers import messages_of
 
 
 @contextmanager
@@ -158,3 +160,20 @@ def test_no_server_ends_the_evaluation():
     """Port 1 answers nobody."""
     with pytest.raises(SetupError, match=r"127\.0\.0\.1:1.*start it"):
         engine("http://127.0.0.1:1/v1").complete([request("a")])
+
+
+def test_tools_and_calls_are_sent_as_the_protocol_has_them():
+    """The client library's own types take them: tools beside messages, arguments as JSON texts."""
+    from openai.types.chat import ChatCompletionMessageParam
+    from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
+    from pydantic import TypeAdapter
+
+    asking = Request(messages=tuple(messages_of(WITH_TOOLS)), seed=0)
+    with server(echo) as (url, asked):
+        engine(url).complete([asking])
+    ((body, _),) = asked
+    TypeAdapter(list[ChatCompletionMessageParam]).validate_python(body["messages"])
+    TypeAdapter(CompletionCreateParamsNonStreaming).validate_python(body)
+    assert body["tools"] == TOOLS
+    call = body["messages"][2]["tool_calls"][0]["function"]
+    assert json.loads(call["arguments"]) == {"city": 'Zü"rich', "days": 3}

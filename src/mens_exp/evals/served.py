@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mens_exp.evals.generation import Generation, Request
+    from mens_exp.tokenizer.templates import Message
 
 __all__ = ["ServerEngine"]
 
@@ -88,7 +89,7 @@ class ServerEngine:
         generation = self.generation
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": list(request.messages),
+            **_conversation(request.messages),
             "max_tokens": generation.max_new_tokens,
             "temperature": generation.temperature,
         }
@@ -120,3 +121,17 @@ class ServerEngine:
             expected="an OpenAI-compatible server, such as task=serve starts",
             remedy="start it, or correct eval.base_url and eval.model",
         )
+
+
+def _conversation(messages: Sequence[Message]) -> dict[str, Any]:
+    """Return messages and tools as the protocol has them: arguments of calls are JSON texts."""
+    turns = [{key: value for key, value in turn.items() if key != "tools"} for turn in messages]
+    for turn in turns:
+        if "tool_calls" in turn:
+            turn["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": json.dumps(arguments)}}
+                for call in turn["tool_calls"]
+                for arguments in (call["function"]["arguments"],)
+            ]
+    tools = messages[0].get("tools")
+    return {"messages": turns, **({} if tools is None else {"tools": tools})}
