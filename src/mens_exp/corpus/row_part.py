@@ -123,11 +123,16 @@ def heldout_part(rows: Rows) -> OverlapPart | None:
     if count > MOST_ITEMS:
         against = f"{MOST_ITEMS:,} of {against}, drawn evenly"
     some = drawn(rows.heldout, count, MOST_ITEMS)
-    return overlap_part(rows.train, ((one.id, "\n".join(texts_of(one))) for one in some), against)
+    items = ((one.id, "\n".join(texts_of(one))) for one in some)
+    return overlap_part(rows.train, items, against, by_functions=False)
 
 
 def overlap_part(
-    train: Iterable[TrainingPair], items: Iterable[tuple[str, str]], against: str
+    train: Iterable[TrainingPair],
+    items: Iterable[tuple[str, str]],
+    against: str,
+    *,
+    by_functions: bool = True,
 ) -> OverlapPart:
     """Hold rows to train on against a benchmark.
 
@@ -135,8 +140,9 @@ def overlap_part(
         train: the rows.
         items: id and text of each item, prompt and reference together.
         against: what the items are, for the record.
+        by_functions: look for the items' Python functions under other names too.
     """
-    index = OverlapIndex(items)
+    index = OverlapIndex(items, by_functions=by_functions)
     worst: dict[str, Clash] = {}
     sharing = 0
     for pair in train:
