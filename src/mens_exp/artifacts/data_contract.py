@@ -60,9 +60,10 @@ class Clash(TypedDict):
 
 
 class OverlapPart(TypedDict):
-    """Training rows against a benchmark: word n-grams, shorter items whole, functions by their tree.
+    """Training rows against a benchmark: word n-grams, shorter items whole, functions by tree.
 
-    ``sharing`` items have an n-gram or a function in some row; of ``contained`` ones a row has half or more.
+    ``sharing`` items have an n-gram or a function in some row; of ``contained`` ones a row has half
+    or more.
     """
 
     against: str
