@@ -123,6 +123,7 @@ def whole_way(
         tokenizer_sha256=tokenizer.sha256,
         template_sha256=tokenizer.template_sha256,
         special_tokens_sha256="",
+        date=None,
         allow_control_text=False,
         labelling=labelling,
     )
