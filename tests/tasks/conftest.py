@@ -91,13 +91,19 @@ def inspect(typed, tmp_path):
     return command
 
 
-@pytest.fixture
-def study(tmp_path):
+@pytest.fixture(scope="session")
+def study_at():
     """Write runs of arms and seeds, four items each, as their own training would leave them."""
+    return lambda root, **how: write_study(root, Told(**how))
+
+
+@pytest.fixture
+def study(study_at, tmp_path):
+    """Write a study below the test's own directory, and return where it is."""
 
     def written(name="runs", **how):
         root = tmp_path / "study" / name
-        write_study(root, Told(**how))
+        study_at(root, **how)
         return root
 
     return written

@@ -424,6 +424,13 @@ def test_the_gate_passes_what_keeps_every_threshold(lab):
     }
 
 
+def test_one_arm_against_its_own_base_has_every_seed(lab):
+    """The base answers in the runs of the tuned arm, and has none for itself."""
+    one = lab.compared("alone", lab.study("alone", arms=[()], seeds=[1, 2], kpis=good))
+    (rule,) = (r for r in lab.ask(EvalGatePolicy(), [one])["rules"] if r["rule"] == "seeds")
+    assert rule["outcome"] == "passed"
+
+
 def test_the_ledger_carries_the_digests_of_its_evidence(lab):
     """Each entry those of its comparisons, its certificate and the entry before."""
     paths = lab.two()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mens_exp.artifacts.comparison import Verdict
 from mens_exp.artifacts.decision_ledger import Answer, RuleRecord
 from mens_exp.evals.kpi_table import KPIS, Direction, KpiGroup
-from mens_exp.evals.promotion_rules import rule_of, within
+from mens_exp.evals.promotion_rules import rule_of, unpaired, within
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -84,9 +84,11 @@ def _superior(policy: BurnProductionPolicy, one: Evidence, kpi: KpiRecord | None
     Differences that are all equal have a point for an interval, however few they are, so that
     bounds alone are not enough.
     """
-    bounds = None if kpi is None else _oriented(policy.kpi, kpi)
+    bounds = None if kpi is None else _oriented(one.comparison, policy.kpi, kpi)
     worst, best = bounds or (None, None)
     note = "worse bound of the difference" if worst is not None else "no interval of this KPI"
+    if kpi is not None and worst is None:
+        note = _why_none(one.comparison, kpi) or note
     is_above = worst is not None and worst > policy.margin
     if kpi is not None and is_above and kpi["verdict"] != Verdict.BETTER:
         note = f"{note}; {kpi['verdict']}, {kpi['why']}"
@@ -124,7 +126,7 @@ def _none_worse(
         margin = policy.share_margin
         if kpi["unit"] != "1":
             margin = policy.relative_margin * abs(kpi["reference_mean"] or 0.0)
-        worst, best = _oriented(name, kpi) or (None, None)
+        worst, best = _oriented(one.comparison, name, kpi) or (None, None)
         conclusive = best is not None and best < -margin
         yield rule_of(
             "non-inferiority",
@@ -138,7 +140,9 @@ def _none_worse(
             else Answer.REJECT
             if conclusive
             else Answer.HOLD,
-            note="worse bound of the difference" if worst is not None else kpi["why"],
+            note="worse bound of the difference"
+            if worst is not None
+            else _why_none(one.comparison, kpi),
         )
 
 
@@ -179,12 +183,16 @@ def _confounded(contrast: ContrastRecord | None) -> str:
     return f"confounded by {causes}" if causes else ""
 
 
-def _oriented(name: str, kpi: KpiRecord) -> tuple[float, float] | None:
-    """Return the interval so that higher is better, the worse bound first."""
+def _oriented(record: Comparison, name: str, kpi: KpiRecord) -> tuple[float, float] | None:
+    """Return the interval so that higher is better, the worse bound first; it needs every seed."""
     low, high = kpi["low"], kpi["high"]
-    if low is None or high is None:
+    if low is None or high is None or unpaired(record, kpi):
         return None
     return (-high, -low) if KPIS[name].direction is Direction.MIN else (low, high)
+
+
+def _why_none(record: Comparison, kpi: KpiRecord) -> str:
+    return kpi["why"] if kpi["estimate"] is None else unpaired(record, kpi)
 
 
 def _unless(best: float | None, usual: Answer) -> Answer:

@@ -15,7 +15,7 @@ from mens_exp.config.policy import (
 from mens_exp.errors import MensError
 from mens_exp.evals.burn_production import burn_production
 from mens_exp.evals.kpi_table import KPIS, Direction
-from mens_exp.evals.promotion_rules import rule_of, sandboxed, sound, within
+from mens_exp.evals.promotion_rules import complete, rule_of, sandboxed, sound, unpaired, within
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -56,7 +56,7 @@ def decide(policy: PolicyConfig, evidence: Sequence[Evidence], parity: Parity | 
     Returns:
         `promote` only where every rule passed; a figure that is not known never passes.
     """
-    rules = [rule for one in evidence for rule in (sound(one), sandboxed(one))]
+    rules = [rule for one in evidence for rule in (sound(one), sandboxed(one), complete(one))]
     if isinstance(policy, BurnProductionPolicy):
         rules += burn_production(policy, evidence, parity)
     elif isinstance(policy, QloraPlateauPolicy):
@@ -190,7 +190,10 @@ def _eval_gate(policy: EvalGatePolicy, one: Evidence) -> Iterator[RuleRecord]:
     yield from within(one, arm, floors, policy.ceilings, missing=Answer.REJECT)
     contrast = one.comparison.contrast(arm["name"])
     kpi = None if contrast is None else contrast["kpis"].get(one.comparison.primary)
-    loss = None if kpi is None else _loss(one.comparison.primary, kpi)
+    missing = "no difference to the reference is known"
+    if kpi is not None and kpi["estimate"] is not None:
+        missing = unpaired(one.comparison, kpi)
+    loss = None if kpi is None or missing else _loss(one.comparison.primary, kpi)
     yield rule_of(
         "regression",
         one,
@@ -199,7 +202,7 @@ def _eval_gate(policy: EvalGatePolicy, one: Evidence) -> Iterator[RuleRecord]:
         threshold=policy.regression,
         passed=None if loss is None else loss <= policy.regression,
         leads_to=Answer.REJECT,
-        note="" if loss is not None else "no difference to the reference is known",
+        note=missing,
     )
 
 

@@ -11,10 +11,10 @@ from mens_exp.artifacts.scorecard import UNSAFE
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from mens_exp.artifacts.comparison import ArmRecord, Comparison
+    from mens_exp.artifacts.comparison import ArmRecord, Comparison, KpiRecord
     from mens_exp.artifacts.decision_ledger import CycleEntry
 
-__all__ = ["Evidence", "Parity", "rule_of", "sandboxed", "sound", "within"]
+__all__ = ["Evidence", "Parity", "complete", "rule_of", "sandboxed", "sound", "unpaired", "within"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +71,40 @@ def sandboxed(one: Evidence) -> RuleRecord:
         leads_to=Answer.INSUFFICIENT,
         note="where generated programs ran",
     )
+
+
+def complete(one: Evidence) -> RuleRecord:
+    """Ask that every arm has a scored run of every seed that any arm has.
+
+    A seed that one arm lacks is dropped from the pairs, so a bad one must not go missing.
+    """
+    scored = {(r["arm"], r["seed"]) for r in one.comparison.runs if r["suite_digest"] is not None}
+    arms = dict.fromkeys(run["arm"] for run in one.comparison.runs)  # a base has tuned's runs
+    lacking = [
+        f"seed {seed} of {arm}"
+        for arm in arms
+        for seed in _seeds(one.comparison)
+        if (arm, seed) not in scored
+    ]
+    return rule_of(
+        "seeds",
+        one,
+        observed=f"missing: {', '.join(lacking)}" if lacking else "complete",
+        threshold="a scored run of every seed in every arm",
+        passed=not lacking,
+        leads_to=Answer.INSUFFICIENT,
+        note="a run that failed, was left out or was not scored is missing" if lacking else "",
+    )
+
+
+def unpaired(record: Comparison, kpi: KpiRecord) -> str:
+    """Name the seeds that a difference does not rest on; empty where it rests on all of them."""
+    missing = [f"seed {seed}" for seed in _seeds(record) if seed not in kpi["seeds"]]
+    return f"not both arms have a value for {', '.join(missing)}" if missing else ""
+
+
+def _seeds(record: Comparison) -> list[int]:
+    return sorted({seed for arm in record.arms for seed in arm["seeds"]})
 
 
 def within(

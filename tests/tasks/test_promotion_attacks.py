@@ -1,0 +1,202 @@
+"""Ways to a promotion that nobody earned, each tried through the command line.
+
+Two cycles of six seeds are honest: burn does every task, and qlora two or three of four. Each test
+spoils one thing. Ledger lines and changed answers are written here, without the product's code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+
+import pytest
+
+from mens_exp import cli
+
+SUITE = "ab" * 32
+ARMS = (("backend=qlora",), ("backend=burn",))
+SEEDS = {"one": [1, 2, 3, 4, 5, 6], "two": [7, 8, 9, 10, 11, 12]}
+OPENED, STARTED = "2126-01-01T00:00:00.000Z", "2126-01-02T00:00:00.000Z"
+
+
+def answers(arm, seed, item):
+    """Return burn's answers, all of them good, and qlora's."""
+    passed = arm == 1 or (seed + item) % 3 > 0
+    shares = ("compile_pass_1", "compile_pass_n", "canonical_pass", "strictness", "anti_stub_pass")
+    return {
+        **dict.fromkeys(shares, True),
+        "task_success": passed,
+        "semantic_task_success": passed,
+        "richness": 0.5,
+        "trivial_placeholder_output": False,
+        "placeholder_marker_hits": 0,
+        "repair_depth": 1,
+        "repair_stalled": False,
+        "attempts": 1,
+    }
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory, study_at):
+    """Write both cycles' runs, and compare them as a user does."""
+    root = tmp_path_factory.mktemp("honest")
+    for name, seeds in SEEDS.items():
+        told = {"arms": ARMS, "seeds": seeds, "suite": SUITE, "started": STARTED}
+        study_at(root / name, kpis=answers, passes=lambda *_: 4, **told)
+        compare = ["task=compare", f"path={root / name}", f"out={root / 'verdicts' / name}"]
+        assert cli.main([*compare, "logger=none", f"hydra.run.dir={root / 'own' / name}"]) == 0
+    return root
+
+
+@pytest.fixture
+def lab(honest, tmp_path, typed):
+    return Lab(honest, tmp_path, typed)
+
+
+class Lab:
+    """A ledger with both cycles open, their comparisons, and the commands of a user."""
+
+    def __init__(self, honest, root, typed):
+        """Open both cycles."""
+        self.honest, self.root, self.typed = honest, root, typed
+        self.ledger = root / "decisions.jsonl"
+        self.verdicts = {name: honest / "verdicts" / name for name in SEEDS}
+        for name, seeds in SEEDS.items():
+            self.open(name, seeds)
+
+    def open(self, name, seeds, **other):
+        """Write the line of an opened cycle, its digest and that of the line before."""
+        lines = self.ledger.read_text("utf-8").splitlines() if self.ledger.exists() else []
+        cycle = {
+            "cycle": name,
+            "suite_digest": SUITE,
+            "seeds": seeds,
+            "arms": ["qlora", "burn"],
+            "factor": "backend",
+            "kpi": "task_success",
+            "direction": "higher",
+            "margin": 0.0,
+            **other,
+        }
+        entry = {
+            "format": "mens_exp_decisions",
+            "version": 1,
+            "number": len(lines) + 1,
+            "utc": OPENED,
+            "kind": "cycle",
+            "cycle": cycle,
+            "decision": None,
+            "previous": json.loads(lines[-1])["sha256"] if lines else None,
+        }
+        text = json.dumps(entry, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        entry["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+        self.ledger.write_text("".join(f"{x}\n" for x in [*lines, json.dumps(entry)]), "utf-8")
+
+    def copied(self, name):
+        """Return a copy of a cycle's runs, which may be spoiled."""
+        return shutil.copytree(self.honest / name, self.root / "runs" / name)
+
+    def compare(self, name, path, *overrides):
+        """Make the comparison of a cycle again, from other runs or in another way."""
+        out = self.root / "verdicts" / name
+        self.typed("task=compare", f"path={path}", f"out={out}", "logger=none", *overrides)
+        self.verdicts[name] = out
+
+    def promote(self, *overrides, code=4):
+        """Ask for the promotion; return what was said, and each rule's outcomes."""
+        paths = ",".join(map(str, self.verdicts.values()))
+        asked = ["task=promote", "policy=burn_production", "policy.parity=false"]
+        said = self.typed(*asked, f"path=[{paths}]", f"ledger={self.ledger}", *overrides, code=code)
+        return " ".join(said.split())
+
+    def decision(self):
+        """Return the last decision, as the ledger has it."""
+        return json.loads(self.ledger.read_text("utf-8").splitlines()[-1])["decision"]
+
+    def notes(self):
+        """Return why rules did not pass."""
+        unmet = [rule for rule in self.decision()["rules"] if rule["outcome"] != "passed"]
+        return "; ".join(f"{r['rule']}: {r['observed']} {r['note']}" for r in unmet)
+
+
+def run_of(study, backend, seed):
+    """Return the directory of one run, by what its manifest says."""
+    for path in study.glob("*/manifest.json"):
+        told = json.loads(path.read_text("utf-8"))
+        if told["seed"] == seed and f"backend={backend}" in told["overrides"]:
+            return path.parent
+    raise AssertionError
+
+
+def answer_otherwise(run, change):
+    """Give a run other answers from the start: its lines, and their hash in its manifest."""
+    file, manifest = run / "events.jsonl", run / "manifest.json"
+    lines = [change(json.loads(line)) for line in file.read_text("utf-8").splitlines()]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines if line), "utf-8")
+    told = json.loads(manifest.read_text("utf-8"))
+    told["outputs"]["events.jsonl"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    manifest.write_text(json.dumps(told), "utf-8")
+
+
+def fails_all(line):
+    """Fail a task under the tuned condition."""
+    if line["condition"] == "base":
+        return line
+    return {**line, "task_success": False, "semantic_task_success": False}
+
+
+def test_two_honest_cycles_promote(lab):
+    """Without it, no refusal below would mean anything."""
+    assert "burn_production: promote" in lab.promote(code=0)
+
+
+def drop(study, run):
+    """Leave a run out of the path."""
+    del study
+    shutil.rmtree(run)
+
+
+def fail(study, run):
+    """Let a run end as failed."""
+    del study
+    manifest = run / "manifest.json"
+    told = json.loads(manifest.read_text("utf-8"))
+    manifest.write_text(json.dumps({**told, "status": "failed"}), "utf-8")
+
+
+def unscored(study, run):
+    """Let a run's suite give no answer of the tuned model."""
+    del study
+    answer_otherwise(run, lambda line: line if line["condition"] == "base" else None)
+    file, manifest = run / "scorecard.json", run / "manifest.json"
+    card = json.loads(file.read_text("utf-8"))
+    del card["conditions"]["tuned"]
+    file.write_text(json.dumps(card), "utf-8")
+    told = json.loads(manifest.read_text("utf-8"))
+    told["outputs"]["scorecard.json"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    manifest.write_text(json.dumps(told), "utf-8")
+
+
+@pytest.mark.parametrize("backend", ["burn", "qlora"])
+@pytest.mark.parametrize("hide", [drop, fail, unscored])
+def test_a_registered_seed_of_one_arm_cannot_be_hidden(lab, backend, hide):
+    """The other arm has the seed, so that all registered seeds are somewhere."""
+    runs = lab.copied("two")
+    hide(runs, run_of(runs, backend, 12))
+    lab.compare("two", runs, "compare.primary=task_success")
+    assert "burn_production: insufficient_evidence" in lab.promote()
+    assert "seed 12" in lab.notes()
+
+
+def test_an_arm_that_lacks_a_seed_is_no_evidence_under_any_policy(lab):
+    """The threshold policies too read means over seeds."""
+    runs = lab.copied("two")
+    drop(runs, run_of(runs, "burn", 12))
+    lab.compare("two", runs, "compare.primary=task_success")
+    for policy in ("burn_rnd", "eval_gate", "qlora_plateau"):
+        path = f"path={lab.verdicts['two']}"
+        ledger = f"ledger={lab.root / policy}.jsonl"
+        lab.typed("task=promote", f"policy={policy}", path, ledger, code=4)
+        rules = json.loads((lab.root / f"{policy}.jsonl").read_text("utf-8"))["decision"]["rules"]
+        assert {"seeds"} == {r["rule"] for r in rules if "seed 12 of backend=burn" in str(r)}
