@@ -109,6 +109,30 @@ def study(study_at, tmp_path):
     return written
 
 
+@pytest.fixture(scope="session")
+def frozen():
+    """Return the rules that a cycle freezes with nothing told, as the ledger has them."""
+    return {
+        "alpha": 0.05,
+        "test": "t",
+        "condition": "tuned",
+        "challenger": "burn",
+        "incumbent": "qlora",
+        "floors": {
+            "strictness": 0.95,
+            "compile_pass_1": 0.90,
+            "semantic_task_success": 0.85,
+            "anti_stub_pass": 0.92,
+            "richness": 0.20,
+        },
+        "ceilings": {"trivial_placeholder_output": 0.08, "placeholder_marker_hits": 0.08},
+        "share_margin": 0.02,
+        "relative_margin": 0.1,
+        "least_cycles": 2,
+        "certificate": True,
+    }
+
+
 @pytest.fixture
 def compare(typed, tmp_path):
     """Compare what a path names and return the record."""

@@ -55,16 +55,16 @@ def regressed(arm, seed, item):
 
 
 @pytest.fixture
-def lab(study, tmp_path):
-    return Lab(study, tmp_path)
+def lab(study, tmp_path, frozen):
+    return Lab(study, tmp_path, frozen)
 
 
 class Lab:
     """Opens cycles, runs and compares them, and asks for decisions."""
 
-    def __init__(self, study, root):
+    def __init__(self, study, root, frozen):
         """Keep everything under one directory."""
-        self.study, self.root = study, root
+        self.study, self.root, self.frozen = study, root, frozen
         self.ledger = root / "decisions.jsonl"
 
     def open(self, name, seeds):
@@ -77,6 +77,7 @@ class Lab:
             "kpi": "task_success",
             "direction": "higher",
             "margin": 0.0,
+            "frozen": self.frozen,
         }
         append(self.ledger, EntryKind.CYCLE, lambda _: cycle)
 
@@ -190,7 +191,7 @@ def test_equal_differences_are_no_superiority_by_their_point_alone(lab):
             "semantic_task_success": passed,
         }
 
-    made = lab.ask(BurnProductionPolicy(parity=False), lab.two(kpis=same))
+    made = lab.burn(lab.two(kpis=same))
     assert (made["decision"], unmet(made)) == (Answer.HOLD, {"superiority"})
     rule = next(rule for rule in made["rules"] if rule["rule"] == "superiority")
     assert rule["observed"] == 0.25
@@ -454,6 +455,8 @@ def test_the_ledger_carries_the_digests_of_its_evidence(lab):
         (["ledger=l", "policy=eval_gat", "path=."], "the nearest is eval_gate"),
         (["ledger=l", "policy=eval_gate", "path=absent"], "no comparison is there"),
         (["ledger=l", "open=c"], "freezes its seeds"),
+        (["ledger=l", "open=c", "policy=eval_gate"], "no cycle is opened for this policy"),
+        (["ledger=l", "open=c", "policy=burn_production", "path=."], "has no effect without"),
         (["ledger=l", "replay=true", "promote.seeds=[1]"], "has no effect without open"),
         (["ledger=l", "replay=true", "promote.parity=p"], "has no effect without policy"),
         (["ledger=l", "replay=true", "lora.r=8"], "has no effect with task=promote"),

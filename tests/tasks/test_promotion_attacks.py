@@ -50,24 +50,24 @@ def honest(tmp_path_factory, study_at):
 
 
 @pytest.fixture
-def lab(honest, tmp_path, typed):
-    return Lab(honest, tmp_path, typed)
+def lab(honest, tmp_path, typed, frozen):
+    return Lab(honest, tmp_path, typed, frozen)
 
 
 class Lab:
     """A ledger with both cycles open, their comparisons, and the commands of a user."""
 
-    def __init__(self, honest, root, typed):
+    def __init__(self, honest, root, typed, frozen):
         """Open both cycles."""
         self.honest, self.root, self.typed = honest, root, typed
+        self.frozen = {**frozen, "certificate": False}
         self.ledger = root / "decisions.jsonl"
         self.verdicts = {name: honest / "verdicts" / name for name in SEEDS}
         for name, seeds in SEEDS.items():
             self.open(name, seeds)
 
-    def open(self, name, seeds, **other):
-        """Write the line of an opened cycle, its digest and that of the line before."""
-        lines = self.ledger.read_text("utf-8").splitlines() if self.ledger.exists() else []
+    def open(self, name, seeds, *, version=2, frozen=None, **other):
+        """Write the line of an opened cycle."""
         cycle = {
             "cycle": name,
             "suite_digest": SUITE,
@@ -77,16 +77,23 @@ class Lab:
             "kpi": "task_success",
             "direction": "higher",
             "margin": 0.0,
+            **({"frozen": {**self.frozen, **(frozen or {})}} if version > 1 else {}),
             **other,
         }
+        self.write("cycle", cycle, version)
+
+    def write(self, kind, body, version):
+        """Add a line to the ledger, with its digest and that of the line before."""
+        lines = self.ledger.read_text("utf-8").splitlines() if self.ledger.exists() else []
         entry = {
             "format": "mens_exp_decisions",
-            "version": 1,
+            "version": version,
             "number": len(lines) + 1,
             "utc": OPENED,
-            "kind": "cycle",
-            "cycle": cycle,
+            "kind": kind,
+            "cycle": None,
             "decision": None,
+            kind: body,
             "previous": json.loads(lines[-1])["sha256"] if lines else None,
         }
         text = json.dumps(entry, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -149,6 +156,22 @@ def fails_all(line):
 def test_two_honest_cycles_promote(lab):
     """Without it, no refusal below would mean anything."""
     assert "burn_production: promote" in lab.promote(code=0)
+    replay = lab.typed("task=promote", "replay=true", f"ledger={lab.ledger}")
+    assert "1 decisions of 3 entries" in replay
+
+
+def test_an_opened_cycle_freezes_all_that_decides(lab):
+    """The line is as a test would have written it; what was typed stands in it."""
+    told = [f"promote.suite_digest={SUITE}", "promote.seeds=[14,13]", "promote.factor=backend"]
+    told += ["promote.arms=[qlora,burn]", "promote.margin=0.1", "promote.alpha=0.01"]
+    told += ["policy=burn_production", "policy.floors={richness:0.5}", "policy.parity=false"]
+    lab.typed("task=promote", "open=three", f"ledger={lab.ledger}", *told)
+    written = json.loads(lab.ledger.read_text("utf-8").splitlines()[-1])
+    lab.ledger.unlink()
+    floors = {**lab.frozen["floors"], "richness": 0.5}
+    lab.open("three", [13, 14], margin=0.1, frozen={"alpha": 0.01, "floors": floors})
+    expected = json.loads(lab.ledger.read_text("utf-8"))
+    assert (written["version"], written["cycle"]) == (2, expected["cycle"])
 
 
 def drop(study, run):
@@ -200,3 +223,91 @@ def test_an_arm_that_lacks_a_seed_is_no_evidence_under_any_policy(lab):
         lab.typed("task=promote", f"policy={policy}", path, ledger, code=4)
         rules = json.loads((lab.root / f"{policy}.jsonl").read_text("utf-8"))["decision"]["rules"]
         assert {"seeds"} == {r["rule"] for r in rules if "seed 12 of backend=burn" in str(r)}
+
+
+def of_seed_12(study):
+    """Let burn do one task of four with one seed: p is 0.09 then, and nothing is shown."""
+
+    def change(line):
+        return line if line["item_id"] == "item0" else fails_all(line)
+
+    answer_otherwise(run_of(study, "burn", 12), change)
+
+
+def of_every_seed(study):
+    """Let training make burn useless: only the base model's answers are good."""
+    for seed in SEEDS["two"]:
+        answer_otherwise(run_of(study, "burn", seed), fails_all)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "override"),
+    [(of_seed_12, "compare.alpha=0.2"), (of_every_seed, "compare.condition=base")],
+    ids=["alpha", "condition"],
+)
+def test_a_comparison_cannot_be_made_by_other_rules_than_were_frozen(lab, spoil, override):
+    """Once the answers are known, there is always a way of comparing that promotes."""
+    runs = lab.copied("two")
+    spoil(runs)
+    lab.compare("two", runs, "compare.primary=task_success", override)
+    assert "burn_production: insufficient_evidence" in lab.promote()
+    name = override.partition("=")[0].removeprefix("compare.")
+    assert f"was frozen as {name}" in lab.notes()
+
+
+def test_a_comparison_cannot_claim_another_condition_than_its_figures_are_of(lab):
+    """The claim and the settings that the figures come from are two fields of one file."""
+    runs = lab.copied("two")
+    of_every_seed(runs)
+    told = ("compare.primary=task_success", "compare.condition=base")
+    lab.compare("two", runs, *told)
+    file = lab.verdicts["two"] / "compare.json"
+    record = json.loads(file.read_text("utf-8"))
+    assert record["condition"] == "base"
+    file.write_text(json.dumps({**record, "condition": "tuned"}), "utf-8")
+    lab.promote()
+    assert "condition come out otherwise" in lab.notes()
+
+
+@pytest.mark.parametrize(
+    ("hypothesis", "unmet"),
+    [
+        ({"margin": 0.9}, "superiority"),
+        ({"direction": "lower"}, "direction"),
+        ({"frozen": {"test": "sign_flip"}}, "registered"),
+        ({"frozen": {"floors": {"richness": 0.9}}}, "frozen"),
+        ({"frozen": {"least_cycles": 3}}, "frozen"),
+        ({"version": 1}, "frozen: None unverifiable"),
+    ],
+    ids=["margin", "direction", "test", "floors", "cycles", "nothing"],
+)
+def test_what_a_cycle_was_opened_with_decides(lab, hypothesis, unmet):
+    """The evidence is good, and the cycles were opened for something else."""
+    lab.ledger.unlink()
+    for name, seeds in SEEDS.items():
+        lab.open(name, seeds, **hypothesis)
+    lab.promote()
+    assert unmet in lab.notes()
+
+
+def test_a_typed_threshold_does_not_replace_the_frozen_one(lab):
+    """It was free after the fact: a floor that was missed could be lowered."""
+    lab.promote("policy.floors={richness:0.1}")
+    assert "the policy has floors" in lab.notes()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_decision_by_rules_that_are_no_more_is_labelled_and_not_made_again(lab, version):
+    """An old ledger is still read; what it promoted by is not put in place of today's rules."""
+    decision = {
+        "policy": {"name": "burn_production", "kpi": "task_success", "margin": 0.0},
+        "evidence": [{"path": "gone/compare.json", "sha256": "0" * 64, "cycle": None}],
+        "parity": None,
+        "rules": [],
+        "decision": "promote",
+        "recommendation": None,
+    }
+    lab.write("decision", decision, version)
+    said = lab.typed("task=promote", "replay=true", f"ledger={lab.ledger}")
+    assert "Entry 3 is unverifiable" in said
+    assert "0 decisions of 3 entries" in said

@@ -27,15 +27,17 @@ __all__ = [
     "DecisionEntry",
     "EntryKind",
     "EvidenceEntry",
+    "FrozenRules",
     "LedgerEntry",
     "Outcome",
     "RuleRecord",
+    "Thresholds",
     "append",
     "cycles_of",
     "read_ledger",
 ]
 
-_FORMAT, _VERSION = "mens_exp_decisions", 1
+_FORMAT, _VERSION = "mens_exp_decisions", 2  # version 1 froze less of a cycle
 
 
 class EntryKind(StrEnum):
@@ -62,9 +64,36 @@ class Outcome(StrEnum):
     UNKNOWN = "unknown"
 
 
-class CycleEntry(TypedDict):
-    """A benchmark cycle, frozen before any run: ``arms`` are backends or names of arms."""
+class Thresholds(TypedDict):
+    """A policy's part of what a cycle freezes, under names that only the ledger has.
 
+    Attributes:
+        challenger, incumbent: backends.
+        floors, ceilings: of the challenger's means, by KPI.
+        share_margin, relative_margin: how much worse another KPI may be.
+        least_cycles: that a promotion rests on.
+        certificate: whether one of the challenger's adapters is asked for.
+    """
+
+    challenger: str
+    incumbent: str
+    floors: dict[str, float]
+    ceilings: dict[str, float]
+    share_margin: float
+    relative_margin: float
+    least_cycles: int
+    certificate: bool
+
+
+class FrozenRules(Thresholds):
+    """All that decides on a cycle besides its hypothesis: a policy's part, and a comparison's."""
+
+    alpha: float
+    test: str
+    condition: str
+
+
+class _Registered(TypedDict):
     cycle: str
     suite_digest: str
     seeds: list[int]
@@ -73,6 +102,16 @@ class CycleEntry(TypedDict):
     kpi: str
     direction: str
     margin: float
+
+
+class CycleEntry(_Registered, total=False):
+    """A benchmark cycle, frozen before any run: ``arms`` are backends or names of arms.
+
+    The KPI of the challenger goes in the ``direction``, by more than the ``margin``. An entry of
+    version 1 has no ``frozen``: what it leaves open is not known, and no default stands in for it.
+    """
+
+    frozen: FrozenRules
 
 
 class RuleRecord(TypedDict):
@@ -187,12 +226,12 @@ def cycles_of(entries: Sequence[LedgerEntry]) -> dict[str, tuple[str, CycleEntry
 def _wrong(
     entry: Mapping[str, Any], number: int, before: str | None, where: str
 ) -> Iterator[DataError]:
-    if (entry["format"], entry["version"]) != (_FORMAT, _VERSION):
+    if entry["format"] != _FORMAT or not 1 <= entry["version"] <= _VERSION:
         yield DataError(
             "not this format",
             where=where,
             found=f"{entry['format']} {entry['version']}",
-            expected=f"{_FORMAT} {_VERSION}",
+            expected=f"{_FORMAT} 1 to {_VERSION}",
         )
         return
     whole = {name: value for name, value in entry.items() if name != "sha256"}

@@ -7,6 +7,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
+from mens_exp.config.compare import CompareTest
 from mens_exp.config.fields import setting
 
 __all__ = [
@@ -46,18 +47,15 @@ class PolicyConfig:
 
 @dataclass(kw_only=True, slots=True)
 class BurnProductionPolicy(PolicyConfig):
-    """May the challenger's backend take the incumbent's place in production."""
+    """May the challenger's backend take the incumbent's place in production.
+
+    `open=<cycle>` freezes these values; KPI, direction and margin are the cycle's (`promote`).
+    """
 
     name: str = "burn_production"
     challenger: str = setting("burn", "Backend that is to be promoted.")
     incumbent: str = setting("qlora", "Backend whose place it would take.")
     min_cycles: int = setting(2, "Registered benchmark cycles, their seeds disjoint.", ge=1)
-    kpi: str = setting("task_success", "KPI of the superiority.")
-    margin: float = setting(
-        0.0,
-        "What the lower bound of its difference has to exceed; the interval is the comparison's.",
-        ge=0,
-    )
     share_margin: float = setting(
         0.02, "How much worse a KPI that is a share may be at most (unverified guess).", ge=0
     )
@@ -150,6 +148,16 @@ class PromoteConfig:
     factor: str | None = setting(None, "What the arms differ in: the hypothesis' factor.")
     kpi: str = setting("task_success", "KPI of the hypothesis, the primary one of the comparison.")
     direction: Direction = setting(
-        Direction.higher, "Which way the first of the arms is thought to go."
+        Direction.higher,
+        "Which way the KPI of `policy.challenger` goes from that of `policy.incumbent`.",
     )
-    margin: float = setting(0.0, "By how much, in the KPI's unit.", ge=0)
+    margin: float = setting(
+        0.0,
+        "By how much, in the KPI's unit: the worse bound of the difference has to exceed it.",
+        ge=0,
+    )
+    alpha: float = setting(
+        0.05, "`compare.alpha` of the cycle's comparison.", gt=0, lt=1
+    )  # the field's convention
+    test: CompareTest = setting(CompareTest.t, "`compare.test` of it.")
+    condition: str = setting("tuned", "`compare.condition` of it.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.comparison import Verdict
 from mens_exp.artifacts.decision_ledger import Answer, RuleRecord
@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from mens_exp.artifacts.comparison import Comparison, ContrastRecord, KpiRecord
+    from mens_exp.artifacts.decision_ledger import CycleEntry, Thresholds
     from mens_exp.config.policy import BurnProductionPolicy
     from mens_exp.evals.promotion_rules import Evidence, Parity
 
-__all__ = ["burn_production"]
+__all__ = ["burn_production", "thresholds"]
 
 _GROUPS = (KpiGroup.SYNTAX, KpiGroup.SEMANTIC, KpiGroup.REPAIR)
 
@@ -35,7 +36,7 @@ def burn_production(
         note=", ".join(sorted(cycles)) or "no comparison is of a registered cycle",
     )
     for one in evidence:
-        yield from _registered(one)
+        yield from _registered(policy, one)
         contrast = _between(one.comparison, policy.challenger, policy.incumbent)
         yield rule_of(
             "contrast",
@@ -59,45 +60,68 @@ def burn_production(
         )
 
 
+def thresholds(policy: BurnProductionPolicy) -> Thresholds:
+    """Return what of a cycle's frozen rules is the policy's, under the ledger's names."""
+    return {
+        "challenger": policy.challenger,
+        "incumbent": policy.incumbent,
+        "floors": dict(policy.floors),
+        "ceilings": dict(policy.ceilings),
+        "share_margin": policy.share_margin,
+        "relative_margin": policy.relative_margin,
+        "least_cycles": policy.min_cycles,
+        "certificate": policy.parity,
+    }
+
+
 def _of_contrast(
     policy: BurnProductionPolicy, one: Evidence, contrast: ContrastRecord
 ) -> Iterator[RuleRecord]:
-    yield rule_of(
-        "primary KPI",
-        one,
-        observed=one.comparison.primary,
-        threshold=policy.kpi,
-        passed=one.comparison.primary == policy.kpi,
-        leads_to=Answer.INSUFFICIENT,
-        note="a verdict is given on the KPI that was declared before it was seen",
-    )
-    yield _superior(policy, one, contrast["kpis"].get(policy.kpi))
+    if one.cycle is not None:
+        yield _directed(one, one.cycle, contrast["kpis"].get(one.cycle["kpi"]))
+        yield _superior(one, one.cycle, contrast["kpis"].get(one.cycle["kpi"]))
     for group in _GROUPS:
         yield from _none_worse(policy, one, contrast, group)
     arm = next(arm for arm in one.comparison.arms if arm["name"] == contrast["arm"])
     yield from within(one, arm, policy.floors, policy.ceilings, missing=Answer.INSUFFICIENT)
 
 
-def _superior(policy: BurnProductionPolicy, one: Evidence, kpi: KpiRecord | None) -> RuleRecord:
+def _directed(one: Evidence, cycle: CycleEntry, kpi: KpiRecord | None) -> RuleRecord:
+    """Ask that the cycle was opened to show that the challenger is better."""
+    wanted = {Direction.MAX.value: "higher", Direction.MIN.value: "lower"}
+    better = None if kpi is None else wanted.get(kpi["direction"])
+    return rule_of(
+        "direction",
+        one,
+        kpi=cycle["kpi"],
+        observed=cycle["direction"],
+        threshold=better,
+        passed=None if better is None else cycle["direction"] == better,
+        leads_to=Answer.INSUFFICIENT,
+        note="frozen when the cycle was opened",
+    )
+
+
+def _superior(one: Evidence, cycle: CycleEntry, kpi: KpiRecord | None) -> RuleRecord:
     """Ask for a verdict, and that the worse bound exceeds the margin; all of it under 0 rejects.
 
     Differences that are all equal have a point for an interval, however few they are, so that
     bounds alone are not enough.
     """
-    bounds = None if kpi is None else _oriented(one.comparison, policy.kpi, kpi)
+    bounds = None if kpi is None else _oriented(one.comparison, kpi)
     worst, best = bounds or (None, None)
     note = "worse bound of the difference" if worst is not None else "no interval of this KPI"
     if kpi is not None and worst is None:
         note = _why_none(one.comparison, kpi) or note
-    is_above = worst is not None and worst > policy.margin
+    is_above = worst is not None and worst > cycle["margin"]
     if kpi is not None and is_above and kpi["verdict"] != Verdict.BETTER:
         note = f"{note}; {kpi['verdict']}, {kpi['why']}"
     return rule_of(
         "superiority",
         one,
-        kpi=policy.kpi,
+        kpi=cycle["kpi"],
         observed=worst,
-        threshold=policy.margin,
+        threshold=cycle["margin"],
         passed=None
         if kpi is None or worst is None
         else is_above and kpi["verdict"] == Verdict.BETTER,
@@ -126,7 +150,7 @@ def _none_worse(
         margin = policy.share_margin
         if kpi["unit"] != "1":
             margin = policy.relative_margin * abs(kpi["reference_mean"] or 0.0)
-        worst, best = _oriented(one.comparison, name, kpi) or (None, None)
+        worst, best = _oriented(one.comparison, kpi) or (None, None)
         conclusive = best is not None and best < -margin
         yield rule_of(
             "non-inferiority",
@@ -146,7 +170,7 @@ def _none_worse(
         )
 
 
-def _registered(one: Evidence) -> Iterator[RuleRecord]:
+def _registered(policy: BurnProductionPolicy, one: Evidence) -> Iterator[RuleRecord]:
     cycle = one.cycle
     yield rule_of(
         "registered",
@@ -157,6 +181,8 @@ def _registered(one: Evidence) -> Iterator[RuleRecord]:
         leads_to=Answer.INSUFFICIENT,
         note=f"exploratory: {one.why_exploratory}" if cycle is None else "",
     )
+    if cycle is not None:
+        yield _as_frozen(policy, one, cycle)
     yield rule_of(
         "seeds of its own",
         one,
@@ -164,6 +190,29 @@ def _registered(one: Evidence) -> Iterator[RuleRecord]:
         threshold="none shared with an earlier cycle",
         passed=not one.shared_seeds,
         leads_to=Answer.INSUFFICIENT,
+    )
+
+
+def _as_frozen(policy: BurnProductionPolicy, one: Evidence, cycle: CycleEntry) -> RuleRecord:
+    """Ask that the policy has the values that the cycle was opened with."""
+    asked: dict[str, Any] = dict(thresholds(policy))
+    frozen: dict[str, Any] = dict(cycle.get("frozen", {}))
+    others = [name for name in asked if asked[name] != frozen.get(name)]
+    note = ""
+    if not frozen:
+        note = f"unverifiable: {cycle['cycle']} was opened by a version that froze none of them"
+    elif others:
+        now = ", ".join(f"{name} {asked[name]}" for name in others)
+        note = f"the policy has {now}; other values are another cycle"
+    was = ", ".join(f"{name} {frozen.get(name)}" for name in others)
+    return rule_of(
+        "frozen",
+        one,
+        observed=None if not frozen else was or "as frozen",
+        threshold="the values that the cycle was opened with",
+        passed=None if not frozen else not others,
+        leads_to=Answer.INSUFFICIENT,
+        note=note,
     )
 
 
@@ -183,12 +232,12 @@ def _confounded(contrast: ContrastRecord | None) -> str:
     return f"confounded by {causes}" if causes else ""
 
 
-def _oriented(record: Comparison, name: str, kpi: KpiRecord) -> tuple[float, float] | None:
+def _oriented(record: Comparison, kpi: KpiRecord) -> tuple[float, float] | None:
     """Return the interval so that higher is better, the worse bound first; it needs every seed."""
     low, high = kpi["low"], kpi["high"]
     if low is None or high is None or unpaired(record, kpi):
         return None
-    return (-high, -low) if KPIS[name].direction is Direction.MIN else (low, high)
+    return (-high, -low) if kpi["direction"] == Direction.MIN else (low, high)
 
 
 def _why_none(record: Comparison, kpi: KpiRecord) -> str:

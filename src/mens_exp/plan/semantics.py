@@ -65,6 +65,7 @@ SETTINGS: dict[str, Part] = {
     **_all(Part.RECORD, "attribute.", "tokens position_bounds extra_bits targets_frac"),
     **_all(Part.RECORD, "inspect.", "replay_steps"),
     **_all(Part.RECORD, "promote.", "parity suite_digest seeds arms factor kpi direction margin"),
+    **_all(Part.RECORD, "promote.", "alpha test condition"),
     **_all(
         Part.RECORD,
         "policy.",

@@ -20,8 +20,10 @@ from mens_exp.artifacts.decision_ledger import (
     read_ledger,
 )
 from mens_exp.artifacts.digest import sha256_file
+from mens_exp.config.policy import BurnProductionPolicy
 from mens_exp.config.store import SCHEMAS
 from mens_exp.errors import GateError, RequestError
+from mens_exp.evals.burn_production import thresholds
 from mens_exp.evals.promotion import decide
 from mens_exp.report.promotion_view import decision_view
 from mens_exp.tasks.checking import compared, refuse_differences
@@ -57,8 +59,9 @@ def promote(config: RunConfig, run: Run) -> None:
 
 
 def _open(config: RunConfig, ledger: Path, run: Run) -> None:
-    """Register a cycle: its suite, seeds, arms and hypothesis, before any run of it."""
-    told = config.promote
+    """Register a cycle before any run of it: its suite, seeds, arms, hypothesis and rules."""
+    told, policy = config.promote, config.policy or BurnProductionPolicy()
+    assert isinstance(policy, BurnProductionPolicy), "validation refuses others"
     cycle: CycleEntry = {
         "cycle": str(config.open),
         "suite_digest": str(told.suite_digest),
@@ -68,6 +71,12 @@ def _open(config: RunConfig, ledger: Path, run: Run) -> None:
         "kpi": told.kpi,
         "direction": told.direction.value,
         "margin": told.margin,
+        "frozen": {
+            "alpha": told.alpha,
+            "test": told.test.value,
+            "condition": told.condition,
+            **thresholds(policy),
+        },
     }
 
     def made(entries: list[LedgerEntry]) -> CycleEntry:
@@ -152,18 +161,36 @@ def decided(
 def _replay(ledger: Path, run: Run) -> None:
     """Make every past decision again from its evidence, and refuse what comes out otherwise."""
     entries = read_ledger(ledger)
-    checks = []
+    checks, unverifiable = [], []
     for number, entry in enumerate(entries):
         made = entry["decision"]
         if made is None:
             continue
+        why = _not_of_today(entry["version"], made)
+        if why:
+            unverifiable.append(f"Entry {entry['number']} is unverifiable: {why}.")
+            continue
         again = _again(made, entries[:number])
         checks += _differences(f"entry {entry['number']}", made, again)
-    decisions = sum(entry["decision"] is not None for entry in entries)
-    run.manifest.results.update(decisions=decisions, entries=len(entries))
+    decisions = sum(entry["decision"] is not None for entry in entries) - len(unverifiable)
+    run.manifest.results.update(
+        decisions=decisions, entries=len(entries), unverifiable=len(unverifiable)
+    )
+    console = Console()
+    for text in unverifiable:
+        console.print(text)
     remedy = "find what of the evidence has changed since"
     refuse_differences("a past decision comes out otherwise", str(ledger), checks, remedy)
-    Console().print(f"{decisions} decisions of {len(entries)} entries, each as it was made.")
+    console.print(f"{decisions} decisions of {len(entries)} entries, each as it was made.")
+
+
+def _not_of_today(version: int, made: DecisionEntry) -> str:
+    """Say why a decision cannot be made again by today's rules; empty where it can."""
+    if version == 1:
+        return "version 1 of the ledger froze no rules, and its own were others"
+    policy: Any = SCHEMAS["policy"].get(made["policy"]["name"])
+    known = set() if policy is None else {field.name for field in dataclasses.fields(policy)}
+    return "" if made["policy"].keys() == known else "its policy has values that are no more"
 
 
 def _differences(what: str, made: DecisionEntry, again: DecisionEntry) -> list[Check]:

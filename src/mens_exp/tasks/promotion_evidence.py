@@ -30,7 +30,10 @@ __all__ = ["certificate_of", "comparison_files", "cycle_of", "gathered"]
 
 _ABSENT = "no such file"
 _ROUNDING = 1e-9
-_SAME = ("factors", "reference", "primary", "alpha", "test", "power", "arms", "contrasts", "noise")
+_SAME = (
+    *("factors", "reference", "primary", "alpha", "test", "power", "condition"),
+    *("arms", "contrasts", "noise"),
+)
 
 
 def comparison_files(text: str) -> list[Path]:
@@ -168,6 +171,18 @@ def _not_of(record: Comparison, opened_utc: str, cycle: CycleEntry) -> list[str]
     if record.factors != [cycle["factor"]]:
         factors = ", ".join(record.factors) or "none"
         found.append(f"{cycle['factor']} was registered, and the arms are of {factors}")
+    frozen = cycle.get("frozen")
+    if frozen is not None:
+        pairs = {
+            "alpha": (frozen["alpha"], record.alpha),
+            "test": (frozen["test"], record.test),
+            "condition": (frozen["condition"], record.condition),
+        }
+        found += [
+            f"{was} was frozen as {name}, and the comparison has {now}"
+            for name, (was, now) in pairs.items()
+            if was != now
+        ]
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from mens_exp.config.policy import BurnProductionPolicy
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,11 +32,11 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
             expected="a file, made when it is not there",
             remedy="add ledger=<file>",
         )
-    asked = [config.policy is not None, config.open is not None, config.replay]
+    asked = [_decides(config), config.open is not None, config.replay]
     if sum(asked) != 1:
         what = "several things at once" if sum(asked) > 1 else "nothing to do"
         yield ConfigError(what, where="task=promote", expected=_ANY)
-    if config.policy is not None and config.path is None:
+    if _decides(config) and config.path is None:
         yield ConfigError(
             "no evidence",
             where="path",
@@ -46,8 +47,20 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
         yield from _cycle_problems(config)
 
 
+def _decides(config: RunConfig) -> bool:
+    """Tell a decision from the opening of a cycle, which freezes the policy's values."""
+    return config.policy is not None and config.open is None
+
+
 def _cycle_problems(config: RunConfig) -> Iterator[ConfigError]:
     told = config.promote
+    if config.policy is not None and not isinstance(config.policy, BurnProductionPolicy):
+        yield ConfigError(
+            "no cycle is opened for this policy",
+            where="policy",
+            found=config.policy.name,
+            expected="burn_production, the only one that rests on cycles",
+        )
     if not config.open or not config.open.strip():
         yield ConfigError("a cycle has a name", where="open", found=config.open)
     if not _SHA256.fullmatch(told.suite_digest or ""):
@@ -91,8 +104,8 @@ def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
     for key in keys:
         of_cycle = key.startswith("promote.") and key != "promote.parity"
         has_effect = {
-            "promote.parity": config.policy is not None,
-            "path": config.policy is not None,
+            "promote.parity": _decides(config),
+            "path": _decides(config),
         }.get(key, config.open is not None if of_cycle else True)
         if not has_effect:
             needed = "open=<cycle>" if of_cycle else _DECIDES
