@@ -311,3 +311,24 @@ def test_a_decision_by_rules_that_are_no_more_is_labelled_and_not_made_again(lab
     said = lab.typed("task=promote", "replay=true", f"ledger={lab.ledger}")
     assert "Entry 3 is unverifiable" in said
     assert "0 decisions of 3 entries" in said
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{}, {"kpi": "parse_rate"}, {"margin": 0.5}, {"frozen": {"alpha": 0.01}}, {"version": 1}],
+    ids=["same", "kpi", "margin", "alpha", "version 1"],
+)
+def test_a_cycle_that_went_badly_cannot_stay_in_the_drawer(lab, other):
+    """Opened for the same question, whatever its values, and not in the path: it still counts."""
+    lab.open("three", [13, 14, 15], **other)
+    assert "burn_production: insufficient_evidence" in lab.promote()
+    assert "cycle: None" in lab.notes()
+    told = [rule["threshold"] for rule in lab.decision()["rules"] if rule["rule"] == "cycle"]
+    assert told == [f"a comparison of cycle {name}" for name in ("one", "two", "three")]
+
+
+def test_a_cycle_of_another_question_does_not_count(lab):
+    """Whether full training may take qlora's place says nothing about burn."""
+    lab.open("three", [13, 14, 15], arms=["qlora", "full"], frozen={"challenger": "full"})
+    lab.open("old", [16, 17], arms=["4", "8"], factor="lora.r", version=1)
+    assert "burn_production: promote" in lab.promote(code=0)

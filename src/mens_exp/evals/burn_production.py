@@ -10,7 +10,7 @@ from mens_exp.evals.kpi_table import KPIS, Direction, KpiGroup
 from mens_exp.evals.promotion_rules import rule_of, unpaired, within
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from mens_exp.artifacts.comparison import Comparison, ContrastRecord, KpiRecord
     from mens_exp.artifacts.decision_ledger import CycleEntry, Thresholds
@@ -23,7 +23,10 @@ _GROUPS = (KpiGroup.SYNTAX, KpiGroup.SEMANTIC, KpiGroup.REPAIR)
 
 
 def burn_production(
-    policy: BurnProductionPolicy, evidence: Sequence[Evidence], parity: Parity | None
+    policy: BurnProductionPolicy,
+    evidence: Sequence[Evidence],
+    parity: Parity | None,
+    opened: Iterable[CycleEntry],
 ) -> Iterator[RuleRecord]:
     """Yield every rule: cycles, contrast, superiority, non-inferiority, floors, certificate."""
     cycles = {one.cycle["cycle"] for one in evidence if one.cycle is not None and not one.problems}
@@ -35,6 +38,9 @@ def burn_production(
         leads_to=Answer.INSUFFICIENT,
         note=", ".join(sorted(cycles)) or "no comparison is of a registered cycle",
     )
+    for cycle in opened:
+        if _is_about(policy, cycle):
+            yield _finished(cycle, evidence)
     for one in evidence:
         yield from _registered(policy, one)
         contrast = _between(one.comparison, policy.challenger, policy.incumbent)
@@ -58,6 +64,33 @@ def burn_production(
             leads_to=Answer.INSUFFICIENT,
             note="promote.parity names none" if parity is None else parity.problem or "",
         )
+
+
+def _is_about(policy: BurnProductionPolicy, cycle: CycleEntry) -> bool:
+    """Tell whether a cycle was opened for the policy's challenger against its incumbent.
+
+    Its KPI, margin and rules do not matter: otherwise a cycle that went badly would be out of the
+    way once the next one has a margin that differs in its last digit.
+    """
+    asked = {policy.challenger, policy.incumbent}
+    frozen = cycle.get("frozen")
+    if frozen is not None:
+        return {frozen["challenger"], frozen["incumbent"]} == asked
+    return asked <= {arm.partition(" ")[0].rpartition("=")[2] for arm in cycle["arms"]}
+
+
+def _finished(cycle: CycleEntry, evidence: Sequence[Evidence]) -> RuleRecord:
+    """Ask for a comparison of a cycle: a promotion rests on all that were opened for it."""
+    name = cycle["cycle"]
+    found = [one.name for one in evidence if one.cycle is not None and one.cycle["cycle"] == name]
+    return rule_of(
+        "cycle",
+        observed=", ".join(found) or None,
+        threshold=f"a comparison of cycle {name}",
+        passed=True if found else None,
+        leads_to=Answer.INSUFFICIENT,
+        note="" if found else "it was opened for this question, and counts finished or not",
+    )
 
 
 def thresholds(policy: BurnProductionPolicy) -> Thresholds:

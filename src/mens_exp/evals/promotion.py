@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from mens_exp.artifacts.comparison import ArmRecord, Comparison, KpiRecord
+    from mens_exp.artifacts.decision_ledger import CycleEntry
     from mens_exp.config.policy import PolicyConfig
     from mens_exp.evals.promotion_rules import Evidence, Parity
 
@@ -45,20 +46,26 @@ class Decided:
     rules: list[RuleRecord]
 
 
-def decide(policy: PolicyConfig, evidence: Sequence[Evidence], parity: Parity | None) -> Decided:
+def decide(
+    policy: PolicyConfig,
+    evidence: Sequence[Evidence],
+    parity: Parity | None,
+    cycles: Iterable[CycleEntry] = (),
+) -> Decided:
     """Apply a policy.
 
     Args:
         policy: the rules and their thresholds.
         evidence: comparisons, oldest first.
         parity: a certificate, where one was given.
+        cycles: every one that was opened before the decision.
 
     Returns:
         `promote` only where every rule passed; a figure that is not known never passes.
     """
     rules = [rule for one in evidence for rule in (sound(one), sandboxed(one), complete(one))]
     if isinstance(policy, BurnProductionPolicy):
-        rules += burn_production(policy, evidence, parity)
+        rules += burn_production(policy, evidence, parity, cycles)
     elif isinstance(policy, QloraPlateauPolicy):
         rules += _qlora_plateau(policy, evidence)
     elif isinstance(policy, BurnRndPolicy):

@@ -136,7 +136,8 @@ def decided(
     """Make a decision from its evidence and the ledger before it."""
     evidence = gathered(files, entries)
     certificate = certificate_of(parity, evidence, str(getattr(policy, "challenger", "")))
-    made = decide(policy, evidence, certificate)
+    opened = [cycle for _, cycle in cycles_of(entries).values()]
+    made = decide(policy, evidence, certificate, opened)
     place = None if certificate is None else Path(certificate.name)
     listed: list[EvidenceEntry] = [
         {
