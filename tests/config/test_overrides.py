@@ -298,6 +298,15 @@ def test_a_mapping_of_patterns_takes_any_keys():
     assert [cell.config.lora.rank_pattern for cell in swept.cells] == [{"mlp": 4}, {"mlp": 8}]
 
 
+def test_an_empty_mapping_is_refused_where_it_cannot_empty_another():
+    """Mappings are merged, so that it does nothing; one that is empty already may be said to be."""
+    told = ["task=promote", "ledger=l", "path=p", "policy=burn_production", "policy.floors={}"]
+    found = str(problem(*told))
+    assert "policy.floors: an empty mapping changes nothing" in found
+    assert "write policy.floors={strictness:…}" in found
+    assert config("lora.rank_pattern={}").lora.rank_pattern == {}
+
+
 def test_options_that_do_not_go_together_are_told(tmp_path, monkeypatch):
     """An experiment that overrides a group the command overrides too is no traceback."""
     experiment = tmp_path / "conf" / "experiment" / "torn.yaml"

@@ -332,3 +332,18 @@ def test_a_cycle_of_another_question_does_not_count(lab):
     lab.open("three", [13, 14, 15], arms=["qlora", "full"], frozen={"challenger": "full"})
     lab.open("old", [16, 17], arms=["4", "8"], factor="lora.r", version=1)
     assert "burn_production: promote" in lab.promote(code=0)
+
+
+def test_one_cycle_is_too_few_whatever_is_typed(lab):
+    """A cycle that was frozen with one, and a command that asks for one."""
+    lab.ledger.unlink()
+    lab.open("one", SEEDS["one"], frozen={"least_cycles": 1})
+    del lab.verdicts["two"]
+    assert "policy.min_cycles" in lab.promote("policy.min_cycles=1", code=2)
+
+
+def test_an_empty_mapping_of_floors_is_refused_and_says_why(lab):
+    """It changed nothing, and looked as if it did away with every floor."""
+    said = lab.promote("policy.floors={}", code=2)
+    assert "policy.floors: an empty mapping changes nothing" in said
+    assert "strictness" in said

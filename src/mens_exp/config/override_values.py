@@ -149,6 +149,14 @@ def _assignment_problems(key: str, value: Any, reference: DictConfig) -> Iterato
     if isinstance(value, dict) and _is_closed(node):
         for name, entry in value.items():
             yield from _assignment_problems(f"{key}.{name}", entry, reference)
+    elif value == {} and is_open(node) and len(node):
+        yield ConfigError(
+            "an empty mapping changes nothing",
+            where=key,
+            found=f"{key}={{}}",
+            expected=f"values for some of {', '.join(map(str, node.keys()))}",
+            remedy=f"write {key}={{{next(iter(node.keys()))}:…}}; entries are merged, not replaced",
+        )
     elif not _fits(key, value, node, reference):
         yield ConfigError(
             "wrong type", where=key, found=shown(value), expected=_accepted(node, value)

@@ -55,7 +55,7 @@ class BurnProductionPolicy(PolicyConfig):
     name: str = "burn_production"
     challenger: str = setting("burn", "Backend that is to be promoted.")
     incumbent: str = setting("qlora", "Backend whose place it would take.")
-    min_cycles: int = setting(2, "Registered benchmark cycles, their seeds disjoint.", ge=1)
+    min_cycles: int = setting(2, "Registered benchmark cycles, their seeds disjoint.", ge=2)
     share_margin: float = setting(
         0.02, "How much worse a KPI that is a share may be at most (unverified guess).", ge=0
     )
