@@ -163,11 +163,50 @@ def test_losses_over_different_tokens_get_no_verdict(study, compare):
 
 
 def test_what_changes_no_answer_confounds_nothing(study, compare):
-    """Without drawing, top_p and seed mean nothing; the batch is labelled: bf16 rounds by it."""
+    """Without drawing, top_p and seed mean nothing; products in f32 do not depend on the batch."""
     told = {"temperature": 0.0, "top_p": 0.9, "seed": 7, "batch_size": 16}
-    contrast = compare(study(answering=lambda arm: told if arm else {"batch_size": 8})).contrasts[0]
+    f32 = "quant.compute_dtype=f32"
+    path = study(
+        arms=[[f32], [f32, WITHOUT]], answering=lambda arm: told if arm else {"batch_size": 8}
+    )
+    contrast = compare(path).contrasts[0]
     assert contrast["confounded_by"] == []
-    assert contrast["environment"] == ["suite.batch_size 8 and 16"]
+    assert contrast["environment"] == ["suite.batch_size is 8 and 16"]
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm", "openai"])
+@pytest.mark.parametrize("name", ["batch_size", "max_new_tokens"])
+def test_answers_in_batches_or_caches_of_two_sizes_confound_unless_in_f32(
+    study, compare, name, engine
+):
+    """Each tenth answer is another one in bf16, which is the default; a server says no format."""
+    dtype = "quant.compute_dtype=f32" if engine == "openai" else "quant.compute_dtype=bf16"
+    sizes = [{"engine": engine, name: 8}, {"engine": engine, name: 16}]
+    path = study(arms=[[dtype], [dtype, WITHOUT]], seeds=[1, 2], answering=lambda arm: sizes[arm])
+    (found,) = compare(path).contrasts[0]["confounded_by"]
+    assert f"suite.{name} is 8 and 16" in found
+
+
+def test_one_arm_in_bf16_confounds_batches_of_two_sizes(study, compare):
+    """The format is the declared factor; that the other arm is in f32 does not help."""
+    sizes = [{"batch_size": 8}, {"batch_size": 16}]
+    arms = [["quant.compute_dtype=f32"], ["quant.compute_dtype=bf16"]]
+    (contrast,) = compare(study(arms=arms, answering=lambda arm: sizes[arm])).contrasts
+    assert "suite.batch_size is 8 and 16" in contrast["confounded_by"][0]
+
+
+def test_losses_over_more_or_less_text_confound(study, compare):
+    """Both losses of a run are of the first data.val_max_tokens tokens; the contract is one."""
+    more = "data.val_max_tokens=1024"
+    record = compare(study(arms=[[], [WITHOUT, more]], seeds=[1, 2]))
+    assert record.factors == ["quant.double_quant"]
+    assert record.contrasts[0]["confounded_by"] == [
+        "losses are over other text: data.val_max_tokens is 1024 and 8192"
+    ]
+    one = study("one", arms=[[]], seeds=[1])
+    other = study("other", arms=[[more]], seeds=[2])
+    tuned = compare(f"'{one},{other}'").contrasts[0]  # against the base of one arm
+    assert "data.val_max_tokens is 1024 and 8192" in tuned["confounded_by"][0]
 
 
 def test_another_content_of_rows_confounds(study, compare):

@@ -24,15 +24,20 @@ __all__ = [
     "Arm",
     "Trial",
     "arms_of",
-    "asked_otherwise",
     "factors_in",
     "inner_differences",
+    "measured_otherwise",
     "unlike_losses",
+    "unlike_sizes",
 ]
 
 _DIGITS = 8  # of a digest, enough to tell arms of one study apart
 # How answers are made where a scorecard does not say: by version 1 alone, which knew no other way.
 _ASKED = {"engine": "hf", "temperature": 0.0, "top_p": 1.0, "samples": 1, "max_retries": 0}
+# What the shape of a matrix product depends on while answers are made, and its rounding in bf16.
+_SIZES = ("batch_size", "max_new_tokens")
+_SAYS_FORMAT = frozenset({"hf", "vllm"})  # engines that compute in quant.compute_dtype
+_LOSS_TOKENS = "data.val_max_tokens"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +63,14 @@ class Trial:
         """The record of what the run means."""
         assert self.manifest.contract is not None, "runs that train nothing are left out"
         return self.manifest.contract
+
+    @property
+    def answers_in_f32(self) -> bool:
+        """Whether what answers it has are known to be made in f32, where no batch changes them."""
+        if self.suite_digest is None:
+            return True
+        says_format = self.answering.get("engine", _ASKED["engine"]) in _SAYS_FORMAT
+        return says_format and self.settings.get("quant.compute_dtype") == "f32"
 
     def side(self) -> dict[str, Any]:
         """Return what the guard holds against another run's."""
@@ -130,11 +143,33 @@ def inner_differences(arm: Arm) -> list[str]:
     ]
     if len({trial.suite_digest for trial in arm.trials if trial.suite_digest is not None}) > 1:
         found.append(f"runs of {arm.name} were scored by different suites")
-    return found + asked_otherwise(arm.trials)
+    return found + measured_otherwise(arm.trials)
 
 
-def asked_otherwise(trials: Iterable[Trial]) -> list[str]:
-    """Say in what the answers of runs were not made alike, the items aside, which a suite has."""
+def measured_otherwise(trials: Sequence[Trial]) -> list[str]:
+    """Say in what runs were not measured alike, the items aside, which a suite has."""
+    tokens = _told(trial.settings.get(_LOSS_TOKENS) for trial in trials)
+    found = [f"losses are over other text: {_LOSS_TOKENS} is {tokens}"] if tokens else []
+    found += _asked_otherwise(trials)
+    if not all(trial.answers_in_f32 for trial in trials):
+        found += [f"{size}, and answers in bf16 depend on it" for size in unlike_sizes(trials)]
+    return found
+
+
+def unlike_sizes(trials: Iterable[Trial]) -> list[str]:
+    """Say in what the batches and caches differ in which answers were made."""
+    made = [trial.answering for trial in trials if trial.suite_digest is not None]
+    told = {name: _told(one.get(name) for one in made) for name in _SIZES}
+    return [f"suite.{name} is {values}" for name, values in told.items() if values]
+
+
+def _told(values: Iterable[Any]) -> str:
+    """List several numbers; empty where there is one alone."""
+    known = sorted({int(value) for value in values if value is not None})
+    return " and ".join(map(str, known)) if len(known) > 1 else ""
+
+
+def _asked_otherwise(trials: Iterable[Trial]) -> list[str]:
     made = [trial.answering for trial in trials if trial.suite_digest is not None]
     draws = any(one.get("temperature", 0.0) for one in made)
     found = []

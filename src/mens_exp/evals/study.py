@@ -24,10 +24,11 @@ from mens_exp.evals.arms import (
     Arm,
     Trial,
     arms_of,
-    asked_otherwise,
     factors_in,
     inner_differences,
+    measured_otherwise,
     unlike_losses,
+    unlike_sizes,
 )
 from mens_exp.evals.contrast import Implied, guard, implied_by
 from mens_exp.evals.kpi_table import KPIS
@@ -216,7 +217,7 @@ def _hold(arm: Arm, reference: Arm, factors: Sequence[str], contrast: ContrastRe
     suites = {one.suite_digest for side in (arm, reference) for one in side.trials}
     if len(suites) > 1:
         found.append("another suite: its digest, or that there is a scorecard at all")
-    found += asked_otherwise([*arm.trials, *reference.trials])
+    found += measured_otherwise([*arm.trials, *reference.trials])
     contrast["confounded_by"] = list(dict.fromkeys(found))
     contrast["moved_inputs"] = list(held.moved_inputs)
     others = [*arm.trials, *reference.trials[1:]]
@@ -225,10 +226,8 @@ def _hold(arm: Arm, reference: Arm, factors: Sequence[str], contrast: ContrastRe
         for trial in others
         for label in guard(trial.side(), first.side(), factors, implied).environment
     ]
-    told = (one.answering.get("batch_size") for one in (first, *others))
-    sizes = sorted({int(size) for size in told if size is not None})
-    if len(sizes) > 1:
-        labels.append(f"suite.batch_size {' and '.join(map(str, sizes))}")
+    if all(one.answers_in_f32 for one in (first, *others)):  # otherwise it confounds
+        labels += unlike_sizes([first, *others])
     contrast["environment"] = list(dict.fromkeys(labels))
 
 
