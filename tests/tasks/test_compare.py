@@ -209,6 +209,21 @@ def test_losses_over_more_or_less_text_confound(study, compare):
     assert "data.val_max_tokens is 1024 and 8192" in tuned["confounded_by"][0]
 
 
+@pytest.mark.parametrize("declared", [[], ["factors=[lora.r,quant.double_quant]"]])
+def test_factors_that_never_vary_apart_confound(study, compare, declared):
+    """Rank and double quantization move together, and the difference may be of either."""
+    (contrast,) = compare(study(arms=[[], ["lora.r=8", WITHOUT]]), *declared).contrasts
+    assert contrast["differs_in"] == ["lora.r", "quant.double_quant"]
+    (found,) = contrast["confounded_by"]
+    assert found.startswith("lora.r and quant.double_quant always vary together")
+
+
+def test_factors_of_a_crossed_study_confound_nothing(study, compare):
+    """Two by two; by hand, each factor varies where the other stands still."""
+    record = compare(study(arms=[[], ["lora.r=8"], [WITHOUT], ["lora.r=8", WITHOUT]], seeds=[1, 2]))
+    assert [one["confounded_by"] for one in record.contrasts] == [[], [], []]
+
+
 def test_another_content_of_rows_confounds(study, compare):
     """The contract is the same; what was read is not."""
     one = study("one", arms=[[]])

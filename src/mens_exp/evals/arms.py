@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Arm",
     "Trial",
+    "aliased",
     "arms_of",
     "factors_in",
     "inner_differences",
@@ -144,6 +145,22 @@ def inner_differences(arm: Arm) -> list[str]:
     if len({trial.suite_digest for trial in arm.trials if trial.suite_digest is not None}) > 1:
         found.append(f"runs of {arm.name} were scored by different suites")
     return found + measured_otherwise(arm.trials)
+
+
+def aliased(arms: Sequence[Arm], factors: Iterable[str]) -> list[str]:
+    """Say which of the factors never vary apart in any of the arms: no difference is of one."""
+    together: dict[tuple[int, ...], list[str]] = {}
+    for factor in sorted(factors):
+        values = [arm.values[factor] for arm in arms]
+        names = together.setdefault(tuple(map(values.index, values)), [])
+        if not any(factor.startswith(f"{name}.") for name in names):  # a group has its settings
+            names.append(factor)
+    return [
+        f"{' and '.join(names)} always vary together, so the difference is of none of them alone; "
+        "declare a group that holds them, or vary one at a time"
+        for names in together.values()
+        if len(names) > 1
+    ]
 
 
 def measured_otherwise(trials: Sequence[Trial]) -> list[str]:

@@ -23,6 +23,7 @@ from mens_exp.errors import ConfigError, RequestError
 from mens_exp.evals.arms import (
     Arm,
     Trial,
+    aliased,
     arms_of,
     factors_in,
     inner_differences,
@@ -117,6 +118,7 @@ def conducted(
     made = _record(path, order, by_arm, seen, settings, named, declared=bool(factors))
     for arm, contrast in zip(order[1:], made.contrasts, strict=True):
         _hold(arm, found, named, contrast)
+        contrast["confounded_by"] += aliased(arms, contrast["differs_in"])
         if UNSAFE in {run["sandbox"] for run in made.runs if run["arm"] in {arm.name, found.name}}:
             contrast["environment"].append(_OUTSIDE)
     made.curves = {name: _curves(some) for name, some in by_arm.items()}
