@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from mens_exp.artifacts.comparison import Comparison, Verdict
 from mens_exp.artifacts.decision_ledger import EntryKind, append
-from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.manifest import Attempt, Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.tasks.study_runs import read_study
 
@@ -224,6 +225,39 @@ def test_factors_of_a_crossed_study_confound_nothing(study, compare):
     assert [one["confounded_by"] for one in record.contrasts] == [[], [], []]
 
 
+def test_seeds_that_are_not_each_there_once_are_labelled(study, compare):
+    """One failed, one was run twice, one was resumed; what a number rests on is said with it."""
+    path = study(seeds=[1, 2, 3])
+    again = study("again", seeds=[2], arms=[[]])
+    failed, _, _, resumed = (run for run in sorted(path.iterdir()) if run.name[0] in "0135")
+    _edit(failed, status=Status.FAILED)
+    _edit(resumed, attempts=[_attempt(None), _attempt(7)])
+    declared = ["factors=[quant.double_quant]", "compare.reference=true"]
+    record = compare(f"'{path},{again}'", *declared)
+    reference = "quant.double_quant=true"
+    assert record.contrasts[0]["environment"] == [
+        f"seed 3 of {WITHOUT} was resumed from step 7",
+        f"seed 1 is missing from {reference}",
+        f"seed 2 of {reference} was run 2 times",
+    ]
+    assert record.left_out == {str(failed): "seed 1 ended failed"}
+    base = compare(f"'{again},{path / '2_runs'}'").contrasts[0]  # one arm against its own base
+    (found,) = base["environment"]
+    assert re.fullmatch(r"seed 2 of \w+ was run 2 times", found)
+
+
+def _edit(run, **fields):
+    manifest = Manifest.read(RunDir(run).manifest)
+    for name, value in fields.items():
+        setattr(manifest, name, value)
+    manifest.write(RunDir(run).manifest)
+
+
+def _attempt(step):
+    utc = "2026-11-20T06:00:00.000Z"
+    return Attempt(started_utc=utc, ended_utc=utc, status=Status.SUCCEEDED, resumed_from_step=step)
+
+
 def test_another_content_of_rows_confounds(study, compare):
     """The contract is the same; what was read is not."""
     one = study("one", arms=[[]])
@@ -300,7 +334,7 @@ def test_runs_that_did_not_end_well_are_left_out_by_name(study, compare):
     manifest.status = Status.FAILED
     manifest.write(RunDir(run).manifest)
     record = compare(path)
-    assert record.left_out == {str(run): "it ended failed"}
+    assert record.left_out == {str(run): "seed 1 ended failed"}
     assert len(record.runs) == 5
 
 

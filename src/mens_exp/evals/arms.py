@@ -28,6 +28,7 @@ __all__ = [
     "factors_in",
     "inner_differences",
     "measured_otherwise",
+    "seed_labels",
     "unlike_losses",
     "unlike_sizes",
 ]
@@ -161,6 +162,28 @@ def aliased(arms: Sequence[Arm], factors: Iterable[str]) -> list[str]:
         for names in together.values()
         if len(names) > 1
     ]
+
+
+def seed_labels(arm: Arm, seeds: Iterable[int] = ()) -> list[str]:
+    """Say which seeds of an arm are missing, were run more than once, or were resumed.
+
+    Args:
+        arm: the arm.
+        seeds: that it should have, those of the arm beside it.
+    """
+    missing = sorted(set(seeds) - set(arm.seeds))
+    found = [f"seed {seed} is missing from {arm.name}" for seed in missing]
+    for seed in arm.seeds:
+        runs = [trial.manifest for trial in arm.trials if trial.manifest.seed == seed]
+        if len(runs) > 1:
+            found.append(f"seed {seed} of {arm.name} was run {len(runs)} times")
+        steps = [one["resumed_from_step"] for run in runs for one in run.attempts]
+        found += [
+            f"seed {seed} of {arm.name} was resumed from step {step}"
+            for step in steps
+            if step is not None
+        ]
+    return found
 
 
 def measured_otherwise(trials: Sequence[Trial]) -> list[str]:

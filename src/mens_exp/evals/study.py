@@ -28,6 +28,7 @@ from mens_exp.evals.arms import (
     factors_in,
     inner_differences,
     measured_otherwise,
+    seed_labels,
     unlike_losses,
     unlike_sizes,
 )
@@ -137,6 +138,7 @@ def _base_and_tuned(
     made.condition = "base and tuned"
     made.runs = [{**run.record, "arm": Condition.TUNED.value} for run in runs]
     made.contrasts[0]["confounded_by"] = inner_differences(arm)
+    made.contrasts[0]["environment"] = seed_labels(arm)
     if UNSAFE in {run["sandbox"] for run in made.runs}:
         made.contrasts[0]["environment"].append(_OUTSIDE)
     made.curves = {Condition.TUNED.value: _curves(runs)}
@@ -230,6 +232,7 @@ def _hold(arm: Arm, reference: Arm, factors: Sequence[str], contrast: ContrastRe
     ]
     if all(one.answers_in_f32 for one in (first, *others)):  # otherwise it confounds
         labels += unlike_sizes([first, *others])
+    labels += [*seed_labels(arm, reference.seeds), *seed_labels(reference, arm.seeds)]
     contrast["environment"] = list(dict.fromkeys(labels))
 
 

@@ -86,7 +86,8 @@ def read_study(paths: Sequence[str]) -> Read:
         manifest = Manifest.read(run.manifest)
         where = run.path.resolve()
         if manifest.status is not Status.SUCCEEDED:
-            left_out[str(where)] = f"it {_ended(manifest)}"
+            who = f"seed {manifest.seed}" if manifest.task == "train" else "it"
+            left_out[str(where)] = f"{who} {_ended(manifest)}"
         elif manifest.task == "evaluate" and manifest.inputs.get("subject") in {None, "base"}:
             left_out[str(where)] = "it scored no training run"
         elif manifest.task == "evaluate":
