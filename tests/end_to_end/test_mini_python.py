@@ -19,7 +19,7 @@ def test_training_ends_with_tasks_that_were_run(train_in, tmp_path):
     card = Scorecard.read(run.scorecard)
     assert (card.sandbox, card.items) == ("bubblewrap", 2)
     assert card.self_test is not None
-    assert card.self_test["references"] == {"every style": 16}
+    assert card.self_test["references"] == {"every style": 18}
     assert card.self_test["stubs_passed"] == []
     for kpis in card.conditions.values():
         assert kpis["task_success"] == kpis["pass_at_k"] == 0.0  # two random layers

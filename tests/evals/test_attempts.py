@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from mens_exp.evals.attempts import Plan, answer_all, answer_in, repair_turns
+from mens_exp.evals.answer_text import outside_reasoning
+from mens_exp.evals.attempts import Plan, answer_all, repair_turns
 from mens_exp.evals.generation import Completion, seed_of
 from mens_exp.evals.suite import Item, Judgement
 
@@ -102,11 +103,18 @@ def test_errors_are_fed_back_until_the_answer_is_right():
         ("<think>\nbecause\n</think>\n\n    right </think>", "    right </think>"),
         ("x = '<think>'\ny = '</think>'", "x = '<think>'\ny = '</think>'"),
         ("right", "right"),
+        ("So:\n<thinking>because</thinking>\n\nright", "So:\nright"),
+        ("<think>a</think>\none\n<think>b</think>\ntwo", "one\ntwo"),
+        ("one <think>b</think> two", "one \n two"),
+        ("<think>\nnever closed", ""),
+        ("```\n<think>\n```\nright", "```\n<think>\n```\nright"),
+        ("<think>\n```\nopen\n</think>\nright", "right"),
+        ("x.split('</think>')", "x.split('</think>')"),
     ],
 )
 def test_what_a_model_thinks_first_is_no_part_of_its_answer(completion, answer):
     """Whether its prompt has opened the reasoning, or it does."""
-    assert answer_in(completion) == answer
+    assert outside_reasoning(completion) == answer
 
 
 def test_an_answer_after_reasoning_is_judged_and_recorded_whole():

@@ -142,6 +142,49 @@ ACCEPTED = {
         "1. So:\n   ```python\n   def total(numbers):\n       return sum(numbers)\n   ```",
         Style.WHOLE,
     ),
+    "two fences, corrected second": (
+        f"```python\ndef total(numbers):\n    return 0\n```\nNo:\n```python\n{WHOLE}```",
+        Style.WHOLE,
+    ),
+    "two bodies, corrected second": (
+        "```\n    return 0\n```\nNo:\n```\n    return sum(numbers)\n```",
+        Style.CONTINUATION,
+    ),
+    "body in a fence, usage second": (
+        "```\n    return sum(numbers)\n```\nUse:\n```\nprint(total([1]))\n```",
+        Style.CONTINUATION,
+    ),
+    "two fences, the second cut": (
+        f"```python\n{WHOLE}```\nOr:\n```python\ndef total(numbers):\n    return 0\n",
+        Style.WHOLE,
+    ),
+    "a fence that closes the prompt's, corrected": (
+        f"    return 0\n```\nNo:\n```python\n{WHOLE}```",
+        Style.WHOLE,
+    ),
+    "whole between sentences, corrected": (
+        f"def total(numbers):\n    return 0\n\nThat is wrong.\n\n{WHOLE}\nIt adds them up.\n",
+        Style.WHOLE,
+    ),
+    "class Solution": (
+        (
+            "class Solution:\n    def total(self, numbers: List[int]) -> int:\n"
+            "        return self.add(numbers)\n\n    def add(self, many):\n"
+            "        return sum(many)\n\nprint(Solution().total([1]))\n"
+        ),
+        Style.SOLUTION,
+    ),
+    "class Solution in a conversation": (
+        (
+            "Sure!\n```python\nclass Solution(object):\n    @staticmethod\n"
+            "    def total(numbers):\n        return sum(numbers)\n```\nIt adds them up."
+        ),
+        Style.SOLUTION,
+    ),
+    "class Solution between sentences": (
+        "Here it is:\n\nclass Solution:\n    def total(self, n):\n        return sum(n)\n\nDone.",
+        Style.SOLUTION,
+    ),
     "windows line ends": (WHOLE.replace("\n", "\r\n"), Style.WHOLE),
 }
 

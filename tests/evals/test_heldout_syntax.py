@@ -6,7 +6,8 @@ import pytest
 
 from mens_exp.artifacts.digest import digest
 from mens_exp.config.suite import HeldoutSyntaxSuite
-from mens_exp.evals.answer_quality import code_of
+from mens_exp.evals import scored
+from mens_exp.evals.answer_text import code_of
 from mens_exp.evals.attempts import Plan, answer_all
 from mens_exp.evals.generation import Completion, Generation, GraphEngine
 from mens_exp.evals.heldout_syntax import HeldoutSyntax, choose_items, syntax_error
@@ -32,7 +33,7 @@ def pairs(*answers):
         ("def f(): pass", "def f(): pass"),
         ("```python\ndef f(): pass\n```", "def f(): pass\n"),
         ("```\ndef f(): pass\n```\nThat is all.", "def f(): pass\n"),
-        ("Here it is:\n```py\nx = 1\n```\n```py\ny = 2\n```", "x = 1\n"),
+        ("Here it is:\n```py\nx = 1\n```\n```py\ny = 2\n```", "y = 2\n"),
         ("```python\ndef f(): pass", "def f(): pass"),  # cut off before the fence closed
         ("```def f(): pass```", "def f(): pass"),
         ("    def f(self):\n        pass", "def f(self):\n    pass"),  # a method, indented
@@ -41,7 +42,7 @@ def pairs(*answers):
         ("```", ""),
     ],
 )
-def test_code_is_the_inside_of_the_first_fence_or_all_of_it(completion, code):
+def test_code_is_the_inside_of_the_last_fence_or_all_of_it(completion, code):
     """The language's name is dropped, and common indentation is taken away."""
     assert code_of(completion) == code
 
@@ -243,6 +244,28 @@ def test_the_denominator_is_always_all_items():
         "base": [0.25, 1, 1, 9.0, 0.25, 0.5],
         "tuned": [0.75, 3, 1, 12.0, 0.75, 1.0],
     }
+
+
+def test_another_version_of_grading_is_another_suite(monkeypatch):
+    """The record says which one it was, and its digest is not that of any other."""
+    suite = HeldoutSyntax(items=[made_item("a")], max_new_tokens=160)
+    events = answer_all(suite, Says({"Write a.": ("def f(): pass", 6)}), None, Plan(), "base")
+    card = to_scorecard(suite, events, Plan(), {})
+    assert card.generation["grading"] == 3
+    monkeypatch.setattr(scored, "GRADING", 4)
+    other = to_scorecard(suite, events, Plan(), {})
+    assert other.generation["grading"] == 4
+    assert len({suite.digest, card.suite_digest, other.suite_digest}) == 3
+
+
+def test_of_several_blocks_the_last_with_a_function_counts():
+    """A draft that is broken is corrected, and what only uses the function changes nothing."""
+    suite = HeldoutSyntax(items=[made_item("a")], max_new_tokens=160)
+    said = "```\ndef f(\n```\nNo:\n```\ndef f(): pass\n```\nUse:\n```\nf()\n```"
+    good, bad = suite.judge(
+        [Answer(item=suite.items[0], text=text) for text in (said, f"<think>{said}</think>")], None
+    )
+    assert (good.compiles, bad.compiles) == (True, False)
 
 
 def test_what_needs_execution_is_null_with_its_reason():

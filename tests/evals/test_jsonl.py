@@ -37,7 +37,17 @@ SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "require
         ("contains", "Paris", ["It is PARIS."], ["Lyon", ""]),
         ("contains", ["red", "blue"], ["blue and red"], ["red", ""]),
         ("regex", r"^\d{4}$", ["1789"], ["in 1789", "17890", ""]),
-        ("json_schema", SCHEMA, ['{"age": 3}', '```json\n{"age": 3}\n```'], ['{"age": "3"}', "3"]),
+        (
+            "json_schema",
+            SCHEMA,
+            [
+                '{"age": 3}',
+                '```json\n{"age": 3}\n```',
+                '```json\n{"age": "3"}\n```\nNo:\n```json\n{"age": 3}\n```',
+                '<think>{"age": "3"}</think>{"age": 3}',
+            ],
+            ['{"age": "3"}', "3"],
+        ),
     ],
 )
 def test_each_check_accepts_and_refuses(suite_of, check, expected, good, bad):

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import itertools
+import re
+import textwrap
+
 import pytest
 
 from mens_exp.config.suite import MiniPythonSuite
@@ -50,7 +54,7 @@ def test_references_pass_in_every_style_and_stubs_fail(suite, runner):
     result = suite.self_test(runner)
     assert result is not None
     assert result.problem is None
-    assert result.references == {"every style": 8 * 12}
+    assert result.references == {"every style": 9 * 12}
     assert (result.stubs, result.stubs_passed) == (12, [])
     assert suite.self_test(None) is None
 
@@ -90,6 +94,76 @@ def test_answers_are_judged_by_their_tests(suite, runner):
     assert good.unknown == {}
 
 
+@pytest.fixture(scope="module")
+def of_functions():
+    """Twenty-one tasks that ask for a function."""
+    tasks = mini_python(MiniPythonSuite(items=60)).tasks
+    wanted = {n: t for n, t in tasks.items() if f"def {t.entry_point}(" in t.solution}
+    chosen = dict(itertools.islice(wanted.items(), 21))
+    assert len(chosen) == 21
+    return MiniPython(tasks=chosen, max_new_tokens=9)
+
+
+def judged(suite, said, runner):
+    """Judge what is said to each task, given its solution and a wrong draft."""
+    answers = [
+        Answer(item=item, text=said(item.reference.rstrip(), draft))
+        for item in suite.items
+        for draft in [f"def {suite.tasks[item.id].entry_point}(*_):\n    return 'a draft'"]
+    ]
+    return [one.success for one in suite.judge(answers, runner)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>\nPerhaps:\n```python\n{draft}\n```\nNo.\n</think>\n\n```python\n{right}\n```",
+        "<think>{draft}</think>{right}",
+        "Let me see.\n<thinking>\n{draft}\n</thinking>\nSo:\n```\n{right}\n```\nThat is all.",
+        "Perhaps:\n```python\n{draft}\n```\n</think>\n```python\n{right}\n```",
+        "First:\n```python\n{draft}\n```\nWait, that is wrong.\n\n```python\n{right}\n```",
+        "```python\n{draft}\n```\nWait.\n```python\n{right}\n```\nOr\n```python\n{draft}",
+        "{draft}\n\nWait, that is wrong.\n\n{right}\n",
+    ],
+    ids=range(7),
+)
+def test_a_draft_before_the_right_answer_does_not_count(of_functions, runner, text):
+    """In reasoning, whoever opened it, or in a block that a later one corrects; one was cut."""
+    said = lambda right, draft: text.replace("{draft}", draft).replace("{right}", right)  # noqa: E731
+    assert all(judged(of_functions, said, runner))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>\n```python\n{right}\n```\n</think>\n\n```python\n{draft}\n```",
+        "```python\n{right}\n```\nNo, better:\n```python\n{draft}\n```",
+        "<think>\n```python\n{right}\n```\n</think>\nThat is it.",
+        "<think>\n```python\n{right}\n```\n",
+        "```python\n{right}\n```\nNo, better:\n```python\n{draft} +\n```",
+    ],
+    ids=range(5),
+)
+def test_a_right_draft_does_not_save_a_wrong_answer(of_functions, runner, text):
+    """The last word counts, also where it is no Python, or where there is none."""
+    said = lambda right, draft: text.replace("{draft}", draft).replace("{right}", right)  # noqa: E731
+    assert not any(judged(of_functions, said, runner))
+
+
+def test_a_method_of_class_solution_is_the_function(of_functions, runner):
+    """As such tasks are answered elsewhere; its examples below are not run."""
+
+    def said(right, draft):
+        name = re.findall(r"def (\w+)", draft)[0]
+        inner = textwrap.indent(right, " " * 8)
+        return (
+            f"```python\nclass Solution:\n    def {name}(self, *given):\n{inner}\n"
+            f"        return {name}(*given)\n\nassert Solution().{name}() == 'nothing'\n```"
+        )
+
+    assert all(judged(of_functions, said, runner))
+
+
 def test_without_a_sandbox_syntax_is_still_measured(suite):
     """What needs execution is null and says what to do."""
     item = suite.items[0]
@@ -109,4 +183,4 @@ def test_a_class_is_read_in_every_style_too(runner):
     name, task = next(one for one in tasks.items() if "\nclass " in f"\n{one[1].solution}")
     result = MiniPython(tasks={name: task}, max_new_tokens=9).self_test(runner)
     assert result is not None
-    assert (result.problem, result.references, result.stubs) == (None, {"every style": 8}, 1)
+    assert (result.problem, result.references, result.stubs) == (None, {"every style": 9}, 1)

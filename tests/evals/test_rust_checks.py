@@ -126,6 +126,9 @@ ACCEPTED = {
     "whole between sentences": f"Here you are:\n\n{WHOLE}\nIt multiplies.\n",
     "prompt repeated": f"{DOUBLE['prompt']}    x * 2\n}}\n",
     "body in a fence": "```rust\n    x * 2\n}\n```",
+    "corrected": f"```rust\n{WHOLE.replace('* 2', '* 3')}```\nNo:\n```rust\n{WHOLE}```",
+    "body corrected": "```rust\n    x * 3\n}\n```\nNo:\n```rust\n    x * 2\n}\n```",
+    "body, usage below": "```rust\n    x * 2\n}\n```\nUse:\n```rust\ndouble(1);\n```",
     "closing fence": "    x * 2\n}\n```\nIt multiplies.",
 }
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from mens_exp.config.suite import JsonlCheck
 from mens_exp.errors import ConfigError, DataError, MissingExtra
-from mens_exp.evals.answer_quality import code_of
+from mens_exp.evals.answer_text import code_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,7 +16,6 @@ from typing import Final
 
 __all__ = [
     "Quality",
-    "code_of",
     "is_canonical",
     "is_strict",
     "is_trivial",
@@ -103,16 +102,6 @@ def quality_of(completion: str, code: str, *, is_python: bool = True) -> Quality
         trivial=is_trivial(code) if is_python else not code.strip(),
         richness=richness(code, is_python=is_python),
     )
-
-
-def code_of(completion: str) -> str:
-    """Return the inside of the first Markdown fence, or the whole text where there is none."""
-    before, fence, rest = completion.partition("```")
-    if not fence:
-        return textwrap.dedent(before)
-    inside, _, _ = rest.partition("```")
-    _language, newline, code = inside.partition("\n")
-    return textwrap.dedent(code if newline else inside)
 
 
 def parsed(code: str) -> ast.Module | str:

@@ -36,6 +36,7 @@ __all__ = [
 _DIGITS = 8  # of a digest, enough to tell arms of one study apart
 # How answers are made where a scorecard does not say: by version 1 alone, which knew no other way.
 _ASKED = {"engine": "hf", "temperature": 0.0, "top_p": 1.0, "samples": 1, "max_retries": 0}
+_GRADED = 2  # the version of grading before scorecards recorded it
 # What the shape of a matrix product depends on while answers are made, and its rounding in bf16.
 _SIZES = ("batch_size", "max_new_tokens")
 _SAYS_FORMAT = frozenset({"hf", "vllm"})  # engines that compute in quant.compute_dtype
@@ -191,6 +192,9 @@ def measured_otherwise(trials: Sequence[Trial]) -> list[str]:
     tokens = _told(trial.settings.get(_LOSS_TOKENS) for trial in trials)
     found = [f"losses are over other text: {_LOSS_TOKENS} is {tokens}"] if tokens else []
     found += _asked_otherwise(trials)
+    made = [trial.answering for trial in trials if trial.suite_digest is not None]
+    graded = _told(one.get("grading", _GRADED) for one in made)
+    found += [f"answers were graded otherwise: by versions {graded}"] if graded else []
     if not all(trial.answers_in_f32 for trial in trials):
         found += [f"{size}, and answers in bf16 depend on it" for size in unlike_sizes(trials)]
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,10 +20,7 @@ if TYPE_CHECKING:
     from mens_exp.evals.suite import Item, Judgement, Suite
     from mens_exp.tokenizer.templates import Message
 
-__all__ = ["Plan", "answer_all", "answer_in", "judged_once", "repair_turns"]
-
-# A prompt may have opened the tag; one that the answer itself opens later is part of it.
-_REASONING = re.compile(r"\A\s*(?:<think>)?(?:(?!<think>).)*?</think>\n*", re.DOTALL)
+__all__ = ["Plan", "answer_all", "judged_once", "repair_turns"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,11 +49,6 @@ class _Sample:
     judgements: list[Judgement] = field(default_factory=list)
     valid_ms: float | None = None
     is_over: bool = False
-
-
-def answer_in(completion: str) -> str:
-    """Return what a completion says after its reasoning; the chat template may have opened that."""
-    return _REASONING.sub("", completion, count=1)
 
 
 def repair_turns(completion: str, errors: Sequence[str]) -> tuple[Message, Message]:
@@ -132,7 +123,7 @@ def _attempt(
 ) -> None:
     asked = list(zip(samples, engine.complete(requests), strict=True))
     began = time.perf_counter()
-    answers = [Answer(item=one.item, text=answer_in(said.text)) for one, said in asked]
+    answers = [Answer(item=one.item, text=said.text) for one, said in asked]
     judgements = suite.judge(answers, runner)
     judging_ms = 1000 * (time.perf_counter() - began)
     for (one, completion), judgement in zip(asked, judgements, strict=True):

@@ -3,7 +3,8 @@
 A completion may continue the prompt, with or without its indentation, or give the function whole;
 it may stand in Markdown fences, between sentences, with helpers above, and with prints, examples
 and a main block below. A program's own errors are never repaired: what is cut is prose at the
-margin, and statements below the function that define nothing.
+margin, and statements below the function that define nothing. Of several blocks that give the
+function the last complete one counts.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
+from mens_exp.evals.answer_text import blocks_in
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -25,13 +28,13 @@ _INDENT: Final = "    "
 ANNOTATIONS: Final = "from __future__ import annotations\n"
 """The first line of a program that asked for it; it must stay the first."""
 
-_FENCE: Final = re.compile(
-    r"^[ \t]*```+[ \t]*([\w+.-]*)[^\n`]*\n(.*?)(?:^[ \t]*```+[ \t]*$|\Z)", re.MULTILINE | re.DOTALL
-)
 _FENCE_LINE: Final = re.compile(r"^[ \t]*```.*$", re.MULTILINE)
 _PYTHON: Final = frozenset({"", "py", "python", "python3"})
 _CODE_LINE: Final = re.compile(r"(?:async\s+def|def|class|import|from)\s|@|\w+\s*=[^=]")
 _FUTURE: Final = re.compile(r"^from __future__ import .*$", re.MULTILINE)
+_CLASS: Final = "Solution"
+_SOLUTION: Final = re.compile(rf"^class\s+{_CLASS}\b", re.MULTILINE)
+_CALLED: Final = "\n\n{name} = Solution().{name}\n"
 _MOST_STARTS: Final = 30  # above the function; what repeats itself without end has more
 _FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINITIONS: Final = (*_FUNCTIONS, ast.ClassDef, ast.Import, ast.ImportFrom)
@@ -42,6 +45,7 @@ class Style(StrEnum):
 
     CONTINUATION = "continuation"  # the prompt's function goes on
     WHOLE = "whole"  # the function, with its signature
+    SOLUTION = "class Solution"  # a method of that name, of a class that is made without arguments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,8 +76,10 @@ def assemble(completion: str, *, entry_point: str, prompt: str = "") -> Assemble
     for code in _texts(text, entry_point):
         for style, program in _readings(code, prompt, context, entry_point):
             tree = _tree(program)
-            if tree is not None and _defines(tree, entry_point):
-                source = _without_use(program, tree, entry_point)
+            name = _CLASS if style is Style.SOLUTION else entry_point
+            if tree is not None and _defines(tree, name):
+                source = _without_use(program, tree, name)
+                source += _CALLED.format(name=entry_point) * (style is Style.SOLUTION)
                 return Assembled(source=ANNOTATIONS * bool(futures) + source, style=style)
     if not text.strip():
         return Assembled(source=prompt, style=None, error="the completion is empty")
@@ -86,12 +92,12 @@ def assemble(completion: str, *, entry_point: str, prompt: str = "") -> Assemble
 
 
 def _texts(completion: str, entry_point: str) -> Iterator[str]:
-    """Yield what may be the code: inside the fences, above a lone one, everything."""
-    found = [(match[1].lower(), match[2]) for match in _FENCE.finditer(completion)]
-    blocks = [text for language, text in found if language in _PYTHON]
-    flush = [textwrap.dedent(text) for text in blocks]
-    asked = next((place for place, text in enumerate(flush) if _tells(text, entry_point)), None)
-    if asked is not None:
+    """Yield what may be the code: the last block that gives the function, or else everything."""
+    blocks = [block for block in blocks_in(completion) if block.language in _PYTHON]
+    flush = [textwrap.dedent(block.text) for block in blocks]
+    giving = [place for place, text in enumerate(flush) if _gives(text, entry_point)]
+    closed = [place for place in giving if blocks[place].is_closed]
+    for asked in [*closed[-1:], *([] if closed else giving[:1])]:
         helpers = [
             text if place < asked and entry_point not in text else _definitions(text)
             for place, text in enumerate(flush)
@@ -99,11 +105,25 @@ def _texts(completion: str, entry_point: str) -> Iterator[str]:
         ]
         yield "\n".join([*helpers, flush[asked]])
         yield flush[asked]
+    if closed:
+        return  # it is the model's last word, though it be no program
     fences = list(_FENCE_LINE.finditer(completion))
     above = completion[: fences[0].start()] if fences else ""
+    # What is no program of its own may be the function's body, the last of them; the rest is use.
+    bodies = [block.text for block, text in zip(blocks, flush, strict=True) if _tree(text) is None]
+    texts = [*reversed(bodies), *(block.text for block in blocks)]
     if len(fences) % 2:  # the last one closes what the prompt or its template opened
-        blocks = [above, *blocks]
-    yield from (text for text in [*blocks, above, completion] if text.strip())
+        texts = [above, *texts]
+    yield from (text for text in [*texts, above, completion] if text.strip())
+
+
+def _gives(text: str, entry_point: str) -> bool:
+    """Tell whether a block is meant to be the function, though it may be broken."""
+    name = re.escape(entry_point)
+    indent = r"[ \t]*" if _SOLUTION.search(text) else ""
+    pattern = rf"^(?:{indent}(?:async\s+)?def|class)\s+{name}\b"
+    is_told = re.search(pattern, text, re.MULTILINE) is not None
+    return is_told or _defines(_tree(text), entry_point)
 
 
 def _definitions(text: str) -> str:
@@ -122,17 +142,31 @@ def _readings(
 ) -> Iterator[tuple[Style, str]]:
     """Yield programs, the most literal reading first."""
     flush = textwrap.dedent(text)
-    if _defines(_tree(flush), entry_point):
-        yield Style.WHOLE, f"{context}{flush}"
+    yield from _wholes(flush, context, entry_point)
     indented = text.lstrip("\n")[:1].isspace()
     if prompt and indented:
         yield from _continuations(prompt, text)
     for whole in _without_prose(flush, entry_point):
-        if _defines(_tree(whole), entry_point):
-            yield Style.WHOLE, f"{context}{whole}"
+        yield from _wholes(whole, context, entry_point)
     if prompt and not indented:
         yield from _continuations(prompt, textwrap.indent(flush, _INDENT))
         yield from _continuations(prompt, _INDENT + text.lstrip())
+
+
+def _wholes(text: str, context: str, entry_point: str) -> Iterator[tuple[Style, str]]:
+    tree = _tree(text)
+    if _defines(tree, entry_point):
+        yield Style.WHOLE, f"{context}{text}"
+    elif any(_is_solution(node, entry_point) for node in (tree.body if tree else [])):
+        yield Style.SOLUTION, f"{context}{text}"
+
+
+def _is_solution(node: ast.stmt, entry_point: str) -> bool:
+    return (
+        isinstance(node, ast.ClassDef)
+        and node.name == _CLASS
+        and any(isinstance(one, _FUNCTIONS) and one.name == entry_point for one in node.body)
+    )
 
 
 def _continuations(prompt: str, text: str) -> Iterator[tuple[Style, str]]:
@@ -142,17 +176,16 @@ def _continuations(prompt: str, text: str) -> Iterator[tuple[Style, str]]:
 
 
 def _without_prose(text: str, entry_point: str) -> Iterator[str]:
-    """Yield what begins with a line of code at the margin, down to the function's own."""
+    """Yield what begins with a line of code at the margin and holds the last of the function's."""
     lines = text.split("\n")
     starts = [number for number, line in enumerate(lines) if _CODE_LINE.match(line)]
-    own = next((place for place in starts if _tells(lines[place], entry_point)), None)
-    if own is None:
-        return
-    above = [place for place in starts if place < own]
-    for place in (*above[:_MOST_STARTS], own):
-        program = _longest("", "\n".join(lines[place:]))
-        if program is not None:
-            yield program
+    own = [n for n in starts if _tells(lines[n], entry_point) or _SOLUTION.match(lines[n])]
+    for last in dict.fromkeys([*own[-1:], *own[:1]]):
+        above = [place for place in starts if place < last]
+        for place in (*above[:_MOST_STARTS], last):
+            program = _longest("", "\n".join(lines[place:]))
+            if program is not None and program.count("\n") >= last - place:
+                yield program
 
 
 def _longest(start: str, text: str) -> str | None:

@@ -1,7 +1,7 @@
 """suite=heldout_syntax: does what the model writes for held-out prompts parse as Python?
 
-A completion counts as parsed when, after taking the inside of a Markdown fence where there is
-one, it parses and defines a function, which every prompt asks for. Nothing generated is executed.
+A completion counts as parsed when it parses and defines a function, which every prompt asks for; of
+several Markdown blocks the last complete one with a function counts. Nothing generated is executed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.digest import digest
-from mens_exp.evals.answer_quality import code_of, parsed
+from mens_exp.evals.answer_quality import parsed
+from mens_exp.evals.answer_text import code_of
 from mens_exp.evals.reading import read
 from mens_exp.evals.suite import Item
 from mens_exp.rows.encode import messages_of
@@ -86,7 +87,7 @@ class HeldoutSyntax:
 
 
 def _judge(completion: str) -> Judgement:
-    code = code_of(completion)
+    code = code_of(completion, r"\bdef\s")
     error = syntax_error(code)
     return replace(
         read(completion, code),

@@ -126,6 +126,7 @@ def written_in_every_style(task: ProgramTask) -> dict[str, str]:
         f"    {task.entry_point}()\n",
         "helper_above": f"import os\n\ndef unused_helper():\n    return os\n\n{whole}",
         "helper_apart": f"```py\ndef unused_helper():\n    return 1\n```\n\n```py\n{whole}\n```",
+        "corrected": f"```py\n{stubs_of(task)[0]}```\nNo, rather:\n\n```py\n{whole}\n```",
         "prose_around": f"Here is the function.\n\n{whole}\n\nI hope that it helps.\n",
     }
     if task.code:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MiniPython", "mini_python"]
 
-_READING = 2  # 1 took the first fence, or all; 2 is that of every program suite
-
 
 def mini_python(config: MiniPythonSuite) -> MiniPython:
     """Draw the tasks; the same ones wherever it is done.
@@ -67,7 +65,7 @@ class MiniPython:
         from mens_exp.corpus.generator.generate import tasks_digest
 
         tasks = tasks_digest(list(self.tasks.values()))
-        return digest({"tasks": tasks, "max_new_tokens": self.max_new_tokens, "reading": _READING})
+        return digest({"tasks": tasks, "max_new_tokens": self.max_new_tokens})
 
     def judge(self, answers: Sequence[Answer], runner: Runner | None) -> list[Judgement]:
         """Read each answer in whatever style it is written, and run its task's tests."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from mens_exp.artifacts.digest import digest
-from mens_exp.evals.answer_quality import code_of
+from mens_exp.evals.answer_text import code_of
 from mens_exp.evals.completion_styles import assemble
 from mens_exp.evals.humaneval import (
     humaneval_tasks,
@@ -99,7 +100,7 @@ def judge_programs(
         return [_unrun(task, text) for task, text in asked]
     tasks, texts = [task for task, _ in asked], [text for _, text in asked]
     checked = check_all(runner.sandbox, tasks, texts, runner.limits, runner.workers)
-    return [_judgement(text, one) for text, one in zip(texts, checked, strict=True)]
+    return [_judgement(*one) for one in zip(tasks, texts, checked, strict=True)]
 
 
 def tested_programs(tasks: Sequence[ProgramTask], runner: Runner | None) -> SelfTest | None:
@@ -123,8 +124,8 @@ def _asked(task: ProgramTask) -> str:
     return _WRITE.format(prompt=task.prompt.rstrip(), name=task.entry_point, test=test)
 
 
-def _judgement(text: str, checked: Checked) -> Judgement:
-    judgement = read(text, code_of(text))
+def _judgement(task: ProgramTask, text: str, checked: Checked) -> Judgement:
+    judgement = read(text, _code(task, text))
     success = checked.verdict is Verdict.PASSED
     return replace(
         judgement,
@@ -134,6 +135,10 @@ def _judgement(text: str, checked: Checked) -> Judgement:
         errors=() if success else (_error(checked),),
         outcome=checked.verdict.value,
     )
+
+
+def _code(task: ProgramTask, text: str) -> str:
+    return code_of(text, rf"\b(?:def|class)\s+{re.escape(task.entry_point)}\b")
 
 
 def _error(checked: Checked) -> str:
@@ -148,7 +153,7 @@ def _unrun(task: ProgramTask, text: str) -> Judgement:
     """Say what can be told without running anything."""
     found = assemble(text, entry_point=task.entry_point, prompt=task.code)
     return replace(
-        read(text, code_of(text)),
+        read(text, _code(task, text)),
         compiles=found.parses,
         errors=() if found.error is None else (found.error,),
         unknown=dict.fromkeys(("success", "semantic", "outcome"), NO_SANDBOX),

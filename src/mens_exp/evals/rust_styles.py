@@ -9,14 +9,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
+from mens_exp.evals.answer_text import blocks_in, last_with
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = ["assemble_rust"]
 
-_FENCE: Final = re.compile(
-    r"^[ \t]*```+[ \t]*([\w+.-]*)[^\n`]*\n(.*?)(?:^[ \t]*```+[ \t]*$|\Z)", re.MULTILINE | re.DOTALL
-)
 _FENCE_LINE: Final = re.compile(r"^[ \t]*```.*$", re.MULTILINE)
 _RUST: Final = frozenset({"", "rs", "rust"})
 # What braces do not count in, and braces. A lifetime has no closing quote and is passed over.
@@ -52,16 +51,17 @@ def assemble_rust(completion: str, *, prompt: str, entry_point: str) -> str:
 
 
 def _code(completion: str, entry_point: str) -> str:
-    """Return the inside of the fence that defines the function, of the first, or everything."""
-    found = [(match[1].lower(), match[2]) for match in _FENCE.finditer(completion)]
-    blocks = [text for language, text in found if language in _RUST]
-    defining = [text for text in blocks if _definition(entry_point).search(text)]
+    """Return the last complete block that gives the function, the first one, or everything."""
+    blocks = [block for block in blocks_in(completion) if block.language in _RUST]
+    defining = last_with(blocks, _definition(entry_point).pattern)
     fences = list(_FENCE_LINE.finditer(completion))
     if not fences:
         return completion
-    if len(fences) % 2 and not defining:  # it closes what the prompt or its template opened
+    if len(fences) % 2 and defining is None:  # it closes what the prompt or its template opened
         return completion[: fences[0].start()] or completion
-    return (defining or blocks or [completion])[0]
+    bodies = [block for block in blocks if _closing(block.text, depth=1) is not None]
+    chosen = defining or last_with(bodies, "") or next(iter(blocks), None)
+    return completion if chosen is None else chosen.text
 
 
 def _definition(name: str) -> re.Pattern[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from mens_exp.artifacts.digest import digest
-from mens_exp.evals.answer_quality import code_of
+from mens_exp.evals.answer_text import code_of
 from mens_exp.evals.program_checks import Verdict
 from mens_exp.evals.reading import NO_SANDBOX, read
 from mens_exp.evals.rust_checks import (
@@ -115,7 +115,7 @@ def _asked(task: RustTask) -> str:
 
 
 def _judgement(text: str, checked: RustChecked | None) -> Judgement:
-    judgement = read(text, code_of(text), is_python=False)
+    judgement = read(text, code_of(text, r"\bfn\s"), is_python=False)
     unknown = {"canonical": "the layout of Rust is not judged"}
     if checked is None:
         unknown |= dict.fromkeys(("compiles", "success", "semantic", "outcome"), NO_SANDBOX)

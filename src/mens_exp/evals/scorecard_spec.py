@@ -16,7 +16,8 @@ from mens_exp.artifacts.digest import digest
 from mens_exp.artifacts.record import read_bytes
 from mens_exp.artifacts.typed_json import check, parse_json
 from mens_exp.errors import DataError, Problems
-from mens_exp.evals.answer_quality import code_of, parsed
+from mens_exp.evals.answer_quality import parsed
+from mens_exp.evals.answer_text import code_of
 from mens_exp.evals.generation import Completion
 from mens_exp.evals.reading import read
 from mens_exp.evals.suite import Item

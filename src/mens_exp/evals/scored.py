@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.artifacts.digest import digest
 from mens_exp.artifacts.scorecard import Scorecard
+from mens_exp.evals.answer_text import GRADING
 from mens_exp.evals.kpis import summarise
 
 if TYPE_CHECKING:
@@ -47,10 +49,10 @@ def to_scorecard(
         unknown |= {f"conditions.{condition}.{name}": reason for name, reason in why.items()}
     return Scorecard(
         suite=suite.name,
-        suite_digest=suite.digest,
+        suite_digest=digest({"suite": suite.digest, "grading": GRADING}),
         items=len(suite.items),
         conditions=conditions,
-        generation={**generation, **dataclasses.asdict(plan)},
+        generation={**generation, **dataclasses.asdict(plan), "grading": GRADING},
         sandbox=sandbox,
         self_test=None if self_test is None else dataclasses.asdict(self_test),
         unknown=unknown,

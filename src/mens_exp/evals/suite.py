@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from mens_exp.evals.answer_text import outside_reasoning
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -40,10 +42,17 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What a model said to an item."""
+    """What a model said to an item; ``text`` is what stands outside reasoning.
+
+    Every suite grades that, so that a draft counts nowhere.
+    """
 
     item: Item
     text: str
+
+    def __post_init__(self) -> None:
+        """Take the reasoning out."""
+        object.__setattr__(self, "text", outside_reasoning(self.text))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
