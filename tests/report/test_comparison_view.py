@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,44 @@ def test_forests_say_their_level_and_which_way_is_better():
     assert "99.9% interval" in forest.caption
     assert forest.caption.endswith("Lower is better.")
     assert verdicts_grid(record)[0][2] == "99.9% interval"
+
+
+def of_noise(record, estimate, seeds=(1, 2, 3)):
+    """Return the drawing of all KPIs where the first one's difference is so many times noise."""
+    (contrast,) = record.contrasts
+    known = {n: k for n, k in contrast["kpis"].items() if k["estimate"] is not None}
+    contrast["kpis"] = {record.primary: known[record.primary]} | dict(list(known.items())[:6])
+    for name, kpi in contrast["kpis"].items():
+        record.noise[name] = {"seed": 1.0, "rerun": None}
+        kpi.update(low=-0.5, estimate=0.5, high=1.5, seeds=[1, 2, 3], differences=[0.5] * 3)
+        if name == record.primary:
+            kpi.update(low=estimate - 1, estimate=estimate, high=estimate + 1)
+            kpi.update(seeds=list(seeds), differences=[estimate] * len(seeds))
+    return next(plot for plot in drawings(record) if plot.name == "forest_noise")
+
+
+def test_one_difference_far_from_the_rest_does_not_flatten_them():
+    """The axis ends near the others; an arrow and its figure stand for what is beyond."""
+    far = of_noise(Comparison.read(SHIPPED), 236.0)
+    assert widest(far) < 30
+    assert "236" in far.svg
+    assert "Beyond the axis" in far.caption
+    near = of_noise(Comparison.read(SHIPPED), 3.0)
+    assert "Beyond the axis" not in near.caption
+
+
+def test_a_difference_of_one_seed_is_drawn_as_such():
+    """It has no interval, and is no result."""
+    record = Comparison.read(SHIPPED)
+    plot = of_noise(record, 1.0, seeds=[1])
+    assert f"{record.primary} (1 seed)" in plot.svg
+    record.contrasts[0]["kpis"][record.primary].update(low=None, high=None)
+    first = drawings(record)[0]
+    assert "(1 seed)" in first.svg
+    assert "hollow" in first.caption
+
+
+def widest(plot):
+    """Return the largest number that stands at the axis."""
+    found = re.findall(r">\s*[\u2212-]?(\d+(?:\.\d+)?)\s*</text>", plot.svg)
+    return max(map(float, found))

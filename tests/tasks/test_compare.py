@@ -75,6 +75,27 @@ def test_one_seed_gets_no_verdict(study, compare):
     assert found["why"] == "1 seed tells no spread; 2 are needed"
 
 
+def test_a_figure_of_one_seed_is_no_interval(study, compare, tmp_path):
+    """Neither in the sentence above the page nor in its tables."""
+    compare(study(seeds=[3], passes=lambda arm, _seed: 2 * arm), f"out={tmp_path}/one")
+    said = (tmp_path / "one" / "compare.md").read_text("utf-8")
+    assert "not reachable, +0.5 in 1 seed, which tells no interval." in said
+    assert "1 seeds" not in said
+    assert "unknown over" not in said
+
+
+@pytest.mark.parametrize(("gain", "said"), [(0, "the same"), (1, "+0.25")])
+def test_differences_without_spread_have_no_interval(study, compare, tmp_path, gain, said):
+    """An interval of width zero would look like certainty; the page says what was seen."""
+    path = study(passes=lambda arm, _seed: 1 + gain * arm)
+    compare(path, f"out={tmp_path}/same")
+    table = (tmp_path / "same" / "compare.md").read_text("utf-8")
+    assert f", {said} in all 6 seeds." in table
+    assert "| no spread |" in table
+    assert "[+0, +0]" not in table
+    assert "[+0.25, +0.25]" not in table
+
+
 def test_only_shared_seeds_are_paired(study, compare, tmp_path):
     """An arm with further seeds is paired on those that both have."""
     one = study("one", seeds=[1, 2, 3], arms=[[]])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,13 +17,15 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from mens_exp.artifacts.comparison import Comparison, Curve
+    from mens_exp.artifacts.comparison import Comparison, Curve, KpiRecord
 
 __all__ = ["drawings"]
 
 _WIDE = 10.4  # inches
 _LINE, _EDGE = 0.34, 1.1  # inches of a forest: a row, and what stands around the rows
 _MOST_ROWS = 40
+_FAR = 10  # times the median row: what is beyond would flatten the others
+_FEW = 3  # rows that a median is taken of
 _METRICS = {"train/loss": "training loss", "val/loss": "validation loss"}
 _COSTS = {
     "train_s": "training time (s)",
@@ -38,6 +42,11 @@ class _Row:
     high: float | None
     color: str
 
+    @property
+    def reach(self) -> float:
+        """The number of it that is farthest from zero."""
+        return max(abs(one) for one in (self.low, self.estimate, self.high) if one is not None)
+
 
 def drawings(record: Comparison) -> list[Plot]:
     """Draw whatever the record has values for; the rest says why it is absent."""
@@ -50,7 +59,13 @@ def drawings(record: Comparison) -> list[Plot]:
 def _primary(record: Comparison, colors: dict[str, str]) -> Plot:
     kpis = [(one["arm"], one["kpis"][record.primary]) for one in record.contrasts]
     rows = [
-        _Row(label=arm, low=k["low"], estimate=k["estimate"], high=k["high"], color=colors[arm])
+        _Row(
+            label=f"{arm}{_alone(k)}",
+            low=k["low"],
+            estimate=k["estimate"],
+            high=k["high"],
+            color=colors[arm],
+        )
         for arm, k in kpis
         if k["estimate"] is not None
     ]
@@ -75,7 +90,7 @@ def _all_in_noise(record: Comparison, colors: dict[str, str]) -> Plot:
             several = len(record.contrasts) > 1
             rows.append(
                 _Row(
-                    label=f"{name} · {contrast['arm']}" if several else name,
+                    label=(f"{name} · {contrast['arm']}" if several else name) + _alone(kpi),
                     low=low,
                     estimate=kpi["estimate"] / noise,
                     high=high,
@@ -91,6 +106,10 @@ def _all_in_noise(record: Comparison, colors: dict[str, str]) -> Plot:
     return _forest("forest_noise", title, caption, rows[:_MOST_ROWS], absent, unit)
 
 
+def _alone(kpi: KpiRecord) -> str:
+    return " (1 seed)" if len(kpi["seeds"]) == 1 else ""
+
+
 def _which_way(direction: str) -> str:
     return {"max": " Higher is better.", "min": " Lower is better."}.get(direction, "")
 
@@ -101,23 +120,73 @@ def _forest(
     if not rows:
         return Plot(name=name, title=title, caption="", absent=wording.visible(absent))
 
+    limit = _limit(rows)
+    is_cut = any(row.reach > limit for row in rows)
+    if is_cut:
+        caption += " Beyond the axis, arrows and their figures stand for the differences."
+    if any(row.low is None for row in rows):
+        caption += " A hollow mark has no interval: one seed is no result."
+
     def paint(axes: Axes) -> None:
+        if is_cut:
+            axes.set_xlim(-limit, limit)
         axes.axvline(0, color="#020202", linewidth=1, linestyle=(0, (4, 3)))
         for place, row in enumerate(rows):
             if row.low is not None and row.high is not None:
                 axes.plot([row.low, row.high], [place, place], color=row.color, linewidth=2.2)
-            axes.plot([row.estimate], [place], color=row.color, marker="D", markersize=6)
+            if abs(row.estimate) > limit:
+                _arrow(axes, place, row, limit)
+                continue
+            face = row.color if row.low is not None else "none"
+            axes.plot(
+                [row.estimate],
+                [place],
+                color=row.color,
+                marker="D",
+                markersize=6,
+                markerfacecolor=face,
+            )
         axes.set_yticks(range(len(rows)), [wording.visible(row.label) for row in rows])
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7))
         axes.grid(visible=False, axis="y")
         axes.grid(axis="x", color="#030303", linewidth=0.8)
-        axes.margins(x=0.08)
+        if not is_cut:
+            axes.margins(x=0.08)
         axes.set_xlabel(unit)
 
     height = _EDGE + _LINE * len(rows)
     svg = svg_of(name, title, (_WIDE, height), paint)
     return Plot(name=name, title=title, caption=caption, svg=svg)
+
+
+def _limit(rows: Sequence[_Row]) -> float:
+    """Return where the axis ends, so that no row flattens the others."""
+    reaches = [row.reach for row in rows if row.reach > 0]
+    far = _FAR * statistics.median(reaches) if len(reaches) >= _FEW else math.inf
+    return 1.1 * max((reach for reach in reaches if reach <= far), default=math.inf)
+
+
+def _arrow(axes: Axes, place: int, row: _Row, limit: float) -> None:
+    """Stand for a difference beyond the axis."""
+    side = math.copysign(1, row.estimate)
+    style = "none" if row.low is None else row.color
+    axes.plot(
+        [side * 0.98 * limit],
+        [place],
+        color=row.color,
+        marker=">" if side > 0 else "<",
+        markersize=7,
+        markerfacecolor=style,
+    )
+    axes.text(
+        side * 0.95 * limit,
+        place,
+        f"{row.estimate:+.3g}".replace("-", wording.MINUS),
+        ha="right" if side > 0 else "left",
+        va="center",
+        color="#020202",
+    )
 
 
 def _curves(record: Comparison, metric: str, colors: dict[str, str]) -> Plot:

@@ -188,8 +188,12 @@ def _table(grid: Grid) -> Iterator[str]:
 def _interval(kpi: KpiRecord) -> str:
     if kpi["estimate"] is None:
         return kpi["why"]
-    bounds = _bounds(kpi["low"], kpi["high"])
-    return f"{_signed(kpi['estimate'])} {bounds} over {len(kpi['seeds'])} seeds"
+    count, said = len(kpi["seeds"]), _signed(kpi["estimate"])
+    if count == 1:
+        return f"{said} in 1 seed, which tells no interval"
+    if kpi["low"] == kpi["high"]:
+        return f"{said if kpi['estimate'] else 'the same'} in all {count} seeds"
+    return f"{said} {_bounds(kpi['low'], kpi['high'])} over {count} seeds"
 
 
 def _more(kpi: KpiRecord) -> str:
@@ -202,7 +206,9 @@ def _more(kpi: KpiRecord) -> str:
 
 
 def _bounds(low: float | None, high: float | None) -> str:
-    return _UNKNOWN if low is None or high is None else f"[{_signed(low)}, {_signed(high)}]"
+    if low is None or high is None:
+        return _UNKNOWN
+    return "no spread" if low == high else f"[{_signed(low)}, {_signed(high)}]"
 
 
 def _signed(value: float | None) -> str:
