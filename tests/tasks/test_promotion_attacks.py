@@ -347,3 +347,48 @@ def test_an_empty_mapping_of_floors_is_refused_and_says_why(lab):
     said = lab.promote("policy.floors={}", code=2)
     assert "policy.floors: an empty mapping changes nothing" in said
     assert "strictness" in said
+
+
+def test_a_comparison_refuses_answers_that_were_edited(lab):
+    """It said better, of tasks that nobody had done."""
+    runs = lab.copied("two")
+    file = run_of(runs, "burn", 12) / "events.jsonl"
+    text = file.read_text("utf-8")
+    file.write_text(text.replace('"task_success":true', '"task_success":false'), "utf-8")
+    assert file.read_text("utf-8") != text
+    said = lab.typed("task=compare", f"path={runs}", "logger=none", code=2)
+    assert f"{file}: is not what its run wrote" in said
+
+
+@pytest.mark.parametrize("name", ["scorecard.json", "config.yaml"])
+def test_a_comparison_refuses_an_edited(lab, name):
+    """A comment is enough; the whole file counts."""
+    runs = lab.copied("two")
+    file = run_of(runs, "qlora", 7) / name
+    file.write_text(file.read_text("utf-8") + "\n", "utf-8")
+    said = lab.typed("task=compare", f"path={runs}", "logger=none", code=2)
+    assert f"{file}: is not what its run wrote" in said
+
+
+def test_a_comparison_refuses_a_manifest_with_another_contract(lab):
+    """Two arms of other ranks would be a clean contrast."""
+    runs = lab.copied("two")
+    file = run_of(runs, "burn", 12) / "manifest.json"
+    told = json.loads(file.read_text("utf-8"))
+    told["contract"]["settings"]["lora.r"] = 4
+    file.write_text(json.dumps(told), "utf-8")
+    said = lab.typed("task=compare", f"path={runs}", "logger=none", code=2)
+    assert f"{file}: is not what its run wrote" in said
+
+
+def test_a_comparison_labels_what_has_no_hash(lab):
+    """A run that recorded none of its answers can be compared, and not be believed."""
+    runs = lab.copied("two")
+    run = run_of(runs, "burn", 12)
+    told = json.loads((run / "manifest.json").read_text("utf-8"))
+    del told["outputs"]["events.jsonl"]
+    (run / "manifest.json").write_text(json.dumps(told), "utf-8")
+    lab.compare("two", runs)
+    page = (lab.verdicts["two"] / "compare.md").read_text("utf-8")
+    assert f"unverifiable: the run of {run / 'events.jsonl'}" in page
+    assert "burn_production: insufficient_evidence" in lab.promote()

@@ -37,6 +37,7 @@ def compare(config: RunConfig, run: Run) -> None:
     read = read_study(paths)
     record = conducted(paths, read.runs, config.factors, config.compare)
     record.left_out = read.left_out
+    record.notes += read.unverifiable
     if config.ledger is not None:
         _note_cycle(record, Path(config.ledger).expanduser())
     run.manifest.inputs.update(

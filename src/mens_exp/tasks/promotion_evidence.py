@@ -18,7 +18,7 @@ from mens_exp.errors import MensError, RequestError
 from mens_exp.evals.promotion_rules import Evidence, Parity
 from mens_exp.evals.study import conducted
 from mens_exp.plan.contract import recorded_digest
-from mens_exp.tasks.study_runs import read_study
+from mens_exp.tasks.study_runs import not_as_written, read_study
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -208,13 +208,9 @@ def _of_run(run: RunRecord) -> Iterator[str]:
     yield from (f"{file} is not what was compared" for file in changed)
     if place.manifest in changed or scorer.manifest in changed:
         return
-    manifest, outputs = Manifest.read(place.manifest), Manifest.read(scorer.manifest).outputs
-    for file in (scorer.scorecard, scorer.events):
-        recorded = outputs.get(file.name)
-        if file.is_file() and recorded != _hash(file):
-            yield f"{file} is not what its run wrote"
-    if manifest.outputs.get(place.config.name) != _hash(place.config):
-        yield f"{place.config} is not what its run wrote"
+    other = None if run["scored_by"] is None else scorer
+    yield from (f"{file} is not what its run wrote" for file, _ in not_as_written(place, other))
+    manifest = Manifest.read(place.manifest)
     contract = manifest.contract or {}
     if contract.get("digest") != recorded_digest(contract) or contract["digest"] != run["contract"]:
         yield f"{place.manifest}: the contract is not that of its digest"

@@ -17,29 +17,34 @@ from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.config.own_conf import parsed_yaml
-from mens_exp.errors import DataError, RequestError
+from mens_exp.errors import DataError, Problems, RequestError
 from mens_exp.evals.arms import Trial
 from mens_exp.evals.observations import observations
 from mens_exp.evals.study import Scored
+from mens_exp.plan.contract import recorded_digest
 from mens_exp.tasks.evaluated_merge import MERGED
 from mens_exp.tasks.inputs import hashes_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from mens_exp.artifacts.comparison import RunRecord
 
-__all__ = ["Read", "job_order", "named_paths", "read_study"]
+__all__ = ["Read", "job_order", "named_paths", "not_as_written", "read_study"]
 
 _SWEEP = "multirun.yaml"  # Hydra's own launcher leaves it in a sweep's directory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Read:
-    """What was found at the paths: the runs that count, and why others do not."""
+    """What was found at the paths: the runs that count, and why others do not.
+
+    `unverifiable` are files whose run recorded no hash of them.
+    """
 
     runs: list[Scored]
     left_out: dict[str, str]
+    unverifiable: list[str]
 
 
 def named_paths(text: str) -> list[str]:
@@ -77,7 +82,7 @@ def read_study(paths: Sequence[str]) -> Read:
     own; runs that have not ended well, and those that train nothing, are left out by name.
 
     Raises:
-        DataError: a record is damaged.
+        DataError: a record is damaged, or a file is not what its run wrote.
         RequestError: a place holds no run, or an evaluation's run is not at hand.
     """
     found: dict[Path, RunDir | None] = {}
@@ -102,8 +107,57 @@ def read_study(paths: Sequence[str]) -> Read:
             found.setdefault(where, None)
         else:
             left_out[str(where)] = f"task={manifest.task} trains nothing"
+    counted = [(RunDir(path), scorer) for path, scorer in found.items()]
     return Read(
-        runs=[_read(RunDir(path), scorer) for path, scorer in found.items()], left_out=left_out
+        runs=[_read(run, scorer) for run, scorer in counted],
+        left_out=left_out,
+        unverifiable=_refuse_edited(counted),
+    )
+
+
+def not_as_written(run: RunDir, scorer: RunDir | None) -> Iterator[tuple[Path, str | None]]:
+    """Yield each file that a comparison reads and that is not what its run wrote.
+
+    Args:
+        run: the training run.
+        scorer: the evaluation that stands for its scorecard; None is the run itself.
+
+    Yields:
+        The file and the hash that its run recorded, None where it recorded none.
+    """
+    measured = run if scorer is None else scorer
+    for owner, files in ((run, (run.config,)), (measured, (measured.scorecard, measured.events))):
+        outputs = Manifest.read(owner.manifest).outputs
+        for file in files:
+            recorded = outputs.get(file.name)
+            if file.is_file() and recorded != sha256_file(file):
+                yield file, recorded
+
+
+def _refuse_edited(counted: Iterable[tuple[RunDir, RunDir | None]]) -> list[str]:
+    """Refuse files that were edited, and return those that nobody can tell of."""
+    problems, unverifiable = [], []
+    for run, scorer in counted:
+        for file, recorded in not_as_written(run, scorer):
+            if recorded is None:
+                unverifiable.append(f"unverifiable: the run of {file} recorded no hash of it")
+            else:
+                problems.append(_edited(file, sha256_file(file), recorded))
+        contract = Manifest.read(run.manifest).contract or {}
+        if recorded_digest(contract) != contract.get("digest"):
+            told = str(contract.get("digest"))
+            problems.append(_edited(run.manifest, recorded_digest(contract), told))
+    Problems.raise_if(problems)
+    return unverifiable
+
+
+def _edited(file: Path, found: str, recorded: str) -> DataError:
+    return DataError(
+        "is not what its run wrote",
+        where=str(file),
+        found=found,
+        expected=f"{recorded}, as the run's manifest has it",
+        remedy="put the file back as it was, or run it again; records are never edited",
     )
 
 

@@ -67,4 +67,5 @@ def _compared(directory: SweepDir, record: SweepRecord) -> tuple[Comparison | No
     except MensError as error:
         return None, f"Not compared: {error}"
     made.left_out = read.left_out
+    made.notes += read.unverifiable
     return made, ""
