@@ -131,7 +131,7 @@ def test_every_value_enters_the_digest():
     base.callbacks.scorecard.every_n_steps = 2
     base.prompt, base.repo, base.push.message, base.out = "p", "me/x", "m", "o"
     base.base, base.meta, base.adapter.file = "b", "j", "s"
-    base.sweep.resume, base.trainer.device_gib = "d", 80.0
+    base.sweep.resume, base.trainer.device_gib, base.trainer.class_gib = "d", 80.0, 24.0
     base.sync.project, base.sync.entity = "p", "e"
     base.merge.mode, base.merge.dtype, base.merge.base = "full", "bf16", "original"
     base.export.base_quant, base.export.double_quant = "nf4", True

@@ -191,7 +191,7 @@ def _not_of_today(version: int, made: DecisionEntry) -> str:
         return "version 1 of the ledger froze no rules, and its own were others"
     policy: Any = SCHEMAS["policy"].get(made["policy"]["name"])
     known = set() if policy is None else {field.name for field in dataclasses.fields(policy)}
-    return "" if made["policy"].keys() == known else "its policy has values that are no more"
+    return "" if made["policy"].keys() == known else "the settings of its policy have changed since"
 
 
 def _differences(what: str, made: DecisionEntry, again: DecisionEntry) -> list[Check]:
