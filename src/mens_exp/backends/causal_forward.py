@@ -68,16 +68,24 @@ def logits(causal_lm: Any, hidden_MD: torch.Tensor) -> torch.Tensor:
     """
     with _backbone_returns(causal_lm, hidden_MD[None]) as stand_in:
         ids_BM = torch.zeros((1, len(hidden_MD)), dtype=torch.long, device=hidden_MD.device)
-        logits_BMV: torch.Tensor = causal_lm(input_ids=ids_BM, use_cache=False).logits
+        try:
+            logits_BMV: torch.Tensor = causal_lm(input_ids=ids_BM, use_cache=False).logits
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise _from_elsewhere(causal_lm, f"{type(error).__name__}: {error}") from error
     if stand_in.calls != 1:
-        raise ModelFileError(
-            "the model's code does not compute its logits from its backbone's hidden states",
-            where=type(causal_lm).__name__,
-            found=f"{stand_in.calls} calls of {type(backbone(causal_lm)).__name__}",
-            expected="one",
-            remedy="choose another model",
-        )
+        calls = f"{stand_in.calls} calls of {type(backbone(causal_lm)).__name__}"
+        raise _from_elsewhere(causal_lm, calls)
     return logits_BMV[0]
+
+
+def _from_elsewhere(causal_lm: Any, found: str) -> ModelFileError:
+    return ModelFileError(
+        "the model's code does not compute its logits from its backbone's hidden states alone",
+        where=type(causal_lm).__name__,
+        found=found,
+        expected="one call of the backbone, and its last hidden states used",
+        remedy="choose another model",
+    )
 
 
 @contextmanager

@@ -69,7 +69,7 @@ SETTINGS: dict[str, Part] = {
     **_all(
         Part.RECORD,
         "policy.",
-        "name challenger incumbent min_cycles kpi margin share_margin relative_margin floors "
+        "name challenger incumbent min_cycles margin share_margin relative_margin floors "
         "ceilings parity backend spread arm tokens_per_s regression",
     ),
     **_all(Part.RECORD, "compare.", "primary reference condition alpha power test"),
