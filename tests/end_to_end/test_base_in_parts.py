@@ -81,6 +81,18 @@ def test_a_base_is_compared_before_it_is_in_parts(parts, train_in, tmp_path, mon
     assert not run.checkpoints.exists()
 
 
+def test_a_base_that_cannot_be_compared_says_why(train_in, tmp_path, monkeypatch):
+    """The reason is the one found while it was whole, not that it is in parts now."""
+    from mens_exp.training import contract_probe
+
+    monkeypatch.setattr(contract_probe, "free_bytes", lambda _: 0)
+    monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
+    run = train_in(tmp_path / "run", *F32, *PARTS, "suite=none", "trainer.max_steps=1")
+    probe = (Manifest.read(run.manifest).data_contract or {})["probe"]
+    assert probe["reference"] is None
+    assert "not enough memory" in probe["reference_unknown"]
+
+
 def test_what_they_leave_is_loaded_like_any_other(parts, tmp_path):
     """task=evaluate by one process, which has the base whole."""
     out = tmp_path / "evaluated"

@@ -412,3 +412,15 @@ def test_text_of_tools_that_spells_control_tokens_is_text(published):
     plain, spelled = (encoded(tokenizer, one).ids.tolist() for one in (WITH_TOOLS, row))
     assert plain.count(ends) == spelled.count(ends)
     assert tokenizer.spell(spelled).count("<|im_end|>") == plain.count(ends) + 2
+
+
+def test_a_header_that_looks_like_a_tag_is_not_closed(published):
+    """Only reasoning that the template itself closes is."""
+    template = (
+        "{% for m in messages %}<{{ m.role }}>\n"
+        "{% if m.role == 'assistant' %}to user: {% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>\n{% endif %}"
+    )
+    tokenizer = published("chatml", template=template)
+    ((_, ids),) = runs(encoded(tokenizer, TrainingPair(prompt="p", response="r")))
+    assert tokenizer.spell(ids) == "to user: r<|im_end|>"

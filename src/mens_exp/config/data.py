@@ -1,4 +1,4 @@
-"""Where training pairs come from, and how they become batches."""
+"""Sources of training pairs, and the batches that they become."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rules decide a promotion, and what task=promote is told beside them."""
+"""Policies that decide a promotion, and the settings of task=promote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How text becomes ids."""
+"""Settings that turn text into ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python functions and classes: cut out of their source text as they are, or told by their tree.
+"""Python functions and classes: cut out of source text, and recognized by syntax trees.
 
 The syntax tree tells where things are, the text is what is kept: comments and layout
 stay as the author wrote them. Columns of the tree count UTF-8 bytes; only `_split_at`
@@ -244,7 +244,7 @@ class KnownFunctions:
         """Return the fingerprints of the functions in a text, and know them from now on."""
         functions = list(_functions([text]))
         self._kinds.update(map(_kind, functions))
-        return self.find([text])
+        return _fingerprints(functions)
 
     def find(self, texts: Sequence[str]) -> set[bytes]:
         """Return the fingerprints of functions that may be known ones.
@@ -255,13 +255,16 @@ class KnownFunctions:
         """
         if not self._kinds:
             return set()
-        found = [node for node in _functions(texts) if _kind(node) in self._kinds]
-        written = (list(_written(node, set(_bound(node)))) for node in found)
-        return {
-            hashlib.blake2b("\0".join(parts).encode(), digest_size=16).digest()
-            for parts in written
-            if len(parts) >= _LEAST_PARTS
-        }
+        return _fingerprints(node for node in _functions(texts) if _kind(node) in self._kinds)
+
+
+def _fingerprints(functions: Iterable[FunctionNode]) -> set[bytes]:
+    written = (list(_written(node, set(_bound(node)))) for node in functions)
+    return {
+        hashlib.blake2b("\0".join(parts).encode(), digest_size=16).digest()
+        for parts in written
+        if len(parts) >= _LEAST_PARTS
+    }
 
 
 def _functions(texts: Sequence[str]) -> Iterator[FunctionNode]:

@@ -1,4 +1,4 @@
-"""What the rows themselves tell of the data contract: sides, conversations, prompts, shares."""
+"""The part of the data contract that rows alone tell: sides, conversations, prompts, shares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be told of an answer's code by reading it: strict, canonical, rich, or a stub.
+"""Measures of an answer's code by reading it: strict, canonical, rich, or a stub.
 
 Nothing is executed. Python is read through its syntax tree, other languages by their words.
 """

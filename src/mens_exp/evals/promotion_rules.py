@@ -1,4 +1,4 @@
-"""What the rules of every promotion policy are made of."""
+"""Parts that the rules of every promotion policy share."""
 
 from __future__ import annotations
 

@@ -128,10 +128,11 @@ def _conversation(messages: Sequence[Message]) -> dict[str, Any]:
     turns = [{key: value for key, value in turn.items() if key != "tools"} for turn in messages]
     for turn in turns:
         if "tool_calls" in turn:
-            turn["tool_calls"] = [
-                {**call, "function": {**call["function"], "arguments": json.dumps(arguments)}}
-                for call in turn["tool_calls"]
-                for arguments in (call["function"]["arguments"],)
-            ]
+            turn["tool_calls"] = list(map(_call, turn["tool_calls"]))
     tools = messages[0].get("tools")
     return {"messages": turns, **({} if tools is None else {"tools": tools})}
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}

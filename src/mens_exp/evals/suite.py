@@ -1,4 +1,4 @@
-"""What every suite gives: frozen items, a judge of answers, and a test of itself."""
+"""The interface of a suite: frozen items, a judge of answers, and a test of itself."""
 
 from __future__ import annotations
 

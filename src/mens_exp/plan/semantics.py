@@ -1,4 +1,4 @@
-"""Which settings change what is learned: every leaf of every schema, once.
+"""The meaning of settings: every leaf of every schema once, and whether it changes learning.
 
 The contract's digest covers the settings of the first five parts and nothing else. A setting of a
 class that is not ours (a user's own option) is unknown here, and counts as one that changes what is

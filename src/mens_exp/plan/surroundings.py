@@ -1,4 +1,4 @@
-"""What a contract meets on this machine, read without weights and without torch."""
+"""The surroundings of a contract on this machine, read without weights and without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a backend would train of a model, counted without building it."""
+"""Counts of the parameters that a backend would train, without building it."""
 
 from __future__ import annotations
 

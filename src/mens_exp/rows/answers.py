@@ -7,6 +7,7 @@ writes behind an answer. What is learned follows the first text, whatever the th
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from dataclasses import dataclass
@@ -85,34 +86,33 @@ def messages_of(pair: TrainingPair, exchange: int = -1) -> list[dict[str, Any]]:
     last = exchange % len(pair.exchanges)
     system = [] if pair.system is None else [{"role": "system", "content": pair.system}]
     if pair.conversation is not None:
-        known = [*system, *_turns_of(pair)[: _place(pair, last)]]
-        tools = json.loads(pair.conversation).get("tools")
+        turns, tools, places = _held(pair.conversation)
+        known = [*system, *turns[: places[last]]]
         return known if tools is None else [{**known[0], "tools": tools}, *known[1:]]
-    turns = [
+    plain = [
         {"role": role, "content": text}
         for said in pair.exchanges[:last]
         for role, text in zip(("user", "assistant"), said, strict=True)
     ]
-    return [*system, *turns, {"role": "user", "content": pair.exchanges[last][0]}]
+    return [*system, *plain, {"role": "user", "content": pair.exchanges[last][0]}]
 
 
-def _turns_of(pair: TrainingPair) -> list[dict[str, Any]]:
-    """Return all turns of a row with tools, the system prompt left out."""
-    assert pair.conversation is not None, "a row with tools"
-    turns: list[dict[str, Any]] = json.loads(pair.conversation)["messages"]
-    return turns
-
-
-def _place(pair: TrainingPair, exchange: int) -> int:
-    """Return where an answer of a row with tools is among its turns."""
-    turns = _turns_of(pair)
-    return [at for at, turn in enumerate(turns) if turn["role"] == "assistant"][exchange]
+@functools.lru_cache(maxsize=4)
+def _held(
+    conversation: str,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None, list[int]]:
+    """Return turns and tools of a row with tools, and the places of its answers; change none."""
+    held = json.loads(conversation)
+    turns = held["messages"]
+    answers = [place for place, turn in enumerate(turns) if turn["role"] == "assistant"]
+    return turns, held.get("tools"), answers
 
 
 def answer_turn(pair: TrainingPair, exchange: int) -> dict[str, Any]:
     """Return the turn of an answer."""
     if pair.conversation is not None:
-        return _turns_of(pair)[_place(pair, exchange)]
+        turns, _, places = _held(pair.conversation)
+        return turns[places[exchange]]
     return {"role": "assistant", "content": pair.exchanges[exchange][1]}
 
 
@@ -284,8 +284,10 @@ def _bodies(
         if _same(body, text) or (tag is not None and _same(tag[0] + body, text)):
             yield body, body
         elif body == lead + text and prompt != encoder.render(before, add_generation_prompt=False):
-            # gpt-oss names a channel behind the opening of the turn.
-            yield (body if tag is None else _inside(tag, text)), body
+            # gpt-oss names a channel behind the opening of the turn; a template may also close a
+            # tag before reasoning that it does not recognize.
+            closes = tag is not None and f"</{tag[1]}>" in lead
+            yield (_inside(tag, text) if tag is not None and closes else body), body
     elif tag is not None and said.startswith(prompt[: tag.start()]):
         rendered = said.removeprefix(prompt[: tag.start()])
         if _same(rendered, text) or _same(rendered, _halves(tag, text)[1]):

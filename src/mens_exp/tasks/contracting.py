@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from mens_exp.artifacts.data_contract import OverlapPart, ReferencePart
+    from mens_exp.artifacts.data_contract import OverlapPart
     from mens_exp.config.root import RunConfig
     from mens_exp.corpus.source import Rows
     from mens_exp.data.datamodule import RowsDataModule
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mens_exp.model.resolve import BaseModel
     from mens_exp.tasks.run import Run
     from mens_exp.tokenizer.protocol import Tokenizer
+    from mens_exp.training.contract_probe import Reference
     from mens_exp.training.module import TrainingModule
 
 __all__ = ["certify_rows", "certify_steps", "compared_whole"]
@@ -80,7 +81,7 @@ def certify_steps(
     base: BaseModel,
     module: TrainingModule,
     data: RowsDataModule,
-    compared: ReferencePart | None = None,
+    compared: Reference | None = None,
 ) -> None:
     """Try the first batches on the model, once a run, and refuse what is out of tolerance.
 
@@ -109,7 +110,7 @@ def certify_steps(
 
     kept = _reference_path(config, run, base, module)
     known = _known_reference(kept)
-    contract.probe = probe(config, module, data, compared if known is None else known.part)
+    contract.probe = probe(config, module, data, compared if known is None else (known.part, None))
     del contract.unknown["probe"]
     _record(run, contract, list(contract_rules.of_probe(contract.probe)))
     found = contract.probe["reference"]
@@ -120,7 +121,7 @@ def certify_steps(
 
 def compared_whole(
     config: RunConfig, run: Run, base: BaseModel, module: TrainingModule, data: RowsDataModule
-) -> ReferencePart | None:
+) -> Reference | None:
     """Compare a graph with transformers before its base is taken apart.
 
     Args:
@@ -140,7 +141,7 @@ def compared_whole(
     from mens_exp.training.contract_probe import compare
 
     kept = _reference_path(config, run, base, module)
-    return compare(config, module, data) if _known_reference(kept) is None else None
+    return compare(module, data) if _known_reference(kept) is None else None
 
 
 def _reference_path(config: RunConfig, run: Run, base: BaseModel, module: TrainingModule) -> Path:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from lightning import Trainer
 
-    from mens_exp.artifacts.data_contract import ReferencePart
     from mens_exp.backends.protocol import Backend
     from mens_exp.config.root import RunConfig
     from mens_exp.corpus.source import Rows
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from mens_exp.tasks.run import Run
     from mens_exp.tasks.scoring import Prepared
     from mens_exp.tokenizer.protocol import Tokenizer
+    from mens_exp.training.contract_probe import Reference
     from mens_exp.training.module import TrainingModule
 
 __all__ = ["Fitted", "Inputs", "fit", "read_inputs"]
@@ -126,7 +126,7 @@ def fit(
     data = inputs.data
     for stream in (data.train_dataloader(), data.val_dataloader()):
         stream.share(rank.rank, rank.world_size)
-    compared: ReferencePart | None = None
+    compared: Reference | None = None
 
     def compare(whole: Backend) -> None:
         nonlocal compared

@@ -1,4 +1,4 @@
-"""What adapters start from where that is not plain LoRA: said, recorded, and its price measured."""
+"""Starts of adapters other than plain LoRA, and the exactness of PEFT directories, recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run reads, by content hash, so that nothing else is ever taken for it."""
+"""Inputs of a run, recorded by content hash so that nothing else is ever taken for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What task=promote takes for evidence: comparisons, computed again, and the cycles they are of."""
+"""Evidence of task=promote: comparisons, computed again, and their registered cycles."""
 
 from __future__ import annotations
 

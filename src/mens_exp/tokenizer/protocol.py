@@ -1,4 +1,4 @@
-"""What the rest of the program asks of a tokenizer."""
+"""The interface of a tokenizer."""
 
 from __future__ import annotations
 

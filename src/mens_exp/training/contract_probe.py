@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from mens_exp.objective.causal import LossSum
     from mens_exp.training.module import TrainingModule
 
-__all__ = ["free_bytes", "is_in_parts", "probe", "short_documents"]
+Reference: TypeAlias = "tuple[ReferencePart | None, str | None]"
+
+__all__ = ["Reference", "compare", "free_bytes", "is_in_parts", "probe", "short_documents"]
 
 # Relative differences that rounding makes; see `_tolerance`.
 _TOLERANCES = {"f32": 1e-3, "bf16": 0.05, "f16": 0.05}
@@ -49,7 +51,7 @@ def probe(
     config: RunConfig,
     module: TrainingModule,
     data: RowsDataModule,
-    reference: ReferencePart | None = None,
+    reference: Reference | None = None,
 ) -> ProbePart:
     """Try a run's model on documents of its first batches.
 
@@ -57,20 +59,18 @@ def probe(
         config: the whole configuration.
         module: what will train; it is left as it was.
         data: the rows.
-        reference: what comparing with transformers gave for the same graph; None compares now.
+        reference: what `compare` returned for the same graph; None compares now.
     """
     began = time.monotonic()
     batches = _first_batches(data)
     first = batches[0]
     with untouched(module):
-        trial = _trial(config, module, data)
+        trial = _trial(module, data, batches)
         together = trial.together()
         peek = trial.peek()
         uneven = accumulated(config, module, trial.documents, data.tokenizer.pad_id)
         module.zero_grad(set_to_none=True)
-        why_not = None
-        if reference is None:
-            reference, why_not = _reference(module, trial)
+        compared, why_not = _reference(module, trial) if reference is None else reference
     return {
         "documents": len(trial.documents),
         "tokens": len(trial.documents.ids),
@@ -86,27 +86,24 @@ def probe(
         "accumulation_loss": uneven.loss if uneven else None,
         "accumulation_gradient": uneven.gradient if uneven else None,
         "parameters_compared": uneven.parameters if uneven else None,
-        "reference": reference,
+        "reference": compared,
         "reference_unknown": why_not,
         "seconds": round(time.monotonic() - began, 3),
     }
 
 
-def compare(
-    config: RunConfig, module: TrainingModule, data: RowsDataModule
-) -> ReferencePart | None:
+def compare(module: TrainingModule, data: RowsDataModule) -> Reference:
     """Compare a graph with transformers alone, for a base that will be in parts when it is tried.
 
     Args:
-        config: the whole configuration.
         module: the graph with its base whole; it is left as it was.
         data: the rows.
 
     Returns:
-        None where nothing can be compared; the trial says why.
+        What was found, or None and why nothing could be compared.
     """
     with untouched(module):
-        found, _ = _reference(module, _trial(config, module, data))
+        found = _reference(module, _trial(module, data, _first_batches(data)))
         module.zero_grad(set_to_none=True)
     return found
 
@@ -116,18 +113,18 @@ def _first_batches(data: RowsDataModule) -> list[Batch]:
     return [stream.batch(number) for number in range(min(_BATCHES, stream.total))]
 
 
-def _trial(config: RunConfig, module: TrainingModule, data: RowsDataModule) -> _Trial:
-    documents = short_documents(_first_batches(data))
-    return _Trial(module, documents, packed=config.data.packing, pad_id=data.tokenizer.pad_id)
+def _trial(module: TrainingModule, data: RowsDataModule, batches: Sequence[Batch]) -> _Trial:
+    packed, pad_id = data.config.data.packing, data.tokenizer.pad_id
+    return _Trial(module, short_documents(batches), packed=packed, pad_id=pad_id)
 
 
-def _reference(module: TrainingModule, trial: _Trial) -> tuple[ReferencePart | None, str | None]:
+def _reference(module: TrainingModule, trial: _Trial) -> Reference:
     """Compare with transformers alone, or say why there is nothing to compare with."""
     backend = module.backend
     if not isinstance(backend, QloraBackend):
         return None, "the graph is not one of transformers"
     if any(map(is_in_parts, backend.parameters())):
-        return None, "the base is in parts, and the first process compares it before"
+        return None, "the base is in parts; the first process compares it before"
     wanted, free = f32_bytes(backend), free_bytes(next(backend.parameters()).device)
     if free is not None and wanted > free:
         gib = f"{wanted / 2**30:.1f} GiB of f32 weights, {free / 2**30:.1f} GiB free"

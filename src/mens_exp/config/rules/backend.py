@@ -1,4 +1,4 @@
-"""What each backend goes together with."""
+"""Rules of each backend: the settings that it goes together with."""
 
 from __future__ import annotations
 

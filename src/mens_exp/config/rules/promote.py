@@ -1,4 +1,4 @@
-"""What task=promote needs for each of the three things that it does."""
+"""Rules of task=promote, for each of the three things that it does."""
 
 from __future__ import annotations
 

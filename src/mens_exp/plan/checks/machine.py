@@ -1,4 +1,4 @@
-"""Whether this machine can hold and compute the run: memory, disk, kernels, number formats."""
+"""Checks of the machine: memory, disk, kernels and number formats that a run needs."""
 
 from __future__ import annotations
 
