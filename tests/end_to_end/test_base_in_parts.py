@@ -85,7 +85,7 @@ def test_a_base_that_cannot_be_compared_says_why(train_in, tmp_path, monkeypatch
     """The reason is the one found while it was whole, not that it is in parts now."""
     from mens_exp.training import contract_probe
 
-    monkeypatch.setattr(contract_probe, "free_bytes", lambda _: 0)
+    monkeypatch.setattr(contract_probe, "free_bytes", lambda _: -1)  # f32 weights need 0 here
     monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
     run = train_in(tmp_path / "run", *F32, *PARTS, "suite=none", "trainer.max_steps=1")
     probe = (Manifest.read(run.manifest).data_contract or {})["probe"]
