@@ -170,3 +170,86 @@ def test_pooled_spread_by_hand():
 def test_pooled_spread_of_single_values_is_unknown():
     """Nothing was run twice."""
     assert statistics.pooled_sd([[1.0], [2.0]]) is None
+
+
+def test_crossed_error_is_that_of_two_way_clusters():
+    """By sums over pairs of cells that share a seed or an item, less those that are one cell.
+
+    This is the variance of Cameron, Gelbach and Miller, each of the three sums with its own
+    degrees of freedom; no mean square is computed.
+    """
+    rng = np.random.default_rng(3)
+    seeds, items = 6, 9
+    study = rng.normal(size=(seeds, items)) + rng.normal(0, 2, (1, items)) + 0.3
+    study += rng.normal(0, 1, (seeds, 1))
+    by_seed, by_item = np.zeros(seeds), np.zeros(items)
+    residual = 0.0
+    for s in range(seeds):
+        for i in range(items):
+            by_seed[s] += (study[s, i] - study.mean()) / items
+            by_item[i] += (study[s, i] - study.mean()) / seeds
+    for s in range(seeds):
+        for i in range(items):
+            residual += (study[s, i] - study.mean() - by_seed[s] - by_item[i]) ** 2
+    parts = [
+        (by_seed @ by_seed) / (seeds * (seeds - 1)),
+        (by_item @ by_item) / (items * (items - 1)),
+        residual / (seeds * items * (seeds - 1) * (items - 1)),
+    ]
+    variance = parts[0] + parts[1] - parts[2]
+    squares = (parts[0] ** 2 / 5, parts[1] ** 2 / 8, parts[2] ** 2 / 40)
+    freedom = variance**2 / sum(squares)
+    half = stats.t.ppf(0.975, freedom) * math.sqrt(variance)
+    found = statistics.crossed(study, 0.05)
+    assert found.estimate == pytest.approx(study.mean())
+    assert found.high - found.estimate == pytest.approx(half)
+    assert found.p == pytest.approx(2 * stats.t.sf(abs(study.mean()) / math.sqrt(variance), freedom))
+
+
+def test_items_that_agree_leave_the_interval_of_the_seeds():
+    """Every item moves as its seed does: the items add nothing, and t over the seeds stays."""
+    study = np.repeat(np.array(REAL)[:, None], 8, axis=1)
+    found, seeds = statistics.crossed(study, 0.05), statistics.paired(REAL, 0.05)
+    assert (found.low, found.high) == (pytest.approx(seeds.low), pytest.approx(seeds.high))
+    assert found.p == pytest.approx(seeds.p)
+
+
+def test_seeds_that_agree_do_not_hide_items_that_disagree():
+    """Ten seeds are sure of 16 items, of which half say the opposite of the other half."""
+    rng = np.random.default_rng(5)
+    taste = np.where(np.arange(16) % 2, 1.2, -1.0)
+    study = taste[None] + rng.normal(0, 0.01, (10, 16))
+    assert statistics.paired(study.mean(axis=1).tolist(), 0.05).p < 1e-6
+    assert statistics.crossed(study, 0.05).p > 0.5
+
+
+def test_weighted_items_are_a_ratio_of_sums():
+    """Documents of other lengths: the estimate is loss over tokens, not a mean of means."""
+    weights = np.array([10.0, 30.0, 60.0])
+    study = np.array([[0.1, 0.2, 0.3], [0.0, 0.4, 0.1]])
+    found = statistics.crossed(study, 0.05, weights)
+    assert found.estimate == pytest.approx((study @ weights / 100).mean())
+    equal = statistics.crossed(study, 0.05, np.array([7.0, 7.0, 7.0]))
+    assert equal == statistics.crossed(study, 0.05)
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (5, 1), (1, 1)])
+def test_one_seed_or_one_item_is_no_sample(shape):
+    """There is an estimate, and neither interval nor p-value."""
+    found = statistics.crossed(np.ones(shape), 0.05)
+    assert (found.estimate, found.low, found.high, found.p) == (1, None, None, None)
+
+
+@pytest.mark.parametrize("alpha", [0.9, 0.05, 1e-12])
+def test_crossed_interval_excludes_zero_exactly_where_p_is_below_alpha(alpha):
+    """Whatever the level, interval and p-value say the same."""
+    rng = np.random.default_rng(7)
+    for shift in np.linspace(0, 3, 30):
+        found = statistics.crossed(rng.normal(shift, 1, (4, 6)), alpha)
+        assert (found.p < alpha) == (found.low > 0 or found.high < 0)
+
+
+def test_a_study_without_any_spread_is_that_of_the_signs():
+    """All cells equal: a point, and the p-value that signs alone can give."""
+    found = statistics.crossed(np.full((5, 4), 0.2), 0.05)
+    assert (found.low, found.high, found.p) == (0.2, 0.2, pytest.approx(2 / 32))
