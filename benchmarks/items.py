@@ -2,7 +2,7 @@
 
     python benchmarks/items.py [studies]
 
-The simulator is the model's definition and nothing of ours. An arm's logit for a seed and an item is
+The simulator is the definition of the model. The logit of an arm for a seed and an item is
 
     difficulty of the item + effect of the seed on the arm + taste of the arm for the item
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 QUESTION = "How often does a study of two equal arms find one better on items like these?"
 SEEDS, ITEMS, INTERACTIONS, KINDS = (3, 5, 10), (16, 64, 164), (0.0, 0.5, 1.0), ("loss", "pass")
 SEED_SDS = (0.0, 0.3, 1.0)
-STUDIES, ALPHA, CONFIDENCE = 10_000, 0.05, 0.95
+STUDIES, ALPHA, CONFIDENCE = 40_000, 0.05, 0.95
 AT_ONCE = 500  # studies; 10 seeds on 164 items of as many take 13 MB
 
 

@@ -13,8 +13,8 @@ COMMANDS = re.findall(r"^    python -m mens_exp(.*)$", PAGE.read_text("utf-8"), 
 
 
 def test_the_page_has_its_commands():
-    """A sweep, two comparisons, and the three things that task=promote does."""
-    assert len(COMMANDS) == 6
+    """A sweep, three comparisons, and the three things that task=promote does."""
+    assert len(COMMANDS) == 7
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -29,6 +29,7 @@ def test_the_names_in_a_run_directory_are_the_documented_ones():
         run.chat_template: "chat_template.jinja",
         run.scorecard: "scorecard.json",
         run.events: "events.jsonl",
+        run.validation: "validation.jsonl",
         run.report: "report.html",
         run.model_card: "MODEL_CARD.md",
         run.wandb: "wandb",

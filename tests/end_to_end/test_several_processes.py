@@ -15,6 +15,7 @@ from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_events
+from mens_exp.artifacts.validation_losses import read_document_losses
 from mens_exp.tasks.replaying import replay
 
 F32 = ("quant.compute_dtype=f32", "trainer.max_steps=20", "checkpoint.every_n_steps=8")
@@ -38,6 +39,11 @@ def same_course(one, other):
     results = [Manifest.read(run.manifest).results for run in (one, other)]
     for name in ("base_val_loss", "tuned_val_loss"):
         assert results[0][name] == pytest.approx(results[1][name], rel=RELATIVE)
+    ours, theirs = (read_document_losses(run.validation) for run in (one, other))
+    assert len(ours) == len(theirs) > 0
+    for mine, its in zip(ours, theirs, strict=True):
+        assert {**mine, "loss": 0} == {**its, "loss": 0}
+        assert mine["loss"] == pytest.approx(its["loss"], rel=RELATIVE)
 
 
 @pytest.fixture(scope="module")

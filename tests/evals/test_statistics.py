@@ -203,7 +203,9 @@ def test_crossed_error_is_that_of_two_way_clusters():
     found = statistics.crossed(study, 0.05)
     assert found.estimate == pytest.approx(study.mean())
     assert found.high - found.estimate == pytest.approx(half)
-    assert found.p == pytest.approx(2 * stats.t.sf(abs(study.mean()) / math.sqrt(variance), freedom))
+    assert found.p == pytest.approx(
+        2 * stats.t.sf(abs(study.mean()) / math.sqrt(variance), freedom)
+    )
 
 
 def test_items_that_agree_leave_the_interval_of_the_seeds():

@@ -12,7 +12,7 @@ QUIET = {"seed": None, "rerun": None}
 
 
 def rule(**changes):
-    usual = {"alpha": 0.05, "test": "t", "power": 0.8, "arms": 1}
+    usual = {"alpha": 0.05, "test": "t", "target": "these_items", "power": 0.8, "arms": 1}
     return Rule(**{"primary": "task_success", **usual, **changes})
 
 
@@ -144,3 +144,58 @@ def test_an_effect_is_told_in_multiples_of_seed_noise():
         rule(),
     )
     assert (record["in_seed_noise"], record["verdict"]) == (2, Verdict.SECONDARY)
+
+
+LIKE = {"target": "items_like_these"}
+DISAGREE = {seed: {"a": 0.9 + seed / 100, "b": 0.9, "c": 0.9, "d": -0.8} for seed in range(1, 7)}
+NOTHING = {seed: dict.fromkeys("abcd", 0.0) for seed in range(1, 7)}
+
+
+def test_items_that_disagree_decide_about_these_items_only():
+    """Six seeds agree that three of four items gain; the fourth loses as much."""
+    assert verdict("richness", DISAGREE, NOTHING)["verdict"] == Verdict.BETTER
+    found = verdict("richness", DISAGREE, NOTHING, **LIKE)
+    assert found["verdict"] == Verdict.NO_DIFFERENCE
+    assert found["low"] < 0 < found["high"]
+    assert found["estimate"] == verdict("richness", DISAGREE, NOTHING)["estimate"]
+
+
+def test_items_that_agree_decide_about_items_like_these_too():
+    """All four items gain about as much under every seed."""
+    one = {s: {i: 0.5 + s / 100 + k / 50 for k, i in enumerate("abcd")} for s in range(1, 7)}
+    assert verdict("richness", one, NOTHING, **LIKE)["verdict"] == Verdict.BETTER
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "why"),
+    [
+        ({1: 2.0, 2: 2.1}, {1: 1.0, 2: 1.0}, "it has no items"),
+        ({1: {"a": 1.0}, 2: {"a": 0.9}}, {1: {"a": 0.0}, 2: {"a": 0.0}}, "one item is no sample"),
+        (
+            {1: {"a": 1.0, "b": 0.0}, 2: {"a": 0.9, "b": 0.1}},
+            {1: {"a": 0.0, "b": 0.0}, 2: {"a": 0.0, "c": 0.0}},
+            "not every run has every item",
+        ),
+    ],
+)
+def test_what_is_no_sample_of_items_gets_no_verdict_about_others(one, other, why):
+    """The difference stands, without an interval and with the reason."""
+    found = verdict("richness", one, other, **LIKE)
+    assert (found["verdict"], found["low"], found["p"]) == (Verdict.UNKNOWN, None, None)
+    assert why in found["why"]
+    assert found["estimate"] is not None
+
+
+def test_a_value_that_is_not_the_mean_of_its_items_gets_no_verdict():
+    """Somebody typed the run's loss; its documents say otherwise."""
+    losses = {"x": 1.0, "y": 3.0}
+    weights = {"x": 10.0, "y": 30.0}
+
+    def side(shift):
+        score = Score(mean=2.5 + shift, items=losses, weights=weights)
+        return {seed: [{"val_loss": score}] for seed in (1, 2, 3)}
+
+    about = rule(primary="val_loss", **LIKE)
+    found = compared("val_loss", side(0.5), side(0.0), QUIET, about)
+    assert "not the mean of its items" in found["why"]
+    assert compared("val_loss", side(0.0), side(0.0), QUIET, about)["why"] == ""

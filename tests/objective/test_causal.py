@@ -203,3 +203,23 @@ def test_measuring_a_head_that_learns_computes_no_gradient():
         loss = CrossEntropy("causal", 8)(hidden, targets, head)
     assert not loss.total.requires_grad
     assert head.a.grad is None
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 8, 100])
+def test_without_gradients_the_loss_of_each_token_is_torch_s_own(head, chunk_tokens):
+    """Token by token to 1e-6, and the sum is the one that training takes, bit for bit."""
+    hidden, targets = drawn()
+    objective = CrossEntropy("causal", chunk_tokens)
+    with torch.no_grad():
+        loss = objective(hidden, targets, head)
+    expected = functional.cross_entropy(hidden @ head.weight.T, targets, reduction="none")
+    assert torch.allclose(loss.losses_M, expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(loss.total, objective(hidden, targets, head).total.detach())
+    assert objective(hidden, targets, head).losses_M is None
+
+
+def test_no_target_has_no_token_loss(head):
+    """An empty batch sums to 0."""
+    with torch.no_grad():
+        loss = CrossEntropy("causal", 8)(torch.zeros(0, D), torch.zeros(0, dtype=torch.long), head)
+    assert (float(loss.total), loss.count, loss.losses_M.tolist()) == (0, 0, [])

@@ -116,6 +116,7 @@ def frozen():
         "alpha": 0.05,
         "test": "t",
         "condition": "tuned",
+        "target": "these_items",
         "challenger": "burn",
         "incumbent": "qlora",
         "floors": {

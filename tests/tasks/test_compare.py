@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from mens_exp.artifacts.comparison import Comparison, Verdict
 from mens_exp.artifacts.decision_ledger import EntryKind, append
@@ -419,6 +422,102 @@ def test_a_path_without_runs_is_refused(typed, tmp_path):
     ):
         said = typed("task=compare", f"path={tmp_path / path}", "logger=none", code=2)
         assert reason in said
+
+
+TOKENS = {"a": 10, "b": 30, "c": 60, "d": 20}  # of four documents that are validated on
+
+
+def document_losses(arm, seed):
+    """Return nats a token: the second arm is better on three documents, and worse on the last."""
+    better = {"a": 0.3, "b": 0.35, "c": 0.25, "d": -0.5}
+    return {name: 2 + seed / 50 - arm * (gain + seed / 100) for name, gain in better.items()}
+
+
+def mean_loss(arm, seed):
+    """Return the loss of the run: over all tokens."""
+    losses = document_losses(arm, seed)
+    return sum(losses[name] * TOKENS[name] for name in TOKENS) / sum(TOKENS.values())
+
+
+def with_documents(runs):
+    """Write what each run's validation measured of every document, and the run's hash of it."""
+    for file in sorted(runs.glob("*/manifest.json")):
+        told = json.loads(file.read_text("utf-8"))
+        arm = int("quant.double_quant=false" in told["overrides"])
+        losses = document_losses(arm, told["seed"])
+        text = "".join(
+            json.dumps({"item_id": n, "condition": "tuned", "loss": v * TOKENS[n], "tokens": t})
+            + "\n"
+            for (n, t), v in zip(TOKENS.items(), losses.values(), strict=True)
+        )
+        file.with_name("validation.jsonl").write_text(text, "utf-8")
+        told["outputs"]["validation.jsonl"] = hashlib.sha256(text.encode()).hexdigest()
+        file.write_text(json.dumps(told), "utf-8")
+    return runs
+
+
+LOSS = "compare.primary=val_loss"
+LIKE = "compare.target=items_like_these"
+
+
+def test_documents_that_disagree_decide_about_these_items_only(study, compare, typed):
+    """Every seed says better by far, and a quarter of the documents says worse by more."""
+    runs = with_documents(study(loss=mean_loss))
+    assert primary(compare(runs, LOSS))["verdict"] == "better"
+    record = compare(runs, LOSS, LIKE)
+    found = primary(record)
+    assert (found["verdict"], found["items"]) == ("no difference found", 4)
+    assert found["low"] < found["estimate"] < 0 < found["high"]
+    assert record.target == "items_like_these"
+    assert "val_loss on items like these" in typed(
+        "task=compare", f"path={runs}", "logger=none", LOSS, LIKE
+    )
+
+
+def test_interval_over_documents_is_that_of_their_token_weighted_losses(study, compare):
+    """Seeds agree but for a hair, so that it is Student's t over four linearised documents.
+
+    Worked out by numpy from the definition of a ratio's error, and no seed adds to it.
+    """
+    found = primary(compare(with_documents(study(loss=mean_loss)), LOSS, LIKE))
+    tokens = np.array([*TOKENS.values()], float)
+    gains = np.array(
+        [[document_losses(1, s)[n] - document_losses(0, s)[n] for n in TOKENS] for s in range(1, 7)]
+    )
+    of_documents = gains.mean(axis=0)
+    ratio = (of_documents * tokens).sum() / tokens.sum()
+    error = np.std((of_documents - ratio) * tokens / tokens.mean(), ddof=1) / np.sqrt(4)
+    seeds = np.std(gains @ tokens / tokens.sum(), ddof=1) / np.sqrt(6)
+    both = np.hypot(error, seeds)
+    assert found["estimate"] == pytest.approx(ratio, rel=1e-6)
+    assert (found["high"] - found["low"]) / 2 == pytest.approx(
+        stats.t.ppf(0.975, 3 * (both / error) ** 4) * both, rel=0.02
+    )
+
+
+def test_a_run_without_losses_of_documents_tells_nothing_of_others(study, compare):
+    """An older run: its loss has an interval over these items alone."""
+    found = primary(compare(study(loss=mean_loss), LOSS, LIKE))
+    assert (found["verdict"], found["low"]) == ("unknown", None)
+    assert "no items" in found["why"]
+
+
+def test_losses_of_documents_that_were_edited_are_refused(study, typed):
+    """As any other file that a comparison reads."""
+    runs = with_documents(study(loss=mean_loss))
+    file = next(runs.glob("*/validation.jsonl"))
+    file.write_text(file.read_text("utf-8").replace('"tokens": 10', '"tokens": 11'), "utf-8")
+    said = typed("task=compare", f"path={runs}", "logger=none", LOSS, code=2)
+    assert f"{file}: is not what its run wrote" in said
+
+
+def test_signs_of_seeds_tell_nothing_of_other_items(study, typed):
+    """Refused before anything is read."""
+    runs = study(loss=mean_loss)
+    said = typed(
+        "task=compare", f"path={runs}", "logger=none", "compare.test=sign_flip", LIKE, code=2
+    )
+    assert "compare.target=these_items" in said
 
 
 @pytest.mark.draws

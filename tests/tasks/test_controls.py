@@ -72,6 +72,7 @@ def test_a_killed_run_still_knows_its_best_adapter(overshot, broken, tmp_path, a
     assert cli.main([f"resume={run.path}"]) == 0
     assert Manifest.read(run.manifest).attempts[-1]["resumed_from_step"] == at - 1
     assert adapter(run) == adapter(overshot)
+    assert run.validation.read_bytes() == overshot.validation.read_bytes()
     names = ("adapter_step", "tuned_val_loss", "val_loss_change_frac")
     assert [results(run)[n] for n in names] == [results(overshot)[n] for n in names]
 

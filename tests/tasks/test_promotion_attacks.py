@@ -160,6 +160,15 @@ def test_two_honest_cycles_promote(lab):
     assert "1 decisions of 3 entries" in replay
 
 
+def test_a_cycle_that_froze_no_target_is_about_these_items(lab):
+    """As every comparison was when it was opened."""
+    del lab.frozen["target"]
+    lab.ledger.unlink()
+    for name, seeds in SEEDS.items():
+        lab.open(name, seeds)
+    assert "burn_production: promote" in lab.promote(code=0)
+
+
 def test_an_opened_cycle_freezes_all_that_decides(lab):
     """The line is as a test would have written it; what was typed stands in it."""
     told = [f"promote.suite_digest={SUITE}", "promote.seeds=[14,13]", "promote.factor=backend"]
@@ -275,11 +284,12 @@ def test_a_comparison_cannot_claim_another_condition_than_its_figures_are_of(lab
         ({"margin": 0.9}, "superiority"),
         ({"direction": "lower"}, "direction"),
         ({"frozen": {"test": "sign_flip"}}, "registered"),
+        ({"frozen": {"target": "items_like_these"}}, "registered"),
         ({"frozen": {"floors": {"richness": 0.9}}}, "frozen"),
         ({"frozen": {"least_cycles": 3}}, "frozen"),
         ({"version": 1}, "frozen: None unverifiable"),
     ],
-    ids=["margin", "direction", "test", "floors", "cycles", "nothing"],
+    ids=["margin", "direction", "test", "target", "floors", "cycles", "nothing"],
 )
 def test_what_a_cycle_was_opened_with_decides(lab, hypothesis, unmet):
     """The evidence is good, and the cycles were opened for something else."""

@@ -9,10 +9,10 @@ import torch
 from lightning import Callback, Trainer
 from torch.nn import functional
 
-from mens_exp.data.batch import packed_batch
+from mens_exp.data.batch import packed_batch, padded_batch
 from mens_exp.data.stream import MicroBatches
 from mens_exp.errors import DataError, MensError
-from mens_exp.objective.causal import CrossEntropy
+from mens_exp.objective.causal import CrossEntropy, LossSum
 from mens_exp.training.atomic_checkpoint import AtomicCheckpointIO
 from mens_exp.training.build import lightning_quiet
 from mens_exp.training.module import TrainingModule
@@ -75,7 +75,8 @@ def fit(
     """Train tiny_llama on eight ragged documents.
 
     Of the `other` options, `total_steps` is what the schedule runs over, `resume` a checkpoint,
-    `encoded` other documents, and `live` whether B starts filled.
+    `encoded` other documents, `live` whether B starts filled, and `of_documents` how many of
+    them validation tells apart.
     """
 
     def fitted(
@@ -90,8 +91,12 @@ def fit(
         config, watch = tiny_config(*EXACT, *overrides), Watch()
         backend = tiny_backend(*EXACT, *overrides, live=other.get("live", True))
         module = TrainingModule(
-            config, backend, CrossEntropy("causal", 8), total_steps=other.get("total_steps", steps)
+            config,
+            backend,
+            other.get("objective", CrossEntropy("causal", 8)),
+            total_steps=other.get("total_steps", steps),
         ).train()
+        module.validation_documents = other.get("of_documents", 0)
         trainer = Trainer(
             accelerator="cpu",
             max_steps=steps,
@@ -408,3 +413,45 @@ def test_a_step_is_pending_until_its_last_micro_batch(fit):
     module, _, _ = fit(steps=2)
     assert module.at_step_boundary
     assert module.pending_loss == 0.0
+
+
+def test_validation_tells_the_loss_of_each_document(fit, documents):
+    """Each of eight alone through torch's own loss; of one nothing is learned."""
+    module, _, _ = fit(steps=2, of_documents=8)
+    assert module.selected_validated is module.validated
+    for number, (loss, tokens) in enumerate(module.validated.tolist()):
+        assert tokens == SUPERVISED[number]
+        if tokens:
+            batch = packed_batch(documents, [[number]], index=0)
+            with torch.no_grad():
+                alone = mean_loss(module.backend, batch).item()
+            assert loss / tokens == pytest.approx(alone, rel=1e-5)
+    total, count = module.validated.sum(0).tolist()
+    assert total / count == pytest.approx(module.validation["val/loss"], rel=1e-6)
+
+
+def test_padded_batches_tell_the_same_documents_apart(documents):
+    """Which document a target is of does not hang on how documents are laid out."""
+    packed, padded = (
+        packed_batch(documents, [[3, 1], [6]], index=0),
+        padded_batch(documents, [[3, 1], [6]], index=0, pad_id=0),
+    )
+    expected = [3] * SUPERVISED[3] + [1] * SUPERVISED[1] + [6] * SUPERVISED[6]
+    assert packed.document_M.tolist() == padded.document_M.tolist() == expected
+
+
+class TotalOnly:
+    """An objective of one's own, which gives no loss of each token."""
+
+    name = "own"
+
+    def __call__(self, hidden_MD, targets_M, head):
+        total = functional.cross_entropy(head(hidden_MD), targets_M, reduction="sum")
+        return LossSum(total=total, count=len(targets_M))
+
+
+def test_an_objective_without_token_losses_tells_no_documents(fit):
+    """The validation loss stands; there is nothing of single documents."""
+    module, _, _ = fit(of_documents=8, objective=TotalOnly())
+    assert module.validated is None
+    assert module.selected[1] > 0

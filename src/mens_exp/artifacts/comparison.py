@@ -156,6 +156,7 @@ class Comparison(StoredRecord):
         primary: the one KPI that verdicts are given on.
         alpha: two-sided error rate over all arms.
         test: that gives p: ``t`` or ``sign_flip``.
+        target: what verdicts and intervals are about: ``these_items`` or ``items_like_these``.
         power: of ``mde``.
         condition: of the scorecards; both where base and tuned are the arms.
         arms: in the order of the runs, the reference first.
@@ -192,6 +193,7 @@ class Comparison(StoredRecord):
     left_out: dict[str, str] = field(default_factory=dict)
     exploratory: str | None = None
     cycle: str | None = None
+    target: str = "these_items"
     unknown: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 

@@ -85,12 +85,19 @@ class Thresholds(TypedDict):
     certificate: bool
 
 
-class FrozenRules(Thresholds):
-    """All that decides on a cycle besides its hypothesis: a policy's part, and a comparison's."""
-
+class _Frozen(Thresholds):
     alpha: float
     test: str
     condition: str
+
+
+class FrozenRules(_Frozen, total=False):
+    """All that decides on a cycle besides its hypothesis: a policy's part, and a comparison's.
+
+    A cycle without a ``target`` was opened when verdicts were about these items alone.
+    """
+
+    target: str
 
 
 class _Registered(TypedDict):

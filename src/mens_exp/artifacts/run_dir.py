@@ -148,6 +148,11 @@ class RunDir:
         return self.path / "events.jsonl"
 
     @property
+    def validation(self) -> Path:
+        """The validation loss of each document, one a line."""
+        return self.path / "validation.jsonl"
+
+    @property
     def scorecards(self) -> Path:
         """The directory of what was answered while training ran, one file a scorecard."""
         return self.path / "scorecards"

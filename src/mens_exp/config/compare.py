@@ -8,7 +8,7 @@ from typing import Any
 
 from mens_exp.config.fields import setting
 
-__all__ = ["CompareConfig", "CompareTest"]
+__all__ = ["CompareConfig", "CompareTarget", "CompareTest"]
 
 
 class CompareTest(Enum):
@@ -16,6 +16,13 @@ class CompareTest(Enum):
 
     t = "t"
     sign_flip = "sign_flip"
+
+
+class CompareTarget(Enum):
+    """Which items a verdict is about."""
+
+    these_items = "these_items"
+    items_like_these = "items_like_these"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,6 +51,11 @@ class CompareConfig:
         "t: Student's t on the seeds' differences (measured: benchmarks/calibration.py); "
         "sign_flip: their signs alone, which five seeds can never bring under 0.05.",
     )
+    target: CompareTarget = setting(
+        CompareTarget.these_items,
+        "these_items: other seeds on exactly these items; items_like_these: other items of their "
+        "kind too, of which these are a sample (needs test=t; measured: benchmarks/items.py).",
+    )
 
     def record(self) -> dict[str, Any]:
         """Return the settings as plain JSON values."""
@@ -54,4 +66,5 @@ class CompareConfig:
             "alpha": self.alpha,
             "power": self.power,
             "test": self.test.value,
+            "target": self.target.value,
         }

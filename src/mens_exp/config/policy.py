@@ -7,7 +7,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from mens_exp.config.compare import CompareTest
+from mens_exp.config.compare import CompareTarget, CompareTest
 from mens_exp.config.fields import setting
 
 __all__ = [
@@ -161,3 +161,4 @@ class PromoteConfig:
     )  # the field's convention
     test: CompareTest = setting(CompareTest.t, "`compare.test` of it.")
     condition: str = setting("tuned", "`compare.condition` of it.")
+    target: CompareTarget = setting(CompareTarget.these_items, "`compare.target` of it.")

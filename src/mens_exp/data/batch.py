@@ -27,6 +27,7 @@ class Batch:
     padded one has ``attention_mask_BT`` and no bounds. ``predict_M`` indexes the flattened
     ``[B·T]`` hidden states, ``targets_M`` the token that each must predict. A filler is there for
     the process that would have nothing to do while others take a stream's last micro-batches.
+    ``document_M`` is the number of the document that each target is of, where that is known.
     """
 
     input_ids_BT: torch.Tensor
@@ -38,6 +39,7 @@ class Batch:
     tokens: int
     index: int
     is_filler: bool = False
+    document_M: torch.Tensor | None = None
 
     def to(self, device: torch.device | str, **_: Any) -> Batch:
         """Move the tensors to a device."""
@@ -83,6 +85,7 @@ def packed_batch(
         targets_M=torch.from_numpy(ids[predict + 1]),
         tokens=len(ids),
         index=index,
+        document_M=torch.from_numpy(np.repeat(chosen, lengths)[supervised]),
     )
 
 
@@ -107,6 +110,7 @@ def padded_batch(
         targets_M=torch.from_numpy(ids_BT.reshape(-1)[predict + 1]),
         tokens=len(ids),
         index=index,
+        document_M=torch.from_numpy(np.repeat(chosen, lengths)[supervised]),
     )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from lightning import LightningDataModule
 
+from mens_exp.artifacts.digest import sha256_bytes
 from mens_exp.config.data import RowsData
 from mens_exp.corpus.source import cache_key, labelling_of
 from mens_exp.corpus.split import Side
@@ -154,6 +156,25 @@ class RowsDataModule(LightningDataModule):
         bounds = [documents.offsets[i : i + 2] for i in chosen]
         parts = [documents.ids[a:b][documents.supervised[a:b]] for a, b in bounds]
         return np.concatenate(parts)
+
+    def val_document_ids(self, numbers: Sequence[int]) -> list[str]:
+        """Name validation documents by their tokens and by which of them are learned.
+
+        Documents with the same of both are told apart by their order.
+
+        Args:
+            numbers: of the documents.
+        """
+        documents, seen = self.val_documents, Counter[str]()
+        names = []
+        for number in numbers:
+            start, end = documents.offsets[number : number + 2]
+            ids = np.ascontiguousarray(documents.ids[start:end], np.int32).tobytes()
+            learned = np.ascontiguousarray(documents.supervised[start:end], bool).tobytes()
+            name = sha256_bytes(ids + learned)[:16]
+            seen[name] += 1
+            names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+        return names
 
     def val_dataloader(self) -> MicroBatches:
         """Return the validation documents, of which ``data.val_max_tokens`` says how many."""

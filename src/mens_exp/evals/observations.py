@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 
     from mens_exp.artifacts.manifest import Manifest
     from mens_exp.artifacts.scorecard import Scorecard
+    from mens_exp.artifacts.validation_losses import DocumentLoss
 
 __all__ = ["Observation", "Score", "kpi_named", "observations", "scores"]
 
 _LABELS = frozenset({"version", "sample"})  # numbers of a line that measure nothing
 _SUPERVISED, _TRUNCATED = "supervised_frac", "truncated_frac"
+_LOSS = "val_loss"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +33,7 @@ class Observation:
         run: its id; several runs of one arm and seed are reruns.
         item: None for what the run has as a whole.
         values: KPI -> value; None where it is unknown.
+        parts: KPI of the whole run -> item -> its value and its weight in the run's.
     """
 
     arm: str
@@ -38,6 +41,7 @@ class Observation:
     run: str
     item: str | None
     values: dict[str, float | None] = field(default_factory=dict)
+    parts: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,11 +51,13 @@ class Score:
     Attributes:
         mean: over all items, or over those that have it; None where it is unknown.
         items: item -> value, empty for what the run has as a whole.
+        weights: item -> its weight in the mean; empty where all are alike.
         why: it is unknown.
     """
 
     mean: float | None
     items: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
     why: str | None = None
 
 
@@ -61,6 +67,7 @@ def observations(
     condition: str,
     scorecard: Scorecard | None,
     events: Iterable[Mapping[str, Any]],
+    losses: Iterable[DocumentLoss] = (),
 ) -> list[Observation]:
     """Return what one run measured under one condition.
 
@@ -70,6 +77,7 @@ def observations(
         condition: of the scorecard, such as ``tuned``.
         scorecard: None where there is none.
         events: lines of its events.jsonl; whatever is a boolean or a number is a value.
+        losses: of the documents that it validated on, which are the items of the validation loss.
     """
     made = functools.partial(Observation, arm=arm, seed=manifest.seed, run=manifest.run_id)
     found = [
@@ -85,7 +93,13 @@ def observations(
             key = next((key for key in kpi.keys if key in stated), None)
             if key is not None:
                 whole[kpi.name] = _number(stated[key])
-    return [*found, made(item=None, values=whole)]
+    of_documents = {
+        one["item_id"]: (one["loss"] / one["tokens"], float(one["tokens"]))
+        for one in losses
+        if one["condition"] == condition
+    }
+    parts = {_LOSS: of_documents} if of_documents and _LOSS in whole else {}
+    return [*found, made(item=None, values=whole, parts=parts)]
 
 
 def scores(found: Sequence[Observation], items: int | None) -> dict[str, Score]:
@@ -102,7 +116,13 @@ def scores(found: Sequence[Observation], items: int | None) -> dict[str, Score]:
         if one.item is None:
             for name, value in one.values.items():
                 why = None if value is not None else "the run's record has no value"
-                made[name] = Score(mean=value, why=why)
+                parts = one.parts.get(name, {})
+                made[name] = Score(
+                    mean=value,
+                    items={item: part for item, (part, _) in parts.items()},
+                    weights={item: weight for item, (_, weight) in parts.items()},
+                    why=why,
+                )
             continue
         values = by_item.setdefault(one.item, {})
         names |= one.values.keys()

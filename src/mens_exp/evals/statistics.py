@@ -22,6 +22,7 @@ __all__ = [
     "crossed",
     "holm",
     "least_sign_flip_p",
+    "linearized",
     "minimum_detectable",
     "paired",
     "pooled_sd",
@@ -116,14 +117,8 @@ def crossed(
 
     values_SI = np.asarray(differences_SI, float)
     if weights_I is not None:
-        # The weighted mean is a ratio; its error is that of the linearised values.
-        weights = np.asarray(weights_I, float) / np.mean(weights_I)
-        estimate = (values_SI * weights).mean()
-        by_seed = (values_SI * weights).mean(axis=1)
-        values_SI = (values_SI - estimate) * weights + estimate
-    else:
-        by_seed = values_SI.mean(axis=1)
-    seeds = paired(by_seed.tolist(), alpha)
+        values_SI = linearized(values_SI, np.asarray(weights_I, float))
+    seeds = paired(values_SI.mean(axis=1).tolist(), alpha)
     if min(values_SI.shape) == 1:
         return replace(seeds, low=None, high=None, p=None)
     error, freedom = _crossed_error(values_SI)
@@ -134,6 +129,21 @@ def crossed(
     half = max(seeds.width / 2, float(special.stdtrit(freedom, 1 - alpha / 2)) * error)
     p = max(seeds.p, float(2 * special.stdtr(freedom, -abs(seeds.estimate) / error)))
     return replace(seeds, low=seeds.estimate - half, high=seeds.estimate + half, p=p)
+
+
+def linearized(values: np.ndarray, weights_I: np.ndarray) -> np.ndarray:
+    """Return values whose plain mean, and its spread, are those of the weighted mean.
+
+    A weighted mean over a sample of items is a ratio of two sums, and so varies less than the
+    weighted values do.
+
+    Args:
+        values: of items, in the last dimension.
+        weights_I: above 0.
+    """
+    weights = weights_I / weights_I.mean()
+    estimate = (values * weights).mean()
+    return np.asarray((values - estimate) * weights + estimate)
 
 
 def _crossed_error(values_SI: np.ndarray) -> tuple[float, float]:

@@ -163,6 +163,7 @@ def _record(
         primary=primary,
         alpha=settings.alpha,
         test=settings.test.value,
+        target=settings.target.value,
         power=settings.power,
         arms=len(arms) - 1,
     )
@@ -200,6 +201,7 @@ def _record(
         primary=primary,
         alpha=settings.alpha,
         test=rule.test,
+        target=rule.target,
         power=settings.power,
         condition=settings.condition,
         arms=[_arm_record(arm, runs[arm.name], seen[arm.name], names) for arm in arms],

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from mens_exp.artifacts.comparison import KpiRecord, NoiseRecord, Verdict
 from mens_exp.evals import statistics
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ArmScores", "Rule", "arm_mean", "compared", "incomparable", "judge", "noise_of"]
 
+_ROUNDING = 1e-5  # of a loss summed in f32; measured: 5e-8
+
 ArmScores = dict[int, list[dict[str, "Score"]]]
 """Seed -> the scores of each of its runs, by KPI."""
 
@@ -32,6 +36,7 @@ class Rule:
         primary: the one KPI that has one.
         alpha: two-sided error rate, over all arms together.
         test: ``t`` or ``sign_flip``.
+        target: ``these_items``, or ``items_like_these`` of which these are a sample.
         power: of the minimum detectable effect.
         arms: contrasts that the error rate is shared by.
     """
@@ -39,6 +44,7 @@ class Rule:
     primary: str
     alpha: float
     test: str
+    target: str
     power: float
     arms: int
 
@@ -50,11 +56,16 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """One seed of both arms: the items' values where there are items, and the means."""
+    """One seed of both arms: the items' values where there are items, and the means.
+
+    ``unshared`` are items that one of the arms alone has; ``weights`` are empty for equal ones.
+    """
 
     arm: float
     reference: float
     items: dict[str, float]
+    weights: dict[str, float]
+    unshared: int
 
 
 def compared(
@@ -82,7 +93,7 @@ def compared(
         record["why"] = _why_unknown(name, arm, reference)
         return record
     differences = [pair.arm - pair.reference for pair in pairs.values()]
-    main = statistics.paired(differences, rule.alpha)
+    main, why = _tested(list(pairs.values()), rule)
     apart = statistics.unpaired(
         [pair.arm for pair in pairs.values()],
         [pair.reference for pair in pairs.values()],
@@ -111,7 +122,7 @@ def compared(
         "seeds_needed": _needed(main, rule),
         "in_seed_noise": main.estimate / spread if spread else None,
         "verdict": Verdict.SECONDARY,
-        "why": f"{rule.primary} is the primary KPI" if name != rule.primary else "",
+        "why": why or (f"{rule.primary} is the primary KPI" if name != rule.primary else ""),
     }
     return record
 
@@ -185,8 +196,14 @@ def _paired(
         if not shared:
             return None
         one, other = (_mean([side[1][item] for item in shared]) for side in (mine, theirs))
-        return _Pair(one, other, items)
-    return _Pair(mine[0], theirs[0], items)
+        return _Pair(one, other, items, {}, 0)
+    unshared = len(mine[1].keys() ^ theirs[1].keys())
+    return _Pair(mine[0], theirs[0], items, _weights(kpi.name, arm), unshared)
+
+
+def _weights(name: str, runs: Sequence[Mapping[str, Score]]) -> dict[str, float]:
+    """Return the items' weights, which are those of the text and so the same in every run."""
+    return next((dict(s.weights) for run in runs if (s := run.get(name)) and s.weights), {})
 
 
 def _averaged(
@@ -211,7 +228,43 @@ def _by_item(pairs: Sequence[_Pair], alpha: float) -> Interval | None:
             values.setdefault(item, []).append(value)
     if not values:
         return None
-    return statistics.paired([_mean(values[item]) for item in sorted(values)], alpha)
+    items = sorted(values)
+    means = np.array([_mean(values[item]) for item in items])
+    weights = np.array([pairs[0].weights.get(item, 1.0) for item in items])
+    return statistics.paired(statistics.linearized(means, weights).tolist(), alpha)
+
+
+def _tested(pairs: Sequence[_Pair], rule: Rule) -> tuple[Interval, str]:
+    """Return the interval of the mean difference by the rule's target, or why there is none."""
+    main = statistics.paired([pair.arm - pair.reference for pair in pairs], rule.alpha)
+    if rule.target == "these_items" or len(pairs) == 1:
+        return main, ""
+    why = _no_sample(pairs)
+    if why:
+        return replace(main, low=None, high=None, p=None), why
+    items = sorted(pairs[0].items)
+    table_SI = np.array([[pair.items[item] for item in items] for pair in pairs])
+    weights_I = np.array([pairs[0].weights.get(item, 1.0) for item in items])
+    found = statistics.crossed(table_SI, rule.alpha, weights_I)
+    scale = max(abs(value) for pair in pairs for value in (pair.arm, pair.reference))
+    if abs(found.estimate - main.estimate) > _ROUNDING * scale:
+        why = "the run's value is not the mean of its items"
+        return replace(main, low=None, high=None, p=None), why
+    assert found.width is not None, "there are two seeds and two items or more"
+    half = found.width / 2  # a run's own value was summed in another order than its items
+    return replace(found, low=main.estimate - half, high=main.estimate + half), ""
+
+
+def _no_sample(pairs: Sequence[_Pair]) -> str:
+    """Say why items are no sample that every seed was measured on; empty where they are."""
+    items = pairs[0].items.keys()
+    if not items:
+        return "it has no items, so that nothing can be said of items like these"
+    if any(pair.unshared or pair.items.keys() != items for pair in pairs):
+        return "not every run has every item, so that nothing can be said of items like these"
+    if len(items) == 1:
+        return "one item is no sample of items like it"
+    return ""
 
 
 def _needed(main: Interval, rule: Rule) -> int | None:
@@ -240,6 +293,8 @@ def _verdict(record: KpiRecord, rule: Rule) -> tuple[Verdict, str]:
         return Verdict.UNKNOWN, record["why"]
     if n < least:
         return Verdict.NOT_REACHABLE, _unreachable(n, least, rule)
+    if record["p"] is None:
+        return Verdict.UNKNOWN, record["why"]
     p = record["p_holm"]
     assert p is not None, "two seeds have a p-value"
     if p >= rule.alpha:

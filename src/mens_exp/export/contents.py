@@ -39,6 +39,7 @@ def run_files(run: RunDir, *, checkpoints: bool = False) -> dict[str, Path]:
         run.telemetry,
         run.scorecard,
         run.events,
+        run.validation,
         run.report,
         run.model_card,
         *run.scorecards.glob("step_*.jsonl"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from mens_exp.objective.token_loss import summed_cross_entropy
+from mens_exp.objective.token_loss import each_cross_entropy, summed_cross_entropy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,10 +20,15 @@ __all__ = ["CrossEntropy", "LossSum", "Objective"]
 
 @dataclass(frozen=True, slots=True)
 class LossSum:
-    """Sum of token losses (nats, f32 scalar with a gradient) and the number of tokens."""
+    """Sum of token losses (nats, f32 scalar with a gradient) and the number of tokens.
+
+    ``losses_M`` are the token losses themselves, f32 without a gradient. An objective may give
+    them while gradients are off; validation then records a loss for every document.
+    """
 
     total: torch.Tensor
     count: int
+    losses_M: torch.Tensor | None = None
 
 
 class Objective(Protocol):
@@ -57,6 +62,8 @@ class CrossEntropy:
         chunk's are made while its logits exist, which saves running the head twice and storing
         ``[M, V]`` anything.
         """
+        if not torch.is_grad_enabled():
+            return self._each(hidden_MD, targets_M, head)
         total = torch.zeros((), dtype=torch.float32, device=hidden_MD.device)
         gradients = _Gradients(hidden_MD)
         for start in range(0, len(targets_M), self.chunk_tokens):
@@ -66,6 +73,23 @@ class CrossEntropy:
             gradients.add(piece, hidden_CD, loss)
             total += loss.detach()
         return LossSum(total=gradients.attached_to(total), count=targets_M.numel())
+
+    def _each(
+        self,
+        hidden_MD: torch.Tensor,
+        targets_M: torch.Tensor,
+        head: Callable[[torch.Tensor], torch.Tensor],
+    ) -> LossSum:
+        """Return the same sum without gradients, with the loss of each token."""
+        total = torch.zeros((), dtype=torch.float32, device=hidden_MD.device)
+        losses = []
+        for start in range(0, len(targets_M), self.chunk_tokens):
+            piece = slice(start, start + self.chunk_tokens)
+            loss, losses_C = each_cross_entropy(head(hidden_MD[piece]), targets_M[piece])
+            total += loss
+            losses.append(losses_C)
+        losses_M = torch.cat(losses) if losses else total.new_zeros(0)
+        return LossSum(total=total, count=targets_M.numel(), losses_M=losses_M)
 
 
 class _Gradients:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Grid",
+    "about",
     "arms_grid",
     "findings",
     "headline",
@@ -45,15 +46,20 @@ def headline(record: Comparison) -> str:
         kpi = one["kpis"][record.primary]
         confounded = " (confounded)" if one["confounded_by"] else ""
         said.append(f"{one['arm']}: {kpi['verdict']}{confounded}, {_interval(kpi)}.")
-    start = f"{record.primary} against {record.reference}"
+    start = f"{record.primary} on {about(record)}, against {record.reference}"
     return wording.visible(f"{start}. {' '.join(said)}")
+
+
+def about(record: Comparison) -> str:
+    """Say which items the verdicts are about."""
+    return record.target.replace("_", " ")
 
 
 def verdict_table(record: Comparison) -> RenderableType:
     """Show the verdicts on the primary KPI, and what stands against taking them as evidence."""
     heads, rows = (_narrower(part) for part in verdicts_grid(record))
     table = Table(box=box.SIMPLE_HEAD, title_justify="left", show_edge=False, pad_edge=False)
-    table.title = f"{record.primary}: each arm minus {record.reference}"
+    table.title = f"{record.primary} on {about(record)}: each arm minus {record.reference}"
     for number, head in enumerate(heads):
         justify: Literal["left", "right"] = "right" if 0 < number < len(heads) - 1 else "left"
         table.add_column(head, justify=justify, overflow="fold")

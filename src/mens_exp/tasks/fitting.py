@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from mens_exp.artifacts import atomic
+from mens_exp.artifacts.validation_losses import read_document_losses, write_document_losses
 from mens_exp.config.rules.schedule import too_long
 from mens_exp.config.rules.suite import too_late
 from mens_exp.corpus.source import load_rows
@@ -29,8 +30,10 @@ from mens_exp.tasks.inputs import (
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
     from lightning import Trainer
 
+    from mens_exp.artifacts.validation_losses import DocumentLoss
     from mens_exp.backends.protocol import Backend
     from mens_exp.config.root import RunConfig
     from mens_exp.corpus.source import Rows
@@ -151,11 +154,13 @@ def fit(
         trainer = build_trainer(config, run, max_steps=data.max_steps, score=scoring, rank=rank)
         if rank.is_first or is_sharded(config, rank):  # no part of a base computes alone
             certify_steps(config, run, inputs.base, module, data, compared)
-        _validate_before(run, trainer, module, data)
+        _validate_before(run, trainer, module, data, rank)
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
         assert module.selected is not None, "training validates after its last step"
         step, loss = module.selected
         run.manifest.results.update(adapter_step=step, tuned_val_loss=loss)
+        if rank.is_first:
+            _note_documents(run, "tuned", data, module.selected_validated)
         if not backend.peft_view_is_exact:
             with module.as_peft_view():
                 run.manifest.results["peft_view_val_loss"] = _validate(trainer, module, data)
@@ -200,17 +205,40 @@ def _starting_adapter(config: RunConfig, run: Run, base: BaseModel) -> StartingA
 
 
 def _validate_before(
-    run: Run, trainer: Trainer, module: TrainingModule, data: RowsDataModule
+    run: Run, trainer: Trainer, module: TrainingModule, data: RowsDataModule, rank: Rank
 ) -> None:
     """Validate the base, and the adapter that training starts from where it is not a new one."""
     results = run.manifest.results
     if "base_val_loss" not in results:
         with module.as_base():
             results["base_val_loss"] = _validate(trainer, module, data)
+        if rank.is_first:
+            _note_documents(run, "base", data, module.validated)
         run.save()
     if "init_from" in run.manifest.inputs and "initial_val_loss" not in results:
         results["initial_val_loss"] = _validate(trainer, module, data)
         run.save()
+
+
+def _note_documents(
+    run: Run, condition: str, data: RowsDataModule, losses: torch.Tensor | None
+) -> None:
+    """Write the loss of each document, [documents, 2] as the module has them, to validation.jsonl.
+
+    A resumed run keeps what its earlier attempt wrote of the base.
+    """
+    if losses is None:
+        return
+    path = run.dir.validation
+    earlier = read_document_losses(path) if path.is_file() else []
+    validated = losses[:, 1].nonzero()[:, 0].tolist()
+    made: list[DocumentLoss] = [
+        {"item_id": name, "condition": condition, "loss": float(loss), "tokens": int(tokens)}
+        for name, (loss, tokens) in zip(
+            data.val_document_ids(validated), losses[validated].tolist(), strict=True
+        )
+    ]
+    write_document_losses(path, [one for one in earlier if one["condition"] != condition] + made)
 
 
 def _validate(trainer: Trainer, module: TrainingModule, data: RowsDataModule) -> float:

@@ -75,6 +75,7 @@ def _open(config: RunConfig, ledger: Path, run: Run) -> None:
             "alpha": told.alpha,
             "test": told.test.value,
             "condition": told.condition,
+            "target": told.target.value,
             **thresholds(policy),
         },
     }

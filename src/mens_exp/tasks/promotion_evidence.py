@@ -13,7 +13,7 @@ from mens_exp.artifacts.decision_ledger import cycles_of
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.config.compare import CompareConfig, CompareTest
+from mens_exp.config.compare import CompareConfig, CompareTarget, CompareTest
 from mens_exp.errors import MensError, RequestError
 from mens_exp.evals.promotion_rules import Evidence, Parity
 from mens_exp.evals.study import conducted
@@ -31,7 +31,7 @@ __all__ = ["certificate_of", "comparison_files", "cycle_of", "gathered"]
 _ABSENT = "no such file"
 _ROUNDING = 1e-9
 _SAME = (
-    *("factors", "reference", "primary", "alpha", "test", "power", "condition"),
+    *("factors", "reference", "primary", "alpha", "test", "target", "power", "condition"),
     *("arms", "contrasts", "noise"),
 )
 
@@ -177,6 +177,7 @@ def _not_of(record: Comparison, opened_utc: str, cycle: CycleEntry) -> list[str]
             "alpha": (frozen["alpha"], record.alpha),
             "test": (frozen["test"], record.test),
             "condition": (frozen["condition"], record.condition),
+            "target": (frozen.get("target", "these_items"), record.target),
         }
         found += [
             f"{was} was frozen as {name}, and the comparison has {now}"
@@ -220,6 +221,7 @@ def _computed_again(record: Comparison) -> Iterator[str]:
     """Compare the same runs again, and name the fields that come out otherwise."""
     settings = {k: v for k, v in record.settings.items() if k != "factors"}
     settings["test"] = CompareTest(settings["test"])
+    settings["target"] = CompareTarget(settings.get("target", "these_items"))
     places = [run["scored_by"] or run["path"] for run in record.runs]
     try:
         read = read_study(list(dict.fromkeys(places)))

@@ -122,7 +122,14 @@ def _hash_outputs(run: RunDir) -> dict[str, str]:
     Nor are rows that were put aside: they stay where they are when the run goes elsewhere.
     """
     files = [run.config, run.plan, run.telemetry, run.scorecard, run.events, run.transcript]
-    files += [run.attribution, run.merged_tensors, run.parity, run.inspection, run.comparison]
+    files += [
+        run.validation,
+        run.attribution,
+        run.merged_tensors,
+        run.parity,
+        run.inspection,
+        run.comparison,
+    ]
     for made in (run.adapter, run.weights, run.merged):
         files += sorted(made.rglob("*"))
     paths = {path.relative_to(run.path): path for path in files if path.is_file()}

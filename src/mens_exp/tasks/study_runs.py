@@ -16,6 +16,7 @@ from mens_exp.artifacts.run_dir import RunDir, resolve, runs
 from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.artifacts.telemetry import read_events
+from mens_exp.artifacts.validation_losses import read_document_losses
 from mens_exp.config.own_conf import parsed_yaml
 from mens_exp.errors import DataError, Problems, RequestError
 from mens_exp.evals.arms import Trial
@@ -126,7 +127,10 @@ def not_as_written(run: RunDir, scorer: RunDir | None) -> Iterator[tuple[Path, s
         The file and the hash that its run recorded, None where it recorded none.
     """
     measured = run if scorer is None else scorer
-    for owner, files in ((run, (run.config,)), (measured, (measured.scorecard, measured.events))):
+    for owner, files in (
+        (run, (run.config, run.validation)),
+        (measured, (measured.scorecard, measured.events)),
+    ):
         outputs = Manifest.read(owner.manifest).outputs
         for file in files:
             recorded = outputs.get(file.name)
@@ -220,6 +224,7 @@ def _read(run: RunDir, scorer: RunDir | None) -> Scored:
         if "item_id" not in line:
             where = f"{measured.events}:{number}"
             raise DataError("missing key", where=where, expected="item_id")
+    losses = read_document_losses(run.validation) if run.validation.is_file() else []
     trial = Trial(
         manifest=manifest,
         settings=_settings(run),
@@ -231,7 +236,9 @@ def _read(run: RunDir, scorer: RunDir | None) -> Scored:
         trial=trial,
         record=_record(run, manifest, scorer, scorecard),
         items=None if scorecard is None else scorecard.items,
-        observe=lambda arm, condition: observations(arm, manifest, condition, scorecard, lines),
+        observe=lambda arm, condition: observations(
+            arm, manifest, condition, scorecard, lines, losses
+        ),
         curves=_curves(run),
     )
 

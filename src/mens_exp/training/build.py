@@ -113,6 +113,7 @@ def build_backend(
 def build_module(config: RunConfig, backend: Backend, data: RowsDataModule) -> TrainingModule:
     """Put backend and objective together, in training mode."""
     module = TrainingModule(config, backend, _objective(config), total_steps=data.max_steps)
+    module.validation_documents = len(data.val_documents)
     if isinstance(config.objective, CrossEntropyConfig):
         module.validated_bytes, _ = data.validated_bytes
     module.train()  # from_pretrained leaves evaluation mode on, and Lightning keeps what it finds

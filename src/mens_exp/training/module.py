@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from mens_exp.backends.protocol import Backend
     from mens_exp.config.root import RunConfig
     from mens_exp.data.batch import Batch
-    from mens_exp.objective.causal import Objective
+    from mens_exp.objective.causal import LossSum, Objective
 
 __all__ = ["TrainingModule"]
 
@@ -44,6 +45,10 @@ class TrainingModule(LightningModule):
     ``scored`` is the step of the latest scorecard of this process, and its metrics; -1 before one.
     ``validated_bytes`` is the text that validation predicts, where that is known and the objective
     is a likelihood; the loss is then told in bits a byte too.
+    ``validated`` has a row for each of the ``validation_documents`` documents, [documents, 2] f64:
+    its loss (nats, summed) and supervised tokens at the latest validation, both 0 for a document
+    that is not validated on. It is None where the objective gives no loss of each token.
+    ``selected_validated`` is that of ``selected``.
     """
 
     strict_loading = False  # a checkpoint holds the adapter alone; the frozen base is rebuilt
@@ -64,8 +69,12 @@ class TrainingModule(LightningModule):
         self.condition = "tuned"
         self.validation: dict[str, float] = {}
         self.validated_bytes: int | None = None
+        self.validation_documents = 0
+        self.validated: torch.Tensor | None = None
         self.selected: tuple[int, float] | None = None
+        self.selected_validated: torch.Tensor | None = None
         self.scored: tuple[int, dict[str, float]] = (-1, {})
+        self._val_documents = torch.zeros(0, 2, dtype=torch.float64)
         self._step_loss = 0.0
         self._step_count = 0
         self._step_tokens = 0
@@ -172,6 +181,7 @@ class TrainingModule(LightningModule):
     def on_validation_epoch_start(self) -> None:
         """Start a fresh sum."""
         self._val_loss, self._val_count = 0.0, 0
+        self._val_documents = torch.zeros(self.validation_documents, 2, dtype=torch.float64)
 
     def validation_step(self, batch: Batch, _batch_idx: int) -> None:
         """Add a batch to the validation sum."""
@@ -180,10 +190,26 @@ class TrainingModule(LightningModule):
         if not batch.is_filler:
             self._val_loss += float(loss.total)
             self._val_count += loss.count
+            self._add_to_documents(batch, loss)
+
+    def _add_to_documents(self, batch: Batch, loss: LossSum) -> None:
+        """Add the losses of a batch's tokens to those of their documents."""
+        if not self.validation_documents:
+            return
+        if loss.losses_M is None or batch.document_M is None:
+            self._val_documents.fill_(math.nan)  # which the sum over all processes carries on
+            return
+        losses_M = loss.losses_M.double().cpu()
+        each_M2 = torch.stack([losses_M, torch.ones_like(losses_M)], dim=1)
+        self._val_documents.index_add_(0, batch.document_M.cpu(), each_M2)
 
     def on_validation_epoch_end(self) -> None:
         """Set the validation loss: the mean over all supervised tokens, in nats."""
         total, count = self._of_all_processes(self._val_loss, self._val_count)
+        summed = self._of_all_processes(*self._val_documents.flatten().tolist())
+        of_documents = torch.tensor(summed, dtype=torch.float64).reshape(-1, 2)
+        is_known = self.validation_documents and not of_documents.isnan().any()
+        self.validated = of_documents if is_known else None
         self.validation = {"val/loss": total / count, "val/supervised_tokens": int(count)}
         if self.validated_bytes is not None:
             loss = self.validation["val/loss"]
@@ -192,6 +218,7 @@ class TrainingModule(LightningModule):
         self.log("val/loss", self.validation["val/loss"], sync_dist=True)  # equal on all
         if self.trainer.state.fn is TrainerFn.FITTING:
             self.selected = (self.trainer.global_step, self.validation["val/loss"])
+            self.selected_validated = self.validated
 
     @contextmanager
     def as_base(self) -> Iterator[None]:
@@ -240,6 +267,7 @@ class TrainingModule(LightningModule):
             "supervised_tokens": self.supervised_tokens,
         }
         checkpoint["selected"] = self.selected
+        checkpoint["selected_validated"] = self.selected_validated
         checkpoint["world_size"] = self.trainer.world_size
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -253,3 +281,4 @@ class TrainingModule(LightningModule):
         self.tokens = checkpoint["counters"]["tokens"]
         self.supervised_tokens = checkpoint["counters"]["supervised_tokens"]
         self.selected = checkpoint["selected"]
+        self.selected_validated = checkpoint.get("selected_validated")  # unknown to earlier ones

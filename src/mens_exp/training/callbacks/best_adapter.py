@@ -40,6 +40,7 @@ class BestAdapter(Callback):
         self.step: int | None = None
         self.loss: float | None = None
         self.value: float | None = None
+        self.validated: torch.Tensor | None = None
         self._adapter: dict[str, torch.Tensor] = {}
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -51,6 +52,7 @@ class BestAdapter(Callback):
             return
         self.step, self.value = trainer.global_step, value
         self.loss = pl_module.validation[_LOSS]
+        self.validated = pl_module.validated
         self._adapter = {
             name: parameter.detach().to("cpu", copy=True)
             for name, parameter in pl_module.backend.trainable().items()
@@ -90,6 +92,7 @@ class BestAdapter(Callback):
             for name, parameter in pl_module.backend.trainable().items():
                 parameter.copy_(self._adapter[name])
         pl_module.selected = (self.step, self.loss)
+        pl_module.selected_validated = self.validated
         if self.metric != _LOSS:
             self.run.manifest.results["adapter_metric"] = self.metric
             self.run.manifest.results["adapter_metric_value"] = self.value
@@ -100,6 +103,7 @@ class BestAdapter(Callback):
             "step": self.step,
             "loss": self.loss,
             "value": self.value,
+            "validated": self.validated,
             "adapter": self._adapter,
         }
 
@@ -107,4 +111,5 @@ class BestAdapter(Callback):
         """Go on from what another process found; earlier ones knew of the loss alone."""
         self.step, self.loss = state_dict["step"], state_dict["loss"]
         self.value = state_dict.get("value", self.loss)
+        self.validated = state_dict.get("validated")
         self._adapter = state_dict["adapter"]
