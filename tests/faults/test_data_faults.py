@@ -10,15 +10,18 @@ import dataclasses
 import hashlib
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
 
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
+from mens_exp.config.model import RandomModel
 from mens_exp.corpus import dedupe, mix, split
 from mens_exp.corpus.split import Side, side_of
 from mens_exp.data import stream
+from mens_exp.model.resolve import resolve
 from mens_exp.rows import shards
 from mens_exp.rows.schema import TrainingPair, to_json
 from mens_exp.tokenizer.hf import HfTokenizer
@@ -280,3 +283,39 @@ def test_a_run_without_a_fault_has_a_certificate_without_a_violation(finished):
     assert node["probe"]["peek"] == 0
     assert max(node["probe"][f"accumulation_{one}"] for one in ("loss", "gradient")) < 0.01
     assert [part["contained"] for part in node["overlap"]] == [0]
+
+
+def flip_eight_signs(weights):
+    """Flip the signs of eight weights, spread over the file, as a disk that rots might."""
+    content = bytearray(weights.read_bytes())
+    step = (len(content) - 20_000) // 8  # the header lies before
+    for number in range(8):
+        content[20_001 + 2 * (number * step // 2)] ^= 0x80
+    assert content != weights.read_bytes()
+    weights.write_bytes(bytes(content))
+
+
+def test_a_base_that_rotted_in_the_cache_is_never_trained_on(train_in, tmp_path, monkeypatch):
+    """It is made again, the record says so, and the adapter is the one of the good base."""
+    monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
+    good = train_in(tmp_path / "good")
+    (weights,) = (tmp_path / "cache" / "models").glob("*/model.safetensors")
+    flip_eight_signs(weights)
+    after = train_in(tmp_path / "after")
+    inputs = [Manifest.read(run.manifest).inputs for run in (good, after)]
+    assert [one.get("base_made_again") for one in inputs] == [None, ["model.safetensors"]]
+    assert inputs[0]["base_weights_sha256"] == inputs[1]["base_weights_sha256"]
+    adapters = [(run.adapter / "adapter.safetensors").read_bytes() for run in (good, after)]
+    assert adapters[0] == adapters[1]
+
+
+def test_a_base_that_was_edited_in_its_directory_is_recorded_as_it_is(train_in, tmp_path):
+    """Nobody made it here, so that nobody can mend it: its own hash stands in the record."""
+    made = resolve(RandomModel(name="tiny"), tmp_path / "cache")
+    own = shutil.copytree(made.directory, tmp_path / "own")
+    flip_eight_signs(own / "model.safetensors")
+    run = train_in(tmp_path / "run", "model=hf", f"model.id={own}", without="model=")
+    found = Manifest.read(run.manifest).inputs["base_weights_sha256"]
+    content = hashlib.sha256((own / "model.safetensors").read_bytes()).hexdigest()
+    listed = json.dumps({"model.safetensors": content}, separators=(",", ":"))
+    assert found == hashlib.sha256(listed.encode()).hexdigest() != made.weights_sha256

@@ -7,6 +7,7 @@ import pytest
 from mens_exp.config.compose import compose, typed
 from mens_exp.config.model import BundledModel, HfModel, RandomModel
 from mens_exp.layout.cached import (
+    damaged_files,
     hash_weights,
     is_whole,
     mark,
@@ -110,3 +111,37 @@ def test_mark_is_plain_json(base):
     record = json.loads((base / MARK).read_text("utf-8"))
     assert record["sizes"]["shard-0.safetensors"] == (base / "shard-0.safetensors").stat().st_size
     assert MARK not in record["sizes"]
+
+
+def flipped(file, at):
+    """Flip one bit of a file, which keeps its size."""
+    content = bytearray(file.read_bytes())
+    content[at] ^= 0x80
+    file.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("name", ["shard-1.safetensors", "config.json", "tokenizer.json"])
+def test_one_bit_that_is_another_is_found(base, name):
+    """The file is whole by its size, and named as damaged; so is no other."""
+    mark(base)
+    assert damaged_files(base) == []
+    flipped(base / name, -2)
+    assert is_whole(base)
+    assert damaged_files(base) == [name]
+
+
+def test_a_mark_without_hashes_vouches_for_nothing(base):
+    """It is of an earlier version, which recorded sizes."""
+    mark(base)
+    record = json.loads((base / MARK).read_text("utf-8"))
+    del record["sha256"]
+    (base / MARK).write_text(json.dumps(record), "utf-8")
+    assert damaged_files(base) == [MARK]
+
+
+def test_a_mark_with_another_hash_of_the_weights_is_damaged(base):
+    """It would be certified in the manifest."""
+    mark(base)
+    record = json.loads((base / MARK).read_text("utf-8"))
+    (base / MARK).write_text(json.dumps({**record, "weights_sha256": "0" * 64}), "utf-8")
+    assert damaged_files(base) == [MARK]

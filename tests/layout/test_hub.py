@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import socket
 
 import pytest
@@ -11,6 +12,7 @@ from mens_exp.layout import hub as ours
 from mens_exp.layout import hub_snapshot
 from mens_exp.layout.directory import read_directory
 from mens_exp.layout.shape import check_weights, shape_of
+from mens_exp.model.resolve import resolve
 
 NAME = "lab/tiny-model"
 
@@ -258,3 +260,44 @@ def test_a_full_disk_is_told_before_the_download(hub, model, monkeypatch):
     with pytest.raises(SetupError, match="10 bytes free"):
         ours.download(model)
     assert not hub.asked("shard")
+
+
+def damage(directory):
+    """Flip a bit of a shard where huggingface_hub keeps it, and return the shard's name."""
+    shard = max(directory.glob("*.safetensors"))
+    blob = shard.resolve()
+    assert re.fullmatch("[0-9a-f]{64}", blob.name)
+    content = bytearray(blob.read_bytes())
+    content[-1] ^= 0x80
+    blob.write_bytes(bytes(content))
+    return shard.name
+
+
+def test_a_shard_that_rotted_in_the_cache_is_fetched_again(hub, model, tmp_path):
+    """The hub's own hash finds it; the bytes are then those of the repository."""
+    first = resolve(model, tmp_path)
+    name = damage(first.directory)
+    hub_snapshot.forget()
+    again = resolve(model, tmp_path)
+    assert again.made_again == (name,)
+    assert again.weights_sha256 == first.weights_sha256
+    assert resolve(model, tmp_path).made_again == ()
+
+
+def test_a_shard_that_rotted_is_refused_where_no_hub_answers(hub, model, tmp_path, monkeypatch):
+    """Never trained on, whatever else is whole."""
+    first = resolve(model, tmp_path)
+    damage(first.directory)
+    away(monkeypatch)
+    with pytest.raises(MensError):
+        resolve(model, tmp_path)
+
+
+def test_a_hub_that_sends_other_bytes_than_it_lists_is_refused(hub, model, tmp_path, monkeypatch):
+    """Fetched again, the shard is still another one."""
+    first = resolve(model, tmp_path)
+    name = damage(first.directory)
+    monkeypatch.setattr(ours, "fetch_again", lambda *_: None)
+    with pytest.raises(MensError, match="not what the hub has") as refused:
+        resolve(model, tmp_path)
+    assert name in str(refused.value)

@@ -82,6 +82,35 @@ def test_weights_of_another_size_are_made_again(tmp_path, writes):
     assert len(writes) == 2
 
 
+def flip_a_sign(weights):
+    """Flip the sign of the last weight: the file keeps its size, and loads."""
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 0x80
+    weights.write_bytes(bytes(content))
+
+
+def test_weights_with_a_flipped_sign_are_made_again(tmp_path, writes):
+    """They were trained on in silence, and the manifest stated the hash of the good ones."""
+    made = resolve(TINY, tmp_path)
+    weights = made.directory / "model.safetensors"
+    before = weights.read_bytes()
+    flip_a_sign(weights)
+    again = resolve(TINY, tmp_path)
+    assert again == made
+    assert (made.made_again, again.made_again) == ((), ("model.safetensors",))
+    assert weights.read_bytes() == before
+    assert len(writes) == 2
+
+
+def test_weights_that_are_written_to_after_they_were_hashed_are_refused(tmp_path):
+    """Between the hash and the end of loading, another program wrote to the file."""
+    made = resolve(TINY, tmp_path)
+    made.refuse_changed()
+    flip_a_sign(made.directory / "model.safetensors")
+    with pytest.raises(ModelFileError, match="was written to while it was read"):
+        made.refuse_changed()
+
+
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "mens_exp_base.json"])
 def test_a_half_written_directory_is_made_again(tmp_path, writes, missing):
     """Whatever file a crash has kept from being there is there afterwards."""

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 
 from mens_exp.errors import MensError, ModelFileError
 from mens_exp.layout.directory import ModelDirectory, read_description, read_directory
-from mens_exp.layout.hub_snapshot import commit_of, fetch, files_of, headers_of
+from mens_exp.layout.hub_snapshot import commit_of, fetch, fetch_again, files_of, headers_of
 from mens_exp.layout.shipped_configs import shipped_config
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mens_exp.config.model import HfModel
 
-__all__ = ["bytes_to_download", "describe", "download", "local", "pinned"]
+__all__ = ["bytes_to_download", "describe", "download", "download_again", "local", "pinned"]
 
 
 def local(model_id: str) -> Path | None:
@@ -99,3 +101,12 @@ def download(model: HfModel) -> Path:
     if files.missing:
         fetch(model.id, commit, files)
     return files.directory
+
+
+def download_again(model: HfModel, shards: Sequence[str]) -> None:
+    """Fetch shards that are damaged in huggingface_hub's cache.
+
+    Raises:
+        SetupError: the hub cannot be reached.
+    """
+    fetch_again(model.id, commit_of(model.id, model.revision), shards)

@@ -11,6 +11,7 @@ import functools
 import glob
 import json
 import logging
+import re
 import shutil
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -26,9 +27,19 @@ from mens_exp.layout.hub_errors import DATASET, MODEL, Kind, client_error, trans
 from mens_exp.layout.safetensors_header import TensorInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["HubFiles", "commit_of", "dataset_files", "fetch", "files_of", "forget", "headers_of"]
+__all__ = [
+    "HubFiles",
+    "commit_of",
+    "damaged_shards",
+    "dataset_files",
+    "fetch",
+    "fetch_again",
+    "files_of",
+    "forget",
+    "headers_of",
+]
 
 _SMALL = (
     "README.md",  # its head states the licence
@@ -45,6 +56,7 @@ _SMALL = (
     "tokenizer.model",
 )
 _CODE = ("*.py",)
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _PATIENCE_S = 10.0  # huggingface_hub's own limit where it has one
 _AT_ONCE = 8  # shards whose headers are read side by side; huggingface_hub's own number
 
@@ -169,6 +181,38 @@ def fetch(model_id: str, commit: str, files: HubFiles) -> None:
     exactly = [glob.escape(name) for name in files.missing]
     with translated(model_id, commit):
         snapshot_download(model_id, revision=commit, allow_patterns=exactly)
+    files_of.cache_clear()
+
+
+def damaged_shards(directory: Path, hashes: Mapping[str, str]) -> list[str]:
+    """Name the shards of a snapshot whose content is not that of the hub.
+
+    huggingface_hub names the file behind a shard by the SHA-256 that the hub lists. A shard whose
+    file is named otherwise, such as a plain copy, is not known to be damaged.
+
+    Args:
+        directory: of the snapshot.
+        hashes: of the shards' contents, by name.
+    """
+    blobs = {name: (directory / name).resolve().name for name in hashes}
+    listed = {name: blob for name, blob in blobs.items() if _SHA256.fullmatch(blob)}
+    return sorted(name for name, blob in listed.items() if blob != hashes[name])
+
+
+def fetch_again(model_id: str, commit: str, shards: Sequence[str]) -> None:
+    """Download shards in the place of damaged ones.
+
+    Raises:
+        SetupError: the hub cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+
+    exactly = [glob.escape(name) for name in shards]
+    with translated(model_id, commit):
+        away = _away(model_id)
+        if away is not None:
+            raise away
+        snapshot_download(model_id, revision=commit, allow_patterns=exactly, force_download=True)
     files_of.cache_clear()
 
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mens_exp.artifacts import atomic
+from mens_exp.artifacts.digest import digest
 from mens_exp.config.model import BundledModel, HfModel, ModelConfig, RandomModel
+from mens_exp.errors import ModelFileError
 from mens_exp.layout import hub, hub_snapshot
-from mens_exp.layout.cached import hash_weights, is_whole, mark, marked_weights, place_of
+from mens_exp.layout.cached import (
+    damaged_files,
+    hash_shards,
+    hash_weights,
+    mark,
+    marked_weights,
+    place_of,
+)
 from mens_exp.layout.directory import license_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 __all__ = ["BaseModel", "resolve"]
@@ -30,6 +39,8 @@ class BaseModel:
         license: as the weights' publisher names it, where that is known.
         revision: the hub's commit, where there is one.
         trust_remote_code: whether code that comes with the model is run.
+        made_again: files that were damaged in the cache, for which it was made or fetched again.
+        stamps: size, modification time and inode of each shard, from before it was hashed.
     """
 
     directory: Path
@@ -39,13 +50,32 @@ class BaseModel:
     license: str | None
     revision: str | None = None
     trust_remote_code: bool = False
+    made_again: tuple[str, ...] = field(default=(), compare=False)
+    stamps: dict[str, tuple[int, int, int]] = field(default_factory=dict, compare=False)
+
+    def refuse_changed(self) -> None:
+        """Refuse weights that were written to since they were hashed.
+
+        Raises:
+            ModelFileError: a shard has another size, modification time or inode.
+        """
+        now = _stamps(self.directory) if self.stamps else {}
+        for name, stamp in self.stamps.items():
+            if now.get(name) != stamp:
+                raise ModelFileError(
+                    "was written to while it was read",
+                    where=str(self.directory / name),
+                    expected="weights that stay as they are while a run loads them",
+                    remedy="run it again",
+                )
 
 
 def resolve(model: ModelConfig, cache: Path) -> BaseModel:
     """Return the directory of a base model, making it in the cache where that is needed.
 
-    A cached directory is whole or absent: it is written beside its place and renamed, and one
-    whose files no longer have their recorded sizes is made again.
+    A cached directory is written beside its place and renamed. Every file is read and hashed here:
+    where one is not what was written, the directory is made again. So a run records the hash of
+    the bytes that it reads, and not one that a file states.
 
     Raises:
         MensError: the source is missing, damaged, or not the pinned one.
@@ -54,18 +84,32 @@ def resolve(model: ModelConfig, cache: Path) -> BaseModel:
         return _from_hub(model)
     assert isinstance(model, BundledModel | RandomModel)
     directory = place_of(model, cache)
-    if not is_whole(directory):
+    stamps = _stamps(directory)
+    damaged = damaged_files(directory) if directory.is_dir() else []
+    if damaged or not directory.is_dir():
         directory.parent.mkdir(parents=True, exist_ok=True)
         with atomic.directory(directory) as temporary:
             _writer(model)(temporary)
             mark(temporary)
+        stamps = _stamps(directory)
     return BaseModel(
         directory=directory,
         name=model.name,
         source=model.source,
         weights_sha256=marked_weights(directory),
         license=model.license if isinstance(model, BundledModel) else None,
+        made_again=tuple(damaged),
+        stamps=stamps,
     )
+
+
+def _stamps(directory: Path) -> dict[str, tuple[int, int, int]]:
+    """Return what changes when somebody writes to a shard, by its name."""
+    found = {}
+    for shard in sorted(directory.glob("*.safetensors")):
+        state = shard.stat()
+        found[shard.name] = (state.st_size, state.st_mtime_ns, state.st_ino)
+    return found
 
 
 def _from_hub(model: HfModel) -> BaseModel:
@@ -73,7 +117,9 @@ def _from_hub(model: HfModel) -> BaseModel:
     directory = hub.local(model.id)
     if directory is not None:
         directory = directory.resolve()
+        stamps = _stamps(directory)
         return BaseModel(
+            stamps=stamps,
             directory=directory,
             name=directory.name,
             source="directory",
@@ -82,15 +128,35 @@ def _from_hub(model: HfModel) -> BaseModel:
             trust_remote_code=model.trust_remote_code,
         )
     directory = hub.download(model)
+    stamps = _stamps(directory)
+    hashes = hash_shards(directory)
+    damaged = hub_snapshot.damaged_shards(directory, hashes)
+    if damaged:
+        hub.download_again(model, damaged)
+        stamps = _stamps(directory)
+        hashes = hash_shards(directory)
+        _refuse_damaged(directory, hub_snapshot.damaged_shards(directory, hashes))
     return BaseModel(
         directory=directory,
         name=model.id,
         source="hub",
-        weights_sha256=hash_weights(directory),
+        stamps=stamps,
+        weights_sha256=digest(hashes),
+        made_again=tuple(damaged),
         license=license_of(directory),
         revision=hub_snapshot.commit_of(model.id, model.revision),
         trust_remote_code=model.trust_remote_code,
     )
+
+
+def _refuse_damaged(directory: Path, damaged: Sequence[str]) -> None:
+    """Refuse shards that are not what the hub lists, though they were just fetched."""
+    if damaged:
+        raise ModelFileError(
+            "is not what the hub has, by its hash",
+            where=str(directory / damaged[0]),
+            remedy="check the disk, and what answers in the place of the hub",
+        )
 
 
 def _writer(model: BundledModel | RandomModel) -> Callable[[Path], None]:

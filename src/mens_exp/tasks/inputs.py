@@ -59,6 +59,7 @@ def describe(
         "base_source": base.source,
         "base_weights_sha256": base.weights_sha256,
         **_from_hub(base),
+        **({"base_made_again": list(base.made_again)} if base.made_again else {}),
         "license": base.license,
         "tokenizer_sha256": tokenizer.sha256,
         "chat_template_sha256": tokenizer.template_sha256,

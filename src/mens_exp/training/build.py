@@ -106,6 +106,7 @@ def build_backend(
         made = sharded(config, rank, device, whole)
     else:
         made = cls(config, base, device)
+    base.refuse_changed()
     backend: Backend = made
     return backend
 
