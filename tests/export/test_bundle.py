@@ -72,7 +72,8 @@ def test_unpacked_it_is_the_same_run(portable, tmp_path):
     } <= hashes.keys()
     assert not run.checkpoints.exists()
     with_states = pack(portable, tmp_path / "c.tar.gz", checkpoints=True)
-    assert with_states.keys() - hashes.keys() == {"checkpoints/step_00000001.ckpt"}
+    states = {"checkpoints/step_00000001.ckpt", "checkpoints/sha256.json"}
+    assert with_states.keys() - hashes.keys() == states
 
 
 def test_a_colleague_scores_the_unpacked_run(portable, tmp_path, monkeypatch):

@@ -253,3 +253,77 @@ def test_a_mirrored_run_goes_on_in_the_same_wandb_run(broken, finished, tmp_path
     assert files == ["run-run.wandb", "run-run.wandb"]
     assert adapter(run) == adapter(finished)
     assert notes_of(run) == []
+
+
+def flip(path):
+    """Flip a bit in the middle of a file: it keeps its size, and torch.load reads it."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x80
+    path.write_bytes(bytes(content))
+
+
+EVERY = ("checkpoint.every_n_steps=1", "checkpoint.keep=3")
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(broken, finished, tmp_path):
+    """It was gone on from in silence; the end is now that of a run without the failure."""
+    run = broken(tmp_path / "run", 13, *EVERY)
+    flip(run.last_checkpoint())
+    assert cli.main([f"resume={run.path}"]) == 0
+    manifest = Manifest.read(run.manifest)
+    assert manifest.attempts[-1]["resumed_from_step"] == 2
+    assert any(
+        "step_00000003.ckpt is damaged and was passed over" in note for note in manifest.notes
+    )
+    assert adapter(run) == adapter(finished)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_begins_again(broken, finished, tmp_path):
+    """It says so of each, and the end is the same."""
+    run = broken(tmp_path / "run", 13, *EVERY)
+    for path in run.checkpoints.glob("*.ckpt"):
+        flip(path)
+    assert cli.main([f"resume={run.path}"]) == 0
+    manifest = Manifest.read(run.manifest)
+    assert manifest.attempts[-1]["resumed_from_step"] == 0
+    assert sum("is damaged and was passed over" in note for note in manifest.notes) == 3
+    assert adapter(run) == adapter(finished)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_gone_on_from_and_labelled(
+    broken, finished, tmp_path
+):
+    """No digest of it was recorded."""
+    run = broken(tmp_path / "run", 13, *EVERY)
+    (run.checkpoints / "sha256.json").unlink()
+    assert cli.main([f"resume={run.path}"]) == 0
+    manifest = Manifest.read(run.manifest)
+    assert manifest.attempts[-1]["resumed_from_step"] == 3
+    assert any("no digest of step_00000003.ckpt" in note for note in manifest.notes)
+    assert adapter(run) == adapter(finished)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"step_00000003.ckpt": 3}'])
+def test_digests_that_cannot_be_read_are_refused(broken, tmp_path, capsys, text):
+    """Nothing is believed, and nothing is lost."""
+    run = broken(tmp_path / "run", 13, *EVERY)
+    (run.checkpoints / "sha256.json").write_text(text, "utf-8")
+    before = files(run)
+    assert cli.main([f"resume={run.path}"]) == 2
+    assert "holds no digests of training states" in capsys.readouterr().err
+    assert files(run) == before
+
+
+def test_a_run_that_succeeded_stays_so_when_going_on_is_refused(
+    train_in, rows_file, tmp_path, capsys
+):
+    """Its rows are others now: what it was is left byte for byte, and it is no failed run."""
+    mine = tmp_path / "rows.jsonl"
+    mine.write_bytes(rows_file.read_bytes())
+    run = train_in(tmp_path / "run", f"data.path={mine}", "trainer.max_steps=4")
+    before = files(run)
+    mine.write_bytes(mine.read_bytes().replace(b"return x + 59", b"return 59 + x"))
+    assert cli.main([f"resume={run.path}", "trainer.max_steps=6"]) == 2
+    assert "is not what the run was trained on" in capsys.readouterr().err
+    assert files(run) == before
+    assert Manifest.read(run.manifest).status is Status.SUCCEEDED

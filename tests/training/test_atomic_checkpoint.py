@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+from mens_exp.errors import DataError
 from mens_exp.training.atomic_checkpoint import AtomicCheckpointIO
 
 STATE = {"adapter": {"l0.q.lora_a": torch.arange(6.0).view(2, 3)}, "step": 7}
@@ -38,7 +39,20 @@ def test_a_write_that_fails_leaves_the_earlier_checkpoint(tmp_path, monkeypatch)
     with pytest.raises(OSError, match="no space left"):
         AtomicCheckpointIO().save_checkpoint({**STATE, "step": 8}, path)
     assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "sha256.json", path]
+
+
+def test_a_checkpoint_that_was_written_over_is_refused(tmp_path):
+    """One bit of a tensor, which torch.load reads without a word."""
+    path, plugin = tmp_path / "step_00000001.ckpt", AtomicCheckpointIO()
+    plugin.save_checkpoint({"weights": torch.ones(1000)}, path)
+    content = bytearray(path.read_bytes())
+    at = content.index(torch.ones(4).numpy().tobytes())
+    content[at + 3] ^= 0x80
+    path.write_bytes(bytes(content))
+    assert float(torch.load(path, weights_only=True)["weights"][0]) == -1
+    with pytest.raises(DataError, match="is not the training state that was written"):
+        plugin.load_checkpoint(path)
 
 
 def test_what_cannot_be_saved_leaves_no_file(tmp_path):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from mens_exp.artifacts.checkpoint_digests import NAME as CHECKPOINT_DIGESTS
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.errors import DataError, RequestError
@@ -46,7 +47,7 @@ def run_files(run: RunDir, *, checkpoints: bool = False) -> dict[str, Path]:
         *run.adapter.rglob("*"),
     ]
     if checkpoints:
-        files += run.checkpoints.glob("*.ckpt")
+        files += [*run.checkpoints.glob("*.ckpt"), run.checkpoints / CHECKPOINT_DIGESTS]
     whole = {path.relative_to(run.path): path for path in files if path.is_file()}
     return {
         name.as_posix(): whole[name]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.adapter_v3 import MANIFEST_NAME, read_adapter
+from mens_exp.artifacts.checkpoint_digests import refuse_damaged
 from mens_exp.artifacts.inspection import CheckpointRecord
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.errors import DataError
@@ -44,10 +45,12 @@ def read_state(path: Path) -> State:
     """Read a training state; nothing in it is run.
 
     Raises:
-        DataError: it is truncated, no training state of ours, or holds more than plain values.
+        DataError: it is not what was written, no training state of ours, or holds more than plain
+            values.
     """
     import torch
 
+    refuse_damaged(path)
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:

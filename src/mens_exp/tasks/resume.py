@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 
+from mens_exp.artifacts.checkpoint_digests import last_whole
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.config.compose import Composed, from_yaml, typed
@@ -77,7 +78,7 @@ def prepare(path: str, overrides: dict[str, str]) -> Resumption:
     if config.tokenizer.chat_template is not None and directory.chat_template.is_file():
         config.tokenizer.chat_template = str(directory.chat_template)  # the run's own copy
     Problems.raise_if([*problems_of(config), *preflight(config)])
-    checkpoint = directory.last_checkpoint()
+    checkpoint, of_states = last_whole(directory)
     step = int(checkpoint.stem.removeprefix("step_")) if checkpoint is not None else 0
     if manifest.results.get("stopped_early") and manifest.status is Status.SUCCEEDED:
         raise RequestError(
@@ -104,7 +105,7 @@ def prepare(path: str, overrides: dict[str, str]) -> Resumption:
         cell=Cell(composed=composed, config=config),
         step=step,
         checkpoint=checkpoint,
-        notes=_notes(before, config, step),
+        notes=[*of_states, *_notes(before, config, step)],
     )
 
 

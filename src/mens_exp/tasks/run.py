@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from mens_exp.artifacts import atomic, provenance
+from mens_exp.artifacts.checkpoint_digests import put_aside_after
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Attempt, Failure, Manifest, Status, utc_now
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.run_lock import held
-from mens_exp.artifacts.telemetry import Telemetry, rewind
+from mens_exp.artifacts.telemetry import Telemetry, read_events, rewind
 from mens_exp.config.compose import config_digest, to_yaml
 from mens_exp.errors import MensError, RequestError
 from mens_exp.plan.checks import classes
@@ -171,15 +172,18 @@ def run_is_there(directory: Path) -> RequestError:
 def reopen_run(directory: RunDir, cell: Cell, *, step: int, notes: list[str]) -> Iterator[Run]:
     """Put a stopped run's record back to an optimizer step and open it again from there.
 
+    A run that had succeeded, and whose going on is refused before a step is taken, stays as it was.
+
     Raises:
         RequestError: a process is still working on it.
     """
     with held(directory.lock):
         for parent in (directory.path, directory.checkpoints, directory.adapter):
             atomic.remove_stale(parent)
-        directory.bundle.unlink(missing_ok=True)  # from here on it is not what was packed
-        rewind(directory.telemetry, step)
         manifest = Manifest.read(directory.manifest)
+        ended = _Ended(directory, step) if manifest.status is Status.SUCCEEDED else None
+        put_aside_after(directory, step)
+        rewind(directory.telemetry, step)
         now = utc_now()
         manifest.status, manifest.error, manifest.ended_utc = Status.STARTED, None, None
         manifest.attempts.append(_attempt(now, step))
@@ -193,9 +197,13 @@ def reopen_run(directory: RunDir, cell: Cell, *, step: int, notes: list[str]) ->
         atomic.write_text(directory.config, to_yaml(cell.composed.values))
         run = Run(directory, manifest)
         run.save()
-        with _closing(run):
-            run.telemetry.emit("resumed", {"step": step, "notes": notes})
-            yield run
+        try:
+            with _closing(run, ended):
+                run.telemetry.emit("resumed", {"step": step, "notes": notes})
+                yield run
+        finally:
+            if ended is None or not ended.is_back:
+                directory.bundle.unlink(missing_ok=True)  # the run is not what was packed
 
 
 def _manifest(run_id: str, cell: Cell) -> Manifest:
@@ -258,11 +266,41 @@ def _started(manifest: Manifest, values: Any) -> dict[str, Any]:
     }
 
 
+class _Ended:
+    """The records of a run that has succeeded, as they are before it goes on."""
+
+    def __init__(self, directory: RunDir, step: int) -> None:
+        """Read them; ``step`` is the one that the run goes on from."""
+        self.directory, self.step, self.is_back = directory, step, False
+        paths = (directory.manifest, directory.config, directory.telemetry, directory.plan)
+        self.content = {path: path.read_bytes() for path in paths if path.is_file()}
+
+    def is_unchanged(self) -> bool:
+        """Tell whether no optimizer step has been taken since."""
+        events = read_events(self.directory.telemetry)
+        return not any(
+            event["event"] == "step" and event["payload"]["step"] > self.step for event in events
+        )
+
+    def put_back(self) -> None:
+        """Write them again."""
+        for path, content in self.content.items():
+            atomic.write_bytes(path, content)
+        self.is_back = True
+
+
 @contextmanager
-def _closing(run: Run) -> Iterator[None]:
+def _closing(run: Run, ended: _Ended | None = None) -> Iterator[None]:
     with cancellable(lambda: run.is_closing):
         try:
             yield
+        except MensError as error:
+            if ended is not None and ended.is_unchanged():
+                run.telemetry.close()
+                ended.put_back()
+                raise
+            run.close(Status.FAILED, error)
+            raise
         except (Cancelled, KeyboardInterrupt) as error:
             end_at_once()
             run.close(Status.CANCELLED, error)

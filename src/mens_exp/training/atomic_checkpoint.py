@@ -10,12 +10,17 @@ import torch
 from lightning.pytorch.plugins import TorchCheckpointIO
 
 from mens_exp.artifacts import atomic
+from mens_exp.artifacts.checkpoint_digests import refuse_damaged, vouch
+from mens_exp.artifacts.digest import sha256_bytes
 
 __all__ = ["AtomicCheckpointIO"]
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the place, syncs, and renames; the first of several processes reads for all."""
+    """Writes beside the place, syncs, and renames; the first of several processes reads for all.
+
+    The digest of what was written is recorded, and checked before anything is restored.
+    """
 
     def save_checkpoint(
         self,
@@ -29,14 +34,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         torch.save(checkpoint, buffer)
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write_bytes(target, buffer.getvalue())
+        content = buffer.getvalue()
+        vouch(target, sha256_bytes(content))
+        atomic.write_bytes(target, content)
 
     def load_checkpoint(self, path: str | Path, *arguments: Any, **options: Any) -> dict[str, Any]:
         """Read a checkpoint; other machines need not see the file."""
         if not torch.distributed.is_initialized():
+            refuse_damaged(Path(path))
             return super().load_checkpoint(path, *arguments, **options)
         box: list[Any] = [None]
         if torch.distributed.get_rank() == 0:
+            refuse_damaged(Path(path))
             box = [super().load_checkpoint(path, *arguments, **options)]
         torch.distributed.broadcast_object_list(box, src=0)
         read: dict[str, Any] = box[0]
