@@ -13,7 +13,7 @@ from mens_exp.artifacts.scorecard import (
 from mens_exp.errors import DataError, MensError, Problems
 
 EVENT = {
-    "version": 2,
+    "version": 3,
     "item_id": "bisect.insort",
     "condition": Condition.BASE,
     "sample": 0,
@@ -44,6 +44,7 @@ EVENT = {
     "richness": 0.2,
     "anti_stub_pass": True,
     "outcome": None,
+    "style": "last block",
     "unknown": {"task_success": "the suite runs nothing"},
 }
 EVENT_OF_1 = {
@@ -117,7 +118,7 @@ def test_item_events_come_back_as_written(tmp_path):
     [
         (json.dumps({**EVENT, "parses": 1}), "parses: wrong value.*expected true or false"),
         (json.dumps({**EVENT, "condition": 1}), "condition: wrong.*expected a string"),
-        (json.dumps({**EVENT, "version": 3}), "newer version.*expected at most 2"),
+        (json.dumps({**EVENT, "version": 4}), "newer version.*expected at most 3"),
         (json.dumps({**EVENT_OF_1, "attempts": None}), "attempts"),
         (json.dumps({**EVENT, "token_in": 1}), "token_in: unknown key.*nearest is tokens_in"),
         ('{"item_id":', "not JSON"),
@@ -139,7 +140,7 @@ def test_an_item_event_of_version_1_is_read(tmp_path):
     path.write_text("".join(json.dumps(one) + "\n" for one in (EVENT_OF_1, broken)))
     good, bad = read_item_events(path)
     assert {name: good[name] for name in EVENT_OF_1} == EVENT_OF_1
-    assert (good["version"], good["sample"], good["attempts"], good["group"]) == (2, 0, 1, "")
+    assert (good["version"], good["sample"], good["attempts"], good["group"]) == (3, 0, 1, "")
     assert (good["compile_pass_1"], good["compile_pass_n"], good["repair_depth"]) == (True, True, 0)
     assert (bad["compile_pass_1"], bad["repair_depth"], bad["error_count"]) == (False, None, 1)
     assert good["latency_ms"] is good["task_success"] is None
@@ -147,6 +148,24 @@ def test_an_item_event_of_version_1_is_read(tmp_path):
     assert "repair_depth" in bad["unknown"]
     write_item_events(path, [good, bad])
     assert read_item_events(path) == [good, bad]
+
+
+def test_an_item_event_of_version_2_is_read_without_its_style(tmp_path):
+    """It says that nobody recorded it; whatever else is missing is still refused."""
+    path = tmp_path / "events.jsonl"
+    old = {name: value for name, value in EVENT.items() if name != "style"} | {"version": 2}
+    path.write_text(json.dumps(old) + "\n")
+    (read,) = read_item_events(path)
+    reason = "written by version 2, which did not record it"
+    unknown = {**EVENT["unknown"], "style": reason}
+    assert read == {**EVENT, "version": 3, "style": None, "unknown": unknown}
+    path.write_text(json.dumps({**old, "version": 3}) + "\n")
+    with pytest.raises(DataError, match="style: missing key"):
+        read_item_events(path)
+    del old["attempts"]
+    path.write_text(json.dumps(old) + "\n")
+    with pytest.raises(DataError, match="attempts: missing key"):
+        read_item_events(path)
 
 
 def test_a_wrong_item_event_is_not_written(tmp_path):

@@ -30,6 +30,8 @@ class Words:
             success=success,
             semantic=success,
             errors=() if success else (f"{text} is wrong",),
+            style=None if text == "x" else f"as {text}",
+            unknown={"style": "nobody can read x"} if text == "x" else {},
         )
 
     def self_test(self, runner):
@@ -168,6 +170,13 @@ def test_what_a_suite_does_not_measure_is_null():
     assert event["unknown"].keys() == {
         name for name, value in event.items() if value is None and name != "error"
     }
+
+
+def test_the_style_of_an_event_is_that_of_its_last_answer():
+    """Where that cannot be read, the reason is its own too."""
+    better, worse = answered(Replies(a=["x", "y"], b=["y", "x"]), retries=1)
+    assert (better["style"], better["unknown"].get("style")) == ("as y", None)
+    assert (worse["style"], worse["unknown"]["style"]) == (None, "nobody can read x")
 
 
 def test_an_answer_without_errors_is_still_sent_back():

@@ -268,6 +268,25 @@ def test_of_several_blocks_the_last_with_a_function_counts():
     assert (good.compiles, bad.compiles) == (True, False)
 
 
+@pytest.mark.parametrize(
+    ("completion", "style"),
+    [
+        ("def f(): pass", "completion"),
+        ("```\ndef f(\n```\nNo:\n```\ndef f(): pass\n```", "last block"),
+        ("```python\ndef f(): pass", "open block"),
+        ("Use `` ```def f(): pass``` ``.", "last block"),
+        ("Use ```def f(): pass", "open block"),
+        ("", "completion"),
+    ],
+)
+def test_the_record_of_an_answer_says_which_part_of_it_was_read(completion, style):
+    """In events.jsonl, for each answer."""
+    suite = HeldoutSyntax(items=[made_item("a")], max_new_tokens=160)
+    (event,) = answer_all(suite, Says({"Write a.": (completion, 6)}), None, Plan(), "base")
+    assert event["style"] == style
+    assert "style" not in event["unknown"]
+
+
 def test_what_needs_execution_is_null_with_its_reason():
     """Nothing is run, so that no task is known to be done."""
     suite = HeldoutSyntax(items=[made_item("a")], max_new_tokens=160)

@@ -86,6 +86,27 @@ def test_answers_are_judged_by_their_tests(suite, runner):
     assert judged[2].errors == ("This test fails: assert candidate([]) == 0\nAssertionError",)
 
 
+STYLES = [
+    ("    return sum(values)\n", "continuation"),
+    ("```python\ndef add(values):\n    return sum(values)\n```", "whole"),
+    ("class Solution:\n    def add(self, values):\n        return sum(values)", "class Solution"),
+    ("def add(values:", None),
+    ("I cannot help with that.", None),
+]
+
+
+@pytest.mark.parametrize("is_run", [True, False])
+def test_an_answer_keeps_the_style_that_it_was_read_in(suite, runner, is_run):
+    """Whether it is executed or not; what is no program has none, and says so."""
+    answers = [Answer(item=suite.items[0], text=text) for text, _ in STYLES]
+    judged = suite.judge(answers, runner if is_run else None)
+    assert [one.style for one in judged] == [style for _, style in STYLES]
+    for one in judged:
+        told = one.unknown.get("style")
+        assert (told is None) == (one.style is not None)
+    assert "defines the function" in judged[-1].unknown["style"]
+
+
 def test_without_a_sandbox_syntax_is_still_measured(suite):
     """The rest is null and says what to do."""
     item = suite.items[0]

@@ -41,6 +41,8 @@ def test_answers_are_compiled_and_their_tests_run(suite, runner):
     assert [one.compiles for one in judged] == [True, True, True, False]
     assert [one.outcome for one in judged] == ["passed", "passed", "assertion", "compile_error"]
     assert [one.strict for one in judged] == [True, False, True, True]
+    styles = ["continuation", "whole", "continuation", "continuation"]
+    assert [one.style for one in judged] == styles
     assert "cannot find value `y`" in judged[3].errors[0]
     assert judged[0].canonical is None
     assert judged[0].unknown == {"canonical": "the layout of Rust is not judged"}
@@ -62,5 +64,6 @@ def test_without_a_sandbox_nothing_is_compiled(suite):
     (one,) = suite.judge([Answer(item=suite.items[0], text="    x * 3\n")], None)
     assert one.compiles is one.success is None
     assert one.richness == 0.2
+    assert one.style == "continuation"
     assert not one.is_valid
     assert suite.self_test(None) is None

@@ -101,7 +101,7 @@ def make_plan():
 def make_item(condition, completion, **changes):
     """One completion; both conditions of an item share its name."""
     event = {
-        "version": 2,
+        "version": 3,
         "item_id": "textwrap.py::indent",
         "condition": Condition(condition),
         "sample": 0,
@@ -132,6 +132,7 @@ def make_item(condition, completion, **changes):
         "richness": 1.0,
         "anti_stub_pass": True,
         "outcome": None,
+        "style": None,
         "unknown": {},
     }
     event.update(changes)

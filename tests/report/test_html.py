@@ -137,6 +137,14 @@ def test_an_item_of_one_condition_is_shown_alone(write_run, item):
     assert "not completed under this condition" in page
 
 
+def test_an_answer_says_in_which_style_it_was_read(write_run, item):
+    """Where that was recorded; a model cannot have written it, but it is escaped as all is."""
+    events = [item("base", "x", style="class <Solution>"), item("tuned", "y")]
+    page = html.render(load(write_run(events)))
+    assert page.count("read as: ") == 1
+    assert "read as: class &lt;Solution&gt;" in page
+
+
 def test_items_beyond_a_hundred_are_counted(write_run, item):
     """The page stays light; the record holds them all."""
     page = html.render(load(write_run([item("base", "x", item_id=str(n)) for n in range(103)])))

@@ -152,6 +152,8 @@ def test_completions_stand_side_by_side(item):
     assert any("left" in line and "right" in line for line in lines)
     assert any("base · does not parse · cut off" in line for line in lines)
     assert any("tuned · parses" in line for line in lines)
+    styled = _shown(terminal.completions([item("tuned", "x", style="last block")]))
+    assert "tuned · parses · last block" in styled
 
 
 def test_completions_shows_the_first_n(item):

@@ -23,7 +23,7 @@ __all__ = [
     "write_item_events",
 ]
 
-EVENT_VERSION: Final = 2
+EVENT_VERSION: Final = 3
 UNSAFE: Final = "unsafe"
 """A scorecard's `sandbox` where programs ran outside of any; no evidence for a promotion."""
 
@@ -73,6 +73,9 @@ class ItemEvent(TypedDict):
         richness: statements that do something, from 0 to 1, where there are enough of them.
         anti_stub_pass: it is neither trivial nor marked.
         outcome: how running it ended, such as ``passed`` or ``timeout``.
+        style: how grading read that answer: as a ``continuation`` of the prompt's function, as the
+            ``whole`` function or as ``class Solution`` where it looks for one function, else from
+            the ``last block``, an ``open block`` or the whole ``completion``.
         unknown: field that is null -> why.
     """
 
@@ -107,6 +110,7 @@ class ItemEvent(TypedDict):
     richness: float | None
     anti_stub_pass: bool | None
     outcome: str | None
+    style: str | None
     unknown: dict[str, str]
 
 
@@ -116,7 +120,8 @@ _SINCE_2: Final = (
     *("placeholder_marker_hits", "trivial_placeholder_output", "richness", "anti_stub_pass"),
     "outcome",
 )
-_NOT_RECORDED: Final = "written by version 1, which did not record it"
+_WITHOUT_STYLE: Final = 2  # the last version that records none
+_NOT_RECORDED: Final = "written by version {}, which did not record it"
 
 
 def _scorecard_of_1(value: dict[str, Any]) -> dict[str, Any]:
@@ -177,7 +182,7 @@ def write_item_events(path: Path, events: Iterable[ItemEvent]) -> None:
 
 
 def read_item_events(path: Path) -> list[ItemEvent]:
-    """Read the lines that `write_item_events` wrote, also those of version 1.
+    """Read the lines that `write_item_events` wrote, also those of versions 1 and 2.
 
     Raises:
         DataError: the file is missing, or a line is no such event (``file:line``), or of a newer
@@ -189,19 +194,33 @@ def read_item_events(path: Path) -> list[ItemEvent]:
 
 
 def _event_of_today(value: Any, where: str) -> Any:
-    """Make a line of version 1, which has no version, one of today's."""
+    """Make a line of version 1, which has no version, or of version 2 one of today's."""
     if not isinstance(value, dict):
         return value
-    if "version" in value:
-        if isinstance(value["version"], int) and value["version"] > EVENT_VERSION:
-            raise DataError(
-                "written by a newer version of this program",
-                where=f"{where}: version",
-                found=value["version"],
-                expected=f"at most {EVENT_VERSION}",
-                remedy="upgrade mens-exp to read it",
-            )
-        return value
+    if "version" not in value:
+        return _with_style(_event_of_1(value), 1)
+    version = value["version"]
+    if isinstance(version, int) and version > EVENT_VERSION:
+        raise DataError(
+            "written by a newer version of this program",
+            where=f"{where}: version",
+            found=version,
+            expected=f"at most {EVENT_VERSION}",
+            remedy="upgrade mens-exp to read it",
+        )
+    return _with_style(value, 2) if version == _WITHOUT_STYLE else value
+
+
+def _with_style(value: dict[str, Any], version: int) -> dict[str, Any]:
+    """Say of a line that was written before styles were recorded that its style is unknown."""
+    unknown = value.get("unknown")
+    if not isinstance(unknown, dict):
+        return value  # the check of its type says so
+    reason = {"style": _NOT_RECORDED.format(version)}
+    return {"style": None, **value, "version": EVENT_VERSION, "unknown": reason | unknown}
+
+
+def _event_of_1(value: dict[str, Any]) -> dict[str, Any]:
     parses = value.get("parses")
     return {
         "version": EVENT_VERSION,
@@ -213,7 +232,7 @@ def _event_of_today(value: Any, where: str) -> Any:
         "repair_depth": 0 if parses is True else None,
         "error_count": int(value.get("error") is not None),
         **dict.fromkeys(_SINCE_2),
-        "unknown": dict.fromkeys(_SINCE_2, _NOT_RECORDED)
+        "unknown": dict.fromkeys(_SINCE_2, _NOT_RECORDED.format(1))
         | ({} if parses is True else {"repair_depth": "no attempt is valid"}),
         **value,
     }

@@ -9,9 +9,19 @@ from __future__ import annotations
 import re
 import textwrap
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final
 
-__all__ = ["GRADING", "Block", "blocks_in", "code_of", "last_with", "outside_reasoning"]
+__all__ = [
+    "GRADING",
+    "Block",
+    "Place",
+    "blocks_in",
+    "code_and_place",
+    "code_of",
+    "last_with",
+    "outside_reasoning",
+]
 
 GRADING: Final = 3
 """Version of grading, which every scorecard records and every suite's digest contains.
@@ -28,6 +38,14 @@ _OPENED_BEFORE: Final = re.compile(
 _FENCE: Final = r"^[ \t]*```+[ \t]*(?P<language>[^\s`]*)[^\n`]*$"
 _FENCE_LINE: Final = re.compile(_FENCE)
 _FENCE_OR_TAG: Final = re.compile(rf"{_FENCE}|(?<![^\s>])<(?P<tag>{_NAMES})>", re.MULTILINE)
+
+
+class Place(StrEnum):
+    """Where in an answer its code was found."""
+
+    LAST_BLOCK = "last block"  # that closed, of those that count
+    OPEN_BLOCK = "open block"  # the answer was cut within it, and no other counts
+    COMPLETION = "completion"  # there is no block
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,9 +120,18 @@ def code_of(text: str, pattern: str = "") -> str:
         text: the answer.
         pattern: found in the block that counts, where one has it.
     """
+    return code_and_place(text, pattern)[0]
+
+
+def code_and_place(text: str, pattern: str = "") -> tuple[str, Place]:
+    """Return the code of an answer as `code_of` does, and where it was found."""
     blocks = blocks_in(text)
     block = last_with(blocks, pattern) or last_with(blocks, "")
     if block is not None:
-        return textwrap.dedent(block.text)
+        place = Place.LAST_BLOCK if block.is_closed else Place.OPEN_BLOCK
+        return textwrap.dedent(block.text), place
     before, fence, rest = text.partition("```")
-    return textwrap.dedent(rest.partition("```")[0] if fence else before)
+    if not fence:
+        return textwrap.dedent(before), Place.COMPLETION
+    inside, closing, _ = rest.partition("```")  # within a line
+    return textwrap.dedent(inside), Place.LAST_BLOCK if closing else Place.OPEN_BLOCK

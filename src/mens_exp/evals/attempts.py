@@ -161,6 +161,7 @@ def _event(sample: _Sample, condition: str) -> ItemEvent:
         "richness": last.richness,
         "anti_stub_pass": last.anti_stub,
         "outcome": last.outcome,
+        "style": last.style,
     }
     event = {
         "version": EVENT_VERSION,
@@ -179,7 +180,7 @@ def _event(sample: _Sample, condition: str) -> ItemEvent:
         "error_count": sum(map(len, errors)),
         **values,
         "unknown": {
-            name: _reason(name, first.unknown, depth)
+            name: _reason(name, last.unknown if name in _OF_THE_LAST else first.unknown, depth)
             for name, value in values.items()
             if value is None
         },
@@ -209,7 +210,10 @@ _OF_JUDGEMENT = {
     "richness": "richness",
     "anti_stub_pass": "anti_stub",
     "outcome": "outcome",
+    "style": "style",
 }
+# What else is null is so for every attempt; an answer may be unreadable and its repair not.
+_OF_THE_LAST = frozenset({"style"})
 
 
 def _sum(values: Sequence[float | None]) -> float | None:

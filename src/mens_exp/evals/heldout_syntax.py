@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.digest import digest
 from mens_exp.evals.answer_quality import parsed
-from mens_exp.evals.answer_text import code_of
+from mens_exp.evals.answer_text import code_and_place
 from mens_exp.evals.reading import read
 from mens_exp.evals.suite import Item
 from mens_exp.rows.encode import messages_of
@@ -87,12 +87,13 @@ class HeldoutSyntax:
 
 
 def _judge(completion: str) -> Judgement:
-    code = code_of(completion, r"\bdef\s")
+    code, place = code_and_place(completion, r"\bdef\s")
     error = syntax_error(code)
     return replace(
         read(completion, code),
         compiles=error is None,
         errors=() if error is None else (error,),
+        style=place.value,
         unknown=dict.fromkeys(("success", "semantic", "outcome"), _NOTHING_RUN),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from mens_exp.artifacts.digest import digest
 from mens_exp.evals.answer_text import code_of
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mens_exp.config.suite import HumanEvalSuite
+    from mens_exp.evals.completion_styles import Style
     from mens_exp.evals.program_checks import Checked, ProgramTask
     from mens_exp.evals.running import Runner
     from mens_exp.evals.suite import Answer, Judgement
@@ -39,6 +40,7 @@ _WRITE: Final = (
     "{prompt}\nThe function is called `{name}` and must pass this test:\n\n"
     "```python\n{test}\n```\n\nAnswer with the code only."
 )
+_NO_READING: Final = "no reading of the answer is a program that defines the function"
 _UNREAD: Final = frozenset({Verdict.SYNTAX_ERROR, Verdict.COMPILE_ERROR})
 
 
@@ -134,7 +136,15 @@ def _judgement(task: ProgramTask, text: str, checked: Checked) -> Judgement:
         semantic=success and judgement.anti_stub,
         errors=() if success else (_error(checked),),
         outcome=checked.verdict.value,
+        **_style(checked.style),
     )
+
+
+def _style(style: Style | None) -> dict[str, Any]:
+    """Return the fields of a judgement that say how an answer was read, or why it was not."""
+    if style is None:
+        return {"unknown": {"style": _NO_READING}}
+    return {"style": style.value}
 
 
 def _code(task: ProgramTask, text: str) -> str:
@@ -152,9 +162,12 @@ def _error(checked: Checked) -> str:
 def _unrun(task: ProgramTask, text: str) -> Judgement:
     """Say what can be told without running anything."""
     found = assemble(text, entry_point=task.entry_point, prompt=task.code)
+    style = _style(found.style)
+    unknown = dict.fromkeys(("success", "semantic", "outcome"), NO_SANDBOX)
     return replace(
         read(text, _code(task, text)),
         compiles=found.parses,
         errors=() if found.error is None else (found.error,),
-        unknown=dict.fromkeys(("success", "semantic", "outcome"), NO_SANDBOX),
+        style=style.get("style"),
+        unknown=unknown | style.get("unknown", {}),
     )

@@ -10,11 +10,12 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from mens_exp.evals.answer_text import blocks_in, last_with
+from mens_exp.evals.completion_styles import Style
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["assemble_rust"]
+__all__ = ["assemble_rust", "style_of_rust"]
 
 _FENCE_LINE: Final = re.compile(r"^[ \t]*```.*$", re.MULTILINE)
 _RUST: Final = frozenset({"", "rs", "rust"})
@@ -48,6 +49,12 @@ def assemble_rust(completion: str, *, prompt: str, entry_point: str) -> str:
     if end is None:  # the generation was stopped at the brace
         return f"{prompt}{text}\n}}\n"
     return f"{prompt}{text[: end + 1]}\n{_items(text[end + 1 :])}"
+
+
+def style_of_rust(completion: str, *, entry_point: str) -> Style:
+    """Return how `assemble_rust` reads a completion: the whole function, or its continuation."""
+    text = _code(completion.replace("\r\n", "\n"), entry_point)
+    return Style.WHOLE if _definition(entry_point).search(text) else Style.CONTINUATION
 
 
 def _code(completion: str, entry_point: str) -> str:

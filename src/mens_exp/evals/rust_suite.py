@@ -16,6 +16,7 @@ from mens_exp.evals.rust_checks import (
     least_rust_limits,
     read_rust_tasks,
 )
+from mens_exp.evals.rust_styles import style_of_rust
 from mens_exp.evals.suite import Item, SelfTest
 
 if TYPE_CHECKING:
@@ -83,10 +84,11 @@ class RustProgramSuite:
     def judge(self, answers: Sequence[Answer], runner: Runner | None) -> list[Judgement]:
         """Compile each answer and run its task's tests; without a runner, neither."""
         if runner is None:
-            return [_judgement(one.text, None) for one in answers]
+            return [_judgement(self.tasks[one.item.id], one.text, None) for one in answers]
         tasks = [self.tasks[one.item.id] for one in answers]
-        checked = self._checked(tasks, [one.text for one in answers], runner)
-        return [_judgement(a.text, one) for a, one in zip(answers, checked, strict=True)]
+        texts = [one.text for one in answers]
+        checked = self._checked(tasks, texts, runner)
+        return [_judgement(*one) for one in zip(tasks, texts, checked, strict=True)]
 
     def self_test(self, runner: Runner | None) -> SelfTest | None:
         """Compile and run a stub of every task: each must compile and fail."""
@@ -114,7 +116,7 @@ def _asked(task: RustTask) -> str:
     return _COMPLETE.format(prompt=task.prompt.rstrip())
 
 
-def _judgement(text: str, checked: RustChecked | None) -> Judgement:
+def _judgement(task: RustTask, text: str, checked: RustChecked | None) -> Judgement:
     judgement = read(text, code_of(text, r"\bfn\s"), is_python=False)
     unknown = {"canonical": "the layout of Rust is not judged"}
     if checked is None:
@@ -127,6 +129,7 @@ def _judgement(text: str, checked: RustChecked | None) -> Judgement:
         semantic=None if success is None else success and judgement.anti_stub,
         errors=_errors(checked),
         outcome=None if checked is None else checked.verdict.value,
+        style=style_of_rust(text, entry_point=task.entry_point).value,
         unknown=unknown,
     )
 

@@ -17,7 +17,7 @@ from mens_exp.artifacts.record import read_bytes
 from mens_exp.artifacts.typed_json import check, parse_json
 from mens_exp.errors import DataError, Problems
 from mens_exp.evals.answer_quality import parsed
-from mens_exp.evals.answer_text import code_of
+from mens_exp.evals.answer_text import code_and_place
 from mens_exp.evals.generation import Completion
 from mens_exp.evals.reading import read
 from mens_exp.evals.suite import Item
@@ -207,7 +207,7 @@ class SpecSuite:
 
 def _judged(task: SpecTask, text: str) -> Judgement:
     is_python = task.get("language", Language.PYTHON) == Language.PYTHON
-    code = code_of(text)
+    code, place = code_and_place(text)
     tree = parsed(code)
     compiles = (not isinstance(tree, str) and bool(tree.body)) if is_python else None
     judgement = read(text, code, is_python=is_python)
@@ -226,6 +226,7 @@ def _judged(task: SpecTask, text: str) -> Judgement:
         success=success,
         semantic=success and all(one in code for one in semantic) and judgement.anti_stub,
         errors=tuple(errors) or (() if success else ("there is no answer",)),
+        style=place.value,
         unknown=unknown,
     )
 

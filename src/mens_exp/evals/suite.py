@@ -71,6 +71,7 @@ class Judgement:
         richness: statements that do something, from 0 to 1.
         anti_stub: whether it is neither trivial nor marked.
         outcome: how running it ended.
+        style: how the answer was read; see `ItemEvent`.
         unknown: name of a field that is null -> why.
     """
 
@@ -85,6 +86,7 @@ class Judgement:
     richness: float | None = None
     anti_stub: bool | None = None
     outcome: str | None = None
+    style: str | None = None
     unknown: dict[str, str] = field(default_factory=dict)
 
     @property

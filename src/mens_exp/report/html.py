@@ -34,7 +34,7 @@ class _Completion:
     outcome: summary.Outcome | None
     finished: bool
     error: str
-    tokens: str
+    facts: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,16 +156,18 @@ def _completion(condition: str, event: ItemEvent | None) -> _Completion:
     condition = wording.visible(condition)
     if event is None:
         return _Completion(
-            condition=condition, text="", outcome=None, finished=True, error="", tokens=""
+            condition=condition, text="", outcome=None, finished=True, error="", facts=""
         )
-    tokens = event["tokens_out"]
+    tokens, style = event["tokens_out"], event["style"]
+    facts = [] if tokens is None else [f"{wording.count(tokens)} tokens"]
+    facts += [] if style is None else [f"read as: {wording.visible(style)}"]
     return _Completion(
         condition=condition,
         text=wording.visible(event["completion"]),
         outcome=summary.outcome_of(event),
         finished=event["finished"],
         error=wording.visible(event["error"] or ""),
-        tokens="" if tokens is None else f"{wording.count(tokens)} tokens",
+        facts=", ".join(facts),
     )
 
 

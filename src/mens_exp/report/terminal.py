@@ -362,6 +362,8 @@ def _completion(condition: str, event: ItemEvent | None) -> Panel:
     title.append(f" · {outcome.words}", style=style)
     if not event["finished"]:
         title.append(" · cut off", style="yellow")
+    if event["style"] is not None:
+        title.append(f" · {wording.visible(event['style'])}", style="dim")
     body = _clip(wording.visible(event["completion"]), _MOST_LINES)
     return Panel(
         Text(body) if body else Text("empty", style="dim italic"),
