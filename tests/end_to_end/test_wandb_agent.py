@@ -76,5 +76,5 @@ def test_the_agents_run_is_the_one_that_it_waits_for(tiny_run, tmp_path, monkeyp
     (run,) = (record["run"] for record in records if record["type"] == "run")
     assert (run["run_id"], run["sweep_id"], run["project"]) == ("abc123", "swp456", "mine")
     metric = page_file()["metric"]["name"]
-    assert metric == "val/loss"
+    assert metric == "tuned/val_loss"
     assert any(metric in json.dumps(record) for record in records if record["type"] == "history")

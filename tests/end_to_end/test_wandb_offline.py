@@ -73,6 +73,7 @@ def test_the_run_is_there_under_its_names(records, run):
     assert shown["run_group"] == "smoke"
     assert shown["job_type"] == "train"
     assert "lora.r=8" in shown["tags"]
+    assert shown["display_name"].startswith("r=8 ")
     assert "tiny_llama" in shown["display_name"]
 
 
@@ -95,7 +96,7 @@ def test_history_has_every_step_on_both_axes(records, run):
     ]
     read = [e["payload"] for e in read_events(run.telemetry) if e["event"] == "step"]
     assert shown == [(p["step"], p["train/loss"], p["data/supervised_tokens"]) for p in read]
-    assert [row["val/loss"] for row in rows if "val/loss" in row] == [
+    assert [row["tuned/val_loss"] for row in rows if "tuned/val_loss" in row] == [
         e["payload"]["val/loss"] for e in read_events(run.telemetry) if e["event"] == "validation"
     ]
 
@@ -104,10 +105,10 @@ def test_summary_has_the_results(run):
     """Base and tuned validation loss, and the scorecard's KPIs."""
     shown = summary(run)["summary"]
     results = Manifest.read(run.manifest).results
-    assert shown["base_val_loss"] == results["base_val_loss"]
-    assert shown["tuned_val_loss"] == results["tuned_val_loss"]
+    assert shown["base/val_loss"] == results["base_val_loss"]
+    assert shown["tuned/val_loss"] == results["tuned_val_loss"]
     tuned = Scorecard.read(run.scorecard).conditions["tuned"]["parse_rate"]
-    assert shown["tuned_parse_rate"] == tuned
+    assert shown["tuned/parse_rate"] == tuned
     assert shown["status"] == "succeeded"
 
 

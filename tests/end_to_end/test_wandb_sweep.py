@@ -112,7 +112,7 @@ def test_an_agent_runs_the_sweep_of_the_page_and_the_service_has_its_runs(
     for number, drawn in enumerate(DRAWN):
         run, (_, manifest) = wandb_service.runs[f"sweep000r{number}"], ours[f"sweep000r{number}"]
         assert (run.sweep, run.project, run.exit_code) == ("sweep000", "mine", 0)
-        assert run.summary["val/loss"] == manifest.results["tuned_val_loss"]
+        assert run.summary["tuned/val_loss"] == manifest.results["tuned_val_loss"]
         assert run.settings["lora"]["r"] == drawn["lora.r"]
         assert {key: run.settings[key] for key in drawn} == drawn  # where the search looks
         assert manifest.status is Status.SUCCEEDED
@@ -151,7 +151,7 @@ def test_the_local_controller_draws_from_what_the_runs_came_to(
     assert sorted(drawn) == ["lora", "qlora"]
     assert [run.exit_code for run in wandb_service.runs.values()] == [0, 0]
     assert {run.sweep for run in wandb_service.runs.values()} == {"sweep000"}
-    assert all("val/loss" in run.summary for run in wandb_service.runs.values())
+    assert all("tuned/val_loss" in run.summary for run in wandb_service.runs.values())
 
 
 def test_a_run_that_is_stopped_in_the_service_ends_in_order(
@@ -228,7 +228,7 @@ def test_what_an_agent_ran_offline_is_sent_later_as_the_agents_run(
     assert cli.main([*synced, f"hydra.run.dir={tmp_path}/first"]) == 0
     assert set(wandb_service.runs) == {"sweep000r0"}
     assert (run.sweep, run.project, run.exit_code) == ("sweep000", "mine", 0)
-    assert run.summary["val/loss"] == manifest.results["tuned_val_loss"]
+    assert run.summary["tuned/val_loss"] == manifest.results["tuned_val_loss"]
     assert {key: run.settings[key] for key in DRAWN[0]} == DRAWN[0]
     wandb_service.operations.clear()
     assert cli.main([*synced, f"hydra.run.dir={tmp_path}/second"]) == 0

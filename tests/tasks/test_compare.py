@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -544,6 +546,11 @@ def test_w_and_b_shows_the_same(study, compare, tmp_path):
     assert found["data"][0][0] == WITHOUT
     names = {path.name.split("_")[0] for path in table.parent.iterdir()}
     assert names == {"verdicts", "kpis", "arms", "noise"}
+    arms = json.loads(next(table.parent.glob("arms_*.json")).read_text("utf-8"))
+    assert {"tuned/parse_rate", "tuned/val_loss", "train_s"} <= {*arms["columns"]}
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", "--summary", str(run)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert json.loads(said)["name"] == "compare: quant.double_quant true vs false"
 
 
 def test_a_ledger_tells_registered_from_exploratory(study, compare, typed, tmp_path):

@@ -59,12 +59,12 @@ def test_a_sweep_is_sent_in_order_with_names_and_lineage(sweep, sync, wandb_serv
     run = wandb_service.runs["runs_1_runs"]
     assert (run.project, run.group, run.job_type) == ("mens_exp", "runs", "train")
     assert run.tags == ["quant.double_quant=false", "seed=1"]
-    assert run.display_name == "tiny_llama qlora double_quant=false seed1"
+    assert run.display_name == "double_quant=false seed1 #1 tiny_llama qlora"
     assert run.settings["quant"]["double_quant"] is False
     assert run.exit_code == 0
     assert steps(wandb_service, "runs_1_runs") == [(1, 1.75), (2, 1.5), (3, 1.25)]
     assert {row["_timestamp"] for row in run.history} == {1_700_000_000}
-    assert run.summary["tuned_val_loss"] == pytest.approx(1.91)
+    assert run.summary["tuned/val_loss"] == pytest.approx(1.91)
     assert wandb_service.lineage >= {
         ("base-bbbbbbbbbbbb", "runs_0_runs"),
         ("runs_0_runs", "adapter-runs_0_runs"),
@@ -98,6 +98,10 @@ def test_the_sweep_is_one_run_with_its_tables_and_drawings(sweep, sync, wandb_se
     assert drawn.count('class="cell"') == 3
     items = json.loads(run.files[row["predictions"]["path"]])
     assert items["columns"][3:7] == ["prompt", "base", "tuned", "reference"]
+    assert {"base/parse_rate", "tuned/parse_rate", "base/error", "tuned/error"} <= {
+        *items["columns"]
+    }
+    assert {"tuned/val_loss", "tuned/parse_rate", "train_s"} <= {*cells["columns"]}
     assert len(items["data"]) == 8
     assert (run.summary["succeeded"], run.summary["failed"]) == (2, 1)
 

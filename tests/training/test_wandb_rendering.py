@@ -1,19 +1,18 @@
 from __future__ import annotations
 
+import json
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.logger import WandbLogger
-from mens_exp.training.wandb_rendering import (
-    config_of,
-    id_of,
-    name_of,
-    settings_of,
-    summary_of,
-    tags_of,
-)
+from mens_exp.training.wandb_names import display_name, id_of, name_of, tags_of
+from mens_exp.training.wandb_rendering import config_of, settings_of, summary_of
 
+SHA = "ab" * 32
 CONFIG = {"model": {"name": "SmolLM2-135M-Instruct"}}
 
 
@@ -34,31 +33,238 @@ def group_of(path, logger, manifest):
     return settings_of(logger, RunDir(path), manifest, CONFIG, "r")["run_group"]
 
 
+def sweep_of(root, *cells, directory="{number}_runs"):
+    """Write the record of a sweep, a job for each tuple of overrides that differ."""
+    root.mkdir(parents=True, exist_ok=True)
+    jobs = [
+        {
+            "number": number,
+            "directory": directory.format(number=number),
+            "differs": list(differs),
+            "state": "waiting",
+            "reason": None,
+            "config_digest": SHA,
+            "contract": None,
+            "estimate": {},
+            "results": {},
+            "notes": [],
+            "attempts": [],
+        }
+        for number, differs in enumerate(cells)
+    ]
+    record = {
+        "format": "mens_exp_sweep",
+        "version": 1,
+        "sweep_id": root.name,
+        "created_utc": "2026-11-20T05:58:01.123Z",
+        "command": [],
+        "code_sha256": SHA,
+        "n_jobs": 1,
+        "threads": 1,
+        "retries": 0,
+        "changes": "refuse",
+        "jobs": jobs,
+    }
+    (root / "sweep.json").write_text(json.dumps(record), encoding="utf-8")
+    return [RunDir(root / job["directory"]) for job in jobs]
+
+
+def names_of(root, *cells, fixed=(), **how):
+    runs = sweep_of(root, *cells, **how)
+    return [
+        name_of(run, manifest_of(*fixed, *differs), CONFIG)
+        for run, differs in zip(runs, cells, strict=True)
+    ]
+
+
 @pytest.mark.parametrize(
     ("overrides", "changed"),
     [
-        (["backend=qlora", "quant.double_quant=false"], " double_quant=false"),
-        (["lora=attention", "+lora.r=8"], " lora=attention r=8"),
-        (["~callbacks.memory"], " ~callbacks.memory"),
+        (["backend=qlora", "quant.double_quant=false"], "double_quant=false "),
+        (["lora=attention", "+lora.r=8"], "lora=attention r=8 "),
+        (["lora.r=8", "quant.r=4"], "lora.r=8 quant.r=4 "),
+        (["~callbacks.memory"], "~callbacks.memory "),
         (["seed=42", "model=smollm2_135m", "logger.project=lab", "hydra.verbose=true"], ""),
     ],
 )
-def test_name_says_what_was_changed(overrides, changed):
-    """Model, backend and seed are spelled once; settings of the log are left out."""
-    name = name_of(manifest_of(*overrides), CONFIG)
-    assert name == f"SmolLM2-135M-Instruct qlora{changed} seed42"
+def test_name_begins_with_what_was_changed(tmp_path, overrides, changed):
+    """Then seed, model and backend, each once; settings of the log are left out."""
+    name = name_of(RunDir(tmp_path), manifest_of(*overrides), CONFIG)
+    assert name == f"{changed}seed42 SmolLM2-135M-Instruct qlora"
 
 
 def test_name_without_a_configuration_uses_the_option(tmp_path):
     """The chosen option stands in for the model's own name."""
-    assert name_of(manifest_of(), {}) == "smollm2_135m qlora seed42"
+    assert name_of(RunDir(tmp_path), manifest_of(), {}) == "seed42 smollm2_135m qlora"
 
 
-def test_long_name_keeps_its_seed():
-    """128 characters are W&B's limit."""
-    name = name_of(manifest_of(f"data.path={'x' * 200}"), CONFIG)
+def test_long_name_keeps_its_seed_and_the_ends_of_a_long_value(tmp_path):
+    """128 characters are W&B's limit; the model is what goes."""
+    manifest = manifest_of(f"data.path=/data/{'x' * 200}/rows.jsonl", "optim.lr=0.1")
+    name = name_of(RunDir(tmp_path), manifest, CONFIG)
+    assert name == "path=/data/x…xxxxx/rows.jsonl lr=0.1 seed42 SmolLM2-135M-Instruct qlora"
+    many = [f"group{number}.setting{number}={number * 1000}" for number in range(30)]
+    name = name_of(RunDir(tmp_path), manifest_of(*many), CONFIG)
     assert len(name) == 128
-    assert name.endswith("x seed42")
+    assert name.startswith("setting0=0 setting1=1000 ")
+    assert name.endswith("… seed42")
+
+
+def test_name_in_a_sweep_begins_with_its_factors(tmp_path):
+    """What all jobs share comes behind the model; a model that varies is not said twice."""
+    fixed = ["data.seq_len=512", "trainer.max_steps=9"]
+    cells = [("lora.r=8", "seed=1"), ("lora.r=16", "seed=1")]
+    assert names_of(tmp_path / "a", *cells, fixed=fixed) == [
+        "r=8 seed42 #0 SmolLM2-135M-Instruct qlora seq_len=512 max_steps=9",
+        "r=16 seed42 #1 SmolLM2-135M-Instruct qlora seq_len=512 max_steps=9",
+    ]
+    cells = [("model=smollm2_135m",), ("model=qwen3_0_6b",)]
+    assert names_of(tmp_path / "b", *cells, fixed=fixed[:1]) == [
+        "model=smollm2_135m seed42 #0 qlora seq_len=512",
+        "model=qwen3_0_6b seed42 #1 qlora seq_len=512",
+    ]
+
+
+PATHS = [f"data.path=/{'d' * 150}/{letter}/{'e' * 150}.jsonl" for letter in "ab"]
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        [(path,) for path in PATHS],
+        [(*(f"group{n}.setting{n}={n}" for n in range(40)), f"lora.r={r}") for r in (8, 16)],
+        [("lora.r=8",), ("quant.r=8",)],
+        [(), ()],
+    ],
+)
+@pytest.mark.parametrize("own", [None, "mine", "m" * 128])
+def test_two_runs_of_one_sweep_never_share_a_name(tmp_path, cells, own):
+    """Values that differ in their middle, factors past the limit, keys alike, the user's name."""
+    fixed = [f"other.setting{number}={'x' * 40}" for number in range(9)]
+    names = [
+        display_name(WandbLogger(name=own), run, manifest_of(*fixed, *differs), CONFIG)
+        for run, differs in zip(sweep_of(tmp_path, *cells), cells, strict=True)
+    ]
+    assert len(set(names)) == len(cells)
+    assert all(len(name) <= 128 for name in names)
+    assert own is None or all(name.startswith(own[:100]) for name in names)
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(
+                st.sampled_from(["lora.r", "quant.r", "model", "seed", "data.path", "+a.b"]),
+                st.text(st.characters(exclude_categories=["C", "Z"]), max_size=150),
+            ).map("=".join),
+            max_size=12,
+        ),
+        min_size=2,
+        max_size=4,
+    )
+)
+def test_any_sweep_has_names_of_its_own(tmp_path_factory, cells):
+    """Whatever is varied, W&B takes the names and they tell the runs apart."""
+    names = names_of(tmp_path_factory.mktemp("sweep"), *map(tuple, cells))
+    assert len(set(names)) == len(names)
+    assert all(0 < len(name) <= 128 for name in names)
+
+
+def test_a_job_below_its_sweep_by_two_directories_is_of_that_sweep(tmp_path):
+    """hydra.sweep.subdir may name several; the last alone tells no job from another."""
+    cells = [("lora.r=8",), ("lora.r=16",)]
+    assert names_of(tmp_path / "swept", *cells, directory="arm{number}/run") == [
+        "r=8 seed42 #0 SmolLM2-135M-Instruct qlora",
+        "r=16 seed42 #1 SmolLM2-135M-Instruct qlora",
+    ]
+    runs = [RunDir(tmp_path / "swept" / f"arm{number}" / "run") for number in (0, 1)]
+    assert [id_of(run, manifest_of()) for run in runs] == ["swept_arm0-r", "swept_arm1-r"]
+    assert id_of(RunDir(tmp_path / "swept" / "arm9" / "run"), manifest_of()) == "r"
+
+
+def test_a_damaged_record_of_a_sweep_costs_no_run_its_mirror(tmp_path):
+    """The directory still tells the job."""
+    (tmp_path / "sweep.json").write_text("{", encoding="utf-8")
+    name = name_of(RunDir(tmp_path / "0_abcd"), manifest_of("lora.r=8"), CONFIG)
+    assert name == "r=8 seed42 #0_abcd SmolLM2-135M-Instruct qlora"
+
+
+def test_what_an_agent_drew_stands_first_with_the_agents_id(tmp_path):
+    """Two draws of the same values are two runs."""
+    manifest = manifest_of("data.seq_len=512", "optim.lr=0.1")
+    manifest.inputs["wandb_agent"] = {
+        "run_id": "abc123",
+        "sweep_id": "swp",
+        "entity": None,
+        "project": None,
+        "parameters": {"optim.lr": 0.1},
+    }
+    name = name_of(RunDir(tmp_path), manifest, CONFIG)
+    assert name == "lr=0.1 seed42 #abc123 SmolLM2-135M-Instruct qlora seq_len=512"
+
+
+def task_of(name, *overrides, **inputs):
+    manifest = manifest_of(*overrides)
+    manifest.task = name
+    manifest.inputs.update(inputs)
+    return manifest
+
+
+@pytest.mark.parametrize(
+    ("task", "inputs", "config", "name"),
+    [
+        ("evaluate", {"subject": "outputs/b"}, {"suite": {"name": "rust"}}, "evaluate: b on rust"),
+        (
+            "evaluate",
+            {"subject": "base"},
+            {"suite": {"name": "rust"}},
+            "evaluate: base SmolLM2-135M-Instruct on rust",
+        ),
+        (
+            "evaluate",
+            {"specification": "/a/spec.json"},
+            {"suite": {"name": "scorecard_spec"}},
+            "evaluate: spec.json on scorecard_spec",
+        ),
+        ("merge", {"adapter": "outputs/b"}, {}, "merge: b"),
+        ("export", {"subject": "outputs/b"}, {"format": "gguf"}, "export: b to gguf"),
+        ("compare", {}, {"path": "x/a,x/b", "factors": ["lora.r"]}, "compare: lora.r a vs b"),
+        ("attribute", {}, {}, "attribute: SmolLM2-135M-Instruct"),
+        ("corpus", {}, {}, "corpus"),
+        ("promote", {}, {"path": "x/compare.json"}, "promote: compare.json"),
+    ],
+)
+def test_a_task_that_trains_nothing_is_named_after_what_it_does(
+    tmp_path, task, inputs, config, name
+):
+    """The model of the configuration is a default that it may not even read."""
+    typed = ["model=smollm2_135m", f"task={task}", "format=gguf", "factors=[lora.r]", "out=x"]
+    manifest = task_of(task, *typed, **inputs)
+    assert name_of(RunDir(tmp_path / "run"), manifest, CONFIG | config) == name
+
+
+def test_a_plan_is_named_as_the_run_it_plans(tmp_path):
+    """It is of a fine-tune."""
+    name = name_of(RunDir(tmp_path), task_of("plan", "task=plan", "lora.r=8"), CONFIG)
+    assert name == "r=8 seed42 SmolLM2-135M-Instruct qlora"
+
+
+def test_an_evaluation_of_a_sweeps_job_says_which_arm_it_scored(tmp_path):
+    """Of the adapter's directory too, with what else the command changed."""
+    cells = [("lora.r=8", "seed=1"), ("lora.r=16", "seed=1")]
+    runs = sweep_of(tmp_path / "swept", *cells)
+    for run, differs in zip(runs, cells, strict=True):
+        run.path.mkdir()
+        manifest_of(*differs).write(run.manifest)
+    config = {**CONFIG, "suite": {"name": "humaneval"}}
+    for subject in (runs[1].path, runs[1].adapter):
+        manifest = task_of("evaluate", "eval.temperature=0.5", "suite=x", subject=str(subject))
+        name = name_of(RunDir(tmp_path / "out" / "run"), manifest, config)
+        assert name == "evaluate: r=16 seed42 #1 on humaneval temperature=0.5"
+    runs[1].manifest.write_text("{", encoding="utf-8")
+    name = name_of(RunDir(tmp_path / "out" / "run"), manifest, config)
+    assert name == "evaluate: 1_runs on humaneval temperature=0.5"
 
 
 def test_tags_are_the_overrides_then_the_users_own():

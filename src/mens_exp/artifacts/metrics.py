@@ -147,14 +147,6 @@ _TABLE = (
         alias=("bits_per_byte", "bpb", "val_bits_per_byte"),
         note="the same sum over the UTF-8 bytes that those tokens stand for; compares tokenizers",
     ),
-    Metric(
-        name="suite/parse_rate",
-        unit="1",
-        direction="max",
-        reduction="last",
-        alias=("parse_rate",),
-        note="share of the suite's completions that parse",
-    ),
 )
 
 

@@ -52,7 +52,9 @@ class WandbLogger(LoggerConfig):
     project: str = setting("mens_exp", "W&B project.")
     entity: str | None = setting(None, "W&B entity; null is the account's default.")
     group: str | None = setting(None, "W&B group; null is the sweep, or the experiment.")
-    name: str | None = setting(None, "W&B run name; null is made from model and overrides.")
+    name: str | None = setting(
+        None, "W&B run name; null is made from what varies. Jobs of a sweep add their number to it."
+    )
     tags: list[str] = setting([], "Tags beside those made from the overrides.")
     wait_s: float = setting(
         60.0,

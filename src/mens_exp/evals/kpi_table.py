@@ -4,8 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Final
 
-__all__ = ["KPIS", "Direction", "Kpi", "KpiGroup", "Missing", "kpi_of_field"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = [
+    "ITEM_VALUES",
+    "KPIS",
+    "Direction",
+    "Kpi",
+    "KpiGroup",
+    "Missing",
+    "item_values",
+    "kpi_of_field",
+    "name_of_key",
+    "name_under",
+]
 
 
 class KpiGroup(StrEnum):
@@ -74,7 +89,12 @@ def _share(
 
 
 def _least(
-    name: str, group: KpiGroup, unit: str = "1", missing: Missing = Missing.ABSENT, key: str = ""
+    name: str,
+    group: KpiGroup,
+    unit: str = "1",
+    missing: Missing = Missing.ABSENT,
+    *,
+    key: str = "",
 ) -> Kpi:
     return Kpi(
         name=name,
@@ -95,21 +115,21 @@ _TABLE = (
     _share("parse_rate", KpiGroup.SYNTAX, "parses"),
     _share("compile_pass_1", KpiGroup.SYNTAX, keys=("compile_at_1",)),
     _share("compile_pass_n", KpiGroup.SYNTAX, keys=("compile_at_n",)),
-    _share("canonical_pass", KpiGroup.SYNTAX),
+    _share("canonical_pass", KpiGroup.SYNTAX, keys=("canonical",)),
     _share("strictness", KpiGroup.SYNTAX),
     _share("task_success", KpiGroup.SEMANTIC),
     _share("semantic_task_success", KpiGroup.SEMANTIC),
-    _share("pass_at_1", KpiGroup.SEMANTIC),
+    _share("pass_at_1", KpiGroup.SEMANTIC, "pass_1"),
     _share("pass_at_k", KpiGroup.SEMANTIC),
-    _share("anti_stub_pass", KpiGroup.SEMANTIC),
+    _share("anti_stub_pass", KpiGroup.SEMANTIC, keys=("anti_stub",)),
     _share("richness", KpiGroup.SEMANTIC),
     _share("coverage", KpiGroup.SEMANTIC),
     _least("placeholder_marker_hits", KpiGroup.SEMANTIC, "markers"),
-    _least("trivial_placeholder_output", KpiGroup.SEMANTIC),
+    _least("trivial_placeholder_output", KpiGroup.SEMANTIC, key="trivial_placeholder"),
     _least("repair_depth", KpiGroup.REPAIR, "attempts", key="repair_depth_mean"),
     _least("repair_stalled", KpiGroup.REPAIR, key="repair_stall_rate"),
     _least("time_to_first_valid_ms", KpiGroup.REPAIR, "ms"),
-    _least("attempts", KpiGroup.REPAIR, "attempts"),
+    _least("attempts", KpiGroup.REPAIR, "attempts", key="attempts_mean"),
     _least("latency_ms", KpiGroup.COST, "ms"),
     Kpi(
         name="tokens_in",
@@ -118,6 +138,7 @@ _TABLE = (
         unit="tokens",
         field="tokens_in",
         missing=Missing.ABSENT,
+        keys=("tokens_in_mean",),
     ),
     Kpi(
         name="tokens_out",
@@ -126,6 +147,7 @@ _TABLE = (
         unit="tokens",
         field="tokens_out",
         missing=Missing.ABSENT,
+        keys=("tokens_out_mean",),
     ),
     _of_run("val_loss", KpiGroup.LOSS, Direction.MIN, "nats/token", "results.tuned_val_loss"),
     _of_run(
@@ -164,3 +186,38 @@ _BY_FIELD = {kpi.field: kpi for kpi in _TABLE if kpi.field is not None}
 def kpi_of_field(field: str) -> Kpi | None:
     """Return the KPI that an item's field is of, None where the table has none."""
     return _BY_FIELD.get(field)
+
+
+_BY_KEY = {key: kpi for kpi in _TABLE for key in kpi.keys}
+# Of one answer, for a reader: what it measured, in the order of the groups, then why.
+_OF_ITEM: Final = (
+    *("parses", "compile_pass_1", "compile_pass_n", "canonical_pass", "strictness"),
+    *("pass_1", "task_success", "semantic_task_success", "anti_stub_pass", "richness"),
+    *("placeholder_marker_hits", "trivial_placeholder_output"),
+    *("attempts", "repair_depth", "repair_stalled", "time_to_first_valid_ms", "latency_ms"),
+    *("error", "error_count", "outcome", "style"),
+)
+ITEM_VALUES: Final = tuple(
+    field if field not in _BY_FIELD else _BY_FIELD[field].name for field in _OF_ITEM
+)
+"""Names of what a reader is shown of one answer, in order; KPIs under the table's."""
+
+
+def name_of_key(key: str) -> str:
+    """Return the table's name for a scorecard's key; one that the table lacks stays as it is."""
+    kpi = _BY_KEY.get(key)
+    return key if kpi is None else kpi.name
+
+
+def name_under(condition: str, name: str) -> str:
+    """Return a KPI's name under a condition; what a run has as a whole is of none."""
+    kpi = KPIS.get(name, _BY_KEY.get(name))
+    if kpi is None or kpi.field or kpi.keys or any("tuned_" in one for one in kpi.results):
+        return f"{condition}/{name_of_key(name)}"
+    return name
+
+
+def item_values(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what one line of events.jsonl says of its answer, KPIs under the table's names."""
+    values = (event.get(field) for field in _OF_ITEM)
+    return dict(zip(ITEM_VALUES, values, strict=True))

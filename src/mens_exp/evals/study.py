@@ -52,7 +52,10 @@ if TYPE_CHECKING:
 
     from mens_exp.config.compare import CompareConfig
 
-__all__ = ["Scored", "conducted"]
+__all__ = ["BOTH", "Scored", "conducted"]
+
+BOTH = "base and tuned"
+"""A comparison's condition where the two conditions are its arms."""
 
 _ADAPTER = "adapter"  # the factor of base against tuned
 _OUTSIDE = "programs ran outside a sandbox (sandbox=unsafe)"
@@ -135,7 +138,7 @@ def _base_and_tuned(
     by_arm = {side: list(runs) for side in sides}
     seen = {side: _scores(side, runs, side) for side in sides}
     made = _record(path, arms, by_arm, seen, settings, [_ADAPTER], declared=False)
-    made.condition = "base and tuned"
+    made.condition = BOTH
     made.runs = [{**run.record, "arm": Condition.TUNED.value} for run in runs]
     made.contrasts[0]["confounded_by"] = inner_differences(arm)
     made.contrasts[0]["environment"] = seed_labels(arm)

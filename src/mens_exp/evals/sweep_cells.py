@@ -9,7 +9,7 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Condition, Scorecard, read_item_events
 from mens_exp.errors import MensError
-from mens_exp.evals.kpi_table import KPIS, KpiGroup
+from mens_exp.evals.kpi_table import ITEM_VALUES, KPIS, KpiGroup, item_values
 from mens_exp.evals.observations import observations, scores
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class Prediction:
         tuned: that of the tuned model, likewise.
         reference: the suite's own answer.
         kpis: KPI -> (of the base model, of the tuned one); None where unknown.
+        values: likewise, all that is known of the answers, under the names of `ITEM_VALUES`.
     """
 
     cell: int
@@ -101,6 +102,7 @@ class Prediction:
     tuned: str | None
     reference: str
     kpis: dict[str, tuple[bool | None, bool | None]]
+    values: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,6 +227,7 @@ def _prediction(cell: Cell, item: str, sides: dict[str, ItemEvent]) -> Predictio
         for name in _ITEM_KPIS
         if any(side.get(name) is not None for side in sides.values())
     }
+    known = [{} if side is None else item_values(side) for side in (base, tuned)]
     return Prediction(
         cell=cell.number,
         arm=cell.arm,
@@ -234,4 +237,5 @@ def _prediction(cell: Cell, item: str, sides: dict[str, ItemEvent]) -> Predictio
         tuned=None if tuned is None else tuned["completion"],
         reference=any_side["reference"],
         kpis=kpis,  # type: ignore[arg-type]  # the fields named are booleans or null
+        values={name: (known[0].get(name), known[1].get(name)) for name in ITEM_VALUES},
     )

@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.atomic import write_bytes
 from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.scorecard import Condition
 from mens_exp.artifacts.sweep import JobState
 from mens_exp.artifacts.sweep_dir import SweepDir
+from mens_exp.evals.kpi_table import ITEM_VALUES, KPIS, name_under
 from mens_exp.report.sweep_page import fragments, page
 from mens_exp.tasks.sweep_review import read_sweep
 from mens_exp.tasks.sync_parcels import sweep_digest
 from mens_exp.training.wandb_artifacts import artifact_of
+from mens_exp.training.wandb_names import tags_of
 from mens_exp.training.wandb_order import Order
-from mens_exp.training.wandb_rendering import quiet_settings, tags_of
+from mens_exp.training.wandb_rendering import ALWAYS_SHOWN, quiet_settings
 from mens_exp.training.wandb_sending import carry_out, opened
 from mens_exp.training.wandb_study import study_tables
 
@@ -96,7 +99,9 @@ def _cells(review: SweepReview) -> wandb.Table:
     import wandb
 
     measured = [column.name for column in (*review.kpis, *review.costs)]
-    columns = ["cell", *review.factors, "status", *measured, "reason", "directory"]
+    tuned = Condition.TUNED.value
+    shown = [name_under(tuned, name) if name in KPIS else name for name in measured]
+    columns = ["cell", *review.factors, "status", *shown, "reason", "directory"]
     rows = [
         [
             cell.number,
@@ -114,12 +119,18 @@ def _cells(review: SweepReview) -> wandb.Table:
 def _predictions(review: SweepReview) -> wandb.Table:
     import wandb
 
-    names = list(dict.fromkeys(name for one in review.predictions for name in one.kpis))
+    known = {
+        name
+        for one in review.predictions
+        for name, sides in one.values.items()
+        if any(side is not None for side in sides)
+    }
+    names = [name for name in ITEM_VALUES if name in known | ALWAYS_SHOWN]
     columns = ["cell", "arm", "item", "prompt", "base", "tuned", "reference"]
-    columns += [f"{side}_{name}" for name in names for side in ("base", "tuned")]
+    columns += [f"{side}/{name}" for name in names for side in ("base", "tuned")]
     rows = []
     for one in review.predictions:
-        sides = [one.kpis.get(name, (None, None)) for name in names]
+        sides = [one.values.get(name, (None, None)) for name in names]
         texts = [one.cell, one.arm, one.item, one.prompt, one.base, one.tuned, one.reference]
         rows.append([*texts, *(value for pair in sides for value in pair)])
     return wandb.Table(columns=list(columns), data=rows)

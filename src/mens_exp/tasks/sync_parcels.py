@@ -20,8 +20,8 @@ from mens_exp.artifacts.sync_record import Destination
 from mens_exp.config.logger import WandbLogger
 from mens_exp.errors import DataError
 from mens_exp.tasks.study_runs import job_order
+from mens_exp.training.wandb_names import agent_of
 from mens_exp.training.wandb_order import Order, digest_of
-from mens_exp.training.wandb_rendering import agent_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.artifacts.atomic import write_json
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
-from mens_exp.training.wandb_rendering import id_of
+from mens_exp.training.wandb_names import id_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

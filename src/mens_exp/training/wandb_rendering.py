@@ -5,18 +5,17 @@ wandb itself is imported only by the functions that build its own objects.
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.comparison import Comparison
-from mens_exp.artifacts.scorecard import Scorecard, read_item_events
-from mens_exp.artifacts.sweep_dir import SweepDir
-from mens_exp.training.wandb_agent import recorded_agent
+from mens_exp.artifacts.scorecard import Condition, Scorecard, read_item_events
+from mens_exp.evals.kpi_table import ITEM_VALUES, KPIS, item_values, name_of_key, name_under
+from mens_exp.training.wandb_names import agent_of, display_name, group_of, tags_of
 from mens_exp.training.wandb_study import study_tables
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     import wandb
 
@@ -24,30 +23,20 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.artifacts.telemetry import Event
     from mens_exp.config.logger import WandbLogger
-    from mens_exp.training.wandb_agent import AgentRun
 
 __all__ = [
-    "agent_of",
+    "ALWAYS_SHOWN",
+    "beside_config",
     "config_of",
-    "drawn_for",
-    "id_of",
-    "name_of",
     "quiet_settings",
     "settings_of",
     "summary_of",
     "tables",
-    "tags_of",
 ]
 
-_TAG_CHARACTERS = 64  # W&B refuses a longer tag
-_NAME_CHARACTERS = 128  # W&B refuses a longer run name
-_ITEM_KPIS = (
-    *("parses", "compile_pass_1", "compile_pass_n", "canonical_pass", "strictness"),
-    *("pass_1", "task_success", "repair_depth", "latency_ms"),
-)
-# Overrides that say nothing about the experiment, or that the name spells in its own way.
-_NO_TAG = frozenset({"hydra", "logger"})
-_NO_NAME = _NO_TAG | {"backend", "experiment", "model", "path", "resume", "seed", "task"}
+_SIDES = tuple(map(str, Condition))  # stand first, and are there where nothing was answered
+ALWAYS_SHOWN = frozenset({"parse_rate", "error"})
+"""Of an answer; every other column is there where some answer has it."""
 
 
 def settings_of(
@@ -70,8 +59,8 @@ def settings_of(
         "mode": "offline",
         "project": logger.project,
         "entity": logger.entity,
-        "run_group": logger.group or _sweep(run_dir, manifest) or manifest.experiment,
-        "run_name": logger.name or name_of(manifest, config),
+        "run_group": group_of(logger, run_dir, manifest),
+        "run_name": display_name(logger, run_dir, manifest, config),
         "run_tags": tags_of(manifest.overrides, logger.tags),
         "run_job_type": manifest.task,
         "run_id": run_id,
@@ -103,45 +92,16 @@ def quiet_settings() -> dict[str, Any]:
     return {**quiet, **private, "resume": "allow", "reinit": "create_new"}
 
 
-def id_of(run_dir: RunDir, manifest: Manifest) -> str:
-    """Return the id of the W&B run: that of ours, behind its sweep's where it is a job of one.
+def beside_config(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:
+    """Return what the configuration of the W&B run has besides: links, and what an agent drew.
 
-    A job's own name says where it stands in its sweep and what it is composed of; the same sweep,
-    launched again, has jobs of the same names. A run that an agent started has the agent's.
+    An evaluation links to the run that it scored. Drawn values stand under the names of the sweep,
+    where its search looks for them.
     """
     agent = agent_of(run_dir, manifest)
-    if agent is not None:
-        return agent.run_id
-    sweep = _sweep_at(run_dir.path)
-    whole = manifest.run_id if sweep is None else f"{sweep}_{manifest.run_id}"
-    return re.sub(r"[^A-Za-z0-9_.-]", "-", whole)
-
-
-def agent_of(run_dir: RunDir, manifest: Manifest) -> AgentRun | None:
-    """Return the agent's run that a run is; the jobs of a sweep that an agent launched are none."""
-    return None if _sweep_at(run_dir.path) is not None else recorded_agent(manifest)
-
-
-def drawn_for(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:
-    """Return what an agent drew, under the names of its sweep: there its search looks for them."""
-    agent = agent_of(run_dir, manifest)
-    return {} if agent is None else agent.parameters
-
-
-def name_of(manifest: Manifest, config: Mapping[str, Any]) -> str:
-    """Return a readable name: model, backend, what was changed, seed; at most 128 characters."""
-    model = (config.get("model") or {}).get("name") or manifest.choices.get("model")
-    start = [part for part in (model, manifest.choices.get("backend")) if part]
-    changed = [_short(text) for text in manifest.overrides if _group(text) not in _NO_NAME]
-    seed = f"seed{manifest.seed}"
-    room = _NAME_CHARACTERS - len(seed) - 1
-    return f"{' '.join([*start, *changed])[:room].rstrip()} {seed}".lstrip()
-
-
-def tags_of(overrides: Sequence[str], added: Sequence[str]) -> tuple[str, ...]:
-    """Return the overrides, cut to W&B's 64 characters, then the tags the user added."""
-    made = [text[:_TAG_CHARACTERS] for text in overrides if _group(text) not in _NO_TAG]
-    return tuple(dict.fromkeys([*made, *added]))
+    scored = manifest.inputs.get("subject_run")
+    links = {} if scored is None else {"evaluated_run": scored}
+    return {**links, **({} if agent is None else agent.parameters)}
 
 
 def config_of(run_dir: RunDir, events: Sequence[Event]) -> dict[str, Any]:
@@ -152,15 +112,18 @@ def config_of(run_dir: RunDir, events: Sequence[Event]) -> dict[str, Any]:
 
 
 def summary_of(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:
-    """Return the status, the results, and the scorecard's KPIs as ``<condition>_<kpi>``."""
+    """Return the status, the results, and the KPIs as ``<condition>/<kpi>``.
+
+    A KPI has the name of the table of KPIs, whether scorecard or manifest spells it otherwise.
+    """
     return {
         "status": str(manifest.status),
         **{
-            f"{condition}_{kpi}": value
+            name_under(condition, key): value
             for condition, kpis in _conditions(run_dir).items()
-            for kpi, value in kpis.items()
+            for key, value in kpis.items()
         },
-        **manifest.results,
+        **{_name_of_result(key): value for key, value in manifest.results.items()},
     }
 
 
@@ -182,27 +145,9 @@ def tables(run_dir: RunDir) -> dict[str, wandb.Table]:
     return found
 
 
-def _sweep(run_dir: RunDir, manifest: Manifest) -> str | None:
-    """Return the sweep that a run is of, or the run that it reads."""
-    subject = manifest.inputs.get("subject")
-    own = _sweep_at(run_dir.path)
-    return own if own is not None or not isinstance(subject, str) else _sweep_at(Path(subject))
-
-
-def _sweep_at(run: Path) -> str | None:
-    # Hydra leaves the first in the directory of a sweep, wherever hydra.sweep.dir puts that.
-    parent = run.absolute().parent
-    marks = (parent / "multirun.yaml", SweepDir(parent).record)
-    return parent.name if any(mark.is_file() for mark in marks) else None
-
-
-def _group(override: str) -> str:
-    return re.split(r"[.=/@]", override.lstrip("+~"), maxsplit=1)[0]
-
-
-def _short(override: str) -> str:
-    key, equals, value = override.partition("=")
-    return f"{key.rsplit('.', 1)[-1].lstrip('+')}={value}" if equals else override
+def _name_of_result(key: str) -> str:
+    condition, _, kpi = key.partition("_")
+    return name_under(condition, kpi) if condition in _SIDES and kpi in KPIS else key
 
 
 def _composed(run_dir: RunDir) -> dict[str, Any]:
@@ -220,28 +165,34 @@ def _conditions(run_dir: RunDir) -> dict[str, dict[str, float | int | None]]:
 def _scorecard_table(conditions: Mapping[str, Mapping[str, float | None]]) -> wandb.Table:
     import wandb
 
-    kpis = sorted({kpi for values in conditions.values() for kpi in values})
-    rows = [[name, *map(values.get, kpis)] for name, values in conditions.items()]
-    return wandb.Table(columns=["condition", *kpis], data=rows)
+    keys = {name_of_key(key): key for values in conditions.values() for key in sorted(values)}
+    rows = [
+        [condition, *(values.get(keys[name]) for name in sorted(keys))]
+        for condition, values in conditions.items()
+    ]
+    return wandb.Table(columns=["condition", *sorted(keys)], data=rows)
 
 
 def _predictions_table(path: Path) -> wandb.Table:
-    """One row an item: what was asked, the answers, and each KPI that an answer has."""
+    """One row an item: what was asked, the answers side by side, and what is known of each."""
     import wandb
 
     items: dict[str, dict[str, Any]] = {}
-    found: set[str] = {"parses"}
+    sides: dict[str, None] = dict.fromkeys(_SIDES)
+    found = set(ALWAYS_SHOWN)
     for event in read_item_events(path):
         if event["sample"] > 0:
             continue  # a row an item
+        side = event["condition"]
+        sides[side] = None
         row = items.setdefault(event["item_id"], {"item_id": event["item_id"]})
         row |= {"prompt": event["prompt"], "reference": event["reference"]}
-        row |= {event["condition"]: event["completion"]}
-        kpis = {name: event[name] for name in _ITEM_KPIS}  # type: ignore[literal-required]
-        found |= {name for name, value in kpis.items() if value is not None}
-        row |= {f"{event['condition']}_{name}": value for name, value in kpis.items()}
-    measured = [name for name in _ITEM_KPIS if name in found]
-    shown: list[str | int] = ["item_id", "prompt", "reference", "base", "tuned"]
-    shown += [f"{side}_{name}" for name in measured for side in ("base", "tuned")]
+        row[side] = event["completion"]
+        values = item_values(event)
+        found |= {name for name, value in values.items() if value is not None}
+        row |= {f"{side}/{name}": value for name, value in values.items()}
+    measured = [name for name in ITEM_VALUES if name in found]
+    shown: list[str | int] = ["item_id", "prompt", "reference", *sides]
+    shown += [f"{side}/{name}" for name in measured for side in sides]
     data = [[row.get(str(name)) for name in shown] for row in items.values()]
     return wandb.Table(columns=list(shown), data=data)

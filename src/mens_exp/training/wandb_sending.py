@@ -25,11 +25,11 @@ from mens_exp.errors import MensError
 from mens_exp.training.wandb_artifacts import artifact_of, base_of, made_by
 from mens_exp.training.wandb_environment import contained, stop_service
 from mens_exp.training.wandb_events import EventFeed, set_config
+from mens_exp.training.wandb_names import display_name, id_of
 from mens_exp.training.wandb_order import STAGING, Order, digest_of
 from mens_exp.training.wandb_rendering import (
+    beside_config,
     config_of,
-    drawn_for,
-    id_of,
     settings_of,
     summary_of,
     tables,
@@ -153,7 +153,7 @@ def _send(order: Order, staging: Path) -> str:
 def _sent(order: Order, run: RunDir, staging: Path) -> str:
     manifest = Manifest.read(run.manifest)
     events = read_events(run.telemetry) if run.telemetry.is_file() else []
-    config, drawn = config_of(run, events), drawn_for(run, manifest)
+    config, drawn = config_of(run, events), beside_config(run, manifest)
     logger = _logger(config, order)
     run_id = order.run_id or id_of(run, manifest)
     settings = settings_of(logger, run, manifest, config, run_id)
@@ -168,9 +168,11 @@ def _sent(order: Order, run: RunDir, staging: Path) -> str:
         digest = digest_of(run.path)
         if manifest.facts:
             set_config(sink, {"facts": manifest.facts})
-        if found := tables(run):
-            feed.log_last(found)
+        feed.log_last(tables(run))
         sink.summary.update(summary_of(run, manifest))
+        name = display_name(logger, run, manifest, config)
+        if name != sink.name:  # a study names itself at its end
+            sink.name = name
         _tie(order, run, manifest, sink, staging)
         sink.finish(exit_code=0 if manifest.status is Status.SUCCEEDED else 1)
     return digest

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.evals.kpi_table import name_under
+from mens_exp.evals.study import BOTH
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -43,11 +46,14 @@ def study_tables(record: Comparison) -> dict[str, wandb.Table]:
         [arm["name"], len(arm["seeds"]), arm["runs"], *map(arm["kpis"].get, names)]
         for arm in record.arms
     ]
+    # Where base and tuned are the arms, the arm says the condition.
+    is_one = record.condition != BOTH
+    shown = [name_under(record.condition, name) if is_one else name for name in names]
     noise = [[name, one["seed"], one["rerun"]] for name, one in record.noise.items()]
     return {
         "verdicts": _table(["arm", "reference", *_OF_VERDICT, "confounded_by"], verdicts),
         "kpis": _table(["arm", "kpi", *_OF_KPI], kpis),
-        "arms": _table(["arm", "seeds", "runs", *names], arms),
+        "arms": _table(["arm", "seeds", "runs", *shown], arms),
         "noise": _table(["kpi", "seed", "rerun"], noise),
     }
 

@@ -137,8 +137,14 @@ def summary(run):
     return json.loads(leet(run.dir.wandb, "--summary"))
 
 
-def write_scorecard(run):
-    conditions = {"base": {"parse_rate": None}, "tuned": {"parse_rate": 1.0}}
+def table_of(run, name):
+    """The last table of a name, as its file has it."""
+    row = [one for one in history(run.dir.wandb) if f"{name}.path" in one][-1]
+    return json.loads((offline_runs(run)[-1] / "files" / row[f"{name}.path"]).read_text("utf-8"))
+
+
+def write_scorecard(run, **more):
+    conditions = {"base": {"parse_rate": None, **more}, "tuned": {"parse_rate": 1.0, **more}}
     card = Scorecard(
         suite="heldout_syntax", suite_digest=SHA, items=1, conditions=conditions, generation={}
     )
@@ -184,7 +190,7 @@ def test_leet_shows_each_step_with_both_axes(run):
         run.emit_step(step)
     run.emit_validation(2, "tuned", 1.25)
     run.close()
-    axes = ("step", "data/supervised_tokens", "train/loss", "val/loss")
+    axes = ("step", "data/supervised_tokens", "train/loss", "tuned/val_loss")
     shown = [tuple(row.get(name) for name in axes) for row in history(run.dir.wandb)]
     assert shown == [(0, 0, None, 2.0), (1, 100, 1.75, None), (2, 200, 1.5, 1.25)]
 
@@ -198,9 +204,53 @@ def test_a_scorecard_of_training_is_a_point_of_its_curve(run):
         run.emit_scorecard(step, rate)
     run.close()
     rows = history(run.dir.wandb)
-    shown = [(row["step"], row["eval/parse_rate"]) for row in rows if "eval/parse_rate" in row]
-    assert shown == [(1, 0.25), (2, 0.5)]
-    assert not any("items" in row or "eval/task_success" in row for row in rows)
+    name = "tuned/parse_rate"
+    assert [(row["step"], row[name]) for row in rows if name in row] == [(1, 0.25), (2, 0.5)]
+    assert not any("items" in row or "tuned/task_success" in row for row in rows)
+
+
+@pytest.mark.parametrize("has_scorecard", [True, False])
+def test_the_result_of_a_kpi_has_the_last_word_over_its_curve(run, has_scorecard):
+    """Both have one name, and the curve is of the first items, or of another step's adapter."""
+    started(run)
+    run.emit_step(1)
+    run.emit_scorecard(1, 0.25)
+    run.emit_validation(1, "tuned", 1.5)
+    if has_scorecard:
+        write_scorecard(run)
+    run.close(tuned_val_loss=1.25, base_val_loss=2.0)
+    shown = summary(run)["summary"]
+    assert (shown["tuned/val_loss"], shown["base/val_loss"]) == (1.25, 2.0)
+    assert shown["tuned/parse_rate"] == (1.0 if has_scorecard else 0.25)
+    (row,) = history(run.dir.wandb)
+    assert (row["tuned/parse_rate"], row["tuned/val_loss"]) == (0.25, 1.5)
+
+
+def test_one_kpi_has_one_name_everywhere(run):
+    """That of the table of KPIs, behind its condition: curve, axis, summary, tables."""
+    started(run)
+    run.emit_step(1)
+    payload = {"step": 1, "items": 8, "unknown": {}, "eval/compile_pass_1": 0.5}
+    run.telemetry.emit("scorecard_step", payload)
+    write_scorecard(run, compile_at_1=0.75, repair_stall_rate=0.0, latency_p50_ms=9.0)
+    run.close(tuned_val_bits_per_byte=0.5, val_loss_change_frac=-0.5)
+    defined = {one["name"]: one for one in records(run.dir.wandb, "metric")}
+    assert defined["tuned/compile_pass_1"]["step_metric"] == "step"
+    row, shown = history(run.dir.wandb)[-1], summary(run)["summary"]
+    assert row["tuned/compile_pass_1"] == 0.5
+    own = {"tuned/compile_pass_1", "tuned/repair_stalled", "tuned/latency_p50_ms"}
+    assert {"tuned/parse_rate", "tuned/val_bits_per_byte", *own} <= shown.keys()
+    card = table_of(run, "scorecard")
+    assert card["columns"][1:] == [
+        *("compile_pass_1", "latency_p50_ms", "parse_rate", "repair_stalled")
+    ]
+    assert card["data"] == [["base", 0.75, 9.0, None, 0.0], ["tuned", 0.75, 9.0, 1.0, 0.0]]
+    assert {"base/compile_pass_1", "tuned/compile_pass_1"} <= {
+        *table_of(run, "predictions")["columns"]
+    }
+    spelled = {*defined, *row, *shown, *card["columns"]}
+    assert not {name for name in spelled if name.startswith(("eval/", "tuned_", "base_", "val/l"))}
+    assert not {name for name in spelled if "compile_at" in name or "stall_rate" in name}
 
 
 def test_metrics_are_drawn_against_the_step_and_tokens_are_an_axis(run):
@@ -219,8 +269,8 @@ def test_base_validation_after_training_is_no_point_of_the_curve(run):
     run.emit_step(1)
     run.emit_validation(1, "base", 2.0)
     run.close()
-    assert "val/loss" not in history(run.dir.wandb)[-1]
-    assert summary(run)["summary"]["base_val_loss"] == 2.0
+    assert "tuned/val_loss" not in history(run.dir.wandb)[-1]
+    assert summary(run)["summary"]["base/val_loss"] == 2.0
 
 
 def test_leet_shows_the_results_as_summary(run):
@@ -229,12 +279,12 @@ def test_leet_shows_the_results_as_summary(run):
     write_scorecard(run)
     run.close(tuned_val_loss=1.25, peak_cuda_bytes=None)
     shown = summary(run)["summary"]
-    assert shown["tuned_val_loss"] == 1.25
+    assert shown["tuned/val_loss"] == 1.25
     written = {}  # --summary leaves a null out, the log has it
     for record in records(run.dir.wandb, "summary"):
         written |= record["update"]
     assert written["peak_cuda_bytes"] is None
-    assert shown["tuned_parse_rate"] == 1.0
+    assert shown["tuned/parse_rate"] == 1.0
     assert shown["status"] == "succeeded"
 
 
@@ -251,11 +301,63 @@ def test_leet_shows_scorecard_and_predictions_as_tables(run):
     assert card["columns"] == ["condition", "parse_rate"]
     assert card["data"] == [["base", None], ["tuned", 1.0]]
     items = json.loads((files / row["predictions.path"]).read_text(encoding="utf-8"))
-    assert items["columns"][3:7] == ["base", "tuned", "base_parses", "tuned_parses"]
+    sides = ["base", "tuned", "base/parse_rate", "tuned/parse_rate"]
+    assert items["columns"][3:7] == sides
     shown = ["i0", "Write f.", "def f(): pass", "def f(", "f = 1", False, True]
     assert [line[:7] for line in items["data"]] == [shown]
-    assert "tuned_compile_pass_1" in items["columns"]
-    assert "tuned_task_success" not in items["columns"]  # no answer has it
+    assert "tuned/compile_pass_1" in items["columns"]
+    assert "tuned/task_success" not in items["columns"]  # no answer has it
+
+
+def test_predictions_have_what_is_known_of_meaning_repairs_and_errors(run):
+    """Both sides of each; a condition that the suite brought itself has columns too."""
+    item = {"item_id": "i0", "prompt": "Write f.", "reference": "", "group": "", "sample": 0}
+    made = {"version": 3, "finished": True, "parses": True, "tokens_in": 3, "tokens_out": 4}
+    none = ["pass_1", "canonical_pass", "strictness", "latency_ms", "time_to_first_valid_ms"]
+    none += ["placeholder_marker_hits", "trivial_placeholder_output", "richness"]
+    none += ["compile_pass_1", "compile_pass_n", "anti_stub_pass"]
+    shared = {**item, **made, **dict.fromkeys(none), "unknown": {}}
+    sides = {
+        "base": {
+            "completion": "a",
+            "error": "This test fails: f() == 1",
+            "error_count": 3,
+            "outcome": "failed_test",
+            "task_success": False,
+            "semantic_task_success": False,
+            "attempts": 3,
+            "repair_depth": None,
+            "repair_stalled": True,
+            "style": "whole",
+        },
+        "tuned": {
+            "completion": "b",
+            "error": None,
+            "error_count": 1,
+            "outcome": "passed",
+            "task_success": True,
+            "semantic_task_success": False,
+            "attempts": 2,
+            "repair_depth": 1,
+            "repair_stalled": False,
+            "style": "class Solution",
+        },
+    }
+    sides["other"] = {**sides["tuned"], "completion": "c"}
+    lines = [json.dumps({**shared, "condition": name, **of}) for name, of in sides.items()]
+    run.dir.events.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    started(run)
+    run.close()
+    table = table_of(run, "predictions")
+    (row,) = (dict(zip(table["columns"], line, strict=True)) for line in table["data"])
+    assert (row["base"], row["tuned"], row["other"]) == ("a", "b", "c")
+    names = ["task_success", "semantic_task_success", "attempts", "repair_depth", "error"]
+    names += ["repair_stalled", "error_count", "outcome", "style"]
+    for side, of in sides.items():
+        assert {name: row[f"{side}/{name}"] for name in names} == {name: of[name] for name in names}
+    places = [table["columns"].index(f"{side}/error") for side in sides]
+    assert places == [places[0], places[0] + 1, places[0] + 2]
+    assert not [name for name in table["columns"] if name.endswith(("/latency_ms", "/richness"))]
 
 
 def test_leet_shows_adapter_and_manifest_as_artifacts(run):
@@ -282,7 +384,7 @@ def test_leet_shows_project_group_name_tags_and_job_type(run):
     shown = records(run.dir.wandb, "run")[0]
     assert shown["project"] == "lab"
     assert shown["run_group"] == "double_quant"
-    assert shown["display_name"] == "tiny_llama qlora r=8 seed42"
+    assert shown["display_name"] == "r=8 seed42 tiny_llama qlora"
     assert shown["tags"] == ["lora.r=8", "mine"]
     assert shown["job_type"] == "train"
 

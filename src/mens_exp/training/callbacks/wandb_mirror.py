@@ -29,17 +29,19 @@ from mens_exp.training.wandb_environment import (
     stop_service,
 )
 from mens_exp.training.wandb_events import EventFeed, set_config
+from mens_exp.training.wandb_names import display_name, id_of
 from mens_exp.training.wandb_order import Order, Sender
 from mens_exp.training.wandb_rendering import (
+    beside_config,
     config_of,
-    drawn_for,
-    id_of,
     settings_of,
     summary_of,
     tables,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import wandb
     from lightning import LightningModule, Trainer
 
@@ -57,20 +59,30 @@ _PATIENCE_S = 600.0  # unverified guess; of a sender, after the end of the run
 class WandbMirror(Callback):
     """Shows in W&B what the run's JSON record says, and nothing else."""
 
-    def __init__(self, *, logger: WandbLogger, run: RunRecord) -> None:
+    def __init__(
+        self,
+        *,
+        logger: WandbLogger,
+        run: RunRecord,
+        uses: Sequence[tuple[str, str]] = (),
+    ) -> None:
         """Remember what to mirror; nothing is imported or started yet.
 
         Args:
             logger: the configured sink.
             run: the open run.
+            uses: what the run was made from, kind of artifact and path of the run that made it;
+                an upload ties the two runs together.
         """
         self._logger = logger
+        self._uses = list(uses)
         self._run = run
         self._told_id: str | None = None  # by a checkpoint
         self._sink: wandb.Run | None = None
         self._feed: EventFeed | None = None
         self._sender: Sender | None = None
         self._started = False
+        self._config: dict[str, Any] = {}  # resolved, once the mirror is open
 
     @property
     def _id(self) -> str:
@@ -123,7 +135,8 @@ class WandbMirror(Callback):
             server = server_address()
             require_account(server)
         events = read_events(run.dir.telemetry)
-        config, drawn = config_of(run.dir, events), drawn_for(run.dir, run.manifest)
+        config, drawn = config_of(run.dir, events), beside_config(run.dir, run.manifest)
+        self._config = config
         settings = settings_of(self._logger, run.dir, run.manifest, config, self._id)
         shown = {**config, **drawn}
         self._sink = wandb.init(settings=wandb.Settings(**settings), config=shown)
@@ -147,6 +160,7 @@ class WandbMirror(Callback):
             run_id=self._id,
             timeout_s=_PATIENCE_S,
             follows=(me.pid, me.create_time()),
+            uses=self._uses,
         )
 
     def _mirror(self, record: Event) -> None:
@@ -169,10 +183,12 @@ class WandbMirror(Callback):
     def _mirror_results(self, sink: wandb.Run, manifest: Manifest) -> None:
         if manifest.facts:
             set_config(sink, {"facts": manifest.facts})
-        if found := tables(self._run.dir):
-            assert self._feed is not None, "it is there with the sink"
-            self._feed.log_last(found)
+        assert self._feed is not None, "it is there with the sink"
+        self._feed.log_last(tables(self._run.dir))
         sink.summary.update(summary_of(self._run.dir, manifest))
+        name = display_name(self._logger, self._run.dir, manifest, self._config)
+        if name != sink.name:  # a study names itself at its end
+            sink.name = name
         for artifact in made_by(self._run.dir, manifest):
             sink.log_artifact(artifact)
 

@@ -1,0 +1,305 @@
+"""The names of a run in W&B: id, group, display name, tags; what varies stands first.
+
+Pure functions of the JSON record. A display name is cut at its far end, so that the overrides that
+tell a run from the others of its sweep survive, and the number of the job settles what is left.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mens_exp.artifacts.comparison import Comparison
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.sweep import SweepRecord
+from mens_exp.artifacts.sweep_dir import SweepDir
+from mens_exp.errors import MensError
+from mens_exp.training.wandb_agent import recorded_agent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from mens_exp.artifacts.sweep import SweepJob
+    from mens_exp.config.logger import WandbLogger
+    from mens_exp.training.wandb_agent import AgentRun
+
+__all__ = ["agent_of", "display_name", "group_of", "id_of", "name_of", "tags_of"]
+
+_TAG_CHARACTERS = 64  # W&B refuses a longer tag
+_NAME_CHARACTERS = 128  # W&B refuses a longer run name
+_VALUE_CHARACTERS = 24  # of a value where the whole name does not fit
+_CUT = "…"
+# Overrides that say nothing about the experiment.
+_NO_TAG = frozenset({"hydra", "logger"})
+# Overrides that the name spells in its own way.
+_SPELLED = frozenset({"experiment", "path", "resume", "seed", "task"})
+# Those that the name of a task that trains nothing spells, or that are no part of what it does.
+_TOLD = frozenset({"factors", "format", "model", "out", "suite"})
+_OPTIONS = ("model", "backend")  # named at the end, unless they vary
+_DEPTH = 3  # directories between a job and its sweep (unverified guess)
+_FINE_TUNES = frozenset({"train", "plan"})
+
+
+class _Place(NamedTuple):
+    """The overrides that tell a run from the others of its sweep, and its mark among them."""
+
+    varied: tuple[str, ...]
+    mark: str
+
+
+def id_of(run_dir: RunDir, manifest: Manifest) -> str:
+    """Return the id of the W&B run: that of ours, behind its sweep's where it is a job of one.
+
+    A job's own name says where it stands in its sweep and what it is composed of; the same sweep,
+    launched again, has jobs of the same names. A run that an agent started has the agent's.
+    """
+    agent = agent_of(run_dir, manifest)
+    if agent is not None:
+        return agent.run_id
+    sweep = _sweep_at(run_dir.path)
+    if sweep is None:
+        return _plain(manifest.run_id)
+    above = run_dir.path.absolute().relative_to(sweep).parts[:-1]
+    return _plain(f"{sweep.name}_{'-'.join([*above, manifest.run_id])}")
+
+
+def agent_of(run_dir: RunDir, manifest: Manifest) -> AgentRun | None:
+    """Return the agent's run that a run is; the jobs of a sweep that an agent launched are none."""
+    return None if _sweep_at(run_dir.path) is not None else recorded_agent(manifest)
+
+
+def group_of(logger: WandbLogger, run_dir: RunDir, manifest: Manifest) -> str | None:
+    """Return the logger's group, else the run's sweep or that of the run it reads, else none.
+
+    An experiment is the group of a run that is of no sweep.
+    """
+    subject = manifest.inputs.get("subject")
+    sweep = _sweep_at(run_dir.path)
+    if sweep is None and isinstance(subject, str):
+        sweep = _sweep_at(Path(subject))
+    return logger.group or (None if sweep is None else sweep.name) or manifest.experiment
+
+
+def display_name(
+    logger: WandbLogger, run_dir: RunDir, manifest: Manifest, config: Mapping[str, Any]
+) -> str:
+    """Return the name that W&B shows: the user's own, or one made from the record.
+
+    The jobs of a sweep share the user's own name, so each adds its mark.
+    """
+    if logger.name is None:
+        return name_of(run_dir, manifest, config)
+    place = _place_of(run_dir, manifest)
+    return logger.name if place is None else _fitted(logger.name, [place.mark], [])
+
+
+def name_of(run_dir: RunDir, manifest: Manifest, config: Mapping[str, Any]) -> str:
+    """Return a name of at most 128 characters, different for each run of a sweep.
+
+    A training run begins with what varies in its sweep or, outside of one, with what its command
+    changed; then come seed, job number, model and backend, and what all jobs share. Every other
+    task begins with what it does: ``evaluate: <run> on <suite>``.
+
+    Args:
+        run_dir: of the run.
+        manifest: its record so far.
+        config: the resolved configuration.
+    """
+    place = _place_of(run_dir, manifest)
+    overrides = manifest.overrides
+    changed = [text for text in overrides if _group(text) not in (_NO_TAG | _SPELLED)]
+    marks = [] if place is None else [place.mark]
+    if manifest.task not in _FINE_TUNES:
+        rest = [text for text in changed if _key(text) not in _TOLD]
+        rest.sort(key=lambda text: place is None or text not in place.varied)
+        return _fitted(_deed(run_dir, manifest, config), marks, _short(rest, overrides))
+    varied = _of_sweep(place) if place is not None and place.varied else changed
+    front = [text for text in varied if not (place is None and _key(text) in _OPTIONS)]
+    behind = [_option(name, manifest, config) for name in _OPTIONS if name not in map(_key, front)]
+    shared = [text for text in changed if text not in varied and _key(text) not in _OPTIONS]
+    return _fitted(
+        " ".join(_short(front, overrides)),
+        [_seed(manifest), *marks],
+        [*filter(None, behind), *_short(shared, overrides)],
+        shorter=" ".join(_short(front, overrides, most=_VALUE_CHARACTERS)),
+    )
+
+
+def tags_of(overrides: Sequence[str], added: Sequence[str]) -> tuple[str, ...]:
+    """Return the overrides, cut to W&B's 64 characters, then the tags the user added."""
+    made = [text[:_TAG_CHARACTERS] for text in overrides if _group(text) not in _NO_TAG]
+    return tuple(dict.fromkeys([*made, *added]))
+
+
+def _fitted(front: str, kept: Sequence[str], rest: Sequence[str], *, shorter: str = "") -> str:
+    """Join the parts of a name; the end gives way first, then the front, and ``kept`` never."""
+    middle = " ".join(kept)
+    room = _NAME_CHARACTERS - len(middle) - bool(middle)
+    if len(front) > room:
+        front = _cut(shorter or front, room)
+    name = " ".join(filter(None, [front, middle]))
+    left = _NAME_CHARACTERS - len(name) - 1
+    return f"{name} {_cut(' '.join(rest), left)}" if rest and left > 1 else name
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1].rstrip()}{_CUT}"
+
+
+def _of_sweep(place: _Place) -> list[str]:
+    """Return what varies, less the seed, which every name has."""
+    return [text for text in place.varied if _key(text) != "seed"]
+
+
+def _place_of(run_dir: RunDir, manifest: Manifest) -> _Place | None:
+    """Return where a run stands in its sweep, ours or an agent's; None where it is in none."""
+    agent = agent_of(run_dir, manifest)
+    if agent is not None:
+        drawn = [text for text in manifest.overrides if _key(text) in agent.parameters]
+        return _Place(tuple(drawn), f"#{agent.run_id}")
+    sweep = _sweep_at(run_dir.path)
+    if sweep is None:
+        return None
+    name = run_dir.path.absolute().relative_to(sweep).as_posix()
+    found = next((job for job in _jobs(sweep) if job["directory"] == name), None)
+    if found is None:
+        return _Place((), f"#{name}")
+    return _Place(tuple(found["differs"]), f"#{found['number']}")
+
+
+def _deed(run_dir: RunDir, manifest: Manifest, config: Mapping[str, Any]) -> str:
+    """Say what a task does, and to what."""
+    task = manifest.task
+    if task == "compare":
+        return f"compare: {_compared(run_dir, config)}"
+    subject = _subject(manifest, config)
+    match task:
+        case "evaluate":
+            suite = (config.get("suite") or {}).get("name") or manifest.choices.get("suite")
+            return f"evaluate: {subject or 'models'} on {suite}"
+        case "export" if config.get("format"):
+            return f"export: {subject} to {config['format']}"
+        case _:
+            return f"{task}: {subject}" if subject else task
+
+
+def _compared(run_dir: RunDir, config: Mapping[str, Any]) -> str:
+    """Name the factors and arms of a study; before it is conducted, what was asked for."""
+    if not run_dir.comparison.is_file():
+        names = [Path(path).name for path in str(config.get("path") or "").split(",")]
+        return " ".join([*(config.get("factors") or []), " vs ".join(names)])
+    record = Comparison.read(run_dir.comparison)
+    factors = [name for name in record.factors if all(name in a["values"] for a in record.arms)]
+    if not factors:
+        return " vs ".join(arm["name"] for arm in record.arms)
+    arms = [
+        " ".join(_elided(str(arm["values"][name]), _VALUE_CHARACTERS) for name in factors)
+        for arm in record.arms
+    ]
+    return f"{', '.join(factors)} {' vs '.join(arms)}"
+
+
+def _subject(manifest: Manifest, config: Mapping[str, Any]) -> str:
+    """Name what a task reads: a run by its place in its sweep or its directory, else a file."""
+    inputs = manifest.inputs
+    named = (inputs.get(name) for name in ("subject", "adapter", "specification"))
+    found = next((one for one in named if isinstance(one, str)), None) or config.get("path")
+    if manifest.task == "attribute":
+        return _option("model", manifest, config) or ""
+    if not isinstance(found, str) or not found:
+        return ""
+    if found == "base":
+        return f"base {_option('model', manifest, config) or ''}".rstrip()
+    path = Path(found).absolute()
+    for place in (path, *path.parents)[:3]:  # also from <run>/adapter/peft
+        run = RunDir(place)
+        if run.manifest.is_file():
+            return _run_label(run)
+    return path.name
+
+
+def _run_label(run: RunDir) -> str:
+    """Return what varies in a run of a sweep, its seed and mark; else its directory's name."""
+    name = run.path.name
+    try:
+        manifest = Manifest.read(run.manifest)
+    except MensError:  # a name is no place to refuse a damaged record
+        return name
+    place = _place_of(run, manifest)
+    if place is None or not place.varied:
+        return name
+    varied = _short(_of_sweep(place), manifest.overrides, most=_VALUE_CHARACTERS)
+    return _fitted(_cut(" ".join(varied), _NAME_CHARACTERS // 2), [_seed(manifest), place.mark], [])
+
+
+def _seed(manifest: Manifest) -> str:
+    return f"seed{manifest.seed}"
+
+
+def _option(name: str, manifest: Manifest, config: Mapping[str, Any]) -> str | None:
+    """Return the model's own name or, without one, the option; the option of any other group."""
+    own = (config.get(name) or {}).get("name") if name == "model" else None
+    return own or manifest.choices.get(name)
+
+
+def _sweep_at(run: Path) -> Path | None:
+    """Return the directory of the sweep that a run is a job of."""
+    # Hydra leaves the first in the directory of a sweep, wherever hydra.sweep.dir puts that.
+    parent = run.absolute().parent
+    marks = (parent / "multirun.yaml", SweepDir(parent).record)
+    if any(mark.is_file() for mark in marks):
+        return parent
+    for sweep in list(parent.parents)[:_DEPTH]:  # hydra.sweep.subdir may have directories in it
+        name = run.absolute().relative_to(sweep).as_posix()
+        if any(job["directory"] == name for job in _jobs(sweep)):
+            return sweep
+    return None
+
+
+def _jobs(sweep: Path) -> list[SweepJob]:
+    """Return a sweep's jobs; none where its record is missing, Hydra's own, or damaged."""
+    record = SweepDir(sweep).record
+    try:
+        return SweepRecord.read(record).jobs if record.is_file() else []
+    except MensError:
+        return []
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", name)
+
+
+def _key(override: str) -> str:
+    """Return the setting or group that an override names."""
+    return override.partition("=")[0].lstrip("+~").partition("@")[0]
+
+
+def _group(override: str) -> str:
+    return re.split(r"[.=/@]", override.lstrip("+~"), maxsplit=1)[0]
+
+
+def _short(overrides: Iterable[str], every: Iterable[str], *, most: int | None = None) -> list[str]:
+    """Spell overrides by the last part of their keys, or whole where two would read the same."""
+    ends = Counter(_key(text).rpartition(".")[2] for text in dict.fromkeys(every))
+    return [_spelled(text, ends, most) for text in overrides]
+
+
+def _spelled(override: str, ends: Mapping[str, int], most: int | None) -> str:
+    _, equals, value = override.partition("=")
+    if not equals:
+        return override
+    key = _key(override)
+    last = key.rpartition(".")[2]
+    shown = value if most is None else _elided(value, most)
+    return f"{key if ends.get(last, 0) > 1 else last}={shown}"
+
+
+def _elided(value: str, most: int) -> str:
+    """Cut a long value in its middle: paths differ at their ends."""
+    if len(value) <= most:
+        return value
+    head = (most - 1) // 3
+    return f"{value[:head]}{_CUT}{value[head + 1 - most :]}"
