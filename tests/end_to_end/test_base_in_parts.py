@@ -96,7 +96,7 @@ def test_a_base_that_cannot_be_compared_says_why(train_in, tmp_path, monkeypatch
 def test_what_they_leave_is_loaded_like_any_other(parts, tmp_path):
     """task=evaluate by one process, which has the base whole."""
     out = tmp_path / "evaluated"
-    command = ["task=evaluate", f"path={parts.path}", *SCORED, "trainer=cpu"]
+    command = ["task=evaluate", "logger=none", f"path={parts.path}", *SCORED, "trainer=cpu"]
     assert cli.main([*command, f"hydra.run.dir={out}"]) == 0
     assert (out / "scorecard.json").is_file()
 

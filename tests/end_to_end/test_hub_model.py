@@ -70,6 +70,7 @@ def test_the_commit_is_recorded_and_held_to(
         cli.main(
             [
                 "task=evaluate",
+                "logger=none",
                 f"path={run.path}",
                 "suite=heldout_syntax",
                 "suite.items=1",

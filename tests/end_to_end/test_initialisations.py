@@ -70,7 +70,7 @@ def test_loftq_s_peft_directory_is_the_trained_model(
 def test_evaluation_rebuilds_the_trained_graph(pissa, untimed, tmp_path):
     """It answers as the run itself did."""
     out = tmp_path / "evaluation"
-    command = ["task=evaluate", f"path={pissa.path}", *SUITE, f"hydra.run.dir={out}"]
+    command = ["task=evaluate", "logger=none", f"path={pissa.path}", *SUITE, f"hydra.run.dir={out}"]
     assert cli.main(command) == 0
     assert untimed(RunDir(out)) == untimed(pissa)
 

@@ -59,7 +59,12 @@ def test_an_evaluation_repeats_its_scorecard(
 ):
     """The saved adapter on a fresh 8-bit base."""
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["task=evaluate", f"path={run.path}", *SUITE, "hydra.run.dir=again"]) == 0
+    assert (
+        cli.main(
+            ["task=evaluate", "logger=none", f"path={run.path}", *SUITE, "hydra.run.dir=again"]
+        )
+        == 0
+    )
     assert untimed(RunDir(tmp_path / "again")) == untimed(run)
 
 

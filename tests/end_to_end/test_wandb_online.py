@@ -12,6 +12,7 @@ import pytest
 
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.artifacts.sync_record import SyncRecord
 from mens_exp.artifacts.telemetry import read_events
 
@@ -110,6 +111,27 @@ def test_a_service_that_never_answers_delays_nothing(train, wandb_service, tmp_p
     _end_sender(run)
     _run(tmp_path, cache, "task=sync", f"path={run.path}")
     assert sent(wandb_service, run) == STEPS
+
+
+def test_an_online_evaluation_is_tied_to_the_run_that_it_scored(
+    train, wandb_service, tmp_path, cache
+):
+    """Without task=sync: named after what it did, with its KPIs, behind the run's own adapter."""
+    run = train("logger.wait_s=200", "data.heldout_frac=0.3")
+    online = ["logger.mode=online", "logger.wait_s=200", "hydra.run.dir=scored"]
+    suite = ["suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=16"]
+    _run(tmp_path, cache, "task=evaluate", f"path={run.path}", *suite, *online)
+    scored = RunDir(tmp_path / "scored")
+    assert settled(scored)["why"] is None
+    found, name = wandb_service.runs["scored"], run.path.name
+    assert found.display_name.startswith(f"evaluate: {name} on heldout_syntax")
+    assert (found.job_type, found.exit_code) == ("evaluate", 0)
+    assert found.settings["evaluated_run"] == {"run_id": name, "wandb_run_id": name}
+    card = Scorecard.read(scored.scorecard).conditions
+    assert found.summary["tuned/parse_rate"] == card["tuned"]["parse_rate"]
+    assert (f"adapter-{name}", "scored") in wandb_service.lineage
+    assert len(wandb_service.versions(f"adapter-{name}")) == 1
+    assert wandb_service.unknown == []
 
 
 def settled_not(run):

@@ -82,7 +82,7 @@ def test_a_colleague_scores_the_unpacked_run(portable, tmp_path, monkeypatch):
     run = unpack(tmp_path / "b.tar.gz", tmp_path / "there")
     monkeypatch.chdir(run.path.parent)
     scored = ["suite.items=2", "suite.max_new_tokens=100", "hydra.run.dir=scored"]
-    assert cli.main(["task=evaluate", "path=run", "trainer=cpu", *scored]) == 0
+    assert cli.main(["task=evaluate", "logger=none", "path=run", "trainer=cpu", *scored]) == 0
     assert (run.path.parent / "scored" / "scorecard.json").is_file()
 
 

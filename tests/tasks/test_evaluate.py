@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -31,8 +33,9 @@ def trained(train_in, place):
 def evaluated(trained, place):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
-        command = ["task=evaluate", "path=latest", *SUITE, "hydra.run.dir=outputs/evaluate/b"]
-        assert cli.main(command) == 0
+        patch.setenv("HOME", str(place))  # no account is there
+        mirrored = ["logger=wandb", "logger.project=lab", "hydra.run.dir=outputs/evaluate/b"]
+        assert cli.main(["task=evaluate", "path=latest", *SUITE, *mirrored]) == 0
     return RunDir(place / "outputs" / "evaluate" / "b")
 
 
@@ -53,6 +56,57 @@ def test_evaluation_is_a_run_of_its_own(trained, evaluated):
     adapter = trained.adapter / "adapter.safetensors"
     assert manifest.inputs["adapter_sha256"] == sha256_file(adapter)
     assert evaluated.report.is_file()
+
+
+def inspected(run, *options):
+    """What W&B's own reader finds in the mirror."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", *options, str(run.wandb)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_an_evaluation_leaves_a_mirror_with_its_kpis_and_the_run_it_scored(trained, evaluated):
+    """Under the names of a training run; it needs no account, and task=sync would send the same."""
+    shown = json.loads(inspected(evaluated, "--summary"))
+    assert (shown["project"], shown["state"]) == ("lab", "finished")
+    assert shown["name"] == "evaluate: a on heldout_syntax items=2 max_new_tokens=40"
+    assert shown["config"]["evaluated_run"] == {"run_id": "a", "wandb_run_id": "a"}
+    card = json.loads(evaluated.scorecard.read_text("utf-8"))["conditions"]
+    for condition in ("base", "tuned"):
+        assert shown["summary"][f"{condition}/parse_rate"] == card[condition]["parse_rate"]
+        assert shown["summary"][f"{condition}/attempts"] == card[condition]["attempts_mean"]
+    assert "tuned_parse_rate" not in shown["summary"]
+    assert Manifest.read(evaluated.manifest).notes == []
+
+
+def test_the_mirror_of_an_evaluation_has_its_predictions(trained, evaluated):
+    """A row an item, answers side by side, with the style that grading read."""
+    lines = [json.loads(line) for line in inspected(evaluated).splitlines()]
+    (row,) = [one["history"]["item"] for one in lines if one["type"] == "history"]
+    (files,) = evaluated.wandb.glob("offline-run-*/files")
+    table = json.loads((files / row["predictions.path"]).read_text("utf-8"))
+    events = [json.loads(line) for line in evaluated.events.read_text("utf-8").splitlines()]
+    told = {(one["item_id"], one["condition"]): one for one in events}
+    assert len(table["data"]) == 2
+    for line in table["data"]:
+        shown = dict(zip(table["columns"], line, strict=True))
+        for side in ("base", "tuned"):
+            own = told[shown["item_id"], side]
+            assert shown[side] == own["completion"]
+            assert shown[f"{side}/error"] == own["error"]
+            assert shown[f"{side}/style"] == own["style"]
+            assert own["style"] in {"last block", "open block", "completion"}
+    started = next(one["run"] for one in lines if one["type"] == "run")
+    assert started["job_type"] == "evaluate"
+    assert "run_group" not in started  # neither a sweep nor an experiment
+
+
+@pytest.mark.parametrize("sink", ["csv", "tensorboard"])
+def test_a_logger_of_training_steps_is_refused(sink, tmp_path, capsys):
+    """An evaluation has none to log."""
+    out = f"hydra.run.dir={tmp_path}/out"
+    assert cli.main(["task=evaluate", "path=latest", *SUITE, f"logger={sink}", out]) == 2
+    assert "task=evaluate has none" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_latest_is_still_the_training_run_after_an_evaluation(
@@ -80,7 +134,7 @@ def test_a_run_without_an_adapter_is_refused_before_a_directory_is_made(
     """Its status is named, and how to finish it."""
     run = broken(tmp_path / "run", 5)
     out = tmp_path / "evaluation"
-    command = ["task=evaluate", f"path={run.path}", *SUITE, f"hydra.run.dir={out}"]
+    command = ["task=evaluate", "logger=none", f"path={run.path}", *SUITE, f"hydra.run.dir={out}"]
     assert cli.main(command) == 2
     said = capsys.readouterr().err
     assert "the run has no adapter" in said
@@ -92,7 +146,7 @@ def test_a_run_without_an_adapter_is_refused_before_a_directory_is_made(
 def test_an_unknown_path_is_refused(tmp_path, capsys):
     """Nothing is made for a command that is refused."""
     out = tmp_path / "evaluation"
-    assert cli.main(["task=evaluate", "path=nowhere", f"hydra.run.dir={out}"]) == 2
+    assert cli.main(["task=evaluate", "logger=none", "path=nowhere", f"hydra.run.dir={out}"]) == 2
     assert "no such run directory" in capsys.readouterr().err
     assert not out.exists()
 
@@ -105,13 +159,13 @@ def test_another_base_than_in_training_is_refused(trained, tmp_path, capsys):
     text = copied.config.read_text(encoding="utf-8")
     copied.config.write_text(text.replace("init_seed: 0", "init_seed: 1"), encoding="utf-8")
     out = tmp_path / "evaluation"
-    command = ["task=evaluate", f"path={moved}", *SUITE, f"hydra.run.dir={out}"]
+    command = ["task=evaluate", "logger=none", f"path={moved}", *SUITE, f"hydra.run.dir={out}"]
     assert cli.main(command) == 2
     assert "base_weights_sha256: is not what the run was trained on" in capsys.readouterr().err
     assert Manifest.read(RunDir(out).manifest).status is Status.FAILED
 
 
-BASE = ["task=evaluate", "path=base", "model=tiny_llama", "trainer=cpu"]
+BASE = ["task=evaluate", "logger=none", "path=base", "model=tiny_llama", "trainer=cpu"]
 
 
 def test_the_base_is_scored_alone(
@@ -145,7 +199,13 @@ def test_an_adapter_by_itself_is_scored_on_the_models_base(
     shutil.copytree(trained.adapter, moved / "adapter")
     data = [text for text in tiny_run if text.startswith("data")]
     out = RunDir(tmp_path / "evaluation")
-    command = ["task=evaluate", f"path={moved / inside}", "model=tiny_llama", "trainer=cpu"]
+    command = [
+        "task=evaluate",
+        "logger=none",
+        f"path={moved / inside}",
+        "model=tiny_llama",
+        "trainer=cpu",
+    ]
     assert cli.main([*command, *data, *SUITE, f"hydra.run.dir={out.path}"]) == 0
     assert untimed(out)["events"] == untimed(trained)["events"]
     assert "adapter_sha256" in Manifest.read(out.manifest).inputs
@@ -154,7 +214,13 @@ def test_an_adapter_by_itself_is_scored_on_the_models_base(
 def test_an_adapter_of_another_base_is_refused(trained, tmp_path, capsys):
     """Its manifest tells the weights that it was trained on."""
     shutil.copytree(trained.adapter, tmp_path / "adapter")
-    command = ["task=evaluate", f"path={tmp_path / 'adapter'}", "model=tiny_llama", "trainer=cpu"]
+    command = [
+        "task=evaluate",
+        "logger=none",
+        f"path={tmp_path / 'adapter'}",
+        "model=tiny_llama",
+        "trainer=cpu",
+    ]
     other = ["model.init_seed=1", "suite=mini_python", "sandbox=none"]
     assert cli.main([*command, *other, f"hydra.run.dir={tmp_path / 'out'}"]) == 2
     assert "the adapter was trained on another base model" in capsys.readouterr().err
@@ -193,7 +259,13 @@ def test_vllm_is_refused_where_it_cannot_answer(
     shutil.copytree(trained.path, tmp_path / "run")
     peft = RunDir(tmp_path / "run").peft / "adapter_config.json"
     peft.write_text(json.dumps(json.loads(peft.read_text()) | {"use_dora": True}))
-    command = ["task=evaluate", f"path={peft.parent}", "eval.engine=vllm", "suite=mini_python"]
+    command = [
+        "task=evaluate",
+        "logger=none",
+        f"path={peft.parent}",
+        "eval.engine=vllm",
+        "suite=mini_python",
+    ]
     tiny = ["model=tiny_llama", "sandbox=none", f"hydra.run.dir={tmp_path / 'out'}"]
     assert cli.main([*command, *tiny, "lora.r=2"]) == 3
     said = capsys.readouterr().err
@@ -226,7 +298,7 @@ def test_a_specification_brings_its_own_models(tmp_path, capsys):
     (tmp_path / "new.json").write_text(json.dumps({"a": ["def f(): return 1"]}))
     out = RunDir(tmp_path / "out")
     named = ["suite=scorecard_spec", f"suite.path={tmp_path / 'spec.json'}"]
-    assert cli.main(["task=evaluate", *named, f"hydra.run.dir={out.path}"]) == 0
+    assert cli.main(["task=evaluate", "logger=none", *named, f"hydra.run.dir={out.path}"]) == 0
     card = Scorecard.read(out.scorecard)
     success = {name: kpis["task_success"] for name, kpis in card.conditions.items()}
     assert success == {"old": 0.0, "new": 1.0}

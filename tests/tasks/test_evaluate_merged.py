@@ -35,7 +35,9 @@ def merged(trained, place):
 
 
 def evaluated(path, own, *overrides):
-    return cli.main(["task=evaluate", f"path={path}", *SUITE, *overrides, f"hydra.run.dir={own}"])
+    return cli.main(
+        ["task=evaluate", "logger=none", f"path={path}", *SUITE, *overrides, f"hydra.run.dir={own}"]
+    )
 
 
 def test_merged_weights_answer_as_the_run_did_that_was_merged(trained, merged, tmp_path):

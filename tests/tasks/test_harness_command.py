@@ -38,7 +38,7 @@ def test_training_ends_with_the_harness_tasks_of_base_and_tuned(tmp_path, train_
         assert kpis["sums/acc"] == kpis["task_success"] == kpis["sums_task_success"]
         assert kpis["task_success"] == sum(bool(e["task_success"]) for e in events) / 3
     out = tmp_path / "again"
-    again = ["task=evaluate", f"path={trained.path}", *suite, f"hydra.run.dir={out}"]
+    again = ["task=evaluate", "logger=none", f"path={trained.path}", *suite, f"hydra.run.dir={out}"]
     assert cli.main(again) == 0
     repeated = Scorecard.read(RunDir(out).scorecard)
     assert repeated.suite_digest == card.suite_digest

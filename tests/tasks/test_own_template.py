@@ -52,7 +52,13 @@ def test_record_says_what_shaped_the_ids(templated):
 def test_run_is_evaluated_though_the_file_is_gone(templated, tmp_path):
     """Its own copy is read, so its prompts are those that it was trained on."""
     run, _ = templated
-    arguments = ["task=evaluate", f"path={run.path}", "suite.items=1", "suite.max_new_tokens=64"]
+    arguments = [
+        "task=evaluate",
+        "logger=none",
+        f"path={run.path}",
+        "suite.items=1",
+        "suite.max_new_tokens=64",
+    ]
     target = RunDir(tmp_path / "evaluated")
     assert cli.main([*arguments, "trainer=cpu", f"hydra.run.dir={target.path}"]) == 0
     events = [json.loads(line) for line in target.events.read_text("utf-8").splitlines()]

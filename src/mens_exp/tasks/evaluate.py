@@ -11,6 +11,8 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Condition
 from mens_exp.config.evaluation import EngineKind
+from mens_exp.config.logger import WandbLogger
+from mens_exp.config.suite import ScorecardSpecSuite
 from mens_exp.corpus.source import load_rows
 from mens_exp.evals.catalogue import needs_rows
 from mens_exp.plan.preflight import writable_cache
@@ -21,6 +23,7 @@ from mens_exp.tasks.scoring import score, score_served
 from mens_exp.tasks.specified import score_spec
 from mens_exp.tasks.subject import config_of
 from mens_exp.tasks.vllm_scoring import score_by_vllm
+from mens_exp.training.wandb_names import id_of
 
 if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
@@ -33,6 +36,9 @@ __all__ = ["evaluate"]
 def evaluate(config: RunConfig, run: Run) -> None:
     """Load what `path` names and score it: both conditions, or the one that it has."""
     if config.suite.name == "scorecard_spec":
+        assert isinstance(config.suite, ScorecardSpecSuite), "its name says so"
+        run.manifest.inputs["specification"] = str(config.suite.path)
+        _mirror(config, run)
         score_spec(config, run)
         return
     assert config.path is not None, "validation has asked for it"
@@ -40,11 +46,44 @@ def evaluate(config: RunConfig, run: Run) -> None:
     run.manifest.inputs["subject"] = subject.path
     if subject.merged is not None and subject.run is not None:
         run.manifest.inputs[MERGED] = str(subject.run.path.absolute())
+    run.manifest.inputs.update(_evaluated_run(subject))
+    _mirror(config, run, subject)
     if config.eval.engine is EngineKind.openai:
         condition = Condition.BASE if subject.is_base else Condition.TUNED
         score_served(config, run, condition)
     else:
         _evaluate_here(config, run, subject)
+
+
+def _evaluated_run(subject: Subject) -> dict[str, Any]:
+    """Return the ids of the run that made the subject, ours and W&B's; empty where none did."""
+    maker = _maker(subject)
+    if maker is None or not maker.manifest.is_file():
+        return {}
+    made = Manifest.read(maker.manifest)
+    return {"subject_run": {"run_id": made.run_id, "wandb_run_id": id_of(maker, made)}}
+
+
+def _maker(subject: Subject) -> RunDir | None:
+    """Return the run that made the subject, also where the path names the adapter inside it."""
+    if subject.is_base or subject.run is not None:
+        return subject.run if subject.merged is None else RunDir(Path(subject.path))
+    path = Path(subject.path).absolute()
+    above = (RunDir(place) for place in (path, *path.parents)[:3])
+    return next((run for run in above if run.manifest.is_file()), None)
+
+
+def _mirror(config: RunConfig, run: Run, subject: Subject | None = None) -> None:
+    """Start the W&B mirror, where one is asked for; it ends with the run."""
+    if not isinstance(config.logger, WandbLogger):
+        return
+    from mens_exp.training.callbacks.wandb_mirror import WandbMirror
+
+    maker = None if subject is None else _maker(subject)
+    kind = "merged" if subject is not None and subject.merged is not None else "adapter"
+    uses = [] if maker is None else [(kind, str(maker.path.absolute()))]
+    run.save()  # an upload reads group, name and link from the manifest
+    WandbMirror(logger=config.logger, run=run, uses=uses).start()
 
 
 def _evaluate_here(config: RunConfig, run: Run, subject: Subject) -> None:

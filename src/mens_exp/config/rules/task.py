@@ -103,9 +103,9 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
         )
     if name == "attribute":
         yield from _attribution(config)
-    if name == "compare" and config.logger.sink not in {"wandb", "none"}:
+    if name in {"compare", "evaluate"} and config.logger.sink not in {"wandb", "none"}:
         yield ConfigError(
-            "logs training steps, and a comparison has none",
+            f"logs training steps, and task={name} has none",
             where="logger",
             found=config.logger.sink,
             expected="wandb or none",
