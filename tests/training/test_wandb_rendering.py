@@ -268,9 +268,16 @@ def test_an_evaluation_of_a_sweeps_job_says_which_arm_it_scored(tmp_path):
 
 
 def test_tags_are_the_overrides_then_the_users_own():
-    """An override is cut to 64 characters; a tag of the user's is not."""
-    tags = tags_of(["lora.r=8", "a=" + "x" * 80, "logger.tags=[mine]"], ["mine", "lora.r=8"])
-    assert tags == ("lora.r=8", "a=" + "x" * 62, "mine")
+    """An override is cut to 64 characters, in its middle; a tag of the user's is not."""
+    paths = [f"data.path=/{'x' * 80}/{name}.jsonl" for name in ("train", "other")]
+    tags = tags_of(["lora.r=8", *paths, "logger.tags=[mine]"], ["mine", "lora.r=8"])
+    first, *cut, last = tags
+    assert (first, last) == ("lora.r=8", "mine")
+    assert [len(tag) for tag in cut] == [64, 64]
+    assert all(tag.startswith("data.path=/xxx") for tag in cut)
+    assert [tag.rpartition("/")[2] for tag in cut] == ["train.jsonl", "other.jsonl"]
+    (long,) = tags_of([f"{'k' * 90}=1"], [])
+    assert (len(long), long[-3:]) == (64, "k=1")
 
 
 def test_group_is_the_loggers_before_the_experiments(tmp_path):

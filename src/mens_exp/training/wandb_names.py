@@ -129,9 +129,20 @@ def name_of(run_dir: RunDir, manifest: Manifest, config: Mapping[str, Any]) -> s
 
 
 def tags_of(overrides: Sequence[str], added: Sequence[str]) -> tuple[str, ...]:
-    """Return the overrides, cut to W&B's 64 characters, then the tags the user added."""
-    made = [text[:_TAG_CHARACTERS] for text in overrides if _group(text) not in _NO_TAG]
+    """Return the overrides, cut to W&B's 64 characters, then the tags the user added.
+
+    A long value loses its middle: what differs between two paths is often at their end.
+    """
+    made = [_tag(text) for text in overrides if _group(text) not in _NO_TAG]
     return tuple(dict.fromkeys([*made, *added]))
+
+
+def _tag(override: str) -> str:
+    key, equals, value = override.partition("=")
+    room = _TAG_CHARACTERS - len(key) - 1
+    if not equals or room < _VALUE_CHARACTERS:
+        return _elided(override, _TAG_CHARACTERS)
+    return f"{key}={_elided(value, room)}"
 
 
 def _fitted(front: str, kept: Sequence[str], rest: Sequence[str], *, shorter: str = "") -> str:
