@@ -119,7 +119,7 @@ def test_an_online_evaluation_is_tied_to_the_run_that_it_scored(
     """Without task=sync: named after what it did, with its KPIs, behind the run's own adapter."""
     run = train("logger.wait_s=200", "data.heldout_frac=0.3")
     online = ["logger.mode=online", "logger.wait_s=200", "hydra.run.dir=scored"]
-    suite = ["suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=16"]
+    suite = ["suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=48"]
     _run(tmp_path, cache, "task=evaluate", f"path={run.path}", *suite, *online)
     scored = RunDir(tmp_path / "scored")
     assert settled(scored)["why"] is None
