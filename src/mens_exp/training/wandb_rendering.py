@@ -52,7 +52,7 @@ def settings_of(
         logger: the configured sink.
         run_dir: where everything is staged.
         manifest: the record at the start of the run.
-        config: the resolved configuration, for the model's name.
+        config: the resolved configuration, for the display name.
         run_id: the id of the W&B run.
     """
     shown = {
