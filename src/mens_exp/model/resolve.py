@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.digest import digest
+from mens_exp.artifacts.outputs import refuse_changed_outputs
 from mens_exp.config.model import BundledModel, HfModel, ModelConfig, RandomModel
 from mens_exp.errors import ModelFileError
 from mens_exp.layout import hub, hub_snapshot
@@ -118,6 +119,7 @@ def _from_hub(model: HfModel) -> BaseModel:
     if directory is not None:
         directory = directory.resolve()
         stamps = _stamps(directory)
+        refuse_changed_outputs(directory / "config.json", *(directory / name for name in stamps))
         return BaseModel(
             stamps=stamps,
             directory=directory,
