@@ -260,10 +260,12 @@ def write_scores(
             "error": None,
             "tokens_in": 5,
             "tokens_out": 7,
+            **({"sample": sample} if "samples" in answering else {}),
             **kpis(item),
         }
         for condition in ("base", "tuned")
         for item in range(4)
+        for sample in range(answering.get("samples", 1))
     ]
     write_bytes(run.events, b"".join(json_line(line, "events") for line in lines))
     Scorecard(

@@ -21,6 +21,12 @@ __all__ = [
     "name_of_key",
     "name_under",
 ]
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+__all__ = ["KPIS", "Direction", "Kpi", "KpiGroup", "Missing", "as_recorded", "kpi_of_field"]
 
 
 class KpiGroup(StrEnum):
@@ -180,7 +186,23 @@ _TABLE = (
 )
 
 KPIS: dict[str, Kpi] = {kpi.name: kpi for kpi in _TABLE}
+# Counted or timed while answers were made, which no answer tells afterwards.
+_MEASURED = frozenset({"tokens_in", "tokens_out", "latency_ms", "time_to_first_valid_ms"})
 _BY_FIELD = {kpi.field: kpi for kpi in _TABLE if kpi.field is not None}
+
+
+def as_recorded(names: Collection[str]) -> list[str]:
+    """Name the KPIs that no answer gives, so that they are taken as they were recorded.
+
+    Args:
+        names: KPIs of a comparison.
+    """
+    found = [
+        name
+        for name, kpi in KPIS.items()
+        if name in names and (kpi.field is None or name in _MEASURED)
+    ]
+    return [f"unverifiable: {', '.join(found)} are taken as recorded"] if found else []
 
 
 def kpi_of_field(field: str) -> Kpi | None:

@@ -17,30 +17,37 @@ from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.artifacts.validation_losses import read_document_losses
+from mens_exp.config.compose import from_yaml, typed
 from mens_exp.config.own_conf import parsed_yaml
-from mens_exp.errors import DataError, Problems, RequestError
+from mens_exp.config.suite import HeldoutSyntaxSuite, JsonlSuite, LmEvalSuite, ScorecardSpecSuite
+from mens_exp.errors import DataError, MensError, Problems, RequestError
 from mens_exp.evals.arms import Trial
+from mens_exp.evals.catalogue import frozen_suite
 from mens_exp.evals.observations import observations
+from mens_exp.evals.recomputed import Recomputed, graded_as_today, heldout_of, recomputed
 from mens_exp.evals.study import Scored
 from mens_exp.plan.contract import recorded_digest
 from mens_exp.tasks.evaluated_merge import MERGED
 from mens_exp.tasks.inputs import hashes_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from mens_exp.artifacts.comparison import RunRecord
+    from mens_exp.evals.suite import Suite
 
 __all__ = ["Read", "job_order", "named_paths", "not_as_written", "read_study"]
 
 _SWEEP = "multirun.yaml"  # Hydra's own launcher leaves it in a sweep's directory
+_LISTED = 4  # runs by their names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Read:
     """What was found at the paths: the runs that count, and why others do not.
 
-    `unverifiable` are files whose run recorded no hash of them.
+    `unverifiable` says which files have no recorded hash, and what could not be computed or read
+    again.
     """
 
     runs: list[Scored]
@@ -83,7 +90,8 @@ def read_study(paths: Sequence[str]) -> Read:
     own; runs that have not ended well, and those that train nothing, are left out by name.
 
     Raises:
-        DataError: a record is damaged, or a file is not what its run wrote.
+        DataError: a record is damaged, a file is not what its run wrote, or a scorecard's figures,
+            lines and answers contradict each other.
         RequestError: a place holds no run, or an evaluation's run is not at hand.
     """
     found: dict[Path, RunDir | None] = {}
@@ -109,11 +117,12 @@ def read_study(paths: Sequence[str]) -> Read:
         else:
             left_out[str(where)] = f"task={manifest.task} trains nothing"
     counted = [(RunDir(path), scorer) for path, scorer in found.items()]
-    return Read(
-        runs=[_read(run, scorer) for run, scorer in counted],
-        left_out=left_out,
-        unverifiable=_refuse_edited(counted),
-    )
+    suites = _SuitesAtHand()
+    read = [_read(run, scorer, suites) for run, scorer in counted]
+    unverifiable = _refuse_edited(counted)
+    Problems.raise_if([problem for _, one in read for problem in one.problems])
+    unverifiable += _grouped((run.record, one.unverifiable) for run, one in read)
+    return Read(runs=[run for run, _ in read], left_out=left_out, unverifiable=unverifiable)
 
 
 def not_as_written(run: RunDir, scorer: RunDir | None) -> Iterator[tuple[Path, str | None]]:
@@ -153,6 +162,19 @@ def _refuse_edited(counted: Iterable[tuple[RunDir, RunDir | None]]) -> list[str]
             problems.append(_edited(run.manifest, recorded_digest(contract), told))
     Problems.raise_if(problems)
     return unverifiable
+
+
+def _grouped(found: Iterable[tuple[RunRecord, Sequence[str]]]) -> list[str]:
+    """Say each reason once, with the runs that it is of."""
+    runs: dict[str, list[str]] = {}
+    for record, reasons in found:
+        for reason in reasons:
+            runs.setdefault(reason, []).append(Path(record["scored_by"] or record["path"]).name)
+    return [
+        f"unverifiable: {reason} ({', '.join(names[:_LISTED])}"
+        f"{f' and {len(names) - _LISTED} more runs' if len(names) > _LISTED else ''})"
+        for reason, names in runs.items()
+    ]
 
 
 def _edited(file: Path, found: str, recorded: str) -> DataError:
@@ -211,7 +233,7 @@ def _is_record(path: Path) -> bool:
     return path.is_file() and path.name in {RunDir(path.parent).scorecard.name, "manifest.json"}
 
 
-def _read(run: RunDir, scorer: RunDir | None) -> Scored:
+def _read(run: RunDir, scorer: RunDir | None, suites: _SuitesAtHand) -> tuple[Scored, Recomputed]:
     if not run.manifest.is_file():
         raise _unusable(run.path, "the run that was evaluated is not at hand")
     manifest = Manifest.read(run.manifest)
@@ -225,14 +247,15 @@ def _read(run: RunDir, scorer: RunDir | None) -> Scored:
             where = f"{measured.events}:{number}"
             raise DataError("missing key", where=where, expected="item_id")
     losses = read_document_losses(run.validation) if run.validation.is_file() else []
+    settings = _settings(run)
     trial = Trial(
         manifest=manifest,
-        settings=_settings(run),
+        settings=settings,
         hashes=dict(hashes_in(manifest.inputs)) | _form(scorer),
         suite_digest=None if scorecard is None else scorecard.suite_digest,
         answering={} if scorecard is None else scorecard.generation,
     )
-    return Scored(
+    scored = Scored(
         trial=trial,
         record=_record(run, manifest, scorer, scorecard),
         items=None if scorecard is None else scorecard.items,
@@ -240,6 +263,20 @@ def _read(run: RunDir, scorer: RunDir | None) -> Scored:
             arm, manifest, condition, scorecard, lines, losses
         ),
         curves=_curves(run),
+    )
+    if scorecard is None:
+        return scored, Recomputed()
+    made = Manifest.read(measured.manifest)
+    if not measured.events.is_file() and measured.events.name not in made.outputs:
+        what = f"no figure could be computed again: the run has no {measured.events.name}"
+        return scored, Recomputed(unverifiable=[what])
+    return scored, recomputed(
+        scorecard,
+        lines,
+        suites.of(measured, settings if scorer is None else _settings(scorer), scorecard, lines),
+        scorecard_path=measured.scorecard,
+        events_path=measured.events,
+        python=made.provenance.get("python"),
     )
 
 
@@ -314,3 +351,59 @@ def _unusable(path: object, what: str) -> RequestError:
         "with commas between",
         remedy="name what holds manifest.json files",
     )
+
+
+class _SuitesAtHand:
+    """Suites that runs answered, read again from where the runs had them, each once."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._read: dict[str, Suite | str] = {}
+
+    def of(
+        self,
+        run: RunDir,
+        settings: Mapping[str, Any],
+        scorecard: Scorecard,
+        lines: Sequence[dict[str, Any]],
+    ) -> Suite | str:
+        """Return the suite that a scorecard is of, or why it is not at hand.
+
+        Args:
+            run: that has the scorecard.
+            settings: of it, by dotted path.
+            scorecard: of it.
+            lines: of its events.jsonl.
+        """
+        if not graded_as_today(scorecard):
+            return "graded by another version"
+        if scorecard.suite == HeldoutSyntaxSuite().name:
+            return heldout_of(scorecard, lines)
+        if settings.get("suite.name") != scorecard.suite:
+            told = settings.get("suite.name")
+            return f"the configuration has suite={told}, the scorecard {scorecard.suite}"
+        key = repr([(name, settings[name]) for name in sorted(settings) if _is_suite_s(name)])
+        if key not in self._read:
+            self._read[key] = _suite_of(run)
+        return self._read[key]
+
+
+def _is_suite_s(name: str) -> bool:
+    return name.startswith("suite.")
+
+
+def _suite_of(run: RunDir) -> Suite | str:
+    try:
+        config = typed(from_yaml(run.config)).suite
+    except MensError as error:
+        return str(error)
+    if isinstance(config, LmEvalSuite):
+        return "suite=lm_eval judges answers where it asks for them"
+    if isinstance(config, ScorecardSpecSuite):
+        return "suite=scorecard_spec is read by its own command alone"
+    if isinstance(config, JsonlSuite) and config.function is not None:
+        return f"they are judged by a function of the user's own, {config.function}"
+    try:
+        return frozen_suite(config)
+    except MensError as error:
+        return str(error)
