@@ -180,7 +180,7 @@ def test_an_opened_cycle_freezes_all_that_decides(lab):
     floors = {**lab.frozen["floors"], "richness": 0.5}
     lab.open("three", [13, 14], margin=0.1, frozen={"alpha": 0.01, "floors": floors})
     expected = json.loads(lab.ledger.read_text("utf-8"))
-    assert (written["version"], written["cycle"]) == (2, expected["cycle"])
+    assert (written["version"], written["cycle"]) == (3, expected["cycle"])
 
 
 def drop(study, run):

@@ -14,6 +14,7 @@ __all__ = [
     "Comparison",
     "ContrastRecord",
     "Curve",
+    "FrozenBy",
     "KpiRecord",
     "NoiseRecord",
     "RunRecord",
@@ -141,6 +142,13 @@ class Curve(TypedDict):
     high: list[float]
 
 
+class FrozenBy(TypedDict):
+    """The ledger's entry that froze the last of a comparison's runs."""
+
+    entry: int
+    sha256: str
+
+
 @dataclass(kw_only=True, slots=True)
 class Comparison(StoredRecord):
     """What was compared and what came of it.
@@ -168,6 +176,8 @@ class Comparison(StoredRecord):
         left_out: run directory -> why it does not count.
         exploratory: why this is no registered result; null for one that is, or without a ledger.
         cycle: that registered it.
+        frozen: the entry of the ledger that has the digests of its runs; null for an exploratory
+            one, or without a ledger.
         unknown: dotted field that is null -> why.
         notes: what a reader should know besides.
     """
@@ -194,6 +204,7 @@ class Comparison(StoredRecord):
     exploratory: str | None = None
     cycle: str | None = None
     target: str = "these_items"
+    frozen: FrozenBy | None = None
     unknown: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 

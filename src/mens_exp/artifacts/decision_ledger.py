@@ -1,4 +1,4 @@
-"""The ledger of registered cycles and decisions: a file of one entry a line that only grows.
+"""The ledger of cycles, their evidence and decisions: a file of one entry a line that only grows.
 
 Each entry carries the digest of the one before, so that a line that was edited, dropped or moved
 is told. What this cannot tell is a ledger cut at its end: keep the head's digest elsewhere too.
@@ -28,16 +28,21 @@ __all__ = [
     "EntryKind",
     "EvidenceEntry",
     "FrozenRules",
+    "FrozenRun",
     "LedgerEntry",
     "Outcome",
     "RuleRecord",
     "Thresholds",
     "append",
     "cycles_of",
+    "froze_runs",
+    "frozen_runs",
     "read_ledger",
 ]
 
-_FORMAT, _VERSION = "mens_exp_decisions", 2  # version 1 froze less of a cycle
+# Version 1 froze less of a cycle, version 2 no runs.
+_FORMAT, _VERSION = "mens_exp_decisions", 3
+_FREEZES_RUNS = 3
 
 
 class EntryKind(StrEnum):
@@ -45,6 +50,7 @@ class EntryKind(StrEnum):
 
     CYCLE = "cycle"
     DECISION = "decision"
+    EVIDENCE = "evidence"
 
 
 class Answer(StrEnum):
@@ -142,9 +148,25 @@ class EvidenceEntry(TypedDict):
     cycle: str | None
 
 
-class DecisionEntry(TypedDict):
-    """A decision, with all that it can be computed again from."""
+class FrozenRun(TypedDict):
+    """One run of a cycle's arm and seed, by the digests of the files that its values come from.
 
+    ``scored_by`` is the evaluation whose scorecard counts, None where it is the run's own;
+    ``scorer_sha256`` is the digest of that evaluation's manifest.
+    """
+
+    cycle: str
+    arm: str
+    seed: int
+    path: str
+    scored_by: str | None
+    manifest_sha256: str
+    scorer_sha256: str | None
+    scorecard_sha256: str | None
+    events_sha256: str | None
+
+
+class _Decided(TypedDict):
     policy: dict[str, Any]
     evidence: list[EvidenceEntry]
     parity: dict[str, str] | None
@@ -153,9 +175,18 @@ class DecisionEntry(TypedDict):
     recommendation: str | None
 
 
-class LedgerEntry(TypedDict):
-    """One line; ``cycle`` or ``decision`` is there, as ``kind`` says."""
+class DecisionEntry(_Decided, total=False):
+    """A decision, with all that it can be computed again from.
 
+    ``runs`` are those of the cycles' sound evidence, and ``unverifiable`` says what of the evidence
+    nobody can verify. An entry of version 2 has neither.
+    """
+
+    runs: list[FrozenRun]
+    unverifiable: list[str]
+
+
+class _Line(TypedDict):
     format: str
     version: int
     number: int
@@ -165,6 +196,15 @@ class LedgerEntry(TypedDict):
     decision: DecisionEntry | None
     previous: str | None
     sha256: str
+
+
+class LedgerEntry(_Line, total=False):
+    """One line; the field that ``kind`` names is there, and the others are null.
+
+    ``evidence`` is in every entry since version 3.
+    """
+
+    evidence: list[FrozenRun] | None
 
 
 def read_ledger(path: Path) -> list[LedgerEntry]:
@@ -194,7 +234,8 @@ def append(path: Path, kind: EntryKind, made: Callable[[list[LedgerEntry]], Any]
     Args:
         path: the ledger; made with its parents when missing.
         kind: of the entry.
-        made: from the entries before to the cycle or the decision; what it raises adds nothing.
+        made: from the entries before to the cycle, the evidence or the decision; what it raises
+            adds nothing.
 
     Returns:
         The entry, on disk.
@@ -213,6 +254,7 @@ def append(path: Path, kind: EntryKind, made: Callable[[list[LedgerEntry]], Any]
             "kind": str(kind),
             "cycle": body if kind is EntryKind.CYCLE else None,
             "decision": body if kind is EntryKind.DECISION else None,
+            "evidence": body if kind is EntryKind.EVIDENCE else None,
             "previous": earlier[-1]["sha256"] if earlier else None,
         }
         entry["sha256"] = digest(entry)
@@ -230,6 +272,19 @@ def cycles_of(entries: Sequence[LedgerEntry]) -> dict[str, tuple[str, CycleEntry
     return {cycle["cycle"]: (utc, cycle) for utc, cycle in found if cycle is not None}
 
 
+def froze_runs(entry: LedgerEntry) -> bool:
+    """Tell whether an entry is of a version that freezes runs."""
+    return entry["version"] >= _FREEZES_RUNS
+
+
+def frozen_runs(entries: Sequence[LedgerEntry]) -> Iterator[tuple[int, FrozenRun]]:
+    """Yield every run that entries froze, in their order, with the entry's number."""
+    for entry in entries:
+        decision = entry["decision"]
+        runs = entry.get("evidence") or ([] if decision is None else decision.get("runs", []))
+        yield from ((entry["number"], run) for run in runs)
+
+
 def _wrong(
     entry: Mapping[str, Any], number: int, before: str | None, where: str
 ) -> Iterator[DataError]:
@@ -240,6 +295,10 @@ def _wrong(
             found=f"{entry['format']} {entry['version']}",
             expected=f"{_FORMAT} 1 to {_VERSION}",
         )
+        return
+    odd = _unlike_its_kind(entry)
+    if odd is not None:
+        yield DataError("the entry is not of its kind", where=where, found=odd)
         return
     whole = {name: value for name, value in entry.items() if name != "sha256"}
     if digest(whole) != entry["sha256"]:
@@ -258,3 +317,24 @@ def _wrong(
             expected=f"number {number} after {before}",
             remedy="put the ledger back as it was; entries are never dropped or moved",
         )
+
+
+def _unlike_its_kind(entry: Mapping[str, Any]) -> str | None:
+    """Name a field that an entry of its kind and version has, and lacks, or the other way round."""
+    kinds = [EntryKind.CYCLE, EntryKind.DECISION]
+    is_new = entry["version"] >= _FREEZES_RUNS
+    if is_new:
+        kinds.append(EntryKind.EVIDENCE)
+    if entry["kind"] not in kinds or ("evidence" in entry) != is_new:
+        return f"{entry['kind']} of version {entry['version']}"
+    for kind in kinds:
+        if (entry.get(kind) is not None) != (kind == entry["kind"]):
+            state = "null" if entry.get(kind) is None else "not null"
+            return f"kind {entry['kind']}, and {kind} is {state}"
+    if (
+        is_new
+        and entry["decision"] is not None
+        and not {"runs", "unverifiable"} <= set(entry["decision"])
+    ):
+        return "a decision without runs"
+    return None

@@ -117,8 +117,9 @@ class RunConfig:
     )
     ledger: str | None = setting(
         None,
-        "The file of registered cycles and decisions, which only grows (promote); compare says by "
-        "it which cycle a study is of, and calls any other one exploratory.",
+        "The file of registered cycles, their evidence and decisions, which only grows (promote); "
+        "compare says by it which cycle a study is of, freezes the digests of its runs in it, and "
+        "calls any other study exploratory.",
     )
     open: str | None = setting(
         None, "Name of a benchmark cycle to register before any of its runs (promote)."

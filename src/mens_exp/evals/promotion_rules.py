@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from mens_exp.artifacts.comparison import ArmRecord, Comparison, KpiRecord
-    from mens_exp.artifacts.decision_ledger import CycleEntry
+    from mens_exp.artifacts.decision_ledger import CycleEntry, FrozenRun
 
 __all__ = ["Evidence", "Parity", "complete", "rule_of", "sandboxed", "sound", "unpaired", "within"]
 
@@ -28,6 +28,8 @@ class Evidence:
         cycle: that registered it, None for an exploratory one.
         why_exploratory: why none did.
         shared_seeds: seeds of an earlier cycle too.
+        runs: that the cycle freezes; none of exploratory evidence, or of what its records deny.
+        unverifiable: what of it nobody can verify.
     """
 
     name: str
@@ -36,6 +38,8 @@ class Evidence:
     cycle: CycleEntry | None = None
     why_exploratory: str = ""
     shared_seeds: Sequence[int] = ()
+    runs: Sequence[FrozenRun] = ()
+    unverifiable: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

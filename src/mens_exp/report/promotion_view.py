@@ -33,7 +33,9 @@ def decision_view(policy: str, made: DecisionEntry) -> RenderableType:
         shown = (wording.visible(cell) for cell in (*cells, _text(rule["threshold"])))
         table.add_row(*shown, outcome, wording.visible(rule["note"]))
     said = made["recommendation"]
-    return Group(table, *([] if said is None else [Text(f"Recommended: {said}")]), Text())
+    lines = [] if said is None else [Text(f"Recommended: {said}")]
+    lines += [Text(wording.visible(text), style="yellow") for text in made.get("unverifiable", [])]
+    return Group(table, *lines, Text())
 
 
 def _text(value: float | str | None) -> str:

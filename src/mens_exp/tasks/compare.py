@@ -12,9 +12,11 @@ from mens_exp.artifacts.decision_ledger import cycles_of, read_ledger
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.logger import WandbLogger
 from mens_exp.errors import RequestError
+from mens_exp.evals.kpi_table import as_recorded
 from mens_exp.evals.study import conducted
 from mens_exp.report.comparison_page import page
 from mens_exp.report.comparison_view import markdown, verdict_table
+from mens_exp.tasks.frozen_evidence import freeze, runs_of
 from mens_exp.tasks.promotion_evidence import cycle_of
 from mens_exp.tasks.study_runs import read_study
 
@@ -37,9 +39,10 @@ def compare(config: RunConfig, run: Run) -> None:
     read = read_study(paths)
     record = conducted(paths, read.runs, config.factors, config.compare)
     record.left_out = read.left_out
-    record.notes += read.unverifiable
+    record.notes += [*read.unverifiable, *as_recorded(record.contrasts[0]["kpis"])]
     if config.ledger is not None:
         _note_cycle(record, Path(config.ledger).expanduser())
+        run.manifest.results.update(frozen=record.frozen)
     run.manifest.inputs.update(
         runs={one["run_id"]: {"manifest_sha256": one["manifest_sha256"]} for one in record.runs}
     )
@@ -55,7 +58,10 @@ def compare(config: RunConfig, run: Run) -> None:
 
 
 def _note_cycle(record: Comparison, ledger: Path) -> None:
-    """Say which cycle of a ledger the study is of, or why it is an exploratory one."""
+    """Say which cycle of a ledger the study is of, or why it is an exploratory one.
+
+    The digests of a cycle's runs are frozen before anybody has seen what they come to.
+    """
     if not ledger.is_file():
         raise RequestError(
             "no such ledger",
@@ -66,6 +72,10 @@ def _note_cycle(record: Comparison, ledger: Path) -> None:
     cycle, why = cycle_of(record, cycles_of(read_ledger(ledger)))
     record.cycle = None if cycle is None else cycle["cycle"]
     record.exploratory = why or None
+    record.frozen = freeze(ledger, runs_of(record, record.cycle or ""))
+    if record.frozen is not None:
+        number, sha256 = record.frozen["entry"], record.frozen["sha256"]
+        record.notes.append(f"Runs are frozen by entry {number} of the ledger, {sha256}.")
 
 
 def _write(record: Comparison, place: RunDir) -> None:

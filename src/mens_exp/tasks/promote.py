@@ -17,6 +17,7 @@ from mens_exp.artifacts.decision_ledger import (
     LedgerEntry,
     append,
     cycles_of,
+    froze_runs,
     read_ledger,
 )
 from mens_exp.artifacts.digest import sha256_file
@@ -132,10 +133,23 @@ def _decide(config: RunConfig, ledger: Path, run: Run) -> None:
 
 
 def decided(
-    policy: PolicyConfig, files: Sequence[Path], parity: str | None, entries: list[LedgerEntry]
+    policy: PolicyConfig,
+    files: Sequence[Path],
+    parity: str | None,
+    entries: list[LedgerEntry],
+    *,
+    freezes: bool = True,
 ) -> DecisionEntry:
-    """Make a decision from its evidence and the ledger before it."""
-    evidence = gathered(files, entries)
+    """Make a decision from its evidence and the ledger before it.
+
+    Args:
+        policy: the rules and their thresholds.
+        files: of compare.json.
+        parity: place of a certificate; None where none was given.
+        entries: of the ledger, up to the decision.
+        freezes: see `gathered`.
+    """
+    evidence = gathered(files, entries, freezes=freezes)
     certificate = certificate_of(parity, evidence, str(getattr(policy, "challenger", "")))
     opened = [cycle for _, cycle in cycles_of(entries).values()]
     made = decide(policy, evidence, certificate, opened)
@@ -157,13 +171,15 @@ def decided(
         "rules": made.rules,
         "decision": made.decision,
         "recommendation": made.recommendation,
+        "runs": [run for one in evidence for run in one.runs],
+        "unverifiable": list(dict.fromkeys(text for one in evidence for text in one.unverifiable)),
     }
 
 
 def _replay(ledger: Path, run: Run) -> None:
     """Make every past decision again from its evidence, and refuse what comes out otherwise."""
     entries = read_ledger(ledger)
-    checks, unverifiable = [], []
+    checks, unverifiable, unfrozen = [], [], []
     for number, entry in enumerate(entries):
         made = entry["decision"]
         if made is None:
@@ -172,14 +188,19 @@ def _replay(ledger: Path, run: Run) -> None:
         if why:
             unverifiable.append(f"Entry {entry['number']} is unverifiable: {why}.")
             continue
-        again = _again(made, entries[:number])
+        if not froze_runs(entry):
+            unfrozen.append(
+                f"Entry {entry['number']} is of version {entry['version']}, which froze no runs: "
+                "its decision is made again from the hashes of its comparisons."
+            )
+        again = _again(made, entries[:number], freezes=froze_runs(entry))
         checks += _differences(f"entry {entry['number']}", made, again)
     decisions = sum(entry["decision"] is not None for entry in entries) - len(unverifiable)
     run.manifest.results.update(
         decisions=decisions, entries=len(entries), unverifiable=len(unverifiable)
     )
     console = Console()
-    for text in unverifiable:
+    for text in [*unverifiable, *unfrozen]:
         console.print(text)
     remedy = "find what of the evidence has changed since"
     refuse_differences("a past decision comes out otherwise", str(ledger), checks, remedy)
@@ -207,7 +228,7 @@ def _differences(what: str, made: DecisionEntry, again: DecisionEntry) -> list[C
     return checks
 
 
-def _again(made: DecisionEntry, before: list[LedgerEntry]) -> DecisionEntry:
+def _again(made: DecisionEntry, before: list[LedgerEntry], *, freezes: bool) -> DecisionEntry:
     policy: Any = SCHEMAS["policy"][made["policy"]["name"]]
     files = [Path(one["path"]) for one in made["evidence"]]
     parity = made["parity"]
@@ -220,5 +241,9 @@ def _again(made: DecisionEntry, before: list[LedgerEntry]) -> DecisionEntry:
             expected="every comparison where it was",
         )
     return decided(
-        policy(**made["policy"]), files, None if parity is None else parity["path"], before
+        policy(**made["policy"]),
+        files,
+        None if parity is None else parity["path"],
+        before,
+        freezes=freezes,
     )

@@ -15,9 +15,11 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.compare import CompareConfig, CompareTarget, CompareTest
 from mens_exp.errors import MensError, RequestError
+from mens_exp.evals.kpi_table import as_recorded
 from mens_exp.evals.promotion_rules import Evidence, Parity
 from mens_exp.evals.study import conducted
 from mens_exp.plan.contract import recorded_digest
+from mens_exp.tasks.frozen_evidence import Frozen, runs_of
 from mens_exp.tasks.study_runs import not_as_written, read_study
 
 if TYPE_CHECKING:
@@ -59,21 +61,34 @@ def comparison_files(text: str) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def gathered(files: Sequence[Path], entries: Sequence[LedgerEntry]) -> list[Evidence]:
+def gathered(
+    files: Sequence[Path], entries: Sequence[LedgerEntry], *, freezes: bool = True
+) -> list[Evidence]:
     """Read comparisons, compute each again from its runs, and find the cycles they are of.
 
     Args:
         files: of compare.json.
         entries: of the ledger, up to the decision.
+        freezes: whether runs must be those that the ledger froze; versions before 3 froze none.
 
     Raises:
         DataError: a comparison cannot be read at all.
     """
     cycles = cycles_of(entries)
     found = []
+    frozen = Frozen(entries)
     for file in files:
         record = Comparison.read(file)
         cycle, why = cycle_of(record, cycles)
+        runs = runs_of(record, "" if cycle is None else cycle["cycle"])
+        problems, unverifiable = _problems(record)
+        if freezes:
+            problems += [str(one) for one in frozen.differences(runs)]
+            problems += _cut(record, entries)
+        if cycle is None or problems or not freezes:
+            runs = []  # what is refused must not stand in the way of what is not
+        late = sum(not frozen.has(run) for run in runs)
+        frozen.add(runs)
         earlier = [one for _, one in cycles.values()]
         shared: set[int] = set()
         if cycle is not None:
@@ -83,13 +98,32 @@ def gathered(files: Sequence[Path], entries: Sequence[LedgerEntry]) -> list[Evid
             Evidence(
                 name=str(file),
                 comparison=record,
-                problems=list(_problems(record)),
+                problems=problems,
                 cycle=cycle,
                 why_exploratory=why,
                 shared_seeds=sorted(shared),
+                runs=runs,
+                unverifiable=[*unverifiable, *_late(late, cycle)],
             )
         )
     return found
+
+
+def _cut(record: Comparison, entries: Sequence[LedgerEntry]) -> list[str]:
+    """Say that the entry is gone that froze a comparison's runs: a ledger that was cut is whole."""
+    frozen = record.frozen
+    if frozen is None or any(one["sha256"] == frozen["sha256"] for one in entries):
+        return []
+    return [f"the ledger lacks entry {frozen['entry']}, {frozen['sha256']}, that froze its runs"]
+
+
+def _late(count: int, cycle: CycleEntry | None) -> list[str]:
+    if not count or cycle is None:
+        return []
+    name, since = cycle["cycle"], "so that they may have been edited and hashed again until then"
+    return [
+        f"unverifiable: {count} runs of cycle {name} were not frozen before this decision, {since}"
+    ]
 
 
 def certificate_of(path: str | None, evidence: Sequence[Evidence], backend: str) -> Parity | None:
@@ -187,12 +221,14 @@ def _not_of(record: Comparison, opened_utc: str, cycle: CycleEntry) -> list[str]
     return found
 
 
-def _problems(record: Comparison) -> Iterator[str]:
-    """Yield what denies a comparison: files that are others, figures that come out otherwise."""
+def _problems(record: Comparison) -> tuple[list[str], list[str]]:
+    """Return what denies a comparison, and what nobody can verify.
+
+    Files that are others deny it, and figures that come out otherwise.
+    """
     found = [problem for run in record.runs for problem in _of_run(run)]
-    yield from found
-    if not found:  # else what is computed of them says nothing
-        yield from _computed_again(record)
+    # Else what is computed of them says nothing.
+    return (found, []) if found else _computed_again(record)
 
 
 def _of_run(run: RunRecord) -> Iterator[str]:
@@ -209,6 +245,8 @@ def _of_run(run: RunRecord) -> Iterator[str]:
     yield from (f"{file} is not what was compared" for file in changed)
     if place.manifest in changed or scorer.manifest in changed:
         return
+    if run["scorecard_sha256"] is not None and run["events_sha256"] is None:
+        yield f"{scorer.events} is not there, so that no figure can be computed again"
     other = None if run["scored_by"] is None else scorer
     yield from (f"{file} is not what its run wrote" for file, _ in not_as_written(place, other))
     manifest = Manifest.read(place.manifest)
@@ -217,8 +255,8 @@ def _of_run(run: RunRecord) -> Iterator[str]:
         yield f"{place.manifest}: the contract is not that of its digest"
 
 
-def _computed_again(record: Comparison) -> Iterator[str]:
-    """Compare the same runs again, and name the fields that come out otherwise."""
+def _computed_again(record: Comparison) -> tuple[list[str], list[str]]:
+    """Compare the same runs again; return the fields that come out otherwise, and labels."""
     settings = {k: v for k, v in record.settings.items() if k != "factors"}
     settings["test"] = CompareTest(settings["test"])
     settings["target"] = CompareTarget(settings.get("target", "these_items"))
@@ -228,11 +266,11 @@ def _computed_again(record: Comparison) -> Iterator[str]:
         declared = list(record.settings["factors"])
         again = conducted(places, read.runs, declared, CompareConfig(**settings))
     except (MensError, KeyError, TypeError, ValueError) as error:
-        yield f"the comparison cannot be made again: {error}"
-        return
+        return [f"the comparison cannot be made again: {error}"], []
     was, now = dataclasses.asdict(record), dataclasses.asdict(again)
     others = [name for name in _SAME if not _alike(was[name], now[name])]
-    yield from (f"{name} come out otherwise from the same runs" for name in others)
+    labels = [*read.unverifiable, *as_recorded(again.contrasts[0]["kpis"])]
+    return [f"{name} come out otherwise from the same runs" for name in others], labels
 
 
 def _alike(one: Any, other: Any) -> bool:
