@@ -78,7 +78,7 @@ def line(item, condition, *, is_right):
     if not is_right:
         why |= dict.fromkeys(("repair_depth", "time_to_first_valid_ms"), "no attempt is valid")
     return {
-        "version": 2,
+        "version": 3,
         "item_id": f"t{item}",
         "condition": condition,
         "sample": 0,
@@ -109,6 +109,7 @@ def line(item, condition, *, is_right):
         "richness": 1.0,
         "anti_stub_pass": True,
         "outcome": "passed" if is_right else "assertion",
+        "style": "whole",
         "unknown": why,
     }
 

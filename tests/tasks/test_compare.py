@@ -513,6 +513,17 @@ def test_losses_of_documents_that_were_edited_are_refused(study, typed):
     assert f"{file}: is not what its run wrote" in said
 
 
+def test_a_loss_that_its_documents_contradict_is_refused(study, typed):
+    """Somebody typed a better one into the manifest."""
+    runs = with_documents(study(loss=mean_loss))
+    file = next(runs.glob("*/manifest.json"))
+    told = json.loads(file.read_text("utf-8"))
+    told["results"]["tuned_val_loss"] -= 0.01
+    file.write_text(json.dumps(told), "utf-8")
+    said = typed("task=compare", f"path={runs}", "logger=none", LOSS, code=2)
+    assert "results.tuned_val_loss: is not the mean over the documents' tokens" in said
+
+
 def test_signs_of_seeds_tell_nothing_of_other_items(study, typed):
     """Refused before anything is read."""
     runs = study(loss=mean_loss)

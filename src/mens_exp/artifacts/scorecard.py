@@ -19,6 +19,7 @@ __all__ = [
     "Condition",
     "ItemEvent",
     "Scorecard",
+    "event_of_today",
     "read_item_events",
     "write_item_events",
 ]
@@ -189,11 +190,11 @@ def read_item_events(path: Path) -> list[ItemEvent]:
             version.
         Problems: several are.
     """
-    events: list[ItemEvent] = read_lines(path, ItemEvent, migrate=_event_of_today)
+    events: list[ItemEvent] = read_lines(path, ItemEvent, migrate=event_of_today)
     return events
 
 
-def _event_of_today(value: Any, where: str) -> Any:
+def event_of_today(value: Any, where: str) -> Any:
     """Make a line of version 1, which has no version, or of version 2 one of today's."""
     if not isinstance(value, dict):
         return value

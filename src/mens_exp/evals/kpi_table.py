@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -16,17 +20,12 @@ __all__ = [
     "Kpi",
     "KpiGroup",
     "Missing",
+    "as_recorded",
     "item_values",
     "kpi_of_field",
     "name_of_key",
     "name_under",
 ]
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-__all__ = ["KPIS", "Direction", "Kpi", "KpiGroup", "Missing", "as_recorded", "kpi_of_field"]
 
 
 class KpiGroup(StrEnum):

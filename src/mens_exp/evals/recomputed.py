@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from mens_exp.artifacts.digest import digest
-from mens_exp.artifacts.scorecard import ItemEvent
+from mens_exp.artifacts.scorecard import ItemEvent, event_of_today
 from mens_exp.artifacts.typed_json import check
 from mens_exp.errors import DataError
 from mens_exp.evals.answer_text import GRADING
@@ -137,7 +137,11 @@ def recomputed(
 
 def _malformed(lines: Sequence[Line], path: Path) -> Iterator[DataError]:
     for number, line in enumerate(lines, start=1):
-        yield from check(line, ItemEvent, f"{path}:{number}")
+        where = f"{path}:{number}"
+        try:
+            yield from check(event_of_today(line, where), ItemEvent, where)
+        except DataError as error:  # of a newer version
+            yield error
 
 
 def _conditions(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,12 +35,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from mens_exp.artifacts.comparison import RunRecord
+    from mens_exp.artifacts.validation_losses import DocumentLoss
     from mens_exp.evals.suite import Suite
 
 __all__ = ["Read", "job_order", "named_paths", "not_as_written", "read_study"]
 
 _SWEEP = "multirun.yaml"  # Hydra's own launcher leaves it in a sweep's directory
 _LISTED = 4  # runs by their names
+_ROUNDING = 1e-5  # of a loss that was summed in f32; measured: 5e-8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,6 +250,7 @@ def _read(run: RunDir, scorer: RunDir | None, suites: _SuitesAtHand) -> tuple[Sc
             where = f"{measured.events}:{number}"
             raise DataError("missing key", where=where, expected="item_id")
     losses = read_document_losses(run.validation) if run.validation.is_file() else []
+    contradicted = list(_contradicted_losses(run, manifest, losses))
     settings = _settings(run)
     trial = Trial(
         manifest=manifest,
@@ -265,12 +269,12 @@ def _read(run: RunDir, scorer: RunDir | None, suites: _SuitesAtHand) -> tuple[Sc
         curves=_curves(run),
     )
     if scorecard is None:
-        return scored, Recomputed()
+        return scored, Recomputed(problems=contradicted)
     made = Manifest.read(measured.manifest)
     if not measured.events.is_file() and measured.events.name not in made.outputs:
         what = f"no figure could be computed again: the run has no {measured.events.name}"
-        return scored, Recomputed(unverifiable=[what])
-    return scored, recomputed(
+        return scored, Recomputed(problems=contradicted, unverifiable=[what])
+    again = recomputed(
         scorecard,
         lines,
         suites.of(measured, settings if scorer is None else _settings(scorer), scorecard, lines),
@@ -278,6 +282,27 @@ def _read(run: RunDir, scorer: RunDir | None, suites: _SuitesAtHand) -> tuple[Sc
         events_path=measured.events,
         python=made.provenance.get("python"),
     )
+    again.problems += contradicted
+    return scored, again
+
+
+def _contradicted_losses(
+    run: RunDir, manifest: Manifest, losses: Sequence[DocumentLoss]
+) -> Iterator[DataError]:
+    """Yield the validation losses that are not the mean over their documents' tokens."""
+    for condition in sorted({one["condition"] for one in losses}):
+        name = f"{condition}_val_loss"
+        stated = manifest.results.get(name)
+        of_these = [one for one in losses if one["condition"] == condition]
+        found = sum(one["loss"] for one in of_these) / sum(one["tokens"] for one in of_these)
+        if stated is not None and not math.isclose(stated, found, rel_tol=_ROUNDING):
+            yield DataError(
+                "is not the mean over the documents' tokens",
+                where=f"{run.manifest}: results.{name}",
+                found=stated,
+                expected=f"{found}, over {len(of_these)} documents of {run.validation.name}",
+                remedy="run it again; records are never edited",
+            )
 
 
 def _record(
