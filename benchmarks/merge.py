@@ -117,7 +117,7 @@ def make(path: Path, count: int, width: int) -> None:
     names = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(count)]
     generator = torch.Generator().manual_seed(0)
     with path.open("wb") as file:
-        writer = SafetensorsWriter(file, dict.fromkeys(names, outline))
+        writer = SafetensorsWriter(file, dict.fromkeys(names, outline), {"format": "pt"})
         for name in names:
             for _ in range(0, width, ROWS):
                 weight = torch.randn(ROWS, width, generator=generator) * 0.02

@@ -143,6 +143,17 @@ def test_a_new_head_stands_beside_every_tensor_of_the_base(tmp_path):
     assert found["lm_head.weight"].key == "wte.weight"
 
 
+def test_a_head_that_stays_tied_is_merged_into_the_table(tmp_path):
+    """Under the table's own name, and no other tensor is made."""
+    head = layer("lm_head", "transformer.wte.weight", (4, 3))
+    shards = [shard_of(tmp_path, GPT2)]
+    found = by_name(places([head], shards, only_merged=False, unties=False))
+    assert found.keys() == GPT2.keys()
+    assert {name: one.logical for name, one in found.items() if one.logical} == {
+        "wte.weight": "lm_head"
+    }
+
+
 def test_a_base_keeps_its_precision(tmp_path):
     """bf16 where all of it is; f32 for anything else, which it holds without loss."""
     shard = shard_of(tmp_path, GPT2, np.float16)

@@ -25,8 +25,8 @@ OUTLINES = {
 }
 
 
-def written(file, step=1 << 20):
-    writer = SafetensorsWriter(file, OUTLINES)
+def written(file, step=1 << 20, metadata=None):
+    writer = SafetensorsWriter(file, OUTLINES, metadata)
     for name in writer.order:
         data = TENSORS[name].tobytes()
         for start in range(0, len(data), step):
@@ -40,7 +40,7 @@ def test_tensors_come_back_however_they_were_cut(tmp_path, step):
     """Types, shapes and values, a scalar and an empty tensor among them."""
     path = tmp_path / "a.safetensors"
     with path.open("wb") as file:
-        written(file, step)
+        written(file, step, {"format": "pt"})
     found = load_file(path)
     assert found.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():

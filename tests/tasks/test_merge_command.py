@@ -134,7 +134,6 @@ def test_a_number_beyond_f16_is_refused(ones, capsys):
         (["out=-"], r"out: is needed.*add out=<file>"),
         (["base=x/y"], r"base: has no effect beside adapter="),
         (["merge.mode=full"], r"shards alone are no whole model"),
-        (["merge.untie=false"], r"the head with a delta is the embedding table"),
         (["adapter=nowhere.safetensors"], r"adapter\.file: no such file.*nowhere"),
         (["base_shard=[nowhere.safetensors]"], r"base_shard: no such file"),
         (["task=plan", "meta=-", "base_shard=-", "out=-"], r"adapter\.file: has no effect.*plan"),

@@ -55,7 +55,8 @@ class MergeConfig:
     untie: bool = setting(
         True,  # the value of the setting, named by its position in the schema
         "Give a tied head with a delta a weight of its own, in weights and config.json; false "
-        "refuses, because the embedding would change too.",
+        "merges it into the embedding table, as the seeds' merge does. The input embedding then "
+        "moves too: the result is not the trained model, and the certificate measures how far off.",
     )
     any_base: bool = setting(
         False,  # as above

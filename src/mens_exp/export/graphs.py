@@ -74,7 +74,7 @@ def merged(
 
 @contextmanager
 def with_tensors(
-    config: RunConfig, base: BaseModel, file: Path, names: Mapping[str, str]
+    config: RunConfig, base: BaseModel, file: Path, names: Mapping[str, str], *, tied: bool = False
 ) -> Iterator[Forward]:
     """Make the dense f32 model of a published base with some of its weights replaced.
 
@@ -83,11 +83,12 @@ def with_tensors(
         base: the published model.
         file: of the weights that take the place of its own, each stored as the base stores it.
         names: name in the file by module path.
+        tied: whether a head among them stays the input embedding.
     """
     model = _dense(config, base, torch.device("cpu"))
     with torch.no_grad(), safe_open(file, framework="pt") as stored:
         for path, name in names.items():
-            if path == HEAD:
+            if path == HEAD and not tied:
                 _untie(model)
             model.get_submodule(path).weight.copy_(stored.get_tensor(name))
     yield functools.partial(trace, model)
@@ -209,21 +210,25 @@ def quantized_from(directory: Path, config: RunConfig, base: BaseModel) -> Itera
 
 @contextmanager
 def merged_stack(
-    backend: ProxyBackend, weights_OI: Mapping[str, torch.Tensor]
+    backend: ProxyBackend, weights_OI: Mapping[str, torch.Tensor], *, tied: bool = False
 ) -> Iterator[Forward]:
     """Make the proxy stack of merged projections, without adapters, in f32.
 
     Args:
         backend: the trained stack; as it was after the block.
         weights_OI: of each projection, by logical name.
+        tied: whether the head's weight is the input embedding too.
     """
-    parts = backend.projections
+    parts, table_VD = backend.projections, backend.embedding_VD
     trained = {name: part.weight_OI for name, part in parts.items()}
     for name, part in parts.items():
         part.weight_OI = weights_OI[name].to(backend.device).float()
+    if tied:
+        backend.embedding_VD = weights_OI[HEAD].float()
     try:
         with backend.base_only():
             yield backend.trace
     finally:
+        backend.embedding_VD = table_VD
         for name, part in parts.items():
             part.weight_OI = trained[name]

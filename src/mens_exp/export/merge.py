@@ -64,13 +64,18 @@ def outlines(places: Iterable[Place], dtype: str) -> dict[str, Outline]:
     }
 
 
-def write_tensors(file: BinaryIO, places: Iterable[Place], merge: Merge) -> None:
+def write_tensors(
+    file: BinaryIO, places: Iterable[Place], merge: Merge, *, of_model: bool = True
+) -> None:
     """Write one safetensors file.
 
     Args:
         file: open and empty.
         places: where each tensor comes from.
         merge: what becomes of it.
+        of_model: write a file of a model directory, with the metadata that transformers asks for,
+            in the order given; otherwise as the safetensors library writes a dictionary: by name,
+            without metadata.
 
     Raises:
         RequestError: a number is beyond the output's format, or blocks of 4-bit values would run
@@ -78,7 +83,9 @@ def write_tensors(file: BinaryIO, places: Iterable[Place], merge: Merge) -> None
         ModelFileError: a file of the base ended while it was read.
     """
     by_name = {one.name: one for one in places}
-    writer = SafetensorsWriter(file, outlines(by_name.values(), merge.dtype))
+    names = list(by_name) if of_model else sorted(by_name)
+    outlined = outlines((by_name[name] for name in names), merge.dtype)
+    writer = SafetensorsWriter(file, outlined, {"format": "pt"} if of_model else None)
     for name in writer.order:
         _write(writer, by_name[name], merge)
     writer.close()

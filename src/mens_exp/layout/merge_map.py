@@ -231,22 +231,25 @@ def places(
     shards: Iterable[Path],
     *,
     only_merged: bool,
+    unties: bool = True,
     quantized: Collection[str] = (),
 ) -> dict[Path, list[Place]]:
     """Say where every tensor of the output comes from, by the base's file, in the base's order.
-
-    A head that is the embedding table gets a tensor of its own, in the last file.
 
     Args:
         layers: without problems.
         shards: the base's files.
         only_merged: leave out what nothing is merged into.
+        unties: give a head that is the embedding table a tensor of its own, in the last file;
+            otherwise its delta is merged into the table.
         quantized: keys of the base of which the adapter met 4-bit values; ``lm_head`` stands for
             a head that is the embedding table.
     """
     headers = {shard: read_header(shard) for shard in shards}
     keys = {key: shard for shard, header in headers.items() for key in header}
-    by_key = {stored_key(one.key, keys): one for one in layers if not untied(one)}
+    layers = list(layers)
+    apart = [one for one in layers if unties and untied(one)]
+    by_key = {stored_key(one.key, keys): one for one in layers if one not in apart}
     out: dict[Path, list[Place]] = {shard: [] for shard in headers}
     for shard, header in headers.items():
         for key, info in sorted(header.items(), key=lambda item: item[1].start):
@@ -262,7 +265,7 @@ def places(
                     quantized=key in quantized,
                 )
                 out[shard].append(place)
-    for head in [one for one in layers if untied(one)]:
+    for head in apart:
         table = stored_key(head.key, keys)
         assert table is not None, "layer_problems has looked"
         made = Place(

@@ -43,16 +43,22 @@ class SafetensorsWriter:
             tensor is aligned, and within a type as they were given.
     """
 
-    def __init__(self, file: BinaryIO, outlines: Mapping[str, Outline]) -> None:
+    def __init__(
+        self,
+        file: BinaryIO,
+        outlines: Mapping[str, Outline],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
         """Write the header.
 
         Args:
             file: open and empty.
             outlines: every tensor of the file by name.
+            metadata: free text in the header; None leaves its key out.
         """
         self.order = sorted(outlines, key=lambda name: -ITEM_BYTES[outlines[name].dtype])
         self._file = file
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+        header: dict[str, object] = {} if metadata is None else {"__metadata__": {**metadata}}
         self._ends: dict[str, int] = {}
         end = 0
         for name in self.order:

@@ -62,7 +62,8 @@ class Delta:
     def onto(self, weight_NI: torch.Tensor, first: int) -> torch.Tensor:
         """Merge into rows of the weight that begin with row ``first``; f32, overwritten."""
         rows = slice(first, first + len(weight_NI))
-        weight_NI.addmm_(self.B_OR[rows], self.A_RI, alpha=self.scale)
+        # Not in one call: the scaled product is rounded before it is added, as in the seeds' merge.
+        weight_NI += (self.B_OR[rows] @ self.A_RI).mul_(self.scale)
         if self.magnitude_O is not None:
             lengths_N = torch.linalg.vector_norm(weight_NI, dim=1)
             weight_NI *= (self.magnitude_O[rows] / lengths_N).unsqueeze(1)

@@ -79,6 +79,7 @@ def certify_stack(
     settings: ParityConfig,
     *,
     what: str,
+    tied: bool = False,
 ) -> Certificate:
     """Hold merged projections of the proxy stack against the stack that was trained.
 
@@ -88,9 +89,10 @@ def certify_stack(
         directory: where they were written.
         settings: the `parity` node.
         what: what was written, in words.
+        tied: whether the head's merged weight is the input embedding too.
     """
     stack: Any = trained.backend
-    opened = _Opened({_WRITTEN: (what, lambda: graphs.merged_stack(stack, weights_OI))})
+    opened = _Opened({_WRITTEN: (what, lambda: graphs.merged_stack(stack, weights_OI, tied=tied))})
     return _certificate(trained, opened, settings, directory)
 
 
@@ -155,6 +157,7 @@ def certify_tensors(
     settings: ParityConfig,
     *,
     what: str,
+    tied: bool = False,
 ) -> Certificate:
     """Hold the published base with merged tensors in it against the model that was trained.
 
@@ -164,11 +167,14 @@ def certify_tensors(
         names: of each layer's tensor in it, by logical name.
         settings: the `parity` node.
         what: what was written, in words.
+        tied: whether a merged head stays the input embedding.
     """
     config, base = trained.config, trained.base
     backend: Any = trained.backend
     paths = {one.path: names[one.logical] for one in backend.modules_chosen}
-    opened = _Opened({_WRITTEN: (what, lambda: graphs.with_tensors(config, base, written, paths))})
+    opened = _Opened(
+        {_WRITTEN: (what, lambda: graphs.with_tensors(config, base, written, paths, tied=tied))}
+    )
     return _certificate(trained, opened, settings, written)
 
 

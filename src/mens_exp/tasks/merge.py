@@ -9,6 +9,7 @@ from rich.console import Console
 
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.digest import sha256_file
+from mens_exp.tasks.merge_choices import MOVED
 from mens_exp.tasks.merging import decided_merge, settle_certified
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def merge(config: RunConfig, run: Run) -> None:
     refuse_full_disk(out, choices.all_places, choices.dtype)
     if choices.only_merged:
         with atomic.stream(out) as file:
-            write_tensors(file, choices.all_places, merging.what)
+            write_tensors(file, choices.all_places, merging.what, of_model=False)
             file.flush()
             written = Path(file.name)
             settle_certified(run, written, out, merging.certificate(config, written), console)
@@ -51,4 +52,6 @@ def merge(config: RunConfig, run: Run) -> None:
     console.print(f"{len(choices.layers)} layers merged, {choices.dtype}, {size:.1f} MiB")
     if choices.unties:
         console.print("The head had the embedding's weight; it has one of its own now.")
+    if choices.moves_embedding:
+        console.print(f"merge.untie=false: {MOVED}.", soft_wrap=True, markup=False)
     console.print(f"Merged: {out}", soft_wrap=True, markup=False)

@@ -16,7 +16,7 @@ from mens_exp.tasks.certifying import (
     certify_tensors,
     with_tensors,
 )
-from mens_exp.tasks.merge_choices import decide, deltas_of
+from mens_exp.tasks.merge_choices import MOVED, decide, deltas_of
 from mens_exp.tasks.merge_inputs import gather
 from mens_exp.tasks.subject import config_of
 from mens_exp.tasks.trained_model import trained_adapter, trained_run
@@ -60,6 +60,8 @@ def certify_merge(
         certificate = _of_weights(config.parity, inputs, choices, written, reason)
     else:
         certificate = _of_graph(config, inputs, choices, written)
+    if choices.moves_embedding:
+        certificate.sources["merge_untie"] = False
     return with_tensors(certificate, tensors, accept=config.parity.accept)
 
 
@@ -89,14 +91,20 @@ def _of_graph(
 ) -> Certificate:
     trained = trained_for(config, inputs, choices)
     base = "published" if choices.quantizer is None else "dequantized"
-    what = f"written: {base} base + merged delta, {choices.dtype}"
+    what = f"written: {base} base + merged delta, {choices.dtype}{_moved(choices)}"
     if trained.config.backend.name == "proxy":
         weights = _stack_weights(choices, written)
-        return certify_stack(trained, weights, written, config.parity, what=what)
+        tied = choices.moves_embedding
+        return certify_stack(trained, weights, written, config.parity, what=what, tied=tied)
     if not choices.only_merged:
         return certify_model(trained, written, config.parity, what=what)
     names = {one.logical: one.name for one in choices.all_places if one.logical}
-    return certify_tensors(trained, written, names, config.parity, what=what)
+    tied = choices.moves_embedding
+    return certify_tensors(trained, written, names, config.parity, what=what, tied=tied)
+
+
+def _moved(choices: Choices) -> str:
+    return f"; {MOVED}" if choices.moves_embedding else ""
 
 
 def _no_graph(inputs: MergeInputs, choices: Choices) -> str | None:
@@ -145,7 +153,7 @@ def _of_weights(
     """Return the certificate of tensors alone, still without them."""
     return Certificate(
         evidence=Evidence.WEIGHTS,
-        reference="W + scale · B A in f64, W as the adapter met it",
+        reference=f"W + scale · B A in f64, W as the adapter met it{_moved(choices)}",
         reference_nll=None,
         probe=None,
         judged=None,

@@ -32,7 +32,13 @@ if TYPE_CHECKING:
     from mens_exp.lora.merge import Delta
     from mens_exp.tasks.merge_inputs import MergeInputs
 
-__all__ = ["Choices", "decide", "deltas_of"]
+__all__ = ["MOVED", "Choices", "decide", "deltas_of"]
+
+# The meaning of merge.untie=false, for whoever reads what was merged.
+MOVED = (
+    "head and input embedding are one tensor, so the input embedding moves by the head's delta "
+    "too; this is not the model that was trained, and its loss differs"
+)
 
 _NF4_BLOCK = 64  # the paper's, and every trainer's that lets nobody choose
 _FOUR_BIT = ("nf4", "fp4")
@@ -50,6 +56,7 @@ class Choices:
         why: the reason for that base, for the operator.
         dtype: of the output, as safetensors calls it.
         unties: whether a tied head gets a weight of its own.
+        moves_embedding: whether a tied head stays tied, and its delta moves the embedding.
         places: where each tensor of the output comes from, by the base's file.
         is_proxy: whether the adapter's graph is the proxy stack.
         trained_on: what made 4-bit values of the base while the adapter was trained.
@@ -61,6 +68,7 @@ class Choices:
     why: str
     dtype: str
     unties: bool
+    moves_embedding: bool
     places: dict[Path, list[Place]]
     is_proxy: bool
     trained_on: Quantizer | None
@@ -97,17 +105,19 @@ def decide(inputs: MergeInputs, asked: MergeConfig) -> Choices:
     only_merged = _only_merged(inputs, asked, proxy=proxy)
     if only_merged:
         _refuse_unverified(inputs)
-    unties = _unties(layers, inputs)
-    Problems.raise_if(
-        list(_head_problems(layers, inputs, asked, unties=unties, only_merged=only_merged))
-    )
+    tied = _tied_head(layers, inputs)
+    Problems.raise_if(_head_problems(layers, inputs, asked, tied=tied, only_merged=only_merged))
     eight_bits = inputs.manifest.quant["base_quant"] == "int8"
     quantizer, why = _of_eight_bits(asked) if eight_bits else _base(inputs, asked)
+    quantized = set() if quantizer is None else _quantized(inputs, layers, quantizer, proxy=proxy)
+    if not asked.untie and HEAD in quantized:
+        raise _embedding_of_four_bits()
     planned = places(
         layers,
         inputs.shards,
         only_merged=only_merged,
-        quantized=() if quantizer is None else _quantized(inputs, layers, quantizer, proxy=proxy),
+        unties=asked.untie,
+        quantized=quantized,
     )
     every = [one for listed in planned.values() for one in listed]
     dtype = dtype_of(one.info for one in every) if asked.dtype is None else asked.dtype.value
@@ -117,7 +127,8 @@ def decide(inputs: MergeInputs, asked: MergeConfig) -> Choices:
         quantizer=quantizer,
         why=why,
         dtype=_DTYPES.get(dtype, dtype),
-        unties=unties,
+        unties=tied and asked.untie,
+        moves_embedding=tied and not asked.untie,
         places=planned,
         is_proxy=proxy,
         trained_on=_trained_on(inputs, quantizer),
@@ -188,7 +199,8 @@ def _refuse_unverified(inputs: MergeInputs) -> None:
         )
 
 
-def _unties(layers: Sequence[AdaptedLayer], inputs: MergeInputs) -> bool:
+def _tied_head(layers: Sequence[AdaptedLayer], inputs: MergeInputs) -> bool:
+    """Tell whether the adapter changes a head that has no weight apart from the embedding."""
     heads = [one for one in layers if one.logical == HEAD]
     tied = inputs.shape is not None and inputs.shape.tied
     return any(untied(one) or tied for one in heads)
@@ -199,23 +211,21 @@ def _head_problems(
     inputs: MergeInputs,
     asked: MergeConfig,
     *,
-    unties: bool,
+    tied: bool,
     only_merged: bool,
 ) -> list[MensError]:
-    if not unties:
+    """List what keeps a head that is the embedding table from being merged as asked."""
+    if not tied and asked.untie:
         return []
-    if not asked.untie:
-        return [
-            RequestError(
-                "the head with a delta is the embedding table, which would change too",
-                where="merge.untie",
-                found=False,
-                expected="true, which gives the head a weight of its own",
-                remedy="drop merge.untie=false, or train without lm_head",
-            )
-        ]
-    tied = inputs.shape is None or inputs.shape.tied
-    if not only_merged and not tied and any(untied(one) for one in layers):
+    if not tied:
+        return [_nothing_to_untie("the adapter has no delta for a tied head")]
+    is_table = any(untied(one) for one in layers)
+    if not asked.untie and not is_table:
+        return [_nothing_to_untie("base_key_map names a weight of the head alone")]
+    own_head = _has_own_head(inputs)
+    if not asked.untie and own_head:
+        return [_nothing_to_untie("the base has a head of its own, which would not change")]
+    if not only_merged and own_head and is_table:
         return [
             RequestError(
                 "the adapter's head is the embedding table, and this base has a head of its own",
@@ -226,6 +236,33 @@ def _head_problems(
             )
         ]
     return []
+
+
+def _has_own_head(inputs: MergeInputs) -> bool:
+    """Tell it by the base's configuration or, of bare shards, by what they hold."""
+    if inputs.shape is not None:
+        return not inputs.shape.tied
+    return any(stored_key(f"{HEAD}.weight", _keys(shard)) is not None for shard in inputs.shards)
+
+
+def _nothing_to_untie(why: str) -> RequestError:
+    return RequestError(
+        f"nothing can be merged into a shared embedding: {why}",
+        where="merge.untie",
+        found=False,
+        expected="a delta of a head that is the embedding table",
+        remedy="drop merge.untie=false",
+    )
+
+
+def _embedding_of_four_bits() -> RequestError:
+    return RequestError(
+        "the input embedding was never 4-bit, and the head's 4-bit values would replace it",
+        where="merge.base",
+        found="dequantized",
+        expected="original, as the head stays tied (merge.untie=false)",
+        remedy="add merge.base=original, or drop merge.untie=false",
+    )
 
 
 def _base(inputs: MergeInputs, asked: MergeConfig) -> tuple[Quantizer | None, str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.plan.preflight import writable_cache
 from mens_exp.report.parity_view import card_section, parity_table, verdict
-from mens_exp.tasks.merge_choices import decide, deltas_of
+from mens_exp.tasks.merge_choices import MOVED, decide, deltas_of
 from mens_exp.tasks.merge_inputs import gather
 from mens_exp.tasks.subject import config_of
 
@@ -68,6 +68,8 @@ class Merging:
         """Record what is merged into what."""
         run.manifest.inputs.update(_read(self.inputs))
         run.manifest.results.update(_decided(self.choices))
+        if self.choices.moves_embedding:
+            run.manifest.notes.append(f"merge.untie=false: {MOVED}")
 
 
 def decided_merge(config: RunConfig) -> Merging:
@@ -122,6 +124,7 @@ def _decided(choices: Choices) -> dict[str, Any]:
         "dtype": choices.dtype,
         "merged_keys": {one.logical: one.name for one in choices.all_places if one.logical},
         "untied": choices.unties,
+        "embedding_moves": choices.moves_embedding,
     }
 
 
@@ -158,4 +161,6 @@ def _told(inputs: MergeInputs, choices: Choices) -> list[str]:
     ]
     if choices.unties:
         lines.append("- the head has a weight of its own; in the base it is the embedding table")
+    if choices.moves_embedding:
+        lines.append(f"- {MOVED}")
     return lines

@@ -121,6 +121,7 @@ def _like(
     asked.merge = MergeConfig(
         mode=MergeMode.subset if found.kind is Kind.TENSORS else MergeMode.full,
         base=MergeBase.original if published and certificate.evidence is Evidence.WEIGHTS else None,
+        untie=certificate.sources.get("merge_untie", True),
     )
     return asked, ""
 
