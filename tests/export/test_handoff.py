@@ -32,6 +32,42 @@ def test_the_record_is_the_committed_one(tmp_path):
     assert read_handoff(GOLDEN) == read_handoff(tmp_path) == record()
 
 
+# The source system's record, as its documents list it; a question mark there is optional.
+THEIRS = {
+    "schema": "vox_external_serving_handoff_v1",
+    "schema_version": 1,
+    "backend_family": "vllm",
+    "base_model": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "artifact_dir": ".",
+    "tokenizer_source": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "prompt_format": "chatml",
+}
+OPTIONAL = {
+    "adapter_path": "adapter",
+    "openai_base_url": "http://127.0.0.1:8000/v1",
+    "notes": "rank 16",
+}
+FAMILIES = ["vllm", "ollama", "hf-transformers", "openai-compatible", "other"]
+
+
+def test_the_record_is_the_source_s_key_for_key(tmp_path):
+    """Its file's name, its schema's, every key and every family of programs."""
+    write_handoff(record(), tmp_path)
+    (file,) = tmp_path.iterdir()
+    assert file.name == "external_serving_handoff_v1.json"
+    assert json.loads(file.read_text("utf-8")) == THEIRS | OPTIONAL
+    assert [str(family) for family in BackendFamily] == FAMILIES
+    file.write_text(json.dumps(THEIRS | dict.fromkeys(OPTIONAL)))  # its schema lets them be null
+    assert read_handoff(tmp_path) == record(**dict.fromkeys(OPTIONAL))
+
+
+def test_a_record_of_an_earlier_export_is_read_under_today_s_name(tmp_path):
+    """The name lacked its prefix and version; everything else was the same."""
+    older = THEIRS | OPTIONAL | {"schema": "external_serving_handoff"}
+    (tmp_path / FILE).write_text(json.dumps(older))
+    assert read_handoff(tmp_path) == record()
+
+
 def test_what_is_unknown_is_left_out(tmp_path):
     """Three keys are optional, and absent rather than null."""
     bare = record(adapter_path=None, openai_base_url=None, notes=None)
@@ -44,7 +80,7 @@ def test_what_is_unknown_is_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"schema": "other"}, "not this format"),
+        ({"schema": "other"}, "not this format.*vox_external_serving_handoff_v1"),
         ({"schema_version": 2}, "of a version that this program does not read"),
         ({"schema_version": True}, "of a version that this program does not read"),
         ({"backend_family": "olama"}, "backend_family.*ollama"),

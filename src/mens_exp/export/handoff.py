@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["FILE", "BackendFamily", "Handoff", "read_handoff", "write_handoff"]
 
 FILE = "external_serving_handoff_v1.json"
-_SCHEMA = "external_serving_handoff"
+_SCHEMA = "vox_external_serving_handoff_v1"
+_OLDER_SCHEMAS = ("external_serving_handoff",)  # of our own earlier exports
 _VERSION = 1
 _OPTIONAL = frozenset({"adapter_path", "openai_base_url", "notes"})
 
@@ -50,7 +51,7 @@ class Handoff:
         adapter_path: directory of the adapter, where one is served beside the base.
         openai_base_url: address of a server that runs already.
         notes: what a reader should know.
-        schema: always ``external_serving_handoff``.
+        schema: always ``vox_external_serving_handoff_v1``.
         schema_version: of this layout.
     """
 
@@ -95,6 +96,8 @@ def read_handoff(path: Path) -> Handoff:
     """
     file = path / FILE if path.is_dir() else path
     value = parse_json(read_bytes(file), str(file))
+    if isinstance(value, dict) and value.get("schema") in _OLDER_SCHEMAS:
+        value = {**value, "schema": _SCHEMA}
     Problems.raise_if(_problems(value, str(file)))
     return Handoff(**{**value, "backend_family": BackendFamily(value["backend_family"])})
 
