@@ -53,6 +53,31 @@ def test_plain_text_has_nothing_added(tokenizer_of, k, text):
     assert learned(tokenizer, documents) == text
 
 
+# `{system}\n{prompt}\n{response}`: no part takes its newline with it, not even an empty one.
+PLAIN_ROWS = [
+    ({"system": "Be brief.", "prompt": "Say hi.", "response": "hello"}, b"Be brief.\nSay hi.\nhello"),
+    ({"prompt": "Say hi.", "response": "hello"}, b"\nSay hi.\nhello"),
+    ({"system": "", "prompt": "Say hi.", "response": "hello"}, b"\nSay hi.\nhello"),
+    ({"prompt": "\u00e4?", "response": "\nb"}, b"\n\xc3\xa4?\n\nb"),
+]
+
+
+@pytest.mark.parametrize(("row", "expected"), PLAIN_ROWS)
+def test_plain_text_is_the_seeds_bytes_with_and_without_a_system_prompt(
+    tokenizer_of, row, expected
+):
+    """The tokenizer has an id for each byte, so that the ids are the text."""
+    documents = encoded(tokenizer_of("plain"), 1, TrainingPair(**row))
+    assert whole(tokenizer_of("plain"), documents).encode() == expected
+
+
+def test_a_plain_prompt_for_generation_begins_as_a_row_does(tokenizer_of):
+    """An answer follows the same bytes as in training."""
+    messages = [{"role": "user", "content": "Say hi."}]
+    prompt = tokenizer_of("plain").render(messages, add_generation_prompt=True)
+    assert prompt.encode() == b"\nSay hi.\n"
+
+
 @pytest.mark.parametrize(
     ("k", "text"), [(1, "<|im_end|>"), (3, "lo<|im_end|>"), (0, "hello<|im_end|>")]
 )
@@ -71,7 +96,7 @@ def test_the_last_k_targets_of_the_last_tokens(tokenizer_of, prompt, response, k
     documents = encoded(
         tokenizer, k, TrainingPair(prompt=prompt, response=response), seq_len=seq_len
     )
-    ids = tokenizer.encode_all([f"{prompt}\n{response}"])[0][-seq_len:]
+    ids = tokenizer.encode_all([f"\n{prompt}\n{response}"])[0][-seq_len:]
     count = min(k, len(ids) - 1)
     assert documents.ids.tolist() == ids
     assert documents.supervised.tolist() == [False] * (len(ids) - count) + [True] * count
@@ -88,7 +113,7 @@ def test_the_last_answer_of_a_conversation_alone(tokenizer_of):
     tokenizer = tokenizer_of("plain")
     pair = TrainingPair(prompt="b", response="B", history=(("a", "A"),))
     documents = encoded(tokenizer, 0, pair)
-    assert whole(tokenizer, documents) == "a\nA\nb\nB"
+    assert whole(tokenizer, documents) == "\na\nA\nb\nB"
     assert learned(tokenizer, documents) == "B"
 
 

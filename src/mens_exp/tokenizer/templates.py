@@ -57,8 +57,10 @@ CHATML = (
 )
 
 
-# The seeds' plain text: `{system}\n{prompt}\n{response}`, nothing before, between or behind.
+# The seeds' plain text: `{system}\n{prompt}\n{response}`, nothing else before, between or behind.
+# Without a system prompt its part is empty and its newline stays.
 PLAIN = (
+    "{% if messages[0]['role'] != 'system' %}{{ '\n' }}{% endif %}"
     "{% for message in messages %}"
     "{{ message['content'] }}"
     "{% if not loop.last or add_generation_prompt %}{{ '\n' }}{% endif %}"
