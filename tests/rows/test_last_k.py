@@ -55,7 +55,10 @@ def test_plain_text_has_nothing_added(tokenizer_of, k, text):
 
 # `{system}\n{prompt}\n{response}`: no part takes its newline with it, not even an empty one.
 PLAIN_ROWS = [
-    ({"system": "Be brief.", "prompt": "Say hi.", "response": "hello"}, b"Be brief.\nSay hi.\nhello"),
+    (
+        {"system": "Be brief.", "prompt": "Say hi.", "response": "hello"},
+        b"Be brief.\nSay hi.\nhello",
+    ),
     ({"prompt": "Say hi.", "response": "hello"}, b"\nSay hi.\nhello"),
     ({"system": "", "prompt": "Say hi.", "response": "hello"}, b"\nSay hi.\nhello"),
     ({"prompt": "\u00e4?", "response": "\nb"}, b"\n\xc3\xa4?\n\nb"),

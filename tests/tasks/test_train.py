@@ -180,6 +180,21 @@ def test_every_backend_records_the_model_s_dimensions(backend, model, train_in, 
     }
 
 
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        ([], "burn_lora_masked_chatml_ce"),
+        (["tokenizer.chat_template=plain"], "burn_lora_masked_chat_template_ce"),
+        (["objective=causal"], "burn_lora_causal_ce"),
+        (["objective=last_k", "objective.k=3"], "burn_lora_last_k3_ce"),
+    ],
+)
+def test_the_research_lane_s_objective_is_noted_as_it_is(options, note, train_in, tmp_path):
+    """The seeds' one note where it is true: answers alone, in ChatML, next-token cross entropy."""
+    run = train_in(tmp_path / "run", "backend=burn", "trainer.max_steps=1", *options)
+    assert Manifest.read(run.manifest).facts["training_objective_note"] == note
+
+
 def test_the_card_of_the_research_lane_names_its_method(train_in, tmp_path):
     """LoRA, whose base learned too; only backend=full is full fine-tuning."""
     told = {}

@@ -17,6 +17,7 @@ from mens_exp.backends.frozen_base import frozen_weights, load_base
 from mens_exp.backends.lora import LoraBackend
 from mens_exp.backends.saved_model import write_model
 from mens_exp.config.backend import trains_base
+from mens_exp.config.objective import CrossEntropyConfig, LastKObjective
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,14 +26,34 @@ if TYPE_CHECKING:
     import numpy as np
 
     from mens_exp.artifacts.adapter_v3 import AdapterManifest
+    from mens_exp.config.objective import ObjectiveConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.model.resolve import BaseModel
 
-__all__ = ["LANE", "BurnBackend"]
+__all__ = ["LANE", "BurnBackend", "objective_note"]
 
 LANE = "research"
 _NOTE = "lane: research; promotion needs its own evidence (burn against qlora, two cycles)"
 _SCRATCH = "base weights were trained beside the adapter; weights/ holds both, merged"
+
+
+def objective_note(objective: ObjectiveConfig, *, is_chatml: bool) -> str:
+    """Return the seeds' ``training_objective_note`` of this lane, true of what is learned.
+
+    Theirs knew one objective, ``burn_lora_masked_chatml_ce``: answers alone, in ChatML.
+
+    Args:
+        objective: which tokens are learned, and by which loss.
+        is_chatml: whether the chat template in force is ChatML.
+    """
+    if isinstance(objective, LastKObjective):
+        learned = f"last_k{objective.k}"
+    elif objective.labels == "assistant":
+        learned = f"masked_{'chatml' if is_chatml else 'chat_template'}"
+    else:
+        learned = objective.labels
+    loss = "ce" if isinstance(objective, CrossEntropyConfig) else objective.name
+    return f"burn_lora_{learned}_{loss}"
 
 
 class BurnBackend(LoraBackend):

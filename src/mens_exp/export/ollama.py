@@ -14,6 +14,7 @@ from mens_exp.errors import DataError, RequestError
 
 if TYPE_CHECKING:
     from mens_exp.tokenizer.hf import HfTokenizer
+    from mens_exp.tokenizer.protocol import Tokenizer
     from mens_exp.tokenizer.templates import Message
 
 __all__ = ["FILE", "default_system", "is_chatml", "modelfile"]
@@ -66,7 +67,7 @@ def modelfile(tokenizer: HfTokenizer, *, base: str, adapter: str | None = None) 
     return "\n".join(lines) + "\n"
 
 
-def is_chatml(tokenizer: HfTokenizer) -> bool:
+def is_chatml(tokenizer: Tokenizer) -> bool:
     """Tell whether the chat template is ChatML, a default system turn aside."""
     system = default_system(tokenizer)
     if system is None:
@@ -79,7 +80,7 @@ def is_chatml(tokenizer: HfTokenizer) -> bool:
         return False
 
 
-def default_system(tokenizer: HfTokenizer) -> str | None:
+def default_system(tokenizer: Tokenizer) -> str | None:
     """Return the system turn that the template adds by itself, or "" where it adds none.
 
     None says that the template begins otherwise, or with what a Modelfile cannot quote.
@@ -94,7 +95,7 @@ def default_system(tokenizer: HfTokenizer) -> str | None:
     return found[1] if found and '"""' not in found[1] else None
 
 
-def _rendered(tokenizer: HfTokenizer, turns: tuple[tuple[str, str], ...]) -> str:
+def _rendered(tokenizer: Tokenizer, turns: tuple[tuple[str, str], ...]) -> str:
     messages: list[Message] = [{"role": role, "content": content} for role, content in turns]
     return tokenizer.unguard(tokenizer.render(messages, add_generation_prompt=True))
 

@@ -13,6 +13,7 @@ from mens_exp.config.rules.schedule import too_long
 from mens_exp.config.rules.suite import too_late
 from mens_exp.corpus.source import load_rows
 from mens_exp.errors import Problems
+from mens_exp.export.ollama import is_chatml
 from mens_exp.layout.shape import family_for
 from mens_exp.layout.starting_adapter import find, read
 from mens_exp.plan.checks.adapter import other_base
@@ -98,6 +99,11 @@ def read_inputs(config: RunConfig, run: Run, cache: Path) -> Inputs:
     )
     if data.epochs is not None:
         run.manifest.facts["epochs"] = data.epochs
+    if config.backend.name == "burn":
+        from mens_exp.backends.burn import objective_note
+
+        note = objective_note(config.objective, is_chatml=is_chatml(tokenizer))
+        run.manifest.facts["training_objective_note"] = note
     run.save()
     return Inputs(base=base, tokenizer=tokenizer, rows=rows, data=data)
 
