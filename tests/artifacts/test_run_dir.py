@@ -32,6 +32,8 @@ def test_the_names_in_a_run_directory_are_the_documented_ones():
         run.validation: "validation.jsonl",
         run.report: "report.html",
         run.model_card: "MODEL_CARD.md",
+        run.run_summary: "run_summary.json",
+        run.skip_stats: "training_skip_stats.json",
         run.wandb: "wandb",
         run.checkpoint(20): "checkpoints/step_00000020.ckpt",
     }

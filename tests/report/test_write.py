@@ -9,17 +9,18 @@ from mens_exp.errors import MensError
 from mens_exp.report.write import write_report
 
 
-def test_write_report_writes_both_files_and_nothing_else(
+def test_write_report_writes_four_files_and_nothing_else(
     write_run,
 ):
     """No temporary file stays behind, and a second time gives the same bytes."""
     run = write_run()
     before = set(run.path.iterdir())
     write_report(run)
-    first = run.report.read_bytes(), run.model_card.read_bytes()
-    assert set(run.path.iterdir()) - before == {run.report, run.model_card}
+    written = (run.report, run.model_card, run.run_summary, run.skip_stats)
+    first = [file.read_bytes() for file in written]
+    assert set(run.path.iterdir()) - before == {*written}
     write_report(run)
-    assert (run.report.read_bytes(), run.model_card.read_bytes()) == first
+    assert [file.read_bytes() for file in written] == first
 
 
 def test_write_report_of_a_failed_run(failed_run):

@@ -109,6 +109,18 @@ def test_cut_on_the_right_the_end_may_be_lost(tokenizer_of):
     """Asked for explicitly, the last token is cut off, and the row is dropped and counted."""
     documents = encoded(tokenizer_of("plain"), 1, seq_len=10, cut="right")
     assert (len(documents), documents.dropped, documents.truncated) == (0, 1, 1)
+    assert documents.short == 0
+
+
+def test_a_text_of_one_token_is_short(tokenizer_of, tmp_path):
+    """Nothing stands before it to predict it from; one of two tokens is learned."""
+    template = tmp_path / "bare.jinja"
+    template.write_text(
+        "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
+    )
+    rows = [TrainingPair(prompt="p", response=text) for text in ("x", "xy", "z")]
+    documents = encoded(tokenizer_of(str(template)), 1, *rows)
+    assert (len(documents), documents.dropped, documents.short) == (1, 2, 2)
 
 
 def test_the_last_answer_of_a_conversation_alone(tokenizer_of):

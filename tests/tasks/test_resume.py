@@ -60,8 +60,9 @@ def test_resumed_figures_cover_the_whole_run(broken, finished, tmp_path):
     assert cli.main([f"resume={run.path}"]) == 0
     for metric in ("train/loss", "train/grad_norm", "optim/lr", "data/tokens"):
         assert step_values(run, metric) == step_values(finished, metric), metric
-    tokens = [Manifest.read(one.manifest).results["tokens"] for one in (run, finished)]
-    assert tokens[0] == tokens[1]
+    ours, theirs = (Manifest.read(one.manifest).results for one in (run, finished))
+    for figure in ("tokens", "micro_batches"):
+        assert ours[figure] == theirs[figure], figure
 
 
 def test_padded_batches_resume_too(broken, train_in, tmp_path):

@@ -32,7 +32,9 @@ def test_a_run_leaves_every_file_that_a_run_directory_has(finished):
         "manifest.json",
         "plan.json",
         "report.html",
+        "run_summary.json",
         "telemetry.jsonl",
+        "training_skip_stats.json",
     }
 
 

@@ -187,6 +187,16 @@ class RunDir:
         return self.path / "MODEL_CARD.md"
 
     @property
+    def run_summary(self) -> Path:
+        """The manifest's main figures under the mens trainer's keys."""
+        return self.path / "run_summary.json"
+
+    @property
+    def skip_stats(self) -> Path:
+        """The rows that were not learned from, by reason, under the mens trainer's keys."""
+        return self.path / "training_skip_stats.json"
+
+    @property
     def wandb(self) -> Path:
         """The directory of the offline mirror."""
         return self.path / "wandb"

@@ -145,7 +145,7 @@ class StreamedMicroBatches(MicroBatches):
         """Yield blocks without end, from one that is counted over all epochs."""
         begun = self._at(wanted)
         rows = self._open()
-        place, counts = 0, {"documents": 0, "truncated": 0, "dropped": 0}
+        place, counts = 0, {"documents": 0, "truncated": 0, "dropped": 0, "short": 0}
         if begun is not None:
             rows.load_state_dict(begun.rows)
             place = begun.first
@@ -196,6 +196,7 @@ def _added(counts: dict[str, int], documents: Encoded) -> dict[str, int]:
         "documents": counts["documents"] + len(documents),
         "truncated": counts["truncated"] + documents.truncated,
         "dropped": counts["dropped"] + documents.dropped,
+        "short": counts.get("short", 0) + documents.short,  # older checkpoints did not count them
     }
 
 

@@ -43,6 +43,8 @@ def run_files(run: RunDir, *, checkpoints: bool = False) -> dict[str, Path]:
         run.validation,
         run.report,
         run.model_card,
+        run.run_summary,
+        run.skip_stats,
         *run.scorecards.glob("step_*.jsonl"),
         *run.adapter.rglob("*"),
     ]

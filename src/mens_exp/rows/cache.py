@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["CacheKey", "TokenCounts", "cache_root", "encoded", "encoded_parts", "peek"]
 
 _ARRAYS = ("ids", "supervised", "offsets")
-_COUNTS = ("documents", "tokens", "supervised_tokens", "truncated", "dropped", "unrolled")
+_OF_PARTS = ("truncated", "dropped", "unrolled", "short")
+_COUNTS = ("documents", "tokens", "supervised_tokens", *_OF_PARTS)
 
 
 def cache_root() -> Path:
@@ -64,6 +65,7 @@ class TokenCounts:
     truncated: int
     dropped: int
     unrolled: int
+    short: int
     sha256: str
 
 
@@ -125,6 +127,7 @@ def _open(directory: Path) -> tuple[Encoded, TokenCounts] | None:
         truncated=counts.truncated,
         dropped=counts.dropped,
         unrolled=counts.unrolled,
+        short=counts.short,
     )
     return documents, counts
 
@@ -179,6 +182,6 @@ def _summed(parts: Sequence[Encoded]) -> tuple[list[np.ndarray], TokenCounts]:
         counts["documents"] += len(part)
         counts["tokens"] += len(part.ids)
         counts["supervised_tokens"] += int(part.supervised.sum())
-        for name in ("truncated", "dropped", "unrolled"):
+        for name in _OF_PARTS:
             counts[name] += getattr(part, name)
     return offsets, TokenCounts(**counts, sha256="")

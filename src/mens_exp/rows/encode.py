@@ -36,10 +36,11 @@ __all__ = [
     "prompt_text",
 ]
 
-ENCODING_VERSION = 3  # raise it when the ids or masks of the same row change
+ENCODING_VERSION = 4  # raise it when ids, masks or counts of the same row change
 _OBJECTIVES = ("assistant", "causal", "last_k")
 _ROWS_AT_ONCE = 2048  # their texts are in memory together; unverified guess
 _MOST_PROBLEMS = 20
+_SHORTEST = 2  # tokens of which one can be predicted
 
 _Document = tuple[list[int], list[bool]]
 
@@ -70,6 +71,7 @@ class Encoded:
 
     ``supervised[t]`` says that token ``t`` is learned, that is predicted from those before it.
     ``truncated`` and ``dropped`` count documents that lost tokens, or everything, to the limit;
+    of the dropped, ``short`` ones have fewer than two tokens, so that nothing can be predicted.
     ``unrolled`` counts documents beyond the first of their row.
     """
 
@@ -79,6 +81,7 @@ class Encoded:
     truncated: int
     dropped: int
     unrolled: int = 0
+    short: int = 0
 
     def __len__(self) -> int:
         """Count documents."""
@@ -280,6 +283,7 @@ def _joined(parts: Sequence[Encoded]) -> Encoded:
         truncated=sum(part.truncated for part in parts),
         dropped=sum(part.dropped for part in parts),
         unrolled=sum(part.unrolled for part in parts),
+        short=sum(part.short for part in parts),
     )
 
 
@@ -287,7 +291,7 @@ def _flatten(
     documents: list[_Document], labelling: Labelling, bos_id: int | None, unrolled: int
 ) -> Encoded:
     kept: list[_Document] = []
-    truncated = dropped = 0
+    truncated = dropped = short = 0
     for whole, mask in documents:
         truncated += len(whole) > labelling.seq_len
         ids, learned = _cut(whole, mask, labelling, bos_id)
@@ -295,6 +299,7 @@ def _flatten(
             kept.append((ids, learned))
         else:
             dropped += 1
+            short += len(ids) < _SHORTEST
     offsets = np.cumsum([0, *(len(ids) for ids, _ in kept)], dtype=np.int64)
     every = chain.from_iterable(learned for _, learned in kept)
     supervised = np.fromiter(every, bool, offsets[-1])
@@ -306,4 +311,5 @@ def _flatten(
         truncated=truncated,
         dropped=dropped,
         unrolled=unrolled,
+        short=short,
     )

@@ -33,7 +33,7 @@ __all__ = ["encode_parts", "usable_cores"]
 _SHARD: Final = 4_096  # rows; measured: one or two seconds' work of one core
 _POOL_FROM: Final = 16_384  # rows; measured: from about here two processes outrun their start
 _ARRAYS: Final = ("ids", "supervised", "offsets")
-_COUNTS: Final = ("truncated", "dropped", "unrolled")
+_COUNTS: Final = ("truncated", "dropped", "unrolled", "short")
 _ENVIRONMENT: Final = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 

@@ -99,6 +99,7 @@ def _encoded(data: RowsDataModule) -> dict[str, Any]:
         "train_sha256": data.train_counts.sha256,
         "train_truncated": data.train_counts.truncated,
         "train_dropped": data.train_counts.dropped,
+        "train_short": data.train_counts.short,
         "train_unrolled": data.train_counts.unrolled,
     }
     return {

@@ -85,6 +85,7 @@ def _results(run: Run, trained: Fitted, data: RowsDataModule, plan: dict[str, An
     results.update(
         val_loss_change_frac=results["tuned_val_loss"] / results["base_val_loss"] - 1,
         steps=trainer.global_step,
+        micro_batches=(trainer.fit_loop.total_batch_idx + 1) * trainer.world_size,
         tokens=module.tokens,
         supervised_tokens=module.supervised_tokens,
         peak_rss_bytes=_higher(results.get("peak_rss_bytes"), memory_probe.peak_rss_bytes()),
