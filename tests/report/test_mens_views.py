@@ -128,6 +128,18 @@ def test_rows_that_were_streamed_are_counted_as_far_as_they_were_read():
     assert found["mens_exp"]["skips"]["filtered"] == 4
 
 
+def test_the_filters_of_a_mix_s_sources_are_added_up():
+    """Each source has filters of its own, and the mix has one for all rows."""
+    sources = {
+        "a": {"rows": 5, "refused": {"min_rating": 2}},
+        "b": {"rows": 5, "refused": {"min_rating": 1, "language": 3}},
+        "c": {"rows": 5},
+    }
+    data = MANIFEST["inputs"]["data"] | {"mixed": {"sources": sources}}
+    found = training_skip_stats(manifest(inputs={"data": data}))["mens_exp"]["skips"]["filtered"]
+    assert found == {"min_rating": 14, "category": 4, "language": 3}
+
+
 def test_what_a_run_never_reached_is_null_with_its_reason():
     """No zero stands for what nobody counted."""
     failed = manifest(status="failed", inputs={}, results={}, outputs={})

@@ -6,6 +6,7 @@ manifest alone: a value that it does not have is null, and ``mens_exp.unknown`` 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def training_skip_stats(manifest: Manifest) -> dict[str, Any]:
 
     ``no_supervised_skip_rate`` is a share of the encoded documents, each counted once; over the
     epochs of a run none is skipped again. Filters and the quarantine act before rows are encoded,
-    and on all sides of the split.
+    on all sides of the split; a quarantined row counts for each of its reasons.
     """
     data: Mapping[str, Any] = manifest.inputs.get("data") or {}
     counts = _counts(data, manifest.results.get("streamed"))
@@ -115,8 +116,17 @@ def _counts(data: Mapping[str, Any], streamed: Mapping[str, Any] | None) -> dict
         "dropped": data.get("train_dropped"),
         "short": data.get("train_short"),
         "quarantined": dict((data.get("quarantined") or {}).get("reasons") or {}),
-        "filtered": dict((data.get("filtered") or {}).get("refused") or {}),
+        "filtered": _filtered(data),
     }
+
+
+def _filtered(data: Mapping[str, Any]) -> dict[str, int]:
+    """Add up what the filters of all rows refused, and in a mix those of each source."""
+    of_mix = ((data.get("mixed") or {}).get("sources") or {}).values()
+    refused: Counter[str] = Counter()
+    for part in (data.get("filtered") or {}, *of_mix):
+        refused.update(part.get("refused") or {})
+    return dict(refused)
 
 
 def _unknown(manifest: Manifest, view: Mapping[str, Any]) -> dict[str, str]:
