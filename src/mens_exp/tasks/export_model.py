@@ -111,7 +111,7 @@ def _gguf(config: RunConfig, run: Run, directory: Path) -> tuple[Certificate, st
         merging.write_model(source)
         export_gguf(source, directory, config.gguf.dtype, base=_base_name(merging))
     trained = trained_for(config, merging.inputs, merging.choices)
-    what = f"written: merged, GGUF in {config.gguf.dtype.value}"
+    what = f"written: merged, GGUF in {config.gguf.dtype.value}{merging.choices.caveat}"
     return certify_gguf(trained, directory, config.parity, what=what), command
 
 

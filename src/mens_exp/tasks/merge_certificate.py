@@ -16,7 +16,7 @@ from mens_exp.tasks.certifying import (
     certify_tensors,
     with_tensors,
 )
-from mens_exp.tasks.merge_choices import MOVED, decide, deltas_of
+from mens_exp.tasks.merge_choices import decide, deltas_of
 from mens_exp.tasks.merge_inputs import gather
 from mens_exp.tasks.subject import config_of
 from mens_exp.tasks.trained_model import trained_adapter, trained_run
@@ -91,7 +91,7 @@ def _of_graph(
 ) -> Certificate:
     trained = trained_for(config, inputs, choices)
     base = "published" if choices.quantizer is None else "dequantized"
-    what = f"written: {base} base + merged delta, {choices.dtype}{_moved(choices)}"
+    what = f"written: {base} base + merged delta, {choices.dtype}{choices.caveat}"
     if trained.config.backend.name == "proxy":
         weights = _stack_weights(choices, written)
         tied = choices.moves_embedding
@@ -101,10 +101,6 @@ def _of_graph(
     names = {one.logical: one.name for one in choices.all_places if one.logical}
     tied = choices.moves_embedding
     return certify_tensors(trained, written, names, config.parity, what=what, tied=tied)
-
-
-def _moved(choices: Choices) -> str:
-    return f"; {MOVED}" if choices.moves_embedding else ""
 
 
 def _no_graph(inputs: MergeInputs, choices: Choices) -> str | None:
@@ -153,7 +149,7 @@ def _of_weights(
     """Return the certificate of tensors alone, still without them."""
     return Certificate(
         evidence=Evidence.WEIGHTS,
-        reference=f"W + scale · B A in f64, W as the adapter met it{_moved(choices)}",
+        reference=f"W + scale · B A in f64, W as the adapter met it{choices.caveat}",
         reference_nll=None,
         probe=None,
         judged=None,

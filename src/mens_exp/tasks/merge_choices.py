@@ -78,6 +78,11 @@ class Choices:
         """Every tensor of the output, file by file."""
         return [one for listed in self.places.values() for one in listed]
 
+    @property
+    def caveat(self) -> str:
+        """What a description of the output ends with; empty where there is nothing to say."""
+        return f"; {MOVED}" if self.moves_embedding else ""
+
 
 def decide(inputs: MergeInputs, asked: MergeConfig) -> Choices:
     """Compare adapter and base by their headers and settle what `merge` leaves open.
