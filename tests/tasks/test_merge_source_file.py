@@ -7,6 +7,7 @@ rounded to f32, under the names of ``base_key_map``. The package's writer is the
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -243,3 +244,27 @@ def test_a_stack_that_stays_tied_reads_the_moved_table(tiny_backend):
         found = forward([3, 5]).logits_TV
     torch.testing.assert_close(found, table[[3, 5]] @ table.T)
     assert torch.equal(graph.trace([3, 5]).logits_TV, before)
+
+
+def test_a_model_that_stays_tied_is_verified_without_the_run_that_wrote_it(
+    train_in, tmp_path, monkeypatch, capsys
+):
+    """Its certificate says how it was merged, and measured again it is the same."""
+    run = train_in(
+        tmp_path / "outputs" / "run", F32, "lora.targets=[o_proj,lm_head]", "trainer.max_steps=2"
+    )
+    monkeypatch.chdir(tmp_path)
+    asked = ["merge.untie=false", "parity.accept=true", "parity.tokens=64", "out=merged"]
+    command = ["task=merge", f"path={run.path}", *asked]
+    assert cli.main([*command, "hydra.run.dir=outputs/record"]) == 0
+    shutil.rmtree("outputs/record")
+    inspect = ["task=inspect", "path=merged", "verify=true", "hydra.run.dir=outputs/inspected"]
+    capsys.readouterr()
+    assert cli.main(inspect) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "input embedding moves" in said
+    inspection = json.loads((tmp_path / "outputs/inspected/inspection.json").read_text())
+    checks = inspection["verification"]["checks"]
+    found = {one["name"]: one["outcome"] for one in checks if "certificate" in one["name"]}
+    assert found
+    assert set(found.values()) == {"equal"}, found
