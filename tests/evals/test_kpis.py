@@ -54,6 +54,23 @@ def test_a_percentile_lies_between_its_neighbours(values, share, expected):
     assert percentile(list(values), share) == pytest.approx(expected)
 
 
+def test_findings_of_a_linter_are_summed_up():
+    """The share is of all answers, the mean of those that compile; no linter, no KPI."""
+    reason = {"lint_warnings": "it does not compile"}
+    events = [
+        event(item_id="a", lint_clean=True, lint_warnings=0, lints=[]),
+        event(item_id="b", lint_clean=False, lint_warnings=3, lints=["x", "y", "y"]),
+        event(item_id="c", lint_clean=False, lint_warnings=None, unknown=reason),
+        event(item_id="d", lint_clean=False, lint_warnings=3, lints=["x", "y", "y"]),
+    ]
+    kpis, unknown = summarise(events, items=4, samples=1, max_retries=0)
+    assert (kpis["lint_clean"], kpis["lint_warnings_mean"]) == (0.25, 2.0)
+    none_compiles, unknown = summarise([events[2]], items=1, samples=1, max_retries=0)
+    assert none_compiles["lint_warnings_mean"] is None
+    assert unknown["lint_warnings_mean"] == "it does not compile"
+    assert "lint_clean" not in summarise([event()], items=1, samples=1, max_retries=0)[0]
+
+
 def test_every_kpi_is_summed_up():
     """Three of four by hand: one is repaired, one is never valid."""
     events = [

@@ -169,6 +169,8 @@ _DURING = (
     _during("compile_pass_n", "max", "share that compiles after repairs"),
     _during("canonical_pass", "max", "share laid out as formatters do it"),
     _during("strictness", "max", "share that is code only"),
+    _during("lint_clean", "max", "share that compiles and the linter finds nothing in"),
+    _during("lint_warnings", "min", "mean of what the linter finds", "warnings"),
     _during("task_success", "max", "share that does the task"),
     _during("semantic_task_success", "max", "share that does it, and holds no place"),
     _during("pass_at_1", "max", "chance that one first attempt does the task"),

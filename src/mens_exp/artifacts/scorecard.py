@@ -39,7 +39,21 @@ class Condition(StrEnum):
     TUNED = "tuned"
 
 
-class ItemEvent(TypedDict):
+class _LintEvent(TypedDict, total=False):
+    """Fields that only a suite that lints has.
+
+    Attributes:
+        lint_clean: the last attempt compiles, and the linter finds nothing in it.
+        lint_warnings: how many things the linter finds; null where it does not compile.
+        lints: their names, in the order of the source.
+    """
+
+    lint_clean: bool | None
+    lint_warnings: int | None
+    lints: list[str]
+
+
+class ItemEvent(_LintEvent):
     """One sample of one item under one condition; a null is explained in `unknown`.
 
     Attributes:

@@ -113,6 +113,11 @@ class RustSuite(AnsweredSuite):
     path: str | None = setting(None, "MultiPL-E's JSONL of language rs.")
     items: int | None = setting(None, "The first so many tasks; null is all of them.", ge=1)
     max_new_tokens: int = setting(512, "Longest completion, in tokens.", ge=1)
+    clippy: bool = setting(
+        False,
+        "Lint what compiles with Clippy, in the same sandbox; the lints are fixed "
+        "(clippy::all and unused), and no attribute of an answer turns one off.",
+    )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -162,6 +162,7 @@ def _event(sample: _Sample, condition: str) -> ItemEvent:
         "anti_stub_pass": last.anti_stub,
         "outcome": last.outcome,
         "style": last.style,
+        **_lint(last),
     }
     event = {
         "version": EVENT_VERSION,
@@ -188,6 +189,18 @@ def _event(sample: _Sample, condition: str) -> ItemEvent:
     return cast("ItemEvent", event)
 
 
+def _lint(last: Judgement) -> dict[str, Any]:
+    """Return the fields of a suite that lints; of another there are none."""
+    if last.lint_clean is None and "lint_clean" not in last.unknown:
+        return {}
+    found = last.lints
+    return {
+        "lint_clean": last.lint_clean,
+        "lint_warnings": None if found is None else len(found),
+        **({} if found is None else {"lints": list(found)}),
+    }
+
+
 def _errors(completion: Completion, judgement: Judgement) -> tuple[str, ...]:
     return (completion.problem,) if completion.problem is not None else judgement.errors
 
@@ -211,6 +224,8 @@ _OF_JUDGEMENT = {
     "anti_stub_pass": "anti_stub",
     "outcome": "outcome",
     "style": "style",
+    "lint_clean": "lint_clean",
+    "lint_warnings": "lints",
 }
 # What else is null is so for every attempt; an answer may be unreadable and its repair not.
 _OF_THE_LAST = frozenset({"style"})

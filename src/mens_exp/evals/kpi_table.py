@@ -122,6 +122,8 @@ _TABLE = (
     _share("compile_pass_n", KpiGroup.SYNTAX, keys=("compile_at_n",)),
     _share("canonical_pass", KpiGroup.SYNTAX, keys=("canonical",)),
     _share("strictness", KpiGroup.SYNTAX),
+    _share("lint_clean", KpiGroup.SYNTAX),
+    _least("lint_warnings", KpiGroup.SYNTAX, "warnings", key="lint_warnings_mean"),
     _share("task_success", KpiGroup.SEMANTIC),
     _share("semantic_task_success", KpiGroup.SEMANTIC),
     _share("pass_at_1", KpiGroup.SEMANTIC, "pass_1"),

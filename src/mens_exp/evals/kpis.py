@@ -89,6 +89,7 @@ def summarise(
         kpis[name] = percentile(known, share) if known else None
         if not known:
             unknown[name] = _first_reason(events, field) or "no answer is valid"
+    _lints(events, kpis, unknown, asked)
     for group in sorted({event["group"] for event in events} - {""}):
         mine = [event for event in events if event["group"] == group]
         name = f"{group}_task_success"
@@ -140,6 +141,19 @@ def _passes(
     if samples == 1:
         kpis["pass_at_k"] = None
         unknown["pass_at_k"] = _NO_K
+
+
+def _lints(events: Sequence[ItemEvent], kpis: Kpis, unknown: dict[str, str], asked: int) -> None:
+    """Add what a linter found, where the suite lints: a mean over the answers that compile."""
+    if not any("lint_clean" in event for event in events):
+        return
+    kpis["lint_clean"] = _mean(events, "lint_clean", "lint_clean", unknown, asked)
+    counts = [count for event in events if (count := event.get("lint_warnings")) is not None]
+    kpis["lint_warnings_mean"] = sum(counts) / len(counts) if counts else None
+    if not counts:
+        unknown["lint_warnings_mean"] = (
+            _first_reason(events, "lint_warnings") or "no answer compiles"
+        )
 
 
 def _repairs(

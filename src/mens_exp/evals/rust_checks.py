@@ -13,23 +13,31 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mens_exp.errors import DataError
 from mens_exp.evals.program_checks import OF_OUTCOME, Verdict
+from mens_exp.evals.rust_lints import Lintable, Linted, lint_rust
 from mens_exp.evals.rust_styles import assemble_rust
 from mens_exp.evals.task_files import tasks_in
 from mens_exp.sandbox.batch import run_all
 from mens_exp.sandbox.program import Outcome, Program
-from mens_exp.sandbox.rust_toolchain import Toolchain, find_rust, least_rust_limits
+from mens_exp.sandbox.rust_toolchain import (
+    Toolchain,
+    find_clippy,
+    find_rust,
+    least_rust_limits,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from mens_exp.sandbox.program import Execution, Limits, Sandbox
+    from mens_exp.sandbox.rust_toolchain import Clippy
 
 __all__ = [
     "RustChecked",
     "RustTask",
     "Toolchain",
     "check_rust",
+    "find_clippy",
     "find_rust",
     "least_rust_limits",
     "read_rust_tasks",
@@ -77,6 +85,7 @@ class RustChecked:
     detail: str | None  # the compiler's or the panic's message
     source: str
     execution: Execution
+    linted: Linted | None = None  # None where nothing lints, or it does not compile
 
 
 def read_rust_tasks(path: Path) -> list[RustTask]:
@@ -120,17 +129,28 @@ def check_rust(  # as the checks of Python, and the compiler
     completions: Sequence[str],
     limits: Limits,
     workers: int | None = None,
+    clippy: Clippy | None = None,
 ) -> list[RustChecked]:
     """Judge one completion of each task, several at once, in their order.
+
+    Args:
+        sandbox: compiles, lints and runs.
+        toolchain: the compiler.
+        tasks: one for each completion.
+        completions: what the model wrote.
+        limits: of each program.
+        workers: how many run at once; None is one for each processor.
+        clippy: lints what compiles; None lints nothing. The verdict is rustc's either way.
 
     Raises:
         SetupError: the sandbox broke.
     """
     word = secrets.token_hex(16)
-    sources = [
-        _program(task, assemble_rust(text, prompt=task.prompt, entry_point=task.entry_point))
+    solutions = [
+        assemble_rust(text, prompt=task.prompt, entry_point=task.entry_point)
         for task, text in zip(tasks, completions, strict=True)
     ]
+    sources = list(map(_program, tasks, solutions))
     programs = [
         Program(
             argv=("/bin/sh", "-c", _SCRIPT, toolchain.rustc),
@@ -141,13 +161,29 @@ def check_rust(  # as the checks of Python, and the compiler
         for source in sources
     ]
     executions = run_all(sandbox, programs, limits, workers)
+    verdicts = [_verdict(execution, word) for execution in executions]
+    chosen = [n for n, one in enumerate(verdicts) if one[0] is not Verdict.COMPILE_ERROR]
+    linted: dict[int, Linted] = {}
+    if clippy is not None:
+        lintable = [_lintable(tasks[n], solutions[n], sources[n]) for n in chosen]
+        found = lint_rust(sandbox, clippy, lintable, limits, workers)
+        linted = dict(zip(chosen, found, strict=True))
     return [
         RustChecked(
-            task=task.id, verdict=verdict, detail=detail, source=source, execution=execution
+            task=task.id,
+            verdict=verdicts[n][0],
+            detail=verdicts[n][1],
+            source=sources[n],
+            execution=executions[n],
+            linted=linted.get(n),
         )
-        for task, source, execution in zip(tasks, sources, executions, strict=True)
-        for verdict, detail in [_verdict(execution, word)]
+        for n, task in enumerate(tasks)
     ]
+
+
+def _lintable(task: RustTask, items: str, source: str) -> Lintable:
+    lines = items.count("\n") + (not items.endswith("\n"))
+    return Lintable(source=source, answer_lines=lines, prompt=task.prompt)
 
 
 def _program(task: RustTask, items: str) -> str:

@@ -72,6 +72,10 @@ class Judgement:
         anti_stub: whether it is neither trivial nor marked.
         outcome: how running it ended.
         style: how the answer was read; see `ItemEvent`.
+        lints: findings of the language's linter, in their order; None where the suite does not
+            lint, or the answer does not compile.
+        lint_clean: whether it compiles and the linter finds nothing; None where the suite does not
+            lint.
         unknown: name of a field that is null -> why.
     """
 
@@ -87,6 +91,8 @@ class Judgement:
     anti_stub: bool | None = None
     outcome: str | None = None
     style: str | None = None
+    lints: tuple[str, ...] | None = None
+    lint_clean: bool | None = None
     unknown: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -187,7 +187,7 @@ SETTINGS: dict[str, Part] = {
         Part.RECORD,
         "suite.",
         "name items max_new_tokens batch_size repair_frac generator_seed path check function "
-        "tasks num_fewshot chat_template metric",
+        "tasks num_fewshot chat_template metric clippy",
     ),
     # How answers are made and judged, once all is learned.
     **_all(

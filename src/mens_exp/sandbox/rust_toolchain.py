@@ -1,4 +1,4 @@
-"""The compiler of Rust on this machine, and what it needs of a sandbox."""
+"""The tools of Rust on this machine, and what they need of a sandbox."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 from mens_exp.errors import SetupError
 from mens_exp.sandbox.program import Limits
 
-__all__ = ["Toolchain", "find_rust", "least_rust_limits"]
+__all__ = ["Clippy", "Toolchain", "find_clippy", "find_rust", "least_rust_limits"]
 
 # measured: rustc 1.95 needs 0.5 s and less than 512 MiB for a task, linking included.
 _LEAST: Final = Limits(memory_mib=1024, cpu_s=30, wall_s=30, processes=64, file_mib=64)
@@ -18,10 +18,20 @@ _LEAST: Final = Limits(memory_mib=1024, cpu_s=30, wall_s=30, processes=64, file_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Toolchain:
-    """Where the compiler and its libraries are."""
+    """Where the compiler and its libraries are, and its version."""
 
     rustc: str
     sysroot: str
+    version: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clippy:
+    """Where Clippy's compiler and its libraries are, and its version."""
+
+    driver: str
+    sysroot: str
+    version: str
 
 
 def find_rust() -> Toolchain:
@@ -46,7 +56,50 @@ def find_rust() -> Toolchain:
             "rustc does not work", found=told.stderr.strip(), remedy="rustup default stable"
         )
     sysroot = told.stdout.strip()
-    return Toolchain(rustc=f"{sysroot}/bin/rustc", sysroot=sysroot)
+    rustc = f"{sysroot}/bin/rustc"
+    return Toolchain(rustc=rustc, sysroot=sysroot, version=_version(rustc, "rustc", "rustc"))
+
+
+def find_clippy(toolchain: Toolchain) -> Clippy:
+    """Find the Clippy that belongs to a compiler.
+
+    Raises:
+        SetupError: it is not installed, or does not start.
+    """
+    driver = f"{toolchain.sysroot}/bin/clippy-driver"
+    return Clippy(
+        driver=driver,
+        sysroot=toolchain.sysroot,
+        version=_version(driver, "clippy", "rust-clippy"),
+    )
+
+
+def _version(tool: str, component: str, package: str) -> str:
+    """Return the version of a tool of the toolchain.
+
+    Args:
+        tool: its path.
+        component: its name for rustup.
+        package: its name for apt-get.
+
+    Raises:
+        SetupError: it is not installed, or does not start.
+    """
+    try:
+        told = subprocess.run(  # noqa: S603  # of the toolchain that was found
+            [tool, "--version"], capture_output=True, text=True, check=False, timeout=60
+        )
+        found = told.stderr.strip() if told.returncode else None
+    except OSError as error:
+        found = f"{tool}: {error.strerror}"
+    if found is not None:
+        raise SetupError(
+            f"{component} does not work, or is not installed",
+            found=found,
+            expected=f"{component} of the toolchain that rustc belongs to",
+            remedy=f"run: rustup component add {component}, or apt-get install {package}",
+        )
+    return told.stdout.strip()
 
 
 def least_rust_limits(limits: Limits) -> Limits:

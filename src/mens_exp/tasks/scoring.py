@@ -15,6 +15,7 @@ from mens_exp.evals.catalogue import frozen_suite
 from mens_exp.evals.generation import Generation, GraphEngine
 from mens_exp.evals.heldout_syntax import HeldoutSyntax, choose_items
 from mens_exp.evals.running import Runner
+from mens_exp.evals.rust_suite import RustProgramSuite
 from mens_exp.evals.scored import to_scorecard
 
 if TYPE_CHECKING:
@@ -313,6 +314,7 @@ def keep(
         "temperature": settings.temperature,
         "top_p": settings.top_p,
         **_limits(config.suite),
+        **_tools(suite),
     }
     scorecard = to_scorecard(
         suite,
@@ -330,6 +332,11 @@ def keep(
         "scorecard",
         {"suite": suite.name, "items": scorecard.items, "conditions": scorecard.conditions},
     )
+
+
+def _tools(suite: Suite) -> dict[str, Any]:
+    """Return the versions of the tools that judge, of a suite that has such."""
+    return {"tools": suite.tools} if isinstance(suite, RustProgramSuite) else {}
 
 
 def _limits(suite: SuiteConfig) -> dict[str, Any]:
