@@ -142,6 +142,7 @@ def test_every_value_enters_the_digest():
     base.corpus.extract.project, base.corpus.mix.budget_tokens = "p", 1
     base.sandbox.workers = 2
     base.eval.base_url, base.eval.model, base.eval.api_key_env = "u", "m", "k"
+    base.eval.keep_passing = "r"
     base.parity.text, base.parity.budget.max_kl, base.parity.budget.hidden_error = "t", 1.0, 1.0
     digests = {config_digest(base)}
     paths = leaves(base)

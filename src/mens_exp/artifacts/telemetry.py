@@ -33,6 +33,7 @@ EVENTS = frozenset(
         "train_complete",
         "scorecard",
         "scorecard_step",
+        "rejection_sampling",
         "sink_failed",
         "resumed",
         "device_fallback",

@@ -49,6 +49,15 @@ class EvalConfig:
         1, "Answers drawn for each item; pass@k has this k (Chen et al. 2021).", ge=1, le=1000
     )
     max_retries: int = setting(0, "How often an answer is sent back with its errors.", ge=0, le=8)
+    keep_passing: str | None = setting(
+        None,
+        "Write the answers that pass to this file as training rows, for data=jsonl (rejection "
+        "sampling; task=evaluate, with a suite of tasks of your own that no model is scored by). "
+        "The tuned model alone is asked, where there is one.",
+    )
+    keep_per_prompt: int = setting(
+        4, "Answers kept of one prompt at most, no two alike (unverified guess).", ge=1
+    )
     seed: int = setting(
         0, "Seed of drawn tokens: each item, sample and attempt has a stream of its own.", ge=0
     )

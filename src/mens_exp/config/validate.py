@@ -72,7 +72,9 @@ _EVERYTHING = frozenset(
 TASK_READS: dict[str, frozenset[str]] = {
     "train": _EVERYTHING,
     "plan": _EVERYTHING - {"resume"},
-    "evaluate": frozenset({"path", "suite", "eval", "sandbox", "logger", "trainer.accelerator"}),
+    "evaluate": frozenset(
+        {"path", "suite", "eval", "sandbox", "logger", "trainer.accelerator", "ledger"}
+    ),
     "chat": frozenset({"path", "prompt", "chat", "seed", "trainer.accelerator"}),
     "push": frozenset({"path", "repo", "push"}),
     "sync": frozenset({"path", "sync"}),

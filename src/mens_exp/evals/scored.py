@@ -17,7 +17,12 @@ if TYPE_CHECKING:
     from mens_exp.evals.attempts import Plan
     from mens_exp.evals.suite import SelfTest, Suite
 
-__all__ = ["to_scorecard"]
+__all__ = ["graded_digest", "to_scorecard"]
+
+
+def graded_digest(suite: Suite) -> str:
+    """Return what a scorecard, and a cycle that registers it, calls a suite by."""
+    return digest({"suite": suite.digest, "grading": GRADING})
 
 
 def to_scorecard(
@@ -49,7 +54,7 @@ def to_scorecard(
         unknown |= {f"conditions.{condition}.{name}": reason for name, reason in why.items()}
     return Scorecard(
         suite=suite.name,
-        suite_digest=digest({"suite": suite.digest, "grading": GRADING}),
+        suite_digest=graded_digest(suite),
         items=len(suite.items),
         conditions=conditions,
         generation={**generation, **dataclasses.asdict(plan), "grading": GRADING},

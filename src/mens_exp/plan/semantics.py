@@ -193,7 +193,8 @@ SETTINGS: dict[str, Part] = {
     **_all(
         Part.RECORD,
         "eval.",
-        "engine base_url model api_key_env temperature top_p samples max_retries seed",
+        "engine base_url model api_key_env temperature top_p samples max_retries seed "
+        "keep_passing keep_per_prompt",
     ),
     **_all(
         Part.RECORD,

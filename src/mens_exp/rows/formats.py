@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 __all__ = ["ALIASES", "FOREIGN_KEYS", "KEYS", "accepted", "format_of", "joined"]
 
 ALIASES: Final = {"instruction": "prompt", "output": "response", "turns": "messages"}
-_LABELS: Final = ("rating", "category", "language", "system", "group", "difficulty")
+_LABELS: Final = (
+    *("rating", "category", "language", "system", "group", "difficulty"),
+    "provenance",
+)
 KEYS: Final[dict[RowFormat, tuple[str, ...]]] = {
     RowFormat.pair: ("prompt", "response", *_LABELS),
     RowFormat.alpaca: ("prompt", "input", "response", *_LABELS),

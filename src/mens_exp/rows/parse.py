@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from mens_exp.artifacts.digest import canonical_json
 from mens_exp.artifacts.nearest import nearest
 from mens_exp.config.data import RowFormat
 from mens_exp.errors import DataError
@@ -92,6 +93,7 @@ class _RowReader:
             difficulty=self._whole(values, "difficulty", DIFFICULTIES),
             history=conversation.exchanges[:-1],
             conversation=conversation.as_json(),
+            provenance=self._object(values, "provenance"),
             place=self._problems.where,
         )
         self._problems.raise_if_any()
@@ -120,7 +122,8 @@ class _RowReader:
     def _columns(self) -> str:
         """Return what `data.columns` would be for the keys that the row has of its format."""
         named = {ALIASES.get(key, key): key for key in self._row}
-        columns = [f"{name}:{named[name]}" for name in KEYS[self._form] if name in named]
+        fields = [name for name in KEYS[self._form] if name in named and name != "provenance"]
+        columns = [f"{name}:{named[name]}" for name in fields]
         return f"{{{','.join(columns)}}}"
 
     def _canonical(self) -> dict[str, object]:
@@ -182,6 +185,15 @@ class _RowReader:
     def _optional(self, values: Mapping[str, object], name: str) -> str | None:
         value = values.get(name)
         return None if value is None else self._problems.text(repr(name), value)
+
+    def _object(self, values: Mapping[str, object], name: str) -> str | None:
+        value = values.get(name)
+        if value is None or isinstance(value, Mapping):
+            return None if value is None else canonical_json(value).decode("utf-8")
+        self._problems.add(
+            f"{name!r} must be an object", f"{json_type(value)} {shown(value)}", f"or no {name}"
+        )
+        return None
 
     def _whole(self, values: Mapping[str, object], name: str, accepts: range) -> int | None:
         value = values.get(name)

@@ -35,6 +35,8 @@ class TrainingPair:
         conversation: for a row with tools, its messages and tools as JSON, in the form and order
             that chat templates take; None for every other row. The exchanges are then its texts:
             what tools returned is said to the assistant, and calls are JSON in its answers.
+        provenance: for a row that a model wrote, the model, the task and how the answer was drawn,
+            an object as JSON text; None where nobody told.
         place: where it was read, as ``file:line``; no part of what the row is.
     """
 
@@ -48,14 +50,15 @@ class TrainingPair:
     difficulty: int | None = None
     history: tuple[tuple[str, str], ...] = ()
     conversation: str | None = None
+    provenance: str | None = None
     place: str = field(default="", compare=False, repr=False)
 
     @property
     def id(self) -> str:
         """16 hex digits of the SHA-256 of what is trained on: system, history, prompt, response.
 
-        Labels (rating, category, language, group, difficulty) do not enter, so that relabelling a
-        corpus keeps the identity of its items.
+        Labels (rating, category, language, group, difficulty, provenance) do not enter, so that
+        relabelling a corpus keeps the identity of its items.
         """
         content: dict[str, Any] = {
             "prompt": self.prompt,
@@ -96,6 +99,7 @@ def to_json(pair: TrainingPair) -> dict[str, Any]:
         "system": pair.system,
         "group": pair.group or None,
         "difficulty": pair.difficulty,
+        "provenance": None if pair.provenance is None else json.loads(pair.provenance),
     }
     labels = {name: value for name, value in optional.items() if value is not None}
     if pair.conversation is not None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from mens_exp.artifacts.data_contract import OverlapPart
     from mens_exp.config.root import RunConfig
+    from mens_exp.config.suite import SuiteConfig
     from mens_exp.corpus.source import Rows
     from mens_exp.data.datamodule import RowsDataModule
     from mens_exp.errors import MensError
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from mens_exp.training.contract_probe import Reference
     from mens_exp.training.module import TrainingModule
 
-__all__ = ["certify_rows", "certify_steps", "compared_whole"]
+__all__ = ["certify_rows", "certify_steps", "compared_whole", "suite_part"]
 
 
 def certify_rows(
@@ -58,7 +59,7 @@ def certify_rows(
     contract = DataContract(
         tokens=kept.tokens,
         rows=rows_part(rows, documents, tokenizer, labelling),
-        overlap=[part for part in (heldout_part(rows), _suite_part(config, rows)) if part],
+        overlap=[part for part in (heldout_part(rows), suite_part(config.suite, rows)) if part],
         probe=None,
         limits=dataclasses.asdict(limits),
         unknown={**kept.unknown, "probe": "not reached: it runs just before step 1"},
@@ -177,13 +178,13 @@ def _known_reference(path: Path) -> StoredReference | None:
         return None
 
 
-def _suite_part(config: RunConfig, rows: Rows) -> OverlapPart | None:
-    """Hold rows to train on against the items of the run's suite, where it has some of its own."""
-    if not isinstance(config.suite, AnsweredSuite):
+def suite_part(suite: SuiteConfig, rows: Rows) -> OverlapPart | None:
+    """Compare rows to train on with the items of a suite; None where it has none of its own."""
+    if not isinstance(suite, AnsweredSuite):
         return None
-    items = frozen_suite(config.suite).items
+    items = frozen_suite(suite).items
     texts = ((item.id, f"{item.prompt}\n{item.reference}") for item in items)
-    return overlap_part(rows.train, texts, f"suite={config.suite.name}")
+    return overlap_part(rows.train, texts, f"suite={suite.name}")
 
 
 def _record(run: Run, contract: DataContract, found: Sequence[MensError]) -> None:

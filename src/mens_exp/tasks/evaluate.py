@@ -16,9 +16,11 @@ from mens_exp.config.suite import ScorecardSpecSuite
 from mens_exp.corpus.source import load_rows
 from mens_exp.evals.catalogue import needs_rows
 from mens_exp.plan.preflight import writable_cache
+from mens_exp.tasks.contracting import suite_part
 from mens_exp.tasks.evaluated import base_of_another, subject_named, with_adapter
 from mens_exp.tasks.evaluated_merge import MERGED, config_of_merged, other_weights
 from mens_exp.tasks.inputs import describe, refuse_changed, tokenizer_of
+from mens_exp.tasks.sampling import refuse_evaluations
 from mens_exp.tasks.scoring import score, score_served
 from mens_exp.tasks.specified import score_spec
 from mens_exp.tasks.subject import config_of
@@ -27,6 +29,7 @@ from mens_exp.training.wandb_names import id_of
 
 if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
+    from mens_exp.corpus.source import Rows
     from mens_exp.tasks.evaluated import Subject
     from mens_exp.tasks.run import Run
 
@@ -42,6 +45,8 @@ def evaluate(config: RunConfig, run: Run) -> None:
         score_spec(config, run)
         return
     assert config.path is not None, "validation has asked for it"
+    if config.eval.keep_passing is not None:
+        refuse_evaluations(config)
     subject = subject_named(config.path)
     run.manifest.inputs["subject"] = subject.path
     if subject.merged is not None and subject.run is not None:
@@ -110,6 +115,8 @@ def _evaluate_here(config: RunConfig, run: Run, subject: Subject) -> None:
         refuse_changed(recorded, inputs)
         run.manifest.inputs["adapter_sha256"] = _adapter_of(subject, subject.run)
     run.manifest.inputs.update(inputs)
+    if subject.run is not None and rows is not None:
+        _label_known_items(config, run, rows)
     run.save()
     heldout = rows.heldout if rows is not None else ()
     if config.eval.engine is EngineKind.vllm:
@@ -119,7 +126,24 @@ def _evaluate_here(config: RunConfig, run: Run, subject: Subject) -> None:
         backend = build_backend(theirs, base)
     if tensors is not None:
         backend.load_adapter(tensors)
-    score(config, run, backend, heldout, tokenizer, conditions=_conditions(subject))
+    conditions = _conditions(subject)
+    if config.eval.keep_passing is not None:
+        conditions = conditions[-1:]
+    score(config, run, backend, heldout, tokenizer, conditions=conditions)
+
+
+def _label_known_items(config: RunConfig, run: Run, rows: Rows) -> None:
+    """Record which of the suite's items the run was trained on, and say so where it was."""
+    part = suite_part(config.suite, rows)
+    if part is None:
+        return
+    run.manifest.inputs["overlap"] = part
+    if part["sharing"]:
+        run.manifest.notes.append(
+            f"{part['sharing']} of {part['items']} items of {part['against']} have text in common "
+            f"with rows that the run was trained on, {part['contained']} of them half or more: "
+            "its scores on these show memory too"
+        )
 
 
 def _adapter_of(subject: Subject, trained: RunDir) -> str:

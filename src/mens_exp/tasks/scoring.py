@@ -17,6 +17,7 @@ from mens_exp.evals.heldout_syntax import HeldoutSyntax, choose_items
 from mens_exp.evals.running import Runner
 from mens_exp.evals.rust_suite import RustProgramSuite
 from mens_exp.evals.scored import to_scorecard
+from mens_exp.tasks.sampling import keep_passing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -328,6 +329,8 @@ def keep(
         scorecard.conditions[condition] |= more
     write_item_events(run.dir.events, events)
     scorecard.write(run.dir.scorecard)
+    if settings.keep_passing is not None:
+        keep_passing(suite, events, scorecard, config, run, runner)
     run.telemetry.emit(
         "scorecard",
         {"suite": suite.name, "items": scorecard.items, "conditions": scorecard.conditions},

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from mens_exp.config.callbacks import ScorecardConfig
 from mens_exp.config.evaluation import EngineKind
 from mens_exp.config.suite import (
+    HumanEvalSuite,
     JsonlCheck,
     JsonlSuite,
     LmEvalSuite,
@@ -27,6 +28,7 @@ _OF_THE_GRAPH = frozenset({"model", "tokenizer", "quant", "lora", "backend", "da
 _OF_OUR_GRAPH = frozenset({"quant", "lora", "backend", "trainer"})
 # What a specification says itself, of each of its conditions.
 _OF_A_SPEC = {"eval.base_url", "eval.model"} | {"path", "eval.engine", "eval.max_retries"}
+_OF_LEDGER = {"evaluate": ("ledger",)}
 _OF_DRAWING = frozenset({"eval.top_p", "eval.seed"})
 _OF_ANSWERS = _OF_DRAWING | {"eval.temperature", "eval.samples", "eval.max_retries"}
 
@@ -47,6 +49,8 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
         yield from _elsewhere(config)
     if settings.engine is EngineKind.openai:
         yield from _server(config)
+    if settings.keep_passing is not None:
+        yield from _keeping(config)
     yield from _while_training(config)
 
 
@@ -54,6 +58,33 @@ def scorecard_of(config: RunConfig) -> ScorecardConfig | None:
     """Return the callback that scores while training runs, None where it was left out."""
     found = [one for one in config.callbacks.values() if isinstance(one, ScorecardConfig)]
     return found[0] if found else None
+
+
+def _keeping(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what keeps the answers that pass from becoming rows."""
+    if config.task.name != "evaluate":
+        yield ConfigError(
+            "answers are kept by task=evaluate alone",
+            where="eval.keep_passing",
+            found=f"task={config.task.name}",
+            expected="task=evaluate, or null",
+        )
+    suite = config.suite
+    is_own = isinstance(suite, JsonlSuite | RustSuite)
+    if not is_own and not (isinstance(suite, HumanEvalSuite) and suite.path is not None):
+        yield ConfigError(
+            f"suite={suite.name} is an evaluation, and nothing is trained on its tasks",
+            where="eval.keep_passing",
+            found=f"suite={suite.name}",
+            expected="tasks of your own: suite=humaneval, rust or jsonl with suite.path",
+        )
+    if suite.executes and config.sandbox.name == "none":
+        yield ConfigError(
+            "no answer passes where none is executed",
+            where="sandbox",
+            found="none, with eval.keep_passing",
+            expected="sandbox=bubblewrap",
+        )
 
 
 def _while_training(config: RunConfig) -> Iterator[ConfigError]:
@@ -220,6 +251,11 @@ def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
             yield _no_effect(key, "another suite.check", "suite.check=function")
         elif key in _OF_A_SERVER and not _asks_a_server(config):
             yield _no_effect(key, f"eval.engine={settings.engine.value}", "eval.engine=openai")
+        elif (
+            key in {"eval.keep_per_prompt", *_OF_LEDGER.get(config.task.name, ())}
+            and settings.keep_passing is None
+        ):
+            yield _no_effect(key, "eval.keep_passing=null", "eval.keep_passing=<file>")
         elif key in _OF_DRAWING and settings.temperature == 0:
             yield _no_effect(key, "eval.temperature=0", "eval.temperature above 0")
 
