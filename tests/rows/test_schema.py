@@ -140,7 +140,7 @@ def test_misspelt_key_is_refused_with_the_nearest():
     message = refusal({"promt": "p", "response": "r"})
     assert "unknown key 'promt' · found 'p'" in message
     assert "the nearest is 'prompt'" in message
-    assert "'language', 'system', 'group' and 'difficulty'" in message
+    assert "'group', 'difficulty' and 'provenance'" in message
 
 
 def test_key_in_capitals_is_refused_with_the_nearest():

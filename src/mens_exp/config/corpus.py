@@ -16,6 +16,7 @@ from mens_exp.config.fields import setting
 __all__ = [
     "LANGUAGES",
     "STEPS",
+    "CanonicalConfig",
     "CorpusConfig",
     "CurriculumConfig",
     "DifficultyOrder",
@@ -23,6 +24,7 @@ __all__ = [
     "GenerateConfig",
     "MixBy",
     "MixStepConfig",
+    "OnUnformatted",
     "SplitBy",
     "SplitStepConfig",
     "ValidateConfig",
@@ -30,7 +32,7 @@ __all__ = [
 
 # By name; a test holds them against the steps and readers that there are.
 STEPS: Final = (
-    *("extract", "validate", "generate", "dedupe", "decontaminate"),
+    *("extract", "validate", "generate", "canonical", "dedupe", "decontaminate"),
     *("split", "mix", "curriculum", "report"),
 )
 LANGUAGES: Final = ("python", "rust", "markdown")
@@ -50,6 +52,14 @@ class MixBy(Enum):
     category = "category"
     language = "language"
     project = "project"
+
+
+class OnUnformatted(Enum):
+    """What becomes of a row whose code the formatter does not take."""
+
+    keep = "keep"
+    quarantine = "quarantine"
+    error = "error"
 
 
 class DifficultyOrder(Enum):
@@ -90,6 +100,17 @@ class ValidateConfig:
         False,  # a fragment that names what is elsewhere parses, and compiles in no language
         "Compile Python and Rust too, each row in a sandbox (sandbox=…) by the language's own "
         "tool: Python's compiler, and rustc as a library of the edition 2021.",
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class CanonicalConfig:
+    """What the step canonical does with Rust that rustfmt does not format."""
+
+    on_bad_row: OnUnformatted = setting(
+        OnUnformatted.keep,
+        "A row whose Rust rustfmt does not format: keep leaves it as it is, quarantine drops it, "
+        "error refuses all of them. unformatted.jsonl lists the first two with the reason.",
     )
 
 
@@ -166,8 +187,8 @@ class CorpusConfig:
 
     steps: list[str] = setting(
         [],
-        "The steps, in order, each once: extract, validate, generate, dedupe, decontaminate, "
-        "split, mix, curriculum, report.",
+        "The steps, in order, each once: extract, validate, generate, canonical, dedupe, "
+        "decontaminate, split, mix, curriculum, report.",
     )
     input: Any = setting(
         None,
@@ -182,6 +203,7 @@ class CorpusConfig:
     extract: ExtractConfig = _node(ExtractConfig)
     validate: ValidateConfig = _node(ValidateConfig)
     generate: GenerateConfig = _node(GenerateConfig)
+    canonical: CanonicalConfig = _node(CanonicalConfig)
     decontaminate: DecontaminateConfig = _node(DecontaminateConfig)
     mix: MixStepConfig = _node(MixStepConfig)
     dedupe: DedupeConfig = _node(DedupeConfig)

@@ -119,8 +119,8 @@ class RunConfig:
         None,
         "The file of registered cycles, their evidence and decisions, which only grows (promote); "
         "compare says by it which cycle a study is of, freezes the digests of its runs in it, and "
-        "calls any other study exploratory; with eval.keep_passing, evaluate refuses the suites "
-        "that its cycles are scored by.",
+        "calls any other study exploratory; evaluate refuses to keep answers (eval.keep_passing) "
+        "to suites that its cycles are scored by.",
     )
     open: str | None = setting(
         None, "Name of a benchmark cycle to register before any of its runs (promote)."

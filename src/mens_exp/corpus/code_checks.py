@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from mens_exp.rows.schema import TrainingPair
 
-__all__ = ["CHECKED", "blocks_of", "parse_problem"]
+__all__ = ["CHECKED", "blocks_of", "parse_problem", "spans_of"]
 
 _FENCED: Final = re.compile(
     r"^ {0,3}(?P<marks>`{3,}|~{3,})[ \t]*(?P<label>[^\s`{,]*)[^\n]*\n"
@@ -47,13 +47,24 @@ def blocks_of(pair: TrainingPair) -> Iterator[str]:
     """Yield the code of a row's answers in the language that the row names."""
     language = (pair.language or "").casefold()
     for _, said in pair.exchanges:
-        fenced = list(_FENCED.finditer(said))
-        for block in fenced:
-            label = block["label"].casefold()
-            if _SAME.get(label, label) in {"", language}:
-                yield block["code"]
-        if not fenced:
-            yield said
+        for start, end in spans_of(said, language):
+            yield said[start:end]
+
+
+def spans_of(said: str, language: str) -> list[tuple[int, int]]:
+    """Return where the code of an answer begins and ends, in a language that fences may name.
+
+    An answer without any fence is code as a whole.
+    """
+    fenced = list(_FENCED.finditer(said))
+    if not fenced:
+        return [(0, len(said))]
+    labels = [block["label"].casefold() for block in fenced]
+    return [
+        block.span("code")
+        for block, label in zip(fenced, labels, strict=True)
+        if _SAME.get(label, label) in {"", language}
+    ]
 
 
 def _python(code: str) -> str | None:

@@ -77,7 +77,7 @@ def keep_rows(
     *,
     most: int,
     provenance: Mapping[str, Any],
-    canonical: Callable[[Sequence[str]], Sequence[str]] = list,
+    codes: Callable[[Sequence[ItemEvent]], Sequence[str]] | None = None,
 ) -> tuple[list[TrainingPair], SamplingCounts]:
     """Return the answers that pass as rows, and the counts of all of them.
 
@@ -86,7 +86,8 @@ def keep_rows(
         events: the answers; those of `sampled_condition` count.
         most: rows of one prompt, at most.
         provenance: of every row; the item and the number of the sample are added.
-        canonical: brings code into the form that it is compared in.
+        codes: returns the code of answers, in the form in which it is compared; None takes the
+            code as it stands, which in Python is compared by its syntax tree.
     """
     condition = sampled_condition(events)
     mine: dict[str, list[ItemEvent]] = {item.id: [] for item in suite.items}
@@ -94,8 +95,8 @@ def keep_rows(
         if event["condition"] == condition:
             mine[event["item_id"]].append(event)
     passing = [e for some in mine.values() for e in some if e["task_success"]]
-    codes = canonical([_code(event, suite.name) for event in passing])
-    keys = {id(e): response_key(code) for e, code in zip(passing, codes, strict=True)}
+    texts = list(map(_code, passing)) if codes is None else codes(passing)
+    keys = {id(e): response_key(text) for e, text in zip(passing, texts, strict=True)}
     kept = _Kept()
     for item in suite.items:
         _keep_of(item, mine[item.id], keys, suite.name, most, provenance, kept)
@@ -147,9 +148,8 @@ def _sample(event: ItemEvent) -> int:
     return event["sample"]
 
 
-def _code(event: ItemEvent, suite: str) -> str:
-    text = outside_reasoning(event["completion"])
-    return code_of(text, r"\bfn\s") if suite == "rust" else code_of(text)
+def _code(event: ItemEvent) -> str:
+    return code_of(outside_reasoning(event["completion"]))
 
 
 def _row(

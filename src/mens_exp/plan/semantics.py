@@ -79,6 +79,7 @@ SETTINGS: dict[str, Part] = {
     **_all(Part.RECORD, "corpus.", "steps input output"),
     **_all(Part.RECORD, "corpus.extract.", "languages commit project"),
     **_all(Part.RECORD, "corpus.validate.", "on_bad_row compile"),
+    **_all(Part.RECORD, "corpus.canonical.", "on_bad_row"),
     **_all(Part.RECORD, "corpus.generate.", "rows repair_frac seed"),
     **_all(
         Part.RECORD,

@@ -10,7 +10,15 @@ from typing import Final
 from mens_exp.errors import SetupError
 from mens_exp.sandbox.program import Limits
 
-__all__ = ["Clippy", "Toolchain", "find_clippy", "find_rust", "least_rust_limits"]
+__all__ = [
+    "Clippy",
+    "Rustfmt",
+    "Toolchain",
+    "find_clippy",
+    "find_rust",
+    "find_rustfmt",
+    "least_rust_limits",
+]
 
 # measured: rustc 1.95 needs 0.5 s and less than 512 MiB for a task, linking included.
 _LEAST: Final = Limits(memory_mib=1024, cpu_s=30, wall_s=30, processes=64, file_mib=64)
@@ -30,6 +38,15 @@ class Clippy:
     """Where Clippy's compiler and its libraries are, and its version."""
 
     driver: str
+    sysroot: str
+    version: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rustfmt:
+    """Where the formatter and its libraries are, and its version."""
+
+    tool: str
     sysroot: str
     version: str
 
@@ -72,6 +89,17 @@ def find_clippy(toolchain: Toolchain) -> Clippy:
         sysroot=toolchain.sysroot,
         version=_version(driver, "clippy", "rust-clippy"),
     )
+
+
+def find_rustfmt(toolchain: Toolchain) -> Rustfmt:
+    """Find the formatter that belongs to a compiler.
+
+    Raises:
+        SetupError: it is not installed, or does not start.
+    """
+    tool = f"{toolchain.sysroot}/bin/rustfmt"
+    version = _version(tool, "rustfmt", "rustfmt")
+    return Rustfmt(tool=tool, sysroot=toolchain.sysroot, version=version)
 
 
 def _version(tool: str, component: str, package: str) -> str:

@@ -18,14 +18,19 @@ from mens_exp.config.suite import AnsweredSuite
 from mens_exp.corpus.benchmarks import benchmark_texts
 from mens_exp.corpus.overlap import OverlapIndex
 from mens_exp.corpus.row_part import CONTAINED
+from mens_exp.corpus.rust_format import RustFormatter
 from mens_exp.errors import GateError, RequestError
+from mens_exp.evals.answer_text import outside_reasoning
 from mens_exp.evals.catalogue import frozen_suite
 from mens_exp.evals.rejection import keep_rows, sampled_condition
+from mens_exp.evals.rust_styles import assemble_rust
+from mens_exp.evals.rust_suite import RustProgramSuite
 from mens_exp.evals.scored import graded_digest
 from mens_exp.rows.schema import to_json
+from mens_exp.sandbox.rust_toolchain import find_rustfmt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from mens_exp.artifacts.scorecard import ItemEvent, Scorecard
     from mens_exp.config.root import RunConfig
@@ -44,6 +49,7 @@ def refuse_evaluations(config: RunConfig) -> None:
     Raises:
         RequestError: the file is there already.
         GateError: a cycle of the ledger is scored by the suite, or its tasks are a benchmark's.
+        SetupError: answers are in Rust, and rustfmt is not installed.
         MensError: the suite or the ledger cannot be read.
     """
     assert config.eval.keep_passing is not None, "the caller has asked"
@@ -57,6 +63,8 @@ def refuse_evaluations(config: RunConfig) -> None:
             remedy="remove it, or name another",
         )
     suite = frozen_suite(config.suite, calls_functions=True)
+    if isinstance(suite, RustProgramSuite):
+        find_rustfmt(suite.toolchain)  # equal answers are told by it
     if config.ledger is not None:
         _refuse_registered(graded_digest(suite), Path(config.ledger).expanduser())
     found = sorted(_of_benchmarks(suite))
@@ -128,6 +136,7 @@ def keep_passing(
         events,
         most=settings.keep_per_prompt,
         provenance=_provenance(events, scorecard, config, run),
+        codes=_rust_codes(suite, runner) if isinstance(suite, RustProgramSuite) else None,
     )
     path = Path(settings.keep_passing).expanduser()
     with atomic.stream(path) as file:
@@ -138,6 +147,25 @@ def keep_passing(
     run.telemetry.emit("rejection_sampling", counts)
     if not rows:
         run.manifest.notes.append(f"eval.keep_passing: no answer was kept; {path} is empty")
+
+
+def _rust_codes(
+    suite: RustProgramSuite, runner: Runner | None
+) -> Callable[[Sequence[ItemEvent]], list[str]]:
+    """Return what brings Rust answers into canonical form: whole programs, laid out by rustfmt."""
+    assert runner is not None, "without one nothing passes"
+    formatter = RustFormatter(runner.sandbox, runner.limits, runner.workers)
+
+    def codes(events: Sequence[ItemEvent]) -> list[str]:
+        tasks = [suite.tasks[event["item_id"]] for event in events]
+        texts = [outside_reasoning(event["completion"]) for event in events]
+        programs = [
+            assemble_rust(text, prompt=task.prompt, entry_point=task.entry_point)
+            for task, text in zip(tasks, texts, strict=True)
+        ]
+        return [one.text for one in formatter.formatted(programs)]
+
+    return codes
 
 
 def _provenance(

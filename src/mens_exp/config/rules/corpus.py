@@ -24,6 +24,10 @@ _NOT_AFTER: Final[dict[str, tuple[frozenset[str], str]]] = {
         frozenset({"mix", "split", "curriculum"}),
         "its rows would be of no share, no side and no place in the order",
     ),
+    "canonical": (
+        frozenset({"dedupe", "mix"}),
+        "rows that differ in layout alone would stay",
+    ),
     "dedupe": (frozenset({"mix"}), "it would take away what mix repeats, and the shares with it"),
     "decontaminate": (
         frozenset({"mix"}),
@@ -147,8 +151,8 @@ def _order(corpus: CorpusConfig) -> Iterator[ConfigError]:
                 f"{name} cannot come after {wrong[0]}: {why}",
                 where="corpus.steps",
                 found=",".join(corpus.steps),
-                expected="extract or generate, validate, dedupe, decontaminate, split, mix, "
-                "curriculum, report in this order, less those that are not wanted",
+                expected="extract or generate, validate, canonical, dedupe, decontaminate, split, "
+                "mix, curriculum, report in this order, less those that are not wanted",
             )
 
 
@@ -190,6 +194,14 @@ def _settings(config: RunConfig, corpus: CorpusConfig) -> Iterator[ConfigError]:
             found="none",
             expected="bubblewrap, because corpus.validate.compile=true",
             remedy="drop sandbox=none, or corpus.validate.compile",
+        )
+    if "canonical" in corpus.steps and config.sandbox.name == "none":
+        yield ConfigError(
+            "nothing is formatted without a sandbox",
+            where="sandbox",
+            found="none",
+            expected="bubblewrap, because rustfmt opens the files that a source names",
+            remedy="drop sandbox=none, or the step canonical",
         )
     if "mix" in corpus.steps:
         yield from _mix(corpus)

@@ -28,7 +28,6 @@ _OF_THE_GRAPH = frozenset({"model", "tokenizer", "quant", "lora", "backend", "da
 _OF_OUR_GRAPH = frozenset({"quant", "lora", "backend", "trainer"})
 # What a specification says itself, of each of its conditions.
 _OF_A_SPEC = {"eval.base_url", "eval.model"} | {"path", "eval.engine", "eval.max_retries"}
-_OF_LEDGER = {"evaluate": ("ledger",)}
 _OF_DRAWING = frozenset({"eval.top_p", "eval.seed"})
 _OF_ANSWERS = _OF_DRAWING | {"eval.temperature", "eval.samples", "eval.max_retries"}
 
@@ -251,13 +250,15 @@ def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
             yield _no_effect(key, "another suite.check", "suite.check=function")
         elif key in _OF_A_SERVER and not _asks_a_server(config):
             yield _no_effect(key, f"eval.engine={settings.engine.value}", "eval.engine=openai")
-        elif (
-            key in {"eval.keep_per_prompt", *_OF_LEDGER.get(config.task.name, ())}
-            and settings.keep_passing is None
-        ):
+        elif settings.keep_passing is None and _is_of_keeping(key, config):
             yield _no_effect(key, "eval.keep_passing=null", "eval.keep_passing=<file>")
         elif key in _OF_DRAWING and settings.temperature == 0:
             yield _no_effect(key, "eval.temperature=0", "eval.temperature above 0")
+
+
+def _is_of_keeping(key: str, config: RunConfig) -> bool:
+    """Tell whether a setting says how passing answers are kept, and nothing else."""
+    return key == "eval.keep_per_prompt" or (key == "ledger" and config.task.name == "evaluate")
 
 
 def _asks_a_server(config: RunConfig) -> bool:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Final
 
+from mens_exp.corpus.rust_format import rustfmt_version
+from mens_exp.corpus.steps.canonical import canonical
 from mens_exp.corpus.steps.curriculum import curriculum
 from mens_exp.corpus.steps.decontaminate import decontaminate
 from mens_exp.corpus.steps.dedupe import dedupe
@@ -35,6 +37,10 @@ def _grammars() -> dict[str, str | None]:
 
 def _generator() -> dict[str, str | None]:
     return {"generator": generator_sha256()}
+
+
+def _formatter() -> dict[str, str | None]:
+    return {"rustfmt": rustfmt_version()}
 
 
 def _signatures() -> dict[str, str | None]:
@@ -81,6 +87,7 @@ STEPS: Final[dict[str, StepKind]] = {
     "extract": StepKind(run=extract, version=1, leans_on=_grammars),
     "validate": StepKind(run=validate, version=1, reads=("sandbox",), leans_on=_grammars),
     "generate": StepKind(run=generate, version=1, leans_on=_generator),
+    "canonical": StepKind(run=canonical, version=1, reads=("sandbox",), leans_on=_formatter),
     "dedupe": StepKind(run=dedupe, version=1, leans_on=_signatures),
     "decontaminate": StepKind(run=decontaminate, version=2, leans_on=_benchmarks),
     "mix": StepKind(run=mix, version=1),
