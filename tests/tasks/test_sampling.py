@@ -72,7 +72,7 @@ def model_that_says(said, finish="stop"):
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            name = next(n for n in said if f"def {n}(" in body["messages"][-1]["content"])
+            name = next(n for n in said if f"{n}(" in body["messages"][-1]["content"])
             with lock:
                 seeds = order.setdefault(name, {})
                 text = said[name][seeds.setdefault(body.get("seed"), len(seeds))]
@@ -219,6 +219,43 @@ def test_limit_of_a_prompt_keeps_the_first_ones(sample):
     assert [row["provenance"]["sample"] for row in rows_in(path)] == [0, 3, 0]
     assert Manifest.read(run.manifest).facts["rejection_sampling"]["over_limit"] == 1
     assert sample("eval.keep_per_prompt=2")[1].read_bytes() == path.read_bytes()
+
+
+RUST = {
+    "name": "own_crates",
+    "prompt": "/// How many crates of three hold the melons of our shop?\n"
+    "fn crates_needed(number: isize) -> isize {\n",
+    "tests": "}\n\nfn main() {\n    assert_eq!(crates_needed(5), 2);\n}\n",
+    "stop_tokens": ["\n}"],
+}
+SAID_RUST = [
+    "    (number + 2) / 3\n",
+    "```rust\nfn crates_needed( number:isize )->isize{(number+2)/3}\n```",  # the same
+    "    number / 3\n",  # wrong
+    "    if number % 3 == 0 { number / 3 } else { number / 3 + 1 }\n",
+]
+
+
+def test_rust_answers_are_told_apart_by_rustfmt(tmp_path):
+    """A body and a whole function of another layout are one answer."""
+    for tool in ("bwrap", "rustc", "rustfmt"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is missing: apt-get install bubblewrap rustc rustfmt")
+    tasks, rows = tmp_path / "tasks.jsonl", tmp_path / "rows.jsonl"
+    tasks.write_text(json.dumps(RUST) + "\n")
+    with model_that_says({"crates_needed": SAID_RUST}) as url:
+        server = ["eval.engine=openai", f"eval.base_url={url}", "eval.model=stand-in"]
+        command = ["task=evaluate", "path=base", *server, "suite=rust", "suite.batch_size=1"]
+        drawn = ["eval.samples=4", "eval.temperature=0.8", f"eval.keep_passing={rows}"]
+        out = RunDir(tmp_path / "run")
+        named = [f"suite.path={tasks}", f"hydra.run.dir={out.path}"]
+        assert cli.main([*command, *drawn, *named]) == 0
+    kept = rows_in(rows)
+    assert [row["response"] for row in kept] == [SAID_RUST[0], SAID_RUST[3]]
+    assert {row["language"] for row in kept} == {"rust"}
+    assert kept[0]["provenance"]["tools"]["rustc"].startswith("rustc ")
+    counts = Manifest.read(out.manifest).facts["rejection_sampling"]
+    assert (counts["passed"], counts["kept"], counts["repeated"]) == (3, 2, 1)
 
 
 def test_answers_that_were_cut_are_not_kept(sample):

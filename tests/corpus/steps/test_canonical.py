@@ -22,6 +22,7 @@ from mens_exp.errors import Problems, SetupError
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.sandbox.bubblewrap import Bubblewrap
 from mens_exp.sandbox.program import Limits
+from mens_exp.sandbox.unsafe import Unsafe
 
 pytestmark = pytest.mark.skipif(
     shutil.which("bwrap") is None or shutil.which("rustfmt") is None,
@@ -33,7 +34,7 @@ UNTIDY = "// Adds.\nfn  add( a:i32,b:i32,)->i32{a+b/* kept */\n}\n\n\n"
 SOURCES = [
     UNTIDY,
     TIDY,
-    "use std::fmt;use std::collections::{HashMap};\nstruct P{x:f64}impl P{fn x(&self)->f64{self.x}}",
+    "use std::fmt;use std::collections::{HashMap};\nstruct P{x:f64}impl P{fn x(&self){}}",
     'fn s()->&\'static str{"a  b\\\n   c"}\nmacro_rules! m{($x:expr)=>{$x+1};}',
     "pub extern fn q( ){ }\n",
     "",
@@ -43,7 +44,7 @@ REFUSED = {
     "fn broken( {": "line 1, column 13",
     "let x = 1;\nx": "expected item",
     "mod elsewhere;\nfn g(){}": "another file",
-    '#[path = "/etc/passwd"]\nmod x;': "another file",
+    '#[path = "/etc/passwd"]\nmod x;': "line 2, column 1: couldn't read",
     f"fn deep() {{ {'(' * 3000}{')' * 3000} }}": "rustfmt failed",
     '#[path = "/dev/zero"]\nmod x;\nfn g(){}': "",
 }
@@ -98,17 +99,24 @@ def test_many_sources_of_one_call_are_as_rustfmt_makes_each(formatter, tmp_path)
         assert reason in found[source].problem
 
 
-def test_source_does_not_bring_another_files_text_into_the_rows(formatter, tmp_path):
-    """A module of a file that is there is formatted by plain rustfmt too; here it is refused."""
-    library = next(iter(sorted((tmp_path / "x").parent.glob("nothing"))), None)
-    assert library is None
-    (secret,) = formatter.formatted([f'#[path = "{__file__}"]\nmod x;\nfn g(){{}}'])
-    assert secret.problem is not None
+def test_source_looks_like_no_other_of_its_call(formatter):
+    """The head of a file within a comment begins none, and no source can name another."""
     same = "fn a(){}\n// /tmp/program/0001.rs:\n\nfn b(){}"
     first, second = formatter.formatted([same, '#[path = "0000.rs"]\nmod x;'])
     assert first.problem is None
     assert first.text.count("fn ") == 2
     assert second.problem is not None
+
+
+def test_source_does_not_bring_another_files_text_into_the_rows(tmp_path):
+    """Where a module's file can be read, outside the sandbox, rustfmt writes it out too."""
+    secret = tmp_path / "secret.rs"
+    secret.write_text("fn  secret( ){}\n")
+    source = f'#[path = "{secret}"]\nmod x;\nfn g(){{}}'
+    (found,) = RustFormatter(Unsafe(), Limits()).formatted([source])
+    assert found.text == source
+    assert found.problem == "rustfmt changed more than the layout"
+    assert secret.read_text() == "fn  secret( ){}\n"
 
 
 def test_step_formats_the_code_of_every_answer(work):
