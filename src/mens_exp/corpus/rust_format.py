@@ -31,6 +31,7 @@ _OUTPUT_KIB: Final = 64  # of one source; rows are far shorter
 _WORDS: Final = re.compile(r"\w+")
 _ABI: Final = re.compile(r'\bextern\s+"C"')  # rustfmt writes out what is meant
 _FAILED: Final = "rustfmt failed"
+_MORE: Final = "rustfmt changed more than the layout"
 _SCRIPT: Final = 'exec "$0" --edition "$1" --emit stdout --config-path rustfmt.toml ./*.rs'
 
 
@@ -121,10 +122,12 @@ def _read(word: str, sources: Sequence[str], execution: Execution) -> list[Forma
     found: list[Formatted | None] = []
     for number, source in enumerate(sources):
         problem = _refusal(execution.stderr, f"{word}{number:04d}.rs")
-        if number in texts and problem is None:
-            found.append(_checked(source, texts[number]))
-        elif problem is not None:
+        if problem is not None:
             found.append(Formatted(text=source, problem=problem))
+        elif number in texts and _words(source) == _words(texts[number]):
+            found.append(Formatted(text=texts[number]))
+        elif number in texts and len(sources) == 1:
+            found.append(Formatted(text=source, problem=_MORE))
         elif len(sources) == 1:
             found.append(Formatted(text=source, problem=_failure(execution)))
         else:
@@ -155,12 +158,6 @@ def _failure(execution: Execution) -> str:
     return f"{_FAILED} ({execution.outcome})"
 
 
-def _checked(source: str, text: str) -> Formatted:
-    """Return the text, unless more was changed than the layout: a file read in, say."""
-    if _words(source) != _words(text):
-        return Formatted(text=source, problem="rustfmt changed more than the layout")
-    return Formatted(text=text)
-
-
 def _words(source: str) -> Counter[str]:
+    """Count what layout does not change; a file that another source read in would."""
     return Counter(_WORDS.findall(_ABI.sub("extern", source)))

@@ -15,7 +15,7 @@ from mens_exp.evals.completion_styles import Style
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["assemble_rust", "style_of_rust"]
+__all__ = ["assemble_rust", "style_of_rust", "without_comments"]
 
 _FENCE_LINE: Final = re.compile(r"^[ \t]*```.*$", re.MULTILINE)
 _RUST: Final = frozenset({"", "rs", "rust"})
@@ -55,6 +55,11 @@ def style_of_rust(completion: str, *, entry_point: str) -> Style:
     """Return how `assemble_rust` reads a completion: the whole function, or its continuation."""
     text = _code(completion.replace("\r\n", "\n"), entry_point)
     return Style.WHOLE if _definition(entry_point).search(text) else Style.CONTINUATION
+
+
+def without_comments(text: str) -> str:
+    """Return Rust less its comments, those of documentation too."""
+    return _TOKEN.sub(lambda one: "" if one[0].startswith(("//", "/*")) else one[0], text)
 
 
 def _code(completion: str, entry_point: str) -> str:

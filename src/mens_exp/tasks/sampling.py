@@ -23,7 +23,7 @@ from mens_exp.errors import GateError, RequestError
 from mens_exp.evals.answer_text import outside_reasoning
 from mens_exp.evals.catalogue import frozen_suite
 from mens_exp.evals.rejection import keep_rows, sampled_condition
-from mens_exp.evals.rust_styles import assemble_rust
+from mens_exp.evals.rust_styles import assemble_rust, without_comments
 from mens_exp.evals.rust_suite import RustProgramSuite
 from mens_exp.evals.scored import graded_digest
 from mens_exp.rows.schema import to_json
@@ -152,7 +152,7 @@ def keep_passing(
 def _rust_codes(
     suite: RustProgramSuite, runner: Runner | None
 ) -> Callable[[Sequence[ItemEvent]], list[str]]:
-    """Return what brings Rust answers into canonical form: whole programs, laid out by rustfmt."""
+    """Return what brings Rust answers into canonical form: programs laid out by rustfmt."""
     assert runner is not None, "without one nothing passes"
     formatter = RustFormatter(runner.sandbox, runner.limits, runner.workers)
 
@@ -163,7 +163,9 @@ def _rust_codes(
             assemble_rust(text, prompt=task.prompt, entry_point=task.entry_point)
             for task, text in zip(tasks, texts, strict=True)
         ]
-        return [one.text for one in formatter.formatted(programs)]
+        # A continuation has the prompt's documentation, which a whole function may leave out.
+        bare = list(map(without_comments, programs))
+        return [one.text for one in formatter.formatted(bare)]
 
     return codes
 
