@@ -21,6 +21,7 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.artifacts.telemetry import read_events
+from mens_exp.errors import SetupError
 
 TASKS = [
     {
@@ -366,6 +367,18 @@ def test_file_that_is_there_is_not_written_over(sample, drawn, capsys):
     sample(f"eval.keep_passing={drawn[1]}", code=2)
     assert "the file is there already" in capsys.readouterr().err
     assert drawn[1].read_bytes() == before
+
+
+def test_sandbox_that_does_not_work_is_an_error(sample, monkeypatch, capsys):
+    """Exit code 3 and no file: a scorecard goes without, rows cannot."""
+
+    def broken(config):
+        raise SetupError("a probe was not contained", found="network")
+
+    monkeypatch.setattr("mens_exp.sandbox.opening.open_sandbox", broken)
+    _, rows = sample(code=3)
+    assert "no answer passed" in capsys.readouterr().err
+    assert not rows.exists()
 
 
 def test_suite_of_a_registered_cycle_is_refused(sample, drawn, tmp_path, capsys):

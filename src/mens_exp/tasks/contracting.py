@@ -178,11 +178,19 @@ def _known_reference(path: Path) -> StoredReference | None:
         return None
 
 
-def suite_part(suite: SuiteConfig, rows: Rows) -> OverlapPart | None:
-    """Compare rows to train on with the items of a suite; None where it has none of its own."""
+def suite_part(
+    suite: SuiteConfig, rows: Rows, *, calls_functions: bool = False
+) -> OverlapPart | None:
+    """Compare rows to train on with the items of a suite.
+
+    Args:
+        suite: the suite; None comes back where it has no items of its own.
+        rows: of the run.
+        calls_functions: whether Python that task files name may be run in this process.
+    """
     if not isinstance(suite, AnsweredSuite):
         return None
-    items = frozen_suite(suite).items
+    items = frozen_suite(suite, calls_functions=calls_functions).items
     texts = ((item.id, f"{item.prompt}\n{item.reference}") for item in items)
     return overlap_part(rows.train, texts, f"suite={suite.name}")
 

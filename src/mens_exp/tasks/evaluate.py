@@ -134,7 +134,7 @@ def _evaluate_here(config: RunConfig, run: Run, subject: Subject) -> None:
 
 def _label_known_items(config: RunConfig, run: Run, rows: Rows) -> None:
     """Record which of the suite's items the run was trained on, and say so where it was."""
-    part = suite_part(config.suite, rows)
+    part = suite_part(config.suite, rows, calls_functions=True)
     if part is None:
         return
     run.manifest.inputs["overlap"] = part

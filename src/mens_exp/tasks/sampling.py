@@ -19,7 +19,7 @@ from mens_exp.corpus.benchmarks import benchmark_texts
 from mens_exp.corpus.overlap import OverlapIndex
 from mens_exp.corpus.row_part import CONTAINED
 from mens_exp.corpus.rust_format import RustFormatter
-from mens_exp.errors import GateError, RequestError
+from mens_exp.errors import GateError, RequestError, SetupError
 from mens_exp.evals.answer_text import outside_reasoning
 from mens_exp.evals.catalogue import frozen_suite
 from mens_exp.evals.rejection import keep_rows, sampled_condition
@@ -125,12 +125,20 @@ def keep_passing(
         config: the command's own.
         run: the open run.
         runner: what executed answers.
+
+    Raises:
+        SetupError: answers are to be executed, and none was.
     """
     settings = config.eval
     assert settings.keep_passing is not None, "the caller has asked"
     if suite.needs_sandbox and runner is None:
-        run.unknown("facts.rejection_sampling", "nothing was executed, so that nothing passed")
-        return
+        raise SetupError(
+            "nothing was executed, so that no answer passed",
+            where="eval.keep_passing",
+            found="no sandbox that works; the run's notes say why",
+            expected="bubblewrap",
+            remedy="see task=doctor",
+        )
     rows, counts = keep_rows(
         suite,
         events,
