@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from dataclasses import replace
 
 import pytest
 
+from mens_exp import cli
 from mens_exp.config.suite import RustSuite
 from mens_exp.errors import SetupError
 from mens_exp.evals.rust_checks import find_rust
@@ -186,3 +188,22 @@ def test_without_a_sandbox_nothing_is_linted(suite):
     (one,) = suite.judge([Answer(item=suite.items[0], text=CLEAN)], None)
     assert one.lint_clean is one.lints is None
     assert "no sandbox" in one.unknown["lint_clean"]
+
+
+def test_command_without_clippy_ends_with_exit_code_3(tmp_path, monkeypatch, capsys):
+    """A toolchain that has none: told before anything is loaded, never a silent pass."""
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps(TRIPLE) + "\n")
+    sysroot = tmp_path / "sysroot"
+    (sysroot / "bin").mkdir(parents=True)
+    for place in (tmp_path / "rustc", sysroot / "bin" / "rustc"):
+        place.write_text(
+            f"#!/bin/sh\ncase $1 in --print) echo {sysroot};; *) echo rustc 9;; esac\n"
+        )
+        place.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    command = ["task=evaluate", "path=base", "model=tiny_llama", "trainer=cpu", "suite=rust"]
+    named = [f"suite.path={tasks}", "suite.clippy=true", f"hydra.run.dir={tmp_path / 'run'}"]
+    assert cli.main([*command, *named]) == 3
+    assert "rustup component add clippy" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
