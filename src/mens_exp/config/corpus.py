@@ -58,7 +58,7 @@ class OnUnformatted(Enum):
     """What becomes of a row whose code the formatter does not take."""
 
     keep = "keep"
-    quarantine = "quarantine"
+    drop = "drop"
     error = "error"
 
 
@@ -109,7 +109,7 @@ class CanonicalConfig:
 
     on_bad_row: OnUnformatted = setting(
         OnUnformatted.keep,
-        "A row whose Rust rustfmt does not format: keep leaves it as it is, quarantine drops it, "
+        "A row whose Rust rustfmt does not format: keep leaves it as it is, drop leaves it out, "
         "error refuses all of them. unformatted.jsonl lists the first two with the reason.",
     )
 

@@ -157,9 +157,7 @@ def test_formatting_hides_no_copy_of_a_benchmark():
         assert found.share == 1
 
 
-@pytest.mark.parametrize(
-    ("policy", "left"), [(OnUnformatted.keep, 2), (OnUnformatted.quarantine, 1)]
-)
+@pytest.mark.parametrize(("policy", "left"), [(OnUnformatted.keep, 2), (OnUnformatted.drop, 1)])
 def test_what_rustfmt_refuses_is_listed(work, policy, left):
     """And stays or goes, as the setting says."""
     rows = [rust("fn broken( {"), rust(UNTIDY)]
@@ -177,7 +175,7 @@ def test_what_rustfmt_refuses_is_listed(work, policy, left):
 def test_what_rustfmt_refuses_can_be_an_error(work):
     """All rows at once, each with its place."""
     policy = CanonicalConfig(on_bad_row=OnUnformatted.error)
-    with pytest.raises(Problems, match=r"(?s)jsonl:1: rustfmt.*jsonl:2: rustfmt.*keep or quar"):
+    with pytest.raises(Problems, match=r"(?s)jsonl:1: rustfmt.*jsonl:2: rustfmt.*keep or drop"):
         do(work, canonical, [rust("fn broken( {"), rust("fn ( {")], canonical=policy)
 
 

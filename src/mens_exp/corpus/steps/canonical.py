@@ -148,7 +148,7 @@ class _Errors:
             "rows that are not formatted are errors",
             where="corpus.canonical.on_bad_row",
             found=f"error, and {self.count} such rows",
-            remedy="mend the rows, or choose keep or quarantine",
+            remedy="mend the rows, or choose keep or drop",
         )
         if self.told:
             Problems.raise_if([*self.told, *(more if hidden else []), way])
