@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import PurePosixPath
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from mens_exp.artifacts.record import StoredRecord
+from mens_exp.artifacts.credentials import screened
+from mens_exp.artifacts.record import StoredRecord, write_record
 from mens_exp.errors import DataError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["Attempt", "Failure", "Manifest", "Status", "utc_now"]
 
@@ -43,6 +47,10 @@ class Failure(TypedDict):
     message: str
     remedy: str | None
     exit_code: int
+
+
+# The contract has a digest of its own, over settings in which a credential is refused.
+_SCREENED = ("overrides", "provenance", "inputs", "facts", "results", "unknown", "error", "notes")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -102,6 +110,15 @@ class Manifest(StoredRecord):
     outputs: dict[str, str] = field(default_factory=dict)
     error: Failure | None = None
     notes: list[str] = field(default_factory=list)
+
+    def write(self, path: Path) -> None:
+        """Write the record atomically, with every credential that is told in it masked.
+
+        Raises:
+            MensError: a field is of the wrong type or not finite; nothing is written.
+        """
+        told = {name: screened(getattr(self, name)) for name in _SCREENED}
+        write_record(replace(self, **told), path)
 
     def problems(self, where: str) -> list[DataError]:
         """Return the times, digests and paths that are not written as they should be."""

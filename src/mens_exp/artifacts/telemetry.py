@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self, TypedDict
 
 from mens_exp.artifacts.atomic import json_line, write_bytes
+from mens_exp.artifacts.credentials import screened
 from mens_exp.artifacts.metrics import METRICS, metric
 from mens_exp.artifacts.nearest import expected_name
 from mens_exp.artifacts.record import cut_torn_end, read_lines
@@ -74,7 +75,7 @@ class Telemetry:
         self._file = path.open("ab", buffering=0)
 
     def emit(self, event: str, payload: Mapping[str, Any]) -> None:
-        """Append one event, then hand it to every subscriber.
+        """Append one event, then hand it to every subscriber; credentials in it are masked.
 
         Args:
             event: a name from EVENTS.
@@ -89,7 +90,7 @@ class Telemetry:
         record: Event = {
             "ts_ms": int(self._clock() * 1000),
             "event": event,
-            "payload": dict(payload),
+            "payload": screened(dict(payload)),
         }
         _refuse(record)
         self._file.write(json_line(record, str(self._path)))

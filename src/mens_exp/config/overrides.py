@@ -17,6 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mens_exp.artifacts.credentials import looks_like_one
 from mens_exp.artifacts.nearest import nearest
 from mens_exp.config.compose import Composed, compose, group_options, typed
 from mens_exp.config.fields import shown
@@ -120,6 +121,9 @@ def check(
     if own:  # what ./conf adds cannot be told before it is in order
         return Checked(cells=(), problems=own, general=own)
     texts = spelled_out(texts)
+    secrets = tuple(error for text in texts for error in _credentials(text))
+    if secrets:  # whatever else is said would name the value
+        return Checked(cells=(), problems=secrets, general=secrets)
     found: dict[str, list[MensError]] = {text: [] for text in texts}
     overrides = [o for text in texts for o in _parsed(text, found[text], multirun=multirun)]
     groups = [o for o in overrides if _is_group(o)]
@@ -158,6 +162,19 @@ def check(
 
 def _unique(problems: Iterable[MensError]) -> tuple[MensError, ...]:
     return tuple({str(problem): problem for problem in problems}.values())
+
+
+def _credentials(text: str) -> Iterator[ConfigError]:
+    """Yield that an override holds a credential, since every setting is recorded."""
+    told = looks_like_one(text)
+    if told is not None:
+        yield ConfigError(
+            "holds what looks like a credential",
+            where=text.partition("=")[0].lstrip("+~"),
+            found=told,
+            expected="no credential: settings stand in every record of a run",
+            remedy="give it in the environment, as HF_TOKEN, WANDB_API_KEY or OPENAI_API_KEY",
+        )
 
 
 def _parsed(text: str, problems: list[MensError], *, multirun: bool) -> list[Override]:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from mens_exp.artifacts.corpus_report import Finding
+from mens_exp.artifacts.credentials import SECRETS
 from mens_exp.corpus.code_checks import blocks_of
 from mens_exp.corpus.quality.constructs import KINDS_IN
 from mens_exp.corpus.quality.distinct import Distinct
 from mens_exp.corpus.quality.lengths import Lengths
-from mens_exp.corpus.quality.screen import SECRETS, hits_in
+from mens_exp.corpus.quality.screen import hits_in
 from mens_exp.corpus.shingles import runs, token_hashes
 from mens_exp.corpus.split import project_of
 from mens_exp.errors import MissingExtra

@@ -15,10 +15,10 @@ from mens_exp.artifacts.corpus_report import (
     Safety,
     Share,
 )
+from mens_exp.artifacts.credentials import without_secrets
 from mens_exp.corpus.duplicates import duplicates
 from mens_exp.corpus.quality.constructs import KINDS_IN, all_kinds
 from mens_exp.corpus.quality.measures import OTHERS, Measures, Source, measured
-from mens_exp.corpus.quality.screen import without_secrets
 from mens_exp.corpus.quality.token_counts import drawn, token_counts
 from mens_exp.corpus.side_by_side import in_order, pieces
 from mens_exp.corpus.source import labelling_of

@@ -1,0 +1,172 @@
+"""Credentials in text: the forms that are easily told, and records without them.
+
+The list is what is easily told, not what may be there: a clean text is no proof. A form is one that
+its issuer fixes, a password in a URL, or a value beside a name such as ``api_key``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "SECRETS",
+    "Pattern",
+    "found_in",
+    "looks_like_one",
+    "masked",
+    "possible",
+    "screened",
+    "without_secrets",
+]
+
+_MOST_SHOWN: Final = 4  # characters of a secret, and never over a quarter of it
+
+
+class Pattern(NamedTuple):
+    """What is looked for, and texts of which one, in lower case, is always in it.
+
+    The group ``secret`` of a secret's form, where there is one, is what is masked; else it is the
+    whole match. Of a ``guessed`` secret values that say they are to be replaced do not count.
+    """
+
+    needles: tuple[str, ...]
+    form: re.Pattern[str]
+    guessed: bool = False
+
+
+SECRETS: Final[dict[str, Pattern]] = {
+    "private key": Pattern(
+        ("-----begin ",), re.compile(r"-----BEGIN (?:[A-Z]+ )?PRIVATE KEY(?: BLOCK)?-----")
+    ),
+    "AWS access key": Pattern(("akia", "asia"), re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b")),
+    "GitHub token": Pattern(
+        ("ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_"),
+        re.compile(r"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{22,})"),
+    ),
+    "GitLab token": Pattern(("glpat-",), re.compile(r"\bglpat-[A-Za-z0-9_-]{20,}")),
+    "Slack token": Pattern(("xox",), re.compile(r"\bxox[abeprs]-[A-Za-z0-9-]{10,}")),
+    "Google API key": Pattern(("aiza",), re.compile(r"\bAIza[0-9A-Za-z_-]{35}")),
+    "Stripe key": Pattern(("k_live_",), re.compile(r"\b[rs]k_live_[0-9A-Za-z]{20,}")),
+    "OpenAI or Anthropic key": Pattern(
+        ("sk-",), re.compile(r"\bsk-(?:proj-|ant-)?[A-Za-z0-9_-]{32,}")
+    ),
+    "Hugging Face token": Pattern(("hf_",), re.compile(r"\bhf_[A-Za-z0-9]{30,}")),
+    "JSON web token": Pattern(("eyj",), re.compile(r"\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,}")),
+    "password in a URL": Pattern(
+        ("://",),
+        re.compile(r"://[^\s:/@\"']+:(?P<secret>[^\s/@\"']{3,})@"),
+        guessed=True,
+    ),
+    "assigned password": Pattern(
+        ("password", "passwd", "pwd", "secret", "key", "token"),
+        re.compile(
+            r"(?i)\b(?:password|passwd|pwd|secret|api_?key|access_?token|auth_?token)\b[\"']?"
+            r"\s*[:=]\s*[\"'](?P<secret>[^\s\"']{8,})[\"']"
+        ),
+        guessed=True,
+    ),
+}
+_REPLACED: Final = re.compile(r"(?i)example|your|change|placeholder|dummy|xxx|\*\*\*|[<>{}$%]")
+
+# In a record nothing is taken for a placeholder, and a name alone makes a value suspect.
+_IN_URL: Final = re.compile(r"://(?P<secret>[^\s/@\"']+)@")
+_NAME: Final = (
+    r"(?:api|access|private)_?key|secret(?:_?key)?|password|passwd|pwd|token|credentials?"
+)
+_NAMED: Final = re.compile(
+    rf"(?i)(?:\b|_)(?:{_NAME})[\"']?\s*[:=]\s*[\"']?(?P<secret>[A-Za-z0-9+/_.~-]{{16,}}=*)"
+)
+_KEY: Final = re.compile(rf"(?i)(?:^|[_.-])(?:{_NAME})$")
+_LEAST_LENGTH: Final = 16
+_LEAST_BITS: Final = 3.2  # of a character; words of sixteen letters have 3, a random token 3.7
+
+
+def masked(secret: str) -> str:
+    """Return the first characters of a secret, and how long it is."""
+    shown = secret[: min(_MOST_SHOWN, len(secret) // 4)]
+    return f"{shown}… ({len(secret)} characters)"
+
+
+def without_secrets(text: str) -> str:
+    """Return a text in which every secret that the screen finds is masked."""
+    for _, (start, end), secret in sorted(found_in(text), key=lambda hit: hit[1], reverse=True):
+        text = f"{text[:start]}{masked(secret)}{text[end:]}"
+    return text
+
+
+def looks_like_one(text: str) -> str | None:
+    """Return the first credential of a text, masked; None where none is told."""
+    spans = sorted(_in_record(text))
+    return masked(text[slice(*spans[0])]) if spans else None
+
+
+def screened(value: Any, name: str = "") -> Any:
+    """Return a JSON value whose texts hold no credential that is told; others are left as they are.
+
+    Args:
+        value: of a record.
+        name: that it stands under.
+    """
+    if isinstance(value, dict):
+        return {key: screened(one, str(key)) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(screened(one, name) for one in value)
+    if not isinstance(value, str):
+        return value
+    if _KEY.search(name) and _is_random(value):
+        return masked(value)
+    spans = sorted(_in_record(value), reverse=True)
+    text, end = value, len(value)
+    for start, stop in spans:
+        if stop <= end:  # one inside another is masked with it
+            text, end = f"{text[:start]}{masked(value[start:stop])}{text[stop:]}", start
+    return text if spans else value
+
+
+def _in_record(text: str) -> Iterator[tuple[int, int]]:
+    """Yield where credentials begin and end in the text of a record."""
+    for _, pattern in possible(SECRETS, text):
+        if not pattern.guessed:
+            yield from (match.span() for match in pattern.form.finditer(text))
+    if "://" in text:
+        for match in _IN_URL.finditer(text):
+            if ":" in match["secret"] or _is_random(match["secret"]):
+                yield match.span("secret")
+    for match in _NAMED.finditer(text):
+        if _is_random(match["secret"]):
+            yield match.span("secret")
+
+
+def _is_random(text: str) -> bool:
+    """Tell a random token from a word, a path or a content hash."""
+    if len(text) < _LEAST_LENGTH or re.search(r"\s", text):
+        return False
+    if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", text) or text.startswith((".", "/", "~")):
+        return False
+    counts = Counter(text).values()
+    bits = -sum(n / len(text) * math.log2(n / len(text)) for n in counts)
+    return bits >= _LEAST_BITS and any(map(str.isdigit, text)) and any(map(str.isalpha, text))
+
+
+def found_in(text: str) -> Iterator[tuple[str, tuple[int, int], str]]:
+    """Yield the kind, the place and the text of every secret that the patterns find."""
+    for kind, pattern in possible(SECRETS, text):
+        part: str | int = "secret" if "secret" in pattern.form.groupindex else 0
+        for match in pattern.form.finditer(text):
+            secret = match[part]
+            if not (pattern.guessed and _REPLACED.search(secret)):
+                yield kind, match.span(part), secret
+
+
+def possible(patterns: dict[str, Pattern], text: str) -> Iterator[tuple[str, Pattern]]:
+    """Yield the patterns that may match: to look for a fixed text is much faster."""
+    lowered = text.lower()
+    for kind, pattern in patterns.items():
+        if any(needle in lowered for needle in pattern.needles):
+            yield kind, pattern

@@ -1,0 +1,76 @@
+"""Credentials in records: what is masked, and what is left as it is."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from mens_exp.artifacts.credentials import looks_like_one, screened
+
+# Put together here, so that no file holds anything that looks like a secret.
+RANDOM = "q7Zp2Lk9Vx4Tn8Rw1Yb6"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://user:" + "pw@host/path",
+        "postgresql://admin:" + "hunter2@db:5432/runs",
+        "https://" + RANDOM + "@github.com/lab/code.git",
+        "hf_" + RANDOM * 2,
+        "AKIA" + "IOSFODNN7QQQQQQQ",
+        "api_key=" + RANDOM,
+        "export OPENAI_API_KEY='" + RANDOM + "'",
+        '{"token": "' + RANDOM + '"}',
+    ],
+)
+def test_a_credential_is_masked_wherever_it_stands(text):
+    """In a list, under a key, in the midst of other text; how long it was is told."""
+    told = looks_like_one(text)
+    assert told is not None
+    assert "characters)" in told
+    record = {"notes": [f"before {text} after"], "n": 3}
+    safe = screened(record)
+    assert safe["n"] == 3
+    assert safe["notes"][0].startswith("before ")
+    assert safe["notes"][0].endswith(" after")
+    for secret in ("user:pw", "hunter2", RANDOM, "IOSFODNN7QQQQQQQ"):
+        assert secret not in str(safe)
+
+
+@pytest.mark.parametrize("name", ["token", "wandb_api_key", "client.secret", "PASSWORD"])
+def test_a_random_value_under_a_name_of_a_secret_is_masked(name):
+    """The name is enough; under another it is an identifier."""
+    assert RANDOM not in str(screened({name: RANDOM}))
+    assert screened({"run_id": RANDOM}) == {"run_id": RANDOM}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "https://huggingface.co/lab/model",
+        "ssh://git@github.com/lab/code.git",
+        "/home/user/data/rows.jsonl",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "eos_token=<|im_end|>",
+        "token=/a/b/c/d/e/f/g/h/i1",
+        hashlib.sha256(b"x").hexdigest(),
+        "a token that is expected here: nothing of the kind",
+        "2026-11-23T17:47:02.123Z",
+    ],
+)
+def test_what_is_no_credential_is_left_as_it_is(value):
+    """Records keep their paths, hashes, ids and words."""
+    assert looks_like_one(value) is None
+    record = {"tokenizer_sha256": value, "base_model": value, "notes": [f"of {value}"]}
+    assert screened(record) == record
+
+
+def test_a_content_hash_under_any_name_is_no_credential():
+    """Commits and digests are what records are made of."""
+    for value in (hashlib.sha1(b"x", usedforsecurity=False).hexdigest(), "e" * 64):
+        assert screened({"token": value, "key": f"token={value}"}) == {
+            "token": value,
+            "key": f"token={value}",
+        }

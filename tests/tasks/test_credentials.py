@@ -1,0 +1,84 @@
+"""Credentials that are planted where a run reads, and searched for in everything that it writes."""
+
+from __future__ import annotations
+
+import pytest
+
+from mens_exp import cli
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.training.module import TrainingModule
+
+PASSWORD = "q7Zp2Lk9" + "Vx4Tn8Rw1Yb6"
+URL = f"https://user:{PASSWORD}@host/path"
+
+
+def holding(directory, secret=PASSWORD):
+    """List the files below a directory in which a secret stands, as text or within binary data."""
+    return [
+        str(path.relative_to(directory))
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and secret.encode() in path.read_bytes()
+    ]
+
+
+def test_a_url_in_the_environment_reaches_no_record(train_in, tmp_path, monkeypatch):
+    """Manifest, telemetry, report, model card and the W&B mirror; it stood in all but the last."""
+    monkeypatch.setenv("MENS_EXP_NOTE", URL)
+    run = train_in(tmp_path / "run", "logger=wandb")
+    assert holding(run.path) == []
+    note = Manifest.read(run.manifest).provenance["environment"]["MENS_EXP_NOTE"]
+    assert note.startswith("https://")
+    assert note.endswith("characters)@host/path")
+
+
+def test_a_url_in_an_error_reaches_no_record(train_in, tmp_path, monkeypatch):
+    """A library names what it was asked for; the record says what failed, without the password."""
+
+    def step(self, batch, index):
+        raise OSError(f"cannot reach {URL}")
+
+    monkeypatch.setattr(TrainingModule, "training_step", step)
+    run = train_in(tmp_path / "run", code=1)
+    assert holding(run.path) == []
+    error = Manifest.read(run.manifest).error
+    assert error["message"].startswith("cannot reach https://")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"data.path={URL}",
+        "hydra.job.name=hf_" + PASSWORD * 2,
+        f"suite.path='/home/api_key={PASSWORD}/x'",
+    ],
+)
+def test_a_credential_in_a_setting_is_refused_before_anything_is_written(
+    tiny_run, tmp_path, capsys, override
+):
+    """The message names the setting and not the credential."""
+    place = tmp_path / "run"
+    assert cli.main([*tiny_run, override, f"hydra.run.dir={place}"]) == 2
+    said = capsys.readouterr().err
+    assert "holds what looks like a credential" in said
+    assert PASSWORD not in said
+    assert not place.exists()
+
+
+def test_a_bundle_holds_none(train_in, tmp_path, monkeypatch):
+    """What leaves the machine is made of records, which have none."""
+    monkeypatch.setenv("MENS_EXP_NOTE", URL)
+    run = train_in(tmp_path / "run")
+    out = tmp_path / "bundle.tar.gz"
+    assert (
+        cli.main(
+            [
+                "task=export",
+                f"path={run.path}",
+                f"out={out}",
+                "export.allow_absolute_paths=true",
+                f"hydra.run.dir={tmp_path / 'own'}",
+            ]
+        )
+        == 0
+    )
+    assert holding(tmp_path) == []
