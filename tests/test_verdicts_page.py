@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -13,8 +14,8 @@ COMMANDS = re.findall(r"^    python -m mens_exp(.*)$", PAGE.read_text("utf-8"), 
 
 
 def test_the_page_has_its_commands():
-    """A sweep, three comparisons, and the three things that task=promote does."""
-    assert len(COMMANDS) == 7
+    """A sweep, four comparisons, and the three things that task=promote does."""
+    assert len(COMMANDS) == 8
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -23,3 +24,28 @@ def test_command_of_the_page_composes(command):
     words = shlex.split(command.replace("SHA256", "ab" * 32))
     checked = check([word for word in words if word != "-m"], multirun="-m" in words)
     assert [str(problem) for problem in checked.problems] == []
+
+
+def test_the_figures_of_looks_are_those_of_the_benchmark():
+    """The last full run, row by row and schedule by schedule."""
+    results = PAGE.parents[1] / "benchmarks" / "results" / "looks.json"
+    run = [one for one in json.loads(results.read_text("utf-8"))["runs"] if one["size"] == "full"][
+        -1
+    ]
+    figures = {one["name"]: (one["reference_value"], one["value"]) for one in run["figures"]}
+    for row, schedule in (
+        ("at 3, 5, 10 and 20 seeds", "3, 5, 10 and 20 seeds"),
+        ("5, at 3 to 7 seeds", "5 looks, 3 to 7 seeds"),
+        ("20, at 3 to 22 seeds", "20 looks, 3 to 22 seeds"),
+        ("48, at 3 to 50 seeds", "48 looks, 3 to 50 seeds"),
+    ):
+        kinds = ("normal", "tiny_llama, validation loss")
+        shares = [share for kind in kinds for share in figures[f"{kind}, {schedule}: false"]]
+        cells = " | ".join(f"{100 * share:.1f} %" for share in shares)
+        assert f"| {row} | {cells} |" in PAGE.read_text("utf-8")
+    bounds = [figures[f"{seeds} seeds: upper bound has the power"] for seeds in (3, 5, 10)]
+    said = " ".join(PAGE.read_text("utf-8").split())
+    first, second, third = (f"{100 * bound:.1f}" for _, bound in bounds)
+    assert f"{first}, {second} and {third} %)" in said
+    first, second, third = (f"{100 * plain:.0f}" for plain, _ in bounds)
+    assert f"{first}, {second} and {third} % at 3, 5 and 10 seeds" in said

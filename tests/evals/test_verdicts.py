@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
+from scipy import stats
 
 from mens_exp.artifacts.comparison import Verdict
 from mens_exp.evals.observations import Observation, Score, scores
@@ -100,6 +104,113 @@ def test_several_answers_to_an_item_are_their_mean():
         for value in (1.0, 1.0, 0.0)
     ]
     assert scores(told, items=1)["pass_at_1"].mean == pytest.approx(2 / 3)
+
+
+def study_of(means, seeds, rng, **how):
+    """Draw arms around the means and a reference around 0; return their records, judged."""
+    drawn = [dict(enumerate(rng.normal(mean, 1, seeds).tolist())) for mean in (0.0, *means)]
+    reference, *arms = (arm("task_success", one) for one in drawn)
+    shared = rule(arms=len(means), **how)
+    records = [compared("task_success", one, reference, QUIET, shared) for one in arms]
+    judge(records, shared)
+    return records
+
+
+def test_intervals_of_several_arms_hold_at_once():
+    """Each is scipy's at 1 - 0.05 / 3; simulated, they cover three clear differences in 95 %.
+
+    Intervals at the level of each arm's step of Holm, which is why they are not shown, do not.
+    """
+    rng = np.random.default_rng(1)
+    for record in study_of((1.0, 0.0, -2.0), 5, rng):
+        theirs = stats.ttest_1samp(record["differences"], 0.0).confidence_interval(1 - 0.05 / 3)
+        assert (record["low"], record["high"]) == pytest.approx((theirs.low, theirs.high))
+        assert record["level"] == pytest.approx(1 - 0.05 / 3)
+    noise = rng.normal(0, 1, (20_000, 4, 5))
+    means = np.array([[40.0], [80.0], [120.0]])
+    test = stats.ttest_1samp(noise[:, 1:] + means - noise[:, :1], 0.0, axis=2)
+    ranks = np.argsort(np.argsort(test.pvalue, axis=1), axis=1)
+
+    def covered(levels):
+        bounds = np.stack([test.confidence_interval(level) for level in levels])
+        low, high = (np.choose(ranks, bounds[:, end]) for end in (0, 1))
+        return ((low <= means[:, 0]) & (means[:, 0] <= high)).all(axis=1).mean()
+
+    assert covered([1 - 0.05 / 3] * 3) >= 0.95
+    assert covered([1 - 0.05 / 3, 1 - 0.05 / 2, 1 - 0.05]) < 0.94
+
+
+@pytest.mark.parametrize("how", [{}, {"sequential": "always_valid"}, {"test": "sign_flip"}])
+def test_no_verdict_stands_next_to_an_interval_that_says_otherwise_unexplained(how):
+    """Drawn near the boundary, so that Holm's steps and the intervals part."""
+    rng, parted = np.random.default_rng(2), 0
+    for _ in range(30):
+        for record in study_of((1.5, 2.0, -2.5), 8, rng, **how):
+            if record["low"] is None:
+                continue
+            has_zero = record["low"] <= 0 <= record["high"]
+            is_found = record["verdict"] in {Verdict.BETTER, Verdict.WORSE}
+            if has_zero == is_found:
+                parted += 1
+                assert "; the interval " in record["why"]
+                if how.get("test") != "sign_flip":
+                    assert is_found  # never no difference with an interval without 0
+            elif record["verdict"] != Verdict.NOT_REACHABLE:
+                assert "; the interval " not in record["why"]
+    assert parted > 0
+
+
+def test_one_arm_has_no_interval_that_says_otherwise():
+    """With nothing to share, Holm is the test alone, and so is the interval."""
+    rng = np.random.default_rng(3)
+    for how in ({}, {"sequential": "always_valid"}):
+        for _ in range(40):
+            (record,) = study_of((1.8,), 6, rng, **how)
+            is_found = record["verdict"] in {Verdict.BETTER, Verdict.WORSE}
+            assert is_found == (not record["low"] <= 0 <= record["high"])
+            assert "; the interval " not in record["why"]
+
+
+def test_what_seeds_find_is_a_range():
+    """By hand: 1, 2, 3 have sd 1, and three seeds find 3.26 of it; deciles of chi-square, 2 df."""
+    found = verdict("task_success", {1: 1.0, 2: 2.0, 3: 3.0}, {1: 0.0, 2: 0.0, 3: 0.0})
+    assert found["mde"] == pytest.approx(3.26, abs=0.01)
+    low, high = math.sqrt(2 / 4.605), math.sqrt(2 / 0.2107)
+    assert found["mde_low"] == pytest.approx(low * found["mde"], rel=1e-3)
+    assert found["mde_high"] == pytest.approx(high * found["mde"], rel=1e-3)
+    assert "3 seeds find a true difference of 2.2 to 10 in 80% of studies" in found["why"]
+    assert found["seeds_needed_low"] < found["seeds_needed"] < found["seeds_needed_high"]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("alpha", [1e-9, 0.05, 0.499999])
+@pytest.mark.parametrize("power", [0.5, 0.9999999999])
+@pytest.mark.parametrize("how", [{}, {"sequential": "always_valid"}, {"test": "sign_flip"}])
+def test_every_value_of_the_settings_gives_a_verdict(alpha, power, how):
+    """Over one to six seeds, equal differences and none, with nine arms to share the rate."""
+    draws = [0.3, -0.1, 0.4, 0.2, 0.25, 1e6]
+    for seeds in (1, 2, 3, 6):
+        for values in (draws[:seeds], [0.25] * seeds, [0.0] * seeds):
+            one = dict(enumerate(values))
+            told = {"alpha": alpha, "power": power, "arms": 9, **how}
+            found = verdict("task_success", one, dict.fromkeys(one, 0.0), **told)
+            assert found["verdict"] in Verdict
+            numbers = [value for value in found.values() if isinstance(value, float)]
+            assert all(map(math.isfinite, numbers))
+
+
+def test_few_seeds_get_no_always_valid_verdict():
+    """Three seeds reach 1/13 at best; the fourth can be under 0.05."""
+    wide = {1: 1.0, 2: 1.01, 3: 1.02}
+    found = verdict("task_success", wide, dict.fromkeys(wide, 0.0), sequential="always_valid")
+    assert (found["verdict"], found["seeds_needed"]) == (Verdict.NOT_REACHABLE, 4)
+    assert found["low"] is None
+    assert found["mde"] is None
+    assert "at least 0.07692, never under 0.05; 4 are needed" in found["why"]
+    wide[4] = 1.03
+    found = verdict("task_success", wide, dict.fromkeys(wide, 0.0), sequential="always_valid")
+    assert found["verdict"] == Verdict.BETTER
+    assert "at any number of looks" in found["why"]
 
 
 def test_holm_shares_the_error_rate_over_arms():

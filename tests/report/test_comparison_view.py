@@ -9,7 +9,7 @@ from rich.console import Console
 
 from mens_exp.artifacts.comparison import Comparison
 from mens_exp.report.comparison_plots import drawings
-from mens_exp.report.comparison_view import verdict_table, verdicts_grid
+from mens_exp.report.comparison_view import findings, verdict_table, verdicts_grid
 
 pytestmark = pytest.mark.draws
 
@@ -28,6 +28,29 @@ def test_no_word_of_the_verdicts_is_broken_in_a_terminal_of_80_columns():
         assert all(word in shown for word in row[-1].split())
         assert row[1] in shown
     assert "seed noise" not in shown
+
+
+def test_looks_are_a_column_of_the_page_and_a_sentence_in_the_terminal():
+    """Ranges and looks break no word of the verdicts in 80 columns."""
+    record = Comparison.read(SHIPPED)
+    (contrast,) = record.contrasts
+    kpi = contrast["kpis"][record.primary]
+    kpi.update(mde_low=0.2512, mde_high=0.5934)
+    others = [{"path": "a", "seeds": [1, 2]}, {"path": "b", "seeds": [1, 2, 3]}]
+    record.looks = {contrast["arm"]: {"others": others, "false": 0.119}}
+    heads, (row,) = verdicts_grid(record)
+    assert row[heads.index("look")] == "3"
+    assert row[heads.index("found at 80%")] == "0.25 to 0.59"
+    console = Console(width=80, file=io.StringIO())
+    console.print(verdict_table(record))
+    shown = console.file.getvalue()
+    assert all(word in shown for word in (*row[-1].split(), "difference", "interval"))
+    said = " ".join(shown.split())
+    assert "look 3 at these runs, as far as there are records here" in said
+    assert "is wrong in 12% of studies without a difference" in said
+    record.cycle = "one"
+    (said,) = [text for text, _ in findings(record) if "look 3" in text]
+    assert said.endswith("cycle one registered these seeds before any run.")
 
 
 def test_forests_say_their_level_and_which_way_is_better():

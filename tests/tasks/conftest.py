@@ -117,6 +117,7 @@ def frozen():
         "test": "t",
         "condition": "tuned",
         "target": "these_items",
+        "sequential": "none",
         "challenger": "burn",
         "incumbent": "qlora",
         "floors": {

@@ -131,6 +131,52 @@ def test_the_reference_is_named_by_its_value(study, compare):
     assert by_name.contrasts == by_value.contrasts
 
 
+def test_a_comparison_counts_the_other_looks_at_its_arms(study, compare, tmp_path):
+    """Three seeds, then five, then eight; comparing again, or by another KPI, is no other look."""
+    three, two, more = (
+        study(name, seeds=seeds, passes=lambda arm, seed: (seed * seed + arm) % 4)
+        for name, seeds in (("three", [1, 2, 3]), ("two", [4, 5]), ("more", [6, 7, 8]))
+    )
+    declared = "factors=[quant.double_quant]"
+    first = compare(three, declared)
+    assert first.looks == {}
+    assert compare(three, declared, "compare.primary=val_loss").looks == {}
+    second = compare(f"[{three},{two}]", declared)
+    assert [one["seeds"] for one in second.looks[WITHOUT]["others"]] == [[1, 2, 3]]
+    turned = compare(f"[{three},{two}]", declared, "compare.reference=false")
+    assert [len(one["others"]) for one in turned.looks.values()] == [1]
+    everything = f"[{three},{two},{more}]"
+    third = compare(everything, declared, f"out={tmp_path}/out")
+    assert [one["seeds"] for one in third.looks[WITHOUT]["others"]] == [[1, 2, 3], [1, 2, 3, 4, 5]]
+    assert third.looks[WITHOUT]["false"] == pytest.approx(0.107, abs=0.015)  # three of t, nested
+    for name in ("compare.md", "compare.html"):
+        text = (tmp_path / "out" / name).read_text("utf-8")
+        assert "look 3 at these runs" in text
+        assert "compare.sequential=always_valid" in text
+    allowing = compare(everything, declared, "compare.sequential=always_valid", f"out={tmp_path}/o")
+    assert (allowing.sequential, allowing.looks[WITHOUT]["false"]) == ("always_valid", None)
+    assert "allows for any number of looks" in (tmp_path / "o" / "compare.md").read_text("utf-8")
+
+
+def test_looks_at_one_arm_against_its_base_are_counted(study, compare):
+    """Of the base there are no runs of its own."""
+    one, two = study("one", seeds=[1, 2], arms=[[]]), study("two", seeds=[3], arms=[[]])
+    compare(one)
+    record = compare(f"[{one},{two}]")
+    assert [looked["seeds"] for looked in record.looks["tuned"]["others"]] == [[1, 2]]
+
+
+def test_a_look_at_other_runs_is_none(study, compare):
+    """Fresh seeds, and the same seeds trained anew; a record that is damaged is said to be."""
+    compare(study("one", seeds=[1, 2]))
+    assert compare(study("two", seeds=[3, 4, 5])).looks == {}
+    anew = study("anew", seeds=[1, 2, 3], started="2026-11-21T06:00:00.000Z")
+    (anew / "compare.json").write_text("{", encoding="utf-8")
+    record = compare(anew)
+    assert record.looks == {}
+    assert "looks were not counted in 1 compare.json that could not be read" in record.notes
+
+
 def test_a_learning_rate_sweep_is_never_blocked(study, compare):
     """Three rates, each an arm, none confounded."""
     rates = [["optim.lr=1e-4"], ["optim.lr=2e-4"], ["optim.lr=3e-4"]]
@@ -401,6 +447,10 @@ def test_a_scorecard_file_names_its_run(study, compare):
         (["compare.primary=parse_rat"], "the nearest is parse_rate"),
         (["compare.reference=nobody"], "names no arm"),
         (["compare.alpha=0"], "out of range"),
+        (["compare.alpha=0.9"], "out of range"),
+        (["compare.alpha=1e-12"], "out of range"),
+        (["compare.power=0.01"], "out of range"),
+        (["compare.sequential=always_valid", "compare.test=sign_flip"], "always-valid test is"),
         (["logger=csv"], "wandb or none"),
         (["lora.r=8"], "has no effect with task=compare"),
     ],
@@ -524,12 +574,11 @@ def test_a_loss_that_its_documents_contradict_is_refused(study, typed):
     assert "results.tuned_val_loss: is not the mean over the documents' tokens" in said
 
 
-def test_signs_of_seeds_tell_nothing_of_other_items(study, typed):
+@pytest.mark.parametrize("rule", ["compare.test=sign_flip", "compare.sequential=always_valid"])
+def test_a_rule_about_these_items_tells_nothing_of_others(study, typed, rule):
     """Refused before anything is read."""
     runs = study(loss=mean_loss)
-    said = typed(
-        "task=compare", f"path={runs}", "logger=none", "compare.test=sign_flip", LIKE, code=2
-    )
+    said = typed("task=compare", f"path={runs}", "logger=none", rule, LIKE, code=2)
     assert "compare.target=these_items" in said
 
 

@@ -251,8 +251,12 @@ def of_every_seed(study):
 
 @pytest.mark.parametrize(
     ("spoil", "override"),
-    [(of_seed_12, "compare.alpha=0.2"), (of_every_seed, "compare.condition=base")],
-    ids=["alpha", "condition"],
+    [
+        (of_seed_12, "compare.alpha=0.2"),
+        (of_every_seed, "compare.condition=base"),
+        (of_seed_12, "compare.sequential=always_valid"),
+    ],
+    ids=["alpha", "condition", "sequential"],
 )
 def test_a_comparison_cannot_be_made_by_other_rules_than_were_frozen(lab, spoil, override):
     """Once the answers are known, there is always a way of comparing that promotes."""
@@ -298,6 +302,50 @@ def test_what_a_cycle_was_opened_with_decides(lab, hypothesis, unmet):
         lab.open(name, seeds, **hypothesis)
     lab.promote()
     assert unmet in lab.notes()
+
+
+def test_a_cycle_that_froze_no_rule_for_looks_was_of_one_look(lab):
+    """Its program knew no other; a comparison by one look still counts, and promotes."""
+    lab.ledger.unlink()
+    del lab.frozen["sequential"]
+    for name, seeds in SEEDS.items():
+        lab.open(name, seeds)
+    assert "burn_production: promote" in lab.promote(code=0)
+
+
+def test_a_decision_on_a_comparison_of_an_older_version_is_not_made_again(lab):
+    """Its figures were made by other rules; the file that was decided on has to be there as it was.
+
+    Version 1 put in the place of the evidence afterwards is no way around the digest.
+    """
+    lab.promote(code=0)
+    file = lab.verdicts["two"] / "compare.json"
+    record = json.loads(file.read_text("utf-8"))
+    older(record)
+    file.write_text(json.dumps(record), "utf-8")
+    assert "comes out otherwise" in lab.typed(
+        "task=promote", "replay=true", f"ledger={lab.ledger}", code=4
+    )
+    lab.promote()
+    assert "contrasts come out otherwise" in lab.notes()
+    kept = lab.ledger.read_text("utf-8").splitlines()
+    lab.ledger.write_text("\n".join(kept[:2]) + "\n", "utf-8")
+    decision = json.loads(kept[-1])["decision"]
+    lab.write("decision", decision, 2)
+    said = lab.typed("task=promote", "replay=true", f"ledger={lab.ledger}")
+    assert "Entry 3 is unverifiable" in said
+    assert "older version" in said
+
+
+def older(record):
+    """Make a record what version 1 would have written."""
+    record["version"] = 1
+    del record["sequential"], record["looks"], record["settings"]["sequential"]
+    absent = ("level", "mde_low", "mde_high", "seeds_needed_low", "seeds_needed_high")
+    for contrast in record["contrasts"]:
+        for kpi in contrast["kpis"].values():
+            for name in absent:
+                del kpi[name]
 
 
 def test_a_typed_threshold_does_not_replace_the_frozen_one(lab):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 from mens_exp.artifacts.record import StoredRecord
 from mens_exp.errors import DataError
@@ -16,7 +16,9 @@ __all__ = [
     "Curve",
     "FrozenBy",
     "KpiRecord",
+    "Looks",
     "NoiseRecord",
+    "OtherLook",
     "RunRecord",
     "Verdict",
 ]
@@ -76,14 +78,21 @@ class KpiRecord(TypedDict):
         seeds: those that both arms have a value for, in the order of ``differences``.
         differences: one a seed, each the mean over the paired items.
         items: paired items of a seed, the fewest of any; null for what a run has as a whole.
-        low, high: the interval of the mean difference at 1 - alpha.
+        level: of the interval; that of the primary KPI holds for all arms at once (Bonferroni),
+            that of any other for itself alone.
+        low, high: the interval of the mean difference.
         p: of the chosen test; ``p_sign_flip`` of the signs alone; ``p_holm`` over the arms.
         unpaired_low, unpaired_high: Welch's interval, as if seeds were not shared.
         width_ratio: the paired interval's width over the unpaired one's.
         item_low, item_high: Student's t over items, each item's mean over the seeds.
-        mde: difference that these seeds find at the power stated.
+        mde: difference that these seeds find at the power stated, were the differences' standard
+            deviation the one that was estimated.
+        mde_low, mde_high: the same at the bounds of the 80 % interval of the true one. In 90 % of
+            studies a difference of ``mde_high`` is found at the power stated or above.
         seeds_needed: to reach alpha at all where these seeds cannot, else to find the
             observed difference at that power; null where no number would.
+        seeds_needed_low, seeds_needed_high: to find it at these bounds; null where these seeds
+            cannot reach alpha, or no number would.
         in_seed_noise: the estimate in multiples of the spread between seeds.
         why: of the verdict.
     """
@@ -97,6 +106,7 @@ class KpiRecord(TypedDict):
     seeds: list[int]
     differences: list[float]
     items: int | None
+    level: float | None
     low: float | None
     high: float | None
     p: float | None
@@ -108,7 +118,11 @@ class KpiRecord(TypedDict):
     item_low: float | None
     item_high: float | None
     mde: float | None
+    mde_low: float | None
+    mde_high: float | None
     seeds_needed: int | None
+    seeds_needed_low: int | None
+    seeds_needed_high: int | None
     in_seed_noise: float | None
     verdict: Verdict
     why: str
@@ -124,6 +138,26 @@ class ContrastRecord(TypedDict):
     environment: list[str]
     moved_inputs: list[str]
     kpis: dict[str, KpiRecord]
+
+
+class OtherLook(TypedDict):
+    """Another comparison of runs of the same two arms: where it was found, and its seeds."""
+
+    path: str
+    seeds: list[int]
+
+
+class Looks(TypedDict):
+    """All looks at one contrast that there are records of, this one included.
+
+    Attributes:
+        others: the other ones, each set of runs once.
+        false: how often a test made for one look calls no difference one at any of these; null
+            where the test allows for them, or where that is not known.
+    """
+
+    others: list[OtherLook]
+    false: float | None
 
 
 class NoiseRecord(TypedDict):
@@ -149,6 +183,20 @@ class FrozenBy(TypedDict):
     sha256: str
 
 
+def _comparison_of_1(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a record of version 1 as one of version 2: it had one level, and no ranges."""
+    absent = ("mde_low", "mde_high", "seeds_needed_low", "seeds_needed_high")
+    try:
+        for contrast in value["contrasts"]:
+            for kpi in contrast["kpis"].values():
+                level = None if kpi["low"] is None else 1 - value["alpha"]
+                kpi.update(dict.fromkeys(absent), level=level)
+        note = "it was written by an older version: its intervals hold for each arm alone"
+        return {**value, "notes": [*value.get("notes", []), note]}
+    except (AttributeError, KeyError, TypeError):  # the check of keys and types says what is wrong
+        return value
+
+
 @dataclass(kw_only=True, slots=True)
 class Comparison(StoredRecord):
     """What was compared and what came of it.
@@ -165,6 +213,7 @@ class Comparison(StoredRecord):
         alpha: two-sided error rate over all arms.
         test: that gives p: ``t`` or ``sign_flip``.
         target: what verdicts and intervals are about: ``these_items`` or ``items_like_these``.
+        sequential: ``none`` where p is of one look, or ``always_valid``.
         power: of ``mde``.
         condition: of the scorecards; both where base and tuned are the arms.
         arms: in the order of the runs, the reference first.
@@ -178,12 +227,15 @@ class Comparison(StoredRecord):
         cycle: that registered it.
         frozen: the entry of the ledger that has the digests of its runs; null for an exploratory
             one, or without a ledger.
+        looks: arm -> every look at it that there is another record of.
         unknown: dotted field that is null -> why.
         notes: what a reader should know besides.
     """
 
+    MIGRATIONS: ClassVar[dict[int, Any]] = {1: _comparison_of_1}
+
     format: str = "mens_exp_comparison"
-    version: int = 1
+    version: int = 2
     path: list[str]
     settings: dict[str, Any]
     factors: list[str]
@@ -192,6 +244,7 @@ class Comparison(StoredRecord):
     primary: str
     alpha: float
     test: str
+    sequential: str = "none"
     power: float
     condition: str
     arms: list[ArmRecord]
@@ -205,6 +258,7 @@ class Comparison(StoredRecord):
     cycle: str | None = None
     target: str = "these_items"
     frozen: FrozenBy | None = None
+    looks: dict[str, Looks] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 

@@ -91,19 +91,21 @@ class Thresholds(TypedDict):
     certificate: bool
 
 
-class _Frozen(Thresholds):
+class _Compared(Thresholds):
     alpha: float
     test: str
     condition: str
 
 
-class FrozenRules(_Frozen, total=False):
+class FrozenRules(_Compared, total=False):
     """All that decides on a cycle besides its hypothesis: a policy's part, and a comparison's.
 
-    A cycle without a ``target`` was opened when verdicts were about these items alone.
+    A cycle without a ``target`` was opened when verdicts were about these items alone, and one
+    without a ``sequential`` when there was no test but that of one look.
     """
 
     target: str
+    sequential: str
 
 
 class _Registered(TypedDict):

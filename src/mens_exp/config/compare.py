@@ -8,7 +8,7 @@ from typing import Any
 
 from mens_exp.config.fields import setting
 
-__all__ = ["CompareConfig", "CompareTarget", "CompareTest"]
+__all__ = ["CompareConfig", "CompareTarget", "CompareTest", "Sequential"]
 
 
 class CompareTest(Enum):
@@ -23,6 +23,13 @@ class CompareTarget(Enum):
 
     these_items = "these_items"
     items_like_these = "items_like_these"
+
+
+class Sequential(Enum):
+    """Whether a verdict allows for several looks at the same arms."""
+
+    none = "none"
+    always_valid = "always_valid"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,10 +48,10 @@ class CompareConfig:
     )
     condition: str = setting("tuned", "The scorecards' condition that arms are compared on.")
     alpha: float = setting(
-        0.05, "Two-sided error rate, shared by all arms (Holm).", gt=0, lt=1
+        0.05, "Two-sided error rate, shared by all arms (Holm).", ge=1e-9, lt=0.5
     )  # the field's convention
     power: float = setting(
-        0.8, "Chance at which the minimum detectable effect is stated.", gt=0, lt=1
+        0.8, "Chance at which the minimum detectable effect is stated.", ge=0.5, lt=1
     )
     test: CompareTest = setting(
         CompareTest.t,
@@ -57,6 +64,13 @@ class CompareConfig:
         "kind too, of which these are a sample (needs test=t; measured: benchmarks/items.py).",
     )
 
+    sequential: Sequential = setting(
+        Sequential.none,
+        "none: the p-value of one look, after a number of seeds that was fixed before; "
+        "always_valid: one that may be read after every seed, at the price of wider intervals "
+        "(measured: benchmarks/looks.py).",
+    )
+
     def record(self) -> dict[str, Any]:
         """Return the settings as plain JSON values."""
         return {
@@ -67,4 +81,5 @@ class CompareConfig:
             "power": self.power,
             "test": self.test.value,
             "target": self.target.value,
+            "sequential": self.sequential.value,
         }

@@ -7,7 +7,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from mens_exp.config.compare import CompareTarget, CompareTest
+from mens_exp.config.compare import CompareTarget, CompareTest, Sequential
 from mens_exp.config.fields import setting
 
 __all__ = [
@@ -157,8 +157,9 @@ class PromoteConfig:
         ge=0,
     )
     alpha: float = setting(
-        0.05, "`compare.alpha` of the cycle's comparison.", gt=0, lt=1
+        0.05, "`compare.alpha` of the cycle's comparison.", ge=1e-9, lt=0.5
     )  # the field's convention
     test: CompareTest = setting(CompareTest.t, "`compare.test` of it.")
+    sequential: Sequential = setting(Sequential.none, "`compare.sequential` of it.")
     condition: str = setting("tuned", "`compare.condition` of it.")
     target: CompareTarget = setting(CompareTarget.these_items, "`compare.target` of it.")

@@ -12,6 +12,7 @@ from mens_exp.config.rules import (
     adapter,
     backend,
     checkpoint,
+    compare,
     corpus,
     data,
     lora,
@@ -129,6 +130,7 @@ def problems_of(config: RunConfig) -> list[MensError]:
     problems += merge.problems(config)
     problems += corpus.problems(config)
     problems += suite.problems(config)
+    problems += compare.problems(config)
     problems += promote.problems(config)
     return problems
 

@@ -169,6 +169,7 @@ def _record(
         target=settings.target.value,
         power=settings.power,
         arms=len(arms) - 1,
+        sequential=settings.sequential.value,
     )
     noise = {name: noise_of(name, list(seen.values())) for name in names}
     reference = arms[0]
@@ -205,6 +206,7 @@ def _record(
         alpha=settings.alpha,
         test=rule.test,
         target=rule.target,
+        sequential=rule.sequential,
         power=settings.power,
         condition=settings.condition,
         arms=[_arm_record(arm, runs[arm.name], seen[arm.name], names) for arm in arms],

@@ -65,14 +65,18 @@ SETTINGS: dict[str, Part] = {
     **_all(Part.RECORD, "attribute.", "tokens position_bounds extra_bits targets_frac"),
     **_all(Part.RECORD, "inspect.", "replay_steps"),
     **_all(Part.RECORD, "promote.", "parity suite_digest seeds arms factor kpi direction margin"),
-    **_all(Part.RECORD, "promote.", "alpha test condition target"),
+    **_all(Part.RECORD, "promote.", "alpha test condition target sequential"),
     **_all(
         Part.RECORD,
         "policy.",
         "name challenger incumbent min_cycles margin share_margin relative_margin floors "
         "ceilings parity backend spread arm tokens_per_s regression",
     ),
-    **_all(Part.RECORD, "compare.", "primary reference condition alpha power test target"),
+    **_all(
+        Part.RECORD,
+        "compare.",
+        "primary reference condition alpha power test target sequential",
+    ),
     **_all(Part.RECORD, "sweep.", "invalid retries resume changes"),
     **_all(Part.RECORD, "parity.", "tokens text accept"),
     # A corpus is made before a run, which knows its rows by their hash.

@@ -72,7 +72,8 @@ def _primary(record: Comparison, colors: dict[str, str]) -> Plot:
     title = f"{wording.visible(record.primary)}, each arm minus {wording.visible(record.reference)}"
     unit = kpis[0][1]["unit"]
     caption = (
-        f"Mean of the seeds' differences with its {wording.level(1 - record.alpha)} interval; "
+        f"Mean of the seeds' differences with its {wording.level(1 - record.alpha)} interval"
+        f"{', which holds for all arms at once' if len(record.contrasts) > 1 else ''}; "
         f"unit {'share' if unit == '1' else unit}.{_which_way(kpis[0][1]['direction'])}"
     )
     absent = f"no arm shares a seed with {record.reference} and has {record.primary}"
@@ -125,7 +126,7 @@ def _forest(
     if is_cut:
         caption += " Beyond the axis, arrows and their figures stand for the differences."
     if any(row.low is None for row in rows):
-        caption += " A hollow mark has no interval: one seed is no result."
+        caption += " A hollow mark has no interval: so few seeds are no result."
 
     def paint(axes: Axes) -> None:
         if is_cut:

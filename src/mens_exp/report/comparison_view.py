@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -36,7 +36,7 @@ Grid = tuple[list[str], list[list[str]]]
 _COLORS = {Verdict.BETTER: "green", Verdict.WORSE: "red"}
 _BUDGET = ("tokens", "train_s", "tokens_per_s", "peak_bytes", "trainable_parameters")
 _UNKNOWN = "unknown"
-_WIDE = (6, 7)  # columns of the verdicts: in seed noise, and paired beside unpaired
+_WIDE = ("× seed noise", "paired ÷ unpaired", "look")  # columns of the verdicts
 
 
 def headline(record: Comparison) -> str:
@@ -57,7 +57,7 @@ def about(record: Comparison) -> str:
 
 def verdict_table(record: Comparison) -> RenderableType:
     """Show the verdicts on the primary KPI, and what stands against taking them as evidence."""
-    heads, rows = (_narrower(part) for part in verdicts_grid(record))
+    heads, rows = _narrower(verdicts_grid(record))
     table = Table(box=box.SIMPLE_HEAD, title_justify="left", show_edge=False, pad_edge=False)
     table.title = f"{record.primary} on {about(record)}: each arm minus {record.reference}"
     for number, head in enumerate(heads):
@@ -75,7 +75,7 @@ def verdicts_grid(record: Comparison) -> Grid:
     percent = wording.level(1 - record.alpha)
     heads = ["arm", "difference", f"{percent} interval", "p (Holm)", "seeds"]
     heads += [f"found at {wording.level(record.power)}"]
-    heads += ["× seed noise", "paired ÷ unpaired", "verdict"]
+    heads += ["× seed noise", "paired ÷ unpaired", *(["look"] if record.looks else []), "verdict"]
     rows = []
     for one in record.contrasts:
         kpi = one["kpis"][record.primary]
@@ -87,25 +87,28 @@ def verdicts_grid(record: Comparison) -> Grid:
                 _bounds(kpi["low"], kpi["high"]),
                 _figure(kpi["p_holm"]),
                 str(len(kpi["seeds"])),
-                _figure(kpi["mde"]),
+                _found(kpi),
                 _figure(kpi["in_seed_noise"]),
                 _figure(kpi["width_ratio"]),
+                *([_look(record, one["arm"])] if record.looks else []),
                 f"{kpi['verdict']}{mark}",
             ]
         )
     return heads, rows
 
 
-def _narrower(part: list[Any]) -> list[Any]:
+def _narrower(grid: Grid) -> Grid:
     """Leave out what is for the page alone: a terminal of 80 columns has room for seven."""
-    if part and isinstance(part[0], list):
-        return [_narrower(row) for row in part]
-    return [cell for place, cell in enumerate(part) if place not in _WIDE]
+    heads, rows = grid
+    kept = [place for place, head in enumerate(heads) if head not in _WIDE]
+    return [heads[place] for place in kept], [[row[place] for place in kept] for row in rows]
 
 
 def kpis_grid(contrast: ContrastRecord) -> Grid:
-    """Return every KPI of one contrast."""
-    heads = ["KPI", "group", "unit", "arm", "reference", "difference", "interval", "× seed noise"]
+    """Return every KPI of one contrast; an interval that holds for all arms says so."""
+    alone = min((k["level"] for k in contrast["kpis"].values() if k["level"]), default=1)
+    heads = ["KPI", "group", "unit", "arm", "reference", "difference"]
+    heads += ["interval (each alone)", "× seed noise"]
     rows = [
         [
             wording.visible(name),
@@ -114,7 +117,7 @@ def kpis_grid(contrast: ContrastRecord) -> Grid:
             _figure(kpi["arm_mean"]),
             _figure(kpi["reference_mean"]),
             _signed(kpi["estimate"]),
-            _bounds(kpi["low"], kpi["high"]),
+            f"{_bounds(kpi['low'], kpi['high'])}{_at_level(kpi, alone)}",
             _figure(kpi["in_seed_noise"]),
         ]
         for name, kpi in contrast["kpis"].items()
@@ -162,6 +165,10 @@ def findings(record: Comparison) -> Iterator[tuple[str, str]]:
         if one["environment"]:
             text = f"{one['arm']}: other conditions: {'; '.join(one['environment'])}."
             yield wording.visible(text), "yellow"
+        if one["arm"] in record.looks:
+            yield wording.visible(_looked(record, one["arm"])), "yellow"
+    if len(record.contrasts) > 1:
+        yield wording.visible(_simultaneous(record)), ""
     if record.exploratory is not None:
         yield wording.visible(f"Exploratory: {record.exploratory}."), "yellow"
     for path, why in record.left_out.items():
@@ -197,6 +204,8 @@ def _interval(kpi: KpiRecord) -> str:
     count, said = len(kpi["seeds"]), _signed(kpi["estimate"])
     if count == 1:
         return f"{said} in 1 seed, which tells no interval"
+    if kpi["low"] is None:
+        return f"{said} in {count} seeds, too few for an interval"
     if kpi["low"] == kpi["high"]:
         return f"{said if kpi['estimate'] else 'the same'} in all {count} seeds"
     return f"{said} {_bounds(kpi['low'], kpi['high'])} over {count} seeds"
@@ -208,13 +217,68 @@ def _more(kpi: KpiRecord) -> str:
         return ""
     if kpi["verdict"] == Verdict.NOT_REACHABLE:
         return ""
-    return f"; an effect of the observed size would take {needed} seeds"
+    low, high = kpi["seeds_needed_low"], kpi["seeds_needed_high"]
+    if low is None:  # equal differences, or a record of an older version
+        return f"; an effect of the observed size would take {needed} seeds"
+    count = f"{low} seeds or more" if high is None else f"{low} to {high} seeds"
+    return f"; an effect of the observed size would take {count}"
+
+
+def _looked(record: Comparison, arm: str) -> str:
+    """Say how many looks at an arm there are records of, and what follows for the verdict."""
+    looks = record.looks[arm]
+    counts = ", ".join(str(len(one["seeds"])) for one in looks["others"])
+    number = len(looks["others"]) + 1
+    seen = f"{arm}: look {number} at these runs, as far as there are records here"
+    seen = f"{seen} (the others had {counts} seeds)"
+    if record.sequential != "none":
+        return f"{seen}; the always-valid p-value allows for any number of looks."
+    if record.cycle is not None:
+        return f"{seen}; cycle {record.cycle} registered these seeds before any run."
+    said = f"{seen}; the p-value is that of a single look"
+    if looks["false"] is not None:
+        own = record.contrast(arm)
+        assert own is not None, "looks are of a contrast"
+        sizes = {len(one["seeds"]) for one in (own["kpis"][record.primary], *looks["others"])}
+        bound = "up to " if len(record.contrasts) > 1 else ""
+        said += (
+            f", and whoever looks at {', '.join(map(str, sorted(sizes)))} seeds and stops at the "
+            f"first verdict is wrong in {bound}{100 * looks['false']:.2g}% of studies without a "
+            "difference"
+        )
+    remedy = "fix the seeds before the first look, or use compare.sequential=always_valid"
+    return f"{said}; {remedy}."
+
+
+def _simultaneous(record: Comparison) -> str:
+    each = f"{100 * (1 - record.alpha / len(record.contrasts)):.4g}%"
+    return (
+        f"The intervals of {record.primary} hold for all arms at once, each at {each} "
+        "(Bonferroni); those of other KPIs hold each alone."
+    )
+
+
+def _look(record: Comparison, arm: str) -> str:
+    looks = record.looks.get(arm)
+    return "1" if looks is None else str(len(looks["others"]) + 1)
+
+
+def _at_level(kpi: KpiRecord, alone: float) -> str:
+    return " (all arms)" if (kpi["level"] or 0) > alone else ""
 
 
 def _bounds(low: float | None, high: float | None) -> str:
     if low is None or high is None:
         return _UNKNOWN
     return "no spread" if low == high else f"[{_signed(low)}, {_signed(high)}]"
+
+
+def _found(kpi: KpiRecord) -> str:
+    """Return the range of differences that are found; an older record has its middle alone."""
+    low, high = kpi["mde_low"], kpi["mde_high"]
+    if low is None or high is None:
+        return _UNKNOWN if kpi["mde"] is None else f"about {_figure(kpi['mde'])}"
+    return f"{low:.2g} to {high:.2g}"
 
 
 def _signed(value: float | None) -> str:

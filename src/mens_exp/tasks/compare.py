@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from mens_exp.artifacts.atomic import write_text
+from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.decision_ledger import cycles_of, read_ledger
-from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.run_dir import RunDir, runs
 from mens_exp.config.logger import WandbLogger
-from mens_exp.errors import RequestError
+from mens_exp.errors import MensError, RequestError
 from mens_exp.evals.kpi_table import as_recorded
+from mens_exp.evals.sequential import looks_of
 from mens_exp.evals.study import conducted
 from mens_exp.report.comparison_page import page
 from mens_exp.report.comparison_view import markdown, verdict_table
@@ -21,7 +24,8 @@ from mens_exp.tasks.promotion_evidence import cycle_of
 from mens_exp.tasks.study_runs import read_study
 
 if TYPE_CHECKING:
-    from mens_exp.artifacts.comparison import Comparison
+    from collections.abc import Iterator
+
     from mens_exp.config.root import RunConfig
     from mens_exp.tasks.run import Run
 
@@ -43,6 +47,7 @@ def compare(config: RunConfig, run: Run) -> None:
     if config.ledger is not None:
         _note_cycle(record, Path(config.ledger).expanduser())
         run.manifest.results.update(frozen=record.frozen)
+    _note_looks(record, config, run.dir)
     run.manifest.inputs.update(
         runs={one["run_id"]: {"manifest_sha256": one["manifest_sha256"]} for one in record.runs}
     )
@@ -76,6 +81,42 @@ def _note_cycle(record: Comparison, ledger: Path) -> None:
     if record.frozen is not None:
         number, sha256 = record.frozen["entry"], record.frozen["sha256"]
         record.notes.append(f"Runs are frozen by entry {number} of the ledger, {sha256}.")
+
+
+def _note_looks(record: Comparison, config: RunConfig, own: RunDir) -> None:
+    """Count the other looks at the same arms, in every record of a comparison that is at hand."""
+    others, unread = [], 0
+    for file in dict.fromkeys(path.absolute() for path in _records(record, config, own)):
+        try:
+            others.append((str(file), Comparison.read(file)))
+        except MensError:
+            unread += 1
+    record.looks = looks_of(record, others)
+    if unread:
+        files = "1 compare.json" if unread == 1 else f"{unread} compare.json files"
+        record.notes.append(f"looks were not counted in {files} that could not be read")
+
+
+def _records(record: Comparison, config: RunConfig, own: RunDir) -> Iterator[Path]:
+    """Yield the files of other comparisons.
+
+    They are searched for under ``outputs``; next to this comparison, where it is written to and
+    the runs it read; and in the evidence of the ledger.
+    """
+    yield from (run.comparison for run in runs(Path("outputs")) if run.comparison.is_file())
+    written = [own.path] if config.out is None else [own.path, Path(config.out).expanduser()]
+    places = [
+        *(path.parent for path in written),
+        *(Path(one["path"]).parent for one in record.runs),
+    ]
+    for place in dict.fromkeys(path.absolute() for path in places):
+        name = RunDir(place).comparison.name
+        near = (glob.glob(pattern, root_dir=place) for pattern in (name, f"*/{name}"))  # noqa: PTH207  # Path.glob stops at the first place that may not be read
+        yield from (place / file for found in near for file in sorted(found))
+    if config.ledger is not None:
+        made = (entry["decision"] for entry in read_ledger(Path(config.ledger).expanduser()))
+        named = [Path(one["path"]) for two in made if two is not None for one in two["evidence"]]
+        yield from (path for path in named if path.is_file())
 
 
 def _write(record: Comparison, place: RunDir) -> None:

@@ -28,7 +28,12 @@ from mens_exp.evals.burn_production import thresholds
 from mens_exp.evals.promotion import decide
 from mens_exp.report.promotion_view import decision_view
 from mens_exp.tasks.checking import compared, refuse_differences
-from mens_exp.tasks.promotion_evidence import certificate_of, comparison_files, gathered
+from mens_exp.tasks.promotion_evidence import (
+    certificate_of,
+    comparison_files,
+    gathered,
+    is_of_older_version,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,6 +82,7 @@ def _open(config: RunConfig, ledger: Path, run: Run) -> None:
             "test": told.test.value,
             "condition": told.condition,
             "target": told.target.value,
+            "sequential": told.sequential.value,
             **thresholds(policy),
         },
     }
@@ -213,7 +219,11 @@ def _not_of_today(version: int, made: DecisionEntry) -> str:
         return "version 1 of the ledger froze no rules, and its own were others"
     policy: Any = SCHEMAS["policy"].get(made["policy"]["name"])
     known = set() if policy is None else {field.name for field in dataclasses.fields(policy)}
-    return "" if made["policy"].keys() == known else "the settings of its policy have changed since"
+    if made["policy"].keys() != known:
+        return "the settings of its policy have changed since"
+    files = [(Path(one["path"]), one["sha256"]) for one in made["evidence"]]
+    older = [path for path, sha in files if is_of_older_version(path, sha)]
+    return f"{older[0]} is a comparison of an older version" if older else ""
 
 
 def _differences(what: str, made: DecisionEntry, again: DecisionEntry) -> list[Check]:

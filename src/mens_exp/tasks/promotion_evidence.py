@@ -12,8 +12,10 @@ from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.decision_ledger import cycles_of
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.record import read_bytes
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.config.compare import CompareConfig, CompareTarget, CompareTest
+from mens_exp.artifacts.typed_json import parse_json
+from mens_exp.config.compare import CompareConfig, CompareTarget, CompareTest, Sequential
 from mens_exp.errors import MensError, RequestError
 from mens_exp.evals.kpi_table import as_recorded
 from mens_exp.evals.promotion_rules import Evidence, Parity
@@ -28,12 +30,13 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.comparison import RunRecord
     from mens_exp.artifacts.decision_ledger import CycleEntry, LedgerEntry
 
-__all__ = ["certificate_of", "comparison_files", "cycle_of", "gathered"]
+__all__ = ["certificate_of", "comparison_files", "cycle_of", "gathered", "is_of_older_version"]
 
 _ABSENT = "no such file"
 _ROUNDING = 1e-9
 _SAME = (
-    *("factors", "reference", "primary", "alpha", "test", "target", "power", "condition"),
+    *("factors", "reference", "primary", "alpha", "test", "target", "sequential", "power"),
+    "condition",
     *("arms", "contrasts", "noise"),
 )
 
@@ -126,6 +129,19 @@ def _late(count: int, cycle: CycleEntry | None) -> list[str]:
     ]
 
 
+def is_of_older_version(file: Path, sha256: str) -> bool:
+    """Tell whether a comparison that was decided on is still there, and of an older version.
+
+    Args:
+        file: the comparison.
+        sha256: of what was decided on; any other file is no evidence of its version.
+    """
+    if _hash(file) != sha256:
+        return False
+    version = parse_json(read_bytes(file), str(file)).get("version")
+    return bool(version != Comparison.__dataclass_fields__["version"].default)
+
+
 def certificate_of(path: str | None, evidence: Sequence[Evidence], backend: str) -> Parity | None:
     """Hold a certificate against the adapters of the challenger's runs.
 
@@ -212,6 +228,7 @@ def _not_of(record: Comparison, opened_utc: str, cycle: CycleEntry) -> list[str]
             "test": (frozen["test"], record.test),
             "condition": (frozen["condition"], record.condition),
             "target": (frozen.get("target", "these_items"), record.target),
+            "sequential": (frozen.get("sequential", "none"), record.sequential),
         }
         found += [
             f"{was} was frozen as {name}, and the comparison has {now}"
@@ -260,6 +277,7 @@ def _computed_again(record: Comparison) -> tuple[list[str], list[str]]:
     settings = {k: v for k, v in record.settings.items() if k != "factors"}
     settings["test"] = CompareTest(settings["test"])
     settings["target"] = CompareTarget(settings.get("target", "these_items"))
+    settings["sequential"] = Sequential(settings.get("sequential", "none"))
     places = [run["scored_by"] or run["path"] for run in record.runs]
     try:
         read = read_study(list(dict.fromkeys(places)))

@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 __all__ = ["study_tables"]
 
 _OF_VERDICT = (
-    *("estimate", "low", "high", "p", "p_sign_flip", "p_holm", "mde", "seeds_needed"),
+    *("estimate", "level", "low", "high", "p", "p_sign_flip", "p_holm"),
+    *("mde", "mde_low", "mde_high", "seeds_needed", "seeds_needed_low", "seeds_needed_high"),
     *("in_seed_noise", "width_ratio", "verdict", "why"),
 )
 _OF_KPI = (
-    *("group", "direction", "unit", "arm_mean", "reference_mean", "estimate", "low", "high"),
-    *("mde", "in_seed_noise", "verdict"),
+    *("group", "direction", "unit", "arm_mean", "reference_mean", "estimate", "level"),
+    *("low", "high", "mde", "mde_low", "mde_high", "in_seed_noise", "verdict"),
 )
 
 
@@ -32,6 +33,7 @@ def study_tables(record: Comparison) -> dict[str, wandb.Table]:
         [
             *(one["arm"], one["reference"]),
             *_picked(one["kpis"][record.primary], _OF_VERDICT),
+            len(record.looks[one["arm"]]["others"]) + 1 if one["arm"] in record.looks else 1,
             "; ".join(one["confounded_by"]),
         ]
         for one in record.contrasts
@@ -51,7 +53,7 @@ def study_tables(record: Comparison) -> dict[str, wandb.Table]:
     shown = [name_under(record.condition, name) if is_one else name for name in names]
     noise = [[name, one["seed"], one["rerun"]] for name, one in record.noise.items()]
     return {
-        "verdicts": _table(["arm", "reference", *_OF_VERDICT, "confounded_by"], verdicts),
+        "verdicts": _table(["arm", "reference", *_OF_VERDICT, "looks", "confounded_by"], verdicts),
         "kpis": _table(["arm", "kpi", *_OF_KPI], kpis),
         "arms": _table(["arm", "seeds", "runs", *shown], arms),
         "noise": _table(["kpi", "seed", "rerun"], noise),

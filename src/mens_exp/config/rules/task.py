@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from mens_exp.config.compare import CompareTarget, CompareTest
 from mens_exp.config.quant import QuantType
 from mens_exp.config.task import ExportFormat, OllamaForm
 from mens_exp.errors import ConfigError
@@ -13,8 +12,6 @@ from mens_exp.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from mens_exp.config.compare import CompareConfig
-    from mens_exp.config.policy import PromoteConfig
     from mens_exp.config.root import RunConfig
 
 __all__ = ["problems", "unread"]
@@ -110,27 +107,8 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
             found=config.logger.sink,
             expected="wandb or none",
         )
-    yield from _of_other_items(config)
     if name == "chat" and config.prompt is not None and not config.prompt.strip():
         yield ConfigError("asks nothing", where="prompt", expected="a question, or null")
-
-
-def _of_other_items(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield that the sign-flip test is about no items but these."""
-    asked: CompareConfig | PromoteConfig
-    if config.task.name == "compare":
-        asked = config.compare
-    elif config.task.name == "promote" and config.open is not None:
-        asked = config.promote
-    else:
-        return
-    if asked.test is CompareTest.sign_flip and asked.target is CompareTarget.items_like_these:
-        yield ConfigError(
-            "flips the signs of seeds, which says nothing of other items",
-            where=f"{config.task.name}.test",
-            found="sign_flip",
-            expected=f"t, or {config.task.name}.target=these_items",
-        )
 
 
 def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:

@@ -1,0 +1,201 @@
+"""Looking at a study again as seeds are added: what it costs, and the test that allows for it.
+
+A p-value under 0.05 is wrong in 5 % of studies when it is computed once, after a number of seeds
+that was fixed before. Computed after every further seed until it is under 0.05, it is wrong in a
+quarter of them by twenty looks (benchmarks/looks.py).
+
+The always-valid test may be read after any seed, as often as wanted. Under the null, the mixture
+of likelihood ratios of t over a normal standardized effect is a martingale of mean 1, so that it
+reaches 1 / alpha in at most a share alpha of studies (Ville), whatever the number of looks:
+H. Wang and A. Ramdas, "Anytime-valid t-tests and confidence sequences for Gaussian means with
+unknown variance", arXiv 2310.03722; M. F. Pérez-Ortiz et al., "E-statistics, group invariance and
+anytime-valid testing", arXiv 2208.07610. It was chosen over alpha spending, because it asks for no
+greatest number of seeds in advance, and stays valid where that is exceeded.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mens_exp.artifacts.comparison import Looks
+from mens_exp.config.compare import CompareTest, Sequential
+from mens_exp.evals import statistics
+from mens_exp.evals.statistics import Interval
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from mens_exp.artifacts.comparison import Comparison, ContrastRecord, OtherLook
+
+    Side = frozenset[tuple[str, ...]]
+
+__all__ = [
+    "always_valid",
+    "critical",
+    "false_by_looks",
+    "least_p",
+    "least_seeds",
+    "looks_of",
+    "seeds_of_equal_signs",
+]
+
+# Standard deviation of the standardized effects that the test is made for. The difference that it
+# finds in 80 % of studies is within 3 % of the least that any other value between 0.5 and 10 finds
+# at 5 to 10 seeds, and within 6 % at 20; tests/evals/test_sequential.py computes them.
+_EFFECTS = 2.0
+_STUDIES = 20_000
+_MOST_SEEDS = 200
+
+
+def always_valid(differences: Sequence[float], alpha: float) -> Interval:
+    """Return the interval and the p-value that hold after any number of looks.
+
+    The interval excludes 0 exactly where the p-value is under `alpha`. It is infinite, and its
+    bounds None, where so few seeds can exclude nothing.
+
+    Args:
+        differences: one a seed, at least one.
+        alpha: two-sided error rate over all looks together.
+    """
+    fixed = statistics.paired(differences, alpha)
+    n, sd, mean = fixed.n, fixed.sd, fixed.estimate
+    if sd is None:
+        return fixed
+    if sd == 0:  # t would call any such difference certain; the signs alone are counted
+        p = max(least_p(n), _least_p_of_signs(n)) if mean else 1.0
+        return Interval(estimate=mean, low=mean, high=mean, p=p, sd=0.0, n=n)
+    p = _p_value(mean / sd * math.sqrt(n), n)
+    half = critical(n, alpha) * sd / math.sqrt(n)
+    low, high = (None, None) if math.isinf(half) else (mean - half, mean + half)
+    return Interval(estimate=mean, low=low, high=high, p=p, sd=sd, n=n)
+
+
+def critical(seeds: int, alpha: float) -> float:
+    """Return the |t| above which the always-valid p-value is under `alpha`; it may be infinite."""
+    spread = 1 + seeds * _EFFECTS**2
+    log_ratio = (math.log(spread) / 2 - math.log(alpha)) * 2 / seeds
+    if log_ratio >= math.log(spread):
+        return math.inf
+    ratio = math.exp(log_ratio)
+    return math.sqrt((seeds - 1) * (ratio - 1) / (1 - ratio / spread))
+
+
+def least_p(seeds: int) -> float:
+    """Return the bound that the always-valid p-value of so many seeds never falls under."""
+    return math.exp(-math.log1p(seeds * _EFFECTS**2) * (seeds - 1) / 2)
+
+
+def least_seeds(alpha: float) -> int:
+    """Return the fewest seeds whose always-valid p-value can be under `alpha`."""
+    seeds = 2
+    while math.isinf(critical(seeds, alpha)):
+        seeds += 1
+    return seeds
+
+
+def seeds_of_equal_signs(alpha: float) -> int:
+    """Return the fewest equal differences, none of them 0, that are under `alpha`."""
+    seeds = least_seeds(alpha)
+    while max(least_p(seeds), _least_p_of_signs(seeds)) >= alpha:
+        seeds += 1
+    return seeds
+
+
+@functools.lru_cache(maxsize=64)
+def false_by_looks(counts: tuple[int, ...], alpha: float) -> float:
+    """Return how often Student's t calls no difference one at any of several looks.
+
+    Simulated over 20,000 studies of normal differences, with a fixed draw.
+
+    Args:
+        counts: of seeds at each look, of at least 2; each look has the seeds of the one before.
+            A count over 200 is taken as 200.
+        alpha: two-sided error rate of a single look.
+    """
+    looks = sorted({min(count, _MOST_SEEDS) for count in counts})
+    values = np.random.default_rng(0).standard_normal((_STUDIES, looks[-1]))
+    is_found = np.zeros(_STUDIES, bool)
+    for count in looks:
+        seen = values[:, :count]
+        t = seen.mean(axis=1) / seen.std(axis=1, ddof=1) * math.sqrt(count)
+        is_found |= np.abs(t) > statistics.student(count, alpha)
+    return float(is_found.mean())
+
+
+def looks_of(record: Comparison, others: Iterable[tuple[str, Comparison]]) -> dict[str, Looks]:
+    """Find the looks at each contrast of a comparison, by arm.
+
+    Another comparison is a look at the same contrast where it has runs of both arms in common, in
+    either direction. Every record shows every KPI, so that its own primary one does not matter.
+    The same runs compared again, or scored again, are the same look.
+
+    Args:
+        record: the comparison.
+        others: other ones, with the place that each was found at.
+
+    Returns:
+        Nothing for an arm that there is no other look at.
+    """
+    known = [(path, other) for path, other in others if other.condition == record.condition]
+    found = {}
+    for contrast in record.contrasts:
+        ours = _sides(record, contrast, record.primary)
+        seen: dict[Side, OtherLook] = {}
+        for path, other in known:
+            for one in other.contrasts:
+                theirs = _sides(other, one, record.primary)
+                if _share(ours, theirs) and theirs[0] | theirs[1] != ours[0] | ours[1]:
+                    seeds = list(one["kpis"][record.primary]["seeds"])
+                    seen.setdefault(theirs[0] | theirs[1], {"path": path, "seeds": seeds})
+        if seen:
+            looks = sorted(seen.values(), key=lambda one: (len(one["seeds"]), one["path"]))
+            counts = {len(contrast["kpis"][record.primary]["seeds"])}
+            counts |= {len(one["seeds"]) for one in looks}
+            found[contrast["arm"]] = Looks(others=looks, false=_false(record, counts))
+    return found
+
+
+def _sides(record: Comparison, contrast: ContrastRecord, kpi: str) -> tuple[Side, Side]:
+    """Return the runs that a contrast rests on, each by what stays when it is moved or scored."""
+    seeds = contrast["kpis"][kpi]["seeds"] if kpi in contrast["kpis"] else []
+    arm, reference = (
+        frozenset(
+            (run["run_id"], run["contract"], str(run["seed"]), run["started_utc"])
+            for run in record.runs
+            if run["arm"] == contrast[side] and run["seed"] in seeds
+        )
+        for side in ("arm", "reference")
+    )
+    return arm, reference
+
+
+def _share(ours: tuple[Side, Side], theirs: tuple[Side, Side]) -> bool:
+    if not (ours[1] or theirs[1]):  # of a base there are no runs
+        return bool(ours[0] & theirs[0])
+    return any(ours[0] & one and ours[1] & other for one, other in (theirs, theirs[::-1]))
+
+
+def _false(record: Comparison, counts: set[int]) -> float | None:
+    """Return the rate over all arms, an upper bound where there are several."""
+    tests = tuple(sorted(count for count in counts if count > 1))
+    is_t = record.test == CompareTest.t.value and record.sequential == Sequential.none.value
+    if not is_t or not tests:
+        return None
+    arms = len(record.contrasts)
+    return min(1.0, arms * false_by_looks(tests, record.alpha / arms))
+
+
+def _p_value(t: float, seeds: int) -> float:
+    """Return 1 over the mixture of likelihood ratios, 1 at most."""
+    spread, x = 1 + seeds * _EFFECTS**2, t * t / (seeds - 1)
+    log_ratio = math.log1p(x) - math.log1p(x / spread)
+    return math.exp(min(0.0, math.log(spread) / 2 - seeds / 2 * log_ratio))
+
+
+def _least_p_of_signs(seeds: int) -> float:
+    """Return the always-valid p-value of equal signs: 1 over the uniform mixture of coins."""
+    return min(1.0, math.exp(math.log(seeds + 1) - seeds * math.log(2)))

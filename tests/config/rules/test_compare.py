@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+
+from mens_exp.config.overrides import check
+
+OPEN = [
+    *("task=promote", "ledger=l.jsonl", "open=c", f"promote.suite_digest={'ab' * 32}"),
+    *("promote.seeds=[1,2]", "promote.arms=[a,b]", "promote.factor=backend"),
+]
+COMPARE = ["task=compare", "path=runs"]
+
+
+def problems(group, *settings):
+    usual = OPEN if group == "promote" else COMPARE
+    told = [f"{group}.{one}" for one in settings]
+    return [str(problem) for problem in check([*usual, *told]).problems]
+
+
+@pytest.mark.parametrize("group", ["compare", "promote"])
+@pytest.mark.parametrize(
+    "setting", ["alpha=0.9", "alpha=0.999", "alpha=0.5", "alpha=0", "alpha=1e-12"]
+)
+def test_an_error_rate_that_no_test_has_is_a_setting_error(group, setting):
+    """With the range in words; at 0.9 there was a traceback."""
+    (said,) = problems(group, setting)
+    assert said.startswith(f"{group}.alpha: out of range")
+    assert ">= 1e-09 and < 0.5" in said
+
+
+@pytest.mark.parametrize("setting", ["power=0.01", "power=0.4999", "power=1"])
+def test_a_power_under_one_half_is_a_setting_error(setting):
+    """A study that rather finds nothing is none to plan; certainty takes all seeds there are."""
+    (said,) = problems("compare", setting)
+    assert said.startswith("compare.power: out of range")
+
+
+@pytest.mark.parametrize("group", ["compare", "promote"])
+def test_the_always_valid_test_is_one_of_t(group):
+    """Signs have none; either alone is accepted, and so are the ends of the range."""
+    (said,) = problems(group, "sequential=always_valid", "test=sign_flip")
+    assert said.startswith(f"{group}.sequential: the always-valid test is one of t")
+    assert problems(group, "sequential=always_valid", "alpha=1e-9") == []
+    assert problems(group, "test=sign_flip", "alpha=0.4999") == []
