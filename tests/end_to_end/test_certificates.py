@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from mens_exp import cli
 from mens_exp.artifacts.certificate import Certificate
+from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.export.handoff import read_handoff
@@ -93,6 +94,10 @@ def tampered(run, tmp_path):
         change(tensors, config)
         save_file(tensors, peft / "adapter_model.safetensors")
         (peft / "adapter_config.json").write_text(json.dumps(config))
+        manifest = Manifest.read(RunDir(copy).manifest)  # whose hashes alone would refuse it
+        for file in peft.glob("adapter_*"):
+            manifest.outputs[file.relative_to(copy).as_posix()] = sha256_file(file)
+        manifest.write(RunDir(copy).manifest)
         return peft
 
     return changed

@@ -222,6 +222,9 @@ def test_a_dora_tells_how_far_its_lengths_moved(train_in, inspect, tmp_path):
     tensors = load_file(path)
     tensors["l0.q.lora_magnitude"] *= 1.25
     save_file(tensors, path)
+    manifest = Manifest.read(run.manifest)
+    manifest.outputs["adapter/adapter.safetensors"] = sha256_file(path)
+    manifest.write(run.manifest)
     moved = inspect(run.path).layers["l0.q"]["magnitude_change"]
     assert moved == pytest.approx(0.25, abs=1e-3)
 

@@ -26,6 +26,7 @@ def test_a_run_leaves_every_file_that_a_run_directory_has(finished):
         "adapter/peft/chat_template.jinja",
         "chat_template.jinja",
         "checkpoints",
+        "checkpoints/sha256.json",
         "checkpoints/step_00000002.ckpt",
         "checkpoints/step_00000004.ckpt",
         "config.yaml",
@@ -35,6 +36,7 @@ def test_a_run_leaves_every_file_that_a_run_directory_has(finished):
         "run_summary.json",
         "telemetry.jsonl",
         "training_skip_stats.json",
+        "validation.jsonl",
     }
 
 

@@ -64,6 +64,12 @@ def test_one_flipped_byte_of_a_tensor_file_is_found(run, typed, inspect):
     assert f"outputs.{TENSORS}" in said
 
 
+def test_one_flipped_byte_of_a_training_state_is_found(run, inspect):
+    """By its digest; the adapter that was written from it is as it was."""
+    flip(run.checkpoint(2))
+    assert differing(inspect(run.path, "verify=true", code=4)) == ["checkpoints/step_00000002.ckpt"]
+
+
 def test_a_swapped_adapter_file_is_found(
     run,
     finished_with,

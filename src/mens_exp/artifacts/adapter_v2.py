@@ -18,7 +18,6 @@ from mens_exp.artifacts.adapter_tensors import (
     write_tensors,
 )
 from mens_exp.artifacts.adapter_v3 import AdapterManifest
-from mens_exp.artifacts.outputs import refuse_changed_outputs
 from mens_exp.artifacts.record import read_record, write_record
 from mens_exp.errors import DataError, Problems
 
@@ -108,7 +107,6 @@ def read_adapter_v2(directory: Path) -> tuple[AdapterMeta, dict[str, npt.NDArray
 
 def read_meta(path: Path, tensors: Path) -> tuple[AdapterMeta, dict[str, npt.NDArray[np.float32]]]:
     """Read a sidecar and a file of tensors, wherever they lie; see :func:`read_adapter_v2`."""
-    refuse_changed_outputs(path, tensors)
     file: list[TensorFile] = []
 
     def further(meta: AdapterMeta) -> list[DataError]:

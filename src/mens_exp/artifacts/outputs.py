@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["refuse_changed_outputs"]
+__all__ = ["refuse_changed_adapter", "refuse_changed_outputs"]
 
+_ADAPTER = {".json", ".safetensors"}
 _DEPTH = 3  # adapter/peft/adapter_model.safetensors lies deepest
 
 
@@ -31,6 +32,20 @@ def refuse_changed_outputs(*files: Path) -> None:
         Problems: files have another hash than the manifest of their run states.
     """
     Problems.raise_if([error for file in files for error in _changed(file)])
+
+
+def refuse_changed_adapter(directory: Path) -> None:
+    """Refuse the adapter of a run whose files, or whose configuration, are not what it wrote.
+
+    Args:
+        directory: that holds the adapter, in a run or elsewhere.
+
+    Raises:
+        Problems: files have another hash than the manifest of their run states.
+    """
+    files = [file for file in sorted(directory.glob("*")) if file.suffix in _ADAPTER]
+    configs = [parent / "config.yaml" for parent in directory.absolute().parents[:_DEPTH]]
+    refuse_changed_outputs(*files, *configs)
 
 
 def _changed(file: Path) -> Iterator[DataError]:

@@ -16,6 +16,7 @@ from mens_exp.artifacts.adapter_delta import portable
 from mens_exp.artifacts.adapter_v2 import lower, write_adapter_v2
 from mens_exp.artifacts.adapter_v3 import write_adapter
 from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.outputs import refuse_changed_adapter
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.task import ExportFormat
 from mens_exp.errors import DataError, Problems, RequestError
@@ -121,8 +122,9 @@ def read(
 
     Raises:
         DataError: a file is missing, damaged, or the adapter is another base's.
-        Problems: several of these.
+        Problems: several of these, or a file is not what its run wrote.
     """
+    refuse_changed_adapter(place.directory)
     where = str(place.directory)
     if place.form == "peft":
         assert base is not None, "needs_base says so"

@@ -19,7 +19,6 @@ from mens_exp.artifacts import atomic
 from mens_exp.artifacts.adapter_delta import portable
 from mens_exp.artifacts.adapter_tensors import MAGNITUDE, disagreements, few
 from mens_exp.artifacts.adapter_v3 import AdapterManifest
-from mens_exp.artifacts.outputs import refuse_changed_outputs
 from mens_exp.errors import DataError, ModelFileError, Problems
 from mens_exp.layout.names import HEAD, logical_name
 from mens_exp.layout.peft_config import CONFIG_NAME, PeftSettings, read_settings
@@ -91,7 +90,6 @@ def read_peft(directory: Path, family: Family) -> PeftAdapter:
         Problems: several of these.
     """
     path = directory / TENSORS_NAME
-    refuse_changed_outputs(directory / CONFIG_NAME, path)
     settings = read_settings(directory)
     if not path.is_file() and (directory / _PICKLED).is_file():
         raise DataError(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from mens_exp.artifacts.adapter_files import schema_in
 from mens_exp.artifacts.adapter_v3 import TENSORS_NAME, read_adapter
 from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.outputs import refuse_changed_adapter
 from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.errors import DataError, RequestError
 from mens_exp.layout.peft_adapter import TENSORS_NAME as PEFT_TENSORS
@@ -96,8 +97,9 @@ def read(directory: Path, family: Family) -> StartingAdapter:
         DataError: a file is missing, damaged, or breaks a rule of its form, or no setting of a
             run says its scale.
         ModelFileError: a PEFT directory's file of tensors is damaged.
-        Problems: several of these.
+        Problems: several of these, or a file is not what its run wrote.
     """
+    refuse_changed_adapter(directory)
     if _form(directory) == "peft":
         return _read_peft(directory, family)
     manifest, tensors = read_adapter(directory)

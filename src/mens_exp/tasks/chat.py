@@ -12,6 +12,7 @@ from rich.live import Live
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.adapter_v3 import read_adapter
 from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.outputs import refuse_changed_adapter
 from mens_exp.errors import DataError, RequestError
 from mens_exp.plan.preflight import writable_cache
 from mens_exp.report.chat_view import columns, sections
@@ -65,6 +66,8 @@ def _loaded(config: RunConfig, run: Run) -> tuple[Backend, Tokenizer, bool]:
 
     assert config.path is not None, "validation has asked for it"
     subject = None if config.path == "base" else subject_of(config.path)
+    if subject is not None:
+        refuse_changed_adapter(subject.adapter)
     theirs = config if subject is None else config_of(subject)
     theirs.trainer.accelerator = config.trainer.accelerator
     base = resolve(theirs.model, writable_cache())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.artifacts.adapter_v3 import TENSORS_NAME, read_adapter
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.outputs import refuse_changed_adapter
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Condition
 from mens_exp.config.evaluation import EngineKind
@@ -167,6 +168,7 @@ def _told(config: RunConfig, subject: Subject) -> tuple[RunConfig, Any, Any]:
     if subject.merged is not None and subject.run is not None:
         return config_of_merged(subject.run, subject.merged), None, None
     if subject.run is not None:
+        refuse_changed_adapter(subject.run.adapter)
         return config_of(subject.run), read_adapter(subject.run.adapter)[1], None
     theirs, adapter = with_adapter(config, Path(subject.path))
     return theirs, adapter.tensors, adapter

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.artifacts.adapter_files import read_files
 from mens_exp.artifacts.adapter_v3 import AdapterManifest, read_adapter
 from mens_exp.artifacts.digest import digest, sha256_file
+from mens_exp.artifacts.outputs import refuse_changed_outputs
 from mens_exp.config.model import HfModel
 from mens_exp.errors import ModelFileError, Problems, RequestError
 from mens_exp.export.adapter import AdapterPlace, out_problems, read
@@ -131,6 +132,7 @@ def _bare(config: RunConfig) -> MergeInputs:
     assert config.adapter.file is not None, "validation has asked for them"
     assert config.meta is not None, "validation has asked for them"
     file, meta = Path(config.adapter.file).expanduser(), Path(config.meta).expanduser()
+    refuse_changed_outputs(file, meta)
     manifest, tensors = read_files(file, meta)
     return MergeInputs(
         where=str(file),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.adapter_v3 import TENSORS_NAME, read_adapter
 from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.outputs import refuse_changed_adapter
 from mens_exp.corpus.source import labelling_of, load_rows
 from mens_exp.export import probe
 from mens_exp.tasks.adapter_graph import config_of_adapter, with_scale_one
@@ -60,6 +61,7 @@ def trained_run(subject: RunDir, theirs: RunConfig, settings: ParityConfig, cach
     from mens_exp.model.resolve import resolve
     from mens_exp.training.build import build_backend, lightning_quiet
 
+    refuse_changed_adapter(subject.adapter)
     base = resolve(theirs.model, cache)
     tokenizer = tokenizer_of(theirs.tokenizer, base, subject)
     manifest, tensors = read_adapter(subject.adapter)

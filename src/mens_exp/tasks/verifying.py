@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mens_exp.artifacts.adapter_v3 import read_adapter
+from mens_exp.artifacts.checkpoint_digests import recorded as digests_of
 from mens_exp.artifacts.digest import digest, sha256_bytes, sha256_file
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.telemetry import read_events
@@ -67,6 +68,7 @@ def _of_run(run: RunDir) -> Iterator[Check]:
     yield from _identity(run, manifest)
     if run.telemetry.is_file():
         yield from _told(run, manifest)
+    yield from _states(run)
     yield from _of_adapter(run, manifest)
     yield from input_checks(run, manifest)
 
@@ -74,6 +76,16 @@ def _of_run(run: RunDir) -> Iterator[Check]:
 def _outputs(run: RunDir, manifest: Manifest) -> Iterator[Check]:
     for name, recorded in manifest.outputs.items():
         yield compared(f"outputs.{name}", recorded, _hash(run.path / name))
+
+
+def _states(run: RunDir) -> Iterator[Check]:
+    """Hold every training state against the digest that it was written with."""
+    for path in sorted(run.checkpoints.glob("step_*.ckpt")):
+        name, expected, found = f"checkpoints/{path.name}", digests_of(path), sha256_file(path)
+        if not expected:
+            yield not_here(name, None, "an earlier version, which recorded no digest, wrote it")
+        else:
+            yield compared(name, found if found in expected else expected[-1], found)
 
 
 def _hash(path: Path) -> str:
