@@ -35,7 +35,7 @@ def test_a_sweep_is_compared_by_its_directory(sweep, tmp_path, capsys):
     assert found["width_ratio"] < 1
     assert contrast["kpis"]["tokens"]["estimate"] == 0
     assert set(record.curves["quant.double_quant=true"]) == {"train/loss"}
-    assert "val_loss: each arm minus" in capsys.readouterr().out
+    assert "val_loss on these items: each arm minus" in capsys.readouterr().out
 
 
 def test_an_undeclared_setting_of_a_real_run_confounds(sweep, tiny_run, tmp_path):

@@ -63,7 +63,7 @@ def test_weights_that_the_merge_did_not_write_are_refused(merged, trained, place
     next(iter(tensors.values())).view(-1)[0] += 1
     save_file(tensors, shard, metadata={"format": "pt"})
     assert evaluated(other, tmp_path / "own") == 2
-    assert "is not what was merged" in capsys.readouterr().err
+    assert "is not what its run wrote" in capsys.readouterr().err
 
 
 def test_a_merge_without_a_model_or_without_its_run_is_refused(merged, tmp_path, capsys):

@@ -244,6 +244,9 @@ def test_chatml_without_system_begins_with_the_user():
         "{{ 1 / 0 }}",
         "{{ ''.__class__.__mro__ }}",
         "{{ messages.append(1) }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{{ messages[0].content.nothing.more() }}",
+        "{{ '%*d' % (2 ** 62, 1) }}",
     ],
 )
 def test_template_that_fails_is_refused(source):

@@ -92,6 +92,13 @@ class _ShownMarkers(_GenerationMarkers):
         return [begin, body, end]
 
 
+# Whatever a template does to itself is its own fault, and no bug of this program.
+_FAILURES = (
+    *(TemplateError, TypeError, ValueError, LookupError, ArithmeticError),
+    *(AttributeError, RecursionError, MemoryError),
+)
+
+
 def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
 
@@ -234,9 +241,9 @@ def _rendered(
             shared=True,
         )
         return "".join(compiled.root_render_func(context))
-    except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+    except _FAILURES as error:
         raise DataError(
             "the chat template refuses a conversation",
-            found=str(error),
+            found=str(error) or type(error).__name__,
             expected="roles and order that the model's template accepts",
         ) from error

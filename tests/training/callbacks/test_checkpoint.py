@@ -15,7 +15,7 @@ def saving(fit, *, every_n_steps, keep=2):
 
 
 def names(fit):
-    return sorted(path.name for path in fit.record.dir.checkpoints.iterdir())
+    return sorted(path.name for path in fit.record.dir.checkpoints.glob("*.ckpt"))
 
 
 def events(fit, *kinds):
