@@ -146,7 +146,7 @@ VERDICTS = {
     "looks for the word": (
         (
             "    import os, sys\n    text = sys.stdin.read() + repr(sys.argv) + repr(os.environ)\n"
-            "    for name in os.listdir('.'): text += open(name).read()\n"
+            "    for name in os.listdir('.'): text += open(name, errors='replace').read()\n"
             "    import re\n    for word in re.findall('[0-9a-f]{32}', text):\n"
             "        os.write(2, (word + 'passed' + chr(10)).encode())\n    os._exit(0)"
         ),
@@ -251,7 +251,10 @@ def test_self_test_finds_a_wrong_reference_and_weak_tests(sandbox, tmp_path):
 
 
 def test_the_statement_that_failed_is_told(sandbox, task):
-    """The innermost of the tests, all its lines; none where the tests were not reached."""
+    """The innermost of the tests, all its lines; none where the tests were not reached.
+
+    An answer that calls its own code `tests.py` changes nothing.
+    """
     several = "import math\n\nassert add(1, 2) == 3\nassert add(\n    2,\n    2,\n) == 4, 'four'\n"
     inner = (
         "def check(f):\n    for one in [1]:\n        assert f(one, 1) == one + 2\n\ncheck(add)\n"
@@ -267,7 +270,7 @@ def test_the_statement_that_failed_is_told(sandbox, task):
     tasks = [replace(task, tests=tests) for tests in (several, inner, *[several] * 4)]
     first, second, third, last, odd, foreign = check_all(sandbox, tasks, texts, LIMITS)
     assert odd.detail == "ValueError: ?"  # half a character, which no tokenizer would read
-    assert (foreign.test, foreign.verdict) == (None, Verdict.EXCEPTION)
+    assert (foreign.test, foreign.verdict) == ("assert add(1, 2) == 3", Verdict.EXCEPTION)
     assert first.test == "assert add(\n    2,\n    2,\n) == 4, 'four'"
     assert first.detail == "AssertionError: four"
     assert second.test == "assert f(one, 1) == one + 2"

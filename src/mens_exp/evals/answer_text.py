@@ -23,11 +23,12 @@ __all__ = [
     "outside_reasoning",
 ]
 
-GRADING: Final = 3
+GRADING: Final = 4
 """Version of grading, which every scorecard records and every suite's digest contains.
 
 1: the first block, or everything; 2: the first block that defines the function, in any style, less
-the reasoning that a completion begins with; 3: the last complete one, less all reasoning.
+the reasoning that a completion begins with; 3: the last complete one, less all reasoning; 4: tests
+of Python run in another process than the answer, which gives values alone.
 """
 
 _NAMES: Final = "think|thinking|thought|reasoning"

@@ -22,7 +22,7 @@ from mens_exp.evals.answer_text import blocks_in
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["ANNOTATIONS", "Assembled", "Style", "assemble"]
+__all__ = ["ANNOTATIONS", "Assembled", "Style", "above", "assemble"]
 
 _INDENT: Final = "    "
 ANNOTATIONS: Final = "from __future__ import annotations\n"
@@ -72,7 +72,7 @@ def assemble(completion: str, *, entry_point: str, prompt: str = "") -> Assemble
         behind the prompt and the error of reading it so.
     """
     text, futures = _FUTURE.subn("", completion.replace("\r\n", "\n"))
-    context = _above(prompt, entry_point)
+    context = above(prompt, entry_point)
     for code in _texts(text, entry_point):
         for style, program in _readings(code, prompt, context, entry_point):
             tree = _tree(program)
@@ -282,7 +282,7 @@ def _lines(node: ast.stmt) -> range:
     return range(first, (node.end_lineno or node.lineno) + 1)
 
 
-def _above(prompt: str, entry_point: str) -> str:
+def above(prompt: str, entry_point: str) -> str:
     """Return the prompt's imports and helpers: what stands above the function."""
     tree = _tree(f"{prompt.rstrip()}\n{_INDENT}pass\n")
     for node in tree.body if tree else []:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 import textwrap
 from typing import TYPE_CHECKING, Any, Final
 
@@ -163,8 +162,7 @@ def self_test(
 
 def stubs_of(task: ProgramTask) -> list[str]:
     """Return completions that do nothing: alone and, where a prompt has code, behind that."""
-    kind = f"class {task.entry_point}:"
-    if re.search(rf"^{kind[:-1]}\b", task.reference, re.MULTILINE):
-        return [f"{kind}\n    pass\n"]
+    if task.asks_for_class:
+        return [f"class {task.entry_point}:\n    pass\n"]
     stub = f"def {task.entry_point}(*arguments):\n    pass\n"
     return [stub, "    pass\n"] if task.code else [stub]

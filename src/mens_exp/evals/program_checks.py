@@ -1,30 +1,31 @@
 """Does a completion pass the tests of its task? Executed in a sandbox, and said why where not.
 
-The verdict is written by the program that runs the tests, behind a word drawn for it alone, so that
-a completion that exits early, or prints what a verdict looks like, has not passed. That guards
-against accidents, not against a completion that searches its interpreter's frames for the word.
+The completion runs in one process and its tests in another (`grading.py`), so that whatever the
+completion does in its own gives no verdict.
 """
 
 from __future__ import annotations
 
 import ast
-import json
-import secrets
+import re
 import textwrap
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, cast
 
-from mens_exp.evals.completion_styles import ANNOTATIONS, Assembled, Style, assemble
-from mens_exp.sandbox.batch import run_all
-from mens_exp.sandbox.program import PYTHON, Outcome, Program
+from mens_exp.evals.completion_styles import ANNOTATIONS, Assembled, Style, above, assemble
+from mens_exp.evals.grading import grader_of
+from mens_exp.sandbox.batch import call_all
+from mens_exp.sandbox.program import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mens_exp.evals.grading import Graded, Grader
     from mens_exp.sandbox.program import Execution, Limits, Sandbox
 
-__all__ = ["OF_OUTCOME", "Checked", "ProgramTask", "Verdict", "check_all", "program_of"]
+__all__ = ["OF_OUTCOME", "Checked", "ProgramTask", "Verdict", "check_all"]
 
 
 class Verdict(StrEnum):
@@ -56,6 +57,12 @@ class ProgramTask:
     setup: str = ""  # statements before the program
     reference: str  # a completion that passes
 
+    @property
+    def asks_for_class(self) -> bool:
+        """Whether the entry point is a class: then what its objects' operators say is tested."""
+        pattern = rf"^class\s+{re.escape(self.entry_point)}\b"
+        return re.search(pattern, self.reference, re.MULTILINE) is not None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checked:
@@ -70,42 +77,6 @@ class Checked:
     execution: Execution | None  # None where nothing was executed
 
 
-# Solution and tests are files of their own: tracebacks and `__name__` are those of modules.
-_RUNNER: Final = """\
-import json, os, sys
-
-
-def run(word, end=os._exit, write=os.write, dumps=json.dumps):
-    def tell(text):
-        try:
-            sys.stdout.flush()
-        except Exception:  # it closed or replaced its output
-            pass
-        write(2, (chr(10) + word + text + chr(10)).encode("utf-8", "replace"))
-        end(0)
-
-    try:
-        import solution
-        with open("tests.py", encoding="utf-8") as file:
-            tests = compile(file.read(), "tests.py", "exec")
-        exec(tests, dict(vars(solution)))  # what the tests define is not the solution's
-    except BaseException as error:
-        try:
-            message = str(error).encode("utf-8", "replace").decode()
-        except Exception:
-            message = ""
-        line, frame = None, error.__traceback__
-        while frame is not None:
-            if frame.tb_frame.f_code.co_filename == "tests.py":
-                line = frame.tb_lineno
-            frame = frame.tb_next
-        tell(dumps([type(error).__name__[:80], message[:400], line]))
-    tell("passed")
-
-
-run(sys.stdin.readline().strip())
-"""
-
 OF_OUTCOME: Final = {
     Outcome.timeout: Verdict.TIMEOUT,
     Outcome.cpu_time: Verdict.TIMEOUT,
@@ -115,6 +86,8 @@ OF_OUTCOME: Final = {
     Outcome.killed_signal: Verdict.CRASHED,
 }
 """Verdicts that a limit, or a signal, has already given."""
+
+_OF_ERROR: Final = {"AssertionError": Verdict.ASSERTION, "MemoryError": Verdict.MEMORY}
 
 
 def check_all(
@@ -133,44 +106,50 @@ def check_all(
         assemble(text, entry_point=task.entry_point, prompt=task.code)
         for task, text in zip(tasks, completions, strict=True)
     ]
-    words = [secrets.token_hex(16) for _ in tasks]
     runnable = [place for place, one in enumerate(read) if one.error is None]
-    programs = [program_of(tasks[place], read[place].source, words[place]) for place in runnable]
-    executions = run_all(sandbox, programs, limits, workers)
-    done = dict(zip(runnable, executions, strict=True))
+    grader = grader_of(sandbox) if runnable else None
+    calls = [
+        partial(
+            cast("Grader", grader).grade,
+            sandbox,
+            {"solution.py": _solution(tasks[place], read[place].source)},
+            _job(tasks[place]),
+            limits,
+        )
+        for place in runnable
+    ]
+    done = dict(zip(runnable, call_all(calls, workers), strict=True))
     return [
-        _checked(task, one, done.get(place), words[place])
+        _checked(task, one, done.get(place))
         for place, (task, one) in enumerate(zip(tasks, read, strict=True))
     ]
 
 
-def program_of(task: ProgramTask, source: str, word: str) -> Program:
-    """Return the program that runs a solution against its task's tests.
-
-    Args:
-        task: the task.
-        source: the solution.
-        word: what the verdict is written behind; the solution never sees it.
-    """
-    solution = source
-    if task.setup:
-        first = ANNOTATIONS if source.startswith(ANNOTATIONS) else ""
-        solution = f"{first}{task.setup}\n{source.removeprefix(first)}"
-    return Program(
-        argv=(PYTHON, "-s", "-S", "-B", "main.py"),
-        files={"main.py": _RUNNER, "solution.py": solution, "tests.py": task.tests},
-        stdin=f"{word}\n",
-        env={"PYTHONHASHSEED": "0", "PYTHONUTF8": "1"},
-    )
+def _solution(task: ProgramTask, source: str) -> str:
+    if not task.setup:
+        return source
+    first = ANNOTATIONS if source.startswith(ANNOTATIONS) else ""
+    return f"{first}{task.setup}\n{source.removeprefix(first)}"
 
 
-def _checked(task: ProgramTask, read: Assembled, execution: Execution | None, word: str) -> Checked:
+def _job(task: ProgramTask) -> dict[str, Any]:
+    """Return what the grader is given: the tests, and what they use that is the task's own."""
+    helpers = above(task.code, task.entry_point)
+    return {
+        "tests": task.tests,
+        "before": [code for code in (task.setup, helpers) if code.strip()],
+        "entry_point": task.entry_point,
+        "of_class": task.asks_for_class,
+    }
+
+
+def _checked(task: ProgramTask, read: Assembled, graded: Graded | None) -> Checked:
     line = None
-    if execution is None:
+    if graded is None:
         verdict = Verdict.NO_FUNCTION if read.parses else Verdict.SYNTAX_ERROR
         detail = read.error
     else:
-        verdict, detail, line = _verdict(execution, word)
+        verdict, detail, line = _verdict(graded)
     return Checked(
         task=task.id,
         verdict=verdict,
@@ -178,7 +157,7 @@ def _checked(task: ProgramTask, read: Assembled, execution: Execution | None, wo
         test=None if line is None else _statement(task.tests, line),
         style=read.style,
         source=read.source,
-        execution=execution,
+        execution=None if graded is None else graded.execution,
     )
 
 
@@ -195,19 +174,20 @@ def _statement(tests: str, line: int) -> str | None:
     return textwrap.dedent(ast.get_source_segment(tests, smallest, padded=True) or "").strip()
 
 
-def _verdict(execution: Execution, word: str) -> tuple[Verdict, str | None, int | None]:
+def _verdict(graded: Graded) -> tuple[Verdict, str | None, int | None]:
     """Return what came of it, the exception, and the line of the tests that it was raised from."""
-    limit = OF_OUTCOME.get(execution.outcome)
+    limit = OF_OUTCOME.get(graded.execution.outcome)
     if limit is not None:
         return limit, None, None
-    _, told, rest = execution.stderr.rpartition(word)
-    if not told:
-        return Verdict.EXITED, f"exit code {execution.exit_code}", None
-    said = rest.splitlines()[0]
-    if said == "passed":
-        return Verdict.PASSED, None, None
-    name, message, line = json.loads(said)
-    verdict = {"AssertionError": Verdict.ASSERTION, "MemoryError": Verdict.MEMORY}.get(
-        name, Verdict.EXCEPTION
-    )
-    return verdict, f"{name}: {message}" if message else name, line
+    match graded.said:
+        case "passed":
+            return Verdict.PASSED, None, None
+        case "raised":
+            name, message = graded.error, graded.message
+            verdict = _OF_ERROR.get(name, Verdict.EXCEPTION)
+            return verdict, f"{name}: {message}" if message else name, graded.line
+        case "refused":
+            return Verdict.EXCEPTION, f"it returned {graded.message}", None
+        case "lost":
+            return Verdict.TIMEOUT, None, None
+    return Verdict.EXITED, f"exit code {graded.execution.exit_code}", None

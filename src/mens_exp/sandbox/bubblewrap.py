@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final
 from mens_exp.errors import MensError, SetupError
 from mens_exp.sandbox.outcomes import execution_of
 from mens_exp.sandbox.process_tree import kill_tree
+from mens_exp.sandbox.program import Service
 from mens_exp.sandbox.resource_limits import found_tool, limiting_command
 from mens_exp.sandbox.supervise import supervise
 from mens_exp.sandbox.syscall_filter import syscall_filter
@@ -43,9 +44,10 @@ _ENVIRONMENT: Final = {
     "PATH": "/usr/bin:/bin",
     "TMPDIR": "/tmp",  # noqa: S108  # as above
 }
+_DIES_WITH_PARENT: Final = "--die-with-parent"  # rather, with the thread that starts it
 _ISOLATED: Final = (
     *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
-    *("--hostname", "sandbox", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
+    *("--hostname", "sandbox", _DIES_WITH_PARENT, "--new-session", "--cap-drop", "ALL"),
 )
 # The first process is bubblewrap's own. Without root it has the program's user id, and no filter of
 # system calls: whoever wrote into its memory would be rid of the filter.
@@ -88,7 +90,7 @@ class Bubblewrap:
             fds.callback(os.close, status_read)
             with contextlib.ExitStack() as given:
                 given.callback(os.close, status_write)
-                stdin = _file_of(program.stdin, given)
+                stdin = _input_of(program, given)
                 command, passed = self._command(program, limits, given)
                 started = time.monotonic()
                 process = subprocess.Popen(  # noqa: S603  # the command is built here
@@ -111,6 +113,21 @@ class Bubblewrap:
             told = _told(status_read)
         _await_death(told.get("child-pid"))
         return execution_of(ended, _status(ended, told), sandbox=self.kind)
+
+    def start(self, program: Program, limits: Limits) -> Service:
+        """Start a program that lives until its channel is closed, also where a thread ends."""
+        with contextlib.ExitStack() as given:
+            command, passed = self._command(program, limits, given)
+            process = subprocess.Popen(  # noqa: S603  # the command is built here
+                [self._bwrap, *(word for word in command if word != _DIES_WITH_PARENT)],
+                stdin=_input_of(program, given),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={},
+                pass_fds=passed,
+                start_new_session=True,
+            )
+        return Service(process=process, surroundings=contextlib.ExitStack())
 
     def _command(
         self, program: Program, limits: Limits, fds: contextlib.ExitStack
@@ -190,6 +207,10 @@ def _file_of(content: str | bytes, fds: contextlib.ExitStack) -> int:
     os.lseek(fd, 0, os.SEEK_SET)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _READ_ONLY)
     return fd
+
+
+def _input_of(program: Program, fds: contextlib.ExitStack) -> int:
+    return _file_of(program.stdin, fds) if program.channel is None else program.channel
 
 
 def _told(fd: int) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 from mens_exp.errors import MensError
+from mens_exp.sandbox.process_tree import kill_tree
 
 if TYPE_CHECKING:
+    import contextlib
     from collections.abc import Mapping
 
 __all__ = [
@@ -20,11 +23,14 @@ __all__ = [
     "Outcome",
     "Program",
     "Sandbox",
+    "Service",
     "python_program",
 ]
 
 PYTHON: Final = str(Path(sys.executable).resolve())
 """The interpreter without its virtual environment; the same path inside a sandbox."""
+
+_END_S: Final = 5.0
 
 
 class Outcome(StrEnum):
@@ -61,6 +67,7 @@ class Program:
     stdin: str = ""
     env: Mapping[str, str] = field(default_factory=dict)  # beside PATH, HOME, TMPDIR and LANG
     visible: tuple[str, ...] = ()  # further paths of this machine, seen read-only
+    channel: int | None = None  # a socket that is its input, instead of `stdin`
 
     def __post_init__(self) -> None:
         """Refuse a file elsewhere than in the working directory.
@@ -89,6 +96,29 @@ class Execution:
     sandbox: str  # the kind that ran it
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Service:
+    """A program that goes on until its channel is closed; nothing that it writes is read."""
+
+    process: subprocess.Popen[bytes]
+    surroundings: contextlib.ExitStack  # what is gone with it
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self.process.poll() is None
+
+    def close(self) -> None:
+        """Wait for its end, its channel being closed, or kill it."""
+        try:
+            self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            kill_tree(self.process.pid)
+            self.process.wait(_END_S)
+        finally:
+            self.surroundings.close()
+
+
 class Sandbox(Protocol):
     """Runs one program, in a surrounding of its own that is gone afterwards."""
 
@@ -102,6 +132,9 @@ class Sandbox(Protocol):
         Raises:
             SetupError: the surrounding could not be made; the program did not start.
         """
+
+    def start(self, program: Program, limits: Limits) -> Service:
+        """Start a program of this package that serves others; its whole time is not limited."""
 
 
 def python_program(source: str, *, stdin: str = "", name: str = "main.py") -> Program:

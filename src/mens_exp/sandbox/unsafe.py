@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from mens_exp.artifacts.scorecard import UNSAFE
 from mens_exp.sandbox.outcomes import execution_of
 from mens_exp.sandbox.process_tree import kill_tree
+from mens_exp.sandbox.program import Service
 from mens_exp.sandbox.resource_limits import found_tool, limiting_command
 from mens_exp.sandbox.supervise import supervise
 
@@ -43,20 +44,14 @@ class Unsafe:
     def run(self, program: Program, limits: Limits) -> Execution:
         """Execute one program; safe to call from several threads."""
         with tempfile.TemporaryDirectory(prefix="unsafe-", ignore_cleanup_errors=True) as work:
-            for name, content in program.files.items():
-                data = (
-                    content
-                    if isinstance(content, bytes)
-                    else content.encode("utf-8", "surrogatepass")
-                )
-                (Path(work) / name).write_bytes(data)
+            _write_files(program, work)
             with tempfile.TemporaryFile() as stdin:
                 stdin.write(program.stdin.encode("utf-8", "surrogatepass"))
                 stdin.seek(0)
                 started = time.monotonic()
                 process = subprocess.Popen(  # noqa: S603  # asked for by name
                     [*limiting_command(self._prlimit, limits, processes=None), *program.argv],
-                    stdin=stdin,
+                    stdin=stdin if program.channel is None else program.channel,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     env=_environment(work, program),
@@ -71,6 +66,30 @@ class Unsafe:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)  # what it left behind in its group
         return execution_of(ended, ended.returncode, sandbox=self.kind)
+
+    def start(self, program: Program, limits: Limits) -> Service:
+        """Start a program that lives until its channel is closed."""
+        with contextlib.ExitStack() as surroundings:
+            work = surroundings.enter_context(
+                tempfile.TemporaryDirectory(prefix="unsafe-", ignore_cleanup_errors=True)
+            )
+            _write_files(program, work)
+            process = subprocess.Popen(  # noqa: S603  # asked for by name
+                [*limiting_command(self._prlimit, limits, processes=None), *program.argv],
+                stdin=program.channel,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=_environment(work, program),
+                cwd=work,
+                start_new_session=True,
+            )
+            return Service(process=process, surroundings=surroundings.pop_all())
+
+
+def _write_files(program: Program, work: str) -> None:
+    for name, content in program.files.items():
+        data = content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
+        (Path(work) / name).write_bytes(data)
 
 
 def _environment(work: str, program: Program) -> dict[str, str]:
