@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import pytest
 
 from mens_exp.errors import SetupError
@@ -405,6 +408,29 @@ def test_the_grader_is_started_once_and_again_when_it_is_gone(sandbox):
     assert not first.is_running
     assert checked(sandbox, "assert f() == 1\n", "def f(): return 1").verdict is Verdict.PASSED
     assert grading.grader_of(sandbox) is not first
+
+
+def test_a_fork_neither_ends_nor_keeps_the_grader():
+    """What a fork closes is its own; what it holds does not keep the grader alive."""
+    grader = grading.Grader(Unsafe())
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(writing)
+        grader.close()
+        os.read(reading, 1)
+        os._exit(0)
+    try:
+        time.sleep(0.2)
+        assert grader.is_running
+        began = time.monotonic()
+        grader.close()
+        assert not grader.is_running
+        assert time.monotonic() - began < 4
+    finally:
+        os.close(writing)
+        os.waitpid(pid, 0)
+        os.close(reading)
 
 
 def test_a_grader_that_does_not_start_is_an_error(monkeypatch):

@@ -13,6 +13,7 @@ import importlib.util
 import json
 import marshal
 import math
+import os
 import socket
 import threading
 import weakref
@@ -67,7 +68,7 @@ class Grader:
         with theirs:
             program = replace(_program("grader_side.py"), channel=theirs.fileno())
             self._service = sandbox.start(program, _GRADER)
-        self._finalizer = weakref.finalize(self, _close, self._control, self._service)
+        self._finalizer = weakref.finalize(self, _close, self._control, self._service, os.getpid())
 
     @property
     def is_running(self) -> bool:
@@ -138,7 +139,12 @@ def grader_of(sandbox: Sandbox) -> Grader:
         return found
 
 
-def _close(control: socket.socket, service: Service) -> None:
+def _close(control: socket.socket, service: Service, pid: int) -> None:
+    if os.getpid() != pid:  # a fork of the process that started it
+        control.close()
+        return
+    with contextlib.suppress(OSError):
+        control.shutdown(socket.SHUT_RDWR)  # also where a fork still holds it
     control.close()
     service.close()
 
