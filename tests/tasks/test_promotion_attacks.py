@@ -318,6 +318,7 @@ def test_a_decision_on_a_comparison_of_an_older_version_is_not_made_again(lab):
 
     Version 1 put in the place of the evidence afterwards is no way around the digest.
     """
+    lab.verdicts["two"] = shutil.copytree(lab.verdicts["two"], lab.root / "verdicts" / "two")
     lab.promote(code=0)
     file = lab.verdicts["two"] / "compare.json"
     record = json.loads(file.read_text("utf-8"))
