@@ -4,12 +4,12 @@
 
 The simulator is the definition of the model. The logit of an arm for a seed and an item is
 
-    difficulty of the item + effect of the seed on the arm + taste of the arm for the item
+    difficulty of the item + effect of the seed on the arm + preference of the arm for the item
 
 each normal around 0, with standard deviations 1, SEED_SD and interaction / sqrt(2); the difference
-of the two arms' tastes has the interaction as its standard deviation. The arms are exchangeable, so
-over all seeds and all items neither is better, and every verdict is a false one. A loss is the
-logit with normal noise of SD 1; an answer passes with the probability that the logit says.
+of the two arms' preferences has the interaction as its standard deviation. The arms are
+exchangeable, so over all seeds and all items neither is better, and every verdict is a false one.
+A loss is the logit with normal noise of SD 1; an answer passes with the logit's probability.
 
 A cell of the grid counts as good if the upper bound of its false rate is at most 6 %. The bounds
 (Clopper and Pearson) hold together over the grid at 95 %. The reference is the t interval over
@@ -50,8 +50,8 @@ def differences(
     """Return [study, seed, item] differences of two arms of which neither is better."""
     difficulty = generator.normal(0, 1, (studies, 1, 1, items))
     of_seed = generator.normal(0, seed_sd, (studies, 2, seeds, 1))
-    taste = generator.normal(0, interaction / math.sqrt(2), (studies, 2, 1, items))
-    logit = difficulty + of_seed + taste
+    preference = generator.normal(0, interaction / math.sqrt(2), (studies, 2, 1, items))
+    logit = difficulty + of_seed + preference
     if kind == "loss":
         score = logit + generator.normal(0, 1, logit.shape)
     else:

@@ -49,3 +49,24 @@ def test_the_figures_of_looks_are_those_of_the_benchmark():
     assert f"{first}, {second} and {third} %)" in said
     first, second, third = (f"{100 * plain:.0f}" for plain, _ in bounds)
     assert f"{first}, {second} and {third} % at 3, 5 and 10 seeds" in said
+
+
+def test_the_figures_of_items_are_those_of_the_benchmark():
+    """Each cell has the highest rate over both kinds of score and all spreads between seeds."""
+    results = PAGE.parents[1] / "benchmarks" / "results" / "items.json"
+    run = json.loads(results.read_text("utf-8"))["runs"][-1]
+    highest = {}
+    for one in run["figures"]:
+        name = re.match(r"\w+, (\d+) seeds, (\d+) items, interaction ([\d.]+),", one["name"])
+        if name is not None:
+            told = highest.setdefault(name.groups(), [0.0, 0.0])
+            told[:] = map(max, told, (one["value"], one["reference_value"]))
+    page = PAGE.read_text("utf-8")
+    for interaction in ("0", "0.5", "1"):
+        for seeds in ("3", "5", "10"):
+            cells = [highest[seeds, items, interaction] for items in ("16", "64", "164")]
+            row = " | ".join(f"{100 * a:.1f} % ({100 * b:.1f} %)" for a, b in cells)
+            assert f"| {interaction} | {seeds} | {row} |" in page
+    (bound,) = [one["value"] for one in run["figures"] if one["name"].startswith("highest upper")]
+    assert bound <= 0.06
+    assert f"The highest upper bound of any cell is {100 * bound:.2f} %" in page
