@@ -6,6 +6,8 @@ import pytest
 import yaml
 
 from mens_exp import cli
+from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.manifest import Manifest
 from mens_exp.config.compose import compose, from_yaml, to_yaml, typed
 from mens_exp.errors import MensError, Problems
 
@@ -166,6 +168,9 @@ def test_nothing_of_a_malicious_run_is_called(
         re.sub(r"_target_: torch\.optim\.\w+", f"_target_: {target}", text), encoding="utf-8"
     )
     assert target in config.read_text("utf-8")
+    manifest = Manifest.read(run / "manifest.json")  # theirs, so that they can hash it again
+    manifest.outputs["config.yaml"] = sha256_file(config)
+    manifest.write(run / "manifest.json")
     asked = {
         "resume": ["resume=theirs", "trainer.max_steps=9"],
         "evaluate": ["task=evaluate", "path=theirs"],

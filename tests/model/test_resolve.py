@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from mens_exp.config.model import BundledModel, HfModel, RandomModel
 from mens_exp.errors import MissingExtra, ModelFileError
 from mens_exp.layout import bundled as carried
 from mens_exp.model import bundled, random_weights
+from mens_exp.model import resolve as resolving
 from mens_exp.model.resolve import resolve
 
 TINY = RandomModel(name="tiny", num_hidden_layers=1, max_position_embeddings=32)
@@ -100,6 +102,35 @@ def test_weights_with_a_flipped_sign_are_made_again(tmp_path, writes):
     assert (made.made_again, again.made_again) == ((), ("model.safetensors",))
     assert weights.read_bytes() == before
     assert len(writes) == 2
+
+
+def test_the_same_bytes_written_again_are_no_change(tmp_path):
+    """Another process made the same model at the same time."""
+    made = resolve(TINY, tmp_path)
+    weights = made.directory / "model.safetensors"
+    content = weights.read_bytes()
+    weights.unlink()
+    weights.write_bytes(content)
+    made.refuse_changed()
+
+
+def test_who_waits_for_another_process_takes_what_it_made(tmp_path, writes, monkeypatch):
+    """It is made once, and nothing was damaged."""
+    real = resolving.waiting
+
+    @contextmanager
+    def after_another(path):
+        with real(path):
+            with monkeypatch.context() as patch:
+                patch.setattr(resolving, "waiting", lambda _: nullcontext())
+                resolve(TINY, tmp_path)
+            yield
+
+    monkeypatch.setattr(resolving, "waiting", after_another)
+    made = resolve(TINY, tmp_path)
+    assert len(writes) == 1
+    assert made.made_again == ()
+    made.refuse_changed()
 
 
 def test_weights_that_are_written_to_after_they_were_hashed_are_refused(tmp_path):

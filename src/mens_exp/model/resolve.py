@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.digest import digest
 from mens_exp.artifacts.outputs import refuse_changed_outputs
+from mens_exp.artifacts.wait_lock import waiting
 from mens_exp.config.model import BundledModel, HfModel, ModelConfig, RandomModel
 from mens_exp.errors import ModelFileError
 from mens_exp.layout import hub, hub_snapshot
@@ -58,17 +59,17 @@ class BaseModel:
         """Refuse weights that were written to since they were hashed.
 
         Raises:
-            ModelFileError: a shard has another size, modification time or inode.
+            ModelFileError: they are others; the same bytes written again are no change.
         """
         now = _stamps(self.directory) if self.stamps else {}
-        for name, stamp in self.stamps.items():
-            if now.get(name) != stamp:
-                raise ModelFileError(
-                    "was written to while it was read",
-                    where=str(self.directory / name),
-                    expected="weights that stay as they are while a run loads them",
-                    remedy="run it again",
-                )
+        others = [name for name, stamp in self.stamps.items() if now.get(name) != stamp]
+        if others and hash_weights(self.directory) != self.weights_sha256:
+            raise ModelFileError(
+                "was written to while it was read",
+                where=str(self.directory / others[0]),
+                expected="weights that stay as they are while a run loads them",
+                remedy="run it again",
+            )
 
 
 def resolve(model: ModelConfig, cache: Path) -> BaseModel:
@@ -86,13 +87,16 @@ def resolve(model: ModelConfig, cache: Path) -> BaseModel:
     assert isinstance(model, BundledModel | RandomModel)
     directory = place_of(model, cache)
     stamps = _stamps(directory)
-    damaged = damaged_files(directory) if directory.is_dir() else []
-    if damaged or not directory.is_dir():
+    damaged = damaged_files(directory)
+    if damaged:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with atomic.directory(directory) as temporary:
-            _writer(model)(temporary)
-            mark(temporary)
-        stamps = _stamps(directory)
+        with waiting(directory.parent / f".{directory.name}.lock"):
+            damaged = damaged_files(directory)  # somebody may have made it meanwhile
+            if damaged:
+                existed = directory.is_dir()
+                _make(model, directory)
+                damaged = damaged if existed else []
+            stamps = _stamps(directory)
     return BaseModel(
         directory=directory,
         name=model.name,
@@ -102,6 +106,12 @@ def resolve(model: ModelConfig, cache: Path) -> BaseModel:
         made_again=tuple(damaged),
         stamps=stamps,
     )
+
+
+def _make(model: BundledModel | RandomModel, directory: Path) -> None:
+    with atomic.directory(directory) as temporary:
+        _writer(model)(temporary)
+        mark(temporary)
 
 
 def _stamps(directory: Path) -> dict[str, tuple[int, int, int]]:
