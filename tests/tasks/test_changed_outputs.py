@@ -90,3 +90,12 @@ def test_a_run_at_work_may_change_its_files(copied, capsys, tmp_path):
     manifest.write(copied.manifest)
     flip(copied.path / V3)
     assert cli.main(["task=inspect", f"path={copied.adapter}"]) == 0
+
+
+def test_merged_weights_that_were_flipped_are_not_served(finished, tmp_path, capsys):
+    """Before a server starts; the manifest of the merge beside them says otherwise."""
+    run = tmp_path / "merge"
+    assert cli.main(["task=merge", f"path={finished.path}", f"hydra.run.dir={run}"]) == 0
+    flip(run / "merged" / "model.safetensors")
+    said = refused(capsys, tmp_path, "task=serve", f"path={run / 'merged'}")
+    assert "merged/model.safetensors: is not what its run wrote" in said

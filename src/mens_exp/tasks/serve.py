@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from mens_exp.artifacts.outputs import refuse_changed_outputs
 from mens_exp.errors import SetupError
 from mens_exp.export.serving import serving
 from mens_exp.layout.cached import hash_weights
@@ -24,9 +25,11 @@ def serve(config: RunConfig, run: Run) -> None:
 
     Raises:
         SetupError: the server ended by itself.
+        Problems: a file of the model is not what its run wrote.
     """
     assert config.path is not None, "validation has asked for it"
     model = Path(config.path)
+    refuse_changed_outputs(model / "config.json", *sorted(model.glob("*.safetensors")))
     run.manifest.inputs.update(subject=str(model), base_weights_sha256=hash_weights(model))
     console = Console()
     try:
