@@ -74,3 +74,21 @@ def test_a_content_hash_under_any_name_is_no_credential():
             "token": value,
             "key": f"token={value}",
         }
+
+
+def test_a_token_inside_a_password_is_masked_with_all_of_it():
+    """The two overlap, and what stands around the token is part of the password."""
+    password = f"before-hf_{RANDOM * 2}-behind"
+    safe = screened(f"https://user:{password}@host")
+    assert "behind" not in safe
+    assert "before" not in safe
+    assert safe.endswith("characters)@host")
+
+
+def test_a_private_key_is_masked_to_its_end():
+    """Its first line alone says nothing; the lines below are the key."""
+    kind = "RSA PRIVATE" + " KEY-----"
+    key = f"-----BEGIN {kind}\n{RANDOM}\n{RANDOM}\n-----END {kind}"
+    assert RANDOM not in screened(f"{key}\nnext")
+    assert screened(f"{key}\nnext").endswith("next")
+    assert RANDOM not in screened(key[:70])  # cut off

@@ -111,6 +111,7 @@ def test_the_same_bytes_written_again_are_no_change(tmp_path):
     content = weights.read_bytes()
     weights.unlink()
     weights.write_bytes(content)
+    assert weights.stat().st_mtime_ns != made.stamps[weights.name][1]
     made.refuse_changed()
 
 

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_lock import held
 from mens_exp.artifacts.telemetry import read_events
+from mens_exp.artifacts.validation_losses import read_document_losses, write_document_losses
 from mens_exp.config.trainer import Strategy
 from mens_exp.errors import Problems, RequestError
+from mens_exp.tasks import fitting
 from mens_exp.tasks.resume import prepare
 
 
@@ -313,6 +318,25 @@ def test_digests_that_cannot_be_read_are_refused(broken, tmp_path, capsys, text)
     assert cli.main([f"resume={run.path}"]) == 2
     assert "holds no digests of training states" in capsys.readouterr().err
     assert files(run) == before
+
+
+def test_losses_of_an_earlier_attempt_go_where_the_resumed_one_has_none(tmp_path):
+    """Its selected adapter is of another validation, so only the base's lines still hold."""
+    path = tmp_path / "validation.jsonl"
+    lines = [
+        {"item_id": "a", "condition": condition, "loss": 2.5, "tokens": 3}
+        for condition in ("base", "tuned")
+    ]
+    write_document_losses(path, lines)
+    run = SimpleNamespace(dir=SimpleNamespace(validation=path))
+    data = SimpleNamespace(val_document_ids=lambda places: [str(place) for place in places])
+    fitting._note_documents(run, "tuned", data, None)
+    assert read_document_losses(path) == lines[:1]
+    fitting._note_documents(run, "tuned", data, torch.tensor([[0.0, 0.0], [4.0, 2.0]]))
+    assert [(one["item_id"], one["loss"]) for one in read_document_losses(path)] == [
+        ("a", 2.5),
+        ("1", 4.0),
+    ]
 
 
 def test_a_run_that_succeeded_stays_so_when_going_on_is_refused(

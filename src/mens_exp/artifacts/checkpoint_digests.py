@@ -19,27 +19,33 @@ if TYPE_CHECKING:
 
     from mens_exp.artifacts.run_dir import RunDir
 
-__all__ = ["NAME", "last_whole", "put_aside_after", "recorded", "refuse_damaged", "vouch"]
+__all__ = [
+    "NAME",
+    "digests_of",
+    "last_whole",
+    "record_digest",
+    "refuse_damaged",
+    "rename_after",
+]
 
 NAME = "sha256.json"
-_STATE = re.compile(r"step_(\d{8,})\.ckpt")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-def vouch(path: Path, sha256: str) -> None:
+def record_digest(path: Path, sha256: str) -> None:
     """Record the digest of a training state that is about to be written.
 
     Digests of states that are gone are dropped.
     """
     place = path.parent
-    kept = {name: some for name, some in _all(place).items() if (place / name).exists()}
+    kept = {name: some for name, some in _read(place).items() if (place / name).exists()}
     before = kept.get(path.name, [])[-1:]
     atomic.write_json(place / NAME, {**kept, path.name: [*before, sha256]})
 
 
-def recorded(path: Path) -> list[str]:
+def digests_of(path: Path) -> list[str]:
     """Return the digests that a training state may have; none where none was recorded."""
-    return _all(path.parent).get(path.name, [])
+    return _read(path.parent).get(path.name, [])
 
 
 def refuse_damaged(path: Path) -> None:
@@ -48,7 +54,7 @@ def refuse_damaged(path: Path) -> None:
     Raises:
         DataError: its digest is another one.
     """
-    expected = recorded(path)
+    expected = digests_of(path)
     if not expected:
         return
     found = sha256_file(path)
@@ -73,8 +79,8 @@ def last_whole(run: RunDir) -> tuple[Path | None, list[str]]:
         One without a recorded digest is taken, and said to be.
     """
     notes: list[str] = []
-    for path in sorted(_states(run), reverse=True):
-        expected = recorded(path)
+    for path in reversed(run.states()):
+        expected = digests_of(path)
         if not expected:
             return path, [*notes, f"no digest of {path.name} was recorded, so it was not checked"]
         if sha256_file(path) in expected:
@@ -83,24 +89,18 @@ def last_whole(run: RunDir) -> tuple[Path | None, list[str]]:
     return None, notes
 
 
-def put_aside_after(run: RunDir, step: int) -> None:
+def rename_after(run: RunDir, step: int) -> None:
     """Rename states of later steps than a run goes on from: what it writes now replaces them."""
-    for path in _states(run):
+    for path in run.states():
         if int(path.stem.removeprefix("step_")) > step:
             path.rename(path.with_name(f"{path.name}.damaged"))
 
 
-def _states(run: RunDir) -> list[Path]:
-    if not run.checkpoints.is_dir():
-        return []
-    return [path for path in run.checkpoints.iterdir() if _STATE.fullmatch(path.name)]
-
-
-def _all(directory: Path) -> dict[str, list[str]]:
-    """Return the digests by name.
+def _read(directory: Path) -> dict[str, list[str]]:
+    """Return the digests of a directory's states by name.
 
     Raises:
-        DataError: it is not what `vouch` writes.
+        DataError: it is not what `record_digest` writes.
     """
     path = directory / NAME
     try:

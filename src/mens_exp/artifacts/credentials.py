@@ -75,6 +75,10 @@ SECRETS: Final[dict[str, Pattern]] = {
 _REPLACED: Final = re.compile(r"(?i)example|your|change|placeholder|dummy|xxx|\*\*\*|[<>{}$%]")
 
 # In a record nothing is taken for a placeholder, and a name alone makes a value suspect.
+_KEY_BLOCK: Final = re.compile(
+    r"-----BEGIN (?:[A-Z]+ )?PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [A-Z ]*KEY[A-Z ]*-----|\Z)",
+    re.DOTALL,
+)
 _IN_URL: Final = re.compile(r"://(?P<secret>[^\s/@\"']+)@")
 _NAME: Final = (
     r"(?:api|access|private)_?key|secret(?:_?key)?|password|passwd|pwd|token|credentials?"
@@ -102,7 +106,7 @@ def without_secrets(text: str) -> str:
 
 def looks_like_one(text: str) -> str | None:
     """Return the first credential of a text, masked; None where none is told."""
-    spans = sorted(_in_record(text))
+    spans = _in_record(text)
     return masked(text[slice(*spans[0])]) if spans else None
 
 
@@ -121,19 +125,29 @@ def screened(value: Any, name: str = "") -> Any:
         return value
     if _KEY.search(name) and _is_random(value):
         return masked(value)
-    spans = sorted(_in_record(value), reverse=True)
-    text, end = value, len(value)
-    for start, stop in spans:
-        if stop <= end:  # one inside another is masked with it
-            text, end = f"{text[:start]}{masked(value[start:stop])}{text[stop:]}", start
-    return text if spans else value
+    text = value
+    for start, end in reversed(_in_record(value)):
+        text = f"{text[:start]}{masked(value[start:end])}{text[end:]}"
+    return text
 
 
-def _in_record(text: str) -> Iterator[tuple[int, int]]:
-    """Yield where credentials begin and end in the text of a record."""
+def _in_record(text: str) -> list[tuple[int, int]]:
+    """Return where credentials begin and end in the text of a record; overlapping ones are one."""
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(_spans(text)):
+        if joined and start < joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _spans(text: str) -> Iterator[tuple[int, int]]:
     for _, pattern in possible(SECRETS, text):
         if not pattern.guessed:
             yield from (match.span() for match in pattern.form.finditer(text))
+    if "-----BEGIN " in text:
+        yield from (match.span() for match in _KEY_BLOCK.finditer(text))
     if "://" in text:
         for match in _IN_URL.finditer(text):
             if ":" in match["secret"] or _is_random(match["secret"]):

@@ -117,8 +117,8 @@ class Manifest(StoredRecord):
         Raises:
             MensError: a field is of the wrong type or not finite; nothing is written.
         """
-        told = {name: screened(getattr(self, name)) for name in _SCREENED}
-        write_record(replace(self, **told), path)
+        safe = {name: screened(getattr(self, name)) for name in _SCREENED}
+        write_record(replace(self, **safe), path)
 
     def problems(self, where: str) -> list[DataError]:
         """Return the times, digests and paths that are not written as they should be."""

@@ -242,11 +242,14 @@ class RunDir:
 
     def last_checkpoint(self) -> Path | None:
         """Return the training state of the highest step, or None where there is none."""
+        return next(reversed(self.states()), None)
+
+    def states(self) -> list[Path]:
+        """Return the training states in the order of their steps."""
         if not self.checkpoints.is_dir():
-            return None
+            return []
         found = [(_CHECKPOINT.fullmatch(path.name), path) for path in self.checkpoints.iterdir()]
-        steps = [(int(match[1]), path) for match, path in found if match]
-        return max(steps)[1] if steps else None
+        return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
 
 
 def resolve(text: str, outputs: Path = Path("outputs"), *, task: str | None = None) -> RunDir:

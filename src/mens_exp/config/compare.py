@@ -1,4 +1,4 @@
-"""How task=compare holds arms against each other."""
+"""Settings of task=compare."""
 
 from __future__ import annotations
 
@@ -63,7 +63,6 @@ class CompareConfig:
         "these_items: other seeds on exactly these items; items_like_these: other items of their "
         "kind too, of which these are a sample (needs test=t; measured: benchmarks/items.py).",
     )
-
     sequential: Sequential = setting(
         Sequential.none,
         "none: the p-value of one look, after a number of seeds that was fixed before; "

@@ -1,4 +1,4 @@
-"""How a suite's items are answered."""
+"""Settings of the answers to a suite's items."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the JSON record is mirrored to."""
+"""Sinks that mirror the JSON record."""
 
 from __future__ import annotations
 

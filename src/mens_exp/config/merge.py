@@ -1,4 +1,4 @@
-"""How an adapter is merged into its base."""
+"""Settings of merging an adapter into its base."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scorecard measures."""
+"""Suites that a scorecard is measured by."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether code parses, by the language's own grammar."""
+"""Checks that code parses, by the language's own grammar."""
 
 from __future__ import annotations
 

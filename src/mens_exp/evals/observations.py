@@ -1,4 +1,4 @@
-"""What a run measured, in one neutral shape: KPI values of items, and of the run as a whole."""
+"""Measurements of a run in one shape: KPI values of items, and of the run as a whole."""
 
 from __future__ import annotations
 

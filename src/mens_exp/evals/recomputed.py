@@ -15,13 +15,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from mens_exp.artifacts.digest import digest
 from mens_exp.artifacts.scorecard import ItemEvent, event_of_today
 from mens_exp.artifacts.typed_json import check
 from mens_exp.errors import DataError
 from mens_exp.evals.answer_text import GRADING
 from mens_exp.evals.heldout_syntax import HeldoutSyntax
 from mens_exp.evals.kpis import summarise
+from mens_exp.evals.scored import graded_digest
 from mens_exp.evals.suite import Answer, Item
 
 if TYPE_CHECKING:
@@ -290,13 +290,14 @@ def _answers(
     reader: str,
 ) -> None:
     """Have the suite read every answer again, without executing any."""
-    if digest({"suite": suite.digest, "grading": GRADING}) != scorecard.suite_digest:
+    found_digest = graded_digest(suite)
+    if found_digest != scorecard.suite_digest:
         if isinstance(suite, HeldoutSyntax):
             found.problems.append(
                 DataError(
                     "the items are not those of the suite's digest",
                     where=where,
-                    found=digest({"suite": suite.digest, "grading": GRADING}),
+                    found=found_digest,
                     expected=scorecard.suite_digest,
                     remedy="put the lines back as they were, or run it again",
                 )

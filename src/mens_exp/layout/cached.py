@@ -1,4 +1,4 @@
-"""Where a base model that has to be made lies in the cache, and whether it is whole."""
+"""The place in the cache of a base model that has to be made, and checks that it is whole."""
 
 from __future__ import annotations
 

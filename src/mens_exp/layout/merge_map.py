@@ -1,4 +1,4 @@
-"""Which tensor of a base a merged layer lies in, and what every tensor becomes in the output.
+"""The map of a merge: the tensor of the base for each layer, and each tensor of the output.
 
 Told from headers and names alone, so that whatever cannot be merged is refused before a weight is
 read.

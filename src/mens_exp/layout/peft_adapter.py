@@ -89,8 +89,8 @@ def read_peft(directory: Path, family: Family) -> PeftAdapter:
         ModelFileError: the file of tensors is damaged.
         Problems: several of these.
     """
-    path = directory / TENSORS_NAME
     settings = read_settings(directory)
+    path = directory / TENSORS_NAME
     if not path.is_file() and (directory / _PICKLED).is_file():
         raise DataError(
             "the tensors are a pickle, which can run code when it is read",

@@ -1,4 +1,4 @@
-"""What an adapter makes of a weight: ``W' = W + s · B A``, in f32, a block of rows at a time.
+"""The merged weight of an adapter: ``W' = W + s · B A``, in f32, a block of rows at a time.
 
 ``s`` is ``alpha / max(r, 1)``, in rsLoRA ``alpha / sqrt(r)``. DoRA (arXiv:2402.09353) then gives
 each row a length of its own: ``W'' = m · W' / |W'|``.

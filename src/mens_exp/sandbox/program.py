@@ -1,4 +1,4 @@
-"""What is executed, within which limits, and what came of it."""
+"""Programs to execute, their limits, and the outcome."""
 
 from __future__ import annotations
 

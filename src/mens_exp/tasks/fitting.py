@@ -231,18 +231,18 @@ def _note_documents(
 ) -> None:
     """Write the loss of each document, [documents, 2] as the module has them, to validation.jsonl.
 
-    A resumed run keeps what its earlier attempt wrote of the base.
+    A resumed run keeps what its earlier attempt wrote of the base. Without losses, what an earlier
+    attempt wrote under the same condition goes: it is of another validation.
     """
-    if losses is None:
-        return
     path = run.dir.validation
     earlier = read_document_losses(path) if path.is_file() else []
-    validated = losses[:, 1].nonzero()[:, 0].tolist()
+    if losses is None and not earlier:
+        return
+    validated = [] if losses is None else losses[:, 1].nonzero()[:, 0].tolist()
+    sums = [] if losses is None else losses[validated].tolist()
     made: list[DocumentLoss] = [
         {"item_id": name, "condition": condition, "loss": float(loss), "tokens": int(tokens)}
-        for name, (loss, tokens) in zip(
-            data.val_document_ids(validated), losses[validated].tolist(), strict=True
-        )
+        for name, (loss, tokens) in zip(data.val_document_ids(validated), sums, strict=True)
     ]
     write_document_losses(path, [one for one in earlier if one["condition"] != condition] + made)
 

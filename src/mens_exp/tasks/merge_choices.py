@@ -1,4 +1,4 @@
-"""What a merge leaves open, decided: how much is written, in which format, onto which weights."""
+"""Choices of a merge: how much is written, in which format, onto which weights."""
 
 from __future__ import annotations
 

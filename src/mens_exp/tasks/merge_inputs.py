@@ -1,4 +1,4 @@
-"""What task=merge reads: an adapter in any of its forms, and the base that it belongs to."""
+"""Inputs of task=merge: an adapter in any of its forms, and the base that it belongs to."""
 
 from __future__ import annotations
 

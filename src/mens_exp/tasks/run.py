@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from mens_exp.artifacts import atomic, provenance
-from mens_exp.artifacts.checkpoint_digests import put_aside_after
+from mens_exp.artifacts.checkpoint_digests import rename_after
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Attempt, Failure, Manifest, Status, utc_now
 from mens_exp.artifacts.run_dir import RunDir
@@ -182,7 +182,7 @@ def reopen_run(directory: RunDir, cell: Cell, *, step: int, notes: list[str]) ->
             atomic.remove_stale(parent)
         manifest = Manifest.read(directory.manifest)
         ended = _Ended(directory, step) if manifest.status is Status.SUCCEEDED else None
-        put_aside_after(directory, step)
+        rename_after(directory, step)
         rewind(directory.telemetry, step)
         now = utc_now()
         manifest.status, manifest.error, manifest.ended_utc = Status.STARTED, None, None
@@ -294,18 +294,15 @@ def _closing(run: Run, ended: _Ended | None = None) -> Iterator[None]:
     with cancellable(lambda: run.is_closing):
         try:
             yield
-        except MensError as error:
-            if ended is not None and ended.is_unchanged():
-                run.telemetry.close()
-                ended.put_back()
-                raise
-            run.close(Status.FAILED, error)
-            raise
         except (Cancelled, KeyboardInterrupt) as error:
             end_at_once()
             run.close(Status.CANCELLED, error)
             raise
         except BaseException as error:
-            run.close(Status.FAILED, error)
+            if ended is not None and isinstance(error, MensError) and ended.is_unchanged():
+                run.telemetry.close()
+                ended.put_back()
+            else:
+                run.close(Status.FAILED, error)
             raise
         run.close(Status.SUCCEEDED)

@@ -407,14 +407,11 @@ class _SuitesAtHand:
         if settings.get("suite.name") != scorecard.suite:
             told = settings.get("suite.name")
             return f"the configuration has suite={told}, the scorecard {scorecard.suite}"
-        key = repr([(name, settings[name]) for name in sorted(settings) if _is_suite_s(name)])
+        of_suite = [name for name in sorted(settings) if name.startswith("suite.")]
+        key = repr([(name, settings[name]) for name in of_suite])
         if key not in self._read:
             self._read[key] = _suite_of(run)
         return self._read[key]
-
-
-def _is_suite_s(name: str) -> bool:
-    return name.startswith("suite.")
 
 
 def _suite_of(run: RunDir) -> Suite | str:

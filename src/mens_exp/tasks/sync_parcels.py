@@ -1,4 +1,4 @@
-"""What task=sync sends, and in which order: what is made of something comes after it."""
+"""Parcels of task=sync, in order: what is made of something comes after it."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mens_exp.artifacts.adapter_v3 import read_adapter
-from mens_exp.artifacts.checkpoint_digests import recorded as digests_of
+from mens_exp.artifacts.checkpoint_digests import digests_of
 from mens_exp.artifacts.digest import digest, sha256_bytes, sha256_file
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.telemetry import read_events
@@ -79,8 +79,8 @@ def _outputs(run: RunDir, manifest: Manifest) -> Iterator[Check]:
 
 
 def _states(run: RunDir) -> Iterator[Check]:
-    """Hold every training state against the digest that it was written with."""
-    for path in sorted(run.checkpoints.glob("step_*.ckpt")):
+    """Compare every training state with the digest that it was written with."""
+    for path in run.states():
         name, expected, found = f"checkpoints/{path.name}", digests_of(path), sha256_file(path)
         if not expected:
             yield not_here(name, None, "an earlier version, which recorded no digest, wrote it")

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.plugins import TorchCheckpointIO
 
 from mens_exp.artifacts import atomic
-from mens_exp.artifacts.checkpoint_digests import refuse_damaged, vouch
+from mens_exp.artifacts.checkpoint_digests import record_digest, refuse_damaged
 from mens_exp.artifacts.digest import sha256_bytes
 
 __all__ = ["AtomicCheckpointIO"]
@@ -35,7 +35,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         content = buffer.getvalue()
-        vouch(target, sha256_bytes(content))
+        record_digest(target, sha256_bytes(content))
         atomic.write_bytes(target, content)
 
     def load_checkpoint(self, path: str | Path, *arguments: Any, **options: Any) -> dict[str, Any]:

@@ -157,12 +157,18 @@ class TrainingModule(LightningModule):
         """Sum figures over the processes that train together."""
         if self.trainer.world_size == 1:
             return list(values)
+        summed = self._summed(torch.tensor(values, dtype=torch.float64))
+        return [float(value) for value in summed]
+
+    def _summed(self, figures: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over the processes that train together."""
+        if self.trainer.world_size == 1:
+            return figures
         # The trainer's device: outside of a fit the module itself may lie on another.
         device = self.trainer.strategy.root_device
-        figures = torch.tensor(values, dtype=torch.float64, device=device)
-        summed = self.trainer.strategy.reduce(figures, reduce_op="sum")
+        summed = self.trainer.strategy.reduce(figures.to(device), reduce_op="sum")
         assert isinstance(summed, torch.Tensor), "a tensor was given"
-        return [float(value) for value in summed]
+        return summed.cpu()
 
     def _validate_after_this_batch(self) -> None:
         """Make Lightning's rule, every so many micro-batches, hold for the one under way."""
@@ -206,8 +212,7 @@ class TrainingModule(LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Set the validation loss: the mean over all supervised tokens, in nats."""
         total, count = self._of_all_processes(self._val_loss, self._val_count)
-        summed = self._of_all_processes(*self._val_documents.flatten().tolist())
-        of_documents = torch.tensor(summed, dtype=torch.float64).reshape(-1, 2)
+        of_documents = self._summed(self._val_documents)
         is_known = self.validation_documents and not of_documents.isnan().any()
         self.validated = of_documents if is_known else None
         self.validation = {"val/loss": total / count, "val/supervised_tokens": int(count)}

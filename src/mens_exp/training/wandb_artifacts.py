@@ -1,4 +1,4 @@
-"""What a run read and made, as W&B's artifacts: base, adapter, merged, scorecard, comparison.
+"""W&B artifacts of a run: base, adapter, merged model, scorecard and comparison.
 
 An artifact's version is its content, so that the same files sent twice, or read by another run, are
 the same version: that is what ties runs to one line.

@@ -1,4 +1,4 @@
-"""What W&B shows of a run: pure functions from the JSON record to names, settings, tables.
+"""Rendering of a run for W&B: pure functions from the JSON record to settings and tables.
 
 wandb itself is imported only by the functions that build its own objects.
 """

@@ -1,4 +1,4 @@
-"""What W&B shows of a comparison: its verdicts, KPIs, arms and noise as tables of numbers."""
+"""Rendering of a comparison for W&B: verdicts, KPIs, arms and noise as tables of numbers."""
 
 from __future__ import annotations
 

@@ -34,6 +34,7 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
                 where=f"{group}.test",
                 found=one.test.value,
                 expected=f"t, or {group}.target=these_items",
+                remedy=f"set {group}.test=t or {group}.target=these_items",
             )
         if one.sequential is Sequential.always_valid:
             yield ConfigError(
@@ -41,4 +42,5 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
                 where=f"{group}.sequential",
                 found=one.sequential.value,
                 expected=f"none, or {group}.target=these_items",
+                remedy=f"set {group}.sequential=none or {group}.target=these_items",
             )

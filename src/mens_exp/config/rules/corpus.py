@@ -1,4 +1,4 @@
-"""What the steps of task=corpus need of each other, and of their settings."""
+"""Rules of the steps of task=corpus: their order and their settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a suite needs, and settings of answers that nothing reads."""
+"""Rules of suites, and of settings of answers that nothing reads."""
 
 from __future__ import annotations
 

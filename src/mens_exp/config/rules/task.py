@@ -1,4 +1,4 @@
-"""What each task needs."""
+"""Rules of tasks: the settings that each needs."""
 
 from __future__ import annotations
 

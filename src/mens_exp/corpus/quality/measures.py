@@ -1,4 +1,4 @@
-"""What a pass over the rows adds up: made of some rows at a time, and joined in their order."""
+"""Sums of a pass over the rows: made of some rows at a time, and joined in their order."""
 
 from __future__ import annotations
 
