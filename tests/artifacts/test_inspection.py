@@ -6,13 +6,20 @@ import json
 
 import pytest
 
-from mens_exp.artifacts.inspection import Check, Inspection, Kind, Outcome, Verification
+from mens_exp.artifacts.inspection import Check, Inspection, Kind, Link, Outcome, Verification
 from mens_exp.errors import DataError, MensError
 
 
 def inspection(outcome, recorded, found):
     check = Check(
-        name="a", step=None, outcome=outcome, recorded=recorded, found=found, note="why not"
+        name="a",
+        step=None,
+        outcome=outcome,
+        recorded=recorded,
+        found=found,
+        note="why not",
+        link=Link.BASE,
+        of="a run",
     )
     return Inspection(
         kind=Kind.RUN, path="run", what="a run", verification=Verification(checks=[check])
@@ -48,7 +55,7 @@ def test_an_outcome_that_its_values_deny_is_not_written(tmp_path, outcome, recor
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 2}, "newer version"),
+        ({"version": 3}, "newer version"),
         ({"format": "mens_exp_run"}, "not this format"),
         ({"kind": "lorry"}, "kind"),
         ({"mood": "good"}, "unknown key"),
@@ -60,4 +67,23 @@ def test_a_record_of_another_kind_is_refused(tmp_path, changes, message):
     inspection(Outcome.EQUAL, 1, 1).write(path)
     path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changes), "utf-8")
     with pytest.raises(DataError, match=message):
+        Inspection.read(path)
+
+
+def test_a_record_of_version_1_is_read(tmp_path):
+    """Its checks named neither link nor record."""
+    path = tmp_path / "inspection.json"
+    written = inspection(Outcome.EQUAL, 1, 1)
+    written.write(path)
+    value = json.loads(path.read_text("utf-8")) | {"version": 1}
+    for check in value["verification"]["checks"]:
+        del check["link"], check["of"]
+    path.write_text(json.dumps(value), "utf-8")
+    read = Inspection.read(path)
+    assert [one["link"] for one in read.verification["checks"]] == [None]
+    del value["verification"]
+    path.write_text(json.dumps(value), "utf-8")
+    assert Inspection.read(path).verification is None
+    path.write_text(json.dumps(value | {"verification": {"checks": 7}}), "utf-8")
+    with pytest.raises(MensError):
         Inspection.read(path)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -151,6 +152,14 @@ def test_a_token_part_that_is_damaged_or_of_other_documents_is_not_known(tmp_pat
     file.write_text(text.replace(counts.sha256, "0" * 64), "utf-8")
     assert known_token_part(tmp_path, key, counts) is None
     file.write_text(text[:40], "utf-8")
+    assert known_token_part(tmp_path, key, counts) is None
+    value = json.loads(text)
+    value["tokens"]["trained_tokens_lost"] += 1
+    file.write_text(json.dumps(value), "utf-8")
+    assert known_token_part(tmp_path, key, counts) is None
+    del value["sha256"]
+    value["tokens"]["trained_tokens_lost"] -= 1
+    file.write_text(json.dumps(value), "utf-8")  # as earlier versions wrote it
     assert known_token_part(tmp_path, key, counts) is None
     again = token_part(train, documents, VOX, cache=tmp_path, key=key, counts=counts)
     assert again == made

@@ -63,7 +63,14 @@ def inspection(**fields):
 
 def check(outcome, recorded, found, note=None):
     return Check(
-        name="outputs.adapter", step=2, outcome=outcome, recorded=recorded, found=found, note=note
+        name="outputs.adapter",
+        step=2,
+        outcome=outcome,
+        recorded=recorded,
+        found=found,
+        note=note,
+        link=None,
+        of=None,
     )
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import re
 import shutil
 
 import pytest
 
+from mens_exp import cli
 from mens_exp.artifacts.inspection import Outcome
 from mens_exp.artifacts.run_dir import RunDir
 
@@ -166,8 +170,10 @@ def test_rows_that_changed_are_found_and_absent_ones_are_not_here(run, inspect, 
     found = inspect(run.path, "verify=true", code=4)  # its configuration was edited
     assert "inputs.data.rows_sha256" not in differing(found)
     assert found.verification is not None
-    (absent,) = [one for one in found.verification["checks"] if one["outcome"] == Outcome.NOT_HERE]
-    assert (absent["name"], absent["found"]) == ("inputs.data.rows_sha256", None)
+    absent = [one for one in found.verification["checks"] if one["outcome"] == Outcome.NOT_HERE]
+    assert [(one["name"], one["found"]) for one in absent] == [
+        (f"inputs.data.{name}_sha256", None) for name in ("rows", "train", "val")
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -326,3 +332,170 @@ def test_of_two_merges_of_one_run_each_is_held_against_its_own_record(spoilt, ty
     assert any(
         one["name"].startswith("merge a_half_record: ") for one in found.verification["checks"]
     )
+
+
+@pytest.fixture(scope="module")
+def study(finished, finished_with, tmp_path_factory):
+    """Two arms, each scored by an evaluation, compared and decided on: nothing to promote.
+
+    Records name each other by their paths, so what a test changes here it puts back.
+    """
+    root = tmp_path_factory.mktemp("study")
+    arms = {"r16": finished, "r4": finished_with("lora.r=4")}
+    for name, arm in arms.items():
+        own = shutil.copytree(arm.path, root / name)
+        suite = ("suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=40", "logger=none")
+        command = ("task=evaluate", f"path={own}", *suite, f"hydra.run.dir={root / name}_scored")
+        assert cli.main(list(command)) == 0
+    paths = ",".join(f"{root / name}_scored" for name in arms)
+    command = ["task=compare", f"path=[{paths}]", "compare.primary=val_loss", "logger=none"]
+    assert cli.main([*command, f"hydra.run.dir={root / 'compared'}"]) == 0
+    decide = ["task=promote", "policy=burn_rnd", f"path={root / 'compared'}"]
+    ledger = f"ledger={root / 'ledger.jsonl'}"
+    assert (
+        cli.main([*decide, ledger, f"hydra.run.dir={root / 'decided'}"]) == 4
+    )  # nothing to promote
+    return root
+
+
+def links(found):
+    """Return what each link of the chain came to."""
+    outcomes = {}
+    for check in found.verification["checks"]:
+        outcomes.setdefault(check["link"], set()).add(str(check["outcome"]))
+    return outcomes
+
+
+CHAIN = [
+    *("base", "rows", "encoded rows", "run", "checkpoints", "adapter"),
+    *("scorecard", "comparison", "decision"),
+]
+
+
+@pytest.mark.parametrize(
+    ("place", "last"),
+    [
+        ("decided", "decision"),
+        ("compared/compare.json", "comparison"),
+        ("r4_scored/scorecard.json", "scorecard"),
+    ],
+)
+def test_the_chain_is_walked_from_its_end_to_the_base(study, inspect, place, last):
+    """Every link is in the table, whole, for both arms where the record is of both."""
+    found = inspect(study / place, "verify=true")
+    assert found.kind == last
+    assert links(found) == {link: {"equal"} for link in CHAIN[: CHAIN.index(last) + 1]}
+    trained = {check["of"] for check in found.verification["checks"] if check["link"] == "rows"}
+    assert len(trained) == (1 if last == "scorecard" else 2)
+    assert found.lineage[-1]["role"] == "record"
+    assert all(one["missing"] is None for one in found.lineage)
+
+
+@contextlib.contextmanager
+def flipped(*files):
+    """Flip one bit of each file, and put them back as they were."""
+    before = {file: file.read_bytes() for file in files}
+    try:
+        for file in files:
+            flip(file)
+        yield
+    finally:
+        for file, content in before.items():
+            file.write_bytes(content)
+
+
+def test_one_changed_byte_of_any_link_is_found_from_the_end(study, inspect):
+    """Five files of three runs, each named with its run and its link."""
+    changed = {
+        ("r4", "adapter/adapter.safetensors"): "adapter",
+        ("r16", "telemetry.jsonl"): "run",
+        ("r4_scored", "events.jsonl"): "scorecard",
+        ("r16_scored", "scorecard.json"): "scorecard",
+    }
+    state = study / "r16" / "checkpoints" / "step_00000002.ckpt"
+    with flipped(state, *(study / run / name for run, name in changed)):
+        found = inspect(study / "decided", "verify=true", code=4)
+    odd = {
+        (check["of"], check["name"], check["link"])
+        for check in found.verification["checks"]
+        if check["outcome"] == Outcome.DIFFERS
+    }
+    wanted = {(str(study / run), f"outputs.{name}", link) for (run, name), link in changed.items()}
+    assert wanted <= odd
+    assert (str(study / "r16"), "checkpoints/step_00000002.ckpt", "checkpoints") in odd
+    rest = {"checkpoints", "comparison", "decision"}
+    assert {link for *_, link in odd} == {*changed.values(), *rest}
+
+
+@pytest.mark.parametrize("file", ["compared/compare.json", "ledger.jsonl"])
+def test_one_changed_byte_of_the_last_links_is_found(study, inspect, file):
+    """The decision was made on the comparison that was, and the ledger holds its own chain."""
+    with flipped(study / file):
+        found = inspect(study / "decided", "verify=true", code=4)
+    assert "differs" in links(found)["decision"]
+
+
+def test_a_comparison_whose_figures_were_edited_with_its_hash_is_found(study, inspect):
+    """The hash in its run's manifest agrees; only computing it again tells."""
+    file, manifest = study / "compared" / "compare.json", study / "compared" / "manifest.json"
+    before = file.read_bytes(), manifest.read_bytes()
+
+    def other(value):
+        value["contrasts"][0]["kpis"]["val_loss"]["p"] = 0.01
+
+    try:
+        edit(file, other)
+        sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+        edit(manifest, lambda value: value["outputs"].update({"compare.json": sha256}))
+        found = inspect(study / "compared", "verify=true", code=4)
+    finally:
+        file.write_bytes(before[0])
+        manifest.write_bytes(before[1])
+    assert differing(found) == ["comparison"]
+
+
+def test_rows_of_another_encoding_are_found(run, inspect):
+    """The recorded digest is of other tokens than the rows give."""
+    edit(run.manifest, lambda value: value["inputs"]["data"].update(train_sha256="0" * 64))
+    assert differing(inspect(run.path, "verify=true", code=4)) == ["inputs.data.train_sha256"]
+
+
+def test_a_scorecard_that_its_answers_deny_is_found(study, inspect):
+    """Its hash in the manifest agrees with the edited file."""
+    scored = study / "r4_scored"
+    file, manifest = scored / "scorecard.json", scored / "manifest.json"
+    before = file.read_bytes(), manifest.read_bytes()
+    value = json.loads(before[0])
+    tuned = value["conditions"]["tuned"]
+    name = next(name for name, kpi in tuned.items() if kpi == 0)
+    tuned[name] = 1
+    try:
+        file.write_text(json.dumps(value), "utf-8")
+        sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+        edit(manifest, lambda value: value["outputs"].update({"scorecard.json": sha256}))
+        found = inspect(scored, "verify=true", code=4)
+    finally:
+        file.write_bytes(before[0])
+        manifest.write_bytes(before[1])
+    assert "scorecard" in differing(found), name
+
+
+def test_a_cut_ledger_lacks_the_decision_of_its_run(study, inspect):
+    """What is left of it is whole, but the run names an entry that is gone."""
+    ledger = study / "ledger.jsonl"
+    before = ledger.read_bytes()
+    try:
+        ledger.write_bytes(b"".join(before.splitlines(keepends=True)[:-1]))
+        found = inspect(study / "decided", "verify=true", code=4)
+    finally:
+        ledger.write_bytes(before)
+    assert "results.entry_sha256" in differing(found)
+
+
+def test_the_table_has_a_line_a_link(study, typed):
+    """In the chain's order, each with a sign for what it came to."""
+    said = typed("task=inspect", f"path={study / 'decided'}", "verify=true")
+    table = said[said.index("Verified: ") :]
+    places = [re.search(rf"^ *= +{link} +\d+ +\d+ equal *$", table, re.MULTILINE) for link in CHAIN]
+    assert all(places)
+    assert [one.start() for one in places] == sorted(one.start() for one in places)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from mens_exp.artifacts.record import StoredRecord
+from mens_exp.artifacts.digest import digest
+from mens_exp.artifacts.record import StoredRecord, write_record
+from mens_exp.errors import DataError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = [
     "Clash",
@@ -140,8 +145,33 @@ class ProbePart(TypedDict):
     seconds: float
 
 
+class _Cached(StoredRecord):
+    """A record of the cache, which carries the digest of its own content and is made anew if lost.
+
+    A file that does not have its digest, or has another, cannot be read.
+    """
+
+    __slots__ = ()
+
+    def write(self: Any, path: Path) -> None:
+        """Write the record with its digest, atomically."""
+        write_record(replace(self, sha256=_content_of(self)), path)
+
+    def problems(self: Any, where: str) -> list[DataError]:
+        """Return that the content is not what was written, where it is not."""
+        expected = _content_of(self)
+        if self.sha256 == expected:
+            return []
+        place = f"{where}: sha256"
+        return [DataError("wrong value", where=place, found=self.sha256, expected=expected)]
+
+
+def _content_of(record: Any) -> str:
+    return digest({**asdict(record), "sha256": None})
+
+
 @dataclass(kw_only=True, slots=True)
-class StoredTokens(StoredRecord):
+class StoredTokens(_Cached):
     """A token part kept beside the encoding that it is of, and why parts of it are null."""
 
     format: str = "mens_exp_token_contract"
@@ -149,25 +179,17 @@ class StoredTokens(StoredRecord):
     encoding_sha256: str
     tokens: TokenPart
     unknown: dict[str, str] = field(default_factory=dict)
-
-    def problems(self, where: str) -> list[Any]:
-        """Return nothing: every value of the right types can be."""
-        del where
-        return []
+    sha256: str = field(default="", compare=False)
 
 
 @dataclass(kw_only=True, slots=True)
-class StoredReference(StoredRecord):
+class StoredReference(_Cached):
     """A comparison with transformers, kept for the next run of the same graph."""
 
     format: str = "mens_exp_reference"
     version: int = 1
     part: ReferencePart
-
-    def problems(self, where: str) -> list[Any]:
-        """Return nothing: every value of the right types can be."""
-        del where
-        return []
+    sha256: str = field(default="", compare=False)
 
 
 @dataclass(kw_only=True, slots=True)

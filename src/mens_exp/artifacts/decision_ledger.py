@@ -6,6 +6,7 @@ is told. What this cannot tell is a ledger cut at its end: keep the head's diges
 
 from __future__ import annotations
 
+import json
 import os
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -37,12 +38,14 @@ __all__ = [
     "cycles_of",
     "froze_runs",
     "frozen_runs",
+    "is_ledger",
     "read_ledger",
 ]
 
 # Version 1 froze less of a cycle, version 2 no runs.
 _FORMAT, _VERSION = "mens_exp_decisions", 3
 _FREEZES_RUNS = 3
+_LONGEST = 2**20  # bytes of an entry
 
 
 class EntryKind(StrEnum):
@@ -228,6 +231,15 @@ def read_ledger(path: Path) -> list[LedgerEntry]:
         before = entry["sha256"]
     Problems.raise_if(problems)
     return found
+
+
+def is_ledger(path: Path) -> bool:
+    """Tell whether a file begins with an entry of a ledger."""
+    try:
+        with path.open("rb") as file:
+            return bool(json.loads(file.readline(_LONGEST))["format"] == _FORMAT)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
 
 
 def append(path: Path, kind: EntryKind, made: Callable[[list[LedgerEntry]], Any]) -> LedgerEntry:

@@ -1,4 +1,4 @@
-"""inspection.json: what a run, an adapter, a checkpoint or a merged model is, and whether it holds.
+"""inspection.json: what something is that runs left or are judged by, and whether it holds.
 
 Not finite is not written: a delta of nothing has no rank, and what nobody knows is null with the
 reason in `unknown`.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 from mens_exp.artifacts.certificate import (  # noqa: TC001  # the reader asks for the types
     Comparison,
@@ -27,6 +27,7 @@ __all__ = [
     "Inspection",
     "Kind",
     "LayerRecord",
+    "Link",
     "Outcome",
     "Replay",
     "Role",
@@ -42,6 +43,24 @@ class Kind(StrEnum):
     CHECKPOINT = "checkpoint"
     MODEL = "model"
     TENSORS = "tensors"
+    SCORECARD = "scorecard"
+    COMPARISON = "comparison"
+    DECISION = "decision"
+
+
+class Link(StrEnum):
+    """A link of the chain of evidence, in its order; ``run`` is a run's own record."""
+
+    BASE = "base"
+    ROWS = "rows"
+    ENCODED = "encoded rows"
+    RUN = "run"
+    CHECKPOINT = "checkpoints"
+    ADAPTER = "adapter"
+    MERGED = "merged"
+    SCORECARD = "scorecard"
+    COMPARISON = "comparison"
+    DECISION = "decision"
 
 
 class Role(StrEnum):
@@ -52,6 +71,7 @@ class Role(StrEnum):
     RUN = "run"
     ADAPTER = "adapter"
     WRITTEN = "written"
+    RECORD = "record"
 
 
 class Outcome(StrEnum):
@@ -127,7 +147,11 @@ class CheckpointRecord(TypedDict):
 
 
 class Check(TypedDict):
-    """One value as it is recorded, and as it was found; ``step`` in a replay."""
+    """One value as it is recorded, and as it was found.
+
+    ``step`` is of a replay. ``link`` is the value's place in the chain of evidence and ``of`` the
+    run, file or entry that records it; both are null in a replay, and in records of version 1.
+    """
 
     name: str
     step: int | None
@@ -135,6 +159,8 @@ class Check(TypedDict):
     recorded: Any
     found: Any
     note: str | None
+    link: Link | None
+    of: str | None
 
 
 class Verification(TypedDict):
@@ -151,6 +177,17 @@ class Replay(TypedDict):
     conditions: list[str]
     first_difference: str | None
     checks: list[Check]
+
+
+def _inspection_of_1(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a record of version 1 as one of version 2: its checks named no link of the chain."""
+    try:
+        for part in (value.get("verification"), value.get("replay")):
+            for check in () if part is None else part["checks"]:
+                check.update(link=None, of=None)
+    except (AttributeError, KeyError, TypeError):  # the check of keys and types says what is wrong
+        pass
+    return value
 
 
 @dataclass(kw_only=True, slots=True)
@@ -176,8 +213,10 @@ class Inspection(StoredRecord):
         unknown: field that is null, or figure that is absent -> why.
     """
 
+    MIGRATIONS: ClassVar[dict[int, Any]] = {1: _inspection_of_1}
+
     format: str = "mens_exp_inspection"
-    version: int = 1
+    version: int = 2
     kind: Kind
     path: str
     what: str

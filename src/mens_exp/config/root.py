@@ -112,8 +112,8 @@ class RunConfig:
     )
     verify: bool = setting(
         False,  # a plain inspection reads and hashes nothing that is large
-        "Compute every content hash and the certificate again and compare them with the records; "
-        "a difference ends with exit code 4 (inspect).",
+        "Compute every hash and figure that something rests on again, back to its base, and "
+        "compare them with the records; a difference ends with exit code 4 (inspect).",
     )
     ledger: str | None = setting(
         None,

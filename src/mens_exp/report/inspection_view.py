@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mens_exp.artifacts.inspection import Outcome
+from mens_exp.artifacts.inspection import Link, Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,6 +26,7 @@ _FIGURES = {
     "stable_rank": "stable rank",
     "magnitude_change": "row lengths",
 }
+_SEVERITY = (Outcome.EQUAL, Outcome.CLOSE, Outcome.NOT_HERE, Outcome.DIFFERS)
 _MARKS = {
     Outcome.EQUAL: ("=", "green"),
     Outcome.CLOSE: ("≈", "green"),
@@ -44,12 +45,30 @@ def inspection_view(found: Inspection) -> RenderableType:
     if found.verification is not None:
         checks = found.verification["checks"]
         parts.append(_title(f"Verified: {verification_verdict(checks)}"))
+        parts.append(_chain(checks))
         parts.append(_checks([one for one in checks if one["outcome"] != Outcome.EQUAL]))
     if found.replay is not None:
         again = found.replay
         parts += [_title(f"Replayed: {replay_verdict(again)}"), _checks(again["checks"])]
         parts += [Text(f"other conditions: {one}", style="yellow") for one in again["conditions"]]
     return Group(*parts)
+
+
+def _chain(checks: Sequence[Check]) -> RenderableType:
+    """Count what each link of the chain of evidence came to, in the chain's order."""
+    table = _table()
+    table.add_column("", no_wrap=True)
+    table.add_column("link", no_wrap=True)
+    table.add_column("records", justify="right", no_wrap=True)
+    table.add_column("values", overflow="fold")
+    for link in Link:
+        own = [check for check in checks if check["link"] == link]
+        if own:
+            worst = max((Outcome(check["outcome"]) for check in own), key=_SEVERITY.index)
+            mark, style = _MARKS[worst]
+            records = str(len({check["of"] for check in own}))
+            table.add_row(Text(mark, style=style), str(link), records, verification_verdict(own))
+    return table if table.row_count else Text()
 
 
 def verification_verdict(checks: Sequence[Check]) -> str:
@@ -168,9 +187,11 @@ def _checks(checks: Sequence[Check]) -> RenderableType:
     table = _table()
     for name in ("", "what", "recorded", "found"):
         table.add_column(name, overflow="fold")
+    records = {check["of"] for check in checks}
     for check in sorted(checks, key=lambda one: one["outcome"] != Outcome.DIFFERS):
         mark, style = _MARKS[Outcome(check["outcome"])]
         step = "" if check["step"] is None else f"step {check['step']}: "
+        step += f"{check['of']}: " if check["of"] and len(records) > 1 else ""
         is_equal = check["outcome"] == Outcome.EQUAL
         found = check["note"] if check["outcome"] == Outcome.NOT_HERE else str(check["found"])
         table.add_row(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.artifacts.inspection import Check, Outcome
+from mens_exp.artifacts.inspection import Check, Link, Outcome
 from mens_exp.errors import GateError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["compared", "described", "differing", "not_here", "refuse_differences"]
+__all__ = ["compared", "described", "differing", "linked", "not_here", "refuse_differences"]
 
 _LISTED = 4
 
@@ -18,13 +18,32 @@ _LISTED = 4
 def compared(name: str, recorded: Any, found: Any, *, step: int | None = None) -> Check:
     """Hold a value against its record; only the same value is equal."""
     outcome = Outcome.EQUAL if recorded == found else Outcome.DIFFERS
-    return Check(name=name, step=step, outcome=outcome, recorded=recorded, found=found, note=None)
+    return _check(name, step, outcome, recorded, found, None)
 
 
 def not_here(name: str, recorded: Any, why: str, *, step: int | None = None) -> Check:
     """Say that there is nothing to hold a record against, which is no error."""
+    return _check(name, step, Outcome.NOT_HERE, recorded, None, why)
+
+
+def linked(link: Link, of: str, checks: Iterable[Check]) -> Iterator[Check]:
+    """Name the link of the chain of evidence, and the record, that checks are of."""
+    for check in checks:
+        yield {**check, "link": check["link"] or link, "of": check["of"] or of}
+
+
+def _check(
+    name: str, step: int | None, outcome: Outcome, recorded: Any, found: Any, note: str | None
+) -> Check:
     return Check(
-        name=name, step=step, outcome=Outcome.NOT_HERE, recorded=recorded, found=None, note=why
+        name=name,
+        step=step,
+        outcome=outcome,
+        recorded=recorded,
+        found=found,
+        note=note,
+        link=None,
+        of=None,
     )
 
 

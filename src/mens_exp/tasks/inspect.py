@@ -48,15 +48,18 @@ def inspect(config: RunConfig, run: Run) -> None:
     damage: list[Check] = []
     certificate = _tried(config, damage, "certificate", lambda: _certificate(found))
     _tried(config, damage, "layers", lambda: _anatomy(config, record, found))
-    record.unknown |= dict.fromkeys((one["name"] for one in damage), "it cannot be read")
     record.base = named_base(found, record.base, certificate)
     if record.base is None:
-        record.unknown["base"] = "no record beside it names one"
+        is_record = found.kind in {Kind.COMPARISON, Kind.DECISION}
+        why = "each of its runs names its own" if is_record else "no record beside it names one"
+        record.unknown["base"] = why
     if record.base is not None and record.base["base_quant"] is not None:
         record.unknown.pop("base.base_quant", None)
     if certificate is not None:
         record.certificate = shortened(certificate)
-    record.lineage = lineage(found, record.base, certificate)
+    line = _tried(config, damage, "lineage", lambda: lineage(found, record.base, certificate))
+    record.lineage = line or []
+    record.unknown |= dict.fromkeys((one["name"] for one in damage), "it cannot be read")
     if config.verify:
         checks = [*damage, *verification(config, found, certificate)]
         record.verification = Verification(checks=checks)
@@ -121,7 +124,8 @@ def _anatomy(config: RunConfig, record: Inspection, found: Inspected) -> None:
     else:
         unfinished = "the run has no adapter: it has not ended, or it trained every weight"
         merged = "what was merged is no adapter any more"
-        record.unknown["layers"] = unfinished if found.kind is Kind.RUN else merged
+        why = {Kind.RUN: unfinished, Kind.MODEL: merged, Kind.TENSORS: merged}
+        record.unknown["layers"] = why.get(found.kind, f"a {found.kind} has none")
         return
     record.layers, record.parameters = anatomy.layers, anatomy.parameters
     record.variant, record.base = anatomy.variant, anatomy.base

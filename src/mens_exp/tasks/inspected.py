@@ -6,21 +6,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mens_exp.artifacts.decision_ledger import is_ledger
 from mens_exp.artifacts.inspection import Kind
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.errors import ConfigError, RequestError
 from mens_exp.export.adapter import AdapterPlace, find
 from mens_exp.export.verdict import certificate_place
+from mens_exp.tasks.evaluated_merge import MERGED
 from mens_exp.tasks.subject import config_of
 
 if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.errors import MensError
 
-__all__ = ["Inspected", "inspected", "problems"]
+__all__ = ["Inspected", "inspected", "problems", "scored_run"]
 
 _WRITERS = ("merge", "export")
+_WITHOUT_CERTIFICATE = {Kind.CHECKPOINT, Kind.SCORECARD, Kind.COMPARISON, Kind.DECISION}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +32,8 @@ class Inspected:
 
     Attributes:
         kind: of it.
-        path: a directory, or a file of a checkpoint or of merged tensors.
-        run: the training run that it is, or lies in.
+        path: a directory, or a file of a checkpoint, of merged tensors or of decisions.
+        run: the training run that it is, or lies in; of a scorecard, the run that was scored.
         adapter: that it is, or that the run has.
         what: it is, in words.
     """
@@ -44,7 +47,7 @@ class Inspected:
     @property
     def certificate(self) -> Path | None:
         """Where the certificate of something written would lie; None for a run's own files."""
-        if self.run is not None or self.kind is Kind.CHECKPOINT:
+        if self.run is not None or self.kind in _WITHOUT_CERTIFICATE:
             return None
         return certificate_place(self.path)
 
@@ -54,7 +57,8 @@ def inspected(text: str) -> Inspected:
 
     Args:
         text: ``latest``, a run, an adapter directory of any form, a checkpoint, what a merge or
-            an export wrote, or the run that wrote it.
+            an export wrote, the run that wrote it, an evaluation, a comparison, a decision, or
+            a ledger of decisions.
 
     Raises:
         RequestError: nothing is there, or nothing that can be inspected.
@@ -68,6 +72,9 @@ def inspected(text: str) -> Inspected:
     run = RunDir(path)
     if run.manifest.is_file():
         return _run(run)
+    if run.comparison.is_file():
+        what = "a comparison"
+        return Inspected(kind=Kind.COMPARISON, path=path, run=None, adapter=None, what=what)
     adapter = _adapter(path)
     if adapter is not None:
         kept = adapter.directory
@@ -114,23 +121,35 @@ def _file(path: Path) -> Inspected:
     adapter = _adapter(path.parent)
     if adapter is not None and adapter.tensors == path:
         return inspected(str(path.parent))
+    run = RunDir(path.parent)
+    is_scorecard = path.name == run.scorecard.name and run.manifest.is_file()
+    if is_scorecard or path.name == run.comparison.name:
+        return inspected(str(path.parent))
     if path.suffix == ".safetensors" and certificate_place(path).is_file():
         return Inspected(
             kind=Kind.TENSORS, path=path, run=None, adapter=None, what="merged tensors alone"
         )
-    raise _nothing(path, "a file that is no checkpoint, adapter or merged tensors")
+    if path.suffix == ".jsonl" and is_ledger(path):
+        what = "a ledger of decisions"
+        return Inspected(kind=Kind.DECISION, path=path, run=None, adapter=None, what=what)
+    raise _nothing(path, "a file that is no checkpoint, adapter, record or merged tensors")
 
 
 def _run(run: RunDir) -> Inspected:
     manifest = Manifest.read(run.manifest)
     if manifest.task in _WRITERS:
         return inspected(str(_written(run, manifest)))
+    kind = _kind_of_record(manifest)
+    if kind is not None:
+        scored = scored_run(manifest) if kind is Kind.SCORECARD else None
+        what = f"a {kind.value} of task={manifest.task}, {manifest.status.value}"
+        return Inspected(kind=kind, path=run.path, run=scored, adapter=None, what=what)
     if manifest.task != "train":
         raise RequestError(
             "the run left nothing to inspect",
             where="path",
             found=f"{run.path} ({manifest.task})",
-            expected="a run of train, merge, or export to an adapter",
+            expected="a run of train, evaluate, compare, promote, merge, or export to an adapter",
         )
     return Inspected(
         kind=Kind.RUN,
@@ -139,6 +158,22 @@ def _run(run: RunDir) -> Inspected:
         adapter=_adapter(run.path),
         what=f"a training run, {manifest.status.value}",
     )
+
+
+def _kind_of_record(manifest: Manifest) -> Kind | None:
+    """Return what a run left that trained and wrote no weights, None where it left nothing."""
+    if manifest.task == "evaluate":
+        return Kind.SCORECARD
+    if manifest.task == "compare":
+        return Kind.COMPARISON
+    return Kind.DECISION if "decision" in manifest.results else None
+
+
+def scored_run(manifest: Manifest) -> RunDir | None:
+    """Return the training run that an evaluation scored, None where that is not at hand."""
+    place = manifest.inputs.get(MERGED) or manifest.inputs.get("subject")
+    run = None if place in {None, "base"} else RunDir(Path(str(place)))
+    return run if run is not None and run.manifest.is_file() else None
 
 
 def _written(run: RunDir, manifest: Manifest) -> Path:
@@ -178,5 +213,6 @@ def _nothing(path: Path, what: str) -> RequestError:
         where="path",
         found=str(path),
         expected="a run, latest, an adapter directory (schema v2, v3 or PEFT), a checkpoint "
-        "(step_….ckpt), or what a merge or an export wrote",
+        "(step_….ckpt), what a merge or an export wrote, an evaluation, a comparison, or a ledger "
+        "of decisions",
     )

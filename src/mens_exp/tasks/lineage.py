@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.adapter_v3 import TENSORS_NAME
+from mens_exp.artifacts.comparison import Comparison
+from mens_exp.artifacts.decision_ledger import read_ledger
 from mens_exp.artifacts.digest import sha256_file
-from mens_exp.artifacts.inspection import Ancestor, BaseRecord, Role
+from mens_exp.artifacts.inspection import Ancestor, BaseRecord, Kind, Role
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir, runs
 from mens_exp.errors import RequestError
+from mens_exp.tasks.subject import config_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["base_of_run", "lineage", "trained_by", "written_by"]
 
 _OUTPUTS = Path("outputs")
+_RECORDS = {Kind.SCORECARD, Kind.COMPARISON, Kind.DECISION}
 
 
 def lineage(
@@ -34,6 +38,8 @@ def lineage(
         base: its base model, as its own records name that.
         certificate: of something written.
     """
+    if found.kind in _RECORDS:
+        return _of_record(found)
     if found.run is not None:
         return _of_run(found.run, frozenset())
     if certificate is None:
@@ -43,6 +49,34 @@ def lineage(
     line = _of_run(run, frozenset()) if run is not None else [_base(base), _absent(sources, found)]
     files = {name or found.path.name: one for name, one in certificate.files.items()}
     return [*line, _ancestor(Role.WRITTEN, found.path.resolve().name, found.path, files)]
+
+
+def _of_record(found: Inspected) -> list[Ancestor]:
+    """List what a scorecard, a comparison or a ledger was made of, itself last."""
+    if found.kind is Kind.SCORECARD:
+        line = [] if found.run is None else _of_run(found.run, frozenset())
+        file = RunDir(found.path).scorecard
+    elif found.kind is Kind.COMPARISON:
+        file = RunDir(found.path).comparison
+        line = [
+            _recorded(Role.RUN, Path(one["path"]), one["manifest_sha256"])
+            for one in Comparison.read(file).runs
+        ]
+    else:
+        file = found.path
+        if file.is_dir():  # of a run that added a decision
+            file = Path(str(config_of(RunDir(file)).ledger)).expanduser()
+        decisions = [entry["decision"] for entry in read_ledger(file)]
+        evidence = [one for made in decisions if made is not None for one in made["evidence"]]
+        files = {one["path"]: one["sha256"] for one in evidence}
+        line = [_recorded(Role.RECORD, Path(path), sha) for path, sha in files.items()]
+    return [*line, _recorded(Role.RECORD, file, sha256_file(file) if file.is_file() else None)]
+
+
+def _recorded(role: Role, place: Path, sha256: str | None) -> Ancestor:
+    hashes = {} if sha256 is None else {"sha256": sha256}
+    missing = None if place.exists() else "it is not on this machine"
+    return _ancestor(role, place.name, place if place.exists() else None, hashes, missing)
 
 
 def _unnamed(found: Inspected) -> Ancestor:

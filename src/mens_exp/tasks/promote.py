@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.tasks.run import Run
 
-__all__ = ["decided", "promote"]
+__all__ = ["decided", "decision_checks", "promote"]
 
 _MADE = ("decision", "recommendation", "evidence", "parity")
 
@@ -187,10 +187,9 @@ def _replay(ledger: Path, run: Run) -> None:
     entries = read_ledger(ledger)
     checks, unverifiable, unfrozen = [], [], []
     for number, entry in enumerate(entries):
-        made = entry["decision"]
-        if made is None:
+        if entry["decision"] is None:
             continue
-        why = _not_of_today(entry["version"], made)
+        made, why = decision_checks(entries, number)
         if why:
             unverifiable.append(f"Entry {entry['number']} is unverifiable: {why}.")
             continue
@@ -199,8 +198,7 @@ def _replay(ledger: Path, run: Run) -> None:
                 f"Entry {entry['number']} is of version {entry['version']}, which froze no runs: "
                 "its decision is made again from the hashes of its comparisons."
             )
-        again = _again(made, entries[:number], freezes=froze_runs(entry))
-        checks += _differences(f"entry {entry['number']}", made, again)
+        checks += made
     decisions = sum(entry["decision"] is not None for entry in entries) - len(unverifiable)
     run.manifest.results.update(
         decisions=decisions, entries=len(entries), unverifiable=len(unverifiable)
@@ -211,6 +209,31 @@ def _replay(ledger: Path, run: Run) -> None:
     remedy = "find what of the evidence has changed since"
     refuse_differences("a past decision comes out otherwise", str(ledger), checks, remedy)
     console.print(f"{decisions} decisions of {len(entries)} entries, each as it was made.")
+
+
+def decision_checks(entries: list[LedgerEntry], number: int) -> tuple[list[Check], str]:
+    """Make one past decision again from its evidence and the ledger before it.
+
+    Args:
+        entries: of the ledger.
+        number: of the decision among them, from 0.
+
+    Returns:
+        The decision and its rules beside the same, made again; and why it cannot be made again by
+        today's rules, in which case there are none.
+
+    Raises:
+        GateError: its evidence is gone.
+        DataError: its evidence cannot be read.
+    """
+    entry = entries[number]
+    made = entry["decision"]
+    assert made is not None, "the entry is a decision"
+    why = _not_of_today(entry["version"], made)
+    if why:
+        return [], why
+    again = _again(made, entries[:number], freezes=froze_runs(entry))
+    return _differences(f"entry {entry['number']}", made, again), ""
 
 
 def _not_of_today(version: int, made: DecisionEntry) -> str:

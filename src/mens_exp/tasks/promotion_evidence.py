@@ -30,7 +30,14 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.comparison import RunRecord
     from mens_exp.artifacts.decision_ledger import CycleEntry, LedgerEntry
 
-__all__ = ["certificate_of", "comparison_files", "cycle_of", "gathered", "is_of_older_version"]
+__all__ = [
+    "certificate_of",
+    "comparison_files",
+    "comparison_problems",
+    "cycle_of",
+    "gathered",
+    "is_of_older_version",
+]
 
 _ABSENT = "no such file"
 _ROUNDING = 1e-9
@@ -84,7 +91,7 @@ def gathered(
         record = Comparison.read(file)
         cycle, why = cycle_of(record, cycles)
         runs = runs_of(record, "" if cycle is None else cycle["cycle"])
-        problems, unverifiable = _problems(record)
+        problems, unverifiable = comparison_problems(record)
         if freezes:
             problems += [str(one) for one in frozen.differences(runs)]
             problems += _cut(record, entries)
@@ -238,10 +245,12 @@ def _not_of(record: Comparison, opened_utc: str, cycle: CycleEntry) -> list[str]
     return found
 
 
-def _problems(record: Comparison) -> tuple[list[str], list[str]]:
-    """Return what denies a comparison, and what nobody can verify.
+def comparison_problems(record: Comparison) -> tuple[list[str], list[str]]:
+    """Hash a comparison's files and compare its runs again.
 
-    Files that are others deny it, and figures that come out otherwise.
+    Returns:
+        What denies it, files that are others and figures that come out otherwise; and what nobody
+        can verify.
     """
     found = [problem for run in record.runs for problem in _of_run(run)]
     # Else what is computed of them says nothing.
