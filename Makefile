@@ -13,7 +13,7 @@ NAME := throughput
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test quick soak slow coverage check format golden docs families bench clean
+.PHONY: help setup run test quick soak fuzz slow coverage check format golden docs families bench clean
 
 help: ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -41,6 +41,10 @@ quick: $(STAMP) ## Run the tests of the inner loop
 
 soak: $(STAMP) ## Run the long campaigns, of which the other tests run a small case
 	$(PYTEST) -m soak $(ARGS)
+
+fuzz: $(STAMP) ## Feed damaged files to every reader of files; ARGS="--minutes 10 --readers template"
+	$(PIP) atheris
+	$(BIN)/python tests/support/fuzzing.py $(ARGS)
 
 slow: $(STAMP) ## Run every test, and name those that tests/slow.txt lists wrongly
 	$(PYTEST) --check-slow $(ARGS)

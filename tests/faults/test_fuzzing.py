@@ -1,0 +1,112 @@
+"""Readers of files from elsewhere under mutated files: a small, seeded part of `make fuzz`."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import fuzz_readers
+import fuzzing
+import pytest
+
+SUPPORT = Path(fuzzing.__file__).parent
+SEED = random.SystemRandom().randrange(2**32)  # printed with a failure
+
+
+@pytest.mark.parametrize("name", fuzz_readers.READERS)
+def test_valid_files_and_the_committed_corpus_are_read_or_refused(name, finished, tmp_path):
+    """The valid ones are read; nothing ends in an error that is not ours, or is read otherwise."""
+    seeds = fuzz_readers.READERS[name].seeds(finished.path)
+    for number, data in enumerate(fuzz_readers.inputs_of(name, finished.path)):
+        fuzzing.laid_out(name, finished.path, tmp_path / "input", data)
+        accepted, fault = fuzzing.fault_in(name, tmp_path / "input")
+        assert fault is None, data[:200]
+        assert accepted or number >= len(seeds)
+
+
+def test_mutated_files_are_read_or_refused(finished, tmp_path):
+    """Three readers drawn by a seed, 300 mutations each, every reader in its own process."""
+    for name in random.Random(SEED).sample(sorted(fuzz_readers.READERS), 3):
+        found = fuzzing.fuzzed(
+            name, finished.path, seconds=60, inputs=300, seed=SEED, root=tmp_path / name
+        )
+        assert found["inputs"] > 0
+        assert found["faults"] == [], f"{name}, seed {SEED}"
+
+
+PLANTED = """
+    import struct, sys, time
+    from pathlib import Path
+    sys.path.insert(0, {support!r})
+    import fuzz_readers, fuzzing
+
+    def read(path):
+        data = path.read_bytes()
+        if {kind!r} == "error":
+            return {{}}[data]
+        if {kind!r} == "hang":
+            time.sleep(60)
+        if {kind!r} == "memory":
+            return bytes(2 ** 31)
+        if {kind!r} == "end":
+            import os, signal
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return data
+
+    def other(path, found):
+        assert {kind!r} != "wrong", "a value that is not there"
+
+    calls = []
+    def first_is_well(path):
+        calls.append(path)
+        return None if len(calls) == 1 else read(path)
+
+    fuzz_readers.READERS["planted"] = fuzz_readers.Reader(
+        file="a", read=first_is_well, seeds=lambda _: [b"abc"], check=other
+    )
+    fuzzing.SCRIPT, fuzzing.HANG_S = Path(__file__), 2
+    sys.exit(fuzzing.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("error", "KeyError"),
+        ("hang", "hangs: more than 2 s"),
+        ("memory", "MemoryError"),
+        ("end", "the process ended with -11"),
+        ("wrong", "read otherwise: AssertionError"),
+        ("none", "0 faults"),
+    ],
+)
+def test_each_kind_of_fault_is_found(tmp_path, kind, said):
+    """A planted reader that fails in one way, and one that does not fail."""
+    script = tmp_path / "planted.py"
+    text = textwrap.dedent(PLANTED).format(support=str(SUPPORT), kind=kind)
+    script.write_text(text, "utf-8")
+    command = [sys.executable, str(script), "--readers", "planted", "--inputs", "3"]
+    command += ["--minutes", "0.1", "--run", str(tmp_path), "--faults", str(tmp_path / "kept")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert said in ended.stdout, ended.stderr
+    assert ended.returncode == (0 if kind == "none" else 1)
+    assert (kind == "none") == (not list((tmp_path / "kept").glob("planted/*/input")))
+
+
+def test_mutations_are_those_of_their_seed():
+    """The same seed gives the same inputs, another one others."""
+    seeds, words = [b"{'a': 1}"], [b"null"]
+    drawn = [
+        [fuzzing.mutated(random.Random(seed), seeds, words) for _ in range(20)]
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_inputs_that_libfuzzer_ran_are_counted_from_its_log():
+    """The last number of its progress lines."""
+    log = "INFO: seed\n#2\tINITED cov: 1\n#1024\tpulse\n##### end\n#900\tNEW\n"
+    assert fuzzing.executed(log) == 1024
