@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jinja2 import TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Output, Scope, TemplateData
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mens_exp.errors import DataError
 from mens_exp.tokenizer.control import MARK_BEGIN, MARK_END
+from mens_exp.tokenizer.template_sandbox import CountingSandbox
+from mens_exp.tokenizer.template_steps import allow
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -95,8 +96,9 @@ class _ShownMarkers(_GenerationMarkers):
 # Whatever a template does to itself is its own fault, and no bug of this program.
 _FAILURES = (
     *(TemplateError, TypeError, ValueError, LookupError, ArithmeticError),
-    *(AttributeError, RecursionError, MemoryError),
+    *(AttributeError, RecursionError, MemoryError, SyntaxError),
 )
+_MOST_TOLD = 1_000  # characters of what a template says of itself
 
 
 def _refuse(message: str) -> NoReturn:
@@ -122,12 +124,13 @@ def _to_json(
 
 @functools.lru_cache(maxsize=8)
 def _compiled(template: str, *, marked: bool = False) -> Template:
-    environment = ImmutableSandboxedEnvironment(
+    allow(None)  # constants are worked out here
+    environment = CountingSandbox(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[loopcontrols, _ShownMarkers if marked else _GenerationMarkers],
     )
-    environment.filters["tojson"] = _to_json
+    environment.set_filter("tojson", _to_json)
     environment.globals["raise_exception"] = _refuse
     return environment.from_string(template)
 
@@ -195,8 +198,8 @@ def check_syntax(template: str) -> None:
     """
     try:
         _compiled(template)
-    except TemplateError as error:
-        raise DataError("is no chat template", found=str(error)) from error
+    except _FAILURES as error:
+        raise DataError("is no chat template", found=_reason(error)) from error
 
 
 def is_dated(template: str) -> bool:
@@ -240,10 +243,15 @@ def _rendered(
             },
             shared=True,
         )
-        return "".join(compiled.root_render_func(context))
+        allow((messages, tools, tokens))
+        return compiled.environment.concat(compiled.root_render_func(context))
     except _FAILURES as error:
         raise DataError(
             "the chat template refuses a conversation",
-            found=str(error) or type(error).__name__,
+            found=_reason(error),
             expected="roles and order that the model's template accepts",
         ) from error
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error) or type(error).__name__)[:_MOST_TOLD]

@@ -1,0 +1,65 @@
+"""Run an attack in a process of its own, so that it can neither hang nor fill the machine.
+
+The process is forked, gets so much more memory as it is allowed, and is killed when it takes too
+long. What came of it is told, not raised: a test then says which end it expects.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import traceback
+import warnings
+from dataclasses import dataclass
+
+from mens_exp.errors import MensError
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class End:
+    """How an attack ended: `returned`, `refused` (an error of ours), `raised` or `killed`."""
+
+    how: str
+    message: str = ""
+
+
+def attack(work, *given, seconds=10, memory_mib=1024):
+    """Call ``work(*given)`` in a forked process, and return its `End`."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+        child = os.fork()
+    if child == 0:
+        os.close(reading)
+        _work(work, given, writing, memory_mib)
+    os.close(writing)
+    try:
+        with os.fdopen(reading, "rb") as pipe:
+            ready, _, _ = select.select([pipe], [], [], seconds)
+            told = pipe.read() if ready else b""
+        return End(*json.loads(told)) if told else End("killed", f"not done in {seconds} s")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _work(work, given, writing, memory_mib):
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        most = used + memory_mib * MIB
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        try:
+            end = ("returned", str(work(*given))[:1000])
+        except MensError as error:
+            end = ("refused", str(error)[:5000])
+        except BaseException:  # told to the parent, whatever it is
+            end = ("raised", traceback.format_exc()[-2000:])
+        os.write(writing, json.dumps(end).encode("utf-8"))
+    finally:
+        os._exit(0)
