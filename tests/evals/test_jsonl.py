@@ -3,7 +3,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from attacks import attack
 
+from mens_exp.artifacts import foreign_patterns
 from mens_exp.config.suite import JsonlCheck, JsonlSuite
 from mens_exp.errors import ConfigError, DataError, Problems
 from mens_exp.evals.jsonl import jsonl_suite
@@ -199,3 +201,35 @@ def test_a_pattern_that_an_empty_answer_matches_fails_the_test_of_the_suite(
     row = {"prompt": "?", "expected": "^a$", "check": "regex", "reference": "b"}
     wrong = suite_of(row).self_test(None)
     assert wrong.problem == "references judged wrong: 1 (1 in all)"
+
+
+@pytest.mark.parametrize(
+    ("check", "expected", "answer"),
+    [
+        ("regex", "(a+)+$", "a" * 60 + "!"),
+        ("json_schema", {"pattern": "(a+)+$"}, json.dumps("a" * 60 + "!")),
+        ("json_schema", {"patternProperties": {"(a+)+$": {}}}, json.dumps({"a" * 60 + "!": 1})),
+    ],
+)
+def test_a_pattern_that_never_ends_on_an_answer_is_refused(
+    suite_of, monkeypatch, check, expected, answer
+):
+    """No answer of a model can hold up the evaluation."""
+    monkeypatch.setattr(foreign_patterns, "_MOST_S", 1)
+    suite = suite_of({"prompt": "?", "expected": expected}, check=check)
+
+    def judge():
+        foreign_patterns._WORKER.end()
+        return judged(suite, answer)
+
+    end = attack(judge)
+    assert end.how == "refused", end
+    assert "suite.path: a pattern that is expected: the regular expression takes" in end.message
+
+
+def test_patterns_of_a_schema_are_searched_for(suite_of):
+    """They match anywhere in a text or a key, as JSON schemas have it."""
+    schema = {"patternProperties": {"^n": {"type": "integer"}, "t": {"pattern": "b[0-9]"}}}
+    suite = suite_of({"prompt": "?", "expected": schema}, check="json_schema")
+    good, number, text = '{"n": 1, "at": "ab1"}', '{"no": "1"}', '{"at": "ab"}'
+    assert [one.success for one in judged(suite, good, number, text)] == [True, False, False]

@@ -6,8 +6,10 @@ import json
 
 import numpy as np
 import pytest
+from attacks import attack
 from safetensors.numpy import save_file
 
+from mens_exp.artifacts import foreign_patterns
 from mens_exp.artifacts.adapter_delta import deltas
 from mens_exp.errors import DataError, Problems
 from mens_exp.layout.adapter_base import base_of
@@ -125,6 +127,27 @@ def test_what_is_more_or_less_than_lora_is_refused(tmp_path, config, message):
     """Each setting by its name."""
     with pytest.raises((DataError, Problems), match=message):
         read_peft(peft_in(tmp_path / "a", **config), LLAMA)
+
+
+@pytest.mark.parametrize("name", ["rank_pattern", "alpha_pattern"])
+def test_a_pattern_that_never_ends_is_refused(base, tmp_path, monkeypatch, name):
+    """A directory from elsewhere cannot hold up whoever reads it."""
+    monkeypatch.setattr(foreign_patterns, "_MOST_S", 1)
+    directory = peft_in(tmp_path, **{name: {r"([\w.]+)+!": 2}})
+
+    def read():
+        foreign_patterns._WORKER.end()  # begun by others, with more time
+        return scales(directory, base)
+
+    end = attack(read)
+    assert end.how == "refused", end
+    assert "adapter_config.json: the regular expression takes too long" in end.message
+
+
+def test_modules_that_peft_chose_by_a_pattern_are_those_of_its_tensors(base, tmp_path):
+    """Which patterns named them is not looked into."""
+    config = {"target_modules": "(a+)+$", "exclude_modules": "(b|b)*$", "layers_pattern": "(("}
+    assert scales(peft_in(tmp_path, **config), base) == {"l0.q": 3.0}
 
 
 def test_several_wrong_settings_are_reported_together(tmp_path):

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from mens_exp.artifacts.foreign_patterns import problem_of, searches
 from mens_exp.config.suite import JsonlCheck
 from mens_exp.errors import ConfigError, DataError, MissingExtra
 from mens_exp.evals.answer_text import code_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 __all__ = ["Check", "check_named", "function_named"]
 
+_PATTERNS: Final = "suite.path: a pattern that is expected"
 _TOO_DEEP: Final = "it is nested too deeply to be read"
 
 
@@ -107,11 +108,8 @@ class Regex(_Text):
         """Take a pattern."""
         if not isinstance(expected, str) or not expected:
             return "must be a pattern"
-        try:
-            re.compile(expected)
-        except re.error as error:
-            return f"is no pattern: {error}"
-        return None
+        problem = problem_of(expected, _PATTERNS)
+        return None if problem is None else f"is no pattern: {problem}"
 
     def reference(self, expected: Any) -> str:
         """Return nothing: no text follows from a pattern."""
@@ -119,9 +117,15 @@ class Regex(_Text):
         return ""
 
     def error(self, prompt: str, expected: Any, answer: str) -> str | None:
-        """Search."""
+        """Search.
+
+        Raises:
+            DataError: the pattern takes too long to be looked for.
+        """
         del prompt
-        return None if re.search(expected, answer) else "it does not have the form asked for"
+        return (
+            None if searches(expected, answer, _PATTERNS) else "it does not have the form asked for"
+        )
 
 
 class JsonSchema(_Text):
@@ -156,12 +160,31 @@ class JsonSchema(_Text):
         value = _json(answer)
         if isinstance(value, ValueError):
             return f"it is not JSON: {value}"
-        validator = jsonschema.validators.validator_for(expected)(expected)
+        validator = _validator(expected)
         try:
             found = jsonschema.exceptions.best_match(validator.iter_errors(value))
         except RecursionError:
             return _TOO_DEEP
         return None if found is None else f"at {found.json_path}: {found.message}"
+
+
+def _validator(schema: dict[str, Any]) -> Any:
+    """Return a validator that looks for patterns in a process that can be ended."""
+    import jsonschema
+
+    def pattern(validator: Any, expected: str, value: Any, _: Any) -> Iterator[Any]:
+        if validator.is_type(value, "string") and not searches(expected, value, _PATTERNS):
+            yield jsonschema.ValidationError(f"{value!r} does not match {expected!r}")
+
+    def properties(validator: Any, expected: Any, value: Any, _: Any) -> Iterator[Any]:
+        for name, one in expected.items() if validator.is_type(value, "object") else ():
+            for key in value:
+                if searches(name, key, _PATTERNS):
+                    yield from validator.descend(value[key], one, path=key, schema_path=name)
+
+    known = {"pattern": pattern, "patternProperties": properties}
+    kind = jsonschema.validators.validator_for(schema)
+    return jsonschema.validators.extend(kind, known)(schema)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

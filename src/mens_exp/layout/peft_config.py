@@ -6,10 +6,10 @@ Keys of PEFT 0.21 (https://huggingface.co/docs/peft/package_reference/lora).
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.artifacts.foreign_patterns import matches, problem_of
 from mens_exp.artifacts.record import read_bytes
 from mens_exp.artifacts.typed_json import check_keys, parse_json
 from mens_exp.errors import DataError, Problems
@@ -58,6 +58,7 @@ class PeftSettings:
         ranks: pattern (a regular expression over the end of a path) to rank.
         alphas: pattern to alpha.
         base_model: as it is recorded.
+        file: that holds it, for messages.
     """
 
     r: int
@@ -67,19 +68,25 @@ class PeftSettings:
     ranks: dict[str, int]
     alphas: dict[str, float]
     base_model: str | None
+    file: str
 
     def rank_of(self, path: str) -> int:
         """Return r of a module; the first pattern that matches counts, as in PEFT."""
-        return next((self.ranks[key] for key in self.ranks if _matches(key, path)), self.r)
+        return next((r for key, r in self.ranks.items() if self._applies(key, path)), self.r)
 
     def alpha_of(self, path: str) -> float:
         """Return alpha of a module."""
-        return next((self.alphas[key] for key in self.alphas if _matches(key, path)), self.alpha)
+        alphas = self.alphas.items()
+        return next((alpha for key, alpha in alphas if self._applies(key, path)), self.alpha)
 
     def scale_of(self, path: str) -> float:
         """Return the factor before ``B @ A`` of a module."""
         rank = self.rank_of(path)
         return self.alpha_of(path) / (math.sqrt(rank) if self.rslora else rank)
+
+    def _applies(self, pattern: str, path: str) -> bool:
+        """Tell whether PEFT applies a pattern to a module: it matches the end of the path."""
+        return matches(_in_full(pattern), path, self.file)
 
 
 def read_settings(directory: Path) -> PeftSettings:
@@ -108,6 +115,7 @@ def read_settings(directory: Path) -> PeftSettings:
         ranks=config.get("rank_pattern") or {},
         alphas=config.get("alpha_pattern") or {},
         base_model=config.get("base_model_name_or_path") or None,
+        file=str(path),
     )
 
 
@@ -151,16 +159,15 @@ def _number_problems(config: dict[str, Any], where: str) -> Iterator[DataError]:
             place = f"{where}: {name}.{pattern}"
             if value <= 0:
                 yield _too_small(place, value)
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                yield DataError("no regular expression", where=place, found=str(error))
+            problem = problem_of(_in_full(pattern), where)
+            if problem is not None:
+                yield DataError("no regular expression", where=place, found=problem)
 
 
 def _too_small(where: str, found: object) -> DataError:
     return DataError("wrong value", where=where, found=found, expected="more than 0")
 
 
-def _matches(pattern: str, path: str) -> bool:
-    """Tell whether PEFT applies a pattern to a module: it matches the end of the path."""
-    return re.match(rf"(.*\.)?({pattern})$", path) is not None
+def _in_full(pattern: str) -> str:
+    """Return what PEFT matches in place of a pattern."""
+    return rf"(.*\.)?({pattern})$"
