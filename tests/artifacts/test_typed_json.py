@@ -63,3 +63,17 @@ def test_all_names_are_offered_when_none_is_alike():
     """In alphabetical order."""
     assert expected_name("zzz", ["rank", "alpha"]) == "one of alpha, rank"
     assert expected_name("zzz", []) == "no name at all here"
+
+
+def test_repeated_keys_are_found_in_time():
+    """Among as many as a file may hold; comparing each with all others takes hours."""
+    text = b"{" + b"".join(b'"%d":1,' % n for n in range(200_000)) + b'"199999":2}'
+    with pytest.raises(DataError, match="'199999' twice"):
+        parse_json(text, "x.json")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "9" * 5_000])
+def test_json_beyond_the_limits_of_python_is_refused(text):
+    """Nesting, and digits of a number."""
+    with pytest.raises(DataError, match=r"^x\.json: not JSON"):
+        parse_json(text.encode(), "x.json")

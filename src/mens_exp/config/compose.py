@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from mens_exp.artifacts.digest import digest
+from mens_exp.artifacts.plain_yaml import parse_yaml
 from mens_exp.config.foreign import refuse_foreign
 from mens_exp.config.loader import RememberingLoader, copied
 from mens_exp.config.optim import lr_beside
@@ -32,7 +33,7 @@ from mens_exp.config.root import RunConfig
 from mens_exp.config.store import SCHEMAS, register, schema_of
 from mens_exp.config.tokenizer import if_random
 from mens_exp.config.trainer import steps_beside
-from mens_exp.errors import ConfigError, SetupError
+from mens_exp.errors import ConfigError, DataError, SetupError
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -343,10 +344,16 @@ def from_yaml(path: Path) -> DictConfig:
             class that nobody here has vouched for.
     """
     try:
+        refuse_foreign(parse_yaml(path.read_bytes(), str(path)), path)
         stored = OmegaConf.load(path)
-        refuse_foreign(OmegaConf.to_container(stored), path)
         root = _under_schemas(stored)
         missing = OmegaConf.missing_keys(root)
+    except DataError as error:
+        raise ConfigError(
+            "the stored configuration cannot be read",
+            where=str(path),
+            found=f"{error.what}: {error.found}",
+        ) from error
     except (OmegaConfBaseException, YAMLError, KeyError, OSError, TypeError, ValueError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
         raise ConfigError(

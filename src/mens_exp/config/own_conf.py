@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from mens_exp.artifacts.nearest import nearest
+from mens_exp.artifacts.plain_yaml import parse_yaml
 from mens_exp.config.own_schema import CLASS_GROUPS, key_problems
-from mens_exp.errors import ConfigError
+from mens_exp.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,21 +30,10 @@ __all__ = [
     "own_problems",
     "own_targets",
     "own_trusted_models",
-    "parsed_yaml",
     "targets_in",
 ]
 
 _frozen: Path | None = None
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast as the other
-
-
-def parsed_yaml(text: str | bytes) -> Any:
-    """Parse YAML as ``yaml.safe_load`` does, in C where PyYAML was built with libyaml.
-
-    Raises:
-        yaml.YAMLError: it is no YAML.
-    """
-    return yaml.load(text, Loader=_LOADER)  # noqa: S506  # one of the safe loaders
 
 
 def config_directory() -> Path:
@@ -160,8 +148,10 @@ def _file_problems(root: Path, file: Path) -> Iterator[ConfigError]:
 def _read(file: Path) -> dict[str, Any] | str:
     """Read a file's mapping, or say why there is none."""
     try:
-        values = parsed_yaml(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        values = parse_yaml(file.read_text(encoding="utf-8"), file.name)
+    except DataError as error:
+        return str(error.found)
+    except (OSError, UnicodeDecodeError) as error:
         return " ".join(str(error).split())
     if values is None:
         return {}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 
 from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.plain_yaml import LOADER, parse_yaml
 from mens_exp.artifacts.record import read_bytes
 from mens_exp.errors import ConfigError, DataError, MensError, Problems
 
@@ -32,7 +33,7 @@ class _Function(str):
     __slots__ = ()
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(LOADER):  # type: ignore[misc,valid-type]  # in C where there is one
     """YAML with the harness's one tag of its own."""
 
 
@@ -79,10 +80,11 @@ def read_task_files(directory: Path, *, calls_functions: bool) -> TaskFiles:
         raise DataError("is no directory", where="suite.path", found=str(directory))
     problems: list[MensError] = []
     read: dict[Path, dict[str, Any]] = {}
+    known: dict[Path, _File] = {}
     sources = set(directory.rglob("*.py"))
     for path in sorted(p for end in ("*.yaml", "*.yml") for p in directory.rglob(end)):
         try:
-            found, its = _read(path)
+            found, its = _read(path, known)
         except DataError as error:
             problems.append(error)
             continue
@@ -108,25 +110,33 @@ def read_task_files(directory: Path, *, calls_functions: bool) -> TaskFiles:
     )
 
 
-def _read(path: Path, chain: tuple[Path, ...] = ()) -> tuple[dict[str, Any], list[Path]]:
-    """Return a file over those that it includes, and all of these."""
-    try:
-        own = yaml.load(read_bytes(path), Loader=_Loader)  # noqa: S506  # derives from SafeLoader
-    except yaml.YAMLError as error:
-        raise DataError("is no YAML", where=str(path), found=str(error)) from error
+_File = tuple[dict[str, Any], list[Path]]  # its values, and what they come from
+
+
+def _read(
+    path: Path, known: dict[Path, _File], chain: tuple[Path, ...] = ()
+) -> tuple[dict[str, Any], list[Path]]:
+    """Return a file over those that it includes, and all of these; each file is read once."""
+    place = path.resolve()
+    if place in known:
+        return known[place]
+    own: Any = parse_yaml(read_bytes(path), str(path), _Loader)
     if not isinstance(own, dict):
         raise DataError("is no task file", where=str(path), found=type(own).__name__)
     merged: dict[str, Any] = {}
     sources = [path]
     included = own.get("include")
-    for name in [included] if isinstance(included, str) else included or []:
+    for name in included if isinstance(included, list) else [included] if included else []:
+        if not isinstance(name, str):
+            raise DataError("is no path", where=f"{path}: include", found=name)
         under = path.parent / name
         if under.resolve() in {one.resolve() for one in (*chain, path)}:
             raise DataError("includes itself", where=str(path), found=name)
-        values, more = _read(under, (*chain, path))
+        values, more = _read(under, known, (*chain, path))
         merged |= values
         sources += more
-    return merged | own, sources
+    known[place] = merged | own, list(dict.fromkeys(sources))
+    return known[place]
 
 
 def _refusals(value: Any, path: Path, *, calls_functions: bool) -> Iterator[MensError]:

@@ -6,11 +6,10 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from mens_exp.artifacts.checkpoint_digests import NAME as CHECKPOINT_DIGESTS
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.plain_yaml import parse_yaml
 from mens_exp.errors import DataError, RequestError
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ def _texts(path: Path) -> Iterator[tuple[str, str]]:
     elif path.suffix == ".json":
         yield from _strings(json.loads(path.read_text("utf-8")), "")
     elif path.suffix == ".yaml":
-        yield from _strings(yaml.safe_load(path.read_text("utf-8")), "")
+        yield from _strings(parse_yaml(path.read_bytes(), str(path)), "")
 
 
 def _strings(value: Any, place: str) -> Iterator[tuple[str, str]]:

@@ -6,9 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from mens_exp.errors import ModelFileError
+from mens_exp.artifacts.plain_yaml import parse_yaml
+from mens_exp.errors import DataError, ModelFileError
 from mens_exp.layout.safetensors_header import TensorInfo, read_header
 
 if TYPE_CHECKING:
@@ -72,8 +71,8 @@ def license_of(path: Path) -> str | None:
     """
     try:
         _, head, _ = (path / "README.md").read_text(encoding="utf-8").split("---\n", 2)
-        stated = yaml.safe_load(head)
-    except (OSError, ValueError, yaml.YAMLError):
+        stated = parse_yaml(head, "README.md")
+    except (OSError, ValueError, DataError):
         return None
     if not isinstance(stated, dict):
         return None
@@ -86,7 +85,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelFileError("is missing or unreadable", where=str(path)) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFileError("is not JSON", where=str(path), found=str(error)) from error
     if not isinstance(value, dict):
         raise ModelFileError("is no JSON object", where=str(path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from mens_exp.errors import DataError
@@ -195,7 +196,6 @@ def _object(items: list[tuple[str, object]], where: str) -> dict[str, object]:
     """Build an object, refusing what `json` does silently: the last of two equal keys wins."""
     row = dict(items)
     if len(row) < len(items):
-        keys = [key for key, _ in items]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        twice = Counter(key for key, _ in items).most_common(1)[0][0]
         raise DataError(f"the key {twice!r} stands twice in one object", where=where)
     return row

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.plain_yaml import parse_yaml
 from mens_exp.artifacts.record import read_bytes, read_lines
 from mens_exp.artifacts.run_dir import RunDir, resolve, runs
 from mens_exp.artifacts.scorecard import Scorecard
@@ -19,7 +18,6 @@ from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.artifacts.validation_losses import read_document_losses
 from mens_exp.config.compose import from_yaml, typed
-from mens_exp.config.own_conf import parsed_yaml
 from mens_exp.config.suite import HeldoutSyntaxSuite, JsonlSuite, LmEvalSuite, ScorecardSpecSuite
 from mens_exp.errors import DataError, MensError, Problems, RequestError
 from mens_exp.evals.arms import Trial
@@ -331,10 +329,7 @@ def _record(
 
 def _settings(run: RunDir) -> dict[str, Any]:
     """Return a run's configuration by dotted path, as it is stored; an empty mapping is a value."""
-    try:
-        stored = parsed_yaml(read_bytes(run.config))
-    except yaml.YAMLError as error:
-        raise DataError("not YAML", where=str(run.config), found=str(error)) from error
+    stored = parse_yaml(read_bytes(run.config), str(run.config))
     if not isinstance(stored, dict):
         raise DataError("no mapping", where=str(run.config), found=type(stored).__name__)
     return dict(_leaves(stored, ""))

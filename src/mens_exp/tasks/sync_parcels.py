@@ -7,18 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.digest import digest, sha256_file
 from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.plain_yaml import parse_yaml
 from mens_exp.artifacts.record import read_bytes
 from mens_exp.artifacts.run_dir import RunDir, runs
 from mens_exp.artifacts.sweep import SweepRecord
 from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.artifacts.sync_record import Destination
 from mens_exp.config.logger import WandbLogger
-from mens_exp.errors import DataError
 from mens_exp.tasks.study_runs import job_order
 from mens_exp.training.wandb_names import agent_of
 from mens_exp.training.wandb_order import Order, digest_of
@@ -164,10 +162,7 @@ def _logger_of(run: RunDir) -> dict[str, Any]:
     """Return the settings of a run's mirror; none where it had no mirror."""
     if not run.config.is_file():
         return {}
-    try:
-        stored = yaml.safe_load(read_bytes(run.config)) or {}
-    except yaml.YAMLError as error:
-        raise DataError("not YAML", where=str(run.config), found=str(error)) from error
+    stored = parse_yaml(read_bytes(run.config), str(run.config)) or {}
     logger = stored.get("logger") if isinstance(stored, dict) else None
     return logger if isinstance(logger, dict) and logger.get("sink") == "wandb" else {}
 

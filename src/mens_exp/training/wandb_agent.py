@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import yaml
+from mens_exp.artifacts.plain_yaml import parse_yaml
+from mens_exp.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,8 +67,8 @@ def _drawn(path: str | None) -> dict[str, Any]:
     if not path:
         return {}
     try:
-        stored = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
+        stored = parse_yaml(Path(path).read_bytes(), path)
+    except (OSError, DataError):
         return {}
     if not isinstance(stored, dict):
         return {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.comparison import Comparison
+from mens_exp.artifacts.plain_yaml import parse_yaml
 from mens_exp.artifacts.scorecard import Condition, Scorecard, read_item_events
 from mens_exp.evals.kpi_table import ITEM_VALUES, KPIS, item_values, name_of_key, name_under
 from mens_exp.training.wandb_names import agent_of, display_name, group_of, tags_of
@@ -151,11 +152,9 @@ def _name_of_result(key: str) -> str:
 
 
 def _composed(run_dir: RunDir) -> dict[str, Any]:
-    import yaml
-
     if not run_dir.config.is_file():
         return {}
-    return dict(yaml.safe_load(run_dir.config.read_text(encoding="utf-8")) or {})
+    return dict(parse_yaml(run_dir.config.read_bytes(), str(run_dir.config)) or {})
 
 
 def _conditions(run_dir: RunDir) -> dict[str, dict[str, float | int | None]]:

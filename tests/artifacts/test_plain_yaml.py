@@ -1,0 +1,117 @@
+"""YAML from files: plain data, or an error of ours, in a moment."""
+
+from __future__ import annotations
+
+import datetime as dt
+
+import pytest
+from attacks import attack
+
+from mens_exp.artifacts.plain_yaml import parse_yaml
+from mens_exp.config.compose import from_yaml
+from mens_exp.config.own_conf import own_problems
+from mens_exp.errors import DataError, Problems
+from mens_exp.evals.harness_files import read_task_files
+from mens_exp.layout.directory import license_of
+
+
+def doubled(first, line, times=60):
+    """Write a chain of anchors, each of which holds the one before twice."""
+    lines = [f"a0: &a0 {first}"]
+    lines += [f"a{n}: &a{n} " + line.replace("@", f"*a{n - 1}") for n in range(1, times)]
+    return "\n".join(lines) + "\n"
+
+
+BOMBS = {
+    "aliases in lists": doubled("[x, x]", "[@, @]"),
+    "aliases in mappings": doubled("{x: 1}", "{p: @, q: @}"),
+    "merged mappings": doubled("{x: 1}", "{<<: [@, @]}"),
+    "nested lists": "a: " + "[" * 50_000 + "]" * 50_000,
+    "nested mappings": "".join(" " * n + "a:\n" for n in range(1_000)),
+    "nested lines": "a:\n" + " " * 4 + "- " * 5_000 + "x\n",
+    "many values": "a: [" + "1," * 300_000 + "]",
+    "a number of many digits": "a: " + "9" * 5_000,
+    "a number to base 60": "a: " + ":".join(["59"] * 400_000),
+    "a number to base 2": "a: 0b" + "1" * 5_000_000,
+}
+WRONG = {
+    "a date that is none": "a: 2020-13-45",
+    "an integer without digits": '!!int ""',
+    "a float that is none": "!!float x",
+    "a time that is none": "!!timestamp x",
+    "a boolean that is none": "!!bool x",
+    "a list as a key": "? [1]\n: 2",
+    "bytes that are no text": b"\xff\xfe\x00",
+    "a class": "!!python/object/apply:os.system [ls]",
+    "an alias of nothing": "*a",
+    "two documents": "a: 1\n---\nb: 2\n",
+}
+
+
+@pytest.mark.parametrize("text", BOMBS.values(), ids=BOMBS)
+def test_what_is_small_in_the_file_and_large_in_memory_is_refused(text):
+    """Before anything is built of it."""
+    end = attack(parse_yaml, text, "x.yaml")
+    assert end.how == "refused", end
+    assert end.message.startswith("x.yaml: the YAML holds more than a configuration does")
+
+
+@pytest.mark.parametrize("text", [*WRONG.values(), doubled("[x]", "[@, @")], ids=[*WRONG, "cut"])
+def test_what_is_no_yaml_is_an_error_of_ours(text):
+    """Also what PyYAML's constructors fail at with Python's own errors."""
+    with pytest.raises(DataError, match=r"^x\.yaml: is no YAML"):
+        parse_yaml(text, "x.yaml")
+
+
+def test_aliases_of_a_usual_size_stay():
+    """They are data like any others."""
+    text = "a: &a {b: [1, 2.5, null, true, 2026-01-05]}\nc: *a\nd: {<<: *a, e: f}\n"
+    held = [1, 2.5, None, True, dt.date(2026, 1, 5)]
+    assert parse_yaml(text, "x.yaml") == {
+        "a": {"b": held},
+        "c": {"b": held},
+        "d": {"b": held, "e": "f"},
+    }
+    assert parse_yaml("", "x.yaml") is None
+    assert parse_yaml("a: " + "1 apple, " * 1_000, "x.yaml")["a"].startswith("1 apple")
+
+
+@pytest.mark.parametrize("text", BOMBS.values(), ids=BOMBS)
+def test_no_reader_takes_longer_over_a_bomb(text, tmp_path, monkeypatch):
+    """Configurations of runs, task files of the harness, model cards, files of ./conf."""
+    (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
+    (tmp_path / "README.md").write_text(f"---\n{text}\n---\n", encoding="utf-8")
+    (tmp_path / "conf" / "logger").mkdir(parents=True)
+    (tmp_path / "conf" / "logger" / "mine.yaml").write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+
+    def told(read, *given):
+        end = attack(read, *given)
+        return end.how, end.message
+
+    for read, given in ((from_yaml, "config.yaml"), (read_functions, ".")):
+        how, message = told(read, tmp_path / given)
+        assert how == "refused", message
+        assert "config.yaml" in message
+    assert told(license_of, tmp_path) == ("returned", "None")
+    how, message = told(lambda: [str(one) for one in own_problems()])
+    assert how == "returned"
+    assert "conf/logger/mine.yaml" in message
+
+
+def read_functions(directory):
+    return read_task_files(directory, calls_functions=False)
+
+
+def test_task_files_that_include_each_other_are_read_once_each(tmp_path):
+    """Each of forty includes the next one twice."""
+    for number in range(40):
+        (tmp_path / f"t{number}.yaml").write_text(
+            f"task: t{number}\ninclude: [t{number + 1}.yaml, t{number + 1}.yaml]\n"
+        )
+    (tmp_path / "t40.yaml").write_text("task: t40\n")
+    end = attack(lambda: len(read_functions(tmp_path).tasks))
+    assert (end.how, end.message) == ("returned", "41")
+    (tmp_path / "t40.yaml").write_text("task: t40\ninclude: [5]\n")
+    with pytest.raises(Problems, match="is no path"):
+        read_functions(tmp_path)
