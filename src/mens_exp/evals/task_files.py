@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import gzip
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+import io
+import zlib
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from mens_exp.artifacts.record import read_bytes
 from mens_exp.artifacts.typed_json import parse_json
 from mens_exp.errors import DataError, Problems
+from mens_exp.rows.stored import bounded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
 __all__ = ["tasks_in"]
+
+
+_MOST_PROBLEMS: Final = 20
+_CHUNK: Final = 2**20
 
 
 class _Named(Protocol):
@@ -37,10 +44,12 @@ def tasks_in(path: Path, task_of: Callable[[Any, str], Task]) -> list[Task]:
         Problems: several lines.
     """
     tasks: dict[str, Task] = {}
-    problems = []
-    for number, line in enumerate(_unpacked(path).splitlines(), 1):
+    problems: list[DataError] = []
+    for number, line in enumerate(io.BytesIO(_unpacked(path)), 1):
         if not line.strip():
             continue
+        if len(problems) >= _MOST_PROBLEMS:
+            break
         try:
             task = task_of(parse_json(line, f"{path}:{number}"), f"{path}:{number}")
         except DataError as error:
@@ -60,6 +69,7 @@ def _unpacked(path: Path) -> bytes:
     if path.suffix != ".gz":
         return content
     try:
-        return gzip.decompress(content)
-    except (OSError, EOFError) as error:
+        with gzip.open(io.BytesIO(content)) as file:
+            return b"".join(bounded(iter(lambda: file.read(_CHUNK), b""), path))
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError("the file is not gzipped", where=str(path), found=str(error)) from error

@@ -39,6 +39,9 @@ __all__ = [
 ]
 
 
+_MOST_BAD = 100_000  # bad rows of a file that has fewer good ones
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
     """How files are to be read.
@@ -128,6 +131,7 @@ class RowReader:
         self._told_by = ""  # the place of the row that settled the format
         self._seen: Counter[str] = Counter()
         self._last: Mapping[str, object] = {}
+        self._rows = self._bad_rows = 0
 
     def file(self, pairs: Sequence[TrainingPair]) -> FileOfRows:
         """Return what was read once the last row is.
@@ -153,6 +157,7 @@ class RowReader:
     def take(self, located: Located) -> Sequence[MensError]:
         """Read one row, and return what is wrong with it unless it is put aside."""
         settled = self.form, self._told_by
+        self._rows += 1
         try:
             if isinstance(located.value, DataError):
                 raise located.value  # told with the others
@@ -160,11 +165,30 @@ class RowReader:
             self.pairs.append(self._pair(self._last, located.where))
         except (DataError, Problems) as error:
             wrong: Sequence[MensError] = getattr(error, "problems", [error])
+            self._count_bad(wrong)
             if not self.how.quarantine or located.ends:
                 return wrong
             self.form, self._told_by = settled  # a bad row settles nothing
             self.bad.append(put_aside(located, wrong))
         return ()
+
+    def _count_bad(self, wrong: Sequence[MensError]) -> None:
+        """Stop at a file that is none of rows: a megabyte may unpack to millions of bad ones.
+
+        Raises:
+            Problems: most rows are bad, and they are many.
+        """
+        self._bad_rows += 1
+        if self._bad_rows > _MOST_BAD and 2 * self._bad_rows > self._rows:
+            self.wrong.add(wrong)
+            stop = DataError(
+                "most rows are bad, so the file is not read to its end",
+                where=self.name,
+                found=f"{self._bad_rows:,} bad ones among the first {self._rows:,}",
+                expected="rows",
+                remedy="name another file, or mend this one",
+            )
+            raise Problems([stop, *self.wrong.told((), self.name)])
 
     def _pair(self, row: Mapping[str, object], where: str) -> TrainingPair:
         group = self._group(row, where)

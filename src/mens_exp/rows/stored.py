@@ -18,11 +18,24 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
     from pathlib import Path
 
-__all__ = ["MAX_LINE_BYTES", "Line", "chunks", "first_byte", "lines", "opened"]
+__all__ = [
+    "MAX_LINE_BYTES",
+    "Line",
+    "bounded",
+    "chunks",
+    "first_byte",
+    "lines",
+    "most_unpacked",
+    "opened",
+]
 
 # Some 16 million tokens: a longer line is a file without line ends, or an accident.
 MAX_LINE_BYTES: Final = 64 * 2**20
 _CHUNK: Final = 2**20
+_FED: Final = 2**10  # to Zstandard at once: four bytes of it may become 128 KiB
+# JSON packs to a tenth, rows that share a long system prompt to a fiftieth; a bomb to a thousandth.
+_MOST_RATIO: Final = 100
+_ALWAYS_BYTES: Final = 32 * 2**20  # unpacked, however small the file
 _KEPT: Final = 1_000  # bytes of a line over the limit, for whoever has to find it
 _UTF16_MARKS: Final = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # First bytes of files whose name says something else.
@@ -87,7 +100,7 @@ def chunks(path: Path, field: str) -> Generator[bytes, None, None]:
     """
     with opened(path, field) as file:
         try:
-            pieces = _decompressed(file, path)
+            pieces = bounded(_decompressed(file, path), path)
             head = b""
             for piece in pieces:
                 head += piece
@@ -101,6 +114,32 @@ def chunks(path: Path, field: str) -> Generator[bytes, None, None]:
             raise _damaged(path, "it ends too early") from error
         except OSError as error:
             raise _unreadable(path, field, error) from error
+
+
+def most_unpacked(path: Path) -> int:
+    """Return how many bytes a compressed file may hold."""
+    return _ALWAYS_BYTES + _MOST_RATIO * path.stat().st_size
+
+
+def bounded(pieces: Iterator[bytes], path: Path) -> Iterator[bytes]:
+    """Pass on the content of a file that may be compressed.
+
+    Raises:
+        DataError: it is more than rows of a file of this size can be.
+    """
+    most = most_unpacked(path)
+    size = 0
+    for piece in pieces:
+        size += len(piece)
+        if size > most:
+            raise DataError(
+                "the compressed file holds more than its size lets expect",
+                where=str(path),
+                found=f"more than {most:,} bytes in {path.stat().st_size:,}",
+                expected=f"at most {_MOST_RATIO} times its size and {_ALWAYS_BYTES:,} bytes",
+                remedy="if you trust it, decompress it and name the file that comes out",
+            )
+        yield piece
 
 
 def first_byte(path: Path) -> int:
@@ -151,16 +190,20 @@ def _zstandard(file: BinaryIO, path: Path) -> Iterator[bytes]:
 
     frame = None
     while piece := file.read(_CHUNK):
-        while piece:
+        rest = memoryview(piece)
+        while rest:
             frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            fed, rest = rest[:_FED], rest[_FED:]
             try:
-                text = frame.decompress(piece)
+                text = frame.decompress(fed)
             except zstandard.ZstdError as error:
                 raise _damaged(path, str(error)) from error
             if text:
                 yield text
-            piece = frame.unused_data if frame.eof else b""
-            frame = None if frame.eof else frame
+            if frame.eof:
+                unused = len(frame.unused_data)
+                rest = memoryview(piece)[len(piece) - len(rest) - unused :]
+                frame = None
     if frame is not None:
         raise _damaged(path, "it ends too early")
 

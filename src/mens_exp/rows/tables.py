@@ -6,10 +6,11 @@ A null in a column is a field that the row does not have: a table has no other w
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal
 
 from mens_exp.errors import DataError, MissingExtra
-from mens_exp.rows.stored import opened
+from mens_exp.rows import table_size
+from mens_exp.rows.stored import MAX_LINE_BYTES, most_unpacked, opened
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -42,7 +43,6 @@ def rows_of_file(
     """
     try:
         import pyarrow as pa
-        import pyarrow.parquet as pq
     except ImportError as error:
         raise MissingExtra(
             f"pyarrow is needed to read {kind} files",
@@ -53,7 +53,7 @@ def rows_of_file(
     with opened(path, field) as file:
         try:
             if kind == "parquet":
-                table = pq.ParquetFile(file)
+                table = _parquet(file, path)
                 names, batches = table.schema_arrow.names, table.iter_batches(_AT_ONCE)
             else:
                 whole = file.read(len(_MAGIC)) == _MAGIC
@@ -61,7 +61,8 @@ def rows_of_file(
                 reader = pa.ipc.open_file(file) if whole else pa.ipc.open_stream(file)
                 names, batches = reader.schema.names, _arrow_batches(reader)
             number = 0
-            for number, row in rows_of_batches(names, batches, str(path)):
+            most = most_unpacked(path)
+            for number, row in rows_of_batches(names, batches, str(path), most):
                 yield number, row
         except (pa.ArrowException, OSError) as error:
             raise DataError(
@@ -74,8 +75,32 @@ def rows_of_file(
         raise DataError("the table is empty", where=str(path), expected="at least one row")
 
 
+def _parquet(file: BinaryIO, path: Path) -> Any:
+    """Open a Parquet file so that a value that many rows share is decoded once.
+
+    Raises:
+        DataError: it says of itself that it holds more values than it has room for.
+    """
+    import pyarrow.parquet as pq
+
+    about = pq.ParquetFile(file)
+    groups = (about.metadata.row_group(number) for number in range(about.num_row_groups))
+    values = sum(
+        one.column(number).num_values for one in groups for number in range(one.num_columns)
+    )
+    if values > most_unpacked(path):
+        raise _too_large(str(path), f"{values:,} values", most_unpacked(path))
+    columns = [about.schema.column(number) for number in range(len(about.schema.names))]
+    # Texts within lists are decoded one by one: pyarrow does not share those.
+    texts = [
+        one.path for one in columns if one.physical_type == "BYTE_ARRAY" and "." not in one.path
+    ]
+    file.seek(0)
+    return pq.ParquetFile(file, read_dictionary=texts)
+
+
 def rows_of_batches(
-    names: list[str], batches: Iterable[Any], where: str
+    names: list[str], batches: Iterable[Any], where: str, most: int | None = None
 ) -> Iterator[tuple[int, object]]:
     """Yield the rows of Arrow batches, numbered from 1, each an object without its nulls.
 
@@ -83,17 +108,22 @@ def rows_of_batches(
         names: the columns.
         batches: record batches.
         where: what holds them, for messages.
+        most: bytes that they may hold in all; None where what they come from has no size.
 
     Raises:
-        DataError: two columns have one name: which one is meant cannot be told.
+        DataError: two columns have one name: which one is meant cannot be told. Or they hold more.
     """
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise DataError(f"the column {twice[0]!r} stands twice in one table", where=where)
-    number = 0
+    number = size = 0
     for batch in batches:
         for start in range(0, len(batch), _AT_ONCE):
-            for row in _values(batch.slice(start, _AT_ONCE), f"{where}:{{}}", number):
+            rows = batch.slice(start, _AT_ONCE)
+            size += table_size.of_batch(rows, where)
+            if most is not None and size > most:
+                raise _too_large(where, f"more than {most:,} bytes", most)
+            for row in _values(rows, f"{where}:{{}}", number):
                 number += 1
                 yield number, row
 
@@ -106,6 +136,20 @@ def _arrow_batches(reader: Any) -> Iterator[Any]:
 
 def _values(batch: Any, where: str, before: int) -> Iterator[object]:
     """Turn a batch into objects; where one row cannot be, one by one."""
+    size = table_size.of_batch(batch, where)
+    if size > MAX_LINE_BYTES and len(batch) > 1:
+        half = len(batch) // 2
+        yield from _values(batch.slice(0, half), where, before)
+        yield from _values(batch.slice(half), where, before + half)
+        return
+    if size > MAX_LINE_BYTES:
+        yield DataError(
+            "the row is too long",
+            where=where.format(before + 1),
+            found=f"{size:,} bytes",
+            expected=f"at most {MAX_LINE_BYTES:,} bytes",
+        )
+        return
     try:
         rows = batch.to_pylist()
     except ValueError as error:  # UnicodeDecodeError, or a field of an object twice
@@ -118,3 +162,13 @@ def _values(batch: Any, where: str, before: int) -> Iterator[object]:
         return
     for row in rows:
         yield {name: value for name, value in row.items() if value is not None}
+
+
+def _too_large(where: str, found: str, most: int) -> DataError:
+    return DataError(
+        "the table holds more than the size of its file lets expect",
+        where=where,
+        found=found,
+        expected=f"at most {most:,}",
+        remedy="if you trust it, write its rows as JSON Lines",
+    )

@@ -1,0 +1,167 @@
+"""Files of rows that are small on the disk and large in memory: each is refused by name."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from attacks import attack
+
+from mens_exp.errors import DataError
+from mens_exp.evals.humaneval import read_tasks
+from mens_exp.rows.readers import Reading, read_rows
+
+MIB = 2**20
+ROW = b'{"prompt": "p", "response": "r"}\n'
+
+
+def gzipped(path, piece, mib):
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for _ in range(mib):
+            file.write(piece * (MIB // len(piece)))
+    return path
+
+
+def zstandarded(path, piece, mib):
+    packer = zstandard.ZstdCompressor(level=1)
+    with path.open("wb") as file, packer.stream_writer(file) as writer:
+        for _ in range(mib):
+            writer.write(piece * (MIB // len(piece)))
+    return path
+
+
+@pytest.mark.parametrize("piece", [b"\n", b"x\n", b" "])
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.jsonl.zst", "a.json.zst"])
+def test_a_file_that_unpacks_to_far_more_is_refused(tmp_path, name, piece):
+    """Three hundred megabytes of anything: the rows of it are not read to their end."""
+    make = gzipped if name.endswith("gz") else zstandarded
+    path = make(tmp_path / name, piece, 300)
+    for quarantine in (False, True):
+        end = attack(read_rows, path, Reading(quarantine=quarantine), seconds=40)
+        assert end.how == "refused", end
+        expected = ("holds more than its size", "most rows are bad")
+        assert any(one in end.message for one in expected)
+
+
+def test_a_plain_file_without_rows_is_not_read_to_its_end(tmp_path):
+    """Two million lines of nothing; the first are told."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(ROW + b"\n" * 2_000_000)
+    for quarantine in (False, True):
+        end = attack(read_rows, path, Reading(quarantine=quarantine))
+        assert end.how == "refused", end
+        assert "most rows are bad, so the file is not read to its end" in end.message
+        assert "100,001 bad ones among the first 100,002" in end.message
+
+
+def test_a_file_of_good_rows_may_have_many_bad_ones(tmp_path):
+    """Up to as many as there are good ones, which is for data.max_bad_frac to say."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes((ROW + b"x\n") * 100_500)
+    found = read_rows(path, Reading(quarantine=True))
+    assert (len(found.pairs), len(found.bad)) == (100_500, 100_500)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+def test_rows_that_are_much_alike_are_read(tmp_path, name):
+    """Two megabytes of one row, whatever they were packed to."""
+    make = gzipped if name.endswith("gz") else zstandarded
+    assert len(read_rows(make(tmp_path / name, ROW, 2)).pairs) == 2 * (MIB // len(ROW))
+
+
+@pytest.mark.parametrize("piece", [b"\n", b"x\n", b" "])
+def test_task_files_have_the_same_bounds(tmp_path, piece):
+    """HumanEval comes gzipped."""
+    end = attack(read_tasks, gzipped(tmp_path / "a.jsonl.gz", piece, 1_000))
+    assert end.how == "refused", end
+    assert "holds more than its size" in end.message
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-9], lambda b: b[:40] + b"xxxx" + b[44:]])
+def test_a_damaged_task_file_is_an_error_of_ours(tmp_path, damage):
+    """Cut off, or changed within."""
+    path = tmp_path / "a.jsonl.gz"
+    packed = gzip.compress(b"".join(b'{"task_id": "%d"}\n' % n for n in range(500)))
+    path.write_bytes(damage(packed))
+    with pytest.raises(DataError, match="the file is not gzipped") as caught:
+        read_tasks(path)
+    assert isinstance(caught.value.__cause__, EOFError | OSError | zlib.error)
+
+
+def test_a_long_value_that_all_rows_of_a_table_share_is_counted(tmp_path):
+    """A dictionary of one megabyte, and ten thousand rows that name it."""
+    path = tmp_path / "a.parquet"
+    table = {"prompt": ["x" * MIB] * 10_000, "response": ["y"] * 10_000}
+    column = pa.array([0] * 10_000, pa.int32())
+    shared = pa.DictionaryArray.from_arrays(column, pa.array(table["prompt"][:1]))
+    pq.write_table(pa.table({"prompt": shared, "response": table["response"]}), path)
+    assert path.stat().st_size < 2 * MIB
+    end = attack(read_rows, path)
+    assert end.how == "refused", end
+    assert "the table holds more than the size of its file lets expect" in end.message
+
+
+@pytest.mark.parametrize("kind", ["dictionary", "view"])
+def test_shared_values_of_arrow_files_are_counted(tmp_path, kind):
+    """By number, or by views of one buffer."""
+    path = tmp_path / "a.arrow"
+    long, many = "x" * MIB, 10_000
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * many, pa.int32()), pa.array([long]))
+    if kind == "view":
+        one = pa.array([long], pa.string_view()).buffers()
+        views = pa.py_buffer(one[1].to_pybytes() * many)
+        column = pa.Array.from_buffers(pa.string_view(), many, [None, views, *one[2:]])
+    batch = pa.record_batch({"prompt": column, "response": pa.array(["y"] * many)})
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
+        writer.write_batch(batch)
+    end = attack(read_rows, path)
+    assert end.how == "refused", end
+    assert "the table holds more than the size of its file lets expect" in end.message
+
+
+def test_a_column_of_millions_of_nothing_is_refused(tmp_path):
+    """Runs of one value take no room in a file."""
+    path = tmp_path / "a.parquet"
+    column = pa.array([[None] * 50_000_000], pa.list_(pa.int8()))
+    pq.write_table(pa.table({"prompt": ["p"], "response": ["r"], "more": column}), path)
+    assert path.stat().st_size < MIB
+    end = attack(read_rows, path)
+    assert end.how == "refused", end
+    assert "the table holds more than the size of its file lets expect" in end.message
+
+
+def test_long_rows_of_a_table_are_read_a_few_at_a_time(tmp_path):
+    """And one that is longer than a line may be is a bad row."""
+    path = tmp_path / "a.parquet"
+    texts = ["a" * (30 * MIB), "b" * (30 * MIB), "c" * (30 * MIB), "d"]
+    pq.write_table(pa.table({"prompt": ["p"] * 4, "response": texts}), path, compression="none")
+    assert [pair.response for pair in read_rows(path).pairs] == texts
+    texts[1] = "b" * (65 * MIB)
+    pq.write_table(pa.table({"prompt": ["p"] * 4, "response": texts}), path, compression="none")
+    with pytest.raises(DataError, match=r"parquet:2: the row is too long"):
+        read_rows(path)
+
+
+def test_every_column_of_a_table_is_read_as_before(tmp_path):
+    """Texts that are shared, lists, objects, views, nulls."""
+    rows = [
+        {"prompt": "p", "response": "r", "meta": {"k": ["a", "b"]}},
+        {"prompt": "p", "response": "r", "meta": None},
+    ]
+    plain = pa.Table.from_pylist(rows * 600)
+    path = tmp_path / "a.parquet"
+    pq.write_table(plain, path)
+    from mens_exp.rows.tables import rows_of_file
+
+    expected = [{k: v for k, v in row.items() if v is not None} for row in rows * 600]
+    assert [row for _, row in rows_of_file(path, "parquet", "data.path")] == expected
+    views = pa.table({"prompt": pa.array(["p", "long " * 9, None], pa.string_view())})
+    with pa.ipc.new_file(str(tmp_path / "v.arrow"), views.schema) as writer:
+        writer.write_table(views)
+    found = [row for _, row in rows_of_file(tmp_path / "v.arrow", "arrow", "data.path")]
+    assert json.dumps(found) == json.dumps([{"prompt": "p"}, {"prompt": "long " * 9}, {}])
