@@ -107,7 +107,7 @@ def _read(directory: Path) -> dict[str, list[str]]:
         found = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _no_digests(path, str(error)) from error
     if not isinstance(found, dict) or not all(map(_are_digests, found.values())):
         raise _no_digests(path, type(found).__name__)

@@ -74,6 +74,6 @@ def _outputs(directory: Path) -> dict[str, Any]:
         manifest = json.loads((directory / "manifest.json").read_text("utf-8"))
         outputs = manifest["outputs"]
         is_at_work = manifest["status"] == Status.STARTED
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
     return outputs if isinstance(outputs, dict) and not is_at_work else {}

@@ -170,7 +170,7 @@ def _foreign_data(value: dict[str, Any], path: Path) -> Iterator[DataError]:
     named = value.get("dataset_path")
     if named is None:
         return
-    if named not in _READERS and not Path(str(named)).is_dir():
+    if named not in _READERS and not _is_directory(str(named)):
         yield DataError(
             "the data are no files of this machine",
             where=f"{path}: dataset_path",
@@ -187,6 +187,13 @@ def _foreign_data(value: dict[str, Any], path: Path) -> Iterator[DataError]:
     for name in _data_files(value):
         if not _files(name):
             yield DataError("there is no such file", where=f"{path}: data_files", found=name)
+
+
+def _is_directory(named: str) -> bool:
+    try:
+        return Path(named).is_dir()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
 
 
 def _data_files(value: dict[str, Any]) -> list[str]:

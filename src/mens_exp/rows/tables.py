@@ -64,11 +64,11 @@ def rows_of_file(
             most = most_unpacked(path)
             for number, row in rows_of_batches(names, batches, str(path), most):
                 yield number, row
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
             raise DataError(
                 f"the file is no {kind.capitalize()} table, or a damaged one",
                 where=str(path),
-                found=" ".join(str(error).split())[:200],
+                found=" ".join(str(error).split())[:200] or "it asks for more memory than there is",
                 remedy="make or download the file again",
             ) from error
     if number == 0:
@@ -84,13 +84,17 @@ def _parquet(file: BinaryIO, path: Path) -> Any:
     import pyarrow.parquet as pq
 
     about = pq.ParquetFile(file)
-    groups = (about.metadata.row_group(number) for number in range(about.num_row_groups))
+    columns = [about.schema.column(number) for number in range(len(about.schema.names))]
+    groups = [about.metadata.row_group(number) for number in range(about.num_row_groups)]
+    # pyarrow (26.0) aborts the process over some damaged descriptions of a column in a group, so
+    # only those of lists are looked at, which alone may hold more values than rows.
     values = sum(
-        one.column(number).num_values for one in groups for number in range(one.num_columns)
+        group.column(number).num_values if column.max_repetition_level else group.num_rows
+        for group in groups
+        for number, column in enumerate(columns)
     )
     if values > most_unpacked(path):
         raise _too_large(str(path), f"{values:,} values", most_unpacked(path))
-    columns = [about.schema.column(number) for number in range(len(about.schema.names))]
     # Texts within lists are decoded one by one: pyarrow does not share those.
     texts = [
         one.path for one in columns if one.physical_type == "BYTE_ARRAY" and "." not in one.path
@@ -118,6 +122,8 @@ def rows_of_batches(
         raise DataError(f"the column {twice[0]!r} stands twice in one table", where=where)
     number = size = 0
     for batch in batches:
+        for column in batch.columns:
+            _refuse_damaged(column)
         for start in range(0, len(batch), _AT_ONCE):
             rows = batch.slice(start, _AT_ONCE)
             size += table_size.of_batch(rows, where)
@@ -126,6 +132,27 @@ def rows_of_batches(
             for row in _values(rows, f"{where}:{{}}", number):
                 number += 1
                 yield number, row
+
+
+def _refuse_damaged(column: Any) -> None:
+    """Check that a column's offsets and indices lie within it: pyarrow reads them unchecked.
+
+    A text that is not UTF-8 passes where its row can be named later, which it can not inside of
+    another column.
+
+    Raises:
+        ArrowInvalid: they do not.
+    """
+    import pyarrow as pa
+
+    column.validate()  # the sizes that the next line goes by
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid as error:
+        as_bytes = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
+        if "UTF8" not in str(error) or column.type not in as_bytes:
+            raise
+        column.view(as_bytes[column.type]).validate(full=True)
 
 
 def _arrow_batches(reader: Any) -> Iterator[Any]:

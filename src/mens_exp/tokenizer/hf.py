@@ -32,6 +32,7 @@ _TOKEN_NAMES = (
     "mask_token",
 )
 _PROBE = "a small answer"
+_SCRIPTS = "a small answer, 7\n\té漢🦀"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +75,11 @@ class HfTokenizer:
         path = directory / "tokenizer.json"
         try:
             core = Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises bare Exception for every fault
+            core.encode(_SCRIPTS)  # some faults show when the first unknown character comes
+        except BaseException as error:
+            # tokenizers raises bare Exception for every fault, and what Rust panics with is none.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise ModelFileError("is no tokenizer", where=str(path), found=str(error)) from error
         core.no_padding()
         core.no_truncation()
@@ -257,10 +262,14 @@ def _read_object(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelFileError("cannot be read", where=str(path), found=str(error)) from error
     if not isinstance(value, dict):
         raise ModelFileError("is no JSON object", where=str(path))
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ModelFileError("has half a character", where=str(path), found=str(error)) from error
     return value
 
 
