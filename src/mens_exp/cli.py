@@ -74,6 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit code.
     """
+    from mens_exp.artifacts.machine_faults import machine_fault
     from mens_exp.config.compose import begin_command
     from mens_exp.errors import MensError, Problems
     from mens_exp.plan.ranks import of_torchrun
@@ -94,9 +95,12 @@ def main(arguments: Sequence[str]) -> int:
     except Problems as several:
         complain(several.problems)
         return max(problem.exit_code for problem in several.problems)
-    except MensError as error:
-        complain([error])
-        return error.exit_code
+    except (MensError, OSError, MemoryError) as error:
+        fault = error if isinstance(error, MensError) else machine_fault(error)
+        if fault is None:
+            raise
+        complain([fault])
+        return fault.exit_code
     except KeyboardInterrupt:
         print("Cancelled.", file=sys.stderr)  # noqa: T201  # outside of any run
         return CANCELLED

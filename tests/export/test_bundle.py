@@ -113,6 +113,10 @@ def test_an_altered_bundle_is_refused(
         (lambda listing: {**listing, "format": "x"}, "is no list of a bundle"),
         (lambda listing: {**listing, "files": {"../a": "0"}}, "leads out of the bundle"),
         (lambda listing: {**listing, "files": {"gone.json": "0"}}, "no such file"),
+        (lambda listing: {**listing, "files": ["gone.json"]}, "files: .*an object"),
+        (lambda listing: {**listing, "files": {"gone.json": 0}}, "files.gone.json: .*a string"),
+        (lambda listing: {"format": listing["format"], "version": 1}, "files: .*an object"),
+        (lambda _: ["mens_exp_bundle"], "is no list of a bundle"),
     ],
 )
 def test_a_list_that_is_wrong_is_refused(portable, tmp_path, change, said):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.digest import sha256_file
-from mens_exp.artifacts.typed_json import parse_json
+from mens_exp.artifacts.typed_json import check, parse_json
 from mens_exp.errors import DataError, Problems
 from mens_exp.export.contents import changed_files, path_problems, run_files, secret_problems
 
@@ -104,7 +104,9 @@ def _differences(run: RunDir) -> Iterator[MensError]:
             remedy="read it with the mens_exp that wrote it, or a newer one",
         )
         return
-    for name, expected in sorted(listing["files"].items()):
+    problems = check(listing.get("files"), dict[str, str], f"{run.bundle}: files")
+    yield from problems
+    for name, expected in () if problems else sorted(listing["files"].items()):
         relative = Path(name)
         if relative.is_absolute() or ".." in relative.parts:
             yield DataError("leads out of the bundle", where=str(run.bundle), found=name)

@@ -41,6 +41,13 @@ class State:
     lacks: tuple[str, ...]
 
 
+# What torch's reader and its unpickler fail with on files that torch did not write.
+_UNREADABLE = (
+    *(OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError),
+    *(AssertionError, ArithmeticError, pickle.UnpicklingError),
+)
+
+
 def read_state(path: Path) -> State:
     """Read a training state; nothing in it is run.
 
@@ -53,7 +60,7 @@ def read_state(path: Path) -> State:
     refuse_damaged(path)
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+    except _UNREADABLE as error:
         raise DataError(
             "is no training state that can be read",
             where=str(path),
@@ -62,11 +69,19 @@ def read_state(path: Path) -> State:
         ) from error
     if not isinstance(found, dict) or not isinstance(found.get("adapter"), dict):
         raise DataError("is no training state of ours", where=str(path), expected="an adapter")
-    states = found.get("optimizer_states") or [{}]
+    states, step = found.get("optimizer_states") or [{}], found.get("global_step", 0)
+    first = states[0] if isinstance(states, list) else None
+    optimizer = first.get("state") or {} if isinstance(first, dict) else None
+    if not isinstance(step, int) or not isinstance(optimizer, dict):
+        raise DataError(
+            "is no training state of ours",
+            where=str(path),
+            expected="a step, and the state of an optimizer",
+        )
     return State(
-        step=int(found.get("global_step", 0)),
+        step=step,
         adapter=found["adapter"],
-        optimizer=states[0].get("state") or {},
+        optimizer=optimizer,
         lacks=tuple(name for name in _NEEDED if not found.get(name)),
     )
 

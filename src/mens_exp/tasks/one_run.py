@@ -50,6 +50,7 @@ def ended(work: Callable[[], None], directory: Path, goes_on: str | None = None)
     """
     import traceback
 
+    from mens_exp.artifacts.machine_faults import machine_fault
     from mens_exp.errors import MensError
     from mens_exp.tasks.cancellation import Cancelled
 
@@ -63,7 +64,12 @@ def ended(work: Callable[[], None], directory: Path, goes_on: str | None = None)
         again = goes_on or shlex.join(["python", "-m", "mens_exp", f"resume={directory}"])
         print(f"Cancelled. Go on with: {again}", file=sys.stderr)  # noqa: T201
         return CANCELLED
-    except (Exception, SystemExit):  # noqa: BLE001  # the outermost place: a bug, shown whole
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # the outermost place
+        fault = machine_fault(error)
+        if fault is not None:
+            complain([fault])
+            print(f"The record: {directory}", file=sys.stderr)  # noqa: T201
+            return fault.exit_code
         traceback.print_exc()
         print(f"A bug in mens_exp; the record: {directory}", file=sys.stderr)  # noqa: T201
         return 1

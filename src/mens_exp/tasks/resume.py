@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 
-from mens_exp.artifacts.checkpoint_digests import last_whole
+from mens_exp.artifacts.checkpoint_digests import digests_of, last_whole
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.config.compose import Composed, from_yaml, typed
@@ -17,6 +17,7 @@ from mens_exp.config.trainer import Strategy
 from mens_exp.config.validate import problems_of
 from mens_exp.errors import ConfigError, Problems, RequestError
 from mens_exp.plan.preflight import preflight
+from mens_exp.tasks.checkpoint_anatomy import read_state
 from mens_exp.tasks.run import reopen_run
 from mens_exp.tasks.train import train
 from mens_exp.training.schedule import multiplier
@@ -79,6 +80,8 @@ def prepare(path: str, overrides: dict[str, str]) -> Resumption:
         config.tokenizer.chat_template = str(directory.chat_template)  # the run's own copy
     Problems.raise_if([*problems_of(config), *preflight(config)])
     checkpoint, of_states = last_whole(directory)
+    if checkpoint is not None and not digests_of(checkpoint):
+        read_state(checkpoint)  # nothing else has looked into it
     step = int(checkpoint.stem.removeprefix("step_")) if checkpoint is not None else 0
     if manifest.results.get("stopped_early") and manifest.status is Status.SUCCEEDED:
         raise RequestError(

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from mens_exp.artifacts import atomic, provenance
 from mens_exp.artifacts.checkpoint_digests import rename_after
 from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.machine_faults import machine_fault
 from mens_exp.artifacts.manifest import Attempt, Failure, Manifest, Status, utc_now
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.run_lock import held
@@ -151,6 +152,7 @@ def open_run(directory: Path, cell: Cell) -> Iterator[Run]:
     with held(run_dir.lock):
         if run_dir.manifest.exists():
             raise run_is_there(directory)
+        atomic.remove_stale(directory)  # of a run that was killed before it had a manifest
         atomic.write_text(run_dir.config, to_yaml(cell.composed.values))
         run = Run(run_dir, _manifest(directory.name, cell))
         run.save()
@@ -303,6 +305,9 @@ def _closing(run: Run, ended: _Ended | None = None) -> Iterator[None]:
                 run.telemetry.close()
                 ended.put_back()
             else:
-                run.close(Status.FAILED, error)
+                fault = machine_fault(error)
+                run.close(Status.FAILED, fault or error)
+                if fault is not None:
+                    raise fault from error
             raise
         run.close(Status.SUCCEEDED)

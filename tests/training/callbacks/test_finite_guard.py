@@ -49,3 +49,18 @@ def test_steps_between_checks_are_not_looked_at(fit):
     """With a check every second step, the second step is not one of them."""
     fit.run(fit.trainer(Spoil("loss"), FiniteGuard(fit.record, check_every_n_steps=2)))
     assert fit.module.global_step == 2
+
+
+def test_a_base_that_is_not_finite_is_named_as_the_cause(fit):
+    """A lower learning rate does not mend a damaged file."""
+
+    class Damage(Callback):
+        def on_train_start(self, trainer, pl_module):
+            base = dict(pl_module.named_parameters())
+            name = next(n for n, p in base.items() if not p.requires_grad and p.dim() == 2)
+            base[name].data[0, 0] = math.nan
+
+    with pytest.raises(TrainingError, match="the base model's weights are not finite") as caught:
+        fit.run(fit.trainer(Damage(), FiniteGuard(fit.record)))
+    assert caught.value.where in dict(fit.module.named_parameters())
+    assert "learning" not in str(caught.value)

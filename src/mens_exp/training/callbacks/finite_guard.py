@@ -43,10 +43,28 @@ class FiniteGuard(Callback):
         if step % self.check_every_n_steps:
             return
         if not math.isfinite(pl_module.pending_loss):
+            _check_base(pl_module)
             raise _not_finite("the loss", step)
         for name, parameter in pl_module.backend.trainable().items():
             if parameter.grad is not None and not parameter.grad.isfinite().all():
+                _check_base(pl_module)
                 raise _not_finite(f"the gradient of {name}", step)
+
+
+def _check_base(pl_module: TrainingModule) -> None:
+    """Name the base's own weights where they are the cause.
+
+    Raises:
+        TrainingError: one of them is not finite.
+    """
+    for name, parameter in pl_module.named_parameters():
+        if not parameter.requires_grad and not parameter.isfinite().all():
+            raise TrainingError(
+                "the base model's weights are not finite",
+                where=name,
+                expected="finite numbers",
+                remedy="download or make the base again; its file is damaged, or was made so",
+            )
 
 
 def _not_finite(what: str, step: int) -> TrainingError:

@@ -1,0 +1,128 @@
+"""A full disk is not told as a bug."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from mens_exp.artifacts import atomic
+from mens_exp.artifacts.machine_faults import machine_fault
+from mens_exp.tasks.one_run import ended
+
+FULL = OSError(errno.ENOSPC, "No space left on device", "/data/x.npy")
+FAULTS = [
+    (FULL, "no space is left on the disk"),
+    (OSError(errno.EDQUOT, "Disk quota exceeded"), "quota"),
+    (PermissionError(errno.EACCES, "Permission denied", "/data/x"), "may not be read or written"),
+    (OSError(errno.EROFS, "Read-only file system"), "can only be read"),
+    (OSError(errno.EIO, "Input/output error"), "reports an error"),
+    (MemoryError(), "the memory is not enough"),
+    (RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"), "no space"),
+    (Exception("I/O error: No space left on device (os error 28)"), "no space"),
+]
+
+
+@pytest.mark.parametrize(("error", "said"), FAULTS)
+def test_errors_of_the_machine_are_named(capsys, tmp_path, error, said):
+    """With exit code 3 and something to do, also where another error came of them."""
+
+    def work():
+        raise RuntimeError("the writer has stopped") from error
+
+    assert ended(work, tmp_path) == 3
+    told = " ".join(capsys.readouterr().err.split())
+    assert said in told
+    assert "bug" not in told
+    assert "Traceback" not in told
+
+
+def test_where_there_is_no_space_is_named():
+    """As the system tells it."""
+    fault = machine_fault(FULL)
+    assert fault is not None
+    assert fault.where == "/data/x.npy"
+    assert "MENS_EXP_CACHE" in str(fault.remedy)
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), FileNotFoundError(2, "no such file"), OSError()])
+def test_other_errors_stay_bugs(capsys, tmp_path, error):
+    """A file that this program forgot to write is one of its own."""
+
+    def work():
+        raise error
+
+    assert machine_fault(error) is None
+    assert ended(work, tmp_path) == 1
+    assert "A bug in mens_exp" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_a_record_that_says_so(cell, tmp_path):
+    """The manifest has the message and the remedy, not a traceback's."""
+    from mens_exp.artifacts.manifest import Manifest
+    from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.errors import SetupError
+    from mens_exp.tasks.run import open_run
+
+    def fill():
+        with open_run(tmp_path / "run", cell):
+            raise FULL
+
+    with pytest.raises(SetupError, match="no space is left"):
+        fill()
+    error = Manifest.read(RunDir(tmp_path / "run").manifest).error
+    assert error is not None
+    assert (error["type"], error["exit_code"]) == ("SetupError", 3)
+    assert "hydra.run.dir" in error["remedy"]
+
+
+def test_what_a_killed_run_left_half_written_is_removed(cell, tmp_path):
+    """A run that was killed before it had a manifest leaves a temporary file of its settings."""
+    from mens_exp.tasks.run import open_run
+
+    directory = tmp_path / "run"
+    directory.mkdir()
+    dead = directory / f".config.yaml.{atomic._machine()}-999999999-01234567.tmp"
+    dead.write_text("half")
+    with open_run(directory, cell):
+        assert not dead.exists()
+
+
+class Called:
+    """What a pickle would have torch call."""
+
+    def __reduce__(self):
+        return print, ("called",)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x80\x02.",
+        b"PK\x03\x04" + b"\0" * 60,
+        b"\x80\x02" + b"(" * 5_000 + b".",
+        b"\x80\x02cbuiltins\neval\n.",
+        {"adapter": {}, "global_step": "x"},
+        {"adapter": {}, "optimizer_states": [3]},
+        {"adapter": {}, "optimizer_states": {"a": 1}},
+        {"adapter": [1]},
+        {"adapter": {}, "more": Called()},
+        [1],
+    ],
+)
+def test_a_training_state_that_is_none_is_refused(tmp_path, capsys, content):
+    """Whatever torch's reader fails with, and nothing in it is called."""
+    import torch
+
+    from mens_exp.errors import DataError
+    from mens_exp.tasks.checkpoint_anatomy import read_state
+
+    path = tmp_path / "step_00000001.ckpt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    with pytest.raises(DataError, match="no training state"):
+        read_state(path)
+    assert capsys.readouterr().out == ""
