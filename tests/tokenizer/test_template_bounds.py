@@ -126,6 +126,13 @@ ATTACKS = {
     "membership": LONG + "{% for i in many %}{{ -1 in many }}{{ 'y' in long }}{% endfor %}",
     "length of a generator": LONG + "{% for i in many %}{{ many|map('abs')|join|length }}"
     "{% endfor %}",
+    "ranges, joined": LONG + "{% for i in many %}{{ range(99999)|join|length }}{% endfor %}",
+    "ranges, summed": LONG + "{% for i in many %}{{ range(99999)|sum }}{% endfor %}",
+    "ranges, sought in": LONG + "{% for i in many %}{{ 'x' in range(99999) }}{% endfor %}",
+    "items, sought in": LONG + "{% set d = {}.fromkeys(many) %}"
+    "{% for i in many %}{{ 'x' in (d|items) }}{% endfor %}",
+    "a macro of many arguments": LONG + "{% macro m() %}{{ varargs|length }}{% endmacro %}"
+    "{% for i in many %}{{ m(*many) }}{% endfor %}",
     "dates": LONG + "{{ strftime_now('%A' * 9999999) }}",
     "urlize": "{{ ('http://' * 99999)|urlize }}",
     "striptags": "{{ ('<' * 999999)|striptags }}",

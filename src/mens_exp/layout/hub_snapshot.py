@@ -247,7 +247,7 @@ def _indexed(directory: Path) -> list[str]:
     try:
         weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
         return sorted({str(name) for name in weight_map.values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
 
 

@@ -20,13 +20,14 @@ def of_batch(batch: Any, where: str) -> int:
     """Return the size of a batch's rows.
 
     Args:
-        batch: a record batch.
+        batch: a record batch, or a table.
         where: what holds it, for messages.
 
     Raises:
         DataError: a column is of a type that no row of text is written in.
     """
-    return sum(_size(column, where) for column in batch.columns)
+    chunks = (chunk for column in batch.columns for chunk in getattr(column, "chunks", [column]))
+    return sum(_size(chunk, where) for chunk in chunks)
 
 
 def _size(array: Any, where: str) -> int:

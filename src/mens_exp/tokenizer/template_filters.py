@@ -21,11 +21,22 @@ _SEARCHED_SHIFT: Final = 8  # regular expressions of Jinja's own take up to the 
 
 # They look at one thing, and make nothing.
 UNGUARDED: Final = frozenset(
-    {"attr", "count", "d", "default", "first", "last", "length", "items", "safe", "abs", "float"}
+    {"attr", "count", "d", "default", "first", "last", "length", "safe", "abs", "float"}
 )
 # They pass over the parts of a list, and not over what these hold.
 SHALLOW: Final = frozenset(
-    {"batch", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice"}
+    {
+        "batch",
+        "items",
+        "list",
+        "map",
+        "reject",
+        "rejectattr",
+        "reverse",
+        "select",
+        "selectattr",
+        "slice",
+    }
 )
 # They take all of an iterator at once.
 CONSUMERS: Final = frozenset(

@@ -287,7 +287,7 @@ class CountingSandbox(ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Count a call; what runs inside a macro counts itself."""
-        spend(_CALL)
+        spend(_CALL + len(args))
         if type(obj) is LoopContext:
             spend(sum(len(one) for one in args if hasattr(one, "__len__")))
         elif type(obj) is not Macro:

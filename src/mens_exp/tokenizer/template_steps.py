@@ -117,7 +117,11 @@ def weigh(value: Any, shift: int = SHIFT) -> int:
     """Count the parts of a value and its text, and return how many steps that took."""
     whole = steps = 0
     for one in _parts(value):
-        steps += 1 + (len(one) >> shift if isinstance(one, str) else 0)
+        steps += 1
+        if isinstance(one, str):
+            steps += len(one) >> shift
+        elif isinstance(one, range):
+            steps += len(one)
         if steps > _AT_ONCE:
             spend(steps)
             whole, steps = whole + steps, 0
