@@ -123,6 +123,21 @@ ACCEPTED = {
     "whole in a conversation": f"Sure!\n\n```rust\n{WHOLE}```\n\nIt multiplies.",
     "whole, and a main in the fence": f"```rust\n{WHOLE}\nfn main() {{\n    double(1);\n}}\n```\n",
     "whole, helper above": f"const TWO: isize = 2;\n\n{WHOLE.replace('* 2', '* TWO')}",
+    "whole, macro above": "macro_rules! twice {\n    ($x:expr) => { $x + $x };\n}\n\n"
+    "fn double(x: isize) -> isize {\n    twice!(x)\n}\n",
+    "whole, macro in parentheses above": "macro_rules! twice (($x:expr) => { $x + $x };);\n"
+    "fn double(x: isize) -> isize {\n    twice!(x)\n}\n",
+    "whole, macro above in a conversation": "Sure! (It is easy.)\n\nmacro_rules! twice {\n"
+    "    ($x:expr) => { $x + $x };\n}\nfn double(x: isize) -> isize {\n    twice!(x)\n}\nDone!\n",
+    "macro below": "    twice(x)\n}\n\nmacro_rules! define {\n    ($name:ident) => {\n"
+    "        fn $name(x: isize) -> isize { x + x }\n    };\n}\n\ndefine!(twice);\n",
+    "macro called above": "thread_local! {\n    static TWO: isize = const { 2 };\n}\n"
+    f"{WHOLE.replace('x * 2', 'TWO.with(|two| two * x)')}",
+    "array above": "const NUMBERS: [isize; 2] = [1, 2];\n"
+    "fn second(numbers: [isize; 2]) -> isize {\n    numbers[1]\n}\n"
+    f"{WHOLE.replace('* 2', '* second(NUMBERS)')}",
+    "array in the signature": "fn double(x: isize) -> isize {\n    sum([x; 2])\n}\n"
+    "fn sum(numbers: [isize; 2]) -> isize {\n    numbers.iter().sum()\n}\n",
     "whole between sentences": f"Here you are:\n\n{WHOLE}\nIt multiplies.\n",
     "prompt repeated": f"{DOUBLE['prompt']}    x * 2\n}}\n",
     "body in a fence": "```rust\n    x * 2\n}\n```",

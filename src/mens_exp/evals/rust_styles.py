@@ -22,13 +22,22 @@ _RUST: Final = frozenset({"", "rs", "rust"})
 # What braces do not count in, and braces. A lifetime has no closing quote and is passed over.
 _TOKEN: Final = re.compile(
     r"""//[^\n]*|/\*.*?\*/|r(?P<hashes>\#*)".*?"(?P=hashes)|"(?:\\.|[^"\\])*"|'(?:\\[^\n]+?|[^\\'\n])'"""
-    r"|[{}]|;",
+    r"|[{}()\[\]]|;",
     re.DOTALL,
 )
+_BRACES: Final = {"{": 1, "}": -1}
+_BRACKETS: Final = {**_BRACES, "(": 1, ")": -1, "[": 1, "]": -1}
+# The last two are a macro's definition and its call.
 _ITEM: Final = re.compile(
-    r"(?:\s|//[^\n]*\n|#!?\[[^\]\n]*\])*"
-    r"(?:pub(?:\([^)]*\))?\s+)?(?:unsafe\s+|async\s+|const\s+|extern\s+)*"
-    r"(?:fn|use|struct|enum|impl|trait|type|mod|static|const|macro_rules!)\b(?:\s+(?P<name>\w+))?"
+    r"(?:\s|//[^\n]*\n|/\*.*?\*/|\#!?\[[^\]\n]*\])*"
+    r"(?:"
+    r"(?:pub(?:\([^)]*\))?\s+)?(?:unsafe\s+|async\s+|const\s+|extern\s+(?:\"\w*\"\s+)?)*"
+    r"(?:fn|use|struct|enum|union|impl|trait|type|mod|static|const|crate)\b"
+    r"(?:\s+(?P<name>\w+))?"
+    r"|macro_rules!\s*\w+"
+    r"|\w+(?:::\w+)*!(?=[({\[]|[ ]\{)"
+    r")",
+    re.DOTALL,
 )
 
 
@@ -109,9 +118,10 @@ def _items(text: str) -> str:
 
 
 def _end_of_item(text: str, start: int) -> int:
+    """Return where an item ends: behind its braces, or behind a semicolon outside any bracket."""
     depth = 0
     for token in _TOKEN.finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(token[0], 0)
+        depth += _BRACKETS.get(token[0], 0)
         if depth <= 0 and token[0] in {"}", ";"}:
             return token.end()
     return len(text)
@@ -120,7 +130,7 @@ def _end_of_item(text: str, start: int) -> int:
 def _closing(text: str, *, depth: int) -> int | None:
     """Return where the brace stands that closes ``depth`` open ones."""
     for token in _TOKEN.finditer(text):
-        depth += {"{": 1, "}": -1}.get(token[0], 0)
+        depth += _BRACES.get(token[0], 0)
         if depth == 0:
             return token.start()
     return None
