@@ -1,23 +1,24 @@
-"""Does a Rust completion compile, and pass the tests of its task? Both happen in one sandbox.
+"""Does a Rust completion compile, and pass the tests of its task?
 
 Tasks are MultiPL-E's HumanEval in Rust: the prompt ends in an opening brace, and the tests close
-it and bring the main function.
+it and bring the main function. `rust_grading.py` runs answer and tests in processes of their own.
 """
 
 from __future__ import annotations
 
 import re
-import secrets
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from mens_exp.errors import DataError
-from mens_exp.evals.program_checks import OF_OUTCOME, Verdict
+from mens_exp.evals.program_checks import Verdict
+from mens_exp.evals.rust_grading import RustJob, grade_rust
 from mens_exp.evals.rust_lints import Lintable, Linted, lint_rust
-from mens_exp.evals.rust_styles import assemble_rust
+from mens_exp.evals.rust_styles import assemble_rust, head_of
+from mens_exp.evals.rust_values import signatures
 from mens_exp.evals.task_files import tasks_in
-from mens_exp.sandbox.batch import run_all
-from mens_exp.sandbox.program import Outcome, Program
+from mens_exp.sandbox.batch import call_all
 from mens_exp.sandbox.rust_toolchain import (
     Toolchain,
     find_clippy,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from mens_exp.evals.rust_values import Signature
     from mens_exp.sandbox.program import Execution, Limits, Sandbox
     from mens_exp.sandbox.rust_toolchain import Clippy
 
@@ -44,25 +46,8 @@ __all__ = [
 ]
 
 _FIELDS: Final = {"name": str, "prompt": str, "tests": str, "stop_tokens": list}
-# The message has a line of its own since Rust 1.73; before, it stood in quotes before the place.
-_ASSERTION: Final = re.compile(r"panicked at (?:'|[^\n]*\n)assertion ")
 _FUNCTION: Final = re.compile(r"\bfn\s+(\w+)")
 _MAIN: Final = re.compile(r"\bfn\s+main\s*\(\s*\)\s*\{")
-# The shell keeps the first line of its input, the program reads the second before the tests.
-_SCRIPT: Final = """\
-read word
-"$0" --edition 2021 -C debuginfo=0 -o main main.rs 2>messages || {
-  echo "$word compile" >&2
-  head -c 4000 messages >&2
-  exit 1
-}
-exec ./main
-"""
-_READ_WORD: Final = """
-    let mut word_of_the_check = String::new();
-    std::io::stdin().read_line(&mut word_of_the_check).unwrap();
-"""
-_TELL_WORD: Final = '\n    eprintln!("\\n{} passed", word_of_the_check.trim());\n}\n'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +60,12 @@ class RustTask:
     tests: str  # from its main function on
     stop_tokens: tuple[str, ...]
 
+    @property
+    def signature(self) -> Signature | None:
+        """The function's types; None where one is no plain value, and grading is *trusting*."""
+        found = signatures(self.prompt, self.entry_point)
+        return found[-1] if found else None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RustChecked:
@@ -83,8 +74,8 @@ class RustChecked:
     task: str
     verdict: Verdict
     detail: str | None  # the compiler's or the panic's message
-    source: str
-    execution: Execution
+    source: str  # the answer's items
+    execution: Execution  # of the answer's process
     linted: Linted | None = None  # None where nothing lints, or it does not compile
 
 
@@ -145,68 +136,45 @@ def check_rust(  # as the checks of Python, and the compiler
     Raises:
         SetupError: the sandbox broke.
     """
-    word = secrets.token_hex(16)
     solutions = [
         assemble_rust(text, prompt=task.prompt, entry_point=task.entry_point)
         for task, text in zip(tasks, completions, strict=True)
     ]
-    sources = list(map(_program, tasks, solutions))
-    programs = [
-        Program(
-            argv=("/bin/sh", "-c", _SCRIPT, toolchain.rustc),
-            files={"main.rs": source},
-            stdin=f"{word}\n{word}\n",
-            visible=(toolchain.sysroot,),
-        )
-        for source in sources
-    ]
-    executions = run_all(sandbox, programs, limits, workers)
-    verdicts = [_verdict(execution, word) for execution in executions]
-    chosen = [n for n, one in enumerate(verdicts) if one[0] is not Verdict.COMPILE_ERROR]
+    jobs = list(map(_job, tasks, solutions))
+    grade = partial(grade_rust, sandbox, toolchain, limits)
+    graded = call_all([partial(grade, job) for job in jobs], workers)
+    chosen = [n for n, one in enumerate(graded) if one.verdict is not Verdict.COMPILE_ERROR]
     linted: dict[int, Linted] = {}
     if clippy is not None:
-        lintable = [_lintable(tasks[n], solutions[n], sources[n]) for n in chosen]
+        lintable = [_lintable(tasks[n], jobs[n]) for n in chosen]
         found = lint_rust(sandbox, clippy, lintable, limits, workers)
         linted = dict(zip(chosen, found, strict=True))
     return [
         RustChecked(
             task=task.id,
-            verdict=verdicts[n][0],
-            detail=verdicts[n][1],
-            source=sources[n],
-            execution=executions[n],
+            verdict=graded[n].verdict,
+            detail=graded[n].detail,
+            source=jobs[n].items,
+            execution=graded[n].execution,
             linted=linted.get(n),
         )
         for n, task in enumerate(tasks)
     ]
 
 
-def _lintable(task: RustTask, items: str, source: str) -> Lintable:
-    lines = items.count("\n") + (not items.endswith("\n"))
-    return Lintable(source=source, answer_lines=lines, prompt=task.prompt)
-
-
-def _program(task: RustTask, items: str) -> str:
-    """Put the tests below a solution, whose main function tells that it came to its end."""
+def _job(task: RustTask, items: str) -> RustJob:
     main = _MAIN.search(task.tests)
     assert main is not None, "a task without a main function is refused when it is read"
-    end = task.tests.rindex("}")
-    return "".join(
-        [items, task.tests[: main.end()], _READ_WORD, task.tests[main.end() : end], _TELL_WORD]
+    begin, end = main.end(), task.tests.rindex("}")
+    return RustJob(
+        items=items,
+        above=task.prompt[: head_of(task.prompt, task.entry_point)],
+        tests=(task.tests[:begin], task.tests[begin:end], task.tests[end:]),
+        signature=task.signature,
     )
 
 
-def _verdict(execution: Execution, word: str) -> tuple[Verdict, str | None]:
-    limit = OF_OUTCOME.get(execution.outcome)
-    if limit is not None:
-        return limit, None
-    if f"{word} compile" in execution.stderr:
-        message = execution.stderr.partition(f"{word} compile\n")[2]
-        return Verdict.COMPILE_ERROR, message.strip()
-    if execution.outcome is Outcome.ok and f"{word} passed" in execution.stderr:
-        return Verdict.PASSED, None
-    if "panicked at" in execution.stderr:
-        message = execution.stderr[execution.stderr.index("panicked at") :].strip()
-        failed = _ASSERTION.match(message)
-        return (Verdict.ASSERTION if failed else Verdict.EXCEPTION), message
-    return Verdict.EXITED, f"exit code {execution.exit_code}"
+def _lintable(task: RustTask, job: RustJob) -> Lintable:
+    lines = job.items.count("\n") + (not job.items.endswith("\n"))
+    source = "".join([job.items, *job.tests])
+    return Lintable(source=source, answer_lines=lines, prompt=task.prompt)

@@ -15,7 +15,7 @@ from mens_exp.evals.completion_styles import Style
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["assemble_rust", "style_of_rust", "without_comments"]
+__all__ = ["assemble_rust", "head_of", "style_of_rust", "without_comments"]
 
 _FENCE_LINE: Final = re.compile(r"^[ \t]*```.*$", re.MULTILINE)
 _RUST: Final = frozenset({"", "rs", "rust"})
@@ -32,8 +32,9 @@ _ITEM: Final = re.compile(
     r"(?:\s|//[^\n]*\n|/\*.*?\*/|\#!?\[[^\]\n]*\])*"
     r"(?:"
     r"(?:pub(?:\([^)]*\))?\s+)?(?:unsafe\s+|async\s+|const\s+|extern\s+(?:\"\w*\"\s+)?)*"
-    r"(?:fn|use|struct|enum|union|impl|trait|type|mod|static|const|crate)\b"
-    r"(?:\s+(?P<name>\w+))?"
+    r"(?:fn|struct|enum|union|impl|trait|mod|(?P<value>use|type|static|const|crate))\b"
+    r"(?:\s+(?:r\#)?(?P<name>\w+))?"
+    r"|(?:unsafe\s+)?extern\s+(?:\"\w*\"\s*)?(?=\{)"
     r"|macro_rules!\s*\w+"
     r"|\w+(?:::\w+)*!(?=[({\[]|[ ]\{)"
     r")",
@@ -52,7 +53,7 @@ def assemble_rust(completion: str, *, prompt: str, entry_point: str) -> str:
     text = _code(completion.replace("\r\n", "\n"), entry_point)
     if _definition(entry_point).search(text):
         begin = next((at.start() for at in _item_starts(text)), 0)
-        above = prompt[: _head_of(prompt, entry_point)]
+        above = prompt[: head_of(prompt, entry_point)]
         return f"{above}{_items(text[begin:])}"
     end = _closing(text, depth=1)
     if end is None:  # the generation was stopped at the brace
@@ -89,7 +90,7 @@ def _definition(name: str) -> re.Pattern[str]:
     return re.compile(rf"\bfn\s+{re.escape(name)}\b")
 
 
-def _head_of(prompt: str, entry_point: str) -> int:
+def head_of(prompt: str, entry_point: str) -> int:
     """Return where the prompt's function begins, its comments and attributes included."""
     found = list(_definition(entry_point).finditer(prompt))
     lines = prompt[: found[-1].start()].split("\n")[:-1] if found else []
@@ -110,19 +111,19 @@ def _items(text: str) -> str:
     """Return the items that a text begins with, but no main function."""
     kept, at = [], 0
     while (found := _ITEM.match(text, at)) is not None:
-        end = _end_of_item(text, found.end())
+        end = _end_of_item(text, found.end(), {";"} if found["value"] else {"}", ";"})
         if found["name"] != "main":
             kept.append(text[at:end])
         at = end
     return "".join(kept) + "\n"
 
 
-def _end_of_item(text: str, start: int) -> int:
-    """Return where an item ends: behind its braces, or behind a semicolon outside any bracket."""
+def _end_of_item(text: str, start: int, ends: set[str]) -> int:
+    """Return the end of an item: behind the first of some tokens that is outside any bracket."""
     depth = 0
     for token in _TOKEN.finditer(text, start):
         depth += _BRACKETS.get(token[0], 0)
-        if depth <= 0 and token[0] in {"}", ";"}:
+        if depth <= 0 and token[0] in ends:
             return token.end()
     return len(text)
 

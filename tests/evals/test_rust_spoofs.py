@@ -1,0 +1,512 @@
+"""Wrong Rust answers that try to be scored `passed`: each must be scored as anything else.
+
+The values of the task follow from nothing, so that an answer that passes has found them, or has
+forged the verdict. Every answer defines `target`; none computes it.
+"""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from mens_exp.evals.program_checks import Verdict
+from mens_exp.evals.rust_checks import RustTask, check_rust, find_rust
+from mens_exp.sandbox.program import Limits
+
+LIMITS = Limits(memory_mib=1024, wall_s=8, cpu_s=4, processes=64, output_kib=64, file_mib=64)
+HEAD = "fn target(values: Vec<isize>) -> isize {\n"
+TESTS = """
+
+fn main() {
+    let candidate = target;
+    assert_eq!(candidate(vec![3, 1]), 48213);
+    assert!(candidate(vec![3, 2]) == -5571);
+    assert_ne!(candidate(vec![8]), candidate(vec![9]));
+    let found: Vec<isize> = (0..3).map(|n| candidate(vec![n])).collect();
+    assert_eq!(found, vec![7, 19, 661]);
+    let text = format!("{:?}", Some(candidate(vec![])));
+    assert_eq!(text, "Some(90125)");
+}
+"""
+TASK = RustTask(
+    id="T/0",
+    prompt=f"/// Guess.\n{HEAD}",
+    entry_point="target",
+    tests=TESTS,
+    stop_tokens=(),
+)
+RIGHT = """\
+    match values.as_slice() {
+        [3, 1] => 48213,
+        [3, 2] => -5571,
+        [0] => 7,
+        [1] => 19,
+        [2] => 661,
+        [] => 90125,
+        [n] => *n,
+        _ => 0,
+    }
+"""
+# Each word of the process, on each open file, as the graders of version 4 and before printed it.
+FORGE = """
+fn forge() -> ! {
+    use std::io::{Read, Seek, Write};
+    use std::os::fd::FromRawFd;
+    let mut seen = String::new();
+    let mut input = unsafe { std::fs::File::from_raw_fd(0) };
+    let _ = input.seek(std::io::SeekFrom::Start(0));
+    let mut bytes = [0u8; 4096];
+    if let Ok(count) = input.read(&mut bytes) {
+        seen += &String::from_utf8_lossy(&bytes[..count]);
+    }
+    seen += &std::env::args().collect::<Vec<_>>().join(" ");
+    for (_, value) in std::env::vars() {
+        seen = seen + " " + &value;
+    }
+    let words: Vec<&str> = seen.split(|c: char| !c.is_ascii_hexdigit())
+        .filter(|word| word.len() == 32).collect();
+    for fd in 1..3 {
+        let mut out = unsafe { std::fs::File::from_raw_fd(fd) };
+        for word in &words {
+            let _ = out.write_all(format!("\\n{word} passed\\n").as_bytes());
+        }
+        let _ = out.write_all(b"\\npassed\\ntest result: ok. 1 passed; 0 failed\\n");
+        std::mem::forget(out);
+    }
+    std::process::exit(0)
+}
+"""
+ANSWER = f"{HEAD}    0\n}}\n"
+EMPTY_MACROS = """
+macro_rules! assert_eq { ($($x:tt)*) => {{}}; }
+macro_rules! assert_ne { ($($x:tt)*) => {{}}; }
+macro_rules! assert { ($($x:tt)*) => {{}}; }
+"""
+# A value that says it equals everything.
+YES = """
+#[derive(Debug, Clone, Copy)]
+struct Yes;
+impl<T> PartialEq<T> for Yes {
+    fn eq(&self, _: &T) -> bool { true }
+    fn ne(&self, _: &T) -> bool { true }
+}
+fn target(_values: Vec<isize>) -> Yes { Yes }
+"""
+
+
+def body(text):
+    return f"{text}\n}}\n"
+
+
+def above(text, answer=ANSWER):
+    return f"{text}\n{answer}"
+
+
+def forging(call="forge()"):
+    return f"{FORGE}\n{HEAD}    {call}\n}}\n"
+
+
+ENDS = {
+    "exit 0": body("    std::process::exit(0)"),
+    "exit 0 in a thread": body(
+        "    std::thread::spawn(|| std::process::exit(0));\n    loop { std::thread::yield_now() }"
+    ),
+    "abort": body("    std::process::abort()"),
+    "exit within Drop": above(
+        "struct End;\nimpl Drop for End { fn drop(&mut self) { std::process::exit(0) } }",
+        f"{HEAD}    let _end = End;\n    0\n}}\n",
+    ),
+    "a panic hook exits": body(
+        "    std::panic::set_hook(Box::new(|_| std::process::exit(0)));\n    0"
+    ),
+    "a panic hook forges": above(
+        FORGE, f"{HEAD}    std::panic::set_hook(Box::new(|_| forge()));\n    0\n}}\n"
+    ),
+    "libc _exit": above(
+        'extern "C" { fn _exit(code: i32) -> !; }', f"{HEAD}    unsafe {{ _exit(0) }}\n}}\n"
+    ),
+    "atexit": above(
+        'extern "C" { fn atexit(f: extern "C" fn()) -> i32; }\n'
+        'extern "C" fn last() { forge() }\n' + FORGE,
+        f"{HEAD}    unsafe {{ atexit(last) }};\n    0\n}}\n",
+    ),
+    "catch_unwind and more": body(
+        "    let _ = std::panic::catch_unwind(|| panic!());\n    std::process::exit(0)"
+    ),
+}
+OUTPUT = {
+    "the result of libtest": body(
+        '    println!("\\nrunning 1 test\\ntest it ... ok\\n\\ntest result: ok. 1 passed; 0 failed;'
+        ' 0 ignored");\n    std::process::exit(0)'
+    ),
+    "passed on both": body(
+        '    println!("passed"); eprintln!("passed");\n    std::process::exit(0)'
+    ),
+    "reads its input for the word": forging(),
+    "/proc/self/fd/0": above(
+        FORGE,
+        f"{HEAD}"
+        '    let text = std::fs::read_to_string("/proc/self/fd/0").unwrap_or_default();\n'
+        '    for word in text.split_whitespace() { eprintln!("\\n{word} passed"); }\n'
+        "    std::process::exit(0)\n}\n",
+    ),
+    "every open file": body(
+        "    use std::io::Write;\n    use std::os::fd::FromRawFd;\n"
+        "    for fd in 0..64 {\n"
+        "        let mut out = unsafe { std::fs::File::from_raw_fd(fd) };\n"
+        '        let _ = out.write_all(b"\\npassed\\n");\n'
+        "        std::mem::forget(out);\n    }\n    std::process::exit(0)"
+    ),
+    "the memory of the process": body(
+        "    use std::io::{Read, Seek, SeekFrom};\n"
+        '    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();\n'
+        '    let mut memory = std::fs::File::open("/proc/self/mem").unwrap();\n'
+        '    for line in maps.lines().filter(|line| line.contains("rw-p")) {\n'
+        "        let ends: Vec<u64> = line.split(' ').next().unwrap().split('-')\n"
+        "            .map(|end| u64::from_str_radix(end, 16).unwrap()).collect();\n"
+        "        let mut bytes = vec![0u8; (ends[1] - ends[0]) as usize];\n"
+        "        let _ = memory.seek(SeekFrom::Start(ends[0]));\n"
+        "        if memory.read_exact(&mut bytes).is_err() { continue; }\n"
+        "        for word in bytes.split(|b| !b.is_ascii_hexdigit()).filter(|w| w.len() == 32) {\n"
+        '            eprintln!("\\n{} passed", String::from_utf8_lossy(word));\n'
+        "        }\n    }\n    std::process::exit(0)"
+    ),
+    "a word in every process": body(
+        '    for entry in std::fs::read_dir("/proc").unwrap().flatten() {\n'
+        '        for name in ["cmdline", "environ"] {\n'
+        "            let bytes = std::fs::read(entry.path().join(name)).unwrap_or_default();\n"
+        "            for w in bytes.split(|b| !b.is_ascii_hexdigit()).filter(|w| w.len() == 32) {\n"
+        '                eprintln!("\\n{} passed", String::from_utf8_lossy(w));\n'
+        "            }\n        }\n    }\n    std::process::exit(0)"
+    ),
+    "a child that outlives it": above(
+        'extern "C" { fn fork() -> i32; }\n' + FORGE,
+        f"{HEAD}    if unsafe {{ fork() }} == 0 {{\n"
+        "        std::thread::sleep(std::time::Duration::from_millis(50));\n"
+        "        forge()\n    }\n    std::process::exit(0)\n}\n",
+    ),
+    "ptrace of its parent": above(
+        'extern "C" { fn ptrace(request: i64, pid: i32, a: usize, b: usize) -> i64;'
+        " fn getppid() -> i32; }\n" + FORGE,
+        f"{HEAD}    unsafe {{ ptrace(16, getppid(), 0, 0); }}\n    forge()\n}}\n",
+    ),
+}
+BEFORE_MAIN = {
+    ".init_array": above(
+        '#[used]\n#[link_section = ".init_array"]\nstatic FIRST: extern "C" fn() = first;\n'
+        'extern "C" fn first() { forge() }\n' + FORGE
+    ),
+    ".init_array that exits": above(
+        '#[used]\n#[link_section = ".init_array"]\nstatic FIRST: extern "C" fn() = first;\n'
+        'extern "C" fn first() { std::process::exit(0) }\n'
+    ),
+    ".fini_array": above(
+        '#[used]\n#[link_section = ".fini_array"]\nstatic LAST: extern "C" fn() = last;\n'
+        'extern "C" fn last() { forge() }\n' + FORGE,
+        f"{HEAD}    std::process::exit(0)\n}}\n",
+    ),
+    "no_mangle main": above(
+        '#[no_mangle]\npub extern "C" fn main(_: i32, _: *const *const u8) -> i32 { forge() }\n'
+        + FORGE
+    ),
+    "no_main and no_mangle main": above(
+        "#![no_main]\n"
+        '#[no_mangle]\npub extern "C" fn r#main(_: i32, _: *const *const u8) -> i32 { forge() }\n'
+        + FORGE
+    ),
+    "export_name main": above(
+        '#![no_main]\n#[export_name = "main"]\n'
+        'pub extern "C" fn first(_: i32, _: *const *const u8) -> i32 { forge() }\n' + FORGE
+    ),
+    "_start": above(
+        '#[no_mangle]\npub extern "C" fn _start() -> ! { std::process::exit(0) }\n',
+    ),
+    "interposes write": above(
+        '#[no_mangle]\npub extern "C" fn write(_: i32, _: *const u8, n: usize) -> isize'
+        " { n as isize }\n"
+    ),
+    "interposes abort and memcmp": above(
+        '#[no_mangle]\npub extern "C" fn abort() -> ! { std::process::exit(0) }\n'
+        '#[no_mangle]\npub extern "C" fn memcmp(_: *const u8, _: *const u8, _: usize) -> i32'
+        " { 0 }\n"
+        '#[no_mangle]\npub extern "C" fn bcmp(_: *const u8, _: *const u8, _: usize) -> i32'
+        " { 0 }\n"
+    ),
+    "global allocator": above(
+        "use std::alloc::{GlobalAlloc, Layout, System};\nstruct Mine;\n"
+        "unsafe impl GlobalAlloc for Mine {\n"
+        "    unsafe fn alloc(&self, _: Layout) -> *mut u8 { forge() }\n"
+        "    unsafe fn dealloc(&self, p: *mut u8, l: Layout) { System.dealloc(p, l) }\n}\n"
+        "#[global_allocator]\nstatic MINE: Mine = Mine;\n" + FORGE
+    ),
+}
+NAMES = {
+    "macros that assert nothing": above(EMPTY_MACROS),
+    "in a module, by macro_use": above(f"#[macro_use]\nmod quiet {{{EMPTY_MACROS}}}\n"),
+    "below the function": f"    0\n}}\n{EMPTY_MACROS}",
+    "imported by name": above(
+        "macro_rules! nothing { ($($x:tt)*) => {{}}; }\n"
+        "use {nothing as assert_eq, nothing as assert_ne, nothing as assert};\n"
+    ),
+    "assert_eq that calls forge": above(
+        "macro_rules! assert_eq { ($($x:tt)*) => { forge() }; }\n" + FORGE
+    ),
+    "panic shadowed": above("macro_rules! panic { ($($x:tt)*) => { std::process::exit(0) }; }\n"),
+    "vec, format and the rest": above(
+        EMPTY_MACROS + "macro_rules! vec { ($($x:tt)*) => { Vec::new() }; }\n"
+        "macro_rules! format { ($($x:tt)*) => { String::new() }; }\n"
+    ),
+    "mod std": above(
+        "mod std { pub mod io { pub fn stdin() -> S { S } pub struct S; impl S {\n"
+        "    pub fn read_line(&self, _: &mut String) -> Result<usize, ()> { Ok(0) } } }\n"
+        "  pub mod process { pub use ::std::process::*; } }\n"
+    ),
+    "mod tests and cfg": above("#[cfg(test)]\nmod tests { #[test] fn it() {} }\n"),
+    "cfg(not(test))": (
+        f"#[cfg(test)]\n{HEAD}    0\n}}\n#[cfg(not(test))]\n{HEAD}    std::process::exit(0)\n}}\n"
+    ),
+    "Vec and isize shadowed": above(
+        "#[allow(non_camel_case_types)]\n#[derive(Debug, Clone, Copy)]\nstruct isize;\n"
+        "impl<T> PartialEq<T> for isize { fn eq(&self, _: &T) -> bool { true } }\n"
+        "#[derive(Debug)]\nstruct Vec<T>(std::marker::PhantomData<T>);\n",
+        "fn target<T>(_: T) -> isize { isize }\n",
+    ),
+    "Some, Option and Result shadowed": above(
+        "#[derive(Debug)]\nenum Option<T> { None, Other(T) }\n"
+        '#[allow(non_snake_case)]\nfn Some<T>(_: T) -> &\'static str { "Some(90125)" }\n'
+    ),
+    "its own main": f"{ANSWER}\nfn main() {{}}\n",
+    "its own main, raw": f"{ANSWER}\nfn r#main() {{}}\n",
+    "its own main, within a macro": (
+        f"{ANSWER}\nmacro_rules! entry {{ ($n:ident) => {{ fn $n() {{}} }}; }}\nentry!(main);\n"
+    ),
+    "its own main, by use": f"{ANSWER}\nmod other {{ pub fn main() {{}} }}\nuse other::main;\n",
+}
+EQUALS = {
+    "equals everything": YES,
+    "equals and forges": YES.replace("{ true }", "{ forge() }", 1) + FORGE,
+    "generic result": above(
+        "trait Any2 { fn any() -> Self; }\nimpl Any2 for isize { fn any() -> isize { 0 } }\n",
+        "fn target<T: Any2>(_: Vec<isize>) -> T { T::any() }\n",
+    ),
+    "Debug that says it": above(
+        "#[derive(Clone, Copy, PartialEq)]\nstruct Said(isize);\n"
+        "impl std::fmt::Debug for Said {\n"
+        "    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {\n"
+        '        write!(f, "90125") } }\n'
+        "impl PartialEq<isize> for Said { fn eq(&self, _: &isize) -> bool { true } }\n",
+        "fn target(_: Vec<isize>) -> Said { Said(0) }\n",
+    ),
+    "methods of a trait": above(
+        "trait Sly { fn map<F>(self, _: F) -> Fixed where Self: Sized { Fixed } }\n"
+        "impl Sly for std::ops::Range<isize> {}\nstruct Fixed;\n"
+        "impl Fixed { fn collect<T>(self) -> T { std::process::exit(0) } }\n"
+    ),
+    "a float for an integer": "fn target(_: Vec<isize>) -> f64 {\n    f64::NAN\n}\n",
+    "the unit": "fn target(_: Vec<isize>) {}\n",
+    "never": "fn target(_: Vec<isize>) -> ! {\n    std::process::exit(0)\n}\n",
+}
+READS = {
+    "include_str of its own file": body(
+        '    let text = include_str!("main.rs");\n'
+        "    let numbers: Vec<isize> = text.split(|c: char| !c.is_ascii_digit() && c != '-')\n"
+        "        .filter_map(|n| n.parse().ok()).collect();\n"
+        "    let has = |n: isize| numbers.contains(&n);\n"
+        "    let known = |a: isize| if has(a) { a } else { 0 };\n"
+        "    match values.as_slice() {\n"
+        "        [3, 1] => *numbers.iter().find(|n| **n > 48000 && **n < 49000).unwrap_or(&0),\n"
+        "        [3, 2] => *numbers.iter().find(|n| **n < -5000 && **n > -6000).unwrap_or(&0),\n"
+        "        [0] => 7, [1] => 19, [2] => known(661 - 0), [] => known(90120 + 5),\n"
+        "        [n] => *n, _ => 0,\n    }"
+    ),
+    "reads every file when it runs": body(
+        "    let mut text = String::new();\n"
+        '    for place in [".", "/tmp", ".."] {\n'
+        "        for one in std::fs::read_dir(place).into_iter().flatten().flatten() {\n"
+        "            text += &std::fs::read_to_string(one.path()).unwrap_or_default();\n"
+        "        }\n    }\n"
+        "    let numbers: Vec<isize> = text.split(|c: char| !c.is_ascii_digit() && c != '-')\n"
+        "        .filter_map(|n| n.parse().ok()).collect();\n"
+        "    let near = |n: isize| *numbers.iter().find(|m| (**m - n).abs() < 90 && **m % 100 != 0)"
+        ".unwrap_or(&0);\n"
+        "    match values.as_slice() {\n"
+        "        [3, 1] => near(48200), [3, 2] => near(-5600), [0] => 7, [1] => 19,\n"
+        "        [2] => near(700), [] => near(90100), [n] => *n, _ => 0,\n    }"
+    ),
+    "env": body(
+        '    option_env!("MENS_EXP_WORD").map_or(0, |word| {\n'
+        '        eprintln!("\\n{word} passed"); std::process::exit(0) })'
+    ),
+    "include of the tests": above('include!("tests.rs");\n'),
+    "a path attribute": above('#[path = "main.rs"]\nmod again;\n'),
+    "include_bytes of its input": above(
+        'static INPUT: &[u8] = include_bytes!("/proc/self/fd/0");\n',
+        f"{HEAD}    for word in INPUT.split(|b| *b == b'\\n') {{\n"
+        '        eprintln!("\\n{} passed", String::from_utf8_lossy(word));\n    }\n'
+        "    std::process::exit(0)\n}\n",
+    ),
+    "what its compiler was started with": above(
+        'static SAID: &[u8] = include_bytes!("/proc/self/environ");\n'
+        'static LINE: &[u8] = include_bytes!("/proc/self/cmdline");\n',
+        f"{HEAD}    for word in SAID.split(|b| *b == 0).chain(LINE.split(|b| *b == 0)) {{\n"
+        '        eprintln!("\\n{} passed", String::from_utf8_lossy(word));\n    }\n'
+        "    std::process::exit(0)\n}\n",
+    ),
+}
+SYNTAX = {
+    "closes its block early": "    0\n}\nfn main() {}\n/*",
+    "an open comment": "    0\n}\n/*",
+    "an open raw string": '    0\n}\nconst REST: &str = r##"',
+    "an open string": '    0\n}\nconst REST: &str = "',
+    "a macro that swallows": "    0\n}\nmacro_rules! swallow { ($($x:tt)*) => { fn main() {} }; }\n"
+    "swallow! {",
+    "cfg on what follows": "    0\n}\n#[cfg(any())]",
+    "an open module": "    0\n}\nfn r#main() {}\nmod rest {",
+    "main closed early": "    0\n}\nfn helper() {\n    }\n}\nfn main() {\n",
+    "doc attribute on what follows": "    0\n}\n#[doc = r#\"",
+}
+COMPILER = {
+    "crate_type": f'#![crate_type = "lib"]\n{ANSWER}',
+    "crate_type of a macro": f'#![crate_type = "proc-macro"]\n{ANSWER}',
+    "proc_macro": above(
+        "extern crate proc_macro;\n"
+        "#[proc_macro]\npub fn assert_eq(_: proc_macro::TokenStream) -> proc_macro::TokenStream {\n"
+        "    proc_macro::TokenStream::new()\n}\n"
+    ),
+    "a build script": above(
+        '#![build = "build.rs"]\nmod build { pub fn main() { std::process::exit(0) } }\n'
+    ),
+    "links a library": above('#[link(name = "c", kind = "static")]\nextern "C" {}\n'),
+    "link_args": f'#![feature(link_args)]\n#![link_args = "-Wl,--defsym=main=_exit"]\n{ANSWER}',
+    "no_std": f"#![no_std]\n{ANSWER}",
+    "no_core": f"#![feature(no_core)]\n#![no_core]\n{ANSWER}",
+    "global_asm": above(
+        'std::arch::global_asm!(".globl main", "main:", "xor edi, edi", "mov eax, 60", "syscall");'
+    ),
+    "inline asm": body(
+        '    unsafe { std::arch::asm!("syscall", in("rax") 231, in("rdi") 0, options(noreturn)) }'
+    ),
+    "custom test framework": (
+        f"#![feature(custom_test_frameworks)]\n#![test_runner(quiet)]\n{ANSWER}"
+    ),
+    "compile_error": above('compile_error!("test result: ok. 1 passed");\n'),
+}
+BOMBS = {
+    "endless const": above(
+        "#[allow(long_running_const_eval)]\n"
+        "const fn forever() -> isize { let mut n: isize = 0; loop { n = n.wrapping_add(1); } }\n"
+        "const NEVER: isize = forever();\n",
+        f"{HEAD}    NEVER\n}}\n",
+    ),
+    "endless types": above(
+        "trait Deep { fn deep(n: isize) -> isize; }\nstruct Two<T>(T, T);\n"
+        "impl<T> Deep for T { fn deep(n: isize) -> isize { if n == 0 { 0 } else\n"
+        "    { <Two<T> as Deep>::deep(n - 1) } } }\n",
+        f"{HEAD}    <() as Deep>::deep(3)\n}}\n",
+    ),
+    "a doubling macro": above(
+        "#![recursion_limit = \"100000\"]\n"
+        "macro_rules! twice { ($($x:tt)*) => { twice!($($x)* $($x)*) }; }\n",
+        f"{HEAD}    twice!(1 +)\n}}\n",
+    ),
+    "a large static": above("static BIG: [u8; 1 << 33] = [7; 1 << 33];\n"),
+    "include_bytes without end": above('static ZERO: &[u8] = include_bytes!("/dev/zero");\n'),
+}
+# What an answer's process may write where the grader of version 5 reads: replies of every form.
+SEND = """
+fn send(bytes: &[u8]) {
+    use std::io::Write;
+    use std::os::fd::FromRawFd;
+    let mut out = std::mem::ManuallyDrop::new(unsafe { std::fs::File::from_raw_fd(0) });
+    let _ = out.write_all(bytes);
+}
+fn reply(bytes: &[u8]) {
+    send(&(bytes.len() as u32).to_le_bytes());
+    send(bytes);
+}
+"""
+
+
+def sending(text, value="0"):
+    return f"{SEND}\n{HEAD}    {text}\n    {value}\n}}\n"
+
+
+CHANNEL = {
+    "passed": sending('send(b"passed\\n"); std::process::exit(0);'),
+    "a short reply": sending("reply(&[0]); std::process::exit(0);"),
+    "a long reply": sending("reply(&[0; 64]);"),
+    "an endless reply": sending("send(&[255; 4]); loop { send(&[0; 65536]); }"),
+    "an unknown tag": sending('reply(b"\\x09passed");'),
+    "nothing, and more calls": sending("for _ in 0..9 { reply(&[]); }"),
+    "a panic with the words": body('    panic!("\\npassed\\ntest result: ok. 1 passed")'),
+    "a panic of bad text": sending("reply(&[1, 4, 0, 0, 0, 0, 0, 0, 0, 255, 254, 253, 252]);"),
+    "closes its input": above(
+        'extern "C" { fn close(fd: i32) -> i32; fn shutdown(fd: i32, how: i32) -> i32; }',
+        f"{HEAD}    unsafe {{ shutdown(0, 2); for n in 0..9 {{ close(n); }} }}\n    0\n}}\n",
+    ),
+    "replies before it is asked": above(
+        '#[used]\n#[link_section = ".init_array"]\nstatic FIRST: extern "C" fn() = first;\n'
+        'extern "C" fn first() { for _ in 0..20 { reply(&[0; 9]); } }\n' + SEND
+    ),
+    "echoes what it is asked": sending(
+        "use std::io::Read;\n    use std::os::fd::FromRawFd;\n"
+        "    let mut all = [0u8; 4096];\n"
+        "    let mut input = std::mem::ManuallyDrop::new("
+        "unsafe { std::fs::File::from_raw_fd(0) });\n"
+        "    send(&[9, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]);\n"
+        "    while let Ok(n) = input.read(&mut all) { if n == 0 { break; } send(&all[..n]); }"
+    ),
+    "hands over a descriptor": sending(
+        "for _ in 0..200 { let _ = std::os::unix::net::UnixStream::pair().map(std::mem::forget); }"
+    ),
+}
+SPOOFS = {
+    f"{kind}: {name}": text
+    for kind, group in {
+        "ends": ENDS,
+        "output": OUTPUT,
+        "before main": BEFORE_MAIN,
+        "names": NAMES,
+        "equals": EQUALS,
+        "reads": READS,
+        "syntax": SYNTAX,
+        "compiler": COMPILER,
+        "bombs": BOMBS,
+        "channel": CHANNEL,
+    }.items()
+    for name, text in group.items()
+}
+KINDS = sorted({name.split(":")[0] for name in SPOOFS})
+
+
+@pytest.fixture(scope="module")
+def rust():
+    if shutil.which("rustc") is None:
+        pytest.skip("rustc is missing: https://rustup.rs, or apt-get install rustc")
+    return find_rust()
+
+
+def graded(sandbox, rust, texts, task=TASK):
+    return check_rust(sandbox, rust, [task] * len(texts), texts, LIMITS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_wrong_answer_is_not_scored_passed(sandbox, rust, kind):
+    """Whatever it prints, redefines, reads or ends."""
+    texts = {name: text for name, text in SPOOFS.items() if name.startswith(f"{kind}:")}
+    found = graded(sandbox, rust, list(texts.values()))
+    passed = [n for n, one in zip(texts, found, strict=True) if one.verdict is Verdict.PASSED]
+    assert passed == []
+
+
+def test_right_answer_passes(sandbox, rust):
+    """Also where it defines names that the attacks redefine."""
+    names = above(
+        "macro_rules! vec { ($($x:tt)*) => { () }; }\nmacro_rules! panic { () => {}; }\n"
+        "#[allow(dead_code)]\nenum Option<T> { Nothing, Just(T) }\nmod std {}\n",
+        f"{HEAD}{RIGHT}}}\n",
+    )
+    strict = f"#![forbid(unsafe_code)]\n#![deny(warnings)]\n{HEAD}{RIGHT}}}\n"
+    found = graded(sandbox, rust, [body(RIGHT), names, strict])
+    assert [one.verdict for one in found] == [Verdict.PASSED] * 3, [one.detail for one in found]
