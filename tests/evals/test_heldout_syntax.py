@@ -251,8 +251,8 @@ def test_another_version_of_grading_is_another_suite(monkeypatch):
     suite = HeldoutSyntax(items=[made_item("a")], max_new_tokens=160)
     events = answer_all(suite, Says({"Write a.": ("def f(): pass", 6)}), None, Plan(), "base")
     card = to_scorecard(suite, events, Plan(), {})
-    assert card.generation["grading"] == 4
-    monkeypatch.setattr(scored, "GRADING", 5)
+    assert card.generation["grading"] == 5
+    monkeypatch.setattr(scored, "GRADING", 6)
     other = to_scorecard(suite, events, Plan(), {})
     assert other.generation["grading"] == 5
     assert len({suite.digest, card.suite_digest, other.suite_digest}) == 3

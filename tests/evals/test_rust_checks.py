@@ -133,6 +133,11 @@ ACCEPTED = {
     "        fn $name(x: isize) -> isize { x + x }\n    };\n}\n\ndefine!(twice);\n",
     "macro called above": "thread_local! {\n    static TWO: isize = const { 2 };\n}\n"
     f"{WHOLE.replace('x * 2', 'TWO.with(|two| two * x)')}",
+    "imports in braces above": "use std::collections::{HashMap, HashSet};\n\n"
+    "struct Two { n: isize }\nconst TWO: Two = Two { n: 2 };\n"
+    f"{WHOLE.replace('x * 2', 'let _: (HashMap<u8, u8>, HashSet<u8>); x * TWO.n')}",
+    "extern block above": 'extern "C" {\n    fn abs(x: i32) -> i32;\n}\n'
+    f"{WHOLE.replace('x * 2', 'x * unsafe { abs(-2) } as isize')}",
     "array above": "const NUMBERS: [isize; 2] = [1, 2];\n"
     "fn second(numbers: [isize; 2]) -> isize {\n    numbers[1]\n}\n"
     f"{WHOLE.replace('* 2', '* second(NUMBERS)')}",

@@ -364,7 +364,7 @@ SYNTAX = {
     "cfg on what follows": "    0\n}\n#[cfg(any())]",
     "an open module": "    0\n}\nfn r#main() {}\nmod rest {",
     "main closed early": "    0\n}\nfn helper() {\n    }\n}\nfn main() {\n",
-    "doc attribute on what follows": "    0\n}\n#[doc = r#\"",
+    "doc attribute on what follows": '    0\n}\n#[doc = r#"',
 }
 COMPILER = {
     "crate_type": f'#![crate_type = "lib"]\n{ANSWER}',
@@ -406,7 +406,7 @@ BOMBS = {
         f"{HEAD}    <() as Deep>::deep(3)\n}}\n",
     ),
     "a doubling macro": above(
-        "#![recursion_limit = \"100000\"]\n"
+        '#![recursion_limit = "100000"]\n'
         "macro_rules! twice { ($($x:tt)*) => { twice!($($x)* $($x)*) }; }\n",
         f"{HEAD}    twice!(1 +)\n}}\n",
     ),
@@ -418,8 +418,10 @@ SEND = """
 fn send(bytes: &[u8]) {
     use std::io::Write;
     use std::os::fd::FromRawFd;
-    let mut out = std::mem::ManuallyDrop::new(unsafe { std::fs::File::from_raw_fd(0) });
-    let _ = out.write_all(bytes);
+    for fd in (0..1).chain(3..16) {
+        let mut out = std::mem::ManuallyDrop::new(unsafe { std::fs::File::from_raw_fd(fd) });
+        let _ = out.write_all(bytes);
+    }
 }
 fn reply(bytes: &[u8]) {
     send(&(bytes.len() as u32).to_le_bytes());
@@ -453,7 +455,7 @@ CHANNEL = {
         "use std::io::Read;\n    use std::os::fd::FromRawFd;\n"
         "    let mut all = [0u8; 4096];\n"
         "    let mut input = std::mem::ManuallyDrop::new("
-        "unsafe { std::fs::File::from_raw_fd(0) });\n"
+        "unsafe { std::fs::File::from_raw_fd(3) });\n"
         "    send(&[9, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]);\n"
         "    while let Ok(n) = input.read(&mut all) { if n == 0 { break; } send(&all[..n]); }"
     ),
@@ -510,3 +512,204 @@ def test_right_answer_passes(sandbox, rust):
     strict = f"#![forbid(unsafe_code)]\n#![deny(warnings)]\n{HEAD}{RIGHT}}}\n"
     found = graded(sandbox, rust, [body(RIGHT), names, strict])
     assert [one.verdict for one in found] == [Verdict.PASSED] * 3, [one.detail for one in found]
+
+
+def task_of(head, tests, above=""):
+    return RustTask(
+        id="T/1",
+        prompt=f"{above}{head} {{\n",
+        entry_point="target",
+        tests=f"\n\nfn main() {{\n    let candidate = target;\n{tests}}}\n",
+        stop_tokens=(),
+    )
+
+
+USES = "use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};\n"
+# A function that gives back what it takes, of every kind of value; and what a wrong one gives.
+VALUES = {
+    "numbers": (
+        "fn target(a: u8, b: i128, c: f64, d: f32, e: usize) -> (u8, i128, f64, f32, usize)",
+        "(a, b, c, d, e)",
+        "(a, b, c + 1e-9, d, e)",
+        (
+            "assert_eq!(candidate(255, i128::MIN, 0.1 + 0.2, -0.0, usize::MAX),"
+            " (255, i128::MIN, 0.30000000000000004, 0.0, usize::MAX));\n"
+            "    assert!(candidate(0, 0, f64::NAN, f32::INFINITY, 1).2.is_nan());\n"
+            "    assert!(candidate(0, 0, 1.0, -0.0, 1).3.is_sign_negative());\n"
+            "    assert_eq!(candidate(0, 0, 1.0, 0.0, 1).2, 1.0);\n"
+        ),
+    ),
+    "texts": (
+        "fn target(a: String, b: &str, c: char) -> Vec<String>",
+        "vec![a, b.to_string(), c.to_string()]",
+        "vec![a, b.to_uppercase(), c.to_string()]",
+        (
+            'assert_eq!(candidate(String::from("\\0\\n{}"), "déjà", \'🦀\'),'
+            ' ["\\0\\n{}", "déjà", "🦀"]);\n'
+        ),
+    ),
+    "collections": (
+        (
+            "fn target(a: HashMap<String, Vec<isize>>, b: BTreeMap<char, bool>,"
+            " c: HashSet<(i8, i8)>, d: VecDeque<Option<u16>>)"
+            " -> (HashMap<String, Vec<isize>>, BTreeMap<char, bool>, HashSet<(i8, i8)>,"
+            " VecDeque<Option<u16>>)"
+        ),
+        "(a, b, c, d)",
+        "(a, b, c, VecDeque::new())",
+        (
+            'let a = HashMap::from([(String::from("x"), vec![1, 2]), (String::new(), vec![])]);\n'
+            "    let b = BTreeMap::from([('b', true), ('a', false)]);\n"
+            "    let c = HashSet::from([(1, 2), (-1, 3)]);\n"
+            "    let d = VecDeque::from([None, Some(7)]);\n"
+            "    assert_eq!(candidate(a.clone(), b.clone(), c.clone(), d.clone()), (a, b, c, d));\n"
+        ),
+    ),
+    "results, arrays and the unit": (
+        (
+            "fn target(a: Result<isize, String>, b: [[u8; 2]; 3], c: (), d: Box<Option<(i8,)>>)"
+            " -> Result<([[u8; 2]; 3], (), Box<Option<(i8,)>>), String>"
+        ),
+        "a.map(|_| (b, c, d))",
+        "a.map(|_| ([[0; 2]; 3], c, d))",
+        (
+            "let b = [[1, 2], [3, 4], [5, 6]];\n"
+            "    assert_eq!(candidate(Ok(1), b, (), Box::new(Some((4,)))),"
+            " Ok((b, (), Box::new(Some((4,))))));\n"
+            '    assert_eq!(candidate(Err(String::from("no")), b, (), Box::new(None)),'
+            ' Err(String::from("no")));\n'
+        ),
+    ),
+    "references": (
+        (
+            "fn target<'a>(a: &'a [String], b: &std::collections::HashMap<i32, f64>, c: &[&str])"
+            " -> Option<&'a str>"
+        ),
+        "if b.len() == c.len() { a.first().map(|one| one.as_str()) } else { None }",
+        "a.last().map(|one| one.as_str())",
+        (
+            'let a = vec![String::from("one"), String::from("two")];\n'
+            '    assert_eq!(candidate(&a, &HashMap::from([(1, 2.0)]), &["x"]), Some("one"));\n'
+            '    assert_eq!(candidate(&a, &HashMap::new(), &["x"]), None);\n'
+        ),
+    ),
+    "what it changes": (
+        "fn target(a: &mut Vec<isize>, b: &mut [i32], mut c: Vec<u8>, d: &mut String) -> usize",
+        'a.push(5); b.reverse(); c.clear(); d.push_str("!"); a.len() + c.len()',
+        "a.clear(); b.reverse(); c.clear(); 2",
+        (
+            "let mut a = vec![1];\n    let mut b = [1, 2, 3];\n"
+            '    let mut d = String::from("x");\n'
+            "    assert_eq!(candidate(&mut a, &mut b[1..], vec![9], &mut d), 2);\n"
+            '    assert_eq!((a, b, d.as_str()), (vec![1, 5], [1, 3, 2], "x!"));\n'
+        ),
+    ),
+    "panics": (
+        "fn target(a: isize) -> isize",
+        'if a == 0 { panic!("no {a}") } else { 7 / (a - 1) }',
+        "a",
+        (
+            "assert_eq!(candidate(2), 7);\n    std::panic::set_hook(Box::new(|_| {}));\n"
+            "    let cause = std::panic::catch_unwind(|| candidate(0)).unwrap_err();\n"
+            '    assert_eq!(cause.downcast_ref::<String>().unwrap(), "no 0");\n'
+            "    assert!(std::panic::catch_unwind(|| candidate(1)).is_err());\n"
+            "    assert_eq!(candidate(8), 1);\n"
+        ),
+    ),
+    "a state of its own": (
+        "fn target() -> usize",
+        (
+            "use std::sync::atomic::*;\n    static N: AtomicUsize = AtomicUsize::new(0);\n"
+            "    N.fetch_add(1, Ordering::SeqCst)"
+        ),
+        "0",
+        "assert_eq!((candidate(), candidate(), candidate()), (0, 1, 2));\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_values_go_to_the_answer_and_back(sandbox, rust, kind):
+    """Exactly, in every position; one that differs is a failed test."""
+    head, right, wrong, tests = VALUES[kind]
+    task = task_of(head, f"    {tests}", above=USES)
+    assert task.signature is not None
+    found = graded(sandbox, rust, [body(f"    {right}"), body(f"    {wrong}")], task)
+    assert [one.verdict for one in found] == [Verdict.PASSED, Verdict.ASSERTION], [
+        one.detail for one in found
+    ]
+
+
+def test_answer_may_have_types_of_its_own(sandbox, rust):
+    """As where tests and answer were one program: what the tests accept passes."""
+    task = task_of(
+        "fn target(a: String, n: isize) -> isize",
+        '    assert_eq!(candidate(String::from("ab"), 3), 5);\n',
+    )
+    passing = [
+        "fn target(a: String, n: i32) -> i32 {\n    a.len() as i32 + n\n}\n",
+        (
+            "fn target<T: Into<String>>(a: T, n: isize) -> isize {\n"
+            "    a.into().len() as isize + n\n}\n"
+        ),
+        (
+            "impl S {\n    fn target(&self, n: u8) -> u8 { n }\n}\nstruct S;\n"
+            "pub fn target(a: String, n: isize) -> isize {\n"
+            "    S.target(a.len() as u8) as isize + n\n}\n"
+        ),
+    ]
+    refused = ["fn target(a: &str, n: isize) -> isize {\n    a.len() as isize + n\n}\n"]
+    found = graded(sandbox, rust, passing + refused, task)
+    assert [one.verdict for one in found] == [Verdict.PASSED] * 3 + [Verdict.COMPILE_ERROR]
+    assert "mismatched types" in (found[-1].detail or "")
+
+
+def test_compile_bomb_does_not_compile(sandbox, rust):
+    """Whoever never comes to the end of the compiler has not compiled."""
+    (one,) = graded(sandbox, rust, [BOMBS["a doubling macro"]])
+    assert one.verdict is Verdict.COMPILE_ERROR
+    assert "the compiler passed a limit" in (one.detail or "")
+
+
+OTHER = {
+    "a generic type": "fn target<T: Ord>(a: T) -> T",
+    "a type of the task": "struct P;\nfn target(a: P) -> isize",
+    "an opaque type": "fn target(a: impl Fn(i32) -> i32) -> i32",
+    "a function": "fn target(f: fn(i32) -> i32) -> i32",
+    "a method": "fn target(&self) -> i32",
+    "a slice that nothing borrows": "fn target(a: Box<[i32]>) -> i32",
+    "a changed text": "fn target(a: &mut str)",
+    "a result that can be changed": "fn target(a: &mut i32) -> &mut i32",
+    "an alias": "fn target(a: std::io::Result<i32>) -> i32",
+    "a pattern": "fn target((a, b): (i32, i32)) -> i32",
+    "a constant length": "fn target<const N: usize>(a: [i32; N]) -> i32",
+    "an async function": "async fn target(a: i32) -> i32",
+    "an unsafe function": "unsafe fn target(a: i32) -> i32",
+    "a where clause": "fn target(a: i32) -> i32 where i32: Copy",
+    "too many types": "fn target(a: Vec<i32, i32>) -> i32",
+    "a large tuple": "fn target() -> (u8, u8, u8, u8, u8, u8, u8, u8, u8)",
+}
+
+
+@pytest.mark.parametrize("kind", OTHER)
+def test_signature_of_other_values_is_not_graded_by_values(kind):
+    """The tests of such a task trust the answer, which docs/sandbox.md says."""
+    assert task_of(OTHER[kind], "").signature is None
+
+
+def test_task_of_other_values_is_trusting(sandbox, rust):
+    """It is graded as one program: the right answer passes, the wrong one does not."""
+    task = task_of(
+        "fn target<T: Ord + Copy>(a: &[T]) -> Option<T>",
+        "    assert_eq!(target(&[1, 3, 2]), Some(3));\n",
+    )
+    task = RustTask(
+        id=task.id,
+        prompt=task.prompt,
+        entry_point="target",
+        tests=task.tests.replace("    let candidate = target;\n", ""),
+        stop_tokens=(),
+    )
+    texts = [body("    a.iter().copied().max()"), body("    a.first().copied()")]
+    found = graded(sandbox, rust, [*texts, body("    std::process::exit(0)")], task)
+    assert [one.verdict for one in found] == [Verdict.PASSED, Verdict.ASSERTION, Verdict.EXITED]

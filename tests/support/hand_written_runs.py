@@ -60,7 +60,7 @@ def suite_digest():
         ]
         for item in ITEMS
     ]
-    return sha256({"suite": sha256({"tasks": tasks, "max_new_tokens": 512}), "grading": 4})
+    return sha256({"suite": sha256({"tasks": tasks, "max_new_tokens": 512}), "grading": 5})
 
 
 SUITE = suite_digest()
@@ -208,7 +208,7 @@ def write_honest(root, study_at, name):
             base = [line(item, "base", is_right=False) for item in ITEMS]
             tuned = [line(i, "tuned", is_right=does(backend, seed, i)) for i in ITEMS]
             run.answer([*base, *tuned])
-            generation = {"engine": "hf", "samples": 1, "max_retries": 0, "grading": 4}
+            generation = {"engine": "hf", "samples": 1, "max_retries": 0, "grading": 5}
             run.score(suite="humaneval", generation=generation, sandbox="bubblewrap")
             run.sum_up()
             run.rehash()

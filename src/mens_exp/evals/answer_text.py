@@ -23,12 +23,13 @@ __all__ = [
     "outside_reasoning",
 ]
 
-GRADING: Final = 4
+GRADING: Final = 5
 """Version of grading, which every scorecard records and every suite's digest contains.
 
 1: the first block, or everything; 2: the first block that defines the function, in any style, less
 the reasoning that a completion begins with; 3: the last complete one, less all reasoning; 4: tests
-of Python run in another process than the answer, which gives values alone.
+of Python run in another process than the answer, which gives values alone; 5: so do those of Rust,
+and an answer in Rust keeps its macros and all that stands below an import in braces.
 """
 
 _NAMES: Final = "think|thinking|thought|reasoning"

@@ -1,45 +1,59 @@
 """Run a Rust answer in one process, and its tests in another that never saw its code.
 
-Both are compiled where they run, each in a fresh sandbox, and joined by a socket. The tests' process
-gives the verdict, with a word that it alone knows. Where the function takes or gives what is no
+The answer is compiled where it runs; its tests are compiled once, for all answers to a task. Both
+run in a fresh sandbox each, joined by a socket. The tests' process gives the verdict, with a word
+that it alone knows. Where the function takes or gives what is no
 plain value (`rust_values.py`), answer and tests are one program, whose verdict is *trusting*.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import re
 import secrets
 import socket
+import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
+from mens_exp.errors import SetupError
 from mens_exp.evals.program_checks import OF_OUTCOME, Verdict
-from mens_exp.evals.rust_values import answer_files, grader_files, signature_of
+from mens_exp.evals.rust_values import WIRE, answer_source, grader_source, signature_of
 from mens_exp.sandbox.program import Outcome, Program
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from mens_exp.evals.rust_values import Signature
     from mens_exp.sandbox.program import Execution, Limits, Sandbox
     from mens_exp.sandbox.rust_toolchain import Toolchain
 
 __all__ = ["RustGraded", "RustJob", "grade_rust"]
 
-# The shared library links in half the time. No code of an answer runs before "compiled" is said.
-_COMPILE: Final = """\
-"$0" --edition 2021 -C debuginfo=0 -C codegen-units=1 -C prefer-dynamic -C rpath \
-  -o main main.rs 2>messages || {
+# The shared library links in half the time.
+_FLAGS: Final = (
+    *("--edition", "2021", "-C", "debuginfo=0", "-C", "codegen-units=1"),
+    *("-C", "prefer-dynamic", "-C", "rpath"),
+)
+_WITH_WIRE: Final = (*_FLAGS, "--extern", f"{WIRE}=lib{WIRE}.rlib")
+# No code of an answer runs before "compiled" is said.
+_COMPILE: Final = """
+"$@" -o made main.rs 2>messages || {
   echo "$word refused" >&2
   head -c 4000 messages >&2
   exit 1
 }
 echo "$word compiled" >&2
-exec ./main
 """
-_WITH_WORD: Final = f"word=$1\n{_COMPILE}"
+_AND_SHOW: Final = f"word=$0{_COMPILE}base64 made"
+_AND_RUN: Final = f"word=$0{_COMPILE}exec ./made"
 # The shell keeps the first line of its input, the program reads the second before the tests.
-_WITH_INPUT: Final = f"read word\n{_COMPILE}"
+_AND_RUN_WITH_INPUT: Final = f"read word{_COMPILE}exec ./made"
+_RUN: Final = 'cp tests made && chmod +x made && exec ./made "$0"'
 _READ_WORD: Final = """
     let mut word_of_the_check = String::new();
     std::io::stdin().read_line(&mut word_of_the_check).unwrap();
@@ -49,6 +63,12 @@ _TELL_WORD: Final = '\n    eprintln!("\\n{} passed", word_of_the_check.trim());\
 _ASSERTION: Final = re.compile(r"panicked at (?:'|[^\n]*\n)assertion ")
 _MORE_S: Final = 5.0  # for the tests' process to find that the answer's time was over
 _MORE_MIB: Final = 128  # its own, beside the values of the answer
+_MOST_KIB: Final = 65_536  # of a compiled program, as text
+_MOST_KNOWN: Final = 1000  # compiled tests, of which each takes 30 kB
+_COMPILING: Final = threading.Lock()
+_KNOWN: Final[weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], _Compiled]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,30 +97,64 @@ class RustGraded:
     execution: Execution
 
 
-def grade_rust(
-    sandbox: Sandbox, toolchain: Toolchain, limits: Limits, job: RustJob
-) -> RustGraded:
-    """Compile and run one answer and its tests; safe to call from several threads.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Compiled:
+    """What the compiler made of trusted source, or why it made nothing."""
+
+    made: bytes | None
+    said: str = ""
+
+
+def grade_rust(sandbox: Sandbox, toolchain: Toolchain, limits: Limits, job: RustJob) -> RustGraded:
+    """Compile and run one answer, and run its tests; safe to call from several threads.
 
     Raises:
-        SetupError: a sandbox could not be made.
+        SetupError: a sandbox could not be made, or the compiler does not work in it.
     """
-    word, told = secrets.token_hex(16), secrets.token_hex(16)
     if job.signature is None:
-        execution = sandbox.run(_together(job, toolchain, word), limits)
-        return _judged(execution, execution, word, word)
+        return _graded_together(sandbox, toolchain, limits, job)
     signature = signature_of(job.items, job.signature)
-    answer = _program(toolchain, answer_files(job.items, signature), told)
-    tests = _program(toolchain, grader_files(job.above, job.tests, signature, word), word)
-    more = replace(
-        limits, wall_s=limits.wall_s + _MORE_S, memory_mib=limits.memory_mib + _MORE_MIB
+    wire = _wire(sandbox, toolchain, limits)
+    source = grader_source(job.above, job.tests, signature)
+    tests = _compiled(sandbox, toolchain, limits, source, _WITH_WIRE, wire)
+    told, word = secrets.token_hex(16), secrets.token_hex(16)
+    program = Program(
+        argv=("/bin/sh", "-c", _AND_RUN, told, toolchain.rustc, *_WITH_WIRE),
+        files={"main.rs": answer_source(job.items, signature), **wire},
+        visible=(toolchain.sysroot,),
     )
     answering, asking = socket.socketpair()
     # Each sandbox lives no longer than the thread that starts it.
     with answering, asking, ThreadPoolExecutor(1) as pool:
-        judging = pool.submit(_run, sandbox, tests, more, asking)
-        execution = _run(sandbox, answer, limits, answering)
-        return _judged(execution, judging.result(), told, word)
+        judging = pool.submit(_run_tests, sandbox, toolchain, tests, word, limits, asking)
+        answer = _run(sandbox, program, limits, answering)
+        judged = judging.result()
+    refused = _refused(answer, told) or (tests.said if tests.made is None else None)
+    if refused is not None:
+        return RustGraded(verdict=Verdict.COMPILE_ERROR, detail=refused, execution=answer)
+    assert judged is not None, "there are tests"
+    verdict, detail = _verdict(answer, judged, word)
+    return RustGraded(verdict=verdict, detail=detail, execution=answer)
+
+
+def _run_tests(  # beside the answer
+    sandbox: Sandbox,
+    toolchain: Toolchain,
+    tests: _Compiled,
+    word: str,
+    limits: Limits,
+    end: socket.socket,
+) -> Execution | None:
+    if tests.made is None:
+        end.shutdown(socket.SHUT_RDWR)
+        return None
+    program = Program(
+        argv=("/bin/sh", "-c", _RUN, word),
+        files={"tests": tests.made},
+        visible=(toolchain.sysroot,),
+    )
+    more = replace(limits, wall_s=limits.wall_s + _MORE_S, memory_mib=limits.memory_mib + _MORE_MIB)
+    return _run(sandbox, program, more, end)
 
 
 def _run(sandbox: Sandbox, program: Program, limits: Limits, end: socket.socket) -> Execution:
@@ -112,45 +166,83 @@ def _run(sandbox: Sandbox, program: Program, limits: Limits, end: socket.socket)
             end.shutdown(socket.SHUT_RDWR)
 
 
-def _program(toolchain: Toolchain, files: dict[str, str], word: str) -> Program:
-    return Program(
-        argv=("/bin/sh", "-c", _WITH_WORD, toolchain.rustc, word),
-        files=files,
-        visible=(toolchain.sysroot,),
-    )
+def _wire(sandbox: Sandbox, toolchain: Toolchain, limits: Limits) -> dict[str, str | bytes]:
+    """Return the crate that both sides use, by its file's name."""
+    source = Path(__file__).with_name("rust_wire.rs").read_text("utf-8")
+    flags = (*_FLAGS, "--crate-type", "rlib", "--crate-name", WIRE)
+    done = _compiled(sandbox, toolchain, limits, source, flags, {})
+    if done.made is None:
+        raise SetupError(
+            "rustc does not compile what grades Rust answers",
+            found=done.said,
+            expected="rustc 1.72 or newer with its standard library",
+            remedy="rustup default stable",
+        )
+    return {f"lib{WIRE}.rlib": done.made}
 
 
-def _together(job: RustJob, toolchain: Toolchain, word: str) -> Program:
-    """Return a program that has both, whose main function tells that it came to its end."""
+def _compiled(
+    sandbox: Sandbox,
+    toolchain: Toolchain,
+    limits: Limits,
+    source: str,
+    flags: tuple[str, ...],
+    files: Mapping[str, str | bytes],
+) -> _Compiled:
+    """Compile source that is no answer's, once for each sandbox."""
+    with _COMPILING:
+        known = _KNOWN.setdefault(sandbox, {})
+    key = (toolchain.version, *flags, source)
+    if key not in known:
+        word = secrets.token_hex(16)
+        program = Program(
+            argv=("/bin/sh", "-c", _AND_SHOW, word, toolchain.rustc, *flags),
+            files={"main.rs": source, **files},
+            visible=(toolchain.sysroot,),
+        )
+        execution = sandbox.run(program, replace(limits, output_kib=_MOST_KIB))
+        refused = _refused(execution, word)
+        made = base64.b64decode(execution.stdout) if refused is None else None
+        done = _Compiled(made=made, said=refused or "")
+        if execution.outcome in OF_OUTCOME:  # on a busy machine: not the next time
+            return done
+        with _COMPILING:
+            if len(known) >= _MOST_KNOWN:
+                known.pop(next(iter(known)))
+            known[key] = done
+        return done
+    return known[key]
+
+
+def _graded_together(
+    sandbox: Sandbox, toolchain: Toolchain, limits: Limits, job: RustJob
+) -> RustGraded:
+    """Run answer and tests as one program, whose main function tells that it came to its end."""
     head, body, end = job.tests
-    return Program(
-        argv=("/bin/sh", "-c", _WITH_INPUT, toolchain.rustc),
-        files={"main.rs": "".join([job.items, head, _READ_WORD, body, _TELL_WORD, end])},
+    word = secrets.token_hex(16)
+    program = Program(
+        argv=("/bin/sh", "-c", _AND_RUN_WITH_INPUT, "sh", toolchain.rustc, *_FLAGS),
+        files={"main.rs": f"{job.items}{head}{_READ_WORD}{body}{_TELL_WORD}{end}"},
         stdin=f"{word}\n{word}\n",
         visible=(toolchain.sysroot,),
     )
+    execution = sandbox.run(program, limits)
+    refused = _refused(execution, word)
+    if refused is not None:
+        return RustGraded(verdict=Verdict.COMPILE_ERROR, detail=refused, execution=execution)
+    verdict, detail = _verdict(execution, execution, word)
+    return RustGraded(verdict=verdict, detail=detail, execution=execution)
 
 
-def _judged(answer: Execution, tests: Execution, told: str, word: str) -> RustGraded:
-    verdict, detail = _verdict(answer, tests, told, word)
-    return RustGraded(verdict=verdict, detail=detail, execution=answer)
-
-
-def _verdict(
-    answer: Execution, tests: Execution, told: str, word: str
-) -> tuple[Verdict, str | None]:
-    """Return the verdict, and the message that it rests on.
+def _verdict(answer: Execution, tests: Execution, word: str) -> tuple[Verdict, str | None]:
+    """Return the verdict of a program that was compiled, and the message that it rests on.
 
     Args:
         answer: the execution of the answer.
         tests: the execution of the tests.
-        told: with this word the answer's compiler says how it went; the answer may find it.
-        word: with this one the tests say so, and the verdict; the answer never has it.
+        word: what they say the verdict with; the answer's process never has it.
     """
-    for one, its in ((answer, told), (tests, word)):
-        refused = _refused(one, its)
-        if refused is not None:
-            return Verdict.COMPILE_ERROR, refused
+    for one in (answer, tests):
         if one.outcome in OF_OUTCOME:
             return OF_OUTCOME[one.outcome], None
     if tests.outcome is Outcome.ok and f"\n{word} passed" in tests.stderr:
@@ -165,10 +257,12 @@ def _verdict(
 
 
 def _refused(execution: Execution, word: str) -> str | None:
-    """Return why a program was not compiled; None where it was."""
+    """Return why a program was not compiled; None where it was.
+
+    The answer may find the word, but no code of it runs before the first line is written.
+    """
     if execution.stderr.startswith(f"{word} compiled\n"):
         return None
-    said = execution.stderr.partition(f"{word} refused\n")[2].strip()
     if execution.outcome in OF_OUTCOME:
         return f"the compiler passed a limit: {execution.outcome.value}"
-    return said
+    return execution.stderr.partition(f"{word} refused\n")[2].strip()

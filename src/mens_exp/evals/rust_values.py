@@ -1,4 +1,4 @@
-"""The two programs that a Rust answer is graded by: one has the answer, the other its tests.
+"""The two programs that grade a Rust answer: one has the answer, the other its tests.
 
 The function that the tests call is a stand-in with the answer's signature. It sends its arguments
 to the answer's process, and makes the result anew from bytes. That needs a signature of plain
@@ -7,16 +7,28 @@ values: numbers, texts, the library's collections, tuples, and references to the
 
 from __future__ import annotations
 
-import functools
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
-__all__ = ["Parameter", "Signature", "answer_files", "grader_files", "signature_of", "signatures"]
+__all__ = [
+    "WIRE",
+    "Parameter",
+    "Signature",
+    "answer_source",
+    "grader_source",
+    "signature_of",
+    "signatures",
+]
 
-_WIRE: Final = "wire_of_the_check"
-_NUMBERS: Final = "i8 i16 i32 i64 i128 isize u8 u16 u32 u64 u128 usize f32 f64".split()
+WIRE: Final = "wire_of_the_check"
+"""The crate that both programs use, `rust_wire.rs`."""
+
+_WIRE: Final = f"::{WIRE}"
+_NUMBERS: Final = (
+    *("i8", "i16", "i32", "i64", "i128", "isize"),
+    *("u8", "u16", "u32", "u64", "u128", "usize", "f32", "f64"),
+)
 # Where the library has a type, and how many types it takes. The names alone may be the answer's.
 _TYPES: Final = {
     **{name: (f"::std::primitive::{name}", 0) for name in (*_NUMBERS, "bool", "char")},
@@ -74,7 +86,7 @@ class _Reader:
     """Reads a signature from its tokens."""
 
     def __init__(self, text: str) -> None:
-        self.tokens = [*_TOKEN.findall(text), "", ""]
+        self.tokens: list[str] = [*_TOKEN.findall(text), "", ""]
         self.at = 0
 
     def next(self) -> str:
@@ -230,7 +242,7 @@ def signature_of(items: str, asked: Signature) -> Signature:
     return asked if asked in own or not own else own[0]
 
 
-def answer_files(items: str, signature: Signature) -> dict[str, str]:
+def answer_source(items: str, signature: Signature) -> str:
     """Return a program that has an answer and no test: it calls the function when it is asked."""
     lines, arguments, changed = [], [], []
     for place, one in enumerate(signature.parameters):
@@ -244,31 +256,22 @@ def answer_files(items: str, signature: Signature) -> dict[str, str]:
     lines.append(f"let result: {kind} = {signature.name}({', '.join(arguments)});")
     lines += [f"{_WIRE}::Wire::encode(&result, reply);", *changed]
     body = "".join(f"        {line}\n" for line in lines)
-    main = (
-        f"\nmod {_WIRE};\n\nfn main() {{\n    {_WIRE}::serve(|given, reply| {{\n{body}"
+    return (
+        f"{items}\nfn main() {{\n    {_WIRE}::serve(|given, reply| {{\n{body}"
         "        ::std::option::Option::Some(())\n    });\n}\n"
     )
-    return {"main.rs": items + main, f"{_WIRE}.rs": _wire("rust_answer_side.rs")}
 
 
-def grader_files(
-    above: str, tests: tuple[str, str, str], signature: Signature, word: str
-) -> dict[str, str]:
+def grader_source(above: str, tests: tuple[str, str, str], signature: Signature) -> str:
     """Return a program that has tests and no answer.
 
     Args:
         above: the task's own items.
         tests: up to the body of their main function, that body, and what is left.
         signature: of the answer.
-        word: what the program says its verdict with.
     """
-    wire = f'{_wire("rust_grader_side.rs")}\nconst WORD: &str = "{word}";\n'
     head, body, end = tests
-    main = f'{head}{body}\n    {_WIRE}::stop("passed", 0);\n{end}'
-    return {
-        "main.rs": f"{above}\n{_stand_in(signature)}{main}\nmod {_WIRE};\n",
-        f"{_WIRE}.rs": wire,
-    }
+    return f'{above}\n{_stand_in(signature)}{head}{body}\n    {_WIRE}::stop("passed", 0);\n{end}'
 
 
 def _stand_in(signature: Signature) -> str:
@@ -293,12 +296,3 @@ def _stand_in(signature: Signature) -> str:
     body = "".join(f"    {line}\n" for line in lines)
     head = f"fn {signature.name}{signature.lifetimes}({', '.join(parameters)})"
     return f"{head} -> {signature.result} {{\n{body}}}\n"
-
-
-@functools.cache
-def _wire(side: str) -> str:
-    """Return the module that both programs have, with one side's part."""
-    here = Path(__file__)
-    return here.with_name("rust_values.rs").read_text("utf-8") + here.with_name(side).read_text(
-        "utf-8"
-    )

@@ -1,11 +1,12 @@
-// Values as bytes, for both sides of a graded answer; `rust_values.py` puts one side's part below.
-// It uses no macro of the library, because an answer's own macros reach every module below them.
+// Values as bytes, and both ends of the socket between a Rust answer and its tests. A separate crate,
+// so that no macro, name or lint level of an answer reaches it.
 
-use ::std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, LinkedList, VecDeque};
-use ::std::hash::Hash;
-use ::std::io::{Read, Write};
-use ::std::os::fd::AsFd;
-use ::std::os::unix::net::UnixStream;
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, LinkedList, VecDeque};
+use std::hash::Hash;
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Mutex;
 
 /// A value of a type that both sides know.
 pub trait Wire: Sized {
@@ -41,7 +42,7 @@ macro_rules! wire_numbers {
                 out.extend_from_slice(&self.to_le_bytes());
             }
             fn decode(given: &mut Given) -> Option<Self> {
-                let part = given.part(::std::mem::size_of::<$kind>())?;
+                let part = given.part(std::mem::size_of::<$kind>())?;
                 Some(<$kind>::from_le_bytes(part.try_into().ok()?))
             }
         }
@@ -221,9 +222,18 @@ wire_tuples!(
     (A 0, B 1, C 2, D 3, E 4, F 5, G 6, H 7)
 );
 
+extern "C" {
+    fn dup2(from: i32, to: i32) -> i32;
+}
+
+/// Take the socket away from the input, which has ended for everybody else.
 fn channel() -> Option<UnixStream> {
-    let input = ::std::io::stdin().as_fd().try_clone_to_owned().ok()?;
-    Some(UnixStream::from(input))
+    let input = std::io::stdin();
+    let socket = input.as_fd().try_clone_to_owned().ok()?;
+    let nothing = std::fs::File::open("/dev/null").ok()?;
+    // SAFETY: both numbers are of open files.
+    (unsafe { dup2(nothing.as_raw_fd(), input.as_raw_fd()) } == input.as_raw_fd())
+        .then(|| UnixStream::from(socket))
 }
 
 fn send(to: &mut UnixStream, bytes: &[u8]) -> Option<()> {
@@ -239,4 +249,71 @@ fn receive(from: &mut UnixStream, most: usize) -> Option<Given> {
     let mut bytes = Vec::new();
     let read = from.take(size.min(most) as u64).read_to_end(&mut bytes).ok()?;
     (read == size).then_some(Given { bytes, at: 0 })
+}
+
+/// Call the answer for each request, until there is none.
+pub fn serve(call: impl Fn(&mut Given, &mut Vec<u8>) -> Option<()>) {
+    let Some(mut stream) = channel() else { return };
+    while let Some(mut given) = receive(&mut stream, usize::MAX) {
+        let mut reply = Vec::from([0]);
+        let called = std::panic::AssertUnwindSafe(|| call(&mut given, &mut reply));
+        if let Err(cause) = std::panic::catch_unwind(called) {
+            reply = Vec::from([1]);
+            let fixed = cause.downcast_ref::<&str>().map(|text| text.to_string());
+            let text = fixed.or_else(|| cause.downcast_ref::<String>().cloned());
+            text.unwrap_or_default().encode(&mut reply);
+        }
+        if send(&mut stream, &reply).is_none() {
+            break;
+        }
+    }
+    std::process::exit(0);
+}
+
+const MOST: usize = 64 << 20;
+static CHANNEL: Mutex<Option<UnixStream>> = Mutex::new(None);
+
+/// Have the answer called; its panic is a panic here.
+pub fn ask(request: Vec<u8>) -> Given {
+    let reply = {
+        let mut held = CHANNEL.lock().unwrap_or_else(|error| error.into_inner());
+        let stream = held.get_or_insert_with(|| channel().expect("an input that is a socket"));
+        send(stream, &request).and_then(|()| receive(stream, MOST))
+    };
+    let Some(mut given) = reply else { stop("ended", 4) };
+    match u8::decode(&mut given) {
+        Some(0) => given,
+        Some(1) => match String::decode(&mut given) {
+            Some(message) => panic!("{message}"),
+            None => stop("refused", 3),
+        },
+        _ => stop("refused", 3),
+    }
+}
+
+/// Return the value that comes next in a reply.
+pub fn taken<T: Wire>(given: &mut Given) -> T {
+    T::decode(given).unwrap_or_else(|| stop("refused", 3))
+}
+
+/// Refuse a reply that goes on.
+pub fn finished(given: Given) {
+    if given.at != given.bytes.len() {
+        stop("refused", 3);
+    }
+}
+
+/// Do to an argument what the answer did to its copy.
+pub fn fill<T>(place: &mut [T], values: Vec<T>) {
+    if place.len() != values.len() {
+        stop("refused", 3);
+    }
+    place.iter_mut().zip(values).for_each(|(one, value)| *one = value);
+}
+
+/// Say the verdict with the word that this process was started with.
+pub fn stop(said: &str, code: i32) -> ! {
+    let word = std::env::args().nth(1).unwrap_or_default();
+    eprintln!("\n{word} {said}");
+    std::process::exit(code)
 }
