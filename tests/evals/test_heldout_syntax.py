@@ -254,7 +254,7 @@ def test_another_version_of_grading_is_another_suite(monkeypatch):
     assert card.generation["grading"] == 5
     monkeypatch.setattr(scored, "GRADING", 6)
     other = to_scorecard(suite, events, Plan(), {})
-    assert other.generation["grading"] == 5
+    assert other.generation["grading"] == 6
     assert len({suite.digest, card.suite_digest, other.suite_digest}) == 3
 
 

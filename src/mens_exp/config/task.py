@@ -174,9 +174,16 @@ class ServeConfig:
     """How task=serve listens."""
 
     host: str = setting(
-        "127.0.0.1", "Address to listen on; the default is this machine alone, without a password."
+        "127.0.0.1",
+        "Address to listen on. The default is this machine alone; an address that other machines "
+        "reach needs a token (serve.token_env).",
     )
     port: int = setting(0, "Port to listen on; 0 takes a free one.", ge=0, le=65535)
+    token_env: str = setting(
+        "MENS_EXP_SERVE_TOKEN",
+        "The environment variable that holds the token. Where it is set, requests must bring the "
+        "token as `Authorization: Bearer`.",
+    )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""A model directory behind `transformers serve`, an OpenAI-compatible server, in its own process.
+"""A model directory behind an OpenAI-compatible server (`serving_app.py`), in its own process.
 
 The process is started without a network: it serves what is on this disk and asks nobody.
 """
@@ -6,6 +6,7 @@ The process is started without a network: it serves what is on this disk and ask
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
 import json
 import os
 import shlex
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mens_exp.artifacts import own_process
-from mens_exp.errors import MissingExtra, RequestError, SetupError
+from mens_exp.errors import ConfigError, MissingExtra, RequestError, SetupError
 from mens_exp.tokenizer.hf import HfTokenizer
 
 if TYPE_CHECKING:
@@ -29,12 +30,14 @@ if TYPE_CHECKING:
 
     from mens_exp.errors import MensError
 
-__all__ = ["Server", "address_problems", "missing_packages", "serving"]
+__all__ = ["Server", "address_problems", "missing_packages", "serving", "token_problems"]
 
 _NEEDED = ("fastapi", "openai", "pydantic", "uvicorn")
-_ENTRY = "from transformers.cli.transformers import app; app()"  # past its look for updates
+_ENTRY = "from mens_exp.export.serving_app import main; main()"
 _POLL_S = 0.2
 _STDERR = 2
+TOKEN_ENV = "MENS_EXP_SERVE_TOKEN"  # noqa: S105  # the variable that holds it
+_SHORTEST_TOKEN = 16  # characters; what openssl rand -hex 8 writes
 _STOP_S = 10.0  # a server that is asked to end finishes its answers first
 
 
@@ -46,6 +49,7 @@ class Server:
         url: of its OpenAI-compatible interface, ``http://<host>:<port>/v1``.
         model: what requests call the model.
         is_chat: whether it knows a chat template; else it only goes on with a text.
+        token_env: environment variable that holds the token it asks for; None where it asks none.
         process: the server's own.
     """
 
@@ -53,6 +57,7 @@ class Server:
     model: str
     is_chat: bool
     process: subprocess.Popen[bytes]
+    token_env: str | None = None
 
     @property
     def curl(self) -> str:
@@ -62,7 +67,8 @@ class Server:
             asked = {"messages": [{"role": "user", "content": "Hello"}]}
         body = {"model": self.model, **asked, "max_tokens": 64}
         url = f"{self.url}/{'chat/' if self.is_chat else ''}completions"
-        return f"curl {url} --json {shlex.quote(json.dumps(body))}"
+        token = f'-H "Authorization: Bearer ${self.token_env}" ' if self.token_env else ""
+        return f"curl {url} {token}--json {shlex.quote(json.dumps(body))}"
 
 
 def missing_packages() -> list[MensError]:
@@ -97,14 +103,52 @@ def address_problems(host: str, port: int) -> list[MensError]:
     return []
 
 
+def token_problems(host: str, variable: str) -> list[MensError]:
+    """Say that an address needs a token that the environment does not hold, or holds a weak one.
+
+    Args:
+        host: address to listen on; only this machine reaches a loopback address.
+        variable: environment variable that holds the token.
+    """
+    token = os.environ.get(variable, "")
+    if token and (len(token) < _SHORTEST_TOKEN or not token.isascii() or not token.isprintable()):
+        found: str | None = f"{len(token)} characters"
+    elif token and " " in token:
+        found = "a space in it"
+    elif token or _is_loopback(host):
+        return []
+    else:
+        found = None
+    return [
+        ConfigError(
+            "is no token" if found else f"other machines reach {host}, and no token is set",
+            where=f"${variable}" if found else "serve.host",
+            found=found or host,
+            expected=f"at least {_SHORTEST_TOKEN} ASCII characters without spaces"
+            if found
+            else f"a token in the environment variable {variable}, or serve.host=127.0.0.1",
+            remedy=f"run: export {variable}=$(openssl rand -hex 32)",
+        )
+    ]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False  # `address_problems` says why
+    return bool(host) and all(ipaddress.ip_address(one[4][0]).is_loopback for one in found)
+
+
 @contextmanager
-def serving(model: Path, *, host: str, port: int) -> Iterator[Server]:
+def serving(model: Path, *, host: str, port: int, token_env: str = TOKEN_ENV) -> Iterator[Server]:
     """Serve a model inside the block; the process ends with it.
 
     Args:
         model: a complete Hugging Face directory.
         host: address to listen on.
         port: port to listen on; 0 takes a free one.
+        token_env: environment variable that holds the token that requests must bring, if it is set.
 
     Raises:
         RequestError: the directory's name means something else to the server.
@@ -122,7 +166,7 @@ def serving(model: Path, *, host: str, port: int) -> Iterator[Server]:
     port = _free_port(host, port)
     # The server calls a model by the text it was given, so it starts beside the directory.
     process = own_process.spawn(
-        ["-P", "-c", _ENTRY, "serve", name, "--host", host, "--port", str(port)],
+        ["-P", "-c", _ENTRY, name, host, str(port), token_env],
         output=_STDERR,  # its log; what is asked for is printed by the task
         environment={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},
         cwd=model.resolve().parent,
@@ -130,7 +174,13 @@ def serving(model: Path, *, host: str, port: int) -> Iterator[Server]:
     try:
         shown = f"[{host}]" if ":" in host else host
         _wait(process, f"http://{shown}:{port}/health")
-        yield Server(url=f"http://{shown}:{port}/v1", model=name, is_chat=is_chat, process=process)
+        yield Server(
+            url=f"http://{shown}:{port}/v1",
+            model=name,
+            is_chat=is_chat,
+            process=process,
+            token_env=token_env if os.environ.get(token_env) else None,
+        )
     finally:
         _stop(process)
 

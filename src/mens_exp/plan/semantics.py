@@ -106,7 +106,7 @@ SETTINGS: dict[str, Part] = {
     ),
     **_all(Part.RECORD, "export.", "checkpoints allow_absolute_paths base_quant double_quant"),
     **_all(Part.RECORD, "gguf.", "dtype"),
-    **_all(Part.RECORD, "serve.", "host port"),
+    **_all(Part.RECORD, "serve.", "host port token_env"),
     **_all(Part.RECORD, "ollama.", "form"),
     # The dimensions and the seed are the weights of a random model.
     **_all(

@@ -32,8 +32,9 @@ def serve(config: RunConfig, run: Run) -> None:
     refuse_changed_outputs(model / "config.json", *sorted(model.glob("*.safetensors")))
     run.manifest.inputs.update(subject=str(model), base_weights_sha256=hash_weights(model))
     console = Console()
+    asked = config.serve
     try:
-        with serving(model, host=config.serve.host, port=config.serve.port) as server:
+        with serving(model, host=asked.host, port=asked.port, token_env=asked.token_env) as server:
             run.manifest.results.update(url=server.url, model=server.model)
             run.save()
             console.print(f"Serving {server.model} at {server.url}; Ctrl-C ends it.")

@@ -112,7 +112,8 @@ def leaving_problems(config: RunConfig) -> list[MensError]:
     """List what keeps a model from being written as GGUF, or from being served, on this machine."""
     if config.task.name == "serve":
         address = serving.address_problems(config.serve.host, config.serve.port)
-        return [*serving.missing_packages(), *address]
+        token = serving.token_problems(config.serve.host, config.serve.token_env)
+        return [*serving.missing_packages(), *token, *address]
     if config.format is not ExportFormat.gguf:
         return []
     try:

@@ -1,0 +1,559 @@
+"""Clients that mean ill, or know no better, over real sockets against a tiny model.
+
+Each gets a JSON error in OpenAI's form with the right status, or is cut off; afterwards the next
+good client gets its answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import time
+
+import pytest
+
+from mens_exp.export import serving
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant', 'tool'] %}"
+    "{{ raise_exception('no such role') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def directory(tiny_base, tmp_path_factory):
+    """A model with a chat template."""
+    place = tmp_path_factory.mktemp("served") / "tiny"
+    shutil.copytree(tiny_base.directory, place)
+    (place / "chat_template.jinja").write_text(TEMPLATE)
+    return place
+
+
+@contextlib.contextmanager
+def quick(**changed):
+    """A server that waits for slow clients for a second, not for half a minute."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"header_s": 1, "body_s": 1, "write_s": 2, **changed}.items():
+            patch.setenv(f"MENS_EXP_SERVE_LIMIT_{name.upper()}", str(value))
+        yield
+
+
+@pytest.fixture(scope="module")
+def server(directory):
+    with quick(), serving.serving(directory, host="127.0.0.1", port=0) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _next_client_is_answered(request):
+    """Whatever a test did to the server."""
+    yield
+    if "server" in request.fixturenames:
+        status, body = asked(request.getfixturevalue("server"), TEXT, good(prompt="Hello"))
+        assert (status, len(body["choices"])) == (200, 1)
+
+
+def port_of(server):
+    return int(server.url.split(":")[2].split("/")[0])
+
+
+def connected(server):
+    one = socket.create_connection(("127.0.0.1", port_of(server)), timeout=20)
+    one.settimeout(20)
+    return one
+
+
+def head(method, path, *lines, host="127.0.0.1"):
+    return "\r\n".join([f"{method} {path} HTTP/1.1", f"Host: {host}", *lines, "", ""]).encode()
+
+
+def posted(path, body, *lines, host="127.0.0.1"):
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    usual = ("Content-Type: application/json", f"Content-Length: {len(data)}")
+    return head("POST", path, *usual, *lines, host=host) + data
+
+
+def answer(one):
+    """Read one response: its status, headers and body."""
+    file = one.makefile("rb")
+    status = int(file.readline().split()[1])
+    headers = {}
+    while (line := file.readline().strip()) != b"":
+        name, _, value = line.decode("latin-1").partition(":")
+        headers[name.lower()] = value.strip()
+    if "content-length" in headers:
+        return status, headers, file.read(int(headers["content-length"]))
+    chunks = b""
+    while size := int(file.readline() or b"0", 16):
+        chunks += file.read(size)
+        file.readline()
+    return status, headers, chunks
+
+
+def sent(server, data):
+    """Send bytes as they are; return the status and the JSON of the answer."""
+    with connected(server) as one:
+        one.sendall(data)
+        status, _, body = answer(one)
+    return status, json.loads(body)
+
+
+def asked(server, path, body, *lines, method="POST"):
+    if method != "POST":
+        return sent(server, head(method, path, *lines))
+    return sent(server, posted(path, body, *lines))
+
+
+def good(**fields):
+    return {"model": "tiny", "max_tokens": 2, "temperature": 0, **fields}
+
+
+def error_of(body):
+    """Return the message of an error in OpenAI's form."""
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert "Traceback" not in body["error"]["message"]
+    return body["error"]["message"]
+
+
+MALFORMED = {
+    "nothing": b"",
+    "no JSON": b"{",
+    "a list": b"[]",
+    "a text": b'"prompt"',
+    "null": b"null",
+    "bad UTF-8": b'{"prompt": "\xff\xfe"}',
+    "UTF-16": '{"prompt": "x"}'.encode("utf-16"),
+    "a byte order mark": b'\xef\xbb\xbf{"prompt": "x"}',
+    "NaN": b'{"prompt": "x", "temperature": NaN}',
+    "an endless number": b'{"prompt": "x", "seed": ' + b"9" * 20_000 + b"}",
+    "a large exponent": b'{"prompt": "x", "temperature": 1e999}',
+    "deep lists": b"[" * 100_000,
+    "deep objects": b'{"a":' * 100_000,
+    "closed deep lists": b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+    "half a surrogate": b'{"prompt": "\\ud800"}',
+    "two documents": b'{"prompt": "x"}{"prompt": "y"}',
+    "zeros": b"\0" * 100,
+}
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("name", MALFORMED)
+def test_body_that_is_no_request_is_400(server, name, path):
+    """With what is wrong with it."""
+    status, body = asked(server, path, MALFORMED[name])
+    assert status == 400, body
+    assert error_of(body)
+
+
+# Every value of a field that no server could honour.
+WRONG = {
+    "prompt": [None, "", 1, [], ["a", "b"], {}, True, [1, 2]],
+    "messages": [
+        *(None, [], "Hello", {}, [1], [[]], [{}], [None]),
+        [{"role": "user"}],
+        [{"role": 1, "content": "x"}],
+        [{"content": "x"}],
+        [{"role": "nobody", "content": "x"}],
+        [{"role": "user", "content": 1}],
+        [{"role": "user", "content": {"text": "x"}}],
+        [{"role": "user", "content": [1]}],
+        [{"role": "user", "content": [{"type": "text"}]}],
+        [{"role": "user", "content": [{"type": "text", "text": 1}]}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}],
+        [{"role": "assistant", "tool_calls": "x"}],
+        [{"role": "assistant", "tool_calls": [1]}],
+        [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+    ],
+    "max_tokens": [0, -1, 1.5, "2", True, 10**9, 10**30, [], {}],
+    "temperature": [-1, 3, "0", True, [], {}, 10**400],
+    "top_p": [-0.1, 1.1, "1", True, []],
+    "seed": [1.5, "1", 2**64, -(2**64), True, []],
+    "stop": [1, [1], [""], "", {}, ["x"] * 1000, [["x"]]],
+    "stream": ["yes", 1, [], {}],
+    "frequency_penalty": [-1, 3, "x", -2, []],
+    "n": [0, 2, "1", -1],
+    "logprobs": [True, 5],
+    "presence_penalty": [1],
+    "generation_config": ['{"max_new_tokens": 1000000000}', "{", {}, '{"num_beams": 9999}'],
+    "model": [1, [], {}, True],
+    "no_such_field": [1, None],
+}
+OF_CHAT = {
+    "logit_bias": [1, [], {"x": 1}, {"1": "x"}, {"999999999": 1}, {"-1": 1}, {"1": 101}],
+    "tools": [1, {}, "x", [1], [None]],
+    "chat_template_kwargs": [1, [], "x", {"tokenize": False}, {"return_tensors": "np"}],
+    "response_format": [{"type": "json_object"}, 1],
+}
+
+
+@pytest.mark.parametrize("field", [*WRONG, *OF_CHAT])
+def test_field_of_a_wrong_value_is_400(server, field):
+    """The error names the field."""
+    paths = {"prompt": [TEXT], "messages": [CHAT]}.get(field, [CHAT, TEXT])
+    for path in [CHAT] if field in OF_CHAT else paths:
+        usual = {"messages": HELLO} if path == CHAT else {"prompt": "Hello"}
+        for value in {**WRONG, **OF_CHAT}[field]:
+            status, body = asked(server, path, good(**{**usual, field: value}))
+            assert status == 400, (path, field, value, body)
+            assert error_of(body)
+            assert body["error"]["param"] in {field, "messages"}, body
+            assert body["error"]["type"] == "invalid_request_error"
+
+
+RIGHT = {
+    CHAT: [
+        {"messages": HELLO},
+        {"messages": HELLO, "model": None, "stop": None, "seed": None, "tools": None},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]},
+        {"messages": [{"role": "system", "content": ""}, *HELLO], "max_completion_tokens": 1},
+        {"messages": HELLO, "logit_bias": {"5": 2.5}, "user": "me", "n": 1, "logprobs": False},
+        {"messages": HELLO, "tools": [], "tool_choice": "auto", "metadata": {}},
+        {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": False}},
+        {
+            "messages": [
+                *HELLO,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}],
+                },
+                {"role": "tool", "tool_call_id": "1", "content": "x"},
+            ]
+        },
+    ],
+    TEXT: [
+        {"prompt": "Hello"},
+        {"prompt": "Hello", "temperature": 0.5, "top_p": 0.9, "seed": 7, "stop": ["x", "y"]},
+        {"prompt": "Hello", "temperature": 2, "frequency_penalty": 0.5, "suffix": "!"},
+        {"prompt": "déjà 🦀", "stop": "\n", "echo": False, "best_of": 1},
+    ],
+}
+
+
+@pytest.mark.parametrize("path", RIGHT)
+def test_good_requests_are_answered(server, path):
+    """Also those whose fields say nothing."""
+    for fields in RIGHT[path]:
+        status, body = asked(server, path, good(**fields))
+        assert status == 200, (fields, body)
+        assert body["usage"]["completion_tokens"] <= 2
+
+
+def test_models_are_listed(server):
+    """The one that is served; asked for by its name too."""
+    status, body = asked(server, "/v1/models", None, method="GET")
+    assert status == 200
+    assert [one["id"] for one in body["data"]] == ["tiny"]
+    assert asked(server, "/v1/models/tiny", None, method="GET")[1]["object"] == "model"
+    status, body = asked(server, "/v1/models/other", None, method="GET")
+    assert (status, body["error"]["code"]) == (404, "model_not_found")
+
+
+def test_another_model_is_404(server):
+    """As with OpenAI's own server."""
+    for path, usual in ((CHAT, {"messages": HELLO}), (TEXT, {"prompt": "x"})):
+        for name in ("gpt-5", "", "../tiny", "tiny@main", "x" * 10_000):
+            status, body = asked(server, path, good(model=name, **usual))
+            assert (status, body["error"]["code"]) == (404, "model_not_found"), name
+            assert len(error_of(body)) < 500
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("GET", "/v1", 404),
+        ("POST", "/v1/responses", 404),
+        ("POST", "/load_model", 404),
+        ("POST", "/reset", 404),
+        ("GET", "/docs", 404),
+        ("GET", "/openapi.json", 404),
+        ("GET", "/v1/../../etc/passwd", 404),
+        ("GET", "/%2e%2e/%00", 404),
+        ("GET", CHAT, 405),
+        ("DELETE", "/v1/models", 405),
+        ("PUT", TEXT, 405),
+        ("POST", "/v1/models", 405),
+        ("BREW", "/v1/models", 405),
+        ("OPTIONS", CHAT, 405),
+    ],
+)
+def test_unknown_route_and_method(server, method, path, status):
+    """404, and 405 with what is allowed."""
+    with connected(server) as one:
+        one.sendall(head(method, path, "Content-Length: 0"))
+        found, headers, body = answer(one)
+    assert found == status
+    assert error_of(json.loads(body))
+    assert ("allow" in headers) == (status == 405)
+
+
+def test_long_context_is_400(server):
+    """Prompt and answer together are counted, in tokens."""
+    for path, usual in (
+        (CHAT, {"messages": [{"role": "user", "content": "word " * 50_000}]}),
+        (TEXT, {"prompt": "word " * 50_000}),
+        (TEXT, {"prompt": "word", "max_tokens": 1_000_000}),
+    ):
+        status, body = asked(server, path, good(**usual))
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+        assert "tokens" in error_of(body)
+
+
+def test_huge_body_is_413(server):
+    """Told by its length before it is read, or where its chunks pass the limit."""
+    usual = ("Content-Type: application/json",)
+    status, body = sent(server, head("POST", TEXT, *usual, "Content-Length: 99999999999"))
+    assert status == 413
+    assert error_of(body)
+    with connected(server) as one:
+        one.sendall(head("POST", TEXT, *usual, "Transfer-Encoding: chunked"))
+        chunk = b"100000\r\n" + b"x" * 2**20 + b"\r\n"
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for _ in range(64):
+                one.sendall(chunk)
+            pytest.fail("64 MiB were taken")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        head("POST", TEXT, "Content-Type: application/json", "Content-Length: 500") + b'{"prompt"',
+        head("POST", TEXT, "Content-Type: application/json", "Transfer-Encoding: chunked")
+        + b"5\r\n{",
+        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: ",
+        b"GET",
+        b"",
+    ],
+    ids=["a length that lies", "chunks without end", "slow headers", "half a line", "nothing"],
+)
+def test_client_that_sends_no_more_is_408_and_cut_off(server, data):
+    """However slowly it goes on."""
+    with connected(server) as one:
+        one.sendall(data)
+        began = time.monotonic()
+        status, _, body = answer(one)
+        assert one.recv(10) == b""
+    assert status == 408
+    assert error_of(json.loads(body))
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("part", ["headers", "body"])
+def test_slow_loris_is_cut_off(server, part):
+    """A byte now and then does not begin the wait anew."""
+    begun = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "
+    if part == "body":
+        begun = head("POST", TEXT, "Content-Type: application/json", "Content-Length: 500")
+    began = time.monotonic()
+    with connected(server) as one:
+        one.sendall(begun)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            while time.monotonic() - began < 10:
+                one.sendall(b"x")
+                time.sleep(0.1)
+    assert time.monotonic() - began < 6
+
+
+BROKEN = {
+    "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+    "two lengths": head("POST", TEXT, "Content-Length: 5", "Content-Length: 6") + b"xxxxxx",
+    "a negative length": head("POST", TEXT, "Content-Length: -5"),
+    "a bad chunk": head("POST", TEXT, "Transfer-Encoding: chunked") + b"zz\r\nxx\r\n",
+    "another coding": head("POST", TEXT, "Transfer-Encoding: gzip"),
+    "no host": b"GET /v1/models HTTP/1.1\r\n\r\n",
+    "large headers": head("GET", "/v1/models", "X-Long: " + "x" * 200_000),
+    "a bad name": head("GET", "/v1/models", "X Y: z"),
+    "a bad version": b"GET /v1/models HTTP/9\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_http_is_refused_in_json(server, name):
+    """A request that no HTTP library would send."""
+    status, body = sent(server, BROKEN[name])
+    assert 400 <= status < 500
+    assert error_of(body)
+
+
+def test_pipelined_requests_are_answered_in_their_order(server):
+    """Good ones and bad ones on one connection."""
+    ok = posted(TEXT, good(prompt="a"))
+    bad = posted(TEXT, good(prompt=1))
+    with connected(server) as one:
+        one.sendall(ok + bad + head("GET", "/v1/models") + ok)
+        file = one.makefile("rb")
+        statuses = []
+        for _ in range(4):
+            statuses.append(int(file.readline().split()[1]))
+            size = 0
+            while (line := file.readline().strip()) != b"":
+                if line.lower().startswith(b"content-length:"):
+                    size = int(line.split(b":")[1])
+            file.read(size)
+    assert statuses == [200, 400, 200, 200]
+
+
+def test_body_of_another_type_is_415(server):
+    """Among them what a web page may send to this machine without asking."""
+    data = json.dumps(good(prompt="x")).encode()
+    for line in ("Content-Type: text/plain", "X-None: 1"):
+        request = head("POST", TEXT, line, f"Content-Length: {len(data)}") + data
+        status, body = sent(server, request)
+        assert status == 415
+        assert "application/json" in error_of(body)
+
+
+def test_other_host_is_refused(server):
+    """A page whose name was made to lead here cannot read answers."""
+    status, body = sent(server, posted(TEXT, good(prompt="x"), host="evil.example"))
+    assert status == 403
+    assert "evil.example" in error_of(body)
+    assert sent(server, posted(TEXT, good(prompt="x"), host="localhost:1"))[0] == 200
+
+
+def test_many_connections_at_once(server):
+    """Those above the limit are told so; the others are served."""
+    held = []
+    try:
+        for _ in range(300):
+            with contextlib.suppress(OSError):
+                held.append(connected(server))
+        status, body = None, b""
+        with contextlib.suppress(ConnectionResetError):
+            status, _, body = answer(held[-1])
+        assert status in {503, None}
+        assert status is None or error_of(json.loads(body))
+    finally:
+        for one in held:
+            one.close()
+    time.sleep(0.2)
+
+
+def test_many_requests_at_once(server):
+    """Each is answered, or told to come again."""
+    held = [connected(server) for _ in range(60)]
+    statuses = []
+    for one in held:
+        one.sendall(posted(CHAT, good(messages=HELLO, max_tokens=8)))
+    for one in held:
+        status, headers, body = answer(one)
+        statuses.append(status)
+        if status != 200:
+            assert error_of(json.loads(body))
+            assert headers["retry-after"]
+        one.close()
+    assert set(statuses) == {200, 503}
+    assert statuses.count(200) >= 8
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("when", ["at once", "within"])
+def test_client_that_goes_away_costs_no_answer(server, stream, when):
+    """What it asked for is not generated to the end: the next client does not wait for it."""
+    body = good(prompt="Hello", stream=stream, max_tokens=100, stop=["\0never"])
+    for _ in range(12):
+        one = connected(server)
+        one.sendall(posted(TEXT, body))
+        if when == "within":
+            if stream:
+                assert b"200" in one.recv(64)
+            else:
+                time.sleep(0.05)
+        one.close()
+    began = time.monotonic()
+    assert asked(server, TEXT, good(prompt="Hello", max_tokens=1))[0] == 200
+    assert time.monotonic() - began < 3
+
+
+def test_stream_is_whole(server):
+    """Its events are JSON, and the last one is the end's."""
+    with connected(server) as one:
+        one.sendall(posted(CHAT, good(messages=HELLO, stream=True, max_tokens=4)))
+        status, headers, body = answer(one)
+    events = [line[6:] for line in body.decode().split("\n") if line.startswith("data: ")]
+    assert (status, headers["content-type"].split(";")[0]) == (200, "text/event-stream")
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[-2])["usage"]["completion_tokens"] <= 4
+
+
+def test_the_end_does_not_wait_for_answers(directory):
+    """Ctrl-C while several are answered, and while one sends nothing."""
+    with quick(), serving.serving(directory, host="127.0.0.1", port=0) as running:
+        held = [connected(running) for _ in range(6)]
+        for one in held[1:]:
+            one.sendall(posted(TEXT, good(prompt="Hello", max_tokens=200, stop=["\0never"])))
+        time.sleep(0.3)
+        began = time.monotonic()
+    assert time.monotonic() - began < serving._STOP_S
+    assert running.process.returncode is not None
+    for one in held:
+        one.close()
+
+
+TOKEN = "correct-horse-battery-staple"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_token_is_asked_for(directory, monkeypatch, host):
+    """On every route but the one that says the server is up."""
+    monkeypatch.setenv("MENS_EXP_SERVE_TOKEN", TOKEN)
+    with quick(), serving.serving(directory, host=host, port=0) as running:
+        assert TOKEN not in running.curl
+        assert "$MENS_EXP_SERVE_TOKEN" in running.curl
+        assert asked(running, "/health", None, method="GET")[0] == 200
+        refused = ["X-None: 1", "Authorization: Bearer", "Authorization: Bearer wrong"]
+        refused += [f"Authorization: Basic {TOKEN}", f"Authorization: Bearer {TOKEN}x"]
+        refused += [f"Authorization: Bearer {TOKEN[:-1]}", "Authorization: Bearer \xe9"]
+        for line in refused:
+            for request in (posted(TEXT, good(prompt="x"), line), head("GET", "/v1/models", line)):
+                with connected(running) as one:
+                    one.sendall(request)
+                    status, headers, body = answer(one)
+                assert status == 401, line
+                assert headers["www-authenticate"] == "Bearer"
+                assert json.loads(body)["error"]["code"] == "invalid_api_key"
+        line = f"Authorization: Bearer {TOKEN}"
+        assert asked(running, TEXT, good(prompt="x"), line)[0] == 200
+        other = posted(TEXT, good(prompt="x"), line, host="a.proxy.example")
+        assert sent(running, other)[0] == 200
+
+
+@pytest.mark.parametrize("token", [None, "", "short", "with a space in it it is none", "é" * 40])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
+def test_open_address_without_a_token_is_refused(monkeypatch, host, token):
+    """Before anything starts, with what to do."""
+    monkeypatch.delenv("MENS_EXP_SERVE_TOKEN", raising=False)
+    if token is not None:
+        monkeypatch.setenv("MENS_EXP_SERVE_TOKEN", token)
+    (problem,) = serving.token_problems(host, "MENS_EXP_SERVE_TOKEN")
+    assert "MENS_EXP_SERVE_TOKEN" in str(problem)
+    assert token is None or len(token) < 6 or token not in str(problem)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.8.8.8"])
+def test_loopback_needs_no_token(monkeypatch, host):
+    """Nobody else can reach it."""
+    monkeypatch.delenv("MENS_EXP_SERVE_TOKEN", raising=False)
+    assert serving.token_problems(host, "MENS_EXP_SERVE_TOKEN") == []
+
+
+def test_command_refuses_an_open_address_without_a_token(directory, tmp_path, monkeypatch, capsys):
+    """Exit code 2 before a run is opened; the token is in no record."""
+    from mens_exp import cli
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MENS_EXP_SERVE_TOKEN", raising=False)
+    assert cli.main(["task=serve", f"path={directory}", "serve.host=0.0.0.0"]) == 2
+    assert "MENS_EXP_SERVE_TOKEN" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    assert cli.main(["task=serve", f"path={directory}", "serve.token=secret"]) == 2
+    assert os.environ.get("MENS_EXP_SERVE_TOKEN") is None
