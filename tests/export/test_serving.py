@@ -106,7 +106,7 @@ def test_nothing_outlives_the_block(tiny_base, monkeypatch):
         "subprocess.Popen(['sleep', '600'])\n"
         "class H(BaseHTTPRequestHandler):\n"
         "    def do_GET(self): self.send_response(200); self.end_headers()\n"
-        "HTTPServer(('127.0.0.1', int(sys.argv[-1])), H).serve_forever()\n"
+        "HTTPServer(('127.0.0.1', int(sys.argv[-2])), H).serve_forever()\n"
     )
     monkeypatch.setattr(serving, "_ENTRY", stubborn)
     monkeypatch.setattr(serving, "_STOP_S", 0.5)

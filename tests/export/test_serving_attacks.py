@@ -459,7 +459,7 @@ def test_many_requests_at_once(server):
 @pytest.mark.parametrize("when", ["at once", "within"])
 def test_client_that_goes_away_costs_no_answer(server, stream, when):
     """What it asked for is not generated to the end: the next client does not wait for it."""
-    body = good(prompt="Hello", stream=stream, max_tokens=100, stop=["\0never"])
+    body = good(prompt="Hello", stream=stream, max_tokens=1500, stop=["\0never"])
     for _ in range(12):
         one = connected(server)
         one.sendall(posted(TEXT, body))

@@ -30,7 +30,7 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import GenerateManager, GenerationState
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mens_exp.export.serving_requests import HttpError, checked, invalid, parsed
+from mens_exp.export.serving_requests import HttpError, check_model, checked, invalid, parsed
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -220,8 +220,7 @@ class App:
         asked = path.removeprefix(_MODELS).strip("/")
         if not asked:
             return {"object": "list", "data": [model]}
-        if asked != self.name:
-            checked({"prompt": "", "model": asked}, is_chat=False, model=self.name, vocabulary=0)
+        check_model(asked, self.name)
         return model
 
     async def _complete(self, path: str, body: Any, receive: Any, reply: _Reply) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["HttpError", "checked", "invalid", "parsed"]
+__all__ = ["HttpError", "check_model", "checked", "invalid", "parsed"]
 
 _SEEDS: Final = 2**63
 _MOST_STOPS: Final = 16
@@ -98,14 +98,15 @@ def checked(body: dict[str, Any], *, is_chat: bool, model: str, vocabulary: int)
         HttpError: a field is unknown, has a wrong value, or asks for what is not done here.
     """
     fields = {**_FIELDS, **(_OF_CHAT if is_chat else _OF_TEXT)}
+    check_model(body.get("model"), model)
     needed = "messages" if is_chat else "prompt"
     if body.get(needed) is None:
         raise invalid(needed, f"{needed} is required")
     found: dict[str, Any] = {}
     for name, value in body.items():
         if name == "model":
-            _check_model(value, model)
-        elif name not in fields and name not in _NEUTRAL and name not in _UNREAD:
+            continue
+        if name not in fields and name not in _NEUTRAL and name not in _UNREAD:
             raise invalid(_shown(name), f"{_shown(name)} is no field of this request")
         elif name in _NEUTRAL and value not in (None, *_NEUTRAL[name]):
             raise invalid(name, f"{name}={_shown(value)} is not supported; leave {name} out")
@@ -120,7 +121,12 @@ def checked(body: dict[str, Any], *, is_chat: bool, model: str, vocabulary: int)
     return found
 
 
-def _check_model(value: Any, model: str) -> None:
+def check_model(value: Any, model: str) -> None:
+    """Refuse a request for another model than the one that is served.
+
+    Raises:
+        HttpError: it names another, or no name at all; None asks for the one that there is.
+    """
     if value is not None and not isinstance(value, str):
         raise invalid("model", f"model must be a text (got {_shown(value)})")
     if value not in (None, model):
