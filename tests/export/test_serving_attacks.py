@@ -6,6 +6,7 @@ good client gets its answer.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -472,6 +473,25 @@ def test_client_that_goes_away_costs_no_answer(server, stream, when):
     began = time.monotonic()
     assert asked(server, TEXT, good(prompt="Hello", max_tokens=1))[0] == 200
     assert time.monotonic() - began < 3
+
+
+def test_client_that_takes_nothing_is_cut_off(monkeypatch):
+    """The answer is given up after a while; one that takes it is served."""
+    from mens_exp.export import serving_app
+
+    monkeypatch.setattr(serving_app, "_LIMITS", serving_app.Limits(write_s=0.05))
+    taken = []
+
+    async def never(_):
+        await asyncio.sleep(60)
+
+    async def at_once(message):
+        taken.append(message)
+
+    with pytest.raises(serving_app._GoneError):
+        asyncio.run(serving_app._Reply(never).json({}))
+    asyncio.run(serving_app._Reply(at_once).json({}))
+    assert [one["type"] for one in taken] == ["http.response.start", "http.response.body"]
 
 
 def test_stream_is_whole(server):

@@ -157,6 +157,8 @@ class App:
         config = self.model.config.get_text_config()
         self.vocabulary = int(config.vocab_size)
         self.context = getattr(config, "max_position_embeddings", None)
+        # The first call may change how a tokenizer cuts and pads, which several threads must not.
+        getattr(self.processor, "tokenizer", self.processor)("first")
         state = _State()
         self.handlers = {
             _CHAT: ChatCompletionHandler(models, state),
@@ -268,7 +270,7 @@ class App:
         if not is_chat:
             count = len(tokenizer(wanted["prompt"])["input_ids"])
         else:
-            if not tokenizer.chat_template:
+            if not getattr(self.processor, "chat_template", None):
                 raise invalid("messages", f"this model has no chat template; ask {_TEXT}")
             try:
                 handler = self.handlers[_CHAT]
@@ -286,7 +288,8 @@ class App:
             except Exception as error:  # the template is the model's, and may say anything
                 said = f"the chat template refuses this conversation ({str(error)[:200]})"
                 raise invalid("messages", said) from error
-            count = len(made["input_ids"])
+            ids = made["input_ids"]
+            count = len(ids[0] if ids and isinstance(ids[0], list) else ids)  # a processor's batch
         if count == 0:
             raise invalid("messages" if is_chat else "prompt", "the prompt has no tokens")
         return count

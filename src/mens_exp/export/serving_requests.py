@@ -108,9 +108,9 @@ def checked(body: dict[str, Any], *, is_chat: bool, model: str, vocabulary: int)
             continue
         if name not in fields and name not in _NEUTRAL and name not in _UNREAD:
             raise invalid(_shown(name), f"{_shown(name)} is no field of this request")
-        elif name in _NEUTRAL and value not in (None, *_NEUTRAL[name]):
+        if name in _NEUTRAL and value not in (None, *_NEUTRAL[name]):
             raise invalid(name, f"{name}={_shown(value)} is not supported; leave {name} out")
-        elif name in fields and value is not None:
+        if name in fields and value is not None:
             expected, is_right = fields[name]
             if not is_right(value):
                 raise invalid(name, f"{name} must be {expected} (got {_shown(value)})")
