@@ -7,11 +7,14 @@ forged the verdict. Every answer defines `target`; none computes it.
 from __future__ import annotations
 
 import shutil
+import time
 
 import pytest
 
 from mens_exp.evals.program_checks import Verdict
 from mens_exp.evals.rust_checks import RustTask, check_rust, find_rust
+from mens_exp.evals.rust_styles import assemble_rust
+from mens_exp.evals.rust_values import signatures
 from mens_exp.sandbox.program import Limits
 
 LIMITS = Limits(memory_mib=1024, wall_s=8, cpu_s=4, processes=64, output_kib=64, file_mib=64)
@@ -669,6 +672,18 @@ def test_compile_bomb_does_not_compile(sandbox, rust):
     (one,) = graded(sandbox, rust, [BOMBS["a doubling macro"]])
     assert one.verdict is Verdict.COMPILE_ERROR
     assert "the compiler passed a limit" in (one.detail or "")
+
+
+def test_text_that_would_stop_the_reader_does_not():
+    """Types nested without end, as many signatures as fit, and comments that may end anywhere."""
+    began = time.monotonic()
+    deep = f"fn target(a: {'Vec<' * 5000}u8{'>' * 5000}) -> u8 {{ 0 }}\n"
+    assert signatures(deep, "target") == []
+    assert signatures("fn target(" * 20_000, "target") == []
+    comments = "/* a */ " * 2000
+    text = f"{comments}\n{ANSWER}\n{comments} no item\n{comments}"
+    assert "fn target" in assemble_rust(text, prompt=TASK.prompt, entry_point="target")
+    assert time.monotonic() - began < 5
 
 
 OTHER = {

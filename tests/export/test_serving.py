@@ -16,6 +16,7 @@ from mens_exp.export import serving
 from mens_exp.model.quiet import quiet
 
 PROMPT = "def add(x):"
+TOKEN = "correct-horse-battery-staple"
 
 
 def said_here(directory, new_tokens):
@@ -37,7 +38,7 @@ def said_here(directory, new_tokens):
 def asked(base_url, model, new_tokens):
     import openai
 
-    client = openai.OpenAI(base_url=base_url, api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=base_url, api_key=TOKEN, max_retries=0)
     with client:
         done = client.completions.create(
             model=model, prompt=PROMPT, max_tokens=new_tokens, temperature=0
@@ -50,11 +51,15 @@ def command(*overrides):
 
 
 def test_the_server_says_what_greedy_generation_says(tiny_base, tmp_path):
-    """From the command, over loopback; SIGTERM ends it and its process, with exit code 0."""
+    """From the command, over loopback; SIGTERM ends it and its process, with exit code 0.
+
+    The token that it asks for is in none of its files and in nothing that it prints.
+    """
     directory = tiny_base.directory
     process = subprocess.Popen(
         command(f"path={directory}", "hydra.run.dir=run"),
         cwd=tmp_path,
+        env={**os.environ, "MENS_EXP_SERVE_TOKEN": TOKEN},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -64,7 +69,7 @@ def test_the_server_says_what_greedy_generation_says(tiny_base, tmp_path):
         first, curl = process.stdout.readline(), process.stdout.readline()
         assert first.startswith(f"Serving {directory.name} at http://127.0.0.1:")
         url = first.split(" at ")[1].split(";")[0]
-        assert curl.startswith(f"curl {url}/completions --json ")
+        assert curl.startswith(f'curl {url}/completions -H "Authorization: Bearer $MENS_EXP_')
         children = psutil.Process(process.pid).children(recursive=True)
         assert children
         assert asked(url, directory.name, 24) == said_here(directory, 24) != ""
@@ -79,6 +84,9 @@ def test_the_server_says_what_greedy_generation_says(tiny_base, tmp_path):
     record = Manifest.read(tmp_path / "run" / "manifest.json")
     assert record.status is Status.SUCCEEDED
     assert record.results["url"] == url
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert files
+    assert not any(TOKEN.encode() in path.read_bytes() for path in files)
 
 
 def test_a_server_that_dies_is_an_error(tiny_base):

@@ -1,9 +1,9 @@
 """Run a Rust answer in one process, and its tests in another that never saw its code.
 
-The answer is compiled where it runs; its tests are compiled once, for all answers to a task. Both
-run in a fresh sandbox each, joined by a socket. The tests' process gives the verdict, with a word
-that it alone knows. Where the function takes or gives what is no
-plain value (`rust_values.py`), answer and tests are one program, whose verdict is *trusting*.
+The answer is compiled where it runs; its tests are compiled once, for all answers to a task. Each
+runs in a fresh sandbox, and a socket joins them. The tests' process gives the verdict, with a word
+that it alone knows. Where the function takes or gives what is no plain value (`rust_values.py`),
+answer and tests are one program, whose verdict is *trusting*.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def grade_rust(sandbox: Sandbox, toolchain: Toolchain, limits: Limits, job: Rust
     return RustGraded(verdict=verdict, detail=detail, execution=answer)
 
 
-def _run_tests(  # beside the answer
+def _run_tests(
     sandbox: Sandbox,
     toolchain: Toolchain,
     tests: _Compiled,
@@ -192,26 +192,26 @@ def _compiled(
     """Compile source that is no answer's, once for each sandbox."""
     with _COMPILING:
         known = _KNOWN.setdefault(sandbox, {})
-    key = (toolchain.version, *flags, source)
-    if key not in known:
-        word = secrets.token_hex(16)
-        program = Program(
-            argv=("/bin/sh", "-c", _AND_SHOW, word, toolchain.rustc, *flags),
-            files={"main.rs": source, **files},
-            visible=(toolchain.sysroot,),
-        )
-        execution = sandbox.run(program, replace(limits, output_kib=_MOST_KIB))
-        refused = _refused(execution, word)
-        made = base64.b64decode(execution.stdout) if refused is None else None
-        done = _Compiled(made=made, said=refused or "")
-        if execution.outcome in OF_OUTCOME:  # on a busy machine: not the next time
-            return done
-        with _COMPILING:
-            if len(known) >= _MOST_KNOWN:
-                known.pop(next(iter(known)))
-            known[key] = done
-        return done
-    return known[key]
+        found = known.get(key := (toolchain.version, *flags, source))
+    if found is not None:
+        return found
+    word = secrets.token_hex(16)
+    program = Program(
+        argv=("/bin/sh", "-c", _AND_SHOW, word, toolchain.rustc, *flags),
+        files={"main.rs": source, **files},
+        visible=(toolchain.sysroot,),
+    )
+    execution = sandbox.run(program, replace(limits, output_kib=_MOST_KIB))
+    if execution.outcome in OF_OUTCOME:  # on a busy machine: not the next time
+        return _Compiled(made=None, said=f"compiling the tests: {execution.outcome.value}")
+    refused = _refused(execution, word)
+    made = base64.b64decode(execution.stdout) if refused is None else None
+    done = _Compiled(made=made, said=refused or "")
+    with _COMPILING:
+        if len(known) >= _MOST_KNOWN:
+            known.pop(next(iter(known)))
+        known[key] = done
+    return done
 
 
 def _graded_together(

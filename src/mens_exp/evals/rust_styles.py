@@ -29,7 +29,7 @@ _BRACES: Final = {"{": 1, "}": -1}
 _BRACKETS: Final = {**_BRACES, "(": 1, ")": -1, "[": 1, "]": -1}
 # The last two are a macro's definition and its call.
 _ITEM: Final = re.compile(
-    r"(?:\s|//[^\n]*\n|/\*.*?\*/|\#!?\[[^\]\n]*\])*"
+    r"(?:\s|//[^\n]*\n|/\*.*?\*/|\#!?\[[^\]\n]*\])*+"
     r"(?:"
     r"(?:pub(?:\([^)]*\))?\s+)?(?:unsafe\s+|async\s+|const\s+|extern\s+(?:\"\w*\"\s+)?)*"
     r"(?:fn|struct|enum|union|impl|trait|mod|(?P<value>use|type|static|const|crate))\b"

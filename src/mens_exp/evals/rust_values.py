@@ -44,6 +44,7 @@ _TYPES: Final = {
     **{name: (f"::std::collections::{name}", 2) for name in ("BTreeMap", "HashMap")},
 }
 _MOST_IN_TUPLE: Final = 8
+_LONGEST: Final = 500  # characters of a signature, so that its types are not nested without end
 _TOKEN: Final = re.compile(r"\s*(->|::|'\w+|\w+|[^\s\w])")
 _ARRAY: Final = re.compile(r"; \d+\]\Z")
 _LIFETIME: Final = re.compile(r"'\w+ ")
@@ -143,9 +144,11 @@ class _Reader:
 
     def parameter(self) -> Parameter:
         start = self.at
-        if self.has("&") and (self.lifetime(), self.has("mut"))[1]:
-            kind = self.slice() if self.tokens[self.at] == "[" else self.type()
-            return Parameter(type=kind, is_changed=True)
+        if self.has("&"):
+            self.lifetime()
+            if self.has("mut"):
+                kind = self.slice() if self.tokens[self.at] == "[" else self.type()
+                return Parameter(type=kind, is_changed=True)
         self.at = start
         return Parameter(type=self.type())
 
@@ -216,7 +219,7 @@ def signatures(text: str, name: str) -> list[Signature]:
     """Return the definitions of a function in Rust that take and give plain values."""
     found = []
     for head in re.finditer(rf"{_QUALIFIERS}\bfn\s+{re.escape(name)}\b", text):
-        end = text.find("{", head.end())
+        end = text.find("{", head.end(), head.end() + _LONGEST)
         if re.search("async|unsafe|extern", head["qualifiers"]) or end < 0:
             continue
         reader = _Reader(text[head.end() : end])
