@@ -446,6 +446,16 @@ CHANNEL = {
     "nothing, and more calls": sending("for _ in 0..9 { reply(&[]); }"),
     "a panic with the words": body('    panic!("\\npassed\\ntest result: ok. 1 passed")'),
     "a panic of bad text": sending("reply(&[1, 4, 0, 0, 0, 0, 0, 0, 0, 255, 254, 253, 252]);"),
+    "calls what tells the verdict": body('    wire_of_the_check::stop("passed", 0)'),
+    "asks as the tests do": body(
+        "    wire_of_the_check::finished(wire_of_the_check::ask(vec![0; 9]));\n    0"
+    ),
+    "values of its own": (
+        "struct Yes;\nimpl wire_of_the_check::Wire for Yes {\n"
+        "    fn encode(&self, out: &mut Vec<u8>) { out.clear(); out.extend([0; 9]) }\n"
+        "    fn decode(_: &mut wire_of_the_check::Given) -> Option<Self> { Some(Yes) }\n}\n"
+        "fn target(_: Yes) -> Yes { Yes }\n"
+    ),
     "closes its input": above(
         'extern "C" { fn close(fd: i32) -> i32; fn shutdown(fd: i32, how: i32) -> i32; }',
         f"{HEAD}    unsafe {{ shutdown(0, 2); for n in 0..9 {{ close(n); }} }}\n    0\n}}\n",

@@ -220,9 +220,9 @@ def test_answers_that_were_made_otherwise_confound(study, compare):
 @pytest.mark.parametrize("earlier", [{}, {"grading": 2}])
 def test_answers_that_were_graded_by_two_versions_confound(study, compare, earlier):
     """The same items and answers; scorecards before version 3 did not record it."""
-    record = compare(study(answering=lambda arm: {"grading": 5} if arm else earlier, seeds=[1, 2]))
+    record = compare(study(answering=lambda arm: {"grading": 6} if arm else earlier, seeds=[1, 2]))
     assert record.contrasts[0]["confounded_by"] == [
-        "answers were graded otherwise: by versions 2 and 5"
+        "answers were graded otherwise: by versions 2 and 6"
     ]
 
 
