@@ -295,6 +295,30 @@ def _read_harness(path: Path) -> Any:
     return read_task_files(path.parent, calls_functions=False)
 
 
+def _read_request(path: Path) -> Any:
+    from mens_exp.errors import DataError
+    from mens_exp.export.serving_requests import HttpError, checked, parsed
+
+    try:
+        body = parsed(path.read_bytes())
+        return checked(body, is_chat="messages" in body, model="m", vocabulary=100)
+    except HttpError as refused:
+        said = json.loads(refused.body)["error"]["message"]
+        if refused.status >= 500 or not said:
+            raise ValueError(
+                "the request's fault is called the server's, or not named"
+            ) from refused
+        raise DataError("the request is refused", where="request", found=said) from refused
+
+
+def _request(_: Path) -> list[bytes]:
+    chat = {"model": "m", "messages": CONVERSATION, "max_tokens": 5, "temperature": 0.5}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    more = {"stream": True, "stop": ["a"], "seed": 1, "top_p": 0.9, "n": 1, "tools": tools}
+    plain = {"model": "m", "prompt": "Name a prime.", "max_tokens": 5, "stop": "."}
+    return [json.dumps(one).encode() for one in (chat, chat | more, plain)]
+
+
 def _harness(run: Path) -> list[bytes]:
     return [
         b"task: demo\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: "
@@ -468,6 +492,7 @@ READERS: dict[str, Reader] = {
         seeds=lambda _: [gzip.compress(_json_lines([_TASKS]), mtime=0)],
     ),
     "harness_yaml": Reader(file="demo.yaml", read=_read_harness, seeds=_harness),
+    "request": Reader(file="request.json", read=_read_request, seeds=_request),
     "model_config": Reader(
         file="config.json",
         read=_read_directory,
