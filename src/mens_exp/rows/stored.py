@@ -100,7 +100,9 @@ def chunks(path: Path, field: str) -> Generator[bytes, None, None]:
     """
     with opened(path, field) as file:
         try:
-            pieces = bounded(_decompressed(file, path), path)
+            pieces = _decompressed(file, path)
+            if path.name.lower().endswith((".gz", ".zst")):
+                pieces = bounded(pieces, path)
             head = b""
             for piece in pieces:
                 head += piece
@@ -122,7 +124,7 @@ def most_unpacked(path: Path) -> int:
 
 
 def bounded(pieces: Iterator[bytes], path: Path) -> Iterator[bytes]:
-    """Pass on the content of a file that may be compressed.
+    """Pass on the content of a compressed file.
 
     Raises:
         DataError: it is more than rows of a file of this size can be.

@@ -58,7 +58,8 @@ def _check_base(pl_module: TrainingModule) -> None:
         TrainingError: one of them is not finite.
     """
     for name, parameter in pl_module.named_parameters():
-        if not parameter.requires_grad and not parameter.isfinite().all():
+        is_wide = parameter.is_floating_point() and parameter.itemsize > 1  # not packed, nor float8
+        if is_wide and not parameter.requires_grad and not parameter.isfinite().all():
             raise TrainingError(
                 "the base model's weights are not finite",
                 where=name,
