@@ -229,3 +229,39 @@ def test_a_file_that_a_library_writes_appears_whole_or_not_at_all(tmp_path):
     (target.parent / "elsewhere").unlink()
     assert target.read_bytes() == b"first"
     assert list(target.parent.iterdir()) == [target]
+
+
+def leave(parent, name, pid, kind="tmp"):
+    """Leave a directory with one file, as a writer does that was killed."""
+    place = parent / f".{name}.{atomic._machine()}-{pid}-00000000.{kind}"
+    place.mkdir()
+    (place / "half").write_text("")
+    return place
+
+
+@pytest.mark.parametrize("way", [atomic.directory, atomic.stream, atomic.file])
+def test_the_next_writer_of_a_target_clears_what_a_dead_one_left(tmp_path, way):
+    """What a live process writes, and what belongs to another target, stays."""
+    dead = leave(tmp_path, "model", dead_pid())
+    alive, other = leave(tmp_path, "model", os.getpid()), leave(tmp_path, "adapter", dead_pid())
+    with way(tmp_path / "model") as new:
+        assert not dead.exists()
+        if way is atomic.file:
+            new.write_text("")
+    assert alive.exists()
+    assert other.exists()
+
+
+def test_a_scratch_directory_goes_with_its_block_or_with_the_next_one(tmp_path):
+    """A killed process leaves its own; two at a time do not disturb each other."""
+    dead = leave(tmp_path, "scratch", dead_pid())
+    with atomic.scratch(tmp_path) as one, atomic.scratch(tmp_path) as two:
+        assert not dead.exists()
+        assert one != two
+        (one / "x").write_text("")
+    assert names_in(tmp_path) == []
+    again = leave(tmp_path, "scratch", dead_pid())
+    with pytest.raises(ZeroDivisionError), atomic.scratch(tmp_path) as folder:
+        (folder / "x").write_text(str(1 // 0))
+    assert not again.exists()
+    assert names_in(tmp_path) == []

@@ -2,7 +2,8 @@
 
 Everything is written beside its target under a temporary name, flushed to the disk, and
 moved into place in one step. A temporary name carries its writer's machine and process, so
-that what a dead writer left behind can be told from what a live one is still writing.
+that what a dead writer left behind can be told from what a live one is still writing. The next
+writer of the same target clears away what dead ones left of it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ __all__ = [
     "file",
     "json_line",
     "remove_stale",
+    "scratch",
     "stream",
     "write_bytes",
     "write_json",
@@ -38,6 +40,7 @@ __all__ = [
 ]
 
 _FOREIGN_AGE_S = 24 * 3600  # another machine's processes cannot be asked; no write lasts a day
+_cleared: set[Path] = set()  # targets whose dead writers this process has cleared away
 _START_SLACK_S = 1.0  # file systems and process tables round their clocks differently
 _TEMPORARY = re.compile(
     r"\.(?P<name>.+)\.(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{8}\.(?P<kind>tmp|old)"
@@ -71,8 +74,7 @@ def stream(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: the disk refused; the target is then as it was.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _beside(path, "tmp")
+    temporary = _temporary_of(path)
     try:
         with temporary.open("xb") as file:
             yield file
@@ -126,8 +128,7 @@ def directory(path: Path) -> Iterator[Path]:
     Yields:
         An empty directory to fill.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _beside(path, "tmp")
+    temporary = _temporary_of(path)
     temporary.mkdir()
     try:
         yield temporary
@@ -148,8 +149,7 @@ def file(path: Path) -> Iterator[Path]:
     Yields:
         Where to write it; nothing is there yet.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _beside(path, "tmp")
+    temporary = _temporary_of(path)
     try:
         yield temporary
         with temporary.open("rb+") as written:
@@ -161,13 +161,35 @@ def file(path: Path) -> Iterator[Path]:
     _sync_directory(path.parent)
 
 
-def remove_stale(parent: Path) -> list[Path]:
+@contextlib.contextmanager
+def scratch(parent: Path) -> Iterator[Path]:
+    """Make a directory under `parent` that is gone after the block.
+
+    One whose process was killed goes when the next one is made there.
+
+    Args:
+        parent: where; missing parents are made.
+
+    Yields:
+        The directory, empty.
+    """
+    _cleared.discard(parent / "scratch")
+    temporary = _temporary_of(parent / "scratch")
+    temporary.mkdir()
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_stale(parent: Path, name: str | None = None) -> list[Path]:
     """Clear what dead writers left directly under `parent`.
 
     A directory that a dead writer had moved aside and not yet replaced is moved back.
 
     Args:
         parent: a directory; one that does not exist holds nothing stale.
+        name: of the target whose writers are meant; by default those of any.
 
     Returns:
         The temporary paths that are gone, sorted.
@@ -177,7 +199,7 @@ def remove_stale(parent: Path) -> list[Path]:
     gone = []
     for path in sorted(parent.iterdir()):
         match = _TEMPORARY.fullmatch(path.name)
-        if match is None or not _is_stale(path, match):
+        if match is None or name not in (None, match["name"]) or not _is_stale(path, match):
             continue
         target = parent / match["name"]
         if match["kind"] == "old" and not target.exists():
@@ -214,6 +236,15 @@ def _dump(obj: object, where: str, *, indent: int | None) -> bytes:
 
 def _machine() -> str:
     return hashlib.sha256(platform.node().encode("utf-8", "replace")).hexdigest()[:8]
+
+
+def _temporary_of(path: Path) -> Path:
+    """Return a name to write under; the directory is there, and dead writers' files are not."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path not in _cleared:  # once for each target: a directory may hold very many
+        remove_stale(path.parent, path.name)
+        _cleared.add(path)
+    return _beside(path, "tmp")
 
 
 def _beside(path: Path, kind: str) -> Path:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import tempfile
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 
+from mens_exp.artifacts import atomic
 from mens_exp.backends.adapting import ADAPTER
 from mens_exp.backends.frozen_base import load_base
 from mens_exp.backends.tracing import trace
@@ -170,13 +170,13 @@ def from_directory(directory: Path, *, memory_bytes: int | None = None) -> Itera
     options: dict[str, Any] = {"device_map": {"": "cpu"}}
     if memory_bytes is not None:
         options = {"device_map": "auto", "max_memory": {"cpu": memory_bytes}}
-    with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
+    with atomic.scratch(directory.parent) as scratch:
         with quiet():
             model = AutoModelForCausalLM.from_pretrained(
                 directory,
                 dtype=torch.float32,
                 use_safetensors=True,
-                offload_folder=scratch,
+                offload_folder=str(scratch),
                 **options,
             )
         yield functools.partial(trace, model, device=torch.device("cpu"))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from mens_exp.artifacts import atomic
 from mens_exp.artifacts.certificate import Certificate, Comparison, Evidence
 from mens_exp.config.model import HfModel
 from mens_exp.export import graphs, parity
@@ -23,6 +22,7 @@ from mens_exp.tokenizer.load import load_tokenizer
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
     import torch
 
@@ -259,8 +259,8 @@ def _compared(
 ) -> Certificate:
     """Run the reference, then every other graph, one at a time."""
     comparisons: dict[str, Comparison] = {}
-    with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
-        recorded = parity.record(forward, text, Path(folder))
+    with atomic.scratch(directory.parent) as folder:
+        recorded = parity.record(forward, text, folder)
         for name, (what, opening) in opened.graphs.items():
             with opening() as other:
                 comparisons[name] = parity.compare(recorded, other, what, settings.budget)

@@ -6,7 +6,6 @@ Every directory has the hand-off record and the certificate of what lies in it.
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,8 +104,8 @@ def _gguf(config: RunConfig, run: Run, directory: Path) -> tuple[Certificate, st
             config, merge=dataclasses.replace(config.merge, dtype=MergeDtype.f32)
         )
     merging = _merged(config, run)
-    with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
-        source = Path(folder) / "merged"
+    with atomic.scratch(directory.parent) as folder:
+        source = folder / "merged"
         source.mkdir()
         merging.write_model(source)
         export_gguf(source, directory, config.gguf.dtype, base=_base_name(merging))
@@ -131,11 +130,11 @@ def _ollama(config: RunConfig, run: Run, directory: Path) -> tuple[Certificate, 
 
 
 def _vllm(config: RunConfig, run: Run, directory: Path) -> tuple[Certificate, str]:
-    with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
-        asked, base = _peft(config, run, Path(folder) / "peft")
+    with atomic.scratch(directory.parent) as folder:
+        asked, base = _peft(config, run, folder / "peft")
         owner = asked.place.run
         name = asked.place.directory.name if owner is None else owner.path.resolve().name
-        write_vllm(Path(folder) / "peft", directory, base=base, name=name)
+        write_vllm(folder / "peft", directory, base=base, name=name)
     return certify_adapter(config, asked, directory), "Serve it: the command in {out}/README.md"
 
 
