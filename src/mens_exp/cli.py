@@ -317,12 +317,18 @@ def _frozen(groups: Path, *, is_sweep: bool) -> Iterator[Path]:
 def _resume(overrides: Sequence[str], *, multirun: bool) -> int:
     from mens_exp.errors import ConfigError
     from mens_exp.tasks.one_run import ended
-    from mens_exp.tasks.resume import go_on, prepare
+    from mens_exp.tasks.resume import completed, go_on, prepare
 
     if multirun:
         raise ConfigError("one run at a time goes on", where="resume", remedy="drop -m")
     pairs = dict(text.lstrip("+").partition("=")[::2] for text in overrides)
-    resumption = prepare(pairs.pop("resume"), pairs)
+    asked = pairs.pop("resume")
+    done = None if pairs else completed(asked)
+    if done is not None:
+        note = f"The run had ended; its missing pages have been written: {done.report}"
+        print(note, file=sys.stderr)  # noqa: T201  # there is nothing else to do
+        return 0
+    resumption = prepare(asked, pairs)
     for note in resumption.notes:
         print(note, file=sys.stderr)  # noqa: T201  # said before the plan table
     return ended(lambda: go_on(resumption), resumption.directory.path)

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mens_exp import cli
+from mens_exp.artifacts import atomic
 from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.run_lock import held
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.artifacts.validation_losses import read_document_losses, write_document_losses
@@ -178,6 +182,32 @@ def test_a_finished_run_is_refused_with_the_way_on(finished, capsys):
     assert "the run has ended already" in said
     assert "trainer.max_steps=<more than 4>" in said
     assert files(finished) == before
+
+
+def test_a_run_killed_after_its_end_gets_its_pages(finished, tmp_path, capsys):
+    """The record says that it succeeded; some pages are missing, and a dead lock is left."""
+    run = RunDir(shutil.copytree(finished.path, tmp_path / "run"))
+    before = files(run)
+    pages = [run.report, run.model_card, run.run_summary, run.skip_stats]
+    for page in pages[1:]:
+        page.unlink()
+    run.lock.write_text(json.dumps({"pid": 2**22, "started": 0.0}), "ascii")
+    half = run.path / f".MODEL_CARD.md.{atomic._machine()}-{2**22}-00000000.tmp"
+    half.write_bytes(b"# H")
+    assert cli.main([f"resume={run.path}"]) == 0
+    assert "The run had ended; its missing pages have been written" in capsys.readouterr().err
+    assert files(run) == before
+    assert cli.main([f"resume={run.path}"]) == 2  # there is nothing left to do
+
+
+def test_a_run_at_work_on_its_pages_is_left_alone(finished, tmp_path, capsys):
+    """Its own process writes them in a moment."""
+    run = RunDir(shutil.copytree(finished.path, tmp_path / "run"))
+    run.report.unlink()
+    with held(run.lock):
+        assert cli.main([f"resume={run.path}"]) == 2
+    assert "still working on this run" in capsys.readouterr().err
+    assert not run.report.exists()
 
 
 def test_a_run_bounded_by_epochs_cannot_get_longer(broken, tmp_path):
