@@ -366,6 +366,7 @@ def test_seeds_of_an_earlier_cycle_open_no_other(lab, typed):
     assert "seeds of an earlier cycle" in said
     said = typed(*command, "open=one", "promote.seeds=[4,5]", code=2)
     assert "is registered already" in said
+    assert "next      run its arms, or open a cycle of another name" in said
     assert len(read_ledger(lab.ledger)) == 1
 
 

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from mens_exp import cli
 from mens_exp.artifacts import atomic, provenance
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest, Status
@@ -137,6 +138,17 @@ def test_a_second_run_in_the_same_directory_is_refused(cell, tmp_path):
     with refused, open_run(tmp_path / "run", cell):
         pytest.fail("the block must not begin")
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
+
+
+def test_a_task_that_cannot_be_resumed_is_not_told_to(tmp_path, capsys):
+    """A plan in a directory that has one: only another directory is left."""
+    command = ["task=plan", "model=tiny_llama", f"hydra.run.dir={tmp_path / 'plan'}"]
+    assert cli.main(command) == 0
+    capsys.readouterr()
+    assert cli.main(command) == 2
+    said = capsys.readouterr().err
+    assert "next      choose another hydra.run.dir" in said
+    assert "resume=" not in said
 
 
 def test_a_run_at_work_keeps_others_out(cell, tmp_path):

@@ -90,7 +90,12 @@ def _open(config: RunConfig, ledger: Path, run: Run) -> None:
     def made(entries: list[LedgerEntry]) -> CycleEntry:
         earlier = cycles_of(entries)
         if cycle["cycle"] in earlier:
-            raise RequestError("is registered already", where="open", found=cycle["cycle"])
+            raise RequestError(
+                "is registered already",
+                where="open",
+                found=cycle["cycle"],
+                remedy="run its arms, or open a cycle of another name and other seeds",
+            )
         for name, (_, one) in earlier.items():
             shared = sorted(set(one["seeds"]) & set(cycle["seeds"]))
             if shared:

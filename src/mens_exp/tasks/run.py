@@ -163,11 +163,13 @@ def open_run(directory: Path, cell: Cell) -> Iterator[Run]:
 
 def run_is_there(directory: Path) -> RequestError:
     """Say that a directory holds a run already."""
-    return RequestError(
-        "a run is there already",
-        where=str(directory),
-        remedy=f"continue it with resume={directory}, or choose another hydra.run.dir",
-    )
+    other = "choose another hydra.run.dir"
+    try:
+        is_training = Manifest.read(RunDir(directory).manifest).task == "train"
+    except RequestError:  # damaged: only another directory is sure to do
+        is_training = False
+    remedy = f"continue it with resume={directory}, or {other}" if is_training else other
+    return RequestError("a run is there already", where=str(directory), remedy=remedy)
 
 
 @contextmanager
