@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     from mens_exp.artifacts.machine_faults import machine_fault
     from mens_exp.config.compose import begin_command
-    from mens_exp.errors import MensError, Problems
+    from mens_exp.errors import MensError
     from mens_exp.plan.ranks import of_torchrun
     from mens_exp.tasks.one_run import CANCELLED, complain
 
@@ -92,18 +92,16 @@ def main(arguments: Sequence[str]) -> int:
         if rank is not None and alone is not None:
             _refuse_under_torchrun(alone)
         return _dispatch(list(arguments))
-    except Problems as several:
-        complain(several.problems)
-        return max(problem.exit_code for problem in several.problems)
-    except (MensError, OSError, MemoryError) as error:
-        fault = error if isinstance(error, MensError) else machine_fault(error)
-        if fault is None:
-            raise
-        complain([fault])
-        return fault.exit_code
     except KeyboardInterrupt:
         print("Cancelled.", file=sys.stderr)  # noqa: T201  # outside of any run
         return CANCELLED
+    except Exception as error:
+        refused = error if isinstance(error, MensError) else machine_fault(error)
+        if refused is None:
+            raise
+        problems: Sequence[MensError] = getattr(refused, "problems", [refused])
+        complain(problems)
+        return max(problem.exit_code for problem in problems)
 
 
 def _of_one_process(arguments: Sequence[str]) -> str | None:

@@ -8,18 +8,23 @@ import pytest
 
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.machine_faults import machine_fault
+from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.tasks.one_run import ended
 
 FULL = OSError(errno.ENOSPC, "No space left on device", "/data/x.npy")
 FAULTS = [
-    (FULL, "no space is left on the disk"),
+    (FULL, "the disk is full"),
     (OSError(errno.EDQUOT, "Disk quota exceeded"), "quota"),
     (PermissionError(errno.EACCES, "Permission denied", "/data/x"), "may not be read or written"),
-    (OSError(errno.EROFS, "Read-only file system"), "can only be read"),
-    (OSError(errno.EIO, "Input/output error"), "reports an error"),
+    (OSError(errno.EROFS, "Read-only file system"), "mounted read-only"),
+    (OSError(errno.EIO, "Input/output error"), "failed to read or write"),
     (MemoryError(), "the memory is not enough"),
-    (RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"), "no space"),
-    (Exception("I/O error: No space left on device (os error 28)"), "no space"),
+    (
+        RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"),
+        "the disk is full",
+    ),
+    (Exception("I/O error: No space left on device (os error 28)"), "the disk is full"),
+    (ValueError('IoError(Os { code: 28, kind: StorageFull, message: "No'), "the disk is full"),
 ]
 
 
@@ -45,7 +50,11 @@ def test_where_there_is_no_space_is_named():
     assert "MENS_EXP_CACHE" in str(fault.remedy)
 
 
-@pytest.mark.parametrize("error", [KeyError("x"), FileNotFoundError(2, "no such file"), OSError()])
+OTHERS = [KeyError("x"), FileNotFoundError(2, "no such file"), OSError("disk full")]
+OTHERS += [ZeroDivisionError("by our own fault"), ValueError("row 28 of the file"), OSError()]
+
+
+@pytest.mark.parametrize("error", OTHERS)
 def test_other_errors_stay_bugs(capsys, tmp_path, error):
     """A file that this program forgot to write is one of its own."""
 
@@ -59,21 +68,52 @@ def test_other_errors_stay_bugs(capsys, tmp_path, error):
 
 def test_a_full_disk_leaves_a_record_that_says_so(cell, tmp_path):
     """The manifest has the message and the remedy, not a traceback's."""
-    from mens_exp.artifacts.manifest import Manifest
     from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.errors import SetupError
     from mens_exp.tasks.run import open_run
 
     def fill():
         with open_run(tmp_path / "run", cell):
             raise FULL
 
-    with pytest.raises(SetupError, match="no space is left"):
+    with pytest.raises(OSError, match="No space left"):
         fill()
     error = Manifest.read(RunDir(tmp_path / "run").manifest).error
     assert error is not None
-    assert (error["type"], error["exit_code"]) == ("SetupError", 3)
+    assert (error["type"], error["exit_code"]) == ("OSError", 3)
     assert "hydra.run.dir" in error["remedy"]
+
+
+def test_a_run_on_a_full_disk_says_so(train_in, tmp_path, monkeypatch, capsys):
+    """No traceback; the record has the remedy and the exit code too."""
+    from mens_exp.training.module import TrainingModule
+
+    def full(*_):
+        raise FULL
+
+    monkeypatch.setattr(TrainingModule, "training_step", full)
+    run = train_in(tmp_path / "run", code=3)
+    said = capsys.readouterr().err
+    assert "/data/x.npy: the disk is full" in said
+    assert f"resume={run.path}" in said
+    assert "Traceback" not in said
+    assert "bug" not in said
+    manifest = Manifest.read(run.manifest)
+    assert manifest.status is Status.FAILED
+    assert manifest.error["exit_code"] == 3
+
+
+def test_a_disk_that_is_full_before_a_run_is_opened_says_so(tmp_path, monkeypatch, capsys):
+    """Hydra writes first, outside of any run."""
+    from hydra.core import utils
+
+    from mens_exp import cli
+
+    def full(*_):
+        raise FULL
+
+    monkeypatch.setattr(utils, "_save_config", full)
+    assert cli.main(["task=plan", "model=tiny_llama", f"hydra.run.dir={tmp_path / 'run'}"]) == 3
+    assert "then go on with: the same command" in capsys.readouterr().err
 
 
 def test_what_a_killed_run_left_half_written_is_removed(cell, tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import re
 from typing import TYPE_CHECKING, Final
 
 from mens_exp.errors import SetupError
@@ -12,25 +14,27 @@ if TYPE_CHECKING:
 
 __all__ = ["machine_fault"]
 
+# Of each error: what is wrong, and what to do first.
 _FULL: Final = (
-    "no space is left on the disk",
-    "free some, or write elsewhere: hydra.run.dir, or MENS_EXP_CACHE for the cache",
+    "the disk is full",
+    "free some space, or write elsewhere (hydra.run.dir, or MENS_EXP_CACHE for the cache)",
 )
 _DENIED: Final = ("a file may not be read or written", "change its permissions, or write elsewhere")
 _MEMORY: Final = ("the memory is not enough", "end other programs, or ask for less")
 _BY_NUMBER: Final = {
     errno.ENOSPC: _FULL,
-    errno.EDQUOT: ("the quota on the disk is used up", _FULL[1]),
+    errno.EDQUOT: ("the disk quota is used up", _FULL[1]),
     errno.EFBIG: ("a file is larger than may be written", "raise the limit (ulimit -f)"),
-    errno.EROFS: ("the disk can only be read", _DENIED[1]),
+    errno.EROFS: ("the disk is mounted read-only", "mount it for writing, or write elsewhere"),
     errno.EACCES: _DENIED,
     errno.EPERM: _DENIED,
-    errno.EIO: ("the disk reports an error", "look into the system's log; the disk may be failing"),
+    errno.EIO: ("the disk failed to read or write", "check the disk, or write elsewhere"),
     errno.EMFILE: ("too many files are open", "raise the limit (ulimit -n)"),
     errno.ENFILE: ("too many files are open", "end other programs"),
     errno.ENOMEM: _MEMORY,
 }
-# Libraries in other languages have no number, only text: torch, safetensors, tokenizers.
+# Libraries in other languages raise no OSError: Rust has the number in its text, torch words alone.
+_IN_RUST: Final = re.compile(r"\(os error (\d+)\)|Os \{ code: (\d+)")
 _BY_TEXT: Final = {
     "No space left on device": _FULL,
     "PytorchStreamWriter failed writing": _FULL,
@@ -38,22 +42,38 @@ _BY_TEXT: Final = {
 }
 
 
-def machine_fault(error: BaseException) -> SetupError | None:
-    """Return the error as one of the machine, or None where it is another one."""
+def machine_fault(error: BaseException, again: str = "the same command") -> SetupError | None:
+    """Return the error as one of the machine, or None where it is another one.
+
+    Args:
+        error: as it reached the outermost place; the errors that it came of count, too.
+        again: what to go on with once the machine is well.
+    """
     for one in _chain(error):
-        found: tuple[str, str] | None = None
-        where = None
-        if isinstance(one, MemoryError):
-            found = _MEMORY
-        elif isinstance(one, OSError) and one.errno in _BY_NUMBER:
-            found = _BY_NUMBER[one.errno]
-            where = None if one.filename is None else str(one.filename)
-        else:
-            found = next((its for text, its in _BY_TEXT.items() if text in str(one)), None)
+        found = _fault(one)
         if found is not None:
-            reason = " ".join(str(one).split())[:300] or None
-            return SetupError(found[0], where=where, found=reason, remedy=found[1])
+            where = one.filename if isinstance(one, OSError) else None
+            return SetupError(
+                found[0],
+                where=os.fsdecode(where) if isinstance(where, str | bytes) else None,
+                found=" ".join(str(one).split())[:300] or None,
+                remedy=f"{found[1]}, then go on with: {again}",
+            )
     return None
+
+
+def _fault(error: BaseException) -> tuple[str, str] | None:
+    if isinstance(error, MemoryError):
+        return _MEMORY
+    number = error.errno if isinstance(error, OSError) else None
+    in_rust = _IN_RUST.search(str(error))
+    if in_rust:
+        number = int(in_rust[1] or in_rust[2])
+    if number in _BY_NUMBER:
+        return _BY_NUMBER[number]
+    if isinstance(error, OSError):
+        return None
+    return next((its for text, its in _BY_TEXT.items() if text in str(error)), None)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -27,9 +27,12 @@ def run_task(directory: Path, cell: Cell) -> int:
         with open_run(directory, cell) as run:
             _task(cell)(cell.config, run)
 
-    if cell.config.task.name == "corpus":  # it has no training state to resume
-        return ended(work, directory, "the same command; steps that are done stay so")
-    return ended(work, directory)
+    task = cell.config.task.name
+    if task == "train":
+        return ended(work, directory)
+    # The others have no training state to resume.
+    done = "; steps that are done stay so" if task == "corpus" else ""
+    return ended(work, directory, f"the same command{done}")
 
 
 def _task(cell: Cell) -> Any:
@@ -54,6 +57,7 @@ def ended(work: Callable[[], None], directory: Path, goes_on: str | None = None)
     from mens_exp.errors import MensError
     from mens_exp.tasks.cancellation import Cancelled
 
+    again = goes_on or shlex.join(["python", "-m", "mens_exp", f"resume={directory}"])
     try:
         work()
     except MensError as error:
@@ -61,16 +65,15 @@ def ended(work: Callable[[], None], directory: Path, goes_on: str | None = None)
         print(f"The record: {directory}", file=sys.stderr)  # noqa: T201
         return error.exit_code
     except (Cancelled, KeyboardInterrupt):
-        again = goes_on or shlex.join(["python", "-m", "mens_exp", f"resume={directory}"])
         print(f"Cancelled. Go on with: {again}", file=sys.stderr)  # noqa: T201
         return CANCELLED
     except (Exception, SystemExit) as error:  # noqa: BLE001  # the outermost place
-        fault = machine_fault(error)
-        if fault is not None:
-            complain([fault])
+        refused = machine_fault(error, again)
+        if refused is not None:
+            complain([refused])
             print(f"The record: {directory}", file=sys.stderr)  # noqa: T201
-            return fault.exit_code
-        traceback.print_exc()
+            return refused.exit_code
+        traceback.print_exc()  # a bug, shown whole
         print(f"A bug in mens_exp; the record: {directory}", file=sys.stderr)  # noqa: T201
         return 1
     _show(directory)

@@ -109,7 +109,7 @@ class Run:
 
 
 def _failure(error: BaseException) -> Failure:
-    ours = error if isinstance(error, MensError) else None
+    ours = error if isinstance(error, MensError) else machine_fault(error)
     return {
         "type": type(error).__name__,
         "message": str(error) or type(error).__name__,
@@ -307,9 +307,6 @@ def _closing(run: Run, ended: _Ended | None = None) -> Iterator[None]:
                 run.telemetry.close()
                 ended.put_back()
             else:
-                fault = machine_fault(error)
-                run.close(Status.FAILED, fault or error)
-                if fault is not None:
-                    raise fault from error
+                run.close(Status.FAILED, error)
             raise
         run.close(Status.SUCCEEDED)
