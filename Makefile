@@ -41,6 +41,7 @@ quick: $(STAMP) ## Run the tests of the inner loop
 
 soak: $(STAMP) ## Run the long campaigns, of which the other tests run a small case
 	$(PYTEST) -m soak $(ARGS)
+	$(BIN)/python tests/support/campaign.py --results tests/faults/campaign.json
 
 fuzz: $(STAMP) ## Feed damaged files to every reader of files; ARGS="--minutes 10 --readers template"
 	$(PIP) atheris
@@ -73,6 +74,7 @@ docs: $(STAMP) ## Make the pages of docs/ that the code knows best
 	PYTHONPATH=src $(BIN)/python -m mens_exp.config.reference_page > docs/config.md
 	PYTHONPATH=src $(BIN)/python -m mens_exp.plan.capabilities > docs/capabilities.md
 	PYTHONPATH=src $(BIN)/python benchmarks/page.py > docs/benchmarks.md
+	$(BIN)/python tests/support/reliability_page.py > docs/reliability.md
 
 families: $(STAMP) ## Write docs/families.md by training every model type of transformers (ten minutes)
 	$(BIN)/python tests/support/families.py > docs/families.new && mv docs/families.new docs/families.md

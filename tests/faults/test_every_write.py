@@ -1,0 +1,175 @@
+"""Faults at the writes of tasks: the tools of the campaign, a small part of it, and its page.
+
+`make soak` runs the campaign itself (tests/support/campaign.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from types import SimpleNamespace
+
+import after_faults
+import campaign
+import fork_server
+import pytest
+import reliability_page
+from disk_faults import VARIABLE, Fault, Site, Watcher, source
+
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="stops calls by seccomp; run it on Linux"
+)
+
+SEED = int(os.environ.get("CAMPAIGN_SEED", "0"))
+WRITERS = """
+import os, subprocess, numpy
+from safetensors.numpy import save_file
+os.mkdir("d")
+with open("d/text", "w") as file: file.write("0123456789")
+os.replace("d/text", "d/renamed")
+save_file({"x": numpy.zeros(4)}, "rust.safetensors")
+subprocess.run(["sh", "-c", "echo hello > of_a_child"], check=True)
+os.unlink("of_a_child")
+"""
+TEXT = 'open("file", "wb", 0).write(b"0123456789"); open("more", "wb", 0).write(b"x")'
+
+
+@pytest.fixture
+def watched(tmp_path):
+    """Run a text of Python under a watcher; return how it ended and the watcher."""
+
+    def run(text, fault=None):
+        with Watcher(tmp_path, fault) as watcher:
+            done = fork_server.run(
+                [sys.executable, "-c", text],
+                capture_output=True,
+                text=True,
+                cwd=tmp_path,
+                env={**os.environ, VARIABLE: watcher.address},
+                before=source(),
+            )
+        return done, watcher
+
+    return run
+
+
+def test_python_native_code_and_children_are_all_seen(watched, tmp_path):
+    """Python's files, a temporary file of Rust's and a shell's output; nothing outside."""
+    done, watcher = watched(WRITERS)
+    assert done.returncode == 0, done.stderr
+    seen = {(site.kind, site.place) for site in watcher.calls}
+    assert {
+        ("mkdir", "d"),
+        ("create", "d/text"),
+        ("write", "d/text"),
+        ("rename", "d/renamed"),
+        ("create", "of_a_child"),
+        ("write", "of_a_child"),
+        ("unlink", "of_a_child"),
+    } <= seen
+    rust = {kind for kind, place in seen if place in {"rust.safetensors", ".#"}}
+    assert {"create", "rename"} <= rust
+    assert (tmp_path / "d/renamed").read_text() == "0123456789"
+
+
+@pytest.mark.parametrize(
+    ("action", "left", "code"),
+    [
+        ("kill", b"", -signal.SIGKILL),
+        ("torn", b"01234", -signal.SIGKILL),
+        ("short", b"01234", 0),
+        ("error", b"", 1),
+        ("full", b"", 1),
+    ],
+)
+def test_each_fault_does_what_it_says(watched, tmp_path, action, left, code):
+    """At the one call that it names, and with half of ten bytes where it writes at all."""
+    done, watcher = watched(TEXT, Fault(Site("write", "file"), 1, action))
+    assert watcher.fired
+    assert done.returncode == code
+    assert (tmp_path / "file").read_bytes() == left
+    assert (tmp_path / "more").exists() == (action == "short")
+    if code == 1:
+        words = {"error": "Input/output error", "full": "No space left on device"}
+        assert words[action] in done.stderr
+
+
+def test_a_full_disk_stays_full_and_a_failed_call_fails_once(watched, tmp_path):
+    """A second file after the fault is made under EIO alone."""
+    again = f"try:\n    {TEXT}\nexcept OSError:\n    open('later', 'w').close()"
+    for action, code in (("error", 0), ("full", 1)):
+        (tmp_path / "later").unlink(missing_ok=True)
+        done, _ = watched(again, Fault(Site("write", "file"), 1, action))
+        assert done.returncode == code
+        assert (tmp_path / "later").exists() == (code == 0)
+
+
+def run_at(root):
+    """Write a run that says that it succeeded with one file."""
+    run = root / "run"
+    run.mkdir()
+    (run / "weights").write_bytes(b"whole")
+    outputs = {"weights": hashlib.sha256(b"whole").hexdigest()}
+    record = {"status": "succeeded", "outputs": outputs}
+    (run / "manifest.json").write_text(json.dumps(record), "utf-8")
+
+
+def test_the_judge_sees_what_a_fault_may_leave(tmp_path):
+    """Another file than recorded, a torn record, a leftover, a missing and a changed file."""
+    run_at(tmp_path)
+    expected = after_faults.read(tmp_path)
+    assert list(after_faults.believed(tmp_path)) == []
+    assert list(after_faults.differences(tmp_path, expected, "")) == []
+    (tmp_path / "run/weights").write_bytes(b"who")
+    assert list(after_faults.believed(tmp_path)) == ["run says succeeded with another weights"]
+    assert list(after_faults.differences(tmp_path, expected, "")) == ["run/weights: differs"]
+    (tmp_path / "run/.weights.0-1-2.tmp").write_bytes(b"w")
+    (tmp_path / "run/weights").unlink()
+    assert list(after_faults.believed(tmp_path)) == ["run says succeeded without weights"]
+    assert list(after_faults.differences(tmp_path, expected, "")) == [
+        "left over: run/.weights.0-1-2.tmp",
+        "run/weights is missing",
+    ]
+    (tmp_path / "run/manifest.json").write_text('{"status": "succ', "utf-8")
+    assert list(after_faults.believed(tmp_path)) == ["run/manifest.json is half-written"]
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "wrong"),
+    [
+        ("the disk is full\n  next      make room on it", 3, None),
+        ("Traceback (most recent call last):", 1, "a traceback"),
+        ("A bug in mens_exp; the record: run", 1, "calls itself a bug"),
+        ("the disk is full", 3, "no next step"),
+        ("Cancelled. Go on with: resume=run", -9, "ended by signal 9"),
+    ],
+)
+def test_the_judge_reads_how_a_command_ends(said, code, wrong):
+    """An end that is not good has to say what to do, and is no bug."""
+    done = SimpleNamespace(stdout="", stderr=said, returncode=code)
+    found = list(after_faults.refusal(done))
+    assert [one.startswith(wrong) for one in found] == [True] if wrong else found == []
+
+
+def test_a_sample_of_the_campaign_ends_well(tmp_path, monkeypatch):
+    """Two tasks that take a second each; CAMPAIGN_SEED=n draws other cases."""
+    print(f"CAMPAIGN_SEED={SEED}")
+    monkeypatch.setattr(fork_server, "_before_each", campaign.BEFORE_EACH)
+    tasks = [task for task in campaign.TASKS if task.name in ("corpus", "promote")]
+    place = campaign.Place(tmp_path)
+    cases = list(campaign.sample(tasks, place, SEED))[:4]
+    assert {case.task.name for case in cases} == {"corpus", "promote"}
+    problems = {campaign.told(case): place.play(case) for case in cases}
+    assert problems == {name: [] for name in problems}, f"CAMPAIGN_SEED={SEED}"
+
+
+def test_the_page_is_drawn_from_the_results():
+    """`make docs` wrote docs/reliability.md from tests/faults/campaign.json as they are."""
+    shown = (campaign.RESULTS.parents[2] / "docs/reliability.md").read_text("utf-8")
+    results = json.loads(campaign.RESULTS.read_text("utf-8"))
+    assert reliability_page.page(results) == shown
+    played = sum(sum(task["played"].values()) for task in results["tasks"])
+    assert f"{played:,} cases" in shown

@@ -1,0 +1,436 @@
+"""A campaign of faults at the writes of each task, and of what the next command makes of them.
+
+    python tests/support/campaign.py --minutes 50      # what `make soak` runs
+    python tests/support/campaign.py --tasks merge --limit 20 --results /tmp/merge.json
+
+A task is first run undisturbed, and its calls that change files are listed (disk_faults). A case is
+one fault at one of these calls: the first, the middle or the last of those that are alike. The
+case's command runs in a fork with that fault; then the task's next commands run, and `after_faults`
+judges all of it. The cases are drawn by a seed, in turn from each task, so that a campaign that is
+cut short is a fair sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import platform
+import queue
+import random
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import after_faults
+import disk_faults
+import fork_server
+import planned_signals
+from disk_faults import Fault, Watcher
+
+RESULTS = Path(__file__).parents[1] / "faults/campaign.json"
+LIMIT_S = 240  # of a command; the slowest undisturbed one takes some tens of seconds
+# Drawing takes a third of a tiny run's time, and the reports are written all the same.
+BEFORE_EACH = (
+    "from mens_exp.report import plots\n"
+    "plots._drawn = lambda *_: '<svg viewBox=\"0 0 1 1\"></svg>'\n" + disk_faults.source()
+)
+SHAPE = ["model=tiny_llama", "trainer=cpu", "logger=none", "suite=none", "schedule=constant"]
+SHAPE += ["schedule.warmup_steps=0", "data=jsonl", "data.path=rows.jsonl", "data.seq_len=192"]
+SHAPE += ["data.val_frac=0.1", "data.heldout_frac=0.1", "optim.lr=1e-3"]
+TRAIN = [*SHAPE, "trainer.max_steps=4", "checkpoint.every_n_steps=2", "hydra.run.dir=run"]
+SHORT = [*SHAPE, "trainer.max_steps=1", "checkpoint.every_n_steps=1", "hydra.run.dir=run"]
+SWEEP = ["-m", *SHAPE, "trainer.max_steps=1", "checkpoint.every_n_steps=1", "hydra.sweep.dir=all"]
+SEARCH = [*SWEEP, "hydra/sweeper=optuna", "lora.r=4,8", "hydra.sweeper.n_trials=2"]
+CORPUS = ["task=corpus", "corpus.steps=[extract,validate,split]", "corpus.input=project"]
+CORPUS += ["corpus.output=out"]
+OPEN = ["task=promote", "ledger=decisions.jsonl", f"promote.suite_digest={'ab' * 32}"]
+OPEN += ["promote.arms=[qlora,burn]", "promote.factor=backend"]
+SOURCE = '''
+def add{number}(a, b):
+    """Add {number} times."""
+    total = a + b
+    return total * {number}
+'''
+
+
+@dataclass(frozen=True)
+class Task:
+    """A command, and what a user types next where it did not end well.
+
+    Attributes:
+        name: as the page has it.
+        world: the files that it begins with.
+        command: words of the command line.
+        again: next commands, tried in turn until one ends well. A directory of a run may be taken
+            then, so some of them name others: own2 and own3 for own1, and out2 for out1.
+        under: paths of the sites, below the directory of the case; the others are another task's.
+        is_done: words of a refusal that says that everything is done.
+    """
+
+    name: str
+    world: str
+    command: tuple[str, ...]
+    again: tuple[tuple[str, ...], ...]
+    under: tuple[str, ...] = ("",)
+    is_done: str | None = None
+
+
+def _twice(*command, other=()):
+    """Return a command in a directory of its own, and what is typed after it, in others too."""
+    return (*command, "hydra.run.dir=own1"), (
+        (*command, "hydra.run.dir=own1"),
+        (*command, "hydra.run.dir=own2"),
+        *([(*command, *other, "hydra.run.dir=own3")] if other else []),
+    )
+
+
+_RESUME = ("resume=run",)
+TASKS = [
+    Task("base", "rows", tuple(SHORT), (_RESUME, tuple(SHORT)), ("cache/models",)),
+    Task("encode", "base", tuple(SHORT), (_RESUME, tuple(SHORT)), ("cache/",)),
+    Task("train", "encoded", tuple(TRAIN), (_RESUME, tuple(TRAIN)), ("run",)),
+    Task("resume", "stopped", _RESUME, (_RESUME,)),
+    Task("merge", "trained", *_twice("task=merge", "path=run")),
+    Task(
+        "export",
+        "trained",
+        *_twice("task=export", "path=run", "format=peft", "out=out1", other=("out=out2",)),
+    ),
+    Task("corpus", "project", *_twice(*CORPUS)),
+    Task("sweep", "encoded", (*SWEEP, "seed=1,2"), (("sweep.resume=all",), (*SWEEP, "seed=1,2"))),
+    # A trial that failed is a result of a search, so the jobs' own files are those of the sweep.
+    Task(
+        "search",
+        "encoded",
+        tuple(SEARCH),
+        (("sweep.resume=all",), tuple(SEARCH)),
+        ("all/.", "all/search", "all/sweep", "cache/"),
+    ),
+    Task(
+        "promote",
+        "ledger",
+        *_twice(*OPEN, "open=two", "promote.seeds=[5,6]"),
+        is_done="is registered already",
+    ),
+    Task("sync", "trained", *_twice("task=sync", "path=run")),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault in one task."""
+
+    task: Task
+    fault: Fault
+
+
+class Place:
+    """A directory in which one case after the other is played, always under the same path."""
+
+    def __init__(self, root):
+        self.case, self._worlds = root / "case", root / "worlds"
+        self.case.mkdir(parents=True)
+        self._worlds.mkdir()
+        self._clean = {}
+
+    def put(self, world):
+        """Make the case's directory one of a world."""
+        kept = self._worlds / world
+        if not kept.exists():
+            getattr(self, f"_make_{world}")()
+            shutil.copytree(self.case, kept, symlinks=True)
+        shutil.rmtree(self.case)
+        shutil.copytree(kept, self.case, symlinks=True)
+
+    def run(self, command, *, address="", before=None, **environment):
+        """Run a command of mens_exp in a fork."""
+        environment = {
+            **os.environ,
+            "MENS_EXP_CACHE": str(self.case / "cache"),
+            "COLUMNS": "200",
+            disk_faults.VARIABLE: address,
+            **environment,
+        }
+        return fork_server.run(
+            [sys.executable, "-m", "mens_exp", *command],
+            capture_output=True,
+            text=True,
+            cwd=self.case,
+            env=environment,
+            before=before,
+            timeout=LIMIT_S,
+        )
+
+    def clean(self, task):
+        """Run a task undisturbed, once; return the calls it makes and what it leaves."""
+        if task.name not in self._clean:
+            self.put(task.world)
+            with Watcher(self.case) as watcher, service(task) as more:
+                done = self.run(task.command, address=watcher.address, **more)
+            assert done.returncode == 0, f"{task.name}: {done.stdout}{done.stderr}"
+            self._clean[task.name] = watcher.calls, after_faults.read(self.case)
+        return self._clean[task.name]
+
+    def play(self, case):
+        """Play a case; return what is wrong with what came of it, in sentences."""
+        task = case.task
+        _, expected = self.clean(task)
+        self.put(task.world)
+        with service(task) as more:
+            with Watcher(self.case, case.fault) as watcher:
+                try:
+                    hit = self.run(task.command, address=watcher.address, **more)
+                except subprocess.TimeoutExpired:
+                    return ["hangs after the fault"]
+            if not watcher.fired:
+                return None
+            problems = [*after_faults.first(hit, case.fault.action)]
+            problems += after_faults.believed(self.case)
+            ended = task.command
+            if hit.returncode != 0 or case.fault.action in ("kill", "torn"):
+                try:
+                    found, ended = self._go_on(task, more)
+                except subprocess.TimeoutExpired:
+                    return [*problems, "the next command hangs"]
+                problems += found
+        problems += after_faults.believed(self.case)
+        problems += after_faults.differences(self.case, expected, _own_of(ended))
+        return problems
+
+    def _go_on(self, task, more):
+        """Type the next commands until one ends well; return what is wrong, and that command."""
+        problems = []
+        for command in task.again:
+            done = self.run(command, **more)
+            if done.returncode == 0:
+                return problems, command
+            problems += [f"{command[-1]}: {one}" for one in after_faults.refusal(done)]
+            if task.is_done is not None and task.is_done in done.stderr:
+                return problems, ()
+        said = " ".join((done.stdout + done.stderr)[-600:].split())
+        return [*problems, f"no next command ends well; the last one said: {said}"], ()
+
+    def _make_rows(self):
+        rows = [
+            {"prompt": f"Add {n}.", "response": f"def add_{n}(x):\n    return x + {n}\n"}
+            for n in range(60)
+        ]
+        shutil.rmtree(self.case)
+        self.case.mkdir()
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (self.case / "rows.jsonl").write_text(text, "utf-8")
+
+    def _make_trained(self):
+        self.put("rows")
+        self._must(TRAIN)
+
+    def _make_encoded(self):
+        self.put("trained")
+        shutil.rmtree(self.case / "run")
+
+    def _make_base(self):
+        self.put("encoded")
+        for name in ("encoded", "data_contract"):
+            shutil.rmtree(self.case / "cache" / name)
+
+    def _make_stopped(self):
+        self.put("encoded")
+        planned = [{"at": "micro-batch", "call": 13, "signal": "SIGKILL"}]
+        assert self.run(TRAIN, before=planned_signals.source(planned)).returncode == -9
+
+    def _make_ledger(self):
+        self.put("rows")
+        self._must([*OPEN, "open=one", "promote.seeds=[1,2]", "hydra.run.dir=opened"])
+
+    def _make_project(self):
+        self.put("rows")
+        project = self.case / "project"
+        project.mkdir()
+        for number in range(12):
+            (project / f"m{number}.py").write_text(SOURCE.format(number=number), "utf-8")
+
+    def _must(self, command):
+        done = self.run(command)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _own_of(command):
+    """Return the directory of its own that a command names, if it does."""
+    (name,) = [text for text in command if text.startswith("hydra.run.dir=own")] or [""]
+    return name.removeprefix("hydra.run.dir=")
+
+
+@contextlib.contextmanager
+def service(task):
+    """Serve what a task needs besides files; yield what its environment names."""
+    if task.name != "sync":
+        yield {}
+        return
+    stand_in = runpy.run_path(str(Path(__file__).parents[1] / "stand_in_wandb.py"))
+    with stand_in["serving"](stand_in["Service"]()) as there:
+        yield {"WANDB_BASE_URL": there.url, "WANDB_API_KEY": "0123456789" * 4}
+
+
+def cases_of(task, calls, generator):
+    """Return kills at the first, middle and last of alike calls, and one of each other fault."""
+    counts = Counter(site for site in calls if site.place.startswith(task.under))
+    cases = []
+    for site, count in sorted(counts.items()):
+        ordinals = sorted({1, (count + 1) // 2, count})
+        if site.kind != "fsync":
+            cases += [Case(task, Fault(site, ordinal, "kill")) for ordinal in ordinals]
+        for action in disk_faults.actions_of(site.kind):
+            cases.append(Case(task, Fault(site, generator.choice(ordinals), action)))
+    generator.shuffle(cases)
+    return cases
+
+
+def sample(tasks, place, seed):
+    """Yield cases of tasks in turn, each task's in an order that the seed draws."""
+    generator = random.Random(seed)
+    lists = [cases_of(task, place.clean(task)[0], generator) for task in tasks]
+    for row in itertools.zip_longest(*lists):
+        yield from (case for case in row if case is not None)
+
+
+class Campaign:
+    """Plays cases on several places at a time, and keeps what came of them."""
+
+    def __init__(self, tasks, seed, root, workers):
+        self.tasks, self.seed = tasks, seed
+        self.places = [Place(root / str(number)) for number in range(workers)]
+        self.started_utc = datetime.now(UTC).isoformat(timespec="seconds")
+        self.outcomes = []  # (case, problems), problems None where the call was not reached
+        self._waiting = queue.Queue()
+
+    def run(self, until, limit):
+        """Play cases until the list, the time or a number of them is at its end."""
+        self.planned = list(sample(self.tasks, self.places[0], self.seed))
+        for case in self.planned[:limit]:
+            self._waiting.put(case)
+        threads = [threading.Thread(target=self._work, args=(at, until)) for at in self.places]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _work(self, place, until):
+        while time.monotonic() < until:
+            try:
+                case = self._waiting.get_nowait()
+            except queue.Empty:
+                return
+            began = time.monotonic()
+            problems = place.play(case)
+            self.outcomes.append((case, problems))
+            said = "not reached" if problems is None else "; ".join(problems) or "well"
+            print(
+                f"{len(self.outcomes):5} {time.monotonic() - began:5.1f} s  {told(case)}: {said}",
+                flush=True,
+            )
+
+    def record(self, minutes):
+        """Return what came of the campaign, as the page shows it."""
+        return {
+            "format": "mens_exp_campaign",
+            "version": 1,
+            "seed": self.seed,
+            "minutes": round(minutes, 1),
+            "started_utc": self.started_utc,
+            **_surroundings(),
+            "tasks": [self._of(task) for task in self.tasks],
+            "problems": [
+                {"case": told(case), "problems": problems}
+                for case, problems in sorted(self.outcomes, key=lambda one: told(one[0]))
+                if problems
+            ],
+        }
+
+    def _of(self, task):
+        calls, _ = self.places[0].clean(task)
+        ours = [site for site in calls if site.place.startswith(task.under)]
+        played = [(c, p) for c, p in self.outcomes if c.task is task and p is not None]
+        return {
+            "name": task.name,
+            "calls": len(ours),
+            "alike": len(set(ours)),
+            "planned": sum(case.task is task for case in self.planned),
+            "played": dict(sorted(Counter(case.fault.action for case, _ in played).items())),
+            "well": sum(problems == [] for _, problems in played),
+        }
+
+
+def _surroundings():
+    def git(*words):
+        return subprocess.run(["git", *words], check=True, capture_output=True, text=True).stdout
+
+    described = Path("/proc/cpuinfo").read_text("utf-8")
+    cpu = re.search(r"^model name\s*: (.*)$", described, re.MULTILINE)
+    names = ("torch", "lightning", "safetensors", "wandb")
+    kernel = re.match(r"[\d.]+", platform.release())
+    return {
+        "commit": git("rev-parse", "HEAD").strip(),
+        "dirty": bool(git("status", "--porcelain", "--", "src", "conf")),
+        "machine": {
+            "cpu": cpu[1] if cpu else platform.machine(),
+            "cores": os.cpu_count(),
+            "kernel": kernel[0] if kernel else platform.release(),
+        },
+        "versions": {
+            "Python": platform.python_version(),
+            **{name: metadata.version(name) for name in names},
+        },
+    }
+
+
+def told(case):
+    """Name a case in a line."""
+    fault, site = case.fault, case.fault.site
+    return f"{case.task.name}: {fault.action} at {site.kind} {fault.ordinal} of {site.place}"
+
+
+def main():
+    """Play the campaign; exit with 1 where something is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=50)
+    parser.add_argument("--limit", type=int, help="cases at most")
+    parser.add_argument("--tasks", nargs="+", choices=[task.name for task in TASKS])
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--results", type=Path)
+    given = parser.parse_args()
+    began = time.monotonic()
+    tasks = [task for task in TASKS if given.tasks is None or task.name in given.tasks]
+    with tempfile.TemporaryDirectory(prefix="mens_exp_campaign_") as root:
+        fork_server.keep_log(Path(root) / "fork_server.log")
+        fork_server.execute_before_each(BEFORE_EACH)
+        campaign = Campaign(tasks, given.seed, Path(root), given.workers)
+        campaign.run(began + 60 * given.minutes, given.limit)
+        fork_server.end_servers()
+    made = campaign.record((time.monotonic() - began) / 60)
+    if given.results is not None:
+        given.results.write_text(json.dumps(made, indent=1, sort_keys=True) + "\n", "utf-8")
+    played = sum(sum(task["played"].values()) for task in made["tasks"])
+    print(f"{played} of {len(campaign.planned)} cases, {len(made['problems'])} with problems")
+    for one in made["problems"]:
+        print(one["case"], *one["problems"], sep="\n    ")
+    sys.exit(1 if made["problems"] else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""docs/reliability.md, drawn from the results of the campaign of faults.
+
+    python tests/support/reliability_page.py [results]
+
+It prints the page; `make docs` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+RESULTS = Path(__file__).parents[1] / "faults/campaign.json"
+FAULTS = ("kill", "torn", "short", "full", "error")
+HEAD = """# Reliability
+
+What happens to your files when a process is killed, a disk fills up or a write fails? `make soak`
+plays a campaign of such faults and this page shows its last results. `make docs` draws the page
+from `tests/faults/campaign.json`; do not edit it.
+
+A filter in the kernel (seccomp) stops every system call of a command, and of all the processes
+that it starts, that changes a file: Python's own calls and those of native code such as
+safetensors, torch and W&B's Go program. Calls are alike when they do the same to the same class of
+file. Of each set of alike calls the campaign draws cases:
+
+| Fault | Meaning |
+|---|---|
+| kill | SIGKILL before the call: the first, the middle or the last of alike calls |
+| torn | half of the bytes are written, then SIGKILL |
+| short | half of the bytes are written, and the call says so |
+| full | ENOSPC for this call, and for every later one that needs space |
+| error | EIO for this call alone |
+
+After the fault, the next commands run on a disk that works: `resume=`, `sweep.resume=`, or the same
+command again. A case ends well if all of this holds:
+
+- Each command succeeds, or says what to do next. There is no traceback and no "bug in mens_exp".
+- No record says that a run succeeded while a file that it lists is missing or has other bytes.
+- After the last command every file is there and has the same bytes as after a run that nothing
+  disturbed. Times, process IDs and the like may differ; `tests/support/after_faults.py` lists them.
+- No temporary file is left behind, except in the directory of a run that was killed and then run
+  again elsewhere.
+
+A report that could not be written does not make a run fail: its record then says so.
+
+Not covered: power cuts (calls to `fsync` are seen, and made to fail, but no disk forgets what it
+has acknowledged), network file systems, and changes to memory-mapped pages, which are not calls.
+"""
+
+
+def page(results):
+    """Return the whole page."""
+    lines = [HEAD, "## Results\n"]
+    machine, versions = results["machine"], results["versions"]
+    played = sum(sum(task["played"].values()) for task in results["tasks"])
+    planned = sum(task["planned"] for task in results["tasks"])
+    drawn = f"{played:,} cases of {planned:,}, drawn with seed {results['seed']}"
+    lasted = f"in {results['minutes']:.0f} minutes on {results['started_utc'][:10]}"
+    lines += [
+        f"{drawn}, {lasted}; {len(results['problems'])} did not end well.\n",
+        f"- Commit: `{results['commit'][:10]}`{' with changes' if results['dirty'] else ''}",
+        f"- Machine: {machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}",
+        "- Versions: " + ", ".join(f"{name} {value}" for name, value in sorted(versions.items())),
+        "",
+        "| Task | Calls | Alike | Cases | Played | kill | torn | short | full | error | Well |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for task in results["tasks"]:
+        counts = [
+            task["played"].get(name, 0) for name in ("kill", "torn", "short", "full", "error")
+        ]
+        cells = [task["name"], task["calls"], task["alike"], task["planned"], sum(counts), *counts]
+        lines.append("| " + " | ".join(map(str, [*cells, task["well"]])) + " |")
+    lines.append(
+        "\n*Calls* is how many of its calls change files, *Alike* how many different ones there "
+        "are, and *Cases* how many faults that makes. Where processes run side by side, a call may "
+        "not come up again; such cases are not counted as played."
+    )
+    if results["problems"]:
+        lines.append("\n## What did not end well\n")
+        lines += [f"- {one['case']}: {'; '.join(one['problems'])}" for one in results["problems"]]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    given = Path(sys.argv[1]) if sys.argv[1:] else RESULTS
+    print(page(json.loads(given.read_text("utf-8"))), end="")
