@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from types import SimpleNamespace
@@ -198,6 +199,28 @@ def test_a_run_killed_after_its_end_gets_its_pages(finished, tmp_path, capsys):
     assert "The run had ended; its missing pages have been written" in capsys.readouterr().err
     assert files(run) == before
     assert cli.main([f"resume={run.path}"]) == 2  # there is nothing left to do
+
+
+def test_a_base_whose_losses_were_not_written_is_validated_again(
+    train_in, finished, tmp_path, monkeypatch
+):
+    """The losses of its documents are there in the end, and its validation is on record once."""
+    written = fitting.write_document_losses
+
+    def full(*_):
+        monkeypatch.setattr(fitting, "write_document_losses", written)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(fitting, "write_document_losses", full)
+    run = train_in(tmp_path / "run", code=3)
+    assert not run.validation.exists()
+    assert cli.main([f"resume={run.path}"]) == 0
+    assert run.validation.read_bytes() == finished.validation.read_bytes()
+    steps = [
+        [e["payload"]["step"] for e in read_events(one.telemetry) if e["event"] == "validation"]
+        for one in (run, finished)
+    ]
+    assert steps[0] == steps[1] == [0, 4]
 
 
 def test_a_run_at_work_on_its_pages_is_left_alone(finished, tmp_path, capsys):

@@ -169,7 +169,7 @@ def events_after(path: Path, offset: int) -> tuple[list[Event], int]:
     return events, offset + len(whole)
 
 
-def rewind(path: Path, step: int) -> None:
+def rewind(path: Path, step: int, *, validated: int | None = None) -> None:
     """Forget, atomically, what a stopped attempt did after the step it is resumed from.
 
     Kept is everything up to the ``checkpoint_saved`` event of that step. Without one, kept
@@ -178,6 +178,8 @@ def rewind(path: Path, step: int) -> None:
     Args:
         path: the file; when it is missing there is nothing to forget.
         step: the optimizer step of the checkpoint.
+        validated: how many validations before the first step are on record, and so are not done
+            again; the events of others go. By default all stay.
 
     Raises:
         DataError: as `read_events`.
@@ -190,6 +192,9 @@ def rewind(path: Path, step: int) -> None:
         kept = events[: saved[-1] + 1]
     else:
         kept = [record for record in events if _is_kept(record, step)]
+    first = [number for number, record in enumerate(kept) if _is_first_validation(record)]
+    again = set() if validated is None else set(first[validated:])
+    kept = [record for number, record in enumerate(kept) if number not in again]
     write_bytes(path, b"".join(json_line(record, str(path)) for record in kept))
 
 
@@ -212,6 +217,10 @@ def _name_of(fn: Subscriber) -> str:
 
 def _is_checkpoint(record: Event, step: int) -> bool:
     return record["event"] == "checkpoint_saved" and record["payload"].get("step") == step
+
+
+def _is_first_validation(record: Event) -> bool:
+    return record["event"] == "validation" and record["payload"].get("step") == 0
 
 
 def _is_kept(record: Event, step: int) -> bool:

@@ -217,9 +217,10 @@ def _validate_before(
     results = run.manifest.results
     if "base_val_loss" not in results:
         with module.as_base():
-            results["base_val_loss"] = _validate(trainer, module, data)
+            loss = _validate(trainer, module, data)
         if rank.is_first:
             _note_documents(run, "base", data, module.validated)
+        results["base_val_loss"] = loss  # after the documents: who has it does not validate again
         run.save()
     if "init_from" in run.manifest.inputs and "initial_val_loss" not in results:
         results["initial_val_loss"] = _validate(trainer, module, data)

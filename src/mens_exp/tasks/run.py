@@ -36,6 +36,7 @@ __all__ = ["TRAINING", "Run", "open_run", "reopen_run", "run_is_there"]
 
 # Tasks that mean a fine-tune; the others read one that has been.
 TRAINING = frozenset({"train", "plan"})
+_VALIDATED_FIRST = ("base_val_loss", "initial_val_loss")  # before the first step
 # The part of provenance that may change a result.
 _CONDITIONS = ("commit", "diff_sha256", "packages", "python", "cpu", "environment", "own_classes")
 
@@ -187,7 +188,8 @@ def reopen_run(directory: RunDir, cell: Cell, *, step: int, notes: list[str]) ->
         manifest = Manifest.read(directory.manifest)
         ended = _Ended(directory, step) if manifest.status is Status.SUCCEEDED else None
         rename_after(directory, step)
-        rewind(directory.telemetry, step)
+        validated = sum(name in manifest.results for name in _VALIDATED_FIRST)
+        rewind(directory.telemetry, step, validated=validated)
         now = utc_now()
         manifest.status, manifest.error, manifest.ended_utc = Status.STARTED, None, None
         manifest.attempts.append(_attempt(now, step))
