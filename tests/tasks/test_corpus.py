@@ -108,6 +108,20 @@ def test_what_cannot_be_made_is_refused_before_a_run_is_opened(tmp_path, capsys)
     assert not (tmp_path / "run-1").exists()
 
 
+def test_what_a_killed_process_left_is_not_in_the_way(tmp_path, capsys):
+    """Torn locks and temporary files of its own, which the next command clears."""
+    project(tmp_path / "project")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / ".lock").write_text('{"pid": 1', "ascii")
+    (out / "..lock.taking").write_bytes(b"")
+    assert make(tmp_path, 1) == 0
+    assert not [path for path in out.iterdir() if path.name.startswith(".")]
+    (out / "taking").write_bytes(b"")
+    assert make(tmp_path, 2) == 2
+    assert "found     " + str(out) + ": taking" in capsys.readouterr().err
+
+
 def test_settings_of_a_run_have_no_effect():
     """A corpus is made without a model; of its own settings none is refused."""
     (problem,) = unread_overrides("corpus", ["lora.r", "corpus.split.by"])

@@ -118,5 +118,5 @@ def _is_ours(path: Path) -> bool:
     if path.name in {CORPUS_PAGE, CORPUS_RECORD, LOCK}:
         return path.is_file()
     if path.name.startswith("."):
-        return path.name.endswith((".tmp", ".old"))  # of a writer that was killed
+        return path.name.endswith((".tmp", ".old", ".taking"))  # of a process that was killed
     return bool(_STEP.fullmatch(path.name)) and (path / STEP_RECORD).is_file()
