@@ -209,7 +209,7 @@ class Place:
                     return [*problems, "the next command hangs"]
                 problems += found
         problems += after_faults.believed(self.case)
-        problems += after_faults.differences(self.case, expected, _own_of(ended))
+        problems += after_faults.differences(self.case, expected, _own_of(ended), hit.stdout)
         return problems
 
     def _go_on(self, task, more):
