@@ -74,6 +74,7 @@ def subject_named(path: str) -> Subject:
             where="path",
             found=path,
             expected="a run that trained or merged, an adapter (schema v3 or PEFT), or base",
+            remedy="name another path, or wait for the run to end where it is still training",
         ) from error
     return Subject(path=str(directory))
 
