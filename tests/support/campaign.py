@@ -209,8 +209,8 @@ class Place:
                     return [*problems, "the next command hangs"]
                 problems += found
         problems += after_faults.believed(self.case)
-        problems += after_faults.differences(self.case, expected, _own_of(ended), hit.stdout)
-        return problems
+        said = hit.stdout + hit.stderr
+        return problems + [*after_faults.differences(self.case, expected, _own_of(ended), said)]
 
     def _go_on(self, task, more):
         """Type the next commands until one ends well; return what is wrong, and that command."""
