@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import errno
+import io
+
 import pytest
 
 from mens_exp.artifacts.telemetry import Telemetry, events_after, read_events, rewind
@@ -179,3 +182,40 @@ def test_a_file_that_grows_is_read_by_whole_lines(tmp_path):
     events, offset = events_after(path, offset)
     assert [event["ts_ms"] for event in events] == [2]
     assert events_after(path, offset) == ([], path.stat().st_size)
+
+
+class Filling(io.FileIO):
+    """A file that takes half of what it is given, and nothing more once `room` is used up."""
+
+    room = 10**6
+
+    def write(self, data):
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = min(max(1, len(data) // 2), self.room)
+        self.room -= taken
+        return super().write(bytes(data[:taken]))
+
+
+def test_a_line_that_is_written_in_parts_is_whole(tmp_path):
+    """A short write is no error of the system's, so that the rest has to be written too."""
+    with Telemetry(tmp_path / "t.jsonl") as telemetry:
+        telemetry._file.close()
+        telemetry._file = Filling(tmp_path / "t.jsonl", "ab")
+        telemetry.emit("step", {"step": 1})
+        telemetry.emit("step", {"step": 2})
+    assert [e["payload"]["step"] for e in read_events(tmp_path / "t.jsonl")] == [1, 2]
+
+
+def test_a_line_that_a_full_disk_cut_is_taken_back(tmp_path):
+    """What is written once there is room again stands on a line of its own."""
+    with Telemetry(tmp_path / "t.jsonl") as telemetry:
+        telemetry._file.close()
+        telemetry._file = file = Filling(tmp_path / "t.jsonl", "ab")
+        telemetry.emit("step", {"step": 1})
+        file.room = 20
+        with pytest.raises(OSError, match="No space left"):
+            telemetry.emit("step", {"step": 2})
+        file.room = 10**6
+        telemetry.emit("step", {"step": 3})
+    assert [e["payload"]["step"] for e in read_events(tmp_path / "t.jsonl")] == [1, 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self, TypedDict
@@ -93,7 +94,7 @@ class Telemetry:
             "payload": screened(dict(payload)),
         }
         _refuse(record)
-        self._file.write(json_line(record, str(self._path)))
+        self._append(json_line(record, str(self._path)))
         self._hand_out(record)
 
     def subscribe(self, fn: Subscriber, name: str | None = None) -> None:
@@ -122,6 +123,18 @@ class Telemetry:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _append(self, line: bytes) -> None:
+        """Write a whole line, or nothing: a disk that fills up takes a part of one first."""
+        end = self._path.stat().st_size
+        left = memoryview(line)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(end)
+            raise
 
     def _hand_out(self, record: Event) -> None:
         failed = []
