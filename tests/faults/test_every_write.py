@@ -171,5 +171,8 @@ def test_the_page_is_drawn_from_the_results():
     shown = (campaign.RESULTS.parents[2] / "docs/reliability.md").read_text("utf-8")
     results = json.loads(campaign.RESULTS.read_text("utf-8"))
     assert reliability_page.page(results) == shown
-    played = sum(sum(task["played"].values()) for task in results["tasks"])
-    assert f"{played:,} cases" in shown
+    for one in results["campaigns"]:
+        played = sum(count for task in one["tasks"] for count in task["played"].values())
+        planned = sum(task["planned"] for task in one["tasks"])
+        assert f"{played:,} of {planned:,} cases" in shown
+        assert sum(task["well"] for task in one["tasks"]) == played - len(one["problems"])

@@ -43,6 +43,7 @@ import planned_signals
 from disk_faults import Fault, Watcher
 
 RESULTS = Path(__file__).parents[1] / "faults/campaign.json"
+FORMAT = "mens_exp_campaign"
 LIMIT_S = 240  # of a command; the slowest undisturbed one takes some tens of seconds
 # Drawing takes a third of a tiny run's time, and the reports are written all the same.
 BEFORE_EACH = (
@@ -100,10 +101,13 @@ def _twice(*command, other=()):
 
 
 _RESUME = ("resume=run",)
+_DDP = tuple("trainer=ddp" if text == "trainer=cpu" else text for text in TRAIN)
+_DDP += ("trainer.accelerator=cpu", "trainer.devices=2")
 TASKS = [
     Task("base", "rows", tuple(SHORT), (_RESUME, tuple(SHORT)), ("cache/models",)),
     Task("encode", "base", tuple(SHORT), (_RESUME, tuple(SHORT)), ("cache/",)),
     Task("train", "encoded", tuple(TRAIN), (_RESUME, tuple(TRAIN)), ("run",)),
+    Task("ddp", "encoded", _DDP, (_RESUME, _DDP), ("run",)),
     Task("resume", "stopped", _RESUME, (_RESUME,)),
     Task("merge", "trained", *_twice("task=merge", "path=run")),
     Task(
@@ -210,7 +214,11 @@ class Place:
                 problems += found
         problems += after_faults.believed(self.case)
         said = hit.stdout + hit.stderr
-        return problems + [*after_faults.differences(self.case, expected, _own_of(ended), said)]
+        problems += after_faults.differences(self.case, expected, _own_of(ended), said)
+        if (case.fault.site.kind, case.fault.action) == ("unlink", "error"):
+            # A lock that could not be removed does no harm: who needs it next takes it.
+            return [one for one in problems if not re.match(r"left over: .*lock$", one)]
+        return problems
 
     def _go_on(self, task, more):
         """Type the next commands until one ends well; return what is wrong, and that command."""
@@ -347,8 +355,6 @@ class Campaign:
     def record(self, minutes):
         """Return what came of the campaign, as the page shows it."""
         return {
-            "format": "mens_exp_campaign",
-            "version": 1,
             "seed": self.seed,
             "minutes": round(minutes, 1),
             "started_utc": self.started_utc,
@@ -412,7 +418,8 @@ def main():
     parser.add_argument("--limit", type=int, help="cases at most")
     parser.add_argument("--tasks", nargs="+", choices=[task.name for task in TASKS])
     parser.add_argument("--workers", type=int, default=os.cpu_count())
-    parser.add_argument("--results", type=Path)
+    parser.add_argument("--results", type=Path, help="a file for what came of it")
+    parser.add_argument("--add", action="store_true", help="keep the campaigns that it has")
     given = parser.parse_args()
     began = time.monotonic()
     tasks = [task for task in TASKS if given.tasks is None or task.name in given.tasks]
@@ -424,7 +431,9 @@ def main():
         fork_server.end_servers()
     made = campaign.record((time.monotonic() - began) / 60)
     if given.results is not None:
-        given.results.write_text(json.dumps(made, indent=1, sort_keys=True) + "\n", "utf-8")
+        earlier = json.loads(given.results.read_text("utf-8")) if given.add else {"campaigns": []}
+        kept = {"format": FORMAT, "version": 1, "campaigns": [*earlier["campaigns"], made]}
+        given.results.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", "utf-8")
     played = sum(sum(task["played"].values()) for task in made["tasks"])
     print(f"{played} of {len(campaign.planned)} cases, {len(made['problems'])} with problems")
     for one in made["problems"]:

@@ -46,41 +46,49 @@ A report that could not be written does not make a run fail: its record then say
 
 Not covered: power cuts (calls to `fsync` are seen, and made to fail, but no disk forgets what it
 has acknowledged), network file systems, and changes to memory-mapped pages, which are not calls.
+
+In the tables, *Calls* is how many calls of an undisturbed task change files, *Alike* how many
+different ones there are, and *Cases* how many faults that makes. The time may end before all cases
+are played. Where processes run side by side, a call may not come up again; such a case does not
+count as played.
 """
 
 
 def page(results):
     """Return the whole page."""
-    lines = [HEAD, "## Results\n"]
-    machine, versions = results["machine"], results["versions"]
-    played = sum(sum(task["played"].values()) for task in results["tasks"])
-    planned = sum(task["planned"] for task in results["tasks"])
-    drawn = f"{played:,} cases of {planned:,}, drawn with seed {results['seed']}"
-    lasted = f"in {results['minutes']:.0f} minutes on {results['started_utc'][:10]}"
-    lines += [
-        f"{drawn}, {lasted}; {len(results['problems'])} did not end well.\n",
-        f"- Commit: `{results['commit'][:10]}`{' with changes' if results['dirty'] else ''}",
+    return HEAD + "".join(_section(one) for one in results["campaigns"])
+
+
+def _section(campaign):
+    """Return what came of one campaign."""
+    machine, versions, tasks = campaign["machine"], campaign["versions"], campaign["tasks"]
+    problems = campaign["problems"]
+    played, planned = sum(map(_played, tasks)), sum(task["planned"] for task in tasks)
+    drawn = f"{played:,} of {planned:,} cases, drawn with seed {campaign['seed']}"
+    lines = [
+        f"\n## Results of {campaign['started_utc'][:10]}, commit {campaign['commit'][:10]}\n",
+        f"{drawn}, in {campaign['minutes']:.0f} minutes; {len(problems)} did not end well.\n",
         f"- Machine: {machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}",
         "- Versions: " + ", ".join(f"{name} {value}" for name, value in sorted(versions.items())),
+        *(["- The package had changes that are not committed."] if campaign["dirty"] else []),
         "",
-        "| Task | Calls | Alike | Cases | Played | kill | torn | short | full | error | Well |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        f"| Task | Calls | Alike | Cases | Played | {' | '.join(FAULTS)} | Well |",
+        "|---" * (6 + len(FAULTS)) + "|",
     ]
-    for task in results["tasks"]:
-        counts = [
-            task["played"].get(name, 0) for name in ("kill", "torn", "short", "full", "error")
+    for task in tasks:
+        counts = [task["played"].get(name, 0) for name in FAULTS]
+        cells = [task["name"], task["calls"], task["alike"], task["planned"], _played(task)]
+        lines.append("| " + " | ".join(map(str, [*cells, *counts, task["well"]])) + " |")
+    if problems:
+        lines.append("\nWhat did not end well:\n")
+        lines += [
+            f"- `{one['case']}`: {'; '.join(one['problems'])}" for one in campaign["problems"]
         ]
-        cells = [task["name"], task["calls"], task["alike"], task["planned"], sum(counts), *counts]
-        lines.append("| " + " | ".join(map(str, [*cells, task["well"]])) + " |")
-    lines.append(
-        "\n*Calls* is how many of its calls change files, *Alike* how many different ones there "
-        "are, and *Cases* how many faults that makes. Where processes run side by side, a call may "
-        "not come up again; such cases are not counted as played."
-    )
-    if results["problems"]:
-        lines.append("\n## What did not end well\n")
-        lines += [f"- {one['case']}: {'; '.join(one['problems'])}" for one in results["problems"]]
     return "\n".join(lines) + "\n"
+
+
+def _played(task):
+    return sum(task["played"].values())
 
 
 if __name__ == "__main__":
