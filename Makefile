@@ -41,7 +41,8 @@ quick: $(STAMP) ## Run the tests of the inner loop
 
 soak: $(STAMP) ## Run the long campaigns, of which the other tests run a small case
 	$(PYTEST) -m soak $(ARGS)
-	$(BIN)/python tests/support/campaign.py --results tests/faults/campaign.json
+	$(BIN)/python tests/support/campaign.py --results tests/faults/campaign.json; code=$$?; \
+	  $(BIN)/python tests/support/reliability_page.py > docs/reliability.md; exit $$code
 
 fuzz: $(STAMP) ## Feed damaged files to every reader of files; ARGS="--minutes 10 --readers template"
 	$(PIP) atheris
