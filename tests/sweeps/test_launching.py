@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import shlex
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,8 @@ from rich.console import Console
 
 from mens_exp import cli
 from mens_exp.artifacts.job import Job
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.sweep import JobState
 from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.config.overrides import check
 from mens_exp.sweeps import launching
@@ -36,6 +39,22 @@ def test_a_sweep_leaves_its_page_however_it_ended(ended):
     assert f"To look at: {ended.directory.page}" in said
     assert "sweep.resume=" in said
     assert "1 waiting" in ended.directory.page.read_text(encoding="utf-8")
+
+
+def test_a_job_killed_after_its_end_gets_its_pages(ended, finished, monkeypatch):
+    """Its record said that it had succeeded; a page that cannot be written is named."""
+    job = ended.record.jobs[0]
+    job["state"] = JobState.SUCCEEDED
+    run = RunDir(shutil.copytree(finished.path, ended.directory.path / job["directory"]))
+    page, card = run.report.read_bytes(), run.model_card.read_bytes()
+    run.model_card.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr("mens_exp.report.write.write_report", lambda _: 1 // 0)
+        finish(ended)
+    assert f"Pages of {job['directory']} were not written: Zero" in ended.console.file.getvalue()
+    assert not run.model_card.exists()
+    finish(ended)
+    assert (run.report.read_bytes(), run.model_card.read_bytes()) == (page, card)
 
 
 def test_what_is_said_of_a_place_can_be_typed_again(tmp_path, make_sweep):

@@ -31,6 +31,7 @@ from mens_exp.sweeps.threads import (
     threads_per_job,
 )
 from mens_exp.sweeps.writing import locked, writing
+from mens_exp.tasks.run import complete
 from mens_exp.tasks.sweep_review import write_sweep_page
 
 if TYPE_CHECKING:
@@ -81,12 +82,25 @@ def finish(launcher: Launcher) -> int:
     console = launcher.console
     console.print(sweep_view.result_table(launcher.record), soft_wrap=True)
     place = launcher.directory.path
+    _complete(launcher)
     _render(launcher)
     if code:
         again = shlex.join(["python", "-m", "mens_exp", override_of("sweep.resume", str(place))])
         console.print(f"Go on with: {again}", soft_wrap=True, markup=False)
     console.print(f"The record: {launcher.directory.record}", soft_wrap=True, markup=False)
     return code
+
+
+def _complete(launcher: Launcher) -> None:
+    """Write the pages of jobs that succeeded and were killed before they had written them."""
+    for job in launcher.record.jobs:
+        if job["state"] != JobState.SUCCEEDED:
+            continue
+        try:
+            complete(RunDir(launcher.directory.path / job["directory"]))
+        except Exception as error:  # noqa: BLE001  # as of the sweep's own page
+            told = f"Pages of {job['directory']} were not written: {type(error).__name__}: {error}"
+            launcher.console.print(told, soft_wrap=True, markup=False)
 
 
 def _render(launcher: Launcher) -> None:

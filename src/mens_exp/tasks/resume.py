@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 
-from mens_exp.artifacts import atomic
 from mens_exp.artifacts.checkpoint_digests import digests_of, last_whole
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir, resolve
-from mens_exp.artifacts.run_lock import held
 from mens_exp.config.compose import Composed, from_yaml, typed
 from mens_exp.config.overrides import Cell
 from mens_exp.config.schedule import ScheduleKind, warmup_steps
@@ -19,9 +17,8 @@ from mens_exp.config.trainer import Strategy
 from mens_exp.config.validate import problems_of
 from mens_exp.errors import ConfigError, Problems, RequestError
 from mens_exp.plan.preflight import preflight
-from mens_exp.report.write import write_report
 from mens_exp.tasks.checkpoint_anatomy import read_state
-from mens_exp.tasks.run import reopen_run
+from mens_exp.tasks.run import complete, reopen_run
 from mens_exp.tasks.train import train
 from mens_exp.training.schedule import multiplier
 
@@ -60,15 +57,7 @@ def completed(path: str) -> RunDir | None:
         RequestError: there is no such run, or a process is still working on it.
     """
     directory = _found(path)
-    manifest = Manifest.read(directory.manifest)
-    pages = (directory.report, directory.model_card, directory.run_summary, directory.skip_stats)
-    is_whole = all(page.is_file() for page in pages) and not directory.lock.exists()
-    if manifest.task != "train" or manifest.status is not Status.SUCCEEDED or is_whole:
-        return None
-    with held(directory.lock):
-        atomic.remove_stale(directory.path)
-        write_report(directory)
-    return directory
+    return directory if complete(directory) else None
 
 
 def prepare(path: str, overrides: dict[str, str]) -> Resumption:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mens_exp.config.overrides import Cell
     from mens_exp.config.root import RunConfig
 
-__all__ = ["TRAINING", "Run", "open_run", "reopen_run", "run_is_there"]
+__all__ = ["TRAINING", "Run", "complete", "open_run", "reopen_run", "run_is_there"]
 
 # Tasks that mean a fine-tune; the others read one that has been.
 TRAINING = frozenset({"train", "plan"})
@@ -160,6 +160,25 @@ def open_run(directory: Path, cell: Cell) -> Iterator[Run]:
         with _closing(run):
             run.telemetry.emit("run_started", _started(run.manifest, cell.composed.values))
             yield run
+
+
+def complete(directory: RunDir) -> bool:
+    """Write the pages that a run lacks although it succeeded; tell whether it lacked any.
+
+    Raises:
+        RequestError: a process is still working on it.
+    """
+    manifest = Manifest.read(directory.manifest)
+    pages = (directory.report, directory.model_card, directory.run_summary, directory.skip_stats)
+    is_whole = all(page.is_file() for page in pages) and not directory.lock.exists()
+    if manifest.task != "train" or manifest.status is not Status.SUCCEEDED or is_whole:
+        return False
+    from mens_exp.report.write import write_report
+
+    with held(directory.lock):
+        atomic.remove_stale(directory.path)
+        write_report(directory)
+    return True
 
 
 def run_is_there(directory: Path) -> RequestError:
