@@ -104,6 +104,7 @@ def differences(root, expected, own, said=""):
     for name in sorted(expected.keys() | found.keys()):
         if name not in found:
             is_spare = name.endswith(DRAWN) and _says_so(found, name)
+            is_spare |= name.endswith(DRAWN) and _names_its_pages(said, name)
             is_spare |= f"{name.rpartition('/')[2]} was not written: " in said
             if not is_spare and not name.startswith(SPARE):
                 yield f"{name} is missing"
@@ -132,6 +133,11 @@ def _renamed(found, own):
         text = re.sub(rb"(own|out)\d", rb"\g<1>1", data) if is_read else data
         kept[f"{top[:-1]}1/{name.partition('/')[2]}"] = text
     return kept
+
+
+def _names_its_pages(said, name):
+    """Tell whether a sweep says that a job's pages were not written."""
+    return f"Pages of {name.split('/')[-2]} were not written: " in said
 
 
 def _says_so(found, name):
@@ -192,7 +198,7 @@ def comparable(name, data):
     if name == "own1/manifest.json":
         value.pop("config_digest")  # the next command may have had to write elsewhere
     if name.endswith("plan.json"):
-        for estimated in ("data", "memory_bytes", "disk_bytes", "time_s", "processes"):
+        for estimated in ("data", "epochs", "memory_bytes", "disk_bytes", "time_s", "processes"):
             value.pop(estimated, None)  # what is cached by now and what earlier runs took
     return _lasting(value)
 
