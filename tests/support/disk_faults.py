@@ -66,7 +66,6 @@ OPENING = {"open": 1, "openat": 2}  # the argument of an opening call that holds
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _MAKES = os.O_CREAT | os.O_TRUNC | 0o20000000  # the last: a file without a name
 _NEEDS_SPACE = {"write", "copy", "create", "mkdir", "link", "allocate"}
-ACTIONS = ("kill", "torn", "short", "full", "error")
 _SECCOMP = {"x86_64": 317, "aarch64": 277}
 _PIDFD_GETFD = 438
 _RECEIVE, _SEND = 0xC0502100, 0xC0182101  # SECCOMP_IOCTL_NOTIF_RECV and _SEND
