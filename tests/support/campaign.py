@@ -361,7 +361,7 @@ class Campaign:
             **_surroundings(),
             "tasks": [self._of(task) for task in self.tasks],
             "problems": [
-                {"case": told(case), "problems": problems}
+                {"case": told(case), "problems": [_without_places(one) for one in problems]}
                 for case, problems in sorted(self.outcomes, key=lambda one: told(one[0]))
                 if problems
             ],
@@ -379,6 +379,11 @@ class Campaign:
             "played": dict(sorted(Counter(case.fault.action for case, _ in played).items())),
             "well": sum(problems == [] for _, problems in played),
         }
+
+
+def _without_places(text):
+    """Leave out where the campaign's directory was."""
+    return re.sub(r"/\S*mens_exp_campai\S*", "(a path)", text)
 
 
 def _surroundings():
@@ -419,6 +424,7 @@ def main():
     parser.add_argument("--tasks", nargs="+", choices=[task.name for task in TASKS])
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--results", type=Path, help="a file for what came of it")
+    parser.add_argument("--note", default="", help="what the page is to say of it")
     parser.add_argument("--add", action="store_true", help="keep the campaigns that it has")
     given = parser.parse_args()
     began = time.monotonic()
@@ -429,7 +435,7 @@ def main():
         campaign = Campaign(tasks, given.seed, Path(root), given.workers)
         campaign.run(began + 60 * given.minutes, given.limit)
         fork_server.end_servers()
-    made = campaign.record((time.monotonic() - began) / 60)
+    made = {**campaign.record((time.monotonic() - began) / 60), "note": given.note}
     if given.results is not None:
         earlier = json.loads(given.results.read_text("utf-8")) if given.add else {"campaigns": []}
         kept = {"format": FORMAT, "version": 1, "campaigns": [*earlier["campaigns"], made]}

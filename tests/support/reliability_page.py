@@ -79,12 +79,17 @@ def _section(campaign):
         counts = [task["played"].get(name, 0) for name in FAULTS]
         cells = [task["name"], task["calls"], task["alike"], task["planned"], _played(task)]
         lines.append("| " + " | ".join(map(str, [*cells, *counts, task["well"]])) + " |")
+    if campaign["note"]:
+        lines += ["", campaign["note"]]
     if problems:
         lines.append("\nWhat did not end well:\n")
-        lines += [
-            f"- `{one['case']}`: {'; '.join(one['problems'])}" for one in campaign["problems"]
-        ]
+        lines += [f"- `{one['case']}`: {_first(one['problems'])}" for one in problems]
     return "\n".join(lines) + "\n"
+
+
+def _first(problems):
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{problems[0]}{more}"
 
 
 def _played(task):
