@@ -184,10 +184,12 @@ def laid_out(name: str, run: Path, directory: Path, data: bytes) -> None:
 def _keep(root: Path, fault: str, data: bytes) -> None:
     kind = hashlib.sha256(fault.partition(": ")[0].encode()).hexdigest()[:12]
     place = root / "faults" / kind
-    if not place.exists() or len(data) < len((place / "input").read_bytes()):
-        place.mkdir(parents=True, exist_ok=True)
-        (place / "input").write_bytes(data)
-        (place / "fault").write_text(fault, "utf-8")
+    if (place / "fault").exists() and len(data) >= (place / "input").stat().st_size:
+        return
+    place.mkdir(parents=True, exist_ok=True)
+    for name, content in (("input", data), ("fault", fault.encode())):  # the fault last: it counts
+        (place / f".{name}").write_bytes(content)  # whoever ends this process sees it whole
+        (place / f".{name}").replace(place / name)
 
 
 def fuzzed(name: str, run: Path, *, seconds: float, inputs: int, seed: int, root: Path) -> dict:

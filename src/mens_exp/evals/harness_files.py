@@ -185,7 +185,7 @@ def _foreign_data(value: dict[str, Any], path: Path) -> Iterator[DataError]:
             expected="a path, or paths by split",
         )
     for name in _data_files(value):
-        if not _files(name):
+        if not any(path.is_file() for path in _files(name)):
             yield DataError("there is no such file", where=f"{path}: data_files", found=name)
 
 
@@ -234,7 +234,7 @@ def _tags(one: dict[str, Any]) -> list[str]:
 
 
 def _hashes(directory: Path, paths: set[Path]) -> dict[str, str]:
-    return {_place(directory, path): sha256_file(path) for path in sorted(paths)}
+    return {_place(directory, path): sha256_file(path) for path in sorted(paths) if path.is_file()}
 
 
 def _place(directory: Path, path: Path) -> str:

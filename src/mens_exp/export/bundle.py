@@ -6,6 +6,7 @@ its SHA-256. Unpacked anywhere it is a run directory again, and is verified befo
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import json
@@ -112,7 +113,7 @@ def _differences(run: RunDir) -> Iterator[MensError]:
             yield DataError("leads out of the bundle", where=str(run.bundle), found=name)
             continue
         path = run.path / relative
-        found = sha256_file(path) if path.is_file() else "no such file"
+        found = _hash(path)
         if found != expected:
             yield DataError(
                 "is not what was packed",
@@ -121,3 +122,14 @@ def _differences(run: RunDir) -> Iterator[MensError]:
                 expected=expected,
                 remedy="unpack the bundle again",
             )
+
+
+def _hash(path: Path) -> str:
+    try:
+        return sha256_file(path) if path.is_file() else "no such file"
+    except ValueError:  # a zero byte in a name
+        return "no such file"
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return "no such file"
+        raise

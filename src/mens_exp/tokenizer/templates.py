@@ -96,7 +96,7 @@ class _ShownMarkers(_GenerationMarkers):
 # Whatever a template does to itself is its own fault, and no bug of this program.
 _FAILURES = (
     *(TemplateError, TypeError, ValueError, LookupError, ArithmeticError),
-    *(AttributeError, RecursionError, MemoryError, SyntaxError),
+    *(AttributeError, RecursionError, MemoryError, SyntaxError, NameError),  # 1e999 is a name
 )
 _MOST_TOLD = 1_000  # characters of what a template says of itself
 
