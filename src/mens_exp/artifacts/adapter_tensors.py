@@ -30,7 +30,7 @@ __all__ = [
     "write_tensors",
 ]
 
-_MATRIX_RANK = 2
+_MATRIX_RANK, _STACK_RANK = 2, 3
 _SHOWN = 8
 HALVES = {"lora_a": "[{rank}, in]", "lora_b": "[out, {rank}]"}
 MAGNITUDE = "lora_magnitude"
@@ -205,11 +205,16 @@ def _shape_problems(
     layer: str, rank: int, shapes: Mapping[str, tuple[int, ...]], where: str
 ) -> list[DataError]:
     found = []
-    for axis, (half, form) in enumerate(HALVES.items()):
+    for axis, (half, form) in zip((-2, -1), HALVES.items(), strict=True):
         name = f"{layer}.{half}"
         shape = shapes.get(name)
-        if shape is not None and (len(shape) != _MATRIX_RANK or shape[axis] != rank):
+        ranks = (_MATRIX_RANK, _STACK_RANK)
+        if shape is not None and (len(shape) not in ranks or shape[axis] != rank):
             found.append(_wrong_shape(f"{where}: {name}", shape, form.format(rank=rank)))
+    first, second = (shapes.get(f"{layer}.{half}", ()) for half in HALVES)
+    if first and second and first[:-2] != second[:-2]:
+        what = f"{list(first[:-2])}, the experts of lora_a, before its rows and columns"
+        found.append(_wrong_shape(f"{where}: {layer}.lora_b", second, what))
     magnitude, out = shapes.get(f"{layer}.{MAGNITUDE}"), shapes.get(f"{layer}.lora_b", ())[:1]
     if magnitude is not None and magnitude != out:
         place = f"{where}: {layer}.{MAGNITUDE}"

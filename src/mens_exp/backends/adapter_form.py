@@ -162,7 +162,9 @@ def provenance_of(base: BaseModel, family: Family) -> AdapterProvenance | None:
 def in_fixed_order(path: Path) -> None:
     """Sort the modules that PEFT's configuration lists: it holds them in a set."""
     config = json.loads(path.read_text(encoding="utf-8"))
-    config["target_modules"] = sorted(config["target_modules"])
+    for name in ("target_modules", "target_parameters"):
+        if config.get(name):
+            config[name] = sorted(config[name])
     path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 

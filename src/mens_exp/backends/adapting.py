@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.lora import LoraVariant
 from mens_exp.errors import ConfigError, SetupError
-from mens_exp.layout.targets import pattern_values, shortest_names
+from mens_exp.layout.experts import Stack, stacks_of
+from mens_exp.layout.targets import EXPERTS, pattern_values, shortest_names, without_experts
 from mens_exp.model.quiet import quiet
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from mens_exp.config.lora import LoraConfig
     from mens_exp.layout.families import Family
     from mens_exp.layout.targets import LinearModule
+    from mens_exp.model.stored_weights import StoredWeights
 
 __all__ = [
     "ADAPTER",
@@ -38,7 +40,11 @@ _PREFIX = "base_model.model."
 
 
 def adapted(
-    model: Any, lora: LoraConfig, modules: Sequence[LinearModule], family: Family
+    model: Any,
+    lora: LoraConfig,
+    modules: Sequence[LinearModule],
+    family: Family,
+    weights: StoredWeights,
 ) -> tuple[Any, dict[str, Any]]:
     """Put PEFT's LoRA layers on modules.
 
@@ -47,9 +53,11 @@ def adapted(
         lora: rank, alpha and variant.
         modules: those that get an adapter.
         family: of the model.
+        weights: the base's files.
 
     Returns:
-        PEFT's model, and its layers by logical name, in the order of ``modules``.
+        PEFT's model, and its layers by logical name: those of linear modules in the order of
+        ``modules``, then those of experts.
 
     Raises:
         ConfigError: a module is no linear layer of the loaded model, or PEFT refuses it.
@@ -57,7 +65,10 @@ def adapted(
     """
     from peft import get_peft_model
 
-    _refuse_absent(modules, _linear_paths(model), family)
+    stacks = stacks_of(modules)
+    plain = [one for one in modules if one.stack is None]
+    _refuse_absent(plain, _linear_paths(model), family)
+    _refuse_other_experts(model, stacks, weights, without_experts(family, modules))
     paths = [path for path, _ in model.named_modules()]
     wanted = peft_config(lora, modules, family, paths)
     try:
@@ -71,7 +82,8 @@ def adapted(
             remedy=_other_targets(family, ()),
         ) from error
     layers = dict(lora_layers(peft))
-    expected = {f"{_PREFIX}{one.path}" for one in modules}
+    sites: list[LinearModule | Stack] = [*plain, *stacks]
+    expected = {f"{_PREFIX}{one.path}" for one in sites}
     if layers.keys() != expected:
         raise SetupError(
             "PEFT put its layers on other modules than the plan's",
@@ -80,14 +92,49 @@ def adapted(
             expected="the modules of layout/targets.py",
             remedy=_other_targets(family, sorted(layers.keys() & expected)),
         )
-    return peft, {one.logical: layers[f"{_PREFIX}{one.path}"] for one in modules}
+    return peft, {one.logical: layers[f"{_PREFIX}{one.path}"] for one in sites}
+
+
+def _refuse_other_experts(
+    model: Any, stacks: Sequence[Stack], weights: StoredWeights, remedy: str
+) -> None:
+    """Refuse a graph whose experts are not what the names in its checkpoint say.
+
+    The first and the last expert of each layer are read again from the files, so that an adapter
+    is of the weights that its record names.
+
+    Raises:
+        ConfigError: a tensor is absent, of another shape, or holds other values.
+    """
+    import torch
+
+    parameters = dict(model.named_parameters()) if stacks else {}
+    for stack in stacks:
+        parameter = parameters.get(stack.path)
+        same = parameter is not None and tuple(parameter.shape) == stack.shape
+        experts = {0, stack.experts - 1}
+        for one in stack.members if same else ():
+            assert one.slot is not None, "a member of a stack has a slot"
+            if one.slot.expert is None or one.slot.expert in experts:
+                number = slice(None) if one.slot.expert is None else one.slot.expert
+                stored = weights.read(one.path, parameter.device).to(parameter.dtype)
+                same = same and torch.equal(parameter[number][..., stack.rows(one), :], stored)
+        if not same:
+            raise ConfigError(
+                "the loaded model holds its experts otherwise than its checkpoint's names say",
+                where="lora.targets",
+                found=f"{stack.path}: "
+                + ("absent" if parameter is None else str(list(parameter.shape))),
+                expected=f"{list(stack.shape)}, the stored experts one by one",
+                remedy=remedy,
+            )
 
 
 def _refuse_absent(modules: Sequence[LinearModule], paths: Iterable[str], family: Family) -> None:
     """Refuse targets that the loaded model does not have as linear layers.
 
-    transformers holds the experts of a layer as one tensor of three dimensions, whatever the
-    checkpoint names; PEFT adapts such a tensor only without dropout, and merges it its own way.
+    Routers are among them: transformers gives most a module of their own. So are experts of
+    models whose names are not known to be held as PEFT's LoRA can adapt them.
 
     Raises:
         ConfigError: a target is no linear layer.
@@ -100,14 +147,15 @@ def _refuse_absent(modules: Sequence[LinearModule], paths: Iterable[str], family
             "a target is not a linear layer of the loaded model",
             where="lora.targets",
             found=f"{absent[0]}, and {len(absent) - 1} more",
-            expected="linear layers; the experts of a layer are one tensor, which gets no adapter",
+            expected="linear layers, of which routers and stacked experts are none",
             remedy=_other_targets(family, there, absent),
         )
 
 
 def _other_targets(family: Family, there: Sequence[str], absent: Sequence[str] = ()) -> str:
     if "attention" in family.groups:
-        return "set lora=attention"
+        also = "; for the experts too, lora=experts lora.targets=[attention,experts]"
+        return f"set lora=attention{also if EXPERTS in family.groups else ''}"
     possible, others = ({path.rpartition(".")[2] for path in paths} for paths in (there, absent))
     names = sorted(possible - others)
     return f"set lora.targets=[{','.join(names)}]" if names else "choose another model"
@@ -128,11 +176,16 @@ def peft_config(
 
     ranks = pattern_values(lora.rank_pattern, modules, family, lora.r)
     alphas = pattern_values(lora.alpha_pattern, modules, family, lora.alpha)
+    names = {one.path: one.stack or one.path for one in modules}
+    # A stack has the values of its members, under the path that PEFT knows it by.
+    ranks, alphas = ({names[p]: v for p, v in found.items()} for found in (ranks, alphas))
+    plain = [one.path for one in modules if one.stack is None]
     return PeftLora(
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=shortest_names([one.path for one in modules], list(paths)),
+        target_modules=shortest_names(plain, list(paths)),
+        target_parameters=[one.path for one in stacks_of(modules)] or None,
         rank_pattern={re.escape(path): r for path, r in ranks.items() if r != lora.r},
         alpha_pattern={re.escape(path): a for path, a in alphas.items() if a != lora.alpha},
         use_rslora=lora.variant is LoraVariant.rslora,
@@ -172,22 +225,30 @@ def tied_head_is_meant() -> Iterator[None]:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Model (has|with) `tie_word_embeddings=True`")
+        # PEFT looks for the patterns of experts among modules alone; it follows them all the same.
+        warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys did no")
         # GPT-2's own layers are stored the other way round, which PEFT notices and minds.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
         yield
 
 
 def lora_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield PEFT's LoRA layers by module path."""
+    """Yield PEFT's LoRA layers by the path of the module or, of experts, of the parameter."""
     from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import ParamWrapper
 
     for path, module in model.named_modules():
-        if isinstance(module, LoraLayer):
+        if isinstance(module, ParamWrapper):  # one around the other where a module has several
+            yield f"{path.replace('.base_layer', '')}.{module.parameter_name}", module
+        elif isinstance(module, LoraLayer):
             yield path, module
 
 
 def parameters_of(module: Any) -> dict[str, torch.nn.Parameter]:
-    """Return what a LoRA layer trains: A ``[R, I]``, B ``[O, R]`` and, in DoRA, ``[O]`` lengths."""
+    """Return what a LoRA layer trains: A ``[R, I]``, B ``[O, R]`` and, in DoRA, ``[O]`` lengths.
+
+    Those of experts are as :mod:`mens_exp.layout.experts` says of PEFT.
+    """
     found = {"lora_a": module.lora_A[ADAPTER].weight, "lora_b": module.lora_B[ADAPTER].weight}
     if ADAPTER in module.lora_magnitude_vector:
         found["lora_magnitude"] = module.lora_magnitude_vector[ADAPTER].weight

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from mens_exp.artifacts.adapter_v3 import AdapterManifest
     from mens_exp.config.root import RunConfig
+    from mens_exp.layout.experts import Stack
     from mens_exp.model.resolve import BaseModel
 
 __all__ = ["FullBackend"]
@@ -50,6 +51,7 @@ class FullBackend(OwnForm, QloraBackend):
         self.causal_lm = self.model
         self.model.requires_grad_(requires_grad=True)
         self.layers: dict[str, Any] = {}
+        self.stacks: list[Stack] = []
         self.dropouts = []
 
     @property

@@ -27,6 +27,7 @@ from mens_exp.backends.streaming import step
 from mens_exp.backends.tracing import trace
 from mens_exp.config.checkpointing import is_wanted
 from mens_exp.errors import ConfigError
+from mens_exp.layout.experts import joined, split, stacks_of
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import chosen, described
 from mens_exp.lora.keyed import share_dropout
@@ -86,11 +87,15 @@ class QloraBackend(torch.nn.Module):
         self.lora = config.lora
         self.shape = shape_of(config.model)
         self.modules_chosen = chosen(config.lora, self.shape)
+        self.stacks = stacks_of(self.modules_chosen)
+        plain = [one for one in self.modules_chosen if one.stack is None]
+        weights = StoredWeights(base.directory, self.shape.family)
         self.model, self.layers = adapted(
             load_base(config, base, loaded_on or device),
             config.lora,
             self.modules_chosen,
             self.shape.family,
+            weights,
         )
         self.differs_in_evaluation = differs_in_evaluation(self.model)
         self.model.peft_config[ADAPTER].revision = base.revision
@@ -102,12 +107,11 @@ class QloraBackend(torch.nn.Module):
             on_gpu=device.type == "cuda",
         ):
             checkpointing.enable(self.causal_lm)
-        weights = StoredWeights(base.directory, self.shape.family)
         self.residuals, self.errors, self.start_s = start_all(
-            config, self.modules_chosen, self.layers, weights
+            config, [*plain, *self.stacks], self.layers, weights
         )
         self.dropouts = share_dropout(
-            [(one, self.layers[one.logical]) for one in self.modules_chosen],
+            [(one, self.layers[one.logical]) for one in plain],
             p=config.lora.dropout,
             seed=config.seed,
             adapter=ADAPTER,
@@ -132,6 +136,8 @@ class QloraBackend(torch.nn.Module):
         super().train(mode)
         for module in _frozen_parts(self.causal_lm) if mode else ():
             module.eval()
+        for stack in self.stacks:  # the block around adapted experts may draw noise on its inputs
+            self.causal_lm.get_submodule(stack.module.rpartition(".")[0]).training = False
         return self
 
     def begin(self, micro_batch: int) -> None:
@@ -247,7 +253,8 @@ class QloraBackend(torch.nn.Module):
             residual=residual,
             quantizer=quantizer_in(self.causal_lm, config.quant, self.shape),
         )
-        return manifest, {name: values.numpy() for name, values in stacked.items()}
+        arrays = {name: values.numpy() for name, values in stacked.items()}
+        return manifest, split(arrays, self.stacks)
 
     def load_adapter(self, tensors: dict[str, np.ndarray]) -> None:
         """Copy an adapter's tensors into the graph, and rebuild the base that it was trained on.
@@ -257,8 +264,9 @@ class QloraBackend(torch.nn.Module):
         """
         parameters, taken = self.trainable(), self.residuals.taken()
         graph = {name: parameter.detach().to("cpu") for name, parameter in parameters.items()}
+        written = {name: v.float().numpy() for name, v in stacked_tensors(graph, taken).items()}
         theirs = {(name, tuple(values.shape)) for name, values in tensors.items()}
-        ours = {(name, tuple(v.shape)) for name, v in stacked_tensors(graph, taken).items()}
+        ours = {(name, tuple(v.shape)) for name, v in split(written, self.stacks).items()}
         if theirs != ours:  # copying would stretch a matrix of rank 1 to any rank, in silence
             odd = [f"{name} {list(shape)}" for name, shape in sorted(theirs ^ ours)]
             raise ConfigError(
@@ -267,7 +275,8 @@ class QloraBackend(torch.nn.Module):
                 found=", ".join(odd[:8]),
                 expected="the layers and the rank of the run's own configuration",
             )
-        values = {name: torch.from_numpy(array) for name, array in tensors.items()}
+        arrays = joined(tensors, self.stacks, "adapter")
+        values = {name: torch.from_numpy(array) for name, array in arrays.items()}
         tuned, theirs_taken = unstacked_tensors(values, taken)
         self.residuals.restore(theirs_taken)
         with torch.no_grad():

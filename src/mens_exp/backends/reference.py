@@ -29,10 +29,11 @@ from mens_exp.objective.causal import CrossEntropy
 from mens_exp.quant.bnb import quantized_linears
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from mens_exp.backends.qlora import QloraBackend
     from mens_exp.data.batch import Batch
+    from mens_exp.layout.experts import Stack
     from mens_exp.rows.encode import Encoded
 
 __all__ = ["Agreement", "agreement", "f32_bytes", "in_f32"]
@@ -235,11 +236,12 @@ def _reference(backend: QloraBackend) -> tuple[Any, dict[str, torch.Tensor]]:
             config, attn_implementation="eager", dtype=torch.float32
         )
     model.eval()
+    experts = _experts_of(backend)
     adapted = {id(module): name for name, module in backend.layers.items()}
     quantized = set(map(id, quantized_linears(ours).values()))
     leaves: dict[str, torch.Tensor] = {}
     for path, module in list(model.named_modules()):
-        other = ours.get_submodule(path)
+        other = _same_place(ours, path, experts)
         logical = adapted.get(id(other))
         base = other.get_base_layer() if logical is not None else other
         made = module
@@ -247,12 +249,32 @@ def _reference(backend: QloraBackend) -> tuple[Any, dict[str, torch.Tensor]]:
             made = _Dequantized(base)
         else:
             _share(module, base)
-        if logical is not None:
+        if path in experts:
+            made = _AdaptedExperts(module, experts[path])
+            leaves |= made.leaves
+        elif logical is not None:
             made = _Adapted(made, other)
             leaves |= {f"{logical}.{which}": one for which, one in made.leaves.items()}
         if made is not module:
             model.set_submodule(path, made)
     return model, backend.trainable() | leaves  # weights that are trained are shared as they are
+
+
+def _experts_of(backend: QloraBackend) -> dict[str, list[tuple[Stack, Any]]]:
+    """Return the adapted stacks of experts, each with PEFT's layer, by the path of their module."""
+    found: dict[str, list[tuple[Stack, Any]]] = {}
+    for stack in backend.stacks:
+        found.setdefault(stack.module, []).append((stack, backend.layers[stack.logical]))
+    return found
+
+
+def _same_place(ours: Any, path: str, experts: Collection[str]) -> Any:
+    """Return the module of our graph at a path; PEFT's layers around experts hide what is inside."""
+    for holder in experts:
+        if path.startswith(f"{holder}."):
+            inside = ours.get_submodule(holder).get_base_layer()
+            return inside.get_submodule(path.removeprefix(f"{holder}."))
+    return ours.get_submodule(path)
 
 
 def _share(module: torch.nn.Module, base: Any) -> None:
@@ -306,6 +328,46 @@ class _Dequantized(torch.nn.Module):
         return torch.nn.functional.linear(x, self.weight, self.bias)
 
 
+class _AdaptedExperts(torch.nn.Module):
+    """The experts of a layer, to each of whose weights ``s·B A`` of its own is added."""
+
+    def __init__(self, experts: torch.nn.Module, adapted: Sequence[tuple[Stack, Any]]) -> None:
+        super().__init__()
+        self.experts = experts
+        self.adapted = [(one, one.path.rpartition(".")[2], _scale(layer)) for one, layer in adapted]
+        self.leaves = {
+            f"{one.logical}.{which}": matrix.detach().clone().requires_grad_()
+            for one, layer in adapted
+            for which, matrix in parameters_of(layer).items()
+        }
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        """Compute with the sums in the place of the weights; they are not kept for backward."""
+        result: torch.Tensor = checkpoint(self._computed, *args, use_reentrant=False)
+        return result
+
+    def _computed(self, *args: Any) -> Any:
+        sums = {name: self._sum(one, name, scale) for one, name, scale in self.adapted}
+        return torch.func.functional_call(self.experts, sums, args)
+
+    def _sum(self, stack: Stack, name: str, scale: float) -> torch.Tensor:
+        A, B = (self.leaves[f"{stack.logical}.lora_{which}"] for which in "ab")
+        many, r = stack.experts, len(A) // stack.experts
+        weight: torch.Tensor = getattr(self.experts, name)
+        return torch.stack(
+            [
+                weight[one] + scale * B[:, one::many] @ A[one * r : (one + 1) * r]
+                for one in range(many)
+            ]
+        )
+
+
+def _scale(layer: Any) -> float:
+    """Return the factor before ``B A`` by the definitions of LoRA and rsLoRA."""
+    rank, alpha = int(layer.r[ADAPTER]), float(layer.lora_alpha[ADAPTER])
+    return alpha / (math.sqrt(rank) if layer.use_rslora[ADAPTER] else rank)
+
+
 class _Adapted(torch.nn.Module):
     """A layer with LoRA (arXiv:2106.09685, section 4.1) or DoRA (arXiv:2402.09353, section 4)."""
 
@@ -318,8 +380,7 @@ class _Adapted(torch.nn.Module):
             which: one.detach().clone().requires_grad_()
             for which, one in parameters_of(layer).items()
         }
-        rank, alpha = int(layer.r[ADAPTER]), float(layer.lora_alpha[ADAPTER])
-        self.scale = alpha / (math.sqrt(rank) if layer.use_rslora[ADAPTER] else rank)
+        self.scale = _scale(layer)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Add ``s·B A x``; with DoRA, give each row of the whole weight its own length."""

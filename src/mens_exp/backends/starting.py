@@ -14,6 +14,7 @@ import torch
 
 from mens_exp.backends.adapting import ADAPTER, parameters_of
 from mens_exp.config.lora import LoraInit
+from mens_exp.layout.experts import Stack
 from mens_exp.lora import from_weights
 from mens_exp.lora.keyed import initialise
 from mens_exp.quant.bnb import dequantized, quantized_like
@@ -113,7 +114,7 @@ def scale_of(module: Any) -> float:
 
 def start_all(
     config: RunConfig,
-    modules: Sequence[LinearModule],
+    modules: Sequence[LinearModule | Stack],
     layers: Mapping[str, Any],
     weights: StoredWeights,
 ) -> tuple[Residuals, dict[str, QuantizationError], float]:
@@ -121,7 +122,7 @@ def start_all(
 
     Args:
         config: the whole configuration.
-        modules: what the adapters sit on.
+        modules: what the adapters sit on; experts start at random alone.
         layers: PEFT's LoRA layers by logical name.
         weights: the unquantized base.
 
@@ -134,7 +135,7 @@ def start_all(
     errors: dict[str, QuantizationError] = {}
     for one in modules:
         module = layers[one.logical]
-        if config.lora.init is LoraInit.default:
+        if config.lora.init is LoraInit.default or isinstance(one, Stack):
             found = parameters_of(module)
             initialise(found["lora_a"], found["lora_b"], seed=config.seed, layer=one.logical)
         else:

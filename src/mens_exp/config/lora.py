@@ -35,7 +35,8 @@ class LoraConfig:
     name: str = setting(MISSING, "Name of the target group; set by the option.")
     targets: list[str] = setting(
         MISSING,
-        "What gets an adapter: groups (attention, qkv, qv, o_proj, mlp, all_linear, lm_head), "
+        "What gets an adapter: groups (attention, qkv, qv, o_proj, mlp, experts, all_linear, "
+        "lm_head), "
         "last names of modules (q_proj, self_attn.q_proj), or globs over a module's whole path "
         "('*.layers.1?.mlp.*').",
     )
@@ -46,7 +47,11 @@ class LoraConfig:
         ge=1,
     )
     dropout: float = setting(
-        0.05, "Probability of dropping an input element of A (the QLoRA paper's).", ge=0, lt=1
+        0.05,
+        "Probability of dropping an input element of A (the QLoRA paper's); 0 with experts, whose "
+        "weights PEFT adapts and not their inputs.",
+        ge=0,
+        lt=1,
     )
     variant: LoraVariant = setting(
         LoraVariant.lora,

@@ -15,7 +15,7 @@ from mens_exp.layout.cached import ready
 from mens_exp.layout.directory import read_directory
 from mens_exp.layout.names import HEAD, base_key
 from mens_exp.layout.shape import shape_of
-from mens_exp.layout.targets import linear_modules
+from mens_exp.layout.targets import adapter_shapes, linear_modules
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -101,12 +101,13 @@ class AdapterBase:
             module = self.modules.get(layer)
             if module is None:
                 continue
-            out, width = tensors[f"{layer}.lora_b"].shape[0], tensors[f"{layer}.lora_a"].shape[1]
-            if (out, width) != (module.out, module.width):
+            shapes = adapter_shapes(module, manifest.rank_of(layer))
+            ours = [*shapes["lora_b"][:-1], module.width]
+            A, B = (tensors[f"{layer}.lora_{which}"].shape for which in "ab")
+            theirs = [*B[:-1], A[-1]]
+            if theirs != ours:
                 yield _of_another_base(
-                    f"{where}: {layer}",
-                    f"a delta of [{out}, {width}]",
-                    f"[{module.out}, {module.width}], as {self.name} has it",
+                    f"{where}: {layer}", f"a delta of {theirs}", f"{ours}, as {self.name} has it"
                 )
 
 

@@ -12,7 +12,29 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["FAMILIES", "Family", "Projection"]
+__all__ = ["FAMILIES", "Family", "Projection", "Slot"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """Place of a checkpoint's tensor in the one that transformers holds for all experts of a layer.
+
+    Attributes:
+        parameter: that tensor, such as ``mlp.experts.gate_up_proj``; ``[experts, out, in]``.
+        experts: how many it holds.
+        expert: number of the expert; None where the checkpoint's tensor holds all of them too.
+        part: 0, or 1 for rows that stand below those of part 0 and read the same input.
+    """
+
+    parameter: str
+    experts: int
+    expert: int | None
+    part: int = 0
+
+    @property
+    def matrices(self) -> int:
+        """Experts in the checkpoint's own tensor."""
+        return self.experts if self.expert is None else 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +49,7 @@ class Projection:
         width: dimension of the input.
         layers: numbers of the layers that have it; None is every layer. A module whose size
             differs between layers is a projection for each size.
+        slot: its place among the experts of a mixture; None for a linear module.
     """
 
     path: str
@@ -35,6 +58,7 @@ class Projection:
     out: tuple[str, ...]
     width: str
     layers: frozenset[int] | None = None
+    slot: Slot | None = None
 
     def is_in(self, layer: int) -> bool:
         """Tell whether a decoder layer has it."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.nearest import expected_name
 from mens_exp.errors import ModelFileError
-from mens_exp.layout.families import FAMILIES, Family, Projection
+from mens_exp.layout.families import FAMILIES, Family, Projection, Slot
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -24,7 +25,7 @@ __all__ = ["LAYERS", "family_in"]
 LAYERS = "layers"  # their number, among the sizes of a family that was found
 
 _IN_LAYER = re.compile(r"(?P<layers>.+?)\.(?P<number>\d+)\.(?P<path>.+)\.weight$")
-_MATRIX = 2
+_MATRIX, _STACK = 2, 3
 # Published text-only models of a family that otherwise reads images too.
 _TEXT_ONLY = {"gemma3_text": "google/gemma-3-1b-it"}
 # What transformers' configurations call a dimension, the usual name first.
@@ -46,7 +47,69 @@ _NAMES = {
     ),
 }
 _LOGICAL = {one.path.rpartition(".")[2]: one.logical for one in FAMILIES["llama"].projections}
-Shapes = dict[str, tuple[int, int]]
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Experts:
+    """Names of a layer's experts, ``{}`` for the number of one.
+
+    Attributes:
+        module: that holds them in transformers' graph, as ``gate_up_proj`` and ``down_proj``.
+        gate_up: names in checkpoints of what the former holds, gate first.
+        down: of what the latter holds.
+    """
+
+    module: str = "mlp.experts"
+    gate_up: tuple[str, ...]
+    down: str
+
+    def slot_of(self, path: str, experts: int) -> Slot | None:
+        """Return the place of a checkpoint's tensor; None where it is of no expert.
+
+        Args:
+            path: of the tensor inside its layer.
+            experts: how many the layer has.
+        """
+        named = [("gate_up_proj", part, name) for part, name in enumerate(self.gate_up)]
+        for leaf, part, name in [*named, ("down_proj", 0, self.down)]:
+            match = re.fullmatch(re.escape(name).replace(r"\{\}", r"(\d+)"), path)
+            if match is not None:
+                return Slot(
+                    parameter=f"{self.module}.{leaf}",
+                    experts=experts,
+                    expert=int(match[1]) if match.groups() else None,
+                    part=part,
+                )
+        return None
+
+
+_MIXTRAL = _Experts(
+    gate_up=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+    down="block_sparse_moe.experts.{}.w2",
+)
+_QWEN = _Experts(
+    gate_up=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+    down="mlp.experts.{}.down_proj",
+)
+_GRANITE = _Experts(
+    module="block_sparse_moe.experts",
+    gate_up=("block_sparse_moe.input_linear",),
+    down="block_sparse_moe.output_linear",
+)
+# By model_type, as transformers' conversion_mapping.py has them. A graph whose experts are not what
+# these names say is refused when it is built (backends/adapting.py).
+_EXPERTS = {
+    **dict.fromkeys(("mixtral", "phimoe"), _MIXTRAL),
+    **dict.fromkeys(
+        (
+            *("qwen2_moe", "qwen3_moe", "olmoe", "afmoe", "cohere2_moe", "ernie4_5_moe"),
+            *("exaone_moe", "glm4_moe", "hunyuan_v1_moe"),
+        ),
+        _QWEN,
+    ),
+    **dict.fromkeys(("granitemoe", "granitemoeshared"), _GRANITE),
+}
 
 
 def family_in(directory: ModelDirectory) -> Family:
@@ -64,6 +127,7 @@ def family_in(directory: ModelDirectory) -> Family:
     prefix, layers = _layers(directory, model_type)
     modules = _modules(layers)
     names = _logical_names(dict.fromkeys(path for path, _ in modules))
+    slots = _slots(modules, model_type)
     groups = FAMILIES["llama"].groups
     vocabulary = _tables(directory, prefix)
     return Family(
@@ -78,11 +142,13 @@ def family_in(directory: ModelDirectory) -> Family:
                 out=(f"{path} {out}x{width} out",),
                 width=f"{path} {out}x{width} in",
                 layers=None if len(numbers) == len(layers) else frozenset(numbers),
+                slot=slots.get(path),
             )
-            for (path, (out, width)), numbers in modules.items()
+            for (path, (*_, out, width)), numbers in modules.items()
         ),
         groups={
             "all_linear": tuple(names.values()),
+            **({"experts": tuple(names[path] for path in slots)} if slots else {}),
             **{
                 name: members
                 for name, members in groups.items()
@@ -97,7 +163,7 @@ def family_in(directory: ModelDirectory) -> Family:
         sizes={LAYERS: len(layers)}
         | {
             f"{path} {out}x{width} {side}": size
-            for path, (out, width) in modules
+            for path, (*_, out, width) in modules
             for side, size in (("out", out), ("in", width))
         },
         verified=False,
@@ -123,11 +189,14 @@ def _refuse_more_than_text(directory: ModelDirectory, model_type: str) -> None:
 def _layers(directory: ModelDirectory, model_type: str) -> tuple[str, dict[int, Shapes]]:
     """Return the path of the decoder layers, and the shape of each matrix in each of them."""
     found: dict[str, dict[int, Shapes]] = defaultdict(lambda: defaultdict(dict))
+    experts = _EXPERTS.get(model_type)
     for name, info in directory.tensors.items():
         match = _IN_LAYER.match(name)
-        if match and len(info.shape) == _MATRIX:
-            out, width = info.shape
-            found[match["layers"]][int(match["number"])][match["path"]] = (out, width)
+        if match is None:
+            continue
+        holds = experts is not None and experts.slot_of(match["path"], 0) is not None
+        if len(info.shape) == _MATRIX or (len(info.shape) == _STACK and holds):
+            found[match["layers"]][int(match["number"])][match["path"]] = info.shape
     if not found:
         raise ModelFileError(
             "unknown model_type, and its headers show no decoder layers",
@@ -139,16 +208,30 @@ def _layers(directory: ModelDirectory, model_type: str) -> tuple[str, dict[int, 
     return prefix, layers
 
 
-def _modules(layers: Mapping[int, Shapes]) -> dict[tuple[str, tuple[int, int]], list[int]]:
+def _modules(layers: Mapping[int, Shapes]) -> dict[tuple[str, tuple[int, ...]], list[int]]:
     """Return the layers that have each matrix, by its path and shape, in the layers' order.
 
     The first layers of a mixture of experts are often dense, and a hybrid's layers differ in kind.
     """
-    found: dict[tuple[str, tuple[int, int]], list[int]] = defaultdict(list)
+    found: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
     for number, matrices in sorted(layers.items()):
         for one in matrices.items():
             found[one].append(number)
     return found
+
+
+def _slots(modules: Iterable[tuple[str, tuple[int, ...]]], model_type: str) -> dict[str, Slot]:
+    """Return the place of every expert's tensor, by its path inside a layer."""
+    names = _EXPERTS.get(model_type)
+    if names is None:
+        return {}
+    shapes = {path: shape for path, shape in modules}  # noqa: C416  # a mapping would be copied
+    found = {path: slot for path in shapes if (slot := names.slot_of(path, 0)) is not None}
+    many = len({slot.expert for slot in found.values()})
+    return {
+        path: replace(slot, experts=shapes[path][0] if slot.expert is None else many)
+        for path, slot in found.items()
+    }
 
 
 def _logical_names(paths: Iterable[str]) -> dict[str, str]:

@@ -44,11 +44,14 @@ _MATRIX = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptedLayer:
-    """One layer of an adapter: its logical name, its key in the base, and ``(out, in)``."""
+    """One layer of an adapter: its logical name, its key in the base, and its shape there.
+
+    It is ``(out, in)``, or ``(experts, out, in)`` where the base has all experts in one tensor.
+    """
 
     logical: str
     key: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -68,9 +68,23 @@ class Shape:
         """Weights of all projections of all layers."""
         sizes = [(one, *self.size_of(one)) for one in self.family.projections]
         return sum(
-            out * width * (self.num_hidden_layers if one.layers is None else len(one.layers))
+            out * width * self._times(one) for one, out, width in sizes if one.slot is None
+        ) + self.expert_parameters
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of experts that transformers holds as tensors of three dimensions."""
+        sizes = [(one, *self.size_of(one)) for one in self.family.projections]
+        return sum(
+            one.slot.matrices * out * width * self._times(one)
             for one, out, width in sizes
+            if one.slot is not None
         )
+
+    def _times(self, projection: Projection) -> int:
+        """Count the layers that have a projection."""
+        layers = projection.layers
+        return self.num_hidden_layers if layers is None else len(layers)
 
     @property
     def small_parameters(self) -> int:
@@ -197,9 +211,16 @@ def check_weights(directory: ModelDirectory) -> None:
     found = {
         name[name.find(f"{layers}.") :]: info.shape for name, info in directory.tensors.items()
     }
+    stacked = {
+        one.path: one.slot.experts
+        for one in shape.family.projections
+        if one.slot is not None and one.slot.expert is None
+    }
     for layer in range(shape.num_hidden_layers):
         for path, (out, width) in shape.projections(layer).items():
-            expected = (width, out) if shape.family.transposed else (out, width)
+            expected: tuple[int, ...] = (width, out) if shape.family.transposed else (out, width)
+            if path in stacked:
+                expected = (stacked[path], *expected)
             key = f"{layers}.{layer}.{path}.weight"
             if found.get(key) != expected:
                 raise ModelFileError(

@@ -16,16 +16,18 @@ from mens_exp.errors import ConfigError, Problems
 from mens_exp.layout.names import HEAD
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from mens_exp.config.lora import LoraConfig
-    from mens_exp.layout.families import Family
+    from mens_exp.layout.families import Family, Slot
     from mens_exp.layout.shape import Shape
 
 __all__ = [
+    "EXPERTS",
     "GROUPS",
     "LinearModule",
     "adapter_parameters",
+    "adapter_shapes",
     "chosen",
     "described",
     "linear_modules",
@@ -33,9 +35,11 @@ __all__ = [
     "shortest_names",
     "skipped",
     "target_problems",
+    "without_experts",
 ]
 
-GROUPS = ("attention", "qkv", "qv", "o_proj", "mlp", "all_linear", HEAD)
+EXPERTS = "experts"
+GROUPS = ("attention", "qkv", "qv", "o_proj", "mlp", EXPERTS, "all_linear", HEAD)
 _GLOB = "*?["
 
 
@@ -51,6 +55,9 @@ class LinearModule:
         reads: name of its input in the whole model; modules of one input share it.
         out: number of outputs.
         width: number of inputs.
+        slot: its place among the experts of a mixture; None for a linear module.
+        stack: path of the tensor that it is a part of in transformers' graph, such as
+            ``model.layers.3.mlp.experts.gate_up_proj``; None for a linear module.
     """
 
     path: str
@@ -60,14 +67,28 @@ class LinearModule:
     reads: str
     out: int
     width: int
+    slot: Slot | None = None
+    stack: str | None = None
 
     def is_called(self, name: str) -> bool:
-        """Tell whether a name is the last part, or the last parts, of the path."""
-        return f".{self.path}".endswith(f".{name}")
+        """Tell whether a name is the last part, or the last parts, of a path."""
+        return any(f".{path}".endswith(f".{name}") for path in self.paths)
+
+    def is_like(self, glob: str) -> bool:
+        """Tell whether a glob matches a path."""
+        return any(fnmatchcase(path, glob) for path in self.paths)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Its names: in the checkpoint and, of an expert's matrix, in the graph."""
+        return (self.path,) if self.stack is None else (self.path, self.stack)
 
 
 def linear_modules(shape: Shape) -> tuple[LinearModule, ...]:
-    """Return every module that an adapter can sit on, in the model's order, the head last."""
+    """Return every module that an adapter can sit on, in the model's order, the head last.
+
+    The experts of a mixture are among them as the checkpoint stores them.
+    """
     family = shape.family
     sizes = [(one, *shape.size_of(one)) for one in family.projections]
     inside = [
@@ -79,6 +100,8 @@ def linear_modules(shape: Shape) -> tuple[LinearModule, ...]:
             reads=f"{family.layers}.{layer}.{one.reads}",
             out=out,
             width=width,
+            slot=one.slot,
+            stack=one.slot and f"{family.layers}.{layer}.{one.slot.parameter}",
         )
         for layer in range(shape.num_hidden_layers)
         for one, out, width in sizes
@@ -139,6 +162,7 @@ def target_problems(lora: LoraConfig, shape: Shape) -> list[ConfigError]:
     if problems:
         return problems  # what they should have matched is what patterns are judged by
     adapted = [one for t in lora.targets for one in _matching(t, modules, family)]
+    problems = list(_parts_of_stacks(lora, modules, {one.path for one in adapted}, family))
     for name in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(lora, name):
             if not _matching(pattern, adapted, family):
@@ -174,12 +198,43 @@ def pattern_values(
 def adapter_parameters(lora: LoraConfig, shape: Shape) -> int:
     """Count what is trained: ``r · (in + out)`` for each module, and ``out`` more in DoRA.
 
-    Targets that match nothing count nothing; they are reported elsewhere.
+    Gate and up of an expert are one tensor of transformers', so that they share a matrix A. Targets that match nothing count nothing; they are reported elsewhere.
     """
     modules = [] if target_problems(lora, shape) else chosen(lora, shape)
     ranks = pattern_values(lora.rank_pattern, modules, shape.family, lora.r)
     magnitudes = lora.variant is LoraVariant.dora
-    return sum(ranks[one.path] * (one.width + one.out) + magnitudes * one.out for one in modules)
+    total = 0
+    for one in modules:
+        matrices, width = 1, one.width
+        if one.slot is not None:
+            matrices, width = one.slot.matrices, 0 if one.slot.part else one.width
+        total += matrices * (ranks[one.path] * (width + one.out) + magnitudes * one.out)
+    return total
+
+
+def adapter_shapes(one: LinearModule, r: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a module's tensors in schema v3, by the last part of their names.
+
+    Args:
+        one: the module.
+        r: rank of its adapter.
+    """
+    all_experts = one.slot is not None and one.slot.expert is None
+    stacked = (one.slot.experts,) if one.slot is not None and all_experts else ()
+    return {"lora_a": (*stacked, r, one.width), "lora_b": (*stacked, one.out, r)}
+
+
+def without_experts(family: Family, modules: Iterable[LinearModule]) -> str:
+    """Say what to set so that experts get no adapter.
+
+    Args:
+        family: of the model.
+        modules: others that could get one, for a family without a group for them.
+    """
+    if "attention" in family.groups:
+        return "set lora=attention"
+    names = sorted(set(_last_names(one for one in modules if one.slot is None)))
+    return f"set lora.targets=[{','.join(names)}]" if names else "choose another model"
 
 
 def described(modules: Iterable[LinearModule], layers: int) -> str:
@@ -192,7 +247,7 @@ def described(modules: Iterable[LinearModule], layers: int) -> str:
     matched = list(modules)
     where: dict[str, set[int | None]] = {}
     for one in matched:
-        where.setdefault(one.kind, set()).add(one.layer)
+        where.setdefault(_kind_of(one), set()).add(one.layer)
     kinds: dict[frozenset[int | None], list[str]] = {}
     for kind, numbers in where.items():
         kinds.setdefault(frozenset(numbers), []).append(kind)
@@ -200,8 +255,15 @@ def described(modules: Iterable[LinearModule], layers: int) -> str:
         ", ".join(names) + ("" if None in numbers else f" in {len(numbers)} of {layers} layers")
         for numbers, names in kinds.items()
     ]
-    count = len(matched)
+    count = len({one.stack or one.path for one in matched})
     return f"{'; '.join(parts)}: {count} module{'s' if count != 1 else ''}"
+
+
+def _kind_of(one: LinearModule) -> str:
+    """Name a module's kind; the matrices of all experts are one."""
+    if one.slot is None:
+        return one.kind
+    return f"{one.slot.parameter.rpartition('.')[2]} of {one.slot.experts} experts"
 
 
 def shortest_names(matched: Sequence[str], paths: Iterable[str]) -> list[str]:
@@ -224,10 +286,43 @@ def _matching(
     if kinds is not None:
         return tuple(one for one in modules if one.kind in kinds)
     if any(character in target for character in _GLOB):
-        return tuple(one for one in modules if fnmatchcase(one.path, target))
+        return tuple(one for one in modules if one.is_like(target))
     if target in GROUPS and target != HEAD:
         return ()  # a group that this family's fused modules cannot tell apart
     return tuple(one for one in modules if one.is_called(target))
+
+
+def _parts_of_stacks(
+    lora: LoraConfig, modules: Sequence[LinearModule], adapted: Collection[str], family: Family
+) -> Iterator[ConfigError]:
+    """Yield adapters on some experts of a layer, or on all with ranks or alphas that differ."""
+    stacks: dict[str, list[LinearModule]] = {}
+    for one in modules:
+        if one.stack is not None:
+            stacks.setdefault(one.stack, []).append(one)
+    ranks = pattern_values(lora.rank_pattern, modules, family, lora.r)
+    alphas = pattern_values(lora.alpha_pattern, modules, family, lora.alpha)
+    for path, members in stacks.items():
+        chosen_here = [one for one in members if one.path in adapted]
+        if chosen_here and len(chosen_here) < len(members):
+            absent = next(one.path for one in members if one.path not in adapted)
+            yield ConfigError(
+                "all experts of a layer are one tensor, with gate and up in it",
+                where="lora.targets",
+                found=f"{chosen_here[0].path}, and not {absent}",
+                expected=f"the whole of {path}",
+                remedy=f"set lora=experts, or lora.targets=[{'.'.join(path.split('.')[-2:])}]",
+            )
+            return
+        for name, values in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
+            if chosen_here and len({values[one.path] for one in members}) > 1:
+                yield ConfigError(
+                    "gives the experts of one tensor values that differ",
+                    where=f"lora.{name}",
+                    found=str(dict(getattr(lora, name))),
+                    expected=f"one value for all of {path}",
+                )
+                return
 
 
 def _no_match(
@@ -235,6 +330,14 @@ def _no_match(
 ) -> ConfigError:
     if target == HEAD:
         return ConfigError("the head is never quantized", where=where, found=target)
+    if target == EXPERTS:
+        return ConfigError(
+            f"{family.model_type} has no experts that PEFT's LoRA is known to fit",
+            where=where,
+            found=target,
+            expected=f"one of {', '.join(family.groups)}",
+            remedy=without_experts(family, modules),
+        )
     if target in GROUPS and "qkv" not in family.groups:
         return ConfigError(
             f"no such group is known of {family.model_type}",

@@ -3,7 +3,10 @@
 ``s`` is ``alpha / max(r, 1)``, in rsLoRA ``alpha / sqrt(r)``. DoRA (arXiv:2402.09353) then gives
 each row a length of its own: ``W'' = m · W' / |W'|``.
 
-Shapes: R rank, I inputs and O outputs of a projection, N rows of a piece.
+Where a checkpoint has all experts of a layer in one tensor ``[E, O, I]``, so have A and B, and its
+rows are whole experts.
+
+Shapes: R rank, I inputs and O outputs of a projection, N rows of a piece, E experts.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from mens_exp.lora.from_weights import Pair
 
 __all__ = ["Delta"]
+
+_MATRIX = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,9 +45,9 @@ class Delta:
     taken: Pair | None = None
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Outputs and inputs of the projection."""
-        return self.B_OR.shape[0], self.A_RI.shape[1]
+    def shape(self) -> tuple[int, ...]:
+        """Outputs and inputs of the projection; the experts before them."""
+        return (*self.B_OR.shape[:-1], self.A_RI.shape[-1])
 
     def as_trained(self) -> Delta:
         """Take a doubled pair apart: what was trained, and what was taken out of the base."""
@@ -63,7 +68,8 @@ class Delta:
         """Merge into rows of the weight that begin with row ``first``; f32, overwritten."""
         rows = slice(first, first + len(weight_NI))
         # Not in one call: the scaled product is rounded before it is added, as in the seeds' merge.
-        weight_NI += (self.B_OR[rows] @ self.A_RI).mul_(self.scale)
+        A_RI = self.A_RI[rows] if self.A_RI.dim() > _MATRIX else self.A_RI
+        weight_NI += (self.B_OR[rows] @ A_RI).mul_(self.scale)
         if self.magnitude_O is not None:
             lengths_N = torch.linalg.vector_norm(weight_NI, dim=1)
             weight_NI *= (self.magnitude_O[rows] / lengths_N).unsqueeze(1)

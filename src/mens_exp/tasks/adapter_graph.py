@@ -66,7 +66,7 @@ def config_of_adapter(
 
 
 def _lora(manifest: AdapterManifest, shape: Shape) -> LoraConfig:
-    path_of = {one.logical: one.path for one in linear_modules(shape)}
+    path_of = {one.logical: one.stack or one.path for one in linear_modules(shape)}
     ranks = {path_of[layer]: manifest.rank_of(layer) for layer in manifest.layer_order}
     is_dora = manifest.variant == "dora"
     return LoraConfig(

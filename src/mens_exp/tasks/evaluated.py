@@ -129,7 +129,7 @@ def with_adapter(config: RunConfig, directory: Path) -> tuple[RunConfig, Startin
     adapter = read(directory, family_for(config.model))
     modules = {one.logical: one for one in linear_modules(shape_of(config.model))}
     ranks = {
-        name.rpartition(".")[0]: tensor.shape[0]
+        name.rpartition(".")[0]: tensor.shape[-2]
         for name, tensor in adapter.tensors.items()
         if name.endswith(".lora_a")
     }
@@ -143,7 +143,8 @@ def with_adapter(config: RunConfig, directory: Path) -> tuple[RunConfig, Startin
             remedy="choose the model that the adapter was trained on",
         )
     lora = config.lora
-    lora.targets = [modules[name].path for name in modules if name in ranks]
+    found = (modules[name] for name in modules if name in ranks)
+    lora.targets = list(dict.fromkeys(one.stack or one.path for one in found))
     lora.r, lora.alpha, lora.dropout = adapter.rank, adapter.alpha, 0.0
     lora.variant = LoraVariant(adapter.variant)
     lora.rank_pattern = {modules[n].path: r for n, r in ranks.items() if r != adapter.rank}

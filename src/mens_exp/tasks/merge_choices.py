@@ -97,8 +97,8 @@ def decide(inputs: MergeInputs, asked: MergeConfig) -> Choices:
             logical=layer,
             key=inputs.manifest.base_key_map[layer],
             shape=(
-                inputs.tensors[f"{layer}.lora_b"].shape[0],
-                inputs.tensors[f"{layer}.lora_a"].shape[1],
+                *inputs.tensors[f"{layer}.lora_b"].shape[:-1],
+                inputs.tensors[f"{layer}.lora_a"].shape[-1],
             ),
         )
         for layer in inputs.manifest.layer_order
@@ -357,7 +357,7 @@ def _quantized(
         return {
             base_key(one.path, family, keys)
             for one in linear_modules(inputs.shape)
-            if one.layer is not None and one.path not in quantizer["skip"]
+            if one.layer is not None and one.stack is None and one.path not in quantizer["skip"]
         }
     found = {key for shard in inputs.shards for key in _keys(shard)}
     skip = {stored_key(f"{path}.weight", found) for path in quantizer["skip"]}

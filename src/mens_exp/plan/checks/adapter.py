@@ -11,7 +11,7 @@ from mens_exp.errors import ConfigError
 from mens_exp.layout.cached import marked_weights, ready
 from mens_exp.layout.shape import family_for, shape_of
 from mens_exp.layout.starting_adapter import StartingAdapter, find, read
-from mens_exp.layout.targets import chosen, pattern_values, target_problems
+from mens_exp.layout.targets import adapter_shapes, chosen, pattern_values, target_problems
 from mens_exp.plan.file_messages import another_in_the_adapter
 from mens_exp.rows.cache import cache_root
 
@@ -90,8 +90,8 @@ def _expected_shapes(config: RunConfig, shape: Shape) -> dict[str, tuple[int, ..
     ranks = pattern_values(config.lora.rank_pattern, modules, shape.family, config.lora.r)
     shapes: dict[str, tuple[int, ...]] = {}
     for one in modules:
-        shapes[f"{one.logical}.lora_a"] = (ranks[one.path], one.width)
-        shapes[f"{one.logical}.lora_b"] = (one.out, ranks[one.path])
+        parts = adapter_shapes(one, ranks[one.path])
+        shapes |= {f"{one.logical}.{part}": found for part, found in parts.items()}
         if config.lora.variant is LoraVariant.dora:
             shapes[f"{one.logical}.lora_magnitude"] = (one.out,)
     return shapes

@@ -1,0 +1,223 @@
+"""Adapters on the experts of a mixture, compared with what transformers and PEFT do alone.
+
+PEFT adapts a tensor that holds every expert through ``target_parameters``. The references here
+name those tensors themselves, from the model that transformers loads.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from families import make_tiny
+from safetensors.torch import load_file
+
+from mens_exp.config.model import HfModel
+from mens_exp.errors import ConfigError, ModelFileError
+from mens_exp.model.quiet import quiet
+from mens_exp.objective.causal import CrossEntropy
+from mens_exp.quant.bnb import quantized_linears
+
+# PEFT says so of every pattern that is an expert's, and follows it: the ranks below are its own.
+pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not")
+# Experts stored one by one as w1, w3, w2; as gate, up, down; and all in one tensor.
+MIXTURES = ("mixtral", "phimoe", "qwen3_moe", "qwen2_moe", "olmoe", "granitemoe")
+mixtures = pytest.mark.parametrize("name", MIXTURES)
+ATTENTION = ["k_proj", "o_proj", "q_proj", "v_proj"]
+
+
+@pytest.fixture(scope="session")
+def mixture(tmp_path_factory):
+    """Save a tiny mixture of experts, whose experts are narrower than the hidden state."""
+    made = {}
+
+    def saved(name):
+        if name not in made:
+            sizes = {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 48}
+            if name in ("mixtral", "phimoe", "olmoe", "granitemoe"):
+                sizes = {"intermediate_size": 48}
+            made[name] = make_tiny(name, tmp_path_factory.mktemp(name) / "model", **sizes)
+        return made[name]
+
+    return saved
+
+
+@pytest.fixture(scope="session")
+def mixture_config(tiny_config, mixture):
+    """Compose a run on a mixture, in f32 on its unquantized base."""
+
+    def composed(name, *overrides):
+        usual = ("lora=experts", "backend=lora", "quant=none", "quant.compute_dtype=f32")
+        config = tiny_config(*usual, "data.packing=false", "lora.r=3", *overrides)
+        config.model = HfModel(id=str(mixture(name)))
+        return config
+
+    return composed
+
+
+@pytest.fixture(scope="session")
+def mixture_backend(mixture_config, tmp_path_factory):
+    """Build the graph of a mixture with every A and B drawn."""
+    from mens_exp.model.resolve import resolve
+    from mens_exp.training.build import build_backend
+
+    root = tmp_path_factory.mktemp("resolved")
+
+    def built(name, *overrides):
+        config = mixture_config(name, *overrides)
+        backend = build_backend(config, resolve(config.model, root))
+        generator = torch.Generator().manual_seed(0)
+        for parameter in backend.trainable().values():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        return backend
+
+    return built
+
+
+def published(directory, **options):
+    from transformers import AutoModelForCausalLM
+
+    with quiet():
+        return AutoModelForCausalLM.from_pretrained(
+            directory, attn_implementation="eager", **{"dtype": torch.float32, **options}
+        ).eval()
+
+
+def by_peft(directory, modules=(), **settings):
+    """Adapt a published model with PEFT alone: every tensor of three dimensions, and modules."""
+    from peft import LoraConfig, get_peft_model
+
+    model = published(directory)
+    stacks = [name for name, one in model.named_parameters() if one.dim() == 3]
+    assert len(stacks) == 4  # gate with up, and down, in each of two layers
+    wanted = {"r": 3, "lora_alpha": 16, "lora_dropout": 0.0, **settings}
+    with quiet():
+        return get_peft_model(
+            model, LoraConfig(target_modules=list(modules), target_parameters=stacks, **wanted)
+        ).eval()
+
+
+def of_directory(directory, base, **options):
+    from peft import PeftModel
+
+    with quiet():
+        return PeftModel.from_pretrained(published(base), directory, **options).eval()
+
+
+def copied(backend, peft):
+    """Give a model of PEFT the matrices of ours, by the paths that both have."""
+    theirs = dict(peft.named_parameters())
+    ours = {n: p for n, p in backend.model.named_parameters() if "lora_" in n}
+    assert ours.keys() == {name for name in theirs if "lora_" in name}
+    with torch.no_grad():
+        for name, parameter in ours.items():
+            theirs[name].copy_(parameter)
+    return {name: (parameter, theirs[name]) for name, parameter in ours.items()}
+
+
+def loss_of(model, documents):
+    total = 0.0
+    for start, end in zip(documents.offsets, documents.offsets[1:], strict=False):
+        ids = torch.from_numpy(documents.ids[start:end]).long()[None]
+        mean = model(input_ids=ids, labels=ids, use_cache=False).loss
+        total = total + mean * (ids.shape[1] - 1) if ids.shape[1] > 1 else total
+    return total
+
+
+def our_loss(backend, batch):
+    return CrossEntropy("test", 48)(backend(batch), batch.targets_M, backend.head).total
+
+
+@mixtures
+@pytest.mark.parametrize(
+    ("overrides", "modules"),
+    [((), ()), (("lora.targets=[attention,experts]", "lora.variant=rslora"), ATTENTION)],
+    ids=["experts", "with attention, rslora"],
+)
+def test_loss_gradient_and_a_step_are_those_of_peft_alone(
+    name, overrides, modules, mixture, mixture_backend, family_documents, padded_documents
+):
+    """Two steps of AdamW from the same matrices: losses, gradients and matrices agree."""
+    backend = mixture_backend(name, *overrides)
+    peft = by_peft(mixture(name), modules, use_rslora=bool(modules))
+    pairs = copied(backend, peft)
+    optimizers = [
+        torch.optim.AdamW([pair[side] for pair in pairs.values()], lr=1e-2) for side in (0, 1)
+    ]
+    for _ in range(2):
+        backend.begin(0)
+        ours, theirs = our_loss(backend.train(), padded_documents), loss_of(peft, family_documents)
+        assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
+        for optimizer, loss in zip(optimizers, (ours, theirs), strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+        for path, (own, other) in pairs.items():
+            assert own.grad.norm() > 0, path
+            assert (own.grad - other.grad).norm() <= 1e-4 * other.grad.norm(), path
+        for optimizer in optimizers:
+            optimizer.step()
+    for path, (own, other) in pairs.items():
+        assert torch.allclose(own, other, atol=1e-4), path
+
+
+@mixtures
+def test_a_peft_directory_gives_the_trained_logits_in_peft_alone(
+    name, mixture, mixture_backend, family_documents, padded_documents, tmp_path
+):
+    """Also with a rank and an alpha of its own for one of the two tensors of a layer."""
+    backend = mixture_backend(
+        name,
+        "lora.targets=[attention,experts]",
+        "lora.rank_pattern={experts.down_proj:5}",
+        "lora.alpha_pattern={experts.gate_up_proj:40}",
+    ).eval()
+    backend.write_peft(tmp_path / "peft")
+    theirs = of_directory(tmp_path / "peft", mixture(name))
+    ranks = {p.shape[0] // 4 for n, p in theirs.named_parameters() if "experts.lora_A" in n}
+    assert ranks == {5}
+    with torch.no_grad():
+        ours = our_loss(backend, padded_documents)
+        assert ours.item() == pytest.approx(loss_of(theirs, family_documents).item(), rel=1e-5)
+        plain = loss_of(published(mixture(name)), family_documents)
+    assert abs(ours.item() - plain.item()) > 0.05
+
+
+def merged_by_hand(manifest, tensors, directory):
+    """Add ``(B @ A) · alpha / rank`` to each named tensor, as a reader who knows no more would."""
+    weights = load_file(directory / "model.safetensors")
+    for layer, key in manifest.base_key_map.items():
+        A, B = (torch.from_numpy(tensors[f"{layer}.lora_{which}"]) for which in "ab")
+        delta = (B.double() @ A.double()) * manifest.alpha / manifest.rank
+        assert delta.shape == weights[key].shape, layer
+        weights[key] = (weights[key].double() + delta).float()
+    return weights
+
+
+@mixtures
+def test_the_schema_s_deltas_are_those_that_peft_merges(
+    name, mixture, mixture_backend, mixture_config, tmp_path
+):
+    """Each tensor of the checkpoint has a layer of its own, read by the schema's one rule."""
+    backend = mixture_backend(name, "lora.targets=[attention,experts]")
+    manifest, tensors = backend.adapter(mixture_config(name, "lora.targets=[attention,experts]"))
+    assert manifest.problems("here") == []
+    backend.write_peft(tmp_path / "peft")
+    theirs = of_directory(tmp_path / "peft", mixture(name)).merge_and_unload()
+    theirs.save_pretrained(tmp_path / "merged")
+    expected = load_file(tmp_path / "merged" / "model.safetensors")
+    found = merged_by_hand(manifest, tensors, mixture(name))
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        assert torch.allclose(found[key], values, atol=1e-6), key
+
+
+@mixtures
+def test_an_adapter_goes_out_and_comes_back(name, mixture_backend, mixture_config):
+    """Bit for bit, into a graph whose matrices were others."""
+    first, second = mixture_backend(name), mixture_backend(name)
+    for parameter in second.trainable().values():
+        parameter.data.zero_()
+    second.load_adapter(first.adapter(mixture_config(name))[1])
+    for path, parameter in first.trainable().items():
+        assert torch.equal(parameter, second.trainable()[path]), path
