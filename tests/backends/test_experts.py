@@ -6,15 +6,12 @@ name those tensors themselves, from the model that transformers loads.
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from families import make_tiny
 from safetensors.torch import load_file
 
 from mens_exp.config.model import HfModel
-from mens_exp.errors import ConfigError, ModelFileError
 from mens_exp.model.quiet import quiet
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.quant.bnb import quantized_linears
@@ -102,7 +99,7 @@ def of_directory(directory, base, **options):
     from peft import PeftModel
 
     with quiet():
-        return PeftModel.from_pretrained(published(base), directory, **options).eval()
+        return PeftModel.from_pretrained(published(base, **options), directory).eval()
 
 
 def copied(backend, peft):
@@ -221,3 +218,79 @@ def test_an_adapter_goes_out_and_comes_back(name, mixture_backend, mixture_confi
     second.load_adapter(first.adapter(mixture_config(name))[1])
     for path, parameter in first.trainable().items():
         assert torch.equal(parameter, second.trainable()[path]), path
+
+
+@mixtures
+def test_the_plan_counts_what_peft_trains(name, mixture, mixture_config, mixture_backend):
+    """PEFT's own count of trainable parameters, and the base's of what it holds as experts."""
+    from mens_exp.layout.shape import shape_of
+    from mens_exp.layout.targets import adapter_parameters
+
+    overrides = ("lora.targets=[attention,experts]",)
+    config = mixture_config(name, *overrides)
+    peft = by_peft(mixture(name), ATTENTION)
+    counted = adapter_parameters(config.lora, shape_of(config.model))
+    assert counted == peft.get_nb_trainable_parameters()[0]
+    assert mixture_backend(name, *overrides).facts()["trainable_parameters"] == counted
+    held = sum(one.numel() for one in published(mixture(name)).parameters() if one.dim() == 3)
+    assert shape_of(config.model).expert_parameters == held
+
+
+@mixtures
+def test_a_directory_of_peft_s_own_is_read_and_written(
+    name, mixture, mixture_config, mixture_backend, tmp_path
+):
+    """Made by PEFT alone, read as schema v3, and written so that PEFT finds the same tensors."""
+    from mens_exp.layout.adapter_base import base_of
+    from mens_exp.layout.peft_adapter import manifest_of, read_peft, write_peft
+
+    config = mixture_config(name)
+    backend = mixture_backend(name, "lora.targets=[attention,experts]")
+    peft = by_peft(mixture(name), ATTENTION)
+    copied(backend, peft)
+    peft.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    base = base_of(config.model, tmp_path)
+    adapter = read_peft(tmp_path / "theirs", base.shape.family)
+    unquantized = {"base_quant": "none", "double_quant": False}
+    manifest, tensors = manifest_of(adapter, base, unquantized, "theirs")
+    assert base.problems(manifest, tensors, "theirs") == []
+    expected = backend.adapter(mixture_config(name, "lora.targets=[attention,experts]"))[1]
+    assert tensors.keys() == expected.keys()
+    assert all((tensors[key] == values).all() for key, values in expected.items())
+    write_peft(tmp_path / "ours", manifest, tensors, base)
+    first, second = (
+        load_file(tmp_path / one / "adapter_model.safetensors") for one in ("theirs", "ours")
+    )
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], values) for key, values in second.items())
+    reread = of_directory(tmp_path / "ours", mixture(name))
+    ids = torch.arange(3, 30)[None]
+    with torch.no_grad():
+        assert torch.equal(reread(input_ids=ids).logits, peft(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("quant", ["nf4", "int8"])
+def test_experts_of_a_quantized_base_stay_as_they_are(
+    quant, mixture, mixture_config, mixture_backend, family_documents, padded_documents, tmp_path
+):
+    """The loader quantizes attention alone, and the record says so."""
+    from transformers import BitsAndBytesConfig
+
+    overrides = ("backend=qlora", f"quant={quant}", "quant.compute_dtype=f32")
+    backend = mixture_backend("qwen3_moe", *overrides).eval()
+    facts = backend.facts()
+    assert facts["expert_dtype"] == "float32"
+    assert facts["expert_parameters"] == 2 * 4 * 3 * 48 * 64
+    assert facts["quantized_linears"] == len(quantized_linears(backend.model)) == 8
+    if quant == "int8":
+        return  # its layers quantize their inputs elsewhere: tests/backends/test_int8.py
+    backend.write_peft(tmp_path / "peft")
+    alone = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    theirs = of_directory(tmp_path / "peft", mixture("qwen3_moe"), quantization_config=alone)
+    for module in quantized_linears(theirs).values():
+        module.support_avx512bf16_for_cpu = False
+    with torch.no_grad():
+        ours = our_loss(backend, padded_documents)
+        assert ours.item() == pytest.approx(loss_of(theirs, family_documents).item(), rel=1e-5)

@@ -106,28 +106,34 @@ def _refuse_other_experts(
     Raises:
         ConfigError: a tensor is absent, of another shape, or holds other values.
     """
-    import torch
-
     parameters = dict(model.named_parameters()) if stacks else {}
     for stack in stacks:
-        parameter = parameters.get(stack.path)
-        same = parameter is not None and tuple(parameter.shape) == stack.shape
-        experts = {0, stack.experts - 1}
-        for one in stack.members if same else ():
-            assert one.slot is not None, "a member of a stack has a slot"
-            if one.slot.expert is None or one.slot.expert in experts:
-                number = slice(None) if one.slot.expert is None else one.slot.expert
-                stored = weights.read(one.path, parameter.device).to(parameter.dtype)
-                same = same and torch.equal(parameter[number][..., stack.rows(one), :], stored)
-        if not same:
+        found = parameters.get(stack.path)
+        if found is None or not _is_of(stack, found, weights):
             raise ConfigError(
                 "the loaded model holds its experts otherwise than its checkpoint's names say",
                 where="lora.targets",
-                found=f"{stack.path}: "
-                + ("absent" if parameter is None else str(list(parameter.shape))),
+                found=f"{stack.path}: {'absent' if found is None else list(found.shape)}",
                 expected=f"{list(stack.shape)}, the stored experts one by one",
                 remedy=remedy,
             )
+
+
+def _is_of(stack: Stack, found_EOI: torch.Tensor, weights: StoredWeights) -> bool:
+    """Compare the first and the last expert of a tensor with the files that it was loaded from."""
+    import torch
+
+    if tuple(found_EOI.shape) != stack.shape:
+        return False
+    for one in stack.members:
+        assert one.slot is not None, "a member of a stack has a slot"
+        expert = one.slot.expert
+        if expert in {None, 0, stack.experts - 1}:
+            held = (found_EOI if expert is None else found_EOI[expert])[..., stack.rows(one), :]
+            stored = weights.read(one.path, found_EOI.device).to(found_EOI.dtype)
+            if not torch.equal(held, stored):
+                return False
+    return True
 
 
 def _refuse_absent(modules: Sequence[LinearModule], paths: Iterable[str], family: Family) -> None:

@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 
 __all__ = ["QloraBackend"]
 
+_MATRIX = 2
+
 
 class QloraBackend(torch.nn.Module):
     """A transformers model loaded in 4 or 8 bits with PEFT's LoRA layers on it."""
@@ -319,12 +321,23 @@ class QloraBackend(torch.nn.Module):
             "total_parameters": self.total_parameters,
             **self.shape.facts(),
             **quantization_facts(self.model),
+            **self._expert_facts(),
             "compute_dtype": str(self.compute_dtype).removeprefix("torch."),
             "gradient_checkpointing": bool(self.causal_lm.is_activation_checkpointing),
             "attention": str(self.causal_lm.config._attn_implementation),  # noqa: SLF001
             "lora_modules": described(self.modules_chosen, self.shape.num_hidden_layers),
             "lora_variant": self.lora.variant.value,
             **start_facts(self.lora, self.errors, self.start_s),
+        }
+
+    def _expert_facts(self) -> dict[str, Any]:
+        """Read back the format of tensors that hold experts, which no quantization reaches."""
+        stacked = [one for one in self.causal_lm.parameters() if one.dim() > _MATRIX]
+        if not self.shape.expert_parameters or not stacked:
+            return {}
+        return {
+            "expert_parameters": sum(one.numel() for one in stacked),
+            "expert_dtype": str(stacked[0].dtype).removeprefix("torch."),
         }
 
     def quantization_errors(self) -> dict[str, tuple[float, float]]:

@@ -269,7 +269,7 @@ def _experts_of(backend: QloraBackend) -> dict[str, list[tuple[Stack, Any]]]:
 
 
 def _same_place(ours: Any, path: str, experts: Collection[str]) -> Any:
-    """Return the module of our graph at a path; PEFT's layers around experts hide what is inside."""
+    """Return the module of our graph at a path, also inside of PEFT's layers around experts."""
     for holder in experts:
         if path.startswith(f"{holder}."):
             inside = ours.get_submodule(holder).get_base_layer()

@@ -38,6 +38,7 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _UNSUPPORTED = {
     "use_dora": "DoRA",
     "modules_to_save": "modules that are saved whole",
+    "target_parameters": "adapters on experts that are one tensor",
     "rank_pattern": "a rank of its own for some layers",
     "alpha_pattern": "an alpha of its own for some layers",
     "trainable_token_indices": "trained tokens",

@@ -163,12 +163,13 @@ def _whole(
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Return A ``[E, R, I]`` and B ``[E, O, R]`` of a stack."""
     if _expert(stack.members[0]) < 0:
-        one = stack.members[0].logical
-        return tensors[f"{one}.lora_a"], tensors[f"{one}.lora_b"]
+        whole = stack.members[0].logical
+        return tensors[f"{whole}.lora_a"], tensors[f"{whole}.lora_b"]
     by_expert: dict[int, list[LinearModule]] = {}
     for one in stack.members:
         by_expert.setdefault(_expert(one), []).append(one)
-    A, B = [], []
+    A: list[npt.NDArray[np.float32]] = []
+    B: list[npt.NDArray[np.float32]] = []
     for parts in by_expert.values():
         first, *others = (tensors[f"{one.logical}.lora_a"] for one in parts)
         if not all(np.array_equal(first, other) for other in others) or first.shape != (

@@ -20,21 +20,24 @@ from mens_exp.artifacts.adapter_delta import portable
 from mens_exp.artifacts.adapter_tensors import MAGNITUDE, disagreements, few
 from mens_exp.artifacts.adapter_v3 import AdapterManifest
 from mens_exp.errors import DataError, ModelFileError, Problems
+from mens_exp.layout.experts import joined, split, stacks_of
 from mens_exp.layout.names import HEAD, logical_name
 from mens_exp.layout.peft_config import CONFIG_NAME, PeftSettings, read_settings
 from mens_exp.layout.safetensors_header import read_header
-from mens_exp.layout.targets import shortest_names
+from mens_exp.layout.targets import expert_modules, shortest_names
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
 
     from mens_exp.artifacts.adapter_v3 import Quant
     from mens_exp.layout.adapter_base import AdapterBase
+    from mens_exp.layout.experts import Stack
     from mens_exp.layout.families import Family
     from mens_exp.layout.safetensors_header import TensorInfo
+    from mens_exp.layout.targets import LinearModule
 
     Tensors = dict[str, npt.NDArray[np.float32]]
 
@@ -62,7 +65,8 @@ class PeftAdapter:
 
     Attributes:
         settings: of its configuration.
-        paths: logical layer to module path, without PEFT's prefix.
+        paths: logical layer to the path of its module or, of an expert, of the parameter that it
+            is in; without PEFT's prefix.
         tensors: under logical names as in schema v3, f32.
     """
 
@@ -105,19 +109,67 @@ def read_peft(directory: Path, family: Family) -> PeftAdapter:
     problems: list[DataError] = []
     paths: dict[str, str] = {}
     tensors: Tensors = {}
+    stacks = _adapted_stacks(settings, family, header)
     for name, info in header.items():
         try:
-            logical, part, module = _named(name, info, path, family)
+            logical, part, module = _named(name, info, path, family, stacks)
         except DataError as error:
             problems.append(error)
             continue
         paths[logical] = module
         tensors[f"{logical}.{part}"] = _as_f32(data, info)
     Problems.raise_if(few(problems, str(path)))
-    return PeftAdapter(settings=settings, paths=paths, tensors=tensors)
+    found = [one for one in stacks.values() if one.logical in paths]
+    Problems.raise_if(few(list(_stack_problems(found, settings, tensors, path)), str(path)))
+    for one in found:
+        del paths[one.logical]
+        paths |= dict.fromkeys((member.logical for member in one.members), one.path)
+    return PeftAdapter(settings=settings, paths=paths, tensors=split(tensors, found))
 
 
-def _named(name: str, info: TensorInfo, path: Path, family: Family) -> tuple[str, str, str]:
+def _adapted_stacks(
+    settings: PeftSettings, family: Family, names: Iterable[str]
+) -> dict[str, Stack]:
+    """Return the adapted tensors of experts by the path under which PEFT saves their pairs.
+
+    PEFT wraps a module once for each of its adapted parameters: gate with up inside, under
+    ``base_layer``, and down outside.
+    """
+    inside = f"{_PREFIX}{family.layers}."
+    layers = {name.removeprefix(inside).partition(".")[0] for name in names}
+    numbers = sorted(int(one) for one in layers if one.isdigit())
+    found: dict[str, Stack] = {}
+    by_module: dict[str, list[Stack]] = {}
+    for one in stacks_of(expert_modules(family, numbers)) if settings.parameters else ():
+        if settings.adapts(one.path):
+            by_module.setdefault(one.module, []).append(one)
+    for module, listed in by_module.items():
+        for depth, one in enumerate(reversed(listed)):
+            found[f"{module}{'.base_layer' * depth}"] = one
+    return found
+
+
+def _stack_problems(
+    stacks: Iterable[Stack], settings: PeftSettings, tensors: Tensors, path: Path
+) -> Iterator[DataError]:
+    """Yield pairs that are not of the experts and the rank that they should be."""
+    for one in stacks:
+        rank = settings.rank_of(one.path) * one.experts
+        A, B = (tensors.get(f"{one.logical}.lora_{which}") for which in "ab")
+        _, out, width = one.shape
+        shapes = [None if pair is None else list(pair.shape) for pair in (A, B)]
+        if shapes != [[rank, width], [out, rank]]:
+            yield DataError(
+                "the pair is not that of the experts",
+                where=f"{path}: {one.path}",
+                found=str(shapes),
+                expected=f"[{rank}, {width}] and [{out}, {rank}], for {one.experts} experts",
+            )
+
+
+def _named(
+    name: str, info: TensorInfo, path: Path, family: Family, stacks: Mapping[str, Stack]
+) -> tuple[str, str, str]:
     match = _TENSOR.fullmatch(name)
     if match is None or info.dtype not in _NUMPY:
         embedding = ".lora_embedding_" in name
@@ -131,6 +183,8 @@ def _named(name: str, info: TensorInfo, path: Path, family: Family) -> tuple[str
             "module, in F32, F16 or BF16",
         )
     module = match["path"].removeprefix(_PREFIX)
+    if module in stacks and match["half"]:
+        return stacks[module].logical, _PARTS[match["half"]], stacks[module].path
     try:
         logical = logical_name(module, family)
     except ModelFileError as error:
@@ -221,18 +275,49 @@ def write_peft(
         manifest, tensors = portable(manifest, tensors)
     names = {logical: peft for peft, logical in _PARTS.items()}
     content = {}
-    for name, values in tensors.items():
+    places = {layer: base.modules[layer].path for layer in manifest.layer_order}
+    stacks = stacks_of(_whole_stacks(manifest, base, str(directory)))
+    for one in stacks:
+        wraps = one.path.endswith(".gate_up_proj") and one.module in {
+            other.module for other in stacks if other is not one
+        }
+        places[one.logical] = f"{one.module}{'.base_layer' if wraps else ''}"
+    for name, values in joined(tensors, stacks, str(directory)).items():
         layer, _, part = name.rpartition(".")
         end = names[part] if part == MAGNITUDE else f"{names[part]}.weight"
-        content[f"{_PREFIX}{base.modules[layer].path}.{end}"] = np.ascontiguousarray(values)
+        content[f"{_PREFIX}{places[layer]}.{end}"] = np.ascontiguousarray(values)
     with atomic.directory(directory) as temporary:
         (temporary / TENSORS_NAME).write_bytes(save(dict(sorted(content.items()))))
         settings = json.dumps(_settings(manifest, base), indent=2, sort_keys=True)
         (temporary / CONFIG_NAME).write_text(settings + "\n", encoding="utf-8")
 
 
+def _whole_stacks(manifest: AdapterManifest, base: AdapterBase, where: str) -> list[LinearModule]:
+    """Return the adapted matrices of experts.
+
+    Raises:
+        DataError: a layer has adapters on some of its experts, which PEFT cannot have.
+    """
+    found = [base.modules[layer] for layer in manifest.layer_order if base.modules[layer].stack]
+    stacks = {one.stack for one in found}
+    every = [one for one in base.modules.values() if one.stack in stacks and one.stack]
+    absent = sorted({one.logical for one in every} - set(manifest.layer_order))
+    if absent:
+        raise DataError(
+            "PEFT adapts all experts of a layer or none, gate with up",
+            where=where,
+            found=f"no {absent[0]}, and {len(absent) - 1} more",
+            expected="an adapter on each expert of a layer",
+            remedy="merge it: task=merge, or write it with format=v3",
+        )
+    return found
+
+
 def _settings(manifest: AdapterManifest, base: AdapterBase) -> dict[str, Any]:
-    paths = {layer: base.modules[layer].path for layer in manifest.layer_order}
+    modules = [base.modules[layer] for layer in manifest.layer_order]
+    paths = {one.logical: one.stack or one.path for one in modules}
+    plain = [one.path for one in modules if one.stack is None]
+    parameters = {one.stack for one in modules if one.stack is not None}
     ranks = {layer: manifest.rank_of(layer) for layer in paths}
     rslora = manifest.variant == "rslora"
     # PEFT divides by the layer's own rank (or its root), so that is what alpha is made for.
@@ -249,7 +334,8 @@ def _settings(manifest: AdapterManifest, base: AdapterBase) -> dict[str, Any]:
         "r": manifest.rank,
         "lora_alpha": manifest.alpha,
         "lora_dropout": 0.0,
-        "target_modules": _targets(list(paths.values()), base),
+        "target_modules": _targets(plain, base),
+        **({"target_parameters": sorted(parameters)} if parameters else {}),
         "rank_pattern": {
             re.escape(paths[layer]): r for layer, r in ranks.items() if r != manifest.rank
         },

@@ -30,6 +30,7 @@ _READ: dict[str, Any] = {
     "rank_pattern": dict[str, int] | None,
     "alpha_pattern": dict[str, float] | None,
     "base_model_name_or_path": str | None,
+    "target_parameters": list[str] | None,
 }
 # They say how an adapter was made or is found again, and nothing of what its tensors mean.
 _HARMLESS = frozenset(
@@ -59,6 +60,7 @@ class PeftSettings:
         alphas: pattern to alpha.
         base_model: as it is recorded.
         file: that holds it, for messages.
+        parameters: ends of the paths of adapted tensors that are no module's weight.
     """
 
     r: int
@@ -69,6 +71,11 @@ class PeftSettings:
     alphas: dict[str, float]
     base_model: str | None
     file: str
+    parameters: tuple[str, ...] = ()
+
+    def adapts(self, parameter: str) -> bool:
+        """Tell whether a parameter is among those that it names; the end of a path counts."""
+        return any(f".{parameter}".endswith(f".{one}") for one in self.parameters)
 
     def rank_of(self, path: str) -> int:
         """Return r of a module; the first pattern that matches counts, as in PEFT."""
@@ -116,6 +123,7 @@ def read_settings(directory: Path) -> PeftSettings:
         alphas=config.get("alpha_pattern") or {},
         base_model=config.get("base_model_name_or_path") or None,
         file=str(path),
+        parameters=tuple(config.get("target_parameters") or ()),
     )
 
 

@@ -67,9 +67,10 @@ class Shape:
     def linear_parameters(self) -> int:
         """Weights of all projections of all layers."""
         sizes = [(one, *self.size_of(one)) for one in self.family.projections]
-        return sum(
-            out * width * self._times(one) for one, out, width in sizes if one.slot is None
-        ) + self.expert_parameters
+        return (
+            sum(out * width * self._times(one) for one, out, width in sizes if one.slot is None)
+            + self.expert_parameters
+        )
 
     @property
     def expert_parameters(self) -> int:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from mens_exp.config.lora import LoraConfig
-    from mens_exp.layout.families import Family, Slot
+    from mens_exp.layout.families import Family, Projection, Slot
     from mens_exp.layout.shape import Shape
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "adapter_shapes",
     "chosen",
     "described",
+    "expert_modules",
     "linear_modules",
     "pattern_values",
     "shortest_names",
@@ -92,17 +93,7 @@ def linear_modules(shape: Shape) -> tuple[LinearModule, ...]:
     family = shape.family
     sizes = [(one, *shape.size_of(one)) for one in family.projections]
     inside = [
-        LinearModule(
-            path=f"{family.layers}.{layer}.{one.path}",
-            logical=f"l{layer}.{one.logical}",
-            kind=one.logical,
-            layer=layer,
-            reads=f"{family.layers}.{layer}.{one.reads}",
-            out=out,
-            width=width,
-            slot=one.slot,
-            stack=one.slot and f"{family.layers}.{layer}.{one.slot.parameter}",
-        )
+        _module(family, layer, one, out, width)
         for layer in range(shape.num_hidden_layers)
         for one, out, width in sizes
         if one.is_in(layer)
@@ -117,6 +108,37 @@ def linear_modules(shape: Shape) -> tuple[LinearModule, ...]:
         width=shape.hidden_size,
     )
     return (*inside, head)
+
+
+def expert_modules(family: Family, layers: Iterable[int]) -> list[LinearModule]:
+    """Return the experts of a family that headers told, which knows their sizes itself.
+
+    Args:
+        family: of the model.
+        layers: numbers of the decoder layers.
+    """
+    sizes = family.sizes
+    return [
+        _module(family, layer, one, sum(sizes[name] for name in one.out), sizes[one.width])
+        for layer in layers
+        for one in family.projections
+        if one.slot is not None and one.is_in(layer)
+    ]
+
+
+def _module(family: Family, layer: int, one: Projection, out: int, width: int) -> LinearModule:
+    inside = f"{family.layers}.{layer}"
+    return LinearModule(
+        path=f"{inside}.{one.path}",
+        logical=f"l{layer}.{one.logical}",
+        kind=one.logical,
+        layer=layer,
+        reads=f"{inside}.{one.reads}",
+        out=out,
+        width=width,
+        slot=one.slot,
+        stack=None if one.slot is None else f"{inside}.{one.slot.parameter}",
+    )
 
 
 def chosen(lora: LoraConfig, shape: Shape) -> tuple[LinearModule, ...]:
@@ -198,7 +220,8 @@ def pattern_values(
 def adapter_parameters(lora: LoraConfig, shape: Shape) -> int:
     """Count what is trained: ``r · (in + out)`` for each module, and ``out`` more in DoRA.
 
-    Gate and up of an expert are one tensor of transformers', so that they share a matrix A. Targets that match nothing count nothing; they are reported elsewhere.
+    Gate and up of an expert are one tensor of transformers', so that they share a matrix A.
+    Targets that match nothing count nothing; they are reported elsewhere.
     """
     modules = [] if target_problems(lora, shape) else chosen(lora, shape)
     ranks = pattern_values(lora.rank_pattern, modules, shape.family, lora.r)

@@ -3,7 +3,10 @@
 ``B A`` is ``Q_B (R_B R_Aᵀ) Q_Aᵀ`` with thin QRs of B and of Aᵀ; both Q are orthonormal, so the
 singular values are those of the small matrix in the middle.
 
-Shapes: R rank, I inputs and O outputs of a projection.
+Where all experts of a layer are one tensor, A is ``[E, R, I]`` and B ``[E, O, R]``. They act apart,
+as the blocks of one matrix, and the values of all of them are its values.
+
+Shapes: R rank, I inputs and O outputs of a projection, E experts.
 """
 
 from __future__ import annotations
@@ -45,9 +48,9 @@ def singular_values(
     There are as many as the smallest of R, I and O; all others of the product are zero.
     """
     _, upper_B = np.linalg.qr(B_OR.astype(np.float64))
-    _, upper_A = np.linalg.qr(A_RI.T.astype(np.float64))
-    values = np.linalg.svd(upper_B @ upper_A.T, compute_uv=False)
-    return np.asarray(abs(scale) * values, dtype=np.float64)
+    _, upper_A = np.linalg.qr(np.swapaxes(A_RI, -1, -2).astype(np.float64))
+    values = np.linalg.svd(upper_B @ np.swapaxes(upper_A, -1, -2), compute_uv=False)
+    return np.asarray(abs(scale) * np.sort(values, axis=None)[::-1], dtype=np.float64)
 
 
 def spectrum(

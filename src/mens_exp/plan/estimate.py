@@ -16,6 +16,7 @@ from mens_exp.layout.shape import shape_of
 from mens_exp.plan import machine, messages, pace
 from mens_exp.plan.checks.machine import findings
 from mens_exp.plan.checks.optim import rate_warnings
+from mens_exp.plan.checks.quant import expert_warnings
 from mens_exp.plan.checks.tokenizer import date_in_prompts
 from mens_exp.plan.contract import contract_of
 from mens_exp.plan.disk import disk
@@ -116,6 +117,7 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         "comparison": messages.COMPARISON,
         "warnings": [
             *(stack.warnings if stack else ()),
+            *expert_warnings(config, shape),
             *rate_warnings(config, shape),
             *warnings,
         ],

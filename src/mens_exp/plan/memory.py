@@ -14,7 +14,7 @@ from mens_exp.config.objective import CrossEntropyConfig
 from mens_exp.config.quant import ComputeDtype, QuantType
 from mens_exp.layout.names import HEAD
 from mens_exp.layout.targets import chosen, linear_modules, pattern_values, target_problems
-from mens_exp.plan.parts import in_parts, is_in_parts
+from mens_exp.plan.parts import EXPERTS_DENSE, in_parts, is_in_parts
 from mens_exp.plan.trained import frozen_linears, proxy_stack, trained_parameters
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ __all__ = [
     "Memory",
     "bits_per_weight",
     "compares",
+    "dense_experts",
     "memory",
     "modules_of",
     "optimizer_bytes",
@@ -157,6 +158,15 @@ def bits_per_weight(quant: QuantConfig, rows_per_weight: float = 0.0) -> float:
     return 4 + 32 / quant.block
 
 
+def dense_experts(config: RunConfig, shape: Shape) -> int:
+    """Count the weights of experts that stay in the compute format though a base is quantized.
+
+    bitsandbytes quantizes linear modules, and transformers holds experts as tensors.
+    """
+    is_whole = config.quant.is_quantized and config.backend.name != "proxy"
+    return shape.expert_parameters if is_whole else 0
+
+
 def optimizer_bytes(target: str, parameters: int) -> tuple[int, bool]:
     """Return bytes of an optimizer's state, and whether they lie in pageable host memory.
 
@@ -200,12 +210,14 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
     factor = dict(_CPU_KEPT if on_cpu else _CUDA_KEPT)
     if on_cpu and again:
         factor["activations"] = _CPU_KEPT_RECOMPUTED
-    sizes = [shape.size_of(one) for one in shape.family.projections]
+    sizes = [shape.size_of(one) for one in shape.family.projections if one.slot is None]
     bits = bits_per_weight(config.quant, sum(o for o, _ in sizes) / sum(o * i for o, i in sizes))
+    dense = dense_experts(config, shape)
     # Where every weight learns, the base is what is counted as learned.
     frozen = 0 if config.backend.name == "full" else 1
     components = {
-        "base weights": round(frozen * frozen_linears(config, shape) * bits / 8),
+        "base weights": round(frozen * (frozen_linears(config, shape) - dense) * bits / 8),
+        **({EXPERTS_DENSE: frozen * dense * width} if dense else {}),
         **_plain_beside_residual(config, shape, bits),
         "embedding and head": frozen * shape.embedding_parameters * width,
         "adapter": parameters * (_F32 + (width if width < _F32 else 0)),
@@ -213,6 +225,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         # They are summed in buckets of their own, all of them together as large.
         **({BUCKETS: parameters * _F32} if config.trainer.world_size > 1 else {}),
         "optimizer": 0 if is_paged and not on_cpu else moments,
+        **_sums_of_experts(config, shape, width=width, again=again),
         **{name: round(value) for name, value in kept.items()},
         "allocator": round(max(_holes(kept, factor), _kernels(documents) if on_cpu else 0)),
         "head chunk": _head_positions(config) * shape.vocab_size * _LOGITS,
@@ -323,7 +336,8 @@ def _layer_bytes(config: RunConfig, shape: Shape, *, width: int, on_cpu: bool) -
     total = 2.0 * _F32 * shape.hidden_size
     total += width * (heads + 2 * pairs + (0 if on_cpu else heads))
     total += width * wide * (3 if is_gated else 5)  # the tanh form of GELU keeps its steps
-    modules = [one for one in modules_of(config, shape) if one.kind != HEAD]
+    every_module = modules_of(config, shape)
+    modules = [one for one in every_module if one.kind != HEAD and one.stack is None]
     inputs = {one.reads: one.width for one in modules}
     ranks = pattern_values(config.lora.rank_pattern, modules, shape.family, config.lora.r)
     mask = _MASK if config.lora.dropout > 0 else 0
@@ -333,6 +347,26 @@ def _layer_bytes(config: RunConfig, shape: Shape, *, width: int, on_cpu: bool) -
         every = {one.reads: one.width for one in linear_modules(shape) if one.layer is not None}
         adapters += width * sum(w for reads, w in every.items() if reads not in shared)
     return total + adapters / shape.num_hidden_layers
+
+
+def _sums_of_experts(config: RunConfig, shape: Shape, *, width: int, again: bool) -> dict[str, int]:
+    """Return what adapted experts take beside themselves.
+
+    PEFT computes with ``W + s·B A``, which the backward pass needs again, and whose gradient is as
+    large; that is there for one layer at a time.
+    """
+    if config.backend.name in {"full", "proxy"}:
+        return {}
+    sizes: dict[int | None, int] = {}
+    for one in modules_of(config, shape):
+        if one.slot is not None:
+            size = one.slot.matrices * one.out * one.width
+            sizes[one.layer] = sizes.get(one.layer, 0) + size
+    if not sizes:
+        return {}
+    largest = max(sizes.values())
+    kept = largest if again else sum(sizes.values())
+    return {"experts with their adapters": (kept + largest) * width}
 
 
 def _plain_beside_residual(config: RunConfig, shape: Shape, bits: float) -> dict[str, int]:

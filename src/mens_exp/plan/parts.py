@@ -13,14 +13,16 @@ from mens_exp.config.trainer import Strategy
 if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
 
-__all__ = ["WHOLE", "in_parts", "is_in_parts"]
+__all__ = ["EXPERTS_DENSE", "WHOLE", "in_parts", "is_in_parts"]
+
+EXPERTS_DENSE = "experts, not quantized"
 
 WHOLE = "base, whole while it is loaded or scored"
 _CODE_BITS = 4
 # Layers that are whole at one time: the one that computes, the one fetched ahead of it, and the
 # buffer that its parts arrive in. By PyTorch's code (fully_shard); not measured on a GPU.
 _AT_ONCE = 3
-_RESTING = ("base weights", "embedding and head", "adapter", "framework")
+_RESTING = ("base weights", EXPERTS_DENSE, "embedding and head", "adapter", "framework")
 
 
 def is_in_parts(config: RunConfig) -> bool:
@@ -42,14 +44,17 @@ def in_parts(
     """
     whole, share = components["base weights"], _CODE_BITS / bits
     codes = round(whole * share) if config.quant.is_four_bit else whole
+    dense = components.get(EXPERTS_DENSE, 0)
+    many = config.trainer.world_size
     parts = {
         **components,
-        "base weights": whole - codes + -(-codes // config.trainer.world_size),
-        "gathered layers": min(_AT_ONCE, layers) * codes // layers,
+        "base weights": whole - codes + -(-codes // many),
+        **({EXPERTS_DENSE: -(-dense // many)} if dense else {}),
+        "gathered layers": min(_AT_ONCE, layers) * (codes + dense) // layers,
     }
-    alone = sum(components[name] for name in _RESTING)
+    alone = sum(components.get(name, 0) for name in _RESTING)
     if kind == "cpu":  # at the least, one process of a machine loads while others hold their part
-        many, resting = config.trainer.devices, sum(parts[name] for name in _RESTING)
+        many, resting = config.trainer.devices, sum(parts.get(name, 0) for name in _RESTING)
         peak = (alone + (many - 1) * resting) // many
     else:  # it is loaded in the host's memory, and scored by the first process alone
         peak = alone if config.suite.name != "none" else 0

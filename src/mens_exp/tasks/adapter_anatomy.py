@@ -13,6 +13,7 @@ from mens_exp.artifacts.adapter_tensors import MAGNITUDE
 from mens_exp.artifacts.inspection import BaseRecord, LayerRecord
 from mens_exp.config.lora import LoraVariant
 from mens_exp.errors import DataError, Problems
+from mens_exp.layout.experts import split, stacks_of
 from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.peft_adapter import PeftAdapter, read_peft
 from mens_exp.layout.shape import family_for, shape_of
@@ -143,12 +144,15 @@ def of_state(
         return found
     lora, shape = config.lora, shape_of(config.model)
     modules = {one.logical: one for one in linear_modules(shape)}
+    stacks = [one for one in stacks_of(modules.values()) if one.logical in layers]
+    tensors = split(tensors, stacks)
+    layers = [name.removesuffix(".lora_a") for name in tensors if name.endswith(".lora_a")]
     known = [modules[layer] for layer in layers if layer in modules]
     alphas = pattern_values(lora.alpha_pattern, known, family_for(config.model), lora.alpha)
     is_rs = lora.variant is LoraVariant.rslora
     scales: dict[str, float | None] = {}
     for layer in layers:
-        rank = len(tensors[f"{layer}.lora_a"])
+        rank = tensors[f"{layer}.lora_a"].shape[-2]
         alpha = alphas[modules[layer].path] if layer in modules else lora.alpha
         scales[layer] = alpha / (math.sqrt(rank) if is_rs else rank)
     paths = {one.logical: f"{one.path}.weight" for one in known}
@@ -175,8 +179,8 @@ def _measured(
         size = spectrum(A_RI, B_OR, 1.0 if scale is None else scale)
         layers[layer] = LayerRecord(
             base_key=keys.get(layer),
-            shape=[B_OR.shape[0], A_RI.shape[1]],
-            rank=len(A_RI),
+            shape=[*B_OR.shape[:-1], A_RI.shape[-1]],
+            rank=A_RI.shape[-2],
             scale=scale,
             frobenius=size.frobenius,
             spectral=size.spectral,

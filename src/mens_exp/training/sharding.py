@@ -19,7 +19,7 @@ from mens_exp.backends.causal_forward import backbone
 from mens_exp.config.trainer import Strategy as Chosen
 from mens_exp.layout.shape import shape_of
 from mens_exp.plan.machine import look
-from mens_exp.plan.memory import bits_per_weight
+from mens_exp.plan.memory import bits_per_weight, dense_experts
 from mens_exp.quant.bnb import (
     compute_dtype,
     keep_quantization_state,
@@ -81,8 +81,9 @@ def _room_for(config: RunConfig) -> int:
     """Return how many bases the host's free memory has room for, one at least."""
     shape = shape_of(config.model)
     width = compute_dtype(config.quant).itemsize
-    whole = shape.linear_parameters * bits_per_weight(config.quant) / 8
-    whole += shape.embedding_parameters * width
+    dense = dense_experts(config, shape)
+    whole = (shape.linear_parameters - dense) * bits_per_weight(config.quant) / 8
+    whole += (shape.embedding_parameters + dense) * width
     free = look("cpu").free_bytes
     return 1 if free is None else max(1, int(free // (_LOADING * whole)))
 

@@ -128,7 +128,7 @@ def _widths(quant: QuantConfig, directory: Path, shape: Shape) -> Iterator[MensE
     quantized = {one.kind for one in layers if one.path not in left}
     for one in shape.family.projections:
         _, width = shape.size_of(one)
-        if width % BLOCK_SIZE and one.logical in quantized:
+        if width % BLOCK_SIZE and one.logical in quantized and one.slot is None:
             where, expected = f"{directory}: {one.path}", f"a multiple of {BLOCK_SIZE}"
             yield file_messages.blocks_straddle(where, f"width {width}", expected)
 
