@@ -140,14 +140,31 @@ def test_a_killed_run_ends_with_the_adapter_of_one_that_went_on(
         "data.val_max_tokens=200",
         "lora.dropout=0.1",
     ]
+    goes_on(name, train_in, killed_on_the_way, tmp_path, *trains()[name], *settings)
+
+
+def goes_on(name, train_in, killed_on_the_way, tmp_path, *overrides):
     part = killed_on_the_way(tmp_path / "whole", tmp_path / "part")
     base = families.make_fitting(name, tmp_path / "model")
-    whole = train_on(train_in, base, tmp_path / "whole", *trains()[name], *settings)
+    whole = train_on(train_in, base, tmp_path / "whole", *overrides)
     assert not part.adapter.exists()
     assert cli.main([f"resume={part.path}"]) == 0
     assert Manifest.read(part.manifest).attempts[-1]["resumed_from_step"] == 2
     ours, theirs = (run.adapter / "adapter.safetensors" for run in (part, whole))
     assert ours.read_bytes() == theirs.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "granitemoe"])
+def test_a_killed_run_on_experts_ends_with_the_adapter_of_one_that_went_on(
+    name, train_in, killed_on_the_way, tmp_path
+):
+    """Byte for byte too, whether the checkpoint has its experts apart or together."""
+    settings = [
+        *("lora=experts", "lora.targets=[attention,experts]", "trainer.max_steps=3"),
+        *("trainer.accumulate_grad_batches=2", "checkpoint.every_n_steps=1"),
+        "data.val_max_tokens=200",
+    ]
+    goes_on(name, train_in, killed_on_the_way, tmp_path, *settings)
 
 
 def reference_of(run):

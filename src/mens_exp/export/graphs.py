@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mens_exp.backends.qlora import QloraBackend
     from mens_exp.config.root import RunConfig
     from mens_exp.export.parity import Forward
+    from mens_exp.layout.experts import Stack
     from mens_exp.model.resolve import BaseModel
 
 __all__ = [
@@ -67,8 +68,10 @@ def merged(
                 _put(model, path.removesuffix(".base_layer"), dequantized(module.weight))
         # What a start took out of the base is, on the published one, part of the delta.
         with nullcontext() if into == "dequantized" else backend.as_peft_view():
-            for one in backend.modules_chosen:
+            for one in (one for one in backend.modules_chosen if one.stack is None):
                 _add(model, one.path, backend.layers[one.logical], is_head=one.logical == HEAD)
+            for stack in backend.stacks:
+                _add_to_experts(model, stack, backend.layers[stack.logical])
     yield functools.partial(trace, model)
 
 
@@ -137,6 +140,16 @@ def _add(model: Any, path: str, layer: Any, *, is_head: bool) -> None:
         magnitude_O = layer.lora_magnitude_vector[ADAPTER].weight.double().flatten()
         weight_OI = weight_OI * (magnitude_O / weight_OI.norm(dim=1))[:, None]
     _put(model, path, weight_OI.float())
+
+
+def _add_to_experts(model: Any, stack: Stack, layer: Any) -> None:
+    """Add the trained deltas of a layer's experts, each of which has every E-th column of B."""
+    weight_EOI = model.get_parameter(stack.path)
+    A, B = layer.lora_A[ADAPTER].weight.double(), layer.lora_B[ADAPTER].weight.double()
+    many, r = stack.experts, len(A) // stack.experts
+    for one in range(many):
+        delta_OI = layer.scaling[ADAPTER] * (B[:, one::many] @ A[one * r : (one + 1) * r])
+        weight_EOI[one] = (weight_EOI[one].double() + delta_OI).float()
 
 
 def _is_transposed(module: Any) -> bool:
