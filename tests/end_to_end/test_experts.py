@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import families
 import pytest
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.layout.found_family import _EXPERTS
 from mens_exp.model.quiet import quiet
 
 # Stored one by one under two sets of names, and all in one tensor.
@@ -90,6 +92,18 @@ def test_a_run_on_four_bits_learns_and_says_that_experts_are_not(name, trained_o
     held = manifest.facts["expert_parameters"]
     assert any(f"the experts are not quantized: {held:,} of" in note for note in manifest.notes)
     assert any("PEFT adds the adapter to the weights of experts" in one for one in manifest.notes)
+
+
+@pytest.mark.parametrize("name", _EXPERTS)
+def test_every_family_of_the_table_trains_its_experts(name, tmp_path):
+    """As the page of families lists them; loss and gradient are those of transformers."""
+    found = families.outcome(name, tmp_path, "lora=experts")
+    assert found.how.split(", ")[0] in {"packed", "unpacked"}, found.reason
+    assert found.loss <= 1e-5
+    assert found.gradient <= 1e-4
+    page = Path(__file__).parents[2] / "docs" / "families.md"
+    listed = page.read_text("utf-8").split("`lora=experts`")[1].split("\n\n")[0]
+    assert f"`{name}`" in listed
 
 
 def test_a_dense_model_has_no_such_notes(finished):
@@ -178,7 +192,7 @@ def test_a_run_starts_from_an_adapter_on_experts(name, form, trained_on, train_i
     first = trained_on(name, *UNQUANTIZED)
     start = first.adapter if form == "adapter" else first.peft
     config = Manifest.read(first.manifest)
-    model = [one for one in config.overrides if one.startswith("model.id=")][0]
+    model = next(one for one in config.overrides if one.startswith("model.id="))
     again = train_in(
         *(tmp_path / "run", "model=hf", model, "lora=experts", *UNQUANTIZED),
         *(f"lora.init_from={start}", "optim.lr=1e-30", "trainer.max_steps=1"),
@@ -288,7 +302,7 @@ def test_a_merge_on_four_bits_is_certified_and_scored_as_its_run(trained_on, tmp
     place = tmp_path / "merge"
     assert cli.main(["task=merge", f"path={run.path}", f"hydra.run.dir={place}"]) == 0
     assert json.loads((place / "manifest.json").read_text("utf-8"))["status"] == "succeeded"
-    assert json.loads(RunDir(place).certificate.read_text("utf-8"))["passed"]
+    assert json.loads(RunDir(place).parity.read_text("utf-8"))["passed"]
     for number, path in enumerate((run.path, place)):
         at = tmp_path / f"evaluate{number}"
         command = ["task=evaluate", f"path={path}", "suite=mini_python", "suite.items=2"]

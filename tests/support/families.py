@@ -269,7 +269,10 @@ def _plain(reason):
 def main():
     """Write the page of all families, or of those named."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    print(_HEAD.format(version=metadata.version("transformers")))
+    from mens_exp.layout.found_family import _EXPERTS
+
+    experts = ", ".join(f"`{name}`" for name in sorted(_EXPERTS))
+    print(_HEAD.format(version=metadata.version("transformers"), experts=experts))
     for name in sys.argv[1:] or model_types():
         with tempfile.TemporaryDirectory() as place:
             print(row(outcome(name, Path(place))), flush=True)
@@ -285,6 +288,9 @@ second column shows what was set.
 The difference is that of the check before step 1: our loss and gradient against those of
 transformers alone, in f32 over the same quantized weights; see
 [data_contract.md](data_contract.md).
+
+Experts get adapters with `lora=experts`, through PEFT's `target_parameters`, in {experts}.
+Other mixtures refuse it and train with `lora=attention`.
 
 | model type | trains | difference | why not |
 |---|---|---|---|"""
