@@ -18,6 +18,7 @@ import fork_server
 import pytest
 import reliability_page
 from disk_faults import VARIABLE, Fault, Site, Watcher, source
+from fuzz_readers import READERS
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="stops calls by seccomp; run it on Linux"
@@ -167,10 +168,12 @@ def test_a_sample_of_the_campaign_ends_well(tmp_path, monkeypatch):
 
 
 def test_the_page_is_drawn_from_the_results():
-    """`make docs` wrote docs/reliability.md from tests/faults/campaign.json as they are."""
+    """`make docs` wrote docs/reliability.md from the JSON of the campaign and of fuzzing."""
     shown = (campaign.RESULTS.parents[2] / "docs/reliability.md").read_text("utf-8")
     results = json.loads(campaign.RESULTS.read_text("utf-8"))
-    assert reliability_page.page(results) == shown
+    fuzzing = json.loads(reliability_page.FUZZING.read_text("utf-8"))
+    assert reliability_page.page(results, fuzzing) == shown
+    assert set(fuzzing["readers"]) == set(READERS)
     for one in results["campaigns"]:
         played = sum(count for task in one["tasks"] for count in task["played"].values())
         planned = sum(task["planned"] for task in one["tasks"])

@@ -13,6 +13,7 @@ input, or values that another program reads otherwise. With --guided, inputs are
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import json
 import mmap
@@ -33,12 +34,16 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import yaml
 from fuzz_readers import CORPORA, READERS, inputs_of, words_of
 
 HANG_S = 20
 MOST_BYTES = 2**30
 LONGEST = 200_000  # bytes of an input that is bred
 SCRIPT = Path(__file__)
+VALUES = [None, True, False, 0, -1, 1, 2**31, 2**63, 10**30, -(10**400), 0.5, -0.0, 1e308, 5e-324]
+VALUES += ["", "a", "\x00", "\ud800", "../..", "/", "~", "0" * 64, "ä" * 9_000, "${a}", "(a+)+$"]
+VALUES += [float("nan"), float("inf"), [], {}, [[]], [None], {"": None}, [{}] * 50, ["a", 1]]
 RESULTS = Path(__file__).parents[1] / "faults/fuzzing.json"
 _TRAIN = [
     *("model=tiny_llama", "trainer=cpu", "logger=none", "suite=none", "schedule=constant"),
@@ -48,8 +53,15 @@ _TRAIN = [
 
 
 def mutated(draw: random.Random, seeds: list[bytes], words: list[bytes]) -> bytes:
-    """Return an input made of a valid one by one to six changes."""
-    data = bytearray(draw.choice(seeds))
+    """Return a changed valid input; of two in JSON or YAML one stays JSON or YAML."""
+    seed = draw.choice(seeds)
+    whole = restructured(draw, seed) if draw.random() < 0.5 else None
+    return (whole or _damaged(draw, seed, seeds, words))[:LONGEST]
+
+
+def _damaged(draw: random.Random, seed: bytes, seeds: list[bytes], words: list[bytes]) -> bytes:
+    """Return a valid input with one to six changes of its bytes."""
+    data = bytearray(seed)
     for _ in range(draw.randint(1, 6)):
         place, length = draw.randrange(len(data) + 1), draw.choice((1, 1, 2, 4, 8, 32))
         change = draw.randrange(8)
@@ -71,7 +83,52 @@ def mutated(draw: random.Random, seeds: list[bytes], words: list[bytes]) -> byte
             data = data[:place] + data[place : place + 64] * draw.choice((2, 3, 100)) + data[place:]
         else:
             del data[place:]
-    return bytes(data[:LONGEST])
+    return bytes(data)
+
+
+def restructured(draw: random.Random, seed: bytes) -> bytes | None:
+    """Return JSON, JSON Lines or YAML with one to three other values; None for other files."""
+    lines = seed.splitlines(keepends=True)
+    number = draw.randrange(len(lines)) if lines else 0
+    for begin, text, end, read, write in (
+        (b"", seed, b"", json.loads, json.dumps),
+        (b"".join(lines[:number]), lines[number] if lines else b"", b"\n", json.loads, json.dumps),
+        (b"", seed, b"", _yaml, yaml.safe_dump),
+    ):
+        try:
+            value = read(text)
+        except (ValueError, yaml.YAMLError):
+            continue
+        if not isinstance(value, dict | list):
+            return None
+        for _ in range(draw.randint(1, 3)):
+            _change(draw, value)
+        rest = b"".join(lines[number + 1 :]) if end else b""
+        return begin + write(value).encode("utf-8", "surrogatepass") + end + rest
+    return None
+
+
+def _yaml(data: bytes) -> object:
+    return yaml.load(data[:20_000], Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def _change(draw: random.Random, value: dict | list) -> None:
+    """Change one value at any depth, in place."""
+    keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+    if not keys:
+        return
+    key = draw.choice(keys)
+    below = value[key]
+    if isinstance(below, dict | list) and below and draw.random() < 0.75:
+        _change(draw, below)
+    elif (change := draw.randrange(5)) == 0:
+        del value[key]
+    elif change == 1:
+        value[key] = [below] if draw.random() < 0.5 else {"a": below}
+    elif change == 2 and isinstance(value, dict):
+        value[draw.choice([*keys, "format", "a" * 300, "\x00", ""])] = below
+    else:
+        value[key] = copy.deepcopy(draw.choice([*VALUES, value[draw.choice(keys)]]))
 
 
 def fault_in(name: str, directory: Path) -> tuple[bool, str | None]:

@@ -377,11 +377,15 @@ def _under_schemas(stored: DictConfig | ListConfig) -> DictConfig:
     for group in stored:
         node = stored[group]
         if group == "callbacks":
+            if not isinstance(node, DictConfig):
+                raise TypeError("callbacks holds no mapping")
             root[group] = {
                 name: _under(_schema("callbacks", values, name=str(name)), values)
                 for name, values in node.items()
             }
         elif isinstance(node, DictConfig) and group not in SCHEMAS:
+            if not isinstance(root.get(group), DictConfig):
+                raise TypeError(f"{group} is no mapping")
             root[group].merge_with(node)
         elif isinstance(node, DictConfig):
             root[group] = _under(_schema(str(group), node), node)

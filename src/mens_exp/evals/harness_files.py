@@ -7,6 +7,7 @@ so what may not be run is found here, before. Data come from files of this machi
 from __future__ import annotations
 
 import glob
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -25,6 +26,7 @@ __all__ = ["TaskFiles", "read_task_files"]
 
 _READERS: Final = ("json", "csv", "text", "parquet", "arrow")
 _MOST_PROBLEMS: Final = 20
+_MOST_FILES: Final = 10_000
 
 
 class _Function(str):
@@ -223,9 +225,30 @@ def _data(value: Any) -> Iterator[Path]:
         yield from _files(name)
     named = value.get("dataset_path")
     if named is not None and named not in _READERS:
-        yield from (path for path in Path(str(named)).rglob("*") if path.is_file())
+        yield from _files_below(Path(str(named)))
     for one in value.values():
         yield from _data(one)
+
+
+def _files_below(directory: Path) -> Iterator[Path]:
+    """Yield the files of a directory of data.
+
+    Raises:
+        DataError: it has more than data of a task ever have, such as the root of a disk.
+    """
+    count = 0
+    for place, _, names in os.walk(directory):
+        for path in (Path(place) / name for name in names):
+            count += 1
+            if count > _MOST_FILES:
+                raise DataError(
+                    "the directory has too many files for data of a task",
+                    where="dataset_path",
+                    found=str(directory),
+                    expected=f"at most {_MOST_FILES:,}",
+                )
+            if os.path.isfile(path):  # noqa: PTH113  # one that may not be looked at is none
+                yield path
 
 
 def _tags(one: dict[str, Any]) -> list[str]:

@@ -77,7 +77,8 @@ def _own_template(directory: Path, config: dict[str, Any]) -> str | None:
         return file.read_text(encoding="utf-8")
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
-        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+        named = (one for one in template if isinstance(one, dict) and one.get("name") == "default")
+        template = next(named, {}).get("template")
         if template is None:
             raise ModelFileError(
                 "has chat templates, but none called default",
