@@ -6,12 +6,15 @@ name those tensors themselves, from the model that transformers loads.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from families import make_tiny
 from safetensors.torch import load_file
 
 from mens_exp.config.model import HfModel
+from mens_exp.errors import DataError, MensError
 from mens_exp.model.quiet import quiet
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.quant.bnb import quantized_linears
@@ -294,3 +297,29 @@ def test_experts_of_a_quantized_base_stay_as_they_are(
     with torch.no_grad():
         ours = our_loss(backend, padded_documents)
         assert ours.item() == pytest.approx(loss_of(theirs, family_documents).item(), rel=1e-5)
+
+
+def test_experts_that_no_pair_of_peft_holds_are_refused(mixture_backend, mixture_config, tmp_path):
+    """Gate and up with matrices A of their own, one expert without an adapter, another rank."""
+    from mens_exp.layout.adapter_base import base_of
+    from mens_exp.layout.peft_adapter import read_peft, write_peft
+
+    config, backend = mixture_config("mixtral"), mixture_backend("mixtral")
+    base = base_of(config.model, tmp_path)
+    manifest, tensors = backend.adapter(config)
+    gate = "l0.block_sparse_moe_experts_1_w1"
+    apart = tensors | {f"{gate}.lora_a": tensors[f"{gate}.lora_a"] + 1}
+    with pytest.raises(DataError, match="gate and up of an expert are adapted apart"):
+        write_peft(tmp_path / "apart", manifest, apart, base)
+    with pytest.raises(DataError, match="adapted apart"):
+        backend.load_adapter(apart)
+    fewer = replace(manifest, layer_order=[one for one in manifest.layer_order if one != gate])
+    with pytest.raises(DataError, match="all experts of a layer or none"):
+        write_peft(tmp_path / "fewer", fewer, tensors, base)
+    write_peft(tmp_path / "peft", manifest, tensors, base)
+    settings = tmp_path / "peft" / "adapter_config.json"
+    settings.write_text(settings.read_text("utf-8").replace('"r": 3', '"r": 6'), "utf-8")
+    with pytest.raises(MensError, match="the pair is not that of the experts"):
+        read_peft(tmp_path / "peft", base.shape.family)
+    assert not (tmp_path / "apart").exists()
+    assert not (tmp_path / "fewer").exists()
