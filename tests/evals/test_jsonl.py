@@ -11,6 +11,8 @@ from mens_exp.errors import ConfigError, DataError, Problems
 from mens_exp.evals.jsonl import jsonl_suite
 from mens_exp.evals.suite import Answer
 
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
+
 
 @pytest.fixture
 def suite_of(tmp_path):
@@ -171,6 +173,10 @@ def test_rows_keep_their_names_turns_and_groups(suite_of):
         ({"prompt": "?", "expected": [], "check": "contains"}, "or a list of texts"),
         ({"prompt": "?", "expected": "(", "check": "regex"}, "is no pattern"),
         ({"prompt": "?", "expected": {"type": 1}, "check": "json_schema"}, "is no JSON schema"),
+        (
+            {"prompt": "?", "expected": {"pattern": "("}, "check": "json_schema"},
+            "is no JSON schema",
+        ),
     ],
 )
 def test_a_row_that_is_none_is_refused(suite_of, row, message):
@@ -209,6 +215,16 @@ def test_a_pattern_that_an_empty_answer_matches_fails_the_test_of_the_suite(
         ("regex", "(a+)+$", "a" * 60 + "!"),
         ("json_schema", {"pattern": "(a+)+$"}, json.dumps("a" * 60 + "!")),
         ("json_schema", {"patternProperties": {"(a+)+$": {}}}, json.dumps({"a" * 60 + "!": 1})),
+        (
+            "json_schema",
+            {"properties": {"a": {"$schema": DRAFT, "pattern": "(a+)+$"}}},
+            json.dumps({"a": "a" * 60 + "!"}),
+        ),
+        (
+            "json_schema",
+            {"$schema": DRAFT, "properties": {"a": {"$ref": "#"}}, "pattern": "(a+)+$"},
+            json.dumps({"a": "a" * 60 + "!"}),
+        ),
     ],
 )
 def test_a_pattern_that_never_ends_on_an_answer_is_refused(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib.util
 import json
 from dataclasses import dataclass
@@ -137,8 +139,11 @@ class JsonSchema(_Text):
 
         if not isinstance(expected, dict):
             return "must be a JSON schema, an object"
+        kind = jsonschema.validators.validator_for(expected)
+        formats = copy.copy(kind.FORMAT_CHECKER)
+        formats.checkers = {**formats.checkers, "regex": (_is_pattern, ())}
         try:
-            jsonschema.validators.validator_for(expected).check_schema(expected)
+            kind.check_schema(expected, format_checker=formats)
         except jsonschema.SchemaError as error:
             return f"is no JSON schema: {error.message}"
         return None
@@ -160,7 +165,7 @@ class JsonSchema(_Text):
         value = _json(answer)
         if isinstance(value, ValueError):
             return f"it is not JSON: {value}"
-        validator = _validator(expected)
+        validator = _guarded(jsonschema.validators.validator_for(expected))(expected)
         try:
             found = jsonschema.exceptions.best_match(validator.iter_errors(value))
         except RecursionError:
@@ -168,8 +173,13 @@ class JsonSchema(_Text):
         return None if found is None else f"at {found.json_path}: {found.message}"
 
 
-def _validator(schema: dict[str, Any]) -> Any:
-    """Return a validator that looks for patterns in a process that can be ended."""
+def _is_pattern(value: object) -> bool:
+    return not isinstance(value, str) or problem_of(value, _PATTERNS) is None
+
+
+@functools.cache
+def _guarded(kind: Any) -> Any:
+    """Return a class of validators that looks for patterns in a process that can be ended."""
     import jsonschema
 
     def pattern(validator: Any, expected: str, value: Any, _: Any) -> Iterator[Any]:
@@ -183,8 +193,18 @@ def _validator(schema: dict[str, Any]) -> Any:
                     yield from validator.descend(value[key], one, path=key, schema_path=name)
 
     known = {"pattern": pattern, "patternProperties": properties}
-    kind = jsonschema.validators.validator_for(schema)
-    return jsonschema.validators.extend(kind, known)(schema)
+    guarded = jsonschema.validators.extend(kind, known)
+
+    def evolve(validator: Any, **changes: Any) -> Any:
+        # jsonschema takes its own class, without the guard, where a part names its draft.
+        part = changes.get("schema", validator.schema)
+        fields = (one for one in guarded.__attrs_attrs__ if one.init)
+        values = {one.alias: getattr(validator, one.name) for one in fields}
+        own = jsonschema.validators.validator_for(part, default=kind)
+        return _guarded(own)(**(values | changes))
+
+    guarded.evolve = evolve
+    return guarded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
