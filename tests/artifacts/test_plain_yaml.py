@@ -10,7 +10,7 @@ from attacks import attack
 from mens_exp.artifacts.plain_yaml import parse_yaml
 from mens_exp.config.compose import from_yaml
 from mens_exp.config.own_conf import own_problems
-from mens_exp.errors import DataError, Problems
+from mens_exp.errors import ConfigError, DataError, Problems
 from mens_exp.evals.harness_files import read_task_files
 from mens_exp.layout.directory import license_of
 
@@ -61,6 +61,16 @@ def test_what_is_no_yaml_is_an_error_of_ours(text):
     """Also what PyYAML's constructors fail at with Python's own errors."""
     with pytest.raises(DataError, match=r"^x\.yaml: is no YAML"):
         parse_yaml(text, "x.yaml")
+
+
+@pytest.mark.parametrize("text", ["a: &a [*a]", "a: &a {b: {<<: *a}}", "&a {b: *a}"])
+def test_a_value_that_contains_itself_is_refused(tmp_path, text):
+    """What walks over it would not end; a stored configuration is refused, too."""
+    with pytest.raises(DataError, match=r"^x\.yaml: a value contains itself · found \*a"):
+        parse_yaml(text, "x.yaml")
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="a value contains itself"):
+        from_yaml(tmp_path / "config.yaml")
 
 
 def test_aliases_of_a_usual_size_stay():

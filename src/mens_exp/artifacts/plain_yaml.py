@@ -55,6 +55,8 @@ def _count(data: str | bytes, where: str, loader: Any) -> None:
     count = 0
     for event in yaml.parse(data, Loader=loader):
         if isinstance(event, yaml.AliasEvent):
+            if any(anchor == event.anchor for anchor, _ in open_nodes):
+                raise DataError("a value contains itself", where=where, found=f"*{event.anchor}")
             count += sizes.get(event.anchor or "", 1)
         elif isinstance(event, yaml.ScalarEvent):
             count += 1
