@@ -9,6 +9,7 @@ import pytest
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.machine_faults import machine_fault
 from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.errors import DataError
 from mens_exp.tasks.one_run import ended
 
 FULL = OSError(errno.ENOSPC, "No space left on device", "/data/x.npy")
@@ -64,6 +65,16 @@ def test_other_errors_stay_bugs(capsys, tmp_path, error):
     assert machine_fault(error) is None
     assert ended(work, tmp_path) == 1
     assert "A bug in mens_exp" in capsys.readouterr().err
+
+
+def test_an_error_that_was_named_already_stays():
+    """Also a bug in what handles an error of the machine, unless that was its cause."""
+    named = DataError("cannot be read", where="/data/x")
+    named.__cause__ = PermissionError(errno.EACCES, "Permission denied", "/data/x")
+    assert machine_fault(named) is None
+    handled = KeyError("x")
+    handled.__context__, handled.__suppress_context__ = FULL, True
+    assert machine_fault(handled) is None
 
 
 def test_a_full_disk_leaves_a_record_that_says_so(cell, tmp_path):
@@ -155,7 +166,6 @@ def test_a_training_state_that_is_none_is_refused(tmp_path, capsys, content):
     """Whatever torch's reader fails with, and nothing in it is called."""
     import torch
 
-    from mens_exp.errors import DataError
     from mens_exp.tasks.checkpoint_anatomy import read_state
 
     path = tmp_path / "step_00000001.ckpt"

@@ -1,4 +1,4 @@
-"""Errors of the disk and the memory, told as what they are: no bug, and nothing of the request."""
+"""Errors of the disk and the memory, reported as such instead of as bugs or wrong requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 from typing import TYPE_CHECKING, Final
 
-from mens_exp.errors import SetupError
+from mens_exp.errors import MensError, SetupError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,10 +45,14 @@ _BY_TEXT: Final = {
 def machine_fault(error: BaseException, again: str = "the same command") -> SetupError | None:
     """Return the error as one of the machine, or None where it is another one.
 
+    An error that has a message for the user keeps it.
+
     Args:
         error: as it reached the outermost place; the errors that it came of count, too.
         again: what to go on with once the machine is well.
     """
+    if isinstance(error, MensError):
+        return None
     for one in _chain(error):
         found = _fault(one)
         if found is not None:
@@ -77,10 +81,10 @@ def _fault(error: BaseException) -> tuple[str, str] | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and what it came of."""
+    """Yield an error and its causes, as a traceback shows them."""
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:
         seen.add(id(one))
         yield one
-        one = one.__cause__ or one.__context__
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
