@@ -169,6 +169,7 @@ WRONG = {
         [{"role": "user", "content": [{"type": "text", "text": 1}]}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}],
         [{"role": "assistant", "tool_calls": "x"}],
+        [{"role": "assistant", "tool_calls": []}],
         [{"role": "assistant", "tool_calls": [1]}],
         [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}],
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
@@ -224,6 +225,16 @@ RIGHT = {
                 {
                     "role": "assistant",
                     "content": None,
+                    "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}],
+                },
+                {"role": "tool", "tool_call_id": "1", "content": "x"},
+            ]
+        },
+        {
+            "messages": [
+                *HELLO,
+                {
+                    "role": "assistant",
                     "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}],
                 },
                 {"role": "tool", "tool_call_id": "1", "content": "x"},

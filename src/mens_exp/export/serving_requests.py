@@ -46,7 +46,7 @@ _RESERVED: Final = frozenset(
 
 @dataclass(kw_only=True, eq=False)
 class HttpError(Exception):
-    """A refusal, as OpenAI words one."""
+    """An error response in OpenAI's form."""
 
     status: int
     message: str
@@ -182,7 +182,8 @@ def _is_message(one: Any) -> bool:
     content = one.get("content")
     if isinstance(content, list):
         return all(map(_is_part, content))
-    return isinstance(content, str) or (content is None and "content" in one)
+    is_call = bool(one.get("tool_calls"))
+    return isinstance(content, str) or (content is None and (is_call or "content" in one))
 
 
 def _is_part(one: Any) -> bool:
