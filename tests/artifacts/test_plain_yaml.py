@@ -59,7 +59,7 @@ def test_what_is_small_in_the_file_and_large_in_memory_is_refused(text):
 @pytest.mark.parametrize("text", [*WRONG.values(), doubled("[x]", "[@, @")], ids=[*WRONG, "cut"])
 def test_what_is_no_yaml_is_an_error_of_ours(text):
     """Also what PyYAML's constructors fail at with Python's own errors."""
-    with pytest.raises(DataError, match=r"^x\.yaml: is no YAML"):
+    with pytest.raises(DataError, match=r"^x\.yaml: is not valid YAML"):
         parse_yaml(text, "x.yaml")
 
 

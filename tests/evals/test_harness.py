@@ -345,7 +345,7 @@ def test_the_digest_is_of_every_file_of_one_name(directory, monkeypatch):
         ("dataset_kwargs: {data_files: nowhere.jsonl}\n", "there is no such file"),
         ("dataset_kwargs: {}\n", "no file of data is named"),
         ("include: told.yaml\n", "includes itself"),
-        ("a: [\n", "is no YAML"),
+        ("a: [\n", "is not valid YAML"),
     ],
 )
 def test_what_cannot_be_asked_here_is_refused(directory, added, said):

@@ -16,10 +16,10 @@ FULL = OSError(errno.ENOSPC, "No space left on device", "/data/x.npy")
 FAULTS = [
     (FULL, "the disk is full"),
     (OSError(errno.EDQUOT, "Disk quota exceeded"), "quota"),
-    (PermissionError(errno.EACCES, "Permission denied", "/data/x"), "may not be read or written"),
-    (OSError(errno.EROFS, "Read-only file system"), "mounted read-only"),
+    (PermissionError(errno.EACCES, "Permission denied", "/data/x"), "access is denied"),
+    (OSError(errno.EROFS, "Read-only file system"), "is read-only"),
     (OSError(errno.EIO, "Input/output error"), "failed to read or write"),
-    (MemoryError(), "the memory is not enough"),
+    (MemoryError(), "not enough memory"),
     (
         RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"),
         "the disk is full",

@@ -146,9 +146,9 @@ class ProbePart(TypedDict):
 
 
 class _Cached(StoredRecord):
-    """A record of the cache, which carries the digest of its own content and is made anew if lost.
+    """A cached record that carries the digest of its own content.
 
-    A file that does not have its digest, or has another, cannot be read.
+    A file without the digest, or with another, cannot be read, and the record is made again.
     """
 
     __slots__ = ()
@@ -158,7 +158,7 @@ class _Cached(StoredRecord):
         write_record(replace(self, sha256=_content_of(self)), path)
 
     def problems(self: Any, where: str) -> list[DataError]:
-        """Return that the content is not what was written, where it is not."""
+        """Return an error if the content differs from its digest."""
         expected = _content_of(self)
         if self.sha256 == expected:
             return []

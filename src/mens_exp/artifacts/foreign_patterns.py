@@ -1,9 +1,9 @@
 """Regular expressions that come from files, matched in a process that can be ended.
 
 Python's `re` looks for a match in a time that may double with each character of the text, and
-cannot be interrupted. The files mean `re` and nothing else: PEFT matches its patterns with it, so
-another engine with a timeout, or a smaller grammar, would now and then give another answer.
-Patterns that hold names alone are matched here at once, and start no process.
+cannot be interrupted. PEFT matches its patterns with `re`, so another engine with a timeout, or a
+smaller grammar, would sometimes give another answer. Patterns that consist of names only are
+matched in this process.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ for line in sys.stdin.buffer:
         found = str(error)
     except MemoryError:
         sys.exit(1)
-    told = json.dumps([found, time.process_time() - begun]) + "\\n"
-    sys.stdout.buffer.write(told.encode())
+    reply = json.dumps([found, time.process_time() - begun]) + "\\n"
+    sys.stdout.buffer.write(reply.encode())
     sys.stdout.buffer.flush()
 """
 
 
 def problem_of(pattern: str, where: str) -> str | None:
-    """Say why a text is no regular expression, or None where it is one.
+    """Return why a text is not a regular expression, or None if it is one.
 
     Raises:
         DataError: compiling it takes too long.
@@ -68,10 +68,10 @@ def problem_of(pattern: str, where: str) -> str | None:
 
 
 def matches(pattern: str, text: str, where: str) -> bool:
-    """Tell what ``re.match`` finds, at the beginning of a text.
+    """Tell whether ``re.match`` finds a pattern at the beginning of a text.
 
     Args:
-        pattern: a regular expression that `problem_of` has nothing to say of.
+        pattern: a regular expression, for which `problem_of` returns None.
         text: the text.
         where: the file that holds the pattern; the patterns of a file share their time.
 
@@ -82,9 +82,9 @@ def matches(pattern: str, text: str, where: str) -> bool:
 
 
 def searches(pattern: str, text: str, where: str) -> bool:
-    """Tell what ``re.search`` finds, anywhere in a text.
+    """Tell whether ``re.search`` finds a pattern anywhere in a text.
 
-    Each search has the whole time: texts that a model wrote have no number that is known before.
+    Each search has the whole time, because a file does not say how many answers it is applied to.
 
     Raises:
         DataError: it takes too long, or too much memory.
@@ -105,7 +105,7 @@ def _is_plain(pattern: str) -> bool:
 
 
 class _Worker:
-    """A process that matches; it is started when it is needed, and again when it was ended."""
+    """A process that matches patterns; it is started on first use, and again after it was ended."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -116,12 +116,13 @@ class _Worker:
     def ask(self, how: str, pattern: str, text: str, where: str) -> Any:
         """Return what the process finds."""
         with self._lock:
-            told = None if self._used_s[where] > _MOST_S else self._answer([how, pattern, text])
-            if told is None:
+            is_over = self._used_s[where] > _MOST_S
+            reply = None if is_over else self._answer([how, pattern, text])
+            if reply is None:
                 if how != "search":
                     self._used_s[where] = _MOST_S + 1
                 raise _too_long(pattern, where)
-            found, used_s = told
+            found, used_s = reply
             if how != "search":
                 self._used_s[where] += used_s
         return found
@@ -137,13 +138,13 @@ class _Worker:
         try:
             process.stdin.write(json.dumps(asked).encode("ascii") + b"\n")
             process.stdin.flush()
-            told = process.stdout.readline()
+            reply = process.stdout.readline()
         except OSError:
-            told = b""
+            reply = b""
         finally:
             timer.cancel()
-        if told:
-            return json.loads(told)
+        if reply:
+            return json.loads(reply)
         self.end()
         return None
 
@@ -183,6 +184,6 @@ def _too_long(pattern: str, where: str) -> DataError:
         "the regular expression takes too long, or too much memory",
         where=where,
         found=pattern[:200],
-        expected=f"patterns that are matched within {_MOST_S} s of processor time",
-        remedy="write it without one repetition inside another, such as (a+)+",
+        expected=f"patterns that take at most {_MOST_S} s of processor time in all, and 1 GiB",
+        remedy="rewrite it without a repetition inside another, such as (a+)+",
     )

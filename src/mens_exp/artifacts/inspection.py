@@ -1,4 +1,4 @@
-"""inspection.json: what something is that runs left or are judged by, and whether it holds.
+"""inspection.json: what an artifact is, what it was made from, and whether its records hold.
 
 Not finite is not written: a delta of nothing has no rank, and what nobody knows is null with the
 reason in `unknown`.

@@ -15,17 +15,18 @@ if TYPE_CHECKING:
 __all__ = ["machine_fault"]
 
 # Of each error: what is wrong, and what to do first.
-_FULL: Final = (
-    "the disk is full",
-    "free some space, or write elsewhere (hydra.run.dir, or MENS_EXP_CACHE for the cache)",
+_ELSEWHERE: Final = "use another disk (hydra.run.dir, or MENS_EXP_CACHE for the cache)"
+_FULL: Final = ("the disk is full", f"free some space, or {_ELSEWHERE}")
+_DENIED: Final = ("access is denied", "change the file's permissions, or use another directory")
+_MEMORY: Final = (
+    "there is not enough memory",
+    "end other programs, or choose a smaller model, batch or sequence length",
 )
-_DENIED: Final = ("a file may not be read or written", "change its permissions, or write elsewhere")
-_MEMORY: Final = ("the memory is not enough", "end other programs, or ask for less")
 _BY_NUMBER: Final = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: ("the disk quota is used up", _FULL[1]),
-    errno.EFBIG: ("a file is larger than may be written", "raise the limit (ulimit -f)"),
-    errno.EROFS: ("the disk is mounted read-only", "mount it for writing, or write elsewhere"),
+    errno.EFBIG: ("a file would exceed the size limit", "raise the limit (ulimit -f)"),
+    errno.EROFS: ("the file system is read-only", _ELSEWHERE),
     errno.EACCES: _DENIED,
     errno.EPERM: _DENIED,
     errno.EIO: ("the disk failed to read or write", "check the disk, or write elsewhere"),

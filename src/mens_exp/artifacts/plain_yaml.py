@@ -1,7 +1,8 @@
 """YAML from files, as plain data: what is small in the file and large in memory is refused.
 
 Aliases let a kilobyte stand for billions of values, and what walks over the data would walk over
-all of them. Nesting ends in Python's recursion limit. Both are counted before anything is built.
+all of them. Deep nesting ends in Python's recursion limit. Both are counted before anything is
+built.
 """
 
 from __future__ import annotations
@@ -37,14 +38,16 @@ def parse_yaml(data: str | bytes, where: str, loader: Any = LOADER) -> Any:
         loader: a safe loader with tags of its own.
 
     Raises:
-        DataError: it is no YAML, or stands for more than a configuration holds.
+        DataError: it is not valid YAML, contains itself, or holds more than a configuration does.
     """
     try:
         _count(data, where, loader)
         return yaml.load(data, Loader=loader)  # noqa: S506  # one of the safe loaders
     except _FAILURES as error:
         raise DataError(
-            "is no YAML", where=where, found=" ".join(str(error).split()) or type(error).__name__
+            "is not valid YAML",
+            where=where,
+            found=" ".join(str(error).split()) or type(error).__name__,
         ) from error
 
 
@@ -55,8 +58,7 @@ def _count(data: str | bytes, where: str, loader: Any) -> None:
     count = 0
     for event in yaml.parse(data, Loader=loader):
         if isinstance(event, yaml.AliasEvent):
-            if any(anchor == event.anchor for anchor, _ in open_nodes):
-                raise DataError("a value contains itself", where=where, found=f"*{event.anchor}")
+            _refuse_circle(event, open_nodes, where)
             count += sizes.get(event.anchor or "", 1)
         elif isinstance(event, yaml.ScalarEvent):
             count += 1
@@ -74,6 +76,13 @@ def _count(data: str | bytes, where: str, loader: Any) -> None:
             raise _too_much(where, f"more than {MOST_NODES:,} values, aliases written out")
         if len(open_nodes) > MOST_DEPTH:
             raise _too_much(where, f"nested more than {MOST_DEPTH} deep")
+
+
+def _refuse_circle(
+    event: yaml.AliasEvent, open_nodes: list[tuple[str | None, int]], where: str
+) -> None:
+    if any(anchor == event.anchor for anchor, _ in open_nodes):
+        raise DataError("a value contains itself", where=where, found=f"*{event.anchor}")
 
 
 def _check_number(event: yaml.ScalarEvent, where: str) -> None:

@@ -112,7 +112,7 @@ class RunConfig:
     )
     verify: bool = setting(
         False,  # a plain inspection reads and hashes nothing that is large
-        "Compute every hash and figure that something rests on again, back to its base, and "
+        "Compute every hash and figure that path rests on again, back to its base model, and "
         "compare them with the records; a difference ends with exit code 4 (inspect).",
     )
     ledger: str | None = setting(

@@ -181,8 +181,8 @@ class ServeConfig:
     port: int = setting(0, "Port to listen on; 0 takes a free one.", ge=0, le=65535)
     token_env: str = setting(
         "MENS_EXP_SERVE_TOKEN",
-        "The environment variable that holds the token. Where it is set, requests must bring the "
-        "token as `Authorization: Bearer`.",
+        "The environment variable that holds the token. If it is set, requests must send the "
+        "token as `Authorization: Bearer <token>`.",
     )
 
 

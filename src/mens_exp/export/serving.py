@@ -104,30 +104,37 @@ def address_problems(host: str, port: int) -> list[MensError]:
 
 
 def token_problems(host: str, variable: str) -> list[MensError]:
-    """Say that an address needs a token that the environment does not hold, or holds a weak one.
+    """List what is wrong with the token, or that it is missing where other machines reach a host.
 
     Args:
         host: address to listen on; only this machine reaches a loopback address.
         variable: environment variable that holds the token.
     """
     token = os.environ.get(variable, "")
-    if token and (len(token) < _SHORTEST_TOKEN or not token.isascii() or not token.isprintable()):
-        found: str | None = f"{len(token)} characters"
-    elif token and " " in token:
-        found = "a space in it"
-    elif token or _is_loopback(host):
+    remedy = f"run: export {variable}=$(openssl rand -hex 32)"
+    if not token:
+        missing = ConfigError(
+            "other machines reach this address, and no token is set",
+            where="serve.host",
+            found=host,
+            expected=f"a token in the environment variable {variable}, or serve.host=127.0.0.1",
+            remedy=remedy,
+        )
+        return [] if _is_loopback(host) else [missing]
+    found = None
+    if not token.isascii() or not token.isprintable() or " " in token:
+        found = "spaces, or characters that are not printable ASCII"
+    elif len(token) < _SHORTEST_TOKEN:
+        found = f"{len(token)} characters"
+    if found is None:
         return []
-    else:
-        found = None
     return [
         ConfigError(
-            "is no token" if found else f"other machines reach {host}, and no token is set",
-            where=f"${variable}" if found else "serve.host",
-            found=found or host,
-            expected=f"at least {_SHORTEST_TOKEN} ASCII characters without spaces"
-            if found
-            else f"a token in the environment variable {variable}, or serve.host=127.0.0.1",
-            remedy=f"run: export {variable}=$(openssl rand -hex 32)",
+            "the token is not valid",
+            where=f"${variable}",
+            found=found,
+            expected=f"at least {_SHORTEST_TOKEN} printable ASCII characters without spaces",
+            remedy=remedy,
         )
     ]
 

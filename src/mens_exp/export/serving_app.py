@@ -51,7 +51,7 @@ _GRACE_S: Final = 3  # for answers under way when the server is ended
 class Limits:
     """What clients may use; unverified guesses, each far above what a good client needs.
 
-    An environment variable ``MENS_EXP_SERVE_LIMIT_<NAME>`` changes one.
+    The environment variable ``MENS_EXP_SERVE_LIMIT_<NAME>`` changes a limit.
     """
 
     body_bytes: int = 4 * 2**20
@@ -63,7 +63,7 @@ class Limits:
 
     @classmethod
     def from_environment(cls) -> Limits:
-        """Return the defaults, less what the environment changes."""
+        """Return the defaults, changed where the environment says so."""
         named = {
             one.name: os.environ.get(f"MENS_EXP_SERVE_LIMIT_{one.name.upper()}")
             for one in fields(cls)
@@ -78,7 +78,7 @@ _LIMITS: Final = Limits.from_environment()
 
 @dataclass(kw_only=True, slots=True)
 class _Generation:
-    """A request's generation, which whoever loses the client may end."""
+    """The generation of one request, which ends early once ``ended`` is set."""
 
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -215,7 +215,8 @@ class App:
                 )
         elif _hostname(headers.get(b"host", b"").decode("latin-1")) not in (self.hosts or ()):
             shown = headers.get(b"host", b"").decode("latin-1")[:100]
-            raise _closing(403, f"without a token this server answers as localhost, not as {shown}")
+            said = f"without a token only localhost is served (got Host: {shown}); set a token"
+            raise _closing(403, said)
 
     def _models(self, path: str) -> dict[str, Any]:
         model = {"id": self.name, "object": "model", "created": self.created, "owned_by": "local"}

@@ -86,7 +86,7 @@ def parsed(body: bytes) -> dict[str, Any]:
 
 
 def checked(body: dict[str, Any], *, is_chat: bool, model: str, vocabulary: int) -> dict[str, Any]:
-    """Return the fields that say something, all of which the server honours.
+    """Return the fields that change the answer, all of which the server honours.
 
     Args:
         body: of the request.
@@ -107,7 +107,7 @@ def checked(body: dict[str, Any], *, is_chat: bool, model: str, vocabulary: int)
         if name == "model":
             continue
         if name not in fields and name not in _NEUTRAL and name not in _UNREAD:
-            raise invalid(_shown(name), f"{_shown(name)} is no field of this request")
+            raise invalid(_shown(name), f"{_shown(name)} is not a field of this request")
         if name in _NEUTRAL and value not in (None, *_NEUTRAL[name]):
             raise invalid(name, f"{name}={_shown(value)} is not supported; leave {name} out")
         if name in fields and value is not None:
@@ -132,7 +132,7 @@ def check_model(value: Any, model: str) -> None:
     if value not in (None, model):
         raise HttpError(
             status=404,
-            message=f"this server has the model {model} alone (asked for {_shown(value)})",
+            message=f"this server has only the model {model} (got {_shown(value)})",
             param="model",
             code="model_not_found",
         )

@@ -173,7 +173,7 @@ class RowReader:
         return ()
 
     def _count_bad(self, wrong: Sequence[MensError]) -> None:
-        """Stop at a file that is none of rows: a megabyte may unpack to millions of bad ones.
+        """Stop reading a file of mostly bad rows: a megabyte may unpack to millions of them.
 
         Raises:
             Problems: most rows are bad, and they are many.
@@ -185,8 +185,8 @@ class RowReader:
                 "most rows are bad, so the file is not read to its end",
                 where=self.name,
                 found=f"{self._bad_rows:,} bad ones among the first {self._rows:,}",
-                expected="rows",
-                remedy="name another file, or mend this one",
+                expected=f"at most {_MOST_BAD:,} bad rows, or mostly good ones",
+                remedy="check that data.path is the right file, and correct its rows",
             )
             raise Problems([stop, *self.wrong.told((), self.name)])
 

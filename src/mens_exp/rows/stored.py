@@ -135,11 +135,11 @@ def bounded(pieces: Iterator[bytes], path: Path) -> Iterator[bytes]:
         size += len(piece)
         if size > most:
             raise DataError(
-                "the compressed file holds more than its size lets expect",
+                "the compressed file holds more than its size allows",
                 where=str(path),
                 found=f"more than {most:,} bytes in {path.stat().st_size:,}",
                 expected=f"at most {_MOST_RATIO} times its size and {_ALWAYS_BYTES:,} bytes",
-                remedy="if you trust it, decompress it and name the file that comes out",
+                remedy="if you trust it, decompress it and give the path of the decompressed file",
             )
         yield piece
 

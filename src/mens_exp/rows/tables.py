@@ -193,7 +193,7 @@ def _values(batch: Any, where: str, before: int) -> Iterator[object]:
 
 def _too_large(where: str, found: str, most: int) -> DataError:
     return DataError(
-        "the table holds more than the size of its file lets expect",
+        "the table holds more than the size of its file allows",
         where=where,
         found=found,
         expected=f"at most {most:,}",

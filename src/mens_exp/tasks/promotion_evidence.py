@@ -249,8 +249,8 @@ def comparison_problems(record: Comparison) -> tuple[list[str], list[str]]:
     """Hash a comparison's files and compare its runs again.
 
     Returns:
-        What denies it, files that are others and figures that come out otherwise; and what nobody
-        can verify.
+        Reasons to reject it, such as files that were changed and figures that differ; and what
+        cannot be verified.
     """
     found = [problem for run in record.runs for problem in _of_run(run)]
     # Else what is computed of them says nothing.

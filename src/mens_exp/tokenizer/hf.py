@@ -269,7 +269,9 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise ModelFileError("has half a character", where=str(path), found=str(error)) from error
+        raise ModelFileError(
+            "contains half of a surrogate pair", where=str(path), found=str(error)
+        ) from error
     return value
 
 

@@ -98,7 +98,7 @@ _FAILURES = (
     *(TemplateError, TypeError, ValueError, LookupError, ArithmeticError),
     *(AttributeError, RecursionError, MemoryError, SyntaxError, NameError),  # 1e999 is a name
 )
-_MOST_TOLD = 1_000  # characters of what a template says of itself
+_MOST_SHOWN = 1_000  # characters of what a template says of itself
 
 
 def _refuse(message: str) -> NoReturn:
@@ -254,4 +254,4 @@ def _rendered(
 
 
 def _reason(error: BaseException) -> str:
-    return (str(error) or type(error).__name__)[:_MOST_TOLD]
+    return (str(error) or type(error).__name__)[:_MOST_SHOWN]

@@ -52,7 +52,7 @@ class FiniteGuard(Callback):
 
 
 def _check_base(pl_module: TrainingModule) -> None:
-    """Name the base's own weights where they are the cause.
+    """Refuse a base model whose frozen weights are not finite.
 
     Raises:
         TrainingError: one of them is not finite.
@@ -64,7 +64,7 @@ def _check_base(pl_module: TrainingModule) -> None:
                 "the base model's weights are not finite",
                 where=name,
                 expected="finite numbers",
-                remedy="download or make the base again; its file is damaged, or was made so",
+                remedy="download or convert the base model again: its file is damaged or wrong",
             )
 
 
