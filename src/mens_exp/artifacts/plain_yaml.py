@@ -18,6 +18,7 @@ __all__ = ["LOADER", "MOST_DEPTH", "MOST_NODES", "parse_yaml"]
 
 MOST_NODES: Final = 100_000  # the largest configuration of a run has some 500
 MOST_DEPTH: Final = 100
+_OPEN: Final = 0  # the size of a collection whose end has not come
 _MOST_DIGITS: Final = 4_300  # Python's own limit; numbers to base 60 take the square of it
 _DIGITS: Final = re.compile(r"[-+0-9a-fA-FxXoO:_.]+")
 # In C where PyYAML was built with libyaml: ten times as fast.
@@ -58,8 +59,7 @@ def _count(data: str | bytes, where: str, loader: Any) -> None:
     count = 0
     for event in yaml.parse(data, Loader=loader):
         if isinstance(event, yaml.AliasEvent):
-            _refuse_circle(event, open_nodes, where)
-            count += sizes.get(event.anchor or "", 1)
+            count += _repeated(event, sizes, where)
         elif isinstance(event, yaml.ScalarEvent):
             count += 1
             _check_number(event, where)
@@ -68,21 +68,23 @@ def _count(data: str | bytes, where: str, loader: Any) -> None:
         elif isinstance(event, yaml.CollectionStartEvent):
             open_nodes.append((event.anchor, count))
             count += 1
+            if event.anchor is not None:
+                sizes[event.anchor] = _OPEN
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, before = open_nodes.pop()
-            if anchor is not None:
-                sizes[anchor] = count - before
+            sizes[anchor or ""] = count - before
         if count > MOST_NODES:
             raise _too_much(where, f"more than {MOST_NODES:,} values, aliases written out")
         if len(open_nodes) > MOST_DEPTH:
             raise _too_much(where, f"nested more than {MOST_DEPTH} deep")
 
 
-def _refuse_circle(
-    event: yaml.AliasEvent, open_nodes: list[tuple[str | None, int]], where: str
-) -> None:
-    if any(anchor == event.anchor for anchor, _ in open_nodes):
+def _repeated(event: yaml.AliasEvent, sizes: dict[str, int], where: str) -> int:
+    """Return the size of what an alias repeats."""
+    size = sizes.get(event.anchor or "", 1)
+    if size == _OPEN:
         raise DataError("a value contains itself", where=where, found=f"*{event.anchor}")
+    return size
 
 
 def _check_number(event: yaml.ScalarEvent, where: str) -> None:

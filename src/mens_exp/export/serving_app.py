@@ -63,7 +63,7 @@ class Limits:
 
     @classmethod
     def from_environment(cls) -> Limits:
-        """Return the defaults, changed where the environment says so."""
+        """Return the defaults, changed where a variable is set."""
         named = {
             one.name: os.environ.get(f"MENS_EXP_SERVE_LIMIT_{one.name.upper()}")
             for one in fields(cls)
