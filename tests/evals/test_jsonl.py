@@ -231,7 +231,7 @@ def test_a_pattern_that_never_ends_on_an_answer_is_refused(
     suite_of, monkeypatch, check, expected, answer
 ):
     """No answer of a model can hold up the evaluation."""
-    monkeypatch.setattr(foreign_patterns, "_MOST_S", 1)
+    monkeypatch.setattr(foreign_patterns, "_MOST_S", 0.3)
     suite = suite_of({"prompt": "?", "expected": expected}, check=check)
 
     def judge():

@@ -30,17 +30,19 @@ _MOST_PATTERN: Final = 100_000  # characters; compiling takes the square of some
 _NAMES: Final = re.compile(r"\^?(?:[\w.-]|\\\.)*\$?")
 _PEFT: Final = re.compile(r"\(\.\*\\\.\)\?\((?P<names>.*)\)\$", re.DOTALL)
 _SOURCE: Final = """
-import json, re, sys, time
+import json, re, signal, sys, time
 try:
     import resource
     resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]),) * 2)
 except (ImportError, ValueError, OSError):
-    resource = None
+    pass
+has_timer = hasattr(signal, "setitimer")
+if has_timer:
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
 for line in sys.stdin.buffer:
     begun = time.process_time()
-    if resource is not None:
-        most = int(begun) + int(sys.argv[1]) + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+    if has_timer:
+        signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))
     how, pattern, text = json.loads(line)
     try:
         compiled = re.compile(pattern)
