@@ -28,21 +28,33 @@ class End:
     message: str = ""
 
 
-def attack(work, *given, seconds=10, memory_mib=1024):
-    """Call ``work(*given)`` in a forked process, and return its `End`."""
+def attack(work, *given, seconds=10, memory_mib=1024, cpu_s=0):
+    """Call ``work(*given)`` in a forked process, and return its `End`.
+
+    Args:
+        work: the function.
+        *given: its arguments.
+        seconds: of the clock that it may take.
+        memory_mib: that it may allocate.
+        cpu_s: seconds of processor time that it may take, on however busy a machine; 0: any.
+    """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
         child = os.fork()
     if child == 0:
         os.close(reading)
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
         _work(work, given, writing, memory_mib)
     os.close(writing)
     try:
         with os.fdopen(reading, "rb") as pipe:
             ready, _, _ = select.select([pipe], [], [], seconds)
             told = pipe.read() if ready else b""
-        return End(*json.loads(told)) if told else End("killed", f"not done in {seconds} s")
+        return (
+            End(*json.loads(told)) if told else End("killed", f"not done in {cpu_s or seconds} s")
+        )
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

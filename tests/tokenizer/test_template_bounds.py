@@ -9,6 +9,7 @@ from attacks import attack
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mens_exp.errors import DataError
+from mens_exp.tokenizer import template_steps
 from mens_exp.tokenizer.templates import CHATML, check_syntax, generated_spans, render
 
 USER = {"role": "user", "content": "Grüße"}
@@ -19,7 +20,7 @@ OTHER = "{% set other = namespace(x=['x']) %}{% for i in range(60) %}"
 OTHER += "{% set other.x = [other.x, other.x] %}{% endfor %}"
 SHARED += "{% endfor %}"
 PAIRS = SHARED.replace("[", "(").replace("]", ")").replace("('x')", "('x',)")
-LONG = "{% set long = 'x' * 1000000 %}{% set many = range(99999)|list %}"
+LONG = "{% set long = 'x' * 100000 %}{% set many = range(9999)|list %}"
 BILLION = "1000000000"
 ATTACKS = {
     "nested loops": NESTED,
@@ -137,7 +138,7 @@ ATTACKS = {
     "urlize": "{{ ('http://' * 99999)|urlize }}",
     "striptags": "{{ ('<' * 999999)|striptags }}",
     "truncate": LONG + "{% for i in many %}{{ long|truncate(999999) }}{% endfor %}",
-    "a comparison of long texts": "{% set a = 'x' * 1000000 %}{% set b = 'x' * 1000000 %}"
+    "a comparison of long texts": "{% set a = 'x' * 100000 %}{% set b = 'x' * 100000 %}"
     "{% for i in range(99999) %}{% if a ~ '' == b ~ '' %}{% endif %}{% endfor %}",
     "xmlattr": LONG + "{% for i in many %}{{ {'a': long}|xmlattr }}{% endfor %}",
     "a wide body": "{% for i in range(99999) %}"
@@ -150,11 +151,35 @@ def rendered(source):
     return render(source, [USER], add_generation_prompt=False)
 
 
+@pytest.fixture
+def fewer(monkeypatch):
+    """Give templates a tenth of their steps."""
+    monkeypatch.setattr(template_steps, "MOST_STEPS", template_steps.MOST_STEPS // 10)
+
+
 @pytest.mark.parametrize("source", ATTACKS.values(), ids=ATTACKS)
-def test_a_template_that_does_too_much_is_refused(source):
-    """Within seconds and a gigabyte; the message says that it was the template's work."""
-    end = attack(rendered, source)
+def test_a_template_that_does_too_much_is_refused(source, fewer):
+    """Of a tenth of the steps, each attack may take a tenth of ten seconds and of a gigabyte."""
+    end = attack(rendered, source, cpu_s=1, memory_mib=102)
     assert end.how == "refused", end
+    assert "the chat template refuses a conversation" in end.message
+    assert "MemoryError" not in end.message
+
+
+@pytest.mark.parametrize(
+    "begun", [LONG, SHARED + OTHER, PAIRS, ATTACKS["a comparison of long texts"].split("{% for")[0]]
+)
+def test_what_attacks_begin_with_is_not_what_is_refused(begun, fewer):
+    """It leaves them most of their steps."""
+    assert rendered(begun + "{% for i in range(9999) %}{% endfor %}") == ""
+
+
+@pytest.mark.parametrize("name", ["nested loops", "shared lists, compared"])
+def test_a_template_that_does_too_much_is_refused_at_the_real_limit(name):
+    """Within seconds and a gigabyte."""
+    end = attack(rendered, ATTACKS[name])
+    assert end.how == "refused", end
+    assert "more text, than 2,000,000 and" in end.message
     assert "the chat template refuses a conversation" in end.message
     assert "MemoryError" not in end.message
 
@@ -224,12 +249,12 @@ def test_one_long_message_is_rendered():
     )
 
 
-def test_each_rendering_has_steps_of_its_own():
+def test_each_rendering_has_steps_of_its_own(fewer):
     """One that took too many leaves none missing for the next."""
     with pytest.raises(DataError, match="does too much"):
         render("{{ 'x' * 99999999 }}", [USER], add_generation_prompt=False)
     assert render(CHATML, [USER], add_generation_prompt=False).endswith("<|im_end|>")
-    looped = "{% for i in range(99999) %}{% endfor %}"
+    looped = "{% for i in range(9999) %}{% endfor %}"
     for _ in range(30):
         assert render(looped, [USER], add_generation_prompt=False) == ""
     assert generated_spans(looped, [USER]) is None
