@@ -12,8 +12,9 @@ import pytest
 import zstandard
 from attacks import attack
 
-from mens_exp.errors import DataError
+from mens_exp.errors import DataError, Problems
 from mens_exp.evals.humaneval import read_tasks
+from mens_exp.rows import readers, stored, tables
 from mens_exp.rows.readers import Reading, read_rows
 
 MIB = 2**20
@@ -35,17 +36,34 @@ def zstandarded(path, piece, mib):
     return path
 
 
+@pytest.fixture
+def small(monkeypatch):
+    """Make every limit a sixteenth of what it is."""
+    monkeypatch.setattr(stored, "_ALWAYS_BYTES", stored._ALWAYS_BYTES // 16)
+    monkeypatch.setattr(readers, "_MOST_BAD", readers._MOST_BAD // 16)
+    monkeypatch.setattr(tables, "MAX_LINE_BYTES", tables.MAX_LINE_BYTES // 16)
+
+
 @pytest.mark.parametrize("piece", [b"\n", b"x\n", b" "])
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.jsonl.zst", "a.json.zst"])
-def test_a_file_that_unpacks_to_far_more_is_refused(tmp_path, name, piece):
-    """Three hundred megabytes of anything: the rows of it are not read to their end."""
+def test_a_file_that_unpacks_to_far_more_is_refused(tmp_path, name, piece, small):
+    """Megabytes of anything: the rows of it are not read to their end."""
     make = gzipped if name.endswith("gz") else zstandarded
-    path = make(tmp_path / name, piece, 300)
+    path = make(tmp_path / name, piece, 20)
     for quarantine in (False, True):
-        end = attack(read_rows, path, Reading(quarantine=quarantine), seconds=40)
+        end = attack(read_rows, path, Reading(quarantine=quarantine), memory_mib=64)
         assert end.how == "refused", end
         expected = ("holds more than its size", "most rows are bad")
         assert any(one in end.message for one in expected)
+
+
+def test_a_file_of_300_megabytes_is_refused(tmp_path):
+    """The limits as they are."""
+    end = attack(read_rows, zstandarded(tmp_path / "a.jsonl.zst", b" ", 300))
+    assert end.how == "refused", end
+    assert f"more than {32 * MIB + 100 * (tmp_path / 'a.jsonl.zst').stat().st_size:,} bytes" in (
+        end.message
+    )
 
 
 def test_a_plain_file_without_rows_is_not_read_to_its_end(tmp_path):
@@ -59,25 +77,31 @@ def test_a_plain_file_without_rows_is_not_read_to_its_end(tmp_path):
         assert "100,001 bad ones among the first 100,002" in end.message
 
 
-def test_a_file_of_good_rows_may_have_many_bad_ones(tmp_path):
+def test_a_file_of_good_rows_may_have_many_bad_ones(tmp_path, small):
     """Up to as many as there are good ones, which is for data.max_bad_frac to say."""
-    path = tmp_path / "a.jsonl"
-    path.write_bytes((ROW + b"x\n") * 100_500)
+    path, many = tmp_path / "a.jsonl", readers._MOST_BAD + 50
+    path.write_bytes((ROW + b"x\n") * many)
     found = read_rows(path, Reading(quarantine=True))
-    assert (len(found.pairs), len(found.bad)) == (100_500, 100_500)
+    assert (len(found.pairs), len(found.bad)) == (many, many)
+    path.write_bytes((ROW + b"x\n") * many + b"x\n" * 2)
+    with pytest.raises(Problems, match="most rows are bad"):
+        read_rows(path, Reading(quarantine=True))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
 def test_rows_that_are_much_alike_are_read(tmp_path, name):
-    """Two megabytes of one row, whatever they were packed to."""
-    make = gzipped if name.endswith("gz") else zstandarded
-    assert len(read_rows(make(tmp_path / name, ROW, 2)).pairs) == 2 * (MIB // len(ROW))
+    """Also where they are more than a hundred times the size of their file."""
+    content = ROW * 10_000
+    pack = gzip.compress if name.endswith("gz") else zstandard.compress
+    (tmp_path / name).write_bytes(pack(content))
+    assert len(content) > 100 * (tmp_path / name).stat().st_size
+    assert len(read_rows(tmp_path / name).pairs) == 10_000
 
 
 @pytest.mark.parametrize("piece", [b"\n", b"x\n", b" "])
-def test_task_files_have_the_same_bounds(tmp_path, piece):
+def test_task_files_have_the_same_bounds(tmp_path, piece, small):
     """HumanEval comes gzipped."""
-    end = attack(read_tasks, gzipped(tmp_path / "a.jsonl.gz", piece, 1_000))
+    end = attack(read_tasks, gzipped(tmp_path / "a.jsonl.gz", piece, 60), memory_mib=64)
     assert end.how == "refused", end
     assert "holds more than its size" in end.message
 
@@ -127,7 +151,8 @@ def test_shared_values_of_arrow_files_are_counted(tmp_path, kind):
 def test_a_column_of_millions_of_nothing_is_refused(tmp_path):
     """Runs of one value take no room in a file."""
     path = tmp_path / "a.parquet"
-    column = pa.array([[None] * 50_000_000], pa.list_(pa.int8()))
+    many = 50_000_000
+    column = pa.ListArray.from_arrays(pa.array([0, many], pa.int32()), pa.nulls(many, pa.int8()))
     pq.write_table(pa.table({"prompt": ["p"], "response": ["r"], "more": column}), path)
     assert path.stat().st_size < MIB
     end = attack(read_rows, path)
@@ -135,13 +160,13 @@ def test_a_column_of_millions_of_nothing_is_refused(tmp_path):
     assert "the table holds more than the size of its file allows" in end.message
 
 
-def test_long_rows_of_a_table_are_read_a_few_at_a_time(tmp_path):
+def test_long_rows_of_a_table_are_read_a_few_at_a_time(tmp_path, small):
     """And one that is longer than a line may be is a bad row."""
-    path = tmp_path / "a.parquet"
-    texts = ["a" * (30 * MIB), "b" * (30 * MIB), "c" * (30 * MIB), "d"]
+    path, most = tmp_path / "a.parquet", tables.MAX_LINE_BYTES
+    texts = ["a" * (most // 2), "b" * (most // 2), "c" * (most // 2), "d"]
     pq.write_table(pa.table({"prompt": ["p"] * 4, "response": texts}), path, compression="none")
     assert [pair.response for pair in read_rows(path).pairs] == texts
-    texts[1] = "b" * (65 * MIB)
+    texts[1] = "b" * (most + MIB)
     pq.write_table(pa.table({"prompt": ["p"] * 4, "response": texts}), path, compression="none")
     with pytest.raises(DataError, match=r"parquet:2: the row is too long"):
         read_rows(path)
