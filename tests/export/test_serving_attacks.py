@@ -13,6 +13,7 @@ import os
 import shutil
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -335,44 +336,71 @@ def test_huge_body_is_413(server):
             pytest.fail("64 MiB were taken")
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        head("POST", TEXT, "Content-Type: application/json", "Content-Length: 500") + b'{"prompt"',
-        head("POST", TEXT, "Content-Type: application/json", "Transfer-Encoding: chunked")
-        + b"5\r\n{",
-        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: ",
-        b"GET",
-        b"",
-    ],
-    ids=["a length that lies", "chunks without end", "slow headers", "half a line", "nothing"],
-)
-def test_client_that_sends_no_more_is_408_and_cut_off(server, data):
-    """However slowly it goes on."""
-    with connected(server) as one:
-        one.sendall(data)
+STALLED = {
+    "a length that lies": head("POST", TEXT, "Content-Type: application/json", "Content-Length: 99")
+    + b'{"prompt"',
+    "chunks without end": head(
+        "POST", TEXT, "Content-Type: application/json", "Transfer-Encoding: chunked"
+    )
+    + b"5\r\n{",
+    "slow headers": b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: ",
+    "half a line": b"GET",
+    "nothing": b"",
+}
+DRIPPING = {
+    "headers": STALLED["slow headers"],
+    "body": head("POST", TEXT, "Content-Type: application/json", "Content-Length: 500"),
+}
+
+
+@pytest.fixture(scope="module")
+def waiting(server):
+    """All who send no more and all who send a byte now and then, at once; how long each took."""
+    return dict(_waited(server))
+
+
+def _waited(server):
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(STALLED) + len(DRIPPING)) as pool:
+        ones = {name: stack.enter_context(connected(server)) for name in (*STALLED, *DRIPPING)}
         began = time.monotonic()
-        status, _, body = answer(one)
-        assert one.recv(10) == b""
-    assert status == 408
+        ends = {name: pool.submit(_stalled, ones[name], data) for name, data in STALLED.items()}
+        ends |= {name: pool.submit(_dripping, ones[name], data) for name, data in DRIPPING.items()}
+        for name, end in ends.items():
+            ended, found = end.result()
+            yield name, (ended - began, found)
+
+
+def _stalled(one, data):
+    one.sendall(data)
+    status, _, body = answer(one)
+    rest = one.recv(10)
+    return time.monotonic(), (status, body, rest)
+
+
+def _dripping(one, begun):
+    one.sendall(begun)
+    until = time.monotonic() + 10
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        while time.monotonic() < until:
+            one.sendall(b"x")
+            time.sleep(0.1)
+    return time.monotonic(), None
+
+
+@pytest.mark.parametrize("name", STALLED)
+def test_client_that_sends_no_more_is_408_and_cut_off(waiting, server, name):
+    """However slowly it goes on."""
+    took, (status, body, rest) = waiting[name]
+    assert (status, rest) == (408, b"")
     assert error_of(json.loads(body))
-    assert time.monotonic() - began < 10
+    assert took < 10
 
 
-@pytest.mark.parametrize("part", ["headers", "body"])
-def test_slow_loris_is_cut_off(server, part):
+@pytest.mark.parametrize("part", DRIPPING)
+def test_slow_loris_is_cut_off(waiting, server, part):
     """A byte now and then does not begin the wait anew."""
-    begun = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "
-    if part == "body":
-        begun = head("POST", TEXT, "Content-Type: application/json", "Content-Length: 500")
-    began = time.monotonic()
-    with connected(server) as one:
-        one.sendall(begun)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            while time.monotonic() - began < 10:
-                one.sendall(b"x")
-                time.sleep(0.1)
-    assert time.monotonic() - began < 6
+    took, _ = waiting[part]
+    assert took < 6
 
 
 BROKEN = {

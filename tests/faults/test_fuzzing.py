@@ -67,7 +67,7 @@ PLANTED = """
     fuzz_readers.READERS["planted"] = fuzz_readers.Reader(
         file="a", read=first_is_well, seeds=lambda _: [b"abc"], check=other
     )
-    fuzzing.SCRIPT, fuzzing.HANG_S = Path(__file__), 2
+    fuzzing.SCRIPT, fuzzing.HANG_S = Path(__file__), 0.5 if {kind!r} == "hang" else 5
     sys.exit(fuzzing.main())
 """
 
@@ -76,7 +76,7 @@ PLANTED = """
     ("kind", "said"),
     [
         ("error", "KeyError"),
-        ("hang", "hangs: more than 2 s"),
+        ("hang", "hangs: more than 0.5 s"),
         ("memory", "MemoryError"),
         ("end", "the process ended with -11"),
         ("wrong", "read otherwise: AssertionError"),
