@@ -385,7 +385,7 @@ def _under_schemas(stored: DictConfig | ListConfig) -> DictConfig:
             }
         elif isinstance(node, DictConfig) and group not in SCHEMAS:
             if not isinstance(root.get(group), DictConfig):
-                raise TypeError(f"{group} is no mapping")
+                raise TypeError(f"{group!s} is no mapping")
             root[group].merge_with(node)
         elif isinstance(node, DictConfig):
             root[group] = _under(_schema(str(group), node), node)
