@@ -249,3 +249,33 @@ def test_patterns_of_a_schema_are_searched_for(suite_of):
     suite = suite_of({"prompt": "?", "expected": schema}, check="json_schema")
     good, number, text = '{"n": 1, "at": "ab1"}', '{"no": "1"}', '{"at": "ab"}'
     assert [one.success for one in judged(suite, good, number, text)] == [True, False, False]
+
+
+@pytest.mark.parametrize("ref", ["https://evil.example/s.json", "file:///etc/passwd", "other.json"])
+def test_a_schema_fetches_nothing(suite_of, monkeypatch, ref):
+    """jsonschema itself would open what a reference names."""
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_: pytest.fail("it went out"))
+    with pytest.raises((DataError, Problems), match="refers to a schema that is not in it"):
+        suite_of(
+            {"prompt": "?", "expected": {"properties": {"a": {"$ref": ref}}}}, check="json_schema"
+        )
+
+
+def test_a_schema_refers_to_its_own_parts(suite_of):
+    """By their place, by the name that they give themselves, and to the draft's own schema."""
+    part = {"$id": "https://evil.example/part.json", "type": "integer"}
+    refs = ("#/$defs/part", "https://evil.example/part.json")
+    draft = "https://json-schema.org/draft/2020-12/schema"
+    for ref, right, wrong in (*((ref, "1", '"a"') for ref in refs), (draft, "{}", "3")):
+        schema = {"properties": {"a": {"$ref": ref}}, "$defs": {"part": part}}
+        suite = suite_of({"prompt": "?", "expected": schema}, check="json_schema")
+        answers = [f'{{"a": {value}}}' for value in (right, wrong)]
+        assert [one.success for one in judged(suite, *answers)] == [True, False], ref
+
+
+def test_a_reference_to_a_part_that_is_not_there_is_named(suite_of):
+    """As soon as an answer would be held against it."""
+    schema = {"properties": {"a": {"$ref": "#/$defs/part"}}}
+    suite = suite_of({"prompt": "?", "expected": schema}, check="json_schema")
+    with pytest.raises(DataError, match=r"a part that it does not have.*/\$defs/part"):
+        judged(suite, '{"a": 1}')

@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib.util
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -22,6 +23,7 @@ __all__ = ["Check", "check_named", "function_named"]
 
 _PATTERNS: Final = "suite.path: a pattern that is expected"
 _TOO_DEEP: Final = "it is nested too deeply to be read"
+_DRAFTS: Final = re.compile(r"https?://json-schema\.org/draft[-/]")
 
 
 class Check(Protocol):
@@ -146,6 +148,9 @@ class JsonSchema(_Text):
             kind.check_schema(expected, format_checker=formats)
         except jsonschema.SchemaError as error:
             return f"is no JSON schema: {error.message}"
+        elsewhere = next(_elsewhere(expected, set(_ids(expected))), None)
+        if elsewhere is not None:
+            return f"refers to a schema that is not in it: {elsewhere}"
         return None
 
     def reference(self, expected: Any) -> str:
@@ -160,17 +165,50 @@ class JsonSchema(_Text):
     def error(self, prompt: str, expected: Any, answer: str) -> str | None:
         """Validate."""
         import jsonschema
+        from jsonschema_specifications import REGISTRY
+        from referencing.exceptions import Unresolvable
 
         del prompt
         value = _json(answer)
         if isinstance(value, ValueError):
             return f"it is not JSON: {value}"
-        validator = _guarded(jsonschema.validators.validator_for(expected))(expected)
+        # Without a registry jsonschema would fetch what a schema refers to.
+        guarded = _guarded(jsonschema.validators.validator_for(expected))
+        validator = guarded(expected, registry=REGISTRY)
         try:
             found = jsonschema.exceptions.best_match(validator.iter_errors(value))
         except RecursionError:
             return _TOO_DEEP
+        except Unresolvable as error:
+            raise DataError(
+                "a schema refers to a part that it does not have",
+                where="suite.path",
+                found=error.ref,
+                remedy="put the part into its $defs",
+            ) from error
         return None if found is None else f"at {found.json_path}: {found.message}"
+
+
+def _ids(schema: Any) -> Iterator[str]:
+    """Yield the names that the parts of a schema give themselves."""
+    if isinstance(schema, dict):
+        named = schema.get("$id", schema.get("id"))
+        if isinstance(named, str):
+            yield named.removesuffix("#")
+    for one in schema.values() if isinstance(schema, dict) else schema:
+        if isinstance(one, dict | list):
+            yield from _ids(one)
+
+
+def _elsewhere(schema: Any, ids: set[str]) -> Iterator[str]:
+    """Yield references that lead out of a schema, but for those to the drafts of JSON Schema."""
+    for name, one in schema.items() if isinstance(schema, dict) else enumerate(schema):
+        if name in {"$ref", "$dynamicRef", "$recursiveRef"} and isinstance(one, str):
+            place = one.partition("#")[0]
+            if place and place not in ids and not _DRAFTS.match(place):
+                yield one
+        elif isinstance(one, dict | list):
+            yield from _elsewhere(one, ids)
 
 
 def _is_pattern(value: object) -> bool:
