@@ -253,7 +253,7 @@ def test_patterns_of_a_schema_are_searched_for(suite_of):
 
 @pytest.mark.parametrize("ref", ["https://evil.example/s.json", "file:///etc/passwd", "other.json"])
 def test_a_schema_fetches_nothing(suite_of, monkeypatch, ref):
-    """jsonschema itself would open what a reference names."""
+    """The library itself would open what a reference names."""
     monkeypatch.setattr("urllib.request.urlopen", lambda *_: pytest.fail("it went out"))
     with pytest.raises((DataError, Problems), match="refers to a schema that is not in it"):
         suite_of(
