@@ -46,7 +46,7 @@ def read(root):
 
 def first(done, action):
     """Yield what is wrong with how the disturbed command ended."""
-    if action in ("kill", "torn") and done.returncode < 0:
+    if action in ("kill", "torn", "moment") and done.returncode < 0:
         return
     if done.returncode != 0:
         yield from (f"after the fault: {one}" for one in refusal(done))

@@ -23,6 +23,7 @@ import random
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -136,11 +137,25 @@ TASKS = [
 
 
 @dataclass(frozen=True)
+class Moment:
+    """SIGKILL at a random moment, of one of a command's processes or of all that are there.
+
+    Attributes:
+        share: of the time that the undisturbed command takes.
+        which: picks the process; None is all of them.
+    """
+
+    share: float
+    which: int | None
+    action: str = "moment"
+
+
+@dataclass(frozen=True)
 class Case:
     """One fault in one task."""
 
     task: Task
-    fault: Fault
+    fault: Fault | Moment
 
 
 class Place:
@@ -150,7 +165,7 @@ class Place:
         self.case, self._worlds = root / "case", root / "worlds"
         self.case.mkdir(parents=True)
         self._worlds.mkdir()
-        self._clean = {}
+        self._clean, self.took_s = {}, {}
 
     def put(self, world):
         """Make the case's directory one of a world."""
@@ -186,6 +201,11 @@ class Place:
             self.put(task.world)
             with Watcher(self.case) as watcher, service(task) as more:
                 done = self.run(task.command, address=watcher.address, **more)
+            self.put(task.world)
+            with service(task) as more:
+                began = time.monotonic()
+                done = self.run(task.command, **more)
+                self.took_s[task.name] = time.monotonic() - began
             assert done.returncode == 0, f"{task.name}: {done.stdout}{done.stderr}"
             self._clean[task.name] = watcher.calls, after_faults.read(self.case)
         return self._clean[task.name]
@@ -196,17 +216,16 @@ class Place:
         _, expected = self.clean(task)
         self.put(task.world)
         with service(task) as more:
-            with Watcher(self.case, case.fault) as watcher:
-                try:
-                    hit = self.run(task.command, address=watcher.address, **more)
-                except subprocess.TimeoutExpired:
-                    return ["hangs after the fault"]
-            if not watcher.fired:
+            try:
+                hit = self._hit(case, more)
+            except subprocess.TimeoutExpired:
+                return ["hangs after the fault"]
+            if hit is None:
                 return None
             problems = [*after_faults.first(hit, case.fault.action)]
             problems += after_faults.believed(self.case)
             ended = task.command
-            if hit.returncode != 0 or case.fault.action in ("kill", "torn"):
+            if hit.returncode != 0 or case.fault.action in ("kill", "torn", "moment"):
                 try:
                     found, ended = self._go_on(task, more)
                 except subprocess.TimeoutExpired:
@@ -215,10 +234,54 @@ class Place:
         problems += after_faults.believed(self.case)
         said = hit.stdout + hit.stderr
         problems += after_faults.differences(self.case, expected, _own_of(ended), said)
-        if (case.fault.site.kind, case.fault.action) == ("unlink", "error"):
+        site = getattr(case.fault, "site", None)
+        if site is not None and (site.kind, case.fault.action) == ("unlink", "error"):
             # A lock that could not be removed does no harm: who needs it next takes it.
             return [one for one in problems if not re.match(r"left over: .*lock$", one)]
         return problems
+
+    def _hit(self, case, more):
+        """Run a case's command with its fault; None where it ended before the fault came."""
+        task, fault = case.task, case.fault
+        if isinstance(fault, Fault):
+            with Watcher(self.case, fault) as watcher:
+                done = self.run(task.command, address=watcher.address, **more)
+            return done if watcher.fired else None
+        killed = []
+
+        def kill():
+            there = sorted(self._processes())
+            chosen = (
+                there if fault.which is None or not there else [there[fault.which % len(there)]]
+            )
+            for pid in chosen:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(pid)
+
+        timer = threading.Timer(fault.share * self.took_s[task.name], kill)
+        timer.start()
+        try:
+            done = self.run(task.command, **more)
+        finally:
+            timer.cancel()
+            timer.join()
+        if task.name == "ddp":  # those that are left see it, and are no job that goes on
+            until = time.monotonic() + LIMIT_S
+            while self._processes() and time.monotonic() < until:
+                time.sleep(0.05)
+        return done if killed else None
+
+    def _processes(self):
+        """Return the processes that work in the case's directory."""
+        found = []
+        for place in Path("/proc").glob("[0-9]*/cwd"):
+            with contextlib.suppress(OSError):
+                if place.readlink().is_relative_to(self.case) and place.parent.name != str(
+                    os.getpid()
+                ):
+                    found.append(int(place.parent.name))
+        return found
 
     def _go_on(self, task, more):
         """Type the next commands until one ends well; return what is wrong, and that command."""
@@ -308,10 +371,33 @@ def cases_of(task, calls, generator):
     return cases
 
 
-def sample(tasks, place, seed):
-    """Yield cases of tasks in turn, each task's in an order that the seed draws."""
+def moments_of(task, count, generator):
+    """Return kills at random moments, two of three of one process alone."""
+    return [
+        Case(
+            task,
+            Moment(generator.random(), generator.choice([None, *generator.sample(range(97), 2)])),
+        )
+        for _ in range(count)
+    ]
+
+
+def sample(tasks, place, seed, moments=0):
+    """Yield cases of tasks in turn, each task's in an order that the seed draws.
+
+    Args:
+        tasks: to draw from.
+        place: to try them in.
+        seed: of the draw.
+        moments: kills at random moments of each task; the other faults are left out then.
+    """
     generator = random.Random(seed)
-    lists = [cases_of(task, place.clean(task)[0], generator) for task in tasks]
+    lists = [
+        moments_of(task, moments, generator)
+        if moments
+        else cases_of(task, place.clean(task)[0], generator)
+        for task in tasks
+    ]
     for row in itertools.zip_longest(*lists):
         yield from (case for case in row if case is not None)
 
@@ -319,8 +405,8 @@ def sample(tasks, place, seed):
 class Campaign:
     """Plays cases on several places at a time, and keeps what came of them."""
 
-    def __init__(self, tasks, seed, root, workers):
-        self.tasks, self.seed = tasks, seed
+    def __init__(self, tasks, seed, root, workers, moments=0):
+        self.tasks, self.seed, self.moments = tasks, seed, moments
         self.places = [Place(root / str(number)) for number in range(workers)]
         self.started_utc = datetime.now(UTC).isoformat(timespec="seconds")
         self.outcomes = []  # (case, problems), problems None where the call was not reached
@@ -328,7 +414,7 @@ class Campaign:
 
     def run(self, until, limit):
         """Play cases until the list, the time or a number of them is at its end."""
-        self.planned = list(sample(self.tasks, self.places[0], self.seed))
+        self.planned = list(sample(self.tasks, self.places[0], self.seed, self.moments))
         for case in self.planned[:limit]:
             self._waiting.put(case)
         threads = [threading.Thread(target=self._work, args=(at, until)) for at in self.places]
@@ -411,7 +497,11 @@ def _surroundings():
 
 def told(case):
     """Name a case in a line."""
-    fault, site = case.fault, case.fault.site
+    fault = case.fault
+    if isinstance(fault, Moment):
+        whom = "all processes" if fault.which is None else f"process {fault.which}"
+        return f"{case.task.name}: kill of {whom} after {fault.share:.0%}"
+    site = fault.site
     return f"{case.task.name}: {fault.action} at {site.kind} {fault.ordinal} of {site.place}"
 
 
@@ -422,6 +512,7 @@ def main():
     parser.add_argument("--minutes", type=float, default=50)
     parser.add_argument("--limit", type=int, help="cases at most")
     parser.add_argument("--tasks", nargs="+", choices=[task.name for task in TASKS])
+    parser.add_argument("--moments", type=int, default=0, help="kills at random moments, no others")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--results", type=Path, help="a file for what came of it")
     parser.add_argument("--note", default="", help="what the page is to say of it")
@@ -432,7 +523,7 @@ def main():
     with tempfile.TemporaryDirectory(prefix="mens_exp_campaign_") as root:
         fork_server.keep_log(Path(root) / "fork_server.log")
         fork_server.execute_before_each(BEFORE_EACH)
-        campaign = Campaign(tasks, given.seed, Path(root), given.workers)
+        campaign = Campaign(tasks, given.seed, Path(root), given.workers, given.moments)
         campaign.run(began + 60 * given.minutes, given.limit)
         fork_server.end_servers()
     made = {**campaign.record((time.monotonic() - began) / 60), "note": given.note}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parents[1] / "faults/campaign.json"
 FUZZING = RESULTS.with_name("fuzzing.json")
-FAULTS = ("kill", "torn", "short", "full", "error")
+FAULTS = ("kill", "torn", "short", "full", "error", "moment")
 HEAD = """# Reliability
 
 What happens to your files when a process is killed, a disk fills up or a write fails? `make soak`
@@ -32,6 +32,7 @@ file. Of each set of alike calls the campaign draws cases:
 | short | half of the bytes are written, and the call says so |
 | full | ENOSPC for this call, and for every later one that needs space |
 | error | EIO for this call alone |
+| moment | SIGKILL of one process of the command, or of all, at a random moment |
 
 After the fault, the next commands run on a disk that works: `resume=`, `sweep.resume=`, or the same
 command again. A case ends well if all of this holds:
