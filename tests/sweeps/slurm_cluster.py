@@ -84,13 +84,14 @@ def cluster():
         _munge(place, environment, started)
         for name in ("slurmctld", "slurmd"):
             _run([name, "-f", str(place / "slurm.conf")], environment)
-            started.append(_pid(place / f"{name}.pid"))
+            started.append(place / f"{name}.pid")
+            _pid(started[-1])
         _wait_until_idle(environment)
         yield {"SLURM_CONF": environment["SLURM_CONF"], "PATH": environment["PATH"]}
         _end_jobs(environment)
     finally:
-        for pid in reversed(started):
-            _end(pid)
+        for file in reversed(started):
+            _end(_pid(file))  # that of today: a test may have started it again
         shutil.rmtree(place, ignore_errors=True)
 
 
@@ -121,7 +122,8 @@ def _munge(place, environment, started):
     names["seed-file"] = "seed"
     files = [f"--{option}={place}/munge.{name}" for option, name in names.items()]
     _run(["munged", "--force", *files], environment)
-    started.append(_pid(place / "munge.pid"))
+    started.append(place / "munge.pid")
+    _pid(started[-1])
 
 
 def _run(command, environment):

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import threading
 
+import psutil
 import pytest
 
 from mens_exp.artifacts.attempt_log import AttemptLog
@@ -125,12 +130,27 @@ def test_a_job_that_is_gone_before_it_began_was_cancelled(executor, queue):
     assert not isinstance(work, str)
     assert work.ended() is None
     queue.lines = []
-    executor.poll()
+    for _ in range(3):  # a controller that comes back may not list it at once
+        executor.poll()
     ended = work.ended()
     assert ended is not None
     assert ended.stop is not None
     assert ended.stop.state is JobState.CANCELLED
     assert ended.stop.reason == "CANCELLED: 7_0 left Slurm's queue before it began"
+
+
+def test_a_job_that_slurm_does_not_list_for_a_moment_is_still_at_work(executor, queue):
+    """As while its controller comes back; missing at three looks in a row, it is gone."""
+    ((_, work),) = executor.start(executor._record.jobs[:1])
+    for _ in range(2):
+        queue.says("RUNNING")
+        executor.poll()
+        queue.lines = []
+        for _ in range(2):
+            executor.poll()
+            assert work.ended() is None
+    executor.poll()
+    assert work.ended() is not None
 
 
 def test_a_silent_slurm_changes_nothing(executor, queue):
@@ -327,6 +347,19 @@ def test_a_warned_job_is_put_back_as_often_as_allowed(task):
     task.code = 0
     assert task.run() == 0
     assert task.requeued == 1
+
+
+def test_a_second_start_waits_for_the_process_of_the_first(task):
+    """Slurm may start a job again that a killed controller has forgotten to be at work."""
+    run = RunDir(task.place / "1_job")
+    run.path.mkdir()
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    record = {"pid": other.pid, "started": psutil.Process(other.pid).create_time()}
+    run.job_lock.write_text(json.dumps(record), "utf-8")
+    threading.Timer(1, other.kill).start()
+    assert task.run() == 0
+    assert other.wait() == -signal.SIGKILL
+    assert task.why() == [None]
 
 
 def test_a_pruned_job_is_not_put_back(task):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -168,6 +169,36 @@ def test_a_preempted_job_is_put_back_by_slurm_and_goes_on_to_the_same_bytes(star
     first, last = jobs(place)[0]["attempts"]
     assert first["queue_id"] == last["queue_id"]
     assert (Manifest.read(run_of(place).manifest).attempts[-1]["resumed_from_step"] or 0) >= 2
+    assert adapter(place).read_bytes() == whole.read_bytes()
+
+
+def killed_and_started_again(name, meanwhile):
+    """Kill one of Slurm's daemons, wait, and start it as its administrator would."""
+    configuration = Path(os.environ["SLURM_CONF"])
+    place = configuration.with_name(f"{name}.pid")
+    old = int(place.read_text("ascii"))
+    os.kill(old, signal.SIGKILL)
+    meanwhile()
+    program = shutil.which(name)
+    assert program is not None
+    subprocess.run([program, "-f", str(configuration)], check=True)
+    until(lambda: place.exists() and int(place.read_text("ascii") or old) != old)
+
+
+@pytest.mark.usefixtures("forked_by_slurm")
+def test_killed_daemons_of_slurm_change_nothing(start, whole, tmp_path):
+    """The controller and the node's daemon, each silent for some looks of the launcher."""
+    place = tmp_path / "sweep"
+    launcher = start()
+    job = paused_at_its_first_checkpoint(place, launcher)
+    for name in ("slurmctld", "slurmd"):
+        killed_and_started_again(name, lambda: time.sleep(2))
+        assert launcher.poll() is None
+    until(lambda: "idle" in (said := slurm("sinfo", "--noheader", "--format=%T")) or "mix" in said)
+    job.resume()
+    assert launcher.wait(LIMIT_S) == 0
+    assert jobs(place)[0]["attempts"][-1]["exit_code"] == 0
+    assert jobs(place)[0]["state"] == "succeeded"
     assert adapter(place).read_bytes() == whole.read_bytes()
 
 

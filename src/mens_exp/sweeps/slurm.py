@@ -8,6 +8,7 @@ is preempted is put back by Slurm; both go on from the last checkpoint.
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from mens_exp.artifacts import atomic
@@ -42,6 +43,7 @@ _MEANS = {
 }
 # One that a search ended is, where the launcher died before it could tell Slurm.
 _MAY_BE_AT_WORK = frozenset({JobState.RUNNING, JobState.WAITING, JobState.PRUNED})
+_LOOKS = 3  # at which a job has to be missing before it counts as gone
 _MAY_PASS = frozenset({"BOOT_FAIL", "LAUNCH_FAILED", "NODE_FAIL", "PREEMPTED", "RECONFIG_FAIL"})
 
 
@@ -115,6 +117,7 @@ class SlurmExecutor:
         self._directory, self._record = directory, record
         self._batch = directory.batch.resolve()
         self._unwanted: set[str] = set()  # jobs to be ended, of which Slurm could not be told
+        self._gone: Counter[str] = Counter()  # looks at which Slurm did not list a job
         self._is_unsure = False  # whether Slurm took the last submission
 
     def start(self, jobs: Sequence[SweepJob]) -> list[tuple[SweepJob, Work | str]]:
@@ -172,10 +175,15 @@ class SlurmExecutor:
     def poll(self) -> None:
         """Ask Slurm how all jobs are; where it does not answer, they stay as they were."""
         try:
-            self.seen, self.has_answered = queue_of(self._batch), True
+            found, self.has_answered = queue_of(self._batch), True
         except OSError:  # a controller that restarts; the next answer tells of all that happened
             self.has_answered = False
             return
+        gone = {name for name, last in self.seen.items() if not last.is_over} - found.keys()
+        self._gone = Counter({name: self._gone[name] + 1 for name in gone})
+        # Measured on 22.05: a controller that was killed does not list all jobs at once.
+        kept = {name: self.seen[name] for name in gone if self._gone[name] < _LOOKS}
+        self.seen = found | kept
         for queue_id in sorted(self._unwanted):
             self.end(queue_id)
 

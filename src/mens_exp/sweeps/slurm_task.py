@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.attempt_log import AttemptLog
 from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.run_lock import holder
 from mens_exp.artifacts.sweep import SweepRecord
 from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.sweeps.job import ACCEPT_CHANGES
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["PREEMPTED", "TIMEOUT", "main"]
 
 TIMEOUT, PREEMPTED = "TIMEOUT", "PREEMPTED"
+_LOOK_S = 0.5
 _SLACK_S = 90  # sbatch's page: a warning comes up to a minute early; and the job starts up
 # Lightning takes these for a cluster job of several tasks, and would put it back by itself.
 _OF_TASKS = ("SLURM_NTASKS", "SLURM_NPROCS")
@@ -50,6 +52,8 @@ def main(arguments: Sequence[str]) -> int:
     run, log = RunDir(directory.path / job["directory"]), AttemptLog(directory.attempts(number))
     queue_id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{number}"
     began, warned = time.monotonic(), _Warned()
+    while holder(run.job_lock) is not None and not warned.was:
+        time.sleep(_LOOK_S)  # Slurm lost sight of an earlier start, whose process is at work yet
     ended = supervise(
         [str(run.path)] + [ACCEPT_CHANGES] * given.accept_changes,
         run.log,
