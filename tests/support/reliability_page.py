@@ -62,10 +62,11 @@ FUZZED = """
 `make fuzz` feeds damaged files to every reader of files that may come from elsewhere; its results
 are in `tests/faults/fuzzing.json`. *Mutated* inputs are valid files with one to six changes: bits,
 bytes, words, parts of other files, repetitions, cuts; or, in JSON and YAML, other values. *Bred*
-ones are made by libFuzzer from those that reached new lines of our code. A reader may refuse an input by an error that names it, or read
-it. These are faults: any other error, the end of the process, more than 20 s or 1 GiB for one
-input, and values that another reader (the standard library, numpy) finds to be others. Inputs of
-faults that were mended are in `tests/faults/corpora`, which the tests read each time.
+ones are made by libFuzzer from those that reached new lines of our code. A reader may refuse an
+input by an error that names it, or read it. These are faults: any other error, the end of the
+process, more than 20 s or 1 GiB for one input, and values that another reader (the standard
+library, numpy) finds to be others. Inputs of faults that were mended are in
+`tests/faults/corpora`, which the tests read each time.
 
 GGUF files are read only from a package whose hash is known, and bundles are unpacked by `tar`, so
 neither is fuzzed. pyarrow ends the process over some damaged descriptions of lists in Parquet
