@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import structure
+from structure import imported
 
 SOURCE = Path(__file__).parents[1] / "src" / "mens_exp"
 
@@ -75,26 +77,13 @@ KNOWS_OMEGACONF = (
 
 @functools.cache
 def modules(root):
-    """Parse each file, by its path under the root."""
-    return {
-        path.relative_to(root).as_posix(): ast.parse(path.read_text("utf-8"))
-        for path in sorted(root.rglob("*.py"))
-    }
+    """Return the syntax tree of each file, by its path under the root."""
+    return {file: module.tree for file, module in structure.modules(root).items()}
 
 
 def package_of(file):
     first = file.split("/", maxsplit=1)[0].removesuffix(".py")
     return "" if first == "__init__" else first
-
-
-def imported(tree):
-    """Yield every dotted name a file imports, wherever in it the statement stands."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports are absolute"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def own_packages(tree):
