@@ -90,7 +90,7 @@ def test_an_old_python_is_bad(monkeypatch):
 def test_a_driver_without_a_cuda_build_is_bad(monkeypatch):
     """The commonest mistake: the CPU build of torch on a GPU machine."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(shutil, "which", {"nvidia-smi": "/usr/bin/nvidia-smi"}.get)
     finding = found("torch")
     assert finding.state is State.BAD
     assert "CUDA build" in (finding.remedy or "")

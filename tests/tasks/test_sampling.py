@@ -329,7 +329,7 @@ BASE = ["task=evaluate", "path=base", "model=tiny_llama", "trainer=cpu", "eval.k
         (["suite=heldout_syntax"], "suite=heldout_syntax is an evaluation"),
         (["suite=humaneval"], "suite=humaneval is an evaluation"),
         (["suite=humaneval", "suite.path=x", "sandbox=none"], "no answer passes where none is"),
-        (["suite=humaneval", "suite.path=x", "task=train"], "kept by task=evaluate alone"),
+        (["suite=jsonl", "suite.path=x", "task=train"], "kept by task=evaluate alone"),
         (
             ["suite=jsonl", "suite.path=x", "eval.keep_passing=null", "eval.keep_per_prompt=2"],
             "keep_per_prompt: has no effect",
