@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -200,6 +201,39 @@ def test_packages_hold_only_a_docstring():
         if file.endswith("/__init__.py") and (len(tree.body) != 1 or not ast.get_docstring(tree))
     ]
     assert full == []
+
+
+QUESTION = re.compile(r"(What|Which|Whose|Where|How)\b", re.IGNORECASE)
+
+
+def questions(trees):
+    """Return the docstrings that open with a question word, by their file and line."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return {
+        f"{file}:{node.body[0].lineno}": text.splitlines()[0]
+        for file, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, documented)
+        and (text := ast.get_docstring(node))
+        and QUESTION.match(text)
+    }
+
+
+def test_no_docstring_opens_with_a_question_word():
+    """The first line is an imperative or a noun phrase."""
+    assert questions(modules(SOURCE)) == {}
+
+
+def test_a_docstring_that_opens_with_a_question_word_is_found():
+    """In modules, classes, functions and methods, by its first word alone."""
+    code = (
+        '"""How it ends."""',
+        'class A:\n    """Whose it is."""\n    def f(self):\n        """where\n\n        it is."""',
+        'async def g():\n    """What\'s left."""\n    def h():\n        """Which one."""',
+        '"""However it ends, say how."""\ndef f():\n    """Return what is left."""\nx = "What"',
+    )
+    trees = {name: ast.parse(text) for name, text in zip("mcgn", code, strict=True)}
+    assert sorted(questions(trees)) == ["c:2", "c:4", "g:2", "g:4", "m:1"]
 
 
 def test_modules_are_named_by_their_concept():

@@ -84,7 +84,7 @@ class MensError(Exception):
 
 
 class RequestError(MensError):
-    """What was asked for cannot be done as asked."""
+    """A request that cannot be met as stated."""
 
     exit_code = 2
 

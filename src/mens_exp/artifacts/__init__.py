@@ -1,1 +1,1 @@
-"""What a run leaves behind: its directory, its records, and how they are written and read."""
+"""The files of a run: its directory, its records, and the code that reads and writes them."""

@@ -1,4 +1,4 @@
-"""What an adapter adds to each weight, whatever form it is written in.
+"""The delta that an adapter adds to each weight, for every adapter format.
 
 Shapes: R rank, I inputs and O outputs of a projection.
 """

@@ -38,7 +38,7 @@ HEAD = "lm_head"
 
 
 class Header(Protocol):
-    """What a header of either schema says of the tensors."""
+    """The description of the tensors in a header of either schema."""
 
     layer_order: list[str]
     base_key_map: dict[str, str]

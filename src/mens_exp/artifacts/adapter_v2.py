@@ -49,7 +49,7 @@ _OPTIONAL = ("base_model",)
 
 @dataclass(kw_only=True, slots=True)
 class AdapterMeta:
-    """What the tensors belong to.
+    """Metadata of the adapter that the tensors belong to.
 
     Attributes:
         format: always ``vox_mens_qlora_lora_only_v2``.

@@ -59,7 +59,7 @@ _SCALES = ("header",)
 
 
 class Quant(TypedDict):
-    """How the base was quantized: ``nf4``, ``fp4``, ``int8`` or ``none``, and its constants."""
+    """Quantization of the base: ``nf4``, ``fp4``, ``int8`` or ``none``, and its constants."""
 
     base_quant: str
     double_quant: bool
@@ -72,7 +72,7 @@ class _Origin(TypedDict):
 
 
 class AdapterProvenance(_Origin, total=False):
-    """Where the base model came from and what its licence asks."""
+    """Source of the base model, and the terms of its licence."""
 
     license_class: str | None
 
@@ -102,7 +102,7 @@ class _Ours(TypedDict, total=False):
 
 @dataclass(kw_only=True, slots=True)
 class AdapterManifest:
-    """What the tensors belong to.
+    """Metadata of the adapter that the tensors belong to.
 
     Attributes:
         format: always ``vox_mens_adapter``.
@@ -176,12 +176,12 @@ class AdapterManifest:
 
     @property
     def variant(self) -> str:
-        """What the matrices do to a weight: ``lora``, ``rslora`` or ``dora``."""
+        """Effect of the matrices on a weight: ``lora``, ``rslora`` or ``dora``."""
         return str((self.mens_exp or {}).get("variant", "lora"))
 
     @property
     def quantizer(self) -> Quantizer | None:
-        """What quantized the base, where the writer put it down."""
+        """The quantizer of the base, if the writer recorded it."""
         return (self.mens_exp or {}).get("quantizer")
 
     def scale_of(self, layer: str) -> float:

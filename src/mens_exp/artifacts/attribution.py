@@ -128,7 +128,7 @@ class Suggestion(TypedDict):
 
 @dataclass(kw_only=True, slots=True)
 class Attribution(StoredRecord):
-    """What quantizing a base costs.
+    """The cost of quantizing a base.
 
     Attributes:
         format: always ``mens_exp_attribution``.

@@ -13,7 +13,7 @@ __all__ = ["Certificate", "Comparison", "Evidence", "ProbeRecord", "TensorError"
 
 
 class Evidence(StrEnum):
-    """What was compared: next-token distributions, or tensors where no model can run."""
+    """The compared values: next-token distributions, or tensors where no model can run."""
 
     GRAPH = "graph"
     WEIGHTS = "weights"
@@ -61,7 +61,7 @@ class ProbeRecord(TypedDict):
 
 @dataclass(kw_only=True, slots=True)
 class Certificate(StoredRecord):
-    """What was measured, of what, and whether it is within the budget.
+    """A measured comparison, its subjects, and whether it is within the budget.
 
     Attributes:
         format: always ``mens_exp_parity``.

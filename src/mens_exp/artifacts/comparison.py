@@ -25,7 +25,7 @@ __all__ = [
 
 
 class Verdict(StrEnum):
-    """What a comparison came to; only the primary KPI gets one of the first four."""
+    """The result of a comparison; only the primary KPI gets one of the first four."""
 
     BETTER = "better"
     WORSE = "worse"
@@ -199,7 +199,7 @@ def _comparison_of_1(value: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(kw_only=True, slots=True)
 class Comparison(StoredRecord):
-    """What was compared and what came of it.
+    """A comparison and its results.
 
     Attributes:
         format: always ``mens_exp_comparison``.

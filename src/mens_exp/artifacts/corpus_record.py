@@ -34,7 +34,7 @@ class StepSummary(TypedDict):
 
 @dataclass(kw_only=True, slots=True)
 class StepRecord(StoredRecord):
-    """What one step was given, and what it gave.
+    """Input and result of one step.
 
     Attributes:
         format: always ``mens_exp_corpus_step``.

@@ -161,7 +161,7 @@ class Before(TypedDict):
 
 @dataclass(kw_only=True, slots=True)
 class CorpusReport(StoredRecord):
-    """What was measured.
+    """Measurements of a corpus.
 
     Attributes:
         format: always ``mens_exp_corpus_report``.

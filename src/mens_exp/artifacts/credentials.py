@@ -29,7 +29,7 @@ _MOST_SHOWN: Final = 4  # characters of a secret, and never over a quarter of it
 
 
 class Pattern(NamedTuple):
-    """What is looked for, and texts of which one, in lower case, is always in it.
+    """A pattern to look for, and texts of which one, in lower case, is in every match.
 
     The group ``secret`` of a secret's form, where there is one, is what is masked; else it is the
     whole match. Of a ``guessed`` secret values that say they are to be replaced do not count.

@@ -82,7 +82,7 @@ class OverlapPart(TypedDict):
 
 
 class RowsPart(TypedDict):
-    """What is told by the rows themselves.
+    """Facts that follow from the rows themselves.
 
     ``prompts_checked`` rows were rendered as evaluation renders them; ``prompts_otherwise`` begin
     otherwise in training. ``mix_off`` is how many rows the source furthest from its share is off.
@@ -116,7 +116,7 @@ class ReferencePart(TypedDict):
 
 
 class ProbePart(TypedDict):
-    """What was tried on a few documents of the run's own model, before step 1.
+    """Trials on a few documents with the run's own model, before step 1.
 
     Differences are relative: ``|a − b| / |b|``. ``together`` is a batch against its documents
     alone: the sum of losses, and the hidden states at learned positions. ``peek`` is how far the

@@ -49,7 +49,7 @@ _LONGEST = 2**20  # bytes of an entry
 
 
 class EntryKind(StrEnum):
-    """What an entry records."""
+    """The kind of a ledger entry."""
 
     CYCLE = "cycle"
     DECISION = "decision"
@@ -57,7 +57,7 @@ class EntryKind(StrEnum):
 
 
 class Answer(StrEnum):
-    """What a policy decided."""
+    """The decision of a policy."""
 
     PROMOTE = "promote"
     HOLD = "hold"
@@ -66,7 +66,7 @@ class Answer(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What came of one rule."""
+    """The result of one rule."""
 
     PASSED = "passed"
     FAILED = "failed"

@@ -36,7 +36,7 @@ __all__ = [
 
 
 class Kind(StrEnum):
-    """What lies at the inspected path."""
+    """The kind of the inspected path."""
 
     RUN = "run"
     ADAPTER = "adapter"
@@ -64,7 +64,7 @@ class Link(StrEnum):
 
 
 class Role(StrEnum):
-    """What an ancestor was to what came of it."""
+    """The role of an ancestor for its descendant."""
 
     BASE = "base"
     START = "starting adapter"
@@ -75,7 +75,7 @@ class Role(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What a comparison came to; ``close`` is within the tolerance that its note states."""
+    """The result of a comparison; ``close`` is within the tolerance that its note states."""
 
     EQUAL = "equal"
     CLOSE = "close"
@@ -114,7 +114,7 @@ class LayerRecord(TypedDict):
 
 
 class CertificateRecord(TypedDict):
-    """What a parity.json says; ``worst`` is the tensor of the largest relative error."""
+    """The content of a parity.json; ``worst`` is the tensor of the largest relative error."""
 
     verdict: str
     passed: bool
@@ -192,7 +192,7 @@ def _inspection_of_1(value: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(kw_only=True, slots=True)
 class Inspection(StoredRecord):
-    """What was found.
+    """The findings of an inspection.
 
     Attributes:
         format: always ``mens_exp_inspection``.

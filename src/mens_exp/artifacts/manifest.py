@@ -23,7 +23,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class Status(StrEnum):
-    """How far a run got."""
+    """The state of a run."""
 
     STARTED = "started"
     SUCCEEDED = "succeeded"
@@ -55,7 +55,7 @@ _SCREENED = ("overrides", "provenance", "inputs", "facts", "results", "unknown",
 
 @dataclass(kw_only=True, slots=True)
 class Manifest(StoredRecord):
-    """What ran, on what, and what came of it.
+    """The record of a run: its code, its inputs and its results.
 
     Attributes:
         format: always ``mens_exp_run``.

@@ -13,7 +13,7 @@ __all__ = ["METRICS", "Metric", "metric"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """What one number means.
+    """The meaning of one number.
 
     Attributes:
         name: ``area/what``; the key in telemetry and in every sink.

@@ -1,4 +1,4 @@
-"""Where a result came from: the code, the packages and the machine."""
+"""Provenance of a result: the code, the packages and the machine."""
 
 from __future__ import annotations
 

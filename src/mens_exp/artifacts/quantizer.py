@@ -1,4 +1,4 @@
-"""How the base under an adapter was quantized, as the adapter's manifest records it.
+"""The quantization of an adapter's base, as the adapter's manifest records it.
 
 Key `mens_exp.quantizer` of schema v3: enough to make the base's 4-bit values again, bit for bit.
 """
@@ -23,7 +23,7 @@ _KNOWN = {
 
 
 class Quantizer(TypedDict):
-    """What made 4-bit values of a base's weights.
+    """The quantizer that made 4-bit values of a base's weights.
 
     Attributes:
         quant_type: ``nf4`` or ``fp4``.

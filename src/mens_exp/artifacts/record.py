@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Record(Protocol):
-    """What the reader and writer need of a record class."""
+    """The reader's and writer's requirements on a record class."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     format: str

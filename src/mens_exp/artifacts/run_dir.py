@@ -74,7 +74,7 @@ class RunDir:
 
     @property
     def plan(self) -> Path:
-        """What was predicted, and measured values beside it."""
+        """The predictions, with the measured values next to them."""
         return self.path / "plan.json"
 
     @property
@@ -129,7 +129,7 @@ class RunDir:
 
     @property
     def inspection(self) -> Path:
-        """What was found of a run, an adapter, a checkpoint or a merged model."""
+        """The findings about a run, an adapter, a checkpoint or a merged model."""
         return self.path / "inspection.json"
 
     @property
@@ -139,7 +139,7 @@ class RunDir:
 
     @property
     def attribution(self) -> Path:
-        """What quantizing the base costs, module by module."""
+        """The costs of quantizing the base, module by module."""
         return self.path / "attribution.json"
 
     @property
@@ -163,7 +163,7 @@ class RunDir:
 
     @property
     def comparison(self) -> Path:
-        """What a study's arms came to."""
+        """The comparison of a study's arms."""
         return self.path / "compare.json"
 
     @property
@@ -203,7 +203,7 @@ class RunDir:
 
     @property
     def sync(self) -> Path:
-        """What W&B services have of the run."""
+        """The parts of the run that W&B services have."""
         return self.path / "sync.json"
 
     @property
@@ -213,7 +213,7 @@ class RunDir:
 
     @property
     def sync_log(self) -> Path:
-        """What that process printed, where it runs beside the training."""
+        """The output of that process, if it runs during the training."""
         return self.path / "sync.log"
 
     @property
@@ -233,7 +233,7 @@ class RunDir:
 
     @property
     def transcript(self) -> Path:
-        """What was said in a chat."""
+        """The messages of a chat."""
         return self.path / "transcript.json"
 
     def checkpoint(self, step: int) -> Path:

@@ -30,7 +30,7 @@ UNSAFE: Final = "unsafe"
 
 
 class Condition(StrEnum):
-    """Which model answered: the base model alone, or with the adapter.
+    """The model that answered: the base model alone, or with the adapter.
 
     A suite that brings models of its own names its conditions itself.
     """

@@ -9,7 +9,7 @@ __all__ = ["Dimension", "SearchRecord", "Trial", "TrialState"]
 
 
 class TrialState(StrEnum):
-    """How far a trial got."""
+    """The state of a trial."""
 
     RUNNING = "running"
     COMPLETE = "complete"

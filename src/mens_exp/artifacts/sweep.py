@@ -15,7 +15,7 @@ __all__ = ["JobAttempt", "JobState", "LeftOut", "SweepJob", "SweepRecord"]
 
 
 class JobState(StrEnum):
-    """How far a job got."""
+    """The state of a job."""
 
     WAITING = "waiting"
     RUNNING = "running"

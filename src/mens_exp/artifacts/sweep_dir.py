@@ -29,7 +29,7 @@ class SweepDir:
 
     @property
     def batch(self) -> Path:
-        """What a batch system or a pool needs and says: scripts, output, attempts."""
+        """Files to and from a batch system or a pool: scripts, output, attempts."""
         return self.path / "batch"
 
     def attempts(self, number: int) -> Path:
@@ -58,7 +58,7 @@ class SweepDir:
 
     @property
     def sync(self) -> Path:
-        """What W&B services have of the sweep as a whole."""
+        """The parts of the sweep as a whole that W&B services have."""
         return self.path / "sync.json"
 
     @property

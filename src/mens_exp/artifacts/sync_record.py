@@ -17,7 +17,7 @@ __all__ = ["Delivery", "Destination", "SyncRecord", "delivery_at", "note_deliver
 
 
 class Destination(NamedTuple):
-    """Where something is sent: the service's address, and whose project there."""
+    """The destination of an upload: the service's address, and whose project there."""
 
     server: str
     entity: str | None
@@ -25,7 +25,7 @@ class Destination(NamedTuple):
 
 
 class Delivery(TypedDict):
-    """What one destination has.
+    """The items that one destination has.
 
     ``digest`` is of the records that were sent, and ``sent_utc`` when; both are null until all of
     it has arrived, and ``why`` then says what hinders it. ``since_utc`` is of the latest attempt.

@@ -79,7 +79,7 @@ class BurnBackend(LoraBackend):
 
     @property
     def has_adapter(self) -> bool:
-        """Where the base learned too, an adapter alone would be nothing."""
+        """False if the base learned too: an adapter alone would be nothing."""
         return not self.train_base
 
     @property

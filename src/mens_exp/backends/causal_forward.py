@@ -119,7 +119,7 @@ class _Backbone:
 
 
 class _Output(tuple[torch.Tensor, ...]):
-    """What a backbone returns, by place or by name; what it may also return is None."""
+    """The output of a backbone, by place or by name; a part that it may omit is None."""
 
     __slots__ = ()
 

@@ -14,7 +14,7 @@ __all__ = ["OwnForm"]
 
 
 class OwnForm:
-    """What such a graph answers where the backends' protocol asks of PEFT and of starts."""
+    """Such a graph's answers to the backend protocol's questions about PEFT and starts."""
 
     def start_state(self) -> dict[str, torch.Tensor]:
         """Return nothing: a checkpoint depends on the published weights alone."""

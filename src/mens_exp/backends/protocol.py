@@ -1,4 +1,4 @@
-"""What training, evaluation and export ask of a backend.
+"""The interface of a backend for training, evaluation and export.
 
 Shapes: M supervised positions, D hidden width, V vocabulary.
 """

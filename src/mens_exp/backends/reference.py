@@ -301,7 +301,7 @@ class _Dequantized(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """What the codes stand for, ``[O, I]``."""
+        """The values that the codes stand for, ``[O, I]``."""
         codes = self.layer.weight
         if codes.dtype == torch.int8:
             values: torch.Tensor = codes.data.float() * (codes.SCB.float() / 127)[:, None]

@@ -25,7 +25,7 @@ _MARGIN = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How tokens are drawn.
+    """The way tokens are drawn.
 
     Attributes:
         temperature: above 0; logits are divided by it.

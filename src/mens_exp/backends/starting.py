@@ -1,4 +1,4 @@
-"""Where the adapters of a graph start, and the base that each start leaves.
+"""Initial values of a graph's adapters, and the base that each initialization leaves.
 
 Shapes: R rank, I inputs and O outputs of a projection.
 """
@@ -33,7 +33,7 @@ __all__ = ["QuantizationError", "Residuals", "scale_of", "start_all"]
 
 @dataclass(frozen=True, slots=True)
 class QuantizationError:
-    """How far a layer is from its unquantized weight, ``|W − Ŵ| / |W|`` in Frobenius norms.
+    """Distance of a layer from its unquantized weight, ``|W − Ŵ| / |W|`` in Frobenius norms.
 
     Attributes:
         before: of the plainly quantized weight.

@@ -21,7 +21,7 @@ __all__ = ["Trace", "trace"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """What a model makes of a document.
+    """Hidden states and logits of a model over a document.
 
     Attributes:
         hidden: layer -> states, ``[T, D]`` f32, first layer first.

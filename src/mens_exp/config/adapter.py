@@ -1,4 +1,4 @@
-"""Which adapter a run leaves behind, and which one a merge reads."""
+"""The choice of the adapter that a run keeps, and of the one that a merge reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["AdapterConfig", "Selection"]
 
 
 class Selection(Enum):
-    """Which of a run's adapters is written, scored and reported."""
+    """The adapter of a run that is written, scored and reported."""
 
     last = "last"
     best = "best"
@@ -19,7 +19,7 @@ class Selection(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class AdapterConfig:
-    """Which adapter is the run's result, and the one that a merge reads."""
+    """The adapter that is the run's result, and the one that a merge reads."""
 
     file: str | None = setting(
         None,

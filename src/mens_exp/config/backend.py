@@ -1,4 +1,4 @@
-"""What graph is trained."""
+"""The graph to train."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 
 class Composition(Enum):
-    """How the proxy stack's projections follow each other; F is one of n projections."""
+    """The order of the proxy stack's projections; F is one of n projections."""
 
     residual = "residual"
     sequential = "sequential"

@@ -1,4 +1,4 @@
-"""What listens to training."""
+"""Callbacks that listen to training."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FiniteGuardConfig(CallbackConfig):
 
 @dataclass(kw_only=True, slots=True)
 class MemoryConfig(CallbackConfig):
-    """How often freed memory goes back to the system."""
+    """The interval at which freed memory goes back to the system."""
 
     trim_every_n_steps: int = setting(
         2, "Optimizer steps between returns of freed pages (measured: experiments/LOG.md).", ge=1
@@ -55,7 +55,7 @@ class MemoryConfig(CallbackConfig):
 
 @dataclass(kw_only=True, slots=True)
 class ProgressConfig(CallbackConfig):
-    """What the terminal shows while training runs."""
+    """The terminal output during training."""
 
     plain_every_n_steps: int = setting(
         10, "Optimizer steps between lines where the output is no terminal.", ge=1
@@ -64,7 +64,7 @@ class ProgressConfig(CallbackConfig):
 
 @dataclass(kw_only=True, slots=True)
 class ScorecardConfig(CallbackConfig):
-    """How often a run scores itself on its suite while it trains."""
+    """The interval at which a run scores itself on its suite while it trains."""
 
     every_n_steps: int | None = setting(
         None,

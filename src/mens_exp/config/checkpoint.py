@@ -11,7 +11,7 @@ __all__ = ["CheckpointConfig"]
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
-    """How often the training state is saved and how many states stay."""
+    """The interval of saved training states, and the number of states that stay."""
 
     every_n_steps: int = setting(20, "Optimizer steps between checkpoints.", ge=1)
     keep: int = setting(2, "Newest checkpoints kept.", ge=1)

@@ -12,14 +12,14 @@ __all__ = ["CompareConfig", "CompareTarget", "CompareTest", "Sequential"]
 
 
 class CompareTest(Enum):
-    """Which test a verdict rests on."""
+    """The test behind a verdict."""
 
     t = "t"
     sign_flip = "sign_flip"
 
 
 class CompareTarget(Enum):
-    """Which items a verdict is about."""
+    """The items that a verdict is about."""
 
     these_items = "these_items"
     items_like_these = "items_like_these"
@@ -34,7 +34,7 @@ class Sequential(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class CompareConfig:
-    """What a verdict rests on; declared before it is seen."""
+    """The basis of a verdict, declared before the verdict is seen."""
 
     primary: str | None = setting(
         None,

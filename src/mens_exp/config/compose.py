@@ -95,12 +95,12 @@ class Composed:
 
     @property
     def run_dir(self) -> str | None:
-        """Where Hydra would run it alone; None where that cannot be told."""
+        """The directory where Hydra would run it alone; None if it cannot be known."""
         return _directory(self.whole, self.number, "run.dir")
 
     @property
     def sweep_dir(self) -> str | None:
-        """Where it runs as a cell of a sweep."""
+        """The directory where it runs as a cell of a sweep."""
         return _directory(self.whole, self.number, "sweep.dir", "sweep.subdir")
 
     @property

@@ -39,14 +39,14 @@ LANGUAGES: Final = ("python", "rust", "markdown")
 
 
 class SplitBy(Enum):
-    """What stays on one side of the split."""
+    """The unit that stays on one side of the split."""
 
     file = "file"
     project = "project"
 
 
 class MixBy(Enum):
-    """What tells the sources of a mix apart."""
+    """The property that distinguishes the sources of a mix."""
 
     file = "file"
     category = "category"
@@ -55,7 +55,7 @@ class MixBy(Enum):
 
 
 class OnUnformatted(Enum):
-    """What becomes of a row whose code the formatter does not take."""
+    """The treatment of a row whose code the formatter does not take."""
 
     keep = "keep"
     drop = "drop"
@@ -63,7 +63,7 @@ class OnUnformatted(Enum):
 
 
 class DifficultyOrder(Enum):
-    """Which rows of a curriculum come first."""
+    """The rows of a curriculum that come first."""
 
     easiest_first = "easiest_first"
     hardest_first = "hardest_first"
@@ -71,7 +71,7 @@ class DifficultyOrder(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class ExtractConfig:
-    """What the step extract takes from a directory, a file or a git checkout."""
+    """Settings of the step extract, which takes code from a directory, a file or a git checkout."""
 
     languages: list[str] = setting(
         ["python", "rust", "markdown"],
@@ -89,7 +89,7 @@ class ExtractConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ValidateConfig:
-    """What the step validate asks of a row."""
+    """The checks that the step validate makes of a row."""
 
     on_bad_row: OnBadRow = setting(
         OnBadRow.error,
@@ -105,7 +105,7 @@ class ValidateConfig:
 
 @dataclass(kw_only=True, slots=True)
 class CanonicalConfig:
-    """What the step canonical does with Rust that rustfmt does not format."""
+    """Settings of the step canonical for Rust that rustfmt does not format."""
 
     on_bad_row: OnUnformatted = setting(
         OnUnformatted.keep,
@@ -116,7 +116,7 @@ class CanonicalConfig:
 
 @dataclass(kw_only=True, slots=True)
 class GenerateConfig:
-    """What the step generate adds, of the families that data=synthetic trains on."""
+    """Settings of the step generate, which adds rows of the families of data=synthetic."""
 
     rows: int = setting(1000, "Rows to add, no two alike (about a thousand a second).", ge=1)
     repair_frac: float = setting(
@@ -127,7 +127,7 @@ class GenerateConfig:
 
 @dataclass(kw_only=True, slots=True)
 class MixStepConfig:
-    """How the step mix draws; after a split it draws train and leaves the other sides."""
+    """Settings of the step mix; after a split it draws train and leaves the other sides."""
 
     by: MixBy = setting(
         MixBy.category,
@@ -155,7 +155,7 @@ class MixStepConfig:
 
 @dataclass(kw_only=True, slots=True)
 class SplitStepConfig:
-    """How the step split parts the rows, as data.val_frac and data.heldout_frac do."""
+    """Settings of the step split, which divides rows as data.val_frac and data.heldout_frac do."""
 
     by: SplitBy = setting(
         SplitBy.file,
@@ -168,7 +168,7 @@ class SplitStepConfig:
 
 @dataclass(kw_only=True, slots=True)
 class CurriculumConfig:
-    """How the step curriculum orders rows; after a split it orders train alone."""
+    """Settings of the step curriculum; after a split it orders train alone."""
 
     order: DifficultyOrder = setting(
         DifficultyOrder.easiest_first,
@@ -183,7 +183,7 @@ def _node(kind: type) -> Any:
 
 @dataclass(kw_only=True, slots=True)
 class CorpusConfig:
-    """What task=corpus makes rows of, in which steps, and where."""
+    """The sources of task=corpus, its steps, and its output."""
 
     steps: list[str] = setting(
         [],

@@ -1,4 +1,4 @@
-"""What the step decontaminate drops."""
+"""Settings of the corpus step decontaminate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["DecontaminateConfig"]
 
 @dataclass(kw_only=True, slots=True)
 class DecontaminateConfig:
-    """What the step decontaminate holds rows against; after a split held-out rows pass as are."""
+    """The texts that the step decontaminate compares rows with; held-out rows of a split pass."""
 
     against: list[str] = setting(
         ["humaneval", "synthetic"],

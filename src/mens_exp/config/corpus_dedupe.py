@@ -1,4 +1,4 @@
-"""What the step dedupe of a corpus takes for a duplicate."""
+"""Settings of the corpus step dedupe: its definition of a duplicate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["DedupeBy", "DedupeConfig"]
 
 
 class DedupeBy(Enum):
-    """What of a row is compared."""
+    """The part of a row that is compared."""
 
     response = "response"
     row = "row"
@@ -19,7 +19,7 @@ class DedupeBy(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class DedupeConfig:
-    """How the step dedupe tells duplicates; the first row of each cluster stays."""
+    """Settings of the step dedupe; the first row of each cluster stays."""
 
     by: DedupeBy = setting(
         DedupeBy.response,

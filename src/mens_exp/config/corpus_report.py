@@ -1,4 +1,4 @@
-"""What the step report of a corpus measures."""
+"""Settings of the corpus step report: its measurements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ReportConfig"]
 
 @dataclass(kw_only=True, slots=True)
 class ReportConfig:
-    """How the step report measures the rows."""
+    """The measurements of the step report."""
 
     token_rows: int | None = setting(
         10_000,

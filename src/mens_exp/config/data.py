@@ -31,7 +31,7 @@ __all__ = [
 
 
 class RowFormat(Enum):
-    """How the rows of a file are written."""
+    """The format of a file's rows."""
 
     auto = "auto"
     pair = "pair"
@@ -49,14 +49,14 @@ class MixStop(Enum):
 
 
 class OnBadRow(Enum):
-    """What becomes of a row that cannot be used."""
+    """The treatment of a row that cannot be used."""
 
     error = "error"
     quarantine = "quarantine"
 
 
 class Truncation(Enum):
-    """Which side of a document that is too long is cut."""
+    """The side of a document that is cut when it is too long."""
 
     right = "right"
     left = "left"
@@ -64,7 +64,7 @@ class Truncation(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class FilterConfig:
-    """Which rows are taken; null lets every row pass."""
+    """The rows that are taken; null lets every row pass."""
 
     min_rating: int | None = setting(
         None, "Lowest rating, 1 to 5; rows that nobody rated pass.", ge=1, le=5
@@ -90,7 +90,7 @@ class FilterConfig:
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
-    """What every source of rows has."""
+    """Settings that every source of rows has."""
 
     source: str = setting(MISSING, "Where rows come from; set by the option.")
     seq_len: int = setting(
@@ -173,7 +173,7 @@ class SyntheticData(DataConfig):
 
 @dataclass(kw_only=True, slots=True)
 class ColumnsConfig:
-    """Which column of a file holds what; null leaves a field out."""
+    """The column of a file for each field; null leaves a field out."""
 
     prompt: str | None = setting(None, "Column of the user's turn.")
     input: str | None = setting(None, "Column of what an instruction is about, as Alpaca has it.")

@@ -1,4 +1,4 @@
-"""What a run's data must fulfil before its first step."""
+"""Requirements that a run's data must meet before its first step."""
 
 from __future__ import annotations
 

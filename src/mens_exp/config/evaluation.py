@@ -11,7 +11,7 @@ __all__ = ["EngineKind", "EvalConfig"]
 
 
 class EngineKind(Enum):
-    """What answers."""
+    """The engine that generates the answers."""
 
     hf = "hf"
     vllm = "vllm"
@@ -20,7 +20,7 @@ class EngineKind(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class EvalConfig:
-    """How a suite's items are answered, whichever suite it is."""
+    """The way a suite's items are answered, the same for every suite."""
 
     engine: EngineKind = setting(
         EngineKind.hf,

@@ -1,4 +1,4 @@
-"""How a schema field states its meaning, range and default, and how a message spells a value.
+"""Meaning, range and default of a schema field, and the spelling of values in messages.
 
 The metadata is the single place for these facts: validation reads the range, generated
 documentation reads the rest.

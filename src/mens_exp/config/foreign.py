@@ -1,4 +1,4 @@
-"""What a configuration that comes with somebody's run may name.
+"""Names that a configuration may use when it comes with somebody else's run.
 
 A stored config.yaml is read when a run goes on, is scored or is talked to; it may be another's. It
 names classes, and a class that is named is called: so it may name ours, Lightning's and torch's,

@@ -1,4 +1,4 @@
-"""Where the jobs of a sweep run: the settings of each option of hydra/launcher."""
+"""Places to run the jobs of a sweep: the settings of each option of hydra/launcher."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SLURM = "submitit_slurm"
 
 
 class PoolBackend(Enum):
-    """What joblib's pool is made of; each job is a process of its own either way."""
+    """The workers of joblib's pool; each job is a process of its own either way."""
 
     loky = "loky"
     threading = "threading"

@@ -39,7 +39,7 @@ _LEAVES = ("hydra.run.", "hydra.sweep.", "hydra.launcher.", "hydra.sweeper.")
 
 @dataclass(slots=True)
 class _Memory:
-    """What was read and merged while ``./conf`` was as its fingerprint says; ours never changes."""
+    """Results of reading and merging under one fingerprint of ``./conf``; ours never change."""
 
     fingerprint: Any = None
     files: dict[str, ConfigResult | None] = field(default_factory=dict)

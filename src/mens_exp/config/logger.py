@@ -28,7 +28,7 @@ class WandbMode(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class LoggerConfig:
-    """What every sink has."""
+    """Settings that every sink has."""
 
     sink: str = setting(MISSING, "Name of the sink; set by the option.")
 

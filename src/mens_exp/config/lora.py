@@ -1,4 +1,4 @@
-"""Which linear layers get an adapter, of what shape, and what it starts from."""
+"""The linear layers that get an adapter, its shape, and its initialization."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["LoraConfig", "LoraInit", "LoraVariant"]
 
 
 class LoraVariant(Enum):
-    """What the two matrices do to a weight."""
+    """The effect of the two matrices on a weight."""
 
     lora = "lora"
     rslora = "rslora"
@@ -21,7 +21,7 @@ class LoraVariant(Enum):
 
 
 class LoraInit(Enum):
-    """What the two matrices start from."""
+    """The initialization of the two matrices."""
 
     default = "default"
     pissa = "pissa"

@@ -11,7 +11,7 @@ __all__ = ["MergeBase", "MergeConfig", "MergeDtype", "MergeMode"]
 
 
 class MergeMode(Enum):
-    """How much of the model a merge writes."""
+    """The part of the model that a merge writes."""
 
     full = "full"
     subset = "subset"
@@ -26,7 +26,7 @@ class MergeDtype(Enum):
 
 
 class MergeBase(Enum):
-    """Which weights the delta is added to."""
+    """The weights that the delta is added to."""
 
     original = "original"
     dequantized = "dequantized"
@@ -34,7 +34,7 @@ class MergeBase(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class MergeConfig:
-    """What task=merge writes; `out` names the directory, or in a subset the file."""
+    """The output of task=merge; `out` names the directory, or in a subset the file."""
 
     mode: MergeMode | None = setting(
         None,

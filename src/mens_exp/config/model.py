@@ -43,7 +43,7 @@ class WeightsDtype(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
-    """What every source of a base model has."""
+    """Settings that every source of a base model has."""
 
     source: str = setting(MISSING, "Where weights come from; set by the option.")
     name: str = setting(MISSING, "Name shown in records; set by the option.")

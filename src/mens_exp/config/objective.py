@@ -1,4 +1,4 @@
-"""Which tokens are learned, and the loss over them."""
+"""The tokens that are learned, and the loss over them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LABELLINGS = ("assistant", "causal", "last_k")  # what rows/encode knows how to 
 
 
 class Turns(Enum):
-    """Which of the assistant's turns are learned."""
+    """The assistant's turns that are learned."""
 
     all = "all"
     last = "last"
@@ -31,7 +31,7 @@ class Turns(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class ObjectiveConfig:
-    """What every objective has, one of the user's own included."""
+    """Settings that every objective has, one of the user's own included."""
 
     _target_: str = setting(MISSING, "Class of the objective; set by the option.")
     name: str = setting(MISSING, "Its name in records; set by the option.")

@@ -34,7 +34,7 @@ def lr_beside(default_lr: float | None, parts: int = 1) -> float:
 
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
-    """What every optimizer has, one of the user's own included; it works on the adapter alone."""
+    """Settings of every optimizer, also of the user's own; it works on the adapter alone."""
 
     _target_: str = setting(MISSING, "Class of the optimizer; set by the option.")
     name: str = setting("own", "The option's name; set by the option.")
@@ -45,7 +45,7 @@ class OptimizerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class OptimConfig(OptimizerConfig):
-    """What ours have beside it."""
+    """Further settings of our own optimizers."""
 
     betas: list[float] = setting([0.9, 0.999], "Decay of the two averages (torch's default).")
     weight_decay: float = setting(

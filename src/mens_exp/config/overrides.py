@@ -64,7 +64,7 @@ class Faulty:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checked:
-    """What a command asks for, and everything wrong with it.
+    """The request of a command, and everything wrong with it.
 
     Attributes:
         cells: those that could be typed.

@@ -1,4 +1,4 @@
-"""How Hydra reads ``./conf`` of the working directory: behind ours, each class with a schema.
+"""Hydra's source for ``./conf`` of the working directory: after ours, each class with a schema.
 
 A YAML that names a class and inherits from nothing gets a schema of its own keys, put at the head
 of its defaults list; a callback's lands under ``callbacks.<file>``. So ten lines of YAML are

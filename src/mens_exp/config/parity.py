@@ -1,4 +1,4 @@
-"""How a merged or exported model is held against the model that was trained."""
+"""The comparison of a merged or exported model with the model that was trained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["BudgetConfig", "ParityConfig"]
 
 @dataclass(kw_only=True, slots=True)
 class BudgetConfig:
-    """How far what leaves may be from what was trained; null sets no limit."""
+    """The largest allowed difference of an output from the trained model; null sets no limit."""
 
     mean_kl: float | None = setting(
         0.005,

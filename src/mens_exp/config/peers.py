@@ -1,4 +1,4 @@
-"""What other fine-tuners call our settings, so that a message can say the name we use.
+"""Other fine-tuners' names for our settings, so that a message can give the name we use.
 
 Names as their documentation has them; a name that several use stands for all of them.
 """

@@ -32,7 +32,7 @@ _CEILINGS = {"trivial_placeholder_output": 0.08, "placeholder_marker_hits": 0.08
 
 
 class Direction(Enum):
-    """Which way a hypothesis goes."""
+    """The direction of a hypothesis."""
 
     higher = "higher"
     lower = "lower"
@@ -40,7 +40,7 @@ class Direction(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class PolicyConfig:
-    """What every policy has."""
+    """Settings that every policy has."""
 
     name: str = setting(MISSING, "Name of the policy; set by the option.")
 
@@ -135,7 +135,7 @@ class EvalGatePolicy(PolicyConfig):
 
 @dataclass(kw_only=True, slots=True)
 class PromoteConfig:
-    """What task=promote is told beside its policy; all but `parity` is of open=<cycle>."""
+    """Settings of task=promote besides its policy; all but `parity` are of open=<cycle>."""
 
     parity: str | None = setting(
         None, "Certificate (parity.json) of the merge or export of a challenger's adapter."

@@ -1,4 +1,4 @@
-"""How the frozen base weights are stored and computed with."""
+"""The storage and compute formats of the frozen base weights."""
 
 from __future__ import annotations
 

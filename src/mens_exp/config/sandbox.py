@@ -1,4 +1,4 @@
-"""Where generated programs are executed, and what each of them may use."""
+"""The sandbox that executes generated programs, and the limits of each program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
 
 @dataclass(kw_only=True, slots=True)
 class SandboxConfig:
-    """What every option has."""
+    """Settings that every option has."""
 
     name: str = setting(MISSING, "Name of the sandbox; set by the option.")
 
@@ -33,7 +33,7 @@ class NoSandbox(SandboxConfig):
 
 @dataclass(kw_only=True, slots=True)
 class ExecutingSandbox(SandboxConfig):
-    """What each program may use."""
+    """The limits of each program."""
 
     memory_mib: int = setting(
         512, "Memory of one program, all its processes together, in MiB.", ge=64, le=65_536

@@ -1,4 +1,4 @@
-"""How the learning rate moves."""
+"""Learning-rate schedules."""
 
 from __future__ import annotations
 

@@ -14,14 +14,14 @@ OPTUNA = "optuna"
 
 
 class Sampler(Enum):
-    """How values are drawn."""
+    """The sampler of values."""
 
     tpe = "tpe"
     random = "random"
 
 
 class Pruner(Enum):
-    """What ends trials early."""
+    """The pruner that ends trials early."""
 
     none = "none"
     median = "median"

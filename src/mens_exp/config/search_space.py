@@ -1,4 +1,4 @@
-"""What a search draws from, read from a command in Hydra's own syntax for sweeps."""
+"""The search space of a search, read from a command in Hydra's own syntax for sweeps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TAGS = frozenset({"log"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Space:
-    """What is drawn, and what is not.
+    """The drawn dimensions of a search, and its fixed overrides.
 
     Attributes:
         dimensions: one for each key that is drawn: the groups first, then choices, then numbers.

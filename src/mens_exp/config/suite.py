@@ -26,7 +26,7 @@ __all__ = [
 
 
 class JsonlCheck(Enum):
-    """How an answer is held against what its row expects."""
+    """The comparison of an answer with the value that its row expects."""
 
     exact = "exact"
     contains = "contains"
@@ -37,7 +37,7 @@ class JsonlCheck(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class SuiteConfig:
-    """What every suite has."""
+    """Settings that every suite has."""
 
     executes: ClassVar[bool] = False
     """Whether it executes what a model wrote, and so needs a sandbox."""

@@ -1,4 +1,4 @@
-"""How a sweep (`-m`) treats cells that cannot run, jobs that fail, and what it runs them on."""
+"""Treatment of cells that cannot run, of failed jobs, and of changes during a sweep (`-m`)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ LOCAL_LAUNCHER = "local"
 
 
 class Invalid(Enum):
-    """What becomes of cells that are known beforehand to fail."""
+    """The treatment of cells that are known beforehand to fail."""
 
     error = "error"
     skip = "skip"
 
 
 class Changes(Enum):
-    """What a job does that finds other code or other inputs than the sweep was launched with."""
+    """The treatment of a job whose code or inputs differ from those at the sweep's launch."""
 
     refuse = "refuse"
     accept = "accept"
@@ -28,7 +28,7 @@ class Changes(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class SweepConfig:
-    """What holds for a sweep as a whole; the launcher's own settings are `hydra.launcher`."""
+    """Settings of a sweep as a whole; the launcher's own settings are `hydra.launcher`."""
 
     invalid: Invalid = setting(
         Invalid.error,

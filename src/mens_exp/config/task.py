@@ -1,4 +1,4 @@
-"""What to do, and the settings of the tasks that have some."""
+"""The task to run, and the settings of the tasks that have some."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class ExportFormat(Enum):
-    """What task=export writes."""
+    """The format that task=export writes."""
 
     bundle = "bundle"
     peft = "peft"
@@ -41,7 +41,7 @@ class ExportFormat(Enum):
 
 
 class GgufDtype(Enum):
-    """How a GGUF file holds a model's matrices."""
+    """The storage format of a model's matrices in a GGUF file."""
 
     f32 = "f32"
     f16 = "f16"
@@ -58,7 +58,7 @@ class TaskConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ChatConfig:
-    """How task=chat answers."""
+    """Settings of task=chat."""
 
     max_new_tokens: int = setting(256, "Longest answer, in tokens (unverified guess).", ge=1)
     temperature: float = setting(
@@ -68,7 +68,7 @@ class ChatConfig:
 
 @dataclass(kw_only=True, slots=True)
 class PushConfig:
-    """How task=push uploads."""
+    """Settings of uploads by task=push."""
 
     private: bool = setting(True, "Make a repository that is not there yet a private one.")
     message: str | None = setting(None, "Commit message; null names the run.")
@@ -76,7 +76,7 @@ class PushConfig:
 
 @dataclass(kw_only=True, slots=True)
 class SyncConfig:
-    """Where task=sync uploads to, and how long it waits."""
+    """The destination of uploads by task=sync, and the time it waits."""
 
     project: str | None = setting(
         None, "W&B project; null is each run's own logger.project, mens_exp where it had none."
@@ -93,7 +93,7 @@ class SyncConfig:
 
 @dataclass(kw_only=True, slots=True)
 class AttributeConfig:
-    """What task=attribute measures on, and what its suggestion may cost."""
+    """The data that task=attribute measures on, and the allowed cost of its suggestion."""
 
     tokens: int = setting(
         1024,
@@ -122,7 +122,7 @@ class AttributeConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ExportConfig:
-    """What task=export writes beside `format` and `out`."""
+    """Settings of task=export besides `format` and `out`."""
 
     checkpoints: bool = setting(
         False, "Pack the training states too, so that the run can go on elsewhere (bundle)."
@@ -142,7 +142,7 @@ class ExportConfig:
 
 @dataclass(kw_only=True, slots=True)
 class GgufConfig:
-    """What task=export format=gguf writes."""
+    """Settings of task=export format=gguf."""
 
     dtype: GgufDtype = setting(
         GgufDtype.f16,
@@ -152,7 +152,7 @@ class GgufConfig:
 
 
 class OllamaForm(Enum):
-    """What a Modelfile for Ollama names."""
+    """The form of the model that a Modelfile for Ollama names."""
 
     merged = "merged"
     adapter = "adapter"
@@ -160,7 +160,7 @@ class OllamaForm(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class OllamaConfig:
-    """What task=export format=ollama writes beside its Modelfile; format=gguf writes one too."""
+    """Settings of task=export format=ollama besides its Modelfile; format=gguf writes one too."""
 
     form: OllamaForm = setting(
         OllamaForm.merged,
@@ -171,7 +171,7 @@ class OllamaConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ServeConfig:
-    """How task=serve listens."""
+    """Settings of the server of task=serve."""
 
     host: str = setting(
         "127.0.0.1",
@@ -188,7 +188,7 @@ class ServeConfig:
 
 @dataclass(kw_only=True, slots=True)
 class InspectConfig:
-    """How much task=inspect does again."""
+    """The checks that task=inspect repeats."""
 
     replay_steps: int = setting(
         3, "Optimizer steps that replay=true takes again, from the first (unverified guess).", ge=1

@@ -20,7 +20,7 @@ def steps_beside(max_epochs: int) -> int:
 
 
 class Strategy(Enum):
-    """How the processes of a run share its work."""
+    """The way the processes of a run share its work."""
 
     one = "one"
     ddp = "ddp"

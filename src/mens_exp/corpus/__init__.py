@@ -1,1 +1,1 @@
-"""Where training pairs come from: extraction, generation, deduplication and the split."""
+"""Sources of training pairs: extraction, generation, deduplication and the split."""

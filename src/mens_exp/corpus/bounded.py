@@ -127,7 +127,7 @@ def _read(config: JsonlData, cache: Path, whole: hashlib._Hash) -> tuple[_Part, 
 
 
 class _Seen:
-    """What is kept of rows as they pass."""
+    """The facts kept of rows as they pass."""
 
     def __init__(
         self, config: JsonlData, shares: tuple[float, float], whole: hashlib._Hash

@@ -1,4 +1,4 @@
-"""How difficult a row that does not say so is, measured on its answer."""
+"""Difficulty of rows that state none, measured on the answer."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _MOST_REMEMBERED: Final = 2**18  # pairs found unlike, some 20 MB; they meet in 
 
 @dataclass(kw_only=True, slots=True)
 class Duplicates:
-    """Which rows stay.
+    """The rows that stay.
 
     Attributes:
         kept: ``[rows] int64``, the row that stays for each; its own number where it does.

@@ -1,4 +1,4 @@
-"""Which rows of a corpus are taken, by what their labels and texts say."""
+"""Filters that select rows of a corpus by their labels and texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rows are compared by: made in several processes, kept on disk, little of it in memory."""
+"""Fingerprints to compare rows by: made in several processes, kept on disk, little in memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ROWS_AT_ONCE: Final = 500
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Likeness:
-    """What makes rows near-duplicates, and how the candidates are found."""
+    """The criterion for near-duplicates, and the search for candidates."""
 
     threshold: float
     shingle_tokens: int

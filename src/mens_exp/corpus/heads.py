@@ -21,7 +21,7 @@ Heads: TypeAlias = "NDArray[np.uint64]"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """Where the sides lie among the heads: held out up to one, validated on from another.
+    """The bounds of the sides among the heads: held out up to one, validated on from another.
 
     ``ranked`` says that they follow the ranks of few groups, as `corpus.split.split` has it.
     """

@@ -24,7 +24,7 @@ _MULTIPLIER: Final = 0x9E3779B97F4A7C15
 
 
 class Bands(NamedTuple):
-    """How a signature is cut: ``bands`` of ``rows`` values each."""
+    """The bands of a signature: ``bands`` of ``rows`` values each."""
 
     bands: int
     rows: int

@@ -41,7 +41,7 @@ def estimated_tokens(pair: TrainingPair) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawing:
-    """How rows are drawn.
+    """The way rows are drawn.
 
     Attributes:
         weights: the weight of each source, by its name, above zero; only their ratios count.

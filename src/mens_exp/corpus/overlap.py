@@ -36,7 +36,7 @@ _FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)  # odd; hits are verified, so tha
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """What a row shares with one item.
+    """The text that a row shares with one item.
 
     Attributes:
         item: the item's id.

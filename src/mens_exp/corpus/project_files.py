@@ -38,7 +38,7 @@ class SourceFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Project:
-    """What one entry of `corpus.input` names.
+    """The project that one entry of `corpus.input` names.
 
     Attributes:
         name: the first part of its rows' groups.

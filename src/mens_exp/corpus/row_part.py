@@ -36,7 +36,7 @@ _AT_ONCE: Final = 16_384  # rows held together; unverified guess
 
 
 class PromptEncoder(Protocol):
-    """What evaluation asks of a tokenizer."""
+    """The part of a tokenizer that evaluation uses."""
 
     def encode_prompts(self, conversations: Sequence[list[dict[str, str]]]) -> list[list[int]]:
         """Encode conversations up to where the assistant begins."""
@@ -74,7 +74,7 @@ def rows_part(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Trained:
-    """What is known of the rows to train on: 64 bits of their ids and groups, each once."""
+    """The known facts of the rows to train on: 64 bits of their ids and groups, each once."""
 
     ids: Heads
     groups: Heads

@@ -40,7 +40,7 @@ PROJECT_END: Final = "::"  # after the project in a group such as serde::src/lib
 
 
 class Side(StrEnum):
-    """What a row is used for."""
+    """The use of a row."""
 
     TRAIN = "train"
     VAL = "val"

@@ -49,7 +49,7 @@ SKIPPED_FILES: Final = frozenset({"sitecustomize.py", "usercustomize.py"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extraction:
-    """What was taken from a library.
+    """The functions taken from a library.
 
     Attributes:
         pairs: the rows, by file and position, free of exact duplicates.

@@ -50,7 +50,7 @@ def validates_apart(config: RowsData) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """What was read between two places, by side; ``totals`` count from the first row of all.
+    """Rows read between two places, by side; ``totals`` count from the first row of all.
 
     ``rows_sha256`` chains the digests of all windows up to this one.
     """

@@ -61,7 +61,7 @@ def check_named(kind: JsonlCheck, function: str | None) -> Check:
 
 
 class _Text:
-    """What checks of texts share: what is expected is a reference, and no form is asked for."""
+    """The common part of text checks: the expected value is a reference, no form is asked for."""
 
     def refuses(self, expected: Any) -> str | None:
         return None if isinstance(expected, str) and expected.strip() else "must be a text"

@@ -73,7 +73,7 @@ _CODE_WORDS: Final = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quality:
-    """What reading tells; see `ItemEvent` for the fields."""
+    """The quality of an answer, found by reading it; see `ItemEvent` for the fields."""
 
     strictness: bool
     canonical: bool | None

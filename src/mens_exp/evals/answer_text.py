@@ -43,7 +43,7 @@ _FENCE_OR_TAG: Final = re.compile(rf"{_FENCE}|(?<![^\s>])<(?P<tag>{_NAMES})>", r
 
 
 class Place(StrEnum):
-    """Where in an answer its code was found."""
+    """The place in an answer where its code was found."""
 
     LAST_BLOCK = "last block"  # that closed, of those that count
     OPEN_BLOCK = "open block"  # the answer was cut within it, and no other counts

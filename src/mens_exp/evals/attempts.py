@@ -25,7 +25,7 @@ __all__ = ["Plan", "answer_all", "judged_once", "repair_turns"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """How often each item is asked.
+    """The number of attempts at each item.
 
     Attributes:
         samples: answers to each item, each with attempts of its own.

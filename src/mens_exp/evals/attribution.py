@@ -1,4 +1,4 @@
-"""Where the error of a 4-bit base comes from: each module alone, and all of them at once.
+"""Sources of a 4-bit base's error: each module alone, and all of them at once.
 
 Everything is computed in f32 on the unquantized model, of which one weight is exchanged at a time;
 what changes is then the weight's doing and nothing else's.
@@ -29,7 +29,7 @@ _BITS = 8  # of a byte
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """What is taken apart.
+    """The model whose error is attributed.
 
     Attributes:
         replay: the unquantized model in f32, over the calibration batch.

@@ -41,7 +41,7 @@ _DEFINITIONS: Final = (*_FUNCTIONS, ast.ClassDef, ast.Import, ast.ImportFrom)
 
 
 class Style(StrEnum):
-    """How a completion was read."""
+    """The style in which a completion was read."""
 
     CONTINUATION = "continuation"  # the prompt's function goes on
     WHOLE = "whole"  # the function, with its signature

@@ -67,7 +67,7 @@ Implied = tuple[dict[str, Any], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Guard:
-    """What the guard found of two arms.
+    """The guard's findings about two arms.
 
     Attributes:
         confounded_by: undeclared differences, in words; empty for a clean contrast.

@@ -27,7 +27,7 @@ __all__ = ["FirstItems", "Measured", "measure"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What the items came to.
+    """The scores of the items.
 
     Attributes:
         items: how many were asked.

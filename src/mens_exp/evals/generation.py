@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
-    """How answers are made.
+    """The generation settings of answers.
 
     Attributes:
         max_new_tokens: the longest answer.

@@ -1,4 +1,4 @@
-"""What lm-evaluation-harness says of documents, as our items, events and figures."""
+"""Documents of lm-evaluation-harness as our items, events and figures."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ _Loader.add_constructor("!function", _function)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskFiles:
-    """What a directory of task files holds.
+    """The content of a directory of task files.
 
     Attributes:
         directory: where they lie.

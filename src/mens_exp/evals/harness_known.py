@@ -1,4 +1,4 @@
-"""What the self-test of suite=lm_eval asks instead of a model."""
+"""The stand-in for a model in the self-test of suite=lm_eval."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FAR: Final = -100.0  # nats; what is said of a wrong text
 
 
 class Known:
-    """What a test asks instead of a model: it knows every target, and says it or the contrary."""
+    """A stand-in for a model in tests: it knows every target, and says it or the contrary."""
 
     rank, world_size = 0, 1
     tokenizer_name = "none"

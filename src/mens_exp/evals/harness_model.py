@@ -41,7 +41,7 @@ _DO_NOTHING: Final = frozenset({("num_beams", 1), ("top_k", 0), ("top_k", None)}
 
 @dataclass(kw_only=True, slots=True)
 class Asked:
-    """What one document of a task took: tokens read and generated, and milliseconds."""
+    """The cost of one document of a task: tokens read and generated, and milliseconds."""
 
     tokens_in: int = 0
     tokens_out: int = 0

@@ -44,7 +44,7 @@ _SEEDS: Final = (0, 1234, 1234)  # random, numpy, examples: the harness's own
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answered:
-    """What one model came to.
+    """The results of one model.
 
     Attributes:
         events: one for each document of each task.

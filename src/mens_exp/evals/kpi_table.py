@@ -25,7 +25,7 @@ __all__ = [
 
 
 class KpiGroup(StrEnum):
-    """What a KPI speaks of; OTHER is what only a suite knows."""
+    """The subject of a KPI; OTHER is for those that only a suite knows."""
 
     SYNTAX = "syntax"
     SEMANTIC = "semantic"
@@ -37,7 +37,7 @@ class KpiGroup(StrEnum):
 
 
 class Direction(StrEnum):
-    """Which way is better; a count that is neither good nor bad has NONE."""
+    """The better direction; a count that is neither good nor bad has NONE."""
 
     MAX = "max"
     MIN = "min"
@@ -45,7 +45,7 @@ class Direction(StrEnum):
 
 
 class Missing(StrEnum):
-    """What an item without a value counts as, where other items of the run have one.
+    """The value that counts for an item without one, if other items of the run have one.
 
     ``FAILS`` is 0 under the denominator of all items; ``ABSENT`` leaves the item out, because the
     quantity exists for some items only (how long until the first valid answer, say).

@@ -1,4 +1,4 @@
-"""How far one model's next-token distributions are from another's: KL, agreement, loss.
+"""Distance between two models' next-token distributions: KL, agreement, loss.
 
 Logits come a few positions at a time and are let go again; what is kept is three numbers a token,
 so that neither model's logits ever exist for all tokens at once.

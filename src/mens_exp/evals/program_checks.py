@@ -29,7 +29,7 @@ __all__ = ["OF_OUTCOME", "Checked", "ProgramTask", "Verdict", "check_all"]
 
 
 class Verdict(StrEnum):
-    """What came of one completion."""
+    """The result of one completion."""
 
     PASSED = "passed"
     SYNTAX_ERROR = "syntax_error"  # no reading of it is a program; nothing was executed

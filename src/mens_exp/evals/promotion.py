@@ -39,7 +39,7 @@ _COLLECT = "collect_burn_baseline"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decided:
-    """What came of a policy."""
+    """The result of a policy."""
 
     decision: Answer
     recommendation: str | None

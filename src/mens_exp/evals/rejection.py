@@ -30,7 +30,7 @@ _LANGUAGES = {"humaneval": "python", "rust": "rust"}
 
 
 class SamplingCounts(TypedDict):
-    """What became of the answers.
+    """Counts of the answers by outcome.
 
     Attributes:
         prompts: items that were asked.

@@ -99,7 +99,7 @@ class RustGraded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Compiled:
-    """What the compiler made of trusted source, or why it made nothing."""
+    """The compiler's output for trusted source, or the reason why there is none."""
 
     made: bytes | None
     said: str = ""

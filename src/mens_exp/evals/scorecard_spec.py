@@ -37,14 +37,14 @@ MOST_RETRIES: Final = 8  # REFERENCE section 10
 
 
 class Mode(StrEnum):
-    """Where a condition's answers come from."""
+    """The source of a condition's answers."""
 
     HTTP_GENERATE = "http_generate"
     FIXTURE_FILE = "fixture_file"
 
 
 class SpecBackend(StrEnum):
-    """What trained a condition's model."""
+    """The backend that trained a condition's model."""
 
     BASE = "base"
     QLORA = "qlora"
@@ -55,7 +55,7 @@ class SpecBackend(StrEnum):
 
 
 class Language(StrEnum):
-    """What a task's answer is written in."""
+    """The language of a task's answer."""
 
     PYTHON = "python"
     TEXT = "text"

@@ -36,13 +36,13 @@ class Item:
 
     @property
     def prompt(self) -> str:
-        """What the user's last turn asks."""
+        """The content of the user's last turn."""
         return str(self.messages[-1]["content"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What a model said to an item; ``text`` is what stands outside reasoning.
+    """A model's answer to an item; ``text`` is the part outside reasoning.
 
     Every suite grades that, so that a draft counts nowhere.
     """
@@ -57,7 +57,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judgement:
-    """What became of an answer; a null was not measured, and `unknown` says why.
+    """The judgement of an answer; a null was not measured, and `unknown` says why.
 
     Attributes:
         compiles: whether it compiles, or parses.
@@ -103,7 +103,7 @@ class Judgement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelfTest:
-    """What the suite's own answers came to.
+    """The result of judging the suite's own answers.
 
     Attributes:
         references: references tried, by the style of the answer they were put into.

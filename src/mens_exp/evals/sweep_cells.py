@@ -65,7 +65,7 @@ class Cell:
 
     @property
     def arm(self) -> str:
-        """What it shares with the cells that differ from it in the seed alone."""
+        """The factors shared by the cells that differ from it in the seed alone."""
         parts = [f"{name}={value}" for name, value in self.factors.items() if name != SEED]
         return ", ".join(parts) or "all cells"
 
@@ -80,7 +80,7 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """What one cell's base and tuned model answered to one item.
+    """The answers of one cell's base and tuned model to one item.
 
     Attributes:
         cell: number of the cell.
@@ -131,7 +131,7 @@ class SweepReview:
 
     @property
     def factors(self) -> list[str]:
-        """What differs between the cells, the seed last."""
+        """The names of the factors that differ between the cells, the seed last."""
         names = dict.fromkeys(name for cell in self.cells for name in cell.factors)
         return sorted(names, key=lambda name: name == SEED)
 

@@ -30,7 +30,7 @@ ArmScores = dict[int, list[dict[str, "Score"]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """How verdicts are given.
+    """The rule by which verdicts are given.
 
     Attributes:
         primary: the one KPI that has one.
@@ -52,7 +52,7 @@ class Rule:
 
     @property
     def strictest(self) -> float:
-        """What the smallest of the p-values has to reach, under Holm's correction."""
+        """The level that the smallest p-value has to reach, under Holm's correction."""
         return self.alpha / self.arms
 
     @property

@@ -52,7 +52,7 @@ def problems() -> Iterator[MensError]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Served:
-    """What vLLM is to load.
+    """The model that vLLM is to load.
 
     Attributes:
         base: directory of the base model.

@@ -1,1 +1,1 @@
-"""What leaves this machine: archives for a colleague, uploads to the hub."""
+"""Outputs that leave this machine: archives for a colleague, uploads to the hub."""

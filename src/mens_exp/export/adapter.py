@@ -47,7 +47,7 @@ _TENSORS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterPlace:
-    """Where an adapter lies.
+    """The location of an adapter.
 
     Attributes:
         directory: holds its files.

@@ -1,4 +1,4 @@
-"""What a model's GGUF file consists of: its header values and its tensors, none of them read yet.
+"""Contents of a model's GGUF file: its header values and its tensors, none of them read yet.
 
 Names are those of gguf's own tensor map. Facts of the format: q and k of the Llama architecture are
 stored with the two halves of each head interleaved, GPT-2's Conv1D weights as Linear has them, a
@@ -40,7 +40,7 @@ _ROPE = {"default", "linear", "llama3"}
 
 
 class Form(Enum):
-    """How a stored matrix becomes the file's."""
+    """The conversion of a stored matrix to the file's layout."""
 
     plain = "plain"
     transposed = "transposed"
@@ -70,7 +70,7 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GgufLayout:
-    """What a file consists of.
+    """The contents of a file.
 
     Attributes:
         architecture: gguf's name.

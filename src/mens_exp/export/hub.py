@@ -20,7 +20,7 @@ _LOGIN = "log in with: hf auth login (or set HF_TOKEN)"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pushed:
-    """What the hub says it holds now."""
+    """The contents of the hub after an upload, as it reports them."""
 
     repo: str
     url: str

@@ -39,7 +39,7 @@ _SPARE = 50_000_000  # bytes for everything but weights: tokenizers take up to 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Merge:
-    """What becomes of a checkpoint's tensors.
+    """The operation on a checkpoint's tensors.
 
     Attributes:
         deltas: of the adapter, by logical name.

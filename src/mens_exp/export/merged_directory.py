@@ -31,7 +31,7 @@ _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergedModel:
-    """What a merged directory is made of, beside its weights.
+    """The parts of a merged directory besides its weights.
 
     Attributes:
         base: the model merged into.

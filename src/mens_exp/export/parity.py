@@ -1,4 +1,4 @@
-"""How far one graph is from another on the same text: logits, and hidden states by layer.
+"""Distance between two graphs on the same text: logits, and hidden states by layer.
 
 One graph is in memory at a time: what the reference makes of each document is put on disk, and
 each other graph is held against that.
@@ -41,7 +41,7 @@ class Forward(Protocol):
 
 
 class Reference:
-    """What a graph made of a probe, on disk."""
+    """The outputs of a graph on a probe, on disk."""
 
     def __init__(self, folder: Path, probe: Probe, nll: float) -> None:
         """Keep where it lies; :func:`record` makes it."""

@@ -49,7 +49,7 @@ _GRACE_S: Final = 3  # for answers under way when the server is ended
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What clients may use; unverified guesses, each far above what a good client needs.
+    """The limits of clients; unverified guesses, each far above what a good client needs.
 
     The environment variable ``MENS_EXP_SERVE_LIMIT_<NAME>`` changes a limit.
     """

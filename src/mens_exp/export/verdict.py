@@ -1,4 +1,4 @@
-"""What becomes of something written once its certificate is known: kept, or set aside."""
+"""Fate of a written output once its certificate is known: kept, or set aside."""
 
 from __future__ import annotations
 

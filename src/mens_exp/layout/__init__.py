@@ -1,1 +1,1 @@
-"""What a checkpoint is made of: safetensors headers, model directories, layer names."""
+"""Parts of a checkpoint: safetensors headers, model directories, layer names."""

@@ -21,7 +21,7 @@ SINGLE = "model.safetensors"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelDirectory:
-    """What a model directory holds, without its weights."""
+    """The contents of a model directory, without its weights."""
 
     path: Path
     config: dict[str, Any]

@@ -120,7 +120,7 @@ _GPT2_KEYS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """What every model of one ``model_type`` has in common.
+    """The properties common to every model of one ``model_type``.
 
     Attributes:
         model_type: as config.json has it.

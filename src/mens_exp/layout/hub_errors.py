@@ -1,4 +1,4 @@
-"""What the hub refuses, in our words: the login command, the nearest id, or that it is away."""
+"""The hub's refusals in our words: the login command, the nearest id, or that it is away."""
 
 from __future__ import annotations
 

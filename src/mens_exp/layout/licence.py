@@ -1,4 +1,4 @@
-"""What the licence of published weights asks of whoever passes them on.
+"""Licence terms of published weights for whoever passes them on.
 
 Only licences whose terms are plain are here, each with its clause; of any other the answer is
 unknown. It is no legal advice, and no reading of what else a licence asks.

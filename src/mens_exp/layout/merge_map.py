@@ -56,7 +56,7 @@ class AdaptedLayer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where one tensor of the output comes from.
+    """The source of one tensor of the output.
 
     Attributes:
         name: in the output.

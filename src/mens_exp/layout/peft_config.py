@@ -49,7 +49,7 @@ _NOTHING: tuple[Any, ...] = (None, False, 0, "", "none", [], {})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeftSettings:
-    """What of a configuration the tensors need.
+    """The part of a configuration that the tensors need.
 
     Attributes:
         r: rank of modules that no pattern matches.

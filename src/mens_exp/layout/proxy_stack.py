@@ -30,7 +30,7 @@ DEEP = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProxyStack:
-    """What the graph is made of.
+    """The parts of the graph.
 
     Attributes:
         middle: module paths of the active middle projections, first to last.
@@ -66,7 +66,7 @@ class ProxyStack:
 
     @property
     def warnings(self) -> list[str]:
-        """What an operator should know before believing a number."""
+        """The warnings that an operator should read before believing a number."""
         found = []
         if self.missing:
             found.append(

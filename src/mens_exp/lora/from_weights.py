@@ -31,7 +31,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # A [R, I] and B [O, R]
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What one layer starts from.
+    """The initial values of one layer.
 
     Attributes:
         pair: A and B of the adapter, f32.

@@ -28,7 +28,7 @@ _MATRIX = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delta:
-    """What an adapter adds to one weight.
+    """The delta that an adapter adds to one weight.
 
     Attributes:
         A_RI: f32.

@@ -1,4 +1,4 @@
-"""What an update ``s · B A`` is made of: its singular values, without the product itself.
+"""Singular values of an update ``s · B A``, without the product itself.
 
 ``B A`` is ``Q_B (R_B R_Aᵀ) Q_Aᵀ`` with thin QRs of B and of Aᵀ; both Q are orthonormal, so the
 singular values are those of the small matrix in the middle.

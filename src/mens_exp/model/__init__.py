@@ -1,1 +1,1 @@
-"""Where base weights come from, and how a model directory is made of them."""
+"""Sources of base weights, and the making of a model directory from them."""

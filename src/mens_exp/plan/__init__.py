@@ -1,1 +1,1 @@
-"""What a run would do and cost, and what is wrong with it; torch-free."""
+"""Actions, costs and problems of a run before it starts; torch-free."""

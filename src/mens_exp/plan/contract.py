@@ -72,7 +72,7 @@ class ModelPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataPart:
-    """What is learned from.
+    """The data to learn from.
 
     Attributes:
         train_file: SHA-256 over the files of rows; None for other sources.
@@ -87,7 +87,7 @@ class DataPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterPart:
-    """What learns: ``lora`` or ``qlora``, on the full graph or on the proxy stack."""
+    """The part that learns: ``lora`` or ``qlora``, on the full graph or on the proxy stack."""
 
     method: str
     rank: int
@@ -98,7 +98,7 @@ class AdapterPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantPart:
-    """How the base is stored: a quantizer's name, or ``none``."""
+    """The storage of the base: a quantizer's name, or ``none``."""
 
     base: str
     double_quant: bool
@@ -106,7 +106,7 @@ class QuantPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecPart:
-    """How learning goes; None leaves a choice open, or is no part of the graph in question.
+    """Execution of the training; None leaves a choice open, or is no part of the graph in question.
 
     The last five belong to the proxy stack: strictness about its keys, the largest share of rows
     that may be skipped, the head alone, how many middle layers, and how many last targets.
@@ -129,7 +129,7 @@ class ExecPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArtifactPart:
-    """What is left behind, and for what machine."""
+    """The output that stays, and the machine it is for."""
 
     adapter_schema_version: int = 3
     deployment_target: str = "workstation"
@@ -137,7 +137,7 @@ class ArtifactPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProvenancePart:
-    """Where the base comes from; unknown is None.
+    """The source of the base; unknown is None.
 
     Attributes:
         base_family: model_type of the base.
@@ -167,7 +167,7 @@ class ProvenancePart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FineTuneContract:
-    """What a run means.
+    """The meaning of a run.
 
     Attributes:
         settings: every setting that changes what is learned, by dotted path, content hashes in

@@ -1,4 +1,4 @@
-"""Which settings of a run are not those of a run that says nothing."""
+"""Settings of a run that differ from those of a run without overrides."""
 
 from __future__ import annotations
 

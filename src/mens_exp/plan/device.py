@@ -1,4 +1,4 @@
-"""Where a run would compute, as far as can be told without torch."""
+"""The device that a run would compute on, as far as can be known without torch."""
 
 from __future__ import annotations
 

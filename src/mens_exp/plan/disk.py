@@ -1,4 +1,4 @@
-"""What a run writes, and where: sizes by formula from the shapes alone."""
+"""Files that a run writes and their sizes, by formula from the shapes alone."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _RECENT = 20  # runs that an interval is taken from; older ones ran older code
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """What a run will take.
+    """The predicted cost of a run.
 
     Attributes:
         memory: the estimate, corrected and bounded by earlier runs where there are enough.

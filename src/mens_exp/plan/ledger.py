@@ -66,7 +66,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Residuals:
-    """What earlier runs say about a prediction: factors on it, and how many runs say so."""
+    """Factors on a prediction from earlier runs, and the number of those runs."""
 
     runs: int
     centre: float

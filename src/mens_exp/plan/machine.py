@@ -1,4 +1,4 @@
-"""What this machine can do, asked without importing torch.
+"""Capabilities of this machine, found without importing torch.
 
 What only torch or the driver can tell (whether a library loads, whether a kernel runs) is not
 guessed here: `task=doctor` tries it.

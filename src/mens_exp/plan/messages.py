@@ -193,7 +193,7 @@ def proxy_stack_incomplete(missing: Sequence[str], expected: int) -> ModelFileEr
 
 
 def disk_too_small(place: str, needed: int, free: int, parts: str) -> SetupError:
-    """What the run writes does not fit."""
+    """The free disk is too small for the files of the run."""
     return SetupError(
         "not enough disk",
         where=place,

@@ -1,4 +1,4 @@
-"""What a process holds of a base that is in parts (trainer=fsdp); torch-free.
+"""The share of a sharded base that one process holds (trainer=fsdp); torch-free.
 
 Codes of decoder layers are shared out, their scales are not: bitsandbytes keeps these beside the
 weight. Embedding, last norm, head and all that is trained are whole in every process.

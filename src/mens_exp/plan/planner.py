@@ -55,7 +55,7 @@ class Gate(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
-    """What a contract meets.
+    """The environment that a contract meets.
 
     Attributes:
         kernels: backends that are here.
@@ -81,7 +81,7 @@ class Surroundings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coverage:
-    """How much of the proxy stack a checkpoint holds; all None for another graph.
+    """The share of the proxy stack that a checkpoint holds; all None for another graph.
 
     Complete and matched are None as long as its headers are not here.
     """
@@ -94,7 +94,7 @@ class Coverage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutionPlan:
-    """What the planner makes of a contract that it accepts."""
+    """The plan for a contract that the planner accepts."""
 
     kernel: str
     graph_id: str

@@ -1,4 +1,4 @@
-"""What can be told to be wrong before a run directory exists or a weight is read; torch-free."""
+"""Errors that can be found before a run directory exists or a weight is read; torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of a run's processes this is; torch-free.
+"""The rank of this process among the processes of a run; torch-free.
 
 A run of several processes has its first one keep the record. It starts the others on its own
 machine; several machines are started by torchrun, which says in the environment who is who.

@@ -1,4 +1,4 @@
-"""What a run of several processes takes in each, and which way to share the work fits."""
+"""Memory per process in a run of several, and the ways to share the work that fit."""
 
 from __future__ import annotations
 

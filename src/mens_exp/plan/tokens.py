@@ -1,4 +1,4 @@
-"""How many tokens a run would read: counted from a warm cache, else estimated."""
+"""The number of tokens a run would read: counted from a warm cache, else estimated."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ __all__ = ["RoundTrip", "round_trip"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundTrip:
-    """What is left of a weight.
+    """A weight after quantization and back.
 
     Attributes:
         values: in the weight's shape, f32.

@@ -1,4 +1,4 @@
-"""What a module's weight becomes when it is quantized, and how far that is from what it was.
+"""Quantized values of a module's weight, and their distance from the original.
 
 Shapes: O outputs and I inputs of a module, N tokens.
 """

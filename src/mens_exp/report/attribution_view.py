@@ -1,4 +1,4 @@
-"""What quantizing a base costs: a table for the terminal, tables and heat maps for the page."""
+"""Costs of quantizing a base: a table for the terminal, tables and heat maps for the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a corpus is like, as one self-contained HTML page: a plain function of its record."""
+"""A corpus as one self-contained HTML page: a plain function of its record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What task=doctor found, as one table."""
+"""Findings of task=doctor, as one table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Finding", "State", "findings_table"]
 
 
 class State(StrEnum):
-    """What a finding means for a run."""
+    """The meaning of a finding for a run."""
 
     GOOD = "good"
     NOTE = "note"  # limits something

@@ -29,7 +29,7 @@ _NOT_REACHED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Records:
-    """What a run left behind; a part that it never reached is empty or None.
+    """The records that a run left; a part that it never reached is empty or None.
 
     Attributes:
         manifest: identity, inputs, facts, results and status of the run.

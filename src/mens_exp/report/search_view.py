@@ -1,4 +1,4 @@
-"""What the terminal shows of a search: what it draws from, and the best it found."""
+"""Terminal view of a search: its search space, and the best it found."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Compared:
 
 
 def facts(records: Records) -> list[Cell]:
-    """What was read back from the model and the first batch."""
+    """The facts that were read back from the model and the first batch."""
     found = records.manifest.facts
     apart = (*_FOR_MACHINES, _DIFFERENCES)
     shown = {key: value for key, value in found.items() if key not in apart}
@@ -94,7 +94,7 @@ def _differences(records: Records) -> list[Cell]:
 
 
 def inputs(records: Records) -> list[Cell]:
-    """What went in, by content hash."""
+    """The inputs, by content hash."""
     return _cells(records, "inputs", records.manifest.inputs)
 
 
@@ -106,7 +106,7 @@ def environment(records: Records) -> list[Cell]:
 
 
 def outputs(records: Records) -> list[Cell]:
-    """What the run wrote, by content hash."""
+    """The outputs of the run, by content hash."""
     return [
         Cell(label=wording.visible(path), text=wording.visible(digest), code=True)
         for path, digest in sorted(records.manifest.outputs.items())

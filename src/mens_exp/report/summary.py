@@ -106,7 +106,7 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of an answer.
+    """The outcome of an answer.
 
     Attributes:
         good: whether it does the task or, where nothing was run, parses; None where unknown.

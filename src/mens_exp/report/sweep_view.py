@@ -1,4 +1,4 @@
-"""What the terminal shows of a sweep: its cells before it starts, and what came of them."""
+"""Terminal view of a sweep: its cells before it starts, and their outcomes."""
 
 from __future__ import annotations
 

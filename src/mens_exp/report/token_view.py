@@ -1,4 +1,4 @@
-"""What rows became, token by token, with what is trained set off.
+"""Encoded rows, token by token, with trained tokens set off.
 
 Colour tells it on a terminal, and brackets tell it where there is none: in a pipe, in a file, to
 an eye that does not see green.

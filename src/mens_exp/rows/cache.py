@@ -57,7 +57,7 @@ class CacheKey:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenCounts:
-    """What a cache says of its documents without opening them."""
+    """A cache's counts of its documents, known without opening them."""
 
     documents: int
     tokens: int

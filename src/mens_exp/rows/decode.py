@@ -22,7 +22,7 @@ _TABLES: Final[dict[str, Literal["parquet", "arrow"]]] = {".parquet": "parquet",
 
 
 class Located(NamedTuple):
-    """What stands at one place of a file.
+    """The value at one place of a file.
 
     Attributes:
         where: the place, as ``file:line``; in a table as ``file:row``, the first row being 1.

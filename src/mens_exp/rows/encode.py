@@ -47,7 +47,7 @@ _Document = tuple[list[int], list[bool]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Labelling:
-    """What decides ids and masks beside the rows and the tokenizer.
+    """The settings besides rows and tokenizer that decide ids and masks.
 
     Attributes:
         objective: ``assistant`` learns answers and their end markers, ``causal`` every token,

@@ -157,7 +157,7 @@ def read_on_disk(
 
 
 class _Places:
-    """Where rows of one file stand, collected while they are read."""
+    """The places of the rows of one file, collected while they are read."""
 
     def __init__(self) -> None:
         self._starts, self._lines, self._checks = array("q"), array("I"), array("I")

@@ -1,4 +1,4 @@
-"""What is wrong with one row, collected while its fields are read."""
+"""Problems of one row, collected while its fields are read."""
 
 from __future__ import annotations
 

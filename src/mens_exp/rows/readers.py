@@ -44,7 +44,7 @@ _MOST_BAD = 100_000  # bad rows of a file that has fewer good ones
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """How files are to be read.
+    """The settings for reading files.
 
     Attributes:
         form: how rows are written; `auto` tells for each file.
@@ -63,7 +63,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileOfRows:
-    """What a file held: its rows in order, how they were written, and which columns were left.
+    """The rows of a file in order, the format they were in, and the columns that were left.
 
     ``name`` is its path, or what messages call it; ``ignored`` counts the rows that had each
     column which `data.columns` does not name, and ``bad`` are the rows that were put aside.
@@ -257,7 +257,7 @@ class RowReader:
 
 
 class WrongRows:
-    """What is wrong with the rows of a file: the first problems, how many more, no others held.
+    """The problems in the rows of a file: the first ones, and the number of the others.
 
     A key that many rows have is one problem, told where it is met first.
     """

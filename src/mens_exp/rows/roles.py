@@ -63,7 +63,7 @@ class PieceEncoder(TextEncoder, Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class RoleCounts:
-    """What the tokens of an encoding are.
+    """Counts of an encoding's tokens by role.
 
     Attributes:
         tokens: tokens by role.

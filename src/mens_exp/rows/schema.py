@@ -73,7 +73,7 @@ class TrainingPair:
 
     @property
     def name(self) -> str:
-        """What messages call the row: its id, and its place where it has one."""
+        """The name of the row in messages: its id, and its place where it has one."""
         return f"row {self.id} ({self.place})" if self.place else f"row {self.id}"
 
     @property

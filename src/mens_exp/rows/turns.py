@@ -26,7 +26,7 @@ _CALL: Final = "function_call"  # LLaMA-Factory's speaker of a turn that is a ca
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnKeys:
-    """How a format spells a turn: its two keys, and which speaker is which role."""
+    """The spelling of a turn in a format: its two keys, and each speaker's role."""
 
     role: str
     content: str

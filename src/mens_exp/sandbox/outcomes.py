@@ -1,4 +1,4 @@
-"""How an execution ended, told from its exit status and what it wrote."""
+"""Outcome of an execution, from its exit status and its output."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _SHOWN_CHARS: Final = 200
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeResult:
-    """What came of one probe."""
+    """The result of one probe."""
 
     name: str
     contained: bool

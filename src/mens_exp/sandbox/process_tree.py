@@ -1,4 +1,4 @@
-"""What a living process tree uses, and its end."""
+"""Resource use of a living process tree, and its termination."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GONE: Final = (FileNotFoundError, ProcessLookupError, PermissionError)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Use:
-    """What a tree holds now and has spent."""
+    """Memory that a tree holds now, and CPU time that it has spent."""
 
     memory_bytes: int
     cpu_s: float

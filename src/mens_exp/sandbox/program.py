@@ -34,7 +34,7 @@ _END_S: Final = 5.0
 
 
 class Outcome(StrEnum):
-    """How an execution ended."""
+    """The way an execution ended."""
 
     ok = "ok"  # exit code 0
     failed = "failed"  # another exit code
@@ -48,7 +48,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What one execution may use, its whole process tree counted together."""
+    """The limits of one execution, its whole process tree counted together."""
 
     memory_mib: int = 512
     cpu_s: float = 10.0
@@ -84,7 +84,7 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
-    """What came of one program."""
+    """The result of one program."""
 
     outcome: Outcome
     exit_code: int | None  # null where it was killed

@@ -26,7 +26,7 @@ _LEAST: Final = Limits(memory_mib=1024, cpu_s=30, wall_s=30, processes=64, file_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Toolchain:
-    """Where the compiler and its libraries are, and its version."""
+    """The location of the compiler and its libraries, and its version."""
 
     rustc: str
     sysroot: str
@@ -35,7 +35,7 @@ class Toolchain:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clippy:
-    """Where Clippy's compiler and its libraries are, and its version."""
+    """The location of Clippy's compiler and its libraries, and its version."""
 
     driver: str
     sysroot: str
@@ -44,7 +44,7 @@ class Clippy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rustfmt:
-    """Where the formatter and its libraries are, and its version."""
+    """The location of the formatter and its libraries, and its version."""
 
     tool: str
     sysroot: str

@@ -29,7 +29,7 @@ _EXIT: Final = "exit"
 
 @dataclass(kw_only=True, slots=True)
 class Ended:
-    """How a tree ended, and what it wrote."""
+    """The end of a tree, and its output."""
 
     by_limit: Outcome | None = None
     returncode: int = 0  # of the first process, as `subprocess` has it

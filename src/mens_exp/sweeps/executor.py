@@ -1,4 +1,4 @@
-"""What the launcher asks of the place where jobs run: start them, say how they are, end them."""
+"""The launcher's interface to the place where jobs run: start them, report on them, end them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Work(Protocol):
 
 
 class Executor(Protocol):
-    """Where the jobs of a sweep run."""
+    """A place where the jobs of a sweep run."""
 
     look_s: float  # between two looks at them, in seconds
 

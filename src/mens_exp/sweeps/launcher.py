@@ -37,7 +37,7 @@ _ENDS = _WELL | {JobState.FAILED}
 
 
 class Feed(Protocol):
-    """What adds jobs to a sweep while it runs, and learns what becomes of them."""
+    """A source that adds jobs to a sweep while it runs, and learns their outcomes."""
 
     def supply(self) -> bool:
         """Add a waiting job to the record, if another is to come; tell whether it did."""

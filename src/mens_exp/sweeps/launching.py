@@ -117,7 +117,7 @@ def _render(launcher: Launcher) -> None:
 
 
 class Asked(Protocol):
-    """What a sweep's record says of its command, whether its cells are listed or drawn."""
+    """A sweep's command as its record states it, whether its cells are listed or drawn."""
 
     @property
     def root(self) -> Path:
@@ -125,7 +125,7 @@ class Asked(Protocol):
 
     @property
     def launcher(self) -> LauncherSettings:
-        """Where its jobs run."""
+        """The launcher of its jobs."""
 
     @property
     def settings(self) -> SweepConfig:
@@ -133,7 +133,7 @@ class Asked(Protocol):
 
     @property
     def notes(self) -> Sequence[str]:
-        """What a reader should know besides."""
+        """Further notes for a reader."""
 
 
 def new_record(asked: Asked, overrides: Sequence[str], cells: Sequence[Cell]) -> SweepRecord:

@@ -1,4 +1,4 @@
-"""What became of a job, read from its record and from how its process ended."""
+"""Outcome of a job, read from its record and from the end of its process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOG_TAIL = 4_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a job stands after a process of it ended.
+    """The state of a job after a process of it ended.
 
     Attributes:
         state: of the job.

@@ -72,7 +72,7 @@ class PlannedJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedSweep:
-    """What a command with -m will run, and what it leaves out."""
+    """The jobs that a command with -m will run, and the cells it leaves out."""
 
     root: Path
     launcher: Launcher

@@ -200,7 +200,7 @@ def _pool(backend: PoolBackend, n_jobs: int) -> Executor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """What a worker needs to run one job.
+    """The arguments that a worker needs to run one job.
 
     Attributes:
         number: of the job.

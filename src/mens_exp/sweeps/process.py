@@ -32,7 +32,7 @@ _LOOK_S = 1.0  # between two looks at the memory of processes, whose peaks the s
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stop:
-    """What a batch system says of a job that it ended.
+    """A batch system's statement about a job that it ended.
 
     Attributes:
         state: of the job.
@@ -47,7 +47,7 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """How a process ended.
+    """The way a process ended.
 
     Attributes:
         exit_code: minus the number of the signal that ended it; None where nobody saw.
@@ -62,7 +62,7 @@ class Ended:
 
 
 class Process(Protocol):
-    """What the launcher needs of a process."""
+    """The part of a process that the launcher needs."""
 
     pid: int
     started: float

@@ -26,7 +26,7 @@ _MOST = 32  # combinations of options that are composed; of more, those that cha
 
 @dataclass(kw_only=True, slots=True)
 class Probed:
-    """What is known of a space before the first draw.
+    """The facts about a space that are known before the first draw.
 
     Attributes:
         general: problems of the command itself.

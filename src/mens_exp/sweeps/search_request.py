@@ -1,4 +1,4 @@
-"""What a command with hydra/sweeper=optuna asks for, and everything wrong with it."""
+"""The request of a command with hydra/sweeper=optuna, and every problem with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a search reads of its runs: objectives of those that ended, losses of those at work."""
+"""Values that a search reads of its runs: objectives of finished ones, losses of running ones."""
 
 from __future__ import annotations
 

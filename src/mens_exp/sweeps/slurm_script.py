@@ -1,4 +1,4 @@
-"""What a sweep hands to sbatch: one script, whose array has one task for each job."""
+"""The script that a sweep submits to sbatch, whose array has one task for each job."""
 
 from __future__ import annotations
 

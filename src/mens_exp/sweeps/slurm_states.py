@@ -1,4 +1,4 @@
-"""What Slurm says of the jobs of a sweep: asked once for all of them."""
+"""Slurm's states of the jobs of a sweep: asked once for all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where another program starts a job: its process from begin to end, noted in the attempt log."""
+"""Supervision of a job that another program starts, from begin to end, with an attempt log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each job of a sweep gets of the machine: threads, and GPUs in turn."""
+"""Shares of the machine for each job of a sweep: threads, and GPUs in turn."""
 
 from __future__ import annotations
 

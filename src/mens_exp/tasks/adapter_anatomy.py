@@ -39,7 +39,7 @@ _PATHS = "as the modules are called; a checkpoint of the base may put a prefix b
 
 @dataclass(kw_only=True, slots=True)
 class Anatomy:
-    """What an adapter is made of.
+    """The parts of an adapter.
 
     Attributes:
         layers: by logical name.

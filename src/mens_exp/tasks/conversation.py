@@ -22,7 +22,7 @@ __all__ = ["Answer", "Conversation"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What one model has said so far."""
+    """The answer of one model so far."""
 
     text: str
     tokens: int

@@ -1,4 +1,4 @@
-"""What a run is scored by while it trains: prepared before the first step, or refused there."""
+"""Scoring of a run while it trains: prepared before the first step, or refused there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What task=evaluate scores: a run, a merged model, an adapter by itself, or the base alone."""
+"""The subject of task=evaluate: a run, a merged model, an adapter by itself, or the base alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Subject", "base_of_another", "problems", "subject_named", "with_adap
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """What `path` names.
+    """The subject that `path` names.
 
     Attributes:
         path: the run, the adapter's directory, or ``base``.

@@ -1,4 +1,4 @@
-"""What task=merge wrote, as something to score: the trained run's answers, from merged weights."""
+"""A model written by task=merge, to be scored: the trained run's answers, from merged weights."""
 
 from __future__ import annotations
 

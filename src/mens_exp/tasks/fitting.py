@@ -53,7 +53,7 @@ __all__ = ["Fitted", "Inputs", "fit", "read_inputs"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs:
-    """What a run reads."""
+    """The inputs of a run."""
 
     base: BaseModel
     tokenizer: Tokenizer
@@ -63,7 +63,7 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fitted:
-    """What training leaves; ``early`` is what scored in between, where anything did."""
+    """The results of training; ``early`` has the scores from in between, if there were any."""
 
     trainer: Trainer
     module: TrainingModule

@@ -28,7 +28,7 @@ _DIGESTS = ("manifest_sha256", "scorer_sha256", "scorecard_sha256", "events_sha2
 
 
 class Frozen:
-    """What is frozen, by cycle, arm and seed, and by file."""
+    """The frozen records, by cycle, arm and seed, and by file."""
 
     def __init__(self, entries: Sequence[LedgerEntry]) -> None:
         """Take over what the ledger froze."""

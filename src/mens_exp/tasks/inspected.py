@@ -1,4 +1,4 @@
-"""What lies at the path that task=inspect was given."""
+"""The kind of thing at the path of task=inspect."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Inspected:
 
     @property
     def certificate(self) -> Path | None:
-        """Where the certificate of something written would lie; None for a run's own files."""
+        """The place for the certificate of an output; None for a run's own files."""
         if self.run is not None or self.kind in _WITHOUT_CERTIFICATE:
             return None
         return certificate_place(self.path)

@@ -1,4 +1,4 @@
-"""What something came from, oldest first, as far as the records at hand tell."""
+"""Ancestors of an output, oldest first, as far as the records at hand reach."""
 
 from __future__ import annotations
 

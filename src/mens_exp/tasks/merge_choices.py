@@ -47,7 +47,7 @@ _DTYPES = {"f32": "F32", "bf16": "BF16", "f16": "F16"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choices:
-    """What a merge does.
+    """The settings of a merge.
 
     Attributes:
         layers: of the adapter, in its order.
@@ -80,7 +80,7 @@ class Choices:
 
     @property
     def caveat(self) -> str:
-        """What a description of the output ends with; empty where there is nothing to say."""
+        """The last part of a description of the output; empty if there is nothing to say."""
         return f"; {MOVED}" if self.moves_embedding else ""
 
 

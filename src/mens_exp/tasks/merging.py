@@ -45,7 +45,7 @@ class Merging:
 
     @property
     def what(self) -> Merge:
-        """What becomes of a checkpoint's tensors."""
+        """The operation on a checkpoint's tensors."""
         from mens_exp.export.merge import Merge
 
         choices = self.choices

@@ -35,7 +35,7 @@ _PROCESSES = ("trainer.devices", "trainer.num_nodes")  # any number goes on wher
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumption:
-    """What going on with a run means, checked."""
+    """The checked plan for resuming a run."""
 
     directory: RunDir
     cell: Cell

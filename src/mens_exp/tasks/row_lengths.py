@@ -1,4 +1,4 @@
-"""How far a DoRA has moved the lengths of the rows that it began with."""
+"""Changes of a DoRA's row lengths since its start."""
 
 from __future__ import annotations
 

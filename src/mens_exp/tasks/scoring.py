@@ -71,7 +71,7 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Told:
-    """What a suite says beside the events of its items.
+    """A suite's results besides the events of its items.
 
     Attributes:
         plan: how often items were asked, where `eval` does not say.

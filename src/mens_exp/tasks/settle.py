@@ -1,4 +1,4 @@
-"""What a command names loosely, put down exactly before a run of its own begins.
+"""Resolve the loose names of a command exactly, before a run begins.
 
 ``latest`` is the run it means now, a branch of the hub the commit, a relative path the whole one.
 """

@@ -45,7 +45,7 @@ _ROUNDING = 1e-5  # of a loss that was summed in f32; measured: 5e-8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Read:
-    """What was found at the paths: the runs that count, and why others do not.
+    """The runs found at the paths: those that count, and why others do not.
 
     `unverifiable` says which files have no recorded hash, and what could not be computed or read
     again.

@@ -1,4 +1,4 @@
-"""What the records beside something tell of it: its base, and its certificate in short."""
+"""Facts from the records next to an output: its base, and a summary of its certificate."""
 
 from __future__ import annotations
 

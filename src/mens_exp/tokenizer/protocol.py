@@ -22,7 +22,7 @@ class Tokenizer(Protocol):
 
     @property
     def template_source(self) -> str:
-        """Where the chat template is from."""
+        """The source of the chat template."""
 
     @property
     def template_sha256(self) -> str:

@@ -1,4 +1,4 @@
-"""Where a chat template is from: a file that the configuration names, the model, or ChatML."""
+"""Sources of a chat template: a file that the configuration names, the model, or ChatML."""
 
 from __future__ import annotations
 

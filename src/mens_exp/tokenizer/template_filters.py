@@ -1,4 +1,4 @@
-"""How much Jinja's filters make of what they are given, known before they make it.
+"""Output sizes of Jinja's filters, known before the filters run.
 
 Each function has the parameters of its filter behind the steps that the arguments took, and returns
 characters. Filters are described at https://jinja.palletsprojects.com/en/stable/templates/.

@@ -1,4 +1,4 @@
-"""How many bytes of text ids stand for, so that losses compare across tokenizers.
+"""Bytes of text that token ids stand for, so that losses compare across tokenizers.
 
 A loss in nats a token says as much about the tokenizer as about the model; in bits a byte it does
 not. Control tokens stand for no text: their loss counts, their bytes are none.

@@ -28,7 +28,7 @@ _MOST_PARAMETERS = 20_000_000  # kept of two gradients; all of any adapter, a pa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unevenness:
-    """How far micro-batches are from the batch, relative, and what was compared."""
+    """The relative difference of micro-batches from the batch, and the size of the comparison."""
 
     documents: int
     loss: float

@@ -1,4 +1,4 @@
-"""How far Lightning's loops are, for another number of processes than those that saved it."""
+"""Progress of Lightning's loops, for another number of processes than those that saved it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a callback sees of the run that it listens for."""
+"""The view of a run that its callbacks get."""
 
 from __future__ import annotations
 

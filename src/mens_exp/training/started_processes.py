@@ -1,4 +1,4 @@
-"""What Lightning is told of the processes of a run, so that it neither looks for nor starts any."""
+"""Lightning's view of a run's processes, so that it neither looks for nor starts any."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _VERSION = "wandb_version"  # of the agent's own file
 
 
 class AgentRun(NamedTuple):
-    """What an agent calls a run, the sweep that it is of, and what was drawn for it.
+    """An agent's name for a run, the sweep of the run, and the values drawn for it.
 
     ``entity`` and ``project`` are those of the sweep; None where the agent did not say.
     """

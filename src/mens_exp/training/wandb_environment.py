@@ -1,4 +1,4 @@
-"""What W&B's client sees of a process's environment, and where its files go."""
+"""The environment of a process as W&B's client sees it, and the place of the client's files."""
 
 from __future__ import annotations
 

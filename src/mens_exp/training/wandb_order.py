@@ -29,7 +29,7 @@ _AT_WORK: list[subprocess.Popen[bytes]] = []  # senders that nobody waits for an
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """What is to be sent.
+    """An order to send a run or a sweep.
 
     Attributes:
         module: that sends it, run as a process.

@@ -1,4 +1,4 @@
-"""Which adapter is the result, and when a run may end for want of a better one."""
+"""Rules for the choice of the resulting adapter, and for stopping early without a better one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules learn, and what they start from."""
+"""Rules for the modules that learn, and for their initialization."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What task=merge needs, in either of its two forms."""
+"""Requirements of task=merge, in either of its two forms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens learn."""
+"""Rules for the tokens that learn."""
 
 from __future__ import annotations
 

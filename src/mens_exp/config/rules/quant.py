@@ -1,4 +1,4 @@
-"""How the base is stored, and which backend takes it so."""
+"""Rules for the storage of the base, and for the backends that accept it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a sandbox has no effect."""
+"""Rules against a sandbox that has no effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the learning rate moves, against how long the run is."""
+"""Rules for the learning rate's schedule, given the length of the run."""
 
 from __future__ import annotations
 

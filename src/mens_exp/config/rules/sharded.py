@@ -1,4 +1,4 @@
-"""What trainer=fsdp can hold in parts: the frozen decoder layers of a causal model."""
+"""The part that trainer=fsdp can shard: the frozen decoder layers of a causal model."""
 
 from __future__ import annotations
 

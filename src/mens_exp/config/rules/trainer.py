@@ -1,4 +1,4 @@
-"""How long a run lasts, and where."""
+"""Rules for the length of a run, and for its device."""
 
 from __future__ import annotations
 

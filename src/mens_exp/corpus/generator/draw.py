@@ -1,4 +1,4 @@
-"""What a template draws its parameters with: one stream of random numbers, named by a text.
+"""Random draws of a template's parameters: one stream of random numbers, named by a text.
 
 Nothing here depends on the process, its hash seed or the order of other draws.
 """

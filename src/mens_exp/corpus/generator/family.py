@@ -1,4 +1,4 @@
-"""What a family of tasks is, and what a task drawn from one holds.
+"""Families of tasks, and the tasks drawn from them.
 
 A family's template draws parameters and returns a `Draft`: the reference solution's source, what
 it does in several wordings, and cases to try it on. `generate` makes the draft a `Task`: one
@@ -47,7 +47,7 @@ NOT_TOLD: Final = _NotTold.NOT_TOLD
 
 
 class Noun(Enum):
-    """What a task asks for."""
+    """The kind of program that a task asks for."""
 
     FUNCTION = "function"
     GENERATOR = "generator function"
@@ -74,7 +74,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draft:
-    """What a template returns.
+    """The result of a template.
 
     Attributes:
         signature: name and parameters as the instruction gives them, ``clamp(value, low)``.

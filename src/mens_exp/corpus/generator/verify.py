@@ -34,7 +34,7 @@ class _StepLimitError(BaseException):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """How a program fails.
+    """The way a program fails.
 
     Attributes:
         test: the first test that fails; empty where the program itself does.

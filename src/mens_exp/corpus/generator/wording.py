@@ -1,4 +1,4 @@
-"""What a task is asked in: frames around a family's own wordings."""
+"""Wordings of a task's prompt: frames around a family's own wordings."""
 
 from __future__ import annotations
 

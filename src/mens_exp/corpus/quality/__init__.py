@@ -1,1 +1,1 @@
-"""What a corpus is like, measured on a stream of its rows with a fixed amount of memory."""
+"""Quality measures of a corpus, computed on a stream of rows with a fixed amount of memory."""

@@ -1,4 +1,4 @@
-"""Which constructs of their language programs use: the kinds of nodes in their syntax trees."""
+"""Language constructs that programs use: the kinds of nodes in their syntax trees."""
 
 from __future__ import annotations
 

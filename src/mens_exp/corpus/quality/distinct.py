@@ -1,4 +1,4 @@
-"""How many different values a stream has, from its smallest hashes (Bar-Yossef et al. 2002)."""
+"""Number of distinct values in a stream, from its smallest hashes (Bar-Yossef et al. 2002)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many tokens rows have as they are encoded for training, and what truncation takes."""
+"""Token counts of rows as encoded for training, and the tokens that truncation takes."""
 
 from __future__ import annotations
 

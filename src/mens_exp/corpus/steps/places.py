@@ -1,4 +1,4 @@
-"""What a corpus reads, and the directory it writes, checked before a step begins."""
+"""Inputs and output directory of a corpus, checked before a step begins."""
 
 from __future__ import annotations
 

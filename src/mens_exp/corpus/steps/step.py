@@ -1,4 +1,4 @@
-"""What a step of a corpus is given, what it gives back, and its rows on disk.
+"""Input and result of a corpus step, and its rows on disk.
 
 A step reads files and writes files; it holds a row at a time. Whoever runs it names the files,
 puts the directory in place when it is whole, and records both.
@@ -45,7 +45,7 @@ ROW_FILES: Final = ("rows.jsonl", *(f"{side}.jsonl" for side in Side))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepInput:
-    """What a step works on.
+    """The input of a step.
 
     Attributes:
         files: the row files of the step before, in order; of the first step what corpus.input
@@ -67,7 +67,7 @@ class StepInput:
 
 @dataclass(kw_only=True, slots=True)
 class StepResult:
-    """What a step did.
+    """The result of a step.
 
     Attributes:
         rows_in: rows read, the dropped ones included.

@@ -1,1 +1,1 @@
-"""What preflight asks of the files of one group each."""
+"""Preflight checks of files, one module for each config group."""

@@ -1,4 +1,4 @@
-"""What the chosen backend needs of the base model."""
+"""Requirements of the chosen backend on the base model."""
 
 from __future__ import annotations
 

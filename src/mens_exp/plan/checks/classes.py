@@ -33,7 +33,7 @@ _NOT_ARGUMENTS = {"_target_", "name"}
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a class must be, and the arguments that we hand it beside its settings."""
+    """The required base of a class, and the arguments passed besides its settings."""
 
     words: str
     ancestor: str | None

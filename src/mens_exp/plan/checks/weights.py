@@ -1,4 +1,4 @@
-"""What a directory's headers say of the embedding and the heads, beside the projections."""
+"""Embedding and heads in a directory's headers, in addition to the projections."""
 
 from __future__ import annotations
 

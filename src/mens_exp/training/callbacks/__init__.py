@@ -1,1 +1,1 @@
-"""What listens to training: one callback a file, none importing another."""
+"""Training callbacks: one callback a file, none importing another."""

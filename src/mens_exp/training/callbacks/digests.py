@@ -1,4 +1,4 @@
-"""What two runs shared: digests of the micro-batches and of the adapter's first values."""
+"""Digests of the micro-batches and of the adapter's first values, to compare two runs by."""
 
 # Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
 # mypy: disable-error-code="override"

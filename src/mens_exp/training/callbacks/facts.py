@@ -1,4 +1,4 @@
-"""What the run really used."""
+"""Facts about the built model and the first batch, as the run really used them."""
 
 # Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
 # mypy: disable-error-code="override"

@@ -1,4 +1,4 @@
-"""How much memory training takes."""
+"""Memory that training takes."""
 
 # Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
 # mypy: disable-error-code="override"

@@ -1,4 +1,4 @@
-"""What the terminal shows while training runs."""
+"""Progress of training in the terminal."""
 
 # Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
 # mypy: disable-error-code="override"

@@ -1,4 +1,4 @@
-"""How well the model does its tasks while it is still being trained."""
+"""Scores of the model on its tasks while it is still being trained."""
 
 # Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
 # mypy: disable-error-code="override"

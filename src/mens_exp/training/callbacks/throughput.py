@@ -1,4 +1,4 @@
-"""How fast training is."""
+"""Throughput of training."""
 
 # Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
 # mypy: disable-error-code="override"
