@@ -4,10 +4,12 @@ import re
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from mens_exp import cli
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
+from mens_exp.config import compose as compose_module
 from mens_exp.config.compose import compose, from_yaml, to_yaml, typed
 from mens_exp.errors import MensError, Problems
 
@@ -77,6 +79,23 @@ def test_a_class_nobody_vouched_for_is_refused(stored, changes, place):
     said = refusal(stored(changes))
     assert f": {place}: a stored configuration may not name this class" in said
     assert "name the same _target_ in a file of ./conf" in said
+
+
+def test_a_class_that_only_omegaconf_reads_is_refused(stored, monkeypatch):
+    """The values that are used are judged, whatever the bounded reading before saw of them."""
+    file = stored({"backend._target_": "os.system"})
+    monkeypatch.setattr(compose_module, "parse_yaml", lambda *_: {})
+    assert ": backend._target_: a stored configuration may not name" in refusal(file)
+
+
+def test_a_configuration_in_a_text_is_refused(stored):
+    """OmegaConf would read the text as YAML once more, and nothing would have bounded it."""
+    file = stored({"backend._target_": "os.system"})
+    written = file.read_text(encoding="utf-8")
+    file.write_text(yaml.safe_dump(written, default_style="|"), encoding="utf-8")
+    assert isinstance(yaml.safe_load(file.read_text(encoding="utf-8")), str)
+    assert OmegaConf.load(file).backend._target_ == "os.system"  # the attack is one
+    assert "found the file holds no mapping" in refusal(file)
 
 
 def test_every_such_class_is_told_at_once(stored):

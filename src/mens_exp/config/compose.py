@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -17,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import run_job
 from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -344,8 +345,8 @@ def from_yaml(path: Path) -> DictConfig:
             class that nobody here has vouched for.
     """
     try:
-        refuse_foreign(parse_yaml(path.read_bytes(), str(path)), path)
-        stored = OmegaConf.load(path)
+        stored = _mapping_in(path)
+        refuse_foreign(OmegaConf.to_container(stored), path)
         root = _under_schemas(stored)
         missing = OmegaConf.missing_keys(root)
     except DataError as error:
@@ -368,10 +369,21 @@ def from_yaml(path: Path) -> DictConfig:
     return root
 
 
-def _under_schemas(stored: DictConfig | ListConfig) -> DictConfig:
-    """Put stored values under the schemas that their groups' discriminators name."""
+def _mapping_in(path: Path) -> DictConfig:
+    """Read a file once, and give OmegaConf only bytes that the bounded parser took as a mapping.
+
+    OmegaConf parses a file that holds nothing but a text once more, without bounds.
+    """
+    data = path.read_bytes()
+    bounded = parse_yaml(data, str(path))
+    stored = OmegaConf.load(io.BytesIO(data)) if isinstance(bounded, dict) else None
     if not isinstance(stored, DictConfig):
         raise TypeError("the file holds no mapping")
+    return stored
+
+
+def _under_schemas(stored: DictConfig) -> DictConfig:
+    """Put stored values under the schemas that their groups' discriminators name."""
     root = copied(_structured(RunConfig))
     assert isinstance(root, DictConfig)
     for group in stored:
