@@ -15,6 +15,7 @@ from lm_eval.api.instance import Instance
 from mens_exp.config.suite import LmEvalSuite
 from mens_exp.errors import ConfigError, DataError, MissingExtra, Problems
 from mens_exp.evals import harness_suite
+from mens_exp.evals.harness_files import read_task_files
 from mens_exp.evals.harness_model import GraphModel
 from mens_exp.evals.harness_suite import files_of, lm_eval_suite
 from mens_exp.tokenizer.hf import HfTokenizer
@@ -359,6 +360,23 @@ def test_what_cannot_be_asked_here_is_refused(directory, added, said):
     path.write_text("\n".join([*kept, added]))
     with pytest.raises((DataError, Problems), match=said):
         digest_of(directory)
+
+
+def test_a_directory_of_data_has_a_largest_number_of_files(tmp_path, monkeypatch):
+    """One file more is refused, and the message says what to name instead."""
+    data, tasks = tmp_path / "data", tmp_path / "tasks"
+    for folder in (data / "below", tasks):
+        folder.mkdir(parents=True)
+    (tasks / "one.yaml").write_text(f"task: one\ndataset_path: {data}\n", encoding="utf-8")
+    for place in ("a.json", "below/b.json", "below/c.json"):
+        (data / place).write_text("{}", encoding="utf-8")
+    monkeypatch.setattr("mens_exp.evals.harness_files._MOST_FILES", 3)
+    assert len(read_task_files(tasks, calls_functions=False).sha256) == 4  # and the task file
+    (data / "d.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(DataError, match="has too many files") as caught:
+        read_task_files(tasks, calls_functions=False)
+    assert caught.value.expected == "at most 3"
+    assert caught.value.remedy == "name the directory that holds this task's data alone"
 
 
 def test_python_of_a_task_file_runs_with_task_evaluate_alone(directory, tmp_path):

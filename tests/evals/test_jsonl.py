@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from attacks import attack
@@ -255,7 +256,8 @@ def test_patterns_of_a_schema_are_searched_for(suite_of):
 def test_a_schema_fetches_nothing(suite_of, monkeypatch, ref):
     """The library itself would open what a reference names."""
     monkeypatch.setattr("urllib.request.urlopen", lambda *_: pytest.fail("it went out"))
-    with pytest.raises((DataError, Problems), match="refers to a schema that is not in it"):
+    said = rf"refers to a schema that is not in it: {re.escape(ref)}; put the schema into \$defs"
+    with pytest.raises((DataError, Problems), match=said):
         suite_of(
             {"prompt": "?", "expected": {"properties": {"a": {"$ref": ref}}}}, check="json_schema"
         )

@@ -150,7 +150,7 @@ class JsonSchema(_Text):
             return f"is no JSON schema: {error.message}"
         elsewhere = next(_elsewhere(expected, set(_ids(expected))), None)
         if elsewhere is not None:
-            return f"refers to a schema that is not in it: {elsewhere}"
+            return f"refers to a schema that is not in it: {elsewhere}; put the schema into $defs"
         return None
 
     def reference(self, expected: Any) -> str:

@@ -246,6 +246,7 @@ def _files_below(directory: Path) -> Iterator[Path]:
                     where="dataset_path",
                     found=str(directory),
                     expected=f"at most {_MOST_FILES:,}",
+                    remedy="name the directory that holds this task's data alone",
                 )
             if os.path.isfile(path):  # noqa: PTH113  # one that may not be looked at is none
                 yield path
