@@ -110,3 +110,22 @@ def test_inputs_that_libfuzzer_ran_are_counted_from_its_log():
     """The last number of its progress lines."""
     log = "INFO: seed\n#2\tINITED cov: 1\n#1024\tpulse\n##### end\n#900\tNEW\n"
     assert fuzzing.executed(log) == 1024
+
+
+def test_the_smallest_of_what_was_bred_is_kept(tmp_path, monkeypatch):
+    """Up to a number, and nothing over 2,000 bytes."""
+    monkeypatch.setattr(fuzzing, "CORPORA", tmp_path / "corpora")
+    (tmp_path / "bred").mkdir()
+    for size in (3, 1, 2_001, 2_000, 2):
+        (tmp_path / "bred" / f"{size:016}{size:024}").write_bytes(b"x" * size)
+    fuzzing.kept_corpus("template", tmp_path, most=3)
+    kept = sorted((tmp_path / "corpora/template").iterdir())
+    assert sorted(len(one.read_bytes()) for one in kept) == [1, 2, 3]
+
+
+def test_inputs_that_nobody_breeds_are_not_kept(monkeypatch, capsys):
+    """To keep them without breeding them would do nothing."""
+    monkeypatch.setattr(sys, "argv", ["fuzzing.py", "--keep"])
+    with pytest.raises(SystemExit, match="2"):
+        fuzzing.main()
+    assert "--keep adds what --guided breeds; give both" in capsys.readouterr().err

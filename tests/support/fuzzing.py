@@ -385,7 +385,7 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--readers", default=",".join(READERS), help="names, commas between")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--guided", action="store_true", help="let atheris breed the inputs")
-    parser.add_argument("--keep", action="store_true", help="add what it bred to the corpora")
+    parser.add_argument("--keep", action="store_true", help="with --guided: add what it bred to the corpora")
     parser.add_argument("--results", type=Path, help=f"a JSON file to add to: {RESULTS.name}")
     parser.add_argument("--faults", type=Path, help="a folder for the inputs of faults")
     for hidden in ("--worker", "--breed"):
@@ -393,7 +393,10 @@ def _asked() -> argparse.Namespace:
     for hidden in ("--run", "--root"):
         parser.add_argument(hidden, type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=int, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    asked = parser.parse_args()
+    if asked.keep and not asked.guided:
+        parser.error("--keep adds what --guided breeds; give both")
+    return asked
 
 
 def _one(asked: argparse.Namespace, name: str, run: Path, place: Path) -> dict:
