@@ -385,7 +385,7 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--readers", default=",".join(READERS), help="names, commas between")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--guided", action="store_true", help="let atheris breed the inputs")
-    parser.add_argument("--keep", action="store_true", help="with --guided: add what it bred to the corpora")
+    parser.add_argument("--keep", action="store_true", help="add what --guided bred to the corpora")
     parser.add_argument("--results", type=Path, help=f"a JSON file to add to: {RESULTS.name}")
     parser.add_argument("--faults", type=Path, help="a folder for the inputs of faults")
     for hidden in ("--worker", "--breed"):
