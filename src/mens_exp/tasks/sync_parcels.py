@@ -53,7 +53,7 @@ class Parcel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """The runs to be sent, in order, and the others, each with the reason."""
+    """The items to be sent, in order, and the runs that are not, each with the reason."""
 
     parcels: list[Parcel]
     left_out: dict[str, str]
