@@ -10,8 +10,10 @@ import sys
 import threading
 import time
 
+import disk_faults
 import fork_server
 import pytest
+from disk_faults import Fault, Site, Watcher
 
 from mens_exp import cli
 from mens_exp.artifacts.attempt_log import AttemptLog
@@ -111,6 +113,44 @@ def test_a_killed_search_goes_on_as_if_it_had_not_been(
     assert "3 of 3 trials: 3 complete" in page
     tried = [len(job["attempts"]) for job in SweepRecord.read(SweepDir(killed).record).jobs]
     assert tried == [1, 2, 1]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="seccomp; run it on Linux")
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        (Fault(Site("write", "search.journal"), 4, "kill"), -signal.SIGKILL),
+        (Fault(Site("write", "search.journal"), 4, "full"), 3),
+        (Fault(Site("write", "#_#/telemetry.jsonl"), 9, "full"), 3),
+    ],
+    ids=["killed in a draw", "full in a draw", "full in a job"],
+)
+def test_a_search_whose_disk_fails_goes_on(
+    tiny_run, whole, tmp_path, cache, monkeypatch, fault, code
+):
+    """To the draws and losses of one that nothing disturbed; it says how to go on."""
+    monkeypatch.setattr(fork_server, "_before_each", disk_faults.source())
+    place = tmp_path / "search"
+    words = command(tiny_run, place, *SPACE, "hydra.sweeper.n_trials=1")
+    with Watcher(place, fault) as watcher:
+        done = fork_server.run(
+            [sys.executable, "-m", "mens_exp", *words],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                "MENS_EXP_CACHE": str(cache),
+                disk_faults.VARIABLE: watcher.address,
+            },
+        )
+    assert watcher.fired
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert code < 0 or f"sweep.resume={place}" in done.stderr
+    assert cli.main([f"sweep.resume={place}"]) == 0
+    assert results(place) == results(whole)[:1]
 
 
 def test_a_killed_trial_is_tried_again_while_tpe_draws_others(tiny_run, tmp_path):

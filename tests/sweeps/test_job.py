@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 
 import pytest
@@ -58,6 +59,38 @@ def test_a_changed_configuration_is_refused(frozen, capsys):
     frozen.config.write_text(frozen.config.read_text("utf-8").replace("seed: 7", "seed: 8"))
     assert "the frozen configuration was changed" in refused(frozen, capsys)
     assert job_module.main([str(frozen.path), ACCEPT_CHANGES]) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full"),
+        (MemoryError(), "there is not enough memory"),
+    ],
+)
+def test_what_the_machine_refuses_before_the_run_is_no_bug(
+    frozen, monkeypatch, capsys, error, said
+):
+    """Exit code 3, by which a search knows that the trial may run again."""
+
+    def refuses(_):
+        raise error
+
+    monkeypatch.setattr(Job, "read", refuses)
+    assert job_module.main([str(frozen.path)]) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(said)
+
+
+def test_another_error_before_the_run_is_a_bug(frozen, monkeypatch):
+    """It is shown whole."""
+
+    def fails(_):
+        raise FileNotFoundError("no such file")
+
+    monkeypatch.setattr(Job, "read", fails)
+    with pytest.raises(FileNotFoundError):
+        job_module.main([str(frozen.path)])
 
 
 def test_changed_code_is_refused_unless_told(frozen, monkeypatch, capsys):

@@ -41,6 +41,14 @@ def test_a_sweep_leaves_its_page_however_it_ended(ended):
     assert "1 waiting" in ended.directory.page.read_text(encoding="utf-8")
 
 
+def test_what_would_run_nothing_is_no_next_step(ended):
+    """A search of which no trial is left that would run again does not send its user in a circle."""
+    assert finish(ended, lambda: True) == 1
+    said = ended.console.file.getvalue()
+    assert "sweep.resume=" not in said
+    assert "none runs again" in said
+
+
 def test_a_job_killed_after_its_end_gets_its_pages(ended, finished, monkeypatch):
     """Its record said that it had succeeded; a page that cannot be written is named."""
     job = ended.record.jobs[0]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import math
 from types import SimpleNamespace
 
 import pytest
+from optuna.storages.journal import JournalFileBackend
 
-from mens_exp.artifacts.manifest import Status
+from mens_exp.artifacts.machine_faults import machine_fault
+from mens_exp.artifacts.manifest import Failure, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.search import TrialState
 from mens_exp.artifacts.sweep import JobState, SweepRecord
 from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.errors import ConfigError
-from mens_exp.sweeps import search_feed
+from mens_exp.sweeps import resuming, search_feed
 from mens_exp.sweeps.search_cells import Drawn
 from mens_exp.sweeps.search_feed import Search
 from mens_exp.sweeps.search_study import Study
@@ -40,6 +45,25 @@ class Draws:
         )
 
 
+class Suggested:
+    """Draws all that there is to draw, through the sampler."""
+
+    def __init__(self, space):
+        self.space = space
+
+    def draw(self, number, suggest):
+        params = {one["key"]: f"{one['key']}={suggest(one)}" for one in self.space}
+        config = SimpleNamespace(task=SimpleNamespace(name="evaluate"))
+        cell = SimpleNamespace(
+            config=config, number=number, meaning=" ".join(params.values()), composed=None
+        )
+        return Drawn(params=params, cell=cell, problems=())
+
+
+class Killed(BaseException):
+    """The end of a launcher."""
+
+
 class Stage:
     """One search, and what becomes of its jobs."""
 
@@ -56,6 +80,69 @@ class Stage:
         run = RunDir(self.directory.path / job["directory"])
         self.write(run, Status.SUCCEEDED, results={"tuned_val_loss": loss})
         job["state"], job["reason"] = state, None if state is JobState.SUCCEEDED else "a reason"
+
+    def go_on(self, end=lambda _: None):
+        """Do what a launcher does to the end, one trial at a time, from what is on disk.
+
+        `end` may end a job in its own way, and says then that it did.
+        """
+        if self.directory.record.exists():
+            self.record = SweepRecord.read(self.directory.record)
+        assert self.record.search is not None
+        for job in self.record.jobs:
+            run = RunDir(self.directory.path / job["directory"])
+            resuming._settle(job, run, here=True)
+        self.record.write(self.directory.record)
+        cells = Suggested(self.record.search["space"])
+        study = Study(self.directory.journal, self.record.search)
+        search = Search(self.directory, self.record, study, cells)
+        search.catch_up()
+        self.record.write(self.directory.record)
+        while (waiting := self.waiting()) or search.supply():
+            for job in waiting:
+                if not end(job):
+                    loss = self.loss(job["number"])
+                    self.end(job, loss)
+                    job["results"] = {"tuned_val_loss": loss}
+                search.settle(job)
+                self.record.write(self.directory.record)
+        search.conclude()
+        self.record.write(self.directory.record)
+        return search
+
+    def waiting(self):
+        return [job for job in self.record.jobs if job["state"] == JobState.WAITING]
+
+    def loss(self, number):
+        """Return the loss of a trial: 1e-3 is the best rate, and 4 the best rank."""
+        assert self.record.search is not None
+        params = self.record.search["trials"][number]["params"]
+        rate, rank = (float(params[key].partition("=")[2]) for key in ("optim.lr", "lora.r"))
+        return (math.log10(rate) + 3) ** 2 + 0.001 * rank
+
+    def fail(self, job, exit_code, **error):
+        """End a job as a process that failed."""
+        run = RunDir(self.directory.path / job["directory"])
+        if error:
+            told = {"message": "words", "remedy": None, "exit_code": exit_code or 3, **error}
+            self.write(run, Status.FAILED, error=Failure(**told))
+        job["state"], job["reason"] = JobState.FAILED, "it failed"
+        job["attempts"].append(
+            {
+                "pid": 2**22 + 1,
+                "process_started": 1.0,
+                "started_utc": "2026-11-20T05:58:01.123Z",
+                "ended_utc": "2026-11-20T05:59:01.123Z",
+                "exit_code": exit_code,
+                "peak_rss_bytes": None,
+            }
+        )
+
+    def lasting(self):
+        """Return what is on disk but for what a disturbance may change: attempts and notes."""
+        read = SweepRecord.read(self.directory.record)
+        jobs = [{**job, "attempts": None} for job in read.jobs]
+        return jobs, read.search, read.left_out
 
     @property
     def rows(self):
@@ -80,14 +167,20 @@ def stage(
         made.update(number=planned.cell.number, directory=planned.directory)
         return made
 
-    monkeypatch.setattr(search_feed, "freeze", lambda *_: None)
+    def freeze(_, place, __):
+        run = RunDir(place)
+        place.mkdir(exist_ok=True)
+        for path in (run.config, run.job, run.report):
+            path.touch()
+
+    monkeypatch.setattr(search_feed, "freeze", freeze)
     monkeypatch.setattr(search_feed, "job_record", job_record)
     monkeypatch.setattr(search_feed, "directory_of", lambda cell: f"{cell.number}_job")
     monkeypatch.setattr(search_feed, "estimate_of", lambda _: {})
     monkeypatch.setattr(search_feed, "meaning", lambda cell, _: cell.meaning)
 
-    def made(**more):
-        directory = SweepDir(tmp_path / "search")
+    def made(name="search", **more):
+        directory = SweepDir(tmp_path / name)
         directory.path.mkdir()
         return Stage(directory, make_sweep(search=make_search(**more)), write_manifest)
 
@@ -184,7 +277,6 @@ def test_a_worse_loss_ends_a_trial(stage):
         search.supply()
         job = it.record.jobs[-1]
         run = RunDir(it.directory.path / job["directory"])
-        run.path.mkdir()
         assert search.watch(job) is None
         search._looked.clear()
         run.telemetry.write_text(
@@ -220,27 +312,203 @@ def test_several_objectives_have_a_front(stage):
 
 
 def test_record_and_journal_are_brought_together(stage):
-    """What ended unseen is told, what was lost is failed, and what failed stays so."""
+    """What ended unseen is told, what was lost is drawn again, and what failed stays so."""
     it = stage(n_trials=5)
     search = it.open(4, 8, 16, 32)
     for _ in range(3):
         search.supply()
     done, failed, waiting = it.record.jobs
-    it.end(failed, 1.0, JobState.FAILED)
+    it.fail(failed, 2, type="DataError")
     search.settle(failed)
     search._study.ask(3)  # and the launcher died before the record had it
     it.end(done, 2.0)
     failed["state"] = JobState.WAITING  # as going on takes a job that did not succeed
     search = it.open(4, 8, 16, 32, 64)
     search.catch_up()
-    assert [row[0] for row in it.rows] == ["complete", "failed", "running", "failed"]
-    assert (str(failed["state"]), failed["reason"]) == ("failed", "a reason")
+    assert [row[0] for row in it.rows] == ["complete", "failed", "running"]
+    assert (str(failed["state"]), failed["reason"]) == ("failed", "it failed")
     assert waiting["state"] == JobState.WAITING
     told = [trial.state.name for trial in search._study._study.trials]
-    assert told == ["COMPLETE", "FAIL", "RUNNING", "FAIL"]
-    assert search.supply()
-    assert it.record.jobs[-1]["number"] == 4
+    assert told == ["COMPLETE", "FAIL", "RUNNING"]
+    for number in (3, 4):
+        assert search.supply()
+        assert it.record.jobs[-1]["number"] == number
     assert not search.supply()
+
+
+TPE = {"sampler": "tpe", "startup_trials": 1, "n_trials": 4}
+
+
+def kill_at(monkeypatch, number, *, torn):
+    """Kill the launcher before its n-th write, or after half of it; return how many there were."""
+    count = 0
+
+    def killing(write, half):
+        def disturbed(this, given):
+            nonlocal count
+            count += 1
+            if count == number:
+                if torn:
+                    half(this, given)
+                raise Killed
+            return write(this, given)
+
+        return disturbed
+
+    def half_a_line(backend, logs):
+        with open(backend._file_path, "ab") as file:
+            file.write(b'{"op_code":4,"study')
+
+    whole = JournalFileBackend.append_logs, SweepRecord.write
+    monkeypatch.setattr(JournalFileBackend, "append_logs", killing(whole[0], half_a_line))
+    monkeypatch.setattr(SweepRecord, "write", killing(whole[1], lambda *_: None))
+    return lambda: count
+
+
+@pytest.mark.parametrize("torn", [False, True], ids=["before", "torn"])
+def test_a_search_killed_at_any_write_goes_on_to_the_same_record(stage, monkeypatch, torn):
+    """Killed a second time while it goes on, too; each later draw depends on the first result."""
+    whole = stage("whole", **TPE)
+    with monkeypatch.context() as patch:
+        writes = kill_at(patch, -1, torn=torn)
+        whole.go_on()
+    assert writes() > 20
+    assert [row[0] for row in whole.rows] == ["complete"] * 4
+    for number in range(1, writes() + 1):
+        it = stage(f"killed_{number}", **TPE)
+        for at in (number, 4):
+            with monkeypatch.context() as patch:
+                kill_at(patch, at, torn=torn)
+                with contextlib.suppress(Killed):
+                    it.go_on()
+        it.go_on()
+        assert it.lasting() == whole.lasting(), f"killed at write {number}"
+
+
+def of_machine(error):
+    """Return what the record of a run says of an error of the machine."""
+    fault = machine_fault(error)
+    assert fault is not None
+    return {"type": type(error).__name__, "remedy": fault.remedy}
+
+
+FULL = of_machine(OSError(errno.ENOSPC, "No space left on device"))
+BROKEN = of_machine(OSError(errno.EIO, "Input/output error"))
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [(3, FULL), (3, BROKEN), (None, FULL), (3, {})],
+    ids=["full", "broken", "full, which nobody saw", "too full for a record"],
+)
+def test_a_trial_that_the_disk_failed_runs_again_before_more_are_drawn(stage, code, error):
+    """As its result decides on them: the record is that of a search that nothing disturbed."""
+    whole = stage("whole", **TPE)
+    whole.go_on()
+    it = stage(**TPE)
+
+    def end(job):
+        if job["number"] != 1 or job["attempts"]:
+            return False
+        it.fail(job, code, **error)
+        return True
+
+    search = it.go_on(end)
+    assert [row[0] for row in it.rows] == ["complete", "failed"]
+    assert "trial 1 failed as the disk did" in it.record.notes[-1]
+    assert not search.is_finished()
+    assert it.go_on(end).is_finished()
+    assert it.lasting() == whole.lasting()
+    assert [len(job["attempts"]) for job in it.record.jobs] == [0, 1, 0, 0]
+
+
+MEMORY = of_machine(MemoryError())
+CUDA = of_machine(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+EXTRA = {"type": "MissingExtra", "remedy": "pip install it"}
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [(-9, {}), (None, {}), (3, MEMORY), (3, CUDA), (3, EXTRA)],
+    ids=["killed", "died unseen", "memory", "memory of a GPU", "extra"],
+)
+def test_a_trial_that_fails_by_the_machine_alone_runs_again_later(stage, code, error):
+    """The others go on meanwhile; draws that depend on no result are the same."""
+    settings = {"sampler": "random", "n_trials": 4}
+    whole = stage("whole", **settings)
+    whole.go_on()
+    it = stage(**settings)
+
+    def end(job):
+        if job["number"] != 1 or job["attempts"]:
+            return False
+        it.fail(job, code, **error)
+        return True
+
+    assert not it.go_on(end).is_finished()
+    assert [row[0] for row in it.rows] == ["complete", "failed", "complete", "complete"]
+    assert it.go_on(end).is_finished()
+    assert it.lasting() == whole.lasting()
+
+
+def test_a_trial_whose_process_was_killed_after_its_end_has_its_value(stage):
+    """Its run says that it succeeded, which is all that counts when the search goes on."""
+    whole = stage("whole", sampler="random", n_trials=3)
+    whole.go_on()
+    it = stage(sampler="random", n_trials=3)
+
+    def end(job):
+        if job["number"] != 1:
+            return False
+        it.end(job, it.loss(1))
+        it.fail(job, -9)
+        return True
+
+    it.go_on(end)
+    assert [row[0] for row in it.rows] == ["complete", "failed", "complete"]
+    assert it.go_on(lambda job: pytest.fail(f"{job['number']} ran again")).is_finished()
+    assert it.lasting() == whole.lasting()
+
+
+def test_a_trial_whose_process_could_not_be_started_runs_again(stage):
+    """It has no attempt; trials that come to the same take its values in the end."""
+    it = stage(n_trials=2)
+    search = it.open(4, 4)
+    search.supply()
+    assert not search.supply()
+    (job,) = it.record.jobs
+    job["state"], job["reason"] = JobState.FAILED, "no process could be started"
+    search.settle(job)
+    assert it.rows == [("failed", 0, None)] * 2
+    job["state"] = JobState.WAITING
+    search = it.open(4, 4)
+    search.catch_up()
+    assert it.rows == [("running", 0, None)] * 2
+    assert job["state"] == JobState.WAITING
+    it.end(job, 2.0)
+    search.settle(job)
+    assert it.rows == [("complete", 0, [2.0])] * 2
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [(2, "DataError"), (4, "GateError"), (1, "TrainingError"), (1, "KeyError")],
+)
+def test_a_trial_that_fails_by_itself_is_not_run_again(stage, code, name):
+    """A request, a gate, a loss that is not finite, a bug: the sampler was told so."""
+    it = stage(sampler="random", n_trials=3)
+
+    def end(job):
+        if job["number"] != 1:
+            return False
+        it.fail(job, code, type=name)
+        return True
+
+    assert it.go_on(end).is_finished()
+    before = it.lasting()
+    assert [row[0] for row in it.rows] == ["complete", "failed", "complete"]
+    assert it.go_on(lambda job: pytest.fail(f"{job['number']} ran again")).is_finished()
+    assert it.lasting() == before
 
 
 def test_a_record_can_be_read_back(stage):

@@ -40,6 +40,39 @@ def test_a_search_that_goes_on_draws_what_it_would_have(make_search, tmp_path, s
     assert drawn(Study(tmp_path / "other", other), other, 0, 5) != first
 
 
+@pytest.mark.parametrize("sampler", ["random", "tpe"])
+def test_a_search_that_goes_back_draws_what_it_would_have(make_search, tmp_path, sampler):
+    """Of a lost trial nothing is left, and a failure that is taken back has left no trace."""
+    search = make_search(sampler=sampler, startup_trials=3)
+    whole = drawn(Study(tmp_path / "whole", search), search, 0, 10)
+    study = Study(tmp_path / "parts", search)
+    first = drawn(study, search, 0, 5)
+    trial = study.ask(5)
+    failed = {one["key"]: study.suggest(trial, one) for one in search["space"]}
+    study.should_end(5, [(10, 9.0)])
+    study.tell(5, TrialState.FAILED)
+    study.suggest(study.ask(6), search["space"][0])
+    again = Study(tmp_path / "parts", search)
+    again.go_back(6, {5})
+    assert len(again) == 6
+    again = Study(tmp_path / "parts", search)
+    assert [one.state.name for one in again._study.trials] == ["COMPLETE"] * 5 + ["RUNNING"]
+    assert again._study.trials[5].intermediate_values == {10: 9.0}
+    again.tell(5, TrialState.COMPLETE, [loss_of(failed)])
+    assert [*first, failed, *drawn(again, search, 6, 4)] == whole
+
+
+def test_a_search_that_has_nothing_to_take_back_is_left_as_it_is(make_search, tmp_path):
+    """Its journal keeps its bytes."""
+    search = make_search()
+    study = Study(tmp_path / "j", search)
+    drawn(study, search, 0, 2)
+    study.ask(2)
+    before = (tmp_path / "j").read_bytes()
+    study.go_back(3, {2})
+    assert (tmp_path / "j").read_bytes() == before
+
+
 def test_tpe_comes_closer_than_chance(make_search, tmp_path):
     """Of forty draws, the last ten: their median loss is under half that of random ones."""
     median = {}

@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from mens_exp.artifacts import atomic
-from mens_exp.artifacts.machine_faults import machine_fault
+from mens_exp.artifacts.machine_faults import is_of_disk, machine_fault
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.errors import DataError
 from mens_exp.tasks.one_run import ended
@@ -20,6 +20,7 @@ FAULTS = [
     (OSError(errno.EROFS, "Read-only file system"), "is read-only"),
     (OSError(errno.EIO, "Input/output error"), "failed to read or write"),
     (MemoryError(), "not enough memory"),
+    (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."), "not enough memory"),
     (
         RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"),
         "the disk is full",
@@ -49,6 +50,15 @@ def test_where_there_is_no_space_is_named():
     assert fault is not None
     assert fault.where == "/data/x.npy"
     assert "MENS_EXP_CACHE" in str(fault.remedy)
+
+
+@pytest.mark.parametrize(("error", "said"), FAULTS)
+def test_a_fault_of_the_disk_is_known_by_its_remedy(error, said):
+    """All but those of the memory are; what else a record may say is not."""
+    fault = machine_fault(error, "python -m mens_exp resume=run")
+    assert fault is not None
+    assert is_of_disk(fault.remedy) == ("memory" not in said)
+    assert not any(map(is_of_disk, [None, "", "pip install it", "raise the"]))
 
 
 OTHERS = [KeyError("x"), FileNotFoundError(2, "no such file"), OSError("disk full")]

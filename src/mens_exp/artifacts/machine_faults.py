@@ -12,9 +12,10 @@ from mens_exp.errors import MensError, SetupError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["machine_fault"]
+__all__ = ["is_of_disk", "machine_fault"]
 
 # Of each error: what is wrong, and what to do first.
+_AGAIN: Final = ", then go on with: "
 _ELSEWHERE: Final = "use another disk (hydra.run.dir, or MENS_EXP_CACHE for the cache)"
 _FULL: Final = ("the disk is full", f"free some space, or {_ELSEWHERE}")
 _DENIED: Final = ("access is denied", "change the file's permissions, or use another directory")
@@ -40,6 +41,7 @@ _BY_TEXT: Final = {
     "No space left on device": _FULL,
     "PytorchStreamWriter failed writing": _FULL,
     "DefaultCPUAllocator: can't allocate memory": _MEMORY,
+    "CUDA out of memory": _MEMORY,
 }
 
 
@@ -62,9 +64,15 @@ def machine_fault(error: BaseException, again: str = "the same command") -> Setu
                 found[0],
                 where=os.fsdecode(where) if isinstance(where, str | bytes) else None,
                 found=" ".join(str(one).split())[:300] or None,
-                remedy=f"{found[1]}, then go on with: {again}",
+                remedy=f"{found[1]}{_AGAIN}{again}",
             )
     return None
+
+
+def is_of_disk(remedy: str | None) -> bool:
+    """Tell from the remedy on record whether an error was one of files, and not of the memory."""
+    first = (remedy or "").partition(_AGAIN)[0]
+    return first != _MEMORY[1] and first in {its for _, its in _BY_NUMBER.values()}
 
 
 def _fault(error: BaseException) -> tuple[str, str] | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from mens_exp.artifacts.code_digest import code_digest
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.job import Job
+from mens_exp.artifacts.machine_faults import machine_fault
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.run_lock import held
@@ -51,6 +52,12 @@ def main(arguments: Sequence[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return CANCELLED
+    except (OSError, MemoryError) as error:  # before its run was open, or after that was closed
+        refused = machine_fault(error, "sweep.resume")
+        if refused is None:
+            raise
+        print(refused, file=sys.stderr)  # noqa: T201
+        return refused.exit_code
 
 
 def _work(run: RunDir, *, accept: bool) -> int:

@@ -35,7 +35,7 @@ from mens_exp.tasks.run import complete
 from mens_exp.tasks.sweep_review import write_sweep_page
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from mens_exp.config.launcher import Launcher as LauncherSettings
     from mens_exp.config.overrides import Cell
@@ -76,15 +76,26 @@ def launch(overrides: Sequence[str]) -> int:
         return finish(Launcher(directory, record, console))
 
 
-def finish(launcher: Launcher) -> int:
-    """Run what is left of a sweep and show what came of it."""
+def finish(launcher: Launcher, is_finished: Callable[[], bool] = lambda: False) -> int:
+    """Run what is left of a sweep and show what came of it.
+
+    Args:
+        launcher: of the sweep.
+        is_finished: tells, of one that did not end well, that nothing of it would run again.
+
+    Returns:
+        The exit code.
+    """
     code = launcher.run()
     console = launcher.console
     console.print(sweep_view.result_table(launcher.record), soft_wrap=True)
     place = launcher.directory.path
     _complete(launcher)
     _render(launcher)
-    if code:
+    if code and is_finished():
+        told = "All trials were drawn. Those that failed did so by themselves: none runs again."
+        console.print(told, soft_wrap=True, markup=False)
+    elif code:
         again = shlex.join(["python", "-m", "mens_exp", override_of("sweep.resume", str(place))])
         console.print(f"Go on with: {again}", soft_wrap=True, markup=False)
     console.print(f"The record: {launcher.directory.record}", soft_wrap=True, markup=False)

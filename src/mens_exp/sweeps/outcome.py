@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.machine_faults import is_of_disk
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.sweep import JobState
-from mens_exp.errors import MensError
+from mens_exp.errors import MensError, SetupError
 
 if TYPE_CHECKING:
     from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.artifacts.sweep import SweepJob
     from mens_exp.sweeps.process import Ended
 
-__all__ = ["Outcome", "damage", "outcome", "record_of"]
+__all__ = ["Cause", "Outcome", "cause_of", "damage", "outcome", "record_of"]
 
 _CANCELLED, _A_BUG = 130, 1
 _RESULTS = ("wall_s", "base_val_loss", "tuned_val_loss", "peak_rss_bytes", "peak_cuda_bytes")
@@ -37,6 +40,31 @@ class Outcome:
     reason: str | None = None
     may_pass: bool = False
     results: dict[str, Any] = field(default_factory=dict)
+
+
+class Cause(Enum):
+    """Why a job failed: by itself, or because of the machine, after which it may succeed."""
+
+    OWN = auto()  # a wrong request, a gate, a loss that is not finite, a bug
+    PROCESS = auto()  # it was killed, had no memory, or its process never began
+    DISK = auto()  # which the other jobs need as well
+
+
+def cause_of(job: SweepJob, run: RunDir) -> Cause:
+    """Tell why a job failed, by its last attempt and by its record."""
+    last = job["attempts"][-1] if job["attempts"] else None
+    if last is None or last.get("why") is not None:  # it never began, or a batch system ended it
+        return Cause.PROCESS
+    manifest, code = record_of(run), last["exit_code"]
+    error = None if manifest is None else manifest.error
+    if code is None and error is not None:  # nobody saw how its process ended
+        code = error["exit_code"]
+    if code is None or code < 0:
+        return Cause.PROCESS
+    if code != SetupError.exit_code:
+        return Cause.OWN
+    # A disk that is full has no room for the error either.
+    return Cause.DISK if error is None or is_of_disk(error["remedy"]) else Cause.PROCESS
 
 
 def record_of(run: RunDir) -> Manifest | None:

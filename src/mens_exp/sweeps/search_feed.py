@@ -11,6 +11,7 @@ from mens_exp.artifacts.search import TrialState
 from mens_exp.artifacts.sweep import JobState, LeftOut
 from mens_exp.plan.contract import contract_of
 from mens_exp.sweeps.launching import freeze, job_record
+from mens_exp.sweeps.outcome import Cause, cause_of
 from mens_exp.sweeps.planning import PlannedJob, directory_of, estimate_of, meaning
 from mens_exp.sweeps.search_cells import Cells
 from mens_exp.sweeps.search_values import Curve, objective_values
@@ -48,12 +49,14 @@ class Search:
         self._curves: dict[int, Curve] = {}
         self._looked: dict[int, float] = {}
         self._failures = 0  # of jobs, since the last that did not fail
+        self._is_held = False  # a trial has to run again before more are drawn
 
     def supply(self) -> bool:
         """Draw until a trial is to run; tell whether there is one."""
-        while self._failures < _MOST_FAILURES and self._is_more():
-            if self._draw():
-                self._record.write(self._directory.record)
+        while self._is_more() and not self._is_held:
+            is_to_run = self._draw()
+            self._record.write(self._directory.record)
+            if is_to_run:
                 return True
         return False
 
@@ -75,36 +78,56 @@ class Search:
 
     def settle(self, job: SweepJob) -> None:
         """Tell the sampler how a job ended, and with it the trials that come to the same."""
-        self._failures = self._failures + 1 if job["state"] == JobState.FAILED else 0
-        if self._failures == _MOST_FAILURES and self._is_more():
-            last = len(self._search["trials"]) - 1
-            why = f"{_MOST_FAILURES} jobs in a row failed: nothing was drawn after trial {last}"
-            self._record.notes.append(why)
-        for row in self._search["trials"]:
-            if row["job"] == job["number"] and row["state"] == TrialState.RUNNING:
-                self._tell(row, job)
+        has_failed = job["state"] == JobState.FAILED
+        self._failures = self._failures + 1 if has_failed else 0
+        if has_failed and cause_of(job, self._run(job)) is Cause.DISK:
+            self._hold(f"trial {job['number']} failed as the disk did")
+        elif self._failures == _MOST_FAILURES:
+            self._hold(f"{_MOST_FAILURES} jobs in a row failed")
+        self._tell_all(job)
 
     def catch_up(self) -> None:
         """Bring record and journal together after a launcher that did not get to its end."""
         rows = self._search["trials"]
-        for number in range(len(rows), len(self._study)):
-            lost = _row(number, {})
-            self._fail(lost, "the launcher ended while it drew this trial")
-            rows.append(lost)
-        by_number = {job["number"]: job for job in self._record.jobs}
-        for row in rows:
-            job = by_number.get(row["number"])
-            if job is None or row["job"] != row["number"]:
-                continue
-            if row["state"] == TrialState.FAILED and job["state"] == JobState.WAITING:
-                # The sampler was told, and forgets nothing.
-                job["state"], job["reason"] = JobState.FAILED, row["reason"]
+        for job in self._record.jobs:
+            self._take_back(job)
+        running = {row["number"] for row in rows if row["state"] == TrialState.RUNNING}
+        # Trials that the record does not have were being drawn as the launcher ended.
+        self._study.go_back(len(rows), running)
+        for job in self._record.jobs:
             if job["state"] in _TOLD:
-                self.settle(job)
-        self._failures = 0
+                self._tell_all(job)
         for row in rows:
             if row["state"] != TrialState.RUNNING:
                 self._study.tell(row["number"], row["state"], row["values"])
+        self._search["best"] = _best(self._search)
+
+    def _take_back(self, job: SweepJob) -> None:
+        """Have the failed trials of a job run again, unless it failed by itself."""
+        mine = [row for row in self._search["trials"] if row["job"] == job["number"]]
+        if job["state"] in {JobState.FAILED, JobState.PRUNED} or any(
+            row["state"] != TrialState.FAILED for row in mine
+        ):
+            return
+        if job["state"] == JobState.SUCCEEDED:  # as was seen after its process had been killed
+            is_own = objective_values(self._run(job), self._search["objectives"])[0] is None
+        else:
+            is_own = cause_of(job, self._run(job)) is Cause.OWN
+        if not is_own:
+            for row in mine:
+                row["state"], row["reason"] = TrialState.RUNNING, None
+        elif job["state"] == JobState.WAITING:
+            job["state"], job["reason"] = JobState.FAILED, mine[0]["reason"]
+
+    def is_finished(self) -> bool:
+        """Tell whether all trials were drawn, and none is left that would run again."""
+        rows = self._search["trials"]
+        failed = {row["job"] for row in rows if row["state"] == TrialState.FAILED}
+        return not self._is_more() and all(
+            job["state"] in {JobState.SUCCEEDED, JobState.PRUNED}
+            or (job["number"] in failed and cause_of(job, self._run(job)) is Cause.OWN)
+            for job in self._record.jobs
+        )
 
     def conclude(self) -> None:
         """Write down what the trials say together."""
@@ -112,6 +135,13 @@ class Search:
         self._search["importance"] = self._study.importance()
         unknown = None if self._search["importance"] else self._study.why_no_importance()
         self._search["importance_unknown"] = unknown
+
+    def _hold(self, why: str) -> None:
+        """Draw no more, until the search goes on."""
+        self._is_held = True
+        if self._is_more():
+            last = len(self._search["trials"]) - 1
+            self._record.notes.append(f"{why}: nothing was drawn after trial {last}")
 
     def _is_more(self) -> bool:
         return len(self._search["trials"]) < self._search["n_trials"]
@@ -174,6 +204,12 @@ class Search:
                 same_as=same_as,
             )
         )
+
+    def _tell_all(self, job: SweepJob) -> None:
+        """Tell how a job ended, for its own trial and for those that come to the same."""
+        for row in self._search["trials"]:
+            if row["job"] == job["number"] and row["state"] == TrialState.RUNNING:
+                self._tell(row, job)
 
     def _tell(self, row: Row, job: SweepJob) -> None:
         state, reason, values = _TOLD[JobState(job["state"])], job["reason"], None

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from mens_exp.artifacts import atomic
 from mens_exp.artifacts.digest import digest
 from mens_exp.artifacts.search import TrialState
 from mens_exp.errors import MissingExtra
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
 
     import optuna
+    from optuna.storages.journal import BaseJournalBackend
 
     from mens_exp.artifacts.search import Dimension, SearchRecord
 
@@ -53,22 +56,46 @@ class Study:
             MissingExtra: Optuna is not installed.
         """
         need_optuna()
-        import optuna
+        _mend(journal)
+        self._journal, self._search = journal, search
+        self._study = self._opened()
+
+    def _opened(self) -> optuna.Study:
         from optuna.storages.journal import JournalFileBackend
 
-        _mend(journal)
-        self._search = search
-        self._study = optuna.create_study(
-            storage=optuna.storages.JournalStorage(JournalFileBackend(str(journal))),
-            study_name=_NAME,
-            directions=[optuna.study.StudyDirection[d.upper()] for d in search["directions"]],
-            pruner=_pruner(search),
-            load_if_exists=True,
-        )
+        return _study(JournalFileBackend(str(self._journal)), self._search)
 
     def __len__(self) -> int:
         """Return how many trials were drawn."""
         return len(self._study.get_trials(deepcopy=False))
+
+    def go_back(self, drawn: int, again: Collection[int]) -> None:
+        """Forget the trials from a number on, and how some of those before it ended.
+
+        The journal only grows, so it is written anew; the sampler then draws what it would have
+        drawn before these trials were there, or had ended.
+
+        Args:
+            drawn: how many trials are kept.
+            again: numbers of those among them that run again.
+        """
+        import optuna
+
+        trials = self._study.get_trials()
+        ended = [one for one in trials if one.number in again and one.state.is_finished()]
+        if len(trials) <= drawn and not ended:
+            return
+        for one in ended:
+            one.state = optuna.trial.TrialState.RUNNING
+            one.values = one.datetime_complete = None
+        lines = _lines()
+        kept = _study(lines, self._search)
+        with _quiet():
+            for one in trials[:drawn]:
+                kept.add_trial(one)
+        texts = [json.dumps(one, separators=(",", ":")) for one in lines.read_logs(0)]
+        atomic.write_text(self._journal, "".join(f"{text}\n" for text in texts))
+        self._study = self._opened()
 
     def ask(self, number: int) -> optuna.Trial:
         """Begin the trial of that number.
@@ -151,6 +178,35 @@ class Study:
         return f"fewer than {_ENOUGH} trials are complete"
 
 
+def _study(journal: BaseJournalBackend, search: SearchRecord) -> optuna.Study:
+    import optuna
+
+    return optuna.create_study(
+        storage=optuna.storages.JournalStorage(journal),
+        study_name=_NAME,
+        directions=[optuna.study.StudyDirection[d.upper()] for d in search["directions"]],
+        pruner=_pruner(search),
+        load_if_exists=True,
+    )
+
+
+def _lines() -> BaseJournalBackend:
+    """Return a journal in memory."""
+    from optuna.storages.journal import BaseJournalBackend
+
+    class Lines(BaseJournalBackend):
+        def __init__(self) -> None:
+            self._logs: list[dict[str, Any]] = []
+
+        def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
+            yield from self._logs[log_number_from:]
+
+        def append_logs(self, logs: list[dict[str, Any]]) -> None:
+            self._logs += logs
+
+    return Lines()
+
+
 def _sampler(search: SearchRecord, number: int) -> optuna.samplers.BaseSampler:
     import optuna
 
@@ -179,7 +235,8 @@ def _pruner(search: SearchRecord) -> optuna.pruners.BasePruner:
 
 def _mend(journal: Path) -> None:
     """Put right what a killed launcher left: half a line, and Optuna's own lock."""
-    journal.with_name(f"{journal.name}.lock").unlink(missing_ok=True)
+    for lock in journal.parent.glob(f"{journal.name}.lock*"):  # or what it is renamed to
+        lock.unlink(missing_ok=True)
     if not journal.exists():
         return
     data = journal.read_bytes()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from mens_exp.artifacts import atomic
+from mens_exp.artifacts.machine_faults import machine_fault
 from mens_exp.artifacts.sweep_dir import SweepDir
+from mens_exp.config.override_values import override_of
 from mens_exp.errors import ConfigError, Problems
 from mens_exp.report import search_page, search_view
 from mens_exp.sweeps.launcher import Launcher
@@ -88,11 +91,31 @@ def resume_search(
 def _run(
     directory: SweepDir, record: SweepRecord, console: Console, cells: Cells | None = None
 ) -> int:
+    """Run what is left of a search; what the system refuses its launcher stops it as a kill would.
+
+    Raises:
+        SetupError: it refused to write or to read something; what is on disk is whole.
+    """
+    try:
+        return _searched(directory, record, console, cells)
+    except (OSError, MemoryError) as error:
+        again = shlex.join(
+            ["python", "-m", "mens_exp", override_of("sweep.resume", str(directory.path))]
+        )
+        refused = machine_fault(error, again)
+        if refused is None:
+            raise
+        raise refused from error
+
+
+def _searched(
+    directory: SweepDir, record: SweepRecord, console: Console, cells: Cells | None
+) -> int:
     assert record.search is not None, "a sweep that searches"
     search = Search(directory, record, Study(directory.journal, record.search), cells)
     search.catch_up()
     record.write(directory.record)
-    code = finish(Launcher(directory, record, console, search))
+    code = finish(Launcher(directory, record, console, search), search.is_finished)
     search.conclude()
     record.write(directory.record)
     atomic.write_text(directory.search_page, search_page.page(record))
