@@ -1,20 +1,33 @@
-"""Runs whose directory moves, can only be read or has no room, and a clock that jumps."""
+"""Runs whose directory moves, can only be read, has no room or is slow to write to.
+
+And a clock that jumps, and a W&B service that takes connections and says nothing.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import itertools
+import os
 import shutil
+import signal
+import socket
 import sys
+import time
 
+import disk_faults
 import fork_server
 import planned_signals
 import pytest
+from disk_faults import Watcher
 
 from mens_exp import cli
 from mens_exp.artifacts import manifest as manifests
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.run_lock import holder
+from mens_exp.artifacts.sync_record import SyncRecord
+from mens_exp.artifacts.telemetry import read_events
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mounts; run it on Linux")
 WEIGHTS = "adapter/adapter.safetensors"
@@ -114,6 +127,81 @@ def test_a_disk_without_room_ends_a_run_by_name(tiny_run, tmp_path, size):
     assert done.returncode == 3, done.stdout[-2000:] + done.stderr
     assert "the disk is full" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@linux
+def test_a_slow_disk_costs_time_alone(tiny_run, finished, tmp_path):
+    """Each change of a file takes 10 ms: the same adapter, and records that hold."""
+    run, delay_s, began = RunDir(tmp_path / "run"), 0.01, time.monotonic()
+    with Watcher(tmp_path, delay_s=delay_s) as watcher:
+        done = fork_server.run(
+            [sys.executable, "-m", "mens_exp", *tiny_run, f"hydra.run.dir={run.path}"],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            before=disk_faults.source(watcher.address),
+            timeout=300,
+        )
+    took_s = time.monotonic() - began
+    assert done.returncode == 0, done.stderr
+    assert len(watcher.calls) > 50
+    assert took_s > len(watcher.calls) * delay_s  # it was slow
+    assert Manifest.read(run.manifest).status is Status.SUCCEEDED
+    assert (run.path / WEIGHTS).read_bytes() == (finished.path / WEIGHTS).read_bytes()
+    ours, theirs = ([e["event"] for e in read_events(it.telemetry)] for it in (run, finished))
+    assert ours == theirs
+    own = f"hydra.run.dir={tmp_path / 'inspected'}"
+    assert cli.main(["task=inspect", f"path={run.path}", "verify=true", own]) == 0
+
+
+@pytest.fixture
+def silent_service(tmp_path, monkeypatch):
+    """An address in the place of W&B's that takes connections, and never reads nor answers."""
+    for name in [*os.environ]:
+        if name.startswith(("WANDB", "NETRC")):
+            monkeypatch.delenv(name)
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.setenv("WANDB_BASE_URL", "http://{}:{}".format(*listener.getsockname()))
+        monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
+        yield listener
+
+
+@linux
+def test_a_silent_service_delays_no_run_and_is_named(tiny_run, finished, tmp_path, silent_service):
+    """It takes the connection and says nothing: the run waits for a second, as it was told."""
+    own = f"hydra.run.dir={tmp_path / 'run'}"
+    online = ["logger=wandb", "logger.mode=online", "logger.wait_s=1"]
+    by_key = {text.partition("=")[0]: text for text in [*tiny_run, *online, own]}
+    fork_server.run([sys.executable, "-c", ""])  # the first one waits for the server
+    run, began = RunDir(tmp_path / "run"), time.monotonic()
+    done = fork_server.run(
+        [sys.executable, "-m", "mens_exp", *by_key.values()],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=300,
+    )
+    took_s = time.monotonic() - began
+    try:
+        silent_service.settimeout(60)
+        connection, _ = silent_service.accept()  # it was asked
+        connection.close()
+        assert done.returncode == 0, done.stderr
+        assert Manifest.read(run.manifest).status is Status.SUCCEEDED
+        assert (run.path / WEIGHTS).read_bytes() == (finished.path / WEIGHTS).read_bytes()
+        ours, theirs = ([e["event"] for e in read_events(it.telemetry)] for it in (run, finished))
+        assert ours == theirs
+        (delivery,) = SyncRecord.read(run.sync).deliveries
+        assert delivery["server"] == os.environ["WANDB_BASE_URL"]
+        assert delivery["digest"] is None
+        assert delivery["why"] == "it was being sent, and nothing says that all of it arrived"
+        assert took_s < 60  # measured: 5 s; W&B itself waits for 90 s
+    finally:
+        while (found := holder(run.sync_lock)) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(found[0], signal.SIGKILL)
+            time.sleep(0.05)
 
 
 def test_a_clock_that_jumps_changes_times_alone(train_in, finished, tmp_path, monkeypatch):

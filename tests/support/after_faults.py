@@ -15,8 +15,6 @@ import torch
 
 # Pages and logs that show times, and what Hydra keeps of the command as it was typed.
 # What the record names as failed, after which a run counts as done: it can be drawn again.
-# A trial that its launcher did not finish drawing is recorded as failed, and not drawn again.
-LOST = b"the launcher ended while it drew this trial"
 SPARE = "cache/reference/"  # saves the next run a second; nobody misses it
 DRAWN = ("report.html", "MODEL_CARD.md", "run_summary.json", "training_skip_stats.json")
 SHOWN = re.compile(r"(\.html|\.log|MODEL_CARD\.md|\.hydra/.*)$")
@@ -149,8 +147,6 @@ def _says_so(found, name):
 def _unlike(name, found, expected):
     """Yield how two contents differ beyond what may."""
     if SHOWN.search(name) or name.endswith(JOURNALS):
-        return
-    if name == "all/sweep.json" and LOST in found:
         return
     try:
         ours, theirs = comparable(name, found), comparable(name, expected)

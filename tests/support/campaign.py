@@ -118,14 +118,7 @@ TASKS = [
     ),
     Task("corpus", "project", *_twice(*CORPUS)),
     Task("sweep", "encoded", (*SWEEP, "seed=1,2"), (("sweep.resume=all",), (*SWEEP, "seed=1,2"))),
-    # A trial that failed is a result of a search, so the jobs' own files are those of the sweep.
-    Task(
-        "search",
-        "encoded",
-        tuple(SEARCH),
-        (("sweep.resume=all",), tuple(SEARCH)),
-        ("all/.", "all/search", "all/sweep", "cache/"),
-    ),
+    Task("search", "encoded", tuple(SEARCH), (("sweep.resume=all",), tuple(SEARCH))),
     Task(
         "promote",
         "ledger",

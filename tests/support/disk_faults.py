@@ -6,7 +6,8 @@ sees what Python writes and what native code does, whatever library makes the ca
 pages that are mapped from a file is no call, and is not seen.
 
 The watcher lists the calls below a directory. It answers one of them, which a `Fault` names, with
-an error or with half of what was to be written, or it ends the process there.
+an error or with half of what was to be written, or it ends the process there. It may also delay
+each of them, one after the other, as a slow disk does.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import signal
 import socket
 import struct
 import threading
+import time
 import uuid
 from collections import Counter
 from dataclasses import dataclass
@@ -153,11 +155,12 @@ class Fault:
 class Watcher:
     """Answers the calls of the processes that name it, in a thread."""
 
-    def __init__(self, root, fault=None):
+    def __init__(self, root, fault=None, delay_s=0.0):
         self.address = f"mens_exp_disk_{uuid.uuid4().hex}"
         self.calls = []  # sites, in their order
         self.fired = False
         self._root, self._fault = os.path.realpath(root), fault
+        self._delay_s = delay_s
         self._seen = Counter()
         self._processes = {}  # number: the process itself, whoever has the number later
         self._is_full = False
@@ -229,6 +232,7 @@ class Watcher:
         site = Site(call.kind, place_of(path[len(self._root) + 1 :]))
         self.calls.append(site)
         self._seen[site] += 1
+        time.sleep(self._delay_s)
         fault = self._fault
         if fault is not None and (site, self._seen[site]) == (fault.site, fault.ordinal):
             self.fired = True

@@ -42,7 +42,7 @@ def test_a_sweep_leaves_its_page_however_it_ended(ended):
 
 
 def test_what_would_run_nothing_is_no_next_step(ended):
-    """A search of which no trial is left that would run again does not send its user in a circle."""
+    """A search that has no trial left to run does not send its user in a circle."""
     assert finish(ended, lambda: True) == 1
     said = ended.console.file.getvalue()
     assert "sweep.resume=" not in said
