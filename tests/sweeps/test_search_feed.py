@@ -164,7 +164,6 @@ def stage(
     write_manifest,
 ):
     """Set a search up; its jobs are records alone."""
-
     record = make_sweep({})  # once, as it reads all of our code
     job = record.jobs.pop()
 
