@@ -196,7 +196,7 @@ def test_a_silent_service_delays_no_run_and_is_named(tiny_run, finished, tmp_pat
         assert delivery["server"] == os.environ["WANDB_BASE_URL"]
         assert delivery["digest"] is None
         assert delivery["why"] == "it was being sent, and nothing says that all of it arrived"
-        assert took_s < 60  # measured: 5 s; W&B itself waits for 90 s
+        assert took_s < 60  # measured: 9 s on a busy machine; W&B itself waits for 90 s
     finally:
         while (found := holder(run.sync_lock)) is not None:
             with contextlib.suppress(ProcessLookupError):
