@@ -37,7 +37,7 @@ def test_an_unknown_key_of_the_launcher_is_refused():
 
 @pytest.mark.parametrize(
     ("launcher", "setting"),
-    [("local", "n_jobs=2"), ("joblib", "backend=threading"), ("submitit_slurm", "timeout_min=5")],
+    [("local", "n_jobs=2"), ("submitit_slurm", "timeout_min=5")],
 )
 def test_each_launcher_has_its_settings(launcher, setting):
     """They are typed, stored and read back; those of another one are refused."""
@@ -56,7 +56,44 @@ def test_each_launcher_has_its_settings(launcher, setting):
 def test_a_launcher_that_is_none_here_is_refused():
     """With those that are."""
     problems = said("hydra/launcher=ray", multirun=True)
-    assert any("local, joblib, submitit_slurm" in problem for problem in problems)
+    assert any("local, submitit_slurm" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("given", "instead", "gone"),
+    [
+        ([], ["n_jobs=-1"], ""),
+        (["n_jobs=2"], ["n_jobs=2"], ""),
+        (["threads=3", "n_jobs=-2"], ["threads=3", "n_jobs=-2"], ""),
+        (["backend=loky"], ["n_jobs=-1"], ", and drop hydra.launcher.backend=loky"),
+    ],
+)
+@pytest.mark.parametrize("sweeper", [[], ["hydra/sweeper=optuna"]])
+def test_joblib_is_refused_with_what_to_write_instead(given, instead, gone, sweeper):
+    """Its settings are carried over; what a user then writes is accepted."""
+    usual = ["seed=1,2", *sweeper]
+    settings = [f"hydra.launcher.{one}" for one in given]
+    (problem,) = check([*usual, "hydra/launcher=joblib", *settings], multirun=True).problems
+    assert (problem.where, problem.exit_code) == ("hydra/launcher", 2)
+    ours = ["hydra/launcher=local", *(f"hydra.launcher.{one}" for one in instead)]
+    assert problem.remedy == f"write {' '.join(ours)}{gone}"
+    assert said(*usual, *ours, multirun=True) == []
+
+
+def test_joblib_hides_nothing_else_that_is_wrong():
+    """Its sweep is judged as one of local; without a sweep there is no launcher to replace."""
+    problems = said("hydra/launcher=joblib", "lora.r=0", "nonsense=1", multirun=True)
+    assert [problem.split(":")[0] for problem in problems] == [
+        "nonsense",
+        "hydra/launcher",
+        "lora.r",
+    ]
+    (problem,) = said("hydra/launcher=joblib", multirun=False)
+    assert "has no effect on a single run" in problem
+    secret = f"hf_{'a1' * 17}"
+    (problem,) = said("hydra/launcher=joblib", f"hydra.launcher.backend={secret}", multirun=True)
+    assert "holds what looks like a credential" in problem
+    assert secret not in problem
 
 
 def test_the_mode_is_told_by_m():
@@ -94,8 +131,8 @@ def test_a_search_needs_a_sweep_and_processes_of_its_own():
     assert "has no effect on a single run" in problem
     (problem,) = said("hydra/sweeper=optuna", "hydra/launcher=basic", multirun=True)
     assert "has no effect with hydra/launcher=basic" in problem
-    assert "local, joblib, submitit_slurm take trials as they come" in problem
-    for launcher in ("local", "joblib", "submitit_slurm"):
+    assert "local, submitit_slurm take trials as they come" in problem
+    for launcher in ("local", "submitit_slurm"):
         given = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", f"hydra/launcher={launcher}"]
         assert said(*given, multirun=True) == []
 

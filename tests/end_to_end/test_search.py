@@ -1,8 +1,7 @@
-"""Searches from the outside: drawn, ended early, killed and gone on with, on each launcher here."""
+"""Searches from the outside: drawn, ended early, killed and gone on with."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -16,7 +15,6 @@ import pytest
 from disk_faults import Fault, Site, Watcher
 
 from mens_exp import cli
-from mens_exp.artifacts.attempt_log import AttemptLog
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import SweepRecord
@@ -27,19 +25,6 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals; ru
 
 RATE = "optim.lr=tag(log,interval(1e-5,1e-2))"
 SPACE = [RATE, "lora.r=4,8", "backend=qlora,full", "hydra.sweeper.n_trials=3"]
-# Of joblib's pool; its processes run a sweep of their own in tests/sweeps/test_pool.py.
-THREADS = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=1", "hydra.launcher.backend=threading"]
-LAUNCHERS = [
-    pytest.param([], id="local"),
-    pytest.param(
-        THREADS,
-        id="joblib",
-        marks=pytest.mark.skipif(
-            importlib.util.find_spec("joblib") is None,
-            reason="joblib is missing: pip install joblib",
-        ),
-    ),
-]
 
 
 def command(tiny_run, place, *overrides):
@@ -60,10 +45,8 @@ def results(place):
 
 def pid_at_work(directory, job):
     """Return the process of a job that has opened its run, as its launcher notes it."""
-    log = AttemptLog(directory.attempts(job["number"]))
-    attempts = log.attempts() or job["attempts"]
     opened = RunDir(directory.path / job["directory"]).manifest.exists()
-    return attempts[-1]["pid"] if attempts and opened else None
+    return job["attempts"][-1]["pid"] if job["attempts"] and opened else None
 
 
 def kill_in_trial(place, number, launcher):
@@ -90,15 +73,12 @@ def whole(tiny_run, tmp_path_factory):
     return place
 
 
-@pytest.mark.parametrize("launcher_is", LAUNCHERS)
-def test_a_killed_search_goes_on_as_if_it_had_not_been(
-    tiny_run, whole, tmp_path, cache, launcher_is
-):
-    """The same draws and the same losses on any launcher, repeats included; nothing runs twice."""
+def test_a_killed_search_goes_on_as_if_it_had_not_been(tiny_run, whole, tmp_path, cache):
+    """The same draws and the same losses, repeats included; nothing runs twice."""
     killed = tmp_path / "killed"
     source = os.pathsep.join(filter(None, sys.path))
     with fork_server.Popen(
-        [sys.executable, "-m", "mens_exp", *command(tiny_run, killed, *SPACE, *launcher_is)],
+        [sys.executable, "-m", "mens_exp", *command(tiny_run, killed, *SPACE)],
         env={**os.environ, "PYTHONPATH": source, "MENS_EXP_CACHE": str(cache)},
         stderr=subprocess.DEVNULL,
     ) as launcher:
@@ -154,10 +134,9 @@ def test_a_search_whose_disk_fails_goes_on(
 
 
 def test_a_killed_trial_is_tried_again_while_tpe_draws_others(tiny_run, tmp_path):
-    """In two workers of joblib's pool, each of which gets a trial as soon as it has none."""
-    pytest.importorskip("joblib", reason="joblib is missing: pip install joblib")
+    """Two at a time: the next trial begins as soon as one has ended."""
     place = tmp_path / "search"
-    given = [RATE, *THREADS, "hydra.launcher.n_jobs=2", "hydra.sweeper.n_trials=4"]
+    given = [RATE, "hydra.launcher.n_jobs=2", "hydra.sweeper.n_trials=4"]
     killed = []
 
     def kill():
@@ -185,8 +164,7 @@ def test_a_killed_trial_is_tried_again_while_tpe_draws_others(tiny_run, tmp_path
     assert ended[1] < begun[3]
 
 
-@pytest.mark.parametrize("launcher_is", LAUNCHERS)
-def test_a_trial_that_learns_nothing_is_ended(tiny_run, tmp_path, launcher_is):
+def test_a_trial_that_learns_nothing_is_ended(tiny_run, tmp_path):
     """By the second trial's validation loss beside the first's; its record says so."""
     place = tmp_path / "search"
     overrides = [
@@ -199,7 +177,6 @@ def test_a_trial_that_learns_nothing_is_ended(tiny_run, tmp_path, launcher_is):
         "hydra.sweeper.n_trials=2",
         "hydra.sweeper.pruner=median",
         "hydra.sweeper.pruner_startup_trials=1",
-        *launcher_is,
     ]
     assert cli.main(command(tiny_run, place, *overrides)) == 0
     good, bad = trials(place)

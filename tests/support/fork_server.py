@@ -56,7 +56,6 @@ DEFAULTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}  # as the command line set
 EXTERNAL = (
     "accelerate.utils",
     "bitsandbytes",
-    "joblib",
     "lightning",
     "lightning.pytorch.strategies",
     "matplotlib.backends.backend_svg",

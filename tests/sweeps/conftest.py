@@ -17,7 +17,7 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.search import Dimension, SearchRecord
 from mens_exp.artifacts.sweep import JobState, SweepJob, SweepRecord
 from mens_exp.artifacts.sweep_dir import SweepDir
-from mens_exp.sweeps import local, pool, supervise
+from mens_exp.sweeps import local
 from mens_exp.sweeps.launcher import Launcher
 from mens_exp.sweeps.process import Child
 
@@ -205,10 +205,8 @@ def sweep(stand_in, scripted, monkeypatch):
                 )
             )
 
-    for module in (local, supervise):
-        monkeypatch.setattr(module, "start", start)
+    monkeypatch.setattr(local, "start", start)
     monkeypatch.setattr(local.LocalExecutor, "look_s", 0.01)
-    monkeypatch.setattr(pool.JoblibExecutor, "look_s", 0.01)
 
     def made(*scripts, **more):
         return Launcher(*scripted(*scripts, **more), Console(file=io.StringIO()))

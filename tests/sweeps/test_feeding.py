@@ -18,16 +18,6 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals; ru
 
 DONE = [("end", "succeeded"), ("exit", 0)]
 LONG = [("on interrupt", 130), ("wait", "never")]
-POOL = {"launcher": "joblib", "launcher_settings": {"backend": "threading"}}
-
-
-@pytest.fixture(params=["local", "joblib"])
-def where(request):
-    """Which launcher runs the jobs."""
-    if request.param == "joblib":
-        pytest.importorskip("joblib", reason="joblib is missing: pip install joblib")
-        return POOL
-    return {}
 
 
 class Fed:
@@ -52,19 +42,19 @@ class Fed:
         self.settled.append((job["number"], str(job["state"])))
 
 
-def test_jobs_come_as_others_end(sweep, where):
+def test_jobs_come_as_others_end(sweep):
     """One at a time here; each end is told."""
-    launcher = sweep([DONE], [[("exit", 2)]], [DONE], **where)
+    launcher = sweep([DONE], [[("exit", 2)]], [DONE])
     fed = Fed(launcher)
     assert launcher.run() == 2
     assert fed.settled == [(0, "succeeded"), (1, "failed"), (2, "succeeded")]
 
 
-def test_as_many_come_as_may_run(sweep, tmp_path, where):
+def test_as_many_come_as_may_run(sweep, tmp_path):
     """Two at a time wait for each other's file; the third comes when one of them has ended."""
     files = [tmp_path / "sweep" / f"{number}_job" / "tried_0" for number in (0, 1)]
     met = [[("wait", str(other)), *DONE] for other in reversed(files)]
-    launcher = sweep([met[0]], [met[1]], [DONE], n_jobs=2, **where)
+    launcher = sweep([met[0]], [met[1]], [DONE], n_jobs=2)
     fed = Fed(launcher)
     assert launcher.run() == 0
     assert sorted(fed.settled) == [(number, "succeeded") for number in range(3)]
@@ -73,11 +63,11 @@ def test_as_many_come_as_may_run(sweep, tmp_path, where):
     assert began[2] >= min(ended[:2])
 
 
-def test_a_killed_job_is_tried_again_beside_the_others(sweep, tmp_path, where):
+def test_a_killed_job_is_tried_again_beside_the_others(sweep, tmp_path):
     """The other job ends once the killed one has begun again; no place stays empty till then."""
     again = tmp_path / "sweep" / "0_job" / "tried_1"
     patient = [("wait", str(again)), *DONE]
-    launcher = sweep([[("kill", "SIGKILL")], DONE], [patient], n_jobs=2, retries=1, **where)
+    launcher = sweep([[("kill", "SIGKILL")], DONE], [patient], n_jobs=2, retries=1)
     fed = Fed(launcher)
     assert launcher.run() == 0
     assert sorted(fed.settled) == [(0, "succeeded"), (1, "succeeded")]
@@ -86,9 +76,9 @@ def test_a_killed_job_is_tried_again_beside_the_others(sweep, tmp_path, where):
     assert killed[1]["started_utc"] <= str(other[0]["ended_utc"])
 
 
-def test_a_pruned_job_is_neither_failed_nor_cancelled(sweep, where):
+def test_a_pruned_job_is_neither_failed_nor_cancelled(sweep):
     """Its directory says why, it is not tried again, and the exit code is 0."""
-    launcher = sweep([LONG], [DONE], retries=3, **where)
+    launcher = sweep([LONG], [DONE], retries=3)
     fed = Fed(launcher, {0: "worse than others"})
     assert launcher.run() == 0
     assert fed.settled == [(0, "pruned"), (1, "succeeded")]
@@ -109,10 +99,10 @@ def test_a_job_that_ends_well_before_it_is_pruned_has_succeeded(sweep):
     assert fed.settled == [(0, "succeeded")]
 
 
-def test_only_the_job_that_is_pruned_ends(sweep, where):
+def test_only_the_job_that_is_pruned_ends(sweep):
     """The one beside it is told nothing."""
     unheard = [("wait", "until_pruned"), *DONE]
-    launcher = sweep([LONG], [unheard], n_jobs=2, **where)
+    launcher = sweep([LONG], [unheard], n_jobs=2)
     beside = launcher.directory.path / "1_job"
     scripts = (beside / "scripts.json").read_text("utf-8")
     pruned = RunDir(launcher.directory.path / "0_job").pruned
@@ -179,9 +169,9 @@ def test_a_pruned_job_that_was_not_told_so_is_ended_when_the_search_goes_on(swee
     assert (str(job["state"]), job["reason"]) == ("pruned", "worse")
 
 
-def test_no_job_comes_after_a_signal(sweep, where):
+def test_no_job_comes_after_a_signal(sweep):
     """A search that is cancelled draws nothing more, and tells of no end."""
-    launcher = sweep([LONG], [DONE], **where)
+    launcher = sweep([LONG], [DONE])
     fed = Fed(launcher)
     listens = Path(launcher.directory.path) / "0_job" / "listens"
 

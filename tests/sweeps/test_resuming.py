@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from mens_exp.artifacts.digest import sha256_bytes
 from mens_exp.artifacts.manifest import Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.run_lock import held
-from mens_exp.artifacts.sweep import JobState
+from mens_exp.artifacts.sweep import JobState, SweepRecord
 from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.sweeps import resuming
 
@@ -147,9 +148,48 @@ def test_only_what_holds_for_the_rest_can_change(make_sweep, tmp_path, begun, ca
     may = ["hydra.launcher.n_jobs=2", "sweep.retries=5"]
     assert cli.main([f"sweep.resume={place}", *may]) == 0
     assert (begun[0].n_jobs, begun[0].retries, begun[0].threads) == (2, 5, 3)
+    said = refused(capsys, f"sweep.resume={place}", "hydra.launcher.n_jobs=0")
+    assert "hydra.launcher.n_jobs: out of range" in said
     for override in ("seed=3", "hydra.launcher.threads=1"):
         said = refused(capsys, f"sweep.resume={place}", override)
         assert "cannot change when a sweep goes on" in said
+
+
+def test_a_sweep_of_joblib_goes_on_with_local(make_sweep, make_search, tmp_path, begun, capsys):
+    """As many jobs at a time as at its launch; it says so once, and the record keeps it."""
+    fixed = ["seed=3", "hydra/launcher=joblib", "hydra.launcher.backend=loky"]
+    settings = {"n_jobs": -1, "backend": "loky", "threads": None}
+    place = stored(
+        make_sweep({}, launcher="joblib", launcher_settings=settings, n_jobs=5), tmp_path
+    )
+    path = SweepDir(place).record
+    found = json.loads(path.read_text("utf-8"))
+    path.write_text(json.dumps({**found, "version": 1}), "utf-8")
+    assert cli.main([f"sweep.resume={place}"]) == 0
+    assert "launched with hydra/launcher=joblib, and goes on with hydra/launcher=local" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    record = begun[0]
+    assert (record.launcher, record.n_jobs) == ("local", 5)
+    assert record.launcher_settings == {"n_jobs": -1, "threads": None}
+    assert cli.main([f"sweep.resume={place}", "hydra.launcher.n_jobs=2"]) == 0
+    assert (begun[1].n_jobs, begun[1].notes) == (2, record.notes)
+    search = make_search(fixed=fixed)
+    path.write_text(json.dumps({**found, "version": 1, "search": search}, default=str), "utf-8")
+    read = SweepRecord.read(path).search
+    assert read is not None
+    assert read["fixed"] == ["seed=3", "hydra/launcher=local"]
+
+
+@pytest.mark.parametrize(
+    "broken", [{"launcher": ["joblib"]}, {"launcher_settings": 3}, {"search": {}}, {"notes": 1}]
+)
+def test_a_damaged_record_of_joblib_is_refused(make_sweep, tmp_path, capsys, broken):
+    """By what is wrong with it, as one of today."""
+    place = stored(make_sweep({}, launcher="joblib"), tmp_path)
+    path = SweepDir(place).record
+    path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), "version": 1, **broken}))
+    assert next(iter(broken)) in refused(capsys, f"sweep.resume={place}")
 
 
 def test_other_code_is_refused_unless_told(make_sweep, tmp_path, begun, capsys):

@@ -95,7 +95,7 @@ def test_pruning_needs_validations_and_the_loss_alone(asked):
 
 def test_tpe_needs_results_while_it_draws(asked):
     """Where all are drawn before one has ended, they are drawn at random."""
-    tpe = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=20"]
+    tpe = ["hydra.launcher.n_jobs=20"]
     said = refusal(asked, *tpe)
     assert "hydra.launcher.n_jobs: sampler=tpe has no effect with it" in said
     assert "20 trials at a time, 20 in all" in said
@@ -110,9 +110,7 @@ def test_tpe_needs_results_while_it_draws(asked):
 
 def test_what_keeps_a_launcher_from_working_keeps_a_search_from_it(asked, monkeypatch, tmp_path):
     """No jobs at a time, and a machine without Slurm."""
-    assert "n_jobs: out of range" in refusal(
-        asked, "hydra/launcher=joblib", "hydra.launcher.n_jobs=0"
-    )
+    assert "n_jobs: out of range" in refusal(asked, "hydra.launcher.n_jobs=0")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SetupError, match="Slurm's commands are not here"):
         asked("hydra/launcher=submitit_slurm", "hydra.launcher.array_parallelism=2")

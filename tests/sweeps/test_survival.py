@@ -1,12 +1,11 @@
 """What becomes of a sweep that is disturbed: every launcher by every event, its jobs stand-ins.
 
-True jobs, which go on to the same bytes, are those of tests/end_to_end/test_sweep_survives.py, of
-test_pool.py and, on a cluster, of test_slurm_cluster.py.
+True jobs, which go on to the same bytes, are those of tests/end_to_end/test_sweep_survives.py and,
+on a cluster, of test_slurm_cluster.py.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shlex
 import signal
@@ -32,7 +31,6 @@ pytestmark = pytest.mark.skipif(
 LIMIT_S = 120
 LAUNCHERS = {
     "local": {},
-    "joblib": {"launcher": "joblib", "launcher_settings": {"backend": "threading"}},
     "slurm": {"launcher": "submitit_slurm", "launcher_settings": {"poll_s": 0.1}},
 }
 # The interpreter of launchers, and of tasks that Slurm starts: any job is the stand-in.
@@ -133,8 +131,6 @@ class Disturbed:
 @pytest.fixture(params=LAUNCHERS)
 def disturbed(request, scripted, stand_in, tmp_path):
     """Make a sweep of a launcher."""
-    if request.param == "joblib" and importlib.util.find_spec("joblib") is None:
-        pytest.skip("joblib is missing: pip install joblib")
     python, commands = tmp_path / "python", Path(__file__).with_name("fake_slurm.py")
     words = {"python": shlex.quote(sys.executable), "stand_in": shlex.quote(str(stand_in))}
     python.write_text(PYTHON.format(**words), "ascii")
@@ -178,7 +174,7 @@ def test_a_killed_job_stops_no_other_and_is_taken_up_again(disturbed):
 
 @slurm
 def test_a_killed_job_is_tried_again_by_its_launcher(disturbed):
-    """As often as sweep.retries says; of the other launchers, test_launcher and test_pool."""
+    """As often as sweep.retries says; of the local launcher, test_launcher."""
     launcher = disturbed.go_on(retries=1)
     os.kill(disturbed.listens(), signal.SIGKILL)
     disturbed.listens(attempt=1)

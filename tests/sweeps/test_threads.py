@@ -4,7 +4,7 @@ import pytest
 
 from mens_exp.config.sweep import LocalLauncher
 from mens_exp.sweeps import threads
-from mens_exp.sweeps.threads import environment_of, gpu_problems, threads_per_job
+from mens_exp.sweeps.threads import environment_of, gpu_problems, jobs_at_a_time, threads_per_job
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +17,13 @@ def six_cores(monkeypatch):
 def test_cores_are_shared_out(n_jobs, each):
     """Rounded down, so that jobs do not fight, and never less than one."""
     assert threads_per_job(LocalLauncher(n_jobs=n_jobs)) == each
+
+
+@pytest.mark.parametrize(("n_jobs", "many"), [(-1, 6), (-2, 5), (-6, 1), (-9, 1), (9, 9)])
+def test_jobs_may_be_counted_back_from_the_cores(n_jobs, many):
+    """One for each of six, all but one, and never less than one."""
+    launcher = LocalLauncher(n_jobs=n_jobs)
+    assert (jobs_at_a_time(launcher), threads_per_job(launcher)) == (many, max(1, 6 // many))
 
 
 def test_what_the_user_says_wins(monkeypatch):

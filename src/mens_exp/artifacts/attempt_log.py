@@ -78,11 +78,6 @@ class AttemptLog:
                 made[-1]["peak_rss_bytes"], made[-1]["why"] = line["peak_rss_bytes"], line["why"]
         return made
 
-    def is_open(self) -> bool:
-        """Tell whether the last attempt has no end."""
-        made = self.attempts()
-        return bool(made) and made[-1]["ended_utc"] is None
-
     def _append(self, line: _Line) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         cut_torn_end(self._path)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import PurePosixPath
-from typing import Any, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 from mens_exp.artifacts.record import StoredRecord
 from mens_exp.artifacts.search import SearchRecord  # noqa: TC001  # read by the record's reader
 from mens_exp.errors import DataError
 
 __all__ = ["JobAttempt", "JobState", "LeftOut", "SweepJob", "SweepRecord"]
+
+_LAUNCHERS_OF_1 = {"joblib": "local"}  # what a record of version 1 calls those of today
+_BACKEND = "backend"  # a setting of joblib's alone
 
 
 class JobState(StrEnum):
@@ -83,6 +86,29 @@ class LeftOut(TypedDict):
     same_as: int | None
 
 
+def _sweep_of_1(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a record of version 1 as one of version 2: it may name a launcher that is gone."""
+    try:
+        before = value.get("launcher")
+        if before not in _LAUNCHERS_OF_1:
+            return value
+        now = _LAUNCHERS_OF_1[before]
+        note = (
+            f"it was launched with hydra/launcher={before}, and goes on with hydra/launcher={now}"
+        )
+        if value.get("search") is not None:
+            fixed = value["search"]["fixed"]  # composed again when the search goes on
+            fixed[:] = [
+                text.replace(f"hydra/launcher={before}", f"hydra/launcher={now}")
+                for text in fixed
+                if not text.startswith(f"hydra.launcher.{_BACKEND}=")
+            ]
+        value["launcher_settings"].pop(_BACKEND, None)
+        return {**value, "launcher": now, "notes": [*value.get("notes", []), note]}
+    except (AttributeError, KeyError, TypeError):  # the check of keys and types says what is wrong
+        return value
+
+
 @dataclass(kw_only=True, slots=True)
 class SweepRecord(StoredRecord):
     """A sweep.
@@ -109,8 +135,10 @@ class SweepRecord(StoredRecord):
         search: what drew the cells; None where the command lists them.
     """
 
+    MIGRATIONS: ClassVar[dict[int, Any]] = {1: _sweep_of_1}
+
     format: str = "mens_exp_sweep"
-    version: int = 1
+    version: int = 2
     sweep_id: str
     created_utc: str
     command: list[str]

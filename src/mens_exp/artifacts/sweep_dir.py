@@ -29,17 +29,12 @@ class SweepDir:
 
     @property
     def batch(self) -> Path:
-        """Files to and from a batch system or a pool: scripts, output, attempts."""
+        """Files to and from a batch system: scripts, output, attempts."""
         return self.path / "batch"
 
     def attempts(self, number: int) -> Path:
         """Return the log of the attempts at a job that the launcher does not start itself."""
         return self.batch / f"attempts_{number}.jsonl"
-
-    @property
-    def signals(self) -> Path:
-        """The signals that the launcher hands on to a pool, one a line."""
-        return self.batch / "signals"
 
     @property
     def journal(self) -> Path:

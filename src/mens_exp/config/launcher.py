@@ -4,57 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from mens_exp.config.fields import setting
 from mens_exp.config.sweep import LOCAL_LAUNCHER, LocalLauncher
 
 __all__ = [
-    "JOBLIB",
     "LAUNCHERS",
     "SLURM",
-    "JoblibLauncher",
     "Launcher",
-    "PoolBackend",
     "SlurmLauncher",
     "launcher_settings",
     "launcher_values",
 ]
 
-JOBLIB = "joblib"
 SLURM = "submitit_slurm"
 
 
-class PoolBackend(Enum):
-    """The workers of joblib's pool; each job is a process of its own either way."""
-
-    loky = "loky"
-    threading = "threading"
-
-
 @dataclass(kw_only=True)  # Hydra reads it as it reads its own launchers
-class JoblibLauncher:
-    """`hydra/launcher=joblib`: joblib's pool on this machine."""
-
-    _target_: str = "mens_exp.sweeps.launcher.Launcher"
-    n_jobs: int = setting(
-        -1,  # as Hydra's own joblib launcher
-        "Jobs at a time, as joblib counts: -1 is one for each core, -2 leaves one core free.",
-    )
-    backend: PoolBackend = setting(
-        PoolBackend.loky,
-        "What waits for a job: a process of the pool (loky), or a thread of the launcher.",
-    )
-    threads: int | None = setting(
-        None,
-        "Threads of each job, which its processes share; null: OMP_NUM_THREADS where that is set, "
-        "else the cores of this machine shared out among the jobs that run at a time.",
-        ge=1,
-    )
-
-
-@dataclass(kw_only=True)  # as above
 class SlurmLauncher:
     """`hydra/launcher=submitit_slurm`: one array of Slurm jobs, one task on one node each."""
 
@@ -105,11 +72,10 @@ class SlurmLauncher:
     )
 
 
-Launcher = LocalLauncher | JoblibLauncher | SlurmLauncher
+Launcher = LocalLauncher | SlurmLauncher
 
 LAUNCHERS: dict[str, type[Launcher]] = {
     LOCAL_LAUNCHER: LocalLauncher,
-    JOBLIB: JoblibLauncher,
     SLURM: SlurmLauncher,
 }
 
@@ -123,15 +89,12 @@ def launcher_settings(values: dict[str, Any], name: str) -> Launcher:
     """
     schema = LAUNCHERS[name]
     given = {field.name: values[field.name] for field in _settable(schema) if field.name in values}
-    if schema is JoblibLauncher and isinstance(given.get("backend"), str):
-        given["backend"] = PoolBackend(given["backend"])
     return schema(**given)
 
 
 def launcher_values(launcher: Launcher) -> dict[str, Any]:
     """Return the settings of a launcher as a record stores them."""
-    values = {field.name: getattr(launcher, field.name) for field in _settable(type(launcher))}
-    return {key: one.value if isinstance(one, Enum) else one for key, one in values.items()}
+    return {field.name: getattr(launcher, field.name) for field in _settable(type(launcher))}
 
 
 def _settable(schema: type[Launcher]) -> list[dataclasses.Field[Any]]:

@@ -24,7 +24,7 @@ from mens_exp.config.fields import shown
 from mens_exp.config.override_values import exists, value_problems
 from mens_exp.config.own_conf import own_problems
 from mens_exp.config.root import RunConfig
-from mens_exp.config.sweep_overrides import launcher_of, sweep_override_problems
+from mens_exp.config.sweep_overrides import launcher_of, sweep_override_problems, without_joblib
 from mens_exp.config.validate import ineffective_overrides, problems_of, unread_overrides
 from mens_exp.errors import ConfigError, MensError
 
@@ -124,6 +124,7 @@ def check(
     secrets = tuple(error for text in texts for error in _credentials(text))
     if secrets:  # whatever else is said would name the value
         return Checked(cells=(), problems=secrets, general=secrets)
+    texts, late = without_joblib(texts, multirun=multirun)
     found: dict[str, list[MensError]] = {text: [] for text in texts}
     overrides = [o for text in texts for o in _parsed(text, found[text], multirun=multirun)]
     groups = [o for o in overrides if _is_group(o)]
@@ -141,7 +142,6 @@ def check(
             problems += value_problems(override, references, unsure)
         if not problems and _has_place(override, references):
             good.append(override)
-    late: list[MensError] = []
     given = _Given(
         overrides=tuple(good),
         named=frozenset(o.key_or_group for o in overrides),

@@ -58,7 +58,11 @@ class LocalLauncher:
     """`hydra.launcher` of `hydra/launcher=local`: processes of this machine, one for each job."""
 
     _target_: str = "mens_exp.sweeps.launcher.Launcher"
-    n_jobs: int = setting(1, "Jobs at a time.", ge=1)
+    n_jobs: int = setting(
+        1,
+        "Jobs at a time, 1 or more; or counted back from the cores of this machine: -1 is one for "
+        "each core, -2 leaves one core free.",
+    )
     threads: int | None = setting(
         None,
         "Threads of each job, which its processes share; null: OMP_NUM_THREADS where that is set, "

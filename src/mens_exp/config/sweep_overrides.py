@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 
 from hydra.core.override_parser.types import Override
 
 from mens_exp.config.launcher import LAUNCHERS
 from mens_exp.config.search import OPTUNA
-from mens_exp.config.sweep import LOCAL_LAUNCHER
-from mens_exp.errors import ConfigError
+from mens_exp.config.sweep import LOCAL_LAUNCHER, LocalLauncher
+from mens_exp.errors import ConfigError, MensError
 
-__all__ = ["IN_PROCESS", "launcher_of", "sweep_override_problems"]
+__all__ = ["IN_PROCESS", "launcher_of", "sweep_override_problems", "without_joblib"]
 
 IN_PROCESS = "basic"
+_JOBLIB = "joblib"  # a launcher of earlier releases
 _PLUGINS = ("hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
 _PREFIXES = ("sweep.", "hydra.launcher.", "hydra.sweeper.")
+_OF_LOCAL = {field.name for field in fields(LocalLauncher)}
 
 
 def launcher_of(texts: Sequence[str], *, multirun: bool) -> str | None:
@@ -24,6 +27,31 @@ def launcher_of(texts: Sequence[str], *, multirun: bool) -> str | None:
         return None
     chosen = [text.partition("=")[2] for text in texts if text.startswith("hydra/launcher=")]
     return chosen[-1] if chosen else LOCAL_LAUNCHER
+
+
+def without_joblib(texts: Sequence[str], *, multirun: bool) -> tuple[list[str], list[MensError]]:
+    """Refuse the launcher `joblib`, and write the command for `local`, which does the same.
+
+    Returns:
+        The overrides for `local`, so that the rest of the command is judged too, and the refusal.
+    """
+    if launcher_of(texts, multirun=multirun) != _JOBLIB:
+        return list(texts), []
+    keys = {text: text.lstrip("+").partition("=")[0] for text in texts}
+    settings = [text for text in texts if keys[text].startswith("hydra.launcher.")]
+    kept = [text for text in settings if keys[text].rpartition(".")[2] in _OF_LOCAL]
+    if not any(keys[text] == "hydra.launcher.n_jobs" for text in kept):
+        kept.insert(0, "hydra.launcher.n_jobs=-1")  # joblib's default
+    gone = [text for text in settings if text not in kept]
+    ours = [f"hydra/launcher={LOCAL_LAUNCHER}", *kept]
+    rest = [text for text in texts if keys[text] != "hydra/launcher" and text not in settings]
+    refusal = ConfigError(
+        "there is no launcher joblib any more; local runs the same jobs without it",
+        where="hydra/launcher",
+        found=_JOBLIB,
+        remedy=f"write {' '.join(ours)}" + (f", and drop {', '.join(gone)}" if gone else ""),
+    )
+    return [*rest, *ours], [refusal]
 
 
 def sweep_override_problems(override: Override, *, launcher: str | None) -> Iterator[ConfigError]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mens_exp.config.launcher import JoblibLauncher, SlurmLauncher, launcher_settings
+from mens_exp.config.launcher import SlurmLauncher, launcher_settings
+from mens_exp.errors import ConfigError
 from mens_exp.sweeps.local import LocalExecutor
-from mens_exp.sweeps.pool import JoblibExecutor, pool_problems
 from mens_exp.sweeps.slurm import SlurmExecutor
 from mens_exp.sweeps.slurm_script import slurm_problems
 
@@ -23,8 +23,6 @@ __all__ = ["executor_of", "executor_problems"]
 def executor_of(directory: SweepDir, record: SweepRecord) -> Executor:
     """Return what runs the jobs of a sweep."""
     launcher = launcher_settings(record.launcher_settings, record.launcher)
-    if isinstance(launcher, JoblibLauncher):
-        return JoblibExecutor(directory, record, launcher)
     if isinstance(launcher, SlurmLauncher):
         return SlurmExecutor(directory, record, launcher)
     return LocalExecutor(directory, record)
@@ -37,6 +35,15 @@ def executor_problems(launcher: Launcher, many: int) -> list[MensError]:
         launcher: its settings.
         many: the number of jobs.
     """
-    if isinstance(launcher, JoblibLauncher):
-        return pool_problems(launcher)
-    return slurm_problems(launcher, many) if isinstance(launcher, SlurmLauncher) else []
+    if isinstance(launcher, SlurmLauncher):
+        return slurm_problems(launcher, many)
+    if launcher.n_jobs == 0:
+        return [
+            ConfigError(
+                "out of range",
+                where="hydra.launcher.n_jobs",
+                found=0,
+                expected="1 or more, or -1 for one job for each core",
+            )
+        ]
+    return []

@@ -19,6 +19,7 @@ from mens_exp.config.sweep import Changes
 from mens_exp.config.validate import range_problems
 from mens_exp.errors import ConfigError, Problems, RequestError
 from mens_exp.plan import machine
+from mens_exp.report import wording
 from mens_exp.sweeps.executors import executor_problems
 from mens_exp.sweeps.launcher import Launcher
 from mens_exp.sweeps.launching import finish
@@ -71,6 +72,8 @@ def resume_sweep(overrides: Sequence[str]) -> int:
         last = max((job["number"] for job in record.jobs), default=0)
         Problems.raise_if(executor_problems(settings, 1 + last))
         console = Console(stderr=True)
+        for note in record.notes:
+            console.print(f"note: {wording.visible(note)}", soft_wrap=True, markup=False)
         for job in record.jobs:
             _settle(job, RunDir(directory.path / job["directory"]), here=launcher != SLURM)
         done = sum(job["state"] == JobState.SUCCEEDED for job in record.jobs)

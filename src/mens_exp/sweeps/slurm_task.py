@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -20,18 +21,21 @@ from mens_exp.artifacts.run_lock import holder
 from mens_exp.artifacts.sweep import SweepRecord
 from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.sweeps.job import ACCEPT_CHANGES
+from mens_exp.sweeps.process import start
 from mens_exp.sweeps.slurm_script import call
-from mens_exp.sweeps.supervise import supervise
 from mens_exp.sweeps.threads import environment_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import FrameType
 
-__all__ = ["PREEMPTED", "TIMEOUT", "main"]
+    from mens_exp.sweeps.process import Ended
+
+__all__ = ["PREEMPTED", "TIMEOUT", "main", "supervise"]
 
 TIMEOUT, PREEMPTED = "TIMEOUT", "PREEMPTED"
 _LOOK_S = 0.5
+_HEAR_S = 0.1  # a job takes seconds at least
 _SLACK_S = 90  # sbatch's page: a warning comes up to a minute early; and the job starts up
 # Lightning takes these for a cluster job of several tasks, and would put it back by itself.
 _OF_TASKS = ("SLURM_NTASKS", "SLURM_NPROCS")
@@ -76,6 +80,40 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     code = ended.exit_code
     return code if code is not None and code >= 0 else 1
+
+
+def supervise(
+    arguments: Sequence[str],
+    output: Path,
+    environment: Mapping[str, str],
+    log: AttemptLog,
+    *,
+    processes: int,
+    queue_id: str,
+    signals: Callable[[], list[int]],
+) -> Ended:
+    """Run a job to its end; the caller notes the end, and why.
+
+    Args:
+        arguments: of ``python -m mens_exp.sweeps.job``.
+        output: where the job's output goes.
+        environment: of the job.
+        log: of its attempts.
+        processes: of the job, those that train along with its first.
+        queue_id: Slurm's own number of the job.
+        signals: returns those to hand on to the job, each once.
+
+    Raises:
+        OSError: the system starts no further process.
+    """
+    process = start(arguments, output, environment)
+    process.has_others = processes > 1
+    log.began(process.pid, process.started, host=socket.gethostname(), queue_id=queue_id)
+    while (ended := process.ended()) is None:
+        for number in signals():
+            process.pass_on(number)
+        time.sleep(_HEAR_S)
+    return ended
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:

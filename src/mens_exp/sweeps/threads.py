@@ -37,7 +37,7 @@ def jobs_at_a_time(launcher: Launcher) -> int:
         return launcher.array_parallelism
     if launcher.n_jobs > 0:
         return launcher.n_jobs
-    return max(1, cores() + 1 + launcher.n_jobs)  # as joblib counts
+    return max(1, cores() + 1 + launcher.n_jobs)
 
 
 def threads_per_job(launcher: Launcher) -> int:
