@@ -37,18 +37,19 @@ def test_an_unknown_key_of_the_launcher_is_refused():
 
 @pytest.mark.parametrize(
     ("launcher", "setting"),
-    [("local", "n_jobs=2"), ("submitit_slurm", "timeout_min=5")],
+    [("local", "n_jobs=2"), ("slurm", "timeout_min=5"), ("submitit_slurm", "timeout_min=5")],
 )
 def test_each_launcher_has_its_settings(launcher, setting):
-    """They are typed, stored and read back; those of another one are refused."""
+    """They are typed, stored and read back, by the earlier name too; others are refused."""
     given = ["model=tiny_llama", f"hydra/launcher={launcher}", f"hydra.launcher.{setting}"]
     checked = check(given, multirun=True)
     assert checked.problems == ()
     composed = checked.cells[0].composed
     typed = launcher_settings(composed.launcher, str(composed.launcher_option))
-    assert type(typed) is LAUNCHERS[launcher]
+    kind = LAUNCHERS[launcher.removeprefix("submitit_")]
+    assert type(typed) is kind
     assert launcher_settings(launcher_values(typed), launcher) == typed
-    assert typed != LAUNCHERS[launcher]()
+    assert typed != kind()
     (problem,) = said(f"hydra/launcher={launcher}", "hydra.launcher.nodes=2", multirun=True)
     assert "nodes" in problem
 
@@ -56,7 +57,7 @@ def test_each_launcher_has_its_settings(launcher, setting):
 def test_a_launcher_that_is_none_here_is_refused():
     """With those that are."""
     problems = said("hydra/launcher=ray", multirun=True)
-    assert any("local, submitit_slurm" in problem for problem in problems)
+    assert any("local, slurm" in problem for problem in problems)
 
 
 @pytest.mark.parametrize(
@@ -131,8 +132,8 @@ def test_a_search_needs_a_sweep_and_processes_of_its_own():
     assert "has no effect on a single run" in problem
     (problem,) = said("hydra/sweeper=optuna", "hydra/launcher=basic", multirun=True)
     assert "has no effect with hydra/launcher=basic" in problem
-    assert "local, submitit_slurm take trials as they come" in problem
-    for launcher in ("local", "submitit_slurm"):
+    assert "local, slurm take trials as they come" in problem
+    for launcher in ("local", "slurm", "submitit_slurm"):
         given = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", f"hydra/launcher={launcher}"]
         assert said(*given, multirun=True) == []
 

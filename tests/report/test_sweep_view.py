@@ -88,7 +88,7 @@ def test_jobs_of_several_gpus_take_as_many_at_a_time():
 
 def test_jobs_in_a_queue_share_nothing():
     """Each has cores of its own, as many at a time as there are cells at most."""
-    text = shown(planned_table(record(launcher="submitit_slurm", n_jobs=256)))
+    text = shown(planned_table(record(launcher="slurm", n_jobs=256)))
     assert "2 cells, 2 at a time, 1 thread each: ≈ 30 min 00 s" in text
 
 

@@ -181,6 +181,25 @@ def test_a_sweep_of_joblib_goes_on_with_local(make_sweep, make_search, tmp_path,
     assert read["fixed"] == ["seed=3", "hydra/launcher=local"]
 
 
+def test_a_sweep_of_slurm_keeps_its_launcher_under_its_new_name(
+    make_sweep, tmp_path, begun, monkeypatch
+):
+    """Its settings stay, and its jobs are looked for in Slurm's queue, not among processes here."""
+    monkeypatch.setattr(resuming, "executor_problems", lambda *_: [])
+    running = {"state": JobState.RUNNING, "attempts": [attempt(pid=os.getpid())]}
+    running["attempts"][0]["process_started"] = psutil.Process().create_time()
+    settings = {"timeout_min": 7, "array_parallelism": 3}
+    named = {"launcher": "submitit_slurm", "launcher_settings": settings}
+    place = stored(make_sweep(running, **named), tmp_path)
+    path = SweepDir(place).record
+    path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), "version": 1}), "utf-8")
+    assert cli.main([f"sweep.resume={place}", "hydra.launcher.array_parallelism=5"]) == 0
+    record = begun[0]
+    assert (record.launcher, record.n_jobs) == ("slurm", 5)
+    assert record.launcher_settings == {"timeout_min": 7, "array_parallelism": 5}
+    assert states(begun) == ["waiting"]
+
+
 @pytest.mark.parametrize(
     "broken", [{"launcher": ["joblib"]}, {"launcher_settings": 3}, {"search": {}}, {"notes": 1}]
 )

@@ -101,7 +101,7 @@ def test_tpe_needs_results_while_it_draws(asked):
     assert "20 trials at a time, 20 in all" in said
     assert asked(*tpe, "hydra.sweeper.sampler=random").search["sampler"] == "random"
     assert asked(*tpe, "hydra.sweeper.n_trials=21").search["n_trials"] == 21
-    said = refusal(asked, "hydra/launcher=submitit_slurm")
+    said = refusal(asked, "hydra/launcher=slurm")
     assert "hydra.launcher.array_parallelism: sampler=tpe has no effect with it" in said
     assert "256 trials at a time, 20 in all" in said
     few = asked(*tpe, "hydra.sweeper.n_trials=10")  # all of them are drawn at random as it is
@@ -113,7 +113,7 @@ def test_what_keeps_a_launcher_from_working_keeps_a_search_from_it(asked, monkey
     assert "n_jobs: out of range" in refusal(asked, "hydra.launcher.n_jobs=0")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SetupError, match="Slurm's commands are not here"):
-        asked("hydra/launcher=submitit_slurm", "hydra.launcher.array_parallelism=2")
+        asked("hydra/launcher=slurm", "hydra.launcher.array_parallelism=2")
 
 
 def test_nothing_to_draw_is_no_search(asked):

@@ -54,7 +54,7 @@ def queue(monkeypatch, tmp_path):
 
 @pytest.fixture
 def executor(make_sweep, tmp_path, queue):
-    record = make_sweep({}, {}, launcher="submitit_slurm")
+    record = make_sweep({}, {}, launcher="slurm")
     launcher = SlurmLauncher(max_num_timeout=1)
     return SlurmExecutor(SweepDir(tmp_path), record, launcher)
 

@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 LIMIT_S = 300
-SLURM = ["hydra/launcher=submitit_slurm", "hydra.launcher.poll_s=0.5"]
+SLURM = ["hydra/launcher=slurm", "hydra.launcher.poll_s=0.5"]
 
 
 def command(tiny_run, directory, *overrides):

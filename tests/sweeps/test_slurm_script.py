@@ -66,16 +66,12 @@ def test_the_script_is_one_that_bash_reads(tmp_path):
     assert f"--output='{tmp_path}/b c/slurm_%A_%a.out'" in text
 
 
-def test_without_slurm_the_launcher_is_refused(
-    tiny_run,
-    tmp_path,
-    monkeypatch,
-    capsys,
-):
+@pytest.mark.parametrize("name", ["slurm", "submitit_slurm"])
+def test_without_slurm_the_launcher_is_refused(tiny_run, tmp_path, monkeypatch, capsys, name):
     """Exit code 3, what is missing and what to do; nothing is written."""
     monkeypatch.setenv("PATH", str(tmp_path))
     place = tmp_path / "sweep"
-    given = ["hydra/launcher=submitit_slurm", "task=plan", f"hydra.sweep.dir={place}"]
+    given = [f"hydra/launcher={name}", "task=plan", f"hydra.sweep.dir={place}"]
     assert cli.main(["-m", *tiny_run, *given]) == 3
     said = " ".join(capsys.readouterr().err.split())
     assert "Slurm's commands are not here" in said
@@ -129,6 +125,6 @@ def test_settings_that_undo_the_launcher_are_refused(stand_in, settings, where):
 
 def test_a_key_of_several_tasks_is_unknown(capsys):
     """A job is one task on one node, so nodes= would do nothing."""
-    given = ["-m", "hydra/launcher=submitit_slurm", "hydra.launcher.nodes=2", "model=tiny_llama"]
+    given = ["-m", "hydra/launcher=slurm", "hydra.launcher.nodes=2", "model=tiny_llama"]
     assert cli.main(given) == 2
     assert "nodes" in capsys.readouterr().err

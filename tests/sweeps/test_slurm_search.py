@@ -29,7 +29,7 @@ pytestmark = [
 
 LIMIT_S = 300
 SLURM = [
-    "hydra/launcher=submitit_slurm",
+    "hydra/launcher=slurm",
     "hydra.launcher.poll_s=0.5",
     "hydra.launcher.array_parallelism=1",
 ]

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 LIMIT_S = 120
 LAUNCHERS = {
     "local": {},
-    "slurm": {"launcher": "submitit_slurm", "launcher_settings": {"poll_s": 0.1}},
+    "slurm": {"launcher": "slurm", "launcher_settings": {"poll_s": 0.1}},
 }
 # The interpreter of launchers, and of tasks that Slurm starts: any job is the stand-in.
 PYTHON = """#!/bin/bash

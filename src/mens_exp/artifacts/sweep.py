@@ -13,7 +13,10 @@ from mens_exp.errors import DataError
 
 __all__ = ["JobAttempt", "JobState", "LeftOut", "SweepJob", "SweepRecord"]
 
-_LAUNCHERS_OF_1 = {"joblib": "local"}  # what a record of version 1 calls those of today
+_LAUNCHERS_OF_1 = {
+    "joblib": "local",
+    "submitit_slurm": "slurm",
+}  # what a record of version 1 calls those of today
 _BACKEND = "backend"  # a setting of joblib's alone
 
 
@@ -87,7 +90,7 @@ class LeftOut(TypedDict):
 
 
 def _sweep_of_1(value: dict[str, Any]) -> dict[str, Any]:
-    """Return a record of version 1 as one of version 2: it may name a launcher that is gone."""
+    """Return a record of version 1 as one of version 2: launchers had other names."""
     try:
         before = value.get("launcher")
         if before not in _LAUNCHERS_OF_1:

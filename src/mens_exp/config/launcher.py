@@ -10,6 +10,7 @@ from mens_exp.config.fields import setting
 from mens_exp.config.sweep import LOCAL_LAUNCHER, LocalLauncher
 
 __all__ = [
+    "EARLIER",
     "LAUNCHERS",
     "SLURM",
     "Launcher",
@@ -18,12 +19,14 @@ __all__ = [
     "launcher_values",
 ]
 
-SLURM = "submitit_slurm"
+SLURM = "slurm"
+# What earlier releases call an option; commands may still say so.
+EARLIER = {"submitit_slurm": SLURM}
 
 
 @dataclass(kw_only=True)  # Hydra reads it as it reads its own launchers
 class SlurmLauncher:
-    """`hydra/launcher=submitit_slurm`: one array of Slurm jobs, one task on one node each."""
+    """`hydra/launcher=slurm`: one array of Slurm jobs, one task on one node each."""
 
     _target_: str = "mens_exp.sweeps.launcher.Launcher"
     name: str = setting("mens_exp", "Name of the array in Slurm's queue.")
@@ -33,7 +36,11 @@ class SlurmLauncher:
     constraint: str | None = setting(None, "Features that a node must have; null: none.")
     exclude: str | None = setting(None, "Nodes to leave out; null: none.")
     comment: str | None = setting(None, "Comment in Slurm's records; null: none.")
-    timeout_min: int = setting(60, "Time limit of a job in minutes.", ge=1)  # as submitit_slurm
+    timeout_min: int = setting(
+        60,  # as hydra-submitit-launcher
+        "Time limit of a job in minutes.",
+        ge=1,
+    )
     cpus_per_task: int = setting(
         1, "Cores of a job, and its threads: one at least for each of its processes.", ge=1
     )
@@ -45,12 +52,12 @@ class SlurmLauncher:
         None, "Memory of a job in GiB; null: what the cluster gives by default.", gt=0
     )
     array_parallelism: int = setting(
-        256,  # as submitit_slurm
+        256,  # as above
         "Jobs at a time; in a search, trials that are in the queue or at work at a time.",
         ge=1,
     )
     signal_delay_s: int = setting(
-        120,  # as submitit_slurm
+        120,  # as above
         "Seconds before the time limit at which a job is told to close its record and is put back "
         "into the queue; Slurm looks every 30 seconds, so less would never be told.",
         ge=30,  # measured on 22.05: a warning 5 seconds before the end was never sent
@@ -85,9 +92,9 @@ def launcher_settings(values: dict[str, Any], name: str) -> Launcher:
 
     Args:
         values: Hydra's node of it, or what `launcher_values` stored of it.
-        name: the option of hydra/launcher.
+        name: the option of hydra/launcher, also by an earlier name.
     """
-    schema = LAUNCHERS[name]
+    schema = LAUNCHERS[EARLIER.get(name, name)]
     given = {field.name: values[field.name] for field in _settable(schema) if field.name in values}
     return schema(**given)
 

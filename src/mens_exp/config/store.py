@@ -146,7 +146,8 @@ def register() -> None:
             store.store(group=f"schema/{group}", name=name, node=_open(schema))
     # Plugins that are installed store theirs when Hydra first looks for them; ours come after.
     Plugins.instance()
-    for name, launcher_schema in launcher.LAUNCHERS.items():
+    earlier = {name: launcher.LAUNCHERS[now] for name, now in launcher.EARLIER.items()}
+    for name, launcher_schema in {**launcher.LAUNCHERS, **earlier}.items():
         store.store(group="hydra/launcher", name=name, node=launcher_schema)
     store.store(group="hydra/sweeper", name=search.OPTUNA, node=search.OptunaSweeper)
     store.store(group="schema", name=_LAST, node=_open(root.RunConfig))

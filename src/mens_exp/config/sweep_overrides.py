@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from hydra.core.override_parser.types import Override
 
-from mens_exp.config.launcher import LAUNCHERS
+from mens_exp.config.launcher import EARLIER, LAUNCHERS
 from mens_exp.config.search import OPTUNA
 from mens_exp.config.sweep import LOCAL_LAUNCHER, LocalLauncher
 from mens_exp.errors import ConfigError, MensError
@@ -26,7 +26,7 @@ def launcher_of(texts: Sequence[str], *, multirun: bool) -> str | None:
     if not multirun:
         return None
     chosen = [text.partition("=")[2] for text in texts if text.startswith("hydra/launcher=")]
-    return chosen[-1] if chosen else LOCAL_LAUNCHER
+    return EARLIER.get(chosen[-1], chosen[-1]) if chosen else LOCAL_LAUNCHER
 
 
 def without_joblib(texts: Sequence[str], *, multirun: bool) -> tuple[list[str], list[MensError]]:

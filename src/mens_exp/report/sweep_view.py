@@ -26,7 +26,7 @@ _STYLES = {
     JobState.PRUNED: "cyan",
 }
 _UNKNOWN = "–"
-_SLURM = "submitit_slurm"
+_SLURM = "slurm"
 
 
 def planned_table(record: SweepRecord) -> RenderableType:

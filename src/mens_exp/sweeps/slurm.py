@@ -106,7 +106,7 @@ class SlurmWork:
 
 
 class SlurmExecutor:
-    """`hydra/launcher=submitit_slurm`."""
+    """`hydra/launcher=slurm`."""
 
     def __init__(self, directory: SweepDir, record: SweepRecord, launcher: SlurmLauncher) -> None:
         """Take a sweep whose jobs are frozen."""
