@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nf4_reference import FP4_LEVELS, NF4_LEVELS, quantize
 
 from mens_exp.data.batch import packed_batch
 from mens_exp.layout.directory import read_directory
 from mens_exp.model.stored_weights import StoredWeights
 from mens_exp.quant.bnb import dequantized, quantized_linears
-from mens_exp.quant.nf4_reference import FP4_LEVELS, NF4_LEVELS, quantize
 
 F32 = "quant.compute_dtype=f32"
 WIDE = ["model=random", "model.name=wide", "model.hidden_size=256", "model.intermediate_size=512"]

@@ -11,18 +11,18 @@ from bitsandbytes.functional import (
     quantize_4bit,
 )
 from bitsandbytes.nn import Params4bit
-
-from mens_exp.config.quant import QuantConfig
-from mens_exp.config.rules import quant as rules
-from mens_exp.config.validate import range_problems
-from mens_exp.quant.bnb import dequantized, quantized_like
-from mens_exp.quant.nf4_reference import (
+from nf4_reference import (
     BLOCK_SIZES,
     FP4_LEVELS,
     NF4_LEVELS,
     dynamic_levels,
     quantize,
 )
+
+from mens_exp.config.quant import QuantConfig
+from mens_exp.config.rules import quant as rules
+from mens_exp.config.validate import range_problems
+from mens_exp.quant.bnb import dequantized, quantized_like
 
 ADMITTED = (64, 128, 256, 512, 1024, 2048, 4096)
 LEVELS = {"nf4": NF4_LEVELS, "fp4": FP4_LEVELS}

@@ -1,4 +1,4 @@
-"""Four-bit quantization in plain torch, to hold bitsandbytes against; nothing trains with it.
+"""Four-bit quantization in plain torch: an independent reference for what bitsandbytes stores.
 
 A tensor is cut, flattened, into blocks; each is divided by its largest magnitude and every weight
 takes the nearest of 16 levels. Double quantization stores those magnitudes, less their mean, as
