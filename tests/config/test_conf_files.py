@@ -7,6 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from mens_exp.config.compose import compose, config_directory, group_options, typed
+from mens_exp.config.fields import declared, range_of
 from mens_exp.config.root import RunConfig
 from mens_exp.config.store import DISCRIMINATORS, SCHEMAS, SET_BY_OPTION
 from mens_exp.config.validate import TASK_READS, problems_of
@@ -86,13 +87,8 @@ def test_every_setting_is_documented():
     silent = []
     for schema in schemas():
         for field in dataclasses.fields(schema):
-            declared = [
-                parent.__dataclass_fields__[field.name].metadata.get("doc")
-                for parent in schema.__mro__
-                if field.name in getattr(parent, "__dataclass_fields__", {})
-            ]
             is_group = field.name in SCHEMAS
-            if not (is_group and schema is RunConfig) and not any(declared):
+            if not (is_group and schema is RunConfig) and not declared(schema, field.name).doc:
                 silent.append(f"{schema.__name__}.{field.name}")
     assert silent == []
 
@@ -103,7 +99,7 @@ def test_numbers_have_a_range():
         f"{schema.__name__}.{field.name}"
         for schema in schemas()
         for field in dataclasses.fields(schema)
-        if re.match(r"(int|float)\b", str(field.type)) and field.metadata.get("range") is None
+        if re.match(r"(int|float)\b", str(field.type)) and range_of(field) is None
     ]
     assert open_ended == []
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from mens_exp.config.fields import Range, range_of, setting, shown
+from mens_exp.config.fields import Effect, Range, declared, range_of, setting, shown
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -43,9 +43,21 @@ def test_range_is_written_as_a_message_shows_it():
 def test_setting_keeps_doc_and_range():
     """The metadata is where validation and documentation find them."""
     share, tags = dataclasses.fields(Example)
-    assert share.metadata["doc"] == "A share."
+    assert declared(Example, "share").doc == "A share."
     assert range_of(share) == Range(ge=0, lt=1)
     assert range_of(tags) is None
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Narrower(Example):
+    share: float = setting(0.1, changes=Effect.NOTHING)
+
+
+def test_what_a_class_does_not_state_anew_is_as_its_parent_declares_it():
+    """Another default, or another fact, leaves the meaning and the range."""
+    about = declared(Narrower, "share")
+    assert (about.doc, str(about.range)) == ("A share.", ">= 0 and < 1")
+    assert (about.changes, declared(Example, "share").changes) == (Effect.NOTHING, None)
 
 
 def test_list_default_is_a_copy_for_each_instance():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from mens_exp.config.fields import setting
+from mens_exp.config.fields import Effect, setting
 
 __all__ = ["AdapterConfig", "Selection"]
 
@@ -32,6 +32,7 @@ class AdapterConfig:
         "last: the one of the last step; best: the one that adapter.metric holds best, by default "
         "of the lowest validation loss seen, the final validation included (needs "
         "trainer.val_check_interval).",
+        changes=Effect.TRAINING,
     )
     metric: str = setting(
         "val/loss",

@@ -34,7 +34,11 @@ class BackendConfig:
     """The trained graph: base model, quantizer and adapter put together."""
 
     _target_: str = setting(MISSING, "Class of the backend; set by the option.")
-    name: str = setting(MISSING, "Its name in records; set by the option.")
+    name: str = setting(
+        MISSING,
+        "Its name in records; set by the option.",
+        contract=("adapter.method", "adapter.targets"),
+    )
 
 
 @dataclass(kw_only=True, slots=True)

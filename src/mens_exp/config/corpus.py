@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
@@ -11,7 +10,7 @@ from mens_exp.config.corpus_decontaminate import DecontaminateConfig
 from mens_exp.config.corpus_dedupe import DedupeConfig
 from mens_exp.config.corpus_report import ReportConfig
 from mens_exp.config.data import MixStop, OnBadRow
-from mens_exp.config.fields import setting
+from mens_exp.config.fields import section, setting
 
 __all__ = [
     "LANGUAGES",
@@ -177,10 +176,6 @@ class CurriculumConfig:
     )
 
 
-def _node(kind: type) -> Any:
-    return dataclasses.field(default_factory=kind, metadata={"doc": kind.__doc__, "range": None})
-
-
 @dataclass(kw_only=True, slots=True)
 class CorpusConfig:
     """The sources of task=corpus, its steps, and its output."""
@@ -200,13 +195,13 @@ class CorpusConfig:
         "Directory of the corpus: one directory a step, and corpus.json. A step of it that is "
         "done already, from the same input under the same settings, is not done again.",
     )
-    extract: ExtractConfig = _node(ExtractConfig)
-    validate: ValidateConfig = _node(ValidateConfig)
-    generate: GenerateConfig = _node(GenerateConfig)
-    canonical: CanonicalConfig = _node(CanonicalConfig)
-    decontaminate: DecontaminateConfig = _node(DecontaminateConfig)
-    mix: MixStepConfig = _node(MixStepConfig)
-    dedupe: DedupeConfig = _node(DedupeConfig)
-    split: SplitStepConfig = _node(SplitStepConfig)
-    curriculum: CurriculumConfig = _node(CurriculumConfig)
-    report: ReportConfig = _node(ReportConfig)
+    extract: ExtractConfig = section(ExtractConfig)
+    validate: ValidateConfig = section(ValidateConfig)
+    generate: GenerateConfig = section(GenerateConfig)
+    canonical: CanonicalConfig = section(CanonicalConfig)
+    decontaminate: DecontaminateConfig = section(DecontaminateConfig)
+    mix: MixStepConfig = section(MixStepConfig)
+    dedupe: DedupeConfig = section(DedupeConfig)
+    split: SplitStepConfig = section(SplitStepConfig)
+    curriculum: CurriculumConfig = section(CurriculumConfig)
+    report: ReportConfig = section(ReportConfig)

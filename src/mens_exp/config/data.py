@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from mens_exp.config.data_contract import ContractConfig
-from mens_exp.config.fields import setting
+from mens_exp.config.fields import Effect, section, setting
 
 __all__ = [
     "ColumnsConfig",
@@ -92,14 +91,20 @@ class FilterConfig:
 class DataConfig:
     """Settings that every source of rows has."""
 
-    source: str = setting(MISSING, "Where rows come from; set by the option.")
+    source: str = setting(
+        MISSING, "Where rows come from; set by the option.", contract=("data.train_file",)
+    )
     seq_len: int = setting(
-        512, "Longest sequence, in tokens (measured: matmul attention is fastest to here).", ge=8
+        512,
+        "Longest sequence, in tokens (measured: matmul attention is fastest to here).",
+        ge=8,
+        contract=("exec.seq_len",),
     )
     micro_batch_size: int = setting(
         1,
         "Sequences in one forward pass (measured: 1 × 4 is as fast as 4 × 1, in less memory).",
         ge=1,
+        contract=("exec.batch_size",),
     )
     packing: bool = setting(
         True,  # the value of the setting, named by its position in the schema
@@ -108,7 +113,10 @@ class DataConfig:
     val_frac: float = setting(0.05, "Share of the groups kept for validation.", gt=0, lt=1)
     heldout_frac: float = setting(0.05, "Share of the groups kept for the suite.", gt=0, lt=1)
     val_max_tokens: int = setting(
-        8192, "Validation stops after about so many tokens (about 7 s on two cores).", ge=1
+        8192,
+        "Validation stops after about so many tokens (about 7 s on two cores).",
+        ge=1,
+        changes=Effect.NOTHING,
     )
     truncation: Truncation | None = setting(
         None,
@@ -117,15 +125,16 @@ class DataConfig:
         "tokens are the last ones, else right.",
     )
     show: int = setting(
-        0, "Training rows that task=plan shows token by token; 0 shows none (plan).", ge=0
+        0,
+        "Training rows that task=plan shows token by token; 0 shows none (plan).",
+        ge=0,
+        changes=Effect.NOTHING,
     )
-    filter: FilterConfig = dataclasses.field(
-        default_factory=FilterConfig,
-        metadata={"doc": "Which rows are taken, before the split.", "range": None},
-    )
-    contract: ContractConfig = dataclasses.field(
-        default_factory=ContractConfig,
-        metadata={"doc": "What the rows must fulfil before step 1.", "range": None},
+    filter: FilterConfig = section(FilterConfig, "Which rows are taken, before the split.")
+    contract: ContractConfig = section(
+        ContractConfig,
+        "What the rows must fulfil before step 1.",
+        changes=Effect.NOTHING,  # its limits refuse a run
     )
 
 
@@ -203,6 +212,7 @@ class WrittenData(DataConfig):
         "Share of bad rows over which quarantine is an error too (unverified guess).",
         gt=0,
         lt=1,
+        changes=Effect.NOTHING,
     )
 
 
@@ -220,13 +230,10 @@ class RowsData(WrittenData):
         "Column whose value parts the rows: rows that share it stay on one side of the split. "
         "Null: the row's own group, else its prompt.",
     )
-    columns: ColumnsConfig = dataclasses.field(
-        default_factory=ColumnsConfig,
-        metadata={
-            "doc": "Columns of files written otherwise, such as {prompt:question,response:answer}; "
-            "columns that are not named are left out, and said to be.",
-            "range": None,
-        },
+    columns: ColumnsConfig = section(
+        ColumnsConfig,
+        "Columns of files written otherwise, such as {prompt:question,response:answer}; columns "
+        "that are not named are left out, and said to be.",
     )
     streaming: bool = setting(
         False,  # the value of the setting, named by its position in the schema
@@ -252,6 +259,7 @@ class JsonlData(RowsData):
         MISSING,
         "Files of rows: one file, a list of them, or a glob (rows/*.jsonl). By their names: .jsonl "
         "and .json, also with .gz or .zst, .parquet and .arrow. A line holds at most 64 MiB.",
+        contract=("data.train_file",),
     )
     val_path: Any = setting(
         None,

@@ -7,7 +7,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from mens_exp.config.fields import setting
+from mens_exp.config.fields import Effect, setting
 
 __all__ = ["LoraConfig", "LoraInit", "LoraVariant"]
 
@@ -32,7 +32,9 @@ class LoraInit(Enum):
 class LoraConfig:
     """LoRA (arXiv:2106.09685): the update of a target is ``(alpha / r) · B A``, B zero at first."""
 
-    name: str = setting(MISSING, "Name of the target group; set by the option.")
+    name: str = setting(
+        MISSING, "Name of the target group; set by the option.", changes=Effect.NOTHING
+    )
     targets: list[str] = setting(
         MISSING,
         "What gets an adapter: groups (attention, qkv, qv, o_proj, mlp, experts, all_linear, "
@@ -40,11 +42,14 @@ class LoraConfig:
         "last names of modules (q_proj, self_attn.q_proj), or globs over a module's whole path "
         "('*.layers.1?.mlp.*').",
     )
-    r: int = setting(16, "Rank of the update (SigilDERG's value).", ge=1)
+    r: int = setting(
+        16, "Rank of the update (SigilDERG's value).", ge=1, contract=("adapter.rank",)
+    )
     alpha: int = setting(
         16,
         "Numerator of the scale: alpha / r, alpha / sqrt(r) in rslora (SigilDERG's value).",
         ge=1,
+        contract=("adapter.alpha",),
     )
     dropout: float = setting(
         0.05,
@@ -52,6 +57,7 @@ class LoraConfig:
         "weights PEFT adapts and not their inputs.",
         ge=0,
         lt=1,
+        contract=("adapter.dropout",),
     )
     variant: LoraVariant = setting(
         LoraVariant.lora,

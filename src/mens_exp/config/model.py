@@ -7,7 +7,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from mens_exp.config.fields import setting
+from mens_exp.config.fields import Effect, setting
 
 __all__ = [
     "BundledModel",
@@ -46,17 +46,21 @@ class ModelConfig:
     """Settings that every source of a base model has."""
 
     source: str = setting(MISSING, "Where weights come from; set by the option.")
-    name: str = setting(MISSING, "Name shown in records; set by the option.")
+    name: str = setting(
+        MISSING, "Name shown in records; set by the option.", changes=Effect.NOTHING
+    )
     gradient_checkpointing: str = setting(
         "auto",
         "auto, on or off: compute a layer's activations again in the backward pass instead of "
         "keeping them. auto: on for a GPU and a base of at least a billion parameters.",
+        changes=Effect.NOTHING,
     )
     default_lr: float | None = setting(
         None,
         "Peak rate of AdamW for adapters of this model: the default of optim.lr; set by the "
         "option. null: none is known, and the default stays 2e-3, the rate of the bundled 135M.",
         gt=0,
+        changes=Effect.NOTHING,
     )
 
 
@@ -78,12 +82,20 @@ class BundledModel(ShapedModel):
     """Weights that an installed Python package carries as a GGUF file."""
 
     source: str = "bundled"
-    distribution: str = setting(MISSING, "Distribution on the package index.")
-    version: str = setting(MISSING, "Its version.")
-    file: str = setting(MISSING, "Path of the GGUF file inside the distribution.")
+    distribution: str = setting(
+        MISSING, "Distribution on the package index.", changes=Effect.NOTHING
+    )
+    version: str = setting(MISSING, "Its version.", changes=Effect.NOTHING)
+    file: str = setting(
+        MISSING, "Path of the GGUF file inside the distribution.", changes=Effect.NOTHING
+    )
     sha256: str = setting(MISSING, "Hash of that file; anything else is refused.")
-    file_type: str = setting(MISSING, "GGUF quantization of the file, for the model card.")
-    license: str = setting(MISSING, "SPDX identifier of the weights' licence.")
+    file_type: str = setting(
+        MISSING, "GGUF quantization of the file, for the model card.", changes=Effect.NOTHING
+    )
+    license: str = setting(
+        MISSING, "SPDX identifier of the weights' licence.", changes=Effect.NOTHING
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -128,4 +140,5 @@ class HfModel(ModelConfig):
     trust_remote_code: bool = setting(
         False,  # the value of the setting, named by its position in the schema
         "Run code that comes with the model; where false, no file of code is even fetched.",
+        changes=Effect.NOTHING,
     )

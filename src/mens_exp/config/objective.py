@@ -7,7 +7,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from mens_exp.config.fields import setting
+from mens_exp.config.fields import Effect, setting
 
 __all__ = [
     "LABELLINGS",
@@ -48,6 +48,7 @@ class CrossEntropyConfig(ObjectiveConfig):
         64,
         "Supervised positions whose logits exist at one time (memory: chunk × vocabulary × 4 B).",
         ge=1,
+        changes=Effect.NOTHING,
     )
 
 

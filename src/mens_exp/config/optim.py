@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
-from mens_exp.config.fields import setting
+from mens_exp.config.fields import Effect, setting
 
 __all__ = [
     "DEFAULT_LR",
@@ -37,9 +37,12 @@ class OptimizerConfig:
     """Settings of every optimizer, also of the user's own; it works on the adapter alone."""
 
     _target_: str = setting(MISSING, "Class of the optimizer; set by the option.")
-    name: str = setting("own", "The option's name; set by the option.")
+    name: str = setting("own", "The option's name; set by the option.", changes=Effect.NOTHING)
     lr: float = setting(
-        DEFAULT_LR, "Peak rate; unless set, that of the model's own option, model.default_lr.", gt=0
+        DEFAULT_LR,
+        "Peak rate; unless set, that of the model's own option, model.default_lr.",
+        gt=0,
+        contract=("exec.learning_rate",),
     )
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
-from mens_exp.config.fields import setting
+from mens_exp.config.fields import section, setting
 
 __all__ = ["BudgetConfig", "ParityConfig"]
 
@@ -55,6 +54,4 @@ class ParityConfig:
     accept: bool = setting(
         False, "Keep what is over the budget; the certificate and the card say that it was."
     )
-    budget: BudgetConfig = dataclasses.field(
-        default_factory=BudgetConfig, metadata={"doc": BudgetConfig.__doc__, "range": None}
-    )
+    budget: BudgetConfig = section(BudgetConfig)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from mens_exp.config.fields import setting
+from mens_exp.config.fields import Effect, setting
 
 __all__ = ["ComputeDtype", "QuantConfig", "QuantType", "StorageDtype"]
 
@@ -42,10 +42,12 @@ class QuantConfig:
         QuantType.nf4,
         "nf4 or fp4, four bits; int8, eight, one scale a row (LLM.int8, arXiv:2208.07339); none "
         "leaves the weights in the compute format.",
+        contract=("quant.base",),
     )
     double_quant: bool = setting(
         True,  # the value of the setting, named by its position in the schema
         "Quantize the block scales too: 4.127 instead of 4.5 bits a weight (the paper's default).",
+        contract=("quant.double_quant",),
     )
     compute_dtype: ComputeDtype = setting(
         ComputeDtype.bf16, "Format of the matrix products: bf16 or f32 (the paper's is bf16)."
@@ -61,6 +63,7 @@ class QuantConfig:
         StorageDtype.u8,
         "Element type of the tensor that holds the packed codes: u8, or bf16 and f32 for sharding "
         "beside weights of that type. The codes are the same.",
+        changes=Effect.NOTHING,
     )
     skip: list[str] = setting(
         [],

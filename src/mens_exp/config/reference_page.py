@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 from omegaconf import MISSING
 from yaml import safe_load
 
-from mens_exp.config.fields import range_of
+from mens_exp.config.fields import declared, range_of
 from mens_exp.config.launcher import LAUNCHERS
 from mens_exp.config.own_conf import config_directory, our_options
 from mens_exp.config.root import RunConfig
@@ -165,12 +165,7 @@ def _setters(group: str, key: str) -> list[str]:
 
 def _doc(schema: Any, name: str) -> str:
     """Return what a key means, said by the class that declares it first if not by this one."""
-    said = (
-        parent.__dataclass_fields__[name].metadata.get("doc")
-        for parent in schema.__mro__
-        if name in getattr(parent, "__dataclass_fields__", {})
-    )
-    return next((text for text in said if text), "")
+    return declared(schema, name).doc
 
 
 def _type(hint: Any) -> str:

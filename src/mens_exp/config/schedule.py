@@ -30,7 +30,10 @@ class ScheduleConfig:
 
     kind: ScheduleKind = setting(MISSING, "Shape of the decay; set by the option.")
     warmup_steps: int | None = setting(
-        None, "Optimizer steps over which the rate rises to optim.lr; null: by fraction.", ge=0
+        None,
+        "Optimizer steps over which the rate rises to optim.lr; null: by fraction.",
+        ge=0,
+        contract=("exec.warmup_steps",),
     )
     warmup_frac: float | None = setting(
         None,

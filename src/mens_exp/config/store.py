@@ -6,6 +6,8 @@ A group's schema is found by its *discriminator*: the one field whose value the 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -33,8 +35,19 @@ from mens_exp.config import (
     tokenizer,
     trainer,
 )
+from mens_exp.config.fields import Declaration, Effect, declared
 
-__all__ = ["DISCRIMINATORS", "SCHEMAS", "SET_BY_OPTION", "is_open", "register", "schema_of"]
+__all__ = [
+    "DISCRIMINATORS",
+    "SCHEMAS",
+    "SET_BY_OPTION",
+    "contract_parts",
+    "declarations",
+    "effect_of",
+    "is_open",
+    "register",
+    "schema_of",
+]
 
 SCHEMAS: dict[str, dict[str, type]] = {
     "task": {"task": task.TaskConfig},
@@ -131,6 +144,55 @@ SET_BY_OPTION = frozenset(
     {"task.name", "tokenizer.name", "objective.labels", "model.default_lr"}
     | {f"{group}.{field}" for group, field in DISCRIMINATORS.items()}
 )
+
+
+@functools.cache
+def declarations() -> dict[str, tuple[Declaration, ...]]:
+    """Return the declarations of every setting and section by its dotted path.
+
+    Several schemas of a group may declare one path.
+    """
+    found: dict[str, list[Declaration]] = {}
+    _collect(root.RunConfig, "", found)
+    for group, schemas in SCHEMAS.items():
+        for schema in schemas.values() if group != "callbacks" else ():
+            _collect(schema, f"{group}.", found)
+    return {path: tuple(dict.fromkeys(several)) for path, several in found.items()}
+
+
+def _collect(schema: type, prefix: str, found: dict[str, list[Declaration]]) -> None:
+    for field in dataclasses.fields(schema):
+        path = f"{prefix}{field.name}"
+        found.setdefault(path, []).append(declared(schema, field.name))
+        kind = field.default_factory
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            _collect(kind, f"{path}.", found)
+
+
+def effect_of(path: str) -> Effect:
+    """Return the effect of a setting by its dotted path.
+
+    A setting that is not ours (of a user's own option) has that of its group. One that is of no
+    group counts as one that changes what is learned: two runs are then told apart rather than
+    taken for one.
+    """
+    while path:
+        stated = {one.changes for one in declarations().get(path, ())} - {None}
+        if stated:
+            (effect,) = stated
+            assert effect is not None
+            return effect
+        path = path.rpartition(".")[0]
+    return Effect.TRAINING
+
+
+def contract_parts(path: str) -> tuple[str, ...]:
+    """Return the parts of the contract that are made of a setting, by its dotted path."""
+    parts: list[str] = []
+    while path:
+        parts += [part for one in declarations().get(path, ()) for part in one.contract]
+        path = path.rpartition(".")[0]
+    return tuple(dict.fromkeys(parts))
 
 
 _LAST = "root"  # where it is, the others are

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from mens_exp.config.fields import setting
+from mens_exp.config.fields import Effect, setting
 
 __all__ = ["TokenizerConfig", "if_random"]
 
@@ -16,7 +16,9 @@ __all__ = ["TokenizerConfig", "if_random"]
 class TokenizerConfig:
     """The tokenizer; `hf` reads the base model's tokenizer.json and chat template."""
 
-    name: str = setting(MISSING, "Its name in records; set by the option.")
+    name: str = setting(
+        MISSING, "Its name in records; set by the option.", contract=("data.tokenizer_mode",)
+    )
     chat_template: str | None = setting(
         None,
         "The chat template to use: a file with Jinja source, `chatml`, or `plain` (the texts, a "
@@ -37,6 +39,7 @@ class TokenizerConfig:
         False,  # as above
         "Accept ids that select unrelated rows of a pretrained model's embedding, as those of "
         "tokenizer=vox do; false refuses them.",
+        changes=Effect.NOTHING,
     )
 
 

@@ -7,7 +7,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from mens_exp.config.fields import setting
+from mens_exp.config.fields import Effect, setting
 
 __all__ = ["DEFAULT_STEPS", "Strategy", "TrainerConfig", "steps_beside"]
 
@@ -31,36 +31,55 @@ class Strategy(Enum):
 class TrainerConfig:
     """The part of lightning.Trainer's arguments that an experiment sets."""
 
-    accelerator: str = setting(MISSING, "auto, cpu or gpu; set by the option.")
+    accelerator: str = setting(
+        MISSING, "auto, cpu or gpu; set by the option.", changes=Effect.NOTHING
+    )
     strategy: Strategy = setting(
         Strategy.one,
         "one process, or several that share the micro-batches of a step: ddp, each with the whole "
         "model, or fsdp, each with its part of the frozen decoder layers.",
+        changes=Effect.NOTHING,
     )
     devices: int = setting(
-        1, "Processes on each machine: one for each GPU, or that share a CPU.", ge=1
+        1,
+        "Processes on each machine: one for each GPU, or that share a CPU.",
+        ge=1,
+        changes=Effect.NOTHING,
     )
-    num_nodes: int = setting(1, "Machines; several are started by torchrun.", ge=1)
+    num_nodes: int = setting(
+        1, "Machines; several are started by torchrun.", ge=1, changes=Effect.NOTHING
+    )
     device_gib: float | None = setting(
-        None, "GiB of memory of each device that task=plan plans for; null is this machine's.", gt=0
+        None,
+        "GiB of memory of each device that task=plan plans for; null is this machine's.",
+        gt=0,
+        changes=Effect.NOTHING,
     )
     class_gib: float | None = setting(
         None,
         "GiB of memory of the GPUs that a preset is written for: a plan for a GPU warns where the "
         "run may take more, unless device_gib names the device.",
         gt=0,
+        changes=Effect.NOTHING,
     )
     max_steps: int = setting(
         DEFAULT_STEPS,
         "Optimizer steps; -1: max_epochs alone decides, which is the default where it is set. With "
         "both, the one that is reached first ends the run.",
         ge=-1,
+        contract=("exec.max_steps",),
     )
     max_epochs: int = setting(
-        -1, "Passes over the training data, each row exactly once in each; -1: no limit.", ge=-1
+        -1,
+        "Passes over the training data, each row exactly once in each; -1: no limit.",
+        ge=-1,
+        contract=("exec.epochs",),
     )
     accumulate_grad_batches: int = setting(
-        4, "Micro-batches in one optimizer step, those of all processes together.", ge=1
+        4,
+        "Micro-batches in one optimizer step, those of all processes together.",
+        ge=1,
+        contract=("exec.grad_accum",),
     )
     gradient_clip_val: float | None = setting(
         1.0, "Largest global gradient norm; longer ones are scaled down. 0 or null: off.", ge=0
@@ -70,9 +89,12 @@ class TrainerConfig:
         "Micro-batches, of all processes together, between validations; null validates before "
         "and after only.",
         ge=1,
+        changes=Effect.NOTHING,
     )
     deterministic: bool | None = setting(
-        None, "Deterministic algorithms; null turns them on on CPU and leaves them off on GPU."
+        None,
+        "Deterministic algorithms; null turns them on on CPU and leaves them off on GPU.",
+        changes=Effect.NOTHING,
     )
 
     @property

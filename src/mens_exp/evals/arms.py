@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.artifacts.digest import digest
 from mens_exp.artifacts.nearest import expected_name
 from mens_exp.config.compose import group_options
-from mens_exp.config.fields import shown
+from mens_exp.config.fields import Effect, shown
+from mens_exp.config.store import effect_of
 from mens_exp.errors import ConfigError
 from mens_exp.evals.contrast import without_seed
 from mens_exp.plan.contract import recorded_digest
-from mens_exp.plan.semantics import Part, part_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -263,7 +263,7 @@ def _may_be_factor(key: str) -> bool:
     group = re.split(r"[.@]", key, maxsplit=1)[0]
     if key == "seed" or group in {"hydra", "logger", "task"}:
         return False
-    return key in group_options() or part_of(key) is not Part.RECORD
+    return key in group_options() or effect_of(key) is Effect.TRAINING
 
 
 def _refuse_unknown(factor: str, trials: Sequence[Trial]) -> None:

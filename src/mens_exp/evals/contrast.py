@@ -11,43 +11,15 @@ import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.config.fields import Effect
+from mens_exp.config.store import contract_parts, effect_of
 from mens_exp.plan.contract import recorded_digest
-from mens_exp.plan.semantics import Part, part_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-__all__ = ["PARTS_OF", "Guard", "Implied", "applied", "guard", "implied_by", "without_seed"]
+__all__ = ["Guard", "Implied", "applied", "guard", "implied_by", "without_seed"]
 
-# Setting (or group, with a final dot) -> parts of the contract that are made of it.
-PARTS_OF: dict[str, tuple[str, ...]] = {
-    "model.": ("model",),
-    "data.path": ("data.train_file",),
-    "data.source": ("data.train_file", "data.generated_from"),
-    "data.": ("data.generated_from",),
-    "tokenizer.name": ("data.tokenizer_mode",),
-    "lora.r": ("adapter.rank",),
-    "lora.alpha": ("adapter.alpha",),
-    "lora.dropout": ("adapter.dropout",),
-    "backend.name": ("adapter.method", "adapter.targets"),
-    "backend.": (
-        "exec.require_full_proxy_stack",
-        "exec.lm_head_only",
-        "exec.proxy_max_layers",
-        "exec.ce_last_k",
-    ),
-    "objective.": ("exec.ce_last_k",),
-    "quant.quant_type": ("quant.base",),
-    "quant.double_quant": ("quant.double_quant",),
-    "data.seq_len": ("exec.seq_len",),
-    "data.micro_batch_size": ("exec.batch_size",),
-    "trainer.accumulate_grad_batches": ("exec.grad_accum",),
-    "optim.lr": ("exec.learning_rate",),
-    "schedule.warmup_steps": ("exec.warmup_steps",),
-    "trainer.max_epochs": ("exec.epochs",),
-    "trainer.max_steps": ("exec.max_steps",),
-    "seed": ("exec.seed",),
-}
 # What a declared factor of a group may move among the content hashes of the inputs.
 _MOVES: dict[str, tuple[str, ...]] = {
     "model": ("base_weights_sha256", "tokenizer_sha256", "chat_template_sha256"),
@@ -189,15 +161,13 @@ def _put_parts(made: Record, source: Mapping[str, Any], path: str, *, keep: bool
     """Take over the parts of the contract that are made of a setting."""
     if not keep:
         return  # the source set it by hand, so that the contract's part is not the implied one
-    for name, parts in PARTS_OF.items():
-        if path == name or (name.endswith(".") and path.startswith(name)):
-            for part in parts:
-                group, _, field = part.partition(".")
-                value = copy.deepcopy(source.get(group))
-                if field:
-                    made[group] = {**(made.get(group) or {}), field: (value or {}).get(field)}
-                else:
-                    made[group] = value
+    for part in contract_parts(path):
+        group, _, field = part.partition(".")
+        value = copy.deepcopy(source.get(group))
+        if field:
+            made[group] = {**(made.get(group) or {}), field: (value or {}).get(field)}
+        else:
+            made[group] = value
 
 
 def _other_settings(target: Mapping[str, Any], made: Mapping[str, Any]) -> Iterable[str]:
@@ -205,7 +175,7 @@ def _other_settings(target: Mapping[str, Any], made: Mapping[str, Any]) -> Itera
     ours, theirs = (record.get("settings") or {} for record in (target, made))
     for path in sorted(ours.keys() | theirs.keys()):
         one, other = ours.get(path), theirs.get(path)
-        if one != other and part_of(path) is not Part.RECORD:
+        if one != other and effect_of(path) is Effect.TRAINING:
             yield path
 
 
