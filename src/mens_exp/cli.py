@@ -210,11 +210,11 @@ def _refuse_flags(parsed: Any, unknown: list[str]) -> None:
     Raises:
         MensError: there are such flags.
     """
-    from mens_exp.errors import ConfigError, Problems
+    from mens_exp.errors import ConfigError, NoEffectError, Problems
 
-    problems = [
-        ConfigError(
-            "has no effect here",
+    problems: list[ConfigError] = [
+        NoEffectError(
+            "here",
             where=f"--{name.replace('_', '-')}",
             found=str(getattr(parsed, name)),
             expected="overrides of the configuration that --cfg job shows",

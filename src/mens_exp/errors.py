@@ -5,6 +5,7 @@
     MensError              1  a bug, or a subclass below
     ├── RequestError       2  what was asked for cannot be done as asked
     │   ├── ConfigError    2  an override or a value of the configuration
+    │   │   └── NoEffectError 2  one that has no effect in this configuration
     │   ├── DataError      2  a data file or a row in it
     │   ├── ModelFileError 2  a base model's files
     │   └── Problems       2  several of the above, reported together
@@ -21,7 +22,7 @@ what was expected and what to do next.
 from __future__ import annotations
 
 import copyreg
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +34,7 @@ __all__ = [
     "MensError",
     "MissingExtra",
     "ModelFileError",
+    "NoEffectError",
     "Problems",
     "Refusals",
     "RequestError",
@@ -91,6 +93,20 @@ class RequestError(MensError):
 
 class ConfigError(RequestError):
     """An override or a value of the configuration is wrong."""
+
+
+class NoEffectError(ConfigError):
+    """An override or a value that has no effect beside the rest of the configuration."""
+
+    def __init__(self, words: str, *, where: str, **parts: Any) -> None:
+        """Compose the message.
+
+        Args:
+            words: complete "has no effect", such as "with task=train".
+            where: the dotted path of what has no effect.
+            parts: the other parts of a message.
+        """
+        super().__init__(f"has no effect {words}", where=where, **parts)
 
 
 class DataError(RequestError):

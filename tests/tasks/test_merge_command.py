@@ -137,7 +137,7 @@ def test_a_number_beyond_f16_is_refused(ones, capsys):
         (["adapter=nowhere.safetensors"], r"adapter\.file: no such file.*nowhere"),
         (["base_shard=[nowhere.safetensors]"], r"base_shard: no such file"),
         (["task=plan", "meta=-", "base_shard=-", "out=-"], r"adapter\.file: has no effect.*plan"),
-        (["adapter=-", "path=latest"], r"meta: has no effect without adapter="),
+        (["adapter=-", "path=latest"], r"meta: has no effect with adapter.file=null"),
         (["adapter=-", "meta=-", "base_shard=-"], r"path: no adapter to merge.*path=latest"),
         (["adapter=-", "meta=-", "base_shard=-", "path=base"], r"base model alone has nothing"),
         (["adapter=-", "meta=-", "base_shard=-", "path=no/such"], r"path: .*no/such"),

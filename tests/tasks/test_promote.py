@@ -458,7 +458,7 @@ def test_the_ledger_carries_the_digests_of_its_evidence(lab):
         (["ledger=l", "open=c"], "freezes its seeds"),
         (["ledger=l", "open=c", "policy=eval_gate"], "no cycle is opened for this policy"),
         (["ledger=l", "open=c", "policy=burn_production", "path=."], "has no effect without"),
-        (["ledger=l", "replay=true", "promote.seeds=[1]"], "has no effect without open"),
+        (["ledger=l", "replay=true", "promote.seeds=[1]"], "has no effect with open=null"),
         (["ledger=l", "replay=true", "promote.parity=p"], "has no effect without policy"),
         (["ledger=l", "replay=true", "lora.r=8"], "has no effect with task=promote"),
     ],

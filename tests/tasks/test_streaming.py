@@ -78,7 +78,7 @@ def test_epochs_of_a_stream_are_refused(tiny_run, overrides, told, capsys):
 def test_a_buffer_without_streaming_is_refused(tiny_run, capsys):
     """All rows are shuffled together then."""
     assert cli.main([*tiny_run, "data.shuffle_buffer=100", "task=plan"]) == 2
-    assert "data.shuffle_buffer: has no effect without data.streaming" in capsys.readouterr().err
+    assert "data.shuffle_buffer: has no effect with data.streaming=false" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from mens_exp.config.fields import Effect, setting
+from mens_exp.config.fields import Effect, setting, when
 
 __all__ = ["AdapterConfig", "Selection"]
 
@@ -25,6 +25,13 @@ class AdapterConfig:
         None,
         "A safetensors file of an adapter, with meta= beside it (merge); `adapter=<file>` on the "
         "command line says the same.",
+        read_by={"merge"},
+        only_if=when(
+            "task.name",
+            "merge",
+            remedy="drop adapter=, or start from it with lora.init_from=<its directory>",
+        ),
+        idle=None,
     )
 
     select: Selection = setting(
@@ -38,4 +45,6 @@ class AdapterConfig:
         "val/loss",
         "What adapter.select=best goes by: val/loss, or a KPI such as task_success or parse_rate "
         "that callbacks.scorecard measures while training runs.",
+        only_if=when("adapter.select", "best"),
+        idle="val/loss",
     )

@@ -7,7 +7,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from mens_exp.config.fields import setting
+from mens_exp.config.fields import setting, when
 
 __all__ = [
     "BackendConfig",
@@ -85,7 +85,11 @@ class ProxyConfig(BackendConfig):
         "records; residual_plain: h + F(h).",
     )
     max_layers: int | None = setting(
-        None, "Middle projections from the first on; null is all of them, 0 the head alone.", ge=0
+        None,
+        "Middle projections from the first on; null is all of them, 0 the head alone.",
+        ge=0,
+        only_if=when("backend.lm_head_only", False),
+        idle=None,
     )
     lm_head_only: bool = setting(
         False,  # the value of the setting, named by its position in the schema

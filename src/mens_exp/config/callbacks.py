@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
-from mens_exp.config.fields import setting
+from mens_exp.config.fields import setting, unless
 
 __all__ = [
     "CallbackConfig",
@@ -77,4 +77,10 @@ class ScorecardConfig(CallbackConfig):
         "Items of each, the suite's first (unverified guess: a minute on two cores, and a share "
         "in steps of an eighth).",
         ge=1,
+        only_if=unless(
+            "callbacks.scorecard.every_n_steps",
+            None,
+            needs="callbacks.scorecard.every_n_steps beside it",
+        ),
+        idle=8,
     )

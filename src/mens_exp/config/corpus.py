@@ -10,9 +10,10 @@ from mens_exp.config.corpus_decontaminate import DecontaminateConfig
 from mens_exp.config.corpus_dedupe import DedupeConfig
 from mens_exp.config.corpus_report import ReportConfig
 from mens_exp.config.data import MixStop, OnBadRow
-from mens_exp.config.fields import section, setting
+from mens_exp.config.fields import Condition, section, setting, when
 
 __all__ = [
+    "COUNTS_TOKENS",
     "LANGUAGES",
     "STEPS",
     "CanonicalConfig",
@@ -66,6 +67,32 @@ class DifficultyOrder(Enum):
 
     easiest_first = "easiest_first"
     hardest_first = "hardest_first"
+
+
+def _with_step(name: str) -> Condition:
+    return Condition(
+        holds=lambda config: name in config.corpus.steps,
+        words=lambda _: f"without the step {name}",
+        needs=f"{name} among corpus.steps",
+    )
+
+
+def _looks_for_duplicates(config: Any) -> bool:
+    steps = config.corpus.steps
+    return "dedupe" in steps or ("report" in steps and config.corpus.report.duplicates)
+
+
+_DEDUPES = Condition(
+    holds=_looks_for_duplicates,
+    words=lambda _: "without the step dedupe",
+    needs="dedupe among corpus.steps, or report with corpus.report.duplicates=true",
+)
+COUNTS_TOKENS = Condition(
+    holds=lambda config: "report" in config.corpus.steps,
+    words=lambda _: "without the step report, which counts tokens",
+    needs="report as the last of corpus.steps",
+    tasks=frozenset({"corpus"}),
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -148,6 +175,7 @@ class MixStepConfig:
         "Tokens to draw under stop=budget, estimated at 3.4 characters a token and 40 for the "
         "template of an exchange.",
         ge=1,
+        only_if=when("corpus.mix.stop", "budget"),
     )
     seed: int = setting(0, "Which rows of a source are drawn first.", ge=0)
 
@@ -195,13 +223,15 @@ class CorpusConfig:
         "Directory of the corpus: one directory a step, and corpus.json. A step of it that is "
         "done already, from the same input under the same settings, is not done again.",
     )
-    extract: ExtractConfig = section(ExtractConfig)
-    validate: ValidateConfig = section(ValidateConfig)
-    generate: GenerateConfig = section(GenerateConfig)
-    canonical: CanonicalConfig = section(CanonicalConfig)
-    decontaminate: DecontaminateConfig = section(DecontaminateConfig)
-    mix: MixStepConfig = section(MixStepConfig)
-    dedupe: DedupeConfig = section(DedupeConfig)
-    split: SplitStepConfig = section(SplitStepConfig)
-    curriculum: CurriculumConfig = section(CurriculumConfig)
-    report: ReportConfig = section(ReportConfig)
+    extract: ExtractConfig = section(ExtractConfig, only_if=_with_step("extract"))
+    validate: ValidateConfig = section(ValidateConfig, only_if=_with_step("validate"))
+    generate: GenerateConfig = section(GenerateConfig, only_if=_with_step("generate"))
+    canonical: CanonicalConfig = section(CanonicalConfig, only_if=_with_step("canonical"))
+    decontaminate: DecontaminateConfig = section(
+        DecontaminateConfig, only_if=_with_step("decontaminate")
+    )
+    mix: MixStepConfig = section(MixStepConfig, only_if=_with_step("mix"))
+    dedupe: DedupeConfig = section(DedupeConfig, only_if=_DEDUPES)
+    split: SplitStepConfig = section(SplitStepConfig, only_if=_with_step("split"))
+    curriculum: CurriculumConfig = section(CurriculumConfig, only_if=_with_step("curriculum"))
+    report: ReportConfig = section(ReportConfig, only_if=_with_step("report"))

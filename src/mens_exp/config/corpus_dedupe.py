@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from mens_exp.config.fields import setting
+from mens_exp.config.fields import setting, unless
 
 __all__ = ["DedupeBy", "DedupeConfig"]
 
@@ -15,6 +15,9 @@ class DedupeBy(Enum):
 
     response = "response"
     row = "row"
+
+
+_NEAR = unless("corpus.dedupe.threshold", None, why="which looks for exact duplicates alone")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,6 +44,7 @@ class DedupeConfig:
         "are told by the syntax tree in Python, by the words elsewhere.",
         ge=1,
         le=50,
+        only_if=_NEAR,
     )
     permutations: int = setting(
         128,
@@ -48,6 +52,7 @@ class DedupeConfig:
         "rows, and miss 0.17 % of the pairs at the threshold.",
         ge=16,
         le=1024,
+        only_if=_NEAR,
     )
     processes: int = setting(
         2, "Processes that parse and sign rows; the result is the same for any number.", ge=1

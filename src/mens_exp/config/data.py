@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from mens_exp.config.data_contract import ContractConfig
-from mens_exp.config.fields import Effect, section, setting
+from mens_exp.config.fields import TRAINING, Effect, section, setting, unless, when
 
 __all__ = [
     "ColumnsConfig",
@@ -99,6 +99,7 @@ class DataConfig:
         "Longest sequence, in tokens (measured: matmul attention is fastest to here).",
         ge=8,
         contract=("exec.seq_len",),
+        read_by={"corpus"},
     )
     micro_batch_size: int = setting(
         1,
@@ -110,31 +111,50 @@ class DataConfig:
         True,  # the value of the setting, named by its position in the schema
         "Put several documents into one sequence, attention kept inside each; false pads.",
     )
-    val_frac: float = setting(0.05, "Share of the groups kept for validation.", gt=0, lt=1)
+    val_frac: float = setting(
+        0.05,
+        "Share of the groups kept for validation.",
+        gt=0,
+        lt=1,
+        only_if=(when("data.val_path", None), when("data.val_split", None)),
+    )
     heldout_frac: float = setting(0.05, "Share of the groups kept for the suite.", gt=0, lt=1)
     val_max_tokens: int = setting(
         8192,
         "Validation stops after about so many tokens (about 7 s on two cores).",
         ge=1,
         changes=Effect.NOTHING,
+        only_if=unless(
+            "task.name",
+            "attribute",
+            needs="attribute.tokens, which says how many tokens are measured on",
+        ),
     )
     truncation: Truncation | None = setting(
         None,
         "Side on which a document longer than seq_len loses tokens; left keeps the newest turns, "
         "and a begin-of-sequence token before them. null: left under objective=last_k, whose "
         "tokens are the last ones, else right.",
+        read_by={"corpus"},
     )
     show: int = setting(
         0,
         "Training rows that task=plan shows token by token; 0 shows none (plan).",
         ge=0,
         changes=Effect.NOTHING,
+        only_if=when(
+            "task.name",
+            "plan",
+            needs="task=plan, which shows rows",
+            remedy="add task=plan, or drop data.show",
+        ),
     )
     filter: FilterConfig = section(FilterConfig, "Which rows are taken, before the split.")
     contract: ContractConfig = section(
         ContractConfig,
         "What the rows must fulfil before step 1.",
         changes=Effect.NOTHING,  # its limits refuse a run
+        only_if=when("task.name", *sorted(TRAINING)),
     )
 
 
@@ -213,6 +233,7 @@ class WrittenData(DataConfig):
         gt=0,
         lt=1,
         changes=Effect.NOTHING,
+        only_if=when("data.on_bad_row", "quarantine"),
     )
 
 
@@ -247,6 +268,11 @@ class RowsData(WrittenData):
         "themselves, in the order of the files (measured: 10,000 fill 0.04 % less of the room than "
         "all at once).",
         ge=1,
+        only_if=when(
+            "data.streaming",
+            True,
+            needs="data.streaming=true; otherwise all rows are shuffled and packed together",
+        ),
     )
 
 
@@ -306,6 +332,8 @@ class MixData(WrittenData):
         "Tokens to draw under stop=budget, estimated at 3.4 characters a token and 40 for the "
         "template of an exchange.",
         ge=1,
+        only_if=when("data.stop", "budget"),
+        idle=None,
     )
     mix_seed: int = setting(
         0, "Which rows of a source are drawn first; not the run's seed, so arms share rows.", ge=0

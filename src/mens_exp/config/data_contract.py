@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mens_exp.config.fields import setting
+from mens_exp.config.fields import setting, unless
 
 __all__ = ["ContractConfig"]
+
+
+_LEARNS_ENDS = unless("objective.labels", "last_k", why="which learns the end of a text as it is")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -19,6 +22,7 @@ class ContractConfig:
         "for the stdlib rows; mens gates at 0.1).",
         ge=0,
         lt=1,
+        only_if=_LEARNS_ENDS,
     )
     max_truncation_loss_frac: float = setting(
         0.99,
@@ -37,6 +41,7 @@ class ContractConfig:
     allow_untrained_end: bool = setting(
         False,  # a model that never learns to stop is nearly always an accident
         "Train documents whose answer's end marker is not learned.",
+        only_if=_LEARNS_ENDS,
     )
     max_overlap_frac: float = setting(
         0.05,

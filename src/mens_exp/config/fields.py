@@ -8,20 +8,31 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Any
 
 __all__ = [
+    "TRAINING",
+    "UNSET",
+    "Condition",
     "Declaration",
     "Effect",
     "Range",
     "declared",
+    "plain",
     "range_of",
     "section",
     "setting",
     "shown",
+    "unless",
+    "value_at",
+    "when",
 ]
+
+TRAINING = frozenset({"train", "plan"})
+"""The tasks that read what a training run does."""
 
 _KEY = "declaration"  # in a field's metadata
 
@@ -59,7 +70,106 @@ class Range:
         return " and ".join(f"{sign} {bound:g}" for sign, bound in signs if bound is not None)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Condition:
+    """Condition on the rest of a configuration, without which a setting has no effect.
+
+    Attributes:
+        holds: tells whether a whole configuration meets it.
+        words: completes "has no effect" for a configuration that does not.
+        needs: what would meet it, for the message.
+        tasks: the tasks in which it is judged; None is all of them.
+        remedy: what to do instead of dropping the setting.
+    """
+
+    holds: Callable[[Any], bool]
+    words: Callable[[Any], str]
+    needs: str
+    tasks: frozenset[str] | None = None
+    remedy: str | None = None
+
+
+def when(
+    key: str,
+    *values: Any,
+    why: str = "",
+    needs: str | None = None,
+    tasks: Iterable[str] | None = None,
+    remedy: str | None = None,
+) -> Condition:
+    """Return the condition that another setting has one of some values.
+
+    Args:
+        key: dotted path of the other setting; one that the configuration lacks is null.
+        values: as YAML has them.
+        why: completes the refusal, such as "which has no adapter".
+        needs: what would meet it; None lists the values.
+        tasks: the tasks in which it is judged; None is all of them.
+        remedy: what to do instead of dropping the setting.
+    """
+    return Condition(
+        holds=lambda config: value_at(config, key) in values,
+        words=lambda config: _with(config, key, why),
+        needs=needs or f"{_option(key)}={_listed(values)}",
+        tasks=None if tasks is None else frozenset(tasks),
+        remedy=remedy,
+    )
+
+
+def unless(
+    key: str,
+    *values: Any,
+    why: str = "",
+    needs: str | None = None,
+    tasks: Iterable[str] | None = None,
+) -> Condition:
+    """Return the condition that another setting has none of some values; see :func:`when`."""
+    return Condition(
+        holds=lambda config: value_at(config, key) not in values,
+        words=lambda config: _with(config, key, why),
+        needs=needs or f"another {_option(key)} than {_listed(values)}",
+        tasks=None if tasks is None else frozenset(tasks),
+    )
+
+
+def value_at(config: Any, key: str) -> Any:
+    """Return the value of a setting by its dotted path, as YAML has it; null where it is absent."""
+    node = config
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) else getattr(node, part, None)
+    return plain(node)
+
+
+def plain(value: Any) -> Any:
+    """Return a value as YAML has it, whose choices are texts."""
+    return value.value if isinstance(value, Enum) else value
+
+
+def _with(config: Any, key: str, why: str) -> str:
+    return f"with {_option(key)}={shown(value_at(config, key))}{', ' if why else ''}{why}"
+
+
+def _listed(values: tuple[Any, ...]) -> str:
+    *others, last = map(shown, values)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _option(key: str) -> str:
+    """Return the spelling of a key on the command line, where options are chosen by their names."""
+    return key.removesuffix(".name")
+
+
+class _Unset:
+    """No value: null is one."""
+
+    def __repr__(self) -> str:
+        return "unset"
+
+
+UNSET = _Unset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Declaration:
     """Facts about one setting, or about a section and every setting in it.
 
@@ -69,12 +179,21 @@ class Declaration:
         changes: its effect on what is learned; None is that of the section around it.
         contract: parts of the fine-tune contract that are made of it, beside those of the
             section around it, such as ``exec.seq_len``.
+        read_by: tasks that read it, beside those that read the section around it.
+        only_if: conditions without which it has no effect, beside those of the section around it.
+        even_if: conditions of the section around it that it does not need.
+        idle: the value that it has to have where `only_if` is not met, whoever sets it. A setting
+            without one, and a section, must then not be set on the command line.
     """
 
     doc: str = ""
     range: Range | None = None
     changes: Effect | None = None
     contract: tuple[str, ...] = ()
+    read_by: frozenset[str] = frozenset()
+    only_if: tuple[Condition, ...] = ()
+    even_if: tuple[Condition, ...] = ()
+    idle: Any = UNSET
 
 
 def setting(
@@ -103,7 +222,7 @@ def setting(
         A dataclass field whose metadata carries its :class:`Declaration`.
     """
     bounds = Range(ge=ge, gt=gt, le=le, lt=lt)
-    about = Declaration(doc=doc, range=bounds if str(bounds) else None, **facts)
+    about = _declaration(doc=doc, range=bounds if str(bounds) else None, **facts)
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=default.copy, metadata={_KEY: about})
     return dataclasses.field(default=default, metadata={_KEY: about})
@@ -118,8 +237,20 @@ def section(kind: type, doc: str | None = None, **facts: Any) -> Any:
         facts: the other attributes of :class:`Declaration`, which hold for every setting in the
             section that does not state its own.
     """
-    about = Declaration(doc=doc or kind.__doc__ or "", **facts)
+    about = _declaration(doc=doc or kind.__doc__ or "", **facts)
     return dataclasses.field(default_factory=kind, metadata={_KEY: about})
+
+
+def _declaration(
+    *,
+    only_if: Condition | tuple[Condition, ...] = (),
+    even_if: Condition | tuple[Condition, ...] = (),
+    read_by: Iterable[str] = (),
+    **facts: Any,
+) -> Declaration:
+    """Make a declaration; one condition stands for a tuple of it."""
+    only, even = (one if isinstance(one, tuple) else (one,) for one in (only_if, even_if))
+    return Declaration(only_if=only, even_if=even, read_by=frozenset(read_by), **facts)
 
 
 def declared(schema: type, name: str) -> Declaration:

@@ -7,7 +7,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from mens_exp.config.fields import Effect, setting
+from mens_exp.config.fields import Effect, setting, when
 
 __all__ = ["LoraConfig", "LoraInit", "LoraVariant"]
 
@@ -80,6 +80,8 @@ class LoraConfig:
         1,  # with one, the base stays the plainly quantized one, and the adapter fits it exactly
         "Rounds of quantizing and decomposing in loftq; from the second on the base changes too.",
         ge=1,
+        only_if=when("lora.init", "loftq"),
+        idle=1,
     )
     init_from: str | None = setting(
         None,

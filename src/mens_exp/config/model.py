@@ -7,7 +7,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from mens_exp.config.fields import Effect, setting
+from mens_exp.config.fields import Effect, setting, unless, when
 
 __all__ = [
     "BundledModel",
@@ -32,6 +32,16 @@ class ModelFamily(Enum):
     gemma2 = "gemma2"
     gemma3_text = "gemma3_text"
     olmo2 = "olmo2"
+
+
+WITH_WINDOWS = (
+    ModelFamily.mistral,
+    ModelFamily.qwen2,
+    ModelFamily.qwen3,
+    ModelFamily.phi3,
+    ModelFamily.gemma2,
+    ModelFamily.gemma3_text,
+)
 
 
 class WeightsDtype(Enum):
@@ -112,10 +122,20 @@ class RandomModel(ShapedModel):
     vocab_size: int = setting(320, "Rows of the embedding table; the tokenizer uses 259.", ge=259)
     max_position_embeddings: int = setting(2048, "Longest sequence, in tokens.", ge=1)
     head_dim: int | None = setting(
-        None, "Width of a head, in elements; null is hidden_size / num_attention_heads.", ge=2
+        None,
+        "Width of a head, in elements; null is hidden_size / num_attention_heads.",
+        ge=2,
+        only_if=unless("model.family", "gpt2", why="whose heads share hidden_size among them"),
+        idle=None,
     )
     sliding_window: int | None = setting(
-        None, "Tokens that a layer with a window sees; null is the family's own default.", ge=1
+        None,
+        "Tokens that a layer with a window sees; null is the family's own default.",
+        ge=1,
+        only_if=when(
+            "model.family", *(one.value for one in WITH_WINDOWS), why="whose layers have no window"
+        ),
+        idle=None,
     )
     tie_word_embeddings: bool = setting(True, "Whether the head is the embedding table.")
     dtype: WeightsDtype = setting(

@@ -26,7 +26,7 @@ from mens_exp.config.own_conf import own_problems
 from mens_exp.config.root import RunConfig
 from mens_exp.config.sweep_overrides import launcher_of, sweep_override_problems, without_joblib
 from mens_exp.config.validate import ineffective_overrides, problems_of, unread_overrides
-from mens_exp.errors import ConfigError, MensError
+from mens_exp.errors import ConfigError, MensError, NoEffectError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -411,7 +411,7 @@ def _judged(
 
 def _without_effect(problems: list[MensError], swept: frozenset[str]) -> tuple[str, ...]:
     """Return the swept keys that a cell refuses only because they do nothing in it."""
-    keys = [str(p.where) for p in problems if p.what.startswith("has no effect")]
+    keys = [str(p.where) for p in problems if isinstance(p, NoEffectError)]
     return tuple(dict.fromkeys(key for key in keys if key in swept))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mens_exp.config.fields import section, setting
+from mens_exp.config.task import RUNS_GRAPH
 
 __all__ = ["BudgetConfig", "ParityConfig"]
 
@@ -46,10 +47,15 @@ class ParityConfig:
     """The certificate that a merge or an export carries, parity.json."""
 
     tokens: int = setting(
-        2048, "Tokens of real text to compare on, at least; held-out rows come first.", ge=2
+        2048,
+        "Tokens of real text to compare on, at least; held-out rows come first.",
+        ge=2,
+        only_if=RUNS_GRAPH,
     )
     text: str | None = setting(
-        None, "A file of plain text to compare on; null takes the run's held-out rows."
+        None,
+        "A file of plain text to compare on; null takes the run's held-out rows.",
+        only_if=RUNS_GRAPH,
     )
     accept: bool = setting(
         False, "Keep what is over the budget; the certificate and the card say that it was."

@@ -8,9 +8,10 @@ from enum import Enum
 from omegaconf import MISSING
 
 from mens_exp.config.compare import CompareTarget, CompareTest, Sequential
-from mens_exp.config.fields import setting
+from mens_exp.config.fields import Condition, setting, unless
 
 __all__ = [
+    "DECIDES",
     "BurnProductionPolicy",
     "BurnRndPolicy",
     "Direction",
@@ -133,33 +134,62 @@ class EvalGatePolicy(PolicyConfig):
     )
 
 
+_OF_A_CYCLE = unless("open", None, needs="open=<cycle>")
+DECIDES = Condition(
+    holds=lambda config: config.policy is not None and config.open is None,
+    words=lambda config: f"without policy=<name>{'' if config.open is None else ' alone'}",
+    needs="policy=<name> and path=<compare.json>",
+    tasks=frozenset({"promote"}),
+)
+
+
 @dataclass(kw_only=True, slots=True)
 class PromoteConfig:
     """Settings of task=promote besides its policy; all but `parity` are of open=<cycle>."""
 
     parity: str | None = setting(
-        None, "Certificate (parity.json) of the merge or export of a challenger's adapter."
+        None,
+        "Certificate (parity.json) of the merge or export of a challenger's adapter.",
+        only_if=DECIDES,
     )
     suite_digest: str | None = setting(
-        None, "SHA-256 of the suite that the cycle freezes, as a scorecard states it."
+        None,
+        "SHA-256 of the suite that the cycle freezes, as a scorecard states it.",
+        only_if=_OF_A_CYCLE,
     )
-    seeds: list[int] = setting([], "Seeds of the cycle, none of them of an earlier one.")
-    arms: list[str] = setting([], "Backends, or names of arms, that the cycle runs.")
-    factor: str | None = setting(None, "What the arms differ in: the hypothesis' factor.")
-    kpi: str = setting("task_success", "KPI of the hypothesis, the primary one of the comparison.")
+    seeds: list[int] = setting(
+        [], "Seeds of the cycle, none of them of an earlier one.", only_if=_OF_A_CYCLE
+    )
+    arms: list[str] = setting(
+        [], "Backends, or names of arms, that the cycle runs.", only_if=_OF_A_CYCLE
+    )
+    factor: str | None = setting(
+        None, "What the arms differ in: the hypothesis' factor.", only_if=_OF_A_CYCLE
+    )
+    kpi: str = setting(
+        "task_success",
+        "KPI of the hypothesis, the primary one of the comparison.",
+        only_if=_OF_A_CYCLE,
+    )
     direction: Direction = setting(
         Direction.higher,
         "Which way the KPI of `policy.challenger` goes from that of `policy.incumbent`.",
+        only_if=_OF_A_CYCLE,
     )
     margin: float = setting(
         0.0,
         "By how much, in the KPI's unit: the worse bound of the difference has to exceed it.",
         ge=0,
+        only_if=_OF_A_CYCLE,
     )
     alpha: float = setting(
-        0.05, "`compare.alpha` of the cycle's comparison.", ge=1e-9, lt=0.5
+        0.05, "`compare.alpha` of the cycle's comparison.", ge=1e-9, lt=0.5, only_if=_OF_A_CYCLE
     )  # the field's convention
-    test: CompareTest = setting(CompareTest.t, "`compare.test` of it.")
-    sequential: Sequential = setting(Sequential.none, "`compare.sequential` of it.")
-    condition: str = setting("tuned", "`compare.condition` of it.")
-    target: CompareTarget = setting(CompareTarget.these_items, "`compare.target` of it.")
+    test: CompareTest = setting(CompareTest.t, "`compare.test` of it.", only_if=_OF_A_CYCLE)
+    sequential: Sequential = setting(
+        Sequential.none, "`compare.sequential` of it.", only_if=_OF_A_CYCLE
+    )
+    condition: str = setting("tuned", "`compare.condition` of it.", only_if=_OF_A_CYCLE)
+    target: CompareTarget = setting(
+        CompareTarget.these_items, "`compare.target` of it.", only_if=_OF_A_CYCLE
+    )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from mens_exp.config.fields import Effect, setting
+from mens_exp.config.evaluation import OWN_GRAPH_ANSWERS
+from mens_exp.config.fields import Effect, setting, unless, when
 
 __all__ = ["ComputeDtype", "QuantConfig", "QuantType", "StorageDtype"]
 
@@ -34,6 +35,10 @@ class StorageDtype(Enum):
     f32 = "f32"
 
 
+_IN_FOUR_BITS = when("quant.quant_type", "nf4", "fp4")
+_READ = frozenset({"attribute"})
+
+
 @dataclass(kw_only=True, slots=True)
 class QuantConfig:
     """Quantization by bitsandbytes, in four bits by blocks (QLoRA, arXiv:2305.14314) or eight."""
@@ -43,14 +48,21 @@ class QuantConfig:
         "nf4 or fp4, four bits; int8, eight, one scale a row (LLM.int8, arXiv:2208.07339); none "
         "leaves the weights in the compute format.",
         contract=("quant.base",),
+        read_by=_READ,
     )
     double_quant: bool = setting(
         True,  # the value of the setting, named by its position in the schema
         "Quantize the block scales too: 4.127 instead of 4.5 bits a weight (the paper's default).",
         contract=("quant.double_quant",),
+        read_by=_READ,
+        only_if=_IN_FOUR_BITS,
+        idle=False,
     )
     compute_dtype: ComputeDtype = setting(
-        ComputeDtype.bf16, "Format of the matrix products: bf16 or f32 (the paper's is bf16)."
+        ComputeDtype.bf16,
+        "Format of the matrix products: bf16 or f32 (the paper's is bf16).",
+        read_by=_READ,
+        even_if=OWN_GRAPH_ANSWERS,
     )
     block_size: int | None = setting(
         None,
@@ -58,17 +70,25 @@ class QuantConfig:
         "paper's). It must divide the width of every layer that is quantized.",
         ge=64,
         le=4096,
+        read_by=_READ,
+        only_if=_IN_FOUR_BITS,
+        idle=None,
     )
     storage_dtype: StorageDtype = setting(
         StorageDtype.u8,
         "Element type of the tensor that holds the packed codes: u8, or bf16 and f32 for sharding "
         "beside weights of that type. The codes are the same.",
         changes=Effect.NOTHING,
+        only_if=(_IN_FOUR_BITS, unless("backend.name", "proxy", why="which keeps no packed codes")),
+        idle=StorageDtype.u8,
     )
     skip: list[str] = setting(
         [],
         "Modules left unquantized, in the compute format: targets as in lora.targets (mlp, "
         "down_proj, '*.layers.0.*'). The head always is.",
+        read_by=_READ,
+        only_if=unless("quant.quant_type", "none"),
+        idle=[],
     )
 
     @property

@@ -13,10 +13,10 @@ from mens_exp.config.backend import BackendConfig
 from mens_exp.config.callbacks import CallbackConfig
 from mens_exp.config.checkpoint import CheckpointConfig
 from mens_exp.config.compare import CompareConfig
-from mens_exp.config.corpus import CorpusConfig
+from mens_exp.config.corpus import COUNTS_TOKENS, CorpusConfig
 from mens_exp.config.data import DataConfig
-from mens_exp.config.evaluation import EvalConfig
-from mens_exp.config.fields import Effect, section, setting
+from mens_exp.config.evaluation import GRAPH_ANSWERS, OWN_GRAPH_ANSWERS, EvalConfig
+from mens_exp.config.fields import TRAINING, Condition, Effect, section, setting, unless, when
 from mens_exp.config.logger import LoggerConfig
 from mens_exp.config.lora import LoraConfig
 from mens_exp.config.merge import MergeConfig
@@ -24,13 +24,17 @@ from mens_exp.config.model import ModelConfig
 from mens_exp.config.objective import ObjectiveConfig
 from mens_exp.config.optim import OptimizerConfig
 from mens_exp.config.parity import ParityConfig
-from mens_exp.config.policy import PolicyConfig, PromoteConfig
+from mens_exp.config.policy import DECIDES, PolicyConfig, PromoteConfig
 from mens_exp.config.quant import QuantConfig
 from mens_exp.config.sandbox import SandboxConfig
 from mens_exp.config.schedule import ScheduleConfig
 from mens_exp.config.suite import SuiteConfig
 from mens_exp.config.sweep import SweepConfig
 from mens_exp.config.task import (
+    EXPORT,
+    WRITES_ADAPTER,
+    WRITES_MERGED,
+    WRITES_WEIGHTS,
     AttributeConfig,
     ChatConfig,
     ExportConfig,
@@ -56,8 +60,31 @@ class DeploymentTarget(Enum):
     mobile_edge = "mobile_edge"
 
 
-def _group(changes: Effect, *contract: str) -> Any:
-    return setting(MISSING, "A config group; see its options.", changes=changes, contract=contract)
+def _group(changes: Effect, *contract: str, **facts: Any) -> Any:
+    doc = "A config group; see its options."
+    return setting(MISSING, doc, changes=changes, contract=contract, **facts)
+
+
+_BY_PATH = Condition(
+    holds=lambda config: config.adapter.file is None,
+    words=lambda _: "beside adapter=<safetensors>",
+    needs="no adapter=<safetensors>",
+    tasks=frozenset({"merge"}),
+)
+_BY_FILE = unless("adapter.file", None, needs="adapter=<safetensors>", tasks={"merge"})
+_HOLDS_ROWS_OUT = when("suite.name", "heldout_syntax", tasks={"evaluate"})
+_EXECUTES = Condition(
+    holds=lambda config: config.suite.executes,
+    words=lambda config: f"with suite={config.suite.name}, which executes nothing",
+    needs="a suite that executes programs",
+    tasks=TRAINING | {"evaluate"},
+)
+_COMPILES = Condition(
+    holds=lambda config: config.corpus.validate.compile and "validate" in config.corpus.steps,
+    words=lambda _: "on a corpus whose code is not compiled",
+    needs="the step validate and corpus.validate.compile=true beside it",
+    tasks=frozenset({"corpus"}),
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,6 +97,7 @@ class RunConfig:
         ge=0,
         changes=Effect.TRAINING,
         contract=("exec.seed",),
+        read_by=TRAINING | {"chat"},
     )
     path: str | None = setting(
         None,
@@ -82,52 +110,83 @@ class RunConfig:
         "globs, several with commas between, and so does sync; promote takes compare.json "
         "files, likewise.",
         changes=Effect.NOTHING,
+        read_by={
+            "evaluate",
+            "chat",
+            "push",
+            "sync",
+            "export",
+            "merge",
+            "serve",
+            "inspect",
+            "compare",
+            "promote",
+        },
+        only_if=(unless("suite.name", "scorecard_spec", tasks={"evaluate"}), _BY_PATH, DECIDES),
+        idle=None,
     )
     factors: list[str] = setting(
         [],
         "What the arms differ in, settings or groups, such as [quant.double_quant]; an empty list "
         "finds what the runs' own command lines vary (compare).",
         changes=Effect.NOTHING,
+        read_by={"compare"},
     )
     prompt: str | None = setting(
         None,
         "One question: chat answers it and ends; null talks until Ctrl-D.",
         changes=Effect.NOTHING,
+        read_by={"chat"},
     )
     repo: str | None = setting(
-        None, "The hub's repository, <user>/<name> (push).", changes=Effect.NOTHING
+        None,
+        "The hub's repository, <user>/<name> (push).",
+        changes=Effect.NOTHING,
+        read_by={"push"},
     )
     format: ExportFormat = setting(
         ExportFormat.bundle,
         "What to write (export): a run packed whole, or its adapter in another form.",
         changes=Effect.NOTHING,
+        read_by=EXPORT,
     )
     out: str | None = setting(
         None,
         "File or directory to write (export, merge, compare); null is one in the task's own run "
         "directory.",
         changes=Effect.NOTHING,
+        read_by={"export", "merge", "compare"},
     )
     base: str | None = setting(
         None,
         "The base to merge into, a hub id or a directory; null is the recorded one (merge).",
         changes=Effect.NOTHING,
+        read_by={"export", "merge"},
+        only_if=(WRITES_MERGED, _BY_PATH),
+        idle=None,
     )
     meta: str | None = setting(
         None,
         "JSON header, of schema v2 or v3, of the tensors that adapter= names (merge).",
         changes=Effect.NOTHING,
+        read_by={"merge"},
+        only_if=_BY_FILE,
+        idle=None,
     )
     base_shard: list[str] = setting(
         [],
         "Safetensors files of the base to merge into, beside adapter= and meta= (merge).",
         changes=Effect.NOTHING,
+        read_by={"merge"},
+        only_if=_BY_FILE,
+        idle=[],
     )
     verify: bool = setting(
         False,  # a plain inspection reads and hashes nothing that is large
         "Compute every hash and figure that path rests on again, back to its base model, and "
         "compare them with the records; a difference ends with exit code 4 (inspect).",
         changes=Effect.NOTHING,
+        read_by={"inspect"},
     )
     ledger: str | None = setting(
         None,
@@ -136,67 +195,135 @@ class RunConfig:
         "calls any other study exploratory; evaluate refuses to keep answers (eval.keep_passing) "
         "to suites that its cycles are scored by.",
         changes=Effect.NOTHING,
+        read_by={"evaluate", "compare", "promote"},
+        only_if=unless(
+            "eval.keep_passing", None, needs="eval.keep_passing=<file>", tasks={"evaluate"}
+        ),
     )
     open: str | None = setting(
         None,
         "Name of a benchmark cycle to register before any of its runs (promote).",
         changes=Effect.NOTHING,
+        read_by={"promote"},
     )
     replay: bool = setting(
         False,  # as above
         "Take the first steps of a run again and name the first tensor that differs; a difference "
         "ends with exit code 4 (inspect). Or make every decision of a ledger again (promote).",
         changes=Effect.NOTHING,
+        read_by={"inspect", "promote"},
     )
     resume: str | None = setting(
         None,
         "A run directory, or `latest`: continue that run from its last checkpoint (train).",
         changes=Effect.NOTHING,
+        read_by={"train"},
     )
     deployment_target: DeploymentTarget = setting(
         DeploymentTarget.workstation,
         "What the adapter is for: workstation, or mobile_edge, which bounds length and rank.",
         changes=Effect.NOTHING,
+        read_by=TRAINING,
     )
     task: TaskConfig = _group(Effect.NOTHING)
-    model: ModelConfig = _group(Effect.TRAINING, "model")
-    tokenizer: TokenizerConfig = _group(Effect.TRAINING)
-    quant: QuantConfig = _group(Effect.TRAINING)
-    lora: LoraConfig = _group(Effect.TRAINING)
-    objective: ObjectiveConfig = _group(Effect.TRAINING, "exec.ce_last_k")
+    model: ModelConfig = _group(
+        Effect.TRAINING,
+        "model",
+        read_by=TRAINING | {"export", "attribute", "corpus"},
+        only_if=(WRITES_ADAPTER, GRAPH_ANSWERS, COUNTS_TOKENS),
+    )
+    tokenizer: TokenizerConfig = _group(
+        Effect.TRAINING,
+        read_by=TRAINING | {"export", "merge", "attribute", "corpus"},
+        only_if=(WRITES_MERGED, GRAPH_ANSWERS, COUNTS_TOKENS),
+    )
+    quant: QuantConfig = _group(
+        Effect.TRAINING, read_by=TRAINING, only_if=(GRAPH_ANSWERS, OWN_GRAPH_ANSWERS)
+    )
+    lora: LoraConfig = _group(
+        Effect.TRAINING,
+        read_by=TRAINING,
+        only_if=(
+            unless("backend.name", "full", why="which has no adapter"),
+            GRAPH_ANSWERS,
+            OWN_GRAPH_ANSWERS,
+        ),
+    )
+    objective: ObjectiveConfig = _group(
+        Effect.TRAINING,
+        "exec.ce_last_k",
+        read_by=TRAINING | {"attribute", "corpus"},
+        only_if=COUNTS_TOKENS,
+    )
     backend: BackendConfig = _group(
         Effect.TRAINING,
         "exec.require_full_proxy_stack",
         "exec.lm_head_only",
         "exec.proxy_max_layers",
         "exec.ce_last_k",
+        read_by=TRAINING | {"corpus"},
+        only_if=(COUNTS_TOKENS, GRAPH_ANSWERS, OWN_GRAPH_ANSWERS),
     )
-    data: DataConfig = _group(Effect.TRAINING, "data.generated_from")
-    optim: OptimizerConfig = _group(Effect.TRAINING)
-    schedule: ScheduleConfig = _group(Effect.TRAINING)
-    trainer: TrainerConfig = _group(Effect.TRAINING)
-    checkpoint: CheckpointConfig = section(CheckpointConfig, changes=Effect.NOTHING)
-    adapter: AdapterConfig = section(AdapterConfig, changes=Effect.NOTHING)
-    logger: LoggerConfig = _group(Effect.NOTHING)
-    callbacks: dict[str, CallbackConfig] = _group(Effect.TRAINING)
-    suite: SuiteConfig = _group(Effect.NOTHING)
-    sandbox: SandboxConfig = _group(Effect.NOTHING)
-    eval: EvalConfig = section(EvalConfig, changes=Effect.NOTHING)
-    chat: ChatConfig = section(ChatConfig, changes=Effect.NOTHING)
-    push: PushConfig = section(PushConfig, changes=Effect.NOTHING)
-    sync: SyncConfig = section(SyncConfig, changes=Effect.NOTHING)
-    merge: MergeConfig = section(MergeConfig, changes=Effect.NOTHING)
-    export: ExportConfig = section(ExportConfig, changes=Effect.NOTHING)
-    parity: ParityConfig = section(ParityConfig, changes=Effect.NOTHING)
-    attribute: AttributeConfig = section(AttributeConfig, changes=Effect.NOTHING)
-    gguf: GgufConfig = section(GgufConfig, changes=Effect.NOTHING)
-    ollama: OllamaConfig = section(OllamaConfig, changes=Effect.NOTHING)
-    serve: ServeConfig = section(ServeConfig, changes=Effect.NOTHING)
-    inspect: InspectConfig = section(InspectConfig, changes=Effect.NOTHING)
-    corpus: CorpusConfig = section(CorpusConfig, changes=Effect.NOTHING)
-    compare: CompareConfig = section(CompareConfig, changes=Effect.NOTHING)
+    data: DataConfig = _group(
+        Effect.TRAINING,
+        "data.generated_from",
+        read_by=TRAINING | {"export", "merge", "attribute"},
+        only_if=(WRITES_MERGED, GRAPH_ANSWERS, _HOLDS_ROWS_OUT, COUNTS_TOKENS),
+    )
+    optim: OptimizerConfig = _group(Effect.TRAINING, read_by=TRAINING)
+    schedule: ScheduleConfig = _group(Effect.TRAINING, read_by=TRAINING)
+    trainer: TrainerConfig = _group(
+        Effect.TRAINING,
+        read_by=TRAINING,
+        only_if=(WRITES_WEIGHTS, GRAPH_ANSWERS, OWN_GRAPH_ANSWERS),
+    )
+    checkpoint: CheckpointConfig = section(
+        CheckpointConfig, changes=Effect.NOTHING, read_by=TRAINING
+    )
+    adapter: AdapterConfig = section(AdapterConfig, changes=Effect.NOTHING, read_by=TRAINING)
+    logger: LoggerConfig = _group(Effect.NOTHING, read_by=TRAINING | {"evaluate", "compare"})
+    callbacks: dict[str, CallbackConfig] = _group(Effect.TRAINING, read_by=TRAINING)
+    suite: SuiteConfig = _group(Effect.NOTHING, read_by=TRAINING | {"evaluate"})
+    sandbox: SandboxConfig = _group(
+        Effect.NOTHING, read_by=TRAINING | {"evaluate", "corpus"}, only_if=(_EXECUTES, _COMPILES)
+    )
+    eval: EvalConfig = section(
+        EvalConfig,
+        changes=Effect.NOTHING,
+        read_by=TRAINING | {"evaluate"},
+        only_if=unless("suite.name", "none", needs="a suite, such as suite=mini_python"),
+    )
+    chat: ChatConfig = section(ChatConfig, changes=Effect.NOTHING, read_by={"chat"})
+    push: PushConfig = section(PushConfig, changes=Effect.NOTHING, read_by={"push"})
+    sync: SyncConfig = section(SyncConfig, changes=Effect.NOTHING, read_by={"sync"})
+    merge: MergeConfig = section(
+        MergeConfig, changes=Effect.NOTHING, read_by={"export", "merge"}, only_if=WRITES_MERGED
+    )
+    export: ExportConfig = section(ExportConfig, changes=Effect.NOTHING, read_by=EXPORT)
+    parity: ParityConfig = section(
+        ParityConfig, changes=Effect.NOTHING, read_by={"export", "merge"}, only_if=WRITES_WEIGHTS
+    )
+    attribute: AttributeConfig = section(
+        AttributeConfig, changes=Effect.NOTHING, read_by={"attribute"}
+    )
+    gguf: GgufConfig = section(
+        GgufConfig,
+        changes=Effect.NOTHING,
+        read_by=EXPORT,
+        only_if=when("format", "gguf", tasks=EXPORT),
+    )
+    ollama: OllamaConfig = section(
+        OllamaConfig,
+        changes=Effect.NOTHING,
+        read_by=EXPORT,
+        only_if=when("format", "ollama", tasks=EXPORT),
+    )
+    serve: ServeConfig = section(ServeConfig, changes=Effect.NOTHING, read_by={"serve"})
+    inspect: InspectConfig = section(InspectConfig, changes=Effect.NOTHING, read_by={"inspect"})
+    corpus: CorpusConfig = section(CorpusConfig, changes=Effect.NOTHING, read_by={"corpus"})
+    compare: CompareConfig = section(CompareConfig, changes=Effect.NOTHING, read_by={"compare"})
     policy: PolicyConfig | None = setting(
-        None, "A config group; see its options.", changes=Effect.NOTHING
+        None, "A config group; see its options.", changes=Effect.NOTHING, read_by={"promote"}
     )
-    promote: PromoteConfig = section(PromoteConfig, changes=Effect.NOTHING)
+    promote: PromoteConfig = section(PromoteConfig, changes=Effect.NOTHING, read_by={"promote"})
     sweep: SweepConfig = section(SweepConfig, changes=Effect.NOTHING)

@@ -43,6 +43,7 @@ __all__ = [
     "SET_BY_OPTION",
     "contract_parts",
     "declarations",
+    "declarations_of",
     "effect_of",
     "is_open",
     "register",
@@ -157,7 +158,7 @@ def declarations() -> dict[str, tuple[Declaration, ...]]:
     for group, schemas in SCHEMAS.items():
         for schema in schemas.values() if group != "callbacks" else ():
             _collect(schema, f"{group}.", found)
-    return {path: tuple(dict.fromkeys(several)) for path, several in found.items()}
+    return {path: tuple(several) for path, several in found.items()}
 
 
 def _collect(schema: type, prefix: str, found: dict[str, list[Declaration]]) -> None:
@@ -167,6 +168,21 @@ def _collect(schema: type, prefix: str, found: dict[str, list[Declaration]]) -> 
         kind = field.default_factory
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             _collect(kind, f"{path}.", found)
+
+
+def declarations_of(config: root.RunConfig, key: str) -> list[Declaration]:
+    """Return the declarations of a setting of a configuration, those around it first."""
+    found: list[Declaration] = []
+    node: Any = config
+    for part in key.split("."):
+        if isinstance(node, dict):
+            node = node.get(part)
+        elif dataclasses.is_dataclass(node) and hasattr(node, part):
+            found.append(declared(type(node), part))
+            node = getattr(node, part)
+        else:
+            break
+    return found
 
 
 def effect_of(path: str) -> Effect:

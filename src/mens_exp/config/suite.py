@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from omegaconf import MISSING
 
-from mens_exp.config.fields import setting
+from mens_exp.config.fields import setting, when
 
 __all__ = [
     "AnsweredSuite",
@@ -137,6 +137,7 @@ class JsonlSuite(AnsweredSuite):
         None,
         "<file>.py:<name> of a function (prompt, expected, answer) -> bool, or a text that says "
         "what is wrong; it runs in this process (check=function).",
+        only_if=when("suite.check", "function"),
     )
 
 

@@ -10,7 +10,7 @@ from hydra.core.override_parser.types import Override
 from mens_exp.config.launcher import EARLIER, LAUNCHERS
 from mens_exp.config.search import OPTUNA
 from mens_exp.config.sweep import LOCAL_LAUNCHER, LocalLauncher
-from mens_exp.errors import ConfigError, MensError
+from mens_exp.errors import ConfigError, MensError, NoEffectError
 
 __all__ = ["IN_PROCESS", "launcher_of", "sweep_override_problems", "without_joblib"]
 
@@ -68,8 +68,8 @@ def sweep_override_problems(override: Override, *, launcher: str | None) -> Iter
     if not key.startswith(_PREFIXES) and key not in {"sweep", *_PLUGINS}:
         return
     if launcher is None:
-        yield ConfigError(
-            "has no effect on a single run",
+        yield NoEffectError(
+            "on a single run",
             where=key,
             found=line,
             expected="-m, which makes a sweep",
@@ -91,16 +91,16 @@ def sweep_override_problems(override: Override, *, launcher: str | None) -> Iter
             "them one after the other in the launcher's own process",
         )
     elif launcher == IN_PROCESS and line == f"hydra/sweeper={OPTUNA}":
-        yield ConfigError(
-            f"has no effect with hydra/launcher={IN_PROCESS}, which takes the cells as they stand",
+        yield NoEffectError(
+            f"with hydra/launcher={IN_PROCESS}, which takes the cells as they stand",
             where=key,
             found=line,
             remedy=f"drop hydra/launcher={IN_PROCESS}: {', '.join(LAUNCHERS)} take trials as they "
             "come",
         )
     elif launcher == IN_PROCESS and key.startswith("sweep"):
-        yield ConfigError(
-            f"has no effect with hydra/launcher={IN_PROCESS}, which keeps no record of a sweep",
+        yield NoEffectError(
+            f"with hydra/launcher={IN_PROCESS}, which keeps no record of a sweep",
             where=key,
             found=line,
             remedy=f"drop {key}, or hydra/launcher={IN_PROCESS}",

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from omegaconf import MISSING
 
-from mens_exp.config.fields import setting
+from mens_exp.config.fields import Condition, setting, unless, when
 from mens_exp.config.quant import QuantType
 
 __all__ = [
+    "EXPORT",
+    "RUNS_GRAPH",
+    "TASKS",
+    "WRITES_ADAPTER",
+    "WRITES_MERGED",
+    "WRITES_WEIGHTS",
     "AttributeConfig",
     "ChatConfig",
     "ExportConfig",
     "ExportFormat",
+    "ExportKind",
     "GgufConfig",
     "GgufDtype",
     "InspectConfig",
@@ -24,7 +32,14 @@ __all__ = [
     "ServeConfig",
     "SyncConfig",
     "TaskConfig",
+    "export_kind",
 ]
+
+
+TASKS = (
+    *("train", "plan", "evaluate", "compare", "promote", "chat", "serve", "inspect", "attribute"),
+    *("merge", "export", "push", "sync", "corpus", "doctor"),
+)  # a test compares them with the options
 
 
 class ExportFormat(Enum):
@@ -125,18 +140,25 @@ class ExportConfig:
     """Settings of task=export besides `format` and `out`."""
 
     checkpoints: bool = setting(
-        False, "Pack the training states too, so that the run can go on elsewhere (bundle)."
+        False,
+        "Pack the training states too, so that the run can go on elsewhere (bundle).",
+        only_if=when("format", "bundle"),
     )
     allow_absolute_paths: bool = setting(
-        False, "Pack even where the records name absolute paths of this machine (bundle)."
+        False,
+        "Pack even where the records name absolute paths of this machine (bundle).",
+        only_if=when("format", "bundle"),
     )
     base_quant: QuantType | None = setting(
         None,
         "How the base was quantized while an adapter that does not tell was trained; null is nf4 "
         "for schema v2, whose trainer knows nothing else, and none for PEFT.",
+        only_if=when("format", "peft", "v2", "v3"),
     )
     double_quant: bool | None = setting(
-        None, "Whether its constants were quantized once more; null is yes where it was quantized."
+        None,
+        "Whether its constants were quantized once more; null is yes where it was quantized.",
+        only_if=when("format", "peft", "v2", "v3"),
     )
 
 
@@ -169,6 +191,42 @@ class OllamaConfig:
     )
 
 
+class ExportKind(Enum):
+    """Kinds of what task=export writes."""
+
+    bundle = "a run packed whole"
+    adapter = "an adapter"
+    merged = "a merged model"
+
+
+_ADAPTERS = frozenset({ExportFormat.peft, ExportFormat.v2, ExportFormat.v3, ExportFormat.vllm})
+
+
+def export_kind(config: Any) -> ExportKind:
+    """Return the kind of what task=export writes."""
+    if config.format is ExportFormat.bundle:
+        return ExportKind.bundle
+    of_ollama = config.format is ExportFormat.ollama and config.ollama.form is OllamaForm.adapter
+    return ExportKind.adapter if of_ollama or config.format in _ADAPTERS else ExportKind.merged
+
+
+def _writes(*kinds: ExportKind) -> Condition:
+    return Condition(
+        holds=lambda config: export_kind(config) in kinds,
+        words=lambda config: f"with format={config.format.value}",
+        needs=f"a format of {' or '.join(kind.value for kind in kinds)}",
+        tasks=EXPORT,
+    )
+
+
+EXPORT = frozenset({"export"})
+WRITES_ADAPTER = _writes(ExportKind.adapter)
+WRITES_MERGED = _writes(ExportKind.merged)
+WRITES_WEIGHTS = _writes(ExportKind.adapter, ExportKind.merged)
+# The schemas' deltas are compared as they stand; any other graph is run on a text.
+RUNS_GRAPH = unless("format", "bundle", "v2", "v3", tasks=EXPORT)
+
+
 @dataclass(kw_only=True, slots=True)
 class ServeConfig:
     """Settings of the server of task=serve."""
@@ -191,5 +249,8 @@ class InspectConfig:
     """The checks that task=inspect repeats."""
 
     replay_steps: int = setting(
-        3, "Optimizer steps that replay=true takes again, from the first (unverified guess).", ge=1
+        3,
+        "Optimizer steps that replay=true takes again, from the first (unverified guess).",
+        ge=1,
+        only_if=when("replay", True, remedy="add replay=true, or drop inspect.replay_steps"),
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from mens_exp.config.fields import Effect, setting
+from mens_exp.config.fields import Effect, setting, unless, when
 
 __all__ = ["TokenizerConfig", "if_random"]
 
@@ -40,6 +40,10 @@ class TokenizerConfig:
         "Accept ids that select unrelated rows of a pretrained model's embedding, as those of "
         "tokenizer=vox do; false refuses them.",
         changes=Effect.NOTHING,
+        only_if=(
+            when("tokenizer.name", "vox"),
+            unless("model.source", "random", why="whose embedding has learned nothing yet"),
+        ),
     )
 
 

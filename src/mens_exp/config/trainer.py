@@ -7,7 +7,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from mens_exp.config.fields import Effect, setting
+from mens_exp.config.fields import Effect, setting, when
 
 __all__ = ["DEFAULT_STEPS", "Strategy", "TrainerConfig", "steps_beside"]
 
@@ -32,7 +32,13 @@ class TrainerConfig:
     """The part of lightning.Trainer's arguments that an experiment sets."""
 
     accelerator: str = setting(
-        MISSING, "auto, cpu or gpu; set by the option.", changes=Effect.NOTHING
+        MISSING,
+        "auto, cpu or gpu; set by the option.",
+        changes=Effect.NOTHING,
+        read_by={"evaluate", "chat", "export", "merge", "attribute", "inspect"},
+        only_if=when(
+            "verify", True, tasks={"inspect"}, remedy="add verify=true, or drop trainer.accelerator"
+        ),
     )
     strategy: Strategy = setting(
         Strategy.one,
@@ -54,6 +60,8 @@ class TrainerConfig:
         "GiB of memory of each device that task=plan plans for; null is this machine's.",
         gt=0,
         changes=Effect.NOTHING,
+        only_if=when("task.name", "plan", why="which meets the device itself"),
+        idle=None,
     )
     class_gib: float | None = setting(
         None,

@@ -1,4 +1,4 @@
-"""Rules over typed values: ranges, fields that must agree, values without effect."""
+"""Rules over typed values: ranges, values that must agree, settings without effect."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.config.fields import range_of
+from mens_exp.config.fields import TRAINING, UNSET, declared, plain, range_of, shown
 from mens_exp.config.rules import (
     adapter,
     backend,
-    checkpoint,
     compare,
     corpus,
     data,
@@ -22,18 +21,20 @@ from mens_exp.config.rules import (
     optim,
     promote,
     quant,
-    sandbox,
     schedule,
     sharded,
     suite,
     task,
     trainer,
 )
-from mens_exp.errors import ConfigError, MensError
+from mens_exp.config.store import declarations, declarations_of
+from mens_exp.config.task import TASKS
+from mens_exp.errors import ConfigError, MensError, NoEffectError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
+    from mens_exp.config.fields import Condition, Declaration
     from mens_exp.config.root import RunConfig
 
 __all__ = [
@@ -44,84 +45,30 @@ __all__ = [
     "unread_overrides",
 ]
 
-_EVERYTHING = frozenset(
-    [
-        "seed",
-        "model",
-        "tokenizer",
-        "quant",
-        "lora",
-        "objective",
-        "backend",
-        "data",
-        "optim",
-        "schedule",
-        "trainer",
-        "checkpoint",
-        "adapter",
-        "logger",
-        "callbacks",
-        "suite",
-        "eval",
-        "sandbox",
-        "preset",
-        "experiment",
-        "resume",
-        "deployment_target",
-    ]
-)
-TASK_READS: dict[str, frozenset[str]] = {
-    "train": _EVERYTHING,
-    "plan": _EVERYTHING - {"resume"},
-    "evaluate": frozenset(
-        {"path", "suite", "eval", "sandbox", "logger", "trainer.accelerator", "ledger"}
-    ),
-    "chat": frozenset({"path", "prompt", "chat", "seed", "trainer.accelerator"}),
-    "push": frozenset({"path", "repo", "push"}),
-    "sync": frozenset({"path", "sync"}),
-    "export": frozenset(
-        {
-            *("path", "format", "export", "out", "model", "base", "merge", "gguf", "ollama"),
-            *("parity", "data", "tokenizer", "trainer.accelerator"),
-        }
-    ),
-    "merge": frozenset(
-        {
-            *("path", "adapter.file", "meta", "base_shard", "base", "out", "merge", "parity"),
-            *("data", "tokenizer", "trainer.accelerator"),
-        }
-    ),
-    "attribute": frozenset(
-        {
-            "attribute",
-            "model",
-            "tokenizer",
-            "data",
-            "objective",
-            "trainer.accelerator",
-            *(f"quant.{name}" for name in ("quant_type", "double_quant", "block_size", "skip")),
-            "quant.compute_dtype",
-        }
-    ),
-    "serve": frozenset({"path", "serve"}),
-    "inspect": frozenset({"path", "verify", "replay", "inspect", "trainer.accelerator"}),
-    "compare": frozenset({"path", "factors", "out", "compare", "ledger", "logger"}),
-    "promote": frozenset({"path", "policy", "ledger", "open", "replay", "promote"}),
-    "doctor": frozenset(),
-    "corpus": frozenset(
-        {
-            *("corpus", "sandbox", "model", "tokenizer", "objective", "backend"),
-            *("data.seq_len", "data.truncation"),
-        }
-    ),
-}
+# Groups whose options set keys of the others.
+_BUNDLES = frozenset({"preset", "experiment"})
+_EVERYWHERE = frozenset({"task", "hydra", "sweep"})
+
+
+def _reads(task: str) -> frozenset[str]:
+    """Return the settings, sections and groups whose declarations name a task."""
+    naming = {
+        path
+        for path, several in declarations().items()
+        if any(task in one.read_by for one in several)
+    }
+    inner = {path for path in naming if path.rpartition(".")[0] in naming}
+    return frozenset(naming - inner) | (_BUNDLES if task in TRAINING else frozenset())
+
+
+TASK_READS: dict[str, frozenset[str]] = {task: _reads(task) for task in TASKS}
 _READ_OF_THE_BASE = frozenset({"model", "tokenizer", "quant", "lora", "backend"})
 
 
 def problems_of(config: RunConfig) -> list[MensError]:
     """List everything wrong with typed values that can be told without looking at files."""
-    problems: list[MensError] = [*range_problems(config)]
-    groups = (trainer, schedule, optim, checkpoint, adapter, data, lora, objective, backend, quant)
+    problems: list[MensError] = [*range_problems(config), *_idle_values(config, config)]
+    groups = (trainer, schedule, optim, adapter, data, lora, objective, backend, quant)
     for rules in (*groups, sharded):
         problems += rules.problems(config)
     if not any(range_problems(config.model, "model.")):  # its rules divide by its values
@@ -151,13 +98,11 @@ def range_problems(node: Any, prefix: str = "") -> Iterator[ConfigError]:
             for name, entry in value.items():
                 if dataclasses.is_dataclass(entry):  # a mapping of plain values has no ranges
                     yield from range_problems(entry, f"{path}.{name}.")
-        else:
-            bounds = range_of(field)
-            if bounds is not None and value is not None and not bounds.accepts(value):
-                kind = "a value" if math.isfinite(value) else "a finite value"
-                yield ConfigError(
-                    "out of range", where=path, found=value, expected=f"{kind} {bounds}"
-                )
+        elif not _in_range(field, value):
+            kind = "a value" if math.isfinite(value) else "a finite value"
+            yield ConfigError(
+                "out of range", where=path, found=value, expected=f"{kind} {range_of(field)}"
+            )
 
 
 def unread_overrides(name: str, keys: Iterable[str], *, path: str | None = None) -> list[MensError]:
@@ -173,10 +118,10 @@ def unread_overrides(name: str, keys: Iterable[str], *, path: str | None = None)
     for key in keys:
         group = key.split(".", 1)[0].split("/", 1)[0]  # hydra/launcher is Hydra's, as hydra.run
         whole_group = key == group and any(read.startswith(f"{group}.") for read in reads)
-        if group not in {"task", "hydra", "sweep"} and not whole_group and not {key, group} & reads:
+        if group not in _EVERYWHERE and not whole_group and not {key, group} & reads:
             problems.append(
-                ConfigError(
-                    f"has no effect with task={name}",
+                NoEffectError(
+                    f"with task={name}",
                     where=key,
                     expected=f"task={name} reads {', '.join(sorted(reads))}",
                     remedy=f"drop {key}, or choose another task",
@@ -199,16 +144,70 @@ def _read_beside(name: str, path: str | None) -> frozenset[str]:
 def ineffective_overrides(config: RunConfig, keys: Iterable[str]) -> list[MensError]:
     """List explicit overrides that other values of the configuration leave without effect.
 
+    Each is refused once, by the first condition that is not met. What the task does not read is
+    left to :func:`unread_overrides`.
+
     Args:
         config: the whole configuration.
         keys: override keys as given.
     """
-    return [
-        *data.unread(config, keys),
-        *backend.unread(config, keys),
-        *sandbox.unread(config, keys),
-        *task.unread(config, keys),
-        *corpus.unread(config, keys),
-        *suite.unread(config, keys),
-        *promote.unread(config, keys),
-    ]
+    keys = list(keys)
+    unread = {one.where for one in unread_overrides(config.task.name, keys, path=config.path)}
+    problems: list[MensError] = []
+    for key in keys:
+        chain = declarations_of(config, key) if key not in unread else []
+        exempt = [condition for about in chain for condition in about.even_if]
+        for about in chain:
+            unmet = _unmet(config, about, exempt) if about.idle is UNSET else None
+            if unmet is not None:
+                problems.append(
+                    NoEffectError(
+                        unmet.words(config),
+                        where=key,
+                        expected=unmet.needs,
+                        remedy=unmet.remedy or f"drop {key}",
+                    )
+                )
+                break
+    return problems
+
+
+def _idle_values(config: RunConfig, node: Any, prefix: str = "") -> Iterator[ConfigError]:
+    """Yield values that have no effect and are not the ones that such settings have."""
+    for field in dataclasses.fields(node):
+        value, path = getattr(node, field.name), f"{prefix}{field.name}"
+        inner = value.items() if isinstance(value, dict) else ()
+        if dataclasses.is_dataclass(value):
+            yield from _idle_values(config, value, f"{path}.")
+        for name, entry in inner:
+            if dataclasses.is_dataclass(entry):
+                yield from _idle_values(config, entry, f"{path}.{name}.")
+        about = declared(type(node), field.name)
+        if about.idle is UNSET or value == about.idle or not _in_range(field, value):
+            continue
+        unmet = _unmet(config, about)
+        if unmet is not None:
+            yield NoEffectError(
+                unmet.words(config),
+                where=path,
+                found=plain(value),
+                expected=f"{shown(plain(about.idle))}, or {unmet.needs}",
+                remedy=unmet.remedy,
+            )
+
+
+def _unmet(
+    config: RunConfig, about: Declaration, exempt: Sequence[Condition] = ()
+) -> Condition | None:
+    """Return the first condition of a declaration that a configuration does not meet."""
+    task = config.task.name
+    for one in about.only_if:
+        judged = one.tasks is None or task in one.tasks
+        if judged and one not in exempt and not one.holds(config):
+            return one
+    return None
+
+
+def _in_range(field: dataclasses.Field[Any], value: Any) -> bool:
+    bounds = range_of(field)
+    return bounds is None or value is None or bounds.accepts(value)

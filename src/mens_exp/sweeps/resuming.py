@@ -17,7 +17,7 @@ from mens_exp.config.launcher import LAUNCHERS, SLURM, launcher_settings, launch
 from mens_exp.config.overrides import check
 from mens_exp.config.sweep import Changes
 from mens_exp.config.validate import range_problems
-from mens_exp.errors import ConfigError, Problems, RequestError
+from mens_exp.errors import ConfigError, NoEffectError, Problems, RequestError
 from mens_exp.plan import machine
 from mens_exp.report import wording
 from mens_exp.sweeps.executors import executor_problems
@@ -66,8 +66,8 @@ def resume_sweep(overrides: Sequence[str]) -> int:
         record = SweepRecord.read(directory.record)
         _take_over(record, asked, {text.partition("=")[0] for text in overrides})
         if trials and record.search is None:
-            what = "has no effect on a sweep that lists its cells"
-            raise ConfigError(what, where=_TRIALS, found=trials[-1], remedy=f"drop {_TRIALS}")
+            words = "on a sweep that lists its cells"
+            raise NoEffectError(words, where=_TRIALS, found=trials[-1], remedy=f"drop {_TRIALS}")
         settings = launcher_settings(record.launcher_settings, record.launcher)
         last = max((job["number"] for job in record.jobs), default=0)
         Problems.raise_if(executor_problems(settings, 1 + last))

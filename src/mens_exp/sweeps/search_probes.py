@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mens_exp.config.search_space import written
-from mens_exp.errors import ConfigError, MensError
+from mens_exp.errors import ConfigError, MensError, NoEffectError
 from mens_exp.sweeps.search_cells import bare
 from mens_exp.tasks.settle import settled
 
@@ -102,8 +102,8 @@ def _others(dimension: Dimension) -> list[str | float]:
 
 
 def _idle_everywhere(key: str) -> ConfigError:
-    return ConfigError(
-        "has no effect in any trial",
+    return NoEffectError(
+        "in any trial",
         where=bare(key),
         expected="a key that does something beside one of the options at least",
         remedy=f"drop {key}",

@@ -13,7 +13,7 @@ from mens_exp.config.search import OptunaSweeper, Pruner, Sampler, search_settin
 from mens_exp.config.search_space import read_space
 from mens_exp.config.sweep import Invalid
 from mens_exp.config.validate import range_problems
-from mens_exp.errors import ConfigError, MensError, Problems, RequestError
+from mens_exp.errors import ConfigError, MensError, NoEffectError, Problems, RequestError
 from mens_exp.evals.kpi_table import KPIS, Direction
 from mens_exp.sweeps.capacity import device_problems, machine_notes
 from mens_exp.sweeps.executors import executor_problems
@@ -183,8 +183,8 @@ def _pruner_problems(search: OptunaSweeper, cells: Sequence[Cell]) -> Iterator[C
         cell.config.task.name == "train" and cell.config.trainer.val_check_interval is None
         for cell in cells
     ):
-        yield ConfigError(
-            "has no effect, as nothing is validated before training has ended",
+        yield NoEffectError(
+            "because nothing is validated before training has ended",
             where=where,
             found=found,
             remedy="set trainer.val_check_interval, micro-batches between validations",
@@ -202,7 +202,7 @@ def _idle_settings(search: OptunaSweeper, given: set[str]) -> Iterator[ConfigErr
     for name, (is_idle, beside) in idle.items():
         where = f"hydra.sweeper.{name}"
         if is_idle and where in given:
-            yield ConfigError(f"has no effect with {beside}", where=where, remedy=f"drop {where}")
+            yield NoEffectError(f"with {beside}", where=where, remedy=f"drop {where}")
 
 
 def _width_problems(search: OptunaSweeper, launcher: Launcher) -> Iterator[ConfigError]:
@@ -211,7 +211,7 @@ def _width_problems(search: OptunaSweeper, launcher: Launcher) -> Iterator[Confi
     if search.sampler is Sampler.tpe and many >= search.n_trials > search.startup_trials:
         name = "array_parallelism" if isinstance(launcher, SlurmLauncher) else "n_jobs"
         yield ConfigError(
-            "sampler=tpe has no effect with it, as all trials are drawn before one has a result",
+            "leaves sampler=tpe nothing to model: all trials are drawn before one has a result",
             where=f"hydra.launcher.{name}",
             found=f"{many} trials at a time, {search.n_trials} in all",
             expected="a few trials at a time",

@@ -11,7 +11,7 @@ from mens_exp.artifacts.adapter_v2 import lower
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.quant import QuantType
 from mens_exp.config.task import ExportFormat
-from mens_exp.errors import ConfigError, MensError, Problems
+from mens_exp.errors import ConfigError, MensError, NoEffectError, Problems
 from mens_exp.export.adapter import AdapterPlace, find, needs_base, out_problems, read
 from mens_exp.layout.adapter_base import AdapterBase, base_of
 from mens_exp.rows.cache import cache_root
@@ -117,11 +117,11 @@ def _without_effect(
         reason = f"format={config.format.value} takes all it needs from {place.directory}"
     for key in sorted(keys if reason else ()):
         if key.partition(".")[0] == "model":
-            yield ConfigError("has no effect here", where=key, found=reason, expected="no model")
+            yield NoEffectError("here", where=key, found=reason, expected="no model")
     tells = place.form == "v3" or place.run is not None
     for key in sorted(keys & {"export.base_quant", "export.double_quant"} if tells else ()):
-        yield ConfigError(
-            "has no effect here",
+        yield NoEffectError(
+            "here",
             where=key,
             found=f"{place.directory} tells how its base was quantized",
             expected="an adapter that does not: schema v2 or PEFT's form",

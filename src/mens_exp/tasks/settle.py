@@ -13,7 +13,7 @@ from mens_exp.config.mix import sources_of
 from mens_exp.config.model import HfModel
 from mens_exp.config.task import ExportFormat, OllamaForm
 from mens_exp.config.validate import TASK_READS, problems_of
-from mens_exp.errors import ConfigError, MensError, Problems
+from mens_exp.errors import MensError, NoEffectError, Problems
 from mens_exp.layout.hub import pinned
 from mens_exp.layout.starting_adapter import find
 from mens_exp.plan.preflight import preflight
@@ -235,8 +235,8 @@ def _told_by_the_run(cell: Cell) -> list[MensError]:
     """Refuse what a certificate takes from the run whose adapter it is, not from the command."""
     keys = {text.lstrip("+~").partition("=")[0] for text in cell.composed.overrides}
     return [
-        ConfigError(
-            "has no effect on the adapter of a run, which is measured on its own rows",
+        NoEffectError(
+            "on the adapter of a run, which is measured on its own rows",
             where=key,
             expected="no such setting, or an adapter without its run",
             remedy=f"drop {key}; parity.text=<file> names another text",

@@ -13,7 +13,6 @@ from mens_exp.config.corpus import (
 )
 from mens_exp.config.data import MixStop
 from mens_exp.config.rules import corpus as rules
-from mens_exp.config.rules import sandbox
 from mens_exp.config.sandbox import BubblewrapSandbox, NoSandbox
 
 
@@ -108,20 +107,6 @@ def test_a_mix_that_cannot_be_drawn_is_refused(mix, what):
     assert what in told(["mix"], mix=mix)
 
 
-@pytest.mark.parametrize(
-    ("key", "what"),
-    [
-        ("corpus.mix.seed", "no effect without the step mix"),
-        ("corpus.split.by", ""),
-        ("corpus.mix.budget_tokens", "no effect under corpus.mix.stop=all_exhausted"),
-    ],
-)
-def test_settings_of_steps_that_are_not_done_are_refused(key, what):
-    """They would do nothing."""
-    message = "\n".join(map(str, rules.unread(config(["split"]), [key])))
-    assert (what in message) if what else message == ""
-
-
 def test_code_is_compiled_in_a_sandbox_alone():
     """sandbox=none and compile=true contradict each other; either alone is fine."""
     compiles = ValidateConfig(compile=True)
@@ -132,15 +117,6 @@ def test_code_is_compiled_in_a_sandbox_alone():
     assert told(["validate"], sandbox=NoSandbox()) == ""
 
 
-def test_a_sandbox_has_no_effect_where_nothing_is_compiled():
-    """Its settings are then errors."""
-    keys = ["sandbox", "sandbox.cpu_s", "corpus.steps"]
-    assert len(list(sandbox.unread(config(["validate"]), keys))) == 2
-    compiled = config(["validate"], validate=ValidateConfig(compile=True))
-    assert list(sandbox.unread(compiled, keys)) == []
-
-
 def test_other_tasks_are_not_asked():
     """A run that trains has no steps."""
     assert list(rules.problems(config([], task="train"))) == []
-    assert list(rules.unread(config([], task="train"), ["corpus.mix.seed"])) == []

@@ -57,9 +57,8 @@ def test_what_has_none_is_refused(steps, more, where, what):
 def test_settings_of_near_duplicates_need_a_threshold():
     """Exact ones have no shingles and no signatures."""
     more = ["corpus.dedupe.threshold=null", "corpus.dedupe.shingle_tokens=3"]
-    assert told("dedupe", *more) == [
-        ("corpus.dedupe.shingle_tokens", "has no effect on exact duplicates")
-    ]
+    why = "with corpus.dedupe.threshold=null, which looks for exact duplicates alone"
+    assert told("dedupe", *more) == [("corpus.dedupe.shingle_tokens", f"has no effect {why}")]
 
 
 def test_a_report_that_looks_for_no_duplicates_reads_nothing_of_them():

@@ -92,7 +92,7 @@ def test_problems_of_all_sources_are_told_together():
     ("more", "told"),
     [
         (("data.stop=budget",), "is needed with data.stop=budget"),
-        (("data.budget_tokens=9",), "has no effect without a budget"),
+        (("data.budget_tokens=9",), "has no effect with data.stop=all_exhausted"),
     ],
 )
 def test_budget_and_its_size_go_together(more, told):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mens_exp.config.model import ModelFamily, RandomModel
-from mens_exp.config.rules.model import problems
+from mens_exp.config.validate import problems_of
 
 SOUND = {
     "llama": {},
@@ -49,7 +49,7 @@ UNSOUND = {
 def wrong(tiny_config, values):
     config = tiny_config()
     config.model = RandomModel(name="random", **values)
-    return [problem.where for problem in problems(config)]
+    return [problem.where for problem in problems_of(config)]
 
 
 @pytest.mark.parametrize("name", SOUND)

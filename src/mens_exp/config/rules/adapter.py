@@ -33,13 +33,6 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
         yield from _validations(config, needing)
     if config.adapter.metric == _LOSS:
         return
-    if config.adapter.select is not Selection.best:
-        yield ConfigError(
-            "has no effect with adapter.select=last",
-            where="adapter.metric",
-            found=config.adapter.metric,
-            expected="adapter.select=best beside it",
-        )
     yield from _kpi(config)
 
 

@@ -11,11 +11,11 @@ from mens_exp.config.quant import ComputeDtype
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from mens_exp.config.root import RunConfig
 
-__all__ = ["PROXY_STACK", "problems", "unread"]
+__all__ = ["PROXY_STACK", "problems"]
 
 PROXY_STACK = "proxy_stack"  # the proxy's only target
 _OWN_IDS_ONLY = frozenset({"qlora", "lora", "full", "proxy"})  # the planner's gate 2 refuses vox
@@ -66,38 +66,7 @@ def _encodes_for_it(config: RunConfig) -> bool:
     return config.task.name in {"train", "plan"} or config.path == "base"
 
 
-def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
-    """Yield explicit settings of adapters where there is none, and permissions of nothing.
-
-    Args:
-        config: the whole configuration.
-        keys: override keys as given.
-    """
-    if config.backend.name == "full":
-        for key in keys:
-            if key.partition(".")[0] == "lora":
-                yield ConfigError(
-                    "has no effect with backend=full, which has no adapter",
-                    where=key,
-                    remedy=f"drop {key}, or choose another backend",
-                )
-    permission = "tokenizer.allow_unrelated_rows"
-    if permission in keys and not (config.tokenizer.name == "vox" and _is_pretrained(config)):
-        yield ConfigError(
-            "has no effect but with tokenizer=vox on pretrained weights",
-            where=permission,
-            remedy=f"drop {permission}",
-        )
-
-
 def _proxy(config: RunConfig, backend: ProxyConfig) -> Iterator[ConfigError]:
-    if backend.lm_head_only and backend.max_layers is not None:
-        yield ConfigError(
-            "has no effect with backend.lm_head_only=true",
-            where="backend.max_layers",
-            found=backend.max_layers,
-            expected="null",
-        )
     if backend.require_full_stack and (backend.lm_head_only or backend.max_layers == 0):
         yield ConfigError(
             "a head alone is no full stack",

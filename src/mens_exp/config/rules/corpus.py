@@ -11,11 +11,11 @@ from mens_exp.config.data import MixStop
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from mens_exp.config.root import RunConfig
 
-__all__ = ["problems", "unread"]
+__all__ = ["problems"]
 
 # Step -> steps that cannot come before it, and why.
 _NOT_AFTER: Final[dict[str, tuple[frozenset[str], str]]] = {
@@ -39,9 +39,6 @@ _NOT_AFTER: Final[dict[str, tuple[frozenset[str], str]]] = {
         "mix repeats rows; after a split it repeats rows to train on alone",
     ),
 }
-# Groups that only the report reads: what rows become when they are encoded.
-_OF_THE_REPORT: Final = frozenset({"model", "tokenizer", "objective", "backend", "data"})
-_NEAR_ALONE: Final = ("corpus.dedupe.shingle_tokens", "corpus.dedupe.permutations")
 
 
 def problems(config: RunConfig) -> Iterator[ConfigError]:
@@ -55,60 +52,6 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
         yield from _order(corpus)
         yield from _places(corpus)
     yield from _settings(config, corpus)
-
-
-def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
-    """Yield overrides of steps that are not done.
-
-    Args:
-        config: the whole configuration.
-        keys: override keys as given.
-    """
-    if config.task.name != "corpus":
-        return
-    for key in keys:
-        node, _, step = key.partition(".")
-        step = step.partition(".")[0]
-        if node in _OF_THE_REPORT and "report" not in config.corpus.steps:
-            yield ConfigError(
-                "has no effect without the step report, which counts tokens",
-                where=key,
-                found=", ".join(config.corpus.steps) or "no step",
-                expected="report as the last of corpus.steps",
-                remedy=f"add the step, or drop {key}",
-            )
-        if key.startswith("corpus.dedupe.") and _looks_for_duplicates(config.corpus):
-            yield from _near(config.corpus, key)
-        elif node == "corpus" and step in STEPS and step not in config.corpus.steps:
-            yield ConfigError(
-                f"has no effect without the step {step}",
-                where=key,
-                found=", ".join(config.corpus.steps) or "no step",
-                expected=f"{step} among corpus.steps",
-                remedy=f"add the step, or drop {key}",
-            )
-        if key == "corpus.mix.budget_tokens" and config.corpus.mix.stop is not MixStop.budget:
-            yield ConfigError(
-                f"has no effect under corpus.mix.stop={config.corpus.mix.stop.value}",
-                where=key,
-                expected="corpus.mix.stop=budget beside it",
-            )
-
-
-def _looks_for_duplicates(corpus: CorpusConfig) -> bool:
-    return "dedupe" in corpus.steps or ("report" in corpus.steps and corpus.report.duplicates)
-
-
-def _near(corpus: CorpusConfig, key: str) -> Iterator[ConfigError]:
-    """Yield a setting of near-duplicates where only exact ones are looked for."""
-    if key in _NEAR_ALONE and corpus.dedupe.threshold is None:
-        yield ConfigError(
-            "has no effect on exact duplicates",
-            where=key,
-            found="corpus.dedupe.threshold=null",
-            expected="a threshold beside it",
-            remedy=f"drop {key}",
-        )
 
 
 def _names(corpus: CorpusConfig) -> Iterator[ConfigError]:

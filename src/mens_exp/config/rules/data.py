@@ -11,7 +11,6 @@ from mens_exp.config.data import (
     JsonlData,
     MixData,
     MixStop,
-    OnBadRow,
     RowFormat,
     RowsData,
     SyntheticData,
@@ -20,17 +19,15 @@ from mens_exp.config.mix import in_source, sources_of
 from mens_exp.errors import ConfigError, Problems
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from mens_exp.config.data import DataConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.errors import MensError
 
-__all__ = ["problems", "unread"]
+__all__ = ["problems"]
 
 _FILES = "a file, a list such as [a.jsonl,b.jsonl], or a glob such as rows/*.jsonl"
-_CERTIFIED = ("train", "plan")
-_NOT_OF_ENDS = ("data.contract.min_supervised_frac", "data.contract.allow_untrained_end")
 # The columns without which rows of a format have nothing to learn from.
 _NEEDED = {
     RowFormat.pair: ("prompt", "response"),
@@ -124,13 +121,11 @@ def _mix(data: MixData) -> Iterator[MensError]:
     """Yield what is wrong with a mix and with each of its sources."""
     from mens_exp.config.validate import range_problems  # which imports this module
 
-    budgeted = data.stop is MixStop.budget
-    if budgeted is (data.budget_tokens is None):
+    if data.stop is MixStop.budget and data.budget_tokens is None:
         yield ConfigError(
-            "is needed with data.stop=budget" if budgeted else "has no effect without a budget",
+            "is needed with data.stop=budget",
             where="data.budget_tokens",
-            found=data.budget_tokens,
-            expected="a number of tokens" if budgeted else "data.stop=budget",
+            expected="a number of tokens",
         )
     try:
         sources = sources_of(data)
@@ -143,73 +138,6 @@ def _mix(data: MixData) -> Iterator[MensError]:
     for number, source in enumerate(sources):
         for one in (*range_problems(source.data, "data."), *_of_source(source.data)):
             yield in_source(one, number)
-
-
-def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
-    """Yield overrides of `data` that other values leave without effect.
-
-    Args:
-        config: the whole configuration.
-        keys: override keys as given.
-    """
-    data = config.data
-    named = set(keys)
-    if "data.show" in named and config.task.name != "plan":
-        yield ConfigError(
-            f"has no effect with task={config.task.name}",
-            where="data.show",
-            expected="task=plan, which shows rows",
-            remedy="add task=plan, or drop data.show",
-        )
-    if "data.val_max_tokens" in named and config.task.name == "attribute":
-        yield ConfigError(
-            "has no effect with task=attribute",
-            where="data.val_max_tokens",
-            expected="attribute.tokens, which says how many tokens are measured on",
-        )
-    yield from _unread_limits(config, named)
-    if "data.max_bad_frac" in named and getattr(data, "on_bad_row", None) is OnBadRow.error:
-        yield ConfigError(
-            "has no effect with data.on_bad_row=error",
-            where="data.max_bad_frac",
-            expected="data.on_bad_row=quarantine, which puts bad rows aside",
-            remedy="add data.on_bad_row=quarantine, or drop data.max_bad_frac",
-        )
-    if "data.shuffle_buffer" in named and not getattr(data, "streaming", True):
-        yield ConfigError(
-            "has no effect without data.streaming=true",
-            where="data.shuffle_buffer",
-            expected="data.streaming=true; otherwise all rows are shuffled and packed together",
-        )
-    for other in ("val_path", "val_split"):
-        if "data.val_frac" in named and getattr(data, other, None) is not None:
-            yield ConfigError(
-                f"has no effect with data.{other}",
-                where="data.val_frac",
-                found=data.val_frac,
-                expected="one of the two",
-                remedy=f"drop data.val_frac, or data.{other}",
-            )
-
-
-def _unread_limits(config: RunConfig, named: set[str]) -> Iterator[ConfigError]:
-    """Yield limits of the data contract that nothing is held against."""
-    limits = sorted(key for key in named if key.startswith("data.contract"))
-    for key in limits:
-        if config.task.name not in _CERTIFIED:
-            yield ConfigError(
-                f"has no effect with task={config.task.name}",
-                where=key,
-                expected="task=train or task=plan, which hold rows against it",
-                remedy=f"drop {key}",
-            )
-        elif config.objective.labels == "last_k" and key in _NOT_OF_ENDS:
-            yield ConfigError(
-                "has no effect with objective=last_k, which learns the end of a text as it is",
-                where=key,
-                expected="objective=assistant or objective=causal",
-                remedy=f"drop {key}",
-            )
 
 
 def _files(where: str, value: Any) -> Iterator[ConfigError]:

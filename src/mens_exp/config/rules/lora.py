@@ -29,13 +29,6 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
             found=lora.init.value,
             expected="lora.init=default, or quant=nf4 with an empty quant.skip",
         )
-    if lora.loftq_iters > 1 and lora.init is not LoraInit.loftq:
-        yield ConfigError(
-            f"has no effect with lora.init={lora.init.value}",
-            where="lora.loftq_iters",
-            found=lora.loftq_iters,
-            expected="1, or lora.init=loftq",
-        )
     if lora.init_from is not None and lora.init is not LoraInit.default:
         yield ConfigError(
             "an adapter starts from one place",

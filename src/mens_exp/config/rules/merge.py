@@ -17,17 +17,10 @@ __all__ = ["problems"]
 
 
 def problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what is wrong with the inputs of a merge, and an adapter file where none is read."""
+    """Yield what is wrong with the inputs of a merge."""
     if config.task.name != "merge":
-        if config.adapter.file is not None:
-            yield ConfigError(
-                f"has no effect with task={config.task.name}",
-                where="adapter.file",
-                found=config.adapter.file,
-                expected="task=merge",
-                remedy="drop adapter=, or start from it with lora.init_from=<its directory>",
-            )
-    elif config.adapter.file is not None:
+        return
+    if config.adapter.file is not None:
         yield from _files(config, config.adapter.file)
     else:
         yield from _directory(config)
@@ -48,14 +41,6 @@ def _directory(config: RunConfig) -> Iterator[ConfigError]:
             found="base",
             expected="a run or an adapter directory, or latest",
         )
-    for name, value in (("meta", config.meta), ("base_shard", config.base_shard or None)):
-        if value is not None:
-            yield ConfigError(
-                "has no effect without adapter=<safetensors>",
-                where=name,
-                found=value,
-                remedy=f"drop {name}, or name the adapter's tensors with adapter=",
-            )
 
 
 def _files(config: RunConfig, file: str) -> Iterator[ConfigError]:
@@ -68,14 +53,6 @@ def _files(config: RunConfig, file: str) -> Iterator[ConfigError]:
             remedy="merge it where it was made, with: vox mens merge-weights; an adapter that "
             "backend=burn trained here merges with task=merge path=<its run>",
         )
-    for name, value in (("path", config.path), ("base", config.base)):
-        if value is not None:
-            yield ConfigError(
-                "has no effect beside adapter=<safetensors>",
-                where=name,
-                found=value,
-                remedy=f"drop {name}, or merge by path= alone",
-            )
     needed: dict[str, tuple[str | list[str] | None, str, str]] = {
         "meta": (config.meta, "the adapter's JSON header, of schema v2 or v3", "<json>"),
         "base_shard": (config.base_shard, "the base's safetensors files", "[a.safetensors,…]"),

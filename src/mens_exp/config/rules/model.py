@@ -20,16 +20,6 @@ _STRADDLES = "4-bit blocks would straddle rows, which bitsandbytes gets wrong in
 BLOCK_SIZE = 64  # bitsandbytes' default block of one scale; asserted in tests/backends
 
 
-_HAVE_WINDOWS = (
-    ModelFamily.mistral,
-    ModelFamily.qwen2,
-    ModelFamily.qwen3,
-    ModelFamily.phi3,
-    ModelFamily.gemma2,
-    ModelFamily.gemma3_text,
-)
-
-
 def problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield what is wrong with `model`, its dimensions all in their intervals."""
     model = config.model
@@ -44,7 +34,7 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
         if config.quant.is_four_bit:
             yield from _widths(model)
         yield from _heads(model)
-        yield from _without_effect(model)
+        yield from _shared_heads(model)
 
 
 def _widths(model: RandomModel) -> Iterator[ConfigError]:
@@ -92,27 +82,11 @@ def _heads(model: RandomModel) -> Iterator[ConfigError]:
         )
 
 
-def _without_effect(model: RandomModel) -> Iterator[ConfigError]:
-    """Yield settings that the family has no place for."""
-    family = model.family
-    if family is ModelFamily.gpt2 and model.num_key_value_heads != model.num_attention_heads:
+def _shared_heads(model: RandomModel) -> Iterator[ConfigError]:
+    if model.family is ModelFamily.gpt2 and model.num_key_value_heads != model.num_attention_heads:
         yield ConfigError(
             "gpt2 gives every query head keys and values of its own",
             where="model.num_key_value_heads",
             found=model.num_key_value_heads,
             expected=f"{model.num_attention_heads}, as num_attention_heads",
-        )
-    if family is ModelFamily.gpt2 and model.head_dim is not None:
-        yield ConfigError(
-            "has no effect with family=gpt2, whose heads share hidden_size among them",
-            where="model.head_dim",
-            found=model.head_dim,
-            expected="null",
-        )
-    if model.sliding_window is not None and family not in _HAVE_WINDOWS:
-        yield ConfigError(
-            f"has no effect with family={family.value}, whose layers have no window",
-            where="model.sliding_window",
-            found=model.sliding_window,
-            expected=f"null, or a family of {', '.join(one.value for one in _HAVE_WINDOWS)}",
         )

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from mens_exp.config.policy import BurnProductionPolicy
+from mens_exp.config.policy import DECIDES, BurnProductionPolicy
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from mens_exp.config.root import RunConfig
 
-__all__ = ["problems", "unread"]
+__all__ = ["problems"]
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PAIR = 2
@@ -32,11 +32,11 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
             expected="a file, made when it is not there",
             remedy="add ledger=<file>",
         )
-    asked = [_decides(config), config.open is not None, config.replay]
+    asked = [DECIDES.holds(config), config.open is not None, config.replay]
     if sum(asked) != 1:
         what = "several things at once" if sum(asked) > 1 else "nothing to do"
         yield ConfigError(what, where="task=promote", expected=_ANY)
-    if _decides(config) and config.path is None:
+    if DECIDES.holds(config) and config.path is None:
         yield ConfigError(
             "no evidence",
             where="path",
@@ -45,11 +45,6 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
         )
     if config.open is not None:
         yield from _cycle_problems(config)
-
-
-def _decides(config: RunConfig) -> bool:
-    """Tell a decision from the opening of a cycle, which freezes the policy's values."""
-    return config.policy is not None and config.open is None
 
 
 def _cycle_problems(config: RunConfig) -> Iterator[ConfigError]:
@@ -90,28 +85,3 @@ def _cycle_problems(config: RunConfig) -> Iterator[ConfigError]:
             where="promote.factor",
             expected="what the arms differ in, such as backend",
         )
-
-
-def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
-    """Yield overrides that the thing to do leaves without effect.
-
-    Args:
-        config: the whole configuration.
-        keys: override keys as given.
-    """
-    if config.task.name != "promote":
-        return
-    for key in keys:
-        of_cycle = key.startswith("promote.") and key != "promote.parity"
-        has_effect = {
-            "promote.parity": _decides(config),
-            "path": _decides(config),
-        }.get(key, config.open is not None if of_cycle else True)
-        if not has_effect:
-            needed = "open=<cycle>" if of_cycle else _DECIDES
-            yield ConfigError(
-                f"has no effect without {needed.partition(' ')[0]}",
-                where=key,
-                expected=needed,
-                remedy=f"drop {key}",
-            )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mens_exp.config.fields import shown
-from mens_exp.config.quant import QuantType, StorageDtype
+from mens_exp.config.quant import QuantType
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,33 +48,12 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
             found=", ".join(quant.skip),
             expected="each module once",
         )
-    if not quant.is_four_bit:
-        yield from _without_effect(quant)
     if quant.is_quantized and name == "proxy":
         yield from _unused_by_the_proxy(quant)
 
 
 def _bases(backend: str) -> str:
     return "nf4 or fp4" if backend == "proxy" else "nf4, fp4 or int8"
-
-
-def _without_effect(quant: QuantConfig) -> Iterator[ConfigError]:
-    """Yield what only 4-bit weights have, and, of weights left as they are, what to leave out."""
-    usual: dict[str, tuple[Any, Any]] = {
-        "double_quant": (quant.double_quant, False),
-        "block_size": (quant.block_size, None),
-        "storage_dtype": (quant.storage_dtype, StorageDtype.u8),
-    }
-    if not quant.is_quantized:
-        usual["skip"] = (quant.skip, [])
-    for field, (found, expected) in usual.items():
-        if found != expected:
-            yield ConfigError(
-                f"has no effect with quant.quant_type={quant.quant_type.value}",
-                where=f"quant.{field}",
-                found=getattr(found, "value", found),
-                expected=shown(getattr(expected, "value", expected)),
-            )
 
 
 def _unused_by_the_proxy(quant: QuantConfig) -> Iterator[ConfigError]:
@@ -87,13 +65,6 @@ def _unused_by_the_proxy(quant: QuantConfig) -> Iterator[ConfigError]:
             found=quant.quant_type.value,
             expected=_bases("proxy"),
             remedy="choose quant=nf4, or backend=qlora",
-        )
-    if quant.storage_dtype is not StorageDtype.u8:
-        yield ConfigError(
-            "has no effect with backend=proxy, which keeps no packed codes",
-            where="quant.storage_dtype",
-            found=quant.storage_dtype.value,
-            expected=StorageDtype.u8.value,
         )
     if quant.skip:
         yield ConfigError(

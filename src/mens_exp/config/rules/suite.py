@@ -1,4 +1,4 @@
-"""Rules of suites, and of settings of answers that nothing reads."""
+"""Rules of suites, and of the answers to their items."""
 
 from __future__ import annotations
 
@@ -17,19 +17,11 @@ from mens_exp.config.suite import (
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from mens_exp.config.root import RunConfig
 
-__all__ = ["problems", "scorecard_of", "too_late", "unread"]
-
-_OF_A_SERVER = frozenset({"eval.base_url", "eval.model", "eval.api_key_env"})
-_OF_THE_GRAPH = frozenset({"model", "tokenizer", "quant", "lora", "backend", "data", "trainer"})
-_OF_OUR_GRAPH = frozenset({"quant", "lora", "backend", "trainer"})
-# What a specification says itself, of each of its conditions.
-_OF_A_SPEC = {"eval.base_url", "eval.model"} | {"path", "eval.engine", "eval.max_retries"}
-_OF_DRAWING = frozenset({"eval.top_p", "eval.seed"})
-_OF_ANSWERS = _OF_DRAWING | {"eval.temperature", "eval.samples", "eval.max_retries"}
+__all__ = ["problems", "scorecard_of", "too_late"]
 
 
 def problems(config: RunConfig) -> Iterator[ConfigError]:
@@ -89,16 +81,7 @@ def _keeping(config: RunConfig) -> Iterator[ConfigError]:
 def _while_training(config: RunConfig) -> Iterator[ConfigError]:
     """Yield what is wrong with the scorecard during training."""
     node = scorecard_of(config)
-    if node is None:
-        return
-    if node.every_n_steps is None:
-        if node.items != ScorecardConfig().items:
-            yield ConfigError(
-                "has no effect while nothing is scored in training",
-                where="callbacks.scorecard.items",
-                found=node.items,
-                expected="callbacks.scorecard.every_n_steps beside it",
-            )
+    if node is None or node.every_n_steps is None:
         return
     if config.suite.name == "none":
         yield ConfigError(
@@ -226,63 +209,3 @@ def _server(config: RunConfig) -> Iterator[ConfigError]:
                 if name == "base_url"
                 else "the name that the server calls the model",
             )
-
-
-def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
-    """Yield explicit settings that other settings leave without effect.
-
-    Args:
-        config: the whole configuration.
-        keys: override keys as given.
-    """
-    settings = config.eval
-    for key in keys:
-        if key.partition(".")[0] == "eval" and config.suite.name == "none":
-            yield _no_effect(key, "suite=none", "a suite, such as suite=mini_python")
-        elif config.task.name == "evaluate" and _is_unread(key, config):
-            because = f"suite={config.suite.name} and eval.engine={settings.engine.value}"
-            yield _no_effect(key, because, "suite=heldout_syntax with eval.engine=hf")
-        elif key in _OF_ANSWERS and isinstance(config.suite, LmEvalSuite):
-            yield _no_effect(key, "suite=lm_eval, whose task files say it", "another suite")
-        elif key in _OF_A_SPEC and config.suite.name == "scorecard_spec":
-            yield _no_effect(key, "suite=scorecard_spec", "another suite")
-        elif key == "suite.function" and not _calls(config):
-            yield _no_effect(key, "another suite.check", "suite.check=function")
-        elif key in _OF_A_SERVER and not _asks_a_server(config):
-            yield _no_effect(key, f"eval.engine={settings.engine.value}", "eval.engine=openai")
-        elif settings.keep_passing is None and _is_of_keeping(key, config):
-            yield _no_effect(key, "eval.keep_passing=null", "eval.keep_passing=<file>")
-        elif key in _OF_DRAWING and settings.temperature == 0:
-            yield _no_effect(key, "eval.temperature=0", "eval.temperature above 0")
-
-
-def _is_of_keeping(key: str, config: RunConfig) -> bool:
-    """Tell whether a setting says how passing answers are kept, and nothing else."""
-    return key == "eval.keep_per_prompt" or (key == "ledger" and config.task.name == "evaluate")
-
-
-def _asks_a_server(config: RunConfig) -> bool:
-    return config.eval.engine is EngineKind.openai or config.suite.name == "scorecard_spec"
-
-
-def _calls(config: RunConfig) -> bool:
-    return isinstance(config.suite, JsonlSuite) and config.suite.check is JsonlCheck.function
-
-
-def _is_unread(key: str, config: RunConfig) -> bool:
-    """Tell whether an evaluation has no use for a setting."""
-    group = key.partition(".")[0]
-    if _asks_a_server(config):
-        return group in _OF_THE_GRAPH
-    if config.eval.engine is EngineKind.vllm and group in _OF_OUR_GRAPH:
-        return key != "quant.compute_dtype"
-    return group == "data" and config.suite.name != "heldout_syntax"
-
-
-def _no_effect(key: str, because: str, expected: str) -> ConfigError:
-    return ConfigError(
-        f"has no effect with {because}",
-        where=key,
-        expected=expected,
-        remedy=f"drop {key}, or choose {expected}",
-    )

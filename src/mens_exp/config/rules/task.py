@@ -6,15 +6,14 @@ import re
 from typing import TYPE_CHECKING
 
 from mens_exp.config.quant import QuantType
-from mens_exp.config.task import ExportFormat, OllamaForm
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from mens_exp.config.root import RunConfig
 
-__all__ = ["problems", "unread"]
+__all__ = ["problems"]
 
 
 _READS_A_PATH = {
@@ -26,30 +25,6 @@ _READS_A_PATH = {
     "inspect": "nothing to inspect",
     "compare": "nothing to compare",
     "sync": "nothing to upload",
-}
-_ADAPTERS = frozenset({ExportFormat.peft, ExportFormat.v2, ExportFormat.v3})
-_BUNDLE, _ADAPTER, _MERGED = "a run packed whole", "an adapter", "a merged model"
-# Whose graph is run on a text; the schemas' deltas are compared as they stand.
-_COMPARED = frozenset({ExportFormat.peft, ExportFormat.ollama, ExportFormat.vllm, _MERGED})
-# What reads a setting of task=export, by its key or its node: a format, or a kind of them.
-_READ_BY: dict[str, frozenset[ExportFormat | str]] = {
-    "export.checkpoints": frozenset({_BUNDLE}),
-    "export.allow_absolute_paths": frozenset({_BUNDLE}),
-    "export.base_quant": _ADAPTERS,
-    "export.double_quant": _ADAPTERS,
-    "gguf": frozenset({ExportFormat.gguf}),
-    "ollama": frozenset({ExportFormat.ollama}),
-    "base": frozenset({_MERGED}),
-    "merge": frozenset({_MERGED}),
-    "model": frozenset({_ADAPTER}),
-    "data": frozenset({_MERGED}),
-    "tokenizer": frozenset({_MERGED}),
-    "parity.tokens": frozenset(
-        {ExportFormat.peft, ExportFormat.ollama, ExportFormat.vllm, _MERGED}
-    ),
-    "parity.text": frozenset({ExportFormat.peft, ExportFormat.ollama, ExportFormat.vllm, _MERGED}),
-    "parity": frozenset({_ADAPTER, _MERGED}),
-    "trainer": frozenset({_ADAPTER, _MERGED}),
 }
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -109,55 +84,6 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
         )
     if name == "chat" and config.prompt is not None and not config.prompt.strip():
         yield ConfigError("asks nothing", where="prompt", expected="a question, or null")
-
-
-def unread(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
-    """Yield overrides that another setting of the same task leaves without effect.
-
-    Args:
-        config: the whole configuration.
-        keys: override keys as given.
-    """
-    if config.task.name == "inspect":
-        yield from _unread_by_inspect(config, keys)
-    if config.task.name != "export":
-        return
-    written = {config.format, _kind_of(config)}
-    for key in keys:
-        readers = _READ_BY.get(key) or _READ_BY.get(key.partition(".")[0])
-        if readers is not None and not written & readers:
-            yield ConfigError(
-                f"has no effect with format={config.format.value}",
-                where=key,
-                expected=" or ".join(
-                    sorted(
-                        one if isinstance(one, str) else f"format={one.value}" for one in readers
-                    )
-                ),
-                remedy=f"drop {key}, or choose another format",
-            )
-
-
-def _kind_of(config: RunConfig) -> str:
-    """Return what task=export lets out."""
-    if config.format is ExportFormat.bundle:
-        return _BUNDLE
-    of_ollama = config.format is ExportFormat.ollama and config.ollama.form is OllamaForm.adapter
-    is_adapter = of_ollama or config.format in {*_ADAPTERS, ExportFormat.vllm}
-    return _ADAPTER if is_adapter else _MERGED
-
-
-def _unread_by_inspect(config: RunConfig, keys: Iterable[str]) -> Iterator[ConfigError]:
-    for key in keys:
-        needs = {"inspect.replay_steps": config.replay, "trainer.accelerator": config.verify}
-        if not needs.get(key, True):
-            switch = "replay" if key == "inspect.replay_steps" else "verify"
-            yield ConfigError(
-                f"has no effect with {switch}=false",
-                where=key,
-                expected=f"{switch}=true beside it",
-                remedy=f"add {switch}=true, or drop {key}",
-            )
 
 
 def _attribution(config: RunConfig) -> Iterator[ConfigError]:

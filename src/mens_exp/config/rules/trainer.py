@@ -40,13 +40,6 @@ def problems(config: RunConfig) -> Iterator[ConfigError]:
             found=trainer.accelerator,
             expected=expected_name(trainer.accelerator, ACCELERATORS),
         )
-    if trainer.device_gib is not None and config.task.name != "plan":
-        yield ConfigError(
-            f"has no effect with task={config.task.name}, which meets the device itself",
-            where="trainer.device_gib",
-            found=trainer.device_gib,
-            expected="null, or task=plan",
-        )
     yield from _shared(config)
 
 

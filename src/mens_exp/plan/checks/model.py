@@ -8,7 +8,7 @@ from mens_exp.config.backend import ProxyConfig
 from mens_exp.config.model import BundledModel, HfModel, RandomModel, WeightsDtype
 from mens_exp.config.rules.model import BLOCK_SIZE
 from mens_exp.config.validate import range_problems
-from mens_exp.errors import ConfigError, ModelFileError, SetupError
+from mens_exp.errors import ModelFileError, NoEffectError, SetupError
 from mens_exp.layout import hub
 from mens_exp.layout.bundled import locate
 from mens_exp.layout.cached import ready
@@ -64,8 +64,8 @@ def check(config: RunConfig) -> Iterator[MensError]:
 
 def _without_effect(model: HfModel) -> Iterator[MensError]:
     if model.revision is not None and hub.local(model.id) is not None:
-        yield ConfigError(
-            "has no effect on a directory",
+        yield NoEffectError(
+            "on a directory",
             where="model.revision",
             found=model.revision,
             expected=f"null, because model.id is the directory {model.id}",
@@ -103,8 +103,8 @@ def _remote_code(model: HfModel, config: dict[str, Any]) -> Iterator[MensError]:
         return
     code = (config.get("auto_map") or {}).get("AutoModelForCausalLM")
     if code is None:
-        yield ConfigError(
-            "has no effect: the model brings no code of its own",
+        yield NoEffectError(
+            "because the model brings no code of its own",
             where="model.trust_remote_code",
             found=True,
             expected="false",
