@@ -49,6 +49,18 @@ def test_a_row_tells_type_default_range_and_meaning():
     assert "Set by `all_linear`" in rows()["lora.targets"][-1]
 
 
+def test_a_row_tells_what_is_declared_of_a_key():
+    """Whether the contract holds it, what it needs, and what others call it."""
+    assert [rows()[key][3] for key in ("optim.lr", "quant.storage_dtype", "seed")] == [
+        *("yes", "", "yes"),
+    ]
+    learned = [key for key, cells in rows().items() if key.startswith("callbacks.") and cells[3]]
+    assert learned == ["callbacks.early_stopping.patience", "callbacks.early_stopping.min_delta"]
+    said = rows()["quant.double_quant"][-1]
+    assert "Needs quant.quant_type=nf4 or fp4." in said
+    assert "`double_quantization` in LLaMA-Factory." in said
+
+
 def test_no_cell_breaks_its_table():
     """Every row has the columns of its head."""
     width = 0

@@ -47,4 +47,5 @@ class AdapterConfig:
         "that callbacks.scorecard measures while training runs.",
         only_if=when("adapter.select", "best"),
         idle="val/loss",
+        aliases={"metric_for_best_model": "Transformers and TRL"},
     )

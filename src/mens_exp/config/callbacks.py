@@ -30,7 +30,10 @@ class EarlyStoppingConfig(CallbackConfig):
     """When a run ends before its last step, because validation no longer improves."""
 
     patience: int = setting(
-        3, "Validations without a lower loss before the run ends (Lightning's default).", ge=1
+        3,
+        "Validations without a lower loss before the run ends (Lightning's default).",
+        ge=1,
+        aliases={"early_stopping_patience": "Transformers and TRL and Axolotl"},
     )
     min_delta: float = setting(
         0.0, "Nats a token by which a loss must fall to count as lower (Lightning's default).", ge=0

@@ -21,6 +21,18 @@ class CheckpointConfig:
     """The interval of saved training states, and the number of states that stay."""
 
     every_n_steps: int = setting(
-        20, "Optimizer steps between checkpoints.", ge=1, only_if=_SAVES, idle=20
+        20,
+        "Optimizer steps between checkpoints.",
+        ge=1,
+        only_if=_SAVES,
+        idle=20,
+        aliases={"save_steps": "Transformers and TRL, Axolotl and LLaMA-Factory"},
     )
-    keep: int = setting(2, "Newest checkpoints kept.", ge=1, only_if=_SAVES, idle=2)
+    keep: int = setting(
+        2,
+        "Newest checkpoints kept.",
+        ge=1,
+        only_if=_SAVES,
+        idle=2,
+        aliases={"save_total_limit": "Transformers and TRL and Axolotl"},
+    )

@@ -100,16 +100,31 @@ class DataConfig:
         ge=8,
         contract=("exec.seq_len",),
         read_by={"corpus"},
+        aliases={
+            "cutoff_len": "LLaMA-Factory",
+            "max_seq_length": "Unsloth, older TRL and LitGPT",
+            "max_seq_len": "torchtune",
+            "max_length": "TRL",
+            "sequence_len": "Axolotl",
+        },
+        label="sequence length",
     )
     micro_batch_size: int = setting(
         1,
         "Sequences in one forward pass (measured: 1 × 4 is as fast as 4 × 1, in less memory).",
         ge=1,
         contract=("exec.batch_size",),
+        aliases={
+            "per_device_train_batch_size": "Transformers and TRL and LLaMA-Factory",
+            "micro_batch_size": "Axolotl and LitGPT",
+            "batch_size": "torchtune and H2O LLM Studio",
+        },
+        label="micro-batch size",
     )
     packing: bool = setting(
         True,  # the value of the setting, named by its position in the schema
         "Put several documents into one sequence, attention kept inside each; false pads.",
+        aliases={"packing": "TRL, LLaMA-Factory and Unsloth", "sample_packing": "Axolotl"},
     )
     val_frac: float = setting(
         0.05,
@@ -117,6 +132,7 @@ class DataConfig:
         gt=0,
         lt=1,
         only_if=(when("data.val_path", None), when("data.val_split", None)),
+        aliases={"val_size": "LLaMA-Factory", "val_set_size": "Axolotl"},
     )
     heldout_frac: float = setting(0.05, "Share of the groups kept for the suite.", gt=0, lt=1)
     val_max_tokens: int = setting(
@@ -127,7 +143,7 @@ class DataConfig:
         only_if=unless(
             "task.name",
             "attribute",
-            needs="attribute.tokens, which says how many tokens are measured on",
+            needs="another task; attribute.tokens says how many tokens it measures on",
         ),
     )
     truncation: Truncation | None = setting(

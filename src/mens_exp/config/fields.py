@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Any
@@ -179,6 +179,8 @@ class Declaration:
         changes: its effect on what is learned; None is that of the section around it.
         contract: parts of the fine-tune contract that are made of it, beside those of the
             section around it, such as ``exec.seq_len``.
+        label: its name in reports; None is its key, with spaces.
+        aliases: what other fine-tuners call it, and who does, for messages.
         read_by: tasks that read it, beside those that read the section around it.
         only_if: conditions without which it has no effect, beside those of the section around it.
         even_if: conditions of the section around it that it does not need.
@@ -190,6 +192,8 @@ class Declaration:
     range: Range | None = None
     changes: Effect | None = None
     contract: tuple[str, ...] = ()
+    label: str | None = None
+    aliases: Mapping[str, str] | None = None
     read_by: frozenset[str] = frozenset()
     only_if: tuple[Condition, ...] = ()
     even_if: tuple[Condition, ...] = ()

@@ -49,11 +49,13 @@ class WandbLogger(LoggerConfig):
         WandbMode.offline,
         "Both write into the run directory; with online, a process of its own uploads as it runs.",
     )
-    project: str = setting("mens_exp", "W&B project.")
+    project: str = setting("mens_exp", "W&B project.", aliases={"wandb_project": "Axolotl"})
     entity: str | None = setting(None, "W&B entity; null is the account's default.")
     group: str | None = setting(None, "W&B group; null is the sweep, or the experiment.")
     name: str | None = setting(
-        None, "W&B run name; null is made from what varies. Jobs of a sweep add their number to it."
+        None,
+        "W&B run name; null is made from what varies. Jobs of a sweep add their number to it.",
+        aliases={"run_name": "Transformers and TRL"},
     )
     tags: list[str] = setting([], "Tags beside those made from the overrides.")
     wait_s: float = setting(

@@ -41,15 +41,25 @@ class LoraConfig:
         "lm_head), "
         "last names of modules (q_proj, self_attn.q_proj), or globs over a module's whole path "
         "('*.layers.1?.mlp.*').",
+        aliases={
+            "lora_target": "LLaMA-Factory",
+            "lora_target_modules": "Axolotl and TRL",
+            "target_modules": "PEFT and Unsloth",
+        },
     )
     r: int = setting(
-        16, "Rank of the update (SigilDERG's value).", ge=1, contract=("adapter.rank",)
+        16,
+        "Rank of the update (SigilDERG's value).",
+        ge=1,
+        contract=("adapter.rank",),
+        aliases={"lora_rank": "LLaMA-Factory and torchtune", "lora_r": "Axolotl and LitGPT"},
     )
     alpha: int = setting(
         16,
         "Numerator of the scale: alpha / r, alpha / sqrt(r) in rslora (SigilDERG's value).",
         ge=1,
         contract=("adapter.alpha",),
+        aliases={"lora_alpha": "PEFT, Axolotl, LLaMA-Factory, torchtune and LitGPT"},
     )
     dropout: float = setting(
         0.05,
@@ -58,6 +68,7 @@ class LoraConfig:
         ge=0,
         lt=1,
         contract=("adapter.dropout",),
+        aliases={"lora_dropout": "PEFT, Axolotl, LLaMA-Factory, torchtune and LitGPT"},
     )
     variant: LoraVariant = setting(
         LoraVariant.lora,

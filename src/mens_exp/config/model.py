@@ -64,6 +64,7 @@ class ModelConfig:
         "auto, on or off: compute a layer's activations again in the backward pass instead of "
         "keeping them. auto: on for a GPU and a base of at least a billion parameters.",
         changes=Effect.NOTHING,
+        aliases={"gradient_checkpointing": "Transformers and TRL, Axolotl and Unsloth"},
     )
     default_lr: float | None = setting(
         None,

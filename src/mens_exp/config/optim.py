@@ -43,6 +43,8 @@ class OptimizerConfig:
         "Peak rate; unless set, that of the model's own option, model.default_lr.",
         gt=0,
         contract=("exec.learning_rate",),
+        aliases={"learning_rate": "Transformers and TRL, Axolotl and LLaMA-Factory"},
+        label="learning rate",
     )
 
 
@@ -52,7 +54,10 @@ class OptimConfig(OptimizerConfig):
 
     betas: list[float] = setting([0.9, 0.999], "Decay of the two averages (torch's default).")
     weight_decay: float = setting(
-        0.0, "Decoupled decay (0: adapters are small, B starts at 0).", ge=0
+        0.0,
+        "Decoupled decay (0: adapters are small, B starts at 0).",
+        ge=0,
+        aliases={"weight_decay": "Transformers and TRL, Axolotl and LLaMA-Factory"},
     )
 
 
@@ -61,7 +66,12 @@ class AdamwConfig(OptimConfig):
     """AdamW (arXiv:1711.05101), both moments in f32."""
 
     name: str = setting("adamw", "The option's name; set by the option.")
-    eps: float = setting(1e-8, "Added to the denominator (torch's default).", gt=0)
+    eps: float = setting(
+        1e-8,
+        "Added to the denominator (torch's default).",
+        gt=0,
+        aliases={"adam_epsilon": "Transformers and TRL and Axolotl"},
+    )
 
 
 @dataclass(kw_only=True, slots=True)

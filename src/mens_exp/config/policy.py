@@ -138,7 +138,7 @@ _OF_A_CYCLE = unless("open", None, needs="open=<cycle>")
 DECIDES = Condition(
     holds=lambda config: config.policy is not None and config.open is None,
     words=lambda config: f"without policy=<name>{'' if config.open is None else ' alone'}",
-    needs="policy=<name> and path=<compare.json>",
+    needs="policy=<name>, without open=",
     tasks=frozenset({"promote"}),
 )
 

@@ -49,6 +49,7 @@ class QuantConfig:
         "leaves the weights in the compute format.",
         contract=("quant.base",),
         read_by=_READ,
+        aliases={"quantize": "LitGPT", "bnb_4bit_quant_type": "Transformers and bitsandbytes"},
     )
     double_quant: bool = setting(
         True,  # the value of the setting, named by its position in the schema
@@ -57,12 +58,18 @@ class QuantConfig:
         read_by=_READ,
         only_if=_IN_FOUR_BITS,
         idle=False,
+        aliases={
+            "bnb_4bit_use_double_quant": "Transformers and bitsandbytes",
+            "double_quantization": "LLaMA-Factory",
+        },
+        label="double quantization",
     )
     compute_dtype: ComputeDtype = setting(
         ComputeDtype.bf16,
         "Format of the matrix products: bf16 or f32 (the paper's is bf16).",
         read_by=_READ,
         even_if=OWN_GRAPH_ANSWERS,
+        aliases={"bnb_4bit_compute_dtype": "Transformers and bitsandbytes"},
     )
     block_size: int | None = setting(
         None,

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 from omegaconf import MISSING
 from yaml import safe_load
 
-from mens_exp.config.fields import declared, range_of
+from mens_exp.config.callbacks import EarlyStoppingConfig
+from mens_exp.config.fields import Effect, declared, range_of
 from mens_exp.config.launcher import LAUNCHERS
 from mens_exp.config.own_conf import config_directory, our_options
 from mens_exp.config.root import RunConfig
-from mens_exp.config.store import SCHEMAS
+from mens_exp.config.store import SCHEMAS, effect_of
 from mens_exp.config.validate import TASK_READS
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ _HEAD = """# Configuration
 Every group with its options, and every key with its type, default, range and meaning.
 `--help` is the short form; `--cfg job` shows what a command composes to. Made by `make docs`
 from the schemas in `src/mens_exp/config/` and the files in `conf/`; do not edit it.
+
+"yes" under contract says that a key changes what is learned: two runs are then different arms.
+"Needs" says what else has to be set for a key to have an effect; to set it without is an error.
 
 A group takes an option, `group=option`; a key takes a value, `group.key=value`. A `./conf` of
 your own adds options: see [extending.md](extending.md).
@@ -55,7 +59,8 @@ def _root() -> Iterator[str]:
     ]
     yield from _table(RunConfig, rows, "")
     for name, schema, _ in _nodes():
-        yield f"\n## `{name}`\n\n{_first_line(schema)}\n"
+        needs = " ".join(["", *_needs(RunConfig, name)])
+        yield f"\n## `{name}`\n\n{_first_line(schema)}{needs}\n"
         yield from _table(schema, dataclasses.fields(schema), f"{name}.")
     for option, launcher in LAUNCHERS.items():
         rows = [field for field in dataclasses.fields(launcher) if field.name != "_target_"]
@@ -75,6 +80,10 @@ def _sections() -> Iterator[str]:
     for group in [name for name in our_options() if name != "task"]:
         yield f"\n## Group `{group}`\n"
         yield from _options(group)
+        if group in RunConfig.__dataclass_fields__ and (
+            needs := " ".join(_needs(RunConfig, group))
+        ):
+            yield f"\n{needs}"
         schemas = SCHEMAS.get(group, {})
         for name, schema in schemas.items():
             if own := _settable(schema):
@@ -131,7 +140,7 @@ def _settable(schema: Any) -> list[dataclasses.Field[Any]]:
 
 
 def _table(schema: Any, fields: Any, prefix: str, group: str | None = None) -> Iterator[str]:
-    yield "| key | type | default | range | meaning |\n|---|---|---|---|---|"
+    yield "| key | type | default | range | contract | meaning |\n|---|---|---|---|---|---|"
     yield from _rows(schema, fields, prefix, group)
 
 
@@ -140,8 +149,8 @@ def _rows(schema: Any, fields: Any, prefix: str, group: str | None) -> Iterator[
     for field in fields:
         node = hints[field.name]
         if dataclasses.is_dataclass(node):
-            doc = _cell(_doc(schema, field.name))
-            yield f"| `{prefix}{field.name}` | the keys below |  |  | {doc} |"
+            doc = _cell(" ".join([_doc(schema, field.name), *_needs(schema, field.name)]))
+            yield f"| `{prefix}{field.name}` | the keys below |  |  |  | {doc} |"
             yield from _rows(node, _settable(node), f"{prefix}{field.name}.", None)
             continue
         bounds = range_of(field)
@@ -153,9 +162,34 @@ def _rows(schema: Any, fields: Any, prefix: str, group: str | None) -> Iterator[
             _type(hints[field.name]),
             "the option's" if setters and field.default == MISSING else _default(field, doc),
             f"`{bounds}`" if bounds else "",
-            f"{doc} Set by {', '.join(f'`{one}`' for one in setters)}." if setters else doc,
+            "yes" if _is_learned(schema, key) else "",
+            " ".join(_said(schema, field.name, setters)),
         ]
         yield f"| {' | '.join(_cell(cell) for cell in cells)} |"
+
+
+def _is_learned(schema: Any, key: str) -> bool:
+    """Tell whether a key changes what is learned; of our callbacks, only one does."""
+    if key.startswith("callbacks."):
+        return schema is EarlyStoppingConfig
+    return effect_of(key) is Effect.TRAINING
+
+
+def _said(schema: Any, name: str, setters: list[str]) -> Iterator[str]:
+    """Yield what is said of a key: its meaning, who sets it, what it needs, and its other names."""
+    yield _doc(schema, name)
+    if setters:
+        yield f"Set by {', '.join(f'`{one}`' for one in setters)}."
+    yield from _needs(schema, name)
+    for alias, used_by in (declared(schema, name).aliases or {}).items():
+        yield f"`{alias}` in {used_by}."
+
+
+def _needs(schema: Any, name: str) -> Iterator[str]:
+    """Yield the conditions under which a key, or every key of a section, has an effect."""
+    for one in declared(schema, name).only_if:
+        tasks = f" (task={', '.join(sorted(one.tasks))})" if one.tasks else ""
+        yield f"Needs {one.needs}{tasks}."
 
 
 def _setters(group: str, key: str) -> list[str]:

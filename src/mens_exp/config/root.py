@@ -238,7 +238,10 @@ class RunConfig:
         only_if=(WRITES_MERGED, GRAPH_ANSWERS, COUNTS_TOKENS),
     )
     quant: QuantConfig = _group(
-        Effect.TRAINING, read_by=TRAINING, only_if=(GRAPH_ANSWERS, OWN_GRAPH_ANSWERS)
+        Effect.TRAINING,
+        label="quantization",
+        read_by=TRAINING,
+        only_if=(GRAPH_ANSWERS, OWN_GRAPH_ANSWERS),
     )
     lora: LoraConfig = _group(
         Effect.TRAINING,

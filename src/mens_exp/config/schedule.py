@@ -34,6 +34,10 @@ class ScheduleConfig:
         "Optimizer steps over which the rate rises to optim.lr; null: by fraction.",
         ge=0,
         contract=("exec.warmup_steps",),
+        aliases={
+            "warmup_steps": "Transformers and TRL, Axolotl and LLaMA-Factory",
+            "num_warmup_steps": "torchtune",
+        },
     )
     warmup_frac: float | None = setting(
         None,
@@ -41,6 +45,7 @@ class ScheduleConfig:
         f"{DEFAULT_WARMUP_FRAC:g} where neither is set.",
         ge=0,
         lt=1,
+        aliases={"warmup_ratio": "Transformers and TRL, Axolotl and LLaMA-Factory"},
     )
 
 

@@ -46,6 +46,7 @@ __all__ = [
     "declarations_of",
     "effect_of",
     "is_open",
+    "labels",
     "register",
     "schema_of",
 ]
@@ -156,8 +157,8 @@ def declarations() -> dict[str, tuple[Declaration, ...]]:
     found: dict[str, list[Declaration]] = {}
     _collect(root.RunConfig, "", found)
     for group, schemas in SCHEMAS.items():
-        for schema in schemas.values() if group != "callbacks" else ():
-            _collect(schema, f"{group}.", found)
+        for name, schema in schemas.items():
+            _collect(schema, f"{group}.{name}." if group == "callbacks" else f"{group}.", found)
     return {path: tuple(several) for path, several in found.items()}
 
 
@@ -200,6 +201,17 @@ def effect_of(path: str) -> Effect:
             return effect
         path = path.rpartition(".")[0]
     return Effect.TRAINING
+
+
+@functools.cache
+def labels() -> dict[str, str]:
+    """Return the names that reports give to settings, by the last part of their paths."""
+    return {
+        path.rpartition(".")[2]: about.label
+        for path, several in declarations().items()
+        for about in several
+        if about.label is not None
+    }
 
 
 def contract_parts(path: str) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ class TokenizerConfig:
         "The chat template to use: a file with Jinja source, `chatml`, or `plain` (the texts, a "
         "newline between them, and one before a row without a system prompt); null is the "
         "tokenizer's own, or ChatML where it has none.",
+        aliases={"chat_template": "Axolotl and TRL"},
     )
     date: str = setting(
         "2024-07-26",  # what Llama 3's template falls back to

@@ -76,21 +76,40 @@ class TrainerConfig:
         "both, the one that is reached first ends the run.",
         ge=-1,
         contract=("exec.max_steps",),
+        aliases={"max_steps_per_epoch": "torchtune"},
     )
     max_epochs: int = setting(
         -1,
         "Passes over the training data, each row exactly once in each; -1: no limit.",
         ge=-1,
         contract=("exec.epochs",),
+        aliases={
+            "num_train_epochs": "Transformers and TRL and LLaMA-Factory",
+            "num_epochs": "Axolotl",
+            "epochs": "torchtune and LitGPT",
+        },
     )
     accumulate_grad_batches: int = setting(
         4,
         "Micro-batches in one optimizer step, those of all processes together.",
         ge=1,
         contract=("exec.grad_accum",),
+        aliases={
+            "gradient_accumulation_steps": (
+                "Transformers and TRL, Axolotl, LLaMA-Factory and torchtune"
+            ),
+            "accumulate": "shorter command lines",
+        },
+        label="gradient accumulation",
     )
     gradient_clip_val: float | None = setting(
-        1.0, "Largest global gradient norm; longer ones are scaled down. 0 or null: off.", ge=0
+        1.0,
+        "Largest global gradient norm; longer ones are scaled down. 0 or null: off.",
+        ge=0,
+        aliases={
+            "max_grad_norm": "Transformers and TRL, Axolotl and LLaMA-Factory",
+            "gradient_clipping": "DeepSpeed and H2O LLM Studio",
+        },
     )
     val_check_interval: int | None = setting(
         None,
@@ -98,6 +117,7 @@ class TrainerConfig:
         "and after only.",
         ge=1,
         changes=Effect.NOTHING,
+        aliases={"eval_steps": "Transformers and TRL, Axolotl and LLaMA-Factory"},
     )
     deterministic: bool | None = setting(
         None,

@@ -10,6 +10,8 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 
+from mens_exp.config.store import labels
+
 __all__ = [
     "as_text",
     "count",
@@ -32,8 +34,8 @@ _KEPT_CONTROLS = "\n\t"
 _MINUTE_S, _HOUR_S = 60, 3600
 _DECIMALS_UNDER = 100  # a rate or a size of two digits still says something with one decimal
 
+# Keys of records; those of settings are in their declarations.
 _LABELS = {
-    "accumulate_grad_batches": "gradient accumulation",
     "base_weights_sha256": "base weights SHA-256",
     "batches_sha256": "micro-batches SHA-256",
     "chat_template_sha256": "chat template SHA-256",
@@ -41,18 +43,13 @@ _LABELS = {
     "cpu": "CPU",
     "diff_sha256": "uncommitted diff SHA-256",
     "dirty": "uncommitted changes",
-    "double_quant": "double quantization",
     "heldout_rows": "held-out rows",
     "lora_init_sha256": "first adapter SHA-256",
-    "lr": "learning rate",
     "memory_bytes": "memory",
-    "micro_batch_size": "micro-batch size",
     "peak_cuda_bytes": "peak GPU memory",
     "peak_rss_bytes": "peak resident memory",
     "python": "Python",
-    "quant": "quantization",
     "rows_sha256": "rows SHA-256",
-    "seq_len": "sequence length",
     "tokenizer_sha256": "tokenizer SHA-256",
     "tokens_out_mean": "tokens per completion",
     "compile_at_1": "compile@1",
@@ -85,7 +82,8 @@ def _is_control(char: str) -> bool:
 
 def label(key: str) -> str:
     """Spell a record's key as words: ``seq_len`` is ``sequence length``."""
-    return _LABELS.get(key, visible(key).replace("_", " "))
+    found = _LABELS.get(key) or labels().get(key)
+    return found or visible(key).replace("_", " ")
 
 
 def count(value: float) -> str:
