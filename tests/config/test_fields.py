@@ -1,10 +1,22 @@
 from __future__ import annotations
 
 import dataclasses
+from enum import Enum
+from types import SimpleNamespace
 
 import pytest
 
-from mens_exp.config.fields import Effect, Range, declared, range_of, setting, shown
+from mens_exp.config.fields import (
+    Effect,
+    Range,
+    declared,
+    range_of,
+    setting,
+    shown,
+    unless,
+    value_at,
+    when,
+)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -73,3 +85,63 @@ def test_list_default_is_a_copy_for_each_instance():
 def test_a_value_is_spelled_as_on_the_command_line(value, text):
     """What YAML calls it, not what Python does."""
     assert shown(value) == text
+
+
+class Kind(Enum):
+    left = "left"
+    right = "right"
+
+
+CONFIG = SimpleNamespace(
+    side=SimpleNamespace(name=Kind.left, wide=False),
+    parts={"one": SimpleNamespace(width=3)},
+)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("side.name", "left"),
+        ("side.wide", False),
+        ("parts.one.width", 3),
+        ("parts.two.width", None),
+        ("side.absent", None),
+    ],
+)
+def test_a_value_is_found_by_its_path_as_yaml_has_it(key, value):
+    """Choices are texts, a mapping's entries are reached, and what is absent is null."""
+    assert value_at(CONFIG, key) == value
+
+
+@pytest.mark.parametrize(
+    ("condition", "holds", "words", "needs"),
+    [
+        (when("side.name", "left"), True, "with side=left", "side=left"),
+        (when("side.name", "right"), False, "with side=left", "side=right"),
+        (when("side.wide", True, why="as it is"), False, "with side.wide=false, as it is", None),
+        (when("side.absent", None), True, "with side.absent=null", "side.absent=null"),
+        (when("parts.one.width", 1, 2, 3), True, None, "parts.one.width=1, 2 or 3"),
+        (unless("side.name", "left"), False, "with side=left", "another side than left"),
+        (unless("side.name", "right"), True, None, "another side than right"),
+        (unless("side.absent", None, needs="a side"), False, None, "a side"),
+    ],
+)
+def test_a_condition_says_whether_it_holds_and_what_it_needs(condition, holds, words, needs):
+    """A key that ends with name is an option, and spelled as one."""
+    assert condition.holds(CONFIG) is holds
+    assert words is None or condition.words(CONFIG) == words
+    assert needs is None or condition.needs == needs
+
+
+def test_one_condition_need_not_be_a_tuple():
+    """The declaration has a tuple either way."""
+    one = when("side.name", "left")
+
+    @dataclasses.dataclass
+    class Conditional:
+        alone: int = setting(1, only_if=one)
+        both: int = setting(1, only_if=(one, one))
+        free: int = setting(1)
+
+    found = [declared(Conditional, name).only_if for name in ("alone", "both", "free")]
+    assert found == [(one,), (one, one), ()]

@@ -165,6 +165,7 @@ def test_digest_moves_exactly_with_what_changes_what_is_learned(command, path):
         (["preset=trl_like"], "c0e61628523be43bc714fd725b60cb3580ea42ad46c077c11fcce1990b10aefb"),
         (["backend=proxy"], "11ab9cf405720c4f8fbf3e708b3227ee02cf7fecca4c9500db58bc5528e57e40"),
     ],
+    ids=["default", "trl_like", "proxy"],
 )
 def test_what_changes_learning_is_as_it_was_when_records_were_made(command, literal):
     """Another digest makes today's runs incomparable with all recorded ones: it needs a version.

@@ -35,6 +35,7 @@ TRAINING = frozenset({"train", "plan"})
 """The tasks that read what a training run does."""
 
 _KEY = "declaration"  # in a field's metadata
+_DECLARED: dict[tuple[type, str], Declaration] = {}  # once they are put together
 
 
 class Effect(StrEnum):
@@ -263,6 +264,8 @@ def declared(schema: type, name: str) -> Declaration:
     A class may give an inherited field another default; what it does not state anew is as its
     parents declare it.
     """
+    if (schema, name) in _DECLARED:
+        return _DECLARED[schema, name]
     merged: dict[str, Any] = {}
     for parent in schema.__mro__:
         field = getattr(parent, "__dataclass_fields__", {}).get(name)
@@ -271,7 +274,7 @@ def declared(schema: type, name: str) -> Declaration:
             value = getattr(about, fact.name)
             if value != fact.default:
                 merged.setdefault(fact.name, value)
-    return Declaration(**merged)
+    return _DECLARED.setdefault((schema, name), Declaration(**merged))
 
 
 def range_of(field: dataclasses.Field[Any]) -> Range | None:

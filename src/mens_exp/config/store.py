@@ -186,6 +186,7 @@ def declarations_of(config: root.RunConfig, key: str) -> list[Declaration]:
     return found
 
 
+@functools.cache
 def effect_of(path: str) -> Effect:
     """Return the effect of a setting by its dotted path.
 
@@ -214,6 +215,7 @@ def labels() -> dict[str, str]:
     }
 
 
+@functools.cache
 def contract_parts(path: str) -> tuple[str, ...]:
     """Return the parts of the contract that are made of a setting, by its dotted path."""
     parts: list[str] = []
