@@ -87,7 +87,7 @@ def test_pruning_needs_validations_and_the_loss_alone(asked):
     said = refusal(
         asked, "hydra.sweeper.pruner=median", "hydra.sweeper.objectives=[val_loss,peak_bytes]"
     )
-    assert "pruner: has no effect, as nothing is validated before training has ended" in said
+    assert "pruner: has no effect because nothing is validated before training has ended" in said
     assert "which is not what is searched for" in said
     request = asked("hydra.sweeper.pruner=median", "trainer.val_check_interval=4")
     assert request.search["pruner_startup_trials"] == 5
@@ -97,12 +97,12 @@ def test_tpe_needs_results_while_it_draws(asked):
     """Where all are drawn before one has ended, they are drawn at random."""
     tpe = ["hydra.launcher.n_jobs=20"]
     said = refusal(asked, *tpe)
-    assert "hydra.launcher.n_jobs: sampler=tpe has no effect with it" in said
+    assert "hydra.launcher.n_jobs: leaves sampler=tpe nothing to model" in said
     assert "20 trials at a time, 20 in all" in said
     assert asked(*tpe, "hydra.sweeper.sampler=random").search["sampler"] == "random"
     assert asked(*tpe, "hydra.sweeper.n_trials=21").search["n_trials"] == 21
     said = refusal(asked, "hydra/launcher=slurm")
-    assert "hydra.launcher.array_parallelism: sampler=tpe has no effect with it" in said
+    assert "hydra.launcher.array_parallelism: leaves sampler=tpe nothing to model" in said
     assert "256 trials at a time, 20 in all" in said
     few = asked(*tpe, "hydra.sweeper.n_trials=10")  # all of them are drawn at random as it is
     assert few.search["startup_trials"] == 10

@@ -241,7 +241,7 @@ def test_an_adapter_of_another_base_is_refused(trained, tmp_path, capsys):
         (["eval.engine=openai", *SUITE], "the held-out rows belong to a run's own model"),
         (["eval.engine=openai", "suite=mini_python"], "eval.model: missing"),
         (["suite=jsonl"], "suite.path: suite=jsonl is a file of your own"),
-        (["suite=jsonl", "suite.path=x", "suite.function=x.py:f"], "another suite.check"),
+        (["suite=jsonl", "suite.path=x", "suite.function=x.py:f"], "with suite.check=exact"),
         (["suite=scorecard_spec", "suite.path=x"], "path: has no effect"),
     ],
 )
