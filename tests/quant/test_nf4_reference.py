@@ -19,9 +19,9 @@ from nf4_reference import (
     quantize,
 )
 
+from mens_exp.config.fields import range_problems
 from mens_exp.config.quant import QuantConfig
 from mens_exp.config.rules import quant as rules
-from mens_exp.config.validate import range_problems
 from mens_exp.quant.bnb import dequantized, quantized_like
 
 ADMITTED = (64, 128, 256, 512, 1024, 2048, 4096)

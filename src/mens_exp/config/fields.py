@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Any
+
+from mens_exp.errors import ConfigError
 
 __all__ = [
     "TRAINING",
@@ -21,8 +23,10 @@ __all__ = [
     "Effect",
     "Range",
     "declared",
+    "in_range",
     "plain",
     "range_of",
+    "range_problems",
     "section",
     "setting",
     "shown",
@@ -286,6 +290,35 @@ def range_of(field: dataclasses.Field[Any]) -> Range | None:
 def _of(field: dataclasses.Field[Any]) -> Declaration | None:
     found = field.metadata.get(_KEY)
     return found if isinstance(found, Declaration) else None
+
+
+def range_problems(node: Any, prefix: str = "") -> Iterator[ConfigError]:
+    """Yield every value of a typed configuration that lies outside its declared interval.
+
+    Args:
+        node: the root, or one group.
+        prefix: dotted path of the node, with a final dot, for the messages.
+    """
+    for field in dataclasses.fields(node):
+        value = getattr(node, field.name)
+        path = f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            yield from range_problems(value, f"{path}.")
+        elif isinstance(value, dict):
+            for name, entry in value.items():
+                if dataclasses.is_dataclass(entry):  # a mapping of plain values has no ranges
+                    yield from range_problems(entry, f"{path}.{name}.")
+        elif not in_range(field, value):
+            kind = "a value" if math.isfinite(value) else "a finite value"
+            yield ConfigError(
+                "out of range", where=path, found=value, expected=f"{kind} {range_of(field)}"
+            )
+
+
+def in_range(field: dataclasses.Field[Any], value: Any) -> bool:
+    """Tell whether a value lies in a field's declared interval; null always does."""
+    bounds = range_of(field)
+    return bounds is None or value is None or bounds.accepts(value)
 
 
 def shown(value: object) -> str:

@@ -163,10 +163,10 @@ def declarations() -> dict[str, tuple[Declaration, ...]]:
 
 
 def _collect(schema: type, prefix: str, found: dict[str, list[Declaration]]) -> None:
-    for field in dataclasses.fields(schema):
-        path = f"{prefix}{field.name}"
-        found.setdefault(path, []).append(declared(schema, field.name))
-        kind = field.default_factory
+    for one in dataclasses.fields(schema):
+        path = f"{prefix}{one.name}"
+        found.setdefault(path, []).append(declared(schema, one.name))
+        kind = one.default_factory
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             _collect(kind, f"{path}.", found)
 

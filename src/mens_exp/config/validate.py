@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.config.fields import TRAINING, UNSET, declared, plain, range_of, shown
+from mens_exp.config.fields import TRAINING, UNSET, declared, in_range, plain, range_problems, shown
 from mens_exp.config.rules import (
     adapter,
     backend,
@@ -41,7 +40,6 @@ __all__ = [
     "TASK_READS",
     "ineffective_overrides",
     "problems_of",
-    "range_problems",
     "unread_overrides",
 ]
 
@@ -68,9 +66,20 @@ _READ_OF_THE_BASE = frozenset({"model", "tokenizer", "quant", "lora", "backend"}
 def problems_of(config: RunConfig) -> list[MensError]:
     """List everything wrong with typed values that can be told without looking at files."""
     problems: list[MensError] = [*range_problems(config), *_idle_values(config, config)]
-    groups = (trainer, schedule, optim, adapter, data, lora, objective, backend, quant)
-    for rules in (*groups, sharded):
-        problems += rules.problems(config)
+    rules = (
+        trainer.problems,
+        schedule.problems,
+        optim.problems,
+        adapter.problems,
+        data.problems,
+        lora.problems,
+        objective.problems,
+        backend.problems,
+        quant.problems,
+        sharded.problems,
+    )
+    for rule in rules:
+        problems += rule(config)
     if not any(range_problems(config.model, "model.")):  # its rules divide by its values
         problems += model.problems(config)
     problems += task.problems(config)
@@ -80,29 +89,6 @@ def problems_of(config: RunConfig) -> list[MensError]:
     problems += compare.problems(config)
     problems += promote.problems(config)
     return problems
-
-
-def range_problems(node: Any, prefix: str = "") -> Iterator[ConfigError]:
-    """Yield every value of a typed configuration that lies outside its declared interval.
-
-    Args:
-        node: the root, or one group.
-        prefix: dotted path of the node, with a final dot, for the messages.
-    """
-    for field in dataclasses.fields(node):
-        value = getattr(node, field.name)
-        path = f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(value):
-            yield from range_problems(value, f"{path}.")
-        elif isinstance(value, dict):
-            for name, entry in value.items():
-                if dataclasses.is_dataclass(entry):  # a mapping of plain values has no ranges
-                    yield from range_problems(entry, f"{path}.{name}.")
-        elif not _in_range(field, value):
-            kind = "a value" if math.isfinite(value) else "a finite value"
-            yield ConfigError(
-                "out of range", where=path, found=value, expected=f"{kind} {range_of(field)}"
-            )
 
 
 def unread_overrides(name: str, keys: Iterable[str], *, path: str | None = None) -> list[MensError]:
@@ -183,7 +169,7 @@ def _idle_values(config: RunConfig, node: Any, prefix: str = "") -> Iterator[Con
             if dataclasses.is_dataclass(entry):
                 yield from _idle_values(config, entry, f"{path}.{name}.")
         about = declared(type(node), field.name)
-        if about.idle is UNSET or value == about.idle or not _in_range(field, value):
+        if about.idle is UNSET or value == about.idle or not in_range(field, value):
             continue
         unmet = _unmet(config, about)
         if unmet is not None:
@@ -206,8 +192,3 @@ def _unmet(
         if judged and one not in exempt and not one.holds(config):
             return one
     return None
-
-
-def _in_range(field: dataclasses.Field[Any], value: Any) -> bool:
-    bounds = range_of(field)
-    return bounds is None or value is None or bounds.accepts(value)

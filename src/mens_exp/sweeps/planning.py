@@ -12,10 +12,10 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import LeftOut
 from mens_exp.artifacts.sweep_dir import SweepDir
 from mens_exp.config.compose import config_digest
+from mens_exp.config.fields import range_problems
 from mens_exp.config.launcher import launcher_settings
 from mens_exp.config.overrides import check
 from mens_exp.config.sweep import Invalid
-from mens_exp.config.validate import range_problems
 from mens_exp.errors import ConfigError, MensError, Problems, RequestError
 from mens_exp.plan.contract import contract_of
 from mens_exp.plan.estimate import make_plan

@@ -13,10 +13,10 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.run_lock import holder, is_alive
 from mens_exp.artifacts.sweep import JobAttempt, JobState, SweepRecord
 from mens_exp.artifacts.sweep_dir import SweepDir
+from mens_exp.config.fields import range_problems
 from mens_exp.config.launcher import LAUNCHERS, SLURM, launcher_settings, launcher_values
 from mens_exp.config.overrides import check
 from mens_exp.config.sweep import Changes
-from mens_exp.config.validate import range_problems
 from mens_exp.errors import ConfigError, NoEffectError, Problems, RequestError
 from mens_exp.plan import machine
 from mens_exp.report import wording

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.nearest import expected_name
 from mens_exp.artifacts.search import SearchRecord
+from mens_exp.config.fields import range_problems
 from mens_exp.config.launcher import SlurmLauncher, launcher_settings
 from mens_exp.config.search import OptunaSweeper, Pruner, Sampler, search_settings
 from mens_exp.config.search_space import read_space
 from mens_exp.config.sweep import Invalid
-from mens_exp.config.validate import range_problems
 from mens_exp.errors import ConfigError, MensError, NoEffectError, Problems, RequestError
 from mens_exp.evals.kpi_table import KPIS, Direction
 from mens_exp.sweeps.capacity import device_problems, machine_notes

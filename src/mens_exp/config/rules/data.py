@@ -15,6 +15,7 @@ from mens_exp.config.data import (
     RowsData,
     SyntheticData,
 )
+from mens_exp.config.fields import range_problems
 from mens_exp.config.mix import in_source, sources_of
 from mens_exp.errors import ConfigError, Problems
 
@@ -119,8 +120,6 @@ def _streamed(config: RunConfig, data: RowsData) -> Iterator[ConfigError]:
 
 def _mix(data: MixData) -> Iterator[MensError]:
     """Yield what is wrong with a mix and with each of its sources."""
-    from mens_exp.config.validate import range_problems  # which imports this module
-
     if data.stop is MixStop.budget and data.budget_tokens is None:
         yield ConfigError(
             "is needed with data.stop=budget",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mens_exp.config.fields import range_problems
 from mens_exp.config.lora import LoraVariant
 from mens_exp.config.model import HfModel
-from mens_exp.config.validate import range_problems
 from mens_exp.errors import ConfigError
 from mens_exp.layout.cached import marked_weights, ready
 from mens_exp.layout.shape import family_for, shape_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mens_exp.config.validate import range_problems
+from mens_exp.config.fields import range_problems
 from mens_exp.layout.shape import shape_of
 from mens_exp.plan.trained import proxy_stack
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mens_exp.config.data import RowsData, WrittenData
+from mens_exp.config.fields import range_problems
 from mens_exp.config.rules.data import problems as rule_problems
-from mens_exp.config.validate import range_problems
 from mens_exp.corpus.files import read_own
 from mens_exp.corpus.filters import asked
 from mens_exp.corpus.source import load_rows

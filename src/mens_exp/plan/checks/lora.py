@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mens_exp.config.backend import ProxyConfig
+from mens_exp.config.fields import range_problems
 from mens_exp.config.lora import LoraInit, LoraVariant
 from mens_exp.config.trainer import Strategy
-from mens_exp.config.validate import range_problems
 from mens_exp.errors import ConfigError
 from mens_exp.layout.names import HEAD
 from mens_exp.layout.shape import shape_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.backend import ProxyConfig
+from mens_exp.config.fields import range_problems
 from mens_exp.config.model import BundledModel, HfModel, RandomModel, WeightsDtype
 from mens_exp.config.rules.model import BLOCK_SIZE
-from mens_exp.config.validate import range_problems
 from mens_exp.errors import ModelFileError, NoEffectError, SetupError
 from mens_exp.layout import hub
 from mens_exp.layout.bundled import locate

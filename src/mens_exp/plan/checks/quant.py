@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mens_exp.config.fields import range_problems
 from mens_exp.config.quant import ComputeDtype
-from mens_exp.config.validate import range_problems
 from mens_exp.errors import ConfigError
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import linear_modules, skipped
